@@ -1,32 +1,48 @@
-"""Runs of the training command side by side: their losses by step, what they reached in validation, and their sizes.
+"""Runs of the training command side by side: their losses by step, their validation loss, and their sizes.
 
     make moe
     mpirun -n 4 mpi4dl train --config examples/gpt_moe.toml --experts 1 --data 4 \\
         --model-options num_layers=2,hidden=32,num_heads=2,ff_dim=144 --run-folder runs/dense
-    python -m benchmarks.curves "mixture of experts=runs/gpt-DATE-TIME" dense=runs/dense
+    python -m benchmarks run curves "mixture of experts=runs/gpt-DATE-TIME" dense=runs/dense
 
 Active parameters are those that a token meets: of experts as many as are chosen for it.
 """
 
-import argparse
 import json
-import sys
+from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import publish, pyplot, table
+from benchmarks.library.charts import Lines, lines
+from benchmarks.library.options import Option, Options
+from benchmarks.library.report import NAME, Column, publish, table
+
+NEEDS = "the folders of runs"
+COLUMNS = (
+    NAME,
+    Column("parameters", "parameters"),
+    Column("active", "active"),
+    Column("steps", "num_steps"),
+    Column("last training loss", "training", 3),
+    Column("validation loss", "validation", 3),
+    Column("bits per byte", "bits_per_byte", 3),
+)
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER", help="folders of runs on text, with names to show")
-    parser.add_argument("--out", type=Path, default=Path("results/curves"), help="where to write .json and .png")
-    options = parser.parse_args(argv)
-    for run in options.runs:
-        name, _, folder = run.partition("=")
-        if not name or not (Path(folder) / "metrics.jsonl").is_file():
-            parser.error(f"{run}: name a run as NAME=FOLDER, where the folder holds metrics.jsonl")
-    return options
+def named(text: str) -> tuple[str, Path]:
+    """A run's name and folder. Raises ArgumentTypeError."""
+    name, _, folder = text.partition("=")
+    if not name or not (Path(folder) / "metrics.jsonl").is_file():
+        raise ArgumentTypeError(f"{text}: name a run as NAME=FOLDER, where the folder holds metrics.jsonl")
+    return name, Path(folder)
+
+
+OPTIONS = (
+    Option(
+        "runs", named, None, "folders of runs on text, with names to show", {"nargs": "+", "metavar": "NAME=FOLDER"}
+    ),
+)
+QUICK: dict[str, Any] = {}
 
 
 def read(name: str, folder: Path) -> dict[str, Any]:
@@ -53,6 +69,8 @@ def read(name: str, folder: Path) -> dict[str, Any]:
         "name": name,
         "parameters": whole,
         "active": whole - idle,
+        "num_steps": steps[-1]["step"],
+        "training": steps[-1]["loss"],
         "steps": [step["step"] for step in steps],
         "losses": [step["loss"] for step in steps],
         "validation": validations[-1]["loss"] if validations else None,
@@ -60,43 +78,19 @@ def read(name: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def as_table(runs: list[dict[str, Any]]) -> str:
-    head = ["", "parameters", "active", "steps", "last training loss", "validation loss", "bits per byte"]
-    rows = [
-        [
-            run["name"],
-            f"{run['parameters']:,}",
-            f"{run['active']:,}",
-            str(run["steps"][-1]),
-            f"{run['losses'][-1]:.3f}",
-            *("-" if run[key] is None else f"{run[key]:.3f}" for key in ("validation", "bits_per_byte")),
-        ]
-        for run in runs
-    ]
-    return table([head, *rows])
+def run(options: Options) -> None:
+    rows = [read(name, folder) for name, folder in options.runs]
+    publish(options, "training runs", table(rows, COLUMNS), draw(rows), rows)
 
 
-def draw(runs: list[dict[str, Any]]) -> Any:
+def draw(rows: list[dict[str, Any]]) -> Any:
     """Losses of all steps, and of the second half alone, where they are close to each other."""
-    figure, plots = pyplot().subplots(1, 2, figsize=(9.5, 3.8))
-    for run in runs:
-        label = f"{run['name']}: {run['active']:,} of {run['parameters']:,} parameters active"
-        half = len(run["steps"]) // 2
-        for plot, start in zip(plots, (0, half), strict=True):
-            plot.plot(run["steps"][start:], run["losses"][start:], lw=1.4, label=label)
-    for plot in plots:
-        plot.set_xlabel("step")
-        plot.set_ylabel("training loss, nats")
-    plots[0].legend(frameon=False, fontsize=8)
-    return figure
 
+    def label(row: Any) -> str:
+        return f"{row['name']}: {row['active']:,} of {row['parameters']:,} parameters active"
 
-def main() -> None:
-    options = parse(sys.argv[1:])
-    runs = [read(run.partition("=")[0], Path(run.partition("=")[2])) for run in options.runs]
-    print(as_table(runs))
-    publish(options, {"runs": runs}, draw(runs))
-
-
-if __name__ == "__main__":
-    main()
+    points = [
+        row | {"step": at, "loss": loss} for row in rows for at, loss in zip(row["steps"], row["losses"], strict=True)
+    ]
+    halves = (points, [point for point in points if 2 * point["step"] > point["num_steps"]])
+    return lines([Lines(half, "step", "loss", label, "step", "training loss, nats", dots=False) for half in halves], "")

@@ -1,6 +1,6 @@
 """Data parallelism against torch's DistributedDataParallel over gloo: images/s of ResNet-50 on synthetic images.
 
-    python -m benchmarks.data_parallel --model resnet50 --batch-size 8 --image-size 64 --ranks 1,2
+    python -m benchmarks run data_parallel --model resnet50 --batch-size 8 --image-size 64 --ranks 1,2
 
     plain PyTorch              one process, on a batch of its own
     ours                       the engine: the same as plain PyTorch on the whole batch, batch norm over all ranks
@@ -8,82 +8,74 @@
     DDP                        batch norm of each rank's samples alone, so that results depend on the number of ranks
     DDP, SyncBatchNorm         batch norm over all ranks, which PyTorch has for GPUs alone
 
-As in Horovod's synthetic benchmark: random images, SGD, images/s of a rank and of all as mean +- 1.96 standard
-deviations. Every number of ranks is a job of its own under mpirun, and the jobs take turns; so do all contestants on
-the ranks of a job, after it has been checked in float64 that those that should have the same losses have them.
+As in Horovod's synthetic benchmark: random images, SGD, images/s of a rank as mean +- 1.96 standard
+deviations. Each number of ranks is a job, and the jobs take turns; so do all contestants on the ranks of a job, after
+a check in float64 that those that should have the same losses have them.
 """
 
-import argparse
 import statistics
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.bursts import Step, burst_seconds, first_losses, gloo, must_agree
-from benchmarks.report import between, error_bars, publish, pyplot, spread, table
-from benchmarks.turns import Contestant, answer_turns, median, numbers, on_ranks, take_turns
+from benchmarks.library import options as declared
+from benchmarks.library.charts import OTHERS, PEERS, PLAIN, THIRD, Bars, bars
+from benchmarks.library.options import Option, Options
+from benchmarks.library.report import NAME, RANKS, Column, publish, table
+from benchmarks.library.turns import Contestant, answer_turns, take_turns
+from mpi4dl._wording import counted
+from mpi4dl.sweeps.results import spread
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
+    from benchmarks.library.ranks import Step
     from mpi4dl.comm import Communicator
-    from mpi4dl.parallel.replicas import Reducer
 
-PLAIN, OURS, OURS_PER_RANK = "plain PyTorch", "ours", "ours, norm per rank"
+PYTORCH, OURS, OURS_PER_RANK = "plain PyTorch", "ours", "ours, norm per rank"
 DDP, SYNCHRONISED = "DDP", "DDP, SyncBatchNorm"
-COLORS = {PLAIN: "0.6", OURS: "tab:blue", OURS_PER_RANK: "tab:cyan", DDP: "tab:orange", SYNCHRONISED: "tab:red"}
+COLORS = {PYTORCH: PLAIN, OURS: OTHERS, OURS_PER_RANK: THIRD, DDP: PEERS, SYNCHRONISED: "tab:red"}
 DEVIATIONS = 1.96
 NUM_CLASSES = 1000
-LEARNING_RATE = 0.01
 CHECKED_STEPS = 2
 TOLERANCE = 1e-9  # in float64: in float32 batch norm of few values makes the loss after a step differ by rounding
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    description = (__doc__ or "").split("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.data_parallel", description=description)
-    parser.add_argument("--model", default="resnet50", help="a model of mpi4dl.models or torchvision")
-    parser.add_argument("--batch-size", type=int, default=8, help="images of each rank in a step")
-    parser.add_argument("--image-size", type=int, default=64, help="height and width of the images, in pixels")
-    parser.add_argument("--ranks", default="1,2", help="numbers of ranks")
-    parser.add_argument("--threads", type=int, default=1, help="of each rank, on the CPU")
-    parser.add_argument("--steps", type=int, default=2, help="training steps of a contestant in a turn")
-    parser.add_argument("--rounds", type=int, default=10, help="turns of each number of ranks")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--out", type=Path, default=Path("results/data_parallel"), help="where to write .json and .png")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    for name in ("batch_size", "image_size", "threads", "steps", "rounds"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}, but must be at least 1")
-    try:
-        fewest = min(numbers(options.ranks))
-    except ValueError:
-        parser.error(f"--ranks {options.ranks}: write them as 1,2,4")
-    if fewest < 1:
-        parser.error(f"--ranks {options.ranks}: a job has 1 rank at least")
-    return options
+OPTIONS = (
+    Option("--model", str, "resnet50", "a model of mpi4dl.models or torchvision"),
+    declared.batch_size(8, "images of each rank in a step"),
+    declared.count("--image-size", 64, "height and width of the images, in pixels"),
+    declared.ranks("1,2"),
+    declared.THREADS,
+    declared.steps(2),
+    declared.rounds(10),
+    declared.DEVICE,
+)
+QUICK = {"model": "small_resnet", "batch_size": 2, "image_size": 32, "steps": 1, "rounds": 1}
+COLUMNS = (
+    NAME,
+    RANKS,
+    Column("images/s of a rank", "images_per_second_of_a_rank", 1),
+    Column("+-", "spread", 1),
+    Column("images/s in all", "images_per_second", 1),
+    Column("median step ms", "median_seconds", 0, 1e3),
+    Column("over DDP", "speed_over_ddp", 2, ends=True),
+)
 
 
 class Contests:
     """All contestants on the ranks of a job: `steps` has a step of its own copy of the model for each. Collective."""
 
-    def __init__(self, options: argparse.Namespace, comm: "Communicator", dtype: "torch.dtype") -> None:
-        import torch
+    def __init__(self, options: Options, comm: "Communicator", dtype: "torch.dtype") -> None:
+        from benchmarks.library.ranks import random_batch
 
         self.options, self.comm, self.dtype = options, comm, dtype
         self.device = comm.node.device(options.device)
-        generator = torch.Generator().manual_seed(1)
-        total, size = options.batch_size * comm.size, options.image_size
-        self.batch_images = torch.randn(total, 3, size, size, generator=generator).to(self.device, dtype)
-        self.batch_labels = torch.randint(NUM_CLASSES, (total,), generator=generator)
+        images, self.batch_labels = random_batch(options.batch_size * comm.size, [options.image_size] * 2, NUM_CLASSES)
+        self.batch_images = images.to(self.device, dtype)
         own = slice(comm.rank * options.batch_size, (comm.rank + 1) * options.batch_size)
-        self.images, self.labels = self.batch_images[own], self.batch_labels[own].to(self.device)
+        self.own = self.batch_images[own], self.batch_labels[own].to(self.device)
         self.missing: dict[str, str] = {}
         self.steps = {OURS: self.ours(), DDP: self.ddp(self.model())}
         if comm.size == 1:
-            self.steps[PLAIN] = self.plain()
+            self.steps[PYTORCH] = self.plain()
             return
         self.steps[OURS_PER_RANK] = self.ours_per_rank()
         try:
@@ -93,6 +85,8 @@ class Contests:
 
     def check(self) -> None:
         """Raises `Refusal` on all ranks if contestants that should have the same losses have not. Collective."""
+        from benchmarks.library.ranks import first_losses, must_agree
+
         whole_batch = []
         if self.comm.rank == 0:
             step = self.plain()
@@ -111,74 +105,71 @@ class Contests:
         torch.manual_seed(0)
         return models.build(self.options.model, NUM_CLASSES).to(self.device, self.dtype)
 
-    def loop(
-        self, model: "nn.Module", images: "torch.Tensor", labels: "torch.Tensor", reducer: "Reducer | None" = None
-    ) -> Step:
-        """A step as one writes it in PyTorch; with a reducer, on gradients that are summed over the ranks."""
+    def optimizer(self, model: "nn.Module") -> "torch.optim.Optimizer":
         import torch
-        from torch.nn import functional as F
 
-        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        return torch.optim.SGD(model.parameters(), lr=0.01)
 
-        def step() -> float:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(images), labels)
-            if reducer is None:
-                loss.backward()
-            else:
-                reducer.prepare()
-                (loss / self.comm.size).backward()
-                reducer.finish()
-            optimizer.step()
-            return loss.item()
+    def loop(self, model: "nn.Module", batch: "tuple[Tensor, Tensor]", **how: Any) -> "Step":
+        from benchmarks.library.ranks import loop
 
-        return step
+        return loop(model, self.optimizer(model), batch, **how)
 
-    def plain(self) -> Step:
+    def plain(self) -> "Step":
         """On the whole batch."""
-        return self.loop(self.model(), self.batch_images, self.batch_labels.to(self.device))
+        return self.loop(self.model(), (self.batch_images, self.batch_labels.to(self.device)))
 
-    def ours(self) -> Step:
-        import torch
+    def ours(self) -> "Step":
         from torch.nn import functional as F
 
         from mpi4dl.engine import Engine
         from mpi4dl.parallel.plan import Plan
 
         model = self.model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-        engine = Engine(model, Plan(data=self.comm.size), optimizer, F.cross_entropy, comm=self.comm)
-        return lambda: engine.step(self.images, self.batch_labels).loss
+        engine = Engine(model, Plan(data=self.comm.size), self.optimizer(model), F.cross_entropy, comm=self.comm)
+        return lambda: engine.step(self.own[0], self.batch_labels).loss
 
-    def ours_per_rank(self) -> Step:
+    def ours_per_rank(self) -> "Step":
+        """A plain loop on gradients that the reducer sums over the ranks."""
+        from torch.nn import functional as F
+
         from mpi4dl.parallel.replicas import Reducer
 
-        model = self.model()
-        return self.loop(model, self.images, self.labels, Reducer(model.parameters(), self.comm).attach())
+        model, size = self.model(), self.comm.size
+        reducer = Reducer(model.parameters(), self.comm).attach()
+        optimizer, (images, labels) = self.optimizer(model), self.own
 
-    def ddp(self, model: "nn.Module") -> Step:
+        def step() -> float:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            reducer.prepare()
+            (loss / size).backward()
+            reducer.finish()
+            optimizer.step()
+            return loss.item()
+
+        return step
+
+    def ddp(self, model: "nn.Module") -> "Step":
         from torch.nn.parallel import DistributedDataParallel
 
-        return self.loop(DistributedDataParallel(model, gradient_as_bucket_view=True), self.images, self.labels)
+        return self.loop(DistributedDataParallel(model, gradient_as_bucket_view=True), self.own)
 
-    def synchronised(self) -> Step:
+    def synchronised(self) -> "Step":
         from torch.nn import SyncBatchNorm
 
         return self.ddp(SyncBatchNorm.convert_sync_batchnorm(self.model()))
 
 
-def worker(options: argparse.Namespace) -> None:
+def work(options: Options) -> None:
     """All contests on these ranks; an answer has the seconds of a step by contestant."""
     import torch
 
-    from mpi4dl._memory import keep_freed_memory
+    from benchmarks.library.ranks import begin, burst_seconds, gloo
     from mpi4dl._torchvision import import_torchvision
-    from mpi4dl.comm import world
 
     import_torchvision()
-    keep_freed_memory()
-    comm = world()
-    torch.set_num_threads(options.threads)
+    comm = begin(options.threads)
     with gloo(comm):
         Contests(options, comm, torch.float64).check()
         contests = Contests(options, comm, torch.float32)
@@ -191,91 +182,41 @@ def worker(options: argparse.Namespace) -> None:
         answer_turns(turn, comm)
 
 
-def main() -> None:
-    options = parse(sys.argv[1:])
-    if options.worker:
-        worker(options)
-        return
-    contestants = on_ranks(options.ranks, ["-m", "benchmarks.data_parallel", *sys.argv[1:], "--worker"])
+def run(options: Options) -> None:
+    contestants = [options.contestant(str(ranks), ranks) for ranks in options.ranks]
     take_turns(contestants, options.rounds)
-    results, missing = summarise(contestants, options.batch_size), contestants[-1].answers[0]["missing"]
-    threads = f"{options.threads} thread{'s' if options.threads > 1 else ''} a rank"
-    title = (
-        f"{options.model}, batch of {options.batch_size} a rank, {options.image_size} px, {options.device}, {threads}"
-    )
-    print(f"{title}\n{as_table(results)}")
-    for name, reason in missing.items():
-        print(f"{name}: not measured: {reason}")
-    publish(options, {"not_measured": missing, "contestants": results}, plot(results, title))
+    rows, missing = summarise(contestants, options.batch_size), contestants[-1].answers[0]["missing"]
+    batch = f"batch of {options.batch_size} a rank, {options.image_size} px"
+    title = f"{options.model}, {batch}, {options.device}, {counted(options.threads, 'thread')} a rank"
+    text = "\n".join([table(rows, COLUMNS), *(f"{name}: not measured: {why}" for name, why in missing.items())])
+    publish(options, title, text, draw(rows, title), rows, not_measured=missing)
 
 
 def summarise(contestants: list[Contestant], batch_size: int) -> list[dict[str, Any]]:
     """Means and deviations over the turns, and medians of the ratios of images/s to DDP's in the same turn."""
-    results = []
+    rows = []
     for contestant in contestants:
-        turns = [answer["seconds"] for answer in contestant.answers]
+        turns = contestant.of("seconds")
         for name in (name for name in COLORS if name in turns[0]):
             speeds = [batch_size / turn[name] for turn in turns]
-            over_ddp = [turn[DDP] / turn[name] for turn in turns]
-            results.append(
+            rows.append(
                 {
                     "name": name,
                     "ranks": contestant.ranks,
                     "images_per_second_of_a_rank": statistics.mean(speeds),
                     "spread": DEVIATIONS * statistics.pstdev(speeds),
-                    "median_seconds": median([turn[name] for turn in turns]),
-                    **spread("speed_over_ddp", over_ddp),
+                    **spread("images_per_second", [contestant.ranks * speed for speed in speeds]),
+                    "median_seconds": statistics.median([turn[name] for turn in turns]),
+                    **spread("speed_over_ddp", [turn[DDP] / turn[name] for turn in turns]),
                 }
             )
-    return results
+    return rows
 
 
-def as_table(results: list[dict[str, Any]]) -> str:
-    rows = [("", "ranks", "images/s of a rank", "images/s in all", "median step ms", "over DDP", "(min-max)")]
-    for r in results:
-        speed, deviation = r["images_per_second_of_a_rank"], r["spread"]
-        rows.append(
-            (
-                r["name"],
-                str(r["ranks"]),
-                f"{speed:.1f} +- {deviation:.1f}",
-                f"{speed * r['ranks']:.1f} +- {deviation * r['ranks']:.1f}",
-                f"{1e3 * r['median_seconds']:.0f}",
-                f"{r['speed_over_ddp']:.2f}",
-                between(r, "speed_over_ddp"),
-            )
-        )
-    return table(rows)
-
-
-def plot(results: list[dict[str, Any]], title: str) -> Any:
-    """Images/s of all ranks, and over DDP's on as many ranks: a bar for each contestant, a group for each job."""
-    figure, axes = pyplot().subplots(1, 2, figsize=(10, 0.45 * len(results) + 1.6), sharey=True)
-    ranks = [r["ranks"] for r in results]
-    places = [place + 0.6 * sorted(set(ranks)).index(ranks[place]) for place in range(len(results))]
-    names = [f"{r['name']}, {r['ranks']} rank{'s' if r['ranks'] > 1 else ''}" for r in results]
-    style = {
-        "error_kw": {"ecolor": "0.3"},
-        "capsize": 3,
-        "color": [COLORS[r["name"]] for r in results],
-    }
-    speeds, spreads = ([r["ranks"] * r[key] for r in results] for key in ("images_per_second_of_a_rank", "spread"))
-    axes[0].barh(places, speeds, xerr=spreads, **style)
-    axes[0].set_xlabel("images/s of all ranks (mean, 1.96 deviations)")
-    over = [r["speed_over_ddp"] for r in results]
-    axes[1].barh(places, over, xerr=error_bars(results, "speed_over_ddp"), **style)
-    axes[1].axvline(1.0, color="0.3", linewidth=0.8, linestyle="--")
-    axes[1].set_xlabel("images/s over DDP's (median of turns, min-max)")
-    ends_of_all = [[v + s for v, s in zip(speeds, spreads, strict=True)], [r["speed_over_ddp_max"] for r in results]]
-    for axis, values, tips, digits in zip(axes, (speeds, over), ends_of_all, (1, 2), strict=True):
-        axis.set_xlim(0, 1.2 * max(tips))
-        for place, value, tip in zip(places, values, tips, strict=True):
-            axis.text(tip, place, f"  {value:.{digits}f}", verticalalignment="center")
-    axes[0].set_yticks(places, names)
-    axes[0].invert_yaxis()
-    figure.suptitle(title, fontsize=11)
-    return figure
-
-
-if __name__ == "__main__":
-    main()
+def draw(rows: list[dict[str, Any]], title: str) -> Any:
+    """Images/s of all ranks, and over DDP's on as many ranks."""
+    panels = [
+        Bars("images_per_second", "images/s of all ranks (median, min-max)", digits=1),
+        Bars("speed_over_ddp", "images/s over DDP's (median, min-max)", baseline=1.0),
+    ]
+    return bars(rows, panels, title, [COLORS[row["name"]] for row in rows])

@@ -1,7 +1,7 @@
-"""Generation for requests that come at random: one after another, in static batches, in a continuous batch.
+"""Generation for requests that arrive at random: one after another, in static batches, in a continuous batch.
 
-    python -m benchmarks.generate --rates 1,2,4,8 --ranks 1,2,4
-    python -m benchmarks.generate --precision fp32,bf16,int8,int4 --run runs/mine
+    python -m benchmarks run generate --rates 1,2,4,8 --ranks 1,2,4
+    python -m benchmarks run generate --precision fp32,bf16,int8,int4 --run runs/mine
 
     one after another   each request alone                               others wait
     static batches      up to --batch begin together, and all end        others wait for all of them
@@ -10,7 +10,7 @@
 Arrivals are a Poisson process of a fixed seed, at each of --rates a second; "at once" is all of them at the beginning.
 Lengths are log-normal (medians: prompts of 24 tokens, answers of 32), the same at every rate. Ranks are those of
 --tensor, with one thread each. The model is that of examples/gpt.toml, of 10.8 million parameters, with random weights,
-or that of --run. Pauses in which there is nobody to serve are skipped, not waited for.
+or that of --run. Pauses without requests are skipped, not waited for.
 
 --clock cpu is for a machine that is busy with other things: seconds are those that rank 0 has a core and computes, as
 if each rank had one to itself, and messages came at once. CPU seconds of all ranks are beside it, waits included.
@@ -18,62 +18,232 @@ if each rank had one to itself, and messages came at once. CPU seconds of all ra
 With --precision there is another table: loss, memory and speed of one model, by the precision of its weights.
 """
 
-import argparse
 import math
-import sys
+import time
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from benchmarks.arrivals import ALONE, CONTINUOUS, STATIC, WAYS
-from benchmarks.report import between, error_bars, publish, pyplot, spread, table
-from benchmarks.turns import Contestant, numbers, take_turns
+from benchmarks.library import options as declared
+from benchmarks.library.arrivals import ALONE, CONTINUOUS, WAYS, Clock, Door, Request, drawn, waits
+from benchmarks.library.charts import OTHERS, Bars, Lines, bars, lines
+from benchmarks.library.options import Option, Options
+from benchmarks.library.report import NAME, Column, mebibytes, publish, table
+from benchmarks.library.turns import Contestant, answer_turns, take_turns
+from mpi4dl._wording import counted
+from mpi4dl.sweeps.flags import listed, one_of, positive
+from mpi4dl.sweeps.results import spread
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from mpi4dl.text.loading import Precision, Trained
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4")
-COLOURS = {ALONE: "tab:gray", STATIC: "tab:orange", CONTINUOUS: "tab:blue"}
 WAITS = ("first", "between", "whole")
-MIB = 1 << 20
+VOCABULARY, CONTEXT, PAGE_SIZE = 2048, 256, 16
+WARM_REQUESTS = 4
+SAMPLES_AT_ONCE = 8
+OPTIONS = (
+    Option("--rates", listed(positive), "1,2,4,8", "requests a second"),
+    declared.ranks("1,2,4"),
+    declared.count("--requests", 32, "of each turn"),
+    declared.count("--batch", 8, "how many run at once at most"),
+    Option("--seed", int, 0, "of arrivals, prompts and lengths"),
+    Option("--clock", str, "wall", "what seconds are; see above", {"choices": ("wall", "cpu")}),
+    declared.rounds(3),
+    Option("--precision", listed(one_of(*PRECISIONS)), None, "compare these instead, such as fp32,int4, on 1 rank"),
+    Option("--run", Path, None, "the folder of a run of mpi4dl train on text, whose model serves"),
+)
+QUICK = {"ranks": "1,2", "rates": "50", "requests": 3, "rounds": 1}
+COLUMNS = (
+    Column("", "way"),
+    Column("ranks", "ranks"),
+    Column("rate", "arrivals"),
+    Column("tokens/s", "tokens_per_second", 0, ends=True),
+    Column("times", "times", 2),
+    *(
+        Column(f"{wait} {which}", f"{wait}_{which}", int(wait == "between"))
+        for wait in WAITS
+        for which in ("p50", "p99")
+    ),
+    Column("CPU ms a token", "cpu_milliseconds", 1),
+    Column("alike", "alike", 3),
+)
+OF_PRECISIONS = (
+    NAME,
+    Column("", "way"),
+    mebibytes("MiB", "bytes", 1),
+    Column("nats a token", "nats", 4),
+    Column("bits a byte", "bits_per_byte", 4),
+    Column("tokens/s", "tokens_per_second", 0, ends=True),
+    Column("times", "times", 2),
+)
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.generate", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rates", default="1,2,4,8", help="requests a second")
-    parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks, which share the parameters of each layer")
-    parser.add_argument("--requests", type=int, default=32, help="of each turn")
-    parser.add_argument("--batch", type=int, default=8, help="how many run at once at most")
-    parser.add_argument("--seed", type=int, default=0, help="of arrivals, prompts and lengths")
-    parser.add_argument("--clock", default="wall", choices=("wall", "cpu"), help="what seconds are; see above")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each")
-    parser.add_argument("--precision", default="", help="compare these instead, such as fp32,bf16,int8,int4, on 1 rank")
-    parser.add_argument("--run", help="the folder of a run of mpi4dl train on text, whose model is to serve")
-    parser.add_argument("--out", type=Path, default=Path("results/generate"), help="where to write .json and .png")
-    parser.add_argument("--worker", choices=PRECISIONS, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    for name in ("requests", "batch", "rounds"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} is {getattr(options, name)}, but must be at least 1")
-    try:
-        rates, ranks = [float(rate) for rate in options.rates.split(",")], numbers(options.ranks)
-    except ValueError:
-        parser.error(f"--rates {options.rates}, --ranks {options.ranks}: write them as 1,2,4")
-    if min(ranks) < 1 or not all(0 < rate < math.inf for rate in rates):
-        parser.error(f"--rates {options.rates}, --ranks {options.ranks}: rates are above 0, a job has 1 rank at least")
-    unknown = [each for each in options.precision.split(",") if each and each not in PRECISIONS]
-    if unknown:
-        parser.error(f"--precision {options.precision}: {unknown[0]} is none of {', '.join(PRECISIONS)}")
-    options.rates = rates
-    return options
+def numbers(vocabulary: int) -> Any:
+    """A tokenizer of tokens as their numbers; none of them ends a text, so that all ways make as many."""
+    from mpi4dl.datasets.text import ByteTokenizer
+
+    class Numbers(ByteTokenizer):
+        end = -1
+
+        def __init__(self) -> None:
+            self.vocabulary = vocabulary
+
+        def decode(self, tokens: "npt.ArrayLike") -> str:
+            return "".join(f"{token} " for token in cast("list[int]", tokens))
+
+    return Numbers()
 
 
-def contestants(options: argparse.Namespace, flags: list[str]) -> list[Contestant]:
-    """A job for each number of ranks, which serves by all ways, or for each precision; each is told all flags."""
-    common = ["-m", "benchmarks.generate", *flags, "--worker"]
+class Shop:
+    """A model that serves requests on the ranks of this job, and measures itself. Collective."""
+
+    def __init__(self, options: Options, precision: "Precision") -> None:
+        import torch
+
+        from benchmarks.library.ranks import begin
+        from mpi4dl.models.gpt import GPT
+        from mpi4dl.parallel.pipeline.local_stages import LocalStages
+        from mpi4dl.sweeps.meter import ClockedWaits
+        from mpi4dl.text.loading import find_trained, hold_trained, lower_weights
+        from mpi4dl.text.options import Ranks
+
+        self.options, self.comm = options, begin(keep=None)
+        self.waits = self.comm.node.waits = ClockedWaits(self.comm.node.waits)
+        ranks = Ranks(tensor=self.comm.size, precision=precision, device="cpu")
+        self.trained: Trained | None = None
+        if options.run is None:
+            torch.manual_seed(0)
+            self.held = LocalStages.whole(GPT(VOCABULARY, CONTEXT), ranks.plan(), self.comm).requires_grad_(False)
+            lower_weights(self.held, precision)
+            self.vocabulary, self.context = VOCABULARY, CONTEXT
+        else:
+            self.trained = find_trained(self.comm, options.run)
+            self.held = hold_trained(self.comm, self.trained, ranks)
+            self.vocabulary, self.context = self.trained.tokenizer.vocabulary, self.trained.context
+
+    def work_seconds(self) -> float:
+        """CPU seconds of this rank outside of waits for others."""
+        return time.process_time() - self.waits.cpu_seconds
+
+    def serve(self, way: str, requests: list[Request]) -> tuple[dict[str, Any], Door]:
+        """The cost of serving these requests, and the tokens of each; both mean nothing on other ranks than 0."""
+        from mpi4dl.text.batcher import Batcher
+        from mpi4dl.text.model import pages_for
+
+        most = 1 if way == ALONE else self.options.batch
+        batcher = Batcher(
+            self.held,
+            self.comm,
+            numbers(self.vocabulary),
+            self.context,
+            max_batch=most,
+            page_size=PAGE_SIZE,
+            num_pages=most * pages_for(self.context, PAGE_SIZE),
+        )
+        self.comm.barrier()
+        clock = Clock(time.perf_counter if self.options.clock == "wall" else self.work_seconds)
+        door = Door(batcher, way, requests, most, clock)
+        began, spent = time.perf_counter(), time.process_time()
+        if self.comm.rank == 0:
+            door.let_in()
+            batcher.run()
+        else:
+            batcher.follow()
+        spent = time.process_time() - spent
+        cpu = sum(self.comm.all_gather_object(spent))
+        wall = time.perf_counter() - began
+        batcher.close()
+        if self.comm.rank:
+            return {}, door
+        tokens = sum(map(len, door.times))
+        found = {"way": way, "seconds": clock.now(), "wall": wall, "cpu": cpu, "tokens": tokens}
+        return found | waits(requests, door.times)._asdict(), door
+
+
+def alike(one: Door, other: Door) -> float:
+    """The share of tokens that are the same, and as probable to the bit."""
+    pairs = list(zip(chain.from_iterable(one.heard), chain.from_iterable(other.heard), strict=True))
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
+def work(options: Options) -> None:
+    """A model over its ranks, which serves the requests of each turn by all ways. The first turn is to warm up."""
+    shop = Shop(options, options.worker)
+    warm = False
+    beside = of_precision(shop) if options.precision else {}
+
+    def turn() -> dict[str, Any]:
+        nonlocal warm
+        rates = [None] if options.precision or not warm else [None, *options.rates]
+        count, results = options.requests if warm else WARM_REQUESTS, []
+        first: Door | None = None
+        for rate in rates:
+            requests = drawn(count, rate, shop.vocabulary, shop.context, options.seed)
+            for way in (ALONE, CONTINUOUS) if options.precision else WAYS:
+                found, door = shop.serve(way, requests)
+                first = first or door
+                if found:
+                    results.append(found | {"rate": rate, "alike": alike(first, door)})
+        warm = True
+        return {"results": results, **beside}
+
+    answer_turns(turn, shop.comm)
+
+
+def of_precision(shop: Shop) -> dict[str, Any]:
+    """Bytes of the weights, and the validation loss of the run, in nats a token and in bits a byte."""
+    from mpi4dl.text.loading import bytes_of
+
+    found: dict[str, Any] = {"bytes": sum(bytes_of(parameter) for parameter in shop.held.parameters())}
+    return found if shop.trained is None else found | validation(shop, shop.trained)
+
+
+def validation(shop: Shop, trained: "Trained") -> dict[str, Any]:
+    """The loss of the model's logits of whole samples."""
+    import torch
+    from torch.nn import functional as F
+
+    from mpi4dl.training.data import open_texts
+
+    texts = open_texts(shop.comm, trained.config)
+    data = texts.validation
+    (model,) = shop.held.modules_of.values()
+    losses = []
+    for start in range(0, len(data), SAMPLES_AT_ONCE):
+        samples = [data.read(number) for number in range(start, min(len(data), start + SAMPLES_AT_ONCE))]
+        tokens = torch.stack([torch.from_numpy(sample.tokens.astype("int64")) for sample in samples])
+        targets = torch.stack([torch.from_numpy(sample.targets.astype("int64")) for sample in samples])
+        with torch.no_grad():
+            logits = model(tokens).double().flatten(0, 1)
+        losses.append(F.cross_entropy(logits, targets.flatten(), reduction="none"))
+    nats = float(torch.cat(losses).mean())
+    return {"nats": nats, "bits_per_byte": texts.bits_per_byte(nats)}
+
+
+def contestants(options: Options) -> list[Contestant]:
+    """A job for each number of ranks, which serves by all ways, or for each precision."""
     if options.precision:
-        return [Contestant(precision, 1, [*common, precision]) for precision in options.precision.split(",")]
-    return [Contestant("tensor", ranks, [*common, "fp32"]) for ranks in numbers(options.ranks)]
+        return [options.contestant(precision, 1, precision) for precision in options.precision]
+    return [options.contestant("tensor", ranks, "fp32") for ranks in options.ranks]
+
+
+def run(options: Options) -> None:
+    found = contestants(options)
+    take_turns(found, options.rounds)
+    rows = summarise(found)
+    seconds = "seconds of rank 0's work" if options.clock == "cpu" else "seconds"
+    title = f"{counted(options.requests, 'request')} a turn, {options.batch} at once at most, {seconds}, waits in ms"
+    if options.precision:
+        publish(options, title, table(rows, OF_PRECISIONS), draw_precisions(rows, title), rows)
+    else:
+        publish(options, title, table(rows, COLUMNS), draw(rows, title), rows)
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The least value that so many are not above."""
+    """The least value that this share of all does not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
@@ -85,12 +255,13 @@ def summarise(found: list[Contestant]) -> list[dict[str, Any]]:
     rows = []
     for each in found:
         for place, kind in enumerate(each.answers[0]["results"]):
-            turns = [answer["results"] for answer in each.answers]
+            turns = each.of("results")
             own = [results[place] for results in turns]
             speeds = [one["tokens"] / one["seconds"] for one in own]
             alone = [next(o for o in results if (o["way"], o["rate"]) == (ALONE, kind["rate"])) for results in turns]
             times = [speed * one["seconds"] / one["tokens"] for speed, one in zip(speeds, alone, strict=True)]
             row: dict[str, Any] = {"name": each.name, "ranks": each.ranks, "rate": kind["rate"], "way": kind["way"]}
+            row["arrivals"] = "at once" if kind["rate"] is None else f"{kind['rate']:g} a second"
             row |= spread("tokens_per_second", speeds) | spread("times", times)
             row |= spread("cpu_milliseconds", [1e3 * one["cpu"] / one["tokens"] for one in own])
             row |= spread("tokens_per_wall_second", [one["tokens"] / one["wall"] for one in own])
@@ -102,132 +273,30 @@ def summarise(found: list[Contestant]) -> list[dict[str, Any]]:
     return rows
 
 
-def as_table(rows: list[dict[str, Any]]) -> str:
-    head = ["", "ranks", "rate", "tokens/s", "(min-max)", "times", "first p50", "p99", "between p50", "p99"]
-    cells = [
-        [
-            row["way"],
-            str(row["ranks"]),
-            "at once" if row["rate"] is None else f"{row['rate']:g}",
-            f"{row['tokens_per_second']:.0f}",
-            between(row, "tokens_per_second"),
-            f"{row['times']:.2f}",
-            *(f"{row[f'{wait}_{which}']:.{digits}f}" for wait, which, digits in COLUMNS),
-            f"{row['cpu_milliseconds']:.1f}",
-            f"{row['alike']:.3f}",
-        ]
-        for row in rows
-    ]
-    return table([[*head, "whole p50", "p99", "CPU ms a token", "alike"], *cells])
-
-
-COLUMNS = [(wait, which, int(wait == "between")) for wait in WAITS for which in ("p50", "p99")]
-
-
-def table_of_precisions(rows: list[dict[str, Any]]) -> str:
-    """Speeds one after another and together, beside what the weights lose and take."""
-    head = ["", "MiB", "nats a token", "bits a byte", "tokens/s alone", "(min-max)", "together", "(min-max)", "times"]
-    cells = []
-    for alone, together in pairs_of(rows):
-        cells.append(
-            [
-                alone["name"],
-                f"{alone['bytes'] / MIB:.1f}",
-                *(f"{alone[key]:.4f}" if key in alone else "-" for key in ("nats", "bits_per_byte")),
-                f"{alone['tokens_per_second']:.0f}",
-                between(alone, "tokens_per_second"),
-                f"{together['tokens_per_second']:.0f}",
-                between(together, "tokens_per_second"),
-                f"{together['times']:.2f}",
-            ]
-        )
-    return table([head, *cells])
-
-
-def pairs_of(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Of each precision one after another, and together."""
-    ways = [[row for row in rows if row["way"] == way] for way in (ALONE, CONTINUOUS)]
-    return list(zip(*ways, strict=True))
-
-
 def draw(rows: list[dict[str, Any]], title: str) -> Any:
-    """A line of plots for each number of ranks: tokens a second, and how long one waits, against the rate."""
-    ranks = sorted({row["ranks"] for row in rows})
-    figure, lines = pyplot().subplots(len(ranks), 3, figsize=(11, 0.6 + 2.9 * len(ranks)), squeeze=False)
-    for count, (speed, first, gaps) in zip(ranks, lines, strict=True):
-        for way in WAYS:
-            own = [row for row in rows if (row["ranks"], row["way"]) == (count, way) and row["rate"] is not None]
-            rates, colour = [row["rate"] for row in own], COLOURS[way]
-            bars = error_bars(own, "tokens_per_second")
-            speeds = [row["tokens_per_second"] for row in own]
-            speed.errorbar(rates, speeds, yerr=bars, fmt="o-", capsize=3, color=colour, label=way)
-            (most,) = (row for row in rows if (row["ranks"], row["way"], row["rate"]) == (count, way, None))
-            speed.axhline(most["tokens_per_second"], color=colour, lw=1, ls=":")
-            for plot, wait, unit in ((first, "first", 1e3), (gaps, "between", 1)):
-                plot.plot(rates, [row[f"{wait}_p50"] / unit for row in own], "o-", color=colour, label=f"{way}, p50")
-                plot.plot(rates, [row[f"{wait}_p99"] / unit for row in own], "^--", color=colour, label="p99")
-        ends = "1 rank" if count == 1 else f"{count} ranks"
-        speed.set_ylabel(f"{ends}: tokens a second")
-        first.set_ylabel("seconds to the first token")
-        first.set_yscale("log")
-        gaps.set_ylabel("ms between tokens")
-        for plot in (speed, gaps):
-            plot.set_ylim(bottom=0)
-        for plot in (speed, first, gaps):
-            plot.set_xlabel("requests a second")
-    lines[0][0].legend(frameon=False, fontsize=8)
-    lines[0][1].legend(frameon=False, fontsize=7)
-    figure.suptitle(title, fontsize=11)
-    return figure
+    """For each number of ranks: tokens a second, and the waits, against the rate."""
+    panels = []
+    for ranks in sorted({row["ranks"] for row in rows}):
+        its = [row for row in rows if row["ranks"] == ranks and row["rate"] is not None]
+        who = counted(ranks, "rank")
+        panels.append(Lines(its, "rate", "tokens_per_second", lambda r: r["way"], "requests/s", "tokens/s", who))
+        for wait, label, scale in (("first", "s to the first token", 1e-3), ("between", "ms between tokens", 1.0)):
+            points = [
+                {"rate": row["rate"], "who": f"{row['way']}, {which}", "wait": row[f"{wait}_{which}"]}
+                for row in its
+                for which in ("p50", "p99")
+            ]
+            panels.append(Lines(points, "rate", "wait", lambda p: p["who"], "requests/s", label, who, scale, "y"))
+    return lines(panels, title, columns=3)
 
 
 def draw_precisions(rows: list[dict[str, Any]], title: str) -> Any:
     """Memory, loss and speed of each precision."""
-    figure, (memory, loss, speed) = pyplot().subplots(1, 3, figsize=(11, 3.4))
-    found = pairs_of(rows)
-    names = [alone["name"] for alone, _ in found]
-    memory.bar(names, [alone["bytes"] / MIB for alone, _ in found], color="tab:gray")
-    memory.set_ylabel("MiB of weights")
-    losses = [alone.get("bits_per_byte") for alone, _ in found]
-    if None not in losses:
-        loss.plot(names, losses, "o", color="tab:red")
-        for name, value in zip(names, losses, strict=True):
-            loss.annotate(f"{value:.4f}", (name, value), (0, 7), textcoords="offset points", ha="center", fontsize=8)
-        loss.margins(0.2)
-        loss.ticklabel_format(axis="y", useOffset=False)
-    loss.set_ylabel("validation loss, bits a byte")
-    for place, way in enumerate((ALONE, CONTINUOUS)):
-        own = [pair[place] for pair in found]
-        bars, places = error_bars(own, "tokens_per_second"), [number + 0.4 * place - 0.2 for number in range(len(own))]
-        speeds = [row["tokens_per_second"] for row in own]
-        speed.bar(places, speeds, 0.4, yerr=bars, capsize=3, color=COLOURS[way], label=way)
-    speed.set_xticks(range(len(names)), names)
-    speed.set_ylabel("tokens a second")
-    speed.margins(y=0.35)  # room for the legend
-    speed.legend(frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=11)
-    return figure
-
-
-def main() -> None:
-    options = parse(sys.argv[1:])
-    if options.worker is not None:
-        from benchmarks.generate_worker import worker
-
-        worker(options)
-        return
-    found = contestants(options, sys.argv[1:])
-    take_turns(found, options.rounds)
-    rows = summarise(found)
-    seconds = "seconds of rank 0's work" if options.clock == "cpu" else "seconds"
-    what = f"{options.requests} requests a turn, {options.batch} at once at most, {seconds}"
-    if options.precision:
-        print(f"{what}\n{table_of_precisions(rows)}")
-        publish(options, {"contestants": rows}, draw_precisions(rows, what))
-    else:
-        print(f"{what}; waits in ms\n{as_table(rows)}")
-        publish(options, {"contestants": rows}, draw(rows, f"{what}; dotted: all requests there at once"))
-
-
-if __name__ == "__main__":
-    main()
+    panels = [
+        Bars("bytes", "MiB of weights", 1 / 2**20, 1),
+        Bars("tokens_per_second", "tokens/s", digits=0),
+    ]
+    if "bits_per_byte" in rows[0]:
+        panels.insert(1, Bars("bits_per_byte", "validation loss, bits a byte", digits=4))
+    names = [f"{row['name']}, {row['way']}" for row in rows]
+    return bars(rows, panels, title, [OTHERS] * len(rows), names)

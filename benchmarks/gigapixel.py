@@ -1,30 +1,33 @@
 """How memory and speed of a training step grow with the image: plain PyTorch, tiles, recomputation, streaming.
 
-    python -m benchmarks.gigapixel --sizes 1024,2048,4096,8192,16384
+    python -m benchmarks run gigapixel --sizes 1024,2048,4096,8192,16384
 
     plain             one process, two threads; `recompute`: with its blocks recomputed
     tiles             1x2 tiles on two ranks of one thread; with and without recomputation
-    streaming         one rank of two threads, in visits of --tile px; batch norm by running statistics, or exact
-    tiles + streaming two ranks, each visiting its own tile
+    streaming         one rank of two threads, in tiles of --tile px; batch norm by running statistics, or exact
+    tiles + streaming two ranks, each streaming its own tile
     patches           two ranks share patches of 256 px, which the model encodes, for gated attention
 
-Pixels are made when they are read, from a formula, so that no image lies on disk, nor in memory but where a contestant
-wants it so. Memory is the peak of the rank that needs most, above a process that has imported everything
-(`mpi4dl.sweeps.meter`).
-A contestant that would need more than --memory, four times what it needed at half the size, ends there.
+Pixels are made when they are read, from a formula, so that no image lies on disk, and in memory only where a contestant
+wants it. Memory is the peak of the rank that needs most, above a process that has imported everything
+(`mpi4dl.sweeps.meter`). A contestant that would need more than --memory, four times its need at half the size, ends
+there.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from benchmarks.report import publish, pyplot, table
-from benchmarks.turns import Contestant, answer_turns, measure_once
+from benchmarks.library import options as declared
+from benchmarks.library.charts import Lines, lines
+from benchmarks.library.options import Option, Options
+from benchmarks.library.report import NAME, RANKS, Column, mebibytes, publish, table
+from benchmarks.library.turns import answer_turns, measure_once
+from mpi4dl._wording import counted
+from mpi4dl.sweeps.flags import listed, one_of, positive
+from mpi4dl.sweeps.results import MIB
 
-MIB = 2**20
 PATCH = 256  # px
 
 
@@ -52,46 +55,41 @@ KINDS = (
     Kind("patches, running", 2, norms="running", patches=True),
     Kind("patches, exact", 2, norms="exact", segments=6, patches=True),
 )
-COLOURS = dict(
-    zip((kind.name for kind in KINDS), ("0.3", "0.6", *(f"C{i}" for i in (0, 1, 2, 3, 4, 5, 6, 9))), strict=True)
+NAMES = tuple(kind.name for kind in KINDS)
+OPTIONS = (
+    Option("--model", str, "small_resnet", "a model of mpi4dl.models or torchvision"),
+    declared.counts("--sizes", "1024,2048,4096,8192", "heights and widths of the images, in pixels"),
+    Option("--kinds", listed(one_of(*NAMES), ";"), ";".join(NAMES), "contestants, with ; between them"),
+    declared.count("--tile", 1024, "side of a streamed tile without its margin, in pixels"),
+    Option("--pooled", bool, False, "small_resnet, streamed up to and with its pooling"),
+    Option("--until", str, None, "the last module that is streamed"),
+    Option("--memory", positive, 16.0, "GiB of all ranks together"),
+    declared.steps(1),
+    declared.CORES,
+)
+QUICK = {"sizes": "64,128", "tile": 64, "kinds": "plain;tiles + streaming, exact"}
+COLUMNS = (
+    NAME,
+    RANKS,
+    Column("px", "size_px"),
+    mebibytes("peak MiB of a rank", "peak_bytes"),
+    Column("megapixels/s", "megapixels_per_second", 2),
+    Column("CPU s/megapixel", "cpu_seconds_per_megapixel", 2),
 )
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gigapixel", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", default="small_resnet", help="a model of mpi4dl.models or torchvision")
-    parser.add_argument("--sizes", default="1024,2048,4096,8192", help="heights and widths of the images, in pixels")
-    parser.add_argument("--kinds", default=";".join(k.name for k in KINDS), help="contestants, with ; between them")
-    parser.add_argument("--tile", type=int, default=1024, help="side of what a visit owns, in pixels")
-    parser.add_argument("--pooled", action="store_true", help="small_resnet, streamed up to and with its pooling")
-    parser.add_argument("--until", default=None, help="the last module that is streamed")
-    parser.add_argument("--memory", type=float, default=16.0, help="GiB of all ranks together")
-    parser.add_argument("--steps", type=int, default=1, help="training steps that are measured, after one that is not")
-    parser.add_argument("--cores", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("results/gigapixel"), help="where to write .json and .png")
-    parser.add_argument("--worker", nargs=2, metavar=("KIND", "SIZE"), help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    unknown = set(options.kinds.split(";")) - {kind.name for kind in KINDS}
-    if unknown:
-        parser.error(f"--kinds {', '.join(sorted(unknown))}: choose of {'; '.join(kind.name for kind in KINDS)}")
-    return options
-
-
-def worker(options: argparse.Namespace) -> None:
+def work(options: Options) -> None:
     """One contestant at one size."""
     import torch
 
-    from mpi4dl._memory import keep_freed_memory
+    from benchmarks.library.ranks import begin
     from mpi4dl._torchvision import import_torchvision
-    from mpi4dl.comm import world
     from mpi4dl.sweeps.meter import Meter
 
     import_torchvision()
-    keep_freed_memory(True)
-    name, size = options.worker[0], int(options.worker[1])
-    kind = next(kind for kind in KINDS if kind.name == name)
-    comm = world()
-    torch.set_num_threads(max(1, options.cores // comm.size))
+    name, size = options.worker
+    kind = KINDS[NAMES.index(name)]
+    comm = begin(max(1, options.cores // kind.ranks))
     meter = Meter(torch.device("cpu"), comm)
     step = step_of(options, kind, size, comm)
     step()
@@ -108,12 +106,12 @@ def worker(options: argparse.Namespace) -> None:
     answer_turns(turn, comm)
 
 
-def step_of(options: argparse.Namespace, kind: Kind, size: int, comm: Any) -> Callable[[], Any]:
+def step_of(options: Options, kind: Kind, size: int, comm: Any) -> Callable[[], Any]:
     """A step of the engine; on one rank, without streaming, it runs plain PyTorch on plain tensors."""
     import torch
     from torch.nn import functional as F
 
-    from benchmarks.waves import Waves
+    from benchmarks.library.models import Waves
     from mpi4dl import models
     from mpi4dl.engine import Engine
     from mpi4dl.models.patches import GatedAttention, PatchModel, headless
@@ -155,62 +153,27 @@ def step_of(options: argparse.Namespace, kind: Kind, size: int, comm: Any) -> Ca
     return lambda: engine.step([tile], torch.zeros(1, dtype=torch.int64), (size, size))
 
 
-def main() -> None:
-    options = parse(sys.argv[1:])
-    if options.worker:
-        worker(options)
-        return
-    results: list[dict[str, Any]] = []
-    for name in options.kinds.split(";"):
-        kind = next(kind for kind in KINDS if kind.name == name)
-        known = 0.0
-        for size in map(int, options.sizes.split(",")):
-            streams = kind.norms is not None
-            if not streams and known * kind.ranks * 4 > options.memory * 2**30:
+def run(options: Options) -> None:
+    rows: list[dict[str, Any]] = []
+    for name in options.kinds:
+        kind, known = KINDS[NAMES.index(name)], 0.0
+        for size in options.sizes:
+            if kind.norms is None and known * kind.ranks * 4 > options.memory * 2**30:
                 print(f"{name} ends: {size} px would take more than {options.memory:g} GiB", file=sys.stderr)
                 break
-            arguments = ["-m", "benchmarks.gigapixel", *sys.argv[1:], "--worker", name, str(size)]
-            found = measure_once(Contestant(f"{name}, {size} px", kind.ranks, arguments))
+            found = measure_once(options.contestant(f"{name}, {size} px", kind.ranks, (name, size)))
             known = found["peak_bytes"]
-            results.append({"name": name, "ranks": kind.ranks, "size_px": size, **found})
+            rows.append({"name": name, "ranks": kind.ranks, "size_px": size, **found})
             print(f"{name}, {size} px: {known / MIB:.0f} MiB", file=sys.stderr)
-    print(as_table(results))
-    publish(
-        options, {"measurements": results}, plot(results, f"{options.model}, batch 1, {options.cores} cores in all")
-    )
+    title = f"{options.model}, batch 1, {counted(options.cores, 'core')} in all"
+    publish(options, title, table(rows, COLUMNS), draw(rows, title), rows)
 
 
-def as_table(results: list[dict[str, Any]]) -> str:
-    rows = [("", "ranks", "px", "peak MiB of a rank", "megapixels/s", "CPU s/megapixel")]
-    for r in results:
-        figures = (f"{r['peak_bytes'] / MIB:.0f}", f"{r['megapixels_per_second']:.2f}")
-        rows.append((r["name"], str(r["ranks"]), str(r["size_px"]), *figures, f"{r['cpu_seconds_per_megapixel']:.2f}"))
-    return table(rows)
-
-
-def plot(results: list[dict[str, Any]], title: str) -> Any:
+def draw(rows: list[dict[str, Any]], title: str) -> Any:
     """Memory and speed against the side of the image, both logarithmic."""
-    figure, axes = pyplot().subplots(1, 2, figsize=(11, 4.6))
-    for axis, key, label, scale in (
-        (axes[0], "peak_bytes", "peak memory of a rank (MiB)", 1 / MIB),
-        (axes[1], "megapixels_per_second", "megapixels/s", 1.0),
-    ):
-        for name in dict.fromkeys(r["name"] for r in results):
-            its = [r for r in results if r["name"] == name]
-            sizes, values = [r["size_px"] for r in its], [r[key] * scale for r in its]
-            axis.plot(sizes, values, marker="o", label=name, color=COLOURS[name])
-        ticks = sorted({r["size_px"] for r in results})
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_xticks(ticks, [str(tick) for tick in ticks])
-        axis.set_xlabel("side of the image (px)")
-        axis.set_ylabel(label)
-        axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
-    figure.suptitle(title, fontsize=11)
-    figure.tight_layout()
-    return figure
-
-
-if __name__ == "__main__":
-    main()
+    kinds = (("peak_bytes", "peak memory of a rank (MiB)", 1 / MIB), ("megapixels_per_second", "megapixels/s", 1.0))
+    panels = [
+        Lines(rows, "size_px", key, lambda r: r["name"], "side of the image (px)", label, scale=scale, log="xy")
+        for key, label, scale in kinds
+    ]
+    return lines(panels, title)

@@ -1,6 +1,6 @@
 """Halo exchange against raw mpi4py, alone and around a convolution: microseconds by size of image and grid.
 
-    python -m benchmarks.halo --sizes 256,512,1024 --grids 1x2,2x2 --channels 64 --halo 1
+    python -m benchmarks run halo --sizes 256,512,1024 --grids 1x2,2x2 --channels 64 --halo 1
 
            _______________
           | halo: strips  |     strips            only what travels, packed, sent, received
@@ -9,21 +9,21 @@
           |  |_________|  |     convolution       forward and backward of one of kernel 2 * halo + 1, against the same
           |_______________|                       on a tile that is padded already
 
-Every grid is a job of its own under mpirun, and the grids take turns. Both contestants run on the same ranks of it,
-burst by burst; a burst takes as long as on its slowest rank.
+Each grid is a job, and the grids take turns. Both contestants run on the same ranks of it, burst by burst; a burst
+takes as long as on its slowest rank.
 """
 
-import argparse
 import math
-import sys
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.bursts import burst_seconds
-from benchmarks.report import between, publish, pyplot, spread, table
-from benchmarks.turns import Contestant, answer_turns, grid_shape, median, on_grids, take_turns
+from benchmarks.library import options as declared
+from benchmarks.library.charts import Lines, lines
+from benchmarks.library.options import Options
+from benchmarks.library.report import Column, publish, table
+from benchmarks.library.turns import Contestant, answer_turns, take_turns
+from mpi4dl.sweeps.results import spread
 
 if TYPE_CHECKING:
     import torch
@@ -52,42 +52,30 @@ MEASURES = {
     "forward_backward": Measure("exchange, forward and backward", "ours", "raw mpi4py", 2),
     CONVOLUTION: Measure("convolution, forward and backward", "with exchange", "without", 2),
 }
+OPTIONS = (
+    declared.grids("1x2,2x1,2x2"),
+    declared.counts("--sizes", "256,512,1024", "heights and widths of the images, in pixels"),
+    declared.count("--channels", 64),
+    declared.count("--halo", 1, "rows and columns of a neighbour that a rank needs"),
+    declared.batch_size(1),
+    declared.count("--iterations", 10, "exchanges in a turn, at least"),
+    declared.count("--convolutions", 1, "convolutions in a turn, at least"),
+    declared.rounds(7),
+    declared.DEVICE,
+)
+QUICK = {"sizes": "32", "grids": "1x2", "channels": 4, "iterations": 2, "rounds": 1}
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.halo", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--grids", default="1x2,2x1,2x2", help="grids of tiles, such as 1x2,2x2")
-    parser.add_argument("--sizes", default="256,512,1024", help="heights and widths of the images, in pixels")
-    parser.add_argument("--channels", type=int, default=64)
-    parser.add_argument("--halo", type=int, default=1, help="rows and columns of a neighbour that a rank needs")
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--iterations", type=int, default=10, help="exchanges in a turn, at least")
-    parser.add_argument("--convolutions", type=int, default=1, help="convolutions in a turn, at least")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each grid")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--out", type=Path, default=Path("results/halo"), help="where to write .json and .png")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    for name in ("channels", "halo", "batch_size", "iterations", "convolutions", "rounds"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}, but must be at least 1")
-    try:
-        sizes, grids = sizes_of(options), {name: grid_shape(name) for name in options.grids.split(",")}
-    except ValueError:
-        parser.error(f"--sizes {options.sizes} --grids {options.grids}: write them as 256,512 and 1x2,2x2")
-    for (name, (rows, cols)), size in product(grids.items(), sizes):
-        if min(rows, cols) < 1 or rows * cols < 2:
-            parser.error(f"--grids {name}: an exchange takes two ranks or more, as 1x2")
-        if size // max(rows, cols) < options.halo:
-            parser.error(
-                f"{size} px on a grid of {name} are tiles of {size // max(rows, cols)} px, less than --halo "
-                f"{options.halo}, which would reach beyond the neighbour: use larger sizes"
+def check(options: Options) -> str | None:
+    for grid, size in product(options.grids, options.sizes):
+        if len(grid) != 2 or math.prod(grid) < 2:
+            return f"--grids {grid}: an exchange takes two ranks or more, as 1x2"
+        if size // max(grid) < options.halo:
+            return (
+                f"{size} px on a grid of {grid} are tiles of {size // max(grid)} px, less than --halo "
+                f"{options.halo}, which would reach beyond the neighbour: use larger --sizes"
             )
-    return options
-
-
-def sizes_of(options: argparse.Namespace) -> list[int]:
-    return [int(size) for size in options.sizes.split(",")]
+    return None
 
 
 class Neighbour(NamedTuple):
@@ -199,7 +187,7 @@ class RawExchange:
         return result
 
 
-def contests(options: argparse.Namespace, size: int, grid: "Grid") -> tuple[int, dict[str, tuple[Work, Work]]]:
+def contests(options: Options, size: int, grid: "Grid") -> tuple[int, dict[str, tuple[Work, Work]]]:
     """The bytes that this rank sends in one exchange, and for every measure what we do and what we compare it with.
 
     Raises `Refusal` on all ranks if ours and raw mpi4py do not lead to the same numbers.
@@ -260,19 +248,16 @@ def agree(comm: "Communicator", what: str, same: bool) -> None:
     comm.agree(None if same else f"{what} differs between our exchange and raw mpi4py's: nothing was measured")
 
 
-def worker(options: argparse.Namespace) -> None:
+def work(options: Options) -> None:
     """All contests on one grid; an answer has per size and measure the microseconds of ours and of the other."""
     import torch
 
-    from mpi4dl._memory import keep_freed_memory
-    from mpi4dl.comm import world
+    from benchmarks.library.ranks import begin, burst_seconds
     from mpi4dl.parallel import spatial
 
-    keep_freed_memory()
-    comm = world()
-    comm.node.share_cores()
-    grid = spatial.Grid(comm, *grid_shape(options.worker))
-    by_size = {size: contests(options, size, grid) for size in sizes_of(options)}
+    comm = begin(threads=None)
+    grid = spatial.Grid(comm, *options.worker)
+    by_size = {size: contests(options, size, grid) for size in options.sizes}
     device = torch.device(options.device)
 
     def turn() -> dict[str, Any]:
@@ -283,106 +268,75 @@ def worker(options: argparse.Namespace) -> None:
             for name, pair in pairs.items():
                 count = options.convolutions if name == CONVOLUTION else options.iterations
                 count = max(count, math.ceil(BURST_SECONDS / burst_seconds(comm, pair[1], 1, device)))
-                answer[str(size)][name] = [1e6 * burst_seconds(comm, work, count, device) for work in pair]
+                answer[str(size)][name] = [1e6 * burst_seconds(comm, each, count, device) for each in pair]
         return answer
 
     answer_turns(turn, comm)
 
 
-def main() -> None:
-    options = parse(sys.argv[1:])
-    if options.worker:
-        worker(options)
-        return
-    contestants = on_grids(options.grids, ["-m", "benchmarks.halo", *sys.argv[1:], "--worker"])
+def run(options: Options) -> None:
+    contestants = [options.contestant(str(grid), math.prod(grid), grid) for grid in options.grids]
     take_turns(contestants, options.rounds)
-    results = summarise(contestants)
-    title = (
-        f"halo of {options.halo}, {options.channels} channels, batch {options.batch_size}, float32, {options.device}"
-    )
-    print(title)
-    print(as_tables(results))
-    publish(options, {"measurements": results}, plot(results, title))
+    rows = summarise(contestants)
+    channels = f"{options.channels} channels, batch {options.batch_size}, float32, {options.device}"
+    title = f"halo of {options.halo}, {channels}"
+    publish(options, title, as_tables(rows), draw(rows, title), rows)
 
 
 def summarise(contestants: list[Contestant]) -> list[dict[str, Any]]:
     """Medians over the turns, and the medians of ratios and differences within a turn."""
-    results = []
+    rows = []
     for name, measure in MEASURES.items():
         for contestant in contestants:
             for size in contestant.answers[0]:
-                pairs = [answer[size][name] for answer in contestant.answers]
-                quotients = [ours / other for ours, other in pairs]
+                ours, other = zip(*(answer[size][name] for answer in contestant.answers), strict=True)
                 moved_bytes = contestant.answers[0][size]["sent_bytes"] * measure.trips
-                ours, other = (median([pair[i] for pair in pairs]) for i in (0, 1))
                 row = {
                     "measure": name,
                     "grid": contestant.name,
                     "ranks": contestant.ranks,
                     "size_px": int(size),
                     "moved_bytes": moved_bytes,
-                    "microseconds": ours,
-                    "baseline_microseconds": other,
-                    **spread("ratio", quotients),
-                    "difference_microseconds": median([a - b for a, b in pairs]),
+                    **spread("microseconds", ours),
+                    **spread("baseline_microseconds", other),
+                    **spread("ratio", [a / b for a, b in zip(ours, other, strict=True)]),
+                    **spread("difference_microseconds", [a - b for a, b in zip(ours, other, strict=True)]),
                 }
                 if name != CONVOLUTION:
-                    row["megabytes_per_second"] = moved_bytes / ours
-                    row["baseline_megabytes_per_second"] = moved_bytes / other
-                results.append(row)
-    return results
+                    row["megabytes_per_second"] = moved_bytes / row["microseconds"]
+                    row["baseline_megabytes_per_second"] = moved_bytes / row["baseline_microseconds"]
+                rows.append(row)
+    return rows
 
 
-def as_tables(results: list[dict[str, Any]]) -> str:
-    """A table per measure. Bytes are those that the busiest rank sends; MB are 10^6 bytes."""
+def as_tables(rows: list[dict[str, Any]]) -> str:
+    """A table for each measure. Bytes are those that the busiest rank sends; MB are 10^6 bytes."""
     parts = []
     for name, measure in MEASURES.items():
-        head = ["", "kB sent", f"{measure.ours} us", f"{measure.baseline} us", "ratio", "(min-max)"]
-        timed = name != CONVOLUTION
-        rows = [[*head, *(("ours MB/s", "raw MB/s") if timed else ("difference us",))]]
-        for r in results:
-            if r["measure"] == name:
-                row = [f"{r['grid']} {r['size_px']} px", f"{r['moved_bytes'] / 1e3:.1f}"]
-                row += [f"{r['microseconds']:.0f}", f"{r['baseline_microseconds']:.0f}", f"{r['ratio']:.2f}"]
-                row.append(between(r, "ratio"))
-                if timed:
-                    row += [f"{r['megabytes_per_second']:.0f}", f"{r['baseline_megabytes_per_second']:.0f}"]
-                else:
-                    row.append(f"{r['difference_microseconds']:.0f}")
-                rows.append(row)
-        parts.append(f"\n{measure.title}\n{table(rows)}")
+        columns = [Column("grid", "grid"), Column("px", "size_px"), Column("kB sent", "moved_bytes", 1, 1e-3)]
+        columns += [Column(f"{measure.ours} us", "microseconds", 0)]
+        columns += [
+            Column(f"{measure.baseline} us", "baseline_microseconds", 0),
+            Column("ratio", "ratio", 2, ends=True),
+        ]
+        if name == CONVOLUTION:
+            columns.append(Column("difference us", "difference_microseconds", 0))
+        else:
+            columns += [Column("ours MB/s", "megabytes_per_second", 0)]
+            columns += [Column("raw MB/s", "baseline_megabytes_per_second", 0)]
+        parts.append(f"\n{measure.title}\n{table([row for row in rows if row['measure'] == name], columns)}")
     return "\n".join(parts)
 
 
-def plot(results: list[dict[str, Any]], title: str) -> Any:
-    """Microseconds over the size of the image: a panel per measure, a colour per grid, solid for ours."""
-    plots = pyplot()
-    figure, axes = plots.subplots(2, 2, figsize=(9, 7.5), sharex=True)
-    grids = list(dict.fromkeys(r["grid"] for r in results))
-    sizes = sorted({r["size_px"] for r in results})
-    for axis, (name, measure) in zip(axes.flat, MEASURES.items(), strict=True):
-        for number, grid in enumerate(grids):
-            rows = sorted((r for r in results if (r["measure"], r["grid"]) == (name, grid)), key=lambda r: r["size_px"])
-            for key, line, face in (("microseconds", "o-", f"C{number}"), ("baseline_microseconds", "s--", "white")):
-                style = {"color": f"C{number}", "markerfacecolor": face, "linewidth": 1.4, "markersize": 5}
-                axis.plot(sizes, [r[key] for r in rows], line, **style)
-        axis.set_title(f"{measure.title}\n(solid: {measure.ours}, dashed: {measure.baseline})", fontsize=9.5)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(sizes, [str(size) for size in sizes])
-        axis.set_yscale("log")
-        axis.yaxis.set_major_locator(plots.matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter("{x:,.0f}")
-        axis.yaxis.set_minor_locator(plots.NullLocator())
-        axis.grid(color="0.9")
-    for axis in axes[:, 0]:
-        axis.set_ylabel("microseconds")
-    for axis in axes[-1]:
-        axis.set_xlabel("height and width of the image (px)")
-    colors = [plots.Line2D([], [], color=f"C{number}", label=grid) for number, grid in enumerate(grids)]
-    figure.legend(handles=colors, ncols=len(grids), loc="upper right", frameon=False)
-    figure.suptitle(title, x=0.02, horizontalalignment="left", fontsize=11)
-    return figure
-
-
-if __name__ == "__main__":
-    main()
+def draw(rows: list[dict[str, Any]], title: str) -> Any:
+    """Microseconds over the size of the image: a panel for each measure, lines for each grid, ours and the other."""
+    panels = []
+    for name, measure in MEASURES.items():
+        points = [
+            {"who": f"{row['grid']}, {who}", "px": row["size_px"], "us": row[key]}
+            for row in rows
+            if row["measure"] == name
+            for who, key in ((measure.ours, "microseconds"), (measure.baseline, "baseline_microseconds"))
+        ]
+        panels.append(Lines(points, "px", "us", lambda p: p["who"], "px", "microseconds", measure.title, log="xy"))
+    return lines(panels, title)

@@ -1,35 +1,38 @@
 """Stages, tiles and mirrored copies against plain PyTorch: images/s, memory of a rank, and how long ranks stand idle.
 
-    python -m benchmarks.stages --models amoebanetd,resnet_v2 --sizes 128,256
-    python -m benchmarks.stages --sleep
+    python -m benchmarks run stages --models amoebanetd,resnet_v2 --sizes 128,256
+    python -m benchmarks run stages --sleep
 
     LP   the stages of a model lie on ranks, one microbatch at a time     SP+    the first stage is cut into tiles
     PP   the same, with microbatches in flight by a schedule              GEMS+  a mirrored copy takes half of them
 
-Plain PyTorch, one process and a plain loop over the same microbatches, and every configuration (a job of its own under
+Plain PyTorch, one process and a plain loop over the same microbatches, and each configuration (a job of its own under
 mpirun) take turns on the same cores. With more ranks than cores, images/s says nothing about scaling, and a bubble is
 also a wait for a core. With --sleep, stages sleep instead of computing, so that the bubble is that of the schedule.
 
-Memory is the peak of the largest rank above a process that has imported everything (`sweeps.meter`, which also says
-what CPU time and work are); activations are the bytes that autograd keeps at most, counted in a step that is not timed.
-What a user sees after some steps, with other allocators: --allocators default,keep,tcmalloc,jemalloc --age 50. The
-bubble is the share of a step for which ranks stand idle: measured, and simulated from the measured seconds of each
-stage. On a GPU, whose work the host does not wait for, there is none.
+Memory is the peak of the largest rank above a process that has imported everything (`mpi4dl.sweeps.meter`, which also
+defines CPU time and work); activations are the bytes that autograd keeps at most, counted in a step that is not timed.
+For memory after some steps, with other allocators: --allocators default,keep,tcmalloc,jemalloc --age 50. The bubble is
+the share of a step for which ranks stand idle: measured, and simulated from the measured seconds of each stage. On a
+GPU, whose work the host does not wait for, there is none.
 """
 
-import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.allocators import least_memory, use, with_each
-from benchmarks.report import save_figure, save_json, settings, spread
-from benchmarks.stages_charts import as_table, plot, plot_bubbles
-from benchmarks.stages_options import SLEEP, Case, cases, model_options, parse, plans, title
-from benchmarks.turns import Contestant, answer_turns, median, plain_for, ratios, take_turns
+from benchmarks.library import options as declared
+from benchmarks.library.allocators import ALLOCATORS, use_allocator, with_each
+from benchmarks.library.charts import OTHERS, PLAIN, Bars, bars
+from benchmarks.library.options import Option, Options
+from benchmarks.library.report import NAME, RANKS, Column, mebibytes, save, table
+from benchmarks.library.turns import Contestant, answer_turns, beside_plain, take_turns
+from mpi4dl._wording import counted
+from mpi4dl.sweeps.flags import grid, listed, one_of
+from mpi4dl.sweeps.machine import share_cores
 
 if TYPE_CHECKING:
     import torch
@@ -39,10 +42,73 @@ if TYPE_CHECKING:
     from mpi4dl.parallel.plan import Plan
     from mpi4dl.parallel.tables.simulator import Costs, Simulation, TimeSpan
 
-PLAIN = "plain"
-MEDIANS = ("cpu_seconds_per_image", "work_seconds_per_image", "peak_bytes")
 NUM_CLASSES = 10
+SLEEP, SLEEP_PX = "sleep", 8
 SLEEP_SECONDS = 0.03  # a rank's forward of a microbatch; its backward takes twice as long
+CONFIGURATIONS = ("SP", *(kind + way for kind in ("", "SP+", "GEMS+", "SP+GEMS+") for way in ("LP", "PP")))
+INTERLEAVED, CHUNKS = "interleaved", 2
+TITLES = {"amoebanetd": "AmoebaNet-D", "resnet_v2": "ResNet-v2", SLEEP: "stages that sleep"}
+SIZES = {"amoebanetd": {"num_layers": 3, "num_filters": 48}, "resnet_v2": {"depth": 20, "num_filters": 8}}
+QUICK_SIZES = {"amoebanetd": {"num_layers": 3, "num_filters": 8}, "resnet_v2": {"depth": 11, "num_filters": 4}}
+OPTIONS = (
+    Option("--models", listed(str), "amoebanetd,resnet_v2", "models of mpi4dl.models"),
+    declared.count("--num-layers", None, "of amoebanetd, instead of 3"),
+    declared.count("--num-filters", None, "of all models, instead of 48 (amoebanetd) and 8 (resnet_v2)"),
+    declared.count("--depth", None, "of resnet_v2, instead of 20"),
+    declared.counts("--sizes", "128,256", "heights and widths of the images, in pixels"),
+    Option(
+        "--configurations",
+        listed(one_of(*CONFIGURATIONS)),
+        "LP,PP,SP+LP,SP+PP,GEMS+LP,GEMS+PP,SP+GEMS+PP",
+        f"of {', '.join(CONFIGURATIONS)}",
+    ),
+    declared.count("--stages", 2, "into how many LP and PP cut the model"),
+    Option("--balance", str, "auto", "of the stages", {"choices": ("auto", "flops", "memory", "measured")}),
+    Option("--tiles", grid, "1x2", "grid of SP, over the first stage"),
+    declared.count("--microbatches", 4, "of a batch; with GEMS half of them each way"),
+    Option("--schedules", listed(str), "1f1b", "of PP; interleaved cuts twice as many stages, not for GEMS"),
+    declared.batch_size(8),
+    declared.steps(2),
+    declared.rounds(7),
+    ALLOCATORS,
+    declared.AGE,
+    declared.CORES,
+    declared.DEVICE,
+    Option("--sleep", bool, False, "4 stages that sleep instead of --models"),
+    Option("--timeline", Path, None, "FILE.png: where to draw what ranks do in a step of the first PP"),
+)
+QUICK = {"models": "resnet_v2", "sizes": "64", "configurations": "SP+GEMS+PP", "rounds": 1, "steps": 1}
+PRESETS = {
+    "sleep": {
+        "stages": 4,
+        "microbatches": 8,
+        "batch_size": 8,
+        "steps": 1,
+        "configurations": "LP,PP,GEMS+LP,GEMS+PP",
+        "schedules": "gpipe,1f1b,interleaved,zero-bubble",
+    },
+    "quick sleep": {"configurations": "PP", "schedules": "gpipe,1f1b", "rounds": 1},
+}
+BUBBLES = (Column("bubble %", "measured_bubble", 1, 100), Column("simulated %", "simulated_bubble", 1, 100))
+COLUMNS = (
+    NAME,
+    RANKS,
+    Column("images/s", "images_per_second", 2, ends=True),
+    Column("ratio", "speed_ratio", 2),
+    Column("CPU s", "cpu_seconds_per_image", 2),
+    mebibytes("peak MiB", "peak_bytes", 1),
+    Column("ratio", "memory_ratio", 2),
+    Column("over least", "memory_over_least", 2),
+    mebibytes("activations", "activation_bytes", 1),
+    *BUBBLES,
+)
+
+
+class Case(NamedTuple):
+    """What contestants are compared on."""
+
+    model: str
+    size_px: int
 
 
 class Trainer(NamedTuple):
@@ -52,13 +118,80 @@ class Trainer(NamedTuple):
     spans: "Callable[[], list[TimeSpan]]"
 
 
+def check(options: Options) -> str | None:
+    pipelined = any("PP" in name for name in options.configurations)
+    if options.timeline and not (options.timeline.suffix == ".png" and pipelined):
+        return "--timeline, --configurations: it draws a .png of the first PP"
+    if options.sleep and cuts_images(options):
+        return "--sleep, --configurations: stages that sleep have no tiles, omit SP"
+    if any("GEMS" in name for name in options.configurations) and options.microbatches % 2:
+        return f"--microbatches {options.microbatches} cannot be halved for GEMS: use an even number"
+    try:
+        for name, plan in plans(options).items():
+            for case in cases(options):
+                problem = plan.problem(plan.num_ranks, (case.size_px, case.size_px), options.batch_size)
+                if problem is not None:
+                    return f"{name}: {problem}"
+    except ValueError as problem:
+        return str(problem)
+    return None
+
+
+def cuts_images(options: Options) -> bool:
+    return any("SP" in name.split("+") for name in options.configurations)
+
+
+def cases(options: Options) -> list[Case]:
+    if options.sleep:
+        return [Case(SLEEP, SLEEP_PX)]
+    return [Case(model, size) for model in options.models for size in options.sizes]
+
+
+def plans(options: Options) -> "dict[str, Plan]":
+    """A plan for each configuration, and for each schedule where it has a choice. Raises ValueError."""
+    from mpi4dl.parallel.plan import Plan
+
+    found: dict[str, Plan] = {}
+    for name in options.configurations:
+        words = name.split("+")
+        gems, pipelined = "GEMS" in words, "PP" in words
+        stages = options.stages if pipelined or "LP" in words else 1
+        tiles = [tuple(options.tiles) if "SP" in words else (1, 1)] + [(1, 1)] * (stages - 1)
+        offered = [s for s in options.schedules if not (gems and s == INTERLEAVED)] if pipelined else ["layer"]
+        if not offered:
+            raise ValueError(f"{name} --schedules {','.join(options.schedules)}: GEMS needs another than {INTERLEAVED}")
+        for schedule in offered:
+            chunks = CHUNKS if schedule == INTERLEAVED else 1
+            label = f"{name} {schedule}" if pipelined and len(options.schedules) > 1 else name
+            microbatches, pairs = (options.microbatches // 2, 1) if gems else (options.microbatches, 0)
+            found[label] = Plan(tuple(tiles), (), 1, microbatches, schedule, pairs, chunks)
+    return found
+
+
+def model_options(options: Options, model: str) -> dict[str, int]:
+    """Options of the model: our small ones, unless flags say otherwise; of other models nothing but flags."""
+    chosen = dict((QUICK_SIZES if options.quick else SIZES).get(model, {}))
+    flags = {"num_layers": options.num_layers, "num_filters": options.num_filters, "depth": options.depth}
+    return chosen | {k: v for k, v in flags.items() if v is not None and (k in chosen or not chosen)}
+
+
+def title_of(options: Options, model: str, most_ranks: int) -> str:
+    """What is trained on how many cores."""
+    sizes = ", ".join(f"{name} {value}" for name, value in model_options(options, model).items())
+    what = TITLES.get(model, model) + (f" ({sizes})" if sizes and model != SLEEP else "")
+    batch = f"batch {options.batch_size} in {options.microbatches} microbatches"
+    where = f"up to {counted(most_ranks, 'rank')} on {counted(options.cores, 'core')} in all"
+    tiles = f", SP tiles {options.tiles}" if cuts_images(options) else ""
+    return f"{what}, {batch}, {options.stages} stages{tiles}, {options.device}, {where}"
+
+
 def sleep_seconds(plan: "Plan | None") -> float:
     return SLEEP_SECONDS / (1 if plan is None else plan.chunks)
 
 
-def builder(options: argparse.Namespace, model: str, plan: "Plan | None") -> "Callable[[], nn.Module]":
+def builder(options: Options, model: str, plan: "Plan | None") -> "Callable[[], nn.Module]":
     if model == SLEEP:
-        from benchmarks.sleeping import sleeping_model
+        from benchmarks.library.models import sleeping_model
 
         return partial(sleeping_model, plan.num_stages if plan else options.stages, sleep_seconds(plan), NUM_CLASSES)
     from mpi4dl import models
@@ -66,78 +199,60 @@ def builder(options: argparse.Namespace, model: str, plan: "Plan | None") -> "Ca
     return partial(models.build, model, NUM_CLASSES, **model_options(options, model))
 
 
-def worker(options: argparse.Namespace) -> None:
+def work(options: Options) -> None:
     """One contestant: steps of plain PyTorch, or of the engine by a plan."""
     import torch
 
+    from benchmarks.library.ranks import image_turn
     from mpi4dl._memory import ActivationMeter
     from mpi4dl.comm import world
     from mpi4dl.sweeps.meter import Meter
 
-    model, size, name = options.worker
-    case, plan = Case(model, int(size)), None if name == PLAIN else plans(options)[name]
-    use(options.allocator)
+    model, size, name, cores = options.worker
+    case, plan = Case(model, size), plans(options).get(name)
+    use_allocator()
     comm = None if plan is None else world()
-    torch.set_num_threads(options.cores if comm is None else max(1, options.cores // comm.size))
+    torch.set_num_threads(cores if comm is None else max(1, cores // comm.size))
     device = torch.device(options.device) if comm is None else comm.node.device(options.device)
     meter, activations = Meter(device, comm), ActivationMeter()
     if plan is None or comm is None:
         trainer = plain_trainer(options, case, device)
     else:
         trainer = engine_trainer(options, case, device, plan, comm)
-
     for _ in range(options.age):
         trainer.step()
 
     def turn() -> dict[str, Any]:
-        found, images = meter.measure(trainer.step, options.steps), options.batch_size * options.steps
+        found = image_turn(meter, trainer.step, options.steps, options.batch_size)
         rows = meter.of_ranks(trainer.spans())
-        if not activations.peak_bytes:  # in the first turn, which is not counted
+        if not activations.peak_bytes:  # in the first turn, which does not count
             with activations.counting():
                 trainer.step()
-        return {
-            "images_per_second": images / found["seconds"],
-            "cpu_seconds_per_image": found["cpu_seconds"] / images,
-            "work_seconds_per_image": found["work_seconds"] / images,
-            "peak_bytes": found["peak_bytes"],
-            "peak_bytes_of_ranks": found["peak_bytes_of_ranks"],
-            "activation_bytes_of_ranks": meter.of_ranks(activations.peak_bytes),
-            "rows": rows,
-        }
+        return found | {"activation_bytes_of_ranks": meter.of_ranks(activations.peak_bytes), "rows": rows}
 
     answer_turns(turn, comm)
 
 
-def plain_trainer(options: argparse.Namespace, case: Case, device: "torch.device") -> Trainer:
+def plain_trainer(options: Options, case: Case, device: "torch.device") -> Trainer:
     import torch
-    from torch.nn import functional as F
+
+    from benchmarks.library.models import slow_weights
+    from benchmarks.library.ranks import loop
 
     model = builder(options, case.model, None)().to(device)
     if case.model == SLEEP:
-        slow_weights_of(model, None)
+        slow_weights(model, sleep_seconds(None))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     images = torch.randn(options.batch_size, 3, case.size_px, case.size_px, device=device)
     labels = torch.zeros(options.batch_size, dtype=torch.int64, device=device)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        total = 0.0
-        pairs = zip(images.tensor_split(options.microbatches), labels.tensor_split(options.microbatches), strict=True)
-        for some, theirs in pairs:
-            loss = F.cross_entropy(model(some), theirs) * (len(some) / len(images))
-            loss.backward()
-            total += loss.item()
-        optimizer.step()
-
-    return Trainer(step, list)
+    return Trainer(loop(model, optimizer, (images, labels), options.microbatches), list)
 
 
-def engine_trainer(
-    options: argparse.Namespace, case: Case, device: "torch.device", plan: "Plan", comm: "Communicator"
-) -> Trainer:
+def engine_trainer(options: Options, case: Case, device: "torch.device", plan: "Plan", comm: "Communicator") -> Trainer:
     import torch
     from torch.nn import functional as F
 
+    from benchmarks.library.models import slow_weights
     from mpi4dl.engine import Engine
     from mpi4dl.parallel.pipeline.local_stages import split
 
@@ -153,29 +268,22 @@ def engine_trainer(
         whole=[str(stage) for stage in range(plan.num_stages)] if sleeps else (),
     )
     if sleeps:
-        slow_weights_of(held, plan)
+        slow_weights(held, sleep_seconds(plan))
     engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.01), F.cross_entropy, comm=comm)
     engine.executor.records = True
-    shapes = [[slab.length for slab in read.box] for read in engine.reads(options.batch_size, size)]
+    shapes = [[interval.length for interval in read.box] for read in engine.reads(options.batch_size, size)]
     tiles = [torch.randn(n, 3, rows, cols, device=device) for n, rows, cols in shapes]
     labels = torch.zeros(options.batch_size, dtype=torch.int64)
     return Trainer(lambda: engine.step(tiles, labels, size), lambda: engine.executor.spans)
 
 
-def slow_weights_of(model: "nn.Module", plan: "Plan | None") -> None:
-    from benchmarks.sleeping import slow_weights
-
-    slow_weights(model, sleep_seconds(plan))
-
-
-def main() -> None:
-    options = parse(sys.argv[1:])
-    if options.worker:
-        worker(options)
-        return
-    chosen = plans_that_fit(options)
+def run(options: Options) -> None:
+    """All cases; a case that fails is named, and the others are kept."""
+    chosen = plans(options)
     options.cores = share_cores(options.cores)
-    results: list[dict[str, Any]] = []
+    if options.sleep:
+        options.out = Path(f"{options.out}_{SLEEP}")
+    rows: list[dict[str, Any]] = []
     problems: list[str] = []
     for case in cases(options):
         try:
@@ -185,52 +293,32 @@ def main() -> None:
             print(problems[-1], file=sys.stderr)
         else:
             found = summarise(case, contestants, chosen, options.device)
-            if options.timeline and not results:
-                draw_timeline(contestants, Path(options.timeline))
-            results += found
-            print(f"\n{title(options, case.model, most_ranks(found))}\n{as_table(found)}", flush=True)
-        if results:
-            save(results, problems, options)
+            if options.timeline and not rows:
+                draw_timeline(contestants, options.timeline)
+            rows += found
+            title = title_of(options, case.model, max(row["ranks"] for row in found))
+            print(f"\n{title}, {case.size_px} px\n{table(found, COLUMNS)}", flush=True)
+        if rows:
+            results = {"cores": options.cores, "problems": problems, "measurements": rows}
+            save(options, results, draw(options, rows))
     if problems:
         raise SystemExit("\n".join(["not measured:", *problems]))
 
 
-def plans_that_fit(options: argparse.Namespace) -> "dict[str, Plan]":
-    """The plans of all configurations; ends with what is wrong with one."""
-    try:
-        chosen = plans(options)
-        for name, plan in chosen.items():
-            for case in cases(options):
-                problem = plan.problem(plan.num_ranks, (case.size_px, case.size_px), options.batch_size)
-                if problem is not None:
-                    raise ValueError(f"{name}: {problem}")
-    except ValueError as problem:
-        print(f"python -m benchmarks.stages: {problem}", file=sys.stderr)
-        raise SystemExit(2) from None
-    return chosen
-
-
-def share_cores(wanted: int) -> int:
-    """Keep this process and the contestants that it starts to so many cores, or as many as there are."""
-    cores = sorted(os.sched_getaffinity(0))[:wanted]
-    os.sched_setaffinity(0, cores)
-    return len(cores)
-
-
-def compete(case: Case, chosen: "dict[str, Plan]", options: argparse.Namespace) -> list[Contestant]:
+def compete(case: Case, chosen: "dict[str, Plan]", options: Options) -> list[Contestant]:
     """Plain PyTorch and all others after their turns."""
-    arguments = ["-m", "benchmarks.stages", *sys.argv[1:], f"--cores={options.cores}", "--worker"]
-    arguments += [case.model, str(case.size_px)]
-    contestants = [Contestant(PLAIN, 1, [*arguments, PLAIN])]
-    contestants += [Contestant(name, plan.num_ranks, [*arguments, name]) for name, plan in chosen.items()]
-    contestants = with_each(contestants, options.allocators)
+    jobs = {"plain": 1, **{name: plan.num_ranks for name, plan in chosen.items()}}
+    contestants = with_each(
+        [options.contestant(name, ranks, (*case, name, options.cores)) for name, ranks in jobs.items()],
+        options.allocators,
+    )
     print(f"{case.model}, {case.size_px} px: {len(contestants)} contestants", file=sys.stderr)
     take_turns(contestants, options.rounds)
     return contestants
 
 
 def measured(answer: dict[str, Any]) -> "Simulation":
-    """What the ranks did in the last step of a turn."""
+    """The work of the ranks in the last step of a turn."""
     from mpi4dl.parallel.tables.simulator import Simulation, TimeSpan
     from mpi4dl.parallel.tables.table import Action
 
@@ -261,73 +349,60 @@ def measured_costs(timelines: "Sequence[Simulation]", num_stages: int) -> "Costs
 def summarise(
     case: Case, contestants: list[Contestant], chosen: "dict[str, Plan]", device: str
 ) -> list[dict[str, Any]]:
-    """Medians over the rounds, and medians of the ratios to plain PyTorch with the same allocator in the same round.
+    """Medians over the rounds, and those of the ratios to plain PyTorch with the same allocator in the same round.
 
-    `memory_over_least` is over plain PyTorch with the allocator with which it needs least.
-    What there is no such thing of is None: bubbles without stages or on a GPU, and the activations of zero-bubble,
-    which keeps what it needs for later outside of autograd.
+    Bubbles are None without stages and on a GPU, and so are the activations of zero-bubble, which keeps values for
+    later outside of autograd.
     """
     from mpi4dl.parallel.tables.simulator import simulate
 
-    least, results = least_memory(contestants), []
+    rows = []
     for contestant in contestants:
         plan, answers = chosen.get(contestant.name), contestant.answers
-        speeds = [answer["images_per_second"] for answer in answers]
-        plain = plain_for(contestant, contestants)
-        speed, memory = (ratios(contestant, plain, key) for key in ("images_per_second", "peak_bytes"))
-        kept = answers[-1]["activation_bytes_of_ranks"]
         row: dict[str, Any] = {
             "model": case.model,
             "size_px": case.size_px,
-            "name": contestant.label,
-            "ranks": contestant.ranks,
             "plan": None if plan is None else plan.describe(),
-            **spread("images_per_second", speeds),
-            "speed_ratio": median(speed),
-            **{key: median([answer[key] for answer in answers]) for key in MEDIANS},
+            **beside_plain(contestant, contestants),
             "peak_bytes_of_ranks": answers[-1]["peak_bytes_of_ranks"],
-            "memory_ratio": median(memory),
-            "memory_over_least": median([answer["peak_bytes"] for answer in answers]) / least,
-            "activation_bytes": None if plan and plan.schedule == "zero-bubble" else max(kept),
+            "activation_bytes": max(answers[-1]["activation_bytes_of_ranks"]),
             "measured_bubble": None,
             "simulated_bubble": None,
         }
+        if plan is not None and plan.schedule == "zero-bubble":
+            row["activation_bytes"] = None
         if plan is not None and plan.num_stages > 1 and device == "cpu":
             timelines = [measured(answer) for answer in answers]
             costs = measured_costs(timelines, plan.num_stages)
             row["measured_bubble"] = median([timeline.bubble for timeline in timelines])
             row["simulated_bubble"] = simulate(plan.table(), plan.placement, costs).bubble
             row["forward_seconds"], row["backward_seconds"] = costs.forward_seconds, costs.backward_seconds
-        results.append(row)
-    return results
+        rows.append(row)
+    return rows
 
 
-def most_ranks(results: list[dict[str, Any]]) -> int:
-    return max(r["ranks"] for r in results)
-
-
-def save(results: list[dict[str, Any]], problems: list[str], options: argparse.Namespace) -> None:
-    """What there is so far: a sweep that is broken off keeps what it has measured."""
-    out = f"{options.out}_{SLEEP}" if options.sleep else str(options.out)
-    what = {"settings": settings(options), "cores": options.cores, "problems": problems, "measurements": results}
-    save_json(Path(f"{out}.json"), what)
-    paths = [f"{out}.json"]
-    for model in dict.fromkeys(r["model"] for r in results):
-        paths.append(f"{out}.png" if options.sleep else f"{out}_{model}.png")
-        draw, its = plot_bubbles if options.sleep else plot, [r for r in results if r["model"] == model]
-        save_figure(draw(its, title(options, model, most_ranks(its))), Path(paths[-1]))
-    print("saved " + ", ".join(paths))
+def draw(options: Options, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A picture for each model: speed, memory with activations, and bubbles, by the end of its file's name."""
+    figures = {}
+    for model in dict.fromkeys(row["model"] for row in rows):
+        its = [row for row in rows if row["model"] == model]
+        panels = [Bars("measured_bubble", "bubble in % (line: simulated)", 100, 1, mark="simulated_bubble")]
+        if not options.sleep:
+            panels.insert(0, Bars("images_per_second", "images/s (median, min-max)"))
+            label = "peak memory of the largest rank (MiB)\n(line: activations)"
+            panels.insert(1, Bars("peak_bytes", label, 1 / 2**20, 0, mark="activation_bytes"))
+        names = [f"{row['name']}, {counted(row['ranks'], 'rank')}, {row['size_px']} px" for row in its]
+        colors = [PLAIN if row["name"].startswith("plain") else OTHERS for row in its]
+        title = title_of(options, model, max(row["ranks"] for row in its))
+        figures["" if options.sleep else f"_{model}"] = bars(its, panels, title, colors, names)
+    return figures
 
 
 def draw_timeline(contestants: list[Contestant], path: Path) -> None:
-    """What the first configuration with PP did in its last step."""
+    """Draw the last step of the first configuration with PP."""
     from mpi4dl.parallel.tables.drawing import as_image
 
     first = next(contestant for contestant in contestants if "PP" in contestant.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     as_image(measured(first.answers[-1])).save(path)
     print(f"timeline of {first.name}: {path}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Tensor parallelism against torch's parallelize_module: seconds of a step, memory of a rank, and bytes that are added.
 
-    python -m benchmarks.tensor_parallel --ranks 1,2,4 --layers 4 --hidden 256
+    python -m benchmarks run tensor_parallel --ranks 1,2,4 --layers 4 --hidden 256
 
     ours            the engine, Plan(tensor=N): embedding, attention, feed-forward and logits cut over the ranks
     ours, sequence  norms, dropout and residuals on parts of the tokens, too
@@ -8,23 +8,25 @@
     torch, sequence with SequenceParallel besides
 
 All train the same GPT on the same tokens, with the same loss and optimizer, on one thread a rank; they must have the
-same losses. Each is a job of its own, and the jobs take turns. Memory is what a rank has resident at most beyond what
-it had before the model was made. What our ranks add up over features is counted as they do it, and compared with
+same losses. Each is a job of its own, and the jobs take turns. Memory is the peak of a rank above its memory before the
+model was made. The bytes that our ranks add up over features are counted as they do it, and compared with
 
     tokens x hidden x 4 bytes x 2 x (2 layers + 1), forward and backward, and for each token 20 bytes of the loss
 """
 
-import argparse
 import contextlib
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.report import between, error_bars, publish, pyplot, spread, table
-from benchmarks.turns import Contestant, answer_turns, numbers, ratios, take_turns
+from benchmarks.library import options as declared
+from benchmarks.library.charts import Bars, bars
+from benchmarks.library.options import Option, Options
+from benchmarks.library.report import NAME, RANKS, Column, mebibytes, publish, table
+from benchmarks.library.turns import Contestant, answer_turns, take_turns
+from mpi4dl.sweeps.flags import listed, one_of
+from mpi4dl.sweeps.results import MIB
 
 if TYPE_CHECKING:
     import torch
@@ -39,46 +41,42 @@ WAYS = (OURS, OURS_SEQUENCE, GLOO, OWN, GLOO_SEQUENCE, OWN_SEQUENCE)
 COLORS = dict(zip(WAYS, ("tab:blue", "tab:cyan", "tab:orange", "tab:red", "tan", "salmon"), strict=True))
 CHECKED_STEPS = 2
 TOLERANCE = 1e-4  # of losses in float32
-MIB = 2**20
 LOSS_BYTES = 20  # of each token: the largest logit; the sum of exponentials and the target's logit, and their adjoints
+OPTIONS = (
+    declared.ranks("1,2,4"),
+    declared.count("--layers", 4),
+    declared.count("--hidden", 256, "features of a token between blocks"),
+    declared.HEADS,
+    declared.count("--vocabulary", 512, "different tokens"),
+    declared.count("--context", 256, "tokens of a sample"),
+    declared.batch_size(4, "samples of a step"),
+    declared.steps(3),
+    declared.rounds(5),
+    Option("--ways", listed(one_of(*WAYS), ";"), ";".join(WAYS), "which, with semicolons between them"),
+)
+QUICK: dict[str, Any] = {"layers": 2, "hidden": 8, "heads": 2, "vocabulary": 16, "context": 8, "batch_size": 2}
+QUICK |= {"ranks": "2", "steps": 1, "rounds": 1}
+COLUMNS = (
+    NAME,
+    RANKS,
+    Column("ms a step", "seconds", 0, 1e3),
+    Column("over torch", "over_gloo", 2, ends=True),
+    Column("CPU ms", "cpu_seconds", 0, 1e3),
+    Column("over torch", "cpu_over_gloo", 2, ends=True),
+    Column("MiB of a rank", "mebibytes", 0),
+    mebibytes("MiB a rank sends", "sent_bytes", 1),
+)
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    description = (__doc__ or "").split("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tensor_parallel", description=description)
-    parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=256, help="features of a token between blocks")
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=512, help="different tokens")
-    parser.add_argument("--context", type=int, default=256, help="tokens of a sample")
-    parser.add_argument("--batch-size", type=int, default=4, help="samples of a step")
-    parser.add_argument("--steps", type=int, default=3, help="training steps of a turn")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each")
-    parser.add_argument("--ways", default=";".join(WAYS), help="which, with semicolons between them")
-    parser.add_argument(
-        "--out", type=Path, default=Path("results/tensor_parallel"), help="where to write .json and .png"
-    )
-    parser.add_argument("--worker", choices=WAYS, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    for name in ("layers", "hidden", "heads", "vocabulary", "context", "batch_size", "steps", "rounds"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}, but must be at least 1")
-    try:
-        ranks = numbers(options.ranks)
-    except ValueError:
-        parser.error(f"--ranks {options.ranks}: write them as 1,2,4")
+def check(options: Options) -> str | None:
     shared = {"heads": options.heads, "tokens of --context": options.context, "words": options.vocabulary}
     for what, number in shared.items():
-        if min(ranks) < 1 or any(number % n for n in ranks):
-            parser.error(f"--ranks {options.ranks}: torch shares out {number} {what} evenly alone")
-    unknown = [way for way in options.ways.split(";") if way not in WAYS]
-    if unknown:
-        parser.error(f"--ways {unknown[0]}: choose of {'; '.join(WAYS)}")
-    return options
+        if any(number % ranks for ranks in options.ranks):
+            return f"--ranks: torch shares out {number} {what} only evenly"
+    return None
 
 
-def build(options: argparse.Namespace) -> "nn.Module":
+def build(options: Options) -> "nn.Module":
     import torch
 
     from mpi4dl import models
@@ -88,7 +86,7 @@ def build(options: argparse.Namespace) -> "nn.Module":
     return models.build("gpt", None, vocabulary=options.vocabulary, context=options.context, **sizes)
 
 
-def batch(options: argparse.Namespace) -> "tuple[torch.Tensor, torch.Tensor]":
+def batch(options: Options) -> "tuple[torch.Tensor, torch.Tensor]":
     import torch
 
     generator = torch.Generator().manual_seed(1)
@@ -126,7 +124,7 @@ def summed_bytes(comm: "Communicator") -> Iterator[list[int]]:
         del comm.ireduce, comm.iexchange
 
 
-def formula_bytes(options: argparse.Namespace, ranks: int) -> int:
+def formula_bytes(options: Options, ranks: int) -> int:
     """What ranks that share features add up in a step."""
     tokens = options.batch_size * options.context
     return 0 if ranks == 1 else tokens * (options.hidden * 4 * 2 * (2 * options.layers + 1) + LOSS_BYTES)
@@ -135,7 +133,7 @@ def formula_bytes(options: argparse.Namespace, ranks: int) -> int:
 class Ours:
     """The engine; `step()` is its loss, and `counted` what was added up over features in the last one."""
 
-    def __init__(self, options: argparse.Namespace, comm: "Communicator", sequence: bool) -> None:
+    def __init__(self, options: Options, comm: "Communicator", sequence: bool) -> None:
         from mpi4dl.engine import Engine
         from mpi4dl.parallel.pipeline.local_stages import LocalStages
         from mpi4dl.parallel.plan import Plan
@@ -162,7 +160,7 @@ class Ours:
         return sum(found)
 
 
-def parallelized(options: argparse.Namespace, comm: "Communicator", way: str) -> "nn.Module":
+def parallelized(options: Options, comm: "Communicator", way: str) -> "nn.Module":
     """The same model as torch's parallelize_module has it on these ranks."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -206,60 +204,36 @@ def parallelized(options: argparse.Namespace, comm: "Communicator", way: str) ->
     return parallelize_module(model, mesh, styles)
 
 
-def torch_step(options: argparse.Namespace, comm: "Communicator", way: str) -> Callable[[], float]:
+def torch_step(options: Options, comm: "Communicator", way: str) -> Callable[[], float]:
     from torch.nn import functional as F
 
+    from benchmarks.library.ranks import loop
+
     model = parallelized(options, comm, way)
-    optimizer, (tokens, targets) = optimizer_of(model), batch(options)
-
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    return step
+    return loop(
+        model,
+        optimizer_of(model),
+        batch(options),
+        loss_of=lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+    )
 
 
-@contextlib.contextmanager
-def process_group(comm: "Communicator", way: str) -> Iterator[None]:
-    """Within this context torch.distributed knows the same ranks, if the way needs that. Collective."""
-    if way in (OURS, OURS_SEQUENCE):
-        yield
-    elif way in (GLOO, GLOO_SEQUENCE):
-        from benchmarks.bursts import gloo
-
-        with gloo(comm):
-            yield
-    else:
-        import torch.distributed as dist
-
-        import mpi4dl.torch_backend  # noqa: F401
-
-        dist.init_process_group("mpi4dl")
-        yield
-        comm.barrier()
-        dist.destroy_process_group()
-
-
-def worker(options: argparse.Namespace) -> None:
-    """An answer has the seconds of a step, the peak of memory, first losses, and what was added up over features."""
+def work(options: Options) -> None:
+    """An answer has the seconds of a step, the peak of memory, first losses, and the bytes added up over features."""
     import torch
 
-    from mpi4dl._memory import MemoryMeter, keep_freed_memory, load_libraries
-    from mpi4dl.comm import world
+    from benchmarks.library.ranks import begin, gloo, over_mpi
+    from mpi4dl._memory import MemoryMeter, load_libraries
 
-    keep_freed_memory()
-    comm, way = world(), options.worker
-    torch.set_num_threads(1)
+    comm, way = begin(), options.worker
     load_libraries("cpu")
-    with process_group(comm, way):
+    ours = way in (OURS, OURS_SEQUENCE)
+    group = contextlib.nullcontext() if ours else gloo(comm) if way in (GLOO, GLOO_SEQUENCE) else over_mpi(comm)
+    with group:
         meter = MemoryMeter("cpu")
-        ours = Ours(options, comm, way == OURS_SEQUENCE) if way in (OURS, OURS_SEQUENCE) else None
-        step = torch_step(options, comm, way) if ours is None else ours
+        step = Ours(options, comm, way == OURS_SEQUENCE) if ours else torch_step(options, comm, way)
         losses = [step() for _ in range(CHECKED_STEPS)]
-        counted = 0 if ours is None else ours.count()
+        counted = step.count() if isinstance(step, Ours) else 0
 
         def turn() -> dict[str, Any]:
             comm.barrier()
@@ -274,31 +248,22 @@ def worker(options: argparse.Namespace) -> None:
         answer_turns(turn, comm)
 
 
-def main() -> None:
-    options = parse(sys.argv[1:])
-    if options.worker:
-        worker(options)
-        return
-    ways = options.ways.split(";")
-    results = []
-    for ranks in numbers(options.ranks):
-        own = ways if ranks > 1 else [way for way in ways if way in (OURS, GLOO)]
-        arguments = ["-m", "benchmarks.tensor_parallel", *sys.argv[1:], "--worker"]
-        contestants = [Contestant(way, ranks, [*arguments, way]) for way in own]
+def run(options: Options) -> None:
+    rows = []
+    for ranks in options.ranks:
+        ways = options.ways if ranks > 1 else [way for way in options.ways if way in (OURS, GLOO)]
+        contestants = [options.contestant(way, ranks, way) for way in ways]
         take_turns(contestants, options.rounds)
-        results += summarise(contestants, options)
-    title = (
-        f"GPT of {options.layers} layers of {options.hidden}, {options.batch_size} x {options.context} tokens a step, "
-        "1 thread a rank"
-    )
-    print(f"{title}\n{as_table(results)}")
-    publish(options, {"contestants": results}, plot(results, title))
+        rows += summarise(contestants, options)
+    tokens = f"{options.batch_size} x {options.context} tokens a step"
+    title = f"GPT of {options.layers} layers of {options.hidden}, {tokens}, 1 thread a rank"
+    publish(options, title, table(rows, COLUMNS), draw(rows, title), rows)
 
 
-def summarise(contestants: list[Contestant], options: argparse.Namespace) -> list[dict[str, Any]]:
+def summarise(contestants: list[Contestant], options: Options) -> list[dict[str, Any]]:
     """Medians over the turns, and of seconds over those of torch over gloo in the same turn.
 
-    Raises SystemExit if losses differ, or bytes that were counted are not those of the formula.
+    Raises SystemExit if losses differ, or the counted bytes are not those of the formula.
     """
     expected = contestants[0].answers[0]["losses"]
     peer = next((each for each in contestants if each.name == GLOO), contestants[0])
@@ -313,46 +278,16 @@ def summarise(contestants: list[Contestant], options: argparse.Namespace) -> lis
             {
                 "name": "plain PyTorch" if each.ranks == 1 and each.name == GLOO else each.name,
                 "ranks": each.ranks,
-                "counted_bytes": counted,
-                "sent_bytes": counted * 2 * (each.ranks - 1) // each.ranks,
-                **spread("seconds", [answer["seconds"] for answer in each.answers]),
-                **spread("cpu_seconds", [answer["cpu_seconds"] for answer in each.answers]),
-                **spread("mebibytes", [answer["mebibytes"] for answer in each.answers]),
-                **spread("over_gloo", ratios(each, peer, "seconds")),
-                **spread("cpu_over_gloo", ratios(each, peer, "cpu_seconds")),
+                "counted_bytes": counted or None,
+                "sent_bytes": counted * 2 * (each.ranks - 1) // each.ranks or None,
+                **each.spreads("seconds", "cpu_seconds", "mebibytes"),
+                **each.over(peer, over_gloo="seconds", cpu_over_gloo="cpu_seconds"),
             }
         )
     return rows
 
 
-def as_table(results: list[dict[str, Any]]) -> str:
-    head = ("ranks", "ms a step", "over torch", "(min-max)", "CPU ms", "over torch", "(min-max)")
-    rows = [("", *head, "MiB of a rank", "MiB a rank sends")]
-    for r in results:
-        sent = f"{r['sent_bytes'] / MIB:.1f}" if r["counted_bytes"] else "-"
-        numbers_of = [
-            text
-            for key, ratio in (("seconds", "over_gloo"), ("cpu_seconds", "cpu_over_gloo"))
-            for text in (f"{1e3 * r[key]:.0f}", f"{r[ratio]:.2f}", between(r, ratio))
-        ]
-        rows.append((r["name"], str(r["ranks"]), *numbers_of, f"{r['mebibytes']:.0f}", sent))
-    return table(rows)
-
-
-def plot(results: list[dict[str, Any]], title: str) -> Any:
-    """Seconds of a step, and memory of a rank: a bar for each contestant."""
-    figure, axes = pyplot().subplots(1, 2, figsize=(10, 0.35 * len(results) + 1.6), sharey=True)
-    places = list(range(len(results)))
-    names = [f"{r['name']}, {r['ranks']} rank{'s' if r['ranks'] > 1 else ''}" for r in results]
-    style = {"color": [COLORS.get(r["name"], "0.6") for r in results], "capsize": 3, "error_kw": {"ecolor": "0.3"}}
-    for axis, key, label in ((axes[0], "seconds", "seconds of a step"), (axes[1], "mebibytes", "MiB of a rank")):
-        axis.barh(places, [r[key] for r in results], xerr=error_bars(results, key), **style)
-        axis.set_xlabel(f"{label} (median of turns, min-max)")
-    axes[0].set_yticks(places, names)
-    axes[0].invert_yaxis()
-    figure.suptitle(title, fontsize=11)
-    return figure
-
-
-if __name__ == "__main__":
-    main()
+def draw(rows: list[dict[str, Any]], title: str) -> Any:
+    """Seconds of a step, and memory of a rank."""
+    panels = [Bars("seconds", "ms of a step", 1e3, 0), Bars("mebibytes", "MiB of a rank", digits=0)]
+    return bars(rows, panels, title, [COLORS.get(row["name"], "0.6") for row in rows])

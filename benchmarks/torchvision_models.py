@@ -1,37 +1,40 @@
 """Every model of torchvision on tiles against plain PyTorch: loss, all gradients and buffers of a step, in float64.
 
-    mpirun -n 4 python -m benchmarks.torchvision_models
+    python -m benchmarks run torchvision_models
 
-writes docs/results/torchvision.json model by model, and docs/reference/torchvision.md from it. Results that are there
-already stay, unless `--only` names them; without `mpirun` only the page is written.
+writes docs/results/torchvision.json model by model, and docs/reference/torchvision.md from it. Models that the file has
+already are not measured again, unless `--only` names them. It starts four ranks.
 
 A model is built as `mpi4dl.models.build` does, its dropout and stochastic depth are switched off, and outputs after the
 first, such as those of auxiliary heads, count 0.4 in the loss. Rank 0 first makes the step on the whole images by plain
-PyTorch. Models of up to `--few` parameters then go on 2x2 tiles, larger ones on 1x2, and of those beyond `--many` only
-the rules are looked for, on tensors without values. All of it takes 20 minutes on two cores, and up to 9 GiB of memory
-for all ranks together (mvit_v1_b; 7.5 for VGG, and 7 for maxvit_t).
+PyTorch. Models of up to `--few` parameters then go on 2x2 tiles, larger ones on 1x2. For models beyond `--many` it only
+looks for rules, on tensors without values. All of it takes 20 minutes on two cores, and up to 9 GiB of memory for all
+ranks together (mvit_v1_b; 7.5 for VGG, and 7 for maxvit_t).
 """
 
-import argparse
 import json
-import sys
+import math
 import tempfile
 import time
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.report import environment
-from benchmarks.torchvision_page import EXACT, page
+from benchmarks.library.options import Option, Options
+from benchmarks.library.turns import answer_turns
+from mpi4dl.sweeps.machine import environment
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from mpi4dl.comm import Communicator
 
+ROOT = Path(__file__).parent.parent
+RANKS = 4
+EXACT = 1e-10
 NUM_CLASSES = 10
 AUXILIARY = 0.4
-ROOT = Path(__file__).parent.parent
 PART = 2**22  # elements that are summed over ranks at a time
 SMALL = (2, 3, 97, 75)
 
@@ -55,17 +58,14 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "mvit": ((1, 3, 16, 224, 224), {}),
     "swin3d": ((1, 3, 8, 64, 64), {}),
 }
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    title = (__doc__ or "").split("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.torchvision_models", description=title)
-    parser.add_argument("--only", default="", help="measure these anew: resnet18,ssd300_vgg16.backbone")
-    parser.add_argument("--few", type=float, default=62e6, help="parameters of models that go on 2x2 tiles")
-    parser.add_argument("--many", type=float, default=150e6, help="parameters of models that are compared at all")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/torchvision.json")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs/reference/torchvision.md")
-    return parser.parse_args(argv)
+OPTIONS = (
+    Option("--only", str, "", "measure these anew: resnet18,ssd300_vgg16.backbone"),
+    Option("--few", float, 62e6, "parameters of models that go on 2x2 tiles"),
+    Option("--many", float, 150e6, "parameters of models that are compared at all"),
+    Option("--page", Path, ROOT / "docs/reference/torchvision.md", "the page to write"),
+)
+OUT = ROOT / "docs/results/torchvision"  # the default of --out
+QUICK = {"only": "squeezenet1_1", "out": Path("results/torchvision"), "page": Path("results/torchvision.md")}
 
 
 def case_of(name: str) -> tuple[tuple[int, ...], dict[str, Any]]:
@@ -190,7 +190,7 @@ def facts_of(name: str) -> dict[str, Any]:
     return facts
 
 
-def row_of(comm: "Communicator", name: str, options: argparse.Namespace) -> dict[str, Any]:
+def row_of(comm: "Communicator", name: str, options: Options) -> dict[str, Any]:
     """A row of the table. Collective."""
     from mpi4dl.models import registry
 
@@ -212,7 +212,7 @@ def row_of(comm: "Communicator", name: str, options: argparse.Namespace) -> dict
     return {**facts, "outcome": outcome, "grid": grid, "difference": worst, "where": where}
 
 
-def wanted(options: argparse.Namespace, rows: dict[str, Any]) -> list[str]:
+def wanted(options: Options, rows: dict[str, Any]) -> list[str]:
     """Names of all models, those that are to be measured: builders of torchvision, and backbones of detection."""
     from mpi4dl import models
     from mpi4dl._torchvision import import_torchvision
@@ -225,28 +225,115 @@ def wanted(options: argparse.Namespace, rows: dict[str, Any]) -> list[str]:
     return sorted(only or everything - rows.keys())
 
 
-def main() -> None:
+def work(options: Options) -> None:
+    """Each turn compares the next model."""
     from mpi4dl.comm import world
 
-    options = parse(sys.argv[1:])
-    comm = world()
-    saved = json.loads(options.out.read_text()) if options.out.exists() else {}
+    comm, names = world(), iter(options.worker)
+
+    def turn() -> dict[str, Any]:
+        began = time.perf_counter()
+        row = row_of(comm, next(names), options)
+        return {**row, "seconds": round(time.perf_counter() - began, 1)}
+
+    answer_turns(turn, comm)
+
+
+def run(options: Options) -> None:
+    """Measure models one by one, saving after each, and write the page."""
+    out = Path(f"{options.out}.json")
+    saved = json.loads(out.read_text()) if out.exists() else {}
     rows: dict[str, Any] = saved.get("models", {})
-    if comm.size > 1:
-        if comm.size != 4:
-            raise SystemExit(f"mpirun started {comm.size} ranks, but tiles of 2x2 need 4")
-        for name in wanted(options, rows):
-            began = time.perf_counter()
-            rows[name] = row_of(comm, name, options)
-            if comm.rank == 0:
-                rows[name]["seconds"] = round(time.perf_counter() - began, 1)
-                print(name, rows[name], flush=True)
-                packages = {**environment(), "torchvision": version("torchvision")}
-                text = json.dumps({"environment": packages, "models": dict(sorted(rows.items()))}, indent=1)
-                options.out.write_text(text + "\n")
-    if comm.rank == 0:
-        options.page.write_text(page(json.loads(options.out.read_text())))
+    names = wanted(options, rows)
+    contestant = options.contestant("torchvision's models", RANKS, names)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if names:
+            contestant.start()
+        for name in names:
+            rows[name] = contestant.turn()
+            print(name, rows[name], flush=True)
+            packages = {**environment(), "torchvision": version("torchvision")}
+            content = {"environment": packages, "models": dict(sorted(rows.items()))}
+            out.write_text(json.dumps(content, indent=1) + "\n")
+    finally:
+        contestant.stop()
+    options.page.parent.mkdir(parents=True, exist_ok=True)
+    options.page.write_text(page(json.loads(out.read_text())))
+    print(f"saved {out} and {options.page}")
 
 
-if __name__ == "__main__":
-    main()
+HEAD = """# torchvision's models on tiles
+
+This command makes this page:
+
+    python -m benchmarks run torchvision_models
+
+It measures models that `docs/results/torchvision.json` does not have yet; `--only NAME,NAME` measures again. Versions:
+torch {torch}, torchvision {torchvision}.
+
+The page has every name of `torchvision.models.list_models()`, and the backbones of detection models. {num_exact} models are
+exact. For {num_rules} all rules are known, {num_missing} lacks a rule, and {num_refused} are refused.
+`mpi4dl.models.build(name, num_classes, **options)` builds a model, and so does `--model`.
+
+| Result | Meaning |
+| --- | --- |
+| exact | In one training step on tiles in float64, the loss, every gradient and every buffer equal plain PyTorch's on the whole images. The column shows the largest difference, at most 1e-10. It is relative to the largest element of the tensor, and to 0.001 of the largest gradient's: gradients that vanish in exact arithmetic are rounding alone |
+| rules known | Each operator of the forward pass has a rule for 2x2 tiles. The model has more than 150 million parameters, too many to compare here |
+| no rule | An operator has no rule for tiles. Training on tiles stops with a message that names it. In stages and with replicas the model trains |
+| refused | `mpi4dl.models.build` raises a ValueError with the reason |
+
+Dropout and stochastic depth are off, initial values random, and classes 10. Outputs after the first, such as those of
+auxiliary heads, count 0.4 in the loss. Images are (batch, channels, height, width); video has the number of frames before the
+height. Models of more than 62 million parameters are on 1x2 tiles. *Units* are the parts between which a model can be cut into
+stages (`--stages`), auxiliary heads included.
+
+| model | million parameters | images | tiles | | largest difference | units |
+| --- | ---: | --- | --- | --- | ---: | ---: |
+"""  # noqa: E501
+
+OF_BACKBONES = """
+mpi4dl refuses detection models, but trains their backbones. `ssd300_vgg16.backbone` has the parameters that
+`ssd300_vgg16` has under `backbone`, and returns a dict of feature maps.
+"""
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """The whole page: how to make it, a row for each model, and why some are refused."""
+    models, versions = results["models"], results["environment"]
+    outcomes = [row["outcome"] for row in models.values()]
+    head = HEAD.format(
+        torch=versions["torch"],
+        torchvision=versions["torchvision"],
+        num_exact=outcomes.count("exact"),
+        num_rules=outcomes.count("rules"),
+        num_missing=outcomes.count("no rule"),
+        num_refused=outcomes.count("refused"),
+    )
+    lines = [line_of(name, models[name]) for name in sorted(models)]
+    return head + "\n".join(lines) + "\n" + OF_BACKBONES + _notes(models)
+
+
+def line_of(name: str, row: Mapping[str, Any]) -> str:
+    """One line of the table."""
+    if row["outcome"] == "refused":
+        return f"| `{name}` | | | | refused | | |"
+    words = {"rules": "rules known", "no rule": "**no rule**", "differs": f"**differs** in {row.get('where')}"}
+    outcome = words.get(row["outcome"], row["outcome"])
+    image = " x ".join(map(str, row["image"]))
+    tiles = "x".join(map(str, row["grid"])) if "grid" in row else ""
+    difference = f"{row['difference']:.0e}" if math.isfinite(row.get("difference", math.inf)) else ""
+    atoms = row.get("atoms", "")
+    return f"| `{name}` | {row['parameters'] / 1e6:.1f} | {image} | {tiles} | {outcome} | {difference} | {atoms} |"
+
+
+def _notes(models: Mapping[str, Any]) -> str:
+    """Why models are refused, lack a rule or cannot be cut: each reason once."""
+    reasons: dict[str, list[str]] = {}
+    for name, row in models.items():
+        for kind, what in (("why", "Refused"), ("missing", "No rule for tiles"), ("whole", "Not cut into stages")):
+            if kind in row:
+                reason = row[kind].removeprefix(f"model {name!r} ").replace(name, "NAME")
+                reasons.setdefault(f"{what}: {reason}.", []).append(f"`{name}`")
+    notes = [f"- {', '.join(names)}. {reason}" for reason, names in sorted(reasons.items(), key=lambda item: item[1])]
+    return "\n## Why\n\n" + "\n".join(notes) + "\n"

@@ -1,6 +1,6 @@
-"""What waiting costs: the latency of messages, the CPU time of a long wait, and two jobs that share the cores.
+"""The cost of waiting: the latency of messages, the CPU time of a long wait, and two jobs that share the cores.
 
-    python -m benchmarks.waiting --kilobytes 4,64,1024 --wait-seconds 10
+    python -m benchmarks run waiting --kilobytes 4,64,1024 --wait-seconds 10
 
     latency       there and back between two ranks: a wait that spins, then yields, then sleeps (ours), against one that
                   only spins, through the same calls; and against Isend, Irecv and Waitall of raw mpi4py
@@ -12,55 +12,50 @@
 All jobs have two ranks, and one thread each.
 """
 
-import argparse
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.bursts import burst_seconds
-from benchmarks.report import between, publish, pyplot, spread, table
-from benchmarks.turns import Contestant, answer_turns, median, numbers, take_turns
+from benchmarks.library import options as declared
+from benchmarks.library.charts import OTHERS, Bars, bars
+from benchmarks.library.options import Option, Options
+from benchmarks.library.report import Column, publish, table
+from benchmarks.library.turns import Contestant, answer_turns, take_turns
+from mpi4dl.sweeps.flags import positive
+from mpi4dl.sweeps.results import spread
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
 
 RANKS = 2
 MODEL, PIXELS = "resnet18", 256
+WAYS = {"ours": "ours us", "spinning": "only spinning us", "raw": "raw mpi4py us"}
+OPTIONS = (
+    declared.counts("--kilobytes", "4,64,1024", "sizes of messages"),
+    declared.count("--iterations", 200, "messages there and back in a turn"),
+    Option("--wait-seconds", positive, 10.0, "length of the long wait"),
+    Option("--train-seconds", positive, 5.0, "length of a turn of training"),
+    declared.rounds(5),
+)
+QUICK = {"kilobytes": "1,4", "iterations": 3, "wait_seconds": 0.1, "train_seconds": 0.1, "rounds": 1}
+COLUMNS = (
+    Column("KiB there and back", "kilobytes"),
+    *(Column(head, f"{name}_microseconds", 1) for name, head in WAYS.items()),
+    Column("speed", "ratio", 2, ends=True),
+)
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.waiting", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--kilobytes", default="4,64,1024", help="sizes of messages")
-    parser.add_argument("--iterations", type=int, default=200, help="messages there and back in a turn")
-    parser.add_argument("--wait-seconds", type=float, default=10.0, help="how long the long wait is")
-    parser.add_argument("--train-seconds", type=float, default=5.0, help="how long a turn of training is")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each")
-    parser.add_argument("--out", type=Path, default=Path("results/waiting"), help="where to write .json and .png")
-    parser.add_argument("--worker", choices=("latency", "long", "train"), help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    for name in ("iterations", "wait_seconds", "train_seconds", "rounds"):
-        if getattr(options, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}, but must be positive")
-    try:
-        sizes = numbers(options.kilobytes)
-    except ValueError:
-        parser.error(f"--kilobytes {options.kilobytes}: write them as 4,64,1024")
-    if min(sizes) < 1:
-        parser.error(f"--kilobytes {options.kilobytes}: messages have at least one kilobyte")
-    return options
-
-
-def latency(options: argparse.Namespace, comm: "Communicator") -> dict[str, Any]:
+def latency(options: Options, comm: "Communicator") -> dict[str, Any]:
     """Microseconds there and back, by kilobytes and by who waits how."""
     import torch
     from mpi4py import MPI
 
+    from benchmarks.library.ranks import burst_seconds
     from mpi4dl.comm import node
 
     other, found = 1 - comm.rank, {}
-    for kilobytes in numbers(options.kilobytes):
+    for kilobytes in options.kilobytes:
         out, into = torch.ones(kilobytes << 8), torch.empty(kilobytes << 8)
         buffers = [[MPI.memory.fromaddress(x.data_ptr(), x.nbytes), MPI.BYTE] for x in (out, into)]
 
@@ -90,7 +85,7 @@ def latency(options: argparse.Namespace, comm: "Communicator") -> dict[str, Any]
     return found
 
 
-def long_wait(options: argparse.Namespace, comm: "Communicator") -> dict[str, Any]:
+def long_wait(options: Options, comm: "Communicator") -> dict[str, Any]:
     """CPU seconds of the rank that waits."""
     import torch
 
@@ -106,7 +101,7 @@ def long_wait(options: argparse.Namespace, comm: "Communicator") -> dict[str, An
     return {"cpu_seconds": float(comm.all_reduce(spent))}
 
 
-def trainer(options: argparse.Namespace, comm: "Communicator") -> Any:
+def trainer(options: Options, comm: "Communicator") -> Any:
     """Steps a second, for as long as `--train-seconds`."""
     import torch
     from torch.nn import functional as F
@@ -136,18 +131,15 @@ def trainer(options: argparse.Namespace, comm: "Communicator") -> Any:
     return turn
 
 
-def worker(options: argparse.Namespace) -> None:
-    import torch
+def work(options: Options) -> None:
+    from benchmarks.library.ranks import begin
 
-    from mpi4dl.comm import world
-
-    comm = world()
-    torch.set_num_threads(1)
+    comm = begin(keep=None)
     if options.worker == "train":
         answer_turns(trainer(options, comm), comm)
-        return
-    work = latency if options.worker == "latency" else long_wait
-    answer_turns(lambda: work(options, comm), comm)
+    else:
+        part = latency if options.worker == "latency" else long_wait
+        answer_turns(lambda: part(options, comm), comm)
 
 
 class Rounds(NamedTuple):
@@ -177,81 +169,45 @@ def side_by_side(pair: list[Contestant], num_rounds: int) -> Rounds:
     return rounds
 
 
-def main() -> None:
-    options = parse(sys.argv[1:])
-    if options.worker:
-        worker(options)
-        return
-    arguments = ["-m", "benchmarks.waiting", *sys.argv[1:], "--worker"]
-    short, long = (Contestant(name, RANKS, [*arguments, name]) for name in ("latency", "long"))
+def run(options: Options) -> None:
+    short, long = (options.contestant(name, RANKS, name) for name in ("latency", "long"))
     take_turns([short], options.rounds)
     take_turns([long], 1)
-    pair = [Contestant(f"job {i}", RANKS, [*arguments, "train"]) for i in range(2)]
-    results = summarise(options, short, long, side_by_side(pair, options.rounds))
-    for lines in as_tables(results):
-        print(f"\n{lines}")
-    publish(options, results, draw(results))
+    pair = [options.contestant(f"job {i}", RANKS, "train") for i in range(2)]
+    rows, more = summarise(options, short, long, side_by_side(pair, options.rounds))
+    text = f"{table(rows, COLUMNS)}\n{in_words(more)}"
+    panels = [Bars(f"{name}_microseconds", f"{head} there and back", digits=1) for name, head in WAYS.items()]
+    figure = bars(rows, panels, "waiting", [OTHERS] * len(rows), [f"{row['kilobytes']} KiB" for row in rows])
+    publish(options, "two ranks of one thread", text, figure, rows, **more)
 
 
-def summarise(options: argparse.Namespace, short: Contestant, long: Contestant, rounds: Rounds) -> dict[str, Any]:
-    """A row for each size, what the long wait cost, and what is left of a job's speed beside another."""
+def summarise(
+    options: Options, short: Contestant, long: Contestant, rounds: Rounds
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """A row for each size; and the cost of the long wait, and a job's speed beside another."""
     rows = []
-    for kilobytes in numbers(options.kilobytes):
-        of_size = [answer[str(kilobytes)] for answer in short.answers]
+    for kilobytes in options.kilobytes:
+        found = short.of(str(kilobytes))
         row: dict[str, Any] = {"kilobytes": kilobytes}
-        for name in ("ours", "spinning", "raw"):
-            row[f"{name}_microseconds"] = median([answer[name] for answer in of_size])
-        rows.append(row | spread("ratio", [answer["spinning"] / answer["ours"] for answer in of_size]))
-    return {
-        "latency": rows,
+        for name in WAYS:
+            row |= spread(f"{name}_microseconds", [answer[name] for answer in found])
+        rows.append(row | spread("ratio", [answer["spinning"] / answer["ours"] for answer in found]))
+    return rows, {
         "long_wait": {"seconds": options.wait_seconds, "cpu_seconds": long.answers[0]["cpu_seconds"]},
         "side_by_side": {
-            "alone_steps_per_second": median(rounds.alone),
-            "beside_steps_per_second": median(rounds.beside),
+            **spread("alone_steps_per_second", rounds.alone),
+            **spread("beside_steps_per_second", rounds.beside),
             "most": min(1.0, 1 / (2 * median(rounds.working))),
             **spread("ratio", [b / a for a, b in zip(rounds.alone, rounds.beside, strict=True)]),
         },
     }
 
 
-def as_tables(results: dict[str, Any]) -> list[str]:
-    head = ["there and back", "ours us", "only spinning us", "raw mpi4py us", "speed", "(min-max)"]
-    rows = [head] + [
-        [
-            f"{row['kilobytes']} KiB",
-            *(f"{row[f'{name}_microseconds']:.1f}" for name in ("ours", "spinning", "raw")),
-            f"{row['ratio']:.2f}",
-            between(row, "ratio"),
-        ]
-        for row in results["latency"]
-    ]
-    long, side = results["long_wait"], results["side_by_side"]
-    return [
-        table(rows),
-        f"a wait of {long['seconds']:g} s costs {long['cpu_seconds']:.2f} CPU seconds",
+def in_words(more: dict[str, dict[str, Any]]) -> str:
+    long, side = more["long_wait"], more["side_by_side"]
+    return (
+        f"a wait of {long['seconds']:g} s costs {long['cpu_seconds']:.2f} CPU seconds\n"
         f"{MODEL} at {PIXELS} px: {side['alone_steps_per_second']:.2f} steps/s alone, "
         f"{side['beside_steps_per_second']:.2f} beside another job of as many ranks: {side['ratio']:.2f} "
-        f"{between(side, 'ratio')}; as it works, {side['most']:.2f} is the most",
-    ]
-
-
-def draw(results: dict[str, Any]) -> Any:
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(9, 3.6), width_ratios=(3, 1))
-    rows = results["latency"]
-    names = {"ours": "spins, yields, sleeps", "spinning": "only spins", "raw": "raw mpi4py"}
-    for i, (name, label) in enumerate(names.items()):
-        places = [place + 0.25 * (i - 1) for place in range(len(rows))]
-        left.bar(places, [row[f"{name}_microseconds"] for row in rows], 0.25, label=label)
-    left.set_xticks(range(len(rows)), [f"{row['kilobytes']} KiB" for row in rows])
-    left.set_yscale("log")
-    left.set_ylim(bottom=1)
-    left.set_ylabel("microseconds there and back")
-    left.legend(frameon=False)
-    side = results["side_by_side"]
-    right.bar(["alone", "beside\nanother"], [side["alone_steps_per_second"], side["beside_steps_per_second"]], 0.6)
-    right.set_ylabel(f"{MODEL}: steps a second of a job")
-    return figure
-
-
-if __name__ == "__main__":
-    main()
+        f"({side['ratio_min']:.2f}-{side['ratio_max']:.2f}); as it works, {side['most']:.2f} is the most"
+    )

@@ -21,7 +21,6 @@ from typing import Any
 from mpi4dl._commands import INTERRUPTED, one_message
 from mpi4dl._wording import counted, duration, to_install
 from mpi4dl.sweeps.chart import plot, save_figure
-from mpi4dl.sweeps.flags import grid_name
 from mpi4dl.sweeps.job import Outcome, run_job
 from mpi4dl.sweeps.machine import share_cores
 from mpi4dl.sweeps.results import MIB, Results, Tried, as_csv, as_table
@@ -67,10 +66,7 @@ def estimated(sweep: Sweep) -> list[Tried]:
 
 
 def _nothing_legal(space: Space, batch_size: int) -> str:
-    shown = [
-        f"--{name} {','.join(grid_name(x) if isinstance(x, tuple) else str(x) for x in values)}"
-        for name, values in vars(space).items()
-    ]
+    shown = [f"--{name} {','.join(map(str, values))}" for name, values in vars(space).items()]
     return (
         f"no plan of {' '.join(shown)} is legal for a batch of {batch_size}: tiles of all stages times replicas "
         "must equal the ranks, and microbatches times replicas may not exceed the images"

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from benchmarks.library import options as benchmarks
 from docs.check_prose import average, pages, problems, problems_of_code, sentences
 from docs.reference import OPTIONS, options_page
 from mpi4dl._commands import command_names
@@ -26,7 +27,7 @@ from tests.pool.zygote import ROOT
 PAGES = pages()
 START = re.compile(r"# mpirun -n (\d+) python (\w+)\.py\n")
 OURS = "|".join(command_names())
-OTHERS = r"(?:benchmarks\.|examples[./])\w+(?:\.py)?"
+OTHERS = r"(?:benchmarks run |examples[./])\w+(?:\.py)?"
 COMMAND = re.compile(
     rf"^(?: {{4}}(?:ExecStart=)?(?:mpirun -n (\d+) )?|srun )(?:mpi4dl ({OURS})|python (?:-m )?({OTHERS})|(make))\b"
     r"((?:.*\\\n)*.*)$",
@@ -136,6 +137,11 @@ def test_a_command_is_one_that_there_is(command: Command) -> None:
         assert build_plan(placed(Config(), Inference(found.inputs, found.placing), ranks)[0]).num_ranks == ranks
     elif config is not None:
         parse_options(config, words[1:], "", "")
+    elif command.name.startswith("benchmarks run "):
+        name = command.name.split()[-1]
+        assert name in benchmarks.names()
+        if not hasattr(benchmarks.load(name), "NEEDS"):
+            benchmarks.parse(name, words)
     else:
         module = f"mpi4dl.{command.name}" if "." not in command.name else command.name.removesuffix(".py")
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
@@ -155,7 +161,10 @@ def known_flags() -> set[str]:
     for config in CONFIGS.values():
         for item in options_of(config).values():
             flags |= {item.flag, item.flag.replace("--", "--no-", 1)}
-    sources = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py"), *(ROOT / "docs").glob("*.py")]
+    for name in benchmarks.names():
+        flags |= {option.flag for option in benchmarks.load(name).OPTIONS}
+    sources = [ROOT / "benchmarks" / "__main__.py", *(ROOT / "examples").glob("*.py"), *(ROOT / "docs").glob("*.py")]
+    sources.append(ROOT / "benchmarks" / "library" / "options.py")
     sources += [ROOT / "mpi4dl" / f"{name}.py" for name in ("doctor", "export", "report", "sweeps/space")]
     for source in sources:
         flags |= set(re.findall(r'"(--[a-z][\w-]*)"', source.read_text()))
@@ -170,6 +179,7 @@ def test_the_flags_modules_and_files_that_a_page_names_exist(page: str) -> None:
     assert set(re.findall(r"(?:^ +|[`=]|srun |mpirun -n \w+ )mpi4dl ([a-z]\w*)", text, re.MULTILINE)) <= set(
         command_names()
     )
+    assert set(re.findall(r"benchmarks\s+run\s+([a-z]\w*)", text)) <= set(benchmarks.names())
     modules = set(re.findall(r"(?<![\w/])(?:mpi4dl|benchmarks|examples)(?:\.[a-z_]\w*)+", text))
     named = set(re.findall(r"`((?:docs|tests|mpi4dl|examples|benchmarks)/[\w/.-]+)`", text))
     named |= {

@@ -1,7 +1,7 @@
 """Values of flags for argparse: numbers, grids and words, and lists of them with commas between."""
 
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -29,17 +29,19 @@ def positive(text: str) -> float:
     return number
 
 
-def grid(text: str) -> tuple[int, ...]:
+class Sides(tuple[int, ...]):
+    """A number for each axis, with the text 2x2."""
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+
+def grid(text: str) -> Sides:
     """A number for each axis, such as 2x2."""
     try:
-        return tuple(map(whole(), text.split("x")))
+        return Sides(map(whole(), text.split("x")))
     except ArgumentTypeError:
         raise ArgumentTypeError(f"{text} is no grid such as 1x2: each side is at least 1") from None
-
-
-def grid_name(sides: Sequence[int]) -> str:
-    """The text of a grid: 2x2."""
-    return "x".join(map(str, sides))
 
 
 def one_of(*known: Any) -> Callable[[str], str]:

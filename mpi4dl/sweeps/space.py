@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpi4dl._commands import typed
-from mpi4dl.sweeps.flags import grid, grid_name, listed, positive, whole
+from mpi4dl.sweeps.flags import Sides, grid, listed, positive, whole
 
 if TYPE_CHECKING:
     from mpi4dl.options.config import Config
@@ -55,7 +55,7 @@ class Sweep:
         from mpi4dl.options.config import parse as parse_training
 
         # By the number of sides of a grid, one number is a size of images or of volumes.
-        return parse_training([*self.training, "--tiles", grid_name([1] * len(self.space.grids[0]))])
+        return parse_training([*self.training, "--tiles", str(Sides([1] * len(self.space.grids[0])))])
 
 
 def parse(argv: Sequence[str], description: str) -> Sweep:

@@ -1,21 +1,23 @@
-"""What the tests of all benchmarks check alike: refused flags and pictures."""
+"""What tests of benchmarks and sweeps share: options of a benchmark, contestants with answers, and pictures."""
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import PIL.Image
-import pytest
+
+from benchmarks.library.options import Options, parse
+from benchmarks.library.turns import Contestant
 
 
-def assert_refused(
-    parse: Callable[[list[str]], Any], flags: Sequence[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The flags end the command with exit code 2 and this message."""
-    with pytest.raises(SystemExit) as stop:
-        parse(list(flags))
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+def options_of(name: str, flags: str = "") -> Options:
+    """The options of a benchmark with these flags."""
+    return parse(name, flags.split())
+
+
+def answered(name: str, ranks: int, **values: list[Any]) -> Contestant:
+    """A contestant that has had a turn for each of these values."""
+    turns = zip(*values.values(), strict=True)
+    return Contestant(name, ranks, [], [dict(zip(values, each, strict=True)) for each in turns])
 
 
 def assert_picture(path: str | Path) -> None:

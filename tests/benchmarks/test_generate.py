@@ -1,7 +1,5 @@
-"""benchmarks.generate: who is let in when, what waits come to, flags, and a whole benchmark of a few requests."""
+"""benchmarks.generate: who is admitted when, waits, and speeds beside one after another."""
 
-import json
-import subprocess
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -10,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.arrivals import ALONE, CONTINUOUS, STATIC, WAYS, Clock, Door, Request, drawn, waits
-from benchmarks.generate import as_table, contestants, draw, draw_precisions, parse, percentile, summarise
-from benchmarks.generate import table_of_precisions as of_precisions
+from benchmarks.generate import COLUMNS, OF_PRECISIONS, contestants, draw, draw_precisions, percentile, summarise
+from benchmarks.library.arrivals import ALONE, CONTINUOUS, STATIC, WAYS, Clock, Door, Request, drawn, waits
+from benchmarks.library.report import table
 from mpi4dl.text.requests import Event, Sampling
-from tests.benchmarks.checks import assert_picture, assert_refused
-from tests.pool.zygote import ROOT, python
+from tests.benchmarks.checks import assert_picture, options_of
 
 
 def test_arrivals_are_random_and_lengths_are_the_same_at_every_rate() -> None:
@@ -67,7 +64,7 @@ class Steps:
         (CONTINUOUS, [[0, 1], [0, 2], [0, 2], [3]]),
     ],
 )
-def test_who_is_let_in_when(way: str, together: list[list[int]]) -> None:
+def test_who_is_admitted_when(way: str, together: list[list[int]]) -> None:
     """Two places: a third request comes in the first second, a fourth when all others have long ended."""
     requests = [Request(at, (1,), n) for at, n in ((0.0, 3), (0.0, 1), (0.5, 2), (50.0, 1))]
     batcher: Any = Steps(1 if way == ALONE else 2)
@@ -93,11 +90,9 @@ def measured(way: str, rate: float | None, seconds: float) -> dict[str, Any]:
     return {"way": way, "rate": rate, "seconds": seconds, "wall": 9.0, "cpu": 2.0, "tokens": 100, "alike": 1.0} | wait
 
 
-def test_speeds_are_compared_with_one_after_another_at_the_same_rate(tmp_path: Path) -> None:
-    flags = ["--ranks", "1,2", "--rates", "4"]
-    found = contestants(parse(flags), flags)
-    assert found[1].arguments[2:-2] == flags
-    assert [(each.ranks, each.arguments[-1]) for each in found] == [(1, "fp32"), (2, "fp32")]
+def test_speeds_are_beside_one_after_another_at_the_same_rate(tmp_path: Path) -> None:
+    found = contestants(options_of("generate", "--ranks 1,2 --rates 4"))
+    assert [(each.ranks, each.arguments[-1]) for each in found] == [(1, '"fp32"'), (2, '"fp32"')]
     seconds = {ALONE: 8.0, STATIC: 4.0, CONTINUOUS: 2.0}
     for each in found:
         results = [measured(way, rate, seconds[way] * (rate or 1)) for rate in (None, 4.0) for way in WAYS]
@@ -106,48 +101,21 @@ def test_speeds_are_compared_with_one_after_another_at_the_same_rate(tmp_path: P
     assert [(row["ranks"], row["rate"], row["way"]) for row in rows[2:4]] == [(1, None, CONTINUOUS), (1, 4.0, ALONE)]
     assert [row["times"] for row in rows[:3]] == [1.0, 1.5, 2.5]
     assert (rows[0]["between_p50"], rows[0]["between_p99"], rows[0]["cpu_milliseconds"]) == (10, 10, 20)
-    assert "continuous             1  at once        31" in as_table(rows)
+    assert table(rows, COLUMNS).splitlines()[3].split()[:5] == ["continuous", "1", "at", "once", "31"]
     draw(rows, "a title").savefig(tmp_path / "drawn.png")
     assert_picture(tmp_path / "drawn.png")
 
 
 def test_precisions_have_their_own_table(tmp_path: Path) -> None:
-    found = contestants(parse(["--precision", "fp32,int4"]), [])
-    assert [(each.name, each.ranks, each.arguments[-1]) for each in found] == [("fp32", 1, "fp32"), ("int4", 1, "int4")]
+    found = contestants(options_of("generate", "--precision fp32,int4"))
+    assert [(each.name, each.ranks, each.arguments[-1]) for each in found] == [
+        ("fp32", 1, '"fp32"'), ("int4", 1, '"int4"'),
+    ]  # fmt: skip
     for each in found:
         results = [measured(ALONE, None, 4.0), measured(CONTINUOUS, None, 1.0)]
         each.answers += [{"results": results, "bytes": 3 << 19, "nats": 2.0, "bits_per_byte": 1.25}]
     rows = summarise(found)
-    assert "fp32  1.5        2.0000       1.2500              25" in of_precisions(rows)
+    line = table(rows, OF_PRECISIONS).splitlines()[2].split()
+    assert line == ["fp32", "continuous", "1.5", "2.0000", "1.2500", "100", "(100-100)", "4.00"]
     draw_precisions(rows, "a title").savefig(tmp_path / "drawn.png")
     assert_picture(tmp_path / "drawn.png")
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--rates", "4k"], "write them as 1,2,4"),
-        (["--rates", "0"], "rates are above 0"),
-        (["--ranks", "0"], "a job has 1 rank at least"),
-        (["--batch", "0"], "--batch is 0, but must be at least 1"),
-        (["--precision", "fp32,int2"], "int2 is none of fp32, bf16, int8, int4"),
-    ],
-)
-def test_flags_that_make_no_sense(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert_refused(parse, flags, message, capsys)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("flags", "num_rows"), [(["--ranks", "1,2", "--rates", "50"], 12), (["--precision", "fp32,int8"], 4)]
-)
-def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path, flags: list[str], num_rows: int) -> None:
-    """Tokens and their probabilities are the same by every way, to the bit: with two ranks to a sum too."""
-    out = tmp_path / "generate"
-    command = [python(), "-m", "benchmarks.generate", *flags, "--requests", "3", "--rounds", "1", "--clock", "cpu"]
-    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(Path(f"{out}.json").read_text())["results"]["contestants"]
-    assert len(rows) == num_rows
-    assert {row["alike"] for row in rows} == {1.0}
-    assert_picture(f"{out}.png")

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.torchvision_models import case_of, compared, facts_of, parse, wanted, worst_difference
-from benchmarks.torchvision_page import EXACT, page
+from benchmarks.torchvision_models import EXACT, case_of, compared, facts_of, page, wanted, worst_difference
 from mpi4dl.comm import Communicator
 from mpi4dl.models import registry
+from tests.benchmarks.checks import options_of
 from tests.pool.ranks import Ranks
 from tests.pool.zygote import ROOT
 
@@ -20,8 +20,8 @@ COMPARED = sorted(name for name, row in MODELS.items() if row.get("grid") == [2,
 
 
 def test_the_table_has_every_model_of_torchvision() -> None:
-    missing = wanted(parse([]), MODELS)
-    assert not missing, f"measure them: mpirun -n 4 python -m benchmarks.torchvision_models --only {','.join(missing)}"
+    missing = wanted(options_of("torchvision_models"), MODELS)
+    assert not missing, f"measure them: python -m benchmarks run torchvision_models --only {','.join(missing)}"
 
 
 def test_all_are_exact_or_refused_or_too_large() -> None:
@@ -29,7 +29,7 @@ def test_all_are_exact_or_refused_or_too_large() -> None:
         if row["outcome"] == "exact":
             assert row["difference"] <= EXACT, name
         elif row["outcome"] == "rules":
-            assert row["parameters"] > parse([]).many
+            assert row["parameters"] > options_of("torchvision_models").many
         elif row["outcome"] == "no rule":
             assert name == "mvit_v2_s"
         else:
@@ -66,8 +66,8 @@ def test_the_page_says_what_differs_and_what_has_no_rule() -> None:
 
 def test_a_name_that_torchvision_has_not_is_refused() -> None:
     with pytest.raises(SystemExit, match="--only resnet19: torchvision has no such model"):
-        wanted(parse(["--only", "resnet19,resnet18"]), {})
-    assert wanted(parse(["--only", "resnet34,resnet18"]), MODELS) == ["resnet18", "resnet34"]
+        wanted(options_of("torchvision_models", "--only resnet19,resnet18"), {})
+    assert wanted(options_of("torchvision_models", "--only resnet34,resnet18"), MODELS) == ["resnet18", "resnet34"]
 
 
 def test_the_largest_difference_is_found() -> None:

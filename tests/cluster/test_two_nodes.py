@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.nodes import ROOT, Cluster
+from benchmarks.library.nodes import ROOT, Cluster
 from tests.commands import TINY, TRAIN, train_command
 from tests.interrupted import WEIGHTS, assert_the_same_run
 
@@ -78,10 +78,12 @@ def test_the_job_ends_with_one_message_when_a_node_dies(cluster: Cluster, tmp_pa
 def test_the_benchmark_of_sums_finds_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
     """The node that ranks see is their own, so that two levels are two."""
     flags = "--nodes 2 --ranks 4 --sizes 4 --dtypes float32 --rounds 1 --iterations 2".split()
-    command = [sys.executable, "-m", "benchmarks.allreduce", *flags, "--out", str(tmp_path / "sums")]
+    command = [sys.executable, "-m", "benchmarks", "run", "allreduce", *flags, "--out", str(tmp_path / "sums")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("half of the ranks on either of two nodes\n4 ranks, float32: microseconds\n")
+    assert done.stdout.startswith(
+        "all-reduce, half of the ranks on each of two nodes\n4 ranks, float32: microseconds\n"
+    )
     assert "two-level" in done.stdout
 
 

@@ -1,31 +1,36 @@
-"""Allocators of memory that contestants are given: settings of the C library's, and libraries that replace it.
+"""Allocators of memory for contestants: settings of the C library's, and libraries that replace it.
 
-default     the C library's, as it is                    keep      freed memory stays (mpi4dl._memory)
-return      large tensors give theirs back at once       tcmalloc, jemalloc, or NAME=/path/lib.so: preloaded
+default     the C library's own settings                 keep      freed memory stays (mpi4dl._memory)
+return      large tensors return theirs at once          tcmalloc, jemalloc, or NAME=/path/lib.so: preloaded
 """
 
+import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from argparse import ArgumentTypeError
+from collections.abc import Iterable, Mapping
 from ctypes.util import find_library
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from benchmarks.turns import Contestant, median
+from benchmarks.library.options import Option
+from benchmarks.library.turns import Contestant
 
 SETTINGS = ("default", "keep", "return")
 LIBRARIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"tcmalloc": ("tcmalloc", "tcmalloc_minimal"), "jemalloc": ("jemalloc",)}
 )
 FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib")
+VARIABLE = "MPI4DL_BENCHMARK_ALLOCATOR"
 HELP = (
     "of default (the C library's), keep (freed memory stays, as the training command has it), return (large tensors "
-    "give theirs back at once), tcmalloc, jemalloc (where installed), and NAME=/path/to/library.so: each contestant "
+    "return theirs at once), tcmalloc, jemalloc (where installed), and NAME=/path/to/library.so: each contestant "
     "runs with each of them"
 )
 
 
 def library(name: str) -> str | None:
-    """What the loader is to preload for an allocator of this name; None if it is not installed."""
+    """The file that the loader preloads for an allocator of this name; None if it is not installed."""
     for stem in LIBRARIES[name]:
         found = find_library(stem)
         if found is not None:
@@ -38,8 +43,9 @@ def library(name: str) -> str | None:
 
 
 def environments(names: str) -> dict[str, dict[str, str]]:
-    """The environment of contestants for each allocator, such as of "default,keep,jemalloc"; those not installed are
-    left out, which is said.
+    """The environment of contestants for each allocator, such as of "default,keep,jemalloc".
+
+    Those that are not installed are left out, with a note.
 
     Raises:
         ValueError: there is no allocator of that name, no such file, or none is left.
@@ -67,14 +73,13 @@ def environments(names: str) -> dict[str, dict[str, str]]:
 
 
 def with_each(contestants: Iterable[Contestant], names: str) -> list[Contestant]:
-    """Each contestant with each allocator, of which it is told by `--allocator`, its first flag behind the module."""
+    """Each contestant with each allocator."""
     several, chosen = environments(names), list(contestants)
     return [
-        Contestant(
-            contestant.name,
-            contestant.ranks,
-            [*contestant.arguments[:2], f"--allocator={name}", *contestant.arguments[2:]],
-            environment=environment,
+        replace(
+            contestant,
+            answers=[],
+            environment=contestant.environment | environment | {VARIABLE: name},
             allocator=name if len(several) > 1 else "",
         )
         for name, environment in several.items()
@@ -82,15 +87,21 @@ def with_each(contestants: Iterable[Contestant], names: str) -> list[Contestant]
     ]
 
 
-def least_memory(contestants: Sequence[Contestant]) -> float:
-    """The median peak of plain PyTorch, which comes first, with the allocator with which it needs least."""
-    plain = [each for each in contestants if each.name == contestants[0].name]
-    return min(median([answer["peak_bytes"] for answer in each.answers]) for each in plain)
-
-
-def use(name: str) -> None:
-    """Set this process's C library so; what is preloaded is there already."""
+def use_allocator() -> None:
+    """Set this process's C library as `with_each` says; libraries are preloaded already."""
     from mpi4dl._memory import keep_freed_memory
 
+    name = os.environ.get(VARIABLE)
     if name in ("keep", "return"):
         keep_freed_memory(name == "keep")
+
+
+def _known(names: str) -> str:
+    try:
+        environments(names)
+    except ValueError as problem:
+        raise ArgumentTypeError(str(problem)) from None
+    return names
+
+
+ALLOCATORS = Option("--allocators", _known, "keep", HELP)

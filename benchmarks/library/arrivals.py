@@ -1,4 +1,4 @@
-"""Requests that come at random times, and ways to let them into the batch: all by the batcher as it is.
+"""Requests that arrive at random times, and ways to admit them to a batch, by the batcher of mpi4dl.
 
     one after another   a batch of one; others wait, first come, first served
     static batches      up to B of those that wait begin together, and nobody joins them until all of them have ended

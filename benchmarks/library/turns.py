@@ -1,4 +1,4 @@
-"""Contestants that take turns: each is a job of its own, which works when told to and otherwise uses no core.
+"""Contestants that take turns: each is a job of its own, which works in its turn and otherwise uses no core.
 
 driver (no MPI)      round 1            round 2
   plain PyTorch      [====]             [====]            one job per contestant, all alive at once;
@@ -9,39 +9,28 @@ driver (no MPI)      round 1            round 2
 import json
 import os
 import select
-import shutil
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import prod
-from pathlib import Path
+from statistics import median
 from typing import Any
 
-from mpi4dl._wording import to_install
+from mpi4dl.sweeps.job import launcher
+from mpi4dl.sweeps.results import spread
 
 IDLE_SECONDS = 0.02
 ANSWER_SECONDS = 1800.0
 STOP_SECONDS = 60.0
 
 
-def launcher(ranks: int) -> list[str]:
-    """The words that start so many ranks of what follows."""
-    mpirun = Path(sys.executable).with_name("mpirun")
-    found = str(mpirun) if mpirun.exists() else shutil.which("mpirun")
-    if found is None:
-        raise SystemExit(f"benchmarks need mpirun on the PATH; run {to_install('mpich')}")
-    return [found, "-n", str(ranks)]
-
-
 @dataclass
 class Contestant:
     """A job of `ranks` processes that answers each line on its standard input with a line of JSON.
 
-    `launch` are the words that start it, where it is not mpirun; `environment` is added to this process's. `allocator`
-    is named where contestants run with several (`benchmarks.allocators`).
+    `launch` starts it, where that is not mpirun. `environment` is added to this process's. `allocator` is its name
+    where contestants run with several (`benchmarks.library.allocators`).
     """
 
     name: str
@@ -101,38 +90,24 @@ class Contestant:
                 self._process.terminate()
             self._process = None
 
+    def of(self, key: str) -> list[Any]:
+        """This value of each turn."""
+        return [answer[key] for answer in self.answers]
 
-def grid_shape(grid: str) -> tuple[int, int]:
-    """Rows and columns of a grid that is written as 1x2."""
-    rows, cols = map(int, grid.split("x"))
-    return rows, cols
+    def spreads(self, *keys: str) -> dict[str, float]:
+        """Of each value its median over the turns, and its ends."""
+        return {name: value for key in keys for name, value in spread(key, self.of(key)).items()}
 
-
-def sides(text: str) -> tuple[int, ...]:
-    """Numbers such as 2x2, one for each axis. Raises ValueError for anything else, and for what is less than 1."""
-    found = tuple(map(int, text.split("x")))
-    if min(found) < 1:
-        raise ValueError(f"{text}: each side is at least 1")
-    return found
-
-
-def on_grids(grids: str, arguments: list[str]) -> list[Contestant]:
-    """A contestant for each of these grids, such as 1x2,2x2: a job of as many ranks, told its grid as last argument."""
-    return [Contestant(grid, prod(sides(grid)), [*arguments, grid]) for grid in grids.split(",")]
+    def over(self, other: "Contestant", **keys: str) -> dict[str, float]:
+        """By their names the spreads of ratios to another contestant, turn by turn."""
+        found: dict[str, float] = {}
+        for name, key in keys.items():
+            found |= spread(name, [a / b for a, b in zip(self.of(key), other.of(key), strict=True)])
+        return found
 
 
-def numbers(text: str) -> list[int]:
-    """Whole numbers such as 1,2,4. Raises ValueError for anything else."""
-    return [int(number) for number in text.split(",")]
-
-
-def on_ranks(ranks: str, arguments: list[str]) -> list[Contestant]:
-    """A contestant for each of these numbers of ranks, such as 1,2: told its number as last argument."""
-    return [Contestant(str(number), number, [*arguments, str(number)]) for number in numbers(ranks)]
-
-
-def take_turns(contestants: list[Contestant], rounds: int) -> None:
-    """One turn to warm up, which is not counted, then `rounds` turns each, one after the other."""
+def take_turns(contestants: Sequence[Contestant], rounds: int) -> None:
+    """One turn to warm up, which does not count, then `rounds` turns each, one after the other."""
     try:
         for contestant in contestants:
             contestant.start()
@@ -161,14 +136,13 @@ def answer_turns(work: Callable[[], dict[str, Any]], comm: Any = None) -> None:
 
     Ranks that wait for their turn sleep: a waiting MPI would take the cores from the one whose turn it is.
     """
-    while _told(comm):
+    while _hears_of_a_turn(comm):
         answer = work()
         if comm is None or comm.rank == 0:
             print(json.dumps(answer), flush=True)
 
 
-def _told(comm: Any) -> bool:
-    """Whether there is another turn."""
+def _hears_of_a_turn(comm: Any) -> bool:
     import torch
 
     if comm is None or comm.size == 1:
@@ -186,15 +160,19 @@ def _told(comm: Any) -> bool:
     return bool(word)
 
 
-def ratios(ours: Contestant, theirs: Contestant, key: str) -> list[float]:
-    """Ours over theirs, round by round."""
-    return [a[key] / b[key] for a, b in zip(ours.answers, theirs.answers, strict=True)]
+def beside_plain(contestant: Contestant, contestants: Sequence[Contestant]) -> dict[str, Any]:
+    """Speed, work and memory of images beside those of plain PyTorch, which comes first, in the same rounds.
 
-
-def plain_for(contestant: Contestant, contestants: list[Contestant]) -> Contestant:
-    """Plain PyTorch, which comes first, with the same allocator."""
-    return next(each for each in contestants if each.allocator == contestant.allocator)
-
-
-def median(values: list[float]) -> float:
-    return statistics.median(values)
+    Ratios are to plain PyTorch with the same allocator. `memory_over_least` is over plain PyTorch with the allocator
+    with which it needs least.
+    """
+    plain = next(each for each in contestants if each.allocator == contestant.allocator)
+    least = min(median(each.of("peak_bytes")) for each in contestants if each.name == contestants[0].name)
+    keys = ("images_per_second", "cpu_seconds_per_image", "work_seconds_per_image", "peak_bytes")
+    return {
+        "name": contestant.label,
+        "ranks": contestant.ranks,
+        **contestant.spreads(*keys),
+        **contestant.over(plain, speed_ratio="images_per_second", memory_ratio="peak_bytes"),
+        "memory_over_least": median(contestant.of("peak_bytes")) / least,
+    }
