@@ -153,7 +153,10 @@ class Schedule:
         """Raise Refusal, alike on all ranks, if a run of so many steps is longer than the schedule."""
         if self.num_steps is not None and self.num_steps < num_steps:
             by = "scheduler" if self.planned is None else "lr_schedule"
-            raise Refusal(f"`{by}` is for {self.num_steps} steps, but there will be {num_steps}")
+            raise Refusal(
+                f"`{by}` is for {self.num_steps} steps, but there will be {num_steps}: "
+                "to train longer, start a new run from the `weights` of this one"
+            )
 
     @property
     def _counts_steps(self) -> bool:
