@@ -51,7 +51,7 @@ def read(name: str, folder: Path) -> dict[str, Any]:
     from mpi4dl.models.experts import Experts
     from mpi4dl.options.config import parse as parse_config
     from mpi4dl.options.models import build_model
-    from mpi4dl.training.data import TOKENIZER
+    from mpi4dl.training.texts import TOKENIZER
 
     config = parse_config(["--config", str(folder / "config.toml")])
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -106,8 +106,9 @@ class Shop:
         from benchmarks.library.ranks import begin
         from mpi4dl.models.gpt import GPT
         from mpi4dl.parallel.pipeline.local_stages import LocalStages
+        from mpi4dl.parallel.plan import Plan
         from mpi4dl.sweeps.meter import ClockedWaits
-        from mpi4dl.text.loading import find_trained, hold_trained, lower_weights
+        from mpi4dl.text.loading import find_trained, hold_text_model, lower_weights
         from mpi4dl.text.options import Ranks
 
         self.options, self.comm = options, begin(keep=None)
@@ -116,12 +117,13 @@ class Shop:
         self.trained: Trained | None = None
         if options.run is None:
             torch.manual_seed(0)
-            self.held = LocalStages.whole(GPT(VOCABULARY, CONTEXT), ranks.plan(), self.comm).requires_grad_(False)
+            plan = Plan(tensor=self.comm.size)
+            self.held = LocalStages.whole(GPT(VOCABULARY, CONTEXT), plan, self.comm).requires_grad_(False)
             lower_weights(self.held, precision)
             self.vocabulary, self.context = VOCABULARY, CONTEXT
         else:
             self.trained = find_trained(self.comm, options.run)
-            self.held = hold_trained(self.comm, self.trained, ranks)
+            self.held, _ = hold_text_model(self.comm, self.trained, ranks)
             self.vocabulary, self.context = self.trained.tokenizer.vocabulary, self.trained.context
 
     def work_seconds(self) -> float:
@@ -206,7 +208,7 @@ def validation(shop: Shop, trained: "Trained") -> dict[str, Any]:
     import torch
     from torch.nn import functional as F
 
-    from mpi4dl.training.data import open_texts
+    from mpi4dl.training.texts import open_texts
 
     texts = open_texts(shop.comm, trained.config)
     data = texts.validation

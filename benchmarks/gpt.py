@@ -21,7 +21,7 @@ from benchmarks.library.report import Column, publish, table
 if TYPE_CHECKING:
     from mpi4dl.geometry import Box
     from mpi4dl.options.config import Config
-    from mpi4dl.training.data import Texts
+    from mpi4dl.training.texts import Texts
 
 NEEDS = "the folder of a run"
 OPTIONS = (Option("folder", Path, None, "the folder of a run of the training command on text", {"metavar": "RUN"}),)
@@ -76,7 +76,7 @@ def run(options: Options) -> None:
     from mpi4dl.comm import world
     from mpi4dl.options import build
     from mpi4dl.options.config import parse
-    from mpi4dl.training.data import open_texts
+    from mpi4dl.training.texts import open_texts
 
     config = parse(["--config", str(options.folder / "config.toml")])
     records = [json.loads(line) for line in (options.folder / "metrics.jsonl").read_text().splitlines()]

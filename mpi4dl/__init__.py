@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mpi4dl.comm import Refusal, world
     from mpi4dl.engine import Engine
     from mpi4dl.inference.trained_model import TrainedModel
-    from mpi4dl.parallel.pipeline.local_stages import split
+    from mpi4dl.parallel.pipeline.cut import split
     from mpi4dl.parallel.plan import Plan
     from mpi4dl.parallel.tiles import tiles
     from mpi4dl.training.trainer import Callback, Trainer
@@ -36,7 +36,7 @@ _HOMES = {
     "Refusal": "mpi4dl.comm",
     "TrainedModel": "mpi4dl.inference.trained_model",
     "Trainer": "mpi4dl.training.trainer",
-    "split": "mpi4dl.parallel.pipeline.local_stages",
+    "split": "mpi4dl.parallel.pipeline.cut",
     "tiles": "mpi4dl.parallel.tiles",
     "world": "mpi4dl.comm",
 }

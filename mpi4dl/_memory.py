@@ -4,13 +4,14 @@ import contextlib
 import ctypes
 import errno
 import os
+import platform
 import resource
 import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +90,22 @@ def memory_of_node(
                 if folder == top:
                     break
     return min(found)
+
+
+class NodeMemory(NamedTuple):
+    """Where a rank computes: a node, or a GPU of one, and how many bytes of memory that has."""
+
+    name: str
+    num_bytes: int
+
+
+def place_of(device: "torch.device") -> NodeMemory:
+    """Where this rank computes on `device`."""
+    import torch
+
+    if device.type == "cuda":
+        return NodeMemory(f"{device} of {platform.node()}", torch.cuda.get_device_properties(device).total_memory)
+    return NodeMemory(platform.node(), memory_of_node())
 
 
 def _largest_resident_bytes() -> int:

@@ -39,6 +39,7 @@ def examine(comm: "Communicator", gpu_wire: str) -> None:
 
     from mpi4dl import __version__
     from mpi4dl._wording import counted
+    from mpi4dl.comm.shutdown import own_launcher
 
     comm.node.share_cores()
     node = comm.node
@@ -53,6 +54,7 @@ def examine(comm: "Communicator", gpu_wire: str) -> None:
         return
     print(f"mpi4dl {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
     print(f"MPI: {' '.join(comm.mpi_library.splitlines()[0].split())}")
+    print(f"start jobs with {own_launcher()}")
     for rank, (host, local, cores, threads, where, gpu) in enumerate(places):
         has = f"{counted(cores, 'core')} on the node, {counted(threads, 'thread')}"
         print(f"rank {rank}: {host}, local rank {local}, {has}, {where} ({gpu})")

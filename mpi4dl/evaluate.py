@@ -63,11 +63,11 @@ class EvaluateConfig:
 def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     """Measure the model that `asked.source` names. Collective."""
     from mpi4dl.inference.images import open_labelled
-    from mpi4dl.inference.model import SeeingModel
+    from mpi4dl.inference.model import Predictor
     from mpi4dl.inference.scoring import file_names, score
 
     config, options = asked.config, asked.config.evaluating
-    model = SeeingModel(asked.source, Inference(config.inputs, config.placing), comm)
+    model = Predictor(asked.source, Inference(config.inputs, config.placing), comm)
     images, which = open_labelled(comm, model.config, model.about, options.images)
     for line in (*model.title(), f"evaluated on {which}") if comm.rank == 0 else ():
         print(asked.spell(line), flush=True)

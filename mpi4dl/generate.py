@@ -3,7 +3,6 @@
 `generate` builds the model on all ranks, and rank 0 submits the prompts.
 """
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,11 +53,8 @@ def generate(comm: "Communicator", asked: CommandLine[GenerateConfig]) -> None:
 
     with comm.together((ValueError, OSError)):
         prompts = read_prompts(config.prompts) if comm.rank == 0 else []
-    comm.node.share_cores(config.cores.threads)
     trained = find_trained(comm, Path(asked.source), config.ranks.average, config.ranks.trust_code)
-    batcher = open_batcher(comm, trained, config.ranks, config.batching)
-    for remark in trained.remarks if comm.rank == 0 else ():
-        print(f"mpi4dl: {remark}", file=sys.stderr)
+    batcher = open_batcher(comm, trained, config.ranks, config.batching, config.cores.threads)
     with comm.together((ValueError,)):
         if comm.rank == 0:
             submit_all(batcher, prompts, config.prompts, config.choosing)

@@ -42,7 +42,7 @@ def show(argv: Sequence[str]) -> None:
     if asked.memory is not None and asked.ranks is None:
         raise ConfigError("--memory is what each of --ranks ranks has: say how many there are")
     timeline = None if shown.timeline is None else timeline_of(shown.timeline)
-    from mpi4dl.training.data import with_samples
+    from mpi4dl.training.setup import with_samples
 
     with ProgressLine() as progress:
         progress("reading the data")

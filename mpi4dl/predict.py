@@ -65,10 +65,10 @@ def predict(comm: "Communicator", asked: CommandLine[PredictConfig]) -> None:
             raise ConfigError("`images` is missing: a folder, an image, a pattern, or a .txt file with paths")
 
     from mpi4dl.inference.images import open_any
-    from mpi4dl.inference.model import SeeingModel
+    from mpi4dl.inference.model import Predictor
     from mpi4dl.inference.predicting import Predicting
 
-    model = SeeingModel(asked.source, Inference(config.inputs, config.placing), comm)
+    model = Predictor(asked.source, Inference(config.inputs, config.placing), comm)
     images = open_any(comm, model.config, model.about, where)
     name = f"predictions-{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(where).absolute().name).strip('-')}"
     out = model.folder / name if config.predicting.out is None else Path(config.predicting.out)

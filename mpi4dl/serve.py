@@ -21,8 +21,8 @@ from mpi4dl._wording import to_install
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.declare import ConfigError, instead, option, same_as
 from mpi4dl.options.kinds import BYTES, COUNT, COUNT_OR_ZERO, NAME, NAMES, NOT_NEGATIVE, POSITIVE, integer, optional
+from mpi4dl.runs.stopping import StopSignals
 from mpi4dl.text.options import Batching, Ranks
-from mpi4dl.training.stopping import StopSignals
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -115,12 +115,10 @@ def serve(comm: "Communicator", asked: CommandLine[ServeConfig]) -> None:
 
     with comm.together((ConfigError, OSError)):
         opened = _open(config.serving) if comm.rank == 0 else None
+    trained = find_trained(comm, source, config.ranks.average, config.ranks.trust_code)
+    batcher = open_batcher(comm, trained, config.ranks, config.batching, config.serving.threads)
     # More threads than there are cores for, that of HTTP included, wait for each other in each layer.
     comm.node.share_cores(config.serving.threads, spare=int(comm.rank == 0))
-    trained = find_trained(comm, source, config.ranks.average, config.ranks.trust_code)
-    batcher = open_batcher(comm, trained, config.ranks, config.batching)
-    for remark in trained.remarks if comm.rank == 0 else ():
-        print(f"mpi4dl: {remark}", file=sys.stderr)
     if opened is not None:
         name = config.serving.model_name or source.absolute().name
         _answer(batcher, config, name, *opened)

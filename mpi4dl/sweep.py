@@ -82,7 +82,7 @@ def _estimated_for(sweep: Sweep, num_ranks: int) -> list[Tried]:
     from mpi4dl.estimate.planning import as_a_rank
     from mpi4dl.estimate.search import candidates, outlooks, search
     from mpi4dl.parallel.costs.cost_model import Profiler
-    from mpi4dl.training.data import with_samples
+    from mpi4dl.training.setup import with_samples
 
     config = sweep.config()
     plans = legal(replace(sweep.space, ranks=(num_ranks,)), config.data.image_size, config.samples_per_step)

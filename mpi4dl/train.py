@@ -1,6 +1,6 @@
 """The training command: `mpirun -n 4 mpi4dl train --tiles 2x2 --images data/slides`.
 
-`options.command` reads the options and starts MPI; `trainer.Trainer` builds what they name, and goes through epochs.
+`options.command` reads the options and starts MPI; `setup.set_up` builds what they name; `run.fit` goes through epochs.
 """
 
 from typing import TYPE_CHECKING
@@ -30,9 +30,10 @@ def train(comm: "Communicator", asked: CommandLine[Config]) -> None:
             print(to_print(config) if comm.rank == 0 else "", end="")
         return
 
-    from mpi4dl.training.trainer import Trainer
+    from mpi4dl.training.run import fit
+    from mpi4dl.training.setup import set_up
 
-    Trainer.of_command(asked.config, comm, asked.spell, asked.argv).fit()
+    fit(set_up(asked.config, comm, asked.spell, asked.argv))
 
 
 main = train.main

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from mpi4dl import models
 from mpi4dl.checkpoints import Checkpoints, save_model
 from mpi4dl.comm import Communicator
-from mpi4dl.engine import Engine, Evaluation, StepResult
+from mpi4dl.engine import Engine, Evaluation, Runner, StepResult
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
@@ -325,7 +325,7 @@ def held_out(task: Task) -> list[tuple[Tensor, Tensor]]:
     return [batch_of(task, 50 + i, count) for i, count in enumerate((task.batch, max(1, task.batch - 1), 1))]
 
 
-def tiles_of(images: Tensor, engine: Engine, training: bool = True) -> list[Tensor]:
+def tiles_of(images: Tensor, engine: Runner, training: bool = True) -> list[Tensor]:
     """The parts of whole images that the engine's rank reads."""
     size = images.shape[1:] if images.dim() == 2 else images.shape[2:]
     boxes = [read.box for read in engine.reads(len(images), tuple(size), training)]

@@ -1,13 +1,18 @@
 """mpi4dl.doctor: what a job runs on is said once, by rank 0, with measured numbers."""
 
+import os
 import platform
 import re
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 import mpi4dl
+from mpi4dl.comm.shutdown import alone_of_several
 from tests.pool.job import mpirun
 from tests.pool.zygote import ROOT, python
 
@@ -18,9 +23,10 @@ WIRE_LINE = r" +(\d+) KiB +([\d.]+) us one way +([\d.]+) GB/s"
 def test_two_ranks_are_described_and_their_wire_is_measured() -> None:
     job = mpirun(2, *DOCTOR)
     assert (job.code, job.stderr) == (0, "")
-    versions, library, *lines = job.stdout.splitlines()
+    versions, library, launcher, *lines = job.stdout.splitlines()
     assert versions == f"mpi4dl {mpi4dl.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     assert re.fullmatch(r"MPI:( \S+)+", library)
+    assert launcher.startswith("start jobs with ")
     for rank in (0, 1):
         pattern = (
             rf"rank {rank}: {re.escape(platform.node())}, local rank {rank}, \d+ cores? on the node, \d+ threads?, "
@@ -54,3 +60,49 @@ def test_a_wire_that_cannot_be_is_refused_without_starting_mpi() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert done.stdout.splitlines() == ["2", "[]"]
     assert "invalid choice: 'smoke'" in done.stderr
+
+
+# What launchers say, whether standard input is a terminal, and the variable by which processes are found to be alone.
+# MPI is MPICH's here, so that PMI_SIZE is its own launcher's.
+LAUNCHERS = [
+    ({}, False, None),
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, False, "OMPI_COMM_WORLD_SIZE"),
+    ({"PMI_SIZE": "4"}, False, "PMI_SIZE"),
+    ({"PMIX_RANK": "1"}, False, "PMIX_RANK"),
+    ({"PMIX_RANK": "0"}, False, None),  # of one or of several
+    ({"SLURM_STEP_NUM_TASKS": "3"}, False, "SLURM_STEP_NUM_TASKS"),
+    ({"SLURM_STEP_NUM_TASKS": "3"}, True, None),  # srun --pty bash
+    ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"}, False, None),  # one step in a larger allocation
+    ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, False, None),  # a batch script
+    ({"PMI_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "4"}, False, None),  # mpirun in a job
+]
+
+
+@pytest.mark.parametrize(("variables", "terminal", "found"), LAUNCHERS)
+def test_processes_that_do_not_see_each_other(
+    variables: dict[str, str], terminal: bool, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mpi4py.MPI.get_vendor", lambda: ("MPICH", (4, 2, 1)))
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: terminal))
+    for name in (*os.environ, *variables):
+        if name.startswith(("PMI", "OMPI_", "SLURM_")):
+            monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    said = alone_of_several()
+    assert (said is None) == (found is None)
+    assert found is None or f"env -u {found}" in str(said)
+
+
+def test_a_plan_of_one_rank_does_not_train_alone_several_times(tmp_path: Path) -> None:
+    """As under the mpirun of another MPI library: each process is rank 0 of 1."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "SLURM_"))}
+    foreign = {"OMPI_COMM_WORLD_SIZE": "2", "PMI_SIZE": "2"}
+    command = [python(), "-m", "mpi4dl.train", "--image-size", "32", "--run-folder", str(tmp_path / "run")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment | foreign, check=False
+    )
+    assert done.returncode == 2
+    assert "each of the 2 processes of this job is alone" in done.stderr
+    assert "/mpirun" in done.stderr or "the mpirun of" in done.stderr
+    assert not (tmp_path / "run").exists()

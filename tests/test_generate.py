@@ -15,7 +15,7 @@ from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.datasets.text import BPETokenizer, ByteTokenizer, Tokenizer
 from mpi4dl.export import export
 from mpi4dl.generate import generate
-from mpi4dl.text.loading import find_trained, hold_trained
+from mpi4dl.text.loading import find_trained, hold_text_model
 from mpi4dl.text.options import Ranks as Ranking
 from mpi4dl.train import train
 from tests.pool.ranks import Ranks
@@ -90,7 +90,7 @@ def test_text_is_that_of_the_average(folder: Path) -> None:
     stored = {}
     for average, name in ((True, "ema"), (False, "model")):
         stored[average] = load_file(folder / "bare" / f"{name}.safetensors")
-        held = hold_trained(world(), find_trained(world(), folder / "bare", average), Ranking())
+        held, _ = hold_text_model(world(), find_trained(world(), folder / "bare", average), Ranking())
         (module,) = held.modules_of.values()
         own = module.state_dict()
         there = [name for name in stored[average] if name in own]
@@ -182,6 +182,7 @@ def test_checkpoints_with_nan_are_told(tmp_path: Path, capsys: pytest.CaptureFix
         (tmp_path / "texts" / f"{i}.txt").write_text("else: yield 1\n" * 9)
     flags = [*TRAINED, "--text", str(tmp_path / "texts"), "--token-folder", str(tmp_path / "tokens")]
     flags += ["--run-folder", str(tmp_path / "run"), "--save-every", "2", "--callbacks", f"{tmp_path}/spoil.py:Spoil"]
+    flags += ["--lr-schedule", "constant", "--warmup", "0"]
     train(world(), [*flags, "--max-steps", "2"])
     capsys.readouterr()
     generate(world(), [str(tmp_path / "run"), "--max-tokens", "1"])

@@ -10,7 +10,6 @@ import pytest
 
 from mpi4dl._wording import to_install
 from mpi4dl.comm import Refusal, world
-from mpi4dl.comm.shutdown import SIZE_VARIABLES
 from mpi4dl.evaluate import evaluate
 from mpi4dl.generate import generate
 from mpi4dl.predict import predict
@@ -99,8 +98,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answer(line: str, folder: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """What a command says that it refuses, in this process."""
     monkeypatch.chdir(folder)
-    for name in SIZE_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
     command, *flags = line.split()
     if command == "train":
         more = ["--run-folder", str(run)] if "--run-folder" not in flags else []
@@ -120,18 +117,6 @@ def test_a_mistake_is_answered_by_one_sentence(
     assert "\n" not in said
     assert "`" not in said, "options are named as flags"
     assert len(said) <= LONGEST
-
-
-def test_processes_that_do_not_see_each_other_are_told_why(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where mpirun is of another MPI library than mpi4py's: each process is rank 0 of 1."""
-    line = "train --tiles 2x2"
-    assert "mpirun started 1" in answer(line, folder, tmp_path, monkeypatch)
-    monkeypatch.setattr("mpi4dl.parallel.plan.strangers", lambda: 4)
-    said = answer(line, folder, tmp_path, monkeypatch)
-    assert "each of the 4 processes of this mpirun is alone" in said
-    assert "the MPI library that mpi4py uses" in said
 
 
 def advised() -> Iterator[tuple[str, str]]:

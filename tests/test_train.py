@@ -43,6 +43,7 @@ TILES_2x2 = ("--tiles", "2x2")
 REPORTED = (2, 3, 4, 6)  # every second step, and the last one of each epoch
 SINGLE = 1e-4
 WEIGHTS = "model.safetensors"
+MOST_MODULES = 155
 STEP_LINE = (
     r"step \d+ of 6  epoch [12]  loss [\d.]+  [\d.]+ images/s  data wait [\d.]+ %  comm wait [\d.]+ %  "
     r"peak memory \d+ MiB(  \d+ \w+ left)?"
@@ -290,6 +291,23 @@ def test_help_starts_neither_mpi_nor_torch(flag: str) -> None:
     assert done.stdout.startswith("usage: mpirun -n RANKS python -m mpi4dl.train")
     assert "--tiles RxC" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_one_rank_without_tiles_imports_few_modules(tmp_path: Path) -> None:
+    """What is not asked for is not imported: stages, streaming, experts, texts, volumes' or plans' estimates."""
+    program = (
+        "import sys; from mpi4dl.train import main\n"
+        f"main(['--run-folder', '{tmp_path / 'run'}', *{[*RUN]}, '--max-steps', '1'])\n"
+        "print(*(name for name in sys.modules if name.startswith('mpi4dl.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    modules = done.stdout.splitlines()[-1].split()
+    assert "mpi4dl.engine.engine" in modules
+    assert len(modules) <= MOST_MODULES, modules
+    off = ("streaming", "expert", "expert_use", "split", "trace", "costs", "estimate", "text", "texts", "cutting")
+    inside = [name for name in modules if not name.startswith("mpi4dl.datasets.")]
+    assert [name for name in inside if any(f".{part}." in f"{name}." for part in off)] == []
 
 
 def test_the_printed_configuration_is_read_back(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ train.main()
 """
 
 PHASES = {
-    "lists": ("mpi4dl.training", "trainer", "open_images", 1),
-    "builds": ("mpi4dl.training", "trainer", "hold_model", 1),
+    "lists": ("mpi4dl.training", "setup", "open_images", 1),
+    "builds": ("mpi4dl.runs", "assembly", "hold_model", 1),
     "reads": ("mpi4dl.datasets.loader", "Loader", "epoch", 1),
     "steps": ("mpi4dl.engine", "Engine", "step", 2),
     "updates": ("torch.optim", "SGD", "step", 4),

@@ -21,7 +21,7 @@ from tests.pool.ranks import Ranks
 HEARS = """
 import time
 from mpi4dl import engine, train
-from mpi4dl.training.stopping import StopSignals
+from mpi4dl.runs.stopping import StopSignals
 
 heard, remember, step = [], StopSignals._remember, engine.Engine.step
 

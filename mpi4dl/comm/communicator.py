@@ -20,6 +20,7 @@ from mpi4dl.comm.packing import Piece, as_bytes, is_dense
 from mpi4dl.comm.pending import Pending
 from mpi4dl.comm.refusal import Mismatch, RankFailed, Refusal
 from mpi4dl.comm.requests import Calls
+from mpi4dl.comm.shutdown import alone_of_several
 from mpi4dl.comm.transport import LOW_PRECISION, Messenger
 from mpi4dl.comm.watchdog import sentry
 
@@ -138,8 +139,15 @@ class _Brought(NamedTuple):
 
 @cache
 def world() -> "Communicator":
-    """The communicator of all ranks. The first call starts MPI and makes any rank's failure end the whole job."""
+    """The communicator of all ranks. The first call starts MPI and makes any rank's failure end the whole job.
+
+    Raises:
+        Refusal: the launcher started several processes, but MPI sees one: it is that of another MPI library.
+    """
     meeting = failure.start()
+    problem = alone_of_several()
+    if problem is not None:
+        raise Refusal(problem)
     from mpi4py import MPI
 
     waits = sentry().waits

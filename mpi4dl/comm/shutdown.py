@@ -4,7 +4,9 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpi4dl._wording import to_install
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
 TURN_SECONDS = 0.25
 LAST_TURN_SECONDS = 1.0
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1e-3, 0.05
-SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")  # what launchers set, and say to no other MPI library
+# How many processes launchers say that they started, to libraries of their own MPI alone; and Slurm, to all.
+PMI, OPEN_MPI, SLURM = "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"
+MAPS = Path("/proc/self/maps")
 SPEAKING = 1  # the tag of "I say what went wrong"
 
 
@@ -110,16 +114,53 @@ def mpi_has_started() -> bool:
     return mpi is not None and mpi.Is_initialized()
 
 
-def strangers() -> int:
-    """How many processes the launcher says that it started, where MPI sees one; 0 where that is no contradiction.
+def strangers() -> tuple[str, int] | None:
+    """The variable by which a launcher says that it started several processes, and how many, where MPI sees one.
 
-    This happens where mpirun belongs to another MPI library than the one that mpi4py uses.
+    This happens where mpirun belongs to another MPI library than mpi4py, or srun speaks no PMI that the library knows:
+    each process is alone then. A process that the library's own mpirun started alone, within whatever job, is no
+    stranger; nor is one at a terminal in an allocation of Slurm.
     """
-    if not mpi_has_started() or mpi_is_over() or sys.modules["mpi4py.MPI"].COMM_WORLD.size > 1:
-        return 0
-    told = (os.environ.get(name, "") for name in SIZE_VARIABLES)
-    number = max((int(each) for each in told if each.isdecimal()), default=0)
-    return number if number > 1 else 0
+    from mpi4py import MPI
+
+    own = OPEN_MPI if MPI.get_vendor()[0] == "Open MPI" else PMI
+    if MPI.COMM_WORLD.size > 1 or os.environ.get(own) == "1":
+        return None
+    at_a_terminal = sys.stdin is not None and sys.stdin.isatty()
+    found = [(int(os.environ.get(name, "") or 0), name) for name in (PMI, OPEN_MPI, *((SLURM,) * (not at_a_terminal)))]
+    found.append((1 + int(os.environ.get("PMIX_RANK", "") or 0), "PMIX_RANK"))
+    number, name = max(found)
+    return (name, number) if number > 1 else None
+
+
+def own_launcher() -> str:
+    """The mpirun of the MPI library that mpi4py uses: its path where it lies beside the library, or in words."""
+    from mpi4py import MPI
+
+    vendor, version = MPI.get_vendor()
+    said = f"the mpirun of {vendor} {'.'.join(map(str, version))}"
+    with suppress(OSError):
+        loaded = {Path(line.split(maxsplit=5)[5]) for line in MAPS.read_text().splitlines() if "/libmpi" in line}
+        for library in sorted(path for path in loaded if path.name.startswith("libmpi")):
+            names = [f"mpirun.{vendor.replace(' ', '').lower()}"]  # as Debian calls them
+            for folder in library.parents[:3]:
+                # In /usr/bin mpirun is that of any library.
+                for name in names if folder == Path("/usr") else (*names, "mpirun"):
+                    if (folder / "bin" / name).exists():
+                        return f"{folder / 'bin' / name}, {said}"
+    return said
+
+
+def alone_of_several() -> str | None:
+    """What to say where processes of one job do not see each other; None if there is no sign of that."""
+    found = strangers()
+    if found is None:
+        return None
+    name, number = found
+    return (
+        f"each of the {number} processes of this job is alone ({name} {os.environ[name]}): start with "
+        f"{own_launcher()}, or by srun with the --mpi that it speaks; to let processes be alone, use env -u {name}"
+    )
 
 
 def mpi_is_over() -> bool:

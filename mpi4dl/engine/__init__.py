@@ -1,6 +1,6 @@
-"""The engine: a model and a plan become `step()` and `evaluate()`, exact for any plan."""
+"""The engine: a model and a plan become `step()`, `evaluate()` and `predict()`, exact for any plan."""
 
 from mpi4dl.engine.engine import Engine, NotFinite, StepResult
-from mpi4dl.engine.evaluating import BatchOutputs, Evaluation, OutputPiece
+from mpi4dl.engine.runner import BatchOutputs, Evaluation, OutputPiece, Runner
 
-__all__ = ["BatchOutputs", "Engine", "Evaluation", "NotFinite", "OutputPiece", "StepResult"]
+__all__ = ["BatchOutputs", "Engine", "Evaluation", "NotFinite", "OutputPiece", "Runner", "StepResult"]

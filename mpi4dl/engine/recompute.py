@@ -21,7 +21,7 @@ from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.spatial import SpatialTensor
 
 
-def recompute(modules: Iterable[nn.Module], stages: bool) -> None:
+def recompute_stages(modules: Iterable[nn.Module], stages: bool) -> None:
     """Make these keep only the inputs of their blocks, or as `stages` only their own. Raises Refusal without blocks.
 
     A stage that is streamed is computed again as it is: of what it does in one go, and in each visit, by blocks.

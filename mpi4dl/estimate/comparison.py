@@ -7,12 +7,14 @@ measured     seconds for which a rank's thread was on a core in its steps, but f
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpi4dl.comm.node import Node
-from mpi4dl.parallel.costs.cost_model import StageCosts
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tables.simulator import Simulation, simulate
+
+if TYPE_CHECKING:
+    from mpi4dl.parallel.costs.cost_model import StageCosts
 
 FAR_OFF = 0.15  # of what was measured
 
@@ -23,7 +25,7 @@ def shares(seconds: Sequence[float]) -> tuple[float, ...]:
     return tuple(each / total for each in seconds)
 
 
-def foreseen(plan: Plan, prices: StageCosts, counts: Sequence[int]) -> Simulation:
+def foreseen(plan: Plan, prices: "StageCosts", counts: Sequence[int]) -> Simulation:
     """A step of a replica by the prices of its stages, which have so many atoms; what it keeps is not counted."""
     return simulate(plan.table(), plan.placement, prices.step(plan, counts))
 
@@ -36,7 +38,7 @@ class Forecast:
     idle: tuple[float, ...]
 
     @classmethod
-    def of(cls, plan: Plan, prices: StageCosts, counts: Sequence[int]) -> "Forecast":
+    def of(cls, plan: Plan, prices: "StageCosts", counts: Sequence[int]) -> "Forecast":
         found = foreseen(plan, prices, counts)
         busy = [sum(span.end_seconds - span.start_seconds for span in row) for row in found.rows]
         return cls(shares(busy), found.bubbles)

@@ -1,94 +1,41 @@
-"""The estimate that a run prints before its first step: the plan, passes over tiles, and whether memory suffices."""
+"""The findings of a dry run: what a configuration would train, passes over tiles, and what fits into memory."""
 
-import math
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from math import ceil, prod
-from typing import Any, NamedTuple
+from math import ceil
+from typing import Any
 
 import torch
 
-from mpi4dl._memory import memory_of_node
+from mpi4dl._memory import NodeMemory
 from mpi4dl._randomness import forked
 from mpi4dl._wording import counted, mebibytes
-from mpi4dl.comm import Refusal
 from mpi4dl.engine import Engine
-from mpi4dl.engine.batch import AUTOCAST
+from mpi4dl.engine.precision import AUTOCAST
 from mpi4dl.estimate.memory import HEAP_KEPT, HEAP_RETURNED, OF_TENSORS
 from mpi4dl.estimate.passes import Passes, passes_of_needs, passes_of_patches
 from mpi4dl.estimate.plan_estimate import Estimator, atoms_of
-from mpi4dl.estimate.summary import PlanSummary, overview, samples_of, title_of
+from mpi4dl.estimate.summary import PlanSummary, overview, samples_of
 from mpi4dl.models.patches import patches_in
-from mpi4dl.options.build import engine_options
+from mpi4dl.options.build import batch_of, engine_options
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import with_values
-from mpi4dl.options.kinds import part_name
 from mpi4dl.options.models import bag_options, build_model, tensor_styles
 from mpi4dl.options.optimizers import build_optimizer
 from mpi4dl.options.tasks import with_defaults
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.costs.cost_model import Profiler, flop_seconds
 from mpi4dl.parallel.costs.timing import planned_cuts
-from mpi4dl.parallel.inputs import batch_shape, of_tokens
-from mpi4dl.parallel.pipeline.local_stages import ChooseStream, LocalStages
+from mpi4dl.parallel.pipeline.cut import ChooseStream
+from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
 from mpi4dl.parallel.streaming.memory_limit import Wanted, words
 from mpi4dl.parallel.tensor.cutting import with_cuts
 from mpi4dl.tasks.task import TASKS, Classify, Task
-
-
-def title(config: Config, engine: Engine) -> str:
-    """The title of a training, in one line."""
-    batch = batch_of(config, 0 if config.data.text is not None else 1)
-    return f"{title_of(config.model_name, engine.stages.num_parameters, engine.plan, batch)}, {engine.device.type}"
-
-
-def goal(config: Config, engine: Engine, task: Task, num_steps: int) -> str:
-    """The task, its loss, the optimizer, the steps and how many parameters are trained, in one line."""
-    chosen, stages = config.optimizer, engine.stages
-    optimizer = part_name(chosen.optimizer) + "".join(f", {name} {x}" for name, x in chosen.optimizer_options.items())
-    rate = f"learning rate {chosen.lr:g}"
-    if chosen.scheduler or chosen.lr_schedule != "constant":
-        rate += f" by {chosen.scheduler or chosen.lr_schedule}"
-    if chosen.warmup:
-        share = isinstance(chosen.warmup, float)
-        rate += f" after a warm-up of {f'{100 * chosen.warmup:g} %' if share else counted(int(chosen.warmup), 'step')}"
-    trained = sum(math.prod(stages.shapes[name][0]) for name in stages.trained if name in stages.shapes)
-    loss = part_name(config.training.loss or task.default_loss)
-    parts = [f"task {task.name}, loss {loss}, {optimizer}, {rate}, {counted(num_steps, 'step')}"]
-    if config.training.max_steps is None:
-        parts.append(f" in {counted(config.training.epochs, 'epoch')}")
-    if trained != stages.num_parameters:
-        parts.append(f"; {trained:,} of {stages.num_parameters:,} parameters are trained")
-    return "".join(parts)
-
-
-def batch_of(config: Config, channels: int) -> tuple[int, ...]:
-    """The shape of a batch of images of so many channels, or of tokens, which have none."""
-    return batch_shape(config.samples_per_step, channels, config.data.image_size)
-
-
-def without_effect(config: Config, engine: Engine) -> list[str]:
-    """Remarks on given options that have no effect here."""
-    chosen, plan = config.parallel, engine.plan
-    shared = any(len(plan.holders(stage)) > 1 for stage in range(plan.num_stages))
-    found = []
-    if chosen.offload == "cpu" and engine.device.type == "cpu":
-        found.append("`offload` cpu has no effect: the model is on the CPU itself; `offload` disk saves memory there")
-    if chosen.zero and not shared:
-        found.append(
-            f"`zero` {chosen.zero} has no effect: no two ranks hold the same weights; `data` and `tiles` make such"
-        )
-    if chosen.zero and shared and chosen.allreduce != "auto":
-        found.append(f"`allreduce` {chosen.allreduce} has no effect: `zero` {chosen.zero} shares gradients out instead")
-    if chosen.balance != "auto" and plan.num_stages == 1:
-        found.append("`balance` has no effect: the model is in one stage; `stages` says in how many")
-    return found
 
 
 def passes_of(config: Config, held: LocalStages, num_classes: int, channels: int) -> Passes | None:
@@ -187,7 +134,6 @@ def explain(config: Config, engine: Engine, num_classes: int, channels: int) -> 
     found = look_ahead(
         config, stages.plan, num_classes, channels, balance=balance, clockwork=clockwork, stream=stages.stream
     )
-    yield title(config, engine)
     if engine.plan.num_stages == 1 and config.model.patches is None:
         model = stages.modules_of[0]
         if stages.cutting:  # of which the rank has no more than its part
@@ -258,66 +204,27 @@ def stream_of(
     return choose
 
 
-# The lines of a run before its first step: whether it fits into its nodes' memory, and reasons for slow steps.
-#
-# Rank 0 counts what each rank needs, on shapes. Each node adds up its own ranks, and compares the sum with what it has.
-#
-#     need > REFUSED x memory    the run is refused, with what fits
-#     need > memory              the run warns, with what fits
-
 REFUSED = 1.25  # times the memory: estimates are within that of what was measured
-SMALL = 0.25  # of the memory: a run that needs no more by a generous guess is not looked at
-GUESSED_PER_VALUE, GUESSED_PER_WEIGHT = 2000, 20  # bytes of a value of an image, and of a weight, are four times that
 SLOW_PASSES = 4  # over the images in a step, from which on the run says so
 
 
-class NodeMemory(NamedTuple):
-    """Where a rank computes: a node, or a GPU of one, and how many bytes of memory that has."""
-
-    name: str
-    num_bytes: int
-
-
-def place_of(device: torch.device) -> NodeMemory:
-    """That of this rank."""
-    if device.type == "cuda":
-        return NodeMemory(f"{device} of {platform.node()}", torch.cuda.get_device_properties(device).total_memory)
-    return NodeMemory(platform.node(), memory_of_node())
-
-
-def told_before(config: Config, engine: Engine, num_classes: int, channels: int) -> list[str]:
-    """The lines about a run before it starts. Collective.
-
-    Raises:
-        Refusal: the run clearly does not fit into the memory of a node; on all ranks. A dry run only warns.
-    """
-    comm, own = engine.comm, place_of(engine.device)
-    places = comm.all_gather_object(own)
-    told: tuple[list[str], str | None] = ([], None)
-    if comm.rank == 0:
-        told = _looked_at(config, engine, num_classes, channels, places)
-    remarks, refusal = comm.broadcast_object(told)
-    if refusal is not None:
-        raise Refusal(refusal)
-    return list(remarks)
-
-
-def _looked_at(
+def looked_at(
     config: Config, engine: Engine, num_classes: int, channels: int, places: Sequence[NodeMemory]
 ) -> tuple[list[str], str | None]:
-    """The findings of rank 0: remarks, and the reason of a refusal, if any."""
+    """Remarks on a run, and the reason of a refusal, if any. No other rank is asked.
+
+    `places` are where ranks compute; if there are none, memory is not counted.
+    """
     remarks: list[str] = []
-    check = config.parallel.memory_check
-    large = check != "none" and not is_small(config, engine, channels, min(place.num_bytes for place in places))
     try:
         with forked([engine.device]):  # other ranks draw nothing meanwhile
             passes = passes_of(config, engine.stages, num_classes, channels)
             if passes is not None and passes.each_step >= SLOW_PASSES:
                 remarks.append(passes.words(flop_seconds(engine.device)))
-            if large:
+            if places:
                 need = MemoryNeed(config, engine, num_classes, channels, places)
                 problem = need.problem()
-                refuses = check == "error" and not config.run.dry_run
+                refuses = config.parallel.memory_check == "error" and not config.run.dry_run
                 if problem is not None and refuses and need.impossible:
                     return remarks, problem
                 remarks += [] if problem is None else [f"warning: {problem}"]
@@ -326,13 +233,6 @@ def _looked_at(
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         return [*remarks, f"what this run needs could not be estimated ({what})"], None
     return remarks, None
-
-
-def is_small(config: Config, engine: Engine, channels: int, num_bytes: int) -> bool:
-    """Whether all ranks together need less than a share of so many bytes, by a guess that is far too high."""
-    batch, weights = batch_of(config, channels), engine.stages.num_parameters
-    each = weights if of_tokens(batch) else GUESSED_PER_VALUE
-    return 4 * (prod(batch) * each + engine.comm.size * weights * GUESSED_PER_WEIGHT) < SMALL * num_bytes
 
 
 class MemoryNeed:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from mpi4dl.comm.transport import LOW_PRECISION
-from mpi4dl.engine.batch import lower_precision
+from mpi4dl.engine.precision import lower_precision
 from mpi4dl.options.optimizers import state_bytes
 from mpi4dl.parallel.costs.atoms import StageBytes
 from mpi4dl.parallel.plan import ZERO_STAGES, Plan

@@ -13,11 +13,12 @@ from mpi4dl.estimate.memory import PlanMemory
 from mpi4dl.estimate.passes import Passes, passes_of_needs
 from mpi4dl.estimate.plan_estimate import Estimator, atoms_of
 from mpi4dl.geometry import SPACE, Interval
+from mpi4dl.options.build import title_of
 from mpi4dl.parallel.costs.atoms import count_atoms, on_one_rank
 from mpi4dl.parallel.costs.cost_model import Profiler, prices_for
 from mpi4dl.parallel.costs.timing import Atoms
 from mpi4dl.parallel.inputs import of_tokens, space_of
-from mpi4dl.parallel.pipeline.local_stages import ChooseStream, choose_cut
+from mpi4dl.parallel.pipeline.cut import ChooseStream, choose_cut
 from mpi4dl.parallel.pipeline.split import outline, unfit
 from mpi4dl.parallel.plan import Plan, grid_name
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
@@ -302,13 +303,6 @@ def streaming_words(needs: StreamNeeds) -> str:
 def samples_of(plan: Plan, image: tuple[int, ...]) -> int:
     """How many images a microbatch has, over all replicas and ways."""
     return max(1, image[0] // plan.num_microbatches)
-
-
-def title_of(name: str, num_parameters: int, plan: Plan, image: Sequence[int]) -> str:
-    """The model, the plan, and the samples of such a batch, in one line."""
-    size, ranks = " x ".join(map(str, space_of(image))), counted(plan.num_ranks, "rank")
-    shown = f"samples of {size} tokens" if of_tokens(image) else f"images of {size} px"
-    return f"{name}, {num_parameters:,} parameters, on {ranks}: {plan.describe()}, {shown}, batches of {image[0]}"
 
 
 def _box(space: Sequence[Interval], samples: Sequence[Interval]) -> str:

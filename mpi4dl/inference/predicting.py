@@ -16,7 +16,7 @@ from mpi4dl.comm import Refusal
 from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.split import Named, Subset
-from mpi4dl.engine.evaluating import BatchOutputs
+from mpi4dl.engine import BatchOutputs
 from mpi4dl.inference.images import Coverage, seen_of
 from mpi4dl.inference.masks import (
     FOLDER,
@@ -29,7 +29,7 @@ from mpi4dl.inference.masks import (
     bases_of,
     path_of,
 )
-from mpi4dl.inference.model import SeeingModel, Seen
+from mpi4dl.inference.model import Prediction, Predictor
 from mpi4dl.inference.records import (
     NOT_NUMBERS,
     Record,
@@ -54,7 +54,7 @@ class Predicting:
     `remarks` are for the reader.
     """
 
-    def __init__(self, model: SeeingModel, images: Named, where: str, out: Path | None, speaks: bool = False) -> None:
+    def __init__(self, model: Predictor, images: Named, where: str, out: Path | None, speaks: bool = False) -> None:
         self.model, self.out, self.comm, self.speaks = model, out, model.comm, speaks
         task = model.task
         self.dense, self.binary = task.dense, task.binary
@@ -169,7 +169,7 @@ class Predicting:
     def _answers(self) -> Iterator[dict[int, Record]]:
         """The records of batches by the number of the image, on rank 0. Collective."""
         task, classes = self.model.task, self.model.classes
-        for seen in self.model.see(self.images, task.predictions):
+        for seen in self.model.predictions(self.images, task.predictions):
             found: dict[int, Record] = dict(self._bad(seen))
             outputs = seen.outputs
             if outputs is not None and outputs.dense:
@@ -195,7 +195,7 @@ class Predicting:
     def _named(self, index: int, said: Record) -> Record:
         return {"image": self.images.name(index), **said}
 
-    def _bad(self, seen: Seen) -> Iterator[tuple[int, Record]]:
+    def _bad(self, seen: Prediction) -> Iterator[tuple[int, Record]]:
         for index, error in seen.errors.items():
             yield index, self._named(index, {"error": printable(error)})
 
@@ -207,7 +207,7 @@ class Predicting:
             windows = Windows(self.images, indices, targets)
             stitching: dict[int, StitchedMask] = {}
             errors: dict[int, str] = {}
-            for seen in self.model.see(windows, self._mask):
+            for seen in self.model.predictions(windows, self._mask):
                 for index, error in seen.errors.items():
                     errors.setdefault(windows.place(index)[0], error)
                 with self.comm.together((OSError,)):
@@ -248,7 +248,7 @@ class Predicting:
     def _stitch(
         self,
         windows: Windows,
-        seen: Seen,
+        seen: Prediction,
         outputs: BatchOutputs,
         stitching: dict[int, StitchedMask],
         errors: dict[int, str],
@@ -299,7 +299,7 @@ class Predicting:
             extent = extent.maximum(torch.tensor([cut.stop for cut in piece.where]))
         return tuple(self.comm.all_reduce(extent, "max").tolist())[1:]
 
-    def _dense(self, seen: Seen, outputs: BatchOutputs) -> dict[int, Record]:
+    def _dense(self, seen: Prediction, outputs: BatchOutputs) -> dict[int, Record]:
         """Write dense numbers of a batch, arrays, a few rows at a time. On rank 0 the records. Collective."""
         if self.out is None:
             raise Refusal("`out` is missing: it is the folder that dense outputs are written to")

@@ -223,12 +223,6 @@ class Records:
             os.close(self._lock)
             self._lock = None
 
-    def __enter__(self) -> "Records":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _line(record: Record) -> bytes:
     return (json.dumps(finite(record), allow_nan=False) + "\n").encode()

@@ -21,7 +21,7 @@ from mpi4dl.datasets.base import printable
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.inference.images import Coverage, seen_of
-from mpi4dl.inference.model import SeeingModel, Seen
+from mpi4dl.inference.model import Prediction, Predictor
 from mpi4dl.inference.records import ALIKE, NOT_NUMBERS, Record, columns_of, is_undefined, table_row
 from mpi4dl.runs.folder import finite
 from mpi4dl.tasks.formulas import as_targets
@@ -110,12 +110,12 @@ def file_names(folder: Path, out: Path | None, now: datetime) -> tuple[Path, Pat
     return names
 
 
-def score(model: SeeingModel, images: Named, *, resamples: int, level: float, speaks: bool = False) -> Scores:
+def score(model: Predictor, images: Named, *, resamples: int, level: float, speaks: bool = False) -> Scores:
     """Evaluate a model on images with labels. Collective; raises Refusal on all ranks if none can be read."""
     found = _Collected(model, images)
     of = (lambda outputs: model.task.measured(outputs, None)) if found.dense else model.task.predictions
     with closing(ProgressOfImages(len(images), speaks and model.comm.rank == 0)) as progress:
-        for seen in model.see(images, of):
+        for seen in model.predictions(images, of):
             with model.comm.together():
                 found.add(seen)
             progress.advance(len(seen.indices) + len(seen.errors), len(seen.errors))
@@ -162,7 +162,7 @@ def _undefined(predicted: Tensor) -> bool:
 class _Collected:
     """The results so far: on rank 0 records, predictions and targets, or counts of pixels for each image."""
 
-    def __init__(self, model: SeeingModel, images: Named) -> None:
+    def __init__(self, model: Predictor, images: Named) -> None:
         self.model, self.images = model, images
         self.task: Task = model.task
         self.dense, self.binary = self.task.dense, self.task.binary
@@ -185,7 +185,7 @@ class _Collected:
             record["seen"] = share
         return record
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: Prediction) -> None:
         for index, error in seen.errors.items():
             self.bad[self.images.name(index)] = printable(error)
             self.records[index] = {"image": self.images.name(index), "error": printable(error)}
@@ -210,7 +210,7 @@ class _Collected:
                 said = self.task.answer(self.model.classes, values, label)
                 self.records[index] = self._with_share(index, said)
 
-    def _add_counts(self, seen: Seen) -> None:
+    def _add_counts(self, seen: Prediction) -> None:
         """Of each image, how many pixels of each class were taken for which one: each rank counts its own."""
         assert seen.outputs is not None
         size = 2 if self.binary else self.task.num_outputs

@@ -9,7 +9,7 @@ from mpi4dl import datasets
 from mpi4dl.comm import Communicator, world
 from mpi4dl.datasets.split import Named
 from mpi4dl.inference.images import open_any, open_labelled, require_alike
-from mpi4dl.inference.model import SeeingModel
+from mpi4dl.inference.model import Predictor
 from mpi4dl.inference.options import Inference
 from mpi4dl.inference.predicting import Predicting
 from mpi4dl.inference.records import Record
@@ -19,7 +19,7 @@ from mpi4dl.options.declare import from_keywords
 LEVEL = 0.95  # the share of resampled metrics that an interval holds
 
 
-class TrainedModel:
+class TrainedModel(Predictor):
     """A trained model over the ranks of an MPI job, or in one process, from the folder of a run of `mpi4dl train`, a
     checkpoint in it, or weights that it or `mpi4dl export` wrote.
 
@@ -37,20 +37,10 @@ class TrainedModel:
     """
 
     def __init__(self, source: str | Path, *, comm: Communicator | None = None, **options: Any) -> None:
-        self.comm = comm = world() if comm is None else comm
+        comm = world() if comm is None else comm
         with comm.together((ValueError,)):
             chosen = from_keywords(Inference, options)
-        self._model = SeeingModel(source, chosen, comm)
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The names of its classes or labels."""
-        return self._model.classes
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """Remarks on the weights and on their distribution over ranks."""
-        return tuple(self._model.remarks)
+        super().__init__(source, chosen, comm)
 
     def predict(self, images: Any, out: str | Path | None = None) -> Iterator[Record]:
         """A record of each image, in order, the same on all ranks.
@@ -61,8 +51,11 @@ class TrainedModel:
         come, with masks, and what has one already is not looked at again, if its file is the same. All ranks go through
         all of them.
         """
-        found = self._any(images)
-        return iter(Predicting(self._model, found, str(images), None if out is None else Path(out)))
+        if isinstance(images, str | Path):
+            found: Named = open_any(self.comm, self.config, self.about, str(images))
+        else:
+            found = self._adapted(images)
+        return iter(Predicting(self, found, str(images), None if out is None else Path(out)))
 
     def evaluate(
         self, images: Any = None, out: str | Path | None = None, *, resamples: int = 1000, level: float = LEVEL
@@ -72,27 +65,19 @@ class TrainedModel:
         `images` is what training takes: a folder with classes, a table of labels, or masks, a `Dataset`; None: what
         validated in training. With a folder `out` evaluation.json and evaluation.csv are written there.
         """
-        found, _ = self._labelled(images)
-        scores = score(self._model, found, resamples=resamples, level=level)
+        if images is None or isinstance(images, str | Path):
+            source = None if images is None else str(images)
+            found, _ = open_labelled(self.comm, self.config, self.about, source)
+        else:
+            found = self._adapted(images)
+            require_alike(self.comm, found, self.about)
+        scores = score(self, found, resamples=resamples, level=level)
         if out is not None:
-            files = file_names(self._model.folder, Path(out), datetime.now())
+            files = file_names(self.folder, Path(out), datetime.now())
             with self.comm.together():
                 if self.comm.rank == 0:
-                    scores.write(*files, {"source": str(self._model.source), "images": str(images)}, level)
+                    scores.write(*files, {"source": str(self.source), "images": str(images)}, level)
         return scores
-
-    def _labelled(self, images: Any) -> tuple[Named, str]:
-        model = self._model
-        if images is None or isinstance(images, str | Path):
-            return open_labelled(self.comm, model.config, model.about, None if images is None else str(images))
-        found = self._adapted(images)
-        require_alike(self.comm, found, model.about)
-        return found, type(images).__name__
-
-    def _any(self, images: Any) -> Named:
-        if isinstance(images, str | Path):
-            return open_any(self.comm, self._model.config, self._model.about, str(images))
-        return self._adapted(images)
 
     def _adapted(self, images: Any) -> Named:
         with self.comm.together((ValueError, OSError)):

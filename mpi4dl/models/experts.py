@@ -10,7 +10,7 @@ batch: what is computed does not depend on how a batch is divided among ranks.
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -66,13 +66,6 @@ class Mixture:
         )
         width = self.expert_dim if self.expert_dim is not None else ff_dim
         return MixtureOfExperts(router, width, activation, dropout, self.shared_experts)
-
-
-class Penalized(NamedTuple):
-    """The result of a model in training if routing adds to the loss: its outputs, and a penalty (N,) of each sample."""
-
-    outputs: Any
-    penalty: Tensor
 
 
 class Routing(NamedTuple):

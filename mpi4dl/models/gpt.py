@@ -4,7 +4,8 @@ from typing import get_args
 
 from torch import Tensor, nn
 
-from mpi4dl.models.experts import Mixture, Penalized
+from mpi4dl.models.experts import Mixture
+from mpi4dl.models.layers import Penalized
 from mpi4dl.models.transformer import (
     Activation,
     Positions,

@@ -1,6 +1,6 @@
 """Parts of several models: operators of 1, 2 or 3 dims, the classifier's head, the initial values of convolutions."""
 
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
 
@@ -53,3 +53,10 @@ def initialize_convolutions(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+class Penalized(NamedTuple):
+    """The result of a model in training if routing adds to the loss: its outputs, and a penalty (N,) of each sample."""
+
+    outputs: Any
+    penalty: Tensor

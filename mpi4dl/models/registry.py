@@ -14,19 +14,12 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType, ModuleType
-from typing import Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from torch import nn
 
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl._wording import to_install
-from mpi4dl.models.amoebanet import amoebanetd
-from mpi4dl.models.bert import BERT, bert_2_5b, bert_base
-from mpi4dl.models.experts import Mixture
-from mpi4dl.models.gpt import GPT, gpt2
-from mpi4dl.models.resnet import resnet1d, resnet3d, resnet_v1, resnet_v2, small_resnet
-from mpi4dl.models.unet import UNet, unet3d
-from mpi4dl.models.vit import ViT
 
 # Images, volumes and sequences of values (batch, channels, *space), or tokens (batch, length).
 Takes = Literal["images", "tokens"]
@@ -36,40 +29,52 @@ Takes = Literal["images", "tokens"]
 class Entry:
     """The builder of a model, the options that its name implies, and the kind of its inputs.
 
-    `groups` are options of which each is an object of this type, made of options that have its fields' names.
+    `path` is the module of `mpi4dl.models` and the name in it, which are imported when the model is wanted. `groups`
+    are options of which each is an object of the type at such a path, made of options that have its fields' names.
     """
 
-    builder: Callable[..., nn.Module]
+    path: str
     fixed: Mapping[str, object] = field(default_factory=dict)
     takes: Takes = "images"
-    groups: Mapping[str, type] = field(default_factory=dict)
+    groups: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def builder(self) -> Callable[..., nn.Module]:
+        builder: Callable[..., nn.Module] = _at(self.path)
+        return builder
+
+
+def _at(path: str) -> Any:
+    module, _, name = path.partition(".")
+    return getattr(importlib.import_module(f"mpi4dl.models.{module}"), name)
 
 
 def _gpt2(num_layers: int, num_heads: int, hidden: int) -> Entry:
-    return Entry(gpt2, {"num_layers": num_layers, "num_heads": num_heads, "hidden": hidden}, "tokens")
+    return Entry("gpt.gpt2", {"num_layers": num_layers, "num_heads": num_heads, "hidden": hidden}, "tokens")
 
 
+MIXTURE = {"mixture": "experts.Mixture"}
 OWN_MODELS: Mapping[str, Entry] = MappingProxyType(
     {
-        "amoebanetd": Entry(amoebanetd),
-        "bert": Entry(BERT, takes="tokens"),
-        "bert_base": Entry(bert_base, takes="tokens"),
-        "bert_2_5b": Entry(bert_2_5b, takes="tokens"),
-        "gpt": Entry(GPT, takes="tokens", groups={"mixture": Mixture}),
+        "amoebanetd": Entry("amoebanet.amoebanetd"),
+        "bert": Entry("bert.BERT", takes="tokens"),
+        "bert_base": Entry("bert.bert_base", takes="tokens"),
+        "bert_2_5b": Entry("bert.bert_2_5b", takes="tokens"),
+        "gpt": Entry("gpt.GPT", takes="tokens", groups=MIXTURE),
         "gpt2": _gpt2(12, 12, 768),
         "gpt2_medium": _gpt2(24, 16, 1024),
         "gpt2_large": _gpt2(36, 20, 1280),
         "gpt2_xl": _gpt2(48, 25, 1600),
-        "resnet_v1": Entry(resnet_v1, {"dims": 2}),
-        "resnet_v2": Entry(resnet_v2),
-        "resnet110_v2": Entry(resnet_v2, {"depth": 110}),
-        "resnet1001_v2": Entry(resnet_v2, {"depth": 1001}),
-        "small_resnet": Entry(small_resnet),
-        "resnet1d": Entry(resnet1d),
-        "resnet3d": Entry(resnet3d),
-        "unet": Entry(UNet, {"dims": 2}),
-        "unet3d": Entry(unet3d),
-        "vit": Entry(ViT, groups={"mixture": Mixture}),
+        "resnet_v1": Entry("resnet.resnet_v1", {"dims": 2}),
+        "resnet_v2": Entry("resnet.resnet_v2"),
+        "resnet110_v2": Entry("resnet.resnet_v2", {"depth": 110}),
+        "resnet1001_v2": Entry("resnet.resnet_v2", {"depth": 1001}),
+        "small_resnet": Entry("resnet.small_resnet"),
+        "resnet1d": Entry("resnet.resnet1d"),
+        "resnet3d": Entry("resnet.resnet3d"),
+        "unet": Entry("unet.UNet", {"dims": 2}),
+        "unet3d": Entry("unet.unet3d"),
+        "vit": Entry("vit.ViT", groups=MIXTURE),
     }
 )
 
@@ -180,10 +185,11 @@ def require_known(name: str) -> None:
 
 def _build_own(name: str, entry: Entry, options: Mapping[str, object]) -> nn.Module:
     own = _parameter_names(entry.builder) - entry.fixed.keys() - entry.groups.keys()
-    fields = {group: _parameter_names(kind) for group, kind in entry.groups.items()}
+    kinds = {group: _at(path) for group, path in entry.groups.items()}
+    fields = {group: _parameter_names(kind) for group, kind in kinds.items()}
     _check_options(name, options, own.union(*fields.values()))
     given = {option: value for option, value in options.items() if option in own}
-    for group, kind in entry.groups.items():
+    for group, kind in kinds.items():
         chosen = {option: value for option, value in options.items() if option in fields[group]}
         missing = sorted(n for n, p in inspect.signature(kind).parameters.items() if p.default is p.empty and chosen)
         if missing and not chosen.keys() >= set(missing):

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx, nn
 
-from mpi4dl.models.experts import Mixture, Penalized
+from mpi4dl.models.experts import Mixture
+from mpi4dl.models.layers import Penalized
 from mpi4dl.models.transformer import INITIAL_STD, TransformerBlock, check_sizes, initialize_transformer, through
 
 fx.wrap("of_size")  # torch.fx takes it as one call, so it may look at shapes

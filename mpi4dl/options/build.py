@@ -2,10 +2,13 @@
 
 import inspect
 import os
+from collections.abc import Sequence
 from typing import Any
 
+from mpi4dl._wording import counted
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.parts import call, load
+from mpi4dl.parallel.inputs import batch_shape, of_tokens, space_of
 from mpi4dl.parallel.plan import Plan
 
 
@@ -27,6 +30,18 @@ def options_of_plan(plan: Plan, accumulate: int = 1) -> dict[str, Any]:
     if plan.microbatches % accumulate:
         raise ValueError(f"`accumulate` {accumulate} does not divide {plan.microbatches} microbatches")
     return {**plan.asked(), "microbatches": plan.microbatches // accumulate}
+
+
+def batch_of(config: Config, channels: int) -> tuple[int, ...]:
+    """The shape of a batch of images of so many channels, or of tokens, which have none."""
+    return batch_shape(config.samples_per_step, channels, config.data.image_size)
+
+
+def title_of(name: str, num_parameters: int, plan: Plan, image: Sequence[int]) -> str:
+    """The model, the plan, and the samples of such a batch, in one line."""
+    size, ranks = " x ".join(map(str, space_of(image))), counted(plan.num_ranks, "rank")
+    shown = f"samples of {size} tokens" if of_tokens(image) else f"images of {size} px"
+    return f"{name}, {num_parameters:,} parameters, on {ranks}: {plan.describe()}, {shown}, batches of {image[0]}"
 
 
 def engine_options(config: Config) -> dict[str, Any]:

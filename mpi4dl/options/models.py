@@ -1,39 +1,31 @@
-"""The model that a configuration names, whole, or the stages of a rank."""
+"""The model that a configuration names, and what its options say of how ranks hold it."""
 
 import tomllib
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from mpi4dl import datasets, models
+from mpi4dl import models
 from mpi4dl._files import read_regular
-from mpi4dl._memory import return_freed_memory
 from mpi4dl._randomness import seed_python
 from mpi4dl._wording import counted
-from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine.tuning import freeze, keep_in_evaluation
-from mpi4dl.models.patches import AGGREGATORS, COLOUR, PatchModel, headless, patches_in
 from mpi4dl.models.registry import require_known, takes, takes_channels
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.data import normalisation
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import call, is_own, load
-from mpi4dl.parallel.costs.cost_model import Profiler
-from mpi4dl.parallel.costs.timing import Column, time_column
-from mpi4dl.parallel.inputs import batch_shape
-from mpi4dl.parallel.pipeline.local_stages import ChooseStream, LocalStages, split
-from mpi4dl.parallel.pipeline.split import outline, unfit
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.spatial import NoRule, gathering
-from mpi4dl.parallel.streaming.leading_part import StreamOptions
-from mpi4dl.parallel.streaming.margins import CannotStream
-from mpi4dl.parallel.streaming.patches import BagOptions, visit_patches
+from mpi4dl.parallel.spatial import gathering
+
+if TYPE_CHECKING:
+    from mpi4dl.models.patches import PatchModel
+    from mpi4dl.parallel.streaming.patches import BagOptions
 
 RGB = ("red", "green", "blue")
 
@@ -95,8 +87,10 @@ def own_model(part: Any, options: Mapping[str, Any], num_classes: int, channels:
     return model
 
 
-def _of_patches(config: Config, encoder: nn.Module, num_classes: int, channels: int) -> PatchModel:
+def _of_patches(config: Config, encoder: nn.Module, num_classes: int, channels: int) -> "PatchModel":
     """The model that looks at patches by this encoder. Raises ConfigError if it cannot."""
+    from mpi4dl.models.patches import AGGREGATORS, COLOUR, PatchModel, headless, patches_in
+
     chosen, patch = config.model, config.model.patches
     assert patch is not None
     if chosen.min_tissue and channels != len(RGB):
@@ -117,63 +111,6 @@ def _of_patches(config: Config, encoder: nn.Module, num_classes: int, channels: 
             f"{','.join(map(str, mean))} and {','.join(map(str, std))}"
         )
     return PatchModel(encoder, aggregator, patch, chosen.min_tissue, COLOUR / std[0])
-
-
-def hold_model(
-    config: Config,
-    plan: Plan,
-    num_classes: int,
-    channels: int,
-    comm: Communicator,
-    device: torch.device,
-    stream: StreamOptions | ChooseStream | None = None,
-) -> LocalStages:
-    """This rank's stages of the model, on its device. Raises ValueError on all ranks if there are none. Collective.
-
-    The first stage may `stream` its images. The random numbers that training draws follow from `seed`, in one
-    stage or several.
-    """
-    torch.manual_seed(config.training.seed)
-    seed_python(config.training.seed)
-    check_text(config, plan)
-    bags = bag_options(config, plan)
-    if bags is not None:
-        model = build_model(config, num_classes, channels).to(device)
-        assert isinstance(model, PatchModel)
-        try:
-            visit_patches(model, bags, channels)
-        except ValueError as error:
-            raise ConfigError(f"`stream_segments` {bags.segments} of `model` {config.model_name}: {error}") from error
-        return LocalStages.whole(model, plan, comm, bags)
-    if plan.num_stages == 1 and stream is None:
-        model = build_model(config, num_classes, channels)
-        return LocalStages.whole(model, plan, comm, styles=tensor_styles(config), device=device)
-    try:
-        return split(
-            lambda: build_model(config, num_classes, channels),
-            plan,
-            comm,
-            device=device,
-            seed=config.training.seed,
-            balance=config.parallel.balance,
-            image=_microbatch(config, plan, channels),
-            clockwork=replace(Profiler.of_user(), time=time_and_tidy),
-            stream=stream,
-            styles=tensor_styles(config),
-        )
-    except ConfigError:
-        raise
-    except CannotStream as error:
-        asked = config.parallel.stream
-        named = asked if isinstance(asked, str) else "x".join(map(str, asked or ()))
-        raise ConfigError(f"`stream` {named}: {error}") from error
-    except ValueError as error:
-        raise ConfigError(f"`model` {config.model_name}: {error}") from error
-
-
-def _microbatch(config: Config, plan: Plan, channels: int) -> tuple[int, ...]:
-    """The shape of a microbatch: (N, C, H, W) of images, (N, T) of tokens."""
-    return batch_shape(max(1, config.samples_per_step // plan.num_microbatches), channels, config.data.image_size)
 
 
 def tensor_styles(config: Config) -> dict[str, str] | None:
@@ -198,7 +135,7 @@ def check_text(config: Config, plan: Plan) -> None:
         raise ConfigError(f"{plan} with `stream` or `patches`: streamed tiles and patches need whole parameters")
 
 
-def bag_options(config: Config, plan: Plan) -> BagOptions | None:
+def bag_options(config: Config, plan: Plan) -> "BagOptions | None":
     """How patches are visited; None if the model sees whole images. Raises ConfigError where options contradict."""
     chosen = config.model
     if chosen.patches is None:
@@ -212,6 +149,8 @@ def bag_options(config: Config, plan: Plan) -> BagOptions | None:
         )
     if config.parallel.stream is not None:
         raise ConfigError("`stream` is for images that the model sees whole; `patches` run one after the other")
+    from mpi4dl.parallel.streaming.patches import BagOptions
+
     rows, cols = (side // chosen.patches for side in config.data.image_size[-2:])
     which = f", those with at least {100 * chosen.min_tissue:g} % of tissue" if chosen.min_tissue else ""
     remark = (
@@ -219,31 +158,6 @@ def bag_options(config: Config, plan: Plan) -> BagOptions | None:
         f"each rank, {config.parallel.stream_norm} norms, aggregated by {chosen.aggregator}"
     )
     return BagOptions(chosen.patches_at_once, config.parallel.stream_norm, config.parallel.stream_segments or 1, remark)
-
-
-def time_and_tidy(*site: Any) -> Column:
-    """Time atoms, and leave no trace of that in the memory of this rank, which is to be that of training."""
-    found = time_column(*site)
-    return_freed_memory()
-    return found
-
-
-@contextmanager
-def blaming_the_model(config: Config, plan: Plan, num_classes: int, channels: int) -> Iterator[None]:
-    """Train in here: errors of operators without a rule, or that the plain model makes too, become a Refusal."""
-    name = config.model_name
-    try:
-        yield
-    except Refusal:
-        raise
-    except datasets.DatasetError as problem:  # no model's fault: a package that reads such images is not installed
-        raise Refusal(str(problem)) from problem
-    except (RuntimeError, AssertionError, ValueError) as problem:  # NoRule is one: shapes are those of the whole
-        model = outline(lambda: build_model(config, num_classes, channels))
-        reason = unfit(model, _microbatch(config, plan, channels))
-        if reason is None and not isinstance(problem, NoRule | ValueError):
-            raise
-        raise Refusal(f"`model` {name}: {reason or problem}") from problem
 
 
 def without_rules(config: Config) -> AbstractContextManager[None]:

@@ -18,7 +18,6 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from mpi4dl.comm import Communicator
-from mpi4dl.comm.shutdown import strangers
 from mpi4dl.geometry import SPACE, Box, FeatureGridShape, GridShape, Interval, Tiling, even_cuts
 from mpi4dl.parallel.inputs import Microbatch, Read, nested_cuts
 from mpi4dl.parallel.spatial.grid import Arrangement, Grid
@@ -243,11 +242,6 @@ class Plan:
         """The error if mpirun started this number of ranks; None if it fits."""
         if self.num_ranks == num_ranks:
             return None
-        if num_ranks == 1 and strangers():
-            return (
-                f"{self} = {self.num_ranks} ranks, but each of the {strangers()} processes of this mpirun is alone: "
-                "start with the mpirun of the MPI library that mpi4py uses, which mpi4dl doctor names"
-            )
         flags = "`tiles` or `data`" if self.num_stages == 1 else "`stages`, `tiles`, `batch_ways` or `data`"
         flags = f"`tensor`, {flags}" if self.tensor > 1 else flags
         shared = "; ranks of `experts` share the batch, as those of `data` do" if self.experts > 1 else ""

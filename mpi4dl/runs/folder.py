@@ -41,6 +41,7 @@ from mpi4dl.parallel.tables.table import Action
 
 LOGGER_NAME = "mpi4dl"
 METRICS = "metrics.jsonl"
+BEST = "best.safetensors"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 RECORDED_PACKAGES = ("torch", "torchvision", "numpy", "mpi4py")
 
@@ -62,21 +63,14 @@ def _made(path: Path) -> bool:
 
 
 class RunFolder:
-    """The folder of one run; the constructor takes an existing one as it is, `create` makes and locks it."""
+    """The folder of one run; the constructor takes an existing one as it is, `claim` makes and locks it."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._lock: int | None = None
         self._made = False  # by this object, not by its caller
 
-    @classmethod
-    def create(cls, path: str | Path) -> "RunFolder":
-        """The folder of a new run, made and locked. On rank 0 only; raises what `claim` raises."""
-        folder = cls(path)
-        folder.claim()
-        return folder
-
-    def claim(self, or_beside: bool = False) -> None:
+    def claim(self, or_beside: bool = False) -> "RunFolder":
         """Make the folder and its parents, or take an empty one, and lock it.
 
         `or_beside`: where there is a folder of this name, make one with -2, -3 or a higher number behind it. Raises
@@ -90,6 +84,7 @@ class RunFolder:
             self._must_be_empty()
             self.lock()
             self._must_be_empty()  # of two runs that begin at once, the other may have been faster
+            return self
         except OSError as error:
             raise ConfigError(
                 f"the run folder {self.path} cannot be created: {error.strerror}; name another with `run_folder`"

@@ -12,10 +12,12 @@ from pathlib import Path
 
 from mpi4dl.checkpoints.checkpoints import refusing
 from mpi4dl.checkpoints.manifest import ABOUT, AVERAGE, MODEL
-from mpi4dl.checkpoints.weights import average_of, open_weights, weights_in
+from mpi4dl.checkpoints.weights import average_of, load_weights, open_weights, weights_in
 from mpi4dl.comm import Communicator
 from mpi4dl.options.config import Config, ConfigError, shared_options
 from mpi4dl.options.parts import is_own
+from mpi4dl.parallel.pipeline.local_stages import LocalStages
+from mpi4dl.runs.assembly import ModelAssembly
 from mpi4dl.runs.description import FILE, Description, described_by, untrusted
 
 WEIGHTS = (".pt", ".pth", ".safetensors")
@@ -85,6 +87,14 @@ def find_weights(comm: Communicator, source: Path, average: bool = True) -> Foun
         return FoundWeights(weights, (*remarks, f"{RAW}; their average is left out, as asked for"))
     told = (*remarks, AVERAGED)
     return FoundWeights(there, told) if there.name == AVERAGE else FoundWeights(weights, told, there)
+
+
+def hold_trained(
+    assembly: ModelAssembly, found: FoundWeights, num_outputs: int, channels: int
+) -> tuple[LocalStages, list[str]]:
+    """The model over ranks with these weights, in evaluation mode; and what there is to say of them. Collective."""
+    held = assembly.hold(num_outputs, channels).eval().requires_grad_(False)
+    return held, load_weights(held, str(found.weights), strict=True, average=found.average)[1:]
 
 
 def description_of(comm: Communicator, weights: Path, folder: Path) -> tuple[Description, bool]:

@@ -128,26 +128,22 @@ def train(comm: "Communicator", options: argparse.Namespace, flags: list[str]) -
     from mpi4dl.options.config import Config
     from mpi4dl.options.config import parse as parse_training
     from mpi4dl.options.declare import speaking, spelling
-    from mpi4dl.options.models import blaming_the_model, without_rules
     from mpi4dl.sweeps.meter import Meter
-    from mpi4dl.training.trainer import Trainer
+    from mpi4dl.training.setup import set_up
 
     spell = spelling(Config)
     with speaking(spell):
         with comm.together((ValueError,)):
             config = parse_training(flags)
             meter = Meter(comm.node.device(config.parallel.device), comm)
-        trainer = Trainer.of_command(config, comm, spell, flags)
-        run, engine, size = trainer._run, trainer.engine, config.data.image_size
-        batch = next(iter(run.training.epoch(0, 0)))
+        setup = set_up(config, comm, spell, flags)
+        engine, size = setup.engine, config.data.image_size
+        batch = next(iter(setup.training.epoch(0, 0)))
 
         def step() -> None:
             engine.step(batch.tiles, batch.labels, size)
 
-        with (
-            without_rules(trainer.config),
-            blaming_the_model(trainer.config, engine.plan, run.num_classes, run.channels),
-        ):
+        with setup.assembly.running(setup.num_outputs, setup.channels):
             for _ in range(options.warm_up):
                 step()
                 require_room(meter, options.memory)
@@ -156,7 +152,7 @@ def train(comm: "Communicator", options: argparse.Namespace, flags: list[str]) -
             kept = ActivationMeter()
             with kept.counting():  # which takes time, and is not measured
                 step()
-    trainer._patience.stop()
+    setup.patience.stop()
     found["activation_bytes_of_ranks"] = meter.of_ranks(kept.peak_bytes)
     found["images"] = len(batch.labels) * options.steps
     found["threads_of_a_rank"] = torch.get_num_threads()

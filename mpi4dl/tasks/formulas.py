@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl.comm import Refusal
-from mpi4dl.models.experts import Penalized
+from mpi4dl.models.layers import Penalized
 from mpi4dl.parallel.spatial import SpatialTensor, shard_like
 
 IGNORED = -100  # as in PyTorch

@@ -1,7 +1,8 @@
 """A trained model from the folder of its run, over ranks, with weights of 16, 8 or 4 bits."""
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -9,18 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpi4dl.checkpoints.weights import load_weights
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.text import BPETokenizer, ByteTokenizer, Tokenizer
 from mpi4dl.models.experts import Experts
 from mpi4dl.options.config import Config, ConfigError, parse
-from mpi4dl.options.models import hold_model
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
-from mpi4dl.runs.trained import find_weights, folder_of, with_own_model
+from mpi4dl.runs.assembly import assemble
+from mpi4dl.runs.trained import FoundWeights, find_weights, folder_of, hold_trained, with_own_model
 from mpi4dl.text.batcher import Batcher
 from mpi4dl.text.model import ROWS_OF_PRODUCTS
 from mpi4dl.text.options import Batching, Ranks
-from mpi4dl.training.data import TOKENIZER
+from mpi4dl.training.texts import TOKENIZER
 
 # Weights of fewer bits, for generation: bfloat16, or 8 or 4 bits of the matrices of linear layers and experts.
 #
@@ -184,13 +184,11 @@ def _matrices_of(module: nn.Module) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Trained:
-    """The results of a run: its options, its tokenizer, the file of its weights. `remarks` are about damage."""
+    """The results of a run: its options, its tokenizer, and where its weights are."""
 
     config: Config
     tokenizer: Tokenizer
-    weights: Path
-    remarks: list[str]
-    average: Path | None = None
+    found: FoundWeights
 
     @property
     def context(self) -> int:
@@ -222,35 +220,34 @@ def find_trained(comm: Communicator, source: Path, average: bool = True, trust_c
         has_bytes = config.data.tokenizer == "bytes"
         tokenizer: Tokenizer = ByteTokenizer() if has_bytes else BPETokenizer.load(folder / TOKENIZER)
     config = with_own_model(comm, config, folder, trust_code)
-    found = find_weights(comm, source, average)
-    return Trained(config, tokenizer, found.weights, list(found.remarks), found.average)
+    return Trained(config, tokenizer, find_weights(comm, source, average))
 
 
-def hold_trained(comm: Communicator, trained: Trained, ranks: Ranks) -> LocalStages:
-    """The model over ranks, with its weights. Collective.
+def hold_text_model(
+    comm: Communicator, trained: Trained, ranks: Ranks, threads: int | None = None
+) -> tuple[LocalStages, list[str]]:
+    """The model over ranks, with its weights; and what there is to say of these. Collective.
 
     Raises:
         Refusal: on all ranks: the plan does not fit to the number of ranks or to the model, or the weights are not its.
     """
+    assembly = assemble(ranks.placed(trained.config, threads), comm, ("model",))
+    held, remarks = hold_trained(assembly, trained.found, trained.tokenizer.vocabulary, 0)
     with comm.together((ValueError,)):
-        plan = ranks.plan()
-    comm.agree(plan.wrong_world(comm.size))
-    config = trained.config
-    with comm.together((ValueError, TypeError)):
-        device = comm.node.device(ranks.device)
-        parallel = replace(config.parallel, balance="flops", stream=None)
-        own = replace(config, parallel=parallel)
-        stages = hold_model(own, plan, trained.tokenizer.vocabulary, 0, comm, device).eval().requires_grad_(False)
-    trained.remarks.extend(load_weights(stages, str(trained.weights), strict=True, average=trained.average)[1:])
-    with comm.together((ValueError,)):
-        lower_weights(stages, ranks.precision)
-    return stages
+        lower_weights(held, ranks.precision)
+    return held, [*trained.found.remarks, *remarks]
 
 
-def open_batcher(comm: Communicator, trained: Trained, ranks: Ranks, batching: Batching) -> Batcher:
-    """The batcher of the trained model. Collective. Raises Refusal, on all ranks, as what it calls."""
-    return Batcher(
-        hold_trained(comm, trained, ranks),
+def open_batcher(
+    comm: Communicator, trained: Trained, ranks: Ranks, batching: Batching, threads: int | None = None
+) -> Batcher:
+    """The batcher of the trained model, on so many `threads` of each rank; rank 0 prints remarks on the weights.
+
+    Collective. Raises Refusal, on all ranks, as what it calls.
+    """
+    held, remarks = hold_text_model(comm, trained, ranks, threads)
+    batcher = Batcher(
+        held,
         comm,
         trained.tokenizer,
         trained.context,
@@ -260,3 +257,6 @@ def open_batcher(comm: Communicator, trained: Trained, ranks: Ranks, batching: B
         prefill_chunk=batching.prefill_chunk,
         separator=trained.separator,
     )
+    for remark in remarks if comm.rank == 0 else ():
+        print(f"mpi4dl: {remark}", file=sys.stderr)
+    return batcher

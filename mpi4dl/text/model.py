@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.engine.batch import spread
+from mpi4dl.engine.runner import spread
 from mpi4dl.models.experts import Experts, Router
 from mpi4dl.models.transformer import Attention, TokenEmbedding
 from mpi4dl.parallel import spatial

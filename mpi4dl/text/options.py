@@ -1,10 +1,10 @@
 """Options of all commands that run a trained text model: the plan, and the size of the batch."""
 
 import json
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
 
-from mpi4dl.options.config import Parallel
+from mpi4dl.options.config import Config, Parallel
 from mpi4dl.options.declare import instead, like, option, same_as
 from mpi4dl.options.kinds import (
     BOOLEAN,
@@ -20,9 +20,6 @@ from mpi4dl.options.kinds import (
     optional,
 )
 from mpi4dl.text.requests import Sampling
-
-if TYPE_CHECKING:
-    from mpi4dl.parallel.plan import Plan
 
 
 def _stop_texts(value: Any) -> tuple[str, ...]:
@@ -164,12 +161,12 @@ class Ranks:
         False, "load code that the run names as its model, even if your training did not sign it", BOOLEAN
     )
 
-    def plan(self) -> "Plan":
-        """Raises ValueError for what cannot be."""
-        from mpi4dl.parallel.plan import Plan  # which imports torch
-
-        asked = {each.name: getattr(self, each.name) for each in fields(self) if each.name in Plan.options()}
-        return Plan.of(tiles=((1,),), **asked)
+    def placed(self, config: Config, threads: int | None = None) -> Config:
+        """The configuration of a run, to be generated with by these ranks instead of those that trained it."""
+        asked = {each.name: getattr(self, each.name) for each in fields(Parallel) if hasattr(self, each.name)}
+        how = {"tiles": ((1,),), "balance": "flops", "tensor_styles": config.parallel.tensor_styles, **asked}
+        training = replace(config.training, accumulate=1)
+        return replace(config, parallel=Parallel(**how, threads=threads), training=training)
 
 
 @dataclass(frozen=True)

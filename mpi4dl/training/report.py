@@ -1,6 +1,7 @@
 """Says how a run goes, from rank 0: to the reader, to TensorBoard, and to metrics.jsonl, with the same numbers."""
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -13,8 +14,61 @@ from torch import Tensor
 from mpi4dl._progress import ProgressBar
 from mpi4dl._wording import counted, duration
 from mpi4dl.engine import Engine
+from mpi4dl.options.build import batch_of, title_of
+from mpi4dl.options.config import Config
+from mpi4dl.options.kinds import part_name
 from mpi4dl.runs.folder import LOGGER_NAME, MetricsFile, RunFolder
+from mpi4dl.tasks.task import Task
 from mpi4dl.training.tensorboard import confusion_picture
+
+# The first lines of a run.
+
+
+def title(config: Config, engine: Engine) -> str:
+    """The title of a training, in one line."""
+    batch = batch_of(config, 0 if config.data.text is not None else 1)
+    return f"{title_of(config.model_name, engine.stages.num_parameters, engine.plan, batch)}, {engine.device.type}"
+
+
+def goal(config: Config, engine: Engine, task: Task, num_steps: int) -> str:
+    """The task, its loss, the optimizer, the steps and how many parameters are trained, in one line."""
+    chosen, stages = config.optimizer, engine.stages
+    optimizer = part_name(chosen.optimizer) + "".join(f", {name} {x}" for name, x in chosen.optimizer_options.items())
+    rate = f"learning rate {chosen.lr:g}"
+    if chosen.scheduler or chosen.lr_schedule != "constant":
+        rate += f" by {chosen.scheduler or chosen.lr_schedule}"
+    if chosen.warmup:
+        share = isinstance(chosen.warmup, float)
+        rate += f" after a warm-up of {f'{100 * chosen.warmup:g} %' if share else counted(int(chosen.warmup), 'step')}"
+    trained = sum(math.prod(stages.shapes[name][0]) for name in stages.trained if name in stages.shapes)
+    loss = part_name(config.training.loss or task.default_loss)
+    parts = [f"task {task.name}, loss {loss}, {optimizer}, {rate}, {counted(num_steps, 'step')}"]
+    if config.training.max_steps is None:
+        parts.append(f" in {counted(config.training.epochs, 'epoch')}")
+    if trained != stages.num_parameters:
+        parts.append(f"; {trained:,} of {stages.num_parameters:,} parameters are trained")
+    return "".join(parts)
+
+
+def without_effect(config: Config, engine: Engine) -> list[str]:
+    """Remarks on given options that have no effect here."""
+    chosen, plan = config.parallel, engine.plan
+    shared = any(len(plan.holders(stage)) > 1 for stage in range(plan.num_stages))
+    found = []
+    if chosen.offload == "cpu" and engine.device.type == "cpu":
+        found.append("`offload` cpu has no effect: the model is on the CPU itself; `offload` disk saves memory there")
+    if chosen.zero and not shared:
+        found.append(
+            f"`zero` {chosen.zero} has no effect: no two ranks hold the same weights; `data` and `tiles` make such"
+        )
+    if chosen.zero and shared and chosen.allreduce != "auto":
+        found.append(f"`allreduce` {chosen.allreduce} has no effect: `zero` {chosen.zero} shares gradients out instead")
+    if chosen.balance != "auto" and plan.num_stages == 1:
+        found.append("`balance` has no effect: the model is in one stage; `stages` says in how many")
+    return found
+
+
+# Its steps and validations.
 
 MEBIBYTE = 2**20
 FLUSH_SECONDS = 10

@@ -1,159 +1,139 @@
 """A run of the training command: its epochs, and what is reported, saved and resumed on the way."""
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from mpi4dl._memory import MemoryMeter
-from mpi4dl._palette import LOADS
 from mpi4dl._wording import counted
 from mpi4dl.checkpoints import Checkpoints, load, save_model
 from mpi4dl.checkpoints.json_values import put_back
 from mpi4dl.checkpoints.manifest import AVERAGE, CHECKPOINTS, MODEL
-from mpi4dl.checkpoints.weights import not_finite
 from mpi4dl.comm import Refusal
 from mpi4dl.comm.node import core_wait_seconds
-from mpi4dl.datasets.text import Tokenizer
-from mpi4dl.engine import Engine, Evaluation, NotFinite
-from mpi4dl.estimate.comparison import Forecast, WorkMeter, compared
-from mpi4dl.estimate.dry_run import explain, goal, title, without_effect
-from mpi4dl.geometry import Box
-from mpi4dl.models.experts import Router
-from mpi4dl.options.build import number_of_steps
+from mpi4dl.engine import Evaluation, NotFinite
 from mpi4dl.options.config import Config
-from mpi4dl.options.optimizers import Schedule
-from mpi4dl.options.tasks import Monitor, directions
-from mpi4dl.parallel import spatial
-from mpi4dl.parallel.spatial.tensor import SpatialTensor
+from mpi4dl.options.models import without_rules
+from mpi4dl.options.tasks import directions
 from mpi4dl.runs.description import Description
-from mpi4dl.tasks.directions import write_directions
-from mpi4dl.tasks.formulas import main_output
-from mpi4dl.tasks.task import Classify, Task
+from mpi4dl.runs.folder import BEST
+from mpi4dl.runs.stopping import Stopped, StopSignals
+from mpi4dl.tasks.directions import HIGHER_IS_BETTER, write_directions
 from mpi4dl.training import resuming
-from mpi4dl.training.best import BEST, Best
-from mpi4dl.training.data import Images, Texts
 from mpi4dl.training.input_pipeline import BadImages, ControlFlags, Divided, Reading, UnreadableImages
-from mpi4dl.training.report import LogInterval, Reporter, ValidationReport, summary
+from mpi4dl.training.memory_check import told_before
+from mpi4dl.training.report import LogInterval, Reporter, ValidationReport, goal, summary, title, without_effect
 from mpi4dl.training.resuming import options_to_compare
-from mpi4dl.training.stopping import Patience, Stopped, StopSignals
+from mpi4dl.training.setup import Setup
 from mpi4dl.training.tensorboard import Painter, Showing, remember
 
-# Text that a model continues, token by token, under any plan, to show what it has learnt.
 
-TEMPERATURE = 0.8
+def fit(setup: Setup) -> Evaluation | None:
+    """Train: all epochs, with validations, checkpoints and reports; or say what that would take, of a dry run.
 
-
-def continued(engine: Engine, tokenizer: Tokenizer, prompt: str, context: int, num_tokens: int, seed: int = 0) -> str:
-    """`prompt`, and so many tokens after it, each drawn by softmax(logits / 0.8); it may end before. Collective.
-
-    The model sees the last `context` tokens, as in training. Tokens behind them, which are there to fill the sample,
-    are not seen by causal attention.
+    Returns the last validation. Collective.
     """
-    tokens = [int(token) for token in tokenizer.encode(prompt)] if prompt else [tokenizer.end]
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(num_tokens):
-        shares = (_next_logits(engine, tokens[-context:], context) / TEMPERATURE).softmax(0)
-        tokens.append(int(torch.multinomial(shares, 1, generator=generator)))
-        if tokens[-1] == tokenizer.end:
-            break
-    return tokenizer.decode(tokens)
+    config, engine, place = setup.config, setup.engine, (setup.num_outputs, setup.channels)
+    with ExitStack() as closing:
+        closing.callback(setup.patience.stop)
+        with without_rules(config):
+            told = told_before(config, engine, *place)
+            setup.patience.feed()
+            if config.run.dry_run:
+                dry_run(setup, told)
+                return None
+        run = TrainingRun(setup, told, closing)
+        with setup.assembly.running(*place):
+            run.all_epochs()
+    return run.evaluation
 
 
-def _next_logits(engine: Engine, tokens: list[int], context: int) -> Tensor:
-    """The logits of the token after these, on all ranks."""
-    size = (context,)
-    sample = torch.tensor([tokens + [0] * (context - len(tokens))])
-    tiles = [sample[tuple(slice(*side) for side in read.box)] for read in engine.reads(1, size, training=False)]
-    last = len(tokens) - 1
-    (outputs,) = engine.predict([(tiles, 1)], size, lambda logits: spatial.gather(main_output(logits))[:, last])
-    return engine.comm.broadcast_object(None if outputs.whole is None else outputs.whole[0].double())
+def dry_run(setup: Setup, told: Sequence[str]) -> None:
+    """Print what training would take, from rank 0. Collective."""
+    from mpi4dl.estimate.dry_run import explain
+
+    config, engine = setup.config, setup.engine
+    with engine.comm.together((ValueError,)):
+        if engine.comm.rank == 0:
+            found = explain(config, engine, setup.num_outputs, setup.channels)
+            lines = (title(config, engine), *found, *setup.images.remarks, *setup.remarks, *told)
+            print(setup.spell("\n".join(lines)))
+            print(f"dry run: {counted(setup.num_steps, 'step was', 'steps were')} not made")
 
 
-# How the experts of a model are used: of each layer the load of every expert, what found them full, the entropy.
-#
-# A step's last microbatch is looked at. Loads make a picture: a row for each layer, a column for each expert, from dark
-# (none of the tokens) to light (twice its even share, or more).
+@dataclass
+class Best:
+    """The best value so far of what is monitored, at which step, and how many validations were no better since.
 
-CELL_PIXELS = 16
-BRIGHTEST = 2.0  # times the even share
-
-
-@dataclass(frozen=True)
-class ExpertUse:
-    """Of each layer, by its path: the load (E,) of experts as a multiple of the even share, which is 1.
-
-    `imbalance` is the largest load of any; `dropped` the share, 0 to 1, of choices that found an expert full;
-    `entropy` the mean of that of tokens' scores, in nats: log E if they are even.
+    `higher_is_better` says it of what is monitored. `patience` is how many of those end the run; None: none do.
     """
 
-    loads: Mapping[str, Tensor]
-    dropped: float
-    entropy: float
+    monitor: str
+    higher_is_better: bool
+    patience: int | None
+    value: float = math.nan
+    step: int = 0
+    since: int = 0
+
+    def see(self, evaluation: Evaluation, step: int) -> bool:
+        """Whether this validation is the best so far; what is not a finite number is no better than anything.
+
+        Raises ValueError if what is monitored was not measured, or is not one number.
+        """
+        value = self.of(evaluation)
+        ahead = value > self.value if self.higher_is_better else value < self.value
+        if math.isfinite(value) and (ahead or math.isnan(self.value)):
+            self.value, self.step, self.since = value, step, 0
+            return True
+        self.since += 1
+        return False
+
+    def of(self, evaluation: Evaluation) -> float:
+        measured: dict[str, Any] = {"loss": evaluation.loss, "accuracy": evaluation.accuracy, **evaluation.metrics}
+        value = measured.get(self.monitor)
+        if not isinstance(value, float):
+            scalars = [f"val_{name}" for name, each in measured.items() if isinstance(each, float)]
+            raise ValueError(f"`monitor` val_{self.monitor} is no number here: choose of {', '.join(scalars)}")
+        return value
 
     @property
-    def imbalance(self) -> float:
-        return max(float(load.max()) for load in self.loads.values())
+    def enough(self) -> bool:
+        return self.patience is not None and self.since >= self.patience
 
-    def picture(self) -> Tensor:
-        """(1, 3, H, W), from 0 to 1: a row of cells for each layer, in the order of the model."""
-        widest = max(len(load) for load in self.loads.values())
-        rows = [torch.nn.functional.pad(load, (0, widest - len(load))) for load in self.loads.values()]
-        place = (torch.stack(rows) / BRIGHTEST).clamp(0, 1) * (len(LOADS) - 1)
-        colours = torch.tensor(LOADS)
-        below = place.floor().long().clamp_max(len(LOADS) - 2)
-        part = (place - below)[..., None]
-        cells = (colours[below] * (1 - part) + colours[below + 1] * part).permute(2, 0, 1)
-        return cells.repeat_interleave(CELL_PIXELS, 1).repeat_interleave(CELL_PIXELS, 2)[None]
+    def undefined(self, evaluation: Evaluation) -> str | None:
+        """The message about a validation that cannot be the best: the monitored value is not finite."""
+        value = self.of(evaluation)
+        if math.isfinite(value):
+            return None
+        return f"val_{self.monitor} is {value}: these weights are not kept as the best"
 
+    def words(self) -> str:
+        """Why the run ends."""
+        after = counted(self.since, "validation")
+        return f"val_{self.monitor} was best, {self.value:.6g}, at step {self.step}; {after} since then no better"
 
-def expert_use(engine: Engine) -> ExpertUse | None:
-    """How experts were used in the last step; None for a model that has none of ours. Collective."""
-    own = {name: _counts(router) for name, router in _routers(engine) if router.last is not None}
-    found: dict[str, Tensor] = {}
-    for each in engine.comm.all_gather_object(own):
-        for name, counts in each.items():
-            found[name] = found[name] + counts if name in found else counts
-    if not found:
-        return None
-    order = [name.removesuffix(".weight") for name in engine.stages.shapes]
-    loads, dropped, entropy = {}, 0.0, 0.0
-    for name in sorted(found, key=order.index):
-        *load, missed, surprise, tokens = found[name].tolist()
-        counted = torch.tensor(load)
-        loads[name] = counted * len(load) / max(float(counted.sum()), 1.0)
-        dropped += missed / max(float(counted.sum()) + missed, 1.0) / len(found)
-        entropy += surprise / max(tokens, 1.0) / len(found)
-    return ExpertUse(loads, dropped, entropy)
+    def state(self) -> dict[str, Any]:
+        value = None if math.isnan(self.value) else self.value
+        mode = "max" if self.higher_is_better else "min"
+        return {"monitor": self.monitor, "mode": mode, "value": value, "step": self.step, "since": self.since}
 
+    def go_on(self, state: dict[str, Any] | None) -> None:
+        """Take up from a checkpoint, if that monitored the same, in the same direction.
 
-def _routers(engine: Engine) -> list[tuple[str, Router]]:
-    modules = [pair for module in engine.stages.modules_of.values() for pair in module.named_modules()]
-    return [(name, module) for name, module in modules if isinstance(module, Router)]
-
-
-def _counts(router: Router) -> Tensor:
-    """This rank's part of the sums: tokens of each expert, choices without one, entropy, and tokens."""
-    assert router.last is not None
-    chosen, scores = router.last
-    alike = 1  # ranks that have the same tokens
-    if isinstance(chosen, SpatialTensor):
-        sides = zip(chosen.layout.dims, chosen.layout.grid.shape, strict=True)
-        alike = chosen.layout.grid.size // prod(parts for dim, parts in sides if dim is not None)
-        chosen, scores = chosen.local, scores.local if isinstance(scores, SpatialTensor) else scores
-    counts = torch.bincount(chosen.flatten().cpu(), minlength=router.num_experts + 1).double()
-    scores = scores.double().cpu()
-    surprise = -torch.special.xlogy(scores, scores).sum()
-    tokens = float(scores.numel() // router.num_experts)
-    return torch.cat([counts, torch.tensor([float(surprise), tokens], dtype=torch.float64)]) / alike
+        Checkpoints without a mode took all metrics for better when higher, but those known to be better when lower.
+        """
+        if state is None or state["monitor"] != self.monitor:
+            return
+        mode = state.get("mode") or ("min" if HIGHER_IS_BETTER.get(self.monitor) is False else "max")
+        if mode == ("max" if self.higher_is_better else "min"):
+            self.value = math.nan if state["value"] is None else state["value"]
+            self.step, self.since = state["step"], state["since"]
 
 
 CROWDED = 0.15  # of the time that a rank waited for a core in its first steps
@@ -174,116 +154,86 @@ class TrainingRun:
     an epoch, such as its validation, is still to be done; a resumed run begins with it.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        engine: Engine,
-        schedule: Schedule,
-        images: Images | Texts,
-        num_classes: int,
-        patience: Patience,
-        meter: MemoryMeter,
-        *,
-        spell: Callable[[str], str],
-        argv: Sequence[str] = (),
-    ) -> None:
-        self.spell, self.argv = spell, argv
-        self.callbacks: tuple[Any, ...] = ()
-        self.remarks: tuple[str, ...] = ()
+    def __init__(self, setup: Setup, told: Sequence[str], closing: ExitStack) -> None:
+        """Choose the run's folder, and the checkpoint to resume from; report to the folder, from rank 0. Collective.
+
+        `told` is what there is to say beside the remarks of `setup`; `closing` ends what must be ended.
+        """
+        self.closing, self.spell, self.argv, self.callbacks = closing, setup.spell, setup.argv, setup.callbacks
+        self.config, self.engine, self.schedule, self.images = setup.config, setup.engine, setup.schedule, setup.images
+        config, engine, comm = self.config, self.engine, self.engine.comm
+        self.comm, self.size = comm, config.data.image_size
+        self.task, self.metrics, self.patience, self.meter = setup.task, setup.metrics, setup.patience, setup.meter
+        self.training, self.validation, self.num_steps = setup.training, setup.validation, setup.num_steps
         self.stopping = self.remembered = self.heeds_callbacks = False
         self.unfrozen: set[tuple[int, str]] = set()
-        self.task: Task = Classify(num_classes)
-        self.metrics: Mapping[str, Any] = {}
-        self.best: Best | None = None
-        self.directions: Mapping[str, bool | None] = {}
-        self.config, self.engine, self.schedule, self.images = config, engine, schedule, images
-        self.num_classes, self.patience, self.meter = num_classes, patience, meter
-        self.comm, self.size, self.channels = engine.comm, config.data.image_size, images.channels
-        self.bad_images = BadImages(engine.comm, config.data.on_bad_image)
-        self.training, self.validation = images.loaders(config, self.boxes, partial(self.boxes, training=False))
-        self.num_steps = number_of_steps(config, len(self.training))
-        schedule.begin(self.num_steps)
-        self.options = options_to_compare(config, len(images.training), engine.stages.counts)
+        self.best = None if setup.monitor is None else Best(*setup.monitor, config.learning.patience)
+        self.bad_images = BadImages(comm, config.data.on_bad_image)
+        self.options = options_to_compare(config, len(self.images.training), engine.stages.counts)
         self.epoch, self.batch, self.due = 0, 0, False
         self.interval = self.new_interval()
-        self.mixed = any(name.endswith(".router.weight") for name in engine.stages.shapes)
-        self.work = WorkMeter(engine.comm.node)
+        self.expert_use: Any = None  # what looks at experts, of a model that has some
+        if any(name.endswith(".router.weight") for name in engine.stages.shapes):
+            from mpi4dl.training.expert_use import expert_use
+
+            self.expert_use = expert_use
+        self.work: Any = None  # measures the work of stages of which it was foreseen
+        if engine.stages.prices is not None:
+            from mpi4dl.estimate.comparison import WorkMeter
+
+            self.work = WorkMeter(comm.node)
         self.waited_for_cores: float | None = None  # until the first step
         self.began_steps = 0.0
         self.evaluation: Evaluation | None = None
-        later: Any = None  # until `open`
-        self.reporter = self.painter = self.about = self.folder = self.checkpoints = self.signals = later
-        self.showing = self.closing = later
-
-    def watch(self, task: Task, metrics: Mapping[str, Any], monitor: Monitor | None) -> None:
-        """The metrics of validation, and the monitor of the best weights."""
-        self.task, self.metrics = task, metrics
-        self.directions = directions(task, metrics, monitor)
-        self.best = None if monitor is None else Best(*monitor, self.config.learning.patience)
-
-    def boxes(self, num_samples: int, training: bool = True) -> list[Box]:
-        """Which boxes this rank reads of a batch."""
-        return [read.box for read in self.engine.reads(num_samples, self.size, training)]
-
-    def explain(self) -> None:
-        """Say what training would take. Nothing is trained."""
-        with self.comm.together((ValueError,)):
-            if self.comm.rank == 0:
-                found = explain(self.config, self.engine, self.num_classes, self.channels)
-                print(self.spell("\n".join((*found, *self.images.remarks, *self.remarks))))
-                print(f"dry run: {counted(self.num_steps, 'step was', 'steps were')} not made")
-
-    def open(self, closing: ExitStack) -> None:
-        """Choose the run's folder, and the checkpoint to resume from; report to the folder, from rank 0."""
-        comm, config, self.closing = self.comm, self.config, closing
+        self.checkpoints: Checkpoints | None = None  # as long as nothing is saved
+        self.reporter: Reporter | None = None  # on rank 0, once the folder is there
+        self.painter: Painter | None = None
         origin = resuming.find_origin(comm, config)
         self.folder = origin.folder
         closing.callback(self.folder.unlock)
-        if not origin.in_place:
-            closing.push(self.discard_if_refused)
         if origin.in_place:
             resuming.lock(comm, origin)
-            self.open_checkpoints()
+            self.checkpoints = self.open_checkpoints()
         source, remarks = resuming.choose(comm, origin, self.checkpoints)
         metrics_bytes = 0 if source is None else self.go_on(source, remarks)
-        resuming.record(origin, self.engine.num_steps, self.config, comm, self.argv)
-        if self.checkpoints is None and config.run.save_every != "none":
-            self.open_checkpoints()
+        resuming.record(origin, engine.num_steps, self.config, comm, self.argv)
         self.images.record(comm, self.folder.path)
-        self.about = Description.of(config, self.images, self.num_classes).record(comm, self.folder.path)
+        self.about = Description.of(config, self.images, setup.num_outputs).record(comm, self.folder.path)
+        if not origin.in_place:
+            closing.push(self.discard_if_refused)
+        if self.checkpoints is None and config.run.save_every != "none":
+            self.checkpoints = self.open_checkpoints()
         with comm.together((OSError,)):
             if comm.rank == 0:
-                write_directions(self.folder.path, self.directions)
+                write_directions(self.folder.path, directions(self.task, self.metrics, setup.monitor))
         closing.enter_context(self.folder.rank_log(comm.rank))
         self.signals = closing.enter_context(StopSignals())
         if comm.rank == 0:
             if origin.in_place:
                 self.folder.cut_metrics(metrics_bytes)
-            how = (self.num_steps, self.engine.num_steps, config.run.tensorboard, self.images.classes)
+            how = (self.num_steps, engine.num_steps, config.run.tensorboard, self.images.classes)
             self.reporter = closing.enter_context(Reporter(self.folder, *how))
-            self.painter = Painter(self.reporter, self.folder, config, self.engine, self.num_steps)
-            self.engine.executor.progress = self.progress
-        self.showing = Showing(self.reporter, self.engine, config, self.task, self.images.classes)
-        self.comm.barrier()  # so that nobody's first steps count as a wait what rank 0 draws here
-        streamed = () if self.engine.stages.stream is None else (self.engine.stages.stream.remark,)
-        said = (*self.images.remarks, *self.remarks, *without_effect(config, self.engine), *filter(None, streamed))
+            self.painter = Painter(self.reporter, self.folder, config, engine, title(config, engine), self.num_steps)
+            engine.executor.progress = self.progress
+        self.showing = Showing(self.reporter, engine, config, self.task, self.images.classes)
+        comm.barrier()  # so that nobody's first steps count as a wait what rank 0 draws here
+        streamed = () if engine.stages.stream is None else (engine.stages.stream.remark,)
         limit = config.parallel.hang_timeout
         if limit not in (0.0, Config().parallel.hang_timeout):
             remarks = [*remarks, f"a rank without a sign of life for {limit:g} s ends the job: `hang_timeout`"]
-        learnt = goal(config, self.engine, self.task, self.num_steps)
-        for line in (title(config, self.engine), learnt, *said, *remarks):
+        learnt = goal(config, engine, self.task, self.num_steps)
+        said = (*self.images.remarks, *setup.remarks, *told, *without_effect(config, engine), *filter(None, streamed))
+        for line in (title(config, engine), learnt, *said, *remarks):
             self.say(line)
 
     def discard_if_refused(self, _: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Leave no folder of a run that all ranks refused before its first step: the next command may name it again."""
-        recorded = self.about is not None  # so the folder is this run's
-        if isinstance(error, Refusal) and recorded and self.engine.num_steps == 0 and self.comm.rank == 0:
+        if isinstance(error, Refusal) and self.engine.num_steps == 0 and self.comm.rank == 0:
             with suppress(OSError):
                 self.folder.discard()
 
-    def open_checkpoints(self) -> None:
-        checkpoints = Checkpoints(self.folder.path / CHECKPOINTS, self.comm, self.config.run.keep)
-        self.checkpoints = self.closing.enter_context(checkpoints)
+    def open_checkpoints(self) -> Checkpoints:
+        return self.closing.enter_context(Checkpoints(self.folder.path / CHECKPOINTS, self.comm, self.config.run.keep))
 
     def go_on(self, source: Path, remarks: list[str]) -> int:
         """Take everything from a checkpoint; returns how much of metrics.jsonl had been written by then."""
@@ -294,6 +244,8 @@ class TrainingRun:
         load(self.engine, source) if self.checkpoints is None else self.checkpoints.load(self.engine, source)
         shards = [(shard.name, shard.value) for shard in self.engine.shards()]
         parameters = {name for name, _ in shards}
+        from mpi4dl.checkpoints.weights import not_finite
+
         more += not_finite(self.comm, str(source), [*shards, *self.engine.buffers().items()], parameters)
         self.epoch, self.batch, self.due = there.epoch, there.batch, there.due
         self.options |= {name: there.options[name] for name in resuming.FROM_CHECKPOINT if name in there.options}
@@ -327,7 +279,7 @@ class TrainingRun:
     def save(self) -> None:
         self.patience.begin("saving")
         if self.checkpoints is None:
-            self.open_checkpoints()
+            self.checkpoints = self.open_checkpoints()
         self.checkpoints.save(self.engine, self.state())
 
     def saves_at(self, step: int) -> bool:
@@ -342,7 +294,7 @@ class TrainingRun:
     def progress(self, doing: str) -> None:
         """Feed the watchdog; `doing`, if given, describes the work of the step."""
         self.patience.feed()
-        if doing:
+        if doing and self.reporter is not None:
             self.reporter.working(f"step {self.engine.num_steps + 1}: {doing}")
 
     def tell(self, event: str, *told: Any) -> None:
@@ -392,19 +344,27 @@ class TrainingRun:
     def write(self) -> None:
         """Print a continuation of the prompt, if the run has one. Collective."""
         data = self.config.data
-        if isinstance(self.images, Texts) and data.prompt is not None:
-            self.patience.begin("writing")
-            tokenizer, seed = self.images.tokenizer, self.config.training.seed
-            with put_back(self.engine.executor):
-                text = continued(self.engine, tokenizer, data.prompt, data.context, data.prompt_tokens, seed)
-            self.say(f"the model continues {data.prompt!r}:\n{text}")
+        if data.text is None or data.prompt is None:
+            return
+        from mpi4dl.training.texts import Texts, continued
+
+        assert isinstance(self.images, Texts)
+        self.patience.begin("writing")
+        tokenizer, seed = self.images.tokenizer, self.config.training.seed
+        with put_back(self.engine.executor):
+            text = continued(self.engine, tokenizer, data.prompt, data.context, data.prompt_tokens, seed)
+        self.say(f"the model continues {data.prompt!r}:\n{text}")
 
     def compare(self) -> None:
         """Report estimated and measured work of each rank, for a plan of several stages. Collective."""
         stages, plan = self.engine.stages, self.engine.plan
+        if self.work is None or stages.prices is None:
+            return
         of_ranks = self.comm.all_gather_object(self.work.worked)
-        if stages.prices is None or self.engine.device.type != "cpu" or not any(rank.seconds for rank in of_ranks):
+        if self.engine.device.type != "cpu" or not any(rank.seconds for rank in of_ranks):
             return  # of a GPU, whose work the host does not wait for, it would say nothing
+        from mpi4dl.estimate.comparison import Forecast, compared
+
         forecast = Forecast.of(plan, stages.prices, stages.counts)
         for line in compared(forecast, of_ranks, self.comm.node.oversubscribed):
             self.say(line)
@@ -464,7 +424,8 @@ class TrainingRun:
                 if self.engine.num_steps == 0:
                     self.showing.samples(batch.tiles, microbatches[0])
                 tell = reading.tell if self.engine.num_steps + 1 < self.num_steps else self.own_news
-                with self.work if self.engine.num_steps > first else nullcontext():  # the first one learns shapes
+                learns_shapes = self.engine.num_steps == first
+                with nullcontext() if self.work is None or learns_shapes else self.work:
                     result = self.engine.step(batch.tiles, batch.labels, self.size, microbatches, tell)
                 reading.hear(result.told)
                 self.batch = reading.used
@@ -490,7 +451,7 @@ class TrainingRun:
             self.look_at_cores()
         found = self.interval.report(self.epoch + 1, self.meter.peak_bytes())
         self.interval = self.new_interval()
-        use = expert_use(self.engine) if self.mixed else None
+        use = None if self.expert_use is None else self.expert_use(self.engine)
         if self.reporter is not None and found is not None:
             if use is not None:
                 found = replace(found, expert_imbalance=use.imbalance, dropped_tokens=use.dropped)
@@ -520,7 +481,7 @@ class TrainingRun:
 
     def heed(self, news: ControlFlags) -> None:
         """Raises Stopped if a signal came to any rank, Refusal if a checkpoint cannot be written; on all ranks."""
-        if news.cannot_save:
+        if news.cannot_save and self.checkpoints is not None:
             self.checkpoints.wait()
         if news.stop:
             raise Stopped
@@ -538,6 +499,7 @@ class TrainingRun:
     def save_now(self) -> str:
         """Save, and return when that is done: after which step, and how to resume."""
         self.save()
+        assert self.checkpoints is not None
         self.checkpoints.wait()
         command = resuming.command_to_go_on(self.comm.size, self.argv, self.folder.path)
         return f"{self.engine.num_steps} of {self.num_steps}; resume with: {command}"

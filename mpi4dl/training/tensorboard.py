@@ -13,12 +13,9 @@ from torch.nn import functional as F
 from mpi4dl._memory import MemoryMeter
 from mpi4dl._palette import GOOD, INK, PAPER, WRONG, of_classes
 from mpi4dl.engine import Engine
-from mpi4dl.estimate.comparison import foreseen
-from mpi4dl.estimate.dry_run import title
 from mpi4dl.options.config import Config, to_toml
 from mpi4dl.options.data import normalisation
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.tables.drawing import as_image, as_text
 from mpi4dl.parallel.tables.simulator import Simulation
 from mpi4dl.runs.folder import PORTRAIT, RunFolder, RunSnapshot
 from mpi4dl.tasks.formulas import main_output
@@ -250,15 +247,19 @@ class Painter:
     A folder that cannot be written gives a warning, and ends nothing.
     """
 
-    def __init__(self, reporter: Any, folder: RunFolder, config: Config, engine: Engine, num_steps: int) -> None:
+    def __init__(
+        self, reporter: Any, folder: RunFolder, config: Config, engine: Engine, title: str, num_steps: int
+    ) -> None:
         self._reporter, self._folder, self._step = reporter, folder, engine.num_steps
         prices, plan = engine.stages.prices, engine.plan.describe()
         source, timeline = "" if prices is None else prices.source, timeline_of(engine)
         modules = tuple(modules_of(engine))
-        self.portrait = RunSnapshot(title(config, engine), plan, num_steps, modules, (), source, timeline)
+        self.portrait = RunSnapshot(title, plan, num_steps, modules, (), source, timeline)
         reporter.text("run/options", to_toml(config), self._step)
         reporter.rows("run/parameters by module", ("module", "values", "of them trained"), modules, self._step)
         if timeline is not None:
+            from mpi4dl.parallel.tables.drawing import as_image, as_text
+
             if reporter.has_pictures and sum(map(len, timeline.rows)) <= MOST_DRAWN:
                 reporter.figure("run/timeline", np.asarray(as_image(timeline)), self._step)
             reporter.text("run/timeline", f"{as_text(timeline)}\n{source}", self._step)
@@ -293,6 +294,8 @@ def timeline_of(engine: Engine) -> Simulation | None:
     stages, plan = engine.stages, engine.plan
     if stages.prices is None or plan.num_stages == 1:
         return None
+    from mpi4dl.estimate.comparison import foreseen
+
     found = foreseen(plan, stages.prices, stages.counts)
     return found if sum(map(len, found.rows)) <= MOST_SPANS else None
 

@@ -113,7 +113,7 @@ def start(comm: Communicator, folder: Path, *flags: str) -> str:
 
 def test_a_run_that_goes_on_is_left_alone_also_without_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
     flags = ("--resume", "auto", "--save-every", "none")
-    other = RunFolder.create(tmp_path / "run")
+    other = RunFolder(tmp_path / "run").claim()
     assert ranks(2).run(start, other.path, *flags) == [in_use(other.path).replace("`run_folder`", "--run-folder")] * 2
     other.write_config("")
     assert ranks(2).run(start, other.path, *flags) == [in_use(other.path).replace("`run_folder`", "--run-folder")] * 2

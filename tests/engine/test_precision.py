@@ -1,6 +1,6 @@
-"""mpi4dl.engine.batch: the scale of the loss falls at once and rises slowly."""
+"""mpi4dl.engine.precision: the scale of the loss falls at once and rises slowly."""
 
-from mpi4dl.engine.batch import GROWTH_INTERVAL, INITIAL_SCALE, LossScaler
+from mpi4dl.engine.precision import GROWTH_INTERVAL, INITIAL_SCALE, LossScaler
 
 
 def test_the_scale_halves_when_a_step_overflows_and_doubles_after_many_that_do_not() -> None:

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpi4dl.estimate.dry_run import without_effect
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import parse
+from mpi4dl.training.report import without_effect
 
 
 def said(flags: str, device: str = "cpu") -> list[str]:

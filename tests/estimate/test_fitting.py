@@ -13,7 +13,9 @@ from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import parse
 from mpi4dl.parallel.streaming.stream import Streaming
 from mpi4dl.train import train
-from mpi4dl.training.trainer import Trainer
+from mpi4dl.training.memory_check import told_before
+from mpi4dl.training.run import fit
+from mpi4dl.training.setup import set_up
 from tests.pool.ranks import Ranks
 
 RUN = "--no-tensorboard --num-samples 4 --max-steps 1 --eval-every none --save-every none --num-workers 1"
@@ -24,13 +26,13 @@ PROCESS = 40 << 20  # bytes of each rank beside its tensors
 
 def begun(comm: Communicator, flags: str, num_bytes: float, folder: Path) -> str:
     """How a run ends on nodes of so much memory: the refusal, or else what the log of rank 0 says."""
-    memory, dry_run.memory_of_node = dry_run.memory_of_node, lambda: int(num_bytes)  # type: ignore[assignment]
+    memory, _memory.memory_of_node = _memory.memory_of_node, lambda: int(num_bytes)  # type: ignore[assignment]
     try:
         train(comm, [*flags.split(), *RUN.split(), "--run-folder", str(folder)])
     except Refusal as refusal:
         return f"refused: {refusal}"
     finally:
-        dry_run.memory_of_node = memory
+        _memory.memory_of_node = memory
     log = folder / "log-rank0.txt"
     return log.read_text() if log.exists() else ""
 
@@ -114,13 +116,14 @@ def visited(comm: Communicator, flags: str, folder: Path) -> tuple[int, int, str
     Streaming._visit = noted  # type: ignore[method-assign]
     try:
         argv = [*flags.split(), *RUN.split(), "--run-folder", str(folder)]
-        trainer = Trainer.of_command(parse(argv), comm, str, argv)
-        trainer.fit()
+        setup = set_up(parse(argv), comm, argv=argv)
+        told = told_before(setup.config, setup.engine, 10, 3)
+        fit(setup)
     finally:
         Streaming._visit = visit  # type: ignore[method-assign]
-    passes = dry_run.passes_of(trainer.config, trainer.engine.stages, 10, 3)
+    passes = dry_run.passes_of(setup.config, setup.engine.stages, 10, 3)
     assert passes is not None
-    return len(made), passes.step_visits, "".join(trainer._run.remarks)
+    return len(made), passes.step_visits, "".join(told)
 
 
 @pytest.mark.parametrize("name", VISITED)

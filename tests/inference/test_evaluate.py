@@ -217,7 +217,7 @@ def test_the_average_that_validations_measured_is_taken(tmp_path: Path, save_eve
     files = {average: load_file(run / f"{name}.safetensors") for average, name in ((True, "ema"), (False, "model"))}
     for average, expected in files.items():
         model = mpi4dl.TrainedModel(run, model=flat, average=average)
-        (module,) = model._model.engine.stages.modules_of.values()
+        (module,) = model.runner.stages.modules_of.values()
         pairs = zip(module.state_dict().values(), expected.values(), strict=True)
         assert all(torch.equal(value, other) for value, other in pairs)
         assert any("averages of the weights (ema)" in remark for remark in model.remarks) is average

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpi4dl import models
-from mpi4dl.models.experts import Experts, Penalized, Router, grouped_linear
+from mpi4dl.models.experts import Experts, Router, grouped_linear
+from mpi4dl.models.layers import Penalized
 
 TOKENS, HIDDEN = 7, 6
 

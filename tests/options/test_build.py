@@ -14,8 +14,9 @@ from mpi4dl.datasets import DatasetError
 from mpi4dl.options import build
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.data import build_datasets, build_views, number_of_classes
-from mpi4dl.options.models import blaming_the_model, build_model
+from mpi4dl.options.models import build_model
 from mpi4dl.options.optimizers import build_optimizer, build_schedule, state_bytes
+from mpi4dl.runs.assembly import blaming_the_model
 from mpi4dl.tasks.losses import classification_loss
 from tests.commands import settled, write_images
 

@@ -1,4 +1,4 @@
-"""Engine.predict: outputs of any plan reach rank 0, or stay where they are, each once."""
+"""Runner.predict: outputs of any plan reach rank 0, or stay where they are, each once."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl.comm import Communicator
-from mpi4dl.engine import Engine
+from mpi4dl.engine import Engine, Runner
 from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
@@ -30,11 +30,11 @@ def outputs(comm: Communicator, plan: Plan, dense: bool, stream: Any, path: Path
         return (Dense() if dense else Small()).double()
 
     held = split(build, plan, comm, seed=0, image=(4, 3, *SIZE), stream=stream)
-    engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.1), lambda x, y: x.sum(), comm=comm)
+    runner = Runner(held, plan, comm=comm)
     images, found = images_of(COUNT), []
-    batches = [(tiles_of(part, engine, training=False), len(part)) for part in images.split(4)]
+    batches = [(tiles_of(part, runner, training=False), len(part)) for part in images.split(4)]
     array = None if path is None else np.load(path, mmap_mode="r+")
-    for batch in engine.predict(batches, SIZE):
+    for batch in runner.predict(batches, SIZE):
         assert held.training
         if array is not None:
             batch.write(array)
@@ -94,12 +94,18 @@ def test_outputs_of_images_that_are_streamed(ranks: Ranks, tmp_path: Path) -> No
 def alone(comm: Communicator) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = Dense(auxiliary=True).double()
-    engine = Engine(model, Plan(), torch.optim.SGD(model.parameters(), lr=0.1), lambda x, y: x, comm=comm)
+    runner = Runner(model, Plan(), comm=comm)
+    with pytest.raises(ValueError, match="no loss"):
+        runner.evaluate([(images_of(2), torch.zeros(2))])
     (main,), (other,) = (
-        [batch.whole for batch in engine.predict([images_of(2)], **options)] for options in ({}, {"of": auxiliary})
+        [batch.whole for batch in runner.predict([images_of(2)], **options)] for options in ({}, {"of": auxiliary})
     )
     with torch.no_grad():
         expected = model(images_of(2))
+    engine = Engine(model, Plan(), torch.optim.SGD(model.parameters(), lr=0.1), lambda x, y: x, comm=comm)
+    assert isinstance(engine, Runner)
+    (trained,) = engine.predict([images_of(2)])
+    assert torch.equal(main, trained.whole)
     return torch.equal(main, expected["out"]), torch.equal(other, expected["aux"])
 
 

@@ -31,7 +31,7 @@ from mpi4dl.tasks.losses import balanced_weights, build_loss
 from mpi4dl.tasks.measuring import measured_here
 from mpi4dl.tasks.metrics import bootstrap
 from mpi4dl.tasks.task import TASKS
-from mpi4dl.training.best import Best
+from mpi4dl.training.run import Best
 from tests.commands import read_metrics
 from tests.pool.ranks import Ranks
 from tests.pool.zygote import ROOT

@@ -27,10 +27,10 @@ def test_a_run_without_a_folder_is_named_after_its_model_and_the_time() -> None:
 
 
 def test_create_makes_the_folder_and_its_parents(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "runs" / "first")
+    folder = RunFolder(tmp_path / "runs" / "first").claim()
     assert folder.path.is_dir()
     folder.unlock()
-    assert RunFolder.create(folder.path).path == folder.path, "an empty folder is as good as none"
+    assert RunFolder(folder.path).claim().path == folder.path, "an empty folder is as good as none"
 
 
 def test_two_runs_that_begin_in_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_two_runs_that_begin_in_one_second_have_folders_of_their_own(tmp_path: P
 def test_a_folder_that_holds_another_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ConfigError) as caught:
-        RunFolder.create(tmp_path)
+        RunFolder(tmp_path).claim()
     assert str(caught.value) == (
         f"the run folder {tmp_path} holds files already, and a run never overwrites another's; "
         "name another with `run_folder`, remove it, or continue it with `resume` auto"
@@ -58,7 +58,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     file.touch()
     for path, reason in ((file, "File exists"), (file / "inside", "Not a directory")):
         with pytest.raises(ConfigError) as caught:
-            RunFolder.create(path)
+            RunFolder(path).claim()
         message = f"the run folder {path} cannot be created: {reason}; name another with `run_folder`"
         assert str(caught.value) == message
 

@@ -1,11 +1,11 @@
-"""mpi4dl.training.stopping: a job may take as long as is said, and less once it has shown that it needs less."""
+"""mpi4dl.runs.stopping: a job may take as long as is said, and less once it has shown that it needs less."""
 
 from typing import Any
 
 import pytest
 
-from mpi4dl.training import stopping
-from mpi4dl.training.stopping import SETTLED_SECONDS, TIMES, Patience
+from mpi4dl.runs import stopping
+from mpi4dl.runs.stopping import SETTLED_SECONDS, TIMES, Patience
 
 
 class Clock:

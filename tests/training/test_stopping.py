@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpi4dl.training.stopping import SIGNALS, StopSignals
+from mpi4dl.runs.stopping import SIGNALS, StopSignals
 from tests.pool.zygote import ROOT, python
 
 
@@ -44,7 +44,7 @@ def test_without_a_signal_all_is_left_as_it_was(heard: list[int]) -> None:
 
 def test_a_second_ctrl_c_ends_at_once_but_one_that_comes_twice_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([100.0, 100.9, 101.1])
-    monkeypatch.setattr("mpi4dl.training.stopping.time.monotonic", lambda: next(times))
+    monkeypatch.setattr("mpi4dl.runs.stopping.time.monotonic", lambda: next(times))
     before = signal.getsignal(signal.SIGINT)
     try:
         with StopSignals() as signals:

@@ -1,35 +1,26 @@
-"""The part of a model on one rank: its stages, each with the grid of the ranks that share it.
+"""The part of a model on one rank: its stages, each with the grid of the ranks that share it."""
 
-stages = split(build, plan, comm, device=..., seed=..., image=(1, 3, 256, 256))
-optimizer = torch.optim.SGD(stages.parameters(), lr=0.1)
-"""
-
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mpi4dl._randomness import forked, seed_python
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.parallel.costs.atoms import count_bytes
-from mpi4dl.parallel.costs.cost_model import ASSUMED, Profiler, StageCosts, measured_prices, prices_for
-from mpi4dl.parallel.costs.timing import planned_cuts
-from mpi4dl.parallel.pipeline import balance as costs
 from mpi4dl.parallel.pipeline.decisions import Watch, changed
-from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas.groups import Elements
 from mpi4dl.parallel.spatial.grid import Grid, Layout, PartPlace
 from mpi4dl.parallel.spatial.rules.normalization import right_gradients
-from mpi4dl.parallel.streaming.leading_part import StreamOptions
-from mpi4dl.parallel.streaming.leading_part import choose as choose_opening
 from mpi4dl.parallel.tables.table import Action
-from mpi4dl.parallel.tensor.cutting import ParameterPart, cut_parameters, names_by_first
-from mpi4dl.parallel.tensor.styles import NOT_CUT, Cuts, Cutting, Styles
+from mpi4dl.parallel.tensor.styles import NOT_CUT, Cuts, Cutting, Styles, cutting_of, names_by_first
+
+if TYPE_CHECKING:
+    from mpi4dl.parallel.costs.cost_model import StageCosts
 
 # Holders of the same parameters: the ranks of a stage, of several stages that use one, or those with the same part.
 #
@@ -51,10 +42,6 @@ class Together(NamedTuple):
     zero: int
     copies: int
     across: tuple[int, ...]
-
-
-ChooseStream = Callable[[Cuttable, Sequence[int]], StreamOptions]
-BALANCES = ("auto", "flops", "memory", "measured")
 
 
 @dataclass(frozen=True)
@@ -90,7 +77,7 @@ class LocalStages(nn.Module):
         comm: Communicator,
         counts: tuple[int, ...] = (),
         names: tuple[str, ...] = (),
-        prices: StageCosts | None = None,
+        prices: "StageCosts | None" = None,
         stream: Any = None,
         styles: Styles | None = None,
         shared: Mapping[str, tuple[int, ...]] | None = None,
@@ -122,7 +109,7 @@ class LocalStages(nn.Module):
         self.layouts: dict[str, Layout] = {}  # of those that modules see whole
         self.shared = dict(shared or {})
         with comm.together((ValueError,)):
-            cutting = planned_cuts(outline, plan, styles)
+            cutting = cutting_of(outline, styles, plan.degrees) if plan.num_ranks > 1 else NOT_CUT
         if cutting:
             self._cut(cutting)
         if device is not None:
@@ -158,6 +145,8 @@ class LocalStages(nn.Module):
 
     def _cut(self, cutting: Cutting) -> None:
         """Cut the parameters of all stages, which come from rank 0."""
+        from mpi4dl.parallel.tensor.cutting import cut_parameters
+
         found: dict[str, Cuts] = {}
         for same in self.names_of.values():  # a tied one is cut alike wherever it is
             how = next((cuts for name, cuts in cutting.parameters.items() if name in same), None)
@@ -224,6 +213,8 @@ class LocalStages(nn.Module):
         cuts = self.cutting.parameters.get(name, ())
         if not cuts:
             return iter([Elements(0, start, stop)])
+        from mpi4dl.parallel.tensor.cutting import ParameterPart
+
         return ParameterPart.of(cuts, self.shapes[name][0], self._place).runs(start, stop)
 
     @classmethod
@@ -242,9 +233,7 @@ class LocalStages(nn.Module):
         before what is left of the model goes to `device` (None: it stays where it is).
         """
         if plan.num_stages != 1:
-            raise Refusal(
-                f"{plan} cuts the model: pass what mpi4dl.parallel.pipeline.local_stages.split returns, not the model"
-            )
+            raise Refusal(f"{plan} cuts the model: pass what mpi4dl.split returns, not the model")
         return cls({0: model}, model, plan, comm, stream=stream, styles=styles, device=device)
 
     def watch(self, model: nn.Module, watched: Sequence[Watch]) -> None:
@@ -281,132 +270,8 @@ def _ties(model: nn.Module) -> dict[str, str]:
     return {name: min(same) for same in names.values() for name in same if name != min(same)}
 
 
-def split(
-    build: Callable[[], nn.Module],
-    plan: Plan,
-    comm: Communicator,
-    *,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
-    balance: str | Sequence[int] = "flops",
-    image: tuple[int, ...],
-    whole: Collection[str] = (),
-    clockwork: Profiler | None = None,
-    stream: StreamOptions | ChooseStream | None = None,
-    styles: Styles | None = None,
-) -> LocalStages:
-    """Cut the model that `build()` makes with this seed, and hold this rank's stages on `device`.
-
-    The seed is that of torch.manual_seed, random.seed and numpy.random.seed; all three go on behind it as before.
-
-    `balance` decides how many units (atoms) of the model each stage gets, for images of shape `image`. It is a number
-    for each stage; "flops", by counted FLOPs, which are the same everywhere; "auto", by seconds that rank 0 times on
-    the tiles of each stage and caches; "measured", by seconds that all ranks time together; or "memory", by the bytes
-    that training keeps. `whole` are paths of modules not to be cut. With a `clockwork`, which times atoms, cuts by
-    numbers are priced too. With `stream` the first stage begins with a part that is streamed, tile by tile; how, may be
-    chosen once it is known how many atoms the stages have, on each rank by itself and alike. Collective.
-
-    Raises:
-        ValueError: the model cannot be traced, or cannot be cut or streamed so; on all ranks alike.
-    """
-    with forked():
-        seed_python(seed)
-        model = outline(build)
-    if plan.num_stages == 1 and stream is None:
-        with forked():
-            torch.default_generator.manual_seed(seed)
-            seed_python(seed)
-            return LocalStages.whole(build(), plan, comm, styles=styles, device=device)
-    cuttable = Cuttable(model, whole, image)
-    counts, prices = Counts((len(cuttable),), None)
-    if plan.num_stages > 1:
-        counts, prices = choose_cut(cuttable, plan, comm, balance, image, device, clockwork, styles)
-    options = stream(cuttable, counts) if callable(stream) else stream
-    shared = cuttable.shared(counts)
-    cuttable.require_one_owner(counts, shared)
-    if options is not None and plan.bidirectional and options.norms != "exact":
-        raise ValueError(
-            f"copies in both directions share their statistics later: stream with exact norms, not {options.norms}"
-        )
-    own = sorted({stage for _, stage in plan.held_by(comm.rank)})
-    uncut = "cpu" if plan.cuts_parameters else device
-    modules = {stage: materialize(cuttable.stage(counts, stage), build, uncut, seed) for stage in own}
-    if options is not None:
-        opening = choose_opening(cuttable, counts[0], options, plan.shape(0), image)
-        if 0 in modules:
-            modules[0].opening = opening
-        options = replace(options, remark="; ".join(filter(None, (options.remark, opening.words(cuttable.names)))))
-    stages = LocalStages(modules, model, plan, comm, counts, cuttable.names, prices, options, styles, shared, device)
-    stages.watch(model, cuttable.program.watched)
-    return stages
-
-
-class Counts(NamedTuple):
-    """How many atoms each stage gets, and what they cost; the latter is None where nobody asked."""
-
-    counts: tuple[int, ...]
-    prices: StageCosts | None
-
-
-def choose_cut(
-    cuttable: Cuttable,
-    plan: Plan,
-    comm: Communicator | None,
-    balance: str | Sequence[int],
-    image: tuple[int, ...],
-    device: torch.device | str = "cpu",
-    clockwork: Profiler | None = None,
-    styles: Styles | None = None,
-) -> Counts:
-    """The cut by `balance`, the same on all ranks of `comm`. Collective."""
-    counts = None
-    if not isinstance(balance, str):
-        counts = costs.by_hand(cuttable, balance, plan.num_stages)
-        if clockwork is None:
-            return Counts(counts, None)
-    elif balance not in BALANCES:
-        raise ValueError(f"balance {balance!r} must be one of {', '.join(BALANCES)}, or one number for each stage")
-    elif len(cuttable) < plan.num_stages:
-        raise ValueError(
-            f"{type(cuttable.model).__name__} has {len(cuttable)} units, too few for {plan.num_stages} stages"
-            f"{cuttable.hint()}"
-        )
-    prices = stage_prices(cuttable, plan, comm, balance, image, torch.device(device), clockwork, styles)
-    if counts is None:
-        counts = costs.partition(costs_by(balance, cuttable, plan, image, prices))
-    return Counts(counts, prices)
-
-
-def stage_prices(
-    cuttable: Cuttable,
-    plan: Plan,
-    comm: Communicator | None,
-    balance: str | Sequence[int],
-    image: tuple[int, ...],
-    device: torch.device,
-    clockwork: Profiler | None,
-    styles: Styles | None,
-) -> StageCosts:
-    """Costs of units on each stage: found by rank 0, or by all ranks, and the same on all of `comm`. Collective."""
-    how = balance if isinstance(balance, str) else "auto"
-    if comm is None:
-        return prices_for(cuttable, plan, image, how, device, clockwork, styles=styles)
-    if how == "measured":
-        return measured_prices(cuttable, plan, comm, image, device, styles=styles)
-    link = (clockwork or Profiler.of_user()).link_of(comm, device) if how == "auto" else ASSUMED
-    with comm.together():
-        found = None
-        if comm.rank == 0:
-            said = link, "assumed" if link == ASSUMED else "as measured"
-            found = prices_for(cuttable, plan, image, how, device, clockwork, said, styles)
-    prices: StageCosts = comm.broadcast_object(found)
-    return prices
-
-
-def costs_by(
-    balance: str | Sequence[int], cuttable: Cuttable, plan: Plan, image: tuple[int, ...], prices: StageCosts
-) -> list[list[float]]:
-    """The costs for `partition`: seconds, or the bytes that training keeps."""
-    if balance != "memory":
-        return prices.matrix
-    return costs.shared_out(count_bytes(cuttable, image), plan.sharing)
+def __getattr__(name: str) -> Any:
+    """`split` was defined here, and scripts import it from here."""
+    if name not in ("choose_cut", "split"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("mpi4dl.parallel.pipeline.cut"), name)

@@ -10,14 +10,18 @@ loss.backward()
 spatial.sum_gradients(model, grid)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from mpi4dl.parallel.spatial import rules  # noqa: F401  (registers them)
-from mpi4dl.parallel.spatial.explain import explain, require_rules
 from mpi4dl.parallel.spatial.gathering import GatheredWarning, gathering
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import gather, retile, widen
 from mpi4dl.parallel.spatial.rules.hooks import whole_gradients
 from mpi4dl.parallel.spatial.sharding import from_tile, from_tiling, shard, shard_like, sum_gradients
 from mpi4dl.parallel.spatial.tensor import NoRule, SpatialTensor, register, wrap
+
+if TYPE_CHECKING:
+    from mpi4dl.parallel.spatial.explaining import explain, require_rules
 
 __all__ = [
     "GatheredWarning",
@@ -40,3 +44,12 @@ __all__ = [
     "widen",
     "wrap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`explain` and `require_rules` bring what counts messages, which training does not need."""
+    if name not in ("explain", "require_rules"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from mpi4dl.parallel.spatial import explaining
+
+    return getattr(explaining, name)

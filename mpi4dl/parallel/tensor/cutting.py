@@ -23,7 +23,7 @@ from mpi4dl.parallel.expert.layer import lay_over
 from mpi4dl.parallel.replicas.groups import Elements
 from mpi4dl.parallel.spatial.grid import Factor, Flat, Grid, Layout, PartPlace
 from mpi4dl.parallel.spatial.tensor import wrap
-from mpi4dl.parallel.tensor.styles import Cut, Cuts, Cutting, Degrees
+from mpi4dl.parallel.tensor.styles import Cut, Cuts, Cutting, Degrees, names_by_first
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,6 @@ class ParameterPart:
             first, end = max(start, number * length), min(stop, (number + 1) * length)
             begin = place - number * length
             yield Elements(first - start, begin + first, begin + end)
-
-
-def names_by_first(model: nn.Module) -> dict[str, list[str]]:
-    """All names of each parameter, by that which comes first in the model."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {same[0]: same for same in names.values()}
 
 
 def cut_parameters(model: nn.Module, cutting: Cutting, grid: Grid) -> dict[str, Layout]:

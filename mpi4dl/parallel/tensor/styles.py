@@ -471,3 +471,11 @@ def _heads(path: str, modules: Mapping[str, nn.Module]) -> int:
                 if isinstance(number, int):
                     return number
     raise ValueError(f"no module around {path} says how many heads it has, by one of {', '.join(HEADS)}")
+
+
+def names_by_first(model: nn.Module) -> dict[str, list[str]]:
+    """All names of each parameter, by that which comes first in the model."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {same[0]: same for same in names.values()}

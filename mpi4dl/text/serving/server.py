@@ -25,9 +25,9 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mpi4dl.comm.failure import Watchdog
+from mpi4dl.runs.stopping import StopSignals
 from mpi4dl.text.batcher import Batcher
 from mpi4dl.text.serving.admission import Admission, busy
-from mpi4dl.training.stopping import StopSignals
 
 # Limits on connections, before anything looks at a token: how many there are, and how long one may keep the server
 # waiting.

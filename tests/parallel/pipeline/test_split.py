@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpi4dl.engine.batch import lower_precision
+from mpi4dl.engine.precision import lower_precision
 from mpi4dl.geometry import BATCH, Tiling
 from mpi4dl.models import build
 from mpi4dl.parallel.costs.atoms import count_flops

@@ -1,0 +1,56 @@
+"""Mixed precision (Micikevicius et al., ICLR 2018): weights of low precision, and the loss scaling of fp16.
+
+The loss is scaled by the norm of the gradient, which all ranks know. PyTorch's GradScaler looks at the gradients of
+one rank: where stages differ, ranks would skip different steps.
+"""
+
+import torch
+from torch import nn
+
+from mpi4dl.parallel.pipeline.stage import Stage
+
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+INITIAL_SCALE = 65536.0
+SMALLEST_SCALE = 2.0**-24
+GROWTH_INTERVAL = 2000  # steps
+MAX_SKIPPED = 20  # steps in a row: by then it is no longer the scale that is wrong
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def lower_precision(module: nn.Module, dtype: torch.dtype) -> None:
+    """Turn the float32 parameters of all but normalization layers, few and sensitive, into `dtype`."""
+    for part in module.modules():
+        if isinstance(part, Stage):
+            for looked in part.looked.values():
+                looked.lower(dtype)
+        if not isinstance(part, NORMS):
+            for p in part.parameters(recurse=False):
+                if p.dtype is torch.float32:
+                    p.data = p.data.to(dtype)
+
+
+class LossScaler:
+    """`scale` is what the loss is multiplied by: halved after a step that overflows, doubled after many that do not.
+
+    Steps that overflow are skipped: `num_skipped` so far, `skipped_in_a_row` up to now.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.scale = INITIAL_SCALE if enabled else 1.0
+        self.finite_steps = 0
+        self.num_skipped = 0
+        self.skipped_in_a_row = 0
+
+    def update(self, finite: bool) -> None:
+        """After a step whose gradient was finite, or was not."""
+        if not self.enabled:
+            return
+        self.finite_steps = self.finite_steps + 1 if finite else 0
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        if not finite:
+            self.num_skipped += 1
+            self.scale = max(self.scale / 2, SMALLEST_SCALE)
+        elif self.finite_steps == GROWTH_INTERVAL:
+            self.scale *= 2
+            self.finite_steps = 0

@@ -1,0 +1,187 @@
+"""A configuration becomes a model over ranks, in the same steps for training, prediction and generation.
+
+assembly = assemble(config, comm)              own code -> plan -> cores -> device -> GPU wire
+model = assembly.hold(num_outputs, channels)   built, cut by the plan, on the device of each rank
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mpi4dl._memory import keep_freed_memory, return_freed_memory
+from mpi4dl._randomness import seed_python
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.datasets import DatasetError
+from mpi4dl.options import parts
+from mpi4dl.options.build import build_plan
+from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.models import bag_options, build_model, check_text, tensor_styles, without_rules
+from mpi4dl.parallel.inputs import batch_shape
+from mpi4dl.parallel.pipeline.local_stages import LocalStages
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.spatial import NoRule
+
+# Options that may name code of the user's, by the section of a configuration that has them.
+OWN_PARTS = {
+    "model": "model",
+    "dataset": "data",
+    "transforms": "data",
+    "optimizer": "optimizer",
+    "loss": "training",
+    "metrics": "learning",
+    "callbacks": "run",
+}
+
+
+@dataclass(frozen=True)
+class ModelAssembly:
+    """Where the model of a configuration lies: the ranks, the plan, and the device of this rank.
+
+    `prints` are fingerprints of the files with code of the user's, by option and part.
+    """
+
+    config: Config
+    comm: Communicator
+    plan: Plan
+    device: torch.device
+    prints: Mapping[tuple[str, str], str | None]
+
+    def hold(self, num_outputs: int, channels: int) -> LocalStages:
+        """This rank's stages of the model, on its device. Collective; raises Refusal on all ranks.
+
+        The random numbers that training draws follow from `seed`, in one stage or several.
+        """
+        with self.comm.together((ValueError, TypeError)):
+            return hold_model(self.config, self.plan, num_outputs, channels, self.comm, self.device)
+
+    @contextmanager
+    def running(self, num_outputs: int, channels: int) -> Iterator[None]:
+        """Run the model in here: operators without a rule are gathered or refused, and errors name the model."""
+        with without_rules(self.config), blaming_the_model(self.config, self.plan, num_outputs, channels):
+            yield
+
+
+def assemble(
+    config: Config, comm: Communicator, own: Collection[str] = tuple(OWN_PARTS), *, num_samples: int | None = None
+) -> ModelAssembly:
+    """Load the user's `own` parts that a configuration names, and find its plan and device on each rank. Collective.
+
+    `num_samples` are those of a batch; None: batches follow from what is asked of the model later.
+
+    Raises:
+        Refusal: on all ranks: a part cannot be loaded or differs between ranks, or the plan does not fit.
+    """
+    with comm.together((ValueError,)):
+        prints: dict[tuple[str, str], str | None] = {}
+        for name in own:
+            part = getattr(getattr(config, OWN_PARTS[name]), name)
+            for each in part if isinstance(part, tuple) else () if part is None else (part,):
+                if parts.is_own(each):
+                    parts.load(name, each)
+                    prints[name, parts.part_name(each)] = parts.print_of(each)
+    comm.agree(None, **{f"the file of `{name}` {part}": each for (name, part), each in prints.items()})
+    with comm.together((ValueError,)):
+        plan = build_plan(config)
+    size = config.data.image_size
+    comm.agree(plan.wrong_world(comm.size) if num_samples is None else plan.problem(comm.size, size, num_samples))
+    comm.node.share_cores(config.parallel.threads)
+    keep_freed_memory(config.parallel.keep_freed_memory)
+    with comm.together((ValueError,)):
+        device = comm.node.device(config.parallel.device)
+    if device.type == "cuda" or config.parallel.gpu_wire == "nccl":
+        comm.choose_gpu_wire(config.parallel.gpu_wire)
+    return ModelAssembly(config, comm, plan, device, prints)
+
+
+def hold_model(
+    config: Config, plan: Plan, num_outputs: int, channels: int, comm: Communicator, device: torch.device
+) -> LocalStages:
+    """The stages of `ModelAssembly.hold`. Raises ValueError on all ranks."""
+    chosen, stream = config.parallel, None
+    if (chosen.stream, chosen.stream_until, chosen.memory_limit) != (None, None, None):
+        from mpi4dl.estimate.dry_run import stream_of
+
+        stream = stream_of(config, plan, num_outputs, channels, device)
+    torch.manual_seed(config.training.seed)
+    seed_python(config.training.seed)
+    check_text(config, plan)
+    bags = bag_options(config, plan)
+    if bags is None and (plan.num_stages > 1 or stream is not None):
+        return _cut_model(config, plan, num_outputs, channels, comm, device, stream)
+    model = build_model(config, num_outputs, channels)
+    if bags is None:
+        return LocalStages.whole(model, plan, comm, styles=tensor_styles(config), device=device)
+    from mpi4dl.models.patches import PatchModel
+    from mpi4dl.parallel.streaming.patches import visit_patches
+
+    assert isinstance(model, PatchModel)
+    try:
+        visit_patches(model.to(device), bags, channels)
+    except ValueError as error:
+        raise ConfigError(f"`stream_segments` {bags.segments} of `model` {config.model_name}: {error}") from error
+    return LocalStages.whole(model, plan, comm, bags)
+
+
+def _cut_model(
+    config: Config, plan: Plan, num_outputs: int, channels: int, comm: Communicator, device: torch.device, stream: Any
+) -> LocalStages:
+    """A model of several stages, or of one whose images are streamed."""
+    from mpi4dl.parallel.costs.cost_model import Profiler
+    from mpi4dl.parallel.costs.timing import Column, time_column
+    from mpi4dl.parallel.pipeline.cut import split
+    from mpi4dl.parallel.streaming.margins import CannotStream
+
+    def time_and_tidy(*site: Any) -> Column:
+        """Time atoms, and leave no trace of that in the memory of this rank, which is to be that of training."""
+        found = time_column(*site)
+        return_freed_memory()
+        return found
+
+    try:
+        return split(
+            lambda: build_model(config, num_outputs, channels),
+            plan,
+            comm,
+            device=device,
+            seed=config.training.seed,
+            balance=config.parallel.balance,
+            image=_microbatch(config, plan, channels),
+            clockwork=replace(Profiler.of_user(), time=time_and_tidy),
+            stream=stream,
+            styles=tensor_styles(config),
+        )
+    except ConfigError:
+        raise
+    except CannotStream as error:
+        asked = config.parallel.stream
+        named = asked if isinstance(asked, str) else "x".join(map(str, asked or ()))
+        raise ConfigError(f"`stream` {named}: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"`model` {config.model_name}: {error}") from error
+
+
+def _microbatch(config: Config, plan: Plan, channels: int) -> tuple[int, ...]:
+    """The shape of a microbatch: (N, C, H, W) of images, (N, T) of tokens."""
+    return batch_shape(max(1, config.samples_per_step // plan.num_microbatches), channels, config.data.image_size)
+
+
+@contextmanager
+def blaming_the_model(config: Config, plan: Plan, num_outputs: int, channels: int) -> Iterator[None]:
+    """Train in here: errors of operators without a rule, or that the plain model makes too, become a Refusal."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except DatasetError as problem:  # no model's fault: a package that reads such images is not installed
+        raise Refusal(str(problem)) from problem
+    except (RuntimeError, AssertionError, ValueError) as problem:  # NoRule is one: shapes are those of the whole
+        from mpi4dl.parallel.pipeline.split import outline, unfit
+
+        model = outline(lambda: build_model(config, num_outputs, channels))
+        reason = unfit(model, _microbatch(config, plan, channels))
+        if reason is None and not isinstance(problem, NoRule | ValueError):
+            raise
+        raise Refusal(f"`model` {config.model_name}: {reason or problem}") from problem

@@ -1,0 +1,134 @@
+"""The parts of a training before its folder is chosen: images or texts, task, model, optimizer, engine."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mpi4dl._memory import MemoryMeter, load_libraries
+from mpi4dl.comm import Communicator
+from mpi4dl.datasets.loader import Loader
+from mpi4dl.engine import Engine
+from mpi4dl.geometry import Box
+from mpi4dl.options import build
+from mpi4dl.options.config import Config, ConfigError, facts
+from mpi4dl.options.optimizers import Schedule, build_optimizer, build_schedule, groups_of
+from mpi4dl.options.tasks import Monitor, build_metrics, build_task, monitored, with_task
+from mpi4dl.runs.assembly import ModelAssembly, assemble
+from mpi4dl.runs.stopping import Patience
+from mpi4dl.tasks.task import Task
+from mpi4dl.training.data import Images, open_alone, open_images
+from mpi4dl.training.resuming import as_it_began, as_it_was_cut
+
+if TYPE_CHECKING:
+    from mpi4dl.estimate.planning import TrainedOn
+    from mpi4dl.training.texts import Texts
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that is trained with, the same on all ranks but for their parts of the model and of batches.
+
+    `spell` puts the names of options in messages as the user typed them; `argv` is the command line.
+    """
+
+    config: Config
+    assembly: ModelAssembly
+    engine: Engine
+    schedule: Schedule
+    images: "Images | Texts"
+    training: Loader
+    validation: Loader
+    task: Task
+    metrics: Mapping[str, Any]
+    monitor: Monitor | None
+    callbacks: Sequence[Any]
+    remarks: Sequence[str]
+    patience: Patience
+    meter: MemoryMeter
+    spell: Callable[[str], str]
+    argv: Sequence[str]
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps the run has."""
+        return build.number_of_steps(self.config, len(self.training))
+
+    @property
+    def num_outputs(self) -> int:
+        return self.task.num_outputs
+
+    @property
+    def channels(self) -> int:
+        return self.images.channels
+
+
+def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str, argv: Sequence[str] = ()) -> Setup:
+    """Build what a configuration names, each rank its part. Collective; raises Refusal on all ranks."""
+    comm.agree(None, **facts(config))
+    assembly = assemble(config, comm, num_samples=config.samples_per_step)
+    patience = Patience(config.parallel.hang_timeout)
+    load_libraries(assembly.device)
+    images = open_samples(config, comm)
+    patience.feed()
+    config = as_it_began(comm, config)
+    with comm.together((ValueError, TypeError)):
+        config = with_task(config, images.training)
+        task = build_task(config, images.training, images.number_of_classes(config), comm)
+        metrics = build_metrics(config, task)
+        monitor = monitored(config, task, metrics)
+        meter = MemoryMeter(assembly.device)
+    cut = as_it_was_cut(comm, config, assembly.plan)
+    assembly = replace(assembly, config=config)
+    model = replace(assembly, config=cut).hold(task.num_outputs, images.channels)
+    patience.feed()
+    chosen, remarks = config.tuning, []
+    if chosen.weights is not None:
+        from mpi4dl.checkpoints.weights import load_weights
+
+        remarks = load_weights(model, chosen.weights, model=config.model_name, strict=chosen.strict)
+    with comm.together((ValueError, TypeError)):
+        optimizer = build_optimizer(config, groups_of(config, model))
+        schedule = build_schedule(config, optimizer)
+    with comm.together((ConfigError, OSError)):
+        options = build.engine_options(config)
+    engine = Engine(model, assembly.plan, optimizer, task.objective, comm=comm, **options)
+    engine.executor.progress = patience.feed
+
+    def boxes(num_samples: int, training: bool = True) -> list[Box]:
+        return [read.box for read in engine.reads(num_samples, config.data.image_size, training)]
+
+    with comm.together((ValueError,)):
+        callbacks = build.build_callbacks(config)
+        loaders = images.loaders(config, boxes, partial(boxes, training=False))
+        schedule.begin(build.number_of_steps(config, len(loaders[0])))
+    return Setup(
+        config, assembly, engine, schedule, images, *loaders, task, metrics, monitor, callbacks, remarks, patience,
+        meter, spell, argv,
+    )  # fmt: skip
+
+
+def open_samples(config: Config, comm: Communicator | None = None) -> "Images | Texts":
+    """The images or texts that a configuration names, the same on all ranks of `comm`, which raise Refusal together.
+
+    Without `comm` they are for a process that is no rank of a job. Raises ValueError and OSError.
+    """
+    if config.data.text is None:
+        return open_alone(config) if comm is None else open_images(comm, config)
+    from mpi4dl.training.texts import open_text_alone, open_texts
+
+    return open_text_alone(config) if comm is None else open_texts(comm, config)
+
+
+def with_samples(config: Config) -> tuple[Config, "TrainedOn"]:
+    """The configuration with the task of its samples, and what an estimate needs to know of them.
+
+    For a process that is no rank of a job. Raises ValueError and OSError.
+    """
+    from mpi4dl.estimate.planning import TrainedOn
+
+    samples = open_samples(config)
+    config = with_task(config, samples.training)
+    num_batches = len(samples.loaders(config, lambda _: [], lambda _: [])[0])
+    task = build_task(config, samples.training, samples.number_of_classes(config))
+    return config, TrainedOn(task.num_outputs, samples.channels, num_batches)
