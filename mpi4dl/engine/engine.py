@@ -126,7 +126,7 @@ class Engine(Runner):
     ) -> None:
         with comm.together((ValueError,)):
             _require_options(loss, plan, clip_norm, clip_value, ema, low_precision_weights and precision == "fp32")
-        super().__init__(model, plan, loss, comm=comm, precision=precision, halo=halo)
+        self._place(model, plan, loss, comm, precision, halo)
         self.clip_norm, self.clip_value, self.gradient_hook = clip_norm, clip_value, gradient_hook
         self.is_averaged = False
         self.num_steps = 0
@@ -167,6 +167,7 @@ class Engine(Runner):
                 if mine != other:
                     unlike = f"the optimizer has {min(mine ^ other)} on some ranks alone: pass it the same on all"
         comm.agree(unlike)
+        self._share_values(halo)
         if recompute:
             from mpi4dl.engine.recompute import recompute_stages
 

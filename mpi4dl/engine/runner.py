@@ -401,6 +401,13 @@ class Runner:
         precision: str = "fp32",
         halo: str = "layer",
     ) -> None:
+        self._place(model, plan, loss, comm, precision, halo)
+        self._share_values(halo)
+
+    def _place(
+        self, model: nn.Module, plan: Plan, loss: Loss | None, comm: Communicator, precision: str, halo: str
+    ) -> None:
+        """Take this rank's stages, once all ranks have agreed on the model. No value of it is touched. Collective."""
         self.model, self.plan, self.loss, self.comm = model, plan, loss, comm
         with comm.together((ValueError,)):
             if precision not in AUTOCAST:
@@ -415,6 +422,10 @@ class Runner:
             ]
             digest = hashlib.sha256(repr(described).encode()).hexdigest()[:16]
         comm.agree(None, model=digest, balance=held.counts, precision=precision, halo=halo)
+
+    def _share_values(self, halo: str) -> None:
+        """Give all ranks the values of the first holders, and make what runs the stages. Collective."""
+        comm, held = self.comm, self.stages
         for together in held.together:
             for _, p in together.parameters:
                 together.comm.broadcast(p.data)
@@ -432,7 +443,7 @@ class Runner:
             self._streamed = StreamedImages
         self.executor = Executor(held, comm, self.autocast, comm.broadcast_object(torch.initial_seed()))
         self.executor.draw_alike()
-        self._evaluation_table = cache(plan.evaluation_table)
+        self._evaluation_table = cache(self.plan.evaluation_table)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context in which the model and the loss compute in the runner's precision."""
