@@ -83,7 +83,7 @@ class Task:
             "x".join(map(str, self.size)),
             f"batch{self.batch}",
         ]
-        return "-".join(words + [f"{name}={value}" for name, value in self.engine_options])
+        return "-".join(words + [f"{name}={getattr(value, '__name__', value)}" for name, value in self.engine_options])
 
 
 def label(value: object) -> str:
