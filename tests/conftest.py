@@ -29,6 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as exhaustive all cases of a test that `sample(n)` leaves out. The n others lie evenly in their list."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
+        assert " at 0x" not in item.nodeid, f"{item.nodeid} has an address, and so another name in each worker"
         if item.get_closest_marker("sample") is not None and item.get_closest_marker("exhaustive") is None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for found in cases.values():
