@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.library import options as declared
-from benchmarks.library.compare import compare, read
+from benchmarks.common import options as declared
+from benchmarks.common.compare import compare, read
 from mpi4dl._commands import one_message
 
 DESCRIPTION = """Benchmarks of mpi4dl. They start mpirun themselves, and need the checkout of the repository.

@@ -20,12 +20,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.library import options as declared
-from benchmarks.library.charts import Lines, lines
-from benchmarks.library.nodes import NoNodes, two_nodes
-from benchmarks.library.options import Option, Options
-from benchmarks.library.report import Column, publish, table
-from benchmarks.library.turns import Contestant, answer_turns, take_turns
+from benchmarks.common import options as declared
+from benchmarks.common.charts import Lines, lines
+from benchmarks.common.nodes import NoNodes, two_nodes
+from benchmarks.common.options import Option, Options
+from benchmarks.common.report import Column, publish, table
+from benchmarks.common.turns import Contestant, answer_turns, take_turns
 from mpi4dl.sweeps.flags import listed, one_of
 from mpi4dl.sweeps.results import spread
 
@@ -98,7 +98,7 @@ def work(options: Options) -> None:
     """All contests on these ranks; an answer has the microseconds by dtype, size in KB and contestant."""
     import torch
 
-    from benchmarks.library.ranks import begin, burst_seconds, gloo
+    from benchmarks.common.ranks import begin, burst_seconds, gloo
 
     comm = begin(threads=None)
 

@@ -13,11 +13,11 @@ inputs, after one turn to warm up. Each contestant is a job of its own; they tak
 import time
 from typing import Any
 
-from benchmarks.library import options as declared
-from benchmarks.library.charts import Lines, lines
-from benchmarks.library.options import Options
-from benchmarks.library.report import Column, publish, table
-from benchmarks.library.turns import Contestant, answer_turns, take_turns
+from benchmarks.common import options as declared
+from benchmarks.common.charts import Lines, lines
+from benchmarks.common.options import Options
+from benchmarks.common.report import Column, publish, table
+from benchmarks.common.turns import Contestant, answer_turns, take_turns
 from mpi4dl.sweeps.results import MIB
 
 WAYS = ("ring", "gather", "plain")

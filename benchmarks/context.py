@@ -12,11 +12,11 @@ grows with the ranks: its queries ask the tokens of all.
 from typing import Any
 
 from benchmarks import attention
-from benchmarks.library import options as declared
-from benchmarks.library.charts import Lines, lines
-from benchmarks.library.options import Options
-from benchmarks.library.report import NAME, RANKS, Column, publish, table
-from benchmarks.library.turns import Contestant, take_turns
+from benchmarks.common import options as declared
+from benchmarks.common.charts import Lines, lines
+from benchmarks.common.options import Options
+from benchmarks.common.report import NAME, RANKS, Column, publish, table
+from benchmarks.common.turns import Contestant, take_turns
 from mpi4dl.sweeps.results import spread
 
 WAYS = ("ring", "gather")

@@ -13,9 +13,9 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
 
-from benchmarks.library.charts import Lines, lines
-from benchmarks.library.options import Option, Options
-from benchmarks.library.report import NAME, Column, publish, table
+from benchmarks.common.charts import Lines, lines
+from benchmarks.common.options import Option, Options
+from benchmarks.common.report import NAME, Column, publish, table
 
 NEEDS = "the folders of runs"
 COLUMNS = (

@@ -16,11 +16,11 @@ a check in float64 that those that should have the same losses have them.
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.library import options as declared
-from benchmarks.library.charts import OTHERS, PEERS, PLAIN, THIRD, Bars, bars
-from benchmarks.library.options import Option, Options
-from benchmarks.library.report import NAME, RANKS, Column, publish, table
-from benchmarks.library.turns import Contestant, answer_turns, take_turns
+from benchmarks.common import options as declared
+from benchmarks.common.charts import OTHERS, PEERS, PLAIN, THIRD, Bars, bars
+from benchmarks.common.options import Option, Options
+from benchmarks.common.report import NAME, RANKS, Column, publish, table
+from benchmarks.common.turns import Contestant, answer_turns, take_turns
 from mpi4dl._wording import counted
 from mpi4dl.sweeps.results import spread
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from benchmarks.library.ranks import Step
+    from benchmarks.common.ranks import Step
     from mpi4dl.comm import Communicator
 
 PYTORCH, OURS, OURS_PER_RANK = "plain PyTorch", "ours", "ours, norm per rank"
@@ -64,7 +64,7 @@ class Contests:
     """All contestants on the ranks of a job: `steps` has a step of its own copy of the model for each. Collective."""
 
     def __init__(self, options: Options, comm: "Communicator", dtype: "torch.dtype") -> None:
-        from benchmarks.library.ranks import random_batch
+        from benchmarks.common.ranks import random_batch
 
         self.options, self.comm, self.dtype = options, comm, dtype
         self.device = comm.node.device(options.device)
@@ -85,7 +85,7 @@ class Contests:
 
     def check(self) -> None:
         """Raises `Refusal` on all ranks if contestants that should have the same losses have not. Collective."""
-        from benchmarks.library.ranks import first_losses, must_agree
+        from benchmarks.common.ranks import first_losses, must_agree
 
         whole_batch = []
         if self.comm.rank == 0:
@@ -111,7 +111,7 @@ class Contests:
         return torch.optim.SGD(model.parameters(), lr=0.01)
 
     def loop(self, model: "nn.Module", batch: "tuple[Tensor, Tensor]", **how: Any) -> "Step":
-        from benchmarks.library.ranks import loop
+        from benchmarks.common.ranks import loop
 
         return loop(model, self.optimizer(model), batch, **how)
 
@@ -165,7 +165,7 @@ def work(options: Options) -> None:
     """All contests on these ranks; an answer has the seconds of a step by contestant."""
     import torch
 
-    from benchmarks.library.ranks import begin, burst_seconds, gloo
+    from benchmarks.common.ranks import begin, burst_seconds, gloo
     from mpi4dl._torchvision import import_torchvision
 
     import_torchvision()

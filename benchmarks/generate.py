@@ -24,12 +24,12 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from benchmarks.library import options as declared
-from benchmarks.library.arrivals import ALONE, CONTINUOUS, WAYS, Clock, Door, Request, drawn, waits
-from benchmarks.library.charts import OTHERS, Bars, Lines, bars, lines
-from benchmarks.library.options import Option, Options
-from benchmarks.library.report import NAME, Column, mebibytes, publish, table
-from benchmarks.library.turns import Contestant, answer_turns, take_turns
+from benchmarks.common import options as declared
+from benchmarks.common.arrivals import ALONE, CONTINUOUS, WAYS, Clock, Door, Request, drawn, waits
+from benchmarks.common.charts import OTHERS, Bars, Lines, bars, lines
+from benchmarks.common.options import Option, Options
+from benchmarks.common.report import NAME, Column, mebibytes, publish, table
+from benchmarks.common.turns import Contestant, answer_turns, take_turns
 from mpi4dl._wording import counted
 from mpi4dl.sweeps.flags import listed, one_of, positive
 from mpi4dl.sweeps.results import spread
@@ -103,7 +103,7 @@ class Shop:
     def __init__(self, options: Options, precision: "Precision") -> None:
         import torch
 
-        from benchmarks.library.ranks import begin
+        from benchmarks.common.ranks import begin
         from mpi4dl.models.gpt import GPT
         from mpi4dl.parallel.pipeline.local_stages import LocalStages
         from mpi4dl.parallel.plan import Plan

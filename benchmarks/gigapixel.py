@@ -19,11 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.library import options as declared
-from benchmarks.library.charts import Lines, lines
-from benchmarks.library.options import Option, Options
-from benchmarks.library.report import NAME, RANKS, Column, mebibytes, publish, table
-from benchmarks.library.turns import answer_turns, measure_once
+from benchmarks.common import options as declared
+from benchmarks.common.charts import Lines, lines
+from benchmarks.common.options import Option, Options
+from benchmarks.common.report import NAME, RANKS, Column, mebibytes, publish, table
+from benchmarks.common.turns import answer_turns, measure_once
 from mpi4dl._wording import counted
 from mpi4dl.sweeps.flags import listed, one_of, positive
 from mpi4dl.sweeps.results import MIB
@@ -82,7 +82,7 @@ def work(options: Options) -> None:
     """One contestant at one size."""
     import torch
 
-    from benchmarks.library.ranks import begin
+    from benchmarks.common.ranks import begin
     from mpi4dl._torchvision import import_torchvision
     from mpi4dl.sweeps.meter import Meter
 
@@ -111,7 +111,7 @@ def step_of(options: Options, kind: Kind, size: int, comm: Any) -> Callable[[], 
     import torch
     from torch.nn import functional as F
 
-    from benchmarks.library.models import Waves
+    from benchmarks.common.models import Waves
     from mpi4dl import models
     from mpi4dl.engine import Engine
     from mpi4dl.models.patches import GatedAttention, PatchModel, headless

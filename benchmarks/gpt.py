@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.library.charts import Lines, lines
-from benchmarks.library.options import Option, Options
-from benchmarks.library.report import Column, publish, table
+from benchmarks.common.charts import Lines, lines
+from benchmarks.common.options import Option, Options
+from benchmarks.common.report import Column, publish, table
 
 if TYPE_CHECKING:
     from mpi4dl.geometry import Box

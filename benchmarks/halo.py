@@ -18,11 +18,11 @@ from collections.abc import Callable
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.library import options as declared
-from benchmarks.library.charts import Lines, lines
-from benchmarks.library.options import Options
-from benchmarks.library.report import Column, publish, table
-from benchmarks.library.turns import Contestant, answer_turns, take_turns
+from benchmarks.common import options as declared
+from benchmarks.common.charts import Lines, lines
+from benchmarks.common.options import Options
+from benchmarks.common.report import Column, publish, table
+from benchmarks.common.turns import Contestant, answer_turns, take_turns
 from mpi4dl.sweeps.results import spread
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def work(options: Options) -> None:
     """All contests on one grid; an answer has per size and measure the microseconds of ours and of the other."""
     import torch
 
-    from benchmarks.library.ranks import begin, burst_seconds
+    from benchmarks.common.ranks import begin, burst_seconds
     from mpi4dl.parallel import spatial
 
     comm = begin(threads=None)

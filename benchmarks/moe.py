@@ -17,11 +17,11 @@ Bytes are counted as they are sent, over all ranks, and compared with a formula 
 import time
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.library import options as declared
-from benchmarks.library.charts import Lines, lines
-from benchmarks.library.options import Options
-from benchmarks.library.report import NAME, RANKS, Column, publish, table
-from benchmarks.library.turns import Contestant, answer_turns, take_turns
+from benchmarks.common import options as declared
+from benchmarks.common.charts import Lines, lines
+from benchmarks.common.options import Options
+from benchmarks.common.report import NAME, RANKS, Column, publish, table
+from benchmarks.common.turns import Contestant, answer_turns, take_turns
 
 if TYPE_CHECKING:
     import torch
@@ -171,7 +171,7 @@ def work(options: Options) -> None:
     """An answer has seconds and CPU seconds of a pass, its bytes and those of the formula, and the sum of outputs."""
     import torch
 
-    from benchmarks.library.ranks import begin
+    from benchmarks.common.ranks import begin
 
     comm = begin()
     layer, traffic = Layer(options, comm, options.worker), Traffic()

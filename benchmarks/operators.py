@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.library import options as declared
-from benchmarks.library.charts import OTHERS, Bars, bars
-from benchmarks.library.options import Option, Options
-from benchmarks.library.report import Column, publish, table
-from benchmarks.library.turns import Contestant, answer_turns, take_turns
+from benchmarks.common import options as declared
+from benchmarks.common.charts import OTHERS, Bars, bars
+from benchmarks.common.options import Option, Options
+from benchmarks.common.report import Column, publish, table
+from benchmarks.common.turns import Contestant, answer_turns, take_turns
 from mpi4dl.sweeps.flags import grid, listed, whole
 from mpi4dl.sweeps.results import spread
 
@@ -112,7 +112,7 @@ def work(options: Options) -> None:
     """All operators on the grid; an answer has by operator, contestant and pass the CPU milliseconds."""
     import torch
 
-    from benchmarks.library.ranks import begin
+    from benchmarks.common.ranks import begin
     from mpi4dl.parallel import spatial
 
     comm = begin()

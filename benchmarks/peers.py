@@ -24,20 +24,20 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.library import options as declared
-from benchmarks.library.allocators import ALLOCATORS, use_allocator, with_each
-from benchmarks.library.charts import OTHERS, PEERS, THIRD, Bars, bars
-from benchmarks.library.charts import PLAIN as GREY
-from benchmarks.library.options import Option, Options
-from benchmarks.library.report import NAME, Column, mebibytes, save, table
-from benchmarks.library.turns import Contestant, answer_turns, measure_once, take_turns
+from benchmarks.common import options as declared
+from benchmarks.common.allocators import ALLOCATORS, use_allocator, with_each
+from benchmarks.common.charts import OTHERS, PEERS, THIRD, Bars, bars
+from benchmarks.common.charts import PLAIN as GREY
+from benchmarks.common.options import Option, Options
+from benchmarks.common.report import NAME, Column, mebibytes, save, table
+from benchmarks.common.turns import Contestant, answer_turns, measure_once, take_turns
 from mpi4dl.sweeps.flags import listed, one_of
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from benchmarks.library.ranks import Step
+    from benchmarks.common.ranks import Step
     from mpi4dl.comm import Communicator
     from mpi4dl.parallel.plan import Plan
 
@@ -155,7 +155,7 @@ class Task:
         """The model, with the weights that all contestants begin with."""
         import torch
 
-        from benchmarks.library.models import encoder
+        from benchmarks.common.models import encoder
         from mpi4dl import models
 
         torch.manual_seed(0)
@@ -171,7 +171,7 @@ class Task:
         return (self.batch_size // self.num_microbatches, 3, self.size_px, self.size_px)
 
     def batch(self) -> "tuple[Tensor, Tensor]":
-        from benchmarks.library.ranks import random_batch
+        from benchmarks.common.ranks import random_batch
 
         return random_batch(self.batch_size, self.image[2:], NUM_CLASSES)
 
@@ -202,7 +202,7 @@ def sgd(parameters: Any) -> "torch.optim.SGD":
 
 
 def loop_of(model: "nn.Module", batch: "tuple[Tensor, Tensor]", num_microbatches: int, **how: Any) -> "Step":
-    from benchmarks.library.ranks import loop
+    from benchmarks.common.ranks import loop
 
     return loop(model, sgd(model.parameters()), batch, num_microbatches, **how)
 
@@ -218,7 +218,7 @@ def pipeline(task: Task, method: str, counts: Sequence[int]) -> "Step":
     from torch.distributed import pipelining
     from torch.nn import functional as F
 
-    from benchmarks.library.models import Chain
+    from benchmarks.common.models import Chain
 
     schedules: dict[str, Any] = {
         "gpipe": pipelining.ScheduleGPipe,
@@ -310,7 +310,7 @@ def engine(task: Task, method: str, counts: Sequence[int], comm: "Communicator")
 @contextmanager
 def joined(task: Task, contest: Contest, counts: Sequence[int], comm: "Communicator | None") -> "Iterator[Step]":
     """A contestant's step on this rank, in the context in which it trains: its sum over the ranks is the loss."""
-    from benchmarks.library.ranks import gloo, over_mpi
+    from benchmarks.common.ranks import gloo, over_mpi
 
     if comm is None:
         yield plain(task)
@@ -415,7 +415,7 @@ def summarise(
     options: Options, model: str, ranks: int, losses: dict[str, list[float]], contestants: list[Contestant]
 ) -> list[dict[str, Any]]:
     """Medians over the rounds, and ratios to plain PyTorch and to the same over gloo in the same round."""
-    from benchmarks.library.ranks import difference
+    from benchmarks.common.ranks import difference
 
     of = {str(contest): contest for contest in contests(options)}
     rows = []

@@ -14,12 +14,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.library import options as declared
-from benchmarks.library.allocators import ALLOCATORS, use_allocator, with_each
-from benchmarks.library.charts import OTHERS, PLAIN, Bars, bars
-from benchmarks.library.options import Option, Options
-from benchmarks.library.report import NAME, RANKS, Column, mebibytes, publish, table
-from benchmarks.library.turns import answer_turns, beside_plain, take_turns
+from benchmarks.common import options as declared
+from benchmarks.common.allocators import ALLOCATORS, use_allocator, with_each
+from benchmarks.common.charts import OTHERS, PLAIN, Bars, bars
+from benchmarks.common.options import Option, Options
+from benchmarks.common.report import NAME, RANKS, Column, mebibytes, publish, table
+from benchmarks.common.turns import answer_turns, beside_plain, take_turns
 from mpi4dl._wording import counted
 from mpi4dl.sweeps.flags import grid
 
@@ -84,7 +84,7 @@ def work(options: Options) -> None:
     """One contestant: training steps of plain PyTorch, or of the engine on a grid."""
     import torch
 
-    from benchmarks.library.ranks import image_turn
+    from benchmarks.common.ranks import image_turn
     from mpi4dl._torchvision import import_torchvision
     from mpi4dl.comm import world
     from mpi4dl.sweeps.meter import Meter
@@ -104,7 +104,7 @@ def work(options: Options) -> None:
 def plain_step(options: Options, device: Any) -> Callable[[], Any]:
     import torch
 
-    from benchmarks.library.ranks import loop
+    from benchmarks.common.ranks import loop
 
     model = model_of(options).to(device)
     image = torch.randn(options.batch_size, 3, *size_of(options), device=device)

@@ -24,12 +24,12 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.library import options as declared
-from benchmarks.library.allocators import ALLOCATORS, use_allocator, with_each
-from benchmarks.library.charts import OTHERS, PLAIN, Bars, bars
-from benchmarks.library.options import Option, Options
-from benchmarks.library.report import NAME, RANKS, Column, mebibytes, save, table
-from benchmarks.library.turns import Contestant, answer_turns, beside_plain, take_turns
+from benchmarks.common import options as declared
+from benchmarks.common.allocators import ALLOCATORS, use_allocator, with_each
+from benchmarks.common.charts import OTHERS, PLAIN, Bars, bars
+from benchmarks.common.options import Option, Options
+from benchmarks.common.report import NAME, RANKS, Column, mebibytes, save, table
+from benchmarks.common.turns import Contestant, answer_turns, beside_plain, take_turns
 from mpi4dl._wording import counted
 from mpi4dl.sweeps.flags import grid, listed, one_of
 from mpi4dl.sweeps.machine import share_cores
@@ -191,7 +191,7 @@ def sleep_seconds(plan: "Plan | None") -> float:
 
 def builder(options: Options, model: str, plan: "Plan | None") -> "Callable[[], nn.Module]":
     if model == SLEEP:
-        from benchmarks.library.models import sleeping_model
+        from benchmarks.common.models import sleeping_model
 
         return partial(sleeping_model, plan.num_stages if plan else options.stages, sleep_seconds(plan), NUM_CLASSES)
     from mpi4dl import models
@@ -203,7 +203,7 @@ def work(options: Options) -> None:
     """One contestant: steps of plain PyTorch, or of the engine by a plan."""
     import torch
 
-    from benchmarks.library.ranks import image_turn
+    from benchmarks.common.ranks import image_turn
     from mpi4dl._memory import ActivationMeter
     from mpi4dl.comm import world
     from mpi4dl.sweeps.meter import Meter
@@ -236,8 +236,8 @@ def work(options: Options) -> None:
 def plain_trainer(options: Options, case: Case, device: "torch.device") -> Trainer:
     import torch
 
-    from benchmarks.library.models import slow_weights
-    from benchmarks.library.ranks import loop
+    from benchmarks.common.models import slow_weights
+    from benchmarks.common.ranks import loop
 
     model = builder(options, case.model, None)().to(device)
     if case.model == SLEEP:
@@ -252,7 +252,7 @@ def engine_trainer(options: Options, case: Case, device: "torch.device", plan: "
     import torch
     from torch.nn import functional as F
 
-    from benchmarks.library.models import slow_weights
+    from benchmarks.common.models import slow_weights
     from mpi4dl.engine import Engine
     from mpi4dl.parallel.pipeline.local_stages import split
 

@@ -20,11 +20,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.library import options as declared
-from benchmarks.library.charts import Bars, bars
-from benchmarks.library.options import Option, Options
-from benchmarks.library.report import NAME, RANKS, Column, mebibytes, publish, table
-from benchmarks.library.turns import Contestant, answer_turns, take_turns
+from benchmarks.common import options as declared
+from benchmarks.common.charts import Bars, bars
+from benchmarks.common.options import Option, Options
+from benchmarks.common.report import NAME, RANKS, Column, mebibytes, publish, table
+from benchmarks.common.turns import Contestant, answer_turns, take_turns
 from mpi4dl.sweeps.flags import listed, one_of
 from mpi4dl.sweeps.results import MIB
 
@@ -207,7 +207,7 @@ def parallelized(options: Options, comm: "Communicator", way: str) -> "nn.Module
 def torch_step(options: Options, comm: "Communicator", way: str) -> Callable[[], float]:
     from torch.nn import functional as F
 
-    from benchmarks.library.ranks import loop
+    from benchmarks.common.ranks import loop
 
     model = parallelized(options, comm, way)
     return loop(
@@ -222,7 +222,7 @@ def work(options: Options) -> None:
     """An answer has the seconds of a step, the peak of memory, first losses, and the bytes added up over features."""
     import torch
 
-    from benchmarks.library.ranks import begin, gloo, over_mpi
+    from benchmarks.common.ranks import begin, gloo, over_mpi
     from mpi4dl._memory import MemoryMeter, load_libraries
 
     comm, way = begin(), options.worker

@@ -21,8 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.library.options import Option, Options
-from benchmarks.library.turns import answer_turns
+from benchmarks.common.options import Option, Options
+from benchmarks.common.turns import answer_turns
 from mpi4dl.sweeps.machine import environment
 
 if TYPE_CHECKING:

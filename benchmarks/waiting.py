@@ -17,11 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.library import options as declared
-from benchmarks.library.charts import OTHERS, Bars, bars
-from benchmarks.library.options import Option, Options
-from benchmarks.library.report import Column, publish, table
-from benchmarks.library.turns import Contestant, answer_turns, take_turns
+from benchmarks.common import options as declared
+from benchmarks.common.charts import OTHERS, Bars, bars
+from benchmarks.common.options import Option, Options
+from benchmarks.common.report import Column, publish, table
+from benchmarks.common.turns import Contestant, answer_turns, take_turns
 from mpi4dl.sweeps.flags import positive
 from mpi4dl.sweeps.results import spread
 
@@ -51,7 +51,7 @@ def latency(options: Options, comm: "Communicator") -> dict[str, Any]:
     import torch
     from mpi4py import MPI
 
-    from benchmarks.library.ranks import burst_seconds
+    from benchmarks.common.ranks import burst_seconds
     from mpi4dl.comm import node
 
     other, found = 1 - comm.rank, {}
@@ -132,7 +132,7 @@ def trainer(options: Options, comm: "Communicator") -> Any:
 
 
 def work(options: Options) -> None:
-    from benchmarks.library.ranks import begin
+    from benchmarks.common.ranks import begin
 
     comm = begin(keep=None)
     if options.worker == "train":

@@ -21,12 +21,12 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.library import options as declared
-from benchmarks.library.charts import OTHERS, PEERS, Bars, bars
-from benchmarks.library.charts import PLAIN as GREY
-from benchmarks.library.options import Option, Options
-from benchmarks.library.report import NAME, Column, mebibytes, publish, table
-from benchmarks.library.turns import answer_turns, measure_once, take_turns
+from benchmarks.common import options as declared
+from benchmarks.common.charts import OTHERS, PEERS, Bars, bars
+from benchmarks.common.charts import PLAIN as GREY
+from benchmarks.common.options import Option, Options
+from benchmarks.common.report import NAME, Column, mebibytes, publish, table
+from benchmarks.common.turns import answer_turns, measure_once, take_turns
 from benchmarks.peers import TRANSFORMER, Task
 from mpi4dl._wording import counted
 from mpi4dl.sweeps.flags import listed, one_of
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from benchmarks.library.ranks import Step
+    from benchmarks.common.ranks import Step
     from mpi4dl.comm import Communicator
 
 PLAIN = "plain PyTorch"
@@ -109,7 +109,7 @@ def adam(parameters: Any) -> "torch.optim.Adam":
 
 
 def trained(model: "nn.Module", optimizer: "torch.optim.Optimizer", batch: "tuple[Tensor, Tensor]") -> Trained:
-    from benchmarks.library.ranks import loop
+    from benchmarks.common.ranks import loop
 
     return Trained(loop(model, optimizer, batch), optimizer, list(model.parameters()))
 
@@ -242,7 +242,7 @@ def count_bytes(trained: "Trained", live: "LiveTensors") -> tuple[int, int]:
 
 def work(options: Options) -> None:
     """Times of some variants on the ranks of this job, or the memory of one."""
-    from benchmarks.library.ranks import begin, gloo
+    from benchmarks.common.ranks import begin, gloo
 
     names, num_images, times = options.worker
     comm = begin(options.threads, keep=True if times else None)
@@ -261,7 +261,7 @@ def time_steps(options: Options, task: Task, comm: "Communicator", names: list[s
     """
     import torch
 
-    from benchmarks.library.ranks import burst_seconds, first_losses, must_agree
+    from benchmarks.common.ranks import burst_seconds, first_losses, must_agree
 
     expected = []
     if comm.rank == 0:

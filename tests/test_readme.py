@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.library import options as benchmarks
+from benchmarks.common import options as benchmarks
 from docs.check_prose import average, pages, problems, problems_of_code, sentences
 from docs.reference import OPTIONS, options_page
 from mpi4dl._commands import command_names
@@ -164,7 +164,7 @@ def known_flags() -> set[str]:
     for name in benchmarks.names():
         flags |= {option.flag for option in benchmarks.load(name).OPTIONS}
     sources = [ROOT / "benchmarks" / "__main__.py", *(ROOT / "examples").glob("*.py"), *(ROOT / "docs").glob("*.py")]
-    sources.append(ROOT / "benchmarks" / "library" / "options.py")
+    sources.append(ROOT / "benchmarks" / "common" / "options.py")
     sources += [ROOT / "mpi4dl" / f"{name}.py" for name in ("doctor", "export", "report", "sweeps/space")]
     for source in sources:
         flags |= set(re.findall(r'"(--[a-z][\w-]*)"', source.read_text()))

@@ -414,34 +414,34 @@ class Runner:
                 raise ValueError(f"precision is {precision!r}, but must be one of {', '.join(AUTOCAST)}")
         self._dtype = AUTOCAST[precision]
         comm.agree(None, plan=plan)  # by which ranks form groups
-        self.stages = held = model if isinstance(model, LocalStages) else LocalStages.whole(model, plan, comm)
-        self.device = held.device
+        self.stages = stages = model if isinstance(model, LocalStages) else LocalStages.whole(model, plan, comm)
+        self.device = stages.device
         with comm.together((ValueError,)):
             described = [
-                (name, shape, str(dtype), name in held.trained) for name, (shape, dtype) in held.shapes.items()
+                (name, shape, str(dtype), name in stages.trained) for name, (shape, dtype) in stages.shapes.items()
             ]
             digest = hashlib.sha256(repr(described).encode()).hexdigest()[:16]
-        comm.agree(None, model=digest, balance=held.counts, precision=precision, halo=halo)
+        comm.agree(None, model=digest, balance=stages.counts, precision=precision, halo=halo)
 
     def _share_values(self, halo: str) -> None:
         """Give all ranks the values of the first holders, and make what runs the stages. Collective."""
-        comm, held = self.comm, self.stages
-        for together in held.together:
+        comm, stages = self.comm, self.stages
+        for together in stages.together:
             for _, p in together.parameters:
                 together.comm.broadcast(p.data)
-        for stage, module in held.modules_of.items():
+        for stage, module in stages.modules_of.items():
             for buffer in module.buffers():
-                held.groups[stage].broadcast(buffer.data)
+                stages.groups[stage].broadcast(buffer.data)
         if halo != "layer":
             from mpi4dl.parallel.spatial.wide import fetch_halos
 
-            fetch_halos(held.modules_of.values(), halo)
+            fetch_halos(stages.modules_of.values(), halo)
         self._streamed: Callable[..., Any] | None = None
-        if held.stream is not None:
+        if stages.stream is not None:
             from mpi4dl.parallel.streaming.leading_part import StreamedImages
 
             self._streamed = StreamedImages
-        self.executor = Executor(held, comm, self.autocast, comm.broadcast_object(torch.initial_seed()))
+        self.executor = Executor(stages, comm, self.autocast, comm.broadcast_object(torch.initial_seed()))
         self.executor.draw_alike()
         self._evaluation_table = cache(self.plan.evaluation_table)
 

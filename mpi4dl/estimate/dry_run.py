@@ -38,16 +38,16 @@ from mpi4dl.parallel.tensor.cutting import with_cuts
 from mpi4dl.tasks.task import TASKS, Classify, Task
 
 
-def passes_of(config: Config, held: LocalStages, num_classes: int, channels: int) -> Passes | None:
+def passes_of(config: Config, stages: LocalStages, num_classes: int, channels: int) -> Passes | None:
     """How often a step repeats its visits for exact norms; None where nothing is visited, or norms need no rounds."""
     if config.parallel.stream_norm != "exact" or not config.visits:
         return None
     if config.model.patches is not None:
-        return passes_of_patches(config, held.plan, num_classes, channels)
-    if not isinstance(held.stream, StreamOptions):
+        return passes_of_patches(config, stages.plan, num_classes, channels)
+    if not isinstance(stages.stream, StreamOptions):
         return None
-    estimator = estimator_of(config, held.plan, num_classes, channels, held.device)
-    return passes_of_needs(estimator.streaming(held.plan, held.counts, held.stream), held.plan)
+    estimator = estimator_of(config, stages.plan, num_classes, channels, stages.device)
+    return passes_of_needs(estimator.streaming(stages.plan, stages.counts, stages.stream), stages.plan)
 
 
 FORMS: Mapping[str, type[Task]] = {**TASKS, "auto": Classify}

@@ -138,8 +138,8 @@ def _state(
 def share(plan: Plan, rank: int, stages: Sequence[StageState], activations: int) -> Share:
     """The memory of a rank of one replica, with at most this many bytes of activations."""
     parameters = gradients = passing = optimizer = gathered = summed = 0
-    held = sorted({stage for _, stage in plan.held_by(rank)})
-    for stage, state in [(number, state) for number in held for state in stages[number]]:
+    numbers = sorted({stage for _, stage in plan.held_by(rank)})
+    for stage, state in [(number, state) for number in numbers for state in stages[number]]:
         num_ranks = state.num_holders(plan, stage)
         zero, copies = plan.zero_at(stage) if num_ranks > 1 else (0, 1)
         parameters += state.fixed + (state.parameters * copies // num_ranks if zero == 3 else state.parameters)

@@ -115,10 +115,10 @@ class PlanSummary:
         plan, degree, memory = self.plan, self.plan.tensor, self.rank_memory
         if degree == 1:
             return []
-        held = [sorted({stage for _, stage in plan.held_by(rank)}) for rank in range(plan.ranks_per_replica)]
-        summed = [plan.num_microbatches * sum(memory.stages[stage].summed for stage in stages) for stages in held]
-        most = max(range(len(held)), key=lambda rank: summed[rank])
-        states = [state for stage in held[most] for state in (memory.states[stage] if memory.states else ())]
+        stages_of = [sorted({stage for _, stage in plan.held_by(rank)}) for rank in range(plan.ranks_per_replica)]
+        summed = [plan.num_microbatches * sum(memory.stages[stage].summed for stage in stages) for stages in stages_of]
+        most = max(range(len(stages_of)), key=lambda rank: summed[rank])
+        states = [state for stage in stages_of[most] for state in (memory.states[stage] if memory.states else ())]
         cut, whole = (mebibytes(sum(s.parameters for s in states if bool(s.axes) == part)) for part in (True, False))
         had = f"have {cut} of parameters that are cut and {whole} of others, and " if states else ""
         sent = mebibytes(summed[most] * 2 * (degree - 1) // degree)

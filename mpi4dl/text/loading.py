@@ -232,10 +232,10 @@ def hold_text_model(
         Refusal: on all ranks: the plan does not fit to the number of ranks or to the model, or the weights are not its.
     """
     assembly = assemble(ranks.placed(trained.config, threads), comm, ("model",))
-    held, remarks = hold_trained(assembly, trained.found, trained.tokenizer.vocabulary, 0)
+    stages, remarks = hold_trained(assembly, trained.found, trained.tokenizer.vocabulary, 0)
     with comm.together((ValueError,)):
-        lower_weights(held, ranks.precision)
-    return held, [*trained.found.remarks, *remarks]
+        lower_weights(stages, ranks.precision)
+    return stages, [*trained.found.remarks, *remarks]
 
 
 def open_batcher(
@@ -245,9 +245,9 @@ def open_batcher(
 
     Collective. Raises Refusal, on all ranks, as what it calls.
     """
-    held, remarks = hold_text_model(comm, trained, ranks, threads)
+    stages, remarks = hold_text_model(comm, trained, ranks, threads)
     batcher = Batcher(
-        held,
+        stages,
         comm,
         trained.tokenizer,
         trained.context,

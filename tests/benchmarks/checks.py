@@ -5,8 +5,8 @@ from typing import Any
 
 import PIL.Image
 
-from benchmarks.library.options import Options, parse
-from benchmarks.library.turns import Contestant
+from benchmarks.common.options import Options, parse
+from benchmarks.common.turns import Contestant
 
 
 def options_of(name: str, flags: str = "") -> Options:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.library import options as declared
+from benchmarks.common import options as declared
 from tests.benchmarks.checks import assert_picture
 from tests.commands import train_command
 from tests.pool.zygote import ROOT, python

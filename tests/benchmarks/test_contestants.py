@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks import allreduce, halo, peers, zero
+from benchmarks.common.models import sleeping_model, slow_weights
+from benchmarks.common.ranks import burst_seconds, difference, first_losses, gloo, must_agree
 from benchmarks.data_parallel import Contests
-from benchmarks.library.models import sleeping_model, slow_weights
-from benchmarks.library.ranks import burst_seconds, difference, first_losses, gloo, must_agree
 from benchmarks.peers import ENGINE, GLOO, METHODS, SIDES, Contest, joined, num_stages, plain, reference_of
 from benchmarks.tensor_parallel import Ours, build, formula_bytes
 from benchmarks.zero import NAMES, PLAIN, VARIANTS, LiveTensors, count_bytes
@@ -206,7 +206,7 @@ def test_gloo_has_the_same_ranks_and_ends(ranks: Ranks) -> None:
 
 
 REFUSED = """
-from benchmarks.library.ranks import gloo
+from benchmarks.common.ranks import gloo
 from mpi4dl.comm import world
 
 with gloo(world()):

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common.arrivals import ALONE, CONTINUOUS, STATIC, WAYS, Clock, Door, Request, drawn, waits
+from benchmarks.common.report import table
 from benchmarks.generate import COLUMNS, OF_PRECISIONS, contestants, draw, draw_precisions, percentile, summarise
-from benchmarks.library.arrivals import ALONE, CONTINUOUS, STATIC, WAYS, Clock, Door, Request, drawn, waits
-from benchmarks.library.report import table
 from mpi4dl.text.requests import Event, Sampling
 from tests.benchmarks.checks import assert_picture, options_of
 

@@ -21,9 +21,9 @@ from benchmarks import (
     waiting,
     zero,
 )
+from benchmarks.common.report import table
+from benchmarks.common.turns import Contestant
 from benchmarks.curves import draw, read
-from benchmarks.library.report import table
-from benchmarks.library.turns import Contestant
 from benchmarks.stages import Case, measured, measured_costs, plans, title_of
 from mpi4dl.models.gpt import GPT
 from mpi4dl.options.config import parse as parse_config

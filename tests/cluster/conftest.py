@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.library.nodes import Cluster, NoNodes, two_nodes
+from benchmarks.common.nodes import Cluster, NoNodes, two_nodes
 
 
 @pytest.fixture(scope="module")

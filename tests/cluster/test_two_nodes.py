@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.library.nodes import ROOT, Cluster
+from benchmarks.common.nodes import ROOT, Cluster
 from tests.commands import TINY, TRAIN, train_command
 from tests.interrupted import WEIGHTS, assert_the_same_run
 

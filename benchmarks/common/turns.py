@@ -30,7 +30,7 @@ class Contestant:
     """A job of `ranks` processes that answers each line on its standard input with a line of JSON.
 
     `launch` starts it, where that is not mpirun. `environment` is added to this process's. `allocator` is its name
-    where contestants run with several (`benchmarks.library.allocators`).
+    where contestants run with several (`benchmarks.common.allocators`).
     """
 
     name: str

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import benchmarks
-from benchmarks.library.turns import Contestant
+from benchmarks.common.turns import Contestant
 from mpi4dl.sweeps.flags import grid, listed, whole
 from mpi4dl.sweeps.machine import Conditions
 

@@ -1,4 +1,4 @@
-"""The library of benchmarks: turns, allocators, tables, conditions, the comparison of results, and wrong options."""
+"""Common parts of benchmarks: turns, allocators, tables, conditions, the comparison of results, and wrong options."""
 
 import json
 import os
@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.library import allocators, turns
-from benchmarks.library import options as declared
-from benchmarks.library.allocators import environments, with_each
-from benchmarks.library.compare import compare, read
-from benchmarks.library.options import Options
-from benchmarks.library.report import Column, publish, table
-from benchmarks.library.turns import Contestant, beside_plain, take_turns
+from benchmarks.common import allocators, turns
+from benchmarks.common import options as declared
+from benchmarks.common.allocators import environments, with_each
+from benchmarks.common.compare import compare, read
+from benchmarks.common.options import Options
+from benchmarks.common.report import Column, publish, table
+from benchmarks.common.turns import Contestant, beside_plain, take_turns
 from mpi4dl.sweeps import machine
 from mpi4dl.sweeps.chart import pyplot
 from mpi4dl.sweeps.machine import Conditions, share_cores
@@ -26,7 +26,7 @@ from tests.pool.zygote import ROOT, python
 
 ALONE = """
 import os, sys
-from benchmarks.library.turns import answer_turns
+from benchmarks.common.turns import answer_turns
 
 name, score, log = sys.argv[1:]
 turns = []
@@ -42,7 +42,7 @@ answer_turns(work)
 TOGETHER = """
 import sys, time
 import torch
-from benchmarks.library.turns import answer_turns
+from benchmarks.common.turns import answer_turns
 from mpi4dl.comm import world
 
 comm = world()
@@ -60,7 +60,7 @@ answer_turns(work, comm)
 """
 SLEEPER = """
 import time
-from benchmarks.library.turns import answer_turns
+from benchmarks.common.turns import answer_turns
 
 answer_turns(lambda: time.sleep(1.0) or {})
 """
@@ -306,7 +306,7 @@ def test_the_command_lists_runs_and_compares(tmp_path: Path) -> None:
 
 def test_no_benchmark_imports_torch_or_mpi_before_it_works() -> None:
     program = (
-        "import sys\nfrom benchmarks.library import options\nfor name in options.names():\n    options.load(name)\n"
+        "import sys\nfrom benchmarks.common import options\nfor name in options.names():\n    options.load(name)\n"
     )
     program += "print(sorted({'mpi4py', 'torch', 'matplotlib'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, cwd=ROOT)

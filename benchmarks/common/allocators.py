@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from benchmarks.library.options import Option
-from benchmarks.library.turns import Contestant
+from benchmarks.common.options import Option
+from benchmarks.common.turns import Contestant
 
 SETTINGS = ("default", "keep", "return")
 LIBRARIES: Mapping[str, tuple[str, ...]] = MappingProxyType(

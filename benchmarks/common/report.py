@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.library.options import Options
+from benchmarks.common.options import Options
 from mpi4dl._wording import aligned
 from mpi4dl.sweeps.chart import save_figure
 from mpi4dl.sweeps.results import MIB, save_json
