@@ -118,7 +118,7 @@ def step_of(options: Options, kind: Kind, size: int, comm: Any) -> Callable[[], 
     from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
     from mpi4dl.parallel.plan import Plan
     from mpi4dl.parallel.streaming.leading_part import StreamOptions
-    from mpi4dl.parallel.streaming.patches import BagOptions, visit_patches
+    from mpi4dl.parallel.streaming.patches import PatchOptions, stream_patches
 
     plan, images = Plan(((1, kind.ranks),)), Waves(torch.Size((1, 3, size, size)))
 
@@ -136,9 +136,9 @@ def step_of(options: Options, kind: Kind, size: int, comm: Any) -> Callable[[], 
         assert kind.norms is not None
         encoder = build()
         model = PatchModel(encoder, GatedAttention(headless(encoder, 10), 10), PATCH)
-        bags = BagOptions(max(1, options.tile**2 // PATCH**2), kind.norms, kind.segments)
-        visit_patches(model, bags)
-        held = LocalStages.whole(model, plan, comm, bags)
+        patches = PatchOptions(max(1, options.tile**2 // PATCH**2), kind.norms, kind.segments)
+        stream_patches(model, patches)
+        held = LocalStages.whole(model, plan, comm, patches)
     elif kind.norms is None:
         held = LocalStages.whole(build(), plan, comm)
     else:

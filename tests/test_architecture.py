@@ -304,7 +304,7 @@ ALIKE = {
     ("mpi4dl.parallel.pipeline.local_stages", "__init__"): "collective over the ranks of the stage alone, by the plan",
     ("mpi4dl.parallel.pipeline.local_stages", "sharing"): "the plan alone decides",
     ("mpi4dl.parallel.spatial.rules.normalization", "_reduced"): "the size of the communicator decides",
-    ("mpi4dl.parallel.streaming.stream", "forward"): "all ranks raise NotAlike together, having told each other",
+    ("mpi4dl.parallel.streaming.stream", "forward"): "all ranks raise TilesDiffer together, having told each other",
     ("mpi4dl.training.run", "all_epochs"): "all ranks raise Stopped together",
     ("mpi4dl.training.input_pipeline", "__iter__"): "what was heard is a sum over all ranks",
 }

@@ -396,8 +396,8 @@ def test_a_command_whose_reader_is_gone_ends_in_silence(name: str) -> None:
     assert process.returncode in (0, 141)  # argparse drops what it cannot print of a long help
 
 
-def test_all_visits_to_patches_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    """An encoder of k norms is visited k + 1 times forward, and as often backward; FLOPs are those of all patches."""
+def test_all_passes_over_patches_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """An encoder of k norms takes k + 1 passes forward, and as often backward; FLOPs are those of all patches."""
     flags = ["--model", "small_resnet", "--image-size", "256", "--patches", "64", "--patches-at-once", "2"]
     told = []
     for batch in ("2", "4"):

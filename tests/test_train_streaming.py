@@ -69,13 +69,13 @@ def test_slides_by_every_plan(ranks: Ranks, slides: Path, expected: list[float],
     assert losses_of(tmp_path / "run") == pytest.approx(expected, rel=1e-3)
 
 
-IN_A_VISIT = """
+IN_A_TILE = """
 import os, signal, sys, time
 from pathlib import Path
 from mpi4dl import engine, train
 from mpi4dl.parallel.streaming.stream import Streaming
 
-step, visit = engine.Engine.step, Streaming._visit
+step, run_tile = engine.Engine.step, Streaming._run_tile
 saved = Path(sys.argv[sys.argv.index("--run-folder") + 1], "checkpoints", "step-00000002")
 under_way = []
 
@@ -86,12 +86,12 @@ def third_waits(self, *arguments):
     return step(self, *arguments)
 
 def fatal(self, tile, *arguments, **options):
-    backward = "compared" not in options
+    backward = "compare" not in options
     if under_way[-1].num_steps == 2 and under_way[-1].comm.rank == 1 and backward and tile % 3 == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return visit(self, tile, *arguments, **options)
+    return run_tile(self, tile, *arguments, **options)
 
-engine.Engine.step, Streaming._visit = third_waits, fatal
+engine.Engine.step, Streaming._run_tile = third_waits, fatal
 train.main()
 """
 PATCHES = "--patches 32 --patches-at-once 7 --min-tissue 0.2 --jitter 0.2".split()
@@ -99,12 +99,12 @@ PATCHES = "--patches 32 --patches-at-once 7 --min-tissue 0.2 --jitter 0.2".split
 
 @pytest.mark.parametrize("how", [STREAMED, pytest.param(PATCHES, marks=pytest.mark.exhaustive)])
 @pytest.mark.exhaustive
-def test_a_run_killed_in_the_backward_pass_of_a_visit_goes_on_to_the_last_bit(
+def test_a_run_killed_in_the_backward_pass_of_a_tile_goes_on_to_the_last_bit(
     ranks: Ranks, slides: Path, tmp_path: Path, how: list[str]
 ) -> None:
     flags = [*COMMON, *how, "--images", str(slides), "--tiles", "1x2", "--save-every", "2", "--resume", "auto"]
     ranks(2).run(train, [*flags, "--run-folder", str(tmp_path / "whole")])
-    assert mpirun(2, "-c", IN_A_VISIT, *flags, "--run-folder", str(tmp_path / "parts")).code != 0
+    assert mpirun(2, "-c", IN_A_TILE, *flags, "--run-folder", str(tmp_path / "parts")).code != 0
     assert len(read_metrics(tmp_path / "parts")) == 2
     ranks(2).run(train, [*flags, "--run-folder", str(tmp_path / "parts")])
     assert_the_same_run(tmp_path / "parts", tmp_path / "whole")
@@ -127,7 +127,7 @@ def test_patches_by_every_plan(ranks: Ranks, slides: Path, tmp_path: Path) -> No
 def test_an_image_that_breaks_in_the_middle_ends_the_run_on_all_ranks(
     ranks: Ranks, slides: Path, tmp_path: Path, how: list[str]
 ) -> None:
-    """Only the tile in its lower right corner is damaged: who reads that is one rank, in one of its visits."""
+    """Only the tile in its lower right corner is damaged: one rank reads it, in one of its tiles."""
     for path in slides.rglob("*.tif"):
         into = tmp_path / "slides" / path.relative_to(slides)
         into.parent.mkdir(exist_ok=True, parents=True)
@@ -149,7 +149,7 @@ def refused(comm: Communicator, flags: list[str]) -> str:
 
 
 @pytest.mark.exhaustive
-def test_visits_are_chosen_for_a_limit_of_memory(
+def test_tiles_are_chosen_for_a_limit_of_memory(
     ranks: Ranks, slides: Path, expected: list[float], tmp_path: Path
 ) -> None:
     limit = "--stream auto --memory-limit 44MB --stream-until stage1_block1 --tiles 1x2"
@@ -195,7 +195,7 @@ def test_what_cannot_be_streamed(ranks: Ranks, tmp_path: Path, flags: str, messa
     assert message in found
 
 
-def test_a_dry_run_of_patches_shows_one_visit(ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_of_patches_shows_one_tile(ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     flags = "--num-samples 8 --patches 32 --min-tissue 0.1 --tiles 1x1 --dry-run --run-folder".split()
     train(world(), [*COMMON, *flags, str(tmp_path / "run")])
     out = capfd.readouterr().out

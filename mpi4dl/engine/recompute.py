@@ -24,7 +24,7 @@ from mpi4dl.parallel.spatial import SpatialTensor
 def recompute_stages(modules: Iterable[nn.Module], stages: bool) -> None:
     """Make these keep only the inputs of their blocks, or as `stages` only their own. Raises Refusal without blocks.
 
-    A stage that is streamed is computed again as it is: of what it does in one go, and in each visit, by blocks.
+    Of a streamed stage, blocks are computed again within each tile, and behind the streamed part.
     """
     for module in modules:
         if stages and not (isinstance(module, Stage) and module.opening is not None):

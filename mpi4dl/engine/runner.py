@@ -29,7 +29,7 @@ from mpi4dl.tasks.formulas import SummedLoss, main_output
 from mpi4dl.tasks.measuring import Measures, Value, joined
 
 if TYPE_CHECKING:
-    from mpi4dl.parallel.streaming.visits import ImageSource
+    from mpi4dl.parallel.streaming.stream_tiles import ImageSource
 
 Tile: TypeAlias = "Tensor | ImageSource"
 Tiles: TypeAlias = "Tensor | Sequence[Tile]"

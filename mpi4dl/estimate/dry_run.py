@@ -22,7 +22,7 @@ from mpi4dl.models.patches import patches_in
 from mpi4dl.options.build import batch_of, engine_options
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import with_values
-from mpi4dl.options.models import bag_options, build_model, tensor_styles
+from mpi4dl.options.models import build_model, patch_options, tensor_styles
 from mpi4dl.options.optimizers import build_optimizer
 from mpi4dl.options.tasks import with_defaults
 from mpi4dl.parallel import spatial
@@ -33,14 +33,14 @@ from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
-from mpi4dl.parallel.streaming.memory_limit import Wanted, words
+from mpi4dl.parallel.streaming.memory_limit import StreamConstraints, describe
 from mpi4dl.parallel.tensor.cutting import with_cuts
 from mpi4dl.tasks.task import TASKS, Classify, Task
 
 
 def passes_of(config: Config, stages: LocalStages, num_classes: int, channels: int) -> Passes | None:
-    """How often a step repeats its visits for exact norms; None where nothing is visited, or norms need no rounds."""
-    if config.parallel.stream_norm != "exact" or not config.visits:
+    """The passes of a step over streamed tiles; None without streaming, or if norms need no statistics passes."""
+    if config.parallel.stream_norm != "exact" or not config.streams_images:
         return None
     if config.model.patches is not None:
         return passes_of_patches(config, stages.plan, num_classes, channels)
@@ -56,10 +56,10 @@ FORMS: Mapping[str, type[Task]] = {**TASKS, "auto": Classify}
 def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **options: Any) -> PlanSummary:
     """The summary of a training by this configuration; `options` are others of `overview`.
 
-    With patches it looks at one visit, as an image of these patches of each rank, and multiplies it by their number.
+    With patches it estimates the patches that each rank runs at once, as one image, and multiplies by their number.
     """
-    shown, bags = one_visit(config, plan), bag_options(config, plan)
-    if bags is not None:
+    shown, patches = one_tile(config, plan), patch_options(config, plan)
+    if patches is not None:
         options["stream"] = None
     found = overview(
         config.model_name,
@@ -71,23 +71,23 @@ def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **op
         **_trained(config, str(options.get("device", "cpu"))),
         **options,
     )
-    if bags is None:
+    if patches is None:
         return found
     passes = passes_of_patches(config, plan, num_classes, channels)
-    of_visit, of_all = (
+    of_tile, of_all = (
         each.samples_per_step * patches_in(each.data.image_size, config.model.patches or 1) for each in (shown, config)
     )
-    remark = f"{bags.remark}; {counted(passes.visits, 'visit')} of each rank in every pass over them"
-    return found.of_patches(batch_of(config, channels), passes, of_visit / of_all, remark)
+    remark = f"{patches.remark}; {counted(passes.tiles, 'tile')} of each rank in every pass over them"
+    return found.of_patches(batch_of(config, channels), passes, of_tile / of_all, remark)
 
 
-def one_visit(config: Config, plan: Plan) -> Config:
-    """The configuration of one visit of each rank to patches, as an image of that many; others stay as they are."""
-    bags, patch = bag_options(config, plan), config.model.patches
-    if bags is None or patch is None:
+def one_tile(config: Config, plan: Plan) -> Config:
+    """The configuration for the patches that each rank runs at once, as one image; unchanged without patches."""
+    options, patch = patch_options(config, plan), config.model.patches
+    if options is None or patch is None:
         return config
     rows, cols = plan.shape(0).space
-    size, samples = (rows * patch, cols * patch * bags.at_once), plan.shape(0).batch * plan.num_microbatches
+    size, samples = (rows * patch, cols * patch * options.at_once), plan.shape(0).batch * plan.num_microbatches
     return replace(
         config,
         data=replace(config.data, image_size=size, batch_size=samples),
@@ -165,9 +165,9 @@ def estimator_of(config: Config, plan: Plan | None, num_classes: int, channels: 
     batch, chosen = batch_of(config, channels), config.parallel
     model = outline(lambda: build_model(config, num_classes, channels)).train()
     cut = plan is None or plan.num_stages > 1 or chosen.stream is not None
-    wanted = Wanted(chosen.stream_until, chosen.stream_norm, chosen.stream_segments)
+    constraints = StreamConstraints(chosen.stream_until, chosen.stream_norm, chosen.stream_segments)
     how = _trained(config, device.type)
-    return Estimator(atoms_of(model, batch, cut), batch, Profiler.of_user(), device, wanted=wanted, **how)
+    return Estimator(atoms_of(model, batch, cut), batch, Profiler.of_user(), device, constraints=constraints, **how)
 
 
 # How the images of a run are streamed, as the flags say, or as the limit of memory does.
@@ -197,9 +197,9 @@ def stream_of(
     forecaster = build_forecaster(config, num_classes, channels, Profiler.of_user(), device)
 
     def choose(cuttable: Cuttable, counts: Sequence[int]) -> StreamOptions:
-        found = forecaster.visits(plan, counts, limit or 0, any_zero=False)
+        found = forecaster.choose_tiles(plan, counts, limit or 0, any_zero=False)
         estimated = f"estimated {mebibytes(found.num_bytes)} of {mebibytes(limit or 0)}"
-        return replace(found.options, remark=f"`stream` auto: {words(found)}, {estimated}")
+        return replace(found.options, remark=f"`stream` auto: {describe(found)}, {estimated}")
 
     return choose
 
@@ -246,7 +246,7 @@ class MemoryNeed:
         self.ranks: dict[NodeMemory, list[int]] = {}
         for rank, place in enumerate(places):
             self.ranks.setdefault(place, []).append(rank)
-        shown = one_visit(config, self.plan)
+        shown = one_tile(config, self.plan)
         self.estimator = estimator_of(shown, self.plan, num_classes, channels, self.device)
         self.counts = engine.stages.counts if self.plan.num_stages > 1 else (len(self.estimator.cuttable),)
         self.stream = engine.stages.stream if config.model.patches is None else None
@@ -271,7 +271,7 @@ class MemoryNeed:
     def fits(self, size: int, recompute: bool, stream: StreamOptions | ChooseStream | None = None) -> bool:
         """Whether batches of this size do."""
         shown = replace(self.config, data=replace(self.config.data, batch_size=size))
-        batch = batch_of(one_visit(shown, self.plan), self.channels)
+        batch = batch_of(one_tile(shown, self.plan), self.channels)
         with suppress(ValueError, RuntimeError):
             return self.on_place(self.place, self.of_ranks(batch, recompute, stream)) <= self.place.num_bytes
         return False
@@ -310,7 +310,7 @@ class MemoryNeed:
                     yield " with ".join(filter(None, (f"`batch_size` {size}" * (size != own), word)))
                     break
         streams = plan.schedule == "1f1b" and not plan.bidirectional and not plan.cuts_parameters
-        if streams and config.data.text is None and not config.visits:
+        if streams and config.data.text is None and not config.streams_images:
             limit = int(0.9 * self.place.num_bytes / len(self.ranks[self.place]))
             chosen = replace(config, parallel=replace(config.parallel, stream="auto", memory_limit=limit))
             with suppress(ValueError):

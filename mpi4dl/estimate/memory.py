@@ -61,7 +61,7 @@ class Allocator(NamedTuple):
     Those are code that libraries make for the shapes that they see, images on their way, and buffers of libraries and
     MPI. The heap is cut to pieces: of a single microbatch, holes that are too small stay where some of the `largest`
     tensors were. Where some activations are freed while others are kept it is a share of them: by several microbatches
-    (`idle`), and most of all by visits, no two of which need have tensors of the same sizes (`idle_streaming`).
+    (`idle`), and most of all by streamed tiles, whose tensors differ in size (`idle_streaming`).
     """
 
     idle_largest: float

@@ -1,6 +1,6 @@
-"""How often a training step computes what is visited, tiles or patches, and what it tells the user of that.
+"""How often a training step passes over streamed tiles or patches, and the message about it.
 
-Norms with the statistics of the whole batch take a round for each norm, in which all visits repeat what was before it.
+Norms with the statistics of the whole batch need one more pass each, in which all tiles run again up to that norm.
 """
 
 from collections.abc import Sequence
@@ -14,59 +14,59 @@ from mpi4dl._wording import counted, duration
 from mpi4dl.geometry import GridShape, even_cuts
 from mpi4dl.models.patches import PatchModel, patches_in
 from mpi4dl.options.config import Config
-from mpi4dl.options.models import bag_options, build_model
+from mpi4dl.options.models import build_model, patch_options
 from mpi4dl.parallel.pipeline.split import image_dtype, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.memory_limit import SegmentNeeds, StreamNeeds, needs_of_segments
-from mpi4dl.parallel.streaming.patches import Bags, patch_visits
+from mpi4dl.parallel.streaming.patches import PatchStream, patch_tiles
 
 
 @dataclass(frozen=True)
 class Passes:
-    """How often a training step computes what is visited: a rank makes so many `visits` in each pass over a segment.
+    """The passes of a training step over streamed tiles.
 
-    The FLOPs of `segments` are those of a rank in a step.
+    A rank runs `tiles` tiles in each pass over a segment. The FLOPs of `segments` are those of a rank in a step.
     """
 
-    visits: int
+    tiles: int
     segments: tuple[SegmentNeeds, ...]
 
     @property
     def forward(self) -> int:
         """The most passes over a segment in the forward pass of a step."""
-        return 1 + max(each.forward_rounds for each in self.segments)
+        return 1 + max(each.forward_statistics for each in self.segments)
 
     @property
     def backward(self) -> int:
-        return 1 + max(each.backward_rounds for each in self.segments)
+        return 1 + max(each.backward_statistics for each in self.segments)
 
     @property
     def each_step(self) -> int:
         return self.forward + self.backward
 
     @property
-    def step_visits(self) -> int:
-        """The visits of a rank in a step, through all segments."""
-        return sum(self.visits * (2 + each.forward_rounds + each.backward_rounds) for each in self.segments)
+    def step_tiles(self) -> int:
+        """How many times a rank runs a tile in a step, over all passes and segments."""
+        return sum(self.tiles * (2 + each.forward_statistics + each.backward_statistics) for each in self.segments)
 
     @property
     def repeats(self) -> bool:
-        """Whether norms make visits repeat themselves."""
+        """Whether there are statistics passes."""
         return self.each_step > 2
 
     @property
-    def mean_rounds(self) -> tuple[float, float]:
-        """The rounds forward and backward, of all segments by what these compute."""
+    def mean_statistics(self) -> tuple[float, float]:
+        """The statistics forward and backward, averaged over segments by their FLOPs."""
         total = sum(each.flops for each in self.segments) or 1.0
         return (
-            sum(each.forward_rounds * each.flops for each in self.segments) / total,
-            sum(each.backward_rounds * each.flops for each in self.segments) / total,
+            sum(each.forward_statistics * each.flops for each in self.segments) / total,
+            sum(each.backward_statistics * each.flops for each in self.segments) / total,
         )
 
     def step_flops(self, exact: bool = True) -> float:
-        """The FLOPs of a rank in a step, or in one whose norms need no rounds."""
-        rounds = {} if exact else {"forward_rounds": 0, "backward_rounds": 0}
-        return sum(each._replace(**rounds).step_flops() for each in self.segments)
+        """The FLOPs of a rank in a step; `exact` False: without statistics passes."""
+        changes = {} if exact else {"forward_statistics": 0, "backward_statistics": 0}
+        return sum(each._replace(**changes).step_flops() for each in self.segments)
 
     def words(self, flop_seconds: float | None = None) -> str:
         """Lines about a step, with its seconds if a FLOP takes that many, and about faster choices."""
@@ -77,7 +77,7 @@ class Passes:
             )
         found = (
             f"`stream_norm` exact reads each part of the images {self.each_step} times a step, {self.forward} forward "
-            f"and {self.backward} backward, with {counted(self.visits, 'tile')} of a rank each time{slow}; "
+            f"and {self.backward} backward, with {counted(self.tiles, 'tile')} of a rank each time{slow}; "
             f"`stream_norm` running, by running statistics, reads them 2 times{fast}"
         )
         if max(self.forward, self.backward) > 2:
@@ -90,20 +90,20 @@ def passes_of_needs(needs: StreamNeeds, plan: Plan) -> Passes:
     return _passes(prod(needs.options.counts) * plan.num_microbatches, needs.segments, plan)
 
 
-def _passes(visits: int, segments: Sequence[SegmentNeeds], plan: Plan) -> Passes:
+def _passes(tiles: int, segments: Sequence[SegmentNeeds], plan: Plan) -> Passes:
     share = plan.num_microbatches / plan.shape(0).size
-    return Passes(visits, tuple(each._replace(flops=each.flops * share) for each in segments))
+    return Passes(tiles, tuple(each._replace(flops=each.flops * share) for each in segments))
 
 
 def passes_of_patches(config: Config, plan: Plan, num_classes: int, channels: int) -> Passes:
-    """The passes over all patches, cut as in the run, since norms of branches may share rounds."""
-    model, bags = outline(lambda: build_model(config, num_classes, channels)).train(), bag_options(config, plan)
+    """The passes over all patches. Segments are cut as in the run, because norms of branches may share a pass."""
+    model, options = outline(lambda: build_model(config, num_classes, channels)).train(), patch_options(config, plan)
     assert isinstance(model, PatchModel)
-    assert bags is not None
+    assert options is not None
     encoder, size, grid = model.encoder, (model.patch, model.patch), plan.shape(0)
     samples = max(1, config.samples_per_step // plan.num_microbatches)
     cuts = [cut * patches_in(config.data.image_size, model.patch) for cut in even_cuts(samples, grid.batch)]
     counts, shape = [stop - start for start, stop in pairwise(cuts)], torch.Size((cuts[-1], channels, *size))
-    visits, given = patch_visits(shape, image_dtype(encoder), counts, GridShape(grid.size, 1, 1), 0, bags.at_once)
-    segments = needs_of_segments(Bags(model, bags, channels).segments, encoder, visits, given, size)
-    return _passes(visits.batch * plan.num_microbatches, segments, plan)
+    tiles, spec = patch_tiles(shape, image_dtype(encoder), counts, GridShape(grid.size, 1, 1), 0, options.at_once)
+    segments = needs_of_segments(PatchStream(model, options, channels).segments, encoder, tiles, spec, size)
+    return _passes(tiles.batch * plan.num_microbatches, segments, plan)

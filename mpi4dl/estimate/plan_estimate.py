@@ -4,7 +4,7 @@ a plan's atoms, timed once for each shape of tile -> its cut -> its table, simul
 
     plain        as it is          the first of these that fits, each by the lowest ZeRO stage with which it does
     recompute    blocks keep their inputs
-    streamed     the first stage visits tiles, as few as fit
+    streamed     the first stage streams tiles, as few as fit
 
 The time besides the table, for sums of gradients and the optimizer's step, is estimated from bytes.
 """
@@ -43,9 +43,9 @@ from mpi4dl.parallel.pipeline.balance import partition
 from mpi4dl.parallel.pipeline.cut import ChooseStream
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import ZERO_STAGES, Plan, grid_name
-from mpi4dl.parallel.streaming.leading_part import StreamOptions, choose
+from mpi4dl.parallel.streaming.leading_part import StreamOptions, choose_leading_part
 from mpi4dl.parallel.streaming.margins import CannotStream
-from mpi4dl.parallel.streaming.memory_limit import StreamNeeds, Visiting, Wanted, choose_visits, needs_of
+from mpi4dl.parallel.streaming.memory_limit import StreamChoice, StreamConstraints, StreamNeeds, choose_tiles, needs_of
 from mpi4dl.parallel.tables.simulator import Costs, simulate
 from mpi4dl.parallel.tensor.styles import Degrees, Styles
 
@@ -156,8 +156,8 @@ class Estimator:
     """Foresees plans for one model and batches of one shape; what is found for a shape of tile is used again.
 
     `cuttable` is a Cuttable, or Uncut. `optimizer` makes one for some parameters; without it nothing is counted of
-    these and their state. Weights are of `low_precision`, if it is given, and `averaged` beside. What is `wanted` of
-    streaming stays, and so do the `styles` in which parameters are cut.
+    these and their state. Weights are of `low_precision`, if it is given, and `averaged` beside. `constraints` are
+    the options of streaming that the user fixed, `styles` those in which parameters are cut.
     """
 
     cuttable: Any
@@ -168,12 +168,12 @@ class Estimator:
     allocator: Allocator = HEAP_KEPT
     low_precision: torch.dtype | None = None
     averaged: bool = False
-    wanted: Wanted = field(default_factory=Wanted)
+    constraints: StreamConstraints = field(default_factory=StreamConstraints)
     styles: Styles | None = None
     _states: dict[tuple[int, int, Degrees], StageState] = field(default_factory=dict)
     _counts: dict[Site, tuple[AtomCounts, ...]] = field(default_factory=dict)
     _prices: dict[tuple[Site, ...], StageCosts] = field(default_factory=dict)
-    _visits: dict[Any, Visiting] = field(default_factory=dict)
+    _stream_choices: dict[Any, StreamChoice] = field(default_factory=dict)
     _needs: dict[Any, StreamNeeds] = field(default_factory=dict)
     _flops: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
 
@@ -254,7 +254,8 @@ class Estimator:
         """Memory and time of streaming the first of these stages. Raises CannotStream."""
         options = stream(self.cuttable, counts) if callable(stream) else stream
         image, grid = self.microbatch(plan), plan.shape(0)
-        return needs_of(choose(self.cuttable, counts[0], options, grid, image), self.cuttable.model, grid, image)
+        leading = choose_leading_part(self.cuttable, counts[0], options, grid, image)
+        return needs_of(leading, self.cuttable.model, grid, image)
 
     def _ways(self, plan: Plan, counts: tuple[int, ...], prices: StageCosts, most_bytes: float) -> Iterator[Step]:
         yield self.step(plan, counts, prices)
@@ -265,7 +266,7 @@ class Estimator:
         streams = plan.schedule == "1f1b" and not plan.bidirectional and plan.tensor == 1
         if streams and not of_tokens(self.image):
             with suppress(CannotStream):
-                yield self.step(plan, counts, prices, needs=self.visits(plan, counts, most_bytes).needs)
+                yield self.step(plan, counts, prices, needs=self.choose_tiles(plan, counts, most_bytes).needs)
 
     def _by_zero(self, step: Step, most_bytes: float) -> Iterator[PlanEstimate]:
         memory, plan = step.memory, step.memory.plan
@@ -283,11 +284,11 @@ class Estimator:
             if needed <= most_bytes:
                 return
 
-    def visits(self, plan: Plan, counts: Sequence[int], most_bytes: float, any_zero: bool = True) -> Visiting:
+    def choose_tiles(self, plan: Plan, counts: Sequence[int], most_bytes: float, any_zero: bool = True) -> StreamChoice:
         """How the first stage is streamed within so many bytes; `any_zero`: by any ZeRO stage. Raises CannotStream."""
         sites = self.sites(plan)
         key = (replace(plan, zero=0), plan.zero * (not any_zero), tuple(counts), most_bytes)
-        if key not in self._visits:
+        if key not in self._stream_choices:
             states, columns = self.states(plan, counts), [self._counts_at(site) for site in sites]
             _, *others = bytes_of_stages(counts, columns)
 
@@ -299,8 +300,8 @@ class Estimator:
             _, _, *size = self.image
             sides = [ceil_div(pixels, parts) for pixels, parts in zip(size, plan.shape(0).space, strict=True)]
             needs_for = partial(self._needs_for, sites[0], counts[0])
-            self._visits[key] = choose_visits(sides, self.wanted, needs_for, bytes_of, most_bytes)
-        return self._visits[key]
+            self._stream_choices[key] = choose_tiles(sides, self.constraints, needs_for, bytes_of, most_bytes)
+        return self._stream_choices[key]
 
     def _needs_for(self, site: Site, num_atoms: int, options: StreamOptions) -> StreamNeeds:
         """Found for one image on each way, and for a part of it with tiles of the same size, but few of them."""
@@ -313,8 +314,8 @@ class Estimator:
                 for side, ranks, n, all_of_them in zip(size, space, counts, options.counts, strict=True)
             )
             image = (few, channels, *smaller)
-            opening = choose(self.cuttable, num_atoms, replace(options, counts=counts), site.shape, image)
-            self._needs[key] = needs_of(opening, self.cuttable.model, site.shape, image)
+            leading = choose_leading_part(self.cuttable, num_atoms, replace(options, counts=counts), site.shape, image)
+            self._needs[key] = needs_of(leading, self.cuttable.model, site.shape, image)
         found = self._needs[key].times(ceil_div(site.image[0], few), prod(options.counts) / prod(counts))
         return replace(found, options=options)
 

@@ -52,7 +52,7 @@ class PlanSummary:
 
     `work` has one entry a stage; `costs`, `report`, `simulation` and `rank_memory` are those of the ranks of one
     replica. `assumption` says where the seconds come from, `command` what starts the training, and `remark` how images
-    are visited.
+    are streamed.
     """
 
     name: str
@@ -163,23 +163,23 @@ class PlanSummary:
         return [*lines, as_text(self.simulation, TEXT_COLUMNS)]
 
     def streaming(self) -> list[str]:
-        """What a visit reads, keeps and repeats, where images are streamed."""
+        """Lines about streaming: the tiles, their memory, and the passes over them."""
         passes = passes_of_needs(self.stream, self.plan) if self.stream is not None else self.passes
         streamed = "" if self.stream is None else streaming_words(self.stream)
         slow = "" if passes is None or not passes.repeats else passes.words()
         return [*filter(None, (self.remark, streamed, slow))]
 
     def of_patches(self, image: tuple[int, ...], passes: Passes, share: float, remark: str) -> "PlanSummary":
-        """This overview of one visit of each rank, as that of a step which visits all patches of a batch of `image`.
+        """The summary of a step over all patches of a batch of shape `image`, from this one of one tile of each rank.
 
-        A visit has this share of all patches. Its memory is that of the step.
+        A tile has this share of all patches. Its memory is that of the step.
         """
-        there, back = (1 + rounds / 2 for rounds in passes.mean_rounds)
-        again = 1 + passes.mean_rounds[1]
-        visits = passes.visits / self.plan.num_microbatches
-        forward = tuple(visits * there * seconds for seconds in self.costs.forward_seconds)
+        there, back = (1 + number / 2 for number in passes.mean_statistics)
+        again = 1 + passes.mean_statistics[1]
+        tiles = passes.tiles / self.plan.num_microbatches
+        forward = tuple(tiles * there * seconds for seconds in self.costs.forward_seconds)
         both = zip(self.costs.forward_seconds, self.costs.backward_seconds, strict=True)
-        backward = tuple(visits * (again * f + back * b) for f, b in both)
+        backward = tuple(tiles * (again * f + back * b) for f, b in both)
         costs = replace(self.costs, forward_seconds=forward, backward_seconds=backward)
         work = tuple(each._replace(forward_flops=each.forward_flops / share) for each in self.work)
         simulation = simulate(self.plan.table(), self.plan.placement, costs)
@@ -291,7 +291,7 @@ def count_work(
 def streaming_words(needs: StreamNeeds) -> str:
     """How the first stage is streamed, and what a tile takes."""
     options, num_atoms = needs.options, needs.bounds[-1]
-    most = mebibytes(max(segment.read_bytes + segment.visit_bytes for segment in needs.segments))
+    most = mebibytes(max(segment.read_bytes + segment.tile_bytes for segment in needs.segments))
     chosen = f"{options.remark}; " if options.remark else ""
     return (
         f"{chosen}each rank streams {grid_name(options.counts)} tiles, {options.norms} norms, through the "

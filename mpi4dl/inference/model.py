@@ -133,7 +133,7 @@ class Predictor:
             self._boxes,
             num_workers=data.num_workers,
             on_bad_image="report",
-            lazy=config.visits,
+            lazy=config.streams_images,
         )
         bad = BadImages(self.comm, "skip", logs=False)
         with self._watched(), self.assembly.running(self.about.num_outputs, self.about.channels):
@@ -169,7 +169,7 @@ class Predictor:
     def _found_late(self, refusal: Refusal) -> bool:
         """Whether an image that is read box by box was found to be damaged, by all ranks together."""
         together = self.plan.num_stages == 1 and not self.plan.bidirectional
-        return together and self.config.visits and isinstance(refusal.__cause__, BadImage)
+        return together and self.config.streams_images and isinstance(refusal.__cause__, BadImage)
 
     def _one_by_one(
         self, images: Named, view: View, indices: tuple[int, ...], of: Callable[[Any], Tensor]

@@ -3,7 +3,7 @@
     images (N, C, H, W) -> patches (P, C, p, p) -> encoder -> features (P, F) -> a bag for each image -> logits (N, K)
 
 This is plain PyTorch: all patches of a batch are one batch of the encoder, which `mpi4dl.parallel.streaming.patches`
-visits a few at a time. Trained end to end, it is what Campanella et al. do ("Beyond multiple instance learning",
+runs a few at a time. Trained end to end, it is what Campanella et al. do ("Beyond multiple instance learning",
 https://arxiv.org/abs/2403.04865).
 """
 

@@ -848,8 +848,8 @@ class Config:
         return part_name(self.model.model)
 
     @property
-    def visits(self) -> bool:
-        """Whether parts of images are read and visited one after the other, so that nobody has them whole."""
+    def streams_images(self) -> bool:
+        """Whether ranks read tiles or patches of images one after the other, so that no rank has a whole image."""
         return self.parallel.stream is not None or self.model.patches is not None
 
 

@@ -25,7 +25,7 @@ from mpi4dl.parallel.spatial import gathering
 
 if TYPE_CHECKING:
     from mpi4dl.models.patches import PatchModel
-    from mpi4dl.parallel.streaming.patches import BagOptions
+    from mpi4dl.parallel.streaming.patches import PatchOptions
 
 RGB = ("red", "green", "blue")
 
@@ -129,14 +129,14 @@ def tensor_styles(config: Config) -> dict[str, str] | None:
 
 def check_text(config: Config, plan: Plan) -> None:
     """Raises ConfigError for what is not done with text, or with parameters that are cut."""
-    if config.data.text is not None and config.visits:
+    if config.data.text is not None and config.streams_images:
         raise ConfigError("`stream` and `patches` are for images, but `text` was given")
-    if plan.cuts_parameters and config.visits:
+    if plan.cuts_parameters and config.streams_images:
         raise ConfigError(f"{plan} with `stream` or `patches`: streamed tiles and patches need whole parameters")
 
 
-def bag_options(config: Config, plan: Plan) -> "BagOptions | None":
-    """How patches are visited; None if the model sees whole images. Raises ConfigError where options contradict."""
+def patch_options(config: Config, plan: Plan) -> "PatchOptions | None":
+    """How patches are streamed; None if the model sees whole images. Raises ConfigError where options contradict."""
     chosen = config.model
     if chosen.patches is None:
         if chosen.min_tissue:
@@ -149,7 +149,7 @@ def bag_options(config: Config, plan: Plan) -> "BagOptions | None":
         )
     if config.parallel.stream is not None:
         raise ConfigError("`stream` is for images that the model sees whole; `patches` run one after the other")
-    from mpi4dl.parallel.streaming.patches import BagOptions
+    from mpi4dl.parallel.streaming.patches import PatchOptions
 
     rows, cols = (side // chosen.patches for side in config.data.image_size[-2:])
     which = f", those with at least {100 * chosen.min_tissue:g} % of tissue" if chosen.min_tissue else ""
@@ -157,7 +157,8 @@ def bag_options(config: Config, plan: Plan) -> "BagOptions | None":
         f"{rows} x {cols} patches of {chosen.patches} px in each image{which}: {chosen.patches_at_once} at once on "
         f"each rank, {config.parallel.stream_norm} norms, aggregated by {chosen.aggregator}"
     )
-    return BagOptions(chosen.patches_at_once, config.parallel.stream_norm, config.parallel.stream_segments or 1, remark)
+    norms, segments = config.parallel.stream_norm, config.parallel.stream_segments or 1
+    return PatchOptions(chosen.patches_at_once, norms, segments, remark)
 
 
 def without_rules(config: Config) -> AbstractContextManager[None]:

@@ -18,7 +18,7 @@ from mpi4dl.datasets import DatasetError
 from mpi4dl.options import parts
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.models import bag_options, build_model, check_text, tensor_styles, without_rules
+from mpi4dl.options.models import build_model, check_text, patch_options, tensor_styles, without_rules
 from mpi4dl.parallel.inputs import batch_shape
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
@@ -108,21 +108,21 @@ def hold_model(
     torch.manual_seed(config.training.seed)
     seed_python(config.training.seed)
     check_text(config, plan)
-    bags = bag_options(config, plan)
-    if bags is None and (plan.num_stages > 1 or stream is not None):
+    patches = patch_options(config, plan)
+    if patches is None and (plan.num_stages > 1 or stream is not None):
         return _cut_model(config, plan, num_outputs, channels, comm, device, stream)
     model = build_model(config, num_outputs, channels)
-    if bags is None:
+    if patches is None:
         return LocalStages.whole(model, plan, comm, styles=tensor_styles(config), device=device)
     from mpi4dl.models.patches import PatchModel
-    from mpi4dl.parallel.streaming.patches import visit_patches
+    from mpi4dl.parallel.streaming.patches import stream_patches
 
     assert isinstance(model, PatchModel)
     try:
-        visit_patches(model.to(device), bags, channels)
+        stream_patches(model.to(device), patches, channels)
     except ValueError as error:
-        raise ConfigError(f"`stream_segments` {bags.segments} of `model` {config.model_name}: {error}") from error
-    return LocalStages.whole(model, plan, comm, bags)
+        raise ConfigError(f"`stream_segments` {patches.segments} of `model` {config.model_name}: {error}") from error
+    return LocalStages.whole(model, plan, comm, patches)
 
 
 def _cut_model(

@@ -152,7 +152,7 @@ class Images(NamedTuple):
         """The loaders of a rank's boxes of both; they report unreadable images. Raises ValueError as Loader."""
         views, data = build_views(config, self.training.channels, self.fit), config.data
         common: dict[str, Any] = {"seed": config.training.seed, "num_workers": data.num_workers}
-        common |= {"on_bad_image": "report", "lazy": config.visits}
+        common |= {"on_bad_image": "report", "lazy": config.streams_images}
         ordered: dict[str, Any] = {"shuffle": True, "drop_last": True, "sampling": data.sampling}
         ordered["mixup"] = build_mixup(config, task_of(self.training), self.number_of_classes(config))
         return (
@@ -283,7 +283,7 @@ def _describe(
     config: Config, training: Named, validation: Named, recorded: ImageLists | None
 ) -> tuple[Fit, tuple[str, ...], tuple[int, ...] | None]:
     size = config.data.image_size
-    if config.visits and TASKS[task_of(training)].dense and prod(size) > SLIDE_PIXELS:
+    if config.streams_images and TASKS[task_of(training)].dense and prod(size) > SLIDE_PIXELS:
         raise ConfigError(
             f"`image_size` {'x'.join(map(str, size))} with masks: every rank has whole masks of a batch, 8 bytes a "
             "pixel, and `stream` and `patches` are for more pixels than that: at most 8192x8192"

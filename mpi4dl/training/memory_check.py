@@ -33,7 +33,7 @@ def told_before(config: Config, engine: Engine, num_classes: int, channels: int)
     if comm.rank == 0:
         least = min(place.num_bytes for place in places)
         counts = config.parallel.memory_check != "none" and not is_small(config, engine, channels, least)
-        if counts or config.visits:
+        if counts or config.streams_images:
             from mpi4dl.estimate.dry_run import looked_at
 
             told = looked_at(config, engine, num_classes, channels, places if counts else ())

@@ -1,4 +1,4 @@
-"""What a run says before its first step: that it does not fit, with what does, and how often it repeats its visits."""
+"""What a run says before its first step: that it does not fit, with what does, and the passes over tiles of a step."""
 
 import re
 from pathlib import Path
@@ -97,7 +97,7 @@ def test_only_what_is_clearly_too_large_is_refused(
     assert ("done:" in told, "of memory" in told) == (not ends.startswith("refused"), ends != "done:")
 
 
-VISITED = {
+STREAMED_RUNS = {
     "patches": "--patches 32 --patches-at-once 3 --tiles 1x2",
     "patches, segments": "--patches 32 --patches-at-once 3 --stream-segments 3",
     "stream": "--stream 2x2 --stream-until stage2_block2",
@@ -105,33 +105,33 @@ VISITED = {
 }
 
 
-def visited(comm: Communicator, flags: str, folder: Path) -> tuple[int, int, str]:
-    """How many visits a step makes on this rank, how many were foreseen, and what the run says."""
-    visit, made = Streaming._visit, []
+def tiles_of_a_step(comm: Communicator, flags: str, folder: Path) -> tuple[int, int, str]:
+    """How many tiles a step runs on this rank, how many were estimated, and what the run says."""
+    run_tile, made = Streaming._run_tile, []
 
     def noted(self: Any, *arguments: Any, **how: Any) -> Any:
         made.append(self)
-        return visit(self, *arguments, **how)
+        return run_tile(self, *arguments, **how)
 
-    Streaming._visit = noted  # type: ignore[method-assign]
+    Streaming._run_tile = noted  # type: ignore[method-assign]
     try:
         argv = [*flags.split(), *RUN.split(), "--run-folder", str(folder)]
         setup = set_up(parse(argv), comm, argv=argv)
         told = told_before(setup.config, setup.engine, 10, 3)
         fit(setup)
     finally:
-        Streaming._visit = visit  # type: ignore[method-assign]
+        Streaming._run_tile = run_tile  # type: ignore[method-assign]
     passes = dry_run.passes_of(setup.config, setup.engine.stages, 10, 3)
     assert passes is not None
-    return len(made), passes.step_visits, "".join(told)
+    return len(made), passes.step_tiles, "".join(told)
 
 
-@pytest.mark.parametrize("name", VISITED)
+@pytest.mark.parametrize("name", STREAMED_RUNS)
 @pytest.mark.sample(1)
 def test_the_passes_of_a_step_are_said_before_it(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    flags = f"--model small_resnet --model-options num_filters=4 --image-size 128 --batch-size 2 {VISITED[name]}"
+    flags = f"--model small_resnet --model-options num_filters=4 --image-size 128 --batch-size 2 {STREAMED_RUNS[name]}"
     num_ranks = build_plan(parse(flags.split())).num_ranks
-    found = ranks(num_ranks).run(visited, flags, tmp_path / "run")
+    found = ranks(num_ranks).run(tiles_of_a_step, flags, tmp_path / "run")
     assert [made for made, _, _ in found] == [foreseen for _, foreseen, _ in found]
     said = found[0][2]
     assert re.search(r"\d+ times a step, \d+ forward and \d+ backward", said)
@@ -144,7 +144,7 @@ def test_a_dry_run_warns_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert "warning: 1 rank" in capfd.readouterr().out
 
 
-def test_norms_that_need_no_rounds_are_not_warned_of(ranks: Ranks, tmp_path: Path) -> None:
+def test_norms_that_need_one_pass_are_not_warned_of(ranks: Ranks, tmp_path: Path) -> None:
     flags = "--model small_resnet --image-size 64 --batch-size 2 --patches 32 --stream-norm running"
     assert "times a step" not in ranks(1).run(begun, flags, 2**40, tmp_path / "run")[0]
 

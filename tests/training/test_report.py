@@ -192,18 +192,18 @@ def test_learning_rates_texts_tables_and_pictures_are_in_tensorboard(tmp_path: P
 def test_a_step_that_takes_long_is_heard_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a line, once a minute; on a terminal beside the bar, at every visit."""
+    """In a line, once a minute; on a terminal beside the bar, at every tile."""
     clock = iter([0.0, 1.0, 61.0, 61.0, 90.0])
     monkeypatch.setattr("mpi4dl.training.report.time.monotonic", lambda: next(clock))
     with Reporter(RunFolder(tmp_path), total_steps=2, tensorboard=False) as reporter:
-        for visit in (1, 2, 3):
-            reporter.working(f"step 1: forward, visit {visit} of 3")
-    assert capsys.readouterr().out == "step 1: forward, visit 2 of 3\n"
+        for tile in (1, 2, 3):
+            reporter.working(f"step 1: forward, tile {tile} of 3")
+    assert capsys.readouterr().out == "step 1: forward, tile 2 of 3\n"
     monkeypatch.undo()
     monkeypatch.setattr(sys, "stderr", Terminal())
     with Reporter(RunFolder(tmp_path), total_steps=2, tensorboard=False) as reporter:
-        reporter.working("step 1: forward, visit 2 of 3")
-        assert "step 1: forward, visit 2 of 3" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+        reporter.working("step 1: forward, tile 2 of 3")
+        assert "step 1: forward, tile 2 of 3" in sys.stderr.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ from mpi4dl.parallel.pipeline import balance as costs
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.streaming.leading_part import StreamOptions
-from mpi4dl.parallel.streaming.leading_part import choose as choose_opening
+from mpi4dl.parallel.streaming.leading_part import StreamOptions, choose_leading_part
 from mpi4dl.parallel.tensor.styles import Styles
 
 ChooseStream = Callable[[Cuttable, Sequence[int]], StreamOptions]
@@ -78,10 +77,10 @@ def split(
     uncut = "cpu" if plan.cuts_parameters else device
     modules = {stage: materialize(cuttable.stage(counts, stage), build, uncut, seed) for stage in own}
     if options is not None:
-        opening = choose_opening(cuttable, counts[0], options, plan.shape(0), image)
+        leading = choose_leading_part(cuttable, counts[0], options, plan.shape(0), image)
         if 0 in modules:
-            modules[0].opening = opening
-        options = replace(options, remark="; ".join(filter(None, (options.remark, opening.words(cuttable.names)))))
+            modules[0].opening = leading
+        options = replace(options, remark="; ".join(filter(None, (options.remark, leading.describe(cuttable.names)))))
     stages = LocalStages(modules, model, plan, comm, counts, cuttable.names, prices, options, styles, shared, device)
     stages.watch(model, cuttable.program.watched)
     return stages

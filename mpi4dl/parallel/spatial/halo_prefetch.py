@@ -50,13 +50,13 @@ class Waiting(Protocol):
 class HaloPrefetch:
     """The boxes to hold on one grid. With `steps` somebody says where one step ends and the next begins.
 
-    With `everywhere` norms bring halos on CPUs too. `visits`: whatever runs, also within a backward pass, is a whole
-    forward pass and does as the one before it did.
+    With `everywhere` norms bring halos on CPUs too. `repeats`: all that runs, also within a backward pass, is a whole
+    forward pass, which repeats the one before.
     """
 
-    def __init__(self, visits: bool = False) -> None:
+    def __init__(self, repeats: bool = False) -> None:
         self.steps = self.everywhere = False
-        self.visits = visits
+        self.repeats = repeats
         self._held: Any = WeakIdKeyDictionary()  # a `Holding` for each source, by what it is known by
         self._wished: Any = WeakIdKeyDictionary()  # the same, from the next step on
         self._between = False

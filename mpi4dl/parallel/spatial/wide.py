@@ -29,8 +29,8 @@ from mpi4dl.parallel.spatial.dry_run_grid import DryRunGrid, HaloChoice, RankWor
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, register
-from mpi4dl.parallel.streaming.margins import CannotStream, least_margin, run
-from mpi4dl.parallel.streaming.visits import Given, VisitedGrid, Visits
+from mpi4dl.parallel.streaming.margins import CannotStream, least_margin, profile_with_margin
+from mpi4dl.parallel.streaming.stream_tiles import InputSpec, StreamGrid, StreamTiles
 
 
 def outline_of(x: SpatialTensor, grid: Grid) -> SpatialTensor:
@@ -125,14 +125,14 @@ class _Inputs(NamedTuple):
     def held(self, margin: int) -> list[Tiling]:
         """The boxes of ranks with such a margin."""
         size = self.size
-        return [widest(x.layout.tiling, Given.like(x).held(margin, size)) for x in self.spread]
+        return [widest(x.layout.tiling, InputSpec.like(x).held(margin, size)) for x in self.spread]
 
 
 def _forward(block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     inputs = _Inputs.of((args, kwargs))
     if inputs is not None:
         grid = inputs.spread[0].layout.grid
-        if grid.choices is not None and not isinstance(grid, VisitedGrid):
+        if grid.choices is not None and not isinstance(grid, StreamGrid):
             known = grid.choices.setdefault(block, {})
             key = inputs.key
             if key not in known:
@@ -211,8 +211,9 @@ class _Rehearsal(NamedTuple):
 
     def runs(self, inputs: _Inputs, margin: int, grid: Grid) -> bool:
         """Whether no layer asks for more, on any rank, than such a margin."""
-        visits = Visits(grid.shape, grid.rank, (1,) * len(grid.space), grid.tracks_batch)
-        return run(self.outline, visits, list(map(Given.like, inputs.spread)), inputs.size, margin) is not None
+        tiles = StreamTiles(grid.shape, grid.rank, (1,) * len(grid.space), grid.tracks_batch)
+        specs = list(map(InputSpec.like, inputs.spread))
+        return profile_with_margin(self.outline, tiles, specs, inputs.size, margin) is not None
 
     def work(self, inputs: _Inputs, margin: int, grid: Grid) -> RankWork:
         """The work of the rank in the middle with such a margin (0: by layer)."""

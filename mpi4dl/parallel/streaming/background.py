@@ -1,11 +1,14 @@
-"""Equal tiles of bare background, of which one is computed for all; whether a part of a model allows that.
+"""Equal tiles of background, of which a rank computes one for all, and the check that a part of a model allows it.
 
-    alike        pointwise operators with operands that have no extent in space, convolutions, pools, norms by channel,
-                 what works along channels, sums and means over the whole image
-    not alike    anything else: an operand with an extent in space, such as a table of positions, a mask or coordinates;
-                 indices and prefixes along space; random numbers; what this file does not know
+The part must treat all positions in space equally:
 
-Values prove nothing: a table of positions that begins as zeros makes all tiles alike, and has another gradient in each.
+    does           pointwise operators without an operand that extends in space, convolutions, pools, norms by channel,
+                   operators along channels, sums and means over the whole image
+    does not       everything else: operands that extend in space, such as position embeddings, masks or coordinates;
+                   indices and prefixes along space; random numbers; operators that this file does not list
+
+Equal values are no proof. Position embeddings that start as zeros give equal outputs, but a different gradient in each
+tile.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -23,51 +26,38 @@ from mpi4dl.geometry import BATCH
 from mpi4dl.parallel.spatial.rules.hooks import OF_THE_PART, OF_THE_WHOLE
 from mpi4dl.parallel.spatial.rules.pointwise import UNTAGGED, is_pointwise
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, is_registered, named
-from mpi4dl.parallel.streaming.margins import Route
-from mpi4dl.parallel.streaming.norms import Seen
+from mpi4dl.parallel.streaming.margins import StreamPlan
+from mpi4dl.parallel.streaming.norms import TileMoments
 
-Call = tuple[Sequence[Any], dict[str, Any]]
-Check = Callable[["_Called"], bool]
-VALUES = (
-    int,
-    float,
-    complex,
-    bool,
-    str,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.memory_format,
-    torch.layout,
-    np.generic,
-)
+Check = Callable[["_Call"], bool]
+PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout, np.generic)
 
 
-class AlikeEverywhere(TorchFunctionMode):
-    """Watches a part of a model run: `alike` is whether all that it called treats places along these axes alike."""
+class PositionCheck(TorchFunctionMode):
+    """While it is active, `holds` tells whether all called operators treat positions along `axes` equally."""
 
     def __init__(self, axes: Sequence[int]) -> None:
         super().__init__()
-        self.axes, self.alike = tuple(axes), True
+        self.axes, self.holds = tuple(axes), True
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
-        leaves = pytree.tree_leaves((tuple(args), options)) if self.alike else []
+        leaves = pytree.tree_leaves((tuple(args), options)) if self.holds else []
         spread = [x for x in leaves if isinstance(x, SpatialTensor)]
         if not spread:
             return function(*args, **options)
-        called = _Called(self.axes, function, args, options, spread, leaves)
-        self.alike = called.is_alike()  # before it is called, which may end the visit
+        call = _Call(self.axes, function, args, options, spread, leaves)
+        self.holds = call.is_uniform()  # checked first, because the call may stop the tile
         result = function(*args, **options)
-        self.alike = self.alike and called.makes_alike(result)
+        self.holds = self.holds and call.has_uniform(result)
         return result
 
 
 @dataclass(frozen=True)
-class _Called:
-    """A call with `leaves` among its arguments, of which some are `spread` over tiles."""
+class _Call:
+    """A call of an operator. `leaves` are all values in its arguments, `spread` those that are spread over tiles."""
 
     axes: tuple[int, ...]
     function: Any
@@ -80,16 +70,17 @@ class _Called:
     def first(self) -> SpatialTensor:
         return self.spread[0]
 
-    def is_alike(self) -> bool:
+    def is_uniform(self) -> bool:
+        """Whether the operator treats all positions equally."""
         check = _CHECKS.get(self.function)
         if check is None and is_pointwise(self.function) and not is_registered(self.function):
             check = _of_pixels
         return check is not None and all(map(self._has_all_axes, self.spread)) and check(self)
 
-    def makes_alike(self, result: Any) -> bool:
-        """Whether all results have all axes, or are of the whole image."""
+    def has_uniform(self, result: Any) -> bool:
+        """Whether all tensors in the result still have all axes, or are values of the whole image."""
         made = [y for y in pytree.tree_leaves(result) if isinstance(y, Tensor)]
-        if self.function in _SAYING:
+        if self.function in _METADATA:
             return True
         if self.function in _SUMS and not any(isinstance(y, SpatialTensor) for y in made):
             return True
@@ -101,15 +92,15 @@ class _Called:
         return self.args[position] if position < len(self.args) else self.options.get(name, default)
 
     def dims(self, x: SpatialTensor) -> set[int]:
-        """The dims of x that tiles share."""
+        """The dims of x that tiles cut."""
         return {dim for axis in self.axes if (dim := x.layout.dims[axis]) is not None}
 
-    def leads(self) -> bool:
-        """Whether the first argument is spread, and nothing else."""
+    def only_first_spread(self) -> bool:
+        """Whether the first argument is spread over tiles, and no other."""
         return len(self.spread) == 1 and (self.args[0] if self.args else self.options.get("input")) is self.first
 
-    def apart(self, dims: Any) -> bool:
-        """Whether these dims of the first operand, a number or several, are none that tiles share."""
+    def not_cut(self, dims: Any) -> bool:
+        """Whether tiles do not cut these dims, an int or a sequence, of the first operand."""
         if isinstance(dims, int):
             dims = (dims,)
         if not isinstance(dims, list | tuple) or not all(isinstance(dim, int) for dim in dims):
@@ -123,83 +114,83 @@ class _Called:
         return not x.layout.flat and all(x.layout.dims[axis] is not None for axis in self.axes)
 
 
-def _of_pixels(called: _Called) -> bool:
-    """Operands that broadcast: all axes at the same dims, and plain ones of one size along them."""
-    places = {tuple(x.layout.dims[axis] - x.dim() for axis in called.axes) for x in called.spread}  # type: ignore[operator]
+def _of_pixels(call: _Call) -> bool:
+    """Pointwise operators: spread operands have the axes at the same dims; plain ones have size 1 along them."""
+    places = {tuple(x.layout.dims[axis] - x.dim() for axis in call.axes) for x in call.spread}  # type: ignore[operator]
     if len(places) != 1:
         return False
     (places_from_behind,) = places
     return all(
         isinstance(x, SpatialTensor)
         or (isinstance(x, Tensor) and all(x.dim() < -at or x.shape[at] == 1 for at in places_from_behind))
-        or isinstance(x, VALUES)
-        for x in called.leaves
+        or isinstance(x, PLAIN)
+        for x in call.leaves
     )
 
 
-def _by_channel(called: _Called) -> bool:
-    """Kernels and what there is one of for each channel: dim 1."""
-    return called.leads() and called.apart(1)
+def _by_channel(call: _Call) -> bool:
+    """Operators with a kernel, or with one parameter for each channel, which is dim 1."""
+    return call.only_first_spread() and call.not_cut(1)
 
 
 def _windows(num_axes: int) -> Check:
-    return lambda called: _by_channel(called) and called.first.dim() == num_axes + 2
+    return lambda call: _by_channel(call) and call.first.dim() == num_axes + 2
 
 
-def _whole_pool(called: _Called) -> bool:
-    size = called.argument(1, "output_size")
-    return _by_channel(called) and all(n == 1 for n in (size if isinstance(size, list | tuple) else (size,)))
+def _whole_pool(call: _Call) -> bool:
+    size = call.argument(1, "output_size")
+    return _by_channel(call) and all(n == 1 for n in (size if isinstance(size, list | tuple) else (size,)))
 
 
-def _of_last_dims(called: _Called) -> bool:
-    """Layer norms, whose `normalized_shape` are the last dims."""
-    shape = called.argument(1, "normalized_shape", ())
-    return called.leads() and isinstance(shape, list | tuple) and called.apart([*range(-len(shape), 0)])
+def _of_last_dims(call: _Call) -> bool:
+    """Layer norms, which normalize the last dims, those of `normalized_shape`."""
+    shape = call.argument(1, "normalized_shape", ())
+    return call.only_first_spread() and isinstance(shape, list | tuple) and call.not_cut([*range(-len(shape), 0)])
 
 
 def _along(position: int, default: Any = None) -> Check:
-    """A check for operators along one dim, or several."""
-    return lambda called: called.leads() and called.apart(called.argument(position, "dim", default))
+    """A check for operators along `dim`, one or several, which is the argument at this position."""
+    return lambda call: call.only_first_spread() and call.not_cut(call.argument(position, "dim", default))
 
 
-def _joined(called: _Called) -> bool:
-    dims = {(x.layout.dims, x.dim()) for x in called.spread}
-    tensors = called.argument(0, "tensors")
+def _joined(call: _Call) -> bool:
+    dims = {(x.layout.dims, x.dim()) for x in call.spread}
+    tensors = call.argument(0, "tensors")
     return (
         len(dims) == 1
         and isinstance(tensors, list | tuple)
-        and len(called.spread) == len(tensors)
-        and called.apart(called.argument(1, "dim", 0))
+        and len(call.spread) == len(tensors)
+        and call.not_cut(call.argument(1, "dim", 0))
     )
 
 
-def _indexed(called: _Called) -> bool:
-    """Along dims that tiles share everything is taken."""
-    wanted = called.args[1] if isinstance(called.args[1], tuple) else (called.args[1],)
-    if not called.leads() or not all(each is Ellipsis or type(each) in (int, slice) for each in wanted):
+def _indexed(call: _Call) -> bool:
+    """Indexing that takes everything along dims that tiles cut."""
+    wanted = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+    if not call.only_first_spread() or not all(each is Ellipsis or type(each) in (int, slice) for each in wanted):
         return False
     places: list[int] = []
     dim = 0
     for each in wanted:
         if each is Ellipsis:
-            dim = called.first.dim() - (len(wanted) - 1 - len(places))
+            dim = call.first.dim() - (len(wanted) - 1 - len(places))
             places.append(-1)
         else:
             places.append(dim)
             dim += 1
-    shared = called.dims(called.first)
+    shared = call.dims(call.first)
     return wanted.count(Ellipsis) < 2 and all(
         at not in shared or each == slice(None) for at, each in zip(places, wanted, strict=True)
     )
 
 
-def _padded(called: _Called) -> bool:
-    """Only what lies at the border of the image sees it."""
-    return called.leads() and called.argument(2, "mode", "constant") in ("constant", "reflect", "replicate")
+def _padded(call: _Call) -> bool:
+    """Padding, which changes only pixels near the border of the image."""
+    return call.only_first_spread() and call.argument(2, "mode", "constant") in ("constant", "reflect", "replicate")
 
 
-def _undropped(called: _Called) -> bool:
-    return called.leads() and (not called.argument(2, "training", True) or called.argument(1, "p", 0.5) == 0)
+def _undropped(call: _Call) -> bool:
+    return call.only_first_spread() and (not call.argument(2, "training", True) or call.argument(1, "p", 0.5) == 0)
 
 
 def _each(names: str, check: Check) -> Iterator[tuple[Any, Check]]:
@@ -209,12 +200,12 @@ def _each(names: str, check: Check) -> Iterator[tuple[Any, Check]]:
 
 RESHAPES = "view reshape flatten unflatten squeeze unsqueeze expand broadcast_to"
 _RESHAPES = frozenset(named(*RESHAPES.split()))
-_SAYING = {*OF_THE_WHOLE, *OF_THE_PART, Tensor.__format__}
+_METADATA = {*OF_THE_WHOLE, *OF_THE_PART, Tensor.__format__}
 _SUMS = {
     *named("sum", "mean", "var", "std", "var_mean", "std_mean"),
     *named(*(f"adaptive_avg_pool{n}d" for n in (1, 2, 3))),
 }
-_CHECKS: dict[Any, Check] = dict.fromkeys(_SAYING, _Called.leads)
+_CHECKS: dict[Any, Check] = dict.fromkeys(_METADATA, _Call.only_first_spread)
 for found in (
     _each(" ".join(UNTAGGED), _of_pixels),
     _each("where floor_divide __floordiv__ __rfloordiv__", _of_pixels),
@@ -222,128 +213,131 @@ for found in (
     *(_each(f"{kind}{n}d", _windows(n)) for n in (1, 2, 3) for kind in ("conv", "max_pool", "avg_pool", "lp_pool")),
     *(_each(f"adaptive_avg_pool{n}d", _whole_pool) for n in (1, 2, 3)),
     _each("layer_norm rms_norm", _of_last_dims),
-    _each("linear", lambda called: called.leads() and called.apart(-1)),
+    _each("linear", lambda call: call.only_first_spread() and call.not_cut(-1)),
     _each("softmax log_softmax", _along(1)),
-    _each("sum mean var std var_mean std_mean", _Called.leads),  # over all axes, or along none
+    _each("sum mean var std var_mean std_mean", _Call.only_first_spread),  # `has_uniform` refuses some axes
     _each("cat concat concatenate", _joined),
     _each("select narrow unbind", _along(1, 0)),
     _each("chunk split tensor_split", _along(2, 0)),
-    # What they make says whether it has the axes still.
-    _each(f"permute transpose swapaxes swapdims movedim moveaxis {RESHAPES}", _Called.leads),
+    # `has_uniform` checks the layout of their results.
+    _each(f"permute transpose swapaxes swapdims movedim moveaxis {RESHAPES}", _Call.only_first_spread),
     _each("pad constant_pad_nd", _padded),
     _each("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", _undropped),
-    _each("requires_grad_", _Called.leads),
+    _each("requires_grad_", _Call.only_first_spread),
 ):
     _CHECKS.update(found)
 _CHECKS[F.normalize] = _along(2, 1)
 _CHECKS[Tensor.__getitem__] = _indexed
 
-# Tiles of bare background: of those that are alike one is computed for all, forward and backward.
+# Equal tiles: one is computed for all, forward and backward.
 #
-# A tile of one colour, whose margin has that colour too, and which no border of the image is near, has one output: the
-# same for each of its pixels, and for every other such tile that layers cut into as many pixels. So whatever it tells
-# the other tiles on its way is the same too, such as the moments that a norm over the whole image asks for.
+# Take a tile of one colour whose margin has that colour too, away from the border of the image. All pixels of its
+# output are equal. They equal those of every other such tile that layers cut into the same shapes. The contributions
+# of these tiles to statistics are equal, too.
 #
-# The backward pass of a visit is linear in the gradient of what the tile owns, except for the contributions of other
-# tiles:
+# The backward pass of a tile is linear in the gradient of its output, apart from the statistics of other tiles:
 #
-#     gradients of n tiles alike = those of one that is given the sum of theirs + (n - 1) x those of one that is given 0
+#     gradients of n equal tiles = those of one tile for the sum of the n output gradients
+#                                  + (n - 1) x those of one tile for an output gradient of 0
 #
-# That a part of a model treats all places alike must follow from what it calls (`alike`), whatever its parameters are
-# now. Two tiles must agree too before a third one is spared, in every round, and their outputs must be the same
-# everywhere in them; else all tiles are visited again, and never spared on this route. Parts that draw random numbers
-# leave nothing to spare.
+# Before a rank skips tiles, the called operators must treat all positions equally (`PositionCheck`). Two tiles must
+# also agree in every pass, and their outputs must be constant. Otherwise the rank computes all tiles again, and skips
+# none with this plan any more. It skips none in parts that draw random numbers.
 
-EPS = 64  # so many roundings apart, values are the same
+EPS = 64  # values that differ by at most this many roundings are equal
 
 
-class NotAlike(Exception):
-    """Tiles that look the same are not: none must be spared."""
+class TilesDiffer(Exception):
+    """Tiles that look equal have different results, so that none may be skipped."""
 
 
 @dataclass
-class _Kind:
-    """Tiles of one colour, cut alike by every layer: the first, the second, and what the first made this time.
+class _EqualTiles:
+    """Equal tiles. A rank computes the `first` and the `second`, and skips the others while these two `agree`.
 
-    That is what it told, or of each output a pixel; and what its norms saw.
+    `pixels` are the first tile's contribution to the next statistic or, in the last pass, one pixel of each output.
+    `moments` are its moments of the inputs of batch norms.
     """
 
     first: int
-    made: Sequence[Tensor]
-    seen: Seen
+    pixels: Sequence[Tensor]
+    moments: TileMoments
     second: int | None = None
-    alike: bool = True
+    agree: bool = True
 
 
 @dataclass
-class BareTiles:
-    """Those that a rank visits along `route`, in one pass of images: known as soon as they are read.
+class BackgroundTiles:
+    """The equal tiles of one batch that a rank streams by `plan`, found as their pixels are read.
 
-    `instead` says of tiles that are not visited which other one is.
+    `first_of` maps each skipped tile to the computed tile that it equals.
     """
 
-    route: Route
-    instead: dict[int, int] = field(default_factory=dict)
-    _kinds: dict[Hashable, _Kind] = field(default_factory=dict)
+    plan: StreamPlan
+    first_of: dict[int, int] = field(default_factory=dict)
+    _groups: dict[Hashable, _EqualTiles] = field(default_factory=dict)
 
     @staticmethod
-    def may_be(route: Route) -> bool:
-        """Whether what visits make of their own pixels are pixels, which is what gradients can be added up for."""
-        made = [y for y in route.rehearsed.outputs if isinstance(y, SpatialTensor)]
-        every = len(made) == len(route.rehearsed.outputs)
-        return route.spares and every and all(y.layout.dims[axis] is not None for y in made for axis in route.cut)
+    def applies_to(plan: StreamPlan) -> bool:
+        """Whether all outputs of the part have all axes that are cut, so that gradients of equal tiles can be added."""
+        return plan.skips_equal and all(
+            isinstance(y, SpatialTensor) and all(y.layout.dims[axis] is not None for axis in plan.cut_axes)
+            for y in plan.profile.outputs
+        )
 
-    def kind(self, tile: int, read: Tensor) -> Hashable:
-        """A key that equal tiles share; None if the tile shows something, or lies at a border."""
-        route = self.route
-        given, margin, size = route.givens[0], route.rehearsed.margin, route.size
-        assert given.tiling is not None
-        held, own = given.held(margin, size).held(tile), given.tiling.owned(tile)
+    def key(self, tile: int, read: Tensor) -> Hashable:
+        """A key that equal tiles share; None if the tile is not of one colour, or lies at a border of the image.
+
+        `read` are the pixels of the tile and its margin, (N, C, *space).
+        """
+        plan = self.plan
+        spec, margin = plan.inputs[0], plan.profile.margin
+        assert spec.tiling is not None
+        held, own = spec.held(margin, plan.size).held(tile), spec.tiling.owned(tile)
         inside = (a.length == b.length + 2 * margin for a, b in zip(held.space, own.space, strict=True))
-        space = [axis - 1 for axis in route.cut if axis != BATCH]
-        borders = (own.space[i].start == 0 or own.space[i].stop == route.size[i] for i in space)
-        if not read.numel() or not all(inside) or any(borders):  # without a margin layers may still pad
+        space = [axis - 1 for axis in plan.cut_axes if axis != BATCH]
+        borders = (own.space[i].start == 0 or own.space[i].stop == plan.size[i] for i in space)
+        if not read.numel() or not all(inside) or any(borders):  # with a margin of 0, layers may still pad
             return None
-        pixels = read.flatten(2)
-        least, most = torch.aminmax(pixels, dim=2)
+        least, most = torch.aminmax(read.flatten(2), dim=2)
         if not torch.equal(least, most):
             return None
-        return tuple(least.flatten().tolist()), *(each.owned(tile).shape for each in self.route.rehearsed.tilings)
+        return tuple(least.flatten().tolist()), *(each.owned(tile).shape for each in plan.profile.tilings)
 
-    def spare(self, kind: Hashable, tile: int) -> bool:
-        """Whether a tile of this kind need not be visited."""
-        known = self._kinds.get(kind)
-        if known is None or known.second is None or not known.alike or tile in (known.first, known.second):
+    def skip(self, key: Hashable, tile: int) -> bool:
+        """Whether a tile with this key need not be computed."""
+        group = self._groups.get(key)
+        if group is None or group.second is None or not group.agree or tile in (group.first, group.second):
             return False
-        self.instead[tile] = known.first
+        self.first_of[tile] = group.first
         return True
 
-    def saw(self, kind: Hashable, tile: int, made: Sequence[Tensor] | None, seen: Seen) -> None:
-        """A tile of this kind was visited, and made these: what it told, flat, or outputs; None: not so once more.
+    def compare(self, key: Hashable, tile: int, result: Sequence[Tensor] | None, moments: TileMoments) -> None:
+        """Compare the result of a tile, its flat contribution or its outputs, with that of the first one.
+
+        `result` is None if the part does not treat all positions equally.
 
         Raises:
-            NotAlike: others were spared for it, which would have made something else.
+            TilesDiffer: the results differ, and other tiles were skipped.
         """
-        known, alike = self._kinds.get(kind), made is not None
-        pixels = list(map(_first_pixel, made or ()))
-        if known is None:
-            known = self._kinds[kind] = _Kind(tile, pixels, seen)
-        elif tile == known.first:
-            known.made, known.seen = pixels, seen
-        elif known.second is None:
-            known.second = tile
-        known.alike = known.alike and alike and all(map(_same, made or (), known.made))
-        if not known.alike and known.first in self.instead.values():
-            raise NotAlike
+        pixels = list(map(_first_pixel, result or ()))
+        group = self._groups.setdefault(key, _EqualTiles(tile, pixels, moments))
+        if tile == group.first:
+            group.pixels, group.moments = pixels, moments
+        elif group.second is None:
+            group.second = tile
+        group.agree = group.agree and result is not None and all(map(_is_constant, result, group.pixels))
+        if not group.agree and group.first in self.first_of.values():
+            raise TilesDiffer
 
-    def spared(self) -> list[tuple[int, int, _Kind]]:
-        """The tiles that were not visited, the tile that was instead, and what that one made."""
-        kinds = {known.first: known for known in self._kinds.values()}
-        return [(tile, first, kinds[first]) for tile, first in self.instead.items()]
+    def skipped(self) -> list[tuple[int, int, _EqualTiles]]:
+        """Each skipped tile, the computed tile that it equals, and the result of that one."""
+        groups = {group.first: group for group in self._groups.values()}
+        return [(tile, first, groups[first]) for tile, first in self.first_of.items()]
 
-    def others(self, tile: int) -> list[int]:
-        """The tiles that a tile stands for, beside itself."""
-        return [other for other, its in self.instead.items() if its == tile]
+    def equal_to(self, tile: int) -> list[int]:
+        """The tiles that were skipped because they equal this one."""
+        return [other for other, first in self.first_of.items() if first == tile]
 
 
 def _first_pixel(y: Tensor) -> Tensor:
@@ -352,8 +346,8 @@ def _first_pixel(y: Tensor) -> Tensor:
     return y.clone()
 
 
-def _same(y: Tensor, pixel: Tensor) -> bool:
-    """Whether y has the values of a pixel everywhere."""
+def _is_constant(y: Tensor, pixel: Tensor) -> bool:
+    """Whether all pixels of y equal this one."""
     if not y.is_floating_point() or not y.numel():
         return y.numel() > 0 and torch.equal(y, pixel.expand_as(y))
     return float((y - pixel).abs().max()) <= EPS * torch.finfo(y.dtype).eps * float(y.abs().max())

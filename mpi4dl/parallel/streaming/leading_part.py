@@ -1,8 +1,8 @@
-"""The leading part of a model's first stage, streamed: which layers it is made of, and how the stage begins with it.
+"""The leading part of a model's first stage, which is streamed: which units it has, and how the stage runs it.
 
-first stage    atom 0 .. atom k-1         |   atom k .. atom n-1
-               streamed, by visits,       |   on the outputs of those, as ever
-               in one segment or several  |
+first stage    unit 0 .. unit k-1               |   unit k .. unit n-1
+               streamed tile by tile,           |   on the whole outputs of those, as without streaming
+               in one segment or several        |
 """
 
 from bisect import bisect_left
@@ -22,51 +22,52 @@ from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype
 from mpi4dl.parallel.pipeline.stage import Recipe, Stage
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.sharding import from_tiling
-from mpi4dl.parallel.streaming.margins import CannotStream, Rehearsed, Route, run
-from mpi4dl.parallel.streaming.norms import MODES, KnownStatistics
+from mpi4dl.parallel.streaming.margins import CannotStream, PartProfile, StreamPlan, profile_with_margin
+from mpi4dl.parallel.streaming.norms import MODES, RunningNorms
 from mpi4dl.parallel.streaming.stream import Progress, Streaming
-from mpi4dl.parallel.streaming.visits import Given, ImageSource, OwnSamples, Visits
+from mpi4dl.parallel.streaming.stream_tiles import ImageSource, InputSpec, OwnSamples, StreamTiles
 
-# A part of a model, or all of it, in segments that are streamed one after the other.
-#
-# Between segments the outputs are kept whole: visits of one segment begin there, so that they read less of a margin,
-# and repeat less for the rounds of their norms.
-
-KNOWN = 64  # routes that are remembered before all are forgotten: bags of patches may have any size
+KNOWN_PLANS = 64  # shapes of batches whose plans are kept before all are dropped: slides have any number of patches
 
 
 @dataclass
 class Segments:
-    """The program of each segment of a module, and the mode of batch norms, one of `norms.MODES`.
+    """A part of a model, or all of it, in segments that are streamed one after the other.
 
-    Without recipes it is all of the module, which need not be traceable.
+    Outputs are kept whole between segments. The tiles of a segment start from them, so they read a smaller margin, and
+    their statistics passes repeat less.
+
+    Args:
+        recipes: the program of each segment; none for a single segment that is all of the module. It need not be
+            traceable then.
+        norms: the mode of batch norms, one of `norms.MODES`.
     """
 
     recipes: tuple[Recipe, ...]
     norms: str
     _parts: list["_Segment"] = field(default_factory=list)
-    _routes: dict[Any, tuple[Route, ...]] = field(default_factory=dict)
+    _known_plans: dict[Any, tuple[StreamPlan, ...]] = field(default_factory=dict)
 
     def run(
         self,
         module: nn.Module,
         source: Tensor | ImageSource,
-        given: Given,
-        visits: Visits,
+        images: InputSpec,
+        tiles: StreamTiles,
         grid: Grid,
         size: tuple[int, ...],
         progress: Progress = quietly,
     ) -> Any:
-        """The result of the last segment, for images of `size` as inputs of the first."""
+        """The output of the last segment. `source` has the images, of spec `images` and of `size`, such as (H, W)."""
         parts = self._parts_of(module)
         found: tuple[Any, ...] = (source,)
-        for number, (part, route) in enumerate(zip(parts, self._route(parts, given, visits, grid, size), strict=True)):
+        for number, (part, plan) in enumerate(zip(parts, self._plans(parts, images, tiles, grid, size), strict=True)):
             name = f"segment {number + 1} of {len(parts)}, " if len(parts) > 1 else ""
-            found = Streaming(part, found, route, grid, self.norms, progress, name).run()
+            found = Streaming(part, found, plan, grid, self.norms, progress, name).run()
         return parts[-1].nested(found)
 
     def parts(self, module: nn.Module) -> "list[_Segment]":
-        """The segments, which share the modules of a model, or of a stage."""
+        """New segments, which share the modules of `module`."""
         wanted: list[nn.Module] = [Stage(recipe, module) for recipe in self.recipes]
         found: list[_Segment] = []
         for part in wanted or [module]:
@@ -74,7 +75,7 @@ class Segments:
         return found
 
     def _parts_of(self, module: nn.Module) -> "list[_Segment]":
-        """The segments, in the modes of the module."""
+        """The segments, in the training or evaluation modes of `module`."""
         self._parts = self._parts or self.parts(module)
         for segment in self._parts:
             segment.training = module.training
@@ -84,44 +85,47 @@ class Segments:
                     inner.training = original.training
         return self._parts
 
-    def _route(
-        self, parts: Sequence[nn.Module], given: Given, visits: Visits, grid: Grid, size: tuple[int, ...]
-    ) -> tuple[Route, ...]:
+    def _plans(
+        self, parts: Sequence[nn.Module], images: InputSpec, tiles: StreamTiles, grid: Grid, size: tuple[int, ...]
+    ) -> tuple[StreamPlan, ...]:
         modes = tuple(inner.training for part in parts for inner in part.modules())
-        key = (grid, given, visits, size, modes, torch.is_grad_enabled())
-        if key not in self._routes:
-            if len(self._routes) >= KNOWN:
-                self._routes.clear()
-            givens: tuple[Given, ...] = (given,)
-            routes = []
+        key = (grid, images, tiles, size, modes, torch.is_grad_enabled())
+        if key not in self._known_plans:
+            if len(self._known_plans) >= KNOWN_PLANS:
+                self._known_plans.clear()
+            inputs: tuple[InputSpec, ...] = (images,)
+            plans = []
             for part in parts:
-                with nullcontext() if self.norms == "exact" else KnownStatistics().one_visit(noted=False):
-                    routes.append(Route.of(part, visits, givens, size))
-                givens = tuple(map(Given.like, routes[-1].rehearsed.outputs))
-            self._routes[key] = tuple(routes)
-        return self._routes[key]
+                with nullcontext() if self.norms == "exact" else RunningNorms().for_tile(record=False):
+                    plans.append(StreamPlan.of(part, tiles, inputs, size))
+                inputs = tuple(map(InputSpec.like, plans[-1].profile.outputs))
+            self._known_plans[key] = tuple(plans)
+        return self._known_plans[key]
 
 
 class _Segment(nn.Module):
-    """A part of a model, of the tensors in its values, which may be nests of them; `before` made them."""
+    """A part of a model as a function from tensors to tensors; the part's own arguments may be nests of tensors.
+
+    `before` is the segment whose outputs are the inputs; None for the first one.
+    """
 
     def __init__(self, part: nn.Module, before: "_Segment | None") -> None:
         super().__init__()
         self.part = part
-        self.made: _Nest = _Nest()
-        self._nest: _Nest = _Nest() if before is None else before.made
+        self.outputs: _Nest = _Nest()
+        self._inputs: _Nest = _Nest() if before is None else before.outputs
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        found, self.made.structure = pytree.tree_flatten(self.part(*self._nest.of(tensors)))
+        found, self.outputs.structure = pytree.tree_flatten(self.part(*self._inputs.of(tensors)))
         return tuple(found)
 
     def nested(self, tensors: Sequence[Tensor]) -> Any:
-        """The part's outputs, of the tensors in them."""
-        return self.made.of(tensors)
+        """The part's output, built from the tensors in it."""
+        return self.outputs.of(tensors)
 
 
 class _Nest:
-    """How tensors lie in values; None: each is one. Copies of a module have it in common."""
+    """The pytree structure of some tensors; None for a plain sequence. Copies of a module share it."""
 
     def __init__(self) -> None:
         self.structure: Any = None
@@ -133,45 +137,43 @@ class _Nest:
         return self
 
 
-def spans_of(count: int, segments: int, rounds_of: Callable[[int], int | None]) -> list[tuple[int, int]]:
-    """Of so many atoms the first of each segment, and the first behind it.
+def segment_spans(num_units: int, segments: int, statistics_of: Callable[[int], int | None]) -> list[tuple[int, int]]:
+    """The units of each segment, as [start, stop).
 
-    Rounds are shared out evenly, and so are atoms where there are none: `rounds_of(n)` are those of the first n atoms;
-    None if that is not known.
+    Segments get equal numbers of statistics, or equal numbers of units where there are no statistics.
+    `statistics_of(n)` is the number of statistics in the first n units; None if it is unknown.
     """
     if segments == 1:
-        return [(0, count)]
-    rounds = [0]
-    for end in range(1, count + 1):
-        found = rounds_of(end)
-        rounds.append(rounds[-1] if found is None else found)
-    return list(pairwise([0, *_ends(rounds, min(segments, count)), count]))
-
-
-def _ends(rounds: Sequence[int], segments: int) -> list[int]:
-    """Behind how many atoms each segment but the last ends, if `rounds[i]` are those of the first i atoms."""
-    ends: list[int] = []
-    total, last = rounds[-1], len(rounds) - 1
+        return [(0, num_units)]
+    statistics = [0]
+    for stop in range(1, num_units + 1):
+        found = statistics_of(stop)
+        statistics.append(statistics[-1] if found is None else found)
+    stops: list[int] = [0]
+    segments = min(segments, num_units)
     for segment in range(1, segments):
-        if total:
-            end = next(i for i, found in enumerate(rounds) if found * segments >= total * segment)
+        if statistics[-1]:
+            stop = next(i for i, n in enumerate(statistics) if n * segments >= statistics[-1] * segment)
         else:
-            end = last * segment // segments
-        if end > (ends[-1] if ends else 0) and end < last:
-            ends.append(end)
-    return ends
+            stop = num_units * segment // segments
+        if stops[-1] < stop < num_units:
+            stops.append(stop)
+    return list(pairwise([*stops, num_units]))
 
 
-MOST_REPEATED = 2.0  # how many times the pixels of its tile a visit may read, where nobody says where to end
+MOST_REPEATED = 2.0  # without `until`, a tile with its margin has at most so many times the pixels of the tile
 
 
 @dataclass(frozen=True)
 class StreamOptions:
     """How the first stage is streamed.
 
-    `counts`: in how many visits along each axis of space of a rank's part. `until`: up to and with which module (None:
-    as far as margins are small beside tiles). `norms`: batch norms by which of `norms.MODES`. `segments`: in how many
-    parts, whose outputs are kept whole from forward to backward. `remark`: what to say of how they were chosen.
+    Args:
+        counts: the number of tiles along each axis of space of a rank's part of the images.
+        until: the name of the last streamed module; None to stop before margins become large beside tiles.
+        norms: the mode of batch norms, one of `norms.MODES`.
+        segments: the number of segments, between which outputs are kept from forward to backward.
+        remark: a text for the user about how the options were chosen.
     """
 
     counts: tuple[int, ...]
@@ -191,10 +193,14 @@ class StreamOptions:
 
 @dataclass(frozen=True)
 class StreamedImages:
-    """The inputs of the first stage of a plan: images of `size` that visits read, on the ranks of `grid`.
+    """A batch of images as the input of a streamed first stage.
 
-    `source` is this rank's tile of each image, a tensor, or an `ImageSource` of the samples that it works on. `samples`
-    says how the ranks share the batch. `progress` is called at every visit.
+    Args:
+        source: this rank's part of the images as a tensor, or an `ImageSource` of the samples that it works on.
+        grid: the ranks that share the images.
+        samples: how these ranks split the batch.
+        size: the size of the images, such as (H, W).
+        progress: is called with a line of text before each tile.
     """
 
     source: Any
@@ -205,36 +211,34 @@ class StreamedImages:
 
 
 @dataclass
-class Leading:
-    """An opening that streams the first calls of a stage, in segments.
-
-    Segment j is that of atoms `bounds[j]` to `bounds[j + 1]` - 1.
-    """
+class LeadingPart:
+    """Runs the first calls of a stage by streaming. Segment j has the units `bounds[j]` to `bounds[j + 1]` - 1."""
 
     segments: Segments
     options: StreamOptions
     bounds: tuple[int, ...]
 
     def __call__(self, stage: Stage, *values: Any) -> tuple[int, dict[str, Any]]:
+        """The number of calls of the stage that ran here, and the values with which the stage continues, by name."""
         images = values[0]
-        if not isinstance(images, StreamedImages):  # such as shapes, on which nothing is computed
+        if not isinstance(images, StreamedImages):  # such as meta tensors: the stage makes all calls itself
             return 0, dict(zip(stage.recipe.inputs, values, strict=True))
-        source, grid = _as_given(images), images.grid
-        visits = Visits(grid.shape, grid.rank, self.options.counts, grid.tracks_batch)
-        given = visits.images(source.shape, source.dtype, images.samples)
-        found = self.segments.run(stage, source, given, visits, grid, images.size, images.progress)
+        source, grid = _source(images), images.grid
+        tiles = StreamTiles(grid.shape, grid.rank, self.options.counts, grid.tracks_batch)
+        spec = tiles.image_spec(source.shape, source.dtype, images.samples)
+        found = self.segments.run(stage, source, spec, tiles, grid, images.size, images.progress)
         done = sum(len(recipe.calls) for recipe in self.segments.recipes)
         return done, dict(zip(self.segments.recipes[-1].outputs, found, strict=True))
 
-    def words(self, names: Sequence[str]) -> str:
-        """A description of the streamed part, of a stage whose units have these names."""
+    def describe(self, names: Sequence[str]) -> str:
+        """A line about the streamed part; `names` are those of the stage's units."""
         tiles, segments = "x".join(map(str, self.options.counts)), len(self.segments.recipes)
         many = f" in {segments} segments" if segments > 1 else ""
         return f"each rank streams {tiles} tiles one after the other, up to {names[self.bounds[-1] - 1]}{many}"
 
 
-def _as_given(images: StreamedImages) -> Any:
-    """The inputs of the first segment."""
+def _source(images: StreamedImages) -> Any:
+    """The images as the input of the first segment: a tensor, a SpatialTensor or an ImageSource."""
     source, grid, samples = images.source, images.grid, images.samples
     if not isinstance(source, Tensor):
         whole = torch.Size((samples.size, *source.shape[1:2], *images.size))
@@ -245,65 +249,64 @@ def _as_given(images: StreamedImages) -> Any:
     return from_tiling(source, grid, Tiling((samples, *cuts)))
 
 
-def choose(
-    cuttable: Cuttable, num_atoms: int, options: StreamOptions, grid: GridShape, image: Sequence[int]
-) -> Leading:
-    """The opening of a first stage of so many atoms, for images of this shape (N, C, H, W) on a grid of ranks.
+def choose_leading_part(
+    cuttable: Cuttable, num_units: int, options: StreamOptions, grid: GridShape, image: Sequence[int]
+) -> LeadingPart:
+    """The leading part of a first stage of `num_units` units, for images of this shape (N, C, H, W) on a grid of ranks.
 
     Raises:
-        CannotStream: there is no such module, or it would be the whole model.
+        CannotStream: there is no module `until`, or the whole model would be streamed.
     """
-    visits, given = visits_to(cuttable.model, options, grid, image)
+    tiles, spec = tiles_of_images(cuttable.model, options, grid, image)
     size = tuple(image[2:])
 
-    def rehearsed(count: int, margin: int) -> Rehearsed | None:
+    def profile(count: int, margin: int) -> PartProfile | None:
         try:
-            return run(Stage(cuttable.part(0, count), cuttable.model), visits, (given,), size, margin)
+            return profile_with_margin(Stage(cuttable.part(0, count), cuttable.model), tiles, (spec,), size, margin)
         except NotImplementedError:  # an operator without a rule for tiles
             return None
 
-    most = min(num_atoms, len(cuttable) - 1)  # the model's result must not be all that is streamed
+    most = min(num_units, len(cuttable) - 1)  # the last unit returns the model's result, which is not streamed
     if options.until is not None:
-        ends = [i + 1 for i, name in enumerate(cuttable.names[:num_atoms]) if _within(name, options.until)]
-        if not ends:
+        names = [f"{name}." for name in cuttable.names[:num_units]]
+        stops = [i + 1 for i, name in enumerate(names) if name.startswith(f"{options.until}.")]
+        if not stops:
             raise CannotStream(
                 f"there is no {options.until!r} in the first stage, whose parts are "
-                f"{', '.join(cuttable.names[:num_atoms])}"
+                f"{', '.join(cuttable.names[:num_units])}"
             )
-        count = ends[-1]
+        count = stops[-1]
         if count > most:
             raise CannotStream(
                 f"the whole model would be streamed, up to {cuttable.names[count - 1]}: end it before that"
             )
     else:
-        tile = max(split.owned(0).length for split in given.tiling.splits[1:]) if given.tiling is not None else 0
+        tile = max(split.owned(0).length for split in spec.tiling.splits[1:]) if spec.tiling is not None else 0
         margin = int((MOST_REPEATED ** (1 / len(size)) - 1) / 2 * tile)
-        count = max(1, bisect_left(range(1, most + 1), True, key=lambda end: rehearsed(end, margin) is None))
+        count = max(1, bisect_left(range(1, most + 1), True, key=lambda stop: profile(stop, margin) is None))
 
-    def rounds_of(end: int) -> int | None:
-        found = rehearsed(end, max(size))
-        return None if found is None else found.num_rounds
+    def statistics_of(stop: int) -> int | None:
+        found = profile(stop, max(size))
+        return None if found is None else found.num_statistics
 
-    spans = spans_of(count, options.segments, rounds_of)
+    spans = segment_spans(count, options.segments, statistics_of)
     recipes = tuple(cuttable.part(*span) for span in spans)
-    return Leading(Segments(recipes, options.norms), options, (0, *(end for _, end in spans)))
+    return LeadingPart(Segments(recipes, options.norms), options, (0, *(stop for _, stop in spans)))
 
 
-def visits_to(model: nn.Module, options: StreamOptions, grid: GridShape, image: Sequence[int]) -> tuple[Visits, Given]:
-    """The visits of the first rank of a grid to images of this shape (N, C, H, W), and what they are given.
+def tiles_of_images(
+    model: nn.Module, options: StreamOptions, grid: GridShape, image: Sequence[int]
+) -> tuple[StreamTiles, InputSpec]:
+    """The streamed tiles of the first rank of a grid, and the spec of images of this shape (N, C, H, W).
 
     Raises:
-        CannotStream: there are not so many tiles.
+        CannotStream: the images are too small for these tiles.
     """
     samples, _, *size = image
     if len(options.counts) != len(size):
         raise CannotStream(f"streaming cuts {len(options.counts)} axes, but images have {len(size)}")
-    visits = Visits(grid, 0, options.counts, grid.batch > 1)
-    if any(parts > pixels for parts, pixels in zip(visits.grid.space, size, strict=True)):
-        tiles, sides = ("x".join(map(str, each)) for each in (visits.grid.space, size))
-        raise CannotStream(f"images of {sides} pixels are too small for {tiles} tiles")
-    return visits, visits.images(torch.Size(image), image_dtype(model), Split.at(even_cuts(samples, grid.batch)))
-
-
-def _within(name: str, module: str) -> bool:
-    return name == module or name.startswith(f"{module}.")
+    tiles = StreamTiles(grid, 0, options.counts, grid.batch > 1)
+    if any(parts > pixels for parts, pixels in zip(tiles.grid.space, size, strict=True)):
+        cut, sides = ("x".join(map(str, each)) for each in (tiles.grid.space, size))
+        raise CannotStream(f"images of {sides} pixels are too small for {cut} tiles")
+    return tiles, tiles.image_spec(torch.Size(image), image_dtype(model), Split.at(even_cuts(samples, grid.batch)))

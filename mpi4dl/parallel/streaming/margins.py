@@ -1,7 +1,8 @@
-"""How much of a margin a part of a model needs, found by running it on shapes: no layer may ask for pixels it lacks.
+"""The margin that a streamed part of a model needs, found by dry runs on meta tensors.
 
-Whatever the part is made of, residuals, branches or a way up again: the smallest margin is searched with which it runs
-to its end. A rehearsal also learns which norms can share a round, and says how many rounds there are.
+The margin is the smallest one with which no layer asks for pixels that a tile does not hold. The search runs the part
+itself, so it covers residuals, branches and upsampling without arithmetic on receptive fields. The dry run also counts
+the statistics over the whole image, and finds out which norms can share a statistics pass.
 """
 
 import copy
@@ -16,80 +17,89 @@ from torch import Tensor, nn
 from mpi4dl._randomness import forked
 from mpi4dl.comm import Pending
 from mpi4dl.comm.packing import Piece
-from mpi4dl.geometry import Box, Tiling
+from mpi4dl.geometry import BATCH, Box, Interval, Tiling
 from mpi4dl.parallel.pipeline.split import shapes_of
 from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator, DryRunGrid, dry_run_grid
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo_prefetch import HaloPrefetch, Holding
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
-from mpi4dl.parallel.streaming.visits import (
-    Given,
+from mpi4dl.parallel.streaming.stream_tiles import (
+    Contribution,
+    InputSpec,
     NeedsNeighbours,
-    Script,
-    Turn,
-    VisitedGrid,
-    Visits,
+    StatisticsRecord,
+    StreamCommunicator,
+    StreamGrid,
+    StreamTiles,
     holds_pixels,
-    visited_grid,
 )
 
-Learned = Sequence[tuple[Tensor, bool, Holding]]
+# For each norm, by its weight: whether it waits for the next norm to share its statistics pass, and its halos.
+PrefetchHints = Sequence[tuple[Tensor, bool, Holding]]
 
 
 class CannotStream(ValueError):
-    """A part of a model needs the whole image at once, so that it cannot be computed tile by tile."""
+    """A part of a model needs the whole image at once, so it cannot run tile by tile."""
 
 
 @dataclass(frozen=True)
-class Rehearsed:
-    """The needs of a streamed part: the `margin` around tiles, in pixels of the images.
+class PartProfile:
+    """The result of a dry run of a streamed part.
 
-    `num_rounds` are those of its forward pass, `learned` what its norms are to know, and `outputs` what it returned, on
-    the meta device. `tilings` are those of all that it makes on its way.
+    Args:
+        margin: the pixels of the images that a tile reads on each side.
+        num_statistics: the number of statistics in the forward pass; each one needs one more pass over the tiles.
+        hints: the hints for halo prefetch at the norms.
+        outputs: the outputs of the part, on the meta device.
+        tilings: the tilings of all intermediate tensors.
     """
 
     margin: int
-    num_rounds: int
-    learned: Learned
+    num_statistics: int
+    hints: PrefetchHints
     outputs: Any
     tilings: Sequence[Tiling]
 
 
-class _AVisit(DryRunCommunicator):
-    """Among tiles that are visited in turn, of which none has pixels of another one.
+class _StreamedDryRun(DryRunCommunicator):
+    """The communicator of a dry run, which refuses to send or receive pixels.
 
-    A margin that is too small for other tiles is too small for this one, too, so all find the same margin.
+    A margin that is too small for another tile is too small for this one too. So all tiles find the same margin.
     """
 
     def iexchange(
         self, sends: Sequence[Piece], receives: Sequence[Piece], *args: Any, collective: bool = False, **kwargs: Any
     ) -> Pending:
-        among_others = collective and not sends and not receives
-        if among_others or holds_pixels(sends) or holds_pixels(receives):
+        others_exchange = collective and not sends and not receives
+        if others_exchange or holds_pixels(sends) or holds_pixels(receives):
             raise NeedsNeighbours
         return super().iexchange(sends, receives)
 
 
-def rehearse(module: nn.Module, visits: Visits, givens: Sequence[Given], size: Sequence[int]) -> Rehearsed:
-    """The least margin with which visits can run `module` on what it is given of images of this size (H, W).
+def profile_part(
+    module: nn.Module, tiles: StreamTiles, inputs: Sequence[InputSpec], size: Sequence[int]
+) -> PartProfile:
+    """The profile of `module` with the smallest margin, for images of this size, such as (H, W).
 
     Raises:
         CannotStream: no margin is enough.
     """
     outline = copy.deepcopy(module, memo=shapes_of(module))
 
-    high = least_margin(lambda margin: run(outline, visits, givens, size, margin) is not None, max(size))
-    first = run(outline, visits, givens, size, high)
+    margin = least_margin(lambda n: profile_with_margin(outline, tiles, inputs, size, n) is not None, max(size))
+    first = profile_with_margin(outline, tiles, inputs, size, margin)
     assert first is not None
-    again = run(outline, visits, givens, size, high, first.learned)
+    again = profile_with_margin(outline, tiles, inputs, size, margin, first.hints)
     assert again is not None
-    of_outline = {id(shape): real for shape, real in zip(outline.parameters(), module.parameters(), strict=True)}
-    real = [(of_outline[id(norm)], waits, held) for norm, waits, held in again.learned if id(norm) in of_outline]
-    return replace(again, learned=real)
+    real = {id(shape): parameter for shape, parameter in zip(outline.parameters(), module.parameters(), strict=True)}
+    hints = [(real[id(norm)], waits, held) for norm, waits, held in again.hints if id(norm) in real]
+    return replace(again, hints=hints)
 
 
 def least_margin(runs: Callable[[int], bool], largest: int, first: int = 16) -> int:
-    """The least margin with which a part runs, of at most about so many pixels; `first` is tried after 0.
+    """The smallest margin, in pixels, for which `runs(margin)` is true; at most about `largest`.
+
+    The search tries 0, `first`, twice that and so on, and then bisects.
 
     Raises:
         CannotStream: no margin is enough.
@@ -102,108 +112,114 @@ def least_margin(runs: Callable[[int], bool], largest: int, first: int = 16) -> 
     return low + 1 + bisect_left(range(low + 1, high), True, key=runs)
 
 
-def run(
+def profile_with_margin(
     outline: nn.Module,
-    visits: Visits,
-    givens: Sequence[Given],
+    tiles: StreamTiles,
+    inputs: Sequence[InputSpec],
     size: Sequence[int],
     margin: int,
-    learned: Learned = (),
-) -> Rehearsed | None:
-    """Run a module, which is on the meta device, as a visit with this margin would; None if that is not enough."""
-    grid = alone(visits, visits.own[len(visits.own) // 2], learned)
+    hints: PrefetchHints = (),
+) -> PartProfile | None:
+    """The profile of a module on the meta device with this margin; None if the margin is too small."""
+    grid = dry_run_of_tile(tiles, tiles.own[len(tiles.own) // 2], hints)
     with torch.enable_grad(), forked():
         try:
-            outputs = outline(*(shape_of(given, grid, margin, size) for given in givens))
+            outputs = outline(*(meta_input(spec, grid, margin, size) for spec in inputs))
             grid.foresight.pay()
         except NeedsNeighbours:
             return None
+    found = [(norm, waits, held) for norm, waits, held in grid.foresight.learned() if isinstance(norm, Tensor)]
     tilings = list({layout.tiling.narrow for layout in grid.layouts})
-    return Rehearsed(margin, grid.comm.counts["rounds"], _learned(grid), outputs, tilings)
+    return PartProfile(margin, grid.comm.counts["rounds"], found, outputs, tilings)
 
 
-def alone(visits: Visits, tile: int, learned: Learned = ()) -> DryRunGrid:
-    """The grid of a visit of this tile that is the only one: what others tell it is made up."""
-    grid = dry_run_grid(visits.grid, tile, visits.tracks_batch, _AVisit)
+def dry_run_of_tile(tiles: StreamTiles, tile: int, hints: PrefetchHints = ()) -> DryRunGrid:
+    """The grid for a dry run of one tile. Statistics of the other tiles have made-up values."""
+    grid = dry_run_grid(tiles.grid, tile, tiles.tracks_batch, _StreamedDryRun)
     grid.choices = None
-    begin(grid, learned)
+    _set_hints(grid, hints)
     return grid
 
 
-def begin(grid: Grid, learned: Learned) -> None:
-    """Let the grid's norms know as much of what follows as those of every other visit, who come to the same rounds."""
-    grid.foresight = HaloPrefetch(visits=True)
-    for norm, waits, held in learned:
+def _set_hints(grid: Grid, hints: PrefetchHints) -> None:
+    """Give all tiles the same hints for halo prefetch, so that they come to the same statistics."""
+    grid.foresight = HaloPrefetch(repeats=True)
+    for norm, waits, held in hints:
         grid.foresight.learn(norm, waits, held)
 
 
-def shape_of(given: Given, grid: Grid, margin: int, size: Sequence[int]) -> Tensor:
-    """The inputs of the visit of this grid, on the meta device."""
-    if given.tiling is None:
-        return torch.empty(given.shape, dtype=given.dtype, device="meta")
-    layout = given.layout(grid, margin, size)
-    local = layout.local_shape(tuple(given.shape))
-    return SpatialTensor(torch.empty(local, dtype=given.dtype, device="meta"), layout)
+def meta_input(spec: InputSpec, grid: Grid, margin: int, size: Sequence[int]) -> Tensor:
+    """The input of the tile of this grid, with its margin, on the meta device."""
+    if spec.tiling is None:
+        return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+    layout = spec.layout(grid, margin, size)
+    local = layout.local_shape(tuple(spec.shape))
+    return SpatialTensor(torch.empty(local, dtype=spec.dtype, device="meta"), layout)
 
 
-def _learned(grid: Grid) -> Learned:
-    return [(norm, waits, held) for norm, waits, held in grid.foresight.learned() if isinstance(norm, Tensor)]
-
-
-# The visits to images of one shape through one part of a model: planned and rehearsed once, taken again and again.
-
-KNOWN = 256  # tiles of whose visits is remembered what layers plan, about 100 kB for each in small_resnet
+KNOWN_GRIDS = 256  # tiles whose grids, with the plans of layers, are kept: about 100 kB for each in small_resnet
 
 
 @dataclass(eq=False)
-class Route:
-    """Which tiles this rank visits of what a part is given, and the grid of each, which remembers what layers plan.
+class StreamPlan:
+    """How this rank streams images of one size through one part of a model. It is reused for each batch.
 
-    `size` is that of the images. `spares`: nothing is known yet against computing one of tiles that look the same.
+    Args:
+        tiles: the tiles of all ranks.
+        inputs: the inputs of the part.
+        size: the size of the images, such as (H, W).
+        profile: the result of the dry run of the part.
+        skips_equal: whether equal tiles of background may be computed once; False after a comparison failed.
     """
 
-    visits: Visits
-    givens: tuple[Given, ...]
+    tiles: StreamTiles
+    inputs: tuple[InputSpec, ...]
     size: tuple[int, ...]
-    rehearsed: Rehearsed
-    spares: bool = True
-    _turn: Turn = field(default_factory=Turn)
-    _grids: dict[int, VisitedGrid] = field(default_factory=dict)
+    profile: PartProfile
+    skips_equal: bool = True
+    _record: StatisticsRecord = field(default_factory=StatisticsRecord)
+    _grids: dict[int, StreamGrid] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, module: nn.Module, visits: Visits, givens: Sequence[Given], size: Sequence[int]) -> "Route":
-        """The visits through `module`, with the least margin.
+    def of(
+        cls, module: nn.Module, tiles: StreamTiles, inputs: Sequence[InputSpec], size: Sequence[int]
+    ) -> "StreamPlan":
+        """The plan for `module`, with the smallest margin.
 
         Raises:
             CannotStream: the module needs the whole image at once.
         """
-        return cls(visits, tuple(givens), tuple(size), rehearse(module, visits, givens, size))
+        return cls(tiles, tuple(inputs), tuple(size), profile_part(module, tiles, inputs, size))
 
     @property
-    def cut(self) -> list[int]:
+    def cut_axes(self) -> list[int]:
         """The axes along which there are several tiles."""
-        return [axis for axis, parts in enumerate(self.visits.grid) if parts > 1]
+        return [axis for axis, parts in enumerate(self.tiles.grid) if parts > 1]
 
-    def grid(self, tile: int, script: Script) -> VisitedGrid:
-        """That of the next visit, of this tile, which follows the script from its beginning."""
+    def grid(self, tile: int, recorded: Sequence[Sequence[Contribution]]) -> StreamGrid:
+        """The grid with which a tile runs next. The tile reads the recorded statistics from the first on."""
         grid = self._grids.get(tile)
         if grid is None:
-            grid = visited_grid(self.visits.grid, tile, self._turn, self.visits.tracks_batch)
-            if len(self._grids) < KNOWN:  # tiles are visited in turn: whichever was forgotten would be the next
+            shape = self.tiles.grid
+            comm = StreamCommunicator(self._record, range(shape.size), tile)
+            new = StreamGrid.of(comm, shape, self.tiles.tracks_batch)
+            assert isinstance(new, StreamGrid)
+            grid = new
+            if len(self._grids) < KNOWN_GRIDS:  # evicting a grid would not help: it would be the next one needed
                 self._grids[tile] = grid
-        self._turn.script, script.position = script, 0
-        begin(grid, self.rehearsed.learned)
+        self._record.restart(recorded)
+        _set_hints(grid, self.profile.hints)
         return grid
 
-    def layout(self, given: Given, grid: VisitedGrid) -> Layout:
-        """How the visit of this grid holds what it is given."""
-        return given.layout(grid, self.rehearsed.margin, self.size)
+    def layout(self, spec: InputSpec, grid: StreamGrid) -> Layout:
+        """The layout of an input over tiles, with the margin."""
+        return spec.layout(grid, self.profile.margin, self.size)
 
-    def box(self, given: Given, tile: int) -> Box:
-        """The box of images that the visit of a tile reads."""
-        return given.box(tile, self.rehearsed.margin, self.size)
+    def box(self, spec: InputSpec, tile: int) -> Box:
+        """The box of an input that a tile reads, with the margin; of all samples if layouts do not track the batch."""
+        box = spec.held(self.profile.margin, self.size).held(tile)
+        return box if spec.dims[BATCH] is not None else Box(Interval(0, spec.shape[0]), *box.space)
 
-    def of_rank(self, given: Given, grid: Grid) -> Layout:
-        """The boxes that all visits of a rank hold together."""
-        any_visit = self.grid(self.visits.own[0], Script())
-        return self.visits.of_ranks(self.layout(given, any_visit), grid)
+    def rank_layout(self, spec: InputSpec, grid: Grid) -> Layout:
+        """The layout of an input over ranks: each holds the boxes of all its tiles, with their margins."""
+        return self.tiles.rank_layout(spec.held(self.profile.margin, self.size), spec.dims, grid)

@@ -1,6 +1,6 @@
-"""Which visits to make where memory is limited: as few as fit, in as many segments as make the least work of it.
+"""Tiles and segments for a limit of memory: the fewest tiles that fit, and the number of segments with the least work.
 
-Fewer visits read less of margins, and more segments repeat less for the rounds of their norms, but keep more.
+Fewer tiles read fewer pixels of margins. More segments repeat less in their statistics passes, but keep more outputs.
 """
 
 from bisect import bisect_left
@@ -12,71 +12,76 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mpi4dl._wording import counted, mebibytes
-from mpi4dl.geometry import BATCH, GridShape
+from mpi4dl.geometry import BATCH, GridShape, ceil_div
 from mpi4dl.parallel.costs.atoms import AtomCounts, StageBytes, stage_bytes
 from mpi4dl.parallel.costs.cost_model import StageCosts
 from mpi4dl.parallel.costs.meter import dry_run
 from mpi4dl.parallel.costs.timing import AtomSeconds, Column
 from mpi4dl.parallel.plan import grid_name
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
-from mpi4dl.parallel.streaming.leading_part import Leading, Segments, StreamOptions, visits_to
-from mpi4dl.parallel.streaming.margins import CannotStream, Rehearsed, alone, rehearse, shape_of
-from mpi4dl.parallel.streaming.norms import KnownStatistics
-from mpi4dl.parallel.streaming.visits import Given, Visits
+from mpi4dl.parallel.streaming.leading_part import LeadingPart, Segments, StreamOptions, tiles_of_images
+from mpi4dl.parallel.streaming.margins import CannotStream, PartProfile, dry_run_of_tile, meta_input, profile_part
+from mpi4dl.parallel.streaming.norms import RunningNorms
+from mpi4dl.parallel.streaming.stream_tiles import InputSpec, StreamTiles
 
-# Memory and time of streaming on a rank: one visit of each segment, run forward and backward on shapes.
+# Memory and time of streaming on a rank: a dry run of one tile of each segment, forward and backward, on meta tensors.
 #
-# forward of segment 3      [given to 2][given to 3][made by 3 .......][visit]
-# the rest of the stage     [given to 2][given to 3][made by 3, with its gradient][what the rest takes]
-# backward of segment 2     [given to 2][given to 3][gradients of what 2 made and was given][visit]
+# forward of segment 3      [input of 2][input of 3][output of 3 ........][tile]
+# the rest of the stage     [input of 2][input of 3][output of 3 and its gradient][memory of the rest]
+# backward of segment 2     [input of 2][input of 3][gradients of output and input of 2][tile]
 #
-# The visit is the one that holds most, which has a margin on all sides. Nothing is computed, nothing allocated.
+# The tile is the one that needs most memory: it has a margin on all sides.
 
-READ_AHEAD = 2  # tiles: the one that is visited next, and what it is made of while it is read
+READ_AHEAD = 2  # tiles in memory besides the one that runs: the next one, and a copy of it while it is read
 
 
 class SegmentNeeds(NamedTuple):
-    """The needs of one streamed segment.
+    """Memory and time of one streamed segment.
 
-    `margin` in pixels of the images. `visit_bytes` is the most that a visit has at a time, with what it was given, but
-    for images, of which `read_bytes` are there, for it and the next one. All visits of a rank together are given
-    `given_bytes` that lie in its memory (none of images), and make `made_bytes`. Rounds are those of norms; `flops` are
-    those of the forward passes of all visits of all ranks, once.
+    Args:
+        margin: the pixels of the images that a tile reads on each side.
+        read_bytes: the pixels of the images, for the tile that runs and the next one; 0 behind the first segment.
+        tile_bytes: the most memory of a tile at a time; with its input, unless that is pixels of the images.
+        input_bytes: the input of all tiles of a rank in its memory; 0 if that is the images.
+        output_bytes: the output of all tiles of a rank.
+        forward_statistics: the number of statistics in the forward pass; each needs one more pass over the tiles.
+        backward_statistics: the same of the backward pass.
+        flops: the FLOPs of one forward pass over all tiles of all ranks.
     """
 
     margin: int
     read_bytes: int
-    visit_bytes: int
-    given_bytes: int
-    made_bytes: int
-    forward_rounds: int
-    backward_rounds: int
+    tile_bytes: int
+    input_bytes: int
+    output_bytes: int
+    forward_statistics: int
+    backward_statistics: int
     flops: float
 
     @property
     def forward_passes(self) -> float:
-        """How often a rank's part is computed forward: of the visits that end at a norm, half on the average."""
-        return 1 + self.forward_rounds / 2
+        """How often the forward computes each layer on average: a statistics pass stops halfway on average."""
+        return 1 + self.forward_statistics / 2
 
     @property
     def backward_passes(self) -> tuple[float, float]:
-        """How often in the backward pass forward, and backward: every visit runs forward to its end."""
-        return 1 + self.backward_rounds, 1 + self.backward_rounds / 2
+        """How often the backward pass computes layers forward and backward. Each of its passes runs all of forward."""
+        return 1 + self.backward_statistics, 1 + self.backward_statistics / 2
 
     def step_flops(self) -> float:
-        """The FLOPs of a training step on all ranks, if backward is twice forward."""
+        """The FLOPs of a training step on all ranks, with a backward of twice the FLOPs of the forward."""
         again, back = self.backward_passes
         return self.flops * (self.forward_passes + again + 2 * back)
 
 
 @dataclass(frozen=True)
 class StreamNeeds:
-    """The needs of streaming the first units of a stage: `bounds[j]` to `bounds[j + 1]` are those of segment j.
+    """Memory and time of a streamed leading part. Segment j has the units `bounds[j]` to `bounds[j + 1]` - 1.
 
-    `spread`: several ranks have parts of the images, and what is handed on is copied with a margin.
+    `spread`: several ranks share the images, so the output of a segment is copied with a margin.
     """
 
     segments: tuple[SegmentNeeds, ...]
@@ -86,35 +91,36 @@ class StreamNeeds:
 
     @property
     def margin(self) -> int:
-        """How far visits read beyond their tiles of the images."""
+        """The pixels of the images that a tile reads on each side."""
         return self.segments[0].margin
 
     def stage(self, column: Sequence[AtomCounts], stop: int, rest: StageBytes | None = None) -> StageBytes:
-        """What a rank of the first stage has, of the first `stop` atoms; `column` are all atoms' on its part.
+        """The memory of a rank of the first stage, of `stop` units.
 
-        `rest` is what the atoms take that are not streamed, if they take something else than that column says.
+        `column` are the counts of all units on its part of the images. `rest` is the memory of the units that are not
+        streamed, if it is not that of the column.
         """
         done = self.bounds[-1]
         if rest is None:
-            rest = StageBytes(0, 2 * self.segments[-1].made_bytes)
+            rest = StageBytes(0, 2 * self.segments[-1].output_bytes)
             if done < stop:
                 rest = stage_bytes(column[done:stop], column[done - 1], stop == len(column))
                 rest = rest._replace(working=rest.working - column[done - 1].handed)  # its gradient is not sent
-        given = sum(segment.given_bytes for segment in self.segments)
-        sofar, before, most = 0, 0, given + rest.kept + rest.working
+        inputs = sum(segment.input_bytes for segment in self.segments)
+        inputs_so_far, previous, most = 0, 0, inputs + rest.kept + rest.working
         for segment in self.segments:
-            sofar += segment.given_bytes
-            visit = segment.read_bytes + segment.visit_bytes
-            most = max(most, sofar + before + segment.made_bytes + visit)
-            most = max(most, given + segment.made_bytes + segment.given_bytes + visit)
-            before = segment.made_bytes if self.spread else 0
-        return StageBytes(given + rest.kept, most - given - rest.kept)
+            inputs_so_far += segment.input_bytes
+            tile = segment.read_bytes + segment.tile_bytes
+            most = max(most, inputs_so_far + previous + segment.output_bytes + tile)
+            most = max(most, inputs + segment.output_bytes + segment.input_bytes + tile)
+            previous = segment.output_bytes if self.spread else 0
+        return StageBytes(inputs + rest.kept, most - inputs - rest.kept)
 
     def column(self, column: Column, flops: Sequence[float]) -> Column:
-        """Times of units on a rank, from those of units that are not streamed, and from FLOPs in all.
+        """The seconds of units on a rank, from those without streaming; `flops` are those of each unit, on all ranks.
 
-        Streamed atoms repeat themselves for margins, by their FLOPs, and for rounds; messages take no time. They do not
-        include the time of Python for each visit.
+        Streamed units take longer by the FLOPs of margins, and by their passes. Communication of statistics and the
+        time of Python for each tile are not included.
         """
         found = list(column)
         for segment, (first, end) in zip(self.segments, pairwise(self.bounds), strict=True):
@@ -129,75 +135,75 @@ class StreamNeeds:
                 )
         return tuple(found)
 
-    def times(self, images: int, visits: float = 1.0) -> "StreamNeeds":
-        """Those of so many times as many images, and as many visits to each of them."""
+    def times(self, images: int, tiles: float = 1.0) -> "StreamNeeds":
+        """The needs of so many times as many images, with so many times as many tiles in each."""
 
         def larger(segment: SegmentNeeds) -> SegmentNeeds:
-            whole = images * visits
+            whole = images * tiles
             return segment._replace(
                 read_bytes=segment.read_bytes * images,
-                visit_bytes=segment.visit_bytes * images,
-                given_bytes=round(segment.given_bytes * whole),
-                made_bytes=round(segment.made_bytes * whole),
+                tile_bytes=segment.tile_bytes * images,
+                input_bytes=round(segment.input_bytes * whole),
+                output_bytes=round(segment.output_bytes * whole),
                 flops=segment.flops * whole,
             )
 
         return replace(self, segments=tuple(map(larger, self.segments)))
 
     def prices(self, prices: StageCosts, flops: Sequence[float]) -> StageCosts:
-        """Prices of a plan whose first stage is streamed; `flops` are those of all atoms, for all ranks."""
+        """The costs of a plan whose first stage is streamed; `flops` are those of each unit, on all ranks."""
         return replace(prices, columns=(self.column(prices.columns[0], flops), *prices.columns[1:]))
 
     def work(self) -> float:
-        """FLOPs of a training step's streamed part on all ranks, if backward is twice forward: to compare choices."""
+        """The FLOPs of the streamed part in a training step on all ranks, to compare choices."""
         return sum(segment.step_flops() for segment in self.segments)
 
 
-def needs_of(leading: Leading, model: nn.Module, grid: GridShape, image: Sequence[int]) -> StreamNeeds:
-    """The needs of a rank that visits images of this shape (N, C, H, W), on a grid of ranks.
+def needs_of(leading: LeadingPart, model: nn.Module, grid: GridShape, image: Sequence[int]) -> StreamNeeds:
+    """Memory and time of a rank that streams images of this shape (N, C, H, W), on a grid of ranks.
 
     Raises:
         CannotStream: a segment needs the whole image at once.
     """
-    visits, given = visits_to(model, leading.options, grid, image)
-    size = tuple(image[2:])
-    segments = needs_of_segments(leading.segments, model, visits, given, size)
+    tiles, images = tiles_of_images(model, leading.options, grid, image)
+    segments = needs_of_segments(leading.segments, model, tiles, images, tuple(image[2:]))
     return StreamNeeds(segments, leading.bounds, leading.options, grid.size > 1)
 
 
 def needs_of_segments(
-    segments: Segments, model: nn.Module, visits: Visits, given: Given, size: tuple[int, ...]
+    segments: Segments, model: nn.Module, tiles: StreamTiles, images: InputSpec, size: tuple[int, ...]
 ) -> tuple[SegmentNeeds, ...]:
-    """Memory and time of the visits through each segment of a model, for images of this size. Raises CannotStream."""
-    givens: tuple[Given, ...] = (given,)
+    """Memory and time of each segment of a model, for images of this size, such as (H, W). Raises CannotStream."""
+    inputs: tuple[InputSpec, ...] = (images,)
     found: list[SegmentNeeds] = []
     for part in segments.parts(model):
-        rehearsed = rehearse(part, visits, givens, size)
-        found.append(_segment(part, visits, givens, size, rehearsed, segments.norms, not found))
-        givens = tuple(map(Given.like, rehearsed.outputs))
+        profile = profile_part(part, tiles, inputs, size)
+        found.append(_segment(part, tiles, inputs, size, profile, segments.norms, not found))
+        inputs = tuple(map(InputSpec.like, profile.outputs))
     return tuple(found)
 
 
 def _segment(
     part: nn.Module,
-    visits: Visits,
-    givens: Sequence[Given],
+    tiles: StreamTiles,
+    inputs: Sequence[InputSpec],
     size: tuple[int, ...],
-    rehearsed: Rehearsed,
+    profile: PartProfile,
     norms: str,
     reads: bool,
 ) -> SegmentNeeds:
-    tile = _largest(visits.grid, givens, rehearsed.margin, size)
-    grid = alone(visits, tile, rehearsed.learned)
-    values = [shape_of(given, grid, rehearsed.margin, size) for given in givens]
+    """The needs of a segment. `reads`: its input are the images, which are read tile by tile."""
+    margin = profile.margin
+    grid = dry_run_of_tile(tiles, _largest_tile(tiles.grid, inputs, margin, size), profile.hints)
+    values = [meta_input(spec, grid, margin, size) for spec in inputs]
     if not reads:
         values = [value.requires_grad_(value.is_floating_point()) for value in values]
-    given_bytes = sum(local_part_held(value).nbytes for value in values)
+    local = [value.local if isinstance(value, SpatialTensor) else value for value in values]
+    input_bytes = sum(each.nbytes for each in local)
     statistics: AbstractContextManager[Any] = nullcontext()
     if norms != "exact":
-        statistics = KnownStatistics().one_visit(noted=norms == "running")
-    leaves = [local_part_held(value) for value in values if value.requires_grad]
-    leaves += [p for p in part.parameters() if p.requires_grad]
+        statistics = RunningNorms().for_tile(record=norms == "running")
+    leaves = [each for each in (*local, *part.parameters()) if each.requires_grad]
 
     def backward(outputs: Any) -> None:
         roots = [owned(y) if isinstance(y, SpatialTensor) else y for y in outputs if y.requires_grad]
@@ -206,110 +212,112 @@ def _segment(
 
     with statistics:
         found = dry_run(grid, lambda: part(*values), backward)
-    read, most = (given_bytes * (1 + READ_AHEAD), 0) if reads else (0, given_bytes)
-    held = 0 if reads else sum(_of_rank(given, visits, rehearsed.margin, size) for given in givens)
-    made = sum(_of_rank(Given.like(y), visits, 0, size) for y in rehearsed.outputs)
-    visit = most + max(found.forward_bytes, found.backward_bytes)
-    rounds, flops = found.sent["rounds"], found.flops * visits.grid.size
-    return SegmentNeeds(rehearsed.margin, read, visit, held, made, rounds, grid.comm.counts["rounds"] - rounds, flops)
+    forward_statistics = found.sent["rounds"]
+    return SegmentNeeds(
+        margin,
+        read_bytes=input_bytes * (1 + READ_AHEAD) if reads else 0,
+        tile_bytes=max(found.forward_bytes, found.backward_bytes) + (0 if reads else input_bytes),
+        input_bytes=0 if reads else sum(_rank_bytes(spec, tiles, margin, size) for spec in inputs),
+        output_bytes=sum(_rank_bytes(InputSpec.like(y), tiles, 0, size) for y in profile.outputs),
+        forward_statistics=forward_statistics,
+        backward_statistics=grid.comm.counts["rounds"] - forward_statistics,
+        flops=found.flops * tiles.grid.size,
+    )
 
 
-def local_part_held(value: Tensor) -> Tensor:
-    """The part of a tensor on a rank, or in a visit, with its margin."""
-    found = getattr(value, "local", value)
-    assert isinstance(found, Tensor)
-    return found
-
-
-def _largest(shape: GridShape, givens: Sequence[Given], margin: int, size: Sequence[int]) -> int:
-    """The tile whose visit is given most: along each axis one that has a margin on both sides, if there is one."""
-    tiling = next((given.held(margin, size) for given in givens if given.tiling is not None), None)
+def _largest_tile(grid: GridShape, inputs: Sequence[InputSpec], margin: int, size: Sequence[int]) -> int:
+    """The tile with the largest input: it has a margin on both sides of each axis, if there is such a tile."""
+    tiling = next((spec.held(margin, size) for spec in inputs if spec.tiling is not None), None)
     if tiling is None:
         return 0
     _, *space = tiling.splits
-    places = [max(range(split.parts), key=lambda i: split.held[i].length) for split in space]
-    wanted = (0, *places)
-    return next(tile for tile in range(shape.size) if shape.coordinates(tile) == wanted)
+    return grid.number((0, *(max(range(split.parts), key=lambda i: split.held[i].length) for split in space)))
 
 
-def _of_rank(given: Given, visits: Visits, margin: int, size: Sequence[int]) -> int:
-    """The most bytes that a rank has of what its visits are given, or make."""
-    if given.tiling is None:
-        return prod(given.shape) * given.dtype.itemsize
-    _, *space = given.held(margin, size).splits
-    shape = list(given.shape)
-    batch = given.dims[BATCH]
+def _rank_bytes(spec: InputSpec, tiles: StreamTiles, margin: int, size: Sequence[int]) -> int:
+    """The most bytes that a rank has of an input or output of its tiles."""
+    if spec.tiling is None:
+        return prod(spec.shape) * spec.dtype.itemsize
+    _, *space = spec.held(margin, size).splits
+    shape = list(spec.shape)
+    batch = spec.dims[BATCH]
     if batch is not None:
-        shape[batch] = -(-shape[batch] // visits.shape.batch)
-    for dim, split, count in zip(given.dims[1:], space, visits.counts, strict=True):
+        shape[batch] = ceil_div(shape[batch], tiles.ranks.batch)
+    for dim, split, count in zip(spec.dims[1:], space, tiles.counts, strict=True):
         if dim is not None:
             shape[dim] = max(
                 split.held[first + count - 1].stop - split.held[first].start for first in range(0, split.parts, count)
             )
-    return prod(shape) * given.dtype.itemsize
+    return prod(shape) * spec.dtype.itemsize
 
 
 SEGMENTS = (1, 3, 6)
-SMALLEST_TILE = 64  # px; of smaller ones visits would read nothing but margins
-A_FEW = 8  # up to so many tiles along an axis all numbers are tried, and four of each octave beyond
+SMALLEST_TILE = 64  # px; margins of smaller tiles would be larger than the tiles
+A_FEW = 8  # up to so many tiles along an axis all numbers are tried, then four in each octave
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The given options of streaming: see `StreamOptions`. `segments`: None for any number."""
+class StreamConstraints:
+    """The options of streaming that the user fixed, as in `StreamOptions`. `segments`: None for any number."""
 
     until: str | None = None
     norms: str = "exact"
     segments: int | None = None
 
 
-class Visiting(NamedTuple):
-    """How a first stage is streamed, what that takes, and the bytes of the rank that needs most."""
+class StreamChoice(NamedTuple):
+    """A way to stream the first stage, its needs, and the memory of the rank that needs most, in bytes."""
 
     options: StreamOptions
     needs: StreamNeeds
     num_bytes: int
 
 
-def finer(sides: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Into how many tiles a part with these sides is cut: more and more, as square as can be."""
+def tile_counts(sides: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Numbers of tiles along each axis, in increasing order, for a part of `sides` px; tiles are nearly square."""
     longest, number = max(sides), 1
     while number == 1 or longest >= number * SMALLEST_TILE:
         yield tuple(max(1, round(number * side / longest)) for side in sides)
         number += max(1, 1 << (number.bit_length() - 3)) if number >= A_FEW else 1
 
 
-def choose_visits(
+def choose_tiles(
     sides: Sequence[int],
-    wanted: Wanted,
+    constraints: StreamConstraints,
     needs_for: Callable[[StreamOptions], StreamNeeds],
     bytes_of: Callable[[StreamNeeds], int],
     most_bytes: float,
-) -> Visiting:
-    """The visits of a rank's part of the images, which has these sides: the first that fit, if all behind those do.
+) -> StreamChoice:
+    """The fewest tiles of a rank's part of the images that fit, and the number of segments with the least work.
 
-    `needs_for(options)` is what streaming takes, which may raise CannotStream, and `bytes_of` that what the rank has
-    which needs most.
+    The search is a bisection: it assumes that more tiles need less memory.
+
+    Args:
+        sides: the size of a rank's part of the images, in pixels.
+        constraints: the options that the user fixed.
+        needs_for: returns the needs for some options; may raise CannotStream.
+        bytes_of: returns the memory of the rank that needs most.
+        most_bytes: the limit of that memory.
 
     Raises:
-        CannotStream: nothing fits; it says what the least is that would.
+        CannotStream: nothing fits; the message has the least memory that does.
     """
-    counts = list(finer(sides))
-    tried: list[Visiting] = []
-    fitting: list[Visiting] = []
+    counts = list(tile_counts(sides))
+    tried: list[StreamChoice] = []
+    fitting: list[StreamChoice] = []
     problem: CannotStream | None = None
-    numbers = (wanted.segments,) if wanted.segments else SEGMENTS if wanted.norms == "exact" else SEGMENTS[:1]
-    for segments in numbers:
+    numbers = SEGMENTS if constraints.norms == "exact" else SEGMENTS[:1]
+    for segments in (constraints.segments,) if constraints.segments else numbers:
 
         def fits(tiles: tuple[int, ...], segments: int = segments) -> bool:
             nonlocal problem
-            options = StreamOptions(tiles, wanted.until, wanted.norms, segments)
+            options = StreamOptions(tiles, constraints.until, constraints.norms, segments)
             try:
                 needs = needs_for(options)
             except CannotStream as error:
                 problem = error
                 return False
-            tried.append(Visiting(options, needs, bytes_of(needs)))
+            tried.append(StreamChoice(options, needs, bytes_of(needs)))
             return tried[-1].num_bytes <= most_bytes
 
         first = bisect_left(counts, True, key=fits)
@@ -322,11 +330,11 @@ def choose_visits(
     least = min(tried, key=lambda each: each.num_bytes)
     raise CannotStream(
         f"no tiles keep a rank within {mebibytes(int(most_bytes))}: the least would be {mebibytes(least.num_bytes)}, "
-        f"with {words(least)}; allow for that, or use more `tiles`, `zero` or a smaller `batch_size`"
+        f"with {describe(least)}; allow for that, or use more `tiles`, `zero` or a smaller `batch_size`"
     )
 
 
-def words(found: Visiting) -> str:
-    """How many visits, in how many segments, and how far they read beyond their tiles."""
-    tiles, segments = grid_name(found.options.counts), counted(len(found.needs.segments), "segment")
-    return f"{tiles} tiles of each rank in {segments}, a margin of {found.needs.margin} px"
+def describe(choice: StreamChoice) -> str:
+    """The numbers of tiles and segments, and the margin."""
+    tiles, segments = grid_name(choice.options.counts), counted(len(choice.needs.segments), "segment")
+    return f"{tiles} tiles of each rank in {segments}, a margin of {choice.needs.margin} px"

@@ -1,16 +1,18 @@
-"""Batch norm while tiles are visited: with the statistics of the whole image, or with those known before.
+"""Batch norm while tiles are streamed: with the statistics of the whole batch, or with the running statistics.
 
-exact      statistics of the batch, over all tiles: a round for each norm, in which every visit repeats what was before
-running    the running statistics, as in evaluation; those of this batch are merged into them afterwards
-frozen     the running statistics, which stay as they are
+exact      the statistics of the batch over all tiles. Each norm needs one more pass over the tiles.
+running    the running statistics, as in evaluation mode. The statistics of this batch are merged into them afterwards.
+frozen     the running statistics, which do not change.
 
-Under `running` and `frozen` no visit is repeated. They compute what plain PyTorch computes with these layers in
-evaluation mode; `running` then updates the statistics once, with the moments that the layers' inputs had meanwhile.
+`running` and `frozen` need one pass. They equal plain PyTorch with these layers in evaluation mode. `running` then
+updates the running statistics once, with the moments of the layers' inputs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +27,9 @@ MODES = ("exact", "running", "frozen")
 
 @dataclass(frozen=True)
 class Moments:
-    """Of some values: how many, their mean, and the sum of squares of what they differ from it, in float64, by channel.
+    """Moments of values by channel: `count`, `mean` (C,) and `squares` (C,), the sum of squared deviations, in float64.
 
-    They are merged as in Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+    Sums of moments follow Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
     variances" (1979).
     """
 
@@ -37,6 +39,7 @@ class Moments:
 
     @classmethod
     def of(cls, x: Tensor) -> "Moments":
+        """The moments of x (N, C, ...)."""
         values = x.detach().double().transpose(0, 1).flatten(1)
         if not values.shape[1]:
             return cls(0, values.new_zeros(len(values)), values.new_zeros(len(values)))
@@ -52,52 +55,52 @@ class Moments:
 
 
 class RunningUpdate(NamedTuple):
-    """The running statistics of a norm, and their momentum."""
+    """The running statistics (C,) of a norm, and their momentum."""
 
     running_mean: Tensor
     running_var: Tensor | None
     momentum: float
 
 
-Seen = list[tuple[RunningUpdate, Moments]]  # what each batch norm saw of a tile
+TileMoments = list[tuple[RunningUpdate, Moments]]  # for each batch norm, the moments of its input in one tile
 
 
-class KnownStatistics:
-    """Batch norms take the running statistics; what their inputs had is noted, to be merged into them later."""
+class RunningNorms:
+    """Lets batch norms use the running statistics, and sums the moments of their inputs over tiles."""
 
     def __init__(self) -> None:
         self._updates: list[RunningUpdate] = []
         self._moments: list[Moments] = []
 
     @contextmanager
-    def one_visit(self, noted: bool) -> Iterator[Seen]:
-        """Within it a part is run on one tile; `noted`: what its batch norms see is to be merged."""
-        seen: Seen = []
+    def for_tile(self, record: bool) -> Iterator[TileMoments]:
+        """A context in which one tile runs. `record`: the moments of its norms' inputs are added to the sums."""
+        found: TileMoments = []
 
         def substitute(function: Any, rule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             order = _ORDERS.get(function)
             if order is None:
                 return rule(*args, **kwargs)
-            given = dict(zip(order, args, strict=False)) | kwargs
-            x, mean, variance = (given.get(name) for name in ("input", "running_mean", "running_var"))
-            if not given.get("training", False) or not isinstance(x, SpatialTensor):
+            arguments = dict(zip(order, args, strict=False)) | kwargs
+            x, mean, variance = (arguments.get(name) for name in ("input", "running_mean", "running_var"))
+            if not arguments.get("training", False) or not isinstance(x, SpatialTensor):
                 return rule(*args, **kwargs)
             if mean is None or variance is None:
                 raise Refusal("a batch norm of the streamed part has no running statistics: use `stream_norm` exact")
-            if noted:
-                seen.append((RunningUpdate(mean, variance, given.get("momentum", 0.1)), Moments.of(owned(x))))
-            return rule(**given | {"training": False})
+            if record:
+                found.append((RunningUpdate(mean, variance, arguments.get("momentum", 0.1)), Moments.of(owned(x))))
+            return rule(**arguments | {"training": False})
 
         substitutes.append(substitute)
         try:
-            yield seen
+            yield found
         finally:
             substitutes.remove(substitute)
-        self.add(seen)
+        self.add(found)
 
-    def add(self, seen: Seen) -> None:
-        """Merge what the norms saw of a tile."""
-        for i, (update, moments) in enumerate(seen):
+    def add(self, found: TileMoments) -> None:
+        """Add the moments of one tile."""
+        for i, (update, moments) in enumerate(found):
             if i == len(self._moments):
                 self._updates.append(update)
                 self._moments.append(moments)
@@ -105,17 +108,15 @@ class KnownStatistics:
                 self._moments[i] = self._moments[i] + moments
 
     def merge(self, comm: Communicator) -> None:
-        """Let the running statistics follow those of this batch, over the tiles of all ranks. Collective."""
-        everywhere: Sequence[list[Moments]] = comm.all_gather_object(self._moments)
-        for update, parts in zip(self._updates, zip(*everywhere, strict=True), strict=True):
-            total = parts[0]
-            for part in parts[1:]:
-                total = total + part
+        """Update the running statistics with the moments of this batch, over the tiles of all ranks. Collective."""
+        of_ranks: Sequence[list[Moments]] = comm.all_gather_object(self._moments)
+        for update, parts in zip(self._updates, zip(*of_ranks, strict=True), strict=True):
+            total = reduce(add, parts)
             unbiased = total.squares / max(total.count - 1, 1)
             with torch.no_grad():
-                for running, found in ((update.running_mean, total.mean), (update.running_var, unbiased)):
+                for running, value in ((update.running_mean, total.mean), (update.running_var, unbiased)):
                     if running is not None:
-                        running.lerp_(found.to(running.dtype), update.momentum)
+                        running.lerp_(value.to(running.dtype), update.momentum)
 
 
 _ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")

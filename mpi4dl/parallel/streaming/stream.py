@@ -1,15 +1,16 @@
-"""Streaming: a part of a model, run on one tile after the other, and again tile by tile in backward.
+"""Streaming: a part of a model runs on one tile after the other, and again tile by tile in the backward pass.
 
-forward    for each round of statistics, and once more: every visit reads its tile, runs the part, keeps what it owns
-backward   the same with the gradient of what it owns: every visit runs the part again, and its own backward pass
+forward    passes over all tiles, one for each statistic and a last one: each tile reads its pixels, runs the part, and
+           in the last pass writes the output that it owns
+backward   the same passes with the gradient of that output: each tile runs the part again, then its backward pass
 
-So memory is that of one visit and of the part's output, whatever the image's size. Other visits compute the pixels of a
-margin, too. Only the output's own pixels count, each once, so gradients add up to those of the whole.
+So the memory is that of one tile and of the part's output, whatever the size of the image. Margins are computed by
+several tiles. Only the output pixels that a tile owns get a gradient, so the sum over all tiles is exact.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -26,169 +27,177 @@ from mpi4dl.parallel.blocks import Attributes
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned, wrap
-from mpi4dl.parallel.streaming.background import AlikeEverywhere, BareTiles, NotAlike
-from mpi4dl.parallel.streaming.margins import Route
-from mpi4dl.parallel.streaming.norms import KnownStatistics, Seen
-from mpi4dl.parallel.streaming.visits import Collected, Given, ImageSource, Script, Suspended, Told, VisitedGrid
+from mpi4dl.parallel.streaming.background import BackgroundTiles, PositionCheck, TilesDiffer
+from mpi4dl.parallel.streaming.margins import StreamPlan
+from mpi4dl.parallel.streaming.norms import RunningNorms, TileMoments
+from mpi4dl.parallel.streaming.stream_tiles import (
+    AwaitStatistics,
+    Contribution,
+    ImageSource,
+    InputSpec,
+    OutputBuffer,
+    StreamGrid,
+)
 
-# The inputs of a streamed part, and their gradients: every visit reads, and adds to, the boxes that it holds.
+Contributions = dict[int, Contribution]  # by tile
+TilePixels = Sequence[Tensor | None]  # for each input the pixels that a tile read; None for an input that is a tensor
 
 
 class Input:
-    """The inputs of a part: `values`, of which this rank holds the parts that its visits need, and their gradient."""
+    """One input of a part, `values`, of which this rank holds the boxes of its tiles, and the gradient of it.
 
-    def __init__(self, values: Tensor | ImageSource, given: Given, layout: Layout | None) -> None:
-        self.values, self.given, self.layout = values, given, layout
+    Making one is collective: other ranks send the boxes that the tiles of this rank need and it does not own.
+    """
+
+    def __init__(self, x: Tensor | ImageSource, spec: InputSpec, plan: StreamPlan, grid: Grid) -> None:
+        self.values, self.spec, self._plan = x, spec, plan
+        self._layout: Layout | None = None
         self._gradient: Tensor | None = None
+        if spec.tiling is not None and isinstance(x, Tensor):
+            self._layout = plan.rank_layout(spec, grid)
+            if isinstance(x, SpatialTensor):
+                self.values = retile(x, self._layout.tiling).local
 
-    @classmethod
-    def of(cls, x: Tensor | ImageSource, given: Given, route: Route, grid: Grid) -> "Input":
-        """Other ranks send the parts that visits need and this rank does not own."""
-        if given.tiling is None or not isinstance(x, Tensor):
-            return cls(x, given, None)
-        layout = route.of_rank(given, grid)
-        if isinstance(x, SpatialTensor):
-            return cls(retile(x, layout.tiling).local, given, layout)
-        return cls(x, given, layout)
+    def read(self, tile: int) -> Tensor | None:
+        """The pixels of a tile; None if this input is a tensor in memory."""
+        return None if isinstance(self.values, Tensor) else self.values.read(self._plan.box(self.spec, tile))
 
-    def read(self, route: Route, tile: int) -> Tensor | None:
-        """The pixels for the visit of a tile, if this is a source."""
-        return None if isinstance(self.values, Tensor) else self.values.read(route.box(self.given, tile))
-
-    def of_visit(self, grid: VisitedGrid, route: Route, device: torch.device, read: Tensor | None) -> Tensor:
-        """The inputs of the visit of this grid, apart from any graph: a copy, which layers may overwrite.
-
-        `read` is what was read for it.
-        """
-        if self.given.tiling is None:
+    def for_tile(self, grid: StreamGrid, device: torch.device, read: Tensor | None) -> Tensor:
+        """A copy of the box of the tile of this grid, detached from any graph. `read` is the result of `read()`."""
+        if self.spec.tiling is None:
             assert isinstance(self.values, Tensor)
             return self.values.detach().clone().requires_grad_(self.values.requires_grad)
-        layout = route.layout(self.given, grid)
+        layout = self._plan.layout(self.spec, grid)
         if not isinstance(self.values, Tensor):
             assert read is not None
             return SpatialTensor(read.to(device), layout)
-        assert self.layout is not None
-        local = narrow(self.values.detach(), layout.dims, self.layout.held, layout.held).to(device, copy=True)
+        assert self._layout is not None
+        local = narrow(self.values.detach(), layout.dims, self._layout.held, layout.held).to(device, copy=True)
         return SpatialTensor(local.requires_grad_(self.values.requires_grad), layout)
 
     def add(self, value: Tensor, gradient: Tensor) -> None:
-        """Add the gradient of what a visit was given."""
+        """Add the gradient of `value`, a result of `for_tile()`."""
         assert isinstance(self.values, Tensor)
         if self._gradient is None:
             self._gradient = torch.zeros_like(self.values)
         total = self._gradient
         if isinstance(value, SpatialTensor):
-            assert self.layout is not None
-            total = narrow(total, value.layout.dims, self.layout.held, value.layout.held)
+            assert self._layout is not None
+            total = narrow(total, value.layout.dims, self._layout.held, value.layout.held)
         total.add_(gradient)
 
     def total(self) -> Tensor | None:
+        """The sum of the gradients, of the shape of `values`, which is then forgotten; None if there were none."""
         found, self._gradient = self._gradient, None
         return found
 
 
 Progress = Callable[[str], None]
-Use = Callable[..., None]  # what is done with what a visit was given, and made
+Use = Callable[..., None]  # takes the inputs and the outputs of a tile that ran to its end
 
 
 class Streaming:
-    """One pass of what it is given through a part of a model: `run()` gives the part's outputs.
+    """One forward pass of a batch through a streamed part of a model, and its backward pass.
 
-    `lead(*values)` is the part, which returns a tuple of tensors. `inputs` are this rank's part of what it takes: each
-    a SpatialTensor of `grid`, or a plain tensor where one rank has all; images may be an `ImageSource`. `norms` is one
-    of `norms.MODES`. `progress` is called with a description of every visit, of the part called `name`. Ranks that
-    share the images call everything together.
+    Ranks that share the images make all calls together.
+
+    Args:
+        part: the part, which returns a tuple of tensors.
+        inputs: for each input a SpatialTensor of `grid`, a plain tensor where one rank has all, or an `ImageSource`.
+        plan: the tiles, and the margin.
+        grid: the ranks that share the images.
+        norms: the mode of batch norms, one of `norms.MODES`.
+        progress: is called with a line of text before each tile.
+        name: what that line calls the part.
     """
 
     def __init__(
         self,
-        lead: nn.Module,
+        part: nn.Module,
         inputs: Sequence[Tensor | ImageSource],
-        route: Route,
+        plan: StreamPlan,
         grid: Grid,
         norms: str = "exact",
         progress: Progress = quietly,
         name: str = "",
     ) -> None:
         self._progress, self._name = progress, name
-        self._lead, self._route, self._grid, self._norms = lead, route, grid, norms
-        self._script = Script()
-        self._statistics = KnownStatistics()
-        self._buffers = list(lead.buffers())
-        self._before = [buffer.clone() for buffer in self._buffers]
-        self._parameters = [p for p in lead.parameters() if p.requires_grad]
-        self._device = next(lead.parameters(), torch.empty(0)).device
-        self._autocast = _autocast_now(self._device)
-        self._attributes = Attributes(lead.modules())
+        self._part, self._plan, self._grid, self._norms = part, plan, grid, norms
+        self._recorded: list[Sequence[Contribution]] = []  # the statistics: contributions by tile
+        self._statistics = RunningNorms()
+        self._buffers = list(part.buffers())
+        self._initial_buffers = [buffer.clone() for buffer in self._buffers]
+        self._parameters = [p for p in part.parameters() if p.requires_grad]
+        self._device = next(part.parameters(), torch.empty(0)).device
+        kind = self._device.type
+        autocast: dict[str, Any] = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
+        self._autocast = partial(torch.autocast, kind, **autocast)
+        self._attributes = Attributes(part.modules())
         self._states = RandomStates.now((self._device,))
         self._digests = self._states.digests()
         self._differentiable = torch.is_grad_enabled()
-        self._inputs = [Input.of(x, given, route, grid) for x, given in zip(inputs, route.givens, strict=True)]
-        self._collected: list[Collected | None] = []
+        self._inputs = [Input(x, spec, plan, grid) for x, spec in zip(inputs, plan.inputs, strict=True)]
+        self._outputs: list[OutputBuffer | None] = []  # None for an output that every tile has whole
         of_images = len(self._inputs) == 1 and not isinstance(self._inputs[0].values, Tensor)
-        self._bare = BareTiles(route) if of_images and BareTiles.may_be(route) else None
+        self._background = BackgroundTiles(plan) if of_images and BackgroundTiles.applies_to(plan) else None
 
     def run(self) -> tuple[Tensor, ...]:
         """The part's outputs: this rank's part of each, as a SpatialTensor; a plain tensor where one rank has all."""
         tensors = [x.values for x in self._inputs if isinstance(x.values, Tensor)]
         found = _Streamed.apply(self, len(tensors), *tensors, *self._parameters)
         return tuple(
-            value if collected is None or self._grid.size == 1 else wrap(value, collected.layout)
-            for value, collected in zip(found, self._collected, strict=True)
+            value if buffer is None or self._grid.size == 1 else wrap(value, buffer.layout)
+            for value, buffer in zip(found, self._outputs, strict=True)
         )
 
     def forward(self) -> list[Tensor]:
         """The local tensors of the outputs."""
         found: list[Tensor] = []
 
-        def keep(values: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        def write(values: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
             if not found:
                 for y in outputs:
                     if not isinstance(y, Tensor):
                         raise TypeError(f"the streamed part returns a {type(y).__name__}: only tensors can be streamed")
-                    self._collected.append(
-                        Collected(self._route.visits, self._grid, y) if isinstance(y, SpatialTensor) else None
-                    )
-                found.extend(
-                    y.detach() if collected is None else collected.local
-                    for y, collected in zip(outputs, self._collected, strict=True)
-                )
-            for y, collected in zip(outputs, self._collected, strict=True):
-                if collected is not None and isinstance(y, SpatialTensor):
-                    collected.take(y)
+                    buffer = OutputBuffer(self._plan.tiles, self._grid, y) if isinstance(y, SpatialTensor) else None
+                    self._outputs.append(buffer)
+                    found.append(y.detach() if buffer is None else buffer.local)
+            for y, buffer in zip(outputs, self._outputs, strict=True):
+                if buffer is not None and isinstance(y, SpatialTensor):
+                    buffer.write(y)
 
         try:
-            self._all_rounds(keep, forward=True)
-        except NotAlike:
-            self._bare, self._route.spares = None, False
-            self._script, self._statistics = Script(), KnownStatistics()
-            self._all_rounds(keep, forward=True)
-        for collected in self._collected:
-            if collected is not None:
-                collected.close()
+            self._all_passes(self._forward_pass, write)
+        except TilesDiffer:
+            self._background, self._plan.skips_equal = None, False
+            self._recorded, self._statistics = [], RunningNorms()
+            self._all_passes(self._forward_pass, write)
+        for buffer in self._outputs:
+            if buffer is not None:
+                del buffer.local  # the memory now belongs to the output
         if self._norms == "frozen":
-            _put(self._buffers, self._before)
+            _assign(self._buffers, self._initial_buffers)
         elif self._norms == "running":
             self._statistics.merge(self._grid.comm)
         return found
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the inputs that are tensors, and of the parameters, summed over this rank's visits."""
+        """The gradients of the inputs that are tensors, and of the parameters, summed over the tiles of this rank."""
         sums: list[Tensor | None] = [None] * len(self._parameters)
         is_first = True
 
-        def differentiate(values: Sequence[Tensor], outputs: Sequence[Tensor], constant: int = 0) -> None:
-            """Add up the gradients of a visit; `constant`: so many times those of one whose outputs' are 0."""
+        def differentiate(values: Sequence[Tensor], outputs: Sequence[Tensor], zero_weight: int = 0) -> None:
+            """Add the gradients of a tile. `zero_weight` > 0: add them so many times, for an output gradient of 0."""
             nonlocal is_first
             roots, of_roots = [], []
-            for y, collected, gradient in zip(outputs, self._collected, gradients, strict=True):
+            for y, buffer, gradient in zip(outputs, self._outputs, gradients, strict=True):
                 if gradient is None or not y.requires_grad:
                     continue
-                if collected is not None and isinstance(y, SpatialTensor):
-                    share = self._gradient(y.layout.grid.rank, collected, gradient)
+                if buffer is not None and isinstance(y, SpatialTensor):
+                    own = self._gradient(y.layout.grid.rank, buffer, gradient)
                     roots.append(owned(y))
-                    of_roots.append(torch.zeros_like(share) if constant else share)
-                else:  # every visit has the whole of it, so that it counts in one of them
+                    of_roots.append(torch.zeros_like(own) if zero_weight else own)
+                else:  # every tile has the whole output, so its gradient goes to the first tile only
                     roots.append(y)
                     of_roots.append(gradient if is_first else torch.zeros_like(gradient))
             is_first = False
@@ -203,125 +212,130 @@ class Streaming:
             for i, gradient in enumerate(found[len(wanted) :]):
                 if gradient is not None:
                     known = sums[i]
-                    sums[i] = gradient if known is None else known.add_(gradient, alpha=constant or 1)
+                    sums[i] = gradient if known is None else known.add_(gradient, alpha=zero_weight or 1)
 
-        self._buffers = list(self._lead.buffers())  # GEMS has others in forward
-        after = [buffer.clone() for buffer in self._buffers]
-        self._all_rounds(differentiate, forward=False)
-        _put(self._buffers, after)
+        self._buffers = list(self._part.buffers())  # under GEMS these are not the buffers of the forward pass
+        buffers = [buffer.clone() for buffer in self._buffers]
+        state, attributes = RandomStates.now((self._device,)), Attributes(self._part.modules())
+        self._all_passes(self._backward_pass, differentiate)
+        state.put()
+        attributes.put()
+        _assign(self._buffers, buffers)
         return [*(x.total() for x in self._inputs if isinstance(x.values, Tensor)), *sums]
 
-    def _all_rounds(self, use: Use, forward: bool) -> None:
-        """Visit all tiles until every round is known; visits of the last pass are ended by `use`."""
-        state, attributes = RandomStates.now((self._device,)), Attributes(self._lead.modules())
-        while told := self._told_by_all(*(self._forward_pass(use) if forward else self._backward_pass(use))):
-            self._script.rounds.append([told[tile] for tile in range(self._route.visits.grid.size)])
-        if not forward:
-            state.put()
-            attributes.put()
+    def _all_passes(self, one_pass: Callable[[Use], tuple[Contributions, Exception | None]], use: Use) -> None:
+        """Pass over all tiles until every statistic is recorded. In the last pass `use` takes the outputs."""
+        while contributions := self._gather(*one_pass(use)):
+            self._recorded.append([contributions[tile] for tile in range(self._plan.tiles.grid.size)])
 
-    def _forward_pass(self, use: Use) -> tuple[dict[int, Told], Exception | None]:
-        """Visit all tiles of this rank: what they told in the first round that is not known, if there is one.
+    def _forward_pass(self, use: Use) -> tuple[Contributions, Exception | None]:
+        """One pass over the tiles of this rank.
 
-        And why it could not be done: an image that cannot be read, or tiles that are `NotAlike`.
+        Returns:
+            The contributions of the tiles to the next statistic; none in the last pass.
+            The error that ended the pass: an image that cannot be read, or `TilesDiffer`.
         """
-        told: dict[int, Told] = {}
-        bare = self._bare
-        known, rounds = len(self._script.rounds), self._route.rehearsed.num_rounds
-        for tile, read in self._read_ahead(f"forward, pass {known + 1} of {rounds + 1}"):
+        found: Contributions = {}
+        background = self._background
+        number, count = len(self._recorded) + 1, self._plan.profile.num_statistics + 1
+        for tile, read in self._read_ahead(f"forward, pass {number} of {count}"):
             if isinstance(read, DatasetError):
-                return told, read
-            kind = None if bare is None or read[0] is None else bare.kind(tile, read[0])
-            if bare is not None and kind is not None and bare.spare(kind, tile):
+                return found, read
+            key = None if background is None or read[0] is None else background.key(tile, read[0])
+            if background is not None and key is not None and background.skip(key, tile):
                 continue
-            visit = self._visit(tile, read, use, self._norms == "running", compared=kind is not None)
-            if visit.told is not None:
-                told[tile] = visit.told
-            if bare is not None and kind is not None:
+            result = self._run_tile(tile, read, use, self._norms == "running", compare=key is not None)
+            if result.contribution is not None:
+                found[tile] = result.contribution
+            if background is not None and key is not None:
                 try:
-                    bare.saw(kind, tile, visit.made, visit.seen)
-                except NotAlike as error:
-                    return told, error
-        for tile, first, of_kind in () if bare is None else bare.spared():
-            if first in told:
-                told[tile] = told[first]
+                    background.compare(key, tile, result.comparable, result.moments)
+                except TilesDiffer as error:
+                    return found, error
+        for tile, first, equal in () if background is None else background.skipped():
+            if first in found:
+                found[tile] = found[first]
                 continue
-            for collected, pixel in zip(self._collected, of_kind.made, strict=True):
-                assert collected is not None
-                collected.part(tile, collected.local).copy_(pixel)
-            self._statistics.add(of_kind.seen)
-        return told, None
+            for buffer, pixel in zip(self._outputs, equal.pixels, strict=True):
+                assert buffer is not None
+                buffer.owned_part(tile, buffer.local).copy_(pixel)
+            self._statistics.add(equal.moments)
+        return found, None
 
-    def _backward_pass(self, use: Use) -> tuple[dict[int, Told], Exception | None]:
-        """The same with gradients."""
-        told: dict[int, Told] = {}
-        rounds = len(self._script.rounds) - self._route.rehearsed.num_rounds
-        for tile, read in self._read_ahead(f"backward, pass {rounds + 1}"):
+    def _backward_pass(self, use: Use) -> tuple[Contributions, Exception | None]:
+        """The same with gradients. `background.py` explains the gradient of equal tiles."""
+        found: Contributions = {}
+        done = len(self._recorded) - self._plan.profile.num_statistics
+        for tile, read in self._read_ahead(f"backward, pass {done + 1}"):
             if isinstance(read, DatasetError):
-                return told, read
-            others = [] if self._bare is None else self._bare.others(tile)
-            visit = self._visit(tile, read, use)
-            if visit.told is None:
-                if others and rounds:
-                    self._visit(tile, read, partial(use, constant=len(others)))
+                return found, read
+            equal = [] if self._background is None else self._background.equal_to(tile)
+            result = self._run_tile(tile, read, use)
+            constant = None
+            if equal and done and (result.contribution is None or result.additive):
+                constant = self._run_tile(tile, read, partial(use, zero_weight=len(equal))).contribution
+            if result.contribution is None:
                 continue
-            if others and not visit.additive:
-                self._bare = None
+            if equal and not result.additive:
+                self._background = None
                 return self._backward_pass(use)
-            told[tile] = visit.told
-            if others and rounds:
-                told[tile] = visit.told + len(others) * self._visit(tile, read, partial(use, constant=len(others))).told
-            told |= {other: torch.zeros_like(visit.told) for other in others}
-        return told, None
+            found[tile] = result.contribution if constant is None else result.contribution + len(equal) * constant
+            found |= {other: torch.zeros_like(result.contribution) for other in equal}
+        return found, None
 
-    def _visit(
-        self, tile: int, read: Sequence[Tensor | None], use: Use, noted: bool = False, compared: bool = False
-    ) -> "_Visit":
-        """Visit one tile; nothing else that it made is there any more when the next visit begins.
+    def _run_tile(
+        self, tile: int, read: TilePixels, use: Use, record_moments: bool = False, compare: bool = False
+    ) -> "_TileResult":
+        """Run the part on one tile, and free all that it made.
 
-        `noted`: what batch norms see is to be merged into their running statistics. `compared`: what it made is, with
-        that of another one.
+        `record_moments`: sum the moments of batch norms' inputs. `compare`: also return tensors for a comparison.
         """
-        grid = self._route.grid(tile, self._script)
-        values = [x.of_visit(grid, self._route, self._device, mine) for x, mine in zip(self._inputs, read, strict=True)]
-        told, additive, made = None, False, []
-        watched = AlikeEverywhere(self._route.cut)
+        grid = self._plan.grid(tile, self._recorded)
+        values = [x.for_tile(grid, self._device, own) for x, own in zip(self._inputs, read, strict=True)]
+        norms: AbstractContextManager[TileMoments | None]
+        norms = nullcontext() if self._norms == "exact" else self._statistics.for_tile(record_moments)
+        contribution, additive, comparable = None, False, []
+        check = PositionCheck(self._plan.cut_axes)
+        _assign(self._buffers, self._initial_buffers)  # each tile starts with the state of the first one
+        self._attributes.put()
+        self._states.put()
         try:
-            with self._as_before(), self._by_its_norms(noted) as seen:
-                with watched if compared else nullcontext():
-                    outputs = self._lead(*values)
+            with self._autocast(), torch.set_grad_enabled(self._differentiable), norms as moments:
+                with check if compare else nullcontext():
+                    outputs = self._part(*values)
                 grid.foresight.pay()
                 use(values, outputs)
-            if compared:
-                made = [owned(y).detach() for y in outputs]
-        except Suspended as suspended:
-            told, additive = suspended.told, suspended.additive
-            if isinstance(told, Tensor):
-                made = [told.flatten()[None]]
-        drew = compared and RandomStates.now((self._device,)).digests() != self._digests
-        return _Visit(told, additive, made if made and watched.alike and not drew else None, seen or [])
+            if compare:
+                comparable = [owned(y).detach() for y in outputs]
+        except AwaitStatistics as stop:
+            contribution, additive = stop.contribution, stop.additive
+            if isinstance(contribution, Tensor):
+                comparable = [contribution.flatten()[None]]
+        drew = compare and RandomStates.now((self._device,)).digests() != self._digests
+        equal_positions = comparable and check.holds and not drew
+        return _TileResult(contribution, additive, comparable if equal_positions else None, moments or [])
 
-    def _gradient(self, tile: int, collected: Collected, gradient: Tensor) -> Tensor:
-        """The gradient of what a tile owns of an output, and of what other tiles do that it stands for."""
-        total = collected.part(tile, gradient)
-        for other in () if self._bare is None else self._bare.others(tile):
-            total = total + collected.part(other, gradient)
+    def _gradient(self, tile: int, buffer: OutputBuffer, gradient: Tensor) -> Tensor:
+        """The gradient of the output that a tile owns, plus those of the equal tiles that were skipped for it."""
+        total = buffer.owned_part(tile, gradient)
+        for other in () if self._background is None else self._background.equal_to(tile):
+            total = total + buffer.owned_part(other, gradient)
         return total
 
-    def _read_ahead(self, doing: str) -> Iterator[tuple[int, Sequence[Tensor | None] | DatasetError]]:
-        """The tiles that this rank visits in one pass, with what was read for each, or why it could not be.
+    def _read_ahead(self, doing: str) -> Iterator[tuple[int, TilePixels | DatasetError]]:
+        """The tiles that this rank runs in one pass, with their pixels or the error of reading them.
 
-        While one is visited, a thread reads for the next.
+        A thread reads the pixels of the next tile while a tile runs.
         """
 
-        def read(tile: int) -> Sequence[Tensor | None] | DatasetError:
+        def read(tile: int) -> TilePixels | DatasetError:
             try:
-                return [x.read(self._route, tile) for x in self._inputs]
+                return [x.read(tile) for x in self._inputs]
             except DatasetError as error:
                 return error
 
-        instead = {} if self._bare is None else self._bare.instead
-        own = [tile for tile in self._route.visits.own if tile not in instead]
+        skipped = {} if self._background is None else self._background.first_of
+        own = [tile for tile in self._plan.tiles.own if tile not in skipped]
         in_memory = all(isinstance(x.values, Tensor) for x in self._inputs)
         with ThreadPoolExecutor(1) as thread:
             coming = None if in_memory else thread.submit(read, own[0])
@@ -332,58 +346,43 @@ class Streaming:
                 self._progress(f"{self._name}{doing}, tile {count} of {len(own)}")
                 yield tile, found
 
-    def _told_by_all(self, told: dict[int, Told], problem: Exception | None) -> dict[int, Told]:
-        """The contributions of the visits of all ranks.
+    def _gather(self, contributions: Contributions, error: Exception | None) -> Contributions:
+        """The contributions of the tiles of all ranks. Collective.
 
-        Raises on all of them:
-            Refusal: one could not read an image.
-            NotAlike: tiles of one are.
+        Raises on all ranks:
+            Refusal: a rank could not read an image.
+            TilesDiffer: tiles of a rank that look equal have different results.
         """
-        every: dict[int, Told] = {}
-        problems = []
-        for of_rank, trouble in self._grid.comm.all_gather_object((told, problem)):
-            every |= of_rank
-            problems.append(trouble)
-        for trouble in problems:
-            if isinstance(trouble, DatasetError):
-                raise Refusal(str(trouble)) from trouble
-        for trouble in problems:
-            if trouble is not None:
-                raise trouble
-        return every
-
-    @contextmanager
-    def _as_before(self) -> Iterator[None]:
-        """Every visit finds buffers, counters and random numbers as the first one did."""
-        _put(self._buffers, self._before)
-        self._attributes.put()
-        self._states.put()
-        with self._autocast(), torch.set_grad_enabled(self._differentiable):
-            yield
-
-    def _by_its_norms(self, noted: bool) -> AbstractContextManager[Seen | None]:
-        return nullcontext() if self._norms == "exact" else self._statistics.one_visit(noted)
+        of_ranks = self._grid.comm.all_gather_object((contributions, error))
+        errors = [problem for _, problem in of_ranks if problem is not None]
+        for problem in errors:
+            if isinstance(problem, DatasetError):
+                raise Refusal(str(problem)) from problem
+        if errors:
+            raise errors[0]
+        return {tile: own for of_rank, _ in of_ranks for tile, own in of_rank.items()}
 
 
-class _Visit(NamedTuple):
-    """The result of a visit: its contribution `told`, if it was suspended, or the statistics of its norms.
+class _TileResult(NamedTuple):
+    """The result of running a tile: its `contribution` to the next statistic; None if it ran to its end.
 
-    `additive`: only the sum of what all tiles tell matters. `made` is what may be compared with what another one made.
+    `additive`: only the sum over all tiles is used. `comparable` is the contribution or the outputs, to compare with
+    those of equal tiles; None if the part treats positions differently. `moments` are those of batch norms' inputs.
     """
 
-    told: Told
+    contribution: Contribution
     additive: bool
-    made: Sequence[Tensor] | None
-    seen: Seen
+    comparable: Sequence[Tensor] | None
+    moments: TileMoments
 
 
 class _Streamed(torch.autograd.Function):
-    """The outputs of a part, of its inputs and parameters."""
+    """The outputs of a streamed part, as a function of its inputs and parameters."""
 
     @staticmethod
     def forward(ctx: Any, streaming: Streaming, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.streaming = streaming
-        ctx.save_for_backward(*tensors[:num_inputs])  # so that nobody changes them
+        ctx.save_for_backward(*tensors[:num_inputs])  # autograd then refuses changes of the inputs in place
         ctx.set_materialize_grads(False)
         found = streaming.forward()
         ctx.mark_non_differentiable(*(y for y in found if not (y.is_floating_point() or y.is_complex())))
@@ -396,14 +395,7 @@ class _Streamed(torch.autograd.Function):
         return (None, None, *ctx.streaming.backward(gradients))
 
 
-def _put(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def _assign(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for buffer, value in zip(buffers, values, strict=True):
             buffer.copy_(value)
-
-
-def _autocast_now(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """A function that makes the present context of autocast."""
-    kind = device.type
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)

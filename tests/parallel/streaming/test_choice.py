@@ -1,31 +1,37 @@
-"""Which visits are chosen for a limit of memory: the fewest that fit, and refusals that say what would do."""
+"""Which tiles are chosen for a limit of memory: the fewest that fit, and refusals with what would do."""
 
 import pytest
 
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
 from mpi4dl.parallel.streaming.margins import CannotStream
-from mpi4dl.parallel.streaming.memory_limit import SegmentNeeds, StreamNeeds, Wanted, choose_visits, finer
+from mpi4dl.parallel.streaming.memory_limit import (
+    SegmentNeeds,
+    StreamConstraints,
+    StreamNeeds,
+    choose_tiles,
+    tile_counts,
+)
 
 SIDES = (4096, 2048)
 KEPT = 1000  # bytes between two segments
 
 
 def needs_for(options: StreamOptions) -> StreamNeeds:
-    """A visit has a byte a pixel of its tile; n segments keep n - 1 outputs, and take an n-th of the rounds."""
+    """A tile has a byte a pixel; n segments keep n - 1 outputs, and each has an n-th of the statistics."""
     rows, cols = options.counts
-    visit = SIDES[0] // rows * (SIDES[1] // cols)
-    rounds, flops = 12 // options.segments, (1 + rows * cols / 1e6) / options.segments
-    one = SegmentNeeds(0, 0, visit, 0, 0, rounds, rounds, flops)
-    segments = (one, *(one._replace(given_bytes=KEPT),) * (options.segments - 1))
+    tile = SIDES[0] // rows * (SIDES[1] // cols)
+    statistics, flops = 12 // options.segments, (1 + rows * cols / 1e6) / options.segments
+    one = SegmentNeeds(0, 0, tile, 0, 0, statistics, statistics, flops)
+    segments = (one, *(one._replace(input_bytes=KEPT),) * (options.segments - 1))
     return StreamNeeds(segments, tuple(range(options.segments + 1)), options, spread=False)
 
 
 def bytes_of(needs: StreamNeeds) -> int:
-    return needs.segments[0].visit_bytes + sum(segment.given_bytes for segment in needs.segments)
+    return needs.segments[0].tile_bytes + sum(segment.input_bytes for segment in needs.segments)
 
 
 def test_parts_are_cut_finer_and_finer_into_squares() -> None:
-    found = list(finer(SIDES))
+    found = list(tile_counts(SIDES))
     assert found[:4] == [(1, 1), (2, 1), (3, 2), (4, 2)]
     assert found == sorted(found)
     assert found[-1] == (64, 32)
@@ -33,27 +39,27 @@ def test_parts_are_cut_finer_and_finer_into_squares() -> None:
 
 @pytest.mark.parametrize("most", [SIDES[0] * SIDES[1], 3_000_000, 500_000, 40_000])
 @pytest.mark.parametrize("segments", [1, 3])
-def test_the_fewest_visits_that_fit_are_chosen(most: int, segments: int) -> None:
-    found = choose_visits(SIDES, Wanted(segments=segments), needs_for, bytes_of, most)
+def test_the_fewest_tiles_that_fit_are_chosen(most: int, segments: int) -> None:
+    found = choose_tiles(SIDES, StreamConstraints(segments=segments), needs_for, bytes_of, most)
     fitting = [
-        counts for counts in finer(SIDES) if bytes_of(needs_for(StreamOptions(counts, segments=segments))) <= most
+        counts for counts in tile_counts(SIDES) if bytes_of(needs_for(StreamOptions(counts, segments=segments))) <= most
     ]
     assert found.options == StreamOptions(fitting[0], segments=segments)
     assert found.num_bytes <= most
 
 
 def test_segments_are_as_many_as_make_least_work() -> None:
-    assert choose_visits(SIDES, Wanted(), needs_for, bytes_of, 1_000_000).options.segments > 1
+    assert choose_tiles(SIDES, StreamConstraints(), needs_for, bytes_of, 1_000_000).options.segments > 1
     few = 64 * 64 + KEPT  # bytes with which little can be kept between segments
-    assert choose_visits(SIDES, Wanted(), needs_for, bytes_of, few).options.segments == 1
-    assert choose_visits(SIDES, Wanted(norms="running"), needs_for, bytes_of, 1_000_000).options.segments == 1
+    assert choose_tiles(SIDES, StreamConstraints(), needs_for, bytes_of, few).options.segments == 1
+    assert choose_tiles(SIDES, StreamConstraints(norms="running"), needs_for, bytes_of, 1_000_000).options.segments == 1
 
 
 def test_where_nothing_fits_the_least_is_said() -> None:
     with pytest.raises(
         CannotStream, match=r"no tiles keep a rank within 0.0 MiB: the least would be 0.0 MiB, with \d+x"
     ):
-        choose_visits(SIDES, Wanted(), needs_for, bytes_of, 100)
+        choose_tiles(SIDES, StreamConstraints(), needs_for, bytes_of, 100)
 
 
 def test_what_cannot_be_streamed_is_refused_as_ever() -> None:
@@ -61,4 +67,4 @@ def test_what_cannot_be_streamed_is_refused_as_ever() -> None:
         raise CannotStream("the whole model would be streamed")
 
     with pytest.raises(CannotStream, match="the whole model would be streamed"):
-        choose_visits(SIDES, Wanted(), cannot, bytes_of, 1e9)
+        choose_tiles(SIDES, StreamConstraints(), cannot, bytes_of, 1e9)

@@ -51,7 +51,7 @@ def test_segments(ranks: Ranks, name: str) -> None:
 @pytest.mark.parametrize("name", [pytest.param("one rank", marks=pytest.mark.exhaustive), "two stages"])
 @pytest.mark.exhaustive
 def test_with_recomputation(ranks: Ranks, name: str) -> None:
-    """Blocks are computed again within visits; in backward they come to their rounds once more."""
+    """Blocks are computed again within tiles, and in backward their statistics need passes once more."""
     options = (("num_filters", 4),)
     stream = StreamOptions((2, 2), "stage2_block1", segments=2)
     task = Task("small_resnet", (50, 66), model_options=options, stream=stream, balance=(9, 2))

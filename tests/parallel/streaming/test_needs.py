@@ -17,7 +17,7 @@ from mpi4dl.parallel.costs.timing import AtomSeconds, Site
 from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.streaming.leading_part import StreamOptions, choose
+from mpi4dl.parallel.streaming.leading_part import StreamOptions, choose_leading_part
 from mpi4dl.parallel.streaming.memory_limit import SegmentNeeds, StreamNeeds, needs_of
 from tests.pool.ranks import Ranks
 
@@ -45,7 +45,7 @@ class Zeros:
 
 def foreseen(options: StreamOptions, plan: Plan) -> tuple[StreamNeeds, Cuttable]:
     cuttable = Cuttable(outline(build).train())
-    opening = choose(cuttable, len(cuttable), options, plan.shape(0), IMAGE)
+    opening = choose_leading_part(cuttable, len(cuttable), options, plan.shape(0), IMAGE)
     return needs_of(opening, cuttable.model, plan.shape(0), IMAGE), cuttable
 
 
@@ -76,20 +76,20 @@ def test_it_is_what_a_step_takes(ranks: Ranks, options: StreamOptions, tiles: tu
     assert 0.9 * activations < found < 1.1 * (activations + gradients)
 
 
-def test_smaller_visits_take_less_and_repeat_more() -> None:
+def test_smaller_tiles_take_less_and_repeat_more() -> None:
     few, many = (foreseen(StreamOptions(counts, "stage1_block2"), Plan())[0] for counts in ((2, 2), (8, 8)))
     assert few.margin == pytest.approx(many.margin, abs=8)
-    assert many.segments[0].visit_bytes < few.segments[0].visit_bytes / 3
+    assert many.segments[0].tile_bytes < few.segments[0].tile_bytes / 3
     assert many.work() > few.work()
-    assert many.segments[0].made_bytes == few.segments[0].made_bytes
+    assert many.segments[0].output_bytes == few.segments[0].output_bytes
 
 
-def test_rounds_are_those_of_the_norms() -> None:
+def test_statistics_are_those_of_the_norms() -> None:
     """The stem, and two blocks of two norms each: five in a row."""
     (segment,) = foreseen(StreamOptions((2, 2), "stage1_block2", "exact"), Plan())[0].segments
-    assert (segment.forward_rounds, segment.backward_rounds) == (5, 5)
+    assert (segment.forward_statistics, segment.backward_statistics) == (5, 5)
     (segment,) = foreseen(StreamOptions((2, 2), "stage1_block2", "running"), Plan())[0].segments
-    assert (segment.forward_rounds, segment.backward_rounds) == (0, 0)
+    assert (segment.forward_statistics, segment.backward_statistics) == (0, 0)
 
 
 def test_phases_of_a_step_are_not_added_up() -> None:
@@ -99,7 +99,7 @@ def test_phases_of_a_step_are_not_added_up() -> None:
     assert needs.stage((), 3, StageBytes(200, 30)) == StageBytes(212, 30)
 
 
-def test_seconds_grow_by_margins_and_rounds() -> None:
+def test_seconds_grow_by_margins_and_passes() -> None:
     one, other = SegmentNeeds(9, 0, 0, 0, 0, 0, 0, 8.0), SegmentNeeds(3, 0, 0, 0, 0, 2, 4, 4.0)
     needs = StreamNeeds((one, other), (0, 2, 3), StreamOptions((2, 2)), spread=True)
     column = needs.column([AtomSeconds(1.0, 2.0, 5, 6, 7)] * 4, [3.0, 1.0, 4.0, 9.0])
@@ -108,7 +108,7 @@ def test_seconds_grow_by_margins_and_rounds() -> None:
     assert column[3] == AtomSeconds(1.0, 2.0, 5, 6, 7)
 
 
-def test_without_a_margin_visits_compute_what_the_model_computes() -> None:
+def test_without_a_margin_tiles_compute_what_the_model_computes() -> None:
     options = StreamOptions((1, 1), "stage1_block2")
     needs, cuttable = foreseen(options, Plan())
     flops = count_flops(cuttable, IMAGE)

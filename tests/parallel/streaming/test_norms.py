@@ -12,10 +12,10 @@ from mpi4dl.comm import Communicator, world
 from mpi4dl.geometry import Split
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.spatial.grid import Grid
-from mpi4dl.parallel.streaming.margins import CannotStream, Route
+from mpi4dl.parallel.streaming.margins import CannotStream, StreamPlan
 from mpi4dl.parallel.streaming.norms import Moments
 from mpi4dl.parallel.streaming.stream import Streaming
-from mpi4dl.parallel.streaming.visits import Visits
+from mpi4dl.parallel.streaming.stream_tiles import StreamTiles
 from tests.pool.ranks import Ranks
 
 SIZE = (37, 29)
@@ -44,12 +44,12 @@ def images() -> Tensor:
 
 def streamed(grid: Grid, module: nn.Sequential, x: Tensor, counts: tuple[int, int], norms: str = "exact") -> Streaming:
     """Of whole images, in memory on every rank."""
-    return Streaming(Tupled(module), (spatial.shard(x, grid),), route_of(grid, module, x, counts), grid, norms)
+    return Streaming(Tupled(module), (spatial.shard(x, grid),), plan_of(grid, module, x, counts), grid, norms)
 
 
-def route_of(grid: Grid, module: nn.Sequential, x: Tensor, counts: tuple[int, int]) -> Route:
-    visits = Visits(grid.shape, grid.rank, counts, False)
-    return Route.of(Tupled(module), visits, (visits.images(x.shape, x.dtype, Split.at((0, len(x)))),), SIZE)
+def plan_of(grid: Grid, module: nn.Sequential, x: Tensor, counts: tuple[int, int]) -> StreamPlan:
+    tiles = StreamTiles(grid.shape, grid.rank, counts, False)
+    return StreamPlan.of(Tupled(module), tiles, (tiles.image_spec(x.shape, x.dtype, Split.at((0, len(x)))),), SIZE)
 
 
 class Tupled(nn.Module):
@@ -121,16 +121,16 @@ def test_moments_are_merged_without_loss_of_digits() -> None:
     torch.testing.assert_close(total.squares / 199, expected.var(1), rtol=1e-9, atol=0)
 
 
-def test_rounds_and_margin() -> None:
-    """A norm is a round each way; the margin is what a tile's output looks at, whatever the strides."""
+def test_passes_and_margin() -> None:
+    """A norm is a statistics pass each way; the margin is what a tile's output looks at, whatever the strides."""
     grid, x, module = Grid(world(), 1, 1), images(), layers()
     streaming = streamed(grid, module, x, (3, 2))
     (y,) = streaming.run()
-    assert len(streaming._script.rounds) == streaming._route.rehearsed.num_rounds == 2
+    assert len(streaming._recorded) == streaming._plan.profile.num_statistics == 2
     y.sum().backward()
-    assert len(streaming._script.rounds) == 4
+    assert len(streaming._recorded) == 4
     bare = nn.Sequential(nn.Conv2d(3, 4, 5, padding=2), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
-    assert route_of(grid, bare, x.float(), (2, 2)).rehearsed.margin == 3
+    assert plan_of(grid, bare, x.float(), (2, 2)).profile.margin == 3
 
 
 @pytest.mark.parametrize(

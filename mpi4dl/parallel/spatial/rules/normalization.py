@@ -225,7 +225,7 @@ def may_wait(foresight: HaloPrefetch, *tensors: Tensor | None) -> bool:
     return (
         torch.is_grad_enabled()
         and any(t is not None and t.requires_grad for t in tensors)
-        and (foresight.visits or torch._C._current_graph_task_id() < 0)  # a backward pass computes some layers again
+        and (foresight.repeats or torch._C._current_graph_task_id() < 0)  # a backward pass computes some layers again
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         and not substitutes
     )

@@ -1,4 +1,4 @@
-"""Patches that ranks share and visit a few at a time train as one batch of all of them does in plain PyTorch."""
+"""Patches that ranks share and run a few at a time train as one batch of all of them does in plain PyTorch."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,8 +15,8 @@ from mpi4dl.engine import Engine
 from mpi4dl.models.patches import AGGREGATORS, PatchModel, headless
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.streaming.patches import BagOptions, visit_patches
-from mpi4dl.parallel.streaming.visits import Pixels
+from mpi4dl.parallel.streaming.patches import PatchOptions, stream_patches
+from mpi4dl.parallel.streaming.stream_tiles import Pixels
 from tests.pool.ranks import Ranks
 from tests.short_runs import EXACT, assert_close
 
@@ -38,7 +38,7 @@ class Case:
     aggregator: str = "gated-attention"
     patch: int = 16
     min_tissue: float = 0.0
-    options: BagOptions = field(default_factory=lambda: BagOptions(3))
+    options: PatchOptions = field(default_factory=lambda: PatchOptions(3))
     plan: Plan = field(default_factory=lambda: Plan(((1, 2),)))
     batch: int = 2
     recompute: bool = False
@@ -113,7 +113,7 @@ def plain(case: Case) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]
 def train(comm: Communicator, case: Case) -> Any:
     torch.manual_seed(0)
     model = build(case).double()
-    visit_patches(model, case.options)
+    stream_patches(model, case.options)
     held = LocalStages.whole(model, case.plan, comm, stream=case.options)
     optimizer = torch.optim.SGD(held.parameters(), lr=0.1)
     engine = Engine(held, case.plan, optimizer, F.cross_entropy, comm=comm, recompute=case.recompute)
@@ -129,9 +129,9 @@ def train(comm: Communicator, case: Case) -> Any:
     return losses, gradients, state, engine.evaluate([(tiles, targets)], SIZE).loss
 
 
-def told(comm: Communicator, case: Case) -> list[str]:
+def progress_of(comm: Communicator, case: Case) -> list[str]:
     model = build(case).double()
-    visit_patches(model, case.options)
+    stream_patches(model, case.options)
     held = LocalStages.whole(model, case.plan, comm, stream=case.options)
     engine = Engine(held, case.plan, torch.optim.SGD(held.parameters(), lr=0.1), F.cross_entropy, comm=comm)
     heard: list[str] = []
@@ -162,10 +162,10 @@ CASES = {
     "max": replace(SMALL, aggregator="max"),
     "transformer": replace(SMALL, aggregator="transformer"),
     "tissue": replace(SMALL, min_tissue=0.6),
-    "segments": replace(SMALL, options=BagOptions(5, segments=3)),
+    "segments": replace(SMALL, options=PatchOptions(5, segments=3)),
     "replicas, ZeRO 3": replace(SMALL, plan=Plan(((1, 2),), data=2, zero=3), batch=4),
-    "ResNet-18": replace(SMALL, encoder="resnet18", patch=48, options=BagOptions(2, segments=5)),
-    "recomputed": replace(SMALL, encoder="small_resnet", patch=48, options=BagOptions(4, segments=2), recompute=True),
+    "ResNet-18": replace(SMALL, encoder="resnet18", patch=48, options=PatchOptions(2, segments=5)),
+    "recomputed": replace(SMALL, encoder="small_resnet", patch=48, options=PatchOptions(4, segments=2), recompute=True),
     "uneven replicas, tissue": replace(SMALL, plan=Plan(((1, 2),), data=2), batch=3, min_tissue=0.6),
     "ways and microbatches": replace(SMALL, plan=Plan(((1, 1),), (2,), microbatches=2), batch=4),
     "fewer patches than ranks": replace(SMALL, plan=Plan(((1, 4),)), patch=64, batch=1),
@@ -181,11 +181,11 @@ def test_patches_equal_one_batch_of_all(ranks: Ranks, name: str) -> None:
     check(ranks, CASES[name])
 
 
-def test_every_visit_is_told(ranks: Ranks) -> None:
-    """24 patches a slide, 5 at once on each of two ranks; two batch norms, heard of in each direction."""
-    heard = ranks(2).run(told, replace(SMALL, options=BagOptions(5)))[0]
+def test_every_tile_is_reported(ranks: Ranks) -> None:
+    """24 patches a slide, 5 at once on each of two ranks; two batch norms, each a statistics pass in each direction."""
+    heard = ranks(2).run(progress_of, replace(SMALL, options=PatchOptions(5)))[0]
     assert len(heard) == 5 * (3 + 3)
     assert heard[0] == "forward, pass 1 of 3, tile 1 of 5"
     assert heard[-1] == "backward, pass 3, tile 5 of 5"
-    heard = ranks(2).run(told, replace(SMALL, options=BagOptions(5, "frozen")))[0]
+    heard = ranks(2).run(progress_of, replace(SMALL, options=PatchOptions(5, "frozen")))[0]
     assert heard[4:6] == ["forward, pass 1 of 1, tile 5 of 5", "backward, pass 1, tile 1 of 5"]

@@ -13,8 +13,8 @@ from mpi4dl.engine import Engine
 from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
-from tests.parallel.streaming.test_bags import Slides
 from tests.parallel.streaming.test_norms import by_running_statistics
+from tests.parallel.streaming.test_patches import Slides
 from tests.pool.ranks import Ranks
 from tests.short_runs import EXACT, assert_close
 
