@@ -184,7 +184,7 @@ def facts_of(name: str) -> dict[str, Any]:
     except spatial.NoRule as missing:
         facts["missing"] = str(missing).partition("Either gather first")[0].strip()
     try:
-        facts["atoms"] = len(Cuttable(model))
+        facts["units"] = len(Cuttable(model))
     except ValueError as error:
         facts["whole"] = str(error)
     return facts
@@ -323,8 +323,8 @@ def line_of(name: str, row: Mapping[str, Any]) -> str:
     image = " x ".join(map(str, row["image"]))
     tiles = "x".join(map(str, row["grid"])) if "grid" in row else ""
     difference = f"{row['difference']:.0e}" if math.isfinite(row.get("difference", math.inf)) else ""
-    atoms = row.get("atoms", "")
-    return f"| `{name}` | {row['parameters'] / 1e6:.1f} | {image} | {tiles} | {outcome} | {difference} | {atoms} |"
+    units = row.get("units", row.get("atoms", ""))  # the name in older files
+    return f"| `{name}` | {row['parameters'] / 1e6:.1f} | {image} | {tiles} | {outcome} | {difference} | {units} |"
 
 
 def _notes(models: Mapping[str, Any]) -> str:

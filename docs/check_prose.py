@@ -30,7 +30,6 @@ BANNED = {  # words of this project, and what the field says
     r"go(?:es)? on (?:with|under|in|on|from)": "continue, resume",
     r"lies? over ranks|laid over ranks": "is distributed over ranks",
 }
-NAMES_IN_CODE = (r"atoms?",)  # docstrings may use these words, as long as classes and variables have such names
 START = re.compile(r"What\b(?!.*\?$)|Who\b(?!.*\?$)|Whose\b(?!.*\?$)")
 BLOCKS_END = re.compile(r"^\s*(?:[-*+]|\d+\.) |^\s*$|^#|^\s*\||^\s*!!! |^=== ")
 
@@ -111,8 +110,7 @@ def problems_of_code(name: str, source: str) -> Iterator[str]:
     for line, text, is_docstring in strings(source):
         for _, sentence in sentences(inspect.cleandoc(text)) if is_docstring else [(False, text)]:
             for pattern, better in BANNED.items():
-                found = re.search(rf"\b(?:{pattern})\b", sentence)
-                if found and not (is_docstring and pattern in NAMES_IN_CODE):
+                if found := re.search(rf"\b(?:{pattern})\b", sentence):
                     yield f"{name}:{line}: {found[0]!r}, write {better}: {sentence}"
 
 

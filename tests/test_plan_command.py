@@ -190,7 +190,7 @@ def test_what_cannot_be_is_refused_with_one_message(
     assert refusal(capsys, *SMALL, *flags).startswith(message)
 
 
-def test_atoms_are_timed_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_units_are_timed_once(capsys: pytest.CaptureFixture[str]) -> None:
     main([*STAGES, "--tiles", "1x2,1x1"])
     first = capsys.readouterr().out
     assert "units timed on their tiles, on 1 thread here" in first

@@ -266,7 +266,7 @@ LONG = "Rank 0 reads a file and " * 9 + "stops."
             "average",
         ),
         ("What is a tile?", ""),
-        ("Run this:\n\n    what visits the atom\n\n`visits` is a name.", ""),
+        ("Run this:\n\n    what visits the unit\n\n`visits` is a name.", ""),
         ("| a | b |\n| --- | --- |\n| each rank of so many ranks reads | " + LONG + " |", "55 words"),
     ],
 )
@@ -281,7 +281,7 @@ def test_docstrings_messages_and_help_keep_to_the_rules() -> None:
 
 
 def test_the_check_of_prose_looks_at_the_strings_of_code() -> None:
-    code = '"""The module is told."""\ndef visit(): "Visits an atom."\nraise ValueError(f"{1} visits")\nx = "Held"'
+    code = '"""The module is told."""\ndef visit(): "Visits a unit."\nraise ValueError(f"{1} visits")\nx = "Held"'
     found = [problem.split(",")[0] for problem in problems_of_code("a.py", code)]
     assert found == ["a.py:1: 'is told'", "a.py:3: 'visits'"]
 

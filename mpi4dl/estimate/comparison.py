@@ -1,6 +1,6 @@
 """A step as estimated beside the step as measured: the work of each rank, its share of all, and its idle time.
 
-predicted    the prices of the atoms of its stages, through the table of the plan
+predicted    the prices of the units of its stages, through the table of the plan
 measured     seconds for which a rank's thread was on a core in its steps, but for those in which it only waited
 """
 
@@ -26,7 +26,7 @@ def shares(seconds: Sequence[float]) -> tuple[float, ...]:
 
 
 def foreseen(plan: Plan, prices: "StageCosts", counts: Sequence[int]) -> Simulation:
-    """A step of a replica by the prices of its stages, which have so many atoms; what it keeps is not counted."""
+    """A step of a replica by the prices of its stages, which have so many units; what it keeps is not counted."""
     return simulate(plan.table(), plan.placement, prices.step(plan, counts))
 
 

@@ -16,7 +16,7 @@ from mpi4dl.engine import Engine
 from mpi4dl.engine.precision import AUTOCAST
 from mpi4dl.estimate.memory import HEAP_KEPT, HEAP_RETURNED, OF_TENSORS
 from mpi4dl.estimate.passes import Passes, passes_of_needs, passes_of_patches
-from mpi4dl.estimate.plan_estimate import Estimator, atoms_of
+from mpi4dl.estimate.plan_estimate import Estimator, units_of
 from mpi4dl.estimate.summary import PlanSummary, overview, samples_of
 from mpi4dl.models.patches import patches_in
 from mpi4dl.options.build import batch_of, engine_options
@@ -167,7 +167,7 @@ def estimator_of(config: Config, plan: Plan | None, num_classes: int, channels: 
     cut = plan is None or plan.num_stages > 1 or chosen.stream is not None
     constraints = StreamConstraints(chosen.stream_until, chosen.stream_norm, chosen.stream_segments)
     how = _trained(config, device.type)
-    return Estimator(atoms_of(model, batch, cut), batch, Profiler.of_user(), device, constraints=constraints, **how)
+    return Estimator(units_of(model, batch, cut), batch, Profiler.of_user(), device, constraints=constraints, **how)
 
 
 # How the images of a run are streamed, as the flags say, or as the limit of memory does.
@@ -178,7 +178,7 @@ def stream_of(
 ) -> StreamOptions | ChooseStream | None:
     """How the images are streamed; None if they are not. Raises ConfigError where options contradict each other.
 
-    Where that is to be chosen, it is what chooses for stages of so many atoms, alike on all ranks.
+    Where that is to be chosen, it is what chooses for stages of so many units, alike on all ranks.
     """
     chosen, limit = config.parallel, config.parallel.memory_limit
     asked = chosen.stream

@@ -20,7 +20,7 @@ from torch import nn
 from mpi4dl.comm.transport import LOW_PRECISION
 from mpi4dl.engine.precision import lower_precision
 from mpi4dl.options.optimizers import state_bytes
-from mpi4dl.parallel.costs.atoms import StageBytes
+from mpi4dl.parallel.costs.units import StageBytes
 from mpi4dl.parallel.plan import ZERO_STAGES, Plan
 from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES
 from mpi4dl.parallel.replicas.gathering import KEPT

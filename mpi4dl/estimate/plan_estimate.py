@@ -1,6 +1,6 @@
 """The estimate of a training by a plan, with as few memory savings as fit: speed, and bytes of a rank.
 
-a plan's atoms, timed once for each shape of tile -> its cut -> its table, simulated -> its memory
+a plan's units, timed once for each shape of tile -> its cut -> its table, simulated -> its memory
 
     plain        as it is          the first of these that fits, each by the lowest ZeRO stage with which it does
     recompute    blocks keep their inputs
@@ -26,7 +26,6 @@ from mpi4dl.geometry import ceil_div
 from mpi4dl.options.build import options_of_plan
 from mpi4dl.options.config import Config, parse
 from mpi4dl.options.declare import flags_for, options_of, without_flags
-from mpi4dl.parallel.costs.atoms import AtomCounts, bytes_of_stages, count_atoms, count_flops, on_one_rank
 from mpi4dl.parallel.costs.cost_model import (
     Group,
     Profiler,
@@ -38,6 +37,7 @@ from mpi4dl.parallel.costs.cost_model import (
     seconds_recomputed,
 )
 from mpi4dl.parallel.costs.timing import Site, planned_cuts, sites_of
+from mpi4dl.parallel.costs.units import UnitCounts, bytes_of_stages, count_flops, count_units, on_one_rank
 from mpi4dl.parallel.inputs import of_tokens
 from mpi4dl.parallel.pipeline.balance import partition
 from mpi4dl.parallel.pipeline.cut import ChooseStream
@@ -112,7 +112,7 @@ def plan_flags(plan: Plan) -> dict[str, str]:
 
 
 class Step(NamedTuple):
-    """A step of a plan whose stages have so many atoms: what it takes, with something to save memory or without.
+    """A step of a plan whose stages have so many units: what it takes, with something to save memory or without.
 
     `needs` are those of streaming, where images are streamed.
     """
@@ -128,7 +128,7 @@ class Step(NamedTuple):
 
 
 class Uncut:
-    """A model that cannot be traced, as one atom."""
+    """A model that cannot be traced, as one unit."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -137,12 +137,12 @@ class Uncut:
     def __len__(self) -> int:
         return 1
 
-    def atom(self, i: int) -> nn.Module:
+    def unit(self, i: int) -> nn.Module:
         return self.model
 
 
-def atoms_of(model: nn.Module, image: tuple[int, ...], cut: bool) -> Any:
-    """A model's atoms, for samples of this shape; of one that cannot be traced one, if it need not be `cut`."""
+def units_of(model: nn.Module, image: tuple[int, ...], cut: bool) -> Any:
+    """A model's units, for samples of this shape; of one that cannot be traced one, if it need not be `cut`."""
     try:
         return Cuttable(model, image=image)
     except ValueError:
@@ -171,7 +171,7 @@ class Estimator:
     constraints: StreamConstraints = field(default_factory=StreamConstraints)
     styles: Styles | None = None
     _states: dict[tuple[int, int, Degrees], StageState] = field(default_factory=dict)
-    _counts: dict[Site, tuple[AtomCounts, ...]] = field(default_factory=dict)
+    _counts: dict[Site, tuple[UnitCounts, ...]] = field(default_factory=dict)
     _prices: dict[tuple[Site, ...], StageCosts] = field(default_factory=dict)
     _stream_choices: dict[Any, StreamChoice] = field(default_factory=dict)
     _needs: dict[Any, StreamNeeds] = field(default_factory=dict)
@@ -216,7 +216,7 @@ class Estimator:
         needs: StreamNeeds | None = None,
         exact: bool = False,
     ) -> Step:
-        """A step of stages that have so many atoms, of which `prices` are those without anything to save memory."""
+        """A step of stages that have so many units, of which `prices` are those without anything to save memory."""
         memory = self.memory(plan, counts, recompute, needs, exact)
         if recompute:
             groups = self._groups(counts)
@@ -233,7 +233,7 @@ class Estimator:
         needs: StreamNeeds | None = None,
         exact: bool = False,
     ) -> PlanMemory:
-        """The memory of stages of that many atoms; `exact`: counted for all samples of a microbatch.
+        """The memory of stages of that many units; `exact`: counted for all samples of a microbatch.
 
         Raises:
             RuntimeError: an operator has no rule; `exact` then has an even part of what one rank would take.
@@ -303,9 +303,9 @@ class Estimator:
             self._stream_choices[key] = choose_tiles(sides, self.constraints, needs_for, bytes_of, most_bytes)
         return self._stream_choices[key]
 
-    def _needs_for(self, site: Site, num_atoms: int, options: StreamOptions) -> StreamNeeds:
+    def _needs_for(self, site: Site, num_units: int, options: StreamOptions) -> StreamNeeds:
         """Found for one image on each way, and for a part of it with tiles of the same size, but few of them."""
-        key, few = (site.shape, num_atoms, options), site.shape.batch
+        key, few = (site.shape, num_units, options), site.shape.batch
         space, (_, channels, *size) = site.shape.space, site.image
         counts = tuple(min(n, max(1, MOST_TILES // ranks)) for n, ranks in zip(options.counts, space, strict=True))
         if key not in self._needs:
@@ -314,7 +314,7 @@ class Estimator:
                 for side, ranks, n, all_of_them in zip(size, space, counts, options.counts, strict=True)
             )
             image = (few, channels, *smaller)
-            leading = choose_leading_part(self.cuttable, num_atoms, replace(options, counts=counts), site.shape, image)
+            leading = choose_leading_part(self.cuttable, num_units, replace(options, counts=counts), site.shape, image)
             self._needs[key] = needs_of(leading, self.cuttable.model, site.shape, image)
         found = self._needs[key].times(ceil_div(site.image[0], few), prod(options.counts) / prod(counts))
         return replace(found, options=options)
@@ -327,9 +327,9 @@ class Estimator:
         for start, end in pairwise(accumulate(counts, initial=0)):
             key = (start, end, plan.degrees)
             if key not in self._states:
-                atoms = [self.cuttable.atom(i) for i in range(start, end)]
+                units = [self.cuttable.unit(i) for i in range(start, end)]
                 how = (self.low_precision, cuts, plan.degrees, self.averaged)
-                self._states[key] = count_state(atoms, self.optimizer, *how)
+                self._states[key] = count_state(units, self.optimizer, *how)
             found.append(self._states[key])
         return tuple(found)
 
@@ -338,7 +338,7 @@ class Estimator:
         return groups_of(self.cuttable)
 
     def _groups(self, counts: Sequence[int]) -> tuple[Group, ...]:
-        """The atoms that recomputation runs again as a whole: blocks of a single stage, or each of several stages."""
+        """The units that recomputation runs again as a whole: blocks of a single stage, or each of several stages."""
         return self._blocks if len(counts) == 1 else tuple(pairwise(accumulate(counts, initial=0)))
 
     def _flops_of(self, image: tuple[int, ...]) -> list[float]:
@@ -346,11 +346,11 @@ class Estimator:
             self._flops[image] = count_flops(self.cuttable, image)
         return self._flops[image]
 
-    def _counts_at(self, site: Site, exact: bool = False) -> tuple[AtomCounts, ...]:
+    def _counts_at(self, site: Site, exact: bool = False) -> tuple[UnitCounts, ...]:
         """Unless `exact`, counted for a few samples on each way, of which a microbatch is a multiple."""
         samples = site.image[0] if exact else min(site.image[0], COUNTED_SAMPLES * site.shape.batch)
         few = site._replace(image=(samples, *site.image[1:]))
-        count = count_atoms if self.clockwork is None else self.clockwork.counts
+        count = count_units if self.clockwork is None else self.clockwork.counts
         if few not in self._counts:
             try:
                 self._counts[few] = count(self.cuttable, few)
@@ -362,8 +362,8 @@ class Estimator:
         return _times(self._counts[few], site.image[0] / samples)
 
 
-def _times(atoms: Sequence[AtomCounts], factor: float) -> tuple[AtomCounts, ...]:
-    return tuple(AtomCounts(*(ceil(factor * number) for number in atom)) for atom in atoms)
+def _times(units: Sequence[UnitCounts], factor: float) -> tuple[UnitCounts, ...]:
+    return tuple(UnitCounts(*(ceil(factor * number) for number in unit)) for unit in units)
 
 
 def beside_seconds(plan: Plan, stage: int, state: StateBytes, byte_seconds: float) -> float:

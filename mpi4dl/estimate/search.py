@@ -29,7 +29,7 @@ LEAST_SECONDS = 0.4  # for one of them
 
 def candidates(
     num_ranks: int,
-    num_atoms: int,
+    num_units: int,
     image: Sequence[int],
     degrees: Iterable[Degrees] = (Degrees(),),
     kept: Mapping[str, Any] = MappingProxyType({}),
@@ -51,8 +51,8 @@ def candidates(
         fixed: dict[str, Any] = {**kept, **own, "tensor": tensor, "experts": experts}
         each, rest = divmod(num_ranks, tensor * experts)
         for data in _divisors(each) if rest == 0 else ():
-            for places in _places(each // data, min(num_atoms, MOST_STAGES), len(size)):
-                for options in (o for m in powers for o in _schedules(len(places), m, num_atoms)):
+            for places in _places(each // data, min(num_units, MOST_STAGES), len(size)):
+                for options in (o for m in powers for o in _schedules(len(places), m, num_units)):
                     with suppress(ValueError):
                         plan = Plan(places, data=data, **fixed, **options)
                         if batch_size % plan.num_microbatches == 0 and not plan.problem(num_ranks, size, batch_size):
@@ -84,13 +84,13 @@ def _grid(number: int, dims: int) -> tuple[int, ...]:
     return (*(1,) * (dims - 2), rows, number // rows)
 
 
-def _schedules(stages: int, microbatches: int, num_atoms: int) -> Iterator[dict[str, Any]]:
+def _schedules(stages: int, microbatches: int, num_units: int) -> Iterator[dict[str, Any]]:
     found: list[dict[str, Any]] = [{}]
     if stages > 1:
         found.append({"bidirectional": 1})
     if stages > 1 and microbatches > 1:
         found.append({"schedule": "zero-bubble"})
-        if CHUNKS * stages <= num_atoms:
+        if CHUNKS * stages <= num_units:
             found.append({"schedule": "interleaved", "chunks": CHUNKS})
     yield from ({"microbatches": microbatches, **each} for each in found)
 

@@ -11,12 +11,12 @@ from torch import nn
 from mpi4dl._wording import aligned, counted, mebibytes, runs
 from mpi4dl.estimate.memory import PlanMemory
 from mpi4dl.estimate.passes import Passes, passes_of_needs
-from mpi4dl.estimate.plan_estimate import Estimator, atoms_of
+from mpi4dl.estimate.plan_estimate import Estimator, units_of
 from mpi4dl.geometry import SPACE, Interval
 from mpi4dl.options.build import title_of
-from mpi4dl.parallel.costs.atoms import count_atoms, on_one_rank
 from mpi4dl.parallel.costs.cost_model import Profiler, prices_for
-from mpi4dl.parallel.costs.timing import Atoms
+from mpi4dl.parallel.costs.timing import Units
+from mpi4dl.parallel.costs.units import count_units, on_one_rank
 from mpi4dl.parallel.inputs import of_tokens, space_of
 from mpi4dl.parallel.pipeline.cut import ChooseStream, choose_cut
 from mpi4dl.parallel.pipeline.split import outline, unfit
@@ -34,7 +34,7 @@ class Work(NamedTuple):
     and `handed_bytes` of what goes to the next stage.
     """
 
-    atoms: tuple[str, ...]
+    units: tuple[str, ...]
     num_parameters: int
     forward_flops: float
     activation_bytes: int
@@ -86,7 +86,7 @@ class PlanSummary:
         seconds = [sum(both) for both in zip(self.costs.forward_seconds, self.costs.backward_seconds, strict=True)]
         mean = sum(seconds) / plan.num_stages or 1.0
         total = sum(work.forward_flops for work in self.work) or 1.0
-        traced, staged, mirrored = bool(self.work[0].atoms), plan.num_stages > 1, plan.num_directions > 1
+        traced, staged, mirrored = bool(self.work[0].units), plan.num_stages > 1, plan.num_directions > 1
         columns = ["stage", "ranks", *["mirrored"] * mirrored, "tiles", "ways", *["units"] * traced, "parameters"]
         columns += ["FLOPs", *["cost/mean", "hands on"] * staged]
         rows = [columns]
@@ -95,8 +95,8 @@ class PlanSummary:
             cells = [str(stage), *(runs(ranks[stage]) for ranks in plan.placement.holders)]
             cells += [grid_name(shape.space), str(shape.batch // plan.replicas)]
             if traced:
-                ends = dict.fromkeys((work.atoms[0], work.atoms[-1]))
-                cells.append(f"{len(work.atoms)}: {' .. '.join(ends)}")
+                ends = dict.fromkeys((work.units[0], work.units[-1]))
+                cells.append(f"{len(work.units)}: {' .. '.join(ends)}")
             cells += [f"{work.num_parameters:,}", f"{100 * work.forward_flops / total:.1f} %"]
             if staged:
                 cells.append(f"{seconds[stage] / mean:.2f}")
@@ -221,7 +221,7 @@ def overview(
 ) -> PlanSummary:
     """The summary of training the model `name`, which `build()` makes, by this plan, with batches of shape `image`.
 
-    `clockwork` times atoms on `device`, if `balance` is "auto"; else nothing is allocated, and a rank is assumed to
+    `clockwork` times units on `device`, if `balance` is "auto"; else nothing is allocated, and a rank is assumed to
     compute so many GFLOP per second. A plan of one stage needs no model that can be traced. The first stage may
     `stream` its images, and blocks `recompute`. `accept` raises ValueError for outputs of the model that the loss would
     not take. `trained` are the `optimizer` and other fields of `Estimator`. Not collective: no MPI is used.
@@ -236,17 +236,17 @@ def overview(
     model = outline(build).train()
     microbatch = (samples_of(plan, image), *image[1:])
     try:
-        atoms = atoms_of(model, microbatch, plan.num_stages > 1 or stream is not None)
-        estimator = Estimator(atoms, image, clockwork, device, **trained)
-        counts: tuple[int, ...] = (len(atoms),)
+        units = units_of(model, microbatch, plan.num_stages > 1 or stream is not None)
+        estimator = Estimator(units, image, clockwork, device, **trained)
+        counts: tuple[int, ...] = (len(units),)
         prices = None
         if plan.num_stages > 1:
-            counts, prices = choose_cut(atoms, plan, None, balance, microbatch, device, clockwork, estimator.styles)
-            atoms.shared(counts)  # raises ValueError where two stages would need the same buffer
+            counts, prices = choose_cut(units, plan, None, balance, microbatch, device, clockwork, estimator.styles)
+            units.shared(counts)  # raises ValueError where two stages would need the same buffer
         if prices is None:
             how = balance if isinstance(balance, str) else "flops"
-            prices = prices_for(atoms, plan, microbatch, how, device, clockwork, styles=estimator.styles)
-        work = count_work(atoms, counts, microbatch, accept)
+            prices = prices_for(units, plan, microbatch, how, device, clockwork, styles=estimator.styles)
+        work = count_work(units, counts, microbatch, accept)
         needs = None if stream is None else estimator.streaming(plan, counts, stream)
     except (RuntimeError, AssertionError) as error:
         reason = unfit(model, microbatch)
@@ -275,27 +275,27 @@ def overview(
 
 
 def count_work(
-    atoms: Atoms, counts: Sequence[int], microbatch: tuple[int, ...], accept: Callable[[Any], None]
+    units: Units, counts: Sequence[int], microbatch: tuple[int, ...], accept: Callable[[Any], None]
 ) -> tuple[Work, ...]:
-    """The work of stages of that many atoms; `accept` is called with the model's outputs, on shapes."""
-    counted, found = count_atoms(atoms, on_one_rank(microbatch), accept, backward=False), []
+    """The work of stages of that many units; `accept` is called with the model's outputs, on shapes."""
+    counted, found = count_units(units, on_one_rank(microbatch), accept, backward=False), []
     for start, stop in pairwise(accumulate(counts, initial=0)):
-        own, last = counted[start:stop], stop == len(atoms)
-        parameters = {id(p): p.numel() for i in range(start, stop) for p in atoms.atom(i).parameters()}
-        flops, kept = sum(atom.flops for atom in own), sum(atom.kept for atom in own)
+        own, last = counted[start:stop], stop == len(units)
+        parameters = {id(p): p.numel() for i in range(start, stop) for p in units.unit(i).parameters()}
+        flops, kept = sum(unit.flops for unit in own), sum(unit.kept for unit in own)
         size = sum(parameters.values())
-        found.append(Work(atoms.names[start:stop], size, flops, kept, 0 if last else own[-1].handed))
+        found.append(Work(units.names[start:stop], size, flops, kept, 0 if last else own[-1].handed))
     return tuple(found)
 
 
 def streaming_words(needs: StreamNeeds) -> str:
     """How the first stage is streamed, and what a tile takes."""
-    options, num_atoms = needs.options, needs.bounds[-1]
+    options, num_units = needs.options, needs.bounds[-1]
     most = mebibytes(max(segment.read_bytes + segment.tile_bytes for segment in needs.segments))
     chosen = f"{options.remark}; " if options.remark else ""
     return (
         f"{chosen}each rank streams {grid_name(options.counts)} tiles, {options.norms} norms, through the "
-        f"first {counted(num_atoms, 'unit')} in {counted(len(needs.segments), 'segment')}; a tile reads "
+        f"first {counted(num_units, 'unit')} in {counted(len(needs.segments), 'segment')}; a tile reads "
         f"{needs.margin} px around itself and takes at most {most}"
     )
 

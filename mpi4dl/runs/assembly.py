@@ -135,7 +135,7 @@ def _cut_model(
     from mpi4dl.parallel.streaming.margins import CannotStream
 
     def time_and_tidy(*site: Any) -> Column:
-        """Time atoms, and leave no trace of that in the memory of this rank, which is to be that of training."""
+        """Time units, and leave no trace of that in the memory of this rank, which is to be that of training."""
         found = time_column(*site)
         return_freed_memory()
         return found

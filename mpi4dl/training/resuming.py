@@ -235,7 +235,7 @@ def _evaluation(node: JsonValue) -> dict[str, Any]:
 def options_to_compare(config: Config, num_images: int, counts: Sequence[int] = ()) -> dict[str, str]:
     """The options of a run that its checkpoints store, as a TOML file has them.
 
-    Of `balance` it is what it came to: `counts` atoms of each stage.
+    Of `balance` it is what it came to: `counts` units of each stage.
     """
     cut = {BALANCE: dump(",".join(map(str, counts)))} if counts else {}
     return {**shared_options(config), **cut, NUM_IMAGES: str(num_images)}

@@ -42,7 +42,7 @@ def test_the_page_is_made_of_the_table() -> None:
 
 
 def test_the_page_says_what_differs_and_what_has_no_rule() -> None:
-    row = {"parameters": 11689512, "image": [2, 3, 8, 9], "grid": [2, 2], "difference": 0.5, "atoms": 7}
+    row = {"parameters": 11689512, "image": [2, 3, 8, 9], "grid": [2, 2], "difference": 0.5, "units": 7}
     models = {
         "one": {**row, "outcome": "differs", "where": "gradient of fc.weight"},
         "two": {**row, "outcome": "exact", "difference": 2.1e-14},
@@ -83,7 +83,7 @@ def test_the_largest_difference_is_found() -> None:
 
 def test_what_is_known_without_values() -> None:
     facts = facts_of("mvit_v2_s")
-    assert (facts["parameters"], facts["image"], "atoms" in facts) == (
+    assert (facts["parameters"], facts["image"], "units" in facts) == (
         MODELS["mvit_v2_s"]["parameters"],
         case_of("mvit_v2_s")[0],
         True,

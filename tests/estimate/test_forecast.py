@@ -4,12 +4,12 @@ from typing import Any
 
 from mpi4dl.estimate.comparison import Forecast, Worked, WorkMeter, compared
 from mpi4dl.parallel.costs.cost_model import Link, StageCosts
-from mpi4dl.parallel.costs.timing import AtomSeconds
+from mpi4dl.parallel.costs.timing import UnitSeconds
 from mpi4dl.parallel.plan import Plan
 
 PLAN = Plan.of(stages=2, tiles=[(1, 2), (1, 1)], microbatches=2)
-# On stage 0 an atom takes 1 s forward and 2 s backward, on stage 1 twice as long.
-PRICES = StageCosts(tuple((AtomSeconds(n, 2 * n),) * 3 for n in (1.0, 2.0)), Link(0.0, 0.0), "", True)
+# On stage 0 a unit takes 1 s forward and 2 s backward, on stage 1 twice as long.
+PRICES = StageCosts(tuple((UnitSeconds(n, 2 * n),) * 3 for n in (1.0, 2.0)), Link(0.0, 0.0), "", True)
 
 
 def test_shares_of_work_and_idle_time_follow_from_the_table() -> None:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from mpi4dl import models
 from mpi4dl.estimate.summary import PlanSummary, overview
 from mpi4dl.parallel.costs import cost_model
-from mpi4dl.parallel.costs.atoms import count_bytes, count_flops
 from mpi4dl.parallel.costs.cost_model import LINK, Link, Profiler
-from mpi4dl.parallel.costs.timing import AtomSeconds, Column, Remembered, Site
+from mpi4dl.parallel.costs.timing import Column, Remembered, Site, UnitSeconds
+from mpi4dl.parallel.costs.units import count_bytes, count_flops
 from mpi4dl.parallel.pipeline.local_stages import choose_cut
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
@@ -132,7 +132,7 @@ def test_one_stage_needs_no_model_that_can_be_traced() -> None:
 def test_stages_are_cut_as_for_training(balance: Any) -> None:
     plan = Plan.of(stages=3, tiles=[(2, 1), (1, 1), (1, 1)], microbatches=2, batch_ways=(1, 2, 1))
     counts, _ = choose_cut(Cuttable(outline(build)), plan, None, balance, (4, 3, 64, 64))
-    assert tuple(len(work.atoms) for work in planned(plan, balance=balance).work) == counts
+    assert tuple(len(work.units) for work in planned(plan, balance=balance).work) == counts
 
 
 def test_work_is_counted_as_the_balance_counts_it() -> None:
@@ -204,17 +204,17 @@ def test_seconds_follow_the_speed_of_a_rank(tmp_path: Path) -> None:
 
 
 def test_timed_seconds_cut_the_model_and_make_the_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a third of an image the first atoms take as long as on all of it; an atom sends two messages of 1 s."""
+    """On a third of an image the first units take as long as on all of it; a unit sends two messages of 1 s."""
 
     def time_column(cuttable: Cuttable, site: Site, *_: Any) -> Column:
         first = 9.0 if site.shape.size == 1 else 8.0
-        return tuple(AtomSeconds(seconds, 2 * seconds, messages=2) for seconds in (first, 1, 1, 1, 3, 2, 1))
+        return tuple(UnitSeconds(seconds, 2 * seconds, messages=2) for seconds in (first, 1, 1, 1, 3, 2, 1))
 
     monkeypatch.setattr(cost_model, "cores", lambda: 4)
     timing = clockwork(tmp_path, time=time_column)
     timing.remembered.put(LINK, Link(1.0, 0.0))
     found = planned(Plan.of(stages=2, tiles=[(1, 1), (1, 3)], microbatches=2), balance="auto", clockwork=timing)
-    assert [len(work.atoms) for work in found.work] == [2, 5]
+    assert [len(work.units) for work in found.work] == [2, 5]
     assert found.costs.forward_seconds == (10.0 + 2 * 2, 8.0 + 5 * 2)
     assert found.costs.backward_seconds == (20.0 + 2 * 2, 16.0 + 5 * 2)
     assert found.costs.communication_seconds == (1.0,)
@@ -261,7 +261,7 @@ def test_what_does_not_fit_is_refused(plan: Plan, image: tuple[int, int, int, in
     assert "\n" not in str(refused.value)
 
 
-def test_too_few_atoms_to_time_are_refused_before_they_are_timed(tmp_path: Path) -> None:
+def test_too_few_units_to_time_are_refused_before_they_are_timed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="7 units, too few for 8 stages"):
         planned(Plan.of(stages=8), balance="auto", clockwork=clockwork(tmp_path, time=lambda *_: pytest.fail("timed")))
 

@@ -19,7 +19,7 @@ from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import Config, parse
 from mpi4dl.options.declare import options_of, to_toml
 from mpi4dl.parallel.costs.cost_model import ASSUMED, Profiler
-from mpi4dl.parallel.costs.timing import AtomSeconds, Column, Remembered, Site
+from mpi4dl.parallel.costs.timing import Column, Remembered, Site, UnitSeconds
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tensor.styles import Degrees
@@ -32,11 +32,11 @@ def build() -> nn.Module:
 
 
 def forecaster(tmp_path: Path, tile_seconds: float) -> Estimator:
-    """An atom takes a second for each sample, shared by all ranks, and so much more on tiles."""
+    """A unit takes a second for each sample, shared by all ranks, and so much more on tiles."""
 
     def time_column(cuttable: Cuttable, site: Site, *_: Any) -> Column:
         seconds = site.image[0] / site.shape.size + tile_seconds * (prod(site.shape.space) > 1)
-        return tuple(AtomSeconds(seconds, 2 * seconds) for _ in cuttable.names)
+        return tuple(UnitSeconds(seconds, 2 * seconds) for _ in cuttable.names)
 
     clockwork = Profiler(Remembered(tmp_path), time_column)
     optimizer = partial(torch.optim.Adam, lr=0.1)

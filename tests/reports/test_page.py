@@ -98,7 +98,7 @@ def write_run(folder: Path, lr: float = 0.1, losses: tuple[Any, ...] = (2.345, 1
     timeline = simulate(table_for("1f1b", placement, 4, 1), placement, Costs.equal(2))
     memory = ({"parameters": 5 << 20, "gradients": 1 << 20},) * 3
     modules = ((EVIL, 1234567, 7654321),)
-    portrait = RunSnapshot(f"title of {folder.name}", "stages(2)", 20, modules, memory, "atoms timed", timeline)
+    portrait = RunSnapshot(f"title of {folder.name}", "stages(2)", 20, modules, memory, "units timed", timeline)
     (folder / PORTRAIT).write_text(portrait.text())
     return folder
 

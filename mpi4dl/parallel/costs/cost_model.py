@@ -1,6 +1,6 @@
 """Costs of every unit on a rank of every stage, and so of the stages: the numbers that cuts and plans use.
 
-          atom 0   atom 1   atom 2           forward and backward seconds of atom i on the tiles of stage s:
+          unit 0   unit 1   unit 2           forward and backward seconds of unit i on the tiles of stage s:
 stage 0   1.1 2.0  0.4 0.9  0.3 0.5          timed there, or counted FLOPs over an assumed speed
 stage 1   2.0 4.1  0.7 1.6  0.5 1.0
 """
@@ -21,14 +21,13 @@ from mpi4dl._randomness import forked
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.node import cores
 from mpi4dl.parallel.blocks import blocks
-from mpi4dl.parallel.costs.atoms import AtomCounts, count_atoms, count_flops
 from mpi4dl.parallel.costs.timing import (
-    Atoms,
-    AtomSeconds,
     Clock,
     Column,
     Remembered,
     Site,
+    Units,
+    UnitSeconds,
     cache_folder,
     clock_on,
     machine,
@@ -36,6 +35,7 @@ from mpi4dl.parallel.costs.timing import (
     time_column,
     versions,
 )
+from mpi4dl.parallel.costs.units import UnitCounts, count_flops, count_units
 from mpi4dl.parallel.inputs import input_dtype, of_tokens
 from mpi4dl.parallel.pipeline.split import unfit
 from mpi4dl.parallel.plan import Plan
@@ -103,7 +103,7 @@ TimeColumn = Callable[[Any, Site, torch.device, float], Column]
 
 @dataclass(frozen=True)
 class StageCosts:
-    """`columns[s][i]` are the seconds of atom i on a rank of stage s. `source` says in words where they come from."""
+    """`columns[s][i]` are the seconds of unit i on a rank of stage s. `source` says in words where they come from."""
 
     columns: tuple[Column, ...]
     link: Link
@@ -113,20 +113,20 @@ class StageCosts:
     @property
     def matrix(self) -> list[list[float]]:
         """The total cost of each unit on each stage, as `partition` takes it."""
-        return [[sum(self._seconds(atom)) for atom in column] for column in self.columns]
+        return [[sum(self._seconds(unit)) for unit in column] for column in self.columns]
 
     def of_stages(self, counts: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Forward and backward seconds of a microbatch on a rank of each stage, if those get so many atoms."""
+        """Forward and backward seconds of a microbatch on a rank of each stage, if those get so many units."""
         bounds = pairwise(accumulate(counts, initial=0))
         forward, backward = [], []
         for column, (start, stop) in zip(self.columns, bounds, strict=True):
-            seconds = [self._seconds(atom) for atom in column[start:stop]]
+            seconds = [self._seconds(unit) for unit in column[start:stop]]
             forward.append(sum(f for f, _ in seconds))
             backward.append(sum(b for _, b in seconds))
         return tuple(forward), tuple(backward)
 
     def step(self, plan: Plan, counts: Sequence[int], kept: Sequence[int] = ()) -> Costs:
-        """The costs of a microbatch on each rank of stages of that many atoms, which keep `kept` bytes of it.
+        """The costs of a microbatch on each rank of stages of that many units, which keep `kept` bytes of it.
 
         Whoever has fewer ranks than its neighbour sends, or receives, more bytes, one after the other.
         """
@@ -136,14 +136,14 @@ class StageCosts:
         messages = tuple(self.link.seconds(1, num_bytes) for num_bytes in handed)
         return Costs(*self.of_stages(counts), messages, tuple(kept) or (0,) * plan.num_stages)
 
-    def _seconds(self, atom: AtomSeconds) -> tuple[float, float]:
-        waits = self.link.seconds(atom.messages, atom.num_bytes)
-        return atom.forward + waits, atom.backward + waits
+    def _seconds(self, unit: UnitSeconds) -> tuple[float, float]:
+        waits = self.link.seconds(unit.messages, unit.num_bytes)
+        return unit.forward + waits, unit.backward + waits
 
 
 @dataclass(frozen=True)
 class Profiler:
-    """How atoms are timed on this machine: each site once, and remembered. Where they are not, a speed is assumed."""
+    """How units are timed on this machine: each site once, and remembered. Where they are not, a speed is assumed."""
 
     remembered: Remembered
     time: TimeColumn = time_column
@@ -155,21 +155,21 @@ class Profiler:
     def of_user(cls) -> "Profiler":
         return cls(Remembered(cache_folder()))
 
-    def column(self, cuttable: Atoms, site: Site, device: torch.device, num_sites: int = 1) -> Column:
+    def column(self, cuttable: Units, site: Site, device: torch.device, num_sites: int = 1) -> Column:
         facts = {"what": "seconds", **_facts(cuttable, site), **machine(device)}
         seconds = self.site_seconds or self.budget_seconds / num_sites
-        return self._once(facts, AtomSeconds, lambda: self.time(cuttable, site, device, seconds))
+        return self._once(facts, UnitSeconds, lambda: self.time(cuttable, site, device, seconds))
 
-    def counts(self, cuttable: Atoms, site: Site) -> tuple[AtomCounts, ...]:
-        """Memory and FLOPs of atoms on a rank at a site: counted once, and cached."""
+    def counts(self, cuttable: Units, site: Site) -> tuple[UnitCounts, ...]:
+        """Memory and FLOPs of units on a rank at a site: counted once, and cached."""
         facts = {"what": "counts", **_facts(cuttable, site)}
-        return self._once(facts, AtomCounts, lambda: count_atoms(cuttable, site))
+        return self._once(facts, UnitCounts, lambda: count_units(cuttable, site))
 
     def _once(self, facts: dict[str, Any], kind: Callable[..., T], find: Callable[[], tuple[T, ...]]) -> tuple[T, ...]:
         facts |= versions()
         known = self.remembered.get(facts)
         if known is not None:
-            return tuple(kind(*atom) for atom in known)
+            return tuple(kind(*unit) for unit in known)
         found = find()
         self.remembered.put(facts, found)
         return found
@@ -197,7 +197,7 @@ class Profiler:
         return link
 
 
-def _facts(cuttable: Atoms, site: Site) -> dict[str, Any]:
+def _facts(cuttable: Units, site: Site) -> dict[str, Any]:
     return {
         "model": print_of(cuttable),
         "image": list(site.image),
@@ -207,7 +207,7 @@ def _facts(cuttable: Atoms, site: Site) -> dict[str, Any]:
     }
 
 
-def print_of(cuttable: Atoms) -> str:
+def print_of(cuttable: Units) -> str:
     """A word that differs for models that compute differently, as far as their modules tell."""
     model = cuttable.model
     tensors = [(name, tuple(t.shape), str(t.dtype)) for name, t in model.state_dict(keep_vars=True).items()]
@@ -217,7 +217,7 @@ def print_of(cuttable: Atoms) -> str:
 
 
 def timed_prices(
-    cuttable: Atoms,
+    cuttable: Units,
     plan: Plan,
     image: tuple[int, ...],
     device: torch.device,
@@ -238,13 +238,13 @@ def timed_prices(
     return StageCosts(tuple(columns[site] for site in sites), found, source, timed=True)
 
 
-def counted_prices(cuttable: Atoms, plan: Plan, image: tuple[int, ...], rank_gflops: float = RANK_GFLOPS) -> StageCosts:
-    """Times of atoms if a rank computes this many GFLOP a second, and only FLOPs take time."""
+def counted_prices(cuttable: Units, plan: Plan, image: tuple[int, ...], rank_gflops: float = RANK_GFLOPS) -> StageCosts:
+    """Times of units if a rank computes this many GFLOP a second, and only FLOPs take time."""
     flops = count_flops(cuttable, image)
     columns = []
     for stage in range(plan.num_stages):
         forward = [each / plan.shape(stage).size / (rank_gflops * 1e9) for each in flops]
-        columns.append(tuple(AtomSeconds(seconds, 2 * seconds) for seconds in forward))
+        columns.append(tuple(UnitSeconds(seconds, 2 * seconds) for seconds in forward))
     return StageCosts(tuple(columns), Link(0.0, 0.0), assumed(rank_gflops), timed=False)
 
 
@@ -253,7 +253,7 @@ def assumed(rank_gflops: float) -> str:
 
 
 def prices_for(
-    cuttable: Atoms,
+    cuttable: Units,
     plan: Plan,
     image: tuple[int, ...],
     balance: str,
@@ -277,7 +277,7 @@ def prices_for(
         raise ValueError(reason) from error
 
 
-# Seconds of atoms as all ranks take them together: each stage's on its own ranks and tiles, all stages at once.
+# Seconds of units as all ranks take them together: each stage's on its own ranks and tiles, all stages at once.
 #
 # That is a rehearsal of the first steps, with throw-away copies: random states and the model stay as they are, and what
 # is trained then is trained as if it had been cut so from the beginning.
@@ -286,7 +286,7 @@ STAGE_BUDGET_SECONDS = 4.0  # for each stage that a rank has
 
 
 def measured_prices(
-    cuttable: Atoms,
+    cuttable: Units,
     plan: Plan,
     comm: Communicator,
     image: tuple[int, ...],
@@ -313,7 +313,7 @@ def measured_prices(
     )
 
 
-def _column(cuttable: Atoms, site: Site, comm: Communicator, device: torch.device, clock: Clock) -> Column:
+def _column(cuttable: Units, site: Site, comm: Communicator, device: torch.device, clock: Clock) -> Column:
     def grid_of(smaller: Site) -> Grid:
         return Grid.of(comm, smaller.shape, smaller.tracks_batch)
 
@@ -327,21 +327,21 @@ def _most(comm: Communicator, seconds: float) -> float:
 
 def _mean(columns: list[Column]) -> Column:
     return tuple(
-        AtomSeconds(*(sum(each) / len(atoms) for each in zip(*atoms, strict=True)))
-        for atoms in zip(*columns, strict=True)
+        UnitSeconds(*(sum(each) / len(units) for each in zip(*units, strict=True)))
+        for units in zip(*columns, strict=True)
     )
 
 
 # Costs of units if blocks of them keep only their inputs, and run again in the backward pass.
 #
-# atoms        0   1 [2  3] [4  5] 6       groups (2, 4) and (4, 6): of each its inputs are kept, and nothing of what is
+# units        0   1 [2  3] [4  5] 6       groups (2, 4) and (4, 6): of each its inputs are kept, and nothing of what is
 # kept         k0  k1 in  -  in  - k6      within it, but while it is run again, when all of that is there
 
 Group = tuple[int, int]
 
 
-def groups_of(cuttable: Atoms) -> tuple[Group, ...]:
-    """The first atom of each block of a model, and the one behind its last."""
+def groups_of(cuttable: Units) -> tuple[Group, ...]:
+    """The first unit of each block of a model, and the one behind its last."""
     chosen = {id(block) for block in blocks(cuttable.model)}
     paths = [path for path, module in cuttable.model.named_modules() if id(module) in chosen]
     found = []
@@ -352,29 +352,29 @@ def groups_of(cuttable: Atoms) -> tuple[Group, ...]:
     return tuple(sorted(found))
 
 
-def image_bytes(cuttable: Atoms, site: Site) -> int:
+def image_bytes(cuttable: Units, site: Site) -> int:
     """The bytes of a rank's part of the images, or tokens, of a microbatch."""
     channels = 1 if of_tokens(site.image) else site.image[1]
     return site.pixels * channels * input_dtype(cuttable.model, site.image).itemsize
 
 
 def counts_recomputed(
-    column: Sequence[AtomCounts], groups: Sequence[Group], image_bytes: int
-) -> tuple[AtomCounts, ...]:
-    """The bytes of atoms on a rank whose part of the images has so many."""
+    column: Sequence[UnitCounts], groups: Sequence[Group], image_bytes: int
+) -> tuple[UnitCounts, ...]:
+    """The bytes of units on a rank whose part of the images has so many."""
     found = list(column)
     for first, end in groups:
         given = column[first - 1].handed if first else image_bytes
-        again = sum(atom.kept for atom in column[first:end])
+        again = sum(unit.kept for unit in column[first:end])
         for i in range(first, end):
-            atom = column[i]
+            unit = column[i]
             kept, back = (given if i == first else 0), (again if i == end - 1 else 0)
-            found[i] = atom._replace(kept=kept, unkept=atom.handed, backward=atom.backward + back)
+            found[i] = unit._replace(kept=kept, unkept=unit.handed, backward=unit.backward + back)
     return tuple(found)
 
 
 def seconds_recomputed(column: Column, groups: Sequence[Group]) -> Column:
-    """The seconds of atoms on a rank, that of the forward pass which comes again among those of the backward pass."""
+    """The seconds of units on a rank, that of the forward pass which comes again among those of the backward pass."""
     found = list(column)
     for first, end in groups:
         for i in range(first, end):

@@ -1,10 +1,10 @@
-"""Seconds of atoms as they will run: on the tile that a rank of their stage has, with its rules, packing and padding.
+"""Seconds of units as they will run: on the tile that a rank of their stage has, with its rules, packing and padding.
 
-A site is where atoms run: a microbatch of images on one rank of a grid, of which no other rank need exist. One atom
+A site is where units run: a microbatch of images on one rank of a grid, of which no other rank need exist. One unit
 at a time is copied there and run forward and backward on made-up values. Waits for others are not in that.
 
 large images     timed at two sizes that are small enough, and drawn out along a straight line: a fixed part of each
-                 atom (Python, messages), and a part that grows with the number of pixels
+                 unit (Python, messages), and a part that grows with the number of pixels
 many tokens      likewise with fewer samples, each as long as it is: attention grows faster than their length
 """
 
@@ -47,7 +47,7 @@ FEWEST_TOKENS = 1 << 7  # which are worth many pixels each
 Clock = Callable[[], float]
 
 
-class Atoms(Protocol):
+class Units(Protocol):
     """A model as modules that run one after the other, each on what the one before returns; see `Cuttable`."""
 
     model: nn.Module
@@ -55,11 +55,11 @@ class Atoms(Protocol):
 
     def __len__(self) -> int: ...
 
-    def atom(self, i: int) -> nn.Module: ...
+    def unit(self, i: int) -> nn.Module: ...
 
 
 class Site(NamedTuple):
-    """Where atoms run: `shape` is the grid of their stage; `plain`: on plain tensors.
+    """Where units run: `shape` is the grid of their stage; `plain`: on plain tensors.
 
     `image` is the shape of a microbatch, (N, C, H, W), or (N, T) of tokens, over all ranks. `cutting` says which
     parameters are cut, and `arrangement` what ranks share beside.
@@ -88,19 +88,19 @@ def planned_cuts(model: nn.Module, plan: Plan, styles: Styles | None = None) -> 
     return cutting_of(model, styles, plan.degrees) if plan.num_ranks > 1 else NOT_CUT
 
 
-def sites_of(cuttable: Atoms, plan: Plan, image: tuple[int, ...], styles: Styles | None = None) -> tuple[Site, ...]:
+def sites_of(cuttable: Units, plan: Plan, image: tuple[int, ...], styles: Styles | None = None) -> tuple[Site, ...]:
     """The site of each stage of a plan."""
     cuts = planned_cuts(cuttable.model, plan, styles)
     return tuple(Site.of(plan, stage, image, cuts) for stage in range(plan.num_stages))
 
 
-def cut_at(site: Site, atom: nn.Module, grid: Grid) -> nn.Module:
-    """Leave of an atom's parameters those parts that a rank of this site has."""
-    cut_parameters(atom, site.cutting, grid)
-    return atom
+def cut_at(site: Site, unit: nn.Module, grid: Grid) -> nn.Module:
+    """Leave of a unit's parameters those parts that a rank of this site has."""
+    cut_parameters(unit, site.cutting, grid)
+    return unit
 
 
-class AtomSeconds(NamedTuple):
+class UnitSeconds(NamedTuple):
     """The time of a unit on one rank, and its exchanges in its forward pass; the backward pass has the same again.
 
     `handed_bytes` are those of all that is needed behind it, on this rank.
@@ -113,7 +113,7 @@ class AtomSeconds(NamedTuple):
     handed_bytes: int = 0
 
 
-Column = tuple[AtomSeconds, ...]  # of all atoms, at one site
+Column = tuple[UnitSeconds, ...]  # of all units, at one site
 
 
 def clock_on(device: torch.device) -> Clock:
@@ -129,7 +129,7 @@ def clock_on(device: torch.device) -> Clock:
 
 
 def time_column(
-    cuttable: Atoms,
+    cuttable: Units,
     site: Site,
     device: torch.device,
     budget_seconds: float,
@@ -137,7 +137,7 @@ def time_column(
     grid_of: Callable[[Site], Grid] | None = None,
     most: Callable[[float], float] = float,
 ) -> Column:
-    """Seconds of every atom at a site, found within about so many seconds. The model stays as it is.
+    """Seconds of every unit at a site, found within about so many seconds. The model stays as it is.
 
     The model may lie on the meta device. `grid_of(site)` is a grid of ranks that all do the same, one that is imagined
     if it is left out; among such ranks `most(seconds)` is the longest that one of them took, known to all.
@@ -147,7 +147,7 @@ def time_column(
 
     def timed(size: Site, repeats: int) -> _Timed:
         column = measure(size, repeats=repeats)
-        return _Timed(size, column, most(sum(atom.forward + atom.backward for atom in column)), repeats)
+        return _Timed(size, column, most(sum(unit.forward + unit.backward for unit in column)), repeats)
 
     sizes = list(_halved(site))[::-1]
     known = [timed(sizes[0], REPEATS)]
@@ -205,7 +205,7 @@ def _half(site: Site) -> Site | None:
     return half if half.pixels >= FEWEST_PIXELS and min(sides) >= SMALLEST_SIDE else None
 
 
-def _drawn_out(a: AtomSeconds, b: AtomSeconds, small: int, large: int, wanted: int) -> AtomSeconds:
+def _drawn_out(a: UnitSeconds, b: UnitSeconds, small: int, large: int, wanted: int) -> UnitSeconds:
     """The time of a unit for a number of pixels, extrapolated from two smaller numbers."""
 
     def along(x: float, y: float) -> float:
@@ -213,11 +213,11 @@ def _drawn_out(a: AtomSeconds, b: AtomSeconds, small: int, large: int, wanted: i
         return max(y + slope * (wanted - large), y)
 
     sizes = (round(along(*pair)) for pair in ((a.num_bytes, b.num_bytes), (a.handed_bytes, b.handed_bytes)))
-    return AtomSeconds(along(a.forward, b.forward), along(a.backward, b.backward), b.messages, *sizes)
+    return UnitSeconds(along(a.forward, b.forward), along(a.backward, b.backward), b.messages, *sizes)
 
 
 def _measure(
-    cuttable: Atoms, site: Site, device: torch.device, clock: Clock, grid_of: Callable[[Site], Grid], repeats: int
+    cuttable: Units, site: Site, device: torch.device, clock: Clock, grid_of: Callable[[Site], Grid], repeats: int
 ) -> Column:
     grid = grid_of(site)
     grid.foresight.steps = True
@@ -225,22 +225,22 @@ def _measure(
     found = []
     with forked((device,)):
         for i in range(len(cuttable)):
-            atom = cut_at(site, made_up_stage(cuttable.atom(i), device), grid)
-            seconds, values = _time(atom, values, grid, clock, repeats)
+            unit = cut_at(site, made_up_stage(cuttable.unit(i), device), grid)
+            seconds, values = _time(unit, values, grid, clock, repeats)
             found.append(seconds)
     return tuple(found)
 
 
 def _time(
-    atom: nn.Module, values: tuple[Any, ...], grid: Grid, clock: Clock, repeats: int
-) -> tuple[AtomSeconds, tuple[Any, ...]]:
+    unit: nn.Module, values: tuple[Any, ...], grid: Grid, clock: Clock, repeats: int
+) -> tuple[UnitSeconds, tuple[Any, ...]]:
     forward, backward = [], []
     for _ in range(repeats + 1):
-        received = map_local(_fresh, values)  # some atoms overwrite what they receive
+        received = map_local(_fresh, values)  # some units overwrite what they receive
         before = _counts(grid)
         grid.foresight.begin()
         start = clock()
-        results = atom(*received)
+        results = unit(*received)
         grid.foresight.pay()
         forward.append(clock() - start)
         counts = {name: number - before[name] for name, number in _counts(grid).items()}
@@ -254,7 +254,7 @@ def _time(
         grid.foresight.settle()
     num_bytes = sum(number for name, number in counts.items() if name.endswith("_bytes"))
     handed = sum(t.nbytes for t in local_tensors(results))
-    seconds = AtomSeconds(min(forward[1:]), min(backward[1:]), counts.get("latencies", 0), num_bytes, handed)
+    seconds = UnitSeconds(min(forward[1:]), min(backward[1:]), counts.get("latencies", 0), num_bytes, handed)
     return seconds, map_local(as_received, results)
 
 
@@ -300,7 +300,7 @@ def _fresh(t: Tensor) -> Tensor:
 
 
 def as_received(t: Tensor) -> Tensor:
-    """A tensor as the next atom receives it."""
+    """A tensor as the next unit receives it."""
     return t.detach().requires_grad_(t.requires_grad)
 
 

@@ -1,4 +1,4 @@
-"""Where a model is cut into stages, by what its atoms cost; and the stages of this rank.
+"""Where a model is cut into stages, by what its units cost; and the stages of this rank.
 
 stages = split(build, plan, comm, device=..., seed=..., image=(1, 3, 256, 256))
 optimizer = torch.optim.SGD(stages.parameters(), lr=0.1)
@@ -13,8 +13,8 @@ from torch import nn
 
 from mpi4dl._randomness import forked, seed_python
 from mpi4dl.comm import Communicator
-from mpi4dl.parallel.costs.atoms import count_bytes
 from mpi4dl.parallel.costs.cost_model import ASSUMED, Profiler, StageCosts, measured_prices, prices_for
+from mpi4dl.parallel.costs.units import count_bytes
 from mpi4dl.parallel.pipeline import balance as costs
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline
@@ -44,12 +44,12 @@ def split(
 
     The seed is that of torch.manual_seed, random.seed and numpy.random.seed; all three go on behind it as before.
 
-    `balance` decides how many units (atoms) of the model each stage gets, for images of shape `image`. It is a number
+    `balance` decides how many units of the model each stage gets, for images of shape `image`. It is a number
     for each stage; "flops", by counted FLOPs, which are the same everywhere; "auto", by seconds that rank 0 times on
     the tiles of each stage and caches; "measured", by seconds that all ranks time together; or "memory", by the bytes
-    that training keeps. `whole` are paths of modules not to be cut. With a `clockwork`, which times atoms, cuts by
+    that training keeps. `whole` are paths of modules not to be cut. With a `clockwork`, which times units, cuts by
     numbers are priced too. With `stream` the first stage begins with a part that is streamed, tile by tile; how, may be
-    chosen once it is known how many atoms the stages have, on each rank by itself and alike. Collective.
+    chosen once it is known how many units the stages have, on each rank by itself and alike. Collective.
 
     Raises:
         ValueError: the model cannot be traced, or cannot be cut or streamed so; on all ranks alike.
@@ -87,7 +87,7 @@ def split(
 
 
 class Counts(NamedTuple):
-    """How many atoms each stage gets, and what they cost; the latter is None where nobody asked."""
+    """How many units each stage gets, and what they cost; the latter is None where nobody asked."""
 
     counts: tuple[int, ...]
     prices: StageCosts | None

@@ -1,4 +1,4 @@
-"""The forward pass of a model, as data: its calls, grouped to units (atoms), between any two of which it can be cut."""
+"""The forward pass of a model, as data: its calls, grouped to units, between any two of which it can be cut."""
 
 import builtins
 import math
@@ -276,7 +276,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Atom:
+class Unit:
     """A unit that is never cut: one call, and calls around it that pick members and sizes from results."""
 
     name: str
@@ -292,7 +292,7 @@ class Program:
     """
 
     inputs: tuple[str, ...]
-    atoms: tuple[Atom, ...]
+    units: tuple[Unit, ...]
     output: tuple[Any, Any]
     kept_whole: Mapping[str, str] = field(default_factory=dict)
     watched: tuple[Watch, ...] = ()
@@ -319,9 +319,9 @@ VIEWS = frozenset(
 
 
 class Aliasing:
-    """`written` are the atoms that change a tensor of the model in place, by its path.
+    """`written` are the units that change a tensor of the model in place, by its path.
 
-    `changes` are in-place changes of values: the atom, the value, and the others that are in its memory.
+    `changes` are in-place changes of values: the unit, the value, and the others that are in its memory.
     """
 
     def __init__(self, model: nn.Module, program: Program) -> None:
@@ -331,8 +331,8 @@ class Aliasing:
         self.parents: dict[str, str] = {}  # of what value another is a view
         self.same = same = {name: name for name in program.inputs}  # the first value that is the same tensor
         memory: dict[str, Value | Attribute] = {name: Value(name) for name in program.inputs}  # of which it is a view
-        for i, atom in enumerate(program.atoms):
-            for call in atom.calls:
+        for i, unit in enumerate(program.units):
+            for call in unit.calls:
                 firsts = {args[0] for args, _ in (call.training, call.evaluation) if args and _is_reference(args[0])}
                 same[call.name], memory[call.name] = call.name, Value(call.name)
                 for first in firsts:
@@ -354,7 +354,7 @@ class Aliasing:
     def came(self, name: str, made: Mapping[str, int], start: int) -> str:
         """The value that a stage receives of which this one is a view, or the first of those that it makes itself.
 
-        `made` are the atoms that make values, and `start` is the stage's first.
+        `made` are the units that make values, and `start` is the stage's first.
         """
         while made[name] >= start and name in self.parents:
             name = self.parents[name]

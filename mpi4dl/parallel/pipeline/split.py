@@ -1,7 +1,7 @@
 """Splits an unmodified model into stages, with every value that is still alive handed on from each to the next.
 
 cuttable = Cuttable(outline(build))                      # on the meta device: no values yet
-stage = cuttable.stage(counts=[3, 4, 5], index=1)        # 12 atoms in three stages
+stage = cuttable.stage(counts=[3, 4, 5], index=1)        # 12 units in three stages
 stage = materialize(stage, build, device, seed)          # with the values of its own parameters only
 """
 
@@ -24,10 +24,10 @@ from mpi4dl.parallel.pipeline.trace import trace
 
 
 class Cuttable:
-    """A model as a list of atoms, between any two of which it can be cut.
+    """A model as a list of units, between any two of which it can be cut.
 
-    `names` are the atoms' names: the path of the module, or what an opened module calls. `whole` are paths of modules
-    that shall stay one atom each, and `image` is the shape of a batch (see `trace`). Raises `ValueError` if the model's
+    `names` are the units' names: the path of the module, or what an opened module calls. `whole` are paths of modules
+    that shall stay one unit each, and `image` is the shape of a batch (see `trace`). Raises `ValueError` if the model's
     forward cannot be traced, or cannot take such a batch.
     """
 
@@ -40,13 +40,13 @@ class Cuttable:
             if reason is None:
                 raise
             raise ValueError(reason) from None
-        self.names = tuple(atom.name for atom in self.program.atoms)
+        self.names = tuple(unit.name for unit in self.program.units)
         self._made = {name: -1 for name in self.program.inputs}
         self._needed: dict[str, int] = {}
         self._paths: dict[str, set[int]] = {}
         self._looks: dict[str, set[int]] = {}
-        for i, atom in enumerate(self.program.atoms):
-            for call in atom.calls:
+        for i, unit in enumerate(self.program.units):
+            for call in unit.calls:
                 self._made[call.name] = i
                 self._needed.update(dict.fromkeys(call.reads, i))
                 for path in call.attributes:
@@ -59,8 +59,8 @@ class Cuttable:
             else:
                 self._paths.setdefault(leaf.path, set()).add(len(self.names) - 1)
         self._aliasing = Aliasing(self.model, self.program)
-        for path, atoms in self._aliasing.written.items():
-            self._paths.setdefault(path, set()).update(atoms)
+        for path, units in self._aliasing.written.items():
+            self._paths.setdefault(path, set()).update(units)
         self._names, self._users = self._storages()
         self._paths |= self._aliases()
 
@@ -68,9 +68,9 @@ class Cuttable:
         return len(self.names)
 
     def live(self, cut: int) -> tuple[str, ...]:
-        """Names of the values that are handed on if the model is cut before atom `cut`, in the order of their making.
+        """Names of the values that are handed on if the model is cut before unit `cut`, in the order of their making.
 
-        Before atom 0, they are the model's inputs, and behind the last atom nothing.
+        Before unit 0, they are the model's inputs, and behind the last unit nothing.
         """
         if cut <= 0:
             return self.program.inputs
@@ -79,11 +79,11 @@ class Cuttable:
         return tuple(name for name, made in self._made.items() if made < cut <= self._needed.get(name, -1))
 
     def stages(self, counts: Sequence[int]) -> list[Stage]:
-        """All stages, of `counts` atoms each."""
+        """All stages, of `counts` units each."""
         return [self.stage(counts, index) for index in range(len(counts))]
 
     def stage(self, counts: Sequence[int], index: int) -> Stage:
-        """Stage `index` of stages that have `counts` atoms each. It shares its modules with the model.
+        """Stage `index` of stages that have `counts` units each. It shares its modules with the model.
 
         Raises:
             ValueError: the counts are not those of this model, or two stages would need the same buffer.
@@ -97,24 +97,24 @@ class Cuttable:
         return self._recipe(first, end, first, first + 1 if end == len(self) else len(self))
 
     def check(self, counts: Sequence[int]) -> None:
-        """Refuse counts of atoms that do not add up, or are not positive."""
+        """Refuse counts of units that do not add up, or are not positive."""
         if not counts or min(counts) < 1 or sum(counts) != len(self):
             raise ValueError(
                 f"balance {','.join(map(str, counts))} puts {sum(counts)} units into {len(counts)} stages, but "
                 f"{type(self.model).__name__} has {len(self)}, and every stage needs at least one{self.hint()}"
             )
 
-    def atom(self, i: int) -> Stage:
-        """Atom `i` alone, as a stage; what is tied to other atoms is shared with them."""
+    def unit(self, i: int) -> Stage:
+        """Unit `i` alone, as a stage; what is tied to other units is shared with them."""
         return Stage(self._recipe(i, i + 1, i, len(self)), self.model)
 
     def hint(self) -> str:
-        """Which modules would have given more atoms, for errors about too few of them."""
+        """Which modules would have given more units, for errors about too few of them."""
         kept = [f"{path} ({reason})" for path, reason in self.program.kept_whole.items()]
         return f"; kept whole: {'; '.join(kept)}" if kept else ""
 
     def _recipe(self, first: int, end: int, index: int, num_stages: int) -> Recipe:
-        calls = tuple(call for atom in self.program.atoms[first:end] for call in atom.calls)
+        calls = tuple(call for unit in self.program.units[first:end] for call in unit.calls)
         inputs, outputs = self.live(first), self.live(end)
         is_last = end == len(self)
         kept = (
@@ -148,8 +148,8 @@ class Cuttable:
     def _sources(self) -> set[str]:
         """The values of which something comes into the model's result in training."""
         found = {leaf.name for leaf in references(self.program.output[0]) if isinstance(leaf, Value)}
-        for atom in reversed(self.program.atoms):
-            for call in reversed(atom.calls):
+        for unit in reversed(self.program.units):
+            for call in reversed(unit.calls):
                 if call.name in found:
                     found |= call.reads
         return found
@@ -159,29 +159,29 @@ class Cuttable:
         yield from self.model.named_buffers(remove_duplicate=False)
 
     def _storages(self) -> tuple[dict[int, list[str]], dict[int, set[int]]]:
-        """By the storage of each parameter and buffer all its names, and the atoms that use it, by whatever name."""
+        """By the storage of each parameter and buffer all its names, and the units that use it, by whatever name."""
         names: dict[int, list[str]] = {}
         for name, tensor in self._tensors():
             names.setdefault(_storage(tensor), []).append(name)
         users: dict[int, set[int]] = {key: set() for key in names}
-        for path, atoms in self._paths.items():
+        for path, units in self._paths.items():
             found = attrgetter(path)(self.model)
             within = [found]
             if isinstance(found, nn.Module):
                 within = [*found.parameters(), *found.buffers(), *hidden_tensors(found)]
             for tensor in within:
                 if isinstance(tensor, Tensor) and _storage(tensor) in users:
-                    users[_storage(tensor)] |= atoms
+                    users[_storage(tensor)] |= units
         return names, users
 
     def _aliases(self) -> dict[str, set[int]]:
         """Names that the forward pass does not use of tensors that it uses by other names: they go where those go."""
         used = set(self._paths)
         found = {}
-        for key, atoms in self._users.items():
-            for name in self._names[key] if atoms else ():
+        for key, units in self._users.items():
+            for name in self._names[key] if units else ():
                 if name not in used and not _below(name, used):
-                    found[name] = atoms
+                    found[name] = units
         return found
 
     def _unused(self) -> set[str]:
@@ -207,46 +207,46 @@ class Cuttable:
         parameters = {_storage(parameter) for parameter in self.model.parameters()}
         found: dict[str, tuple[int, ...]] = {}
         for key, users in self._users.items():
-            atoms = sorted(users)
-            stages = [next(k for k, (low, high) in enumerate(pairwise(bounds)) if low <= i < high) for i in atoms]
+            units = sorted(users)
+            stages = [next(k for k, (low, high) in enumerate(pairwise(bounds)) if low <= i < high) for i in units]
             if not stages or stages[0] == stages[-1]:
                 continue
             names = self._names[key]
             if key not in parameters:
-                uses = ", ".join(f"{self.names[i]} (stage {k})" for i, k in zip(atoms, stages, strict=True))
+                uses = ", ".join(f"{self.names[i]} (stage {k})" for i, k in zip(units, stages, strict=True))
                 raise ValueError(
                     f"{' = '.join(names)} is used by {uses}, but a buffer can only be in one stage: "
-                    f"put units {atoms[0]} to {atoms[-1]} (counted from 0) into the same stage"
+                    f"put units {units[0]} to {units[-1]} (counted from 0) into the same stage"
                 )
-            self._refuse_unshareable(names, atoms)
+            self._refuse_unshareable(names, units)
             found[names[0]] = tuple(dict.fromkeys(stages))
         self._refuse_shared_state(bounds)
         self._refuse_parted_views(bounds)
         return found
 
-    def _refuse_unshareable(self, names: Sequence[str], atoms: Sequence[int]) -> None:
+    def _refuse_unshareable(self, names: Sequence[str], units: Sequence[int]) -> None:
         """Refuse a parameter of several stages that has other tensors in its memory, or hides, or is written to."""
         tensors = dict(self._tensors())
         if len({id(tensors[name]) for name in names}) > 1:
             raise ValueError(
                 f"{' and '.join(names)} are different tensors in the same memory, which several stages use: make them "
-                f"one parameter, or put units {atoms[0]} to {atoms[-1]} (counted from 0) into the same stage"
+                f"one parameter, or put units {units[0]} to {units[-1]} (counted from 0) into the same stage"
             )
         key = _storage(tensors[names[0]])
-        for i in atoms:
-            for call in self.program.atoms[i].calls:
+        for i in units:
+            for call in self.program.units[i].calls:
                 module = self.model.get_submodule(call.target) if call.kind == "call_module" else None
                 if module is not None and key in map(_storage, hidden_tensors(module)):
                     raise ValueError(
                         f"{call.target} uses {names[0]} of another stage by an attribute that is no submodule, so that "
                         "each stage would train a copy: register it as a parameter or a submodule, or put units "
-                        f"{atoms[0]} to {atoms[-1]} (counted from 0) into the same stage"
+                        f"{units[0]} to {units[-1]} (counted from 0) into the same stage"
                     )
         written = [i for name in names for i in self._aliasing.written.get(name, ())]
         if written:
             raise ValueError(
                 f"{self.names[written[0]]} changes {names[0]} in place, which several stages use, so that their copies "
-                f"would differ: put units {atoms[0]} to {atoms[-1]} (counted from 0) into the same stage"
+                f"would differ: put units {units[0]} to {units[-1]} (counted from 0) into the same stage"
             )
 
     def _refuse_parted_views(self, bounds: Sequence[int]) -> None:
@@ -268,8 +268,8 @@ class Cuttable:
         stages: dict[int, dict[str, nn.Module]] = {}
         of_module: dict[int, dict[int, str]] = {}
         for k, (low, high) in enumerate(pairwise(bounds)):
-            for atom in self.program.atoms[low:high]:
-                for call in atom.calls:
+            for unit in self.program.units[low:high]:
+                for call in unit.calls:
                     if call.kind == "call_module":
                         module = self.model.get_submodule(call.target)
                         stages.setdefault(k, {})[call.target] = module

@@ -1,6 +1,6 @@
-"""One stage of a model: a module that runs some of its atoms, with their parameters under the model's own names.
+"""One stage of a model: a module that runs some of its units, with their parameters under the model's own names.
 
-values alive before the first atom -> stage -> values alive after the last atom
+values alive before the first unit -> stage -> values alive after the last unit
 the model's inputs                 -> first stage           last stage -> the model's output
 """
 
@@ -75,7 +75,7 @@ Opening = Callable[..., tuple[int, dict[str, Any]]]
 
 
 class Stage(nn.Module):
-    """Some of a model's atoms: `stage(*values)` takes the values of `recipe.inputs`, and returns those of `outputs`.
+    """Some of a model's units: `stage(*values)` takes the values of `recipe.inputs`, and returns those of `outputs`.
 
     It always returns a tuple, except the last stage, which returns just what the model returns. A value is a tensor, a
     number, or a nest of them (`pack` and `unpack` take them apart for sending), or None if the mode does not make it.

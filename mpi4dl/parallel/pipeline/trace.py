@@ -1,4 +1,4 @@
-"""Reads an unmodified model as a list of atoms, between any two of which it can be cut.
+"""Reads an unmodified model as a list of units, between any two of which it can be cut.
 
 torch.fx runs the model's forward on placeholders and notes what it calls. How deep it looks:
 
@@ -49,12 +49,12 @@ from mpi4dl.parallel.pipeline.decisions import (
 )
 from mpi4dl.parallel.pipeline.program import (
     INPLACE,
-    Atom,
     Attribute,
     Call,
     Context,
     Program,
     Question,
+    Unit,
     Value,
     answer,
     expect,
@@ -552,7 +552,7 @@ def _is_in_place(node: fx.Node, path: str) -> bool:
 
 
 def _program(model: nn.Module, kept: Mapping[str, str], functions: Mapping[Global, str], reading: _Reading) -> Program:
-    """Read the forward in both modes, and group its calls to atoms."""
+    """Read the forward in both modes, and group its calls to units."""
     record = partial(reading.record, kept)
     training, evaluation = (record(mode, mode) for mode in (True, False))
     mixed = (evaluation, training)
@@ -564,7 +564,7 @@ def _program(model: nn.Module, kept: Mapping[str, str], functions: Mapping[Globa
                 raise _other_path(*pair)
     forms = (training, *mixed, evaluation)
     calls: list[Call] = []
-    starts: list[int] = []  # where atoms start, as numbers of calls
+    starts: list[int] = []  # where units start, as numbers of calls
     facts: set[fx.Node] = set()
     for i, j in _aligned(forms):
         nodes = [record.nodes[k] for record, k in ((training, i), (evaluation, j)) if k is not None]
@@ -578,14 +578,14 @@ def _program(model: nn.Module, kept: Mapping[str, str], functions: Mapping[Globa
     if not starts:
         raise _Untraceable("", "it calls no module and computes nothing")
     bounds = [0, *starts[1:], len(calls)]
-    atoms = tuple(
-        Atom(calls[start].name, tuple(calls[low:high]))
+    units = tuple(
+        Unit(calls[start].name, tuple(calls[low:high]))
         for start, low, high in zip(starts, bounds[:-1], bounds[1:], strict=True)
     )
     inputs = tuple(training.names[node] for node in training.nodes if node.op == "placeholder")
     results = (training.filled(training.result), evaluation.filled(evaluation.result))
     named = {f"{each.module}.{each.name}": reason for each, reason in functions.items()}
-    return Program(inputs, atoms, results, {**kept, **named}, reading.watches(kept))
+    return Program(inputs, units, results, {**kept, **named}, reading.watches(kept))
 
 
 def _aligned(forms: Forms) -> list[tuple[int | None, int | None]]:

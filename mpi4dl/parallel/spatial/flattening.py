@@ -27,12 +27,11 @@ class Unlike(Exception):
 class Regrouped(NamedTuple):
     """The layout of a tensor in another shape, and how it is to be cut before that, if ranks cannot share it as it is.
 
-    `units`: of how many pixels a unit of each axis consists afterwards, as a fraction of before: splits are multiplied
-    by the first number and divided by the second.
+    `scales`: of each axis the numbers by which its splits are multiplied and divided.
     """
 
     groups: tuple[Flat, ...]
-    units: dict[int, tuple[int, int]]
+    scales: dict[int, tuple[int, int]]
 
 
 def regroup(layout: Layout, shape: Sequence[int], target: Sequence[int]) -> Regrouped | None:
@@ -54,7 +53,7 @@ def _regroup(layout: Layout, shape: Sequence[int], target: Sequence[int], ordina
     pending = _factors(layout, shape, inner, ordinary)
     if any(size < 2 for _, size in pending):
         return None
-    units: dict[int, tuple[int, int]] = {}
+    scales: dict[int, tuple[int, int]] = {}
     groups = [_as_it_is(layout, dim, shape[dim]) for dim in range(lead)]
     for size in target[lead : len(target) - last]:
         found: list[tuple[int | None, int]] = []
@@ -71,20 +70,20 @@ def _regroup(layout: Layout, shape: Sequence[int], target: Sequence[int], ordina
             if left % first == 0:
                 found.append((axis, first))
                 left //= first
-            elif first % left == 0:  # the first so many units of it; what a unit is made of comes after
+            elif first % left == 0:  # the first so many entries of it; what each is made of comes after
                 axis = axis if axis is not None and layout.grid.shape[axis] > 1 else None
                 found.append((axis, left))
                 pending.insert(0, (None, first // left))
                 if axis is not None:
-                    times, by = units.get(axis, (1, 1))
-                    units[axis] = times, by * (first // left)
+                    times, by = scales.get(axis, (1, 1))
+                    scales[axis] = times, by * (first // left)
                 left = 1
             else:
                 return None
         else:
-            groups.append(_joined(layout, found, units))
+            groups.append(_joined(layout, found, scales))
     groups += [_as_it_is(layout, dim, shape[dim]) for dim in range(inner.stop, len(shape))]
-    return None if pending else Regrouped(tuple(groups), units)
+    return None if pending else Regrouped(tuple(groups), scales)
 
 
 def _as_it_is(layout: Layout, dim: int, size: int) -> Flat:
@@ -118,7 +117,7 @@ def _factors(
     return merged
 
 
-def _joined(layout: Layout, found: list[tuple[int | None, int]], units: dict[int, tuple[int, int]]) -> Flat:
+def _joined(layout: Layout, found: list[tuple[int | None, int]], scales: dict[int, tuple[int, int]]) -> Flat:
     """The factors of a dim, with what follows an axis, or an ordinary factor, joined to it."""
     if len(found) > 1:  # of an axis that is not cut every rank has all
         found = [(axis if axis is not None and layout.grid.shape[axis] > 1 else None, n) for axis, n in found]
@@ -129,20 +128,20 @@ def _joined(layout: Layout, found: list[tuple[int | None, int]], units: dict[int
             if last.axis is None:
                 group[-1] = Factor(None, last.size * size)
             else:
-                times, by = units.get(last.axis, (1, 1))
-                units[last.axis] = times * size, by
+                times, by = scales.get(last.axis, (1, 1))
+                scales[last.axis] = times * size, by
         else:
             group.append(Factor(axis, 0 if axis is not None else size))
     return Flat(0, tuple(group) or (Factor(None, 1),))
 
 
 def cuts_that_divide(layout: Layout, found: Regrouped) -> Tiling:
-    """The tiling in which ranks can share a tensor of `layout` so: without halos, and cut where units end."""
+    """The tiling in which ranks can share a tensor of `layout` so: no halos, cut where entries of the new shape end."""
     tiling = layout.tiling
     flat = {factor.axis for group in found.groups if len(group.factors) > 1 for factor in group.factors}
     for axis in layout.grid.axes:
-        if axis in flat or axis in found.units:
-            split, (_, by) = tiling.splits[axis], found.units.get(axis, (1, 1))
+        if axis in flat or axis in found.scales:
+            split, (_, by) = tiling.splits[axis], found.scales.get(axis, (1, 1))
             inner = (min(split.size, (cut + by // 2) // by * by) for cut in split.cuts[1:-1])
             tiling = tiling.replace(axis, Split.at([0, *inner, split.size]))
     return tiling
@@ -151,7 +150,7 @@ def cuts_that_divide(layout: Layout, found: Regrouped) -> Tiling:
 def regrouped(layout: Layout, found: Regrouped) -> Layout:
     """The layout in the new shape, of a tensor whose cuts divide already."""
     tiling = layout.tiling
-    for axis, (times, by) in found.units.items():
+    for axis, (times, by) in found.scales.items():
         tiling = tiling.replace(axis, Split.at([cut // by * times for cut in tiling.splits[axis].cuts]))
     dims: list[int | None] = [None] * len(layout.dims)
     flats = []

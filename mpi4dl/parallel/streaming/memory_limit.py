@@ -16,10 +16,10 @@ from torch import nn
 
 from mpi4dl._wording import counted, mebibytes
 from mpi4dl.geometry import BATCH, GridShape, ceil_div
-from mpi4dl.parallel.costs.atoms import AtomCounts, StageBytes, stage_bytes
 from mpi4dl.parallel.costs.cost_model import StageCosts
 from mpi4dl.parallel.costs.meter import dry_run
-from mpi4dl.parallel.costs.timing import AtomSeconds, Column
+from mpi4dl.parallel.costs.timing import Column, UnitSeconds
+from mpi4dl.parallel.costs.units import StageBytes, UnitCounts, stage_bytes
 from mpi4dl.parallel.plan import grid_name
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
 from mpi4dl.parallel.streaming.leading_part import LeadingPart, Segments, StreamOptions, tiles_of_images
@@ -94,7 +94,7 @@ class StreamNeeds:
         """The pixels of the images that a tile reads on each side."""
         return self.segments[0].margin
 
-    def stage(self, column: Sequence[AtomCounts], stop: int, rest: StageBytes | None = None) -> StageBytes:
+    def stage(self, column: Sequence[UnitCounts], stop: int, rest: StageBytes | None = None) -> StageBytes:
         """The memory of a rank of the first stage, of `stop` units.
 
         `column` are the counts of all units on its part of the images. `rest` is the memory of the units that are not
@@ -128,7 +128,7 @@ class StreamNeeds:
             again, back = segment.backward_passes
             for i in range(first, end):
                 forward, backward = column[i].forward * wider, column[i].backward * wider
-                found[i] = AtomSeconds(
+                found[i] = UnitSeconds(
                     forward * segment.forward_passes,
                     forward * again + backward * back,
                     handed_bytes=column[i].handed_bytes,

@@ -42,9 +42,10 @@ class ParameterPart:
         closed: list[int] = []
         for dim, size in enumerate(shape):
             cut = next((each for each in cuts if each.dim == dim), None)
-            outer, units = (1, size) if cut is None else (cut.outer, size // cut.outer // cut.unit)
+            outer, multiples = (1, size) if cut is None else (cut.outer, size // cut.outer // cut.multiple)
             index, count = (0, 1) if cut is None else place.among(cut.axes)
-            start, stop = (n * (1 if cut is None else cut.unit) for n in even_cuts(units, count)[index : index + 2])
+            width = 1 if cut is None else cut.multiple
+            start, stop = (n * width for n in even_cuts(multiples, count)[index : index + 2])
             opened += [outer, size // outer]
             box += [Interval(0, outer), Interval(start, stop)]
             closed.append(outer * (stop - start))
@@ -120,7 +121,7 @@ def layout_of(cut: Cut, shape: torch.Size, grid: Grid) -> Layout:
     size, axis = shape[cut.dim] // cut.outer, grid.features
     assert axis is not None
     splits = [Split.at(range(parts + 1)) for parts in grid.shape]
-    splits[axis] = Split.at([n * cut.unit for n in even_cuts(size // cut.unit, grid.shape[axis])])
+    splits[axis] = Split.at([n * cut.multiple for n in even_cuts(size // cut.multiple, grid.shape[axis])])
     dims = [cut.dim if other == axis else None for other in grid.axes]
     flat = () if cut.outer == 1 else (Flat(cut.dim, (Factor(None, cut.outer), Factor(axis))),)
     return Layout(grid, Tiling(tuple(splits)), tuple(dims), flat)

@@ -34,11 +34,11 @@ STYLES = (
 
 @dataclass(frozen=True)
 class Cut:
-    """A parameter's `dim`, seen as (`outer`, n), is cut along n, into multiples of `unit`, over ranks of `axes`."""
+    """A parameter's `dim`, seen as (`outer`, n), is cut along n, at multiples of `multiple`, over ranks of `axes`."""
 
     dim: int
     outer: int = 1
-    unit: int = 1
+    multiple: int = 1
     axes: tuple[str, ...] = ("features",)
 
 
@@ -435,14 +435,14 @@ def _cut(
     """The cut of a parameter of this shape, which `path` has or is, along `dim`."""
     outer = {"fused-heads": 3, "gated-column": 2}.get(style, 1)
     size, rest = divmod(shape[dim], outer)
-    units, what = size, "rows" if style == "vocabulary" else "features"
+    number, what = size, "rows" if style == "vocabulary" else "features"
     if "heads" in style:
-        units, what = _heads(path, modules), "heads of keys"
-    if rest or size % units:
-        raise ValueError(f"{path} has {shape[dim]} features, which are not those of {units} heads")
-    if units < num_ranks:
-        raise ValueError(f"{path} has {units} {what}, which {num_ranks} ranks cannot share: use fewer for `tensor`")
-    return Cut(dim, outer, size // units)
+        number, what = _heads(path, modules), "heads of keys"
+    if rest or size % number:
+        raise ValueError(f"{path} has {shape[dim]} features, which are not those of {number} heads")
+    if number < num_ranks:
+        raise ValueError(f"{path} has {number} {what}, which {num_ranks} ranks cannot share: use fewer for `tensor`")
+    return Cut(dim, outer, size // number)
 
 
 def _channel_cuts(path: str, module: _ConvNd, style: str, num_ranks: int) -> Iterator[tuple[str, Cut]]:
@@ -451,13 +451,13 @@ def _channel_cuts(path: str, module: _ConvNd, style: str, num_ranks: int) -> Ite
         what = f"a convolution of {module.groups} groups" if module.groups > 1 else "a convolution"
         raise ValueError(f"{path} is to be {style}, but {what} can only be column{' or row' * (module.groups == 1)}")
     dim = 0 if module.groups > 1 else int(module.transposed) if style == "column" else int(not module.transposed)
-    units = module.groups if module.groups > 1 else module.weight.shape[dim]
-    if units < num_ranks:
+    number = module.groups if module.groups > 1 else module.weight.shape[dim]
+    if number < num_ranks:
         what = "groups" if module.groups > 1 else "channels"
-        raise ValueError(f"{path} has {units} {what}, which {num_ranks} ranks cannot share: use fewer for `tensor`")
-    yield f"{path}.weight", Cut(dim, 1, module.weight.shape[dim] // units)
+        raise ValueError(f"{path} has {number} {what}, which {num_ranks} ranks cannot share: use fewer for `tensor`")
+    yield f"{path}.weight", Cut(dim, 1, module.weight.shape[dim] // number)
     if module.bias is not None and style == "column":
-        yield f"{path}.bias", Cut(0, 1, module.out_channels // units)
+        yield f"{path}.bias", Cut(0, 1, module.out_channels // number)
 
 
 def _heads(path: str, modules: Mapping[str, nn.Module]) -> int:

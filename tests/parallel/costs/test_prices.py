@@ -18,7 +18,7 @@ from mpi4dl.parallel.costs.cost_model import (
     measured_prices,
     prices_for,
 )
-from mpi4dl.parallel.costs.timing import AtomSeconds, Column, Remembered, Site
+from mpi4dl.parallel.costs.timing import Column, Remembered, Site, UnitSeconds
 from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import Plan
@@ -35,14 +35,14 @@ def model() -> nn.Sequential:
 
 
 class Stopwatch:
-    """Says that atom i takes 10 ** i seconds on each rank, and counts how often it was asked."""
+    """Says that unit i takes 10 ** i seconds on each rank, and counts how often it was asked."""
 
     def __init__(self) -> None:
         self.sites: list[Site] = []
 
     def __call__(self, cuttable: Cuttable, site: Site, device: torch.device, budget_seconds: float) -> Column:
         self.sites.append(site)
-        return tuple(AtomSeconds(10.0**i / site.shape.size, 0.0, 3, 100) for i in range(len(cuttable)))
+        return tuple(UnitSeconds(10.0**i / site.shape.size, 0.0, 3, 100) for i in range(len(cuttable)))
 
 
 def test_every_site_is_timed_once(tmp_path: Path) -> None:
@@ -77,8 +77,8 @@ def test_what_cannot_be_timed_is_counted(tmp_path: Path) -> None:
 
 
 def test_messages_cost_what_the_link_says() -> None:
-    atom = AtomSeconds(1.0, 2.0, messages=3, num_bytes=100)
-    prices = StageCosts(((atom, atom),), Link(0.5, 0.01), "", True)
+    unit = UnitSeconds(1.0, 2.0, messages=3, num_bytes=100)
+    prices = StageCosts(((unit, unit),), Link(0.5, 0.01), "", True)
     assert prices.of_stages((2,)) == ((2 * (1.0 + 1.5 + 1.0),), (2 * (2.0 + 1.5 + 1.0),))
     assert prices.matrix == [[8.0, 8.0]]
 
@@ -106,7 +106,7 @@ def test_a_folder_that_cannot_be_written_is_no_fault(tmp_path: Path) -> None:
 
 
 def on_ranks(comm: Communicator) -> tuple[Any, ...]:
-    """By a clock on which all atoms take 1 s, forward and backward."""
+    """By a clock on which all units take 1 s, forward and backward."""
     ticks = iter(range(10**6))
     cuttable, image = Cuttable(model()), (2, 3, 32, 32)
     before = torch.get_rng_state()

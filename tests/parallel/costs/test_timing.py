@@ -1,4 +1,4 @@
-"""Atoms are timed where they will run, within a budget, and leave no trace. No test here looks at a clock."""
+"""Units are timed where they will run, within a budget, and leave no trace. No test here looks at a clock."""
 
 from collections.abc import Callable
 from itertools import count
@@ -55,10 +55,10 @@ def plain(image: tuple[int, ...]) -> Site:
 def test_seconds_of_large_images_are_drawn_out_of_those_of_small_ones(budget: float, largest: int) -> None:
     seen.clear()
     pixels = 2 * 256 * 256
-    for atom in time_column(slow(), plain((2, 1, 256, 256)), CPU, budget, clock=lambda: now[0]):
-        assert atom.forward == pytest.approx(FIXED + PIXEL * pixels)
-        assert atom.backward == pytest.approx(BACKWARD * PIXEL * pixels)
-        assert atom.handed_bytes == 4 * pixels
+    for unit in time_column(slow(), plain((2, 1, 256, 256)), CPU, budget, clock=lambda: now[0]):
+        assert unit.forward == pytest.approx(FIXED + PIXEL * pixels)
+        assert unit.backward == pytest.approx(BACKWARD * PIXEL * pixels)
+        assert unit.handed_bytes == 4 * pixels
     assert max(seen) == 2 * largest**2
     assert 2 * (REPEATS + 1 + 2) <= len(seen) <= 2 * 2 * (REPEATS + 1)
 
@@ -77,8 +77,8 @@ def test_a_tile_exchanges_what_others_need_of_it(shape: GridShape) -> None:
     column = time_column(cuttable, site, CPU, 1e6, clock=counting())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.is_meta for parameter in cuttable.model.parameters())
-    assert [(atom.forward, atom.backward) for atom in column] == [(1.0, 1.0)] * len(cuttable)
-    assert any(atom.messages for atom in column) == (shape.size > 1)
+    assert [(unit.forward, unit.backward) for unit in column] == [(1.0, 1.0)] * len(cuttable)
+    assert any(unit.messages for unit in column) == (shape.size > 1)
     assert column[0].handed_bytes * shape.size == 2 * 16 * 64 * 64 * 4
 
 
@@ -95,11 +95,11 @@ def test_tokens_are_timed(shape: GridShape) -> None:
     assert [each.image[0] for each in _halved(site)] == [n for n in (8, 4, 2, 1) if n >= shape.batch]
     assert {each.image[1:] for each in _halved(site)} == {(4096,)}
     column = time_column(cuttable, site._replace(image=(2, 64)), CPU, 1e6, clock=counting())
-    assert [(atom.forward, atom.backward) for atom in column] == [(1.0, 1.0)] * len(cuttable)
+    assert [(unit.forward, unit.backward) for unit in column] == [(1.0, 1.0)] * len(cuttable)
     assert column[0].handed_bytes * shape.size == 2 * 64 * 8 * 4
 
 
-def test_an_atom_without_gradients_takes_time_too() -> None:
+def test_a_unit_without_gradients_takes_time_too() -> None:
     class Ranked(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.argsort(dim=1) * 2

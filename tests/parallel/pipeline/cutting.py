@@ -105,9 +105,9 @@ def values_of(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
     return found
 
 
-def random_counts(num_atoms: int, stages: int, seed: int = 0) -> tuple[int, ...]:
-    cuts = sorted(random.Random(seed * 1000 + stages).sample(range(1, num_atoms), stages - 1))
-    bounds = [0, *cuts, num_atoms]
+def random_counts(num_units: int, stages: int, seed: int = 0) -> tuple[int, ...]:
+    cuts = sorted(random.Random(seed * 1000 + stages).sample(range(1, num_units), stages - 1))
+    bounds = [0, *cuts, num_units]
     return tuple(high - low for low, high in pairwise(bounds))
 
 

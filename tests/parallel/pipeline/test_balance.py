@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpi4dl.models import build
-from mpi4dl.parallel.costs.atoms import count_bytes, count_flops
 from mpi4dl.parallel.costs.meter import KnownValues, OperatorMeter
+from mpi4dl.parallel.costs.units import count_bytes, count_flops
 from mpi4dl.parallel.pipeline.balance import by_hand, partition, shared_out
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 
@@ -26,14 +26,14 @@ def slowest(costs: Sequence[Sequence[float]], counts: Sequence[int]) -> float:
 
 @given(st.data())
 def test_no_other_partition_is_better(data: st.DataObject):
-    atoms = data.draw(st.integers(1, 8))
-    stages = data.draw(st.integers(1, atoms))
-    row = st.lists(st.integers(0, 9), min_size=atoms, max_size=atoms)
+    units = data.draw(st.integers(1, 8))
+    stages = data.draw(st.integers(1, units))
+    row = st.lists(st.integers(0, 9), min_size=units, max_size=units)
     costs = data.draw(st.lists(row, min_size=stages, max_size=stages))
     counts = partition(costs)
-    assert (len(counts), sum(counts), min(counts) >= 1) == (stages, atoms, True)
-    cuts = combinations(range(1, atoms), stages - 1)
-    everything = [[high - low for low, high in pairwise([0, *cut, atoms])] for cut in cuts]
+    assert (len(counts), sum(counts), min(counts) >= 1) == (stages, units, True)
+    cuts = combinations(range(1, units), stages - 1)
+    everything = [[high - low for low, high in pairwise([0, *cut, units])] for cut in cuts]
     assert slowest(costs, counts) == min(slowest(costs, other) for other in everything)
 
 
@@ -46,7 +46,7 @@ def test_no_other_partition_is_better(data: st.DataObject):
         (shared_out([10, 10, 0], [10, 1]), (2, 1)),
         ([[0, 0, 0]] * 3, (1, 1, 1)),
         ([[3.5 / 4]], (1,)),
-        ([[1, 9, 1, 1], [2, 2, 2, 2]], (1, 3)),  # an atom that gains nothing from tiles
+        ([[1, 9, 1, 1], [2, 2, 2, 2]], (1, 3)),  # a unit that gains nothing from tiles
     ],
 )
 def test_partitions(costs: list[list[float]], counts: tuple[int, ...]):
@@ -135,7 +135,7 @@ class Router(nn.Module):
         return torch.where(first.unsqueeze(-1), *(expert(x) for expert in self.experts))
 
 
-def test_atoms_that_look_at_values_are_counted():
+def test_units_that_look_at_values_are_counted():
     cuttable = Cuttable(nn.Sequential(Positions(), nn.Linear(4, 4, bias=False), Router(), nn.Linear(4, 4)).to("meta"))
     x = (2, 6, 4)
     with torch.random.fork_rng():
@@ -194,7 +194,7 @@ OPTIONS = {"amoebanetd": {"num_layers": 3, "num_filters": 16}, "vit_b_16": {"ima
 
 @pytest.mark.parametrize("name", ["amoebanetd", "unet", "densenet121", "fcn_resnet50", "vit_b_16"])
 @pytest.mark.sample(2)
-def test_every_atom_of_a_model_has_a_cost(name: str):
+def test_every_unit_of_a_model_has_a_cost(name: str):
     cuttable = Cuttable(outline(lambda: build(name, **OPTIONS.get(name, {}))))
     image = (2, 3, 32, 32) if name == "vit_b_16" else (2, 3, 33, 47)
     flops, kept = count_flops(cuttable, image), count_bytes(cuttable, image)

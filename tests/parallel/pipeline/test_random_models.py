@@ -298,9 +298,9 @@ def plainly(spec: Spec, plan: Plan, stages: LocalStages, seed: int) -> tuple[lis
 def problem_of(comm: Communicator, spec: Spec, plan: Plan, dice: random.Random) -> str | None:
     """What is wrong of one model by one plan; None if it trains as it should, or is refused and should be."""
     try:
-        atoms = len(Cuttable(outline(partial(build, spec)), image=(BATCH, LENGTH)))
-        cuts = sorted(dice.sample(range(1, atoms), plan.num_stages - 1))
-        counts = [high - low for low, high in pairwise([0, *cuts, atoms])]
+        units = len(Cuttable(outline(partial(build, spec)), image=(BATCH, LENGTH)))
+        cuts = sorted(dice.sample(range(1, units), plan.num_stages - 1))
+        counts = [high - low for low, high in pairwise([0, *cuts, units])]
         stages = split(partial(build, spec), plan, comm, balance=counts, image=(BATCH, LENGTH))
     except ValueError as error:
         return None if spec.may_be_refused else f"refused: {error}"

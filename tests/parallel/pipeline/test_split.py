@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mpi4dl.engine.precision import lower_precision
 from mpi4dl.geometry import BATCH, Tiling
 from mpi4dl.models import build
-from mpi4dl.parallel.costs.atoms import count_flops
+from mpi4dl.parallel.costs.units import count_flops
 from mpi4dl.parallel.pipeline.balance import partition, shared_out
 from mpi4dl.parallel.pipeline.local_stages import choose_cut
 from mpi4dl.parallel.pipeline.program import Slot, TensorSpec, pack
@@ -533,7 +533,7 @@ class Large(nn.Sequential):
         return super().forward(x)
 
 
-def test_atoms_that_cannot_be_timed_on_small_images_are_counted() -> None:
+def test_units_that_cannot_be_timed_on_small_images_are_counted() -> None:
     cuttable, plan = Cuttable(Large(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 1, 3)).to("meta")), Plan.of(stages=2)
     counts, prices = choose_cut(cuttable, plan, None, "auto", (1, 1, 300, 300))
     assert sum(counts) == len(cuttable)

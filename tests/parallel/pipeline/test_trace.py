@@ -21,7 +21,7 @@ from mpi4dl.parallel.pipeline.trace import trace
 
 
 def names(model: nn.Module) -> list[str]:
-    return [atom.name for atom in trace(model).atoms]
+    return [unit.name for unit in trace(model).units]
 
 
 class Forward(nn.Module):
@@ -68,10 +68,10 @@ def test_sequentials_are_opened_and_blocks_are_not():
 def test_a_module_that_holds_blocks_is_opened():
     model = nn.Sequential(Encoder(asks=False), nn.Linear(2, 2))
     assert names(model) == ["0.add", "0.blocks.0", "0.blocks.1", "1"]
-    assert [atom.name for atom in trace(model, whole=["0"]).atoms] == ["0", "1"]
+    assert [unit.name for unit in trace(model, whole=["0"]).units] == ["0", "1"]
 
 
-def test_what_cannot_be_opened_is_kept_whole_and_named_when_atoms_are_too_few():
+def test_what_cannot_be_opened_is_kept_whole_and_named_when_units_are_too_few():
     cuttable = Cuttable(nn.Sequential(Encoder(asks=True), nn.Linear(2, 2)))
     assert cuttable.names == ("0", "1")
     message = r"Sequential has 2, .* at least one; kept whole: 0 \(.*control flow \(line \d+ of test_trace.py: `if self"
@@ -79,9 +79,9 @@ def test_what_cannot_be_opened_is_kept_whole_and_named_when_atoms_are_too_few():
         cuttable.stages((1, 1, 1))
 
 
-def test_sizes_and_members_belong_to_the_atom_before_them():
-    atoms = trace(build("unet", num_filters=2, depth=1)).atoms
-    by_name = {atom.name: [call.name for call in atom.calls] for atom in atoms}
+def test_sizes_and_members_belong_to_the_unit_before_them():
+    units = trace(build("unet", num_filters=2, depth=1)).units
+    by_name = {unit.name: [call.name for call in unit.calls] for unit in units}
     assert list(by_name)[-11:] == [
         "bottom.5",
         "upsample.0",
@@ -334,9 +334,9 @@ def test_a_model_may_ask_for_sizes_which_must_stay_what_they_are():
         outline = Padding()
     with pytest.raises(ValueError, match=r"control flow \(line \d+ of test_trace.py: `if height % 2"):
         trace(outline)
-    for image, other, atoms in ((odd, even, ["pad", "first", "second"]), (even, odd, ["first", "second"])):
+    for image, other, units in ((odd, even, ["pad", "first", "second"]), (even, odd, ["first", "second"])):
         cuttable, model = Cuttable(outline, image=tuple(image.shape)), Padding()
-        assert [name for name in cuttable.names if name != "getitem"][: len(atoms)] == atoms
+        assert [name for name in cuttable.names if name != "getitem"][: len(units)] == units
         counts = (len(cuttable) - 1, 1)
         stages = [Stage(cuttable.stage(counts, i).recipe, model) for i in range(2)]
         assert torch.equal(stages[1](*stages[0](image)), model(image))

@@ -168,7 +168,7 @@ def test_models(ranks: Ranks, name: str, plan: str) -> None:
     chosen, volumes = PLANS[of_plan], len(task.size) == 3
     if volumes:
         chosen = replace(chosen, tiles=tuple((1, *grid) for grid in chosen.tiles))
-    atoms = len(Cuttable(outline(lambda: model_of(task))))
+    units = len(Cuttable(outline(lambda: model_of(task))))
     stream = StreamOptions((2, *counts) if volumes else counts, until, segments=5 if volumes else segments)
-    task = replace(task, batch=2, num_steps=1, stream=stream, balance=(first, atoms - first))
+    task = replace(task, batch=2, num_steps=1, stream=stream, balance=(first, units - first))
     check(ranks, task, chosen)

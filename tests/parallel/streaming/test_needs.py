@@ -11,9 +11,9 @@ from mpi4dl import models
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
 from mpi4dl.geometry import Box
-from mpi4dl.parallel.costs.atoms import StageBytes, count_atoms, count_flops
 from mpi4dl.parallel.costs.meter import OperatorMeter
-from mpi4dl.parallel.costs.timing import AtomSeconds, Site
+from mpi4dl.parallel.costs.timing import Site, UnitSeconds
+from mpi4dl.parallel.costs.units import StageBytes, count_flops, count_units
 from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
@@ -70,7 +70,7 @@ def test_it_is_what_a_step_takes(ranks: Ranks, options: StreamOptions, tiles: tu
     needs, cuttable = foreseen(options, plan)
     without_reading = replace(needs, segments=tuple(segment._replace(read_bytes=0) for segment in needs.segments))
     found = max(ranks(plan.num_ranks).run(peak_of_training, options, plan))
-    stage = without_reading.stage(count_atoms(cuttable, Site.of(plan, 0, IMAGE)), len(cuttable))
+    stage = without_reading.stage(count_units(cuttable, Site.of(plan, 0, IMAGE)), len(cuttable))
     gradients = sum(p.nbytes for p in cuttable.model.parameters())  # of which some are there when a step begins
     activations = stage.kept + stage.working
     assert 0.9 * activations < found < 1.1 * (activations + gradients)
@@ -102,10 +102,10 @@ def test_phases_of_a_step_are_not_added_up() -> None:
 def test_seconds_grow_by_margins_and_passes() -> None:
     one, other = SegmentNeeds(9, 0, 0, 0, 0, 0, 0, 8.0), SegmentNeeds(3, 0, 0, 0, 0, 2, 4, 4.0)
     needs = StreamNeeds((one, other), (0, 2, 3), StreamOptions((2, 2)), spread=True)
-    column = needs.column([AtomSeconds(1.0, 2.0, 5, 6, 7)] * 4, [3.0, 1.0, 4.0, 9.0])
-    assert column[0] == column[1] == AtomSeconds(2.0, 2.0 + 4.0, 0, 0, 7)
-    assert column[2] == AtomSeconds(2.0, 5.0 + 3 * 2.0, 0, 0, 7)
-    assert column[3] == AtomSeconds(1.0, 2.0, 5, 6, 7)
+    column = needs.column([UnitSeconds(1.0, 2.0, 5, 6, 7)] * 4, [3.0, 1.0, 4.0, 9.0])
+    assert column[0] == column[1] == UnitSeconds(2.0, 2.0 + 4.0, 0, 0, 7)
+    assert column[2] == UnitSeconds(2.0, 5.0 + 3 * 2.0, 0, 0, 7)
+    assert column[3] == UnitSeconds(1.0, 2.0, 5, 6, 7)
 
 
 def test_without_a_margin_tiles_compute_what_the_model_computes() -> None:

@@ -250,11 +250,11 @@ def _prefix(function: Any, indexed: bool) -> Callable[..., Any]:
         split, place = layout.tiling.splits[axis], layout.grid.coordinates[axis]
         begun = [i for i in range(split.parts) if not split.owned(i).empty]
         earlier = sum(i < place for i in begun)
-        units = replace(layout, tiling=layout.tiling.replace(axis, Split.at(range(split.parts + 1))))
+        singles = replace(layout, tiling=layout.tiling.replace(axis, Split.at(range(split.parts + 1))))
 
         def before(last: Tensor) -> Tensor:
             """The result of the parts before this one, of those that have any pixels."""
-            every = local_part(gather_axes(SpatialTensor(last, units), (axis,)))
+            every = local_part(gather_axes(SpatialTensor(last, singles), (axis,)))
             every = every.index_select(dim, torch.tensor(begun, device=every.device))
             return every.narrow(dim, 0, earlier)
 

@@ -1,6 +1,6 @@
-"""FLOPs, memory and messages of atoms as they will run: on the tile of a rank of their stage, with padded copies.
+"""FLOPs, memory and messages of units as they will run: on the tile of a rank of their stage, with padded copies.
 
-Atoms run one after the other in a dry run of that rank. One that looks at values, such as a router, runs on the CPU,
+Units run one after the other in a dry run of that rank. One that looks at values, such as a router, runs on the CPU,
 once, with made-up ones.
 """
 
@@ -17,18 +17,18 @@ from torch.nn import functional as F
 from mpi4dl._randomness import forked
 from mpi4dl.geometry import GridShape
 from mpi4dl.parallel.costs.meter import KnownValues, SavedTensors, dry_run, made_up_part, needs_values
-from mpi4dl.parallel.costs.timing import Atoms, Site, as_received, cut_at, imagined, input_at, local_tensors, map_local
+from mpi4dl.parallel.costs.timing import Site, Units, as_received, cut_at, imagined, input_at, local_tensors, map_local
 from mpi4dl.parallel.inputs import of_tokens
 from mpi4dl.parallel.pipeline.program import pack
 from mpi4dl.parallel.pipeline.split import shapes_of
 from mpi4dl.parallel.pipeline.stage import made_up_stage
 
 
-class AtomCounts(NamedTuple):
-    """The memory of an atom on a rank for a microbatch, in bytes, and the FLOPs of its forward pass.
+class UnitCounts(NamedTuple):
+    """The memory of a unit on a rank for a microbatch, in bytes, and the FLOPs of its forward pass.
 
     `kept` is what autograd keeps of its forward pass, and `handed` what is needed behind it, of which `unkept` is kept
-    by no atom from there on. `forward` and `backward` are the most that it has beside what is kept while it computes,
+    by no unit from there on. `forward` and `backward` are the most that it has beside what is kept while it computes,
     and `largest` the largest tensor of all. Those who share features sum up `summed` of them, forward and backward.
     """
 
@@ -61,34 +61,34 @@ def on_one_rank(image: tuple[int, ...]) -> Site:
     return Site(image, GridShape(1, *(1 for _ in image[2:] or image[1:])), tracks_batch=False, plain=True)
 
 
-def count_atoms(
-    atoms: Atoms, site: Site, accept: Callable[[Any], None] = lambda outputs: None, backward: bool = True
-) -> tuple[AtomCounts, ...]:
-    """The counts of every atom at a site, the last one with the loss of tokens. Tensors of two count for the first.
+def count_units(
+    units: Units, site: Site, accept: Callable[[Any], None] = lambda outputs: None, backward: bool = True
+) -> tuple[UnitCounts, ...]:
+    """The counts of every unit at a site, the last one with the loss of tokens. Tensors of two count for the first.
 
     `accept` is called with the model's outputs, on shapes. Without `backward` nothing is counted of that pass.
     """
-    grid, empty = imagined(site), shapes_of(atoms.model)
+    grid, empty = imagined(site), shapes_of(units.model)
     saved = SavedTensors(empty.values())
-    found: list[AtomCounts] = []
+    found: list[UnitCounts] = []
     handed_on: list[list[torch.UntypedStorage]] = []
 
-    def count(atom: nn.Module, received: tuple[Any, ...], last: bool) -> tuple[AtomCounts, list[Tensor], Any]:
+    def count(unit: nn.Module, received: tuple[Any, ...], last: bool) -> tuple[UnitCounts, list[Tensor], Any]:
         def run() -> Any:
-            results = atom(*received)
+            results = unit(*received)
             if last:
                 accept(results)
             else:
                 pack((results,))  # raises ValueError for what no stage can hand to the next
             return _with_loss(results) if last and of_tokens(site.image) else results
 
-        saved.disregard(atom.parameters())
+        saved.disregard(unit.parameters())
         run_back = _differentiate if backward else lambda results: None
         counted = dry_run(grid, run, run_back, saved)
-        for parameter in atom.parameters():
+        for parameter in unit.parameters():
             parameter.grad = None
         tensors, kept = local_tensors(counted.results), counted.kept_bytes
-        own = AtomCounts(
+        own = UnitCounts(
             kept,
             handed=sum(tensor.nbytes for tensor in tensors),
             unkept=0,
@@ -101,44 +101,44 @@ def count_atoms(
         return own, tensors, counted.results
 
     with KnownValues() as known:
-        values: tuple[Any, ...] = (input_at(site, grid, atoms.model, torch.device("meta")),)
-        for i in range(len(atoms)):
-            saved.turn, last = i, i == len(atoms) - 1
-            atom = cut_at(site, deepcopy(atoms.atom(i), {**empty}).train(), grid)
+        values: tuple[Any, ...] = (input_at(site, grid, units.model, torch.device("meta")),)
+        for i in range(len(units)):
+            saved.turn, last = i, i == len(units) - 1
+            unit = cut_at(site, deepcopy(units.unit(i), {**empty}).train(), grid)
             try:
-                counts, tensors, results = count(atom, map_local(as_received, values), last)
+                counts, tensors, results = count(unit, map_local(as_received, values), last)
             except (RuntimeError, ValueError, TypeError) as error:
                 if not needs_values(error) and not of_tokens(site.image):
                     raise
                 with forked():
                     torch.default_generator.manual_seed(0)
-                    atom = cut_at(site, made_up_stage(deepcopy(atoms.atom(i), {**empty}), torch.device("cpu")), grid)
+                    unit = cut_at(site, made_up_stage(deepcopy(units.unit(i), {**empty}), torch.device("cpu")), grid)
                     made = map_local(partial(made_up_part, known.value), values)
-                    counts, tensors, results = count(atom, made, last)
+                    counts, tensors, results = count(unit, made, last)
             values = map_local(lambda t: t.detach().to("meta").requires_grad_(t.requires_grad), results)
             found.append(counts)
             handed_on.append([tensor.untyped_storage() for tensor in tensors])
     return tuple(
-        atom._replace(unkept=sum(s.nbytes() for s in storages if saved.turns.get(s._cdata, place) <= place))
-        for place, (atom, storages) in enumerate(zip(found, handed_on, strict=True))
+        unit._replace(unkept=sum(s.nbytes() for s in storages if saved.turns.get(s._cdata, place) <= place))
+        for place, (unit, storages) in enumerate(zip(found, handed_on, strict=True))
     )
 
 
-def count_flops(atoms: Atoms, image: tuple[int, ...]) -> list[float]:
-    """The FLOPs of each atom's forward pass, on all of a microbatch of this shape: of products and convolutions."""
-    return [atom.flops for atom in count_atoms(atoms, on_one_rank(image), backward=False)]
+def count_flops(units: Units, image: tuple[int, ...]) -> list[float]:
+    """The FLOPs of each unit's forward pass, on all of a microbatch of this shape: of products and convolutions."""
+    return [unit.flops for unit in count_units(units, on_one_rank(image), backward=False)]
 
 
-def count_bytes(atoms: Atoms, image: tuple[int, ...]) -> list[float]:
-    """The bytes that training keeps for each atom: of the forward pass, parameters, and buffers of real numbers.
+def count_bytes(units: Units, image: tuple[int, ...]) -> list[float]:
+    """The bytes that training keeps for each unit: of the forward pass, parameters, and buffers of real numbers.
 
-    What two atoms keep counts for the first, and so does a tied parameter.
+    What two units keep counts for the first, and so does a tied parameter.
     """
     seen: set[int] = set()
     found = []
-    for i, counts in enumerate(count_atoms(atoms, on_one_rank(image), backward=False)):
-        atom = atoms.atom(i)
-        own = {id(t): t.nbytes for t in (*atom.parameters(), *atom.buffers()) if t.is_floating_point()}
+    for i, counts in enumerate(count_units(units, on_one_rank(image), backward=False)):
+        unit = units.unit(i)
+        own = {id(t): t.nbytes for t in (*unit.parameters(), *unit.buffers()) if t.is_floating_point()}
         found.append(float(counts.kept + sum(size for key, size in own.items() if key not in seen)))
         seen |= own.keys()
     return found
@@ -158,21 +158,21 @@ def _with_loss(outputs: Any) -> Any:
     return F.cross_entropy(outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1))
 
 
-def stage_bytes(atoms: Sequence[AtomCounts], before: AtomCounts | None, is_last: bool) -> StageBytes:
-    """What a stage of these atoms takes, to which the atom `before` them hands what they need.
+def stage_bytes(units: Sequence[UnitCounts], before: UnitCounts | None, is_last: bool) -> StageBytes:
+    """What a stage of these units takes, to which the unit `before` them hands what they need.
 
-    While an atom computes, forward or backward, only those before it are kept of the same microbatch.
+    While a unit computes, forward or backward, only those before it are kept of the same microbatch.
     """
-    kept = list(accumulate(atom.kept for atom in atoms))
-    most = max(sofar + max(atom.forward, atom.backward) for sofar, atom in zip(kept, atoms, strict=True))
+    kept = list(accumulate(unit.kept for unit in units))
+    most = max(sofar + max(unit.forward, unit.backward) for sofar, unit in zip(kept, units, strict=True))
     received, unkept = (0, 0) if before is None else (before.handed, before.unkept)
-    handed = 0 if is_last else atoms[-1].handed
-    largest, summed = max(atom.largest for atom in atoms), sum(atom.summed for atom in atoms)
+    handed = 0 if is_last else units[-1].handed
+    largest, summed = max(unit.largest for unit in units), sum(unit.summed for unit in units)
     return StageBytes(kept[-1] + unkept, max(0, most - kept[-1]) + received + 2 * handed, largest, summed)
 
 
-def bytes_of_stages(counts: Sequence[int], columns: Sequence[tuple[AtomCounts, ...]]) -> tuple[StageBytes, ...]:
-    """Those of stages of so many atoms; `columns[s]` are all atoms' on a rank of stage s."""
+def bytes_of_stages(counts: Sequence[int], columns: Sequence[tuple[UnitCounts, ...]]) -> tuple[StageBytes, ...]:
+    """Those of stages of so many units; `columns[s]` are all units' on a rank of stage s."""
     bounds = pairwise(accumulate(counts, initial=0))
     return tuple(
         stage_bytes(column[start:stop], column[start - 1] if start else None, stop == len(column))
