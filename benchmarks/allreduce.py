@@ -26,7 +26,7 @@ from benchmarks.common.nodes import NoNodes, two_nodes
 from benchmarks.common.options import Option, Options
 from benchmarks.common.report import Column, publish, table
 from benchmarks.common.turns import Contestant, answer_turns, take_turns
-from mpi4dl.sweeps.flags import listed, one_of
+from mpi4dl.options.kinds import choice, listed
 from mpi4dl.sweeps.results import spread
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ OPTIONS = (
     declared.ranks("2,4"),
     Option("--nodes", int, 1, "emulated nodes that share the ranks", {"choices": (1, 2)}),
     declared.counts("--sizes", "4,16,64,256,1024,4096,16384,65536", "of the buffers, in KB of 1024"),
-    Option("--dtypes", listed(one_of(*DTYPES)), "float32,bfloat16", f"of {', '.join(DTYPES)}"),
+    Option("--dtypes", listed(choice(*DTYPES)), "float32,bfloat16", f"of {', '.join(DTYPES)}"),
     declared.count("--iterations", 50, "sums in a burst, fewer of them above 16 MB in all"),
     declared.rounds(7),
 )

@@ -31,7 +31,7 @@ from benchmarks.common.options import Option, Options
 from benchmarks.common.report import NAME, Column, mebibytes, publish, table
 from benchmarks.common.turns import Contestant, answer_turns, take_turns
 from mpi4dl._wording import counted
-from mpi4dl.sweeps.flags import listed, one_of, positive
+from mpi4dl.options.kinds import POSITIVE, choice, listed
 from mpi4dl.sweeps.results import spread
 
 if TYPE_CHECKING:
@@ -45,14 +45,14 @@ VOCABULARY, CONTEXT, PAGE_SIZE = 2048, 256, 16
 WARM_REQUESTS = 4
 SAMPLES_AT_ONCE = 8
 OPTIONS = (
-    Option("--rates", listed(positive), "1,2,4,8", "requests a second"),
+    Option("--rates", listed(POSITIVE), "1,2,4,8", "requests a second"),
     declared.ranks("1,2,4"),
     declared.count("--requests", 32, "of each turn"),
     declared.count("--batch", 8, "how many run at once at most"),
     Option("--seed", int, 0, "of arrivals, prompts and lengths"),
     Option("--clock", str, "wall", "what seconds are; see above", {"choices": ("wall", "cpu")}),
     declared.rounds(3),
-    Option("--precision", listed(one_of(*PRECISIONS)), None, "compare these instead, such as fp32,int4, on 1 rank"),
+    Option("--precision", listed(choice(*PRECISIONS)), None, "compare these instead, such as fp32,int4, on 1 rank"),
     Option("--run", Path, None, "the folder of a run of mpi4dl train on text, whose model serves"),
 )
 QUICK = {"ranks": "1,2", "rates": "50", "requests": 3, "rounds": 1}

@@ -25,7 +25,7 @@ from benchmarks.common.options import Option, Options
 from benchmarks.common.report import NAME, RANKS, Column, mebibytes, publish, table
 from benchmarks.common.turns import answer_turns, measure_once
 from mpi4dl._wording import counted
-from mpi4dl.sweeps.flags import listed, one_of, positive
+from mpi4dl.options.kinds import POSITIVE, choice, listed
 from mpi4dl.sweeps.results import MIB
 
 PATCH = 256  # px
@@ -59,11 +59,11 @@ NAMES = tuple(kind.name for kind in KINDS)
 OPTIONS = (
     Option("--model", str, "small_resnet", "a model of mpi4dl.models or torchvision"),
     declared.counts("--sizes", "1024,2048,4096,8192", "heights and widths of the images, in pixels"),
-    Option("--kinds", listed(one_of(*NAMES), ";"), ";".join(NAMES), "contestants, with ; between them"),
+    Option("--kinds", listed(choice(*NAMES), ";"), ";".join(NAMES), "contestants, with ; between them"),
     declared.count("--tile", 1024, "side of a streamed tile without its margin, in pixels"),
     Option("--pooled", bool, False, "small_resnet, streamed up to and with its pooling"),
     Option("--until", str, None, "the last module that is streamed"),
-    Option("--memory", positive, 16.0, "GiB of all ranks together"),
+    Option("--memory", POSITIVE, 16.0, "GiB of all ranks together"),
     declared.steps(1),
     declared.CORES,
 )

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import options as declared
 from benchmarks.common.charts import OTHERS, Bars, bars
-from benchmarks.common.options import Option, Options
+from benchmarks.common.options import GRID, Option, Options
 from benchmarks.common.report import Column, publish, table
 from benchmarks.common.turns import Contestant, answer_turns, take_turns
-from mpi4dl.sweeps.flags import grid, listed, whole
+from mpi4dl.options.kinds import TEXT, integer, listed
 from mpi4dl.sweeps.results import spread
 
 if TYPE_CHECKING:
@@ -34,12 +34,17 @@ Operator = Callable[["torch.Tensor"], "torch.Tensor"]
 PASSES = ("forward", "backward")
 TOLERANCE = 1e-9
 OPTIONS = (
-    Option("--grid", grid, "1x2", "the grid of tiles, such as 1x2"),
-    Option("--tile", whole(8), 256, "height and width of a rank's tile, in pixels"),
+    Option("--grid", GRID, "1x2", "the grid of tiles, such as 1x2"),
+    Option(
+        "--tile",
+        integer("a whole number of at least 8", lambda n: n >= 8),
+        256,
+        "height and width of a rank's tile, in pixels",
+    ),
     declared.count("--channels", 32),
     declared.batch_size(1),
     Option("--channels-last", bool, False, "lay the channels of a pixel side by side"),
-    Option("--operators", listed(str), "", "only those with one of these in their names: bilinear,area"),
+    Option("--operators", listed(TEXT), "", "only those with one of these in their names: bilinear,area"),
     declared.count("--iterations", 5, "calls in a turn"),
     declared.rounds(7),
 )

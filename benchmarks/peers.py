@@ -31,7 +31,7 @@ from benchmarks.common.charts import PLAIN as GREY
 from benchmarks.common.options import Option, Options
 from benchmarks.common.report import NAME, Column, mebibytes, save, table
 from benchmarks.common.turns import Contestant, answer_turns, measure_once, take_turns
-from mpi4dl.sweeps.flags import listed, one_of
+from mpi4dl.options.kinds import choice, listed
 
 if TYPE_CHECKING:
     import torch
@@ -56,12 +56,12 @@ TITLES = {"amoebanetd": "AmoebaNet-D", TRANSFORMER: "transformer"}
 SIZES = {"amoebanetd": {"num_layers": 6, "num_filters": 48}, TRANSFORMER: {"num_layers": 14, "features": 256}}
 QUICK_SIZES = {"amoebanetd": {"num_layers": 3, "num_filters": 8}, TRANSFORMER: {"num_layers": 6, "features": 16}}
 OPTIONS = (
-    Option("--models", listed(one_of(*SIZES)), ",".join(SIZES), f"of {', '.join(SIZES)}"),
+    Option("--models", listed(choice(*SIZES)), ",".join(SIZES), f"of {', '.join(SIZES)}"),
     declared.ranks("2,4"),
-    Option("--methods", listed(one_of(*METHODS)), ",".join(METHODS), "schedules, and kinds of replicas"),
+    Option("--methods", listed(choice(*METHODS)), ",".join(METHODS), "schedules, and kinds of replicas"),
     Option(
         "--sides",
-        listed(one_of(*SIDES)),
+        listed(choice(*SIDES)),
         ",".join(SIDES),
         "gloo and backend: torch.distributed over gloo, and over ours; engine: ours",
     ),

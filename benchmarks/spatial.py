@@ -17,16 +17,15 @@ from typing import Any
 from benchmarks.common import options as declared
 from benchmarks.common.allocators import ALLOCATORS, use_allocator, with_each
 from benchmarks.common.charts import OTHERS, PLAIN, Bars, bars
-from benchmarks.common.options import Option, Options
+from benchmarks.common.options import GRID, Option, Options
 from benchmarks.common.report import NAME, RANKS, Column, mebibytes, publish, table
 from benchmarks.common.turns import answer_turns, beside_plain, take_turns
 from mpi4dl._wording import counted
-from mpi4dl.sweeps.flags import grid
 
 OPTIONS = (
     Option("--model", str, "resnet50", "a model of mpi4dl.models or torchvision"),
     Option("--model-options", str, "", "keyword arguments of the model, such as num_filters=16"),
-    Option("--size", grid, "1024", "of all sides of the images, or of each: 96x96x64"),
+    Option("--size", GRID, "1024", "of all sides of the images, or of each: 96x96x64"),
     declared.batch_size(1),
     declared.grids("1x2,2x1,2x2"),
     declared.CORES,

@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from benchmarks.common import options as declared
 from benchmarks.common.allocators import ALLOCATORS, use_allocator, with_each
 from benchmarks.common.charts import OTHERS, PLAIN, Bars, bars
-from benchmarks.common.options import Option, Options
+from benchmarks.common.options import GRID, Option, Options
 from benchmarks.common.report import NAME, RANKS, Column, mebibytes, save, table
 from benchmarks.common.turns import Contestant, answer_turns, beside_plain, take_turns
 from mpi4dl._wording import counted
-from mpi4dl.sweeps.flags import grid, listed, one_of
-from mpi4dl.sweeps.machine import share_cores
+from mpi4dl.options.kinds import TEXT, choice, listed
+from mpi4dl.sweeps.results import share_cores
 
 if TYPE_CHECKING:
     import torch
@@ -51,22 +51,22 @@ TITLES = {"amoebanetd": "AmoebaNet-D", "resnet_v2": "ResNet-v2", SLEEP: "stages 
 SIZES = {"amoebanetd": {"num_layers": 3, "num_filters": 48}, "resnet_v2": {"depth": 20, "num_filters": 8}}
 QUICK_SIZES = {"amoebanetd": {"num_layers": 3, "num_filters": 8}, "resnet_v2": {"depth": 11, "num_filters": 4}}
 OPTIONS = (
-    Option("--models", listed(str), "amoebanetd,resnet_v2", "models of mpi4dl.models"),
+    Option("--models", listed(TEXT), "amoebanetd,resnet_v2", "models of mpi4dl.models"),
     declared.count("--num-layers", None, "of amoebanetd, instead of 3"),
     declared.count("--num-filters", None, "of all models, instead of 48 (amoebanetd) and 8 (resnet_v2)"),
     declared.count("--depth", None, "of resnet_v2, instead of 20"),
     declared.counts("--sizes", "128,256", "heights and widths of the images, in pixels"),
     Option(
         "--configurations",
-        listed(one_of(*CONFIGURATIONS)),
+        listed(choice(*CONFIGURATIONS)),
         "LP,PP,SP+LP,SP+PP,GEMS+LP,GEMS+PP,SP+GEMS+PP",
         f"of {', '.join(CONFIGURATIONS)}",
     ),
     declared.count("--stages", 2, "into how many LP and PP cut the model"),
     Option("--balance", str, "auto", "of the stages", {"choices": ("auto", "flops", "memory", "measured")}),
-    Option("--tiles", grid, "1x2", "grid of SP, over the first stage"),
+    Option("--tiles", GRID, "1x2", "grid of SP, over the first stage"),
     declared.count("--microbatches", 4, "of a batch; with GEMS half of them each way"),
-    Option("--schedules", listed(str), "1f1b", "of PP; interleaved cuts twice as many stages, not for GEMS"),
+    Option("--schedules", listed(TEXT), "1f1b", "of PP; interleaved cuts twice as many stages, not for GEMS"),
     declared.batch_size(8),
     declared.steps(2),
     declared.rounds(7),
@@ -319,8 +319,8 @@ def compete(case: Case, chosen: "dict[str, Plan]", options: Options) -> list[Con
 
 def measured(answer: dict[str, Any]) -> "Simulation":
     """The work of the ranks in the last step of a turn."""
+    from mpi4dl.parallel.tables.schedules import Action
     from mpi4dl.parallel.tables.simulator import Simulation, TimeSpan
-    from mpi4dl.parallel.tables.table import Action
 
     rows = tuple(tuple(TimeSpan(Action(*action), start, end) for action, start, end in row) for row in answer["rows"])
     return Simulation(rows, tuple(answer["activation_bytes_of_ranks"]))

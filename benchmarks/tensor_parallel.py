@@ -25,7 +25,7 @@ from benchmarks.common.charts import Bars, bars
 from benchmarks.common.options import Option, Options
 from benchmarks.common.report import NAME, RANKS, Column, mebibytes, publish, table
 from benchmarks.common.turns import Contestant, answer_turns, take_turns
-from mpi4dl.sweeps.flags import listed, one_of
+from mpi4dl.options.kinds import choice, listed
 from mpi4dl.sweeps.results import MIB
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ OPTIONS = (
     declared.batch_size(4, "samples of a step"),
     declared.steps(3),
     declared.rounds(5),
-    Option("--ways", listed(one_of(*WAYS), ";"), ";".join(WAYS), "which, with semicolons between them"),
+    Option("--ways", listed(choice(*WAYS), ";"), ";".join(WAYS), "which, with semicolons between them"),
 )
 QUICK: dict[str, Any] = {"layers": 2, "hidden": 8, "heads": 2, "vocabulary": 16, "context": 8, "batch_size": 2}
 QUICK |= {"ranks": "2", "steps": 1, "rounds": 1}

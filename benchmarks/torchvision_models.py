@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.common.options import Option, Options
 from benchmarks.common.turns import answer_turns
-from mpi4dl.sweeps.machine import environment
+from mpi4dl.sweeps.results import environment
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

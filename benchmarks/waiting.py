@@ -22,7 +22,7 @@ from benchmarks.common.charts import OTHERS, Bars, bars
 from benchmarks.common.options import Option, Options
 from benchmarks.common.report import Column, publish, table
 from benchmarks.common.turns import Contestant, answer_turns, take_turns
-from mpi4dl.sweeps.flags import positive
+from mpi4dl.options.kinds import POSITIVE
 from mpi4dl.sweeps.results import spread
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ WAYS = {"ours": "ours us", "spinning": "only spinning us", "raw": "raw mpi4py us
 OPTIONS = (
     declared.counts("--kilobytes", "4,64,1024", "sizes of messages"),
     declared.count("--iterations", 200, "messages there and back in a turn"),
-    Option("--wait-seconds", positive, 10.0, "length of the long wait"),
-    Option("--train-seconds", positive, 5.0, "length of a turn of training"),
+    Option("--wait-seconds", POSITIVE, 10.0, "length of the long wait"),
+    Option("--train-seconds", POSITIVE, 5.0, "length of a turn of training"),
     declared.rounds(5),
 )
 QUICK = {"kilobytes": "1,4", "iterations": 3, "wait_seconds": 0.1, "train_seconds": 0.1, "rounds": 1}

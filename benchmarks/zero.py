@@ -29,7 +29,7 @@ from benchmarks.common.report import NAME, Column, mebibytes, publish, table
 from benchmarks.common.turns import answer_turns, measure_once, take_turns
 from benchmarks.peers import TRANSFORMER, Task
 from mpi4dl._wording import counted
-from mpi4dl.sweeps.flags import listed, one_of
+from mpi4dl.options.kinds import choice, listed
 from mpi4dl.sweeps.results import spread
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ OPTIONS = (
     declared.batch_size(1, "images of each rank in a step"),
     declared.count("--image-size", 32, "in pixels; a token is a patch of 16 x 16"),
     declared.ranks("2"),
-    Option("--variants", listed(one_of(*NAMES)), ",".join(NAMES), "who takes part besides plain PyTorch"),
+    Option("--variants", listed(choice(*NAMES)), ",".join(NAMES), "who takes part besides plain PyTorch"),
     declared.THREADS,
     declared.steps(3),
     declared.rounds(10),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mpi4dl.inference.trained_model import TrainedModel
     from mpi4dl.parallel.pipeline.cut import split
     from mpi4dl.parallel.plan import Plan
-    from mpi4dl.parallel.tiles import tiles
+    from mpi4dl.parallel.spatial.sharding import tiles
     from mpi4dl.training.trainer import Callback, Trainer
 
 _HOMES = {
@@ -37,7 +37,7 @@ _HOMES = {
     "TrainedModel": "mpi4dl.inference.trained_model",
     "Trainer": "mpi4dl.training.trainer",
     "split": "mpi4dl.parallel.pipeline.cut",
-    "tiles": "mpi4dl.parallel.tiles",
+    "tiles": "mpi4dl.parallel.spatial.sharding",
     "world": "mpi4dl.comm",
 }
 

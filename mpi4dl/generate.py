@@ -3,9 +3,12 @@
 `generate` builds the model on all ranks, and rank 0 submits the prompts.
 """
 
-from dataclasses import dataclass, field
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpi4dl._commands import runs
 from mpi4dl.comm import failure
@@ -13,13 +16,15 @@ from mpi4dl.comm import failure
 if runs(__name__):
     failure.arm()  # before anything else that may fail on one rank alone
 
+from mpi4dl._files import read_regular
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.config import Parallel
-from mpi4dl.options.declare import like
+from mpi4dl.options.declare import ConfigError, like
 from mpi4dl.text.options import Batching, Choosing, Prompts, Ranks
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
+    from mpi4dl.text.batcher import Batcher, Event
 
 USAGE = "RUN_OR_CHECKPOINT [--prompt TEXT] [--FLAG VALUE ...]"
 DESCRIPTION = "Let a trained model continue text."
@@ -49,7 +54,6 @@ def generate(comm: "Communicator", asked: CommandLine[GenerateConfig]) -> None:
         config.choosing.sampling(config.prompts.num_samples - 1)
 
     from mpi4dl.text.loading import find_trained, open_batcher
-    from mpi4dl.text.prompts import read_prompts, submit_all
 
     with comm.together((ValueError, OSError)):
         prompts = read_prompts(config.prompts) if comm.rank == 0 else []
@@ -63,6 +67,88 @@ def generate(comm: "Communicator", asked: CommandLine[GenerateConfig]) -> None:
         batcher.run()
     else:
         batcher.follow()
+
+
+def read_prompts(options: Prompts) -> list[str]:
+    """The prompts that are asked for, in order. Raises ConfigError, OSError."""
+    named = [name for name in ("prompt", "prompt_file", "prompts") if getattr(options, name)]
+    if len(named) > 1:
+        flags = " and ".join("--" + name.replace("_", "-") for name in named)
+        raise ConfigError(f"{flags} both say what the prompt is: give one of them")
+    path = options.prompt_file or options.prompts
+    if path is None:
+        return [options.prompt]
+    try:
+        text = read_regular(Path(path)).decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text in UTF-8: {error}") from None
+    if options.prompt_file is not None:
+        return [text]
+    return [_prompt_in(line, f"line {n} of {path}") for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+
+
+def _prompt_in(line: str, where: str) -> str:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is no JSON: {error}") from None
+    found = found.get("prompt") if isinstance(found, dict) else found
+    if not isinstance(found, str):
+        raise ConfigError(f'{where} is no prompt: it must be a text, such as "def ", or {{"prompt": "def "}}')
+    return found
+
+
+def submit_all(batcher: "Batcher", prompts: Sequence[str], asked: Prompts, choosing: Choosing) -> None:
+    """Ask for all samples of all prompts, which are printed in this order. Raises ValueError for what cannot be."""
+    wanted = [(prompt, number) for prompt in prompts for number in range(asked.num_samples)]
+    printer = Printer(wanted, asked.json)
+    for place, (prompt, number) in enumerate(wanted):
+        tokens = batcher.tokenizer.encode(prompt).tolist()
+        batcher.submit(tokens, choosing.sampling(number), partial(printer.hear, place))
+
+
+class Printer:
+    """Prints texts in order, the first that is not complete as it comes; as JSON each when it is complete."""
+
+    def __init__(self, wanted: Sequence[tuple[str, int]], as_json: bool) -> None:
+        self._wanted, self._as_json = wanted, as_json
+        self._events: list[list[Event]] = [[] for _ in wanted]
+        self._now = self._shown = 0  # which text is being printed, and how many of its events were
+
+    def hear(self, place: int, event: "Event") -> None:
+        """Text number `place` goes on so."""
+        self._events[place].append(event)
+        while self._now < len(self._wanted):
+            events = self._events[self._now]
+            ended = bool(events) and events[-1].finish_reason is not None
+            if self._as_json:
+                if ended:
+                    print(json.dumps(self._record(self._now), ensure_ascii=False), flush=True)
+            else:
+                self._print(events, ended)
+            if not ended:
+                return
+            self._now, self._shown = self._now + 1, 0
+
+    def _print(self, events: "Sequence[Event]", ended: bool) -> None:
+        begins = not self._shown and bool(events)
+        prompt, number = self._wanted[self._now]
+        if begins and len(self._wanted) > 1:
+            print(f"--- {prompt!r}, sample {number + 1}")
+        text = (prompt if begins else "") + "".join(event.text for event in events[self._shown :])
+        print(text, end="\n" if ended else "", flush=True)
+        self._shown = len(events)
+
+    def _record(self, place: int) -> dict[str, Any]:
+        (prompt, number), events = self._wanted[place], self._events[place]
+        return {
+            "prompt": prompt,
+            "sample": number,
+            "text": "".join(event.text for event in events),
+            "tokens": [event.token for event in events if event.token is not None],
+            "finish_reason": events[-1].finish_reason,
+            "usage": None if events[-1].usage is None else asdict(events[-1].usage),
+        }
 
 
 main = generate.main

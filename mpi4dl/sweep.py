@@ -20,10 +20,8 @@ from typing import Any
 
 from mpi4dl._commands import INTERRUPTED, one_message
 from mpi4dl._wording import counted, duration, to_install
-from mpi4dl.sweeps.chart import plot, save_figure
 from mpi4dl.sweeps.job import Outcome, run_job
-from mpi4dl.sweeps.machine import share_cores
-from mpi4dl.sweeps.results import MIB, Results, Tried, as_csv, as_table
+from mpi4dl.sweeps.results import MIB, Results, Tried, as_csv, as_table, plot, save_figure, share_cores
 from mpi4dl.sweeps.space import Space, Sweep, legal, parse
 
 DESCRIPTION = "Train by many plans in turn; compare images/s and memory with the estimates. It starts mpirun itself."

@@ -240,7 +240,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
         ("mpi4dl.comm.exchange", "from ..parallel.spatial import tensor", "imports mpi4dl.parallel.spatial"),
         ("mpi4dl.comm.exchange", "from .. import parallel", "imports mpi4dl.parallel"),
         ("mpi4dl.models.resnet", "from mpi4dl.geometry import Box", "(floor 1) imports mpi4dl.geometry (floor 1)"),
-        ("mpi4dl.datasets.folders", "import mpi4dl._torchvision", "imports mpi4dl._torchvision"),
+        ("mpi4dl.datasets.sources", "import mpi4dl._torchvision", "imports mpi4dl._torchvision"),
         ("mpi4dl.geometry", "import mpi4dl.models", "imports mpi4dl.models"),
         ("mpi4dl.checkpoints.checkpoints", "import mpi4dl.engine", "(floor 4) imports mpi4dl.engine (floor 5)"),
         ("mpi4dl.train", "import mpi4dl.export", "(floor 11) imports mpi4dl.export (floor 11)"),
@@ -269,7 +269,7 @@ def test_the_checker_finds_what_breaks_the_floors(module: str, source: str, comp
         ("mpi4dl.parallel.spatial.tensor", "from mpi4dl.parallel.replicas import reducer\nfrom . import rules"),
         ("mpi4dl.comm.communicator", "from mpi4py import MPI\nfrom mpi4dl.geometry import Box"),
         ("mpi4dl.models.registry", "from mpi4dl._torchvision import import_torchvision\nfrom .resnet import resnet"),
-        ("mpi4dl.datasets.folders", "from mpi4dl.geometry import Box"),
+        ("mpi4dl.datasets.sources", "from mpi4dl.geometry import Box"),
     ],
 )
 def test_the_checker_allows_what_the_floors_allow(module: str, source: str) -> None:

@@ -350,7 +350,7 @@ def of_example(comm: Communicator, name: str, folder: Path) -> Any:
         patch.setattr("mpi4dl.world", lambda: comm)
         patch.setattr("mpi4dl.comm.communicator.world", lambda: comm)
         patch.setattr("mpi4dl.training.trainer.world", lambda: comm)
-        patch.setattr("mpi4dl.parallel.tiles.world", lambda: comm)
+        patch.setattr("mpi4dl.parallel.spatial.sharding.world", lambda: comm)
         patch.setattr(sys, "argv", [name])
         try:
             return runpy.run_path(str(ROOT / "examples" / name), run_name="__main__").get("logits")

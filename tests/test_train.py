@@ -305,7 +305,7 @@ def test_one_rank_without_tiles_imports_few_modules(tmp_path: Path) -> None:
     modules = done.stdout.splitlines()[-1].split()
     assert "mpi4dl.engine.engine" in modules
     assert len(modules) <= MOST_MODULES, modules
-    off = ("streaming", "expert", "expert_use", "split", "trace", "costs", "estimate", "text", "texts", "cutting")
+    off = ("streaming", "experts", "split", "trace", "costs", "estimate", "text", "texts", "cutting")
     inside = [name for name in modules if not name.startswith("mpi4dl.datasets.")]
     assert [name for name in inside if any(f".{part}." in f"{name}." for part in off)] == []
 

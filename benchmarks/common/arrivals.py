@@ -14,8 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from mpi4dl.text.batcher import Batcher
-    from mpi4dl.text.requests import Event
+    from mpi4dl.text.batcher import Batcher, Event
 
 ALONE, STATIC, CONTINUOUS = WAYS = ("one after another", "static batches", "continuous")
 PROMPT, ANSWER, SPREAD = 24, 32, 0.7  # medians of lengths in tokens; the standard deviation of their logarithms
@@ -71,7 +70,7 @@ class Door:
 
     def let_in(self) -> None:
         """Submit those that have come and may join; if nobody is there, go on to when the next one comes."""
-        from mpi4dl.text.requests import Sampling
+        from mpi4dl.text.options import Sampling
 
         if self._next == len(self._requests):
             return

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpi4dl._wording import counted
-from mpi4dl.sweeps.chart import pyplot
+from mpi4dl.sweeps.results import pyplot
 
 Row = Mapping[str, Any]
 PLAIN, OTHERS, PEERS, THIRD = "0.6", "tab:blue", "tab:orange", "tab:cyan"

@@ -5,20 +5,31 @@ import importlib
 import json
 import pkgutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import benchmarks
 from benchmarks.common.turns import Contestant
-from mpi4dl.sweeps.flags import grid, listed, whole
-from mpi4dl.sweeps.machine import Conditions
+from mpi4dl.options.kinds import COUNT, COUNT_OR_ZERO, SIDES, Kind, listed, reader
+from mpi4dl.sweeps.results import Conditions
 
 HIDDEN = ("name", "argv", "conditions", "worker", "out")  # of the values that parse returns: no settings of a result
 
 
+class Sides(tuple[int, ...]):
+    """A number for each axis, with the text 2x2."""
+
+    def __str__(self) -> str:
+        return SIDES.raw(self)
+
+
+GRID = replace(SIDES, check=lambda sides: Sides(SIDES.check(sides)))
+
+
 class Option(NamedTuple):
-    """One option. `kind` reads its text; a default that is text is read in the same way. `more` is for argparse."""
+    """One option. `kind` is a `Kind` or a type. A default that is text is read too. `more` is for argparse."""
 
     flag: str
     kind: Any
@@ -27,7 +38,8 @@ class Option(NamedTuple):
     more: dict[str, Any] = {}  # noqa: RUF012
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
-        how = {"action": "store_true"} if self.kind is bool else {"type": self.kind}
+        kind = reader(self.kind) if isinstance(self.kind, Kind) else self.kind
+        how = {"action": "store_true"} if kind is bool else {"type": kind}
         named = {} if self.more.get("nargs") else {"default": self.default}
         text = self.help if self.default in (None, False, "") else f"{self.help} (default %(default)s)".lstrip()
         parser.add_argument(self.flag, help=text, **how, **named, **self.more)
@@ -35,12 +47,12 @@ class Option(NamedTuple):
 
 def count(flag: str, default: int | None, help: str = "") -> Option:
     """A whole number of at least 1."""
-    return Option(flag, whole(), default, help)
+    return Option(flag, COUNT, default, help)
 
 
 def counts(flag: str, default: str, help: str) -> Option:
     """Several whole numbers of at least 1."""
-    return Option(flag, listed(whole()), default, help)
+    return Option(flag, listed(COUNT), default, help)
 
 
 def ranks(default: str) -> Option:
@@ -60,13 +72,13 @@ def batch_size(default: int, of: str = "images of a step") -> Option:
 
 
 def grids(default: str) -> Option:
-    return Option("--grids", listed(grid), default, "grids of tiles, such as 1x2,2x2")
+    return Option("--grids", listed(GRID), default, "grids of tiles, such as 1x2,2x2")
 
 
 DEVICE = Option("--device", str, "cpu", "where tensors lie", {"choices": ("cpu", "cuda")})
 CORES = count("--cores", 2, "threads of plain PyTorch; the ranks share as many")
 THREADS = count("--threads", 1, "threads of each rank")
-AGE = Option("--age", whole(0), 0, "steps before the first turn: memory grows in the first hundreds")
+AGE = Option("--age", COUNT_OR_ZERO, 0, "steps before the first turn: memory grows in the first hundreds")
 HEADS = count("--heads", 8, "heads of attention")
 FEATURES = count("--features", 64, "features of each head")
 CAUSAL = Option("--causal", bool, False, "queries ask earlier tokens only")

@@ -36,7 +36,7 @@ def begin(threads: int | None = 1, keep: bool | None = True) -> Communicator:
 @contextmanager
 def gloo(comm: Communicator) -> Iterator[None]:
     """Within this context torch.distributed knows the same ranks, over gloo. Collective."""
-    from mpi4dl.torch_backend.rendezvous import shared_store
+    from mpi4dl.torch_backend import shared_store
 
     store = shared_store(comm)
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)

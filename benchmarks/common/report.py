@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.common.options import Options
 from mpi4dl._wording import aligned
-from mpi4dl.sweeps.chart import save_figure
-from mpi4dl.sweeps.results import MIB, save_json
+from mpi4dl.sweeps.results import MIB, save_figure, save_json
 
 Row = Mapping[str, Any]
 

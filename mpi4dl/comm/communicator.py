@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpi4dl.comm import failure, gpu, nccl, transport
+from mpi4dl.comm import Mismatch, RankFailed, Refusal, failure, gpu, nccl, transport
 from mpi4dl.comm.node import Node
 from mpi4dl.comm.packing import Piece, as_bytes, is_dense
 from mpi4dl.comm.pending import Pending
-from mpi4dl.comm.refusal import Mismatch, RankFailed, Refusal
 from mpi4dl.comm.requests import Calls
 from mpi4dl.comm.shutdown import alone_of_several
 from mpi4dl.comm.transport import LOW_PRECISION, Messenger

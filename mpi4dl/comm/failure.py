@@ -20,7 +20,7 @@ from functools import cache
 from types import TracebackType
 from typing import Any, NoReturn
 
-from mpi4dl.comm.refusal import RankFailed, Refusal
+from mpi4dl.comm import RankFailed, Refusal
 from mpi4dl.comm.shutdown import Meeting, meeting, met, mpi_is_over
 from mpi4dl.comm.watchdog import (
     FAILURE,

@@ -38,10 +38,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mpi4dl.comm import Refusal
 from mpi4dl.comm.node import Node
 from mpi4dl.comm.packing import as_bytes
 from mpi4dl.comm.pending import Pending
-from mpi4dl.comm.refusal import Refusal
 from mpi4dl.comm.requests import Works
 from mpi4dl.comm.shutdown import met
 

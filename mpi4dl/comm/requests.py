@@ -6,7 +6,7 @@ A message of MPI, a copy that a GPU makes, a work of NCCL, and several of them i
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from mpi4dl.comm.refusal import Mismatch
+from mpi4dl.comm import Mismatch
 
 if TYPE_CHECKING:
     from mpi4py import MPI

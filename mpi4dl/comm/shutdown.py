@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpi4dl._wording import to_install
-from mpi4dl.comm.refusal import Refusal
+from mpi4dl.comm import Refusal
 
 if TYPE_CHECKING:
     from mpi4py import MPI

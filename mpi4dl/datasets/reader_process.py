@@ -101,7 +101,7 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
         return process.wait()
 
 
-# Read boxes of slide scanners' formats (SVS, NDPI, MRXS, ...) with OpenSlide, in processes that may die (`child`).
+# Read boxes of slide scanners' formats (SVS, NDPI, MRXS, ...) with OpenSlide, in processes that may die.
 
 # OpenSlide hands out four bytes per pixel; strips keep what is alive beside the result small.
 STRIP_ROWS = 1024

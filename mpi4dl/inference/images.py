@@ -11,9 +11,9 @@ from mpi4dl.comm import Communicator
 from mpi4dl.datasets.arrays import is_cifar, load_cifar, load_npz
 from mpi4dl.datasets.base import BadImage, DatasetError, task_of
 from mpi4dl.datasets.files import open_image
-from mpi4dl.datasets.folders import ImageFolder, LabelledFolder, SegmentedFolder, is_segmented
 from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.listed import TEST, UNKNOWN, VALIDATION, File, ListedFiles, files_below, subfolders, suffixes_of
+from mpi4dl.datasets.sources import ImageFolder, LabelledFolder, SegmentedFolder, is_segmented
 from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.datasets.table import TABLE
 from mpi4dl.datasets.volumes import open_volume

@@ -24,9 +24,9 @@ from mpi4dl.options import parts
 from mpi4dl.options.config import facts
 from mpi4dl.options.data import build_views
 from mpi4dl.runs.assembly import assemble
+from mpi4dl.runs.description import description_of, find_weights, folder_of, hold_trained
 from mpi4dl.runs.folder import BEST
 from mpi4dl.runs.stopping import Patience
-from mpi4dl.runs.trained import description_of, find_weights, folder_of, hold_trained
 from mpi4dl.tasks.task import TASKS, Task
 from mpi4dl.training.input_pipeline import BadImages
 

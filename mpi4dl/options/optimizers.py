@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl._patterns import select
-from mpi4dl.comm import Refusal
-from mpi4dl.comm.refusal import NOT_TAKEN
+from mpi4dl.comm import NOT_TAKEN, Refusal
 from mpi4dl.engine.tuning import parameter_groups
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import nearest

@@ -20,7 +20,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from mpi4dl._torchvision import prepare_torchvision
-from mpi4dl.comm.refusal import Refusal
+from mpi4dl.comm import Refusal
 from mpi4dl.options.declare import ConfigError, nearest
 from mpi4dl.options.kinds import part_name
 

@@ -21,8 +21,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.geometry import SPACE, Box, FeatureGridShape, GridShape, Interval, Tiling, even_cuts
 from mpi4dl.parallel.inputs import Microbatch, Read, nested_cuts
 from mpi4dl.parallel.spatial.grid import Arrangement, Grid
-from mpi4dl.parallel.tables.schedules import SCHEDULES, forward_only, table_for
-from mpi4dl.parallel.tables.table import Placement, Table
+from mpi4dl.parallel.tables.schedules import SCHEDULES, Placement, Table, forward_only, table_for
 from mpi4dl.parallel.tensor.styles import Degrees
 
 ZERO_STAGES = (0, 1, 2, 3)

@@ -36,8 +36,8 @@ from typing import Any
 from mpi4dl import __version__
 from mpi4dl._files import LOCK, lock, naming
 from mpi4dl.options.declare import ConfigError
+from mpi4dl.parallel.tables.schedules import Action
 from mpi4dl.parallel.tables.simulator import Simulation, TimeSpan
-from mpi4dl.parallel.tables.table import Action
 
 LOGGER_NAME = "mpi4dl"
 METRICS = "metrics.jsonl"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpi4dl._commands import typed
-from mpi4dl.sweeps.flags import Sides, grid, listed, positive, whole
+from mpi4dl.options.kinds import BYTES, COUNT, COUNT_OR_ZERO, POSITIVE, SIDES, TEXT, listed, reader
 
 if TYPE_CHECKING:
     from mpi4dl.options.config import Config
@@ -55,36 +55,37 @@ class Sweep:
         from mpi4dl.options.config import parse as parse_training
 
         # By the number of sides of a grid, one number is a size of images or of volumes.
-        return parse_training([*self.training, "--tiles", str(Sides([1] * len(self.space.grids[0])))])
+        return parse_training([*self.training, "--tiles", SIDES.raw([1] * len(self.space.grids[0]))])
 
 
 def parse(argv: Sequence[str], description: str) -> Sweep:
     """The sweep of a command line. Ends with exit code 2 and one sentence if a flag is wrong."""
     parser = argparse.ArgumentParser(usage=f"{typed('sweep')} {USAGE}", description=description, allow_abbrev=False)
     add = parser.add_argument_group("the search space: lists with commas, of which all legal plans run").add_argument
-    counts, counts_or_zero = listed(whole()), listed(whole(0))
+    count, count_or_zero = reader(COUNT), reader(COUNT_OR_ZERO)
+    counts, counts_or_zero = reader(listed(COUNT)), reader(listed(COUNT_OR_ZERO))
     add("--ranks", type=counts, default="4", help="numbers of ranks; a plan uses all of them")
     add(
         "--grids",
-        type=listed(grid),
+        type=reader(listed(SIDES)),
         default="1x1,1x2,2x2",
         help="tiles of a stage; later stages may have another grid of fewer tiles",
     )
     add("--stages", type=counts, default="1,2,4", help="numbers of stages")
-    add("--schedules", type=listed(str), default="1f1b", help="layer, gpipe, 1f1b, interleaved, zero-bubble")
+    add("--schedules", type=reader(listed(TEXT)), default="1f1b", help="layer, gpipe, 1f1b, interleaved, zero-bubble")
     add("--bidirectional", type=counts_or_zero, default="0", help="GEMS: pairs of waves through a mirrored copy")
     add("--data", type=counts, default="1,2,4", help="numbers of replicas")
     add("--zero", type=counts_or_zero, default="0", help="ZeRO stages")
     add("--microbatches", type=counts, default="1,2,4", help="microbatches of a batch, in each wave")
     add("--chunks", type=counts, default="1,2", help="stages of a rank, of the interleaved schedule")
     add = parser.add_argument_group("how they are measured").add_argument
-    add("--best", type=whole(), help="run so many plans, those that the planner ranks first, instead of the space")
-    add("--turns", type=whole(), default=3, help="jobs of each plan")
-    add("--warm-up", type=whole(0), default=1, help="steps of a job before those that are measured")
-    add("--steps", type=whole(), default=3, help="measured steps of a job")
-    add("--time-limit", type=positive, default=600.0, help="seconds of a job, its start included")
-    add("--memory", type=_bytes, help="bytes of each rank above its imports, such as 2GiB; none: no limit")
-    add("--cores", type=whole(), help="cores that all ranks of a plan share; none: all")
+    add("--best", type=count, help="run so many plans, those that the planner ranks first, instead of the space")
+    add("--turns", type=count, default=3, help="jobs of each plan")
+    add("--warm-up", type=count_or_zero, default=1, help="steps of a job before those that are measured")
+    add("--steps", type=count, default=3, help="measured steps of a job")
+    add("--time-limit", type=reader(POSITIVE), default=600.0, help="seconds of a job, its start included")
+    add("--memory", type=reader(BYTES), help="bytes of each rank above its imports, such as 2GiB; none: no limit")
+    add("--cores", type=count, help="cores that all ranks of a plan share; none: all")
     add("--retry", action="store_true", help="try failed plans again")
     add("--out", type=Path, default=Path("results/sweep"), help="how the names of .json, .csv and .png begin")
     given, training = parser.parse_known_args(argv)
@@ -96,15 +97,6 @@ def parse(argv: Sequence[str], description: str) -> Sweep:
     except ValueError as problem:
         parser.error(str(problem))
     return sweep
-
-
-def _bytes(text: str) -> int:
-    from mpi4dl.options.kinds import BYTES
-
-    try:
-        return int(BYTES.check(BYTES.read(text)))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is not {BYTES.wanted}") from None
 
 
 def _check(sweep: Sweep) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from threading import Condition
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +19,53 @@ from torch import Tensor
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.text import Tokenizer
 from mpi4dl.text.model import PagedModel, PagePool, PageSizes, TokenPortion, pages_for
-from mpi4dl.text.requests import Event, FinishReason, Sampling, Stats, Usage
+from mpi4dl.text.options import Sampling
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How many tokens a request had, and got."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event of a request: one for each token, in order. The last one has a `finish_reason`.
+
+    `text` is what is new and certain: parts of characters, and what may be the beginning of a stop string, come with a
+    later token, or at the end. `token` is None if there is only the end. `logprob` is the natural logarithm of the
+    token's probability under the model's own distribution (temperature 1, no penalty). `message` says what went wrong,
+    if the reason is "error".
+    """
+
+    request_id: int
+    token: int | None
+    text: str
+    finish_reason: FinishReason | None = None
+    logprob: float | None = None
+    usage: Usage | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Running requests, and totals since the start. `pages_used` are those of running requests."""
+
+    waiting: int
+    running: int
+    pages_used: int
+    pages_total: int
+    tokens_generated: int = 0
+    prompt_tokens_done: int = 0
+    prompts_done: int = 0
+    requests_done: int = 0
+    requests_cancelled: int = 0
+    steps: int = 0
+
 
 # Which token comes next: by the logits of one request, its own random numbers, and nothing else. In float64.
 

@@ -16,7 +16,7 @@ from mpi4dl.models.experts import Experts
 from mpi4dl.options.config import Config, ConfigError, parse
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.runs.assembly import assemble
-from mpi4dl.runs.trained import FoundWeights, find_weights, folder_of, hold_trained, with_own_model
+from mpi4dl.runs.description import FoundWeights, find_weights, folder_of, hold_trained, with_own_model
 from mpi4dl.text.batcher import Batcher
 from mpi4dl.text.model import ROWS_OF_PRODUCTS
 from mpi4dl.text.options import Batching, Ranks

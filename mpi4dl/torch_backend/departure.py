@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 import torch.distributed as dist
 
-from mpi4dl.comm import watchdog
+from mpi4dl.comm import Mismatch, watchdog
 from mpi4dl.comm.communicator import Communicator, world
-from mpi4dl.comm.refusal import Mismatch
 from mpi4dl.comm.shutdown import meeting
 
 if TYPE_CHECKING:

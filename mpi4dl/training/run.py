@@ -27,10 +27,21 @@ from mpi4dl.runs.stopping import Stopped, StopSignals
 from mpi4dl.tasks.directions import HIGHER_IS_BETTER, write_directions
 from mpi4dl.training import resuming
 from mpi4dl.training.input_pipeline import BadImages, ControlFlags, Divided, Reading, UnreadableImages
-from mpi4dl.training.memory_check import told_before
-from mpi4dl.training.report import LogInterval, Reporter, ValidationReport, goal, summary, title, without_effect
+from mpi4dl.training.report import (
+    Forecast,
+    LogInterval,
+    Reporter,
+    ValidationReport,
+    WorkMeter,
+    compared,
+    expert_use,
+    goal,
+    summary,
+    title,
+    without_effect,
+)
 from mpi4dl.training.resuming import options_to_compare
-from mpi4dl.training.setup import Setup
+from mpi4dl.training.setup import Setup, told_before
 from mpi4dl.training.tensorboard import Painter, Showing, remember
 
 
@@ -172,16 +183,9 @@ class TrainingRun:
         self.options = options_to_compare(config, len(self.images.training), engine.stages.counts)
         self.epoch, self.batch, self.due = 0, 0, False
         self.interval = self.new_interval()
-        self.expert_use: Any = None  # what looks at experts, of a model that has some
-        if any(name.endswith(".router.weight") for name in engine.stages.shapes):
-            from mpi4dl.training.expert_use import expert_use
-
-            self.expert_use = expert_use
-        self.work: Any = None  # measures the work of stages of which it was foreseen
-        if engine.stages.prices is not None:
-            from mpi4dl.estimate.comparison import WorkMeter
-
-            self.work = WorkMeter(comm.node)
+        self.has_experts = any(name.endswith(".router.weight") for name in engine.stages.shapes)
+        # Measures the work of stages that was estimated.
+        self.work = None if engine.stages.prices is None else WorkMeter(comm.node)
         self.waited_for_cores: float | None = None  # until the first step
         self.began_steps = 0.0
         self.evaluation: Evaluation | None = None
@@ -363,8 +367,6 @@ class TrainingRun:
         of_ranks = self.comm.all_gather_object(self.work.worked)
         if self.engine.device.type != "cpu" or not any(rank.seconds for rank in of_ranks):
             return  # of a GPU, whose work the host does not wait for, it would say nothing
-        from mpi4dl.estimate.comparison import Forecast, compared
-
         forecast = Forecast.of(plan, stages.prices, stages.counts)
         for line in compared(forecast, of_ranks, self.comm.node.oversubscribed):
             self.say(line)
@@ -451,7 +453,7 @@ class TrainingRun:
             self.look_at_cores()
         found = self.interval.report(self.epoch + 1, self.meter.peak_bytes())
         self.interval = self.new_interval()
-        use = None if self.expert_use is None else self.expert_use(self.engine)
+        use = expert_use(self.engine) if self.has_experts else None
         if self.reporter is not None and found is not None:
             if use is not None:
                 found = replace(found, expert_imbalance=use.imbalance, dropped_tokens=use.dropped)

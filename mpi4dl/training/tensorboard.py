@@ -294,9 +294,7 @@ def timeline_of(engine: Engine) -> Simulation | None:
     stages, plan = engine.stages, engine.plan
     if stages.prices is None or plan.num_stages == 1:
         return None
-    from mpi4dl.estimate.comparison import foreseen
-
-    found = foreseen(plan, stages.prices, stages.counts)
+    found = stages.prices.simulated(plan, stages.counts)
     return found if sum(map(len, found.rows)) <= MOST_SPANS else None
 
 

@@ -17,10 +17,8 @@ from benchmarks.common.compare import compare, read
 from benchmarks.common.options import Options
 from benchmarks.common.report import Column, publish, table
 from benchmarks.common.turns import Contestant, beside_plain, take_turns
-from mpi4dl.sweeps import machine
-from mpi4dl.sweeps.chart import pyplot
-from mpi4dl.sweeps.machine import Conditions, share_cores
-from mpi4dl.sweeps.results import MIB, spread
+from mpi4dl.sweeps import results
+from mpi4dl.sweeps.results import MIB, Conditions, pyplot, share_cores, spread
 from tests.benchmarks.checks import answered, assert_picture, options_of
 from tests.pool.zygote import ROOT, python
 
@@ -219,12 +217,12 @@ def test_results_say_how_and_on_what_they_were_measured(tmp_path: Path, capsys: 
 def test_a_machine_is_loaded_if_others_use_its_cores(
     busy: float, own: float, loaded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_busy_seconds", lambda: 0.0)
-    monkeypatch.setattr(machine, "_own_seconds", lambda: 0.0)
+    monkeypatch.setattr(results, "_busy_seconds", lambda: 0.0)
+    monkeypatch.setattr(results, "_own_seconds", lambda: 0.0)
     conditions = Conditions()
     conditions._began -= 100.0
-    monkeypatch.setattr(machine, "_busy_seconds", lambda: busy)
-    monkeypatch.setattr(machine, "_own_seconds", lambda: own)
+    monkeypatch.setattr(results, "_busy_seconds", lambda: busy)
+    monkeypatch.setattr(results, "_own_seconds", lambda: own)
     found = conditions.found()
     assert found["cores_of_others"] == pytest.approx((busy - own) / 100, rel=0.1)
     assert found["loaded"] is loaded

@@ -7,7 +7,7 @@ from tests.pool.job import mpirun
 PROGRAM = """
 import os, signal, sys, threading, time, types
 from mpi4dl.comm import watchdog, failure
-from mpi4dl.comm.refusal import Refusal
+from mpi4dl.comm import Refusal
 from mpi4dl.comm.watchdog import Watchdog, sentry
 watchdog.LAST_WORDS_SECONDS = 5.0
 watchdog.STUCK_SECONDS = 0.5

@@ -45,7 +45,7 @@ def test_an_error_where_all_were_to_agree_is_shown_once_with_the_traceback_of_it
     """The others have raised `RankFailed`, which says what that rank says, and nothing of their own frames."""
     theirs = "rank 1 of 2 failed:\\nTraceback (most recent call last)\\nKeyError: 'the failing line'\\n"
     raised = f'if comm.rank == 0:\n    raise RankFailed("{theirs}")\nraise KeyError("the failing line")'
-    job = ended(2, f"from mpi4dl.comm.refusal import RankFailed\n{raised}", RUN)
+    job = ended(2, f"from mpi4dl.comm import RankFailed\n{raised}", RUN)
     assert job.code == 1
     assert job.stderr.count("KeyError: 'the failing line'") == 1
     assert job.stderr.count("Traceback (most recent call last)") == 1

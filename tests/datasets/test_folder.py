@@ -1,4 +1,4 @@
-"""mpi4dl.datasets.folders: one sub-folder per class, and messages for every way to get that wrong."""
+"""mpi4dl.datasets.sources: one sub-folder per class, and messages for every way to get that wrong."""
 
 import os
 import re
@@ -9,8 +9,8 @@ import pytest
 import tifffile
 
 from mpi4dl.datasets import BadImage, DatasetError
-from mpi4dl.datasets.folders import ImageFolder
 from mpi4dl.datasets.listed import OtherFile
+from mpi4dl.datasets.sources import ImageFolder
 from tests.datasets.boxes import noise_image, whole
 
 

@@ -11,8 +11,8 @@ import torch
 from mpi4dl.datasets import Augmentation, DatasetError, Loader, View
 from mpi4dl.datasets.arrays import Synthetic
 from mpi4dl.datasets.augment import Mixup
-from mpi4dl.datasets.folders import ImageFolder
 from mpi4dl.datasets.loader import balanced, class_counts
+from mpi4dl.datasets.sources import ImageFolder
 from mpi4dl.datasets.transform import Pointwise
 from mpi4dl.geometry import Box, GridShape, Interval, Tiling
 

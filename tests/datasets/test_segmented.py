@@ -1,4 +1,4 @@
-"""mpi4dl.datasets.folders and .masks: masks lie on their images whatever is done to these, and say what is wrong."""
+"""mpi4dl.datasets.sources and .masks: masks lie on their images whatever is done to these, and say what is wrong."""
 
 import re
 import struct
@@ -12,8 +12,8 @@ import torch
 
 from mpi4dl import datasets
 from mpi4dl.datasets import Augmentation, BadImage, DatasetError, Loader, View
-from mpi4dl.datasets.folders import SegmentedFolder
 from mpi4dl.datasets.masks import Mask, indices_of, open_stored, values_in
+from mpi4dl.datasets.sources import SegmentedFolder
 from mpi4dl.geometry import Box, GridShape, Interval, Tiling
 
 VALUES = np.array([0, 1, 2, 255], np.uint8)

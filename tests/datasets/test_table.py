@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mpi4dl import datasets
 from mpi4dl.datasets import DatasetError
-from mpi4dl.datasets.folders import LabelledFolder
+from mpi4dl.datasets.sources import LabelledFolder
 from mpi4dl.datasets.table import identifies, read_table
 
 

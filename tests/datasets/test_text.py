@@ -33,8 +33,8 @@ from mpi4dl.datasets.text import (
     split_documents,
 )
 from mpi4dl.datasets.text import corpus as corpus_module
+from mpi4dl.datasets.text.corpus import TokenFile
 from mpi4dl.datasets.text.dataset import IGNORED
-from mpi4dl.datasets.text.token_file import TokenFile
 from mpi4dl.geometry import Interval
 
 TEXTS = {

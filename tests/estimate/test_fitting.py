@@ -13,9 +13,8 @@ from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import parse
 from mpi4dl.parallel.streaming.stream import Streaming
 from mpi4dl.train import train
-from mpi4dl.training.memory_check import told_before
 from mpi4dl.training.run import fit
-from mpi4dl.training.setup import set_up
+from mpi4dl.training.setup import set_up, told_before
 from tests.pool.ranks import Ranks
 
 RUN = "--no-tensorboard --num-samples 4 --max-steps 1 --eval-every none --save-every none --num-workers 1"

@@ -11,9 +11,8 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from mpi4dl.parallel.tables.schedules import table_for
+from mpi4dl.parallel.tables.schedules import Placement, table_for
 from mpi4dl.parallel.tables.simulator import Costs, simulate
-from mpi4dl.parallel.tables.table import Placement
 from mpi4dl.report import main
 from mpi4dl.reports.page import log_ticks, results, thinned, ticks
 from mpi4dl.reports.reading import evaluations_in, extremes, read_runs

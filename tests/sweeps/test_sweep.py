@@ -16,9 +16,8 @@ from mpi4dl import sweep
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import parse as parse_training
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.sweeps.chart import plot
 from mpi4dl.sweeps.job import Outcome, reason, run_job
-from mpi4dl.sweeps.results import Results, Tried, accuracy, as_csv, as_table, front, in_order
+from mpi4dl.sweeps.results import Results, Tried, accuracy, as_csv, as_table, front, in_order, plot
 from mpi4dl.sweeps.space import Space, legal, parse, training_of
 from tests.benchmarks.checks import assert_picture
 from tests.pool.zygote import ROOT

@@ -15,9 +15,9 @@ from mpi4dl.models.experts import Mixture
 from mpi4dl.models.gpt import GPT
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.text.batcher import Batcher
+from mpi4dl.text.batcher import Batcher, Event, Usage
 from mpi4dl.text.model import PagedModel, PageSizes, TokenPortion
-from mpi4dl.text.requests import Event, Sampling, Usage
+from mpi4dl.text.options import Sampling
 from tests.pool.ranks import Ranks
 
 CONTEXT, END = 24, ByteTokenizer.end

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mpi4dl.text.batcher import Chooser, penalized, probabilities
-from mpi4dl.text.requests import Sampling
+from mpi4dl.text.options import Sampling
 
 LOGITS = torch.tensor([1.0, 3.0, -2.0, 2.5, 0.0, 2.5], dtype=torch.float64)
 

@@ -12,10 +12,10 @@ from mpi4dl.models.experts import Experts, Mixture, grouped_linear
 from mpi4dl.models.gpt import GPT
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.text.batcher import Batcher
+from mpi4dl.text.batcher import Batcher, Event
 from mpi4dl.text.loading import Precision, QuantizedExperts, QuantizedWeight, bytes_of, lower_weights
 from mpi4dl.text.model import PagedModel, PageSizes
-from mpi4dl.text.requests import Event, Sampling
+from mpi4dl.text.options import Sampling
 from tests.pool.ranks import Ranks
 
 

@@ -6,9 +6,16 @@ training, validation = split_documents(file, 0.1)
 sample = TokenDataset(training, context=256).read(0, Interval(0, 128))
 """
 
-from mpi4dl.datasets.text.corpus import Document, find_documents, pieces
+from mpi4dl.datasets.text.corpus import (
+    Document,
+    TokenFile,
+    TokenStream,
+    encode_corpus,
+    find_documents,
+    pieces,
+    split_documents,
+)
 from mpi4dl.datasets.text.dataset import MaskedTokenDataset, TokenDataset, TokenSample, bits_per_byte
-from mpi4dl.datasets.text.token_file import TokenFile, TokenStream, encode_corpus, split_documents
 from mpi4dl.datasets.text.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
 
 __all__ = [

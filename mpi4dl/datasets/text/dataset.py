@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from mpi4dl.datasets.base import DatasetError
-from mpi4dl.datasets.text.token_file import TokenStream
+from mpi4dl.datasets.text.corpus import TokenStream
 from mpi4dl.datasets.text.tokenizer import Tokens
 from mpi4dl.datasets.transformed import Batch
 from mpi4dl.geometry import Box, Interval

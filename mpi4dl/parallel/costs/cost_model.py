@@ -40,7 +40,7 @@ from mpi4dl.parallel.inputs import input_dtype, of_tokens
 from mpi4dl.parallel.pipeline.split import unfit
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.grid import Grid
-from mpi4dl.parallel.tables.simulator import Costs
+from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
 from mpi4dl.parallel.tensor.styles import Styles
 
 # The link between ranks as a straight line: a message takes a latency, and so many seconds for each of its bytes.
@@ -124,6 +124,10 @@ class StageCosts:
             forward.append(sum(f for f, _ in seconds))
             backward.append(sum(b for _, b in seconds))
         return tuple(forward), tuple(backward)
+
+    def simulated(self, plan: Plan, counts: Sequence[int]) -> Simulation:
+        """A step of a replica whose stages have so many units; what it keeps is not counted."""
+        return simulate(plan.table(), plan.placement, self.step(plan, counts))
 
     def step(self, plan: Plan, counts: Sequence[int], kept: Sequence[int] = ()) -> Costs:
         """The costs of a microbatch on each rank of stages of that many units, which keep `kept` bytes of it.

@@ -1,4 +1,4 @@
-"""Where a model is cut into stages, by what its units cost; and the stages of this rank.
+"""Where a model is cut into stages, so that the slowest is as fast as can be; and the stages of this rank.
 
 stages = split(build, plan, comm, device=..., seed=..., image=(1, 3, 256, 256))
 optimizer = torch.optim.SGD(stages.parameters(), lr=0.1)
@@ -6,8 +6,10 @@ optimizer = torch.optim.SGD(stages.parameters(), lr=0.1)
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -15,7 +17,6 @@ from mpi4dl._randomness import forked, seed_python
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.costs.cost_model import ASSUMED, Profiler, StageCosts, measured_prices, prices_for
 from mpi4dl.parallel.costs.units import count_bytes
-from mpi4dl.parallel.pipeline import balance as costs
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline
 from mpi4dl.parallel.plan import Plan
@@ -106,7 +107,7 @@ def choose_cut(
     """The cut by `balance`, the same on all ranks of `comm`. Collective."""
     counts = None
     if not isinstance(balance, str):
-        counts = costs.by_hand(cuttable, balance, plan.num_stages)
+        counts = by_hand(cuttable, balance, plan.num_stages)
         if clockwork is None:
             return Counts(counts, None)
     elif balance not in BALANCES:
@@ -118,7 +119,7 @@ def choose_cut(
         )
     prices = stage_prices(cuttable, plan, comm, balance, image, torch.device(device), clockwork, styles)
     if counts is None:
-        counts = costs.partition(costs_by(balance, cuttable, plan, image, prices))
+        counts = partition(costs_by(balance, cuttable, plan, image, prices))
     return Counts(counts, prices)
 
 
@@ -154,4 +155,62 @@ def costs_by(
     """The costs for `partition`: seconds, or the bytes that training keeps."""
     if balance != "memory":
         return prices.matrix
-    return costs.shared_out(count_bytes(cuttable, image), plan.sharing)
+    return shared_out(count_bytes(cuttable, image), plan.sharing)
+
+
+def partition(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
+    """The number of units of each stage, at least one, that minimises the largest cost of a stage.
+
+    `costs[s][i]` is what unit i costs on stage s, on each of its ranks. Exact, by dynamic programming in
+    O(stages * units^2). Of equally good partitions, always the same one.
+
+    Raises:
+        ValueError: fewer units than stages, no stage, or a cost that is negative or not finite.
+    """
+    stages, units = len(costs), len(costs[0]) if costs else 0
+    if not 1 <= stages <= units:
+        raise ValueError(
+            f"{stages} stages cannot be made of {units} units: every stage needs at least one; "
+            f"choose between 1 and {units} stages"
+        )
+    for stage, row in enumerate(costs):
+        wrong = next((i for i, cost in enumerate(row) if not 0 <= cost < float("inf")), None)
+        if wrong is not None:
+            raise ValueError(
+                f"the cost of unit {wrong} on stage {stage} is {row[wrong]}, but must be finite and not negative"
+            )
+    best = np.full(units + 1, np.inf)  # best[j]: the slowest stage's cost if the first j units are dealt out so far
+    best[0] = 0
+    starts = []
+    for row in costs:
+        sums = np.array([0, *accumulate(map(float, row))])
+        # spans[i, j] is the cost of units i to j - 1; a stage of none is no stage.
+        spans = sums[None, :] - sums[:, None]
+        spans[np.tril_indices(len(sums))] = np.inf
+        slowest = np.maximum(best[:, None], spans)
+        starts.append(slowest.argmin(axis=0))
+        best = slowest.min(axis=0)
+    counts, end = [], units
+    for start in reversed(starts):
+        counts.append(end - int(start[end]))
+        end = int(start[end])
+    return tuple(reversed(counts))
+
+
+def shared_out(costs: Sequence[float], sharing: Sequence[int]) -> list[list[float]]:
+    """Costs as `partition` takes them, if ranks share the work of a stage evenly: stage s has `sharing[s]` of them."""
+    return [[cost / ranks for cost in costs] for ranks in sharing]
+
+
+def by_hand(cuttable: Cuttable, counts: Sequence[int], stages: int) -> tuple[int, ...]:
+    """`counts`, if they are one number of units for each stage and add up to the model's.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if len(counts) != stages:
+        raise ValueError(
+            f"balance {','.join(map(str, counts))} has {len(counts)} numbers, but there are {stages} stages"
+        )
+    cuttable.check(counts)
+    return tuple(counts)

@@ -28,8 +28,8 @@ from mpi4dl.parallel.pipeline.split_backward import WeightGradients
 from mpi4dl.parallel.pipeline.stage_communication import Received, StageBoundary, StageMessage
 from mpi4dl.parallel.replicas.groups import ReplicaGroups
 from mpi4dl.parallel.spatial import whole_gradients
+from mpi4dl.parallel.tables.schedules import Action, Table, undivided
 from mpi4dl.parallel.tables.simulator import TimeSpan
-from mpi4dl.parallel.tables.table import Action, Table, undivided
 
 # Running statistics of batch norm where two copies of a stage (GEMS) see every other wave of microbatches.
 #

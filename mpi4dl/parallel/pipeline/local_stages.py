@@ -16,7 +16,7 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas.groups import Elements
 from mpi4dl.parallel.spatial.grid import Grid, Layout, PartPlace
 from mpi4dl.parallel.spatial.rules.normalization import right_gradients
-from mpi4dl.parallel.tables.table import Action
+from mpi4dl.parallel.tables.schedules import Action
 from mpi4dl.parallel.tensor.styles import NOT_CUT, Cuts, Cutting, Styles, cutting_of, names_by_first
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from mpi4dl._palette import IDLE, WORK
+from mpi4dl.parallel.tables.schedules import Action
 from mpi4dl.parallel.tables.simulator import Simulation
-from mpi4dl.parallel.tables.table import Action
 
 LETTERS = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
 NAMES = {"forward": "forward", "backward": "backward", "input": "input gradient", "weight": "weight gradient"}

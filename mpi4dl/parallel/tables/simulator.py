@@ -6,7 +6,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import NamedTuple
 
-from mpi4dl.parallel.tables.table import Action, Kind, Placement, Table, needs, precedence
+from mpi4dl.parallel.tables.schedules import Action, Kind, Placement, Table, needs, precedence
 
 # Can this table be run at all? Finds what is missing, doubled, out of order or waits for itself, before anyone starts.
 #

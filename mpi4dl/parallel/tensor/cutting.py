@@ -5,7 +5,7 @@
 
 Rules for tensors that are spread do the rest: a linear layer whose outputs are cut makes features that are cut; one
 whose inputs are cut sums over the ranks. The calls of a model in between (views as heads, attention, activations) use
-global shapes. Layers of experts see their part as it is, and tokens come to them (`parallel.expert`).
+global shapes. Layers of experts see their part as it is, and tokens come to them (`parallel.experts`).
 """
 
 import math
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.geometry import Interval, Split, Tiling, ceil_div, even_cuts
-from mpi4dl.parallel.expert.layer import lay_over
+from mpi4dl.parallel.experts import lay_over
 from mpi4dl.parallel.replicas.groups import Elements
 from mpi4dl.parallel.spatial.grid import Factor, Flat, Grid, Layout, PartPlace
 from mpi4dl.parallel.spatial.tensor import wrap

@@ -26,8 +26,8 @@ from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 
 from mpi4dl.datasets.text import Tokenizer
-from mpi4dl.text.batcher import Batcher
-from mpi4dl.text.requests import Event, Sampling
+from mpi4dl.text.batcher import Batcher, Event
+from mpi4dl.text.options import Sampling
 
 # How the server does: times to the first token and between tokens, tokens a second; for Prometheus and for a reader.
 #

@@ -21,7 +21,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mpi4dl.datasets.text import Tokenizer
-from mpi4dl.text.requests import LARGEST_SEED, Event, Sampling
+from mpi4dl.text.batcher import Event
+from mpi4dl.text.options import LARGEST_SEED, Sampling
 from mpi4dl.text.serving.admission import (
     Admission,
     ApiError,

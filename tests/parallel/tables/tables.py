@@ -4,8 +4,7 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from mpi4dl.parallel.tables.schedules import SCHEDULES, gems
-from mpi4dl.parallel.tables.table import Action, Kind, Placement, Table, needs
+from mpi4dl.parallel.tables.schedules import SCHEDULES, Action, Kind, Placement, Table, gems, needs
 
 KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mpi4dl.parallel.tables.schedules import table_for
+from mpi4dl.parallel.tables.schedules import Action, Placement, Table, table_for
 from mpi4dl.parallel.tables.simulator import TableError, check
-from mpi4dl.parallel.tables.table import Action, Placement, Table
 from tests.parallel.tables.tables import can_be_played, read, tables
 
 THREE = Placement.row([1, 1, 1])

@@ -5,9 +5,8 @@ from xml.etree.ElementTree import fromstring
 
 from mpi4dl._palette import IDLE, WORK
 from mpi4dl.parallel.tables.drawing import as_image, as_svg, as_text
-from mpi4dl.parallel.tables.schedules import table_for
+from mpi4dl.parallel.tables.schedules import Placement, table_for
 from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
-from mpi4dl.parallel.tables.table import Placement
 
 
 def simulated(name: str, placement: Placement, num_microbatches: int, costs: Costs) -> Simulation:

@@ -8,9 +8,18 @@ from hypothesis import strategies as st
 
 from mpi4dl.parallel.tables import schedules
 from mpi4dl.parallel.tables.drawing import as_text
-from mpi4dl.parallel.tables.schedules import SCHEDULES, Schedule, forward_only, gems, interleaved, table_for
+from mpi4dl.parallel.tables.schedules import (
+    SCHEDULES,
+    Action,
+    Placement,
+    Schedule,
+    Table,
+    forward_only,
+    gems,
+    interleaved,
+    table_for,
+)
 from mpi4dl.parallel.tables.simulator import Costs, check, simulate
-from mpi4dl.parallel.tables.table import Action, Placement, Table
 from tests.parallel.tables.tables import can_be_played, read, tables
 
 # Tables by schedule, placement, microbatches and pairs of waves. In the last one, ranks 1 to 3 hold a tile of the first

@@ -5,9 +5,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
-from mpi4dl.parallel.tables.schedules import table_for
+from mpi4dl.parallel.tables.schedules import Action, Placement, Table, table_for
 from mpi4dl.parallel.tables.simulator import Costs, Simulation, TableError, TimeSpan, check, simulate
-from mpi4dl.parallel.tables.table import Action, Placement, Table
 from tests.parallel.tables.tables import tables
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 4, 8, 13)]

@@ -2,8 +2,7 @@
 
 import pytest
 
-from mpi4dl.parallel.tables.schedules import zero_bubble
-from mpi4dl.parallel.tables.table import Action, Placement, needs, precedence, undivided
+from mpi4dl.parallel.tables.schedules import Action, Placement, needs, precedence, undivided, zero_bubble
 from tests.parallel.tables.tables import read
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from mpi4dl.text.batcher import Batcher
-from mpi4dl.text.requests import Event, Sampling, Stats, Usage
+from mpi4dl.text.batcher import Batcher, Event, Stats, Usage
+from mpi4dl.text.options import Sampling
 
 LETTERS = range(ord("a"), ord("z") + 1)
 

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from mpi4dl.text.requests import Sampling
+from mpi4dl.text.options import Sampling
 from mpi4dl.text.serving.admission import Limits
 from mpi4dl.text.serving.app import ChatMessage, chat_prompt
 from tests.text.serving.damage import DEEP, Damaged, mutated, systematic

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.packing import Piece
 from mpi4dl.models.experts import Experts
-from mpi4dl.parallel.expert.layer import NOBODY, Residence, Traffic, Travel, lay_over, through
+from mpi4dl.parallel.experts import NOBODY, Residence, Traffic, Travel, lay_over, through
 from mpi4dl.parallel.spatial.grid import Arrangement, Grid
 from tests.pool.ranks import Ranks
 from tests.short_runs import EXACT

@@ -11,7 +11,7 @@ from mpi4dl import models
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.losses import classification_loss
-from mpi4dl.training.expert_use import ExpertUse, expert_use
+from mpi4dl.training.report import ExpertUse, expert_use
 from tests.pool.ranks import Ranks
 from tests.short_runs import Task, check, train
 

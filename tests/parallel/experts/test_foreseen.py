@@ -17,7 +17,7 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.sharding import even_layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
 from mpi4dl.parallel.tensor.cutting import with_cuts
-from tests.parallel.expert.test_training import VOCABULARY, build
+from tests.parallel.experts.test_training import VOCABULARY, build
 from tests.pool.ranks import Ranks
 
 SAMPLES, LENGTH = 16, 16

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from mpi4dl.estimate.comparison import Forecast, Worked, WorkMeter, compared
 from mpi4dl.parallel.costs.cost_model import Link, StageCosts
 from mpi4dl.parallel.costs.timing import UnitSeconds
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.training.report import Forecast, Worked, WorkMeter, compared
 
 PLAN = Plan.of(stages=2, tiles=[(1, 2), (1, 1)], microbatches=2)
 # On stage 0 a unit takes 1 s forward and 2 s backward, on stage 1 twice as long.

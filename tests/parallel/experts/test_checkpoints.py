@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.expert.test_training import ONE, PLANS, task_of
+from tests.parallel.experts.test_training import ONE, PLANS, task_of
 from tests.pool.ranks import Ranks
 from tests.short_runs import check_going_on
 
