@@ -15,7 +15,8 @@ from typing import Any
 
 from benchmarks.common.charts import Lines, lines
 from benchmarks.common.options import Option, Options
-from benchmarks.common.report import NAME, Column, publish, table
+from benchmarks.common.report import NAME, publish
+from mpi4dl.sweeps.results import Column, table
 
 NEEDS = "the folders of runs"
 COLUMNS = (

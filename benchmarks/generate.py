@@ -28,11 +28,11 @@ from benchmarks.common import options as declared
 from benchmarks.common.arrivals import ALONE, CONTINUOUS, WAYS, Clock, Door, Request, drawn, waits
 from benchmarks.common.charts import OTHERS, Bars, Lines, bars, lines
 from benchmarks.common.options import Option, Options
-from benchmarks.common.report import NAME, Column, mebibytes, publish, table
+from benchmarks.common.report import NAME, publish
 from benchmarks.common.turns import Contestant, answer_turns, take_turns
 from mpi4dl._wording import counted
 from mpi4dl.options.kinds import POSITIVE, choice, listed
-from mpi4dl.sweeps.results import spread
+from mpi4dl.sweeps.results import Column, mebibytes, spread, table
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -22,11 +22,11 @@ from typing import Any
 from benchmarks.common import options as declared
 from benchmarks.common.charts import Lines, lines
 from benchmarks.common.options import Option, Options
-from benchmarks.common.report import NAME, RANKS, Column, mebibytes, publish, table
+from benchmarks.common.report import NAME, RANKS, publish
 from benchmarks.common.turns import answer_turns, measure_once
 from mpi4dl._wording import counted
 from mpi4dl.options.kinds import POSITIVE, choice, listed
-from mpi4dl.sweeps.results import MIB
+from mpi4dl.sweeps.results import MIB, Column, mebibytes, table
 
 PATCH = 256  # px
 

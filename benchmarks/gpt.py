@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.common.charts import Lines, lines
 from benchmarks.common.options import Option, Options
-from benchmarks.common.report import Column, publish, table
+from benchmarks.common.report import publish
+from mpi4dl.sweeps.results import Column, table
 
 if TYPE_CHECKING:
     from mpi4dl.geometry import Box

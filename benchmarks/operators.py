@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.common import options as declared
 from benchmarks.common.charts import OTHERS, Bars, bars
 from benchmarks.common.options import GRID, Option, Options
-from benchmarks.common.report import Column, publish, table
+from benchmarks.common.report import publish
 from benchmarks.common.turns import Contestant, answer_turns, take_turns
 from mpi4dl.options.kinds import TEXT, integer, listed
-from mpi4dl.sweeps.results import spread
+from mpi4dl.sweeps.results import Column, spread, table
 
 if TYPE_CHECKING:
     import torch

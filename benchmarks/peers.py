@@ -29,9 +29,10 @@ from benchmarks.common.allocators import ALLOCATORS, use_allocator, with_each
 from benchmarks.common.charts import OTHERS, PEERS, THIRD, Bars, bars
 from benchmarks.common.charts import PLAIN as GREY
 from benchmarks.common.options import Option, Options
-from benchmarks.common.report import NAME, Column, mebibytes, save, table
+from benchmarks.common.report import NAME, save
 from benchmarks.common.turns import Contestant, answer_turns, measure_once, take_turns
 from mpi4dl.options.kinds import choice, listed
+from mpi4dl.sweeps.results import Column, mebibytes, table
 
 if TYPE_CHECKING:
     import torch

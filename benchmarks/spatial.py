@@ -18,9 +18,10 @@ from benchmarks.common import options as declared
 from benchmarks.common.allocators import ALLOCATORS, use_allocator, with_each
 from benchmarks.common.charts import OTHERS, PLAIN, Bars, bars
 from benchmarks.common.options import GRID, Option, Options
-from benchmarks.common.report import NAME, RANKS, Column, mebibytes, publish, table
+from benchmarks.common.report import NAME, RANKS, publish
 from benchmarks.common.turns import answer_turns, beside_plain, take_turns
 from mpi4dl._wording import counted
+from mpi4dl.sweeps.results import Column, mebibytes, table
 
 OPTIONS = (
     Option("--model", str, "resnet50", "a model of mpi4dl.models or torchvision"),

@@ -28,11 +28,11 @@ from benchmarks.common import options as declared
 from benchmarks.common.allocators import ALLOCATORS, use_allocator, with_each
 from benchmarks.common.charts import OTHERS, PLAIN, Bars, bars
 from benchmarks.common.options import GRID, Option, Options
-from benchmarks.common.report import NAME, RANKS, Column, mebibytes, save, table
+from benchmarks.common.report import NAME, RANKS, save
 from benchmarks.common.turns import Contestant, answer_turns, beside_plain, take_turns
 from mpi4dl._wording import counted
 from mpi4dl.options.kinds import TEXT, choice, listed
-from mpi4dl.sweeps.results import share_cores
+from mpi4dl.sweeps.results import Column, mebibytes, share_cores, table
 
 if TYPE_CHECKING:
     import torch

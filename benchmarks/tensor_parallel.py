@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.common import options as declared
 from benchmarks.common.charts import Bars, bars
 from benchmarks.common.options import Option, Options
-from benchmarks.common.report import NAME, RANKS, Column, mebibytes, publish, table
+from benchmarks.common.report import NAME, RANKS, publish
 from benchmarks.common.turns import Contestant, answer_turns, take_turns
 from mpi4dl.options.kinds import choice, listed
-from mpi4dl.sweeps.results import MIB
+from mpi4dl.sweeps.results import MIB, Column, mebibytes, table
 
 if TYPE_CHECKING:
     import torch

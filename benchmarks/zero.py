@@ -25,12 +25,12 @@ from benchmarks.common import options as declared
 from benchmarks.common.charts import OTHERS, PEERS, Bars, bars
 from benchmarks.common.charts import PLAIN as GREY
 from benchmarks.common.options import Option, Options
-from benchmarks.common.report import NAME, Column, mebibytes, publish, table
+from benchmarks.common.report import NAME, publish
 from benchmarks.common.turns import answer_turns, measure_once, take_turns
 from benchmarks.peers import TRANSFORMER, Task
 from mpi4dl._wording import counted
 from mpi4dl.options.kinds import choice, listed
-from mpi4dl.sweeps.results import spread
+from mpi4dl.sweeps.results import Column, mebibytes, spread, table
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""A program that reads for `reader_process.py`: lines with a path and what is wanted of it come in, answers and bytes go out.
+"""A program that reads for `reader_process.py`: lines with a path and a question come in, answers and bytes go out.
 
 It is run by its path, with the name of what reads, and imports nothing of the package, so that it starts in a moment.
 It ends when its input does.

@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -18,7 +18,7 @@ from itertools import combinations
 from pathlib import Path
 from statistics import median
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpi4dl._files import write_durably
 from mpi4dl._palette import BLUE, ORANGE
@@ -284,28 +284,63 @@ def training_options(flags: Sequence[str]) -> dict[str, str]:
     return {f"--{name.replace('_', '-')}": value for name, value in shared_options(parse_training(flags)).items()}
 
 
+Row = Mapping[str, Any]
+
+
+class Column(NamedTuple):
+    """A column of a table: `key` of each row, as text or with so many digits. `ends` adds those of its spread."""
+
+    head: str
+    key: str
+    digits: int | None = None
+    scale: float = 1.0
+    ends: bool = False
+
+    def heads(self) -> list[str]:
+        return [self.head, *["(min-max)"] * self.ends]
+
+    def cells(self, row: Row) -> list[str]:
+        value = row.get(self.key)
+        if value is None:
+            return ["-"] * (1 + self.ends)
+        if self.digits is None:
+            return [str(value)]
+        found = [f"{value * self.scale:.{self.digits}f}"]
+        if self.ends:
+            low, high = (self.scale * row[f"{self.key}_{end}"] for end in ("min", "max"))
+            found.append(f"({low:.{self.digits}f}-{high:.{self.digits}f})")
+        return found
+
+
+def mebibytes(head: str, key: str, digits: int = 0) -> Column:
+    return Column(head, key, digits, 1 / MIB)
+
+
+def table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    """A line for each row; the first column is text, all others are numbers."""
+    head = [text for column in columns for text in column.heads()]
+    lines = [head, *([cell for column in columns for cell in column.cells(row)] for row in rows)]
+    return "\n".join(aligned(lines, {head[0]}))
+
+
+COLUMNS = (
+    Column("plan", "name"),
+    Column("ranks", "ranks"),
+    Column("images/s", "images_per_second", 2, ends=True),
+    Column("estimate", "predicted_images_per_second", 2),
+    Column("CPU s", "cpu_seconds_per_image", 2),
+    Column("idle %", "idle_share", 0, 100),
+    mebibytes("peak MiB", "peak_bytes", 1),
+    mebibytes("estimate", "predicted_peak_bytes", 1),
+    Column("front", "mark"),
+)
+
+
 def as_table(rows: Sequence[dict[str, Any]]) -> str:
     """All plans, `*` those on the front, failures, and how far estimates are off."""
-    head = ("plan", "ranks", "images/s", "(min-max)", "estimate", "CPU s", "idle %", "peak MiB", "estimate", "front")
-    lines = [head]
-    for row in measured(rows):
-        speed, size = row["predicted_images_per_second"], row["predicted_peak_bytes"]
-        lines.append(
-            (
-                f"{row['number']}: {row['plan']}",
-                str(row["ranks"]),
-                f"{row['images_per_second']:.2f}",
-                f"({row['images_per_second_min']:.2f}-{row['images_per_second_max']:.2f})",
-                "-" if speed is None else f"{speed:.2f}",
-                f"{row['cpu_seconds_per_image']:.2f}",
-                f"{100 * row['idle_share']:.0f}",
-                f"{row['peak_bytes'] / MIB:.1f}",
-                "-" if size is None else f"{size / MIB:.1f}",
-                "*" * row["on_front"],
-            )
-        )
-    failed = [f"{row['number']}: {row['plan']}: failed: {shortened(row['failure'])}" for row in rows if row["failure"]]
-    return "\n".join([*aligned(lines, {"plan"}), *failed, *accuracy(rows)])
+    numbered = [{**row, "name": f"{row['number']}: {row['plan']}", "mark": "*" * row["on_front"]} for row in rows]
+    failed = [f"{row['name']}: failed: {shortened(row['failure'])}" for row in numbered if row["failure"]]
+    return "\n".join([table(measured(numbered), COLUMNS), *failed, *accuracy(rows)])
 
 
 def shortened(reason: str) -> str:

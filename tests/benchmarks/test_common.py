@@ -15,10 +15,10 @@ from benchmarks.common import options as declared
 from benchmarks.common.allocators import environments, with_each
 from benchmarks.common.compare import compare, read
 from benchmarks.common.options import Options
-from benchmarks.common.report import Column, publish, table
+from benchmarks.common.report import publish
 from benchmarks.common.turns import Contestant, beside_plain, take_turns
 from mpi4dl.sweeps import results
-from mpi4dl.sweeps.results import MIB, Conditions, pyplot, share_cores, spread
+from mpi4dl.sweeps.results import MIB, Column, Conditions, pyplot, share_cores, spread, table
 from tests.benchmarks.checks import answered, assert_picture, options_of
 from tests.pool.zygote import ROOT, python
 
