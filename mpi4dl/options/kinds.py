@@ -450,7 +450,7 @@ EPOCHS = Kind(
 def listed(kind: Kind, sign: str = ",") -> Kind:
     """Several of a kind, each once."""
     return Kind(
-        f"{kind.wanted}, or several with {sign} between them",
+        f"{kind.wanted}, or several with {sign!r} between them",
         f"{kind.metavar}{sign}...",
         lambda values: tuple(dict.fromkeys(map(kind.check, values))),
         read=lambda text: [kind.read(each) for each in text.split(sign)],

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpi4dl._commands import typed
-from mpi4dl.options.kinds import BYTES, COUNT, COUNT_OR_ZERO, POSITIVE, SIDES, TEXT, listed, reader
+from mpi4dl.options.kinds import BYTES, COUNT, COUNT_OR_ZERO, POSITIVE, SIDES, ZERO_STAGE, choice, listed, reader
+from mpi4dl.parallel.tables.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from mpi4dl.options.config import Config
@@ -72,10 +73,10 @@ def parse(argv: Sequence[str], description: str) -> Sweep:
         help="tiles of a stage; later stages may have another grid of fewer tiles",
     )
     add("--stages", type=counts, default="1,2,4", help="numbers of stages")
-    add("--schedules", type=reader(listed(TEXT)), default="1f1b", help="layer, gpipe, 1f1b, interleaved, zero-bubble")
+    add("--schedules", type=reader(listed(choice(*SCHEDULES))), default="1f1b", help=", ".join(SCHEDULES))
     add("--bidirectional", type=counts_or_zero, default="0", help="GEMS: pairs of waves through a mirrored copy")
     add("--data", type=counts, default="1,2,4", help="numbers of replicas")
-    add("--zero", type=counts_or_zero, default="0", help="ZeRO stages")
+    add("--zero", type=reader(listed(ZERO_STAGE)), default="0", help="ZeRO stages")
     add("--microbatches", type=counts, default="1,2,4", help="microbatches of a batch, in each wave")
     add("--chunks", type=counts, default="1,2", help="stages of a rank, of the interleaved schedule")
     add = parser.add_argument_group("how they are measured").add_argument
@@ -100,15 +101,7 @@ def parse(argv: Sequence[str], description: str) -> Sweep:
 
 
 def _check(sweep: Sweep) -> None:
-    """Raise ValueError for unknown words, for flags that the plan decides, and for texts and patches."""
-    from mpi4dl.parallel.plan import ZERO_STAGES
-    from mpi4dl.parallel.tables.schedules import SCHEDULES
-
-    known: dict[str, Sequence[Any]] = {"schedules": tuple(SCHEDULES), "zero": ZERO_STAGES}
-    for name, choices in known.items():
-        unknown = [each for each in getattr(sweep.space, name) if each not in choices]
-        if unknown:
-            raise ValueError(f"--{name} {unknown[0]}: choose of {', '.join(map(str, choices))}")
+    """Raise ValueError for flags that the plan decides, and for texts and patches."""
     decided = decided_flags()
     for word in sweep.training:
         if word.split("=")[0] in decided:
