@@ -20,6 +20,7 @@ from typing import Any
 
 from mpi4dl._commands import INTERRUPTED, one_message
 from mpi4dl._wording import counted, duration, to_install
+from mpi4dl.options.kinds import SIDES
 from mpi4dl.sweeps.job import Outcome, run_job
 from mpi4dl.sweeps.results import MIB, Results, Tried, as_csv, as_table, plot, save_figure, share_cores
 from mpi4dl.sweeps.space import Space, Sweep, legal, parse
@@ -64,7 +65,8 @@ def estimated(sweep: Sweep) -> list[Tried]:
 
 
 def _nothing_legal(space: Space, batch_size: int) -> str:
-    shown = [f"--{name} {','.join(map(str, values))}" for name, values in vars(space).items()]
+    values = vars(space) | {"grids": map(SIDES.raw, space.grids)}
+    shown = [f"--{name} {','.join(map(str, each))}" for name, each in values.items()]
     return (
         f"no plan of {' '.join(shown)} is legal for a batch of {batch_size}: tiles of all stages times replicas "
         "must equal the ranks, and microbatches times replicas may not exceed the images"
