@@ -26,7 +26,7 @@ from tests.short_runs import EXACT, assert_close
 
 SIZE = (36, 60)
 CHANNELS = 4
-VISITS = (4, 6)
+TILES = (4, 6)
 Size = tuple[int, int]
 
 
@@ -190,7 +190,7 @@ TARGETS = torch.tensor([1, 2])
 
 def train(comm: Communicator, seed: int, norms: str, recompute: bool) -> Any:
     """Two steps and an evaluation: losses, and the last gradients and values."""
-    plan, counts = Plan(((1, comm.size),)), (VISITS[0], VISITS[1] // comm.size)
+    plan, counts = Plan(((1, comm.size),)), (TILES[0], TILES[1] // comm.size)
     stream = StreamOptions(counts, "1", norms)
     held = split(lambda: build(seed), plan, comm, image=(2, 3, *SIZE), stream=stream, whole=("0", "1"))
     engine = Engine(
