@@ -162,8 +162,8 @@ class Residence:
         self.numbers = torch.full((num_experts + 1,), len(self.own))  # as this rank's part of the layer knows them
         self.numbers[self.own.start : self.own.stop] = torch.arange(len(self.own))
 
-    def work(self, run: Work, parameters: Sequence[Tensor]) -> Work:
-        """`run` on the ranks that have the experts, whose `parameters` it has, as seen by the rank with the tokens."""
+    def work(self, run: Work) -> Work:
+        """`run` on the ranks that have the experts, as seen by the rank with the tokens."""
 
         def here(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
             if x.is_meta or not self.real:
@@ -174,8 +174,10 @@ class Residence:
             own = self.numbers.to(x.device)[chosen]
             token, choice = (own < len(self.own)).nonzero(as_tuple=True)
             if not len(token):
-                nothing: Tensor = _Nothing.apply(x, weights, *parameters)
-                return nothing
+                # A token of zeros, which goes nowhere: this rank uses all parameters when others do, which may gather.
+                made = run(x.new_zeros(1, x.shape[1]), own.new_zeros(1, 1), weights.new_zeros(1, 1))
+                nothing: Tensor = _Nothing.apply(x, weights)
+                return nothing.index_add(0, token, made[:0].to(x.dtype))
             made = run(x[token], own[token, choice][:, None], weights[token, choice][:, None])
             return torch.zeros_like(x).index_add(0, token, made.to(x.dtype))
 
@@ -186,14 +188,14 @@ class Residence:
 
 
 class _Nothing(torch.autograd.Function):
-    """The result of experts without tokens: zeros, and zero gradients of their parameters, as in one process.
+    """The result of experts without tokens: zeros.
 
     Without a graph behind it this rank would not take part when gradients travel back.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weights, *parameters)
+    def forward(ctx: Any, x: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weights)
         return torch.zeros_like(x)
 
     @staticmethod
@@ -218,8 +220,7 @@ def lay_over(module: nn.Module, num_experts: int, axes: Sequence[str], grid: Gri
             made: Tensor = kind.forward(self, x, chosen, weights)
             return made
 
-        own = tuple(self.parameters())
-        return _on_grid(residence.work(run, own), x, chosen, weights, grid)
+        return _on_grid(residence.work(run), x, chosen, weights, grid)
 
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     module.num_experts = len(residence.own)  # type: ignore[assignment]

@@ -77,3 +77,8 @@ def possible() -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize(("name", "plan"), tuple(possible()))
 def test_five_steps_of_all(ranks: Ranks, name: str, plan: str) -> None:
     check(ranks, task_of(name), PLANS[plan])
+
+
+def test_experts_without_any_token_are_gathered_too(ranks: Ranks) -> None:
+    """Each rank has one token for one of 8 experts, so that replicas of the same experts often differ in having any."""
+    check(ranks, replace(task_of("switch"), size=(1,)), PLANS["experts 2, data 2, ZeRO 3"])

@@ -64,7 +64,7 @@ def compare(comm: Communicator, nodes: list[list[int]] | None) -> None:
     for (name, _), part in zip(list(own.named_parameters()), parts, strict=True):
         own._parameters[name] = part
     own.num_experts = len(residence.own)
-    made = residence.work(own, parts)(x, chosen, weights)
+    made = residence.work(own)(x, chosen, weights)
     assert torch.allclose(made, whole, rtol=0, atol=EXACT)
     found = torch.autograd.grad(made.square().sum(), (x, weights, *parts))
     for one, other in zip(found, expected, strict=False):
@@ -160,7 +160,7 @@ def of_rank_0_alone(comm: Communicator) -> None:
     expected = comm.all_reduce(plain.matrices.grad)[2 * comm.rank :][:2]
     assert layer.matrices.grad is not None
     assert torch.allclose(layer.matrices.grad, expected, rtol=0, atol=EXACT)
-    assert layer.runs == (comm.rank == 0)
+    assert layer.runs == 1  # also where no token comes, so that ranks that share the parameters can gather them
     assert not expected.any() or comm.rank == 0
 
 
