@@ -315,11 +315,12 @@ class EvaluationFeed(BatchFeed):
         if part.grid.rank == 0:
             if found.kept is not None:
                 found.kept.append((outputs, targets))
-            if all(isinstance(x, Tensor) for x in (outputs, targets)):
-                found.classified = outputs.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point()
+            logits = main_output(outputs)
+            if all(isinstance(x, Tensor) for x in (logits, targets)):
+                found.classified = logits.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point()
             if found.classified:
-                found.correct += int((outputs.argmax(1) == targets).sum())
-                found.undefined += int(outputs.isnan().any())  # of which argmax makes a class
+                found.correct += int((logits.argmax(1) == targets).sum())
+                found.undefined += int(logits.isnan().any())  # of which argmax makes a class
         found.measures.update(part.grid, outputs, targets)
 
 

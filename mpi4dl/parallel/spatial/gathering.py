@@ -9,7 +9,7 @@ with spatial.gathering():
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -84,33 +84,10 @@ class _Substitute:
         try:
             return rule(*args, **kwargs)
         except NoRule as refused:
-            name = getattr(function, "__name__", "")
-            attribute = getattr(getattr(function, "__self__", None), "__name__", "")
-            if name in OF_THE_TENSOR_ITSELF or (name == "__get__" and attribute not in VALUES_OF_ATTRIBUTES):
-                raise
             reason = refused
         finally:
             self.within_rule = False
-        return self.compute_whole(function, args, kwargs, reason)
-
-    def compute_whole(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], reason: NoRule) -> Any:
-        leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        wholes = {id(x): _gathered(x) for x in leaves if isinstance(x, SpatialTensor)}
-        if not wholes:
-            raise reason
-        plain = [wholes[id(x)].tensor if id(x) in wholes else x for x in leaves]
-        given, named = pytree.tree_unflatten(plain, structure)
-        generators = _generators(plain)
-        states = [generator.get_state() for generator in generators]
-        result = function(*given, **named)
-        drawn = [i for i, generator in enumerate(generators) if not torch.equal(generator.get_state(), states[i])]
-        _check_seeds(function, next(iter(wholes.values())).spread, [states[i] for i in drawn])
-        for whole in wholes.values():
-            if whole.tensor._version != whole.version:
-                _write_back(function, whole)
-        placed = pytree.tree_map(lambda y: _place(y, list(wholes.values())), result)
-        self.warn(function, list(wholes.values()), placed)
-        return placed
+        return compute_whole(function, args, kwargs, reason, self.warn)
 
     def warn(self, function: Any, wholes: list[_Whole], result: Any) -> None:
         name, module = function_name(function), calling_module()
@@ -126,6 +103,40 @@ class _Substitute:
             GatheredWarning,
             stacklevel=2,
         )
+
+
+def compute_whole(
+    function: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    reason: NoRule,
+    warn: Callable[[Any, list[_Whole], Any], None] = lambda function, wholes, result: None,
+) -> Any:
+    """The function of whole operands, on every rank; results are cut as an operand is. Collective where one is cut.
+
+    Raises `reason` for what a copy of the operands cannot answer.
+    """
+    name = getattr(function, "__name__", "")
+    attribute = getattr(getattr(function, "__self__", None), "__name__", "")
+    if name in OF_THE_TENSOR_ITSELF or (name == "__get__" and attribute not in VALUES_OF_ATTRIBUTES):
+        raise reason
+    leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    wholes = {id(x): _gathered(x) for x in leaves if isinstance(x, SpatialTensor)}
+    if not wholes:
+        raise reason
+    plain = [wholes[id(x)].tensor if id(x) in wholes else x for x in leaves]
+    given, named = pytree.tree_unflatten(plain, structure)
+    generators = _generators(plain)
+    states = [generator.get_state() for generator in generators]
+    result = function(*given, **named)
+    drawn = [i for i, generator in enumerate(generators) if not torch.equal(generator.get_state(), states[i])]
+    _check_seeds(function, next(iter(wholes.values())).spread, [states[i] for i in drawn])
+    for whole in wholes.values():
+        if whole.tensor._version != whole.version:
+            _write_back(function, whole)
+    placed = pytree.tree_map(lambda y: _place(y, list(wholes.values())), result)
+    warn(function, list(wholes.values()), placed)
+    return placed
 
 
 def _gathered(x: SpatialTensor) -> _Whole:

@@ -365,9 +365,16 @@ class SpatialTensor(Tensor):
             if options["out"] is not None:
                 raise refusal(function_name(function), "it was given out=")
             options = {name: value for name, value in options.items() if name != "out"}
-        if writes(function, options):
-            return _write(function, rule, args, options)
-        result = rule(*args, **options)
+        try:
+            if writes(function, options):
+                return _write(function, rule, args, options)
+            result = rule(*args, **options)
+        except NoRule as refused:
+            if not _is_uncut(args, options):
+                raise
+            from mpi4dl.parallel.spatial.gathering import compute_whole
+
+            return compute_whole(function, args, options, refused)
         for x in args:
             if isinstance(x, SpatialTensor):
                 for y in result if isinstance(result, tuple | list) else (result,):
@@ -493,6 +500,14 @@ def _refuse_gradient(gradient: Tensor) -> None:
 
 
 _REFUSING = OrderedDict({0: _refuse_gradient})
+
+
+def _is_uncut(args: Sequence[Any], options: dict[str, Any]) -> bool:
+    """Whether each rank holds all of each operand, since no axis of it is cut: any operator is exact on these."""
+    spread = [x for x in pytree.tree_leaves((tuple(args), options)) if isinstance(x, SpatialTensor)]
+    return bool(spread) and all(
+        dim is None or x.layout.grid.shape[axis] == 1 for x in spread for axis, dim in enumerate(x.layout.dims)
+    )
 
 
 def wrap(local: Tensor, layout: Layout) -> Tensor:

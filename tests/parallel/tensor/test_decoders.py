@@ -41,10 +41,11 @@ PLAIN = (
     "gpt2 gpt_bigcode gpt_neox gpt_neox_japanese granite helium hunyuan_v1_dense llama mamba mistral nemotron olmo "
     "olmo2 olmo3 openai-gpt qwen2 qwen3 seed_oss smollm3 stablelm starcoder2 vaultgemma"
 )
-SPARSE = "gpt_oss granitemoe mixtral olmoe phimoe qwen2_moe qwen3_moe"
+SPARSE = "gpt_oss granitemoe mixtral olmoe qwen2_moe qwen3_moe"
 DECODERS: dict[str, dict[str, Any]] = {
     **{name: {} for name in PLAIN.split()},
     **{name: EXPERTS for name in SPARSE.split()},
+    "phimoe": EXPERTS | {"router_jitter_noise": 0.0},  # which would choose among close experts at random
     **{name: {"pad_token_id": 0} for name in ("biogpt", "phi3")},
     "codegen": {"rotary_dim": 4, "n_ctx": 32},
     "ctrl": {"dff": 20},
