@@ -3,7 +3,6 @@
 Fewer tiles read fewer pixels of margins. More segments repeat less in their statistics passes, but keep more outputs.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -150,6 +149,10 @@ class StreamNeeds:
 
         return replace(self, segments=tuple(map(larger, self.segments)))
 
+    def without_tiles(self) -> "StreamNeeds":
+        """The needs besides those of the tile that is run."""
+        return replace(self, segments=tuple(each._replace(read_bytes=0, tile_bytes=0) for each in self.segments))
+
     def prices(self, prices: StageCosts, flops: Sequence[float]) -> StageCosts:
         """The costs of a plan whose first stage is streamed; `flops` are those of each unit, on all ranks."""
         return replace(prices, columns=(self.column(prices.columns[0], flops), *prices.columns[1:]))
@@ -290,7 +293,8 @@ def choose_tiles(
 ) -> StreamChoice:
     """The fewest tiles of a rank's part of the images that fit, and the number of segments with the least work.
 
-    The search is a bisection: it assumes that more tiles need less memory.
+    Smaller tiles need less memory each, but fewer layers can be streamed with margins that are small beside them. So
+    the search begins with few tiles, and takes as many more as memory is too large; then it halves the last step.
 
     Args:
         sides: the size of a rank's part of the images, in pixels.
@@ -309,20 +313,23 @@ def choose_tiles(
     numbers = SEGMENTS if constraints.norms == "exact" else SEGMENTS[:1]
     for segments in (constraints.segments,) if constraints.segments else numbers:
 
-        def fits(tiles: tuple[int, ...], segments: int = segments) -> bool:
+        def choice_of(tiles: tuple[int, ...], segments: int = segments) -> StreamChoice | None:
             nonlocal problem
             options = StreamOptions(tiles, constraints.until, constraints.norms, segments)
             try:
                 needs = needs_for(options)
             except CannotStream as error:
                 problem = error
-                return False
+                return None
             tried.append(StreamChoice(options, needs, bytes_of(needs)))
-            return tried[-1].num_bytes <= most_bytes
+            return tried[-1]
 
-        first = bisect_left(counts, True, key=fits)
-        if first < len(counts) and fits(counts[first]):
-            fitting.append(tried[-1])
+        def is_hopeless(choice: StreamChoice) -> bool:
+            return bytes_of(choice.needs.without_tiles()) > most_bytes
+
+        found = _first_that_fits(choice_of, counts, most_bytes, is_hopeless)
+        if found is not None:
+            fitting.append(found)
     if fitting:
         return min(fitting, key=lambda each: each.needs.work())
     if problem is not None and not tried:
@@ -332,6 +339,37 @@ def choose_tiles(
         f"no tiles keep a rank within {mebibytes(int(most_bytes))}: the least would be {mebibytes(least.num_bytes)}, "
         f"with {describe(least)}; allow for that, or use more `tiles`, `zero` or a smaller `batch_size`"
     )
+
+
+def _first_that_fits(
+    choice_of: Callable[[tuple[int, ...]], StreamChoice | None],
+    counts: Sequence[tuple[int, ...]],
+    most_bytes: float,
+    is_hopeless: Callable[[StreamChoice], bool],
+) -> StreamChoice | None:
+    """The first of these numbers of tiles that fits; None if none does.
+
+    `is_hopeless` says that the memory besides tiles is too much already, so that more tiles do not help.
+    """
+    low, high, found = -1, 0, None
+    while found is None:
+        last = choice_of(counts[high])
+        if last is not None and last.num_bytes <= most_bytes:
+            found = last
+        elif high == len(counts) - 1 or (last is not None and is_hopeless(last)):
+            return None
+        else:
+            more = prod(counts[high]) * (1.0 if last is None else last.num_bytes / most_bytes)
+            farther = (i for i in range(high + 1, len(counts)) if prod(counts[i]) >= more)
+            low, high = high, next(farther, len(counts) - 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        nearer = choice_of(counts[middle])
+        if nearer is None or nearer.num_bytes > most_bytes:
+            low = middle
+        else:
+            high, found = middle, nearer
+    return found
 
 
 def describe(choice: StreamChoice) -> str:

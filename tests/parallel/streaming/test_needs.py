@@ -18,7 +18,14 @@ from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions, choose_leading_part
-from mpi4dl.parallel.streaming.memory_limit import SegmentNeeds, StreamNeeds, needs_of
+from mpi4dl.parallel.streaming.margins import CannotStream
+from mpi4dl.parallel.streaming.memory_limit import (
+    SegmentNeeds,
+    StreamConstraints,
+    StreamNeeds,
+    choose_tiles,
+    needs_of,
+)
 from tests.pool.ranks import Ranks
 
 IMAGE = (1, 3, 640, 640)
@@ -82,6 +89,28 @@ def test_smaller_tiles_take_less_and_repeat_more() -> None:
     assert many.segments[0].tile_bytes < few.segments[0].tile_bytes / 3
     assert many.work() > few.work()
     assert many.segments[0].output_bytes == few.segments[0].output_bytes
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(100, (1, 1)), (60, (2, 2)), (45, (3, 3)), (44, None)])
+def test_tiles_that_need_more_again_as_they_get_smaller(limit: int, expected: tuple[int, int] | None) -> None:
+    """Beside small tiles margins are large, so that fewer layers are streamed: those that fit lie before these."""
+    needs = StreamNeeds((SegmentNeeds(9, 0, 0, 0, 0, 0, 0, 8.0),), (0, 2), StreamOptions((1, 1)), spread=False)
+    taken = {1: 99, 2: 60, 3: 45}
+    tried: list[tuple[int, ...]] = []
+
+    def needs_for(options: StreamOptions) -> StreamNeeds:
+        tried.append(options.counts)
+        return needs
+
+    def bytes_of(_: StreamNeeds) -> int:
+        return taken.get(tried[-1][0], 80) if _ is needs else 0
+
+    constraints = StreamConstraints(segments=1)
+    if expected is None:
+        with pytest.raises(CannotStream, match="no tiles keep a rank within"):
+            choose_tiles((1024, 1024), constraints, needs_for, bytes_of, limit)
+    else:
+        assert choose_tiles((1024, 1024), constraints, needs_for, bytes_of, limit).options.counts == expected
 
 
 def test_statistics_are_those_of_the_norms() -> None:
