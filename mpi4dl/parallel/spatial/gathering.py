@@ -31,6 +31,7 @@ from mpi4dl.parallel.spatial.tensor import (
     refusal,
     same_memory,
     substitutes,
+    without_rule,
 )
 
 # Functions that report memory, identity or autograd's graph would report those of the gathered copy.
@@ -137,6 +138,9 @@ def compute_whole(
     placed = pytree.tree_map(lambda y: _place(y, list(wholes.values())), result)
     warn(function, list(wholes.values()), placed)
     return placed
+
+
+without_rule.append(compute_whole)
 
 
 def _gathered(x: SpatialTensor) -> _Whole:

@@ -126,6 +126,7 @@ _own_rules: set[Any] = set()  # the functions that were registered by this name
 _of_flat: set[Any] = set()  # the functions whose rules know of flat dims
 _fallbacks: list[Callable[[Any], Rule | None]] = []
 open_flat_dims: list[Callable[[Any], Tensor]] = []  # set by `halo`: a tensor with its flat dims gathered
+without_rule: list[Callable[..., Any]] = []  # set by `gathering`: computes a function whole, where it has no rule
 substitutes: list[Callable[..., Any]] = []  # the last one is called with a function, its rule, and their arguments
 
 # Other names that PyTorch has for its functions, and those by which rules know them.
@@ -370,11 +371,9 @@ class SpatialTensor(Tensor):
                 return _write(function, rule, args, options)
             result = rule(*args, **options)
         except NoRule as refused:
-            if not _is_uncut(args, options):
+            if not (without_rule and _is_uncut(args, options)):
                 raise
-            from mpi4dl.parallel.spatial.gathering import compute_whole
-
-            return compute_whole(function, args, options, refused)
+            return without_rule[0](function, args, options, refused)
         for x in args:
             if isinstance(x, SpatialTensor):
                 for y in result if isinstance(result, tuple | list) else (result,):
