@@ -117,7 +117,7 @@ class Shop:
         self.trained: Trained | None = None
         if options.run is None:
             torch.manual_seed(0)
-            plan = Plan(tensor=self.comm.size)
+            plan = Plan(((1,),), tensor=self.comm.size)
             self.held = LocalStages.whole(GPT(VOCABULARY, CONTEXT), plan, self.comm).requires_grad_(False)
             lower_weights(self.held, precision)
             self.vocabulary, self.context = VOCABULARY, CONTEXT

@@ -42,6 +42,7 @@ def plainly(config: "Config", texts: "Texts", num_steps: int) -> dict[str, Any]:
     optimizer = build_optimizer(config, model.parameters())
     schedule = build_schedule(config, optimizer)
     training, validation = texts.loaders(config, lambda n: whole(n, config), lambda n: whole(n, config))
+    schedule.begin(num_steps)
     losses: list[float] = []
     began, epoch = time.perf_counter(), 0
     while len(losses) < num_steps:
