@@ -5,6 +5,7 @@ It writes a line for each image as soon as it is ready, and masks. Started again
 
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,10 +19,11 @@ from mpi4dl._wording import counted
 from mpi4dl.inference.options import Inference, Inputs, Placing
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.declare import ConfigError, option, same_as
-from mpi4dl.options.kinds import NAME, optional
+from mpi4dl.options.kinds import BOOLEAN, NAME, optional
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
+    from mpi4dl.datasets.split import Named
 
 USAGE = "RUN_OR_WEIGHTS --images FOLDER [--FLAG VALUE ...]"
 DESCRIPTION = "Let a trained model predict of images without labels."
@@ -39,6 +41,18 @@ class ToPredict:
         brief="a folder, an image, a pattern, or a .txt list",
         known_as=same_as("data-dir data-path input source i"),
     )
+    slides: str | None = option(
+        None,
+        "slides instead of --images, for a model that was trained on slides: a table, whose labels are not read, or a "
+        "folder; with heat maps of what the model attends to",
+        optional(NAME),
+        brief="a table of slides, or a folder of them",
+        known_as=same_as("wsi-dir"),
+    )
+    slides_folder: str | None = option(
+        None, "the folder of the slides, and of folders in it; none: that of the table", optional(NAME)
+    )
+    maps: bool = option(True, "write a heat map of each slide: PNG, GeoJSON for QuPath, OME-TIFF", BOOLEAN)
     out: str | None = option(
         None,
         "folder for predictions.csv, predictions.jsonl and masks; images with a line there are skipped; none: "
@@ -59,20 +73,31 @@ class PredictConfig:
 @command(PredictConfig, USAGE, DESCRIPTION, source="the folder of a run, a checkpoint, or weights")
 def predict(comm: "Communicator", asked: CommandLine[PredictConfig]) -> None:
     """Let the model that `asked.source` names look at images. Collective."""
-    config, where = asked.config, asked.config.predicting.images
+    config, chosen = asked.config, asked.config.predicting
+    where = chosen.images or chosen.slides
     with comm.together((ConfigError,)):
         if where is None:
-            raise ConfigError("`images` is missing: a folder, an image, a pattern, or a .txt file with paths")
+            raise ConfigError(
+                "`images` is missing: a folder, an image, a pattern, or a .txt file with paths; or `slides`"
+            )
+        if chosen.images is not None and chosen.slides is not None:
+            raise ConfigError("`images` and `slides` were both given: choose one")
 
-    from mpi4dl.inference.images import open_any
+    from mpi4dl.inference.images import framed_for, open_any, open_any_slides
     from mpi4dl.inference.model import Predictor
     from mpi4dl.inference.predicting import Predicting
 
-    model = Predictor(asked.source, Inference(config.inputs, config.placing), comm)
-    images = open_any(comm, model.config, model.about, where)
+    framed = partial(framed_for, comm, chosen.slides, chosen.slides_folder)
+    model = Predictor(asked.source, Inference(config.inputs, config.placing), comm, framed)
+    images: Named
+    if chosen.slides is None:
+        images = open_any(comm, model.config, model.about, where)
+    else:
+        images = open_any_slides(comm, model.config)
     name = f"predictions-{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(where).absolute().name).strip('-')}"
     out = model.folder / name if config.predicting.out is None else Path(config.predicting.out)
-    predicting = Predicting(model, images, where, out, speaks=True)
+    maps = chosen.slides is not None and chosen.maps
+    predicting = Predicting(model, images, where, out, speaks=True, maps=maps)
     for line in (*model.title(), *predicting.remarks) if comm.rank == 0 else ():
         print(asked.spell(line), flush=True)
     count = sum(1 for _ in predicting)

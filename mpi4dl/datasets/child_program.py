@@ -16,17 +16,21 @@ Read = Callable[[Any], Answer]  # what is read of an open file
 
 
 def slide(path: str) -> Read:
-    """The size of a slide, or the RGBA bytes of a box of it."""
+    """The levels and properties of a slide with its ICC profile, or the RGBA bytes of a box of a level.
+
+    A box is its left and upper side in pixels of level 0, its level, and its width and height in pixels of that.
+    """
     import openslide
 
     opened = openslide.OpenSlide(path)
 
     def read(box: list[int] | None) -> Answer:
-        answer = {"size": opened.dimensions}
         if box is None:
-            return answer, b""
-        left, top, width, height = box
-        return answer, opened.read_region((left, top), 0, (width, height)).tobytes()
+            answer = {"levels": opened.level_dimensions, "downsamples": opened.level_downsamples}
+            profile = getattr(opened, "color_profile", None)
+            return answer | {"properties": dict(opened.properties)}, profile.tobytes() if profile else b""
+        left, top, level, width, height = box
+        return {}, opened.read_region((left, top), level, (width, height)).tobytes()
 
     return read
 
@@ -47,6 +51,8 @@ def tiff(path: str) -> Read:
     return read
 
 
+MOST_OPEN = 4  # files that are kept open
+
 OPENERS: dict[str, Callable[[str], Read]] = {"openslide": slide, "tifffile": tiff}
 
 
@@ -63,19 +69,20 @@ def main(library: str) -> None:
     answers.write(json.dumps(problem).encode() + b"\n")
     answers.flush()
 
-    path: str | None = None
-    read: Read | None = None
+    opened: dict[str, Read] = {}  # the last one is the one that was read last
     for line in sys.stdin.buffer:
-        wanted_path, wanted = json.loads(line)
+        path, wanted = json.loads(line)
         try:
-            if read is None or wanted_path != path or wanted is None:
-                path, read = None, None
-                read = OPENERS[library](wanted_path)
-                path = wanted_path
+            read = opened.pop(path, None)
+            if read is None or wanted is None:
+                read = None
+                while len(opened) >= MOST_OPEN:
+                    del opened[next(iter(opened))]
+                read = OPENERS[library](path)
             answer, content = read(wanted)
+            opened[path] = read
         except Exception as error:
-            # An error of one tile is the slide's for ever after.
-            path, read = None, None
+            # An error of one tile is the slide's for ever after: it is opened anew.
             answer, content = {"error": str(error) or type(error).__name__}, b""
         answers.write(json.dumps(answer | {"bytes": len(content)}).encode() + b"\n")
         answers.write(content)

@@ -13,7 +13,7 @@ from mpi4dl._files import open_regular
 from mpi4dl.datasets import tiff
 from mpi4dl.datasets.base import BadImage, DatasetError, Image, Pixels, Values
 from mpi4dl.datasets.colour import TAG, rgb_of_pillow, upright
-from mpi4dl.datasets.reader_process import OpenSlideImage
+from mpi4dl.datasets.reader_process import OpenSlideLevel, open_with_openslide
 from mpi4dl.datasets.tiff import Unsupported
 from mpi4dl.geometry import Interval
 
@@ -93,7 +93,8 @@ def open_image(path: Path) -> Image:
 
 def _reader(path: Path, magic: bytes) -> Image:
     if path.suffix.lower() in SLIDE_SUFFIXES:
-        return OpenSlideImage(path)
+        width, height = open_with_openslide(path)[0]["levels"][0]
+        return OpenSlideLevel(path, 0, (height, width), 1.0)
     if magic not in tiff.MAGIC:
         return open_picture(path)
     try:

@@ -105,37 +105,67 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
 
 # OpenSlide hands out four bytes per pixel; strips keep what is alive beside the result small.
 STRIP_ROWS = 1024
+ALIGNED_PX = 512  # each side of the boxes that are read of levels which are no whole number of times smaller
 BYTES_PER_PIXEL = 4
 
 
-class OpenSlideImage:
-    """A slide at its full resolution, as RGB bytes; what the scanner left out is white.
+def open_with_openslide(path: Path) -> tuple[dict[str, Any], bytes]:
+    """The header of a slide: `levels` (width, height) each, `downsamples`, `properties`; and its ICC profile.
 
     Raises:
-        BadImage: OpenSlide does not recognise the file, or cannot decode a tile of it.
+        BadImage: OpenSlide does not recognise the file.
+        DatasetError: OpenSlide is not installed.
+    """
+    if find_spec("openslide") is None:
+        remedy = to_install("openslide-python", "openslide-bin")
+        raise DatasetError(f"{path}: reading {path.suffix} needs openslide; run {remedy}")
+    answer, profile = ask("openslide", path)
+    if "error" in answer:
+        reason = "the file is damaged, or its extension is wrong"
+        raise BadImage(path, f"is no slide that OpenSlide can open ({answer['error']}): {reason}")
+    return answer, bytes(profile)
+
+
+class OpenSlideLevel:
+    """One level of a slide, as RGB bytes; what the scanner left out is white. `size` is (height, width).
+
+    `read` raises BadImage where OpenSlide cannot decode a tile.
     """
 
-    def __init__(self, path: Path) -> None:
-        if find_spec("openslide") is None:
-            remedy = to_install("openslide-python", "openslide-bin")
-            raise DatasetError(f"{path}: reading {path.suffix} needs openslide; run {remedy}")
-        self._path = path
-        answer, _ = ask("openslide", path)
-        if "error" in answer:
-            reason = "the file is damaged, or its extension is wrong"
-            raise BadImage(path, f"is no slide that OpenSlide can open ({answer['error']}): {reason}")
-        self.size = answer["size"][1], answer["size"][0]
+    def __init__(self, path: Path, level: int, size: tuple[int, int], downsample: float) -> None:
+        self.size = size
+        self._path, self._level, self._downsample = path, level, downsample
 
     def read(self, *space: Interval) -> Pixels:
         rows, cols = space
+        if self._downsample == int(self._downsample):
+            return self._read(rows, cols)
+        # OpenSlide places boxes by pixels of level 0, and blends pixels of a level that lie between: always as here.
+        blocks = [
+            np.concatenate([self._read(down, across) for across in _grid(cols, self.size[1])], axis=1)
+            for down in _grid(rows, self.size[0])
+        ]
+        pixels = np.concatenate(blocks)
+        top, left = (interval.start // ALIGNED_PX * ALIGNED_PX for interval in space)
+        return pixels[rows.start - top : rows.stop - top, cols.start - left : cols.stop - left]
+
+    def _read(self, rows: Interval, cols: Interval) -> Pixels:
         pixels = np.empty((rows.length, cols.length, 3), np.uint8)
         if pixels.size == 0:
             return pixels
         for top in range(rows.start, rows.stop, STRIP_ROWS):
             height = min(STRIP_ROWS, rows.stop - top)
-            answer, content = ask("openslide", self._path, (cols.start, top, cols.length, height))
+            corner = round(cols.start * self._downsample), round(top * self._downsample)
+            answer, content = ask("openslide", self._path, (*corner, self._level, cols.length, height))
             if "error" in answer:
                 raise BadImage(self._path, f"cannot be decoded: {answer['error']}")
             samples = np.frombuffer(content, np.uint8).reshape(height, cols.length, BYTES_PER_PIXEL)
             pixels[top - rows.start : top - rows.start + height] = over_white(samples[..., :3], samples[..., 3])
         return pixels
+
+
+def _grid(wanted: Interval, size: int) -> list[Interval]:
+    """The blocks of a fixed grid that an interval touches; of an empty one the block at its place."""
+    first, last = wanted.start // ALIGNED_PX, max(wanted.start, wanted.stop - 1) // ALIGNED_PX
+    starts = (number * ALIGNED_PX for number in range(first, last + 1))
+    return [Interval(start, max(start, min(start + ALIGNED_PX, size))) for start in starts]

@@ -48,6 +48,11 @@ class Subset:
         whole = drawn(self.whole, key)
         return self if whole is self.whole else Subset(whole, self.indices)
 
+    def tissue_patches(self, index: int, patch: int, key: tuple[int, ...] = ()) -> Any:
+        """The patches of a slide that show tissue, as `SlideFolder.tissue_patches`; None for other images."""
+        find = getattr(self.whole, "tissue_patches", None)
+        return None if find is None else find(self.indices[index], patch, key)
+
     def name(self, index: int) -> str:
         return self.whole.name(self.indices[index])
 

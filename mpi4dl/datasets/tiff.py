@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -161,6 +161,78 @@ def open_tiff(path: Path, indices: bool = False) -> Image:
         raise
     except Exception as error:  # a damaged header makes the parser stumble in many ways
         raise BadImage(path, f"has no readable TIFF header, it is truncated or damaged: {error}") from error
+
+
+class PageFacts(NamedTuple):
+    """What a TIFF file says of its image: OME-XML, description, pixels per unit (x, y), the unit, an ICC profile."""
+
+    ome: str
+    description: str
+    resolution: tuple[float, float] | None
+    resolution_unit: int
+    profile: bytes | None
+
+
+def open_levels(path: Path) -> tuple[tuple[Image, ...], PageFacts]:
+    """The levels of a pyramid in a TIFF file, as RGB bytes, from the finest on, and what the file says of them.
+
+    A level is any further page, or SubIFD of the first page, that shows the same picture with fewer pixels: of the
+    same samples, and of the same proportions to a pixel. A file without such pages has one level.
+
+    Raises:
+        BadImage, Unsupported, DatasetError: as `open_tiff`.
+    """
+    found = open_tiff(path)
+    import tifffile
+
+    with tifffile.TiffFile(path, _multifile=False) as file:
+        first: Any = file.pages[0]
+        planes = _planes(path, file)
+        levels = [found]
+        if len(planes) == 1:
+            further = [page for pages in (first.pages or (), list(file.pages)[1:]) for page in pages]
+            smaller = sorted(filter(lambda page: _reduces(first, page), further), key=_pixels_of, reverse=True)
+            for page in smaller:
+                if _pixels_of(page) < prod(levels[-1].size):
+                    _check_segments(path, page)
+                    tag = first.tags.valueof(TAG)
+                    levels.append(upright(_Tiff(path, [page], file.ome_metadata), tag))
+        ratio = [_ratio(first.tags.valueof(name)) for name in ("XResolution", "YResolution")]
+        across, down = ratio
+        return tuple(levels), PageFacts(
+            file.ome_metadata or "",
+            first.description or "",
+            (across, down) if across and down else None,
+            int(first.tags.valueof("ResolutionUnit", 2)),
+            first.tags.valueof("InterColorProfile"),
+        )
+
+
+def _pixels_of(page: Any) -> int:
+    return int(page.imagelength) * int(page.imagewidth)
+
+
+def _reduces(first: Any, page: Any) -> bool:
+    """Whether a page shows what the first page shows, with fewer pixels."""
+    if not isinstance(getattr(page, "imagelength", None), int) or min(page.imagelength, page.imagewidth) < 1:
+        return False
+    alike = (page.samplesperpixel, page.bitspersample, page.sampleformat, page.imagedepth)
+    if alike != (first.samplesperpixel, first.bitspersample, first.sampleformat, first.imagedepth):
+        return False
+    down, across = first.imagelength / page.imagelength, first.imagewidth / page.imagewidth
+    # Sides are rounded, so each may be a pixel longer or shorter than the other side's ratio says.
+    return min(down, across) > 1 and (
+        abs(first.imagelength / across - page.imagelength) <= 1 or abs(first.imagewidth / down - page.imagewidth) <= 1
+    )
+
+
+def _ratio(value: Any) -> float | None:
+    """A TIFF rational (numerator, denominator) as a number; None if it is none, or not positive."""
+    try:
+        numerator, denominator = value
+        return numerator / denominator if numerator > 0 and denominator > 0 else None
+    except (TypeError, ValueError):
+        return None
 
 
 class _Tiff:

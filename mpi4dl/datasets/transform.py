@@ -253,7 +253,13 @@ def _alike(found: Values, expected: Values) -> bool:
     return int(far.max()) <= 1 and np.count_nonzero(far) <= max(_ROUNDED, far.size // 100)
 
 
-Fit = Literal["resize", "crop"]
+Fit = Literal["resize", "crop", "pad"]
+
+
+def as_fit(text: object) -> Fit:
+    """A text as one of them; "resize" for any other, as in files of early versions."""
+    return next((fit for fit in get_args(Fit) if fit == text), "resize")
+
 
 # Per-channel mean and standard deviation of ImageNet, for values in [0, 1]: what published weights were trained with.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -277,8 +283,9 @@ class View:
     what the user does to pixels before.
 
     `fit` says how an image, of whatever format, fills it: "resize" to exactly this size, or "crop" a window of this
-    size (padded where the image is smaller, pictures with white, others with 0). Without an `augmentation` the view is
-    the centre, unchanged: what validation wants.
+    size (padded where the image is smaller, pictures with white, others with 0), or "pad", where the image begins at
+    the upper left corner and may not be larger. Without an `augmentation` the view is the centre, unchanged: what
+    validation wants.
 
     Raises:
         ValueError: a size, a fit, or a mean and std that cannot be.
@@ -348,8 +355,9 @@ class View:
             for size, interval, flip in zip(self.size, space, flips, strict=True)
         ]
         sides = list(zip(self.size, image.size, places, strict=True))
-        if self.fit == "crop":
-            pixels = crop(image, [_corner(source - size, place) for size, source, place in sides], turned)
+        if self.fit != "resize":
+            self._require_room(image.size)
+            pixels = crop(image, [self._corner(source - size, place) for size, source, place in sides], turned)
         else:
             frames = [_frame(size, source, variation.crop, place) for size, source, place in sides]
             pixels = resize(image, frames, turned)
@@ -379,10 +387,21 @@ class View:
         inside = reduce(np.logical_and, np.meshgrid(*insides, indexing="ij", sparse=True))
         return shown if inside.all() else np.where(inside, shown, IGNORED if shown.dtype.kind == "i" else np.nan)
 
+    def _corner(self, free_px: int, position: float) -> int:
+        """Where a window begins that has this much room to move."""
+        return 0 if self.fit == "pad" else _corner(free_px, position)
+
+    def _require_room(self, size: Sequence[int]) -> None:
+        if self.fit == "pad" and any(side > most for side, most in zip(size, self.size, strict=True)):
+            sides, frame = ("x".join(map(str, each)) for each in (size, self.size))
+            raise DatasetError(
+                f"an image of {sides} px is larger than `image_size` {frame}, and `fit` pad cuts nothing"
+            )
+
     def _sources(self, size: int, source: int, position: float, variation: Variation) -> npt.NDArray[np.int64]:
         """Which row, or column, of the source is nearest to each one of the frame; there may be none."""
-        if self.fit == "crop":
-            return np.arange(size) + _corner(source - size, position)
+        if self.fit != "resize":
+            return np.arange(size) + self._corner(source - size, position)
         frame = _frame(size, source, variation.crop, position)
         return np.minimum(np.floor(frame.start + (np.arange(size) + 0.5) * frame.scale).astype(np.int64), source - 1)
 

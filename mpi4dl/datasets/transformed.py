@@ -59,6 +59,26 @@ class LazyImages:
             tile.mul_(self.share).add_(others, alpha=1.0 - self.share)
         return tile
 
+    def tissue_patches(self, position: int, patch: int) -> list[tuple[int, int]] | None:
+        """The patches of a sample that show tissue, by row and column in its view; None if the dataset does not say.
+
+        In training they are a random part of all, where the dataset has a limit.
+
+        Raises:
+            DatasetError: the slide cannot be read.
+        """
+        find: Any = getattr(self.dataset, "tissue_patches", None)
+        index, repeat = self.indices[position], self.repeats[position] if self.repeats else 0
+        found = None if find is None else find(index, patch, self.view.key(self.epoch, repeat))
+        if found is None:
+            return None
+        flips = self.view.variation(index, self.epoch, repeat).flips(2)
+        last = [side // patch - 1 for side in self.view.size]
+        places = [
+            (last[0] - row if flips[0] else row, last[1] - col if flips[1] else col) for row, col in found.tolist()
+        ]
+        return sorted(places)
+
     def _read(self, indices: tuple[int, ...], repeats: tuple[int, ...], box: Box) -> torch.Tensor:
         tile = torch.empty((box.batch.length, self.dataset.channels, *box.shape[1:]), dtype=self.dtype)
         if not box.empty:

@@ -18,6 +18,8 @@ from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.datasets.table import TABLE
 from mpi4dl.datasets.volumes import open_volume
 from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.declare import with_values
+from mpi4dl.options.kinds import AUTO
 from mpi4dl.runs.description import Description
 from mpi4dl.tasks.task import TASKS
 from mpi4dl.training.data import LOOKED_AT, open_images, read_as_trained, shared, unlike_values
@@ -131,6 +133,31 @@ def open_any(comm: Communicator, config: Config, about: Description, source: str
         comm.agree(f"the images have {found.channels} channels, but the model was trained on {about.channels}")
     comm.agree(unlike_values(found, about.values))
     return found
+
+
+def framed_for(comm: Communicator, slides: str | None, folder: str | None, config: Config) -> Config:
+    """The configuration of training with other slides, and the image size in which these fit. Collective.
+
+    Raises Refusal on all ranks for slides where training saw none.
+    """
+    if slides is None:
+        return config
+    if config.slides.slides is None:
+        comm.agree("`slides` is for a model that was trained on `slides`: name pictures by `images`")
+    from mpi4dl.training.setup import framed
+
+    return framed(with_values(config, {"slides": slides, "slides_folder": folder, "image_size": AUTO}), comm)
+
+
+def open_any_slides(comm: Communicator, config: Config) -> Named:
+    """The slides that a configuration names, without their labels, on all ranks. Collective; raises Refusal."""
+    from mpi4dl.options.data import open_slides
+
+    def opened() -> tuple[Named, Named]:
+        found = open_slides(config, labelled=False)
+        return found, found
+
+    return shared(comm, opened)[0]
 
 
 class UnlabelledFiles(ListedFiles):

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,14 +14,14 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import BadImage, printable
 from mpi4dl.datasets.loader import Loader
 from mpi4dl.datasets.split import Named
-from mpi4dl.datasets.transform import Fit, View
+from mpi4dl.datasets.transform import Fit, View, as_fit
 from mpi4dl.datasets.transformed import Batch, TransformedImages
 from mpi4dl.engine import BatchOutputs, Runner
 from mpi4dl.geometry import Box
 from mpi4dl.inference.images import require_sight
 from mpi4dl.inference.options import Inference, placed
 from mpi4dl.options import parts
-from mpi4dl.options.config import facts
+from mpi4dl.options.config import Config, facts
 from mpi4dl.options.data import build_views
 from mpi4dl.runs.assembly import assemble
 from mpi4dl.runs.description import description_of, find_weights, folder_of, hold_trained
@@ -29,6 +29,9 @@ from mpi4dl.runs.folder import BEST
 from mpi4dl.runs.stopping import Patience
 from mpi4dl.tasks.task import TASKS, Task
 from mpi4dl.training.input_pipeline import BadImages
+
+if TYPE_CHECKING:
+    from mpi4dl.parallel.streaming.patches import Attended
 
 OWN = ("model", "transforms")  # parts of the user's that this process needs
 
@@ -47,12 +50,19 @@ class Prediction(NamedTuple):
 class Predictor:
     """A trained model of images over the ranks of `comm`. Collective, as are all methods.
 
-    `source` is the folder of a run, a checkpoint, or weights that mpi4dl wrote. Raises Refusal on all ranks, in one
+    `source` is the folder of a run, a checkpoint, or weights that mpi4dl wrote. `framed` gives the configuration of
+    training the size of other images, where that differs. Raises Refusal on all ranks, in one
     sentence, if there are none, if code of the user's that the model needs is other than it was, or if the plan cannot
     be.
     """
 
-    def __init__(self, source: str | Path, chosen: Inference, comm: Communicator) -> None:
+    def __init__(
+        self,
+        source: str | Path,
+        chosen: Inference,
+        comm: Communicator,
+        framed: Callable[[Config], Config] = lambda config: config,
+    ) -> None:
         self.comm, self.source = comm, Path(source)
         comm.agree(None, source=str(source), **facts(chosen))
         self.folder = folder_of(comm, self.source)
@@ -66,9 +76,11 @@ class Predictor:
             owns = {name: getattr(chosen.inputs, name) for name in OWN}
             config = about.config(str(self.weights), ours, chosen.inputs.trust_code, **owns)
             require_sight(config, about, str(source))
+        config = framed(config)
+        with comm.together((ValueError,)):
             self.config, why = placed(config, chosen, comm.size)
         self.asked_fit = chosen.inputs.fit
-        self.fit: Fit = about.fit if self.asked_fit == "auto" else "crop" if self.asked_fit == "crop" else "resize"
+        self.fit: Fit = about.fit if self.asked_fit == "auto" else as_fit(self.asked_fit)
         self.may_crop = "crop" in (self.asked_fit, config.data.fit)
         self._remarks += [why] if why else []
         self.assembly = assemble(self.config, comm, OWN, num_samples=self.config.data.batch_size)
@@ -116,6 +128,13 @@ class Predictor:
     def classes(self) -> tuple[str, ...]:
         """A name for each output; those without one are called by their number."""
         return self.task.names(self.about.classes)
+
+    @property
+    def attended(self) -> "tuple[Attended, ...]":
+        """The patches of the images of the last batch and their weights; empty of models without attention."""
+        streams = (getattr(module, "streamed", None) for module in self.runner.stages.modules())
+        found: tuple[Attended, ...] = next((stream.seen for stream in streams if stream is not None), ())
+        return found
 
     def predictions(self, images: Named, of: Callable[[Any], Tensor]) -> Iterator[Prediction]:
         """The outputs of the model for images, batch by batch, in order; `of(outputs)` selects the wanted values.

@@ -101,7 +101,9 @@ def placed(config: Config, chosen: Inference, num_ranks: int) -> tuple[Config, s
     alone = asked.stages == asked.tensor == asked.experts == 1
     if tiles is None and data is None and alone and num_ranks > 1:
         shared = prod(size) >= LARGE_PIXELS or (chosen.inputs.batch_size or num_ranks) < num_ranks
-        if shared:
+        if config.model.patches is not None:
+            tiles, why = ((1, num_ranks),), f"`tiles` 1x{num_ranks}: ranks share the patches of each image"
+        elif shared:
             tiles = (_near_square(num_ranks, len(size)),)
             grid = "x".join(map(str, tiles[0]))
             why = f"`tiles` {grid}: all ranks share each image; `data` {num_ranks} would share out the images"

@@ -51,10 +51,13 @@ class Predicting:
     Collective.
 
     Images that have a record there already are not looked at again, if their files are the same, and their masks there.
-    `remarks` are for the reader.
+    With `maps` a heat map of each slide is written beside them. `remarks` are for the reader.
     """
 
-    def __init__(self, model: Predictor, images: Named, where: str, out: Path | None, speaks: bool = False) -> None:
+    def __init__(
+        self, model: Predictor, images: Named, where: str, out: Path | None, speaks: bool = False, maps: bool = False
+    ) -> None:
+        self.maps = maps
         self.model, self.out, self.comm, self.speaks = model, out, model.comm, speaks
         task = model.task
         self.dense, self.binary = task.dense, task.binary
@@ -175,10 +178,28 @@ class Predicting:
             if outputs is not None and outputs.dense:
                 found |= self._dense(seen, outputs)
             elif outputs is not None and outputs.whole is not None:
-                for index, values in zip(seen.indices, outputs.whole, strict=True):
+                for position, (index, values) in enumerate(zip(seen.indices, outputs.whole, strict=True)):
                     said = {"error": NOT_NUMBERS} if is_undefined(values) else task.answer(classes, values)
                     found[index] = self._named(index, said)
+                    if self.maps and "error" not in said:
+                        found[index] = self._mapped(index, position, found[index])
             yield {index: self._with_share(index, record) for index, record in found.items()}
+
+    def _mapped(self, index: int, position: int, record: Record) -> Record:
+        """Write the heat map of a slide, on rank 0; the record names its files, or the error."""
+        from mpi4dl.inference.maps import PatchMap, write_map
+
+        attended, patch = self.model.attended, self.model.config.model.patches
+        if self.out is None or patch is None or position >= len(attended):
+            return record
+        places, weights = attended[position]
+        slide: Any = self.images.image(index)
+        try:
+            found = PatchMap(places, weights.numpy(), patch, "attention")
+            paths = write_map(self.out, self._bases[self.images.name(index)], slide, found)
+        except (DatasetError, OSError) as error:
+            return self._named(index, {"error": printable(str(error))})
+        return {**record, "maps": [path.relative_to(self.out).as_posix() for path in paths]}
 
     def _with_share(self, index: int, record: Record) -> Record:
         if "error" in record or not self.coverage.crops:

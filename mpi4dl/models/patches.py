@@ -53,6 +53,11 @@ class PatchModel(nn.Module):
         """The aggregator's output for the features of all patches, with the number of patches of each image."""
         return torch.stack([self.aggregator(bag) for bag in features.flatten(1).split(list(counts))])
 
+    def attention(self, features: Tensor, counts: Sequence[int]) -> list[Tensor] | None:
+        """The weight of each patch in its image, (n,) for each image; None of an aggregator without such weights."""
+        weights = getattr(self.aggregator, "attention", None)
+        return None if weights is None else [weights(bag) for bag in features.flatten(1).split(list(counts))]
+
 
 def patches_in(size: Sequence[int], patch: int) -> int:
     """How many patches an image of this size (H, W) has. Raises ValueError if there is none."""
@@ -110,8 +115,12 @@ class GatedAttention(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """(n, F) -> (K,)."""
+        return self.head(self.attention(features)[None].mm(features)[0])
+
+    def attention(self, features: Tensor) -> Tensor:
+        """The weight of each patch, (n, F) -> (n,); they sum to 1."""
         gated = torch.tanh(self.values(features)) * torch.sigmoid(self.gates(features))
-        return self.head(torch.softmax(self.weights(gated), 0).T.mm(features)[0])
+        return torch.softmax(self.weights(gated), 0)[:, 0]
 
 
 class TransformerAggregator(nn.Module):

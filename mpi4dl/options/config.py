@@ -117,9 +117,10 @@ class Data:
     )
     dataset_options: Mapping[str, Any] = option({}, "keyword arguments of the dataset, such as root=slides", KEYWORDS)
     image_size: tuple[int, ...] = option(
-        (224, 224),
-        "height and width of every image in pixels, or the three sides of volumes",
-        IMAGE_SIZE,
+        AUTO,
+        "height and width of every image in pixels, or the three sides of volumes; auto: 224x224, or with --slides the "
+        "size in which the largest slide fits",
+        or_auto(IMAGE_SIZE),
         brief="height x width in pixels, or three sides of volumes",
         known_as=same_as("img-size imgsz input-size resolution crop-size train-crop-size"),
     )
@@ -144,8 +145,9 @@ class Data:
     )
     fit: str = option(
         "auto",
-        "how images get the image size; auto: crop slides of more than 8192 x 8192 px, resize all others",
-        choice("auto", "resize", "crop"),
+        "how images get the image size: resized, cropped, or padded with white; auto: pad --slides, crop images of "
+        "more than 8192 x 8192 px, resize all others",
+        choice("auto", "resize", "crop", "pad"),
     )
     flip: str = option(
         AUTO,
@@ -240,6 +242,60 @@ class Data:
         known_as=same_as("workers j dataloader-num-workers"),
     )
     on_bad_image: str = option("error", "what to do with an unreadable image", choice("error", "skip"))
+
+
+@dataclass(frozen=True)
+class Slides:
+    """Whole-slide images: their table, resolution, tissue, and folds by patient."""
+
+    slides: str | None = option(
+        None,
+        "slides instead of --images: a table with a line for each slide, such as slides.csv, or a folder of slides",
+        optional(NAME),
+        brief="a table of slides, or a folder of them",
+        known_as=same_as("wsi-dir csv-path wsi-source"),
+    )
+    slides_folder: str | None = option(
+        None, "the folder of the slides, and of folders in it; none: that of the table", optional(NAME)
+    )
+    mpp: float | None = option(
+        None,
+        "read slides at so many microns per pixel, such as 0.5; none: by --magnification, or level 0",
+        optional(POSITIVE),
+        brief="microns per pixel at which slides are read",
+    )
+    magnification: float | None = option(
+        None,
+        "read slides at this magnification, such as 20 for 0.5 microns per pixel",
+        optional(POSITIVE),
+        known_as=same_as("mag"),
+    )
+    level: int | None = option(
+        None, "read slides at this level of their pyramid", optional(COUNT_OR_ZERO), known_as=same_as("patch-level")
+    )
+    assume_mpp: float | None = option(
+        None, "microns per pixel of level 0 of slides that do not say it", optional(POSITIVE)
+    )
+    tissue: float | str = option(
+        "otsu",
+        "how the tissue of a slide is found: pixels with more than this saturation (0 to 1), or than Otsu's threshold",
+        either(SHARE, "otsu"),
+    )
+    most_patches: int | None = option(
+        None,
+        "number of patches of a slide that are drawn at random in each epoch of training; none: all",
+        optional(COUNT),
+        known_as=same_as("bag-size max-patches"),
+    )
+    folds: int | None = option(
+        None,
+        "number of folds by patient for cross-validation; none: one split",
+        optional(COUNT),
+        known_as=same_as("k-fold num-folds"),
+    )
+    fold: int = option(0, "the fold that validates, from 0 on", COUNT_OR_ZERO)
+    slide_column: str | None = option(None, "the column of slides; none: by the usual names", optional(NAME))
+    patient_column: str | None = option(None, "the column of patients; none: by the usual names", optional(NAME))
 
 
 @dataclass(frozen=True)
@@ -553,6 +609,8 @@ FORMERLY: Mapping[str, Any] = {
     "epochs": 1,
 }
 
+USUAL_SIZE = (224, 224)  # of images, where nobody says another one
+
 # Below flags and files, and above the defaults of tasks.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "finetune": {
@@ -804,6 +862,7 @@ class Config:
 
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
+    slides: Slides = field(default_factory=Slides)
     parallel: Parallel = field(default_factory=Parallel)
     optimizer: Optimizer = field(default_factory=Optimizer)
     tuning: Tuning = field(default_factory=Tuning)
@@ -818,11 +877,15 @@ class Config:
         mean = self.data.mean
         if self.data.std is None:
             object.__setattr__(self, "data", replace(self.data, std=mean if isinstance(mean, str) else (0.25,)))
+        if self.data.image_size == AUTO and self.slides.slides is None:
+            object.__setattr__(self, "data", replace(self.data, image_size=USUAL_SIZE))
         size, tiles = self.data.image_size, self.parallel.tiles
         if self.data.text is not None:
             object.__setattr__(self, "data", replace(self.data, image_size=(self.data.context,)))
             if set(tiles) == {(1, 1)}:
                 object.__setattr__(self, "parallel", replace(self.parallel, tiles=((1,),) * len(tiles)))
+        elif size == AUTO:
+            return
         elif len(size) == 1:
             object.__setattr__(self, "data", replace(self.data, image_size=size * len(tiles[0])))
         elif len(size) == 3:

@@ -2,7 +2,8 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mpi4dl import datasets
 from mpi4dl.datasets.augment import Mixup
@@ -10,16 +11,23 @@ from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.split import Named, split
 from mpi4dl.datasets.transform import NORMALISATIONS, Fit, Pointwise
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.kinds import part_name
+from mpi4dl.options.declare import with_values
+from mpi4dl.options.kinds import AUTO, part_name
 from mpi4dl.options.parts import blaming, call, load
 
+if TYPE_CHECKING:
+    from mpi4dl.datasets.slides.dataset import SlideFolder
+
 RGB = 3  # channels
+STRIDE = 32  # px, of most models of pictures
 
 
 def build_datasets(config: Config, validating: Mapping[str, bool] | None = None) -> tuple[Named, Named]:
     """The training and the validation images; `validating` says of some, by name, which they were before."""
     if config.data.dataset is not None:
         return own_datasets(config, validating or {})
+    if config.slides.slides is not None:
+        return split_slides(config, validating)
     held_out = max(1, round(config.data.num_samples * config.data.val_fraction))
     return datasets.open(
         config.data.images,
@@ -35,6 +43,66 @@ def build_datasets(config: Config, validating: Mapping[str, bool] | None = None)
         ignore_index=config.data.ignore_index,
         validates=config.training.eval_every is not None,
     )
+
+
+def open_slides(config: Config, labelled: bool = True) -> "SlideFolder":
+    """The slides that a configuration names, with or without the labels of their table.
+
+    Raises ConfigError, DatasetError.
+    """
+    from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
+    from mpi4dl.datasets.slides.slide import Resolution
+
+    chosen, path = config.slides, Path(config.slides.slides or "").expanduser()
+    try:
+        resolution = Resolution(chosen.mpp, chosen.magnification, chosen.level, chosen.assume_mpp)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    threshold = None if isinstance(chosen.tissue, str) else chosen.tissue
+    columns = {"slide": chosen.slide_column, "patient": chosen.patient_column}
+    return SlideFolder(
+        path,
+        SlideOptions(resolution, threshold, config.model.min_tissue, chosen.most_patches),
+        folder=None if chosen.slides_folder is None else Path(chosen.slides_folder).expanduser(),
+        task=config.data.task if labelled and config.data.task in FORMS else None,
+        label_columns=config.data.label_columns if labelled else (),
+        columns={role: name for role, name in columns.items() if name is not None},
+    )
+
+
+def split_slides(config: Config, validating: Mapping[str, bool] | None = None) -> tuple[Named, Named]:
+    """The slides to train on and to validate with. Raises ConfigError, DatasetError."""
+    chosen = config.slides
+    if chosen.folds is not None and not chosen.fold < chosen.folds > 1:
+        raise ConfigError(
+            f"`fold` {chosen.fold} of `folds` {chosen.folds}: choose two folds or more, and one from 0 on"
+        )
+    found = open_slides(config)
+    training, validation, remarks = found.split(
+        config.data.val_fraction, config.training.seed, validating, chosen.folds, chosen.fold
+    )
+    found.remarks += (found.described(), *remarks)
+    return training, validation
+
+
+def with_frame(config: Config) -> Config:
+    """The configuration with the image size in which its largest slide fits, where that is to be found out.
+
+    Its sides are multiples of the patches, or of 32 px, which is the stride of most models; and of the tiles.
+
+    Raises:
+        ConfigError, DatasetError: there are no such slides.
+    """
+    if config.slides.slides is None:
+        return config
+    if config.model.patches is not None and config.data.fit not in ("auto", "pad"):
+        raise ConfigError(f"`fit` {config.data.fit} is for whole images, and `patches` are cut from slides as they are")
+    if config.data.image_size != AUTO:
+        return config
+    tiles = config.parallel.tiles[0][-2:]
+    unit = (1, 1) if config.model.patches else tiles
+    multiple = [(config.model.patches or STRIDE) * count for count in unit]
+    return with_values(config, {"image_size": open_slides(config).frame(multiple)})
 
 
 def own_datasets(config: Config, validating: Mapping[str, bool]) -> tuple[Named, Named]:

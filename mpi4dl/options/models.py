@@ -93,7 +93,10 @@ def _of_patches(config: Config, encoder: nn.Module, num_classes: int, channels: 
 
     chosen, patch = config.model, config.model.patches
     assert patch is not None
-    if chosen.min_tissue and channels != len(RGB):
+    min_tissue = chosen.min_tissue
+    if config.slides.slides is not None:  # which find tissue themselves, on a thumbnail
+        min_tissue = 0.0
+    if min_tissue and channels != len(RGB):
         raise ConfigError(
             f"`min_tissue` {chosen.min_tissue}: tissue is found by its colour, and images have "
             f"{counted(channels, 'channel')}"
@@ -105,12 +108,12 @@ def _of_patches(config: Config, encoder: nn.Module, num_classes: int, channels: 
         raise ConfigError(f"`patches` {patch} of `model` {config.model_name}: {error}") from None
     aggregator = AGGREGATORS[chosen.aggregator](num_features, num_classes)
     mean, std = normalisation(config, channels)
-    if chosen.min_tissue and max(len(set(mean)), len(set(std))) > 1:
+    if min_tissue and max(len(set(mean)), len(set(std))) > 1:
         raise ConfigError(
             f"`min_tissue` {chosen.min_tissue} compares channels: set one `mean` and one `std` for all, not "
             f"{','.join(map(str, mean))} and {','.join(map(str, std))}"
         )
-    return PatchModel(encoder, aggregator, patch, chosen.min_tissue, COLOUR / std[0])
+    return PatchModel(encoder, aggregator, patch, min_tissue, COLOUR / std[0])
 
 
 def tensor_styles(config: Config) -> dict[str, str] | None:
@@ -153,8 +156,11 @@ def patch_options(config: Config, plan: Plan) -> "PatchOptions | None":
 
     rows, cols = (side // chosen.patches for side in config.data.image_size[-2:])
     which = f", those with at least {100 * chosen.min_tissue:g} % of tissue" if chosen.min_tissue else ""
+    patches = f"{rows} x {cols} patches of {chosen.patches} px in each image{which}"
+    if config.slides.slides is not None:
+        patches = f"patches of {chosen.patches} px with tissue, of at most {rows} x {cols} in each slide"
     remark = (
-        f"{rows} x {cols} patches of {chosen.patches} px in each image{which}: {chosen.patches_at_once} at once on "
+        f"{patches}: {chosen.patches_at_once} at once on "
         f"each rank, {config.parallel.stream_norm} norms, aggregated by {chosen.aggregator}"
     )
     norms, segments = config.parallel.stream_norm, config.parallel.stream_segments or 1

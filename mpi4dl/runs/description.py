@@ -34,7 +34,7 @@ from mpi4dl.checkpoints.manifest import ABOUT, AVERAGE, MODEL
 from mpi4dl.checkpoints.weights import average_of, load_weights, open_weights, weights_in
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.base import task_of
-from mpi4dl.datasets.transform import Fit
+from mpi4dl.datasets.transform import Fit, as_fit
 from mpi4dl.models.registry import without_loading
 from mpi4dl.options import parts
 from mpi4dl.options.config import Config, ConfigError, shared_options
@@ -47,7 +47,7 @@ from mpi4dl.tasks.task import TASKS
 
 FILE = "model.json"
 
-SECTIONS = ("model", "data")
+SECTIONS = ("model", "data", "slides")
 MORE = ("loss", "loss_options", "stream_norm")
 OF_THE_TASK = ("task", "text")
 OWN = ("model", "transforms", "dataset")  # what may be code of the user's, by the section that has it
@@ -102,7 +102,7 @@ class Description:
             found = json.loads(text)
             options = {str(name): str(value) for name, value in found["options"].items()}
             own = {str(name): {"file": each["file"], "digest": each["digest"]} for name, each in found["own"].items()}
-            fit: Fit = "crop" if found["fit"] == "crop" else "resize"
+            fit = as_fit(found["fit"])
             classes, numbers = tuple(map(str, found["classes"])), (int(found["num_outputs"]), int(found["channels"]))
             values = found.get("values")
             largest = None if found.get("largest") is None else tuple(map(int, found["largest"]))

@@ -19,7 +19,7 @@ from mpi4dl.datasets.map_style import OwnDataset
 from mpi4dl.datasets.sources import SYNTHETIC
 from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.datasets.table import TABLE
-from mpi4dl.datasets.transform import Fit
+from mpi4dl.datasets.transform import Fit, as_fit
 from mpi4dl.geometry import Box
 from mpi4dl.options.config import Config, ConfigError, to_toml
 from mpi4dl.options.data import build_datasets, build_mixup, build_views, number_of_classes
@@ -74,7 +74,7 @@ class ImageLists(NamedTuple):
         try:
             found = json.loads(path.read_bytes())
             parts = [{str(name): size for name, size in found[part].items()} for part in ("training", "validation")]
-            fit: Fit = "crop" if found["fit"] == "crop" else "resize"
+            fit = as_fit(found["fit"])
             return cls(tuple(map(str, found["classes"])), fit, parts[0], parts[1], found.get("values"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
@@ -289,12 +289,13 @@ def _describe(
             "pixel, and `stream` and `patches` are for more pixels than that: at most 8192x8192"
         )
     sizes = list(_sizes(training))
-    fit = _fit(config.data.fit, sizes, recorded)
+    asked = "pad" if config.slides.slides is not None and config.data.fit == "auto" else config.data.fit
+    fit = _fit(asked, sizes, recorded)
     remarks = [_classes(training, validation)]
-    if config.data.dataset is None and config.data.images == SYNTHETIC:
+    if config.data.dataset is None and config.slides.slides is None and config.data.images == SYNTHETIC:
         remarks.append("the images are synthetic, computed from a formula: `images` names a folder of your own")
     remarks += _missing_classes(training, validation)
-    if config.data.dataset is None:
+    if config.data.dataset is None and config.slides.slides is None:
         remarks += _folders_read(config.data.images)
     remarks += [remark for whole in _wholes((training, validation)) for remark in getattr(whole, "remarks", ())]
     remarks.append(_shown(config, fit, sizes, len(training)))
@@ -339,7 +340,7 @@ def _sizes(dataset: Named) -> Iterator[tuple[int, ...]]:
 def _fit(asked: str, sizes: Sequence[tuple[int, ...]], recorded: ImageLists | None) -> Fit:
     """One way for all images of a run, whatever their format. Raises ConfigError where they are of both kinds."""
     if asked != "auto":
-        return "crop" if asked == "crop" else "resize"
+        return as_fit(asked)
     if recorded is not None:
         return recorded.fit
     slides = [len(size) == 2 and prod(size) > SLIDE_PIXELS for size in sizes]
@@ -402,6 +403,8 @@ def _shown(config: Config, fit: Fit, sizes: Sequence[tuple[int, ...]], count: in
     if fit == "resize":
         crops = " from random crops, validated whole" if config.data.random_crop else ""
         return f"{what} are resized to {frame}{crops}; `fit` crop would show windows of that size"
+    if fit == "pad":
+        return f"{what} are padded with white to {frame}"
     smaller = any(a < b for each in sizes for a, b in zip(each, size, strict=True))
     padded = f", {'white' if len(size) == 2 else '0'} where they are smaller" if smaller else ""
     return f"{what} are cropped to {frame} at random{padded}; validated on the centre"

@@ -22,6 +22,8 @@ from mpi4dl.engine import Engine
 from mpi4dl.geometry import Box
 from mpi4dl.options import build
 from mpi4dl.options.config import Config, ConfigError, facts
+from mpi4dl.options.data import with_frame
+from mpi4dl.options.declare import with_values
 from mpi4dl.options.optimizers import Schedule, build_optimizer, build_schedule, groups_of
 from mpi4dl.options.tasks import Monitor, build_metrics, build_task, monitored, with_task
 from mpi4dl.parallel.inputs import of_tokens
@@ -77,6 +79,7 @@ class Setup:
 def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str, argv: Sequence[str] = ()) -> Setup:
     """Build what a configuration names, each rank its part. Collective; raises Refusal on all ranks."""
     comm.agree(None, **facts(config))
+    config = framed(config, comm)
     assembly = assemble(config, comm, num_samples=config.samples_per_step)
     patience = Patience(config.parallel.hang_timeout)
     load_libraries(assembly.device)
@@ -119,6 +122,17 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
     )  # fmt: skip
 
 
+def framed(config: Config, comm: Communicator) -> Config:
+    """The configuration with the image size of its slides, found by rank 0. Collective; raises Refusal."""
+    if config.slides.slides is None:
+        return config
+    found = None
+    with comm.together((ValueError, OSError)):
+        if comm.rank == 0:
+            found = with_frame(config)
+    return with_values(config, {"image_size": comm.broadcast_object(found and found.data.image_size)})
+
+
 def open_samples(config: Config, comm: Communicator | None = None) -> "Images | Texts":
     """The images or texts that a configuration names, the same on all ranks of `comm`, which raise Refusal together.
 
@@ -138,6 +152,7 @@ def with_samples(config: Config) -> tuple[Config, "TrainedOn"]:
     """
     from mpi4dl.estimate.planning import TrainedOn
 
+    config = with_frame(config)
     samples = open_samples(config)
     config = with_task(config, samples.training)
     num_batches = len(samples.loaders(config, lambda _: [], lambda _: [])[0])

@@ -9,11 +9,11 @@ Batch norms in the encoder use the statistics of all patches, by the same statis
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, groupby, pairwise, product
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from mpi4dl.parallel.streaming.leading_part import Segments, StreamedImages, seg
 from mpi4dl.parallel.streaming.margins import profile_with_margin
 from mpi4dl.parallel.streaming.norms import MODES
 from mpi4dl.parallel.streaming.stream_tiles import ImageSource, InputSpec, Pixels, StreamTiles
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,18 @@ class PatchSource:
         return self.images.read(Box(Interval(own, own + 1), rows, cols))
 
 
+class Attended(NamedTuple):
+    """The patches of an image, by row and column, and how much each counts: weights (n,) on the host."""
+
+    places: tuple[tuple[int, int], ...]
+    weights: Tensor
+
+
+def _attended(places: Sequence[Place], weights: Sequence[Tensor]) -> Iterator[Attended]:
+    for sample, each in enumerate(weights):
+        yield Attended(tuple((at.row, at.col) for at in places if at.sample == sample), each.float().cpu())
+
+
 class PatchStream:
     """Runs a `PatchModel`: ranks share the patches of each batch, and stream them through the encoder.
 
@@ -105,6 +119,7 @@ class PatchStream:
         self._model, self._options = model, options
         self.segments = Segments((), options.norms)
         self._grids: dict[Grid, Grid] = {}
+        self.seen: tuple[Attended, ...] = ()  # of the last images that were looked at without gradients
         if options.segments > 1:
             self._cut(channels)
 
@@ -120,7 +135,11 @@ class PatchStream:
         found = self.segments.run(self._model.encoder, patches, spec, tiles, grid, (patch, patch), images.progress)
         if not isinstance(found, Tensor):
             raise TypeError(f"the encoder returns a {type(found).__name__}: it must be one tensor (patches, features)")
-        return self._model.aggregate(gather(found), counts)
+        features = gather(found)
+        if not torch.is_grad_enabled():
+            weights = self._model.attention(features, counts)
+            self.seen = () if weights is None else tuple(_attended(patches.places, weights))
+        return self._model.aggregate(features, counts)
 
     def patches(self, images: StreamedImages) -> PatchSource:
         """The patches with enough tissue, the same on all ranks. Collective.
@@ -131,25 +150,18 @@ class PatchStream:
         patch, grid, own = self._model.patch, images.grid, images.samples.owned(images.grid.coordinates[BATCH])
         found = PatchSource(_as_source(images, own.length), own.start, patch, ())
         patches_in(images.size, patch)
+        by_slides = self._of_slides(found, images)
+        if by_slides is not None:
+            return replace(found, places=by_slides)
         rows, cols = (side // patch for side in images.size)
         if self._model.min_tissue == 0:
             everywhere = product(range(images.samples.size), range(rows), range(cols))
             return replace(found, places=tuple(Place(*each) for each in everywhere))
-        own_tissue: dict[tuple[int, int], Tensor] = {}
-        problem: DatasetError | None = None
-        ranks = grid.ranks_along(grid.space)  # the ranks that can read the same samples
-        strips = list(product(range(*own), range(rows)))
-        try:
-            for sample, row in strips[ranks.index(grid.rank) :: len(ranks)]:
-                strip = found.strip(Place(sample, row, 0), cols)
-                own_tissue[sample, row] = tissue(cut(strip, patch), self._model.colour)
-        except DatasetError as error:
-            problem = error
-        tissues: dict[tuple[int, int], Tensor] = {}
-        for of_rank, failure in grid.comm.all_gather_object((own_tissue, problem)):
-            if failure is not None:
-                raise Refusal(str(failure)) from failure
-            tissues |= of_rank
+
+        def share(sample: int, row: int) -> Tensor:
+            return tissue(cut(found.strip(Place(sample, row, 0), cols), patch), self._model.colour)
+
+        tissues = _shared_out(grid, list(product(range(*own), range(rows))), share)
         places = [
             Place(sample, number // cols, number % cols)
             for sample in range(images.samples.size)
@@ -158,6 +170,22 @@ class PatchStream:
             ).tolist()
         ]
         return replace(found, places=tuple(places))
+
+    def _of_slides(self, found: PatchSource, images: StreamedImages) -> tuple[Place, ...] | None:
+        """The patches that the slides' own tissue masks choose; None for images that have none. Collective."""
+        find: Any = getattr(found.images, "tissue_patches", None)
+        own = range(*images.samples.owned(images.grid.coordinates[BATCH]))
+
+        def patches(sample: int) -> list[tuple[int, int]] | None:
+            chosen: list[tuple[int, int]] | None = find(sample - found.first, found.patch)
+            return chosen
+
+        if find is None:
+            return None
+        chosen = _shared_out(images.grid, [(sample,) for sample in own], patches)
+        if any(each is None for each in chosen.values()):
+            return None
+        return tuple(Place(sample, *place) for (sample,), places in sorted(chosen.items()) for place in places or ())
 
     def _grid(self, shared: Grid) -> Grid:
         """A grid of the same ranks, which share a batch of patches instead of images."""
@@ -184,6 +212,28 @@ class PatchStream:
         self.segments = Segments(tuple(cuttable.part(*span) for span in spans), self._options.norms)
 
 
+def _shared_out(grid: Grid, keys: Sequence[tuple[int, ...]], compute: Callable[..., T]) -> dict[tuple[int, ...], T]:
+    """compute(*key) of all keys, shared out over the ranks that can read the same samples; on all ranks. Collective.
+
+    Raises:
+        Refusal: it raised DatasetError on a rank; on all ranks.
+    """
+    mine: dict[tuple[int, ...], T] = {}
+    problem: DatasetError | None = None
+    ranks = grid.ranks_along(grid.space)
+    try:
+        for key in keys[ranks.index(grid.rank) :: len(ranks)]:
+            mine[key] = compute(*key)
+    except DatasetError as error:
+        problem = error
+    found: dict[tuple[int, ...], T] = {}
+    for theirs, trouble in grid.comm.all_gather_object((mine, problem)):
+        if trouble is not None:
+            raise Refusal(str(trouble)) from trouble
+        found |= theirs
+    return found
+
+
 def patch_tiles(
     shape: torch.Size, dtype: torch.dtype, counts: Sequence[int], grid: GridShape, rank: int, at_once: int
 ) -> tuple[StreamTiles, InputSpec]:
@@ -202,7 +252,9 @@ def patch_tiles(
 
 def stream_patches(model: PatchModel, options: PatchOptions, channels: int = 3) -> None:
     """Let `model` stream the patches of `StreamedImages`, which an engine passes to it. It still takes tensors."""
-    model.forward = partial(_forward, PatchStream(model, options, channels), model.forward)  # type: ignore[method-assign]
+    stream = PatchStream(model, options, channels)
+    model.forward = partial(_forward, stream, model.forward)  # type: ignore[method-assign]
+    model.streamed = stream  # type: ignore[assignment]
 
 
 def _forward(stream: PatchStream, forward: Any, images: Any) -> Tensor:

@@ -1,0 +1,1 @@
+"""Whole-slide images: readers, tables of slides and patients, splits, tissue."""

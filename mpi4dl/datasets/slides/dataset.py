@@ -1,0 +1,207 @@
+"""Slides with labels as a dataset: each at the resolution asked for, with the patches of it that show tissue."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpi4dl._wording import counted, some
+from mpi4dl.datasets.base import BadImage, DatasetError
+from mpi4dl.datasets.listed import UNKNOWN, File, ListedFiles
+from mpi4dl.datasets.slides.slide import Resolution, Slide, open_slide
+from mpi4dl.datasets.slides.splits import check_parts, fold_of, split_patients
+from mpi4dl.datasets.slides.tables import SlideRow, read_slides
+from mpi4dl.datasets.slides.tissue import find_tissue
+from mpi4dl.datasets.split import Subset
+from mpi4dl.geometry import ceil_div
+
+PATCH_STREAM = 47  # of random numbers
+MOST_OPEN = 64  # slides whose headers are kept
+
+Patches = npt.NDArray[np.int64]  # (patches, 2): the row and the column of each in the grid of patches of a slide
+
+
+@dataclass(frozen=True)
+class SlideOptions:
+    """How slides are read.
+
+    `tissue`: a threshold of saturation from 0 to 1, or None for Otsu's. A patch is used if at least `min_tissue` of it
+    is tissue, and more than nothing. Of a slide at most `most_patches` are drawn in each epoch of training; None: all.
+    """
+
+    resolution: Resolution = field(default_factory=Resolution)
+    tissue: float | None = None
+    min_tissue: float = 0.0
+    most_patches: int | None = None
+
+
+class SlideFolder(ListedFiles):
+    """Slides by a table, or all of a folder.
+
+    Attributes:
+        task: what the labels are for: classify, multilabel, regress or survival.
+        classes: names of classes, or of the columns of numbers.
+        rows: the lines of the table, one for each slide.
+
+    Raises:
+        DatasetError: as `read_slides`.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        options: SlideOptions,
+        *,
+        folder: Path | None = None,
+        task: str | None = None,
+        label_columns: Sequence[str] | None = None,
+        classes: tuple[str, ...] | None = None,
+        columns: Mapping[str, str] | None = None,
+    ) -> None:
+        found = read_slides(
+            source, folder=folder, task=task, label_columns=label_columns, classes=classes, columns=columns or {}
+        )
+        self.options, self.rows = options, found.rows
+        self.task, self.classes, self.columns = found.task, found.classes, found.columns
+        self.remarks = found.remarks
+        root = folder or (source if source.is_dir() else source.parent)
+        super().__init__(root, [_file(root, row) for row in found.rows])
+        self._forget()
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._slides: dict[int, Slide] = {}
+        self._patches: dict[tuple[int, int], Patches] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_slides", "_patches")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    @property
+    def patients(self) -> list[str]:
+        """The patient of each slide."""
+        return [row.patient for row in self.rows]
+
+    def image(self, index: int) -> Slide:
+        """A slide, its header read and its pixels not; the headers of the last ones are kept.
+
+        Raises BadImage, OtherFile.
+        """
+        with self._lock:
+            found = self._slides.pop(index, None)
+        if found is None:
+            row, resolution = self.rows[index], self.options.resolution
+            if row.mpp is not None:  # the table knows better than the option for all
+                resolution = Resolution(resolution.mpp, resolution.magnification, resolution.level, row.mpp)
+            found = open_slide(self.checked(index), resolution)
+        with self._lock:
+            self._slides[index] = found
+            while len(self._slides) > MOST_OPEN:
+                del self._slides[next(iter(self._slides))]
+        return found
+
+    def tissue_patches(self, index: int, patch: int, key: tuple[int, ...] = ()) -> Patches:
+        """The patches of `patch` x `patch` px of a slide that show tissue, in the order of rows.
+
+        Of a slide without tissue it is the patch that has the most. With a `key` of random numbers, such as (seed,
+        epoch, repeat), they are at most as many as the options say.
+
+        Raises BadImage, DatasetError.
+        """
+        found, most = self._all_patches(index, patch), self.options.most_patches
+        if not key or most is None or len(found) <= most:
+            return found
+        drawn = np.random.default_rng((PATCH_STREAM, *key, index)).choice(len(found), most, replace=False)
+        return found[np.sort(drawn)]
+
+    def _all_patches(self, index: int, patch: int) -> Patches:
+        if (index, patch) not in self._patches:
+            slide = self.image(index)
+            shares = find_tissue(slide, self.options.tissue).shares(slide, patch)
+            found = np.argwhere((shares > 0) & (shares >= self.options.min_tissue))
+            if not len(found):
+                found = np.array([np.unravel_index(int(shares.argmax()), shares.shape)])
+            self._patches[index, patch] = found.astype(np.int64)
+        return self._patches[index, patch]
+
+    def frame(self, multiple: Sequence[int]) -> tuple[int, int]:
+        """The least size (height, width) in which each slide fits, of multiples of these numbers of pixels.
+
+        Slides that cannot be read are left out.
+
+        Raises:
+            DatasetError: no slide can be read.
+        """
+        sizes, problem = [], None
+        for index in range(len(self)):
+            try:
+                sizes.append(self.image(index).size)
+            except BadImage as error:
+                problem = problem or error
+        if not sizes:
+            raise DatasetError(f"{self.root}: no slide can be read: {problem}")
+        height, width = (
+            ceil_div(max(sides), each) * each for sides, each in zip(zip(*sizes, strict=True), multiple, strict=True)
+        )
+        return height, width
+
+    def split(
+        self,
+        fraction: float,
+        seed: int,
+        known: Mapping[str, bool] | None = None,
+        folds: int | None = None,
+        fold: int = 0,
+    ) -> tuple[Subset, Subset, tuple[str, ...]]:
+        """The slides to train on and to validate with, and remarks on them. No patient is in both.
+
+        By the table's split if it has one; by `fold` of its column or of `folds`; else by patient, stratified by label.
+
+        Raises:
+            DatasetError: a patient in two parts, nothing to train on, or nothing to validate with.
+        """
+        labels = [row.label for row in self.rows]
+        if any(row.part for row in self.rows):
+            remarks = tuple(check_parts(self.rows))
+            held_out = "val" if any(row.part == "val" for row in self.rows) else "test"
+            chosen = {"train": False, held_out: True}
+            aside = [chosen.get(row.part) for row in self.rows]
+            said = f"split by the table: {sum(each is None for each in aside)} other slides are left out"
+            remarks += (said,) if None in aside else ()
+        elif folds is not None:
+            given = [row.fold for row in self.rows]
+            numbers = [each for each in given if each is not None]
+            if len(numbers) not in (0, len(given)):
+                raise DatasetError(f"{self.root}: {len(given) - len(numbers)} slides have no fold, and others have")
+            placed = numbers or fold_of(self.patients, labels, folds, seed)
+            aside = [each == fold for each in placed]
+            remarks = (f"fold {fold} of {folds} validates, split by patient",)
+        else:
+            aside = list(split_patients(self.patients, labels, fraction, seed, known))
+            remarks = ("split by patient, stratified by label",)
+        parts = [Subset(self, [i for i, each in enumerate(aside) if each is wanted]) for wanted in (False, True)]
+        for part, lacks in zip(parts, ("to train on", "to validate with"), strict=True):
+            if not len(part):
+                raise DatasetError(f"{self.root}: has no slide {lacks}: add slides, or change the split")
+        counts = [len({self.rows[i].patient for i in part.indices}) for part in parts]
+        remarks += (f"{counted(counts[0], 'patient')} to train on + {counts[1]} to validate with",)
+        return parts[0], parts[1], remarks
+
+    def described(self) -> str:
+        """What was taken for what in the table, in one line."""
+        taken = [f"{role} = {column}" for role, column in self.columns.items()]
+        return f"columns of the slides: {some(taken, len(taken))}" if taken else "slides without a table"
+
+
+def _file(root: Path, row: SlideRow) -> File:
+    try:
+        return File(row.path, (root / row.path).stat().st_size, row.label)
+    except OSError:  # which opening it will say
+        return File(row.path, UNKNOWN, row.label)

@@ -1,0 +1,112 @@
+"""GeoJSON as QuPath reads it: outlines of masks and values of patches, in pixels (x, y) of the full level 0."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpi4dl._wording import to_install
+from mpi4dl.datasets.base import DatasetError
+
+Ring = list[list[float]]  # corners (x, y), the last one the same as the first
+
+LEAST_CORNERS = 4
+TOLERANCE = 0.5  # pixels of a mask by which an outline may be simplified
+
+
+def outlines(mask: npt.NDArray[np.bool_], downsample: float, origin: Sequence[int] = (0, 0)) -> list[list[Ring]]:
+    """The regions of a mask as polygons: of each its outer ring and the rings of its holes.
+
+    A pixel of the mask is `downsample` pixels of level 0, and the first one begins at `origin` (row, column).
+    """
+    measure = package("skimage.measure")
+    outer: list[list[Ring]] = []
+    holes: list[Ring] = []
+    for line in measure.find_contours(np.pad(mask, 1).astype(np.float32), 0.5):
+        kept = measure.approximate_polygon(line, TOLERANCE)
+        ring = [[origin[1] + (x - 0.5) * downsample, origin[0] + (y - 0.5) * downsample] for y, x in kept]
+        if len(ring) >= LEAST_CORNERS:
+            if _signed_area(line) < 0:
+                outer.append([ring])
+            else:
+                holes.append(ring)
+    for hole in holes:
+        around = [polygon for polygon in outer if measure.points_in_poly([hole[0]], polygon[0])[0]]
+        if around:
+            min(around, key=lambda polygon: abs(_signed_area(np.asarray(polygon[0])[:, ::-1]))).append(hole)
+    return outer
+
+
+def _signed_area(line: npt.NDArray[np.float64]) -> float:
+    """Twice the area of a ring of places (row, column); negative for outer rings of find_contours."""
+    y, x = line[:, 0], line[:, 1]
+    return float(np.sum(x[:-1] * y[1:] - x[1:] * y[:-1]))
+
+
+def square(row: float, col: float, side: float) -> list[Ring]:
+    """A square with its upper left corner at a place of level 0."""
+    right, lower = col + side, row + side
+    return [[[col, row], [right, row], [right, lower], [col, lower], [col, row]]]
+
+
+def feature(
+    polygon: Sequence[Ring], name: str, kind: str = "annotation", measurements: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """One object of QuPath: of `kind` annotation, detection or tile, classified as `name`, with named numbers."""
+    properties: dict[str, Any] = {"objectType": kind, "classification": {"name": name}}
+    if measurements is not None:
+        properties["measurements"] = dict(measurements)
+    return {
+        "type": "Feature",
+        "geometry": {"type": "Polygon", "coordinates": list(polygon)},
+        "properties": properties,
+    }
+
+
+def collection(features: Iterable[Mapping[str, Any]]) -> str:
+    """The text of a file of objects."""
+    return json.dumps({"type": "FeatureCollection", "features": list(features)})
+
+
+def polygons_of(content: Any) -> list[list[Ring]]:
+    """The polygons of a GeoJSON file: a collection, a list of features as QuPath writes it, or a geometry.
+
+    Points and lines are left out.
+
+    Raises:
+        ValueError: it is no GeoJSON.
+    """
+    features = content["features"] if isinstance(content, Mapping) and "features" in content else content
+    found: list[list[Ring]] = []
+    for each in features if isinstance(features, list) else [features]:
+        geometry = each.get("geometry", each) if isinstance(each, Mapping) else {}
+        kind, places = geometry.get("type"), geometry.get("coordinates")
+        if kind == "Polygon":
+            found.append(places)
+        elif kind == "MultiPolygon":
+            found += places
+        elif kind not in ("Point", "MultiPoint", "LineString", "MultiLineString"):
+            raise ValueError("is no GeoJSON with a geometry in each feature")
+    return found
+
+
+def contains(polygons: Iterable[Sequence[Ring]], row: float, col: float) -> bool:
+    """Whether a place of level 0 lies in one of the polygons, and not in a hole of it."""
+    measure = package("skimage.measure")
+
+    def inside(ring: Ring) -> bool:
+        return bool(measure.points_in_poly([(col, row)], ring)[0])
+
+    return any(inside(outer) and not any(map(inside, holes)) for outer, *holes in polygons)
+
+
+def package(name: str) -> Any:
+    """A module of scikit-image. Raises DatasetError if it is not installed."""
+    from importlib import import_module
+
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise DatasetError(f"slides need scikit-image; run {to_install('scikit-image')}") from error

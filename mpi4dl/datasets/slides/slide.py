@@ -1,0 +1,311 @@
+"""Read whole-slide images at any resolution: scanners' formats by OpenSlide, pyramidal and OME TIFF, plain pictures.
+
+    level 0     40 000 x 30 000 px, 0.25 um per pixel
+    level 1     10 000 x  7 500 px, 1 um per pixel
+    a view      20 000 x 15 000 px, 0.5 um per pixel: resampled from level 0, the nearest finer level, box by box
+
+All coordinates that leave this module are pixels of the full level 0, as QuPath, CLAM and TRIDENT have them.
+"""
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+import numpy as np
+
+from mpi4dl._files import open_regular
+from mpi4dl.datasets import tiff
+from mpi4dl.datasets.base import BadImage, Image, Pixels
+from mpi4dl.datasets.files import SLIDE_SUFFIXES, blaming, open_image
+from mpi4dl.datasets.reader_process import OpenSlideLevel, open_with_openslide
+from mpi4dl.datasets.transform import Frame, resize
+from mpi4dl.geometry import Interval
+
+MPP_AT_1X = 10.0  # um per pixel: 20x is 0.5, 40x is 0.25
+SAME = 0.01  # resolutions that differ by this share are one, and nothing is resampled
+MOST_ENLARGED = 0.9  # a slide may be this share of the resolution asked for, or finer
+LEAST_MPP, MOST_MPP = 0.01, 20.0  # um per pixel of slides; other values in a file are those of screens or printers
+
+_MICROMETRES = {"m": 1e6, "cm": 1e4, "mm": 1e3, "µm": 1.0, "\u03bcm": 1.0, "um": 1.0, "nm": 1e-3, "inch": 25400.0}
+_INCH, _CENTIMETRE = 2, 3  # of the TIFF tag ResolutionUnit
+_ICC_TAG = 34675
+
+
+class Level(NamedTuple):
+    """One image of a pyramid: `downsample` pixels of level 0 for each of its pixels."""
+
+    image: Image
+    downsample: float
+
+
+@dataclass(frozen=True)
+class SlideFile:
+    """A slide as its file has it.
+
+    `levels` begin with the finest. `mpp` are microns per pixel of level 0, `magnification` that of its objective; None
+    where the file does not say. `bounds` are the rows and columns of level 0 that the scanner scanned. `profile` is an
+    ICC profile of its colours.
+    """
+
+    path: Path
+    levels: tuple[Level, ...]
+    mpp: float | None = None
+    magnification: float | None = None
+    bounds: tuple[Interval, Interval] | None = None
+    profile: bytes | None = None
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """(height, width) of level 0, in pixels."""
+        return self.levels[0].image.size
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """The resolution at which slides are read; without any of them, that of level 0.
+
+    `mpp`: microns per pixel. `magnification`: 20 is 0.5 um per pixel, by the objective where the file has no microns
+    per pixel. `level`: a level of the file. `assumed_mpp`: microns per pixel of level 0 of slides that do not say it.
+    """
+
+    mpp: float | None = None
+    magnification: float | None = None
+    level: int | None = None
+    assumed_mpp: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("mpp", "magnification", "level") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} both say at which resolution slides are read: choose one")
+
+    def downsample(self, slide: SlideFile) -> float:
+        """How many pixels of level 0 make one pixel, along each axis.
+
+        Raises:
+            BadImage: the slide does not have this resolution, or does not say which one it has.
+        """
+        if self.level is not None:
+            if not 0 <= self.level < len(slide.levels):
+                has = (
+                    f"{len(slide.levels)} levels, 0 to {len(slide.levels) - 1}" if len(slide.levels) > 1 else "level 0"
+                )
+                raise BadImage(slide.path, f"has no level {self.level}, but {has}")
+            return slide.levels[self.level].downsample
+        mpp = slide.mpp or self.assumed_mpp
+        if self.mpp is None and self.magnification is None:
+            return 1.0
+        if self.mpp is not None:
+            asked, wanted = f"`mpp` {self.mpp:g}", self.mpp
+        else:
+            assert self.magnification is not None
+            asked, wanted = f"`magnification` {self.magnification:g}", MPP_AT_1X / self.magnification
+            if mpp is None and slide.magnification is not None:
+                mpp = MPP_AT_1X / slide.magnification
+        if mpp is None:
+            raise BadImage(
+                slide.path,
+                f"does not say how many microns a pixel has, which {asked} needs: give them by `assume_mpp`, such as "
+                "0.25 for 40x, or in a column `mpp` of the table",
+            )
+        if mpp * MOST_ENLARGED > wanted:
+            raise BadImage(
+                slide.path,
+                f"has {mpp:.4g} um per pixel, which is coarser than {asked}"
+                + ("" if self.mpp is not None else f", {wanted:.4g} um per pixel")
+                + f": choose `mpp` {mpp:.4g} or more",
+            )
+        found = wanted / mpp
+        close = [level.downsample for level in slide.levels if abs(level.downsample / found - 1) <= SAME]
+        return close[0] if close else found
+
+
+class Slide:
+    """A slide at one resolution, of which any box can be read; it keeps no open file.
+
+    Attributes:
+        size: (height, width) in pixels of this resolution, of what the scanner scanned.
+        downsample: pixels of level 0 for each pixel.
+        origin: the pixel of level 0 (row, column) at the upper left corner.
+        mpp: microns per pixel of this resolution; None if nobody says it.
+    """
+
+    def __init__(self, file: SlideFile, downsample: float = 1.0, assumed_mpp: float | None = None) -> None:
+        self.file, self.downsample, self._assumed = file, downsample, assumed_mpp
+        whole = tuple(Interval(0, side) for side in file.size)
+        bounds = file.bounds or whole
+        self.origin = (bounds[0].start, bounds[1].start)
+        self.size = tuple(max(1, round(interval.length / downsample)) for interval in bounds)
+        mpp = file.mpp or assumed_mpp
+        self.mpp = None if mpp is None else mpp * downsample
+        fine_enough = [level for level in file.levels if level.downsample <= downsample * (1 + SAME / 2)]
+        self._level = fine_enough[-1] if fine_enough else file.levels[0]
+
+    def read(self, *space: Interval) -> Pixels:
+        """The pixels of a box (rows, columns, 3), uint8: the same in every box that has them."""
+        level, factor = self._level, self.downsample / self._level.downsample
+        starts = [first / level.downsample for first in self.origin]
+        with blaming(self.file.path):
+            if abs(factor - 1) <= SAME / 2:
+                inside = [interval.shift(round(start)) for interval, start in zip(space, starts, strict=True)]
+                pixels = _read_padded(level.image, inside)
+            else:
+                frames = [Frame(size, start, factor) for size, start in zip(self.size, starts, strict=True)]
+                pixels = resize(level.image, frames, space)
+            return self._managed(pixels)
+
+    def at(self, downsample: float) -> "Slide":
+        """The same slide at another resolution."""
+        return Slide(self.file, downsample, self._assumed)
+
+    def thumbnail(self, longest: int) -> "Slide":
+        """The slide with sides of at most so many pixels, read from a low level."""
+        height, width = (side * self.downsample for side in self.size)
+        return self.at(max(1.0, max(height, width) / longest))
+
+    def in_level_0(self, row: float, col: float) -> tuple[float, float]:
+        """The place (row, column) of the full level 0 of a place in pixels of this resolution."""
+        return self.origin[0] + row * self.downsample, self.origin[1] + col * self.downsample
+
+    @cached_property
+    def _colours(self) -> Any:
+        """A transform from the slide's colours to sRGB; None if it has no profile of them."""
+        if not self.file.profile:
+            return None
+        import PIL.ImageCms
+
+        try:
+            source = PIL.ImageCms.getOpenProfile(io.BytesIO(self.file.profile))
+            return PIL.ImageCms.buildTransform(source, PIL.ImageCms.createProfile("sRGB"), "RGB", "RGB")
+        except (PIL.ImageCms.PyCMSError, OSError, TypeError, ValueError) as error:
+            raise BadImage(self.file.path, f"has an ICC profile that cannot be used: {error}") from error
+
+    def _managed(self, pixels: Pixels) -> Pixels:
+        if self._colours is None or not pixels.size:
+            return pixels
+        import PIL.Image
+        import PIL.ImageCms
+
+        image = PIL.Image.fromarray(np.ascontiguousarray(pixels))
+        return np.asarray(PIL.ImageCms.applyTransform(image, self._colours))
+
+
+def _read_padded(image: Image, space: Sequence[Interval]) -> Pixels:
+    """A box of a level, which may reach a pixel beyond it where sizes were rounded; white is there."""
+    inside = [interval.intersect(Interval(0, side)) for interval, side in zip(space, image.size, strict=True)]
+    pixels = image.read(*inside)
+    missing = [interval.length - part.length for interval, part in zip(space, inside, strict=True)]
+    if not any(missing):
+        return pixels  # type: ignore[return-value]
+    return np.pad(pixels, [(0, lacking) for lacking in missing] + [(0, 0)], constant_values=255)  # type: ignore[return-value]
+
+
+def open_slide(path: Path, resolution: Resolution | None = None) -> Slide:
+    """A slide at a resolution, its header read and its pixels not.
+
+    Raises:
+        BadImage: the file cannot be read, is damaged, or does not have this resolution.
+        DatasetError: the package that reads this format is not installed.
+    """
+    resolution = resolution or Resolution()
+    with blaming(path):
+        file = _opened(path)
+    return Slide(file, resolution.downsample(file), resolution.assumed_mpp)
+
+
+def _opened(path: Path) -> SlideFile:
+    with open_regular(path) as file:
+        magic = file.read(4)
+    if not magic:
+        raise BadImage(path, "is empty (0 bytes)")
+    if path.suffix.lower() in SLIDE_SUFFIXES:
+        return _openslide_file(path)
+    if magic in tiff.MAGIC:
+        try:
+            return _tiff_file(path)
+        except tiff.Unsupported:
+            pass  # Pillow may read it
+    return SlideFile(path, (Level(open_image(path), 1.0),))
+
+
+def _openslide_file(path: Path) -> SlideFile:
+    header, profile = open_with_openslide(path)
+    found: Mapping[str, str] = header["properties"]
+    sizes, downsamples = header["levels"], header["downsamples"]
+    levels = tuple(
+        Level(OpenSlideLevel(path, number, (height, width), float(downsample)), float(downsample))
+        for number, ((width, height), downsample) in enumerate(zip(sizes, downsamples, strict=True))
+    )
+    across, down = _number(found.get("openslide.mpp-x")), _number(found.get("openslide.mpp-y"))
+    mpp = math.sqrt(across * down) if across and down else None
+    sides = [_number(found.get(f"openslide.bounds-{name}")) for name in ("y", "height", "x", "width")]
+    bounds = None
+    if all(side is not None for side in sides):
+        top, height, left, width = (int(side or 0) for side in sides)
+        rows, cols = Interval(top, top + height), Interval(left, left + width)
+        whole = levels[0].image.size
+        if height > 0 and width > 0 and Interval(0, whole[0]).covers(rows) and Interval(0, whole[1]).covers(cols):
+            bounds = rows, cols
+    power = _number(found.get("openslide.objective-power"))
+    return SlideFile(path, levels, _plausible(mpp), power, bounds, bytes(profile) or None)
+
+
+def _tiff_file(path: Path) -> SlideFile:
+    images, page = tiff.open_levels(path)
+    height, width = images[0].size
+    levels = (Level(image, math.sqrt((height / image.size[0]) * (width / image.size[1]))) for image in images)
+    return SlideFile(path, tuple(levels), *_described(page))
+
+
+def _described(page: "tiff.PageFacts") -> tuple[float | None, float | None, None, bytes | None]:
+    """Microns per pixel, magnification, no bounds, and the ICC profile of a TIFF page."""
+    mpp, power = _of_ome(page.ome) if page.ome else (None, None)
+    if mpp is None:
+        said = re.search(r"\bMPP\s*=\s*([0-9.]+)", page.description)
+        mpp = _number(said[1]) if said else None
+    if power is None:
+        said = re.search(r"\bAppMag\s*=\s*([0-9.]+)", page.description)
+        power = _number(said[1]) if said else None
+    if mpp is None and page.resolution and page.resolution_unit in (_INCH, _CENTIMETRE):
+        unit = _MICROMETRES["inch" if page.resolution_unit == _INCH else "cm"]
+        mpp = unit / math.sqrt(page.resolution[0] * page.resolution[1])
+    return _plausible(mpp), power, None, page.profile
+
+
+def _of_ome(ome: str) -> tuple[float | None, float | None]:
+    """Microns per pixel and magnification of the first image of OME-XML."""
+    if "<!DOCTYPE" in ome or "<!ENTITY" in ome:
+        return None, None
+    try:
+        root = ElementTree.fromstring(ome)
+    except ElementTree.ParseError:
+        return None, None
+    pixels = next((each for each in root.iter() if each.tag.endswith("}Pixels") or each.tag == "Pixels"), None)
+    lens = next((each for each in root.iter() if each.tag.endswith("}Objective") or each.tag == "Objective"), None)
+    power = None if lens is None else _number(lens.get("NominalMagnification"))
+    if pixels is None:
+        return None, power
+    sides = []
+    for axis in "XY":
+        size = _number(pixels.get(f"PhysicalSize{axis}"))
+        unit = _MICROMETRES.get(pixels.get(f"PhysicalSize{axis}Unit", "µm"))
+        sides.append(None if size is None or unit is None else size * unit)
+    return (None if None in sides else math.sqrt(sides[0] * sides[1])), power  # type: ignore[operator]
+
+
+def _number(text: object) -> float | None:
+    """A positive number, or 0; None for what is none."""
+    try:
+        found = float(str(text).replace(",", "."))
+    except ValueError:
+        return None
+    return found if math.isfinite(found) and found >= 0 else None
+
+
+def _plausible(mpp: float | None) -> float | None:
+    return mpp if mpp is not None and LEAST_MPP <= mpp <= MOST_MPP else None

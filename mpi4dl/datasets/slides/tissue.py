@@ -1,0 +1,109 @@
+"""Find the tissue of slides on a thumbnail, and the patches that have some.
+
+    thumbnail -> saturation -> median -> Otsu's threshold -> closing -> mask -> share of tissue of each patch
+
+Otsu, "A threshold selection method from gray-level histograms", 1979. CLAM and TIAToolbox work alike.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import PIL.Image
+import PIL.ImageFilter
+
+from mpi4dl.datasets.base import Pixels
+from mpi4dl.datasets.slides.geojson import collection, feature, outlines, package
+from mpi4dl.datasets.slides.slide import Slide
+from mpi4dl.geometry import Interval, ceil_div
+
+MASK_MPP = 8.0  # um per pixel of thumbnails
+SHORTEST, LONGEST = 512, 4096  # px, of the longer side of thumbnails
+WITHOUT_MPP = 2048  # px, of thumbnails of slides that do not say their resolution
+MEDIAN_PX = 5
+CLOSING_PX = 2  # radius
+LEAST_SATURATION = 0.05  # of a range of 1: glass and paper have less, whatever Otsu's threshold is
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class TissueMask:
+    """Where a slide has tissue: `mask` (rows, columns), each of whose pixels is `downsample` pixels of level 0."""
+
+    mask: Mask
+    downsample: float
+    origin: tuple[int, int] = (0, 0)
+
+    def shares(self, slide: Slide, patch: int) -> npt.NDArray[np.float32]:
+        """The share of tissue, from 0 to 1, of each patch of `patch` x `patch` px of the slide: (rows, columns).
+
+        Patches begin at the upper left corner. Those at the right and lower sides may reach beyond the slide, where
+        there is no tissue.
+        """
+        scale = patch * slide.downsample / self.downsample
+        rows, cols = (ceil_div(side, patch) for side in slide.size)
+        # Sums over all pixels above and left of a place, linear between pixels, give the area of tissue in any box.
+        sums = np.zeros((self.mask.shape[0] + 1, self.mask.shape[1] + 1))
+        sums[1:, 1:] = self.mask.cumsum(0, dtype=np.float64).cumsum(1)
+        at = _interpolated(_interpolated(sums, np.arange(rows + 1) * scale).T, np.arange(cols + 1) * scale).T
+        areas = at[1:, 1:] - at[:-1, 1:] - at[1:, :-1] + at[:-1, :-1]
+        return (np.clip(areas, 0, None) / scale**2).astype(np.float32)
+
+    @property
+    def share(self) -> float:
+        """The share of the slide that is tissue."""
+        return float(self.mask.mean()) if self.mask.size else 0.0
+
+    def save_png(self, path: Path) -> None:
+        """Write it as a black and white picture."""
+        PIL.Image.fromarray(self.mask.astype(np.uint8) * 255).save(path)
+
+    def geojson(self) -> str:
+        """Its outlines as annotations of QuPath, in pixels (x, y) of level 0."""
+        found = outlines(self.mask, self.downsample, self.origin)
+        return collection(feature(polygon, "Tissue") for polygon in found)
+
+
+def _interpolated(sums: npt.NDArray[np.float64], places: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Rows of `sums` at these places, linear between rows; beyond the last row, the last one."""
+    places = np.minimum(places, len(sums) - 1)
+    lower = np.minimum(np.floor(places).astype(int), max(0, len(sums) - 2))
+    weight = (places - lower)[:, None]
+    upper = np.minimum(lower + 1, len(sums) - 1)
+    return sums[lower] * (1 - weight) + sums[upper] * weight
+
+
+def find_tissue(slide: Slide, threshold: float | None = None) -> TissueMask:
+    """The tissue of a slide, by its saturation on a thumbnail; `threshold` from 0 to 1, or None for Otsu's.
+
+    Raises:
+        BadImage: the slide cannot be read.
+        DatasetError: scikit-image is not installed.
+    """
+    whole = slide.at(1.0)
+    if slide.mpp is None:
+        longest = WITHOUT_MPP
+    else:
+        longest = math.ceil(max(whole.size) * (slide.mpp / slide.downsample) / MASK_MPP)
+    view = whole.thumbnail(min(max(longest, SHORTEST), LONGEST))
+    pixels = view.read(*(Interval(0, side) for side in view.size))
+    return TissueMask(tissue_of(pixels, threshold), view.downsample, view.origin)
+
+
+def tissue_of(pixels: Pixels, threshold: float | None = None) -> Mask:
+    """Where a picture (height, width, 3), uint8, shows tissue: (height, width)."""
+    filters, morphology = package("skimage.filters"), package("skimage.morphology")
+    most, least = pixels.max(2).astype(np.float32), pixels.min(2).astype(np.float32)
+    saturation = np.where(most > 0, (most - least) / np.maximum(most, 1), 0)
+    picture = PIL.Image.fromarray(np.rint(255 * saturation).astype(np.uint8))
+    smooth = np.asarray(picture.filter(PIL.ImageFilter.MedianFilter(MEDIAN_PX)))
+    if threshold is None:
+        varied = smooth.size > 0 and smooth.min() < smooth.max()
+        found = filters.threshold_otsu(smooth) / 255 if varied else LEAST_SATURATION
+        threshold = max(float(found), LEAST_SATURATION)
+    mask = smooth > threshold * 255
+    closed: Mask = morphology.closing(mask, morphology.disk(CLOSING_PX))
+    return closed

@@ -1,0 +1,139 @@
+"""Heat maps of slides: a value for each patch, over a thumbnail (PNG), for QuPath (GeoJSON), and as an OME-TIFF.
+
+maps/NAME.png        the thumbnail with the patches in colours, a legend and a scale bar
+maps/NAME.geojson    a tile for each patch with its measurements, in pixels of the full level 0
+maps/NAME.ome.tif    a pixel for each patch, float32, NaN where there is none, with its microns per pixel
+"""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mpi4dl._files import Replacement, write_durably
+from mpi4dl._wording import to_install
+from mpi4dl.datasets.base import DatasetError
+from mpi4dl.datasets.slides.geojson import collection, feature, square
+from mpi4dl.datasets.slides.slide import Slide
+from mpi4dl.geometry import Interval
+
+FOLDER = "maps"
+THUMBNAIL_PX = 1200
+OPACITY = 0.5
+COLOURS = "inferno"
+BAR_UM = (50, 100, 200, 500, 1000, 2000, 5000, 10000)  # lengths of scale bars
+DPI = 100
+
+
+class PatchMap(NamedTuple):
+    """A value for each of some patches of a slide, and their places (row, column) in its grid of patches."""
+
+    places: Sequence[tuple[int, int]]
+    values: npt.NDArray[np.float32]
+    patch: int
+    title: str
+
+    @property
+    def ranks(self) -> npt.NDArray[np.float32]:
+        """The share of patches with a value as low or lower, from 0 to 1."""
+        order = np.searchsorted(np.sort(self.values), self.values, side="right")
+        return (order / max(1, len(self.values))).astype(np.float32)
+
+    def peak(self, slide: Slide) -> tuple[float, float]:
+        """The centre (row, column) of the patch with the largest value, in pixels of level 0."""
+        row, col = self.places[int(self.values.argmax())]
+        return slide.in_level_0((row + 0.5) * self.patch, (col + 0.5) * self.patch)
+
+
+def write_map(folder: Path, name: str, slide: Slide, found: PatchMap) -> list[Path]:
+    """Write the three files of a slide's map, each at once or not at all; their paths.
+
+    Raises:
+        OSError: they cannot be written.
+        DatasetError: a package is not installed, or the slide cannot be read.
+    """
+    base = folder / FOLDER / name
+    base.parent.mkdir(parents=True, exist_ok=True)
+    paths = [base.with_name(f"{base.name}{ending}") for ending in (".png", ".geojson", ".ome.tif")]
+    write_durably(paths[0], picture(slide, found))
+    write_durably(paths[1], geojson(slide, found).encode())
+    _write_ome(paths[2], slide, found)
+    return paths
+
+
+def geojson(slide: Slide, found: PatchMap) -> str:
+    """The patches as tiles of QuPath, with the value and its rank as measurements."""
+    side = found.patch * slide.downsample
+    features = []
+    for (row, col), value, rank in zip(found.places, found.values, found.ranks, strict=True):
+        corner = slide.in_level_0(row * found.patch, col * found.patch)
+        numbers = {found.title: float(value), f"{found.title} rank": float(rank)}
+        features.append(feature(square(*corner, side), found.title, "tile", numbers))
+    return collection(features)
+
+
+def grid_of(found: PatchMap) -> npt.NDArray[np.float32]:
+    """The values (rows, columns) of the grid of patches, NaN where there is none."""
+    places = np.asarray(found.places)
+    grid = np.full(places.max(0) + 1, np.nan, np.float32)
+    grid[tuple(places.T)] = found.values
+    return grid
+
+
+def _write_ome(path: Path, slide: Slide, found: PatchMap) -> None:
+    import tifffile
+
+    about: dict[str, Any] = {"axes": "YX", "Channel": {"Name": found.title}}
+    if slide.mpp is not None:
+        side = slide.mpp * found.patch
+        about |= {"PhysicalSizeX": side, "PhysicalSizeY": side, "PhysicalSizeXUnit": "µm", "PhysicalSizeYUnit": "µm"}
+    with Replacement(path) as temporary, temporary.open("wb") as file:
+        tifffile.imwrite(file, grid_of(found), ome=True, metadata=about, compression="zlib")
+
+
+def picture(slide: Slide, found: PatchMap) -> bytes:
+    """A PNG: the thumbnail with the ranks of the patches in colours, a legend and a scale bar.
+
+    Raises DatasetError if matplotlib is not installed.
+    """
+    try:
+        from matplotlib import colormaps
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.cm import ScalarMappable
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Rectangle
+    except ImportError as error:
+        raise DatasetError(f"heat maps need matplotlib; run {to_install('matplotlib')}") from error
+    view = slide.thumbnail(THUMBNAIL_PX)
+    pixels = view.read(*(Interval(0, side) for side in view.size))
+    scale = slide.downsample / view.downsample
+    colours = np.zeros((*view.size, 4), np.float32)
+    for (row, col), rank in zip(found.places, found.ranks, strict=True):
+        rows, cols = (
+            slice(round(at * found.patch * scale), round((at + 1) * found.patch * scale)) for at in (row, col)
+        )
+        colours[rows, cols] = (*colormaps[COLOURS](float(rank))[:3], OPACITY)
+    height, width = view.size
+    figure = Figure(figsize=(width / DPI + 1.2, height / DPI + 0.4), dpi=DPI, layout="constrained")
+    axes = figure.add_subplot()
+    axes.imshow(pixels)
+    axes.imshow(colours)
+    axes.set_axis_off()
+    axes.set_title(f"{slide.file.path.name}: {found.title}", fontsize=9)
+    bar = figure.colorbar(ScalarMappable(cmap=COLOURS), ax=axes, shrink=0.6, alpha=OPACITY)
+    bar.set_label(f"rank of {found.title} among the patches", fontsize=8)
+    if view.mpp is not None:
+        length = next((um for um in reversed(BAR_UM) if um / view.mpp < width / 4), BAR_UM[0])
+        left, low = 0.03 * width, 0.96 * height
+        axes.add_patch(Rectangle((left, low), length / view.mpp, max(2, height / 150), color="black"))
+        axes.text(left, low - height / 100, _length(length), fontsize=8)
+    file = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(file)
+    return file.getvalue()
+
+
+def _length(micrometres: float) -> str:
+    return f"{micrometres / 1000:g} mm" if micrometres >= 1000 else f"{micrometres:g} µm"

@@ -1,0 +1,185 @@
+"""Whole-slide images before training: `mpi4dl slides check slides.csv`, `tissue`, and `compose` for synthetic ones."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpi4dl._commands import one_message, runs, typed
+from mpi4dl.comm import failure
+
+if runs(__name__):
+    failure.arm()  # before anything else that may fail on one rank alone
+
+if TYPE_CHECKING:
+    from mpi4dl.comm import Communicator
+
+DESCRIPTION = "Check slides, show their tissue, or compose synthetic ones."
+STRIP_PX = 1024  # rows of a slide that are read at once
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    with one_message():
+        options = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+
+    def begin() -> None:
+        from mpi4dl.comm import world
+
+        options.act(world(), options)
+
+    failure.run(begin)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"mpirun -n RANKS {typed('slides')}", description=DESCRIPTION)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for name, act, what in (
+        ("check", check, "read all slides of a table or folder through, and list what is wrong with them"),
+        ("tissue", tissue, "write the tissue of each slide, as PNG and as GeoJSON for QuPath"),
+    ):
+        each = commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
+        each.set_defaults(act=act)
+        each.add_argument("slides", metavar="SLIDES", help="a table of slides, or a folder of them")
+        each.add_argument("--slides-folder", help="the folder of the slides; default: that of the table")
+        each.add_argument("--mpp", type=float, help="microns per pixel at which training will read them")
+        each.add_argument("--magnification", type=float, help="or the magnification")
+        each.add_argument("--assume-mpp", type=float, help="microns per pixel of level 0 of slides that do not say it")
+        if name == "tissue":
+            each.add_argument("--tissue", default="otsu", help="a threshold of saturation from 0 to 1, or otsu")
+            each.add_argument("--out", default="tissue", help="the folder that is written (default: %(default)s)")
+    each = commands.add_parser("compose", help="write synthetic slides with lesions", description=compose.__doc__)
+    each.set_defaults(act=compose)
+    each.add_argument("out", metavar="FOLDER", help="the folder that is written")
+    each.add_argument("--patients", type=int, default=20, help="default: %(default)s; every second one has a tumour")
+    each.add_argument("--slides-each", type=int, default=1, help="slides of each patient (default: %(default)s)")
+    each.add_argument("--size", type=int, default=8192, help="the longest side in pixels (default: %(default)s)")
+    each.add_argument("--mpp", default="0.5", help="microns per pixel of the slides in turn (default: %(default)s)")
+    each.add_argument("--formats", default=".tif", help="of .tif,.ome.tif,.svs, in turn (default: %(default)s)")
+    each.add_argument("--lesion-share", type=float, default=0.0004, help="of the area (default: %(default)s)")
+    each.add_argument("--seed", type=int, default=0)
+    each.add_argument("--dry-run", action="store_true", help="print what would be written, and stop")
+    return parser
+
+
+def check(comm: "Communicator", options: Any) -> None:
+    """Read every slide through, each on one rank, and print what is wrong. Collective."""
+    from mpi4dl._progress import ProgressOfImages
+    from mpi4dl._wording import counted
+    from mpi4dl.comm import Refusal
+    from mpi4dl.datasets.base import DatasetError
+    from mpi4dl.geometry import Interval
+
+    slides = _open(comm, options)
+    progress = ProgressOfImages(len(slides), comm.rank == 0)
+    problems = 0
+    for first in range(0, len(slides), comm.size):
+        said = None
+        if first + comm.rank < len(slides):
+            try:
+                slide = slides.image(first + comm.rank)
+                whole = slide.at(1.0)
+                rows, cols = whole.size
+                for top in range(0, rows, STRIP_PX):
+                    whole.read(Interval(top, min(top + STRIP_PX, rows)), Interval(0, cols))
+                if slide.mpp is None:
+                    said = f"{slide.file.path}: does not say how many microns a pixel has: use --assume-mpp"
+            except DatasetError as error:
+                said = str(error)
+        found = [each for each in comm.all_gather_object(said) if each is not None]
+        problems += len(found)
+        for line in found if comm.rank == 0 else ():
+            print(line, flush=True)
+        progress.advance(min(comm.size, len(slides) - first), len(found))
+    progress.close()
+    if problems:
+        raise Refusal(f"{counted(problems, 'slide')} of {len(slides)} cannot be used as they are")
+    if comm.rank == 0:
+        print(f"{counted(len(slides), 'slide')} read through, nothing wrong")
+
+
+def tissue(comm: "Communicator", options: Any) -> None:
+    """Write NAME.png and NAME.geojson of the tissue of each slide. Collective."""
+    from mpi4dl._files import write_durably
+    from mpi4dl._progress import ProgressOfImages
+    from mpi4dl.datasets.base import DatasetError
+    from mpi4dl.datasets.slides.tissue import find_tissue
+
+    out = Path(options.out)
+    slides = _open(comm, options)
+    with comm.together((ValueError, OSError)):
+        threshold = None if options.tissue == "otsu" else float(options.tissue)
+        out.mkdir(parents=True, exist_ok=True)
+    progress = ProgressOfImages(len(slides), comm.rank == 0)
+    for first in range(0, len(slides), comm.size):
+        said = ""
+        if first + comm.rank < len(slides):
+            name = Path(slides.name(first + comm.rank)).name
+            try:
+                found = find_tissue(slides.image(first + comm.rank), threshold)
+                found.save_png(out / f"{name}.png")
+                write_durably(out / f"{name}.geojson", found.geojson().encode())
+                said = f"{name}: {100 * found.share:.1f} % tissue"
+            except (DatasetError, OSError) as error:
+                said = str(error)
+        for line in comm.all_gather_object(said):
+            if line and comm.rank == 0:
+                print(line, flush=True)
+        progress.advance(min(comm.size, len(slides) - first), 0)
+    progress.close()
+
+
+def _open(comm: "Communicator", options: Any) -> Any:
+    """The slides that the options name, listed by rank 0 for all. Collective; raises Refusal."""
+    from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
+    from mpi4dl.datasets.slides.slide import Resolution
+
+    found = None
+    with comm.together((ValueError, OSError)):
+        if comm.rank == 0:
+            resolution = Resolution(options.mpp, options.magnification, None, options.assume_mpp)
+            folder = None if options.slides_folder is None else Path(options.slides_folder)
+            found = SlideFolder(Path(options.slides), SlideOptions(resolution), folder=folder)
+    return comm.broadcast_object(found)
+
+
+def compose(comm: "Communicator", options: Any) -> None:
+    """Write synthetic slides: stained tissue on glass, and lesions in those of every second patient. Collective."""
+    from mpi4dl._files import write_durably
+    from mpi4dl._progress import ProgressOfImages
+    from mpi4dl._wording import counted
+    from mpi4dl.datasets.slides.compose import Cohort
+
+    folder = Path(options.out)
+    with comm.together((ValueError, OSError)):
+        cohort = Cohort(
+            options.patients,
+            options.slides_each,
+            options.size,
+            tuple(map(float, options.mpp.split(","))),
+            tuple(options.formats.split(",")),
+            options.lesion_share,
+            options.seed,
+        )
+        if not options.dry_run:
+            folder.mkdir(parents=True, exist_ok=True)
+    if options.dry_run:
+        for number in range(len(cohort)) if comm.rank == 0 else ():
+            height, width = cohort.composition(number).size
+            print(f"{folder / cohort.name(number)}: {width} x {height} px")
+        return
+    progress = ProgressOfImages(len(cohort), comm.rank == 0)
+    for first in range(0, len(cohort), comm.size):
+        with comm.together((OSError,)):
+            if first + comm.rank < len(cohort):
+                cohort.write(folder, first + comm.rank)
+        progress.advance(min(comm.size, len(cohort) - first), 0)
+    progress.close()
+    with comm.together((OSError,)):
+        if comm.rank == 0:
+            write_durably(folder / "slides.csv", cohort.table().encode())
+            print(f"{counted(len(cohort), 'slide')} in {folder}, listed in {folder / 'slides.csv'}")
+
+
+if __name__ == "__main__":
+    main()
