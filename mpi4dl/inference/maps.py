@@ -48,7 +48,7 @@ class PatchMap(NamedTuple):
         return slide.in_level_0((row + 0.5) * self.patch, (col + 0.5) * self.patch)
 
 
-def write_map(folder: Path, name: str, slide: Slide, found: PatchMap) -> list[Path]:
+def write_map(folder: Path, name: Path, slide: Slide, found: PatchMap) -> list[Path]:
     """Write the three files of a slide's map, each at once or not at all; their paths.
 
     Raises:

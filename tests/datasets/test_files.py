@@ -232,7 +232,7 @@ def test_a_slide_that_ends_its_process_is_named_and_the_next_one_is_read(tmp_pat
     for name in ("a.svs", "b.svs"):
         tifffile.imwrite(tmp_path / name, pixels, tile=(64, 64), photometric="rgb", compression="zlib")
     dying = tmp_path / "dying.py"
-    line = "        wanted_path, wanted ="
+    line = "        path, wanted ="
     program = Path(reader_process.__file__).with_name("child_program.py").read_text()
     dying.write_text(program.replace(line, f"        if b'a.svs' in line: os.abort()\n{line}"))
     monkeypatch.setattr(reader_process, "_PROGRAM", dying)

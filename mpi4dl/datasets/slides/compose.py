@@ -89,7 +89,8 @@ class Composition:
     def _stained(self, y: npt.NDArray[Any], x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         """Stroma and epithelium in patches, with nuclei."""
         share = np.clip(0.5 + _noise(self.seed + 3, y, x, 60 / self.mpp), 0, 1)[..., None]
-        found = np.float32(STROMA) * (1 - share) + np.float32(EPITHELIUM) * share
+        stroma, epithelium = (np.asarray(colour, np.float32) for colour in (STROMA, EPITHELIUM))
+        found = stroma * (1 - share) + epithelium * share
         nuclei = _noise(self.seed + 4, y, x, 4 / self.mpp) > 0.45
         found[nuclei] = NUCLEI
         found += _noise(self.seed + 5, y, x, 2 / self.mpp)[..., None] * 14
@@ -114,14 +115,18 @@ def _noise(seed: int, y: npt.NDArray[Any], x: npt.NDArray[Any], scale: float) ->
     """
     down, across = y / max(scale, 1.0), x / max(scale, 1.0)
     top, left = np.floor(down).astype(np.int64), np.floor(across).astype(np.int64)
-    v, u = (np.float32(part) for part in (down - top, across - left))
     if scale <= 1:
         return _hashed(seed, top, left)
-    v, u = (part * part * (3 - 2 * part) for part in (v, u))
-    v, u = v[:, None], u[None]
-    upper = _hashed(seed, top, left) * (1 - u) + _hashed(seed, top, left + 1) * u
-    lower = _hashed(seed, top + 1, left) * (1 - u) + _hashed(seed, top + 1, left + 1) * u
+    v, u = _smooth(down - top)[:, None], _smooth(across - left)[None]
+    upper: npt.NDArray[np.float32] = _hashed(seed, top, left) * (1 - u) + _hashed(seed, top, left + 1) * u
+    lower: npt.NDArray[np.float32] = _hashed(seed, top + 1, left) * (1 - u) + _hashed(seed, top + 1, left + 1) * u
     found: npt.NDArray[np.float32] = upper * (1 - v) + lower * v
+    return found
+
+
+def _smooth(share: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+    """From 0 to 1 as `share` goes from 0 to 1, without a bend at the ends."""
+    found: npt.NDArray[np.float32] = (share * share * (3 - 2 * share)).astype(np.float32)
     return found
 
 

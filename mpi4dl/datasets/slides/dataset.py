@@ -13,7 +13,7 @@ from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import BadImage, DatasetError
 from mpi4dl.datasets.listed import UNKNOWN, File, ListedFiles
 from mpi4dl.datasets.slides.slide import Resolution, Slide, open_slide
-from mpi4dl.datasets.slides.splits import check_parts, fold_of, split_patients
+from mpi4dl.datasets.slides.splits import check_parts, fold_of, split_patients, strata_of
 from mpi4dl.datasets.slides.tables import SlideRow, read_slides
 from mpi4dl.datasets.slides.tissue import find_tissue
 from mpi4dl.datasets.split import Subset
@@ -43,7 +43,7 @@ class SlideFolder(ListedFiles):
     """Slides by a table, or all of a folder.
 
     Attributes:
-        task: what the labels are for: classify, multilabel, regress or survival.
+        labels_of: what the labels are for: classify, multilabel, regress or survival; None without labels.
         classes: names of classes, or of the columns of numbers.
         rows: the lines of the table, one for each slide.
 
@@ -66,7 +66,8 @@ class SlideFolder(ListedFiles):
             source, folder=folder, task=task, label_columns=label_columns, classes=classes, columns=columns or {}
         )
         self.options, self.rows = options, found.rows
-        self.task, self.classes, self.columns = found.task, found.classes, found.columns
+        self.labels_of, self.classes, self.columns = found.task, found.classes, found.columns
+        self.task = found.task or "classify"
         self.remarks = found.remarks
         root = folder or (source if source.is_dir() else source.parent)
         super().__init__(root, [_file(root, row) for row in found.rows])
@@ -167,9 +168,11 @@ class SlideFolder(ListedFiles):
         Raises:
             DatasetError: a patient in two parts, nothing to train on, or nothing to validate with.
         """
-        labels = [row.label for row in self.rows]
+        if self.labels_of is None:
+            raise DatasetError(f"{self.root}: the slides have no labels: name a table with a column such as label")
+        strata = strata_of(self.labels_of, self.patients, [row.label for row in self.rows])
         if any(row.part for row in self.rows):
-            remarks = tuple(check_parts(self.rows))
+            remarks = check_parts(self.rows, self.labels_of, self.classes)
             held_out = "val" if any(row.part == "val" for row in self.rows) else "test"
             chosen = {"train": False, held_out: True}
             aside = [chosen.get(row.part) for row in self.rows]
@@ -180,11 +183,12 @@ class SlideFolder(ListedFiles):
             numbers = [each for each in given if each is not None]
             if len(numbers) not in (0, len(given)):
                 raise DatasetError(f"{self.root}: {len(given) - len(numbers)} slides have no fold, and others have")
-            placed = numbers or fold_of(self.patients, labels, folds, seed)
+            placed = numbers or fold_of(self.patients, strata, folds, seed)
             aside = [each == fold for each in placed]
             remarks = (f"fold {fold} of {folds} validates, split by patient",)
         else:
-            aside = list(split_patients(self.patients, labels, fraction, seed, known))
+            names = [self.name(index) for index in range(len(self))]
+            aside = list(split_patients(self.patients, strata, fraction, seed, known, names))
             remarks = ("split by patient, stratified by label",)
         parts = [Subset(self, [i for i, each in enumerate(aside) if each is wanted]) for wanted in (False, True)]
         for part, lacks in zip(parts, ("to train on", "to validate with"), strict=True):
@@ -201,7 +205,8 @@ class SlideFolder(ListedFiles):
 
 
 def _file(root: Path, row: SlideRow) -> File:
+    label = 0 if row.label is None else row.label
     try:
-        return File(row.path, (root / row.path).stat().st_size, row.label)
+        return File(row.path, (root / row.path).stat().st_size, label)
     except OSError:  # which opening it will say
-        return File(row.path, UNKNOWN, row.label)
+        return File(row.path, UNKNOWN, label)

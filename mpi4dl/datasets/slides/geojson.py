@@ -82,7 +82,7 @@ def polygons_of(content: Any) -> list[list[Ring]]:
     found: list[list[Ring]] = []
     for each in features if isinstance(features, list) else [features]:
         geometry = each.get("geometry", each) if isinstance(each, Mapping) else {}
-        kind, places = geometry.get("type"), geometry.get("coordinates")
+        kind, places = geometry.get("type"), geometry.get("coordinates") or []
         if kind == "Polygon":
             found.append(places)
         elif kind == "MultiPolygon":

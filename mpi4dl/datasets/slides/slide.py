@@ -156,7 +156,7 @@ class Slide:
                 pixels = _read_padded(level.image, inside)
             else:
                 frames = [Frame(size, start, factor) for size, start in zip(self.size, starts, strict=True)]
-                pixels = resize(level.image, frames, space)
+                pixels = resize(level.image, frames, space)  # type: ignore[assignment]
             return self._managed(pixels)
 
     def at(self, downsample: float) -> "Slide":
@@ -202,7 +202,7 @@ def _read_padded(image: Image, space: Sequence[Interval]) -> Pixels:
     missing = [interval.length - part.length for interval, part in zip(space, inside, strict=True)]
     if not any(missing):
         return pixels  # type: ignore[return-value]
-    return np.pad(pixels, [(0, lacking) for lacking in missing] + [(0, 0)], constant_values=255)  # type: ignore[return-value]
+    return np.pad(pixels, [(0, lacking) for lacking in missing] + [(0, 0)], constant_values=255)
 
 
 def open_slide(path: Path, resolution: Resolution | None = None) -> Slide:

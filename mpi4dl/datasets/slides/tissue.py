@@ -26,6 +26,8 @@ MEDIAN_PX = 5
 CLOSING_PX = 2  # radius
 LEAST_SATURATION = 0.05  # of a range of 1: glass and paper have less, whatever Otsu's threshold is
 
+LEAST_PIXELS = 0.5  # of the mask, that a patch must have to have any tissue
+
 Mask = npt.NDArray[np.bool_]
 
 
@@ -48,9 +50,11 @@ class TissueMask:
         # Sums over all pixels above and left of a place, linear between pixels, give the area of tissue in any box.
         sums = np.zeros((self.mask.shape[0] + 1, self.mask.shape[1] + 1))
         sums[1:, 1:] = self.mask.cumsum(0, dtype=np.float64).cumsum(1)
-        at = _interpolated(_interpolated(sums, np.arange(rows + 1) * scale).T, np.arange(cols + 1) * scale).T
+        down, across = (np.arange(count + 1, dtype=np.float64) * scale for count in (rows, cols))
+        at = _interpolated(_interpolated(sums, down).T, across).T
         areas = at[1:, 1:] - at[:-1, 1:] - at[1:, :-1] + at[:-1, :-1]
-        return (np.clip(areas, 0, None) / scale**2).astype(np.float32)
+        areas[areas < LEAST_PIXELS] = 0  # sums are rounded
+        return (areas / scale**2).astype(np.float32)
 
     @property
     def share(self) -> float:
