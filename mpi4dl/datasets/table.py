@@ -44,7 +44,7 @@ NAME_COLUMNS = ("slide_id", "slide", "image_id")  # of file names too, in a tabl
 CLASS_COLUMNS = ("class", "label")
 FEW_VALUES = 20  # so many whole numbers may be classes
 _EXACT_DIGITS = 16  # numbers with fewer digits differ as floating point
-_LAYOUT = "expected a line such as file,class and below it one for each image, such as a/1.png,benign"
+LAYOUT = "expected a line such as file,class and below it one for each image, such as a/1.png,benign"
 _DELIMITERS = ",;\t"
 # Identifiers of patients or samples, and numbers of lines; not class_id.
 _IDENTIFIED = "case|patient|pat|subject|person|slide|sample|specimen|study|series|donor|block|scan|accession|barcode"
@@ -84,7 +84,9 @@ class Table(NamedTuple):
     identifiers: tuple[str, ...] = ()
 
 
-class _Line(NamedTuple):
+class Line(NamedTuple):
+    """A line of a table that is not empty: its number in the file, from 1, and its text of each column."""
+
     number: int
     values: dict[str, str]
 
@@ -105,25 +107,24 @@ def read_table(
         DatasetError: no such file, columns that may mean several tasks, or a line that says what cannot be, by its
             number.
     """
+    check_task(path, task)
+    table = CsvTable(path, (*FILE_COLUMNS, *NAME_COLUMNS, "split", *SURVIVAL), _names_files)
+    file_column = _file_column(table)
+    lines = table.lines()
+    others = [name for name in table.columns if name not in (file_column, "split")]
+    learnt = learnt_columns(path, others, task, columns)
+    require_values(path, [name for name in (file_column, "split") if name in table.columns], lines)
+    _refuse_twice(path, file_column, lines)
+    task, classes, label = LabelColumns(path, learnt, lines, table.delimiter).labels(task, columns is not None, classes)
+    rows = (Labelled(line.number, line.values[file_column], part_of(path, line), label(line)) for line in lines)
+    return Table(task, classes, tuple(rows), learnt, tuple(name for name in others if identifies(name)))
+
+
+def check_task(path: Path, task: str | None) -> None:
+    """Raises DatasetError for a task whose labels no table can have."""
     tabled = [form.task for form in FORMS.values() if form.in_tables]
     if task is not None and task not in tabled:
         raise DatasetError(f"{path}: a table of labels is for one of {', '.join(tabled)}, but {task} was asked for")
-    file_column, found, lines, delimiter = _lines(path)
-    others = [name for name in found if name not in (file_column, "split")]
-    learnt = _learnt(path, others, task, columns)
-    for line in lines:
-        for name in (file_column, *(["split"] if "split" in found else [])):
-            if not line.values[name]:
-                raise _wrong(path, line, f"{name!r} is empty")
-    _refuse_twice(path, file_column, lines)
-    of = _Columns(path, learnt, lines, delimiter)
-    task = task or of.task(columns is not None)
-    if task == "classify":
-        classes, label = of.classes(classes)
-    else:
-        classes, label = FORMS[task].classes or learnt, of.numbers(task)
-    rows = (Labelled(line.number, line.values[file_column], _part(path, line), label(line)) for line in lines)
-    return Table(task, classes, tuple(rows), learnt, tuple(name for name in others if identifies(name)))
 
 
 def _decoded(path: Path) -> str:
@@ -148,15 +149,15 @@ def _decoded(path: Path) -> str:
     return text
 
 
-def _delimiter(path: Path, text: str) -> str:
+def _delimiter(path: Path, text: str, names_files: Callable[[str], bool]) -> str:
     """The delimiter of the columns: the one that gives a column of file names. Raises DatasetError."""
     first = next((line for line in text.split("\n") if line.strip()), "").rstrip("\r")
     if re.fullmatch(r"sep=[,;\t]", first):  # as Excel has it
         return first[-1]
     found = []
     for mark in _DELIMITERS if any(mark in first for mark in _DELIMITERS) else ():
-        names = {name.strip().strip('"').strip().casefold() for name in first.split(mark)}
-        found += [mark] if names & {*FILE_COLUMNS, *NAME_COLUMNS} else []
+        names = [name.strip().strip('"').strip() for name in first.split(mark)]
+        found += [mark] if any(map(names_files, names)) else []
     if len(found) > 1:
         marks = " and ".join("a tab" if each == "\t" else each for each in found)
         raise DatasetError(f"{path}, line 1: may be separated by {marks}: separate all columns by one of them")
@@ -174,48 +175,98 @@ def _parsed(path: Path, text: str, delimiter: str) -> list[tuple[int, list[str]]
     return rows[1:] if rows and rows[0][1][0].startswith("sep=") else rows
 
 
-def _lines(path: Path) -> tuple[str, list[str], list[_Line], str]:
-    """The column of file names, all columns, what is in each line of them, and what separates them."""
-    text = _decoded(path)
-    delimiter = _delimiter(path, text)
-    rows = _parsed(path, text, delimiter)
-    if not rows:
-        raise DatasetError(f"{path}: is empty; {_LAYOUT}")
-    number, header = rows[0]
-    # Spreadsheets write columns that are empty from the first line to the last.
-    while header and not header[-1] and all(not "".join(row[len(header) - 1 :]) for _, row in rows):
-        header = header[:-1]
-    known = (*FILE_COLUMNS, *NAME_COLUMNS, "split", *SURVIVAL)
-    header = [name.casefold() if name.casefold() in known else name for name in header]
-    alike = [name.casefold() for name in header]
-    twice = next((name for name, folded in zip(header, alike, strict=True) if alike.count(folded) > 1), None)
-    if "" in header or twice is not None:
-        what = f"two columns {twice!r}" if twice else "a column without a name"
-        raise DatasetError(f"{path}, line {number}: has {what}; {_LAYOUT}")
+class CsvTable:
+    """The text of a table: its columns by name, and what each line has in them.
+
+    Args:
+        known: names of columns. A column that differs from one of them only in case gets that name.
+        names_files: whether a column of this name may name files. It tells which delimiter a table has.
+        layout: what a table looks like, for errors.
+        rows_of: what lines are about, for errors.
+        numbered: whether the first column may have no name, as one with the numbers of lines has none.
+
+    Attributes:
+        header_line: the line of the names of columns, from 1.
+        columns: the names of columns, without a first one that has none.
+
+    Raises:
+        DatasetError: the file cannot be read, is no text or empty, or two columns have one name.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        known: Sequence[str],
+        names_files: Callable[[str], bool],
+        layout: str = LAYOUT,
+        rows_of: str = "image",
+        numbered: bool = False,
+    ) -> None:
+        self.path, self.layout, self._rows_of = path, layout, rows_of
+        text = _decoded(path)
+        self.delimiter = _delimiter(path, text, names_files)
+        rows = _parsed(path, text, self.delimiter)
+        if not rows:
+            raise DatasetError(f"{path}: is empty; {layout}")
+        (self.header_line, header), *self._rows = rows
+        # Spreadsheets write columns that are empty from the first line to the last.
+        while header and not header[-1] and all(not "".join(row[len(header) - 1 :]) for _, row in self._rows):
+            header = header[:-1]
+        header = [name.casefold() if name.casefold() in known else name for name in header]
+        alike = [name.casefold() for name in header]
+        twice = next((name for name, folded in zip(header, alike, strict=True) if alike.count(folded) > 1), None)
+        if "" in header[numbered:] or twice is not None:
+            what = f"two columns {twice!r}" if twice else "a column without a name"
+            raise DatasetError(f"{path}, line {self.header_line}: has {what}; {layout}")
+        self._header = header
+        self.columns = [name for name in header if name]
+
+    def lines(self) -> list[Line]:
+        """The lines below the names of columns. Raises DatasetError for one of another length, and for none."""
+        lines = []
+        for number, row in self._rows:
+            values = row[: len(self._header)] if not any(row[len(self._header) :]) else row
+            if len(values) != len(self._header):
+                raise DatasetError(f"{self.path}, line {number}: has {len(row)} values for {len(self._header)} columns")
+            lines.append(Line(number, dict(zip(self._header, values, strict=True))))
+        if not lines:
+            raise DatasetError(f"{self.path}: names no {self._rows_of}; {self.layout}")
+        return lines
+
+
+def _names_files(column: str) -> bool:
+    return column.casefold() in (*FILE_COLUMNS, *NAME_COLUMNS)
+
+
+def _file_column(table: CsvTable) -> str:
+    """The column of file names. Raises DatasetError."""
+    header = table.columns
     named = [name for name in FILE_COLUMNS if name in header] or [name for name in NAME_COLUMNS if name in header][:1]
     if len(named) != 1:
         which = f"{' and '.join(named)}, of which one" if named else f"{', '.join(header)}: none of them"
         names = ", ".join(FILE_COLUMNS)
-        raise DatasetError(f"{path}, line {number}: has {which} can be the column of file names ({names}); {_LAYOUT}")
-    lines = []
-    for number, row in rows[1:]:
-        values = row[: len(header)] if not any(row[len(header) :]) else row
-        if len(values) != len(header):
-            raise DatasetError(f"{path}, line {number}: has {len(row)} values for {len(header)} columns")
-        lines.append(_Line(number, dict(zip(header, values, strict=True))))
-    if not lines:
-        raise DatasetError(f"{path}: names no image; {_LAYOUT}")
-    return named[0], header, lines, delimiter
+        raise DatasetError(
+            f"{table.path}, line {table.header_line}: has {which} can be the column of file names ({names}); "
+            f"{table.layout}"
+        )
+    return named[0]
 
 
 def identifies(column: str) -> bool:
     """Whether a column of this name identifies a patient or sample, and is no label."""
+    return _IDENTIFIER.fullmatch(folded_column(column)) is not None
+
+
+def folded_column(column: str) -> str:
+    """The normal form of a column's name: `Slide ID`, `slide-id` and `SlideID` are slide_id."""
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", column.strip())
-    return _IDENTIFIER.fullmatch(re.sub(r"[\W_]+", "_", name).strip("_").casefold()) is not None
+    return re.sub(r"[\W_]+", "_", name).strip("_").casefold()
 
 
-def _learnt(path: Path, found: list[str], task: str | None, columns: Sequence[str] | None) -> tuple[str, ...]:
-    """The columns that are labels."""
+def learnt_columns(
+    path: Path, found: list[str], task: str | None, columns: Sequence[str] | None, layout: str = LAYOUT
+) -> tuple[str, ...]:
+    """The columns that are labels, of those `found` that may be. Raises DatasetError."""
     unknown = next((name for name in columns or () if name not in found), None)
     if unknown is not None:
         raise DatasetError(f"{path}: has no column {unknown!r} of labels, but {', '.join(found) or 'none'}")
@@ -228,7 +279,7 @@ def _learnt(path: Path, found: list[str], task: str | None, columns: Sequence[st
     others = [name for name in found if not identifies(name)]
     if not others:
         beside = f", and beside {', '.join(found)}, which say who or what it is of" if found else ""
-        raise DatasetError(f"{path}: has no column of labels beside the file names{beside}; {_LAYOUT}")
+        raise DatasetError(f"{path}: has no column of labels beside the file names{beside}; {layout}")
     for form in (each for each in FORMS.values() if each.columns):
         if task == form.task or (task is None and set(columns or others) == set(form.columns)):
             missing = next((name for name in form.columns if name not in found), None)
@@ -244,23 +295,63 @@ def _learnt(path: Path, found: list[str], task: str | None, columns: Sequence[st
     return learnt
 
 
-class _Columns:
-    """The values of the columns that are learnt, and what they can mean."""
+def as_number(text: str) -> float | None:
+    """A text as a number of float32; None if it is none."""
+    if text.casefold() in _TRUTH:
+        return _TRUTH[text.casefold()]
+    if not _NUMBER.fullmatch(text):
+        return None
+    found = float(text.replace(",", "."))
+    return found if math.isfinite(found) and abs(found) <= np.finfo(np.float32).max else None
 
-    def __init__(self, path: Path, names: tuple[str, ...], lines: Sequence[_Line], delimiter: str) -> None:
+
+def says_none(text: str) -> bool:
+    """Whether a value says that there is none: it is empty, NaN, NA, a dash or the like."""
+    return text.casefold() in _MISSING
+
+
+class LabelColumns:
+    """The values of the columns that are learnt, and what they can mean.
+
+    `of_classes` are names of columns that have classes, also where these are numbers; `rows_of` is what lines are
+    about, for errors.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        names: tuple[str, ...],
+        lines: Sequence[Line],
+        delimiter: str,
+        of_classes: Sequence[str] = CLASS_COLUMNS,
+        rows_of: str = "image",
+    ) -> None:
         self._path, self._names, self._lines, self._delimiter = path, names, lines, delimiter
+        self._of_classes, self._rows_of = of_classes, rows_of
+
+    def labels(
+        self, task: str | None, chosen: bool, classes: tuple[str, ...] | None
+    ) -> tuple[str, tuple[str, ...], Callable[[Line], Label]]:
+        """The task, the classes or names of numbers, and a function that gives the label of a line.
+
+        `chosen`: the user named the columns. `classes` fixes the classes and their order. Raises DatasetError.
+        """
+        task = task or self.task(chosen)
+        if task == "classify":
+            return task, *self.classes(classes)
+        return task, FORMS[task].classes or self._names, self.numbers(task)
 
     def _texts(self, name: str) -> list[str]:
         return [line.values[name] for line in self._lines]
 
-    def _require_one_decimal_mark(self) -> None:
+    def require_one_decimal_mark(self) -> None:
         """Raises DatasetError unless it is sure which mark of numbers is that of decimals."""
         texts = [(line, name, line.values[name]) for line in self._lines for name in self._names]
         numbers = [each for each in texts if _NUMBER.fullmatch(each[2]) or _MAYBE_THOUSANDS.fullmatch(each[2])]
         commas, points = ([each for each in numbers if mark in each[2]] for mark in ",.")
         if commas and points:
             (line, name, text), (other, _, first) = points[0], commas[0]
-            raise _wrong(
+            raise at_line(
                 self._path,
                 line,
                 f"{name!r} is {text!r}, but line {other.number} has {first!r}: write all decimals with a point",
@@ -270,21 +361,12 @@ class _Columns:
         if marked and all(_MAYBE_THOUSANDS.fullmatch(text) for *_, text in marked):
             line, name, text = marked[0]
             mark = "comma" if commas else "point"
-            raise _wrong(
+            raise at_line(
                 self._path,
                 line,
-                f"{name!r} is {_shortened(text)}, whose {mark} may part thousands or decimals: write numbers without "
+                f"{name!r} is {shortened(text)}, whose {mark} may part thousands or decimals: write numbers without "
                 "the former, and one with other than three decimals",
             )
-
-    def _number(self, text: str) -> float | None:
-        """A text as a number of float32; None if it is none."""
-        if text.casefold() in _TRUTH:
-            return _TRUTH[text.casefold()]
-        if not _NUMBER.fullmatch(text):
-            return None
-        found = float(text.replace(",", "."))
-        return found if math.isfinite(found) and abs(found) <= np.finfo(np.float32).max else None
 
     def task(self, chosen: bool) -> str:
         """The one task that the columns can mean; `chosen`: they were named by the user. Raises DatasetError."""
@@ -294,17 +376,17 @@ class _Columns:
             return fixed
         if len(names) == 1:
             return self._task_of_one(names[0])
-        self._require_one_decimal_mark()
-        amounts = {name: [self._number(text) for text in self._texts(name)] for name in names}
+        self.require_one_decimal_mark()
+        amounts = {name: [as_number(text) for text in self._texts(name)] for name in names}
         for name, found in amounts.items():
             words = [text for text, number in zip(self._texts(name), found, strict=True) if number is None]
-            if words and all(text.casefold() in _MISSING for text in words):
+            if words and all(says_none(text) for text in words):
                 self._refuse_missing(name)
         if not any(None in found for found in amounts.values()):
             if all({*found} <= {0.0, 1.0} for found in amounts.values()):
                 return "multilabel"
             unsure = any(
-                name.casefold() in CLASS_COLUMNS or {*found} <= {0.0, 1.0} or self._few(found)
+                name.casefold() in self._of_classes or {*found} <= {0.0, 1.0} or self._few(found)
                 for name, found in amounts.items()
             )
             if not unsure and not set(SURVIVAL) <= set(names):
@@ -321,15 +403,15 @@ class _Columns:
 
     def _task_of_one(self, name: str) -> str:
         self._refuse_missing(name)
-        found = [self._number(text) for text in self._texts(name)]
-        if name.casefold() in CLASS_COLUMNS:
+        found = [as_number(text) for text in self._texts(name)]
+        if name.casefold() in self._of_classes:
             if None not in found and not all(number is not None and number.is_integer() for number in found):
                 raise DatasetError(
                     f"{self._path}: the column {name!r} has numbers that are not whole, which may be classes or "
                     "amounts: say `task` classify or regress"
                 )
             return "classify"
-        self._require_one_decimal_mark()
+        self.require_one_decimal_mark()
         if None not in found:
             if {*found} <= {0.0, 1.0}:
                 return "classify"
@@ -341,7 +423,7 @@ class _Columns:
             return "regress"
         if any(number is not None for number in found):
             word, amount = found.index(None), next(i for i, number in enumerate(found) if number is not None)
-            raise _wrong(
+            raise at_line(
                 self._path,
                 self._lines[word],
                 f"{name!r} is {self._lines[word].values[name]!r}, which is no number, but line "
@@ -365,29 +447,19 @@ class _Columns:
         """Raises DatasetError for a value of a class that says that there is none."""
         for line in self._lines:
             text = line.values[name]
-            if text.casefold() in _MISSING:
+            if says_none(text):
                 what = "is empty" if not text else f"is {text!r}, which says that there is no value"
-                raise _wrong(
+                raise at_line(
                     self._path,
                     line,
                     f"{name!r} {what}: leave the line out, or fill it in; a class needs another name",
                 )
 
-    def classes(self, known: tuple[str, ...] | None) -> tuple[tuple[str, ...], Callable[[_Line], Label]]:
+    def classes(self, known: tuple[str, ...] | None) -> tuple[tuple[str, ...], Callable[[Line], Label]]:
         """The classes of the column, and which one a line says. Raises DatasetError."""
         path, (name,) = self._path, self._names
         self._refuse_missing(name)
-        written: dict[str, _Line] = {}
-        for line in self._lines:
-            text = line.values[name]
-            first = written.setdefault(self._folded(text), line)
-            if first.values[name] != text:
-                raise _wrong(
-                    path,
-                    line,
-                    f"{name!r} is {text!r}, but line {first.number} has {first.values[name]!r}: write one class in "
-                    "one way",
-                )
+        require_one_way(path, name, self._lines, _folded, "class")
         found = {*self._texts(name)}
         numbered = all(re.fullmatch("[0-9]+", text) for text in found)
         classes = tuple(sorted(found, key=partial(_order, numbered)))
@@ -395,41 +467,49 @@ class _Columns:
             other = next((line for line in self._lines if line.values[name] not in known), None)
             if other is not None:
                 asked = other.values[name]
-                raise _wrong(path, other, f"{name!r} is {asked!r}, but the classes of training are {', '.join(known)}")
+                raise at_line(path, other, f"{name!r} is {asked!r}, but the classes of training are {', '.join(known)}")
             classes = known
         if len(classes) < 2:
-            raise DatasetError(f"{path}: all images have {name} {classes[0]!r}; a classifier needs two classes or more")
+            raise DatasetError(
+                f"{path}: all {self._rows_of}s have {name} {classes[0]!r}; a classifier needs two classes or more"
+            )
         places = {text: number for number, text in enumerate(classes)}
         return classes, lambda line: places[line.values[name]]
 
-    def _folded(self, text: str) -> str:
-        """The normal form of a class name: without differences of case, spaces and the form of numbers."""
-        number = self._number(text)
-        if number is not None and len(text) < _EXACT_DIGITS:
-            return repr(number)
-        return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
-
-    def numbers(self, task: str) -> Callable[[_Line], Label]:
+    def numbers(self, task: str) -> Callable[[Line], Label]:
         """A function that makes numbers of a line, one of each column. Raises DatasetError."""
-        self._require_one_decimal_mark()
+        self.require_one_decimal_mark()
 
-        def label(line: _Line) -> Label:
+        def label(line: Line) -> Label:
             numbers = []
             for name in self._names:
                 text = line.values[name]
-                number = self._number(text)
+                number = as_number(text)
                 if number is None or (task == "regress" and text.casefold() in _TRUTH):
-                    what = "is empty" if not text else f"is {_shortened(text)}"
-                    raise _wrong(
+                    what = "is empty" if not text else f"is {shortened(text)}"
+                    raise at_line(
                         self._path, line, f"{name!r} {what}, but {task} needs a number: mend it, or leave the line out"
                     )
                 problem = FORMS[task].wrong(name, number)
                 if problem:
-                    raise _wrong(self._path, line, f"{name!r} is {text!r}, but {problem}")
+                    raise at_line(self._path, line, f"{name!r} is {text!r}, but {problem}")
                 numbers.append(number)
             return tuple(numbers)
 
         return label
+
+
+def _folded(text: str) -> str:
+    """The normal form of a class name: without differences of case, spaces and the form of numbers."""
+    number = as_number(text)
+    if number is not None and len(text) < _EXACT_DIGITS:
+        return repr(number)
+    return folded_name(text)
+
+
+def folded_name(text: str) -> str:
+    """The normal form of a name: without differences of case and spaces."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def _order(numbered: bool, text: str) -> tuple[int, str, str]:
@@ -438,53 +518,94 @@ def _order(numbered: bool, text: str) -> tuple[int, str, str]:
     return len(digits), digits, text
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
+    """A text in quotes, for messages: at most 40 characters of it."""
     return repr(text) if len(text) <= 40 else f"{text[:40]!r} ... ({len(text)} characters)"
 
 
-def _part(path: Path, line: _Line) -> str:
-    asked = line.values.get("split", "")
-    for part, names in (("train", TRAINING), ("val", VALIDATION), ("test", TEST)):
-        if asked.casefold() in names:
-            return part
-    if asked:
-        raise _wrong(path, line, f"'split' is {asked!r}, but must be train, val or test")
-    return ""
+def require_one_way(path: Path, column: str, lines: Sequence[Line], folded: Callable[[str], str], what: str) -> None:
+    """Raises DatasetError for two values of a column that differ but have one normal form; `what` they name."""
+    written: dict[str, Line] = {}
+    for line in lines:
+        text = line.values[column]
+        first = written.setdefault(folded(text), line)
+        if first.values[column] != text:
+            raise at_line(
+                path,
+                line,
+                f"{column!r} is {text!r}, but line {first.number} has {first.values[column]!r}: write one {what} in "
+                "one way",
+            )
 
 
-def _refuse_twice(path: Path, column: str, lines: Sequence[_Line]) -> None:
+def require_values(path: Path, columns: Sequence[str], lines: Sequence[Line]) -> None:
+    """Raises DatasetError for a line in which one of these columns is empty."""
+    for line in lines:
+        for column in columns:
+            if not line.values[column]:
+                raise at_line(path, line, f"{column!r} is empty")
+
+
+def part_of(path: Path, line: Line, column: str = "split") -> str:
+    """Which part of the data a line is for: train, val, test, or nothing without that column. Raises DatasetError."""
+    asked = line.values.get(column, "")
+    part = part_named(asked)
+    if asked and not part:
+        raise at_line(path, line, f"{column!r} is {asked!r}, but must be train, val or test")
+    return part
+
+
+def part_named(word: str) -> str:
+    """train, val or test for a word that means it, such as Training or dev; else nothing."""
+    kinds = (("train", TRAINING), ("val", VALIDATION), ("test", TEST))
+    return next((part for part, words in kinds if word.casefold() in words), "")
+
+
+def _refuse_twice(path: Path, column: str, lines: Sequence[Line]) -> None:
     seen: dict[str, int] = {}
     for line in lines:
         name = line.values[column]
         if name in seen:
-            raise _wrong(path, line, f"names {name} again, which line {seen[name]} does already")
+            raise at_line(path, line, f"names {name} again, which line {seen[name]} does already")
         seen[name] = line.number
 
 
-def _wrong(path: Path, line: _Line, problem: str) -> DatasetError:
+def at_line(path: Path, line: Line, problem: str) -> DatasetError:
+    """An error that names a file and a line of it."""
     return DatasetError(f"{path}, line {line.number}: {problem}")
 
 
-def found_in(path: Path, rows: Sequence[Labelled], names: Sequence[str]) -> Iterator[tuple[Labelled, str]]:
+def found_in(
+    path: Path,
+    rows: Sequence[Labelled],
+    names: Sequence[str],
+    folder: Path | None = None,
+    kind: str = "image",
+    remedy: str = "",
+) -> Iterator[tuple[Labelled, str]]:
     """Each line of a table, and the file it means: by its path, or by its name alone, with or without the ending.
+
+    `names` are those of files below `folder`, by default the folder of the table. Errors name the `kind` of files, and
+    the `remedy` for a file that is not there.
 
     Raises:
         DatasetError: a line names none of the files, or one of several, or one that another line means too.
     """
     by_name: dict[str, list[str]] = {}
+    by_stem: dict[str, list[str]] = {}  # without the last ending alone, as of TCGA-AA-0001-DX1.<UUID>.svs
     for name in names:
         base = name.rpartition("/")[2]
+        by_stem.setdefault(base.rpartition(".")[0], []).append(name)
         for short in {base, base.partition(".")[0], name.rpartition(".")[0]}:
             by_name.setdefault(short, []).append(name)
     known, used = set(names), dict[str, int]()
     for row in rows:
         asked = row.name.replace("\\", "/").removeprefix("./")
-        found = [asked] if asked in known else by_name.get(asked, [])
+        found = [asked] if asked in known else by_name.get(asked) or by_stem.get(asked, [])
         if len(found) != 1:
-            which = (
-                "no image" if not found else f"one of {len(found)} images, such as {' and '.join(sorted(found)[:2])}"
-            )
-            raise DatasetError(f"{path}, line {row.line}: {row.name} is {which} below {path.parent}")
+            which = f"one of {len(found)} {kind}s, such as {' and '.join(sorted(found)[:2])}" if found else f"no {kind}"
+            advice = "" if found else remedy
+            raise DatasetError(f"{path}, line {row.line}: {row.name} is {which} below {folder or path.parent}{advice}")
         if found[0] in used:
             raise DatasetError(
                 f"{path}, line {row.line}: {row.name} is {found[0]}, as line {used[found[0]]} is already"
