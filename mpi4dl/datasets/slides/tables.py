@@ -1,0 +1,532 @@
+"""Tables of slides: which file, patient, label and split each slide has, from a CSV file or a folder.
+
+    slide_id,case_id,label              one line for each slide, as CLAM writes them
+    s1,p1,tumour
+
+    slide_id,case_id,label,split        a split of your own: train, val or test
+    s1,p1,tumour,train
+
+    file;patient;time;event;fold;mpp    survival, folds, and microns per pixel of slides that do not know theirs
+    a/s1.svs;p1;37,5;1;0;0,25
+
+Columns are found by the names in `ROLES` and `LABEL_COLUMNS`, or named by the user. `Slide ID`, `slide-id` and
+`SlideID` are slide_id. Delimiters, encodings, numbers and missing values are those of table.py.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from mpi4dl._wording import counted, some
+from mpi4dl.datasets.base import DatasetError
+from mpi4dl.datasets.files import SUFFIXES
+from mpi4dl.datasets.labels import FORMS, SURVIVAL
+from mpi4dl.datasets.listed import PARTS, files_below
+from mpi4dl.datasets.table import (
+    FEW_VALUES,
+    CsvTable,
+    Label,
+    LabelColumns,
+    Labelled,
+    Line,
+    as_number,
+    at_line,
+    check_task,
+    folded_column,
+    folded_name,
+    found_in,
+    identifies,
+    learnt_columns,
+    part_named,
+    part_of,
+    require_one_way,
+    require_values,
+    says_none,
+    shortened,
+)
+
+# The usual names of the columns of each role, as `folded_column` writes them.
+ROLES: Mapping[str, tuple[str, ...]] = {
+    "slide": (
+        *("slide_id", "slide", "slide_name", "slide_file", "file", "filename", "file_name"),
+        *("image", "image_id", "path", "wsi", "wsi_id"),
+    ),
+    "patient": (
+        *("case_id", "case", "patient_id", "patient", "subject_id", "subject"),
+        *("case_submitter_id", "participant_id", "participant"),
+    ),
+    "split": ("split",),
+    "fold": ("fold",),
+    "mpp": ("mpp", "microns_per_pixel"),
+    "annotation": ("annotation", "annotations", "mask"),
+}
+LABEL_COLUMNS = ("label", "labels", "class", "target")
+CLASS_COLUMNS = ("label", "labels", "class")  # whole numbers in these are classes
+_NO_COLUMNS: Mapping[str, str] = {}
+_LAYOUT = "expected a line such as slide_id,case_id,label and below it one for each slide, such as s1,p1,tumour"
+_SPLIT_LAYOUT = "expected columns train, val and test that list slides, or columns slide_id and split"
+_BARCODE = re.compile(r"(TCGA-[A-Z0-9]{2}-[A-Z0-9]{4})(?![A-Z0-9])", re.IGNORECASE)  # 12 characters name the patient
+_INDEX = re.compile(r"Unnamed: [0-9]+")  # pandas' name for a column without one
+_FOLD = re.compile(r"([0-9]{1,6})([.,]0+)?")  # pandas writes 1.0 where another line has no fold
+
+
+class SlideRow(NamedTuple):
+    """A slide.
+
+    Attributes:
+        line: its line in the table, from 1; 0 if there is no table.
+        slide: its identifier, as in the table.
+        path: its file, relative to the folder of slides, with slashes.
+        patient: the patient that it is of.
+        part: train, val or test; empty if nothing says it.
+        fold: the number of its fold, from 0; None if nothing says it.
+        label: a class index, or a tuple of numbers; None without labels.
+        mpp: microns per pixel of level 0, as the table says; None if it does not.
+        annotation: the file of its annotation, as in the table; None if it has none.
+    """
+
+    line: int
+    slide: str
+    path: str
+    patient: str
+    part: str = ""
+    fold: int | None = None
+    label: Label | None = None
+    mpp: float | None = None
+    annotation: str | None = None
+
+
+class SlideTable(NamedTuple):
+    """The slides of a table or folder.
+
+    Attributes:
+        task: classify, multilabel, regress, survival or segment; None without labels.
+        classes: names of classes, or of the columns of numbers; "risk" for survival.
+        rows: the slides, in the order of the table, or of the names of their files.
+        columns: the column taken for each role: slide, patient, label and others. Several labels have commas between.
+        remarks: sentences about decisions that the user should know.
+    """
+
+    task: str | None
+    classes: tuple[str, ...]
+    rows: tuple[SlideRow, ...]
+    columns: Mapping[str, str]
+    remarks: tuple[str, ...] = ()
+
+
+def read_slides(
+    path: Path,
+    *,
+    folder: Path | None = None,
+    task: str | None = None,
+    label_columns: Sequence[str] | None = None,
+    classes: tuple[str, ...] | None = None,
+    columns: Mapping[str, str] = _NO_COLUMNS,
+) -> SlideTable:
+    """Read a table of slides, or a folder of slides whose subfolders may be their classes.
+
+    Args:
+        path: the table, or the folder.
+        folder: where the slides of a table are, also in subfolders; by default the folder of the table.
+        task: what the labels are for; by default the one task that the columns can mean.
+        label_columns: the columns of labels; by default one of `LABEL_COLUMNS`, or all that identify nobody. With an
+            empty sequence no label is read, as for prediction.
+        classes: the classes and their order, if they must agree with those of training.
+        columns: the column that the user named for a role of `ROLES`.
+
+    Raises:
+        DatasetError: the table is wrong, which names the file and the line; or a slide is missing.
+        ValueError: a role that `ROLES` does not have.
+    """
+    unknown = sorted({*columns} - {*ROLES})
+    if unknown:
+        raise ValueError(f"no role {unknown[0]!r} of columns: expected {', '.join(ROLES)}")
+    if path.is_dir():
+        if columns or label_columns or folder is not None:
+            raise DatasetError(f"{path}: is a folder of slides, and has no columns: name a table, such as slides.csv")
+        return _read_folder(path, task, classes, labelled=label_columns is None)
+    if task != "segment":
+        check_task(path, task)
+    table = CsvTable(
+        path,
+        SURVIVAL,
+        lambda name: folded_column(name) in ROLES["slide"] or name == columns.get("slide"),
+        _LAYOUT,
+        "slide",
+        numbered=True,
+    )
+    taken = _columns_taken(table, columns, label_columns or ())
+    lines = table.lines()
+    require_values(path, [taken["slide"]], lines)
+    others = [name for name in table.columns if name not in taken.values() and not _INDEX.fullmatch(name)]
+    usual = {name for names in ROLES.values() for name in names}
+    may_be_labels = [name for name in others if folded_column(name) not in usual or name in (label_columns or ())]
+    found_task, names, learnt, labels = _labels(table, lines, taken, may_be_labels, task, label_columns, classes)
+    patients, remarks = _patients(path, lines, taken)
+    parts = _parts(path, lines, taken)
+    folds = list(_folds(path, lines, taken))
+    mpps = list(_mpps(table, lines, taken))
+    annotations = _annotations(lines, taken)
+    root = folder if folder is not None else path.parent
+    files = _slides_below(root, without=annotations)
+    slides = [line.values[taken["slide"]] for line in lines]
+    numbers = [line.number for line in lines]
+    asked = [Labelled(number, _below(root, slide), "", 0) for number, slide in zip(numbers, slides, strict=True)]
+    remedy = ": correct its name, or name the folder of slides by `slides_folder`"
+    paths = [name for _, name in found_in(path, asked, files, root, "slide", remedy)]
+    rows = tuple(map(SlideRow, numbers, slides, paths, patients, parts, folds, labels, mpps, annotations))
+    require_patients_apart(rows, path)
+    unused = [name for name in others if name not in learnt]
+    if learnt:
+        taken["label"] = ", ".join(learnt)
+    if task is None and found_task is not None:
+        remarks += (f"the task is {found_task}, as the columns tell: `task` says otherwise",)
+    if unused:
+        remarks += (f"not used: {some(unused, 10)}",)
+    if len(files) > len(rows):
+        remarks += (f"{counted(len(files) - len(rows), 'slide')} below {root} not in the table",)
+    return SlideTable(found_task, names, rows, taken, remarks)
+
+
+def _columns_taken(table: CsvTable, named: Mapping[str, str], labels: Sequence[str]) -> dict[str, str]:
+    """The column of each role that has one. Raises DatasetError for two, and for none of slides."""
+    where, header = f"{table.path}, line {table.header_line}", table.columns
+    taken: dict[str, str] = {}
+    for role, asked in named.items():
+        same = [name for name in header if folded_column(name) == folded_column(asked)]
+        found = [name for name in header if name == asked] or same
+        if len(found) != 1:
+            other = f"no column {asked!r}, but {some(header)}" if not found else f"{' and '.join(found)}"
+            raise DatasetError(f"{where}: has {other}: choose the column of the {role} by `{role}_column`")
+        taken[role] = found[0]
+    spoken_for = {*taken.values(), *labels}
+    for role, usual in ROLES.items():
+        if role in taken:
+            continue
+        found = [name for name in header if folded_column(name) in usual]
+        found = [name for name in found if name not in spoken_for] or (found[:1] if role == "slide" else [])
+        if len(found) > 1:
+            raise DatasetError(
+                f"{where}: has {' and '.join(found)}, of which one can be the column of the {role}: "
+                f"choose it by `{role}_column`"
+            )
+        if not found and role == "slide":
+            raise DatasetError(
+                f"{where}: has {some(header)}: none of them can be the column of slides ({', '.join(usual)}): "
+                f"name it by `slide_column`; {_LAYOUT}"
+            )
+        if found:
+            taken[role] = found[0]
+    return {role: taken[role] for role in ROLES if role in taken}
+
+
+def _labels(
+    table: CsvTable,
+    lines: Sequence[Line],
+    taken: Mapping[str, str],
+    others: list[str],
+    task: str | None,
+    columns: Sequence[str] | None,
+    classes: tuple[str, ...] | None,
+) -> tuple[str | None, tuple[str, ...], tuple[str, ...], Sequence[Label | None]]:
+    """The task, the classes, the columns of labels, and the label of each line. Raises DatasetError."""
+    nothing = [None] * len(lines)
+    if task == "segment":
+        if "annotation" not in taken:
+            raise DatasetError(
+                f"{table.path}: has {some(table.columns)}, but segment needs a column annotation: name it by "
+                "`annotation_column`"
+            )
+        return task, classes or (), (), nothing
+    if columns is not None and not columns:
+        return None, classes or (), (), nothing
+    asked = columns if columns is not None else _usual_labels(table, others, task)
+    if asked is None and task is None and all(map(identifies, others)):
+        return None, classes or (), (), nothing
+    learnt = learnt_columns(table.path, others, task, asked, _LAYOUT)
+    read = LabelColumns(table.path, learnt, lines, table.delimiter, CLASS_COLUMNS, "slide")
+    found, names, label = read.labels(task, columns is not None, classes)
+    return found, names, learnt, [label(line) for line in lines]
+
+
+def _usual_labels(table: CsvTable, others: list[str], task: str | None) -> tuple[str, ...] | None:
+    """The column of labels by its usual name, or those of survival; None if none has such a name."""
+    named = [name for name in others if folded_column(name) in LABEL_COLUMNS]
+    survival = {*SURVIVAL} <= {*others}
+    if task == "multilabel" or (task is not None and FORMS[task].columns):
+        return None
+    if task is None and survival and named:
+        raise DatasetError(
+            f"{table.path}, line {table.header_line}: has {named[0]}, and time and event: choose one by "
+            "`label_columns`, or by `task`"
+        )
+    if task is None and survival:
+        return SURVIVAL
+    if len(named) > 1:
+        raise DatasetError(
+            f"{table.path}, line {table.header_line}: has {' and '.join(named)}, of which one can be the column of "
+            "labels: choose it by `label_columns`"
+        )
+    return tuple(named) or None
+
+
+def _patients(path: Path, lines: Sequence[Line], taken: Mapping[str, str]) -> tuple[list[str], tuple[str, ...]]:
+    """The patient of each line, and a remark if no column says it. Raises DatasetError."""
+    column = taken.get("patient")
+    if column is None:
+        slides = [line.values[taken["slide"]] for line in lines]
+        return _patients_of(slides, "name the column of patients by `patient_column`")
+    for line in lines:
+        text = line.values[column]
+        if says_none(text):
+            what = f"is {text!r}, which says that there is no value" if text else "is empty"
+            raise at_line(path, line, f"{column!r} {what}: fill in the patient, or leave the line out")
+    require_one_way(path, column, lines, folded_name, "patient")
+    return [line.values[column] for line in lines], ()
+
+
+def _patients_of(slides: Sequence[str], remedy: str) -> tuple[list[str], tuple[str, ...]]:
+    """The patients in the TCGA barcodes of slides, or else each slide as its own; and a remark with a remedy."""
+    barcodes = [_BARCODE.match(re.split(r"[/\\]", slide)[-1]) for slide in slides]
+    found = sum(code is not None for code in barcodes)
+    patients = [code[1].upper() if code else slide for code, slide in zip(barcodes, slides, strict=True)]
+    own = f"each {'other ' * bool(found)}slide is its own patient: {remedy}"
+    if not found:
+        return patients, (own,)
+    kept = f"patients are the first 12 characters of {counted(found, 'TCGA barcode')}"
+    return patients, (kept if found == len(slides) else f"{kept}; {own}",)
+
+
+def _parts(path: Path, lines: Sequence[Line], taken: Mapping[str, str]) -> list[str]:
+    column = taken.get("split")
+    if column is None:
+        return [""] * len(lines)
+    require_values(path, [column], lines)
+    return [part_of(path, line, column) for line in lines]
+
+
+def _folds(path: Path, lines: Sequence[Line], taken: Mapping[str, str]) -> Iterator[int | None]:
+    column = taken.get("fold")
+    for line in lines:
+        text = line.values[column] if column else ""
+        if says_none(text):
+            yield None
+            continue
+        number = _FOLD.fullmatch(text)
+        if number is None:
+            raise at_line(path, line, f"{column!r} is {shortened(text)}, but must be a whole number, 0 or more")
+        yield int(number[1])
+
+
+def _mpps(table: CsvTable, lines: Sequence[Line], taken: Mapping[str, str]) -> Iterator[float | None]:
+    column = taken.get("mpp")
+    if column:
+        said = [line for line in lines if not says_none(line.values[column])]
+        LabelColumns(table.path, (column,), said, table.delimiter).require_one_decimal_mark()
+    for line in lines:
+        text = line.values[column] if column else ""
+        if says_none(text):
+            yield None
+            continue
+        number = None if text.isalpha() else as_number(text)
+        if number is None or number <= 0:
+            raise at_line(
+                table.path,
+                line,
+                f"{column!r} is {shortened(text)}, but must be a positive number of microns per pixel",
+            )
+        yield number
+
+
+def _annotations(lines: Sequence[Line], taken: Mapping[str, str]) -> list[str | None]:
+    texts = [line.values[taken["annotation"]] if "annotation" in taken else "" for line in lines]
+    return [None if says_none(text) else text for text in texts]
+
+
+def _slides_below(folder: Path, without: Sequence[str | None] = ()) -> list[str]:
+    """The files of slides below a folder, in order, but for those of annotations. Raises DatasetError for none."""
+    if not folder.is_dir():
+        what = "is a file, not a folder of slides" if folder.exists() else "no such folder of slides"
+        raise DatasetError(f"{folder}: {what}: name one by `slides_folder`")
+    found = sorted(path.relative_to(folder).as_posix() for path, _ in files_below(folder, SUFFIXES))
+    annotations = {_below(folder, name.replace("\\", "/").removeprefix("./")) for name in without if name}
+    found = [name for name in found if name not in annotations]
+    if not found:
+        raise DatasetError(f"{folder}: has no slides: files of slides end in {' '.join(SUFFIXES)}")
+    return found
+
+
+def _below(folder: Path, name: str) -> str:
+    """A name relative to a folder, if it is an absolute path in there."""
+    path = Path(name)
+    inside = path.is_absolute() and path.is_relative_to(folder.absolute())
+    return path.relative_to(folder.absolute()).as_posix() if inside else name
+
+
+def require_patients_apart(rows: Sequence[SlideRow], path: Path | None = None) -> None:
+    """Raises DatasetError if slides of one patient are in two splits, or in two folds; `path` is their table."""
+    for place_of in (_split_of, _fold_of):
+        first: dict[str, SlideRow] = {}
+        for row in rows:
+            here = place_of(row)
+            other = first.setdefault(row.patient, row) if here else row
+            if place_of(other) != here:
+                where = f"{path}, line {row.line}: " if path else ""
+                raise DatasetError(
+                    f"{where}patient {row.patient!r} is in {here} by {_slide_name(row)}, but in {place_of(other)} by "
+                    f"{_slide_name(other)}: all slides of a patient belong together"
+                )
+
+
+def _split_of(row: SlideRow) -> str:
+    return row.part
+
+
+def _fold_of(row: SlideRow) -> str:
+    return "" if row.fold is None else f"fold {row.fold}"
+
+
+def _slide_name(row: SlideRow) -> str:
+    return f"slide {row.slide!r}" + (f" of line {row.line}" if row.line else "")
+
+
+def _read_folder(folder: Path, task: str | None, classes: tuple[str, ...] | None, labelled: bool) -> SlideTable:
+    """The slides below a folder, in subfolders train, val and test or not, in subfolders of classes or not."""
+    paths = _slides_below(folder)
+    parts = [""] * len(paths)
+    inner = paths
+    if all("/" in path and path.partition("/")[0].casefold() in PARTS for path in paths):
+        parts = [part_named(path.partition("/")[0]) for path in paths]
+        inner = [path.partition("/")[2] for path in paths]
+    folders = [path.rpartition("/")[0].partition("/")[0] for path in inner]
+    labels: list[int | None] = [None] * len(paths)
+    remarks: tuple[str, ...] = ()
+    if labelled and task not in (None, "classify"):
+        raise DatasetError(f"{folder}: is a folder of slides, but {task} needs a table of labels, such as slides.csv")
+    if labelled and (task is not None or _are_classes(folders, classes)):
+        task, classes = "classify", _folder_classes(folder, paths, folders, classes)
+        labels = [classes.index(name) for name in folders]
+        remarks = (f"classes are the subfolders of {folder}: {some(classes, 10)}",)
+    else:
+        task = None
+        remarks = (f"slides of {folder} have no labels",)
+    slides = _identifiers(folder, paths)
+    patients, more = _patients_of(slides, "a table, such as slides.csv, can name the patients")
+    rows = tuple(
+        SlideRow(0, slide, path, patient, part, label=label)
+        for slide, path, patient, part, label in zip(slides, paths, patients, parts, labels, strict=True)
+    )
+    require_patients_apart(rows)
+    return SlideTable(task, classes or (), rows, {}, remarks + more)
+
+
+def _are_classes(folders: Sequence[str], classes: tuple[str, ...] | None) -> bool:
+    """Whether subfolders may be classes: they are known ones, or few, of two slides or more on average.
+
+    Downloads from the GDC have a folder for each slide.
+    """
+    names = {*folders}
+    if classes is not None and names <= {*classes}:
+        return True
+    return "" not in names and 2 <= len(names) <= min(FEW_VALUES, len(folders) // 2)
+
+
+def _folder_classes(
+    folder: Path, paths: Sequence[str], folders: Sequence[str], classes: tuple[str, ...] | None
+) -> tuple[str, ...]:
+    """The classes that subfolders are. Raises DatasetError."""
+    loose = next((path for path, name in zip(paths, folders, strict=True) if not name), None)
+    if loose is not None:
+        raise DatasetError(f"{folder}: {loose} is in no subfolder of a class: give a table, such as slides.csv")
+    other = next((name for name in folders if classes is not None and name not in classes), None)
+    if classes is not None and other is not None:
+        raise DatasetError(f"{folder}: has the class {other!r}, but the classes of training are {', '.join(classes)}")
+    found = classes or tuple(sorted({*folders}))
+    if len(found) < 2:
+        raise DatasetError(
+            f"{folder}: has only slides of class {found[0]!r}; a classifier needs two subfolders or more"
+        )
+    return found
+
+
+def _identifiers(folder: Path, paths: Sequence[str]) -> list[str]:
+    """The names of files without endings; of files with equal names, with their folders. Raises DatasetError."""
+    short = [path[: -len(next(suffix for suffix in _LONG_FIRST if path.lower().endswith(suffix)))] for path in paths]
+    bases = [name.rpartition("/")[2] for name in short]
+    times: dict[str, int] = {}
+    for base in bases:
+        times[base] = times.get(base, 0) + 1
+    names = [base if times[base] == 1 else name for base, name in zip(bases, short, strict=True)]
+    first: dict[str, str] = {}
+    for name, path in zip(names, paths, strict=True):
+        if first.setdefault(name, path) != path:
+            raise DatasetError(f"{folder}: has {first[name]} and {path}: one file of each name")
+    return names
+
+
+_LONG_FIRST = tuple(sorted(SUFFIXES, key=len, reverse=True))
+
+
+def read_split_file(path: Path) -> dict[str, str]:
+    """The part of each slide in a split file: train, val or test, by the slide's identifier.
+
+    The file has columns train, val and test that list slides, as CLAM's `splits_0.csv`. Or these columns have TRUE and
+    FALSE for the slides of the first column, as `splits_0_bool.csv`. Or it has a line for each slide, with its split.
+
+    Raises:
+        DatasetError: no such columns, or a slide in two parts or twice, which names the file and the line.
+    """
+
+    def names_slides(column: str) -> bool:
+        return column.casefold() in PARTS or folded_column(column) in ROLES["slide"]
+
+    table = CsvTable(path, (), names_slides, _SPLIT_LAYOUT, "slide", numbered=True)
+    lines = table.lines()
+    if any(folded_column(name) == "split" for name in table.columns):
+        taken = _columns_taken(table, _NO_COLUMNS, ())
+        require_values(path, [taken["slide"], taken["split"]], lines)
+        found = iter([(line, line.values[taken["slide"]], part_of(path, line, taken["split"])) for line in lines])
+    else:
+        found = _listed_slides(table, lines)
+    parts: dict[str, str] = {}
+    first: dict[str, Line] = {}
+    for line, slide, part in found:
+        if slide in parts:
+            raise at_line(
+                path,
+                line,
+                f"slide {slide!r} is in {part}, but line {first[slide].number} has it in {parts[slide]}: name it once",
+            )
+        parts[slide], first[slide] = part, line
+    if not parts:
+        raise DatasetError(f"{path}: names no slide; {_SPLIT_LAYOUT}")
+    return parts
+
+
+def _listed_slides(table: CsvTable, lines: Sequence[Line]) -> Iterator[tuple[Line, str, str]]:
+    """The slides below columns train, val and test, with their lines and parts. Raises DatasetError."""
+    header = f"{table.path}, line {table.header_line}"
+    columns: dict[str, str] = {}
+    for name in table.columns:
+        part = part_named(name)
+        if part and columns.setdefault(part, name) != name:
+            raise DatasetError(f"{header}: has {columns[part]} and {name}, of which one can be {part}")
+    if "train" not in columns or len(columns) < 2:
+        raise DatasetError(f"{header}: has {some(table.columns)}; {_SPLIT_LAYOUT}")
+    texts = {line.values[column].casefold() for line in lines for column in columns.values()}
+    if not texts <= {"true", "false"}:
+        for line in lines:
+            for part, column in columns.items():
+                if not says_none(line.values[column]):
+                    yield line, line.values[column], part
+        return
+    slides = next((name for name in lines[0].values if name not in columns.values()), None)
+    if slides is None:
+        raise DatasetError(f"{table.path}: has TRUE and FALSE, but no column of slides beside; {_SPLIT_LAYOUT}")
+    for line in lines:
+        if not line.values[slides]:
+            raise at_line(table.path, line, "names no slide")
+        for part, column in columns.items():
+            if line.values[column].casefold() == "true":
+                yield line, line.values[slides], part
