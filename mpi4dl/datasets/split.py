@@ -105,8 +105,8 @@ def set_aside(
     """
     if not 0.0 < fraction < 1.0:
         raise DatasetError(f"validation_fraction={fraction}: the share set aside for validation must be in (0, 1)")
-    places = [_place(name, seed) for name in names]
-    aside = [validating.get(name, place < fraction) for name, place in zip(names, places, strict=True)]
+    places = [place(name, seed) for name in names]
+    aside = [validating.get(name, at < fraction) for name, at in zip(names, places, strict=True)]
     if (validates and not any(aside)) or all(aside):
         # A share that would do, rounded to where it still does.
         lacks, remedy = (
@@ -121,7 +121,7 @@ def set_aside(
     return aside
 
 
-def _place(name: str, seed: int) -> float:
+def place(name: str, seed: int) -> float:
     """Where in [0, 1) a name lies, anywhere alike."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(errors="surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest) / 2**64

@@ -1,0 +1,257 @@
+"""mpi4dl.datasets.slides.splits: no patient on two sides, exact shares, and the same for every order of slides."""
+
+from collections import Counter
+from fractions import Fraction
+from math import floor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpi4dl.datasets import DatasetError
+from mpi4dl.datasets.slides.splits import check_parts, fold_of, split_patients, split_table, strata_of
+from mpi4dl.datasets.slides.tables import SlideRow, SlideTable, read_slides, read_split_file
+
+# For each slide its patient and its class; a patient may have slides of several classes.
+SLIDES = st.lists(st.tuples(st.integers(0, 30).map(str), st.integers(0, 3)), min_size=2, max_size=60).filter(
+    lambda slides: len({patient for patient, _ in slides}) >= 2
+)
+HUNDREDTHS = st.integers(1, 99).map(lambda number: number / 100)
+
+
+def by_patient(patients: list[str], values: list[Any]) -> dict[str, Any]:
+    """The value of each patient, all of whose slides have the same."""
+    found: dict[str, set[Any]] = {}
+    for patient, value in zip(patients, values, strict=True):
+        found.setdefault(patient, set()).add(value)
+    assert all(len(each) == 1 for each in found.values()), "a patient is on two sides"
+    return {patient: next(iter(each)) for patient, each in found.items()}
+
+
+@given(SLIDES, HUNDREDTHS, st.integers(0, 3))
+def test_shares_of_patients_are_exact_and_none_is_on_two_sides(
+    slides: list[tuple[str, int]], fraction: float, seed: int
+) -> None:
+    patients, labels = [patient for patient, _ in slides], [label for _, label in slides]
+    strata = strata_of("classify", patients, labels)
+    sides = by_patient(patients, split_patients(patients, strata, fraction, seed))
+    stratum_of = by_patient(patients, strata)
+    sizes, held = Counter(stratum_of.values()), Counter(stratum_of[name] for name, side in sides.items() if side)
+    for stratum, size in sizes.items():
+        if size > 1:
+            assert 1 <= held[stratum] < size
+    exact = Fraction(round(100 * fraction), 100)
+    total = floor(exact * len(sides) + Fraction(1, 2))
+    least, most = sum(size > 1 for size in sizes.values()), sum(max(size - 1, 1) for size in sizes.values())
+    assert sum(sides.values()) == min(max(total, least, 1), most, len(sides) - 1)
+    if all(1 <= exact * size <= size - 1 for size in sizes.values()):  # nothing but rounding
+        assert all(abs(held[stratum] - exact * size) < 1 for stratum, size in sizes.items())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fraction", "held"),
+    [
+        ((60, 40), 0.35, [21, 14]),
+        ((10, 7, 7), 0.25, [2, 2, 2]),  # of 2.5, 1.75 and 1.75: the largest remainders are rounded up
+        ((10, 2, 2), 0.1, [1, 1, 1]),  # of 1, 0.2 and 0.2: each of two has one on both sides
+        ((3, 3), 0.25, [1, 1]),  # 1.5 in all, halves up
+        ((1, 1, 1, 1), 0.5, [1, 1, 0, 0]),
+    ],
+)
+def test_shares_of_strata(sizes: tuple[int, ...], fraction: float, held: list[int]) -> None:
+    stratum_of = {f"{stratum}/{i}": stratum for stratum, size in enumerate(sizes) for i in range(size)}
+    patients = [name for i, name in enumerate(stratum_of) for _ in range(1 + i % 3)]
+    found = by_patient(patients, split_patients(patients, [stratum_of[name] for name in patients], fraction, 0))
+    counts = Counter(stratum_of[name] for name, side in found.items() if side)
+    assert [counts[stratum] for stratum in range(len(sizes))] == held
+
+
+@given(SLIDES, HUNDREDTHS, st.integers(0, 3), st.randoms())
+def test_the_order_of_slides_changes_nothing(
+    slides: list[tuple[str, int]], fraction: float, seed: int, random: Any
+) -> None:
+    def decided(order: list[tuple[str, int]]) -> list[dict[str, Any]]:
+        patients, labels = [patient for patient, _ in order], [label for _, label in order]
+        found = []
+        for task, values in (("classify", labels), ("regress", [(n / 3,) for n in labels]), (None, labels)):
+            strata = strata_of(task, patients, values)
+            found.append(by_patient(patients, split_patients(patients, strata, fraction, seed)))
+            found.append(by_patient(patients, fold_of(patients, strata, 2, seed)))
+        return found
+
+    shuffled = slides.copy()
+    random.shuffle(shuffled)
+    assert decided(slides) == decided(shuffled)
+
+
+def test_the_seed_decides_and_the_split_is_this_one_on_every_machine() -> None:
+    patients = [f"p{i}" for i in range(12)]
+    strata = [i % 2 for i in range(12)]
+    held = {seed: [p for p, side in zip(patients, split_patients(patients, strata, 0.25, seed), strict=True) if side]
+            for seed in (0, 1)}  # fmt: skip
+    assert held == {0: ["p2", "p3", "p4"], 1: ["p3", "p4", "p6"]}
+    assert fold_of(patients, strata, 3, 0) == [2, 2, 0, 0, 1, 0, 2, 1, 1, 1, 0, 2]
+
+
+@given(SLIDES, st.integers(2, 6), st.integers(0, 3))
+def test_each_patient_is_in_one_fold_and_folds_are_alike(slides: list[tuple[str, int]], folds: int, seed: int) -> None:
+    patients, labels = [patient for patient, _ in slides], [label for _, label in slides]
+    strata = strata_of("classify", patients, labels)
+    if folds > len({*patients}):
+        with pytest.raises(DatasetError, match=rf"{folds} is more than the {len({*patients})} patients"):
+            fold_of(patients, strata, folds, seed)
+        return
+    found = by_patient(patients, fold_of(patients, strata, folds, seed))
+    stratum_of = by_patient(patients, strata)
+    for stratum in (None, *{*strata}):
+        sizes = Counter(fold for name, fold in found.items() if stratum in (None, stratum_of[name]))
+        counts = [sizes[fold] for fold in range(folds)]
+        assert max(counts) - min(counts) <= 1
+        assert stratum is not None or min(counts) >= 1
+
+
+@given(SLIDES, HUNDREDTHS, HUNDREDTHS, st.booleans())
+def test_patients_that_were_split_before_stay(
+    slides: list[tuple[str, int]], before: float, now: float, by_slide: bool
+) -> None:
+    """Half of the slides were there before, and a run is resumed with all of them and another share."""
+    patients, strata = [patient for patient, _ in slides], [label for _, label in slides]
+    names = [f"slide {i}" for i in range(len(slides))]
+    half = max(2, len(slides) // 2)
+    if len({*patients[:half]}) < 2:
+        return
+    old = split_patients(patients[:half], strata[:half], before, 0)
+    known = dict(zip(names if by_slide else patients, old, strict=False))
+    sides = by_patient(patients, split_patients(patients, strata, now, 0, known, names))
+    assert {patient: sides[patient] for patient in patients[:half]} == by_patient(patients[:half], old)
+
+
+def test_new_patients_bring_a_split_to_its_share() -> None:
+    patients = [f"p{i}" for i in range(20)]
+    old = split_patients(patients[:10], [0] * 10, 0.3, 0)
+    now = split_patients(patients, [0] * 20, 0.3, 1, dict(zip(patients, old, strict=False)))
+    assert (sum(old), sum(now), now[:10]) == (3, 6, old)
+
+
+@pytest.mark.parametrize(
+    ("patients", "fraction", "known", "parts"),
+    [
+        ("pq", 0, {}, ["`val_fraction` 0"]),
+        ("pq", 1.0, {}, ["`val_fraction` 1.0"]),
+        ("pp", 0.5, {}, ["two patients", "1"]),
+        ("", 0.5, {}, ["two patients", "0"]),
+        ("pq", 0.5, {"p": True, "q": True}, ["none of 2 patients to train on"]),
+        ("pq", 0.5, {"p": False, "q": False}, ["none of 2 patients to validate with"]),
+        ("pqp", 0.5, {"s0": True, "s2": False}, ["'p'", "train", "'s2'", "val", "'s0'"]),
+        ("pqp", 0.5, {"p": True, "s2": False}, ["'p'", "train", "'s2'", "val"]),
+    ],
+)
+def test_splits_that_cannot_be(patients: str, fraction: float, known: dict[str, bool], parts: list[str]) -> None:
+    with pytest.raises(DatasetError) as caught:
+        split_patients([*patients], [0] * len(patients), fraction, 0, known, [f"s{i}" for i in range(len(patients))])
+    assert [part for part in parts if part not in str(caught.value)] == [], caught.value
+
+
+def test_one_fold_is_none() -> None:
+    with pytest.raises(DatasetError, match="`folds` 1"):
+        fold_of(["p", "q"], [0, 0], 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("task", "patients", "labels", "strata"),
+    [
+        ("classify", "ppppqr", [0, 1, 1, 0, 0, 2], [1, 1, 1, 1, 0, 2]),  # as many of both: the highest
+        ("classify", "ppp", [0, 0, 2], [0, 0, 0]),  # the most frequent
+        ("survival", "pqr", [(3.0, 1.0), (1.0, 0.0), (9.0, 1.0)], [1, 0, 1]),
+        ("multilabel", "pqrss", [(1, 0), (1, 1), (0, 0), (1, 0), (0, 1)], [0, 1, -1, 1, 1]),
+        ("regress", "abcdefgh", [(float(n),) for n in (7, 0, 1, 2, 3, 4, 5, 6)], [3, 0, 0, 1, 1, 2, 2, 3]),
+        ("regress", "abcd", [(1.0,), (1.0,), (1.0,), (2.0,)], [0, 0, 0, 3]),  # equal ones are together
+        ("regress", "aab", [(0.0,), (10.0,), (1.0,)], [2, 2, 0]),  # by the mean of the patient
+        (None, "pq", [None, None], [0, 0]),
+    ],
+)
+def test_strata(task: str | None, patients: str, labels: list[Any], strata: list[int]) -> None:
+    assert strata_of(task, [*patients], labels) == strata
+
+
+def test_a_patient_of_several_strata_belongs_to_the_most_frequent_or_highest() -> None:
+    """Patients 0 to 3 have one slide each of 0 and 1, and two others of 0: strata of four and two patients."""
+    patients = ["0", "0", "1", "1", "2", "2", "3", "3", "4", "5"]
+    strata = [0, 1, 1, 0, 0, 1, 1, 0, 0, 0]
+    sides = by_patient(patients, split_patients(patients, strata, 0.5, 0))
+    assert (sum(sides[name] for name in "0123"), sides["4"] + sides["5"]) == (2, 1)
+
+
+def row(line: int, patient: str, part: str, label: Any = None) -> SlideRow:
+    return SlideRow(line, f"s{line}", f"s{line}.svs", patient, part, label=label)
+
+
+@pytest.mark.parametrize(
+    ("task", "classes", "labels", "warnings"),
+    [
+        ("classify", ("x", "y"), {"train": [0, 1], "val": [0], "test": [1, 0]}, [["val", "'y'"]]),
+        (None, (), {"train": [0, 1, 2], "val": [1]}, [["val", "0, 2"]]),
+        ("classify", ("x", "y", "z"), {"train": [0, 1], "val": [0, 1, 2]}, [["train", "'z'"]]),
+        ("multilabel", ("x", "y"), {"train": [(1.0, 1.0)], "test": [(0.0, 1.0)]}, [["test", "'x'"]]),
+        ("survival", ("risk",), {"train": [(1.0, 1.0)], "val": [(1.0, 0.0)]}, [["val", "event"]]),
+        ("regress", ("dose",), {"train": [(1.0,)], "val": [(1.0,)]}, []),
+        (None, ("x", "y"), {"train": [None], "val": [None]}, []),
+        ("classify", ("x", "y"), {"": [0, 1]}, []),
+    ],
+)
+def test_classes_that_a_part_lacks(
+    task: str | None, classes: tuple[str, ...], labels: dict[str, list[Any]], warnings: list[list[str]]
+) -> None:
+    given_rows = [
+        row(n, f"{part}{n}", part, label) for part, all_of in labels.items() for n, label in enumerate(all_of)
+    ]
+    found = check_parts(given_rows, task, classes)
+    assert len(found) == len(warnings)
+    assert all(word in warning for words, warning in zip(warnings, found, strict=True) for word in words)
+
+
+def test_a_patient_in_two_parts_is_an_error() -> None:
+    with pytest.raises(DatasetError, match=r"'p' .*val .*'s4' of line 4.*train .*'s2' of line 2"):
+        check_parts([row(2, "p", "train"), row(3, "q", "val"), row(4, "p", "val")])
+    assert check_parts([row(2, "p", "train"), row(3, "p", ""), row(4, "p", "train")]) == ()
+
+
+@settings(max_examples=40)
+@given(SLIDES, st.sampled_from(["classify", "regress", "survival", "multilabel", None]), HUNDREDTHS)
+def test_a_split_that_was_written_is_read_again(
+    tmp_path_factory: pytest.TempPathFactory, slides: list[tuple[str, int]], task: str | None, fraction: float
+) -> None:
+    root: Path = tmp_path_factory.getbasetemp() / "kept"
+    labels: dict[str | None, tuple[tuple[str, ...], list[Any]]] = {
+        "classify": (("1_1", "a, b", '"c"', "d;e"), [label for _, label in slides]),
+        "regress": (("dose",), [(label / 3,) for _, label in slides]),
+        "survival": (("risk",), [(label / 7, float(label > 1)) for _, label in slides]),
+        "multilabel": (("x", "y"), [(float(label > 1), float(label % 2)) for _, label in slides]),
+        None: ((), [None] * len(slides)),
+    }
+    classes, of = labels[task]
+    rows = tuple(
+        SlideRow(n + 2, f"slide, {n}", f"slide, {n}.svs", f"p {patient}", label=of[n])
+        for n, (patient, _) in enumerate(slides)
+    )
+    for each in rows:
+        (root / each.path).parent.mkdir(exist_ok=True)
+        (root / each.path).touch()
+    patients = [each.patient for each in rows]
+    held = split_patients(patients, strata_of(task, patients, of), fraction, 0)
+    parts = ["val" if each else "train" for each in held]
+    path = root / "split.csv"
+    path.write_text(split_table(SlideTable(task, classes, rows, {}), parts), newline="")
+    known = classes if task == "classify" else None
+    found = read_slides(path, task=task, classes=known)
+    assert (found.task, found.classes) == (task, classes)
+    assert found.rows == tuple(each._replace(part=part) for each, part in zip(rows, parts, strict=True))
+    assert check_parts(found.rows, task) is not None
+    assert read_split_file(path) == {each.slide: part for each, part in zip(rows, parts, strict=True)}
+
+
+def test_slides_without_a_part_are_left_out_of_the_table() -> None:
+    table = SlideTable("classify", ("x", "y"), (row(2, "p", "", 1), row(3, "q", "", 0)), {})
+    assert split_table(table, ["val", ""]) == "slide_id,case_id,label,split\ns2,p,y,val\n"
