@@ -23,6 +23,7 @@ FLOORS = {
     "evaluate": 11,
     "predict": 11,
     "report": 11,
+    "slides": 11,
     "sweep": 11,
     "reports": 10,
     "text": 10,
