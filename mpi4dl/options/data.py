@@ -91,18 +91,28 @@ def with_frame(config: Config) -> Config:
     Its sides are multiples of the patches, or of 32 px, which is the stride of most models; and of the tiles.
 
     Raises:
-        ConfigError, DatasetError: there are no such slides.
+        ConfigError, DatasetError: there are no such slides, or one is larger than the image size.
     """
     if config.slides.slides is None:
         return config
     if config.model.patches is not None and config.data.fit not in ("auto", "pad"):
         raise ConfigError(f"`fit` {config.data.fit} is for whole images, and `patches` are cut from slides as they are")
-    if config.data.image_size != AUTO:
+    asked, pads = config.data.image_size, config.data.fit in ("auto", "pad")
+    if asked != AUTO and not pads:
         return config
     tiles = config.parallel.tiles[0][-2:]
     unit = (1, 1) if config.model.patches else tiles
     multiple = [(config.model.patches or STRIDE) * count for count in unit]
-    return with_values(config, {"image_size": open_slides(config).frame(multiple)})
+    fitting, largest = open_slides(config, labelled=False).frame(multiple)
+    if asked == AUTO:
+        return with_values(config, {"image_size": fitting})
+    if any(side > most for side, most in zip(largest.size, asked, strict=False)):
+        sides, frame, needed = ("x".join(map(str, each)) for each in (largest.size, asked, fitting))
+        raise ConfigError(
+            f"{largest.file.path} has {sides} px, more than `image_size` {frame}: choose {needed}, auto, or a coarser "
+            "`mpp`"
+        )
+    return config
 
 
 def own_datasets(config: Config, validating: Mapping[str, bool]) -> tuple[Named, Named]:

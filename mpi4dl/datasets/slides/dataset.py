@@ -132,26 +132,26 @@ class SlideFolder(ListedFiles):
             self._patches[index, patch] = found.astype(np.int64)
         return self._patches[index, patch]
 
-    def frame(self, multiple: Sequence[int]) -> tuple[int, int]:
-        """The least size (height, width) in which each slide fits, of multiples of these numbers of pixels.
+    def frame(self, multiple: Sequence[int]) -> tuple[tuple[int, int], Slide]:
+        """The least size (height, width) in which each slide fits, and the slide with the longest side.
 
-        Slides that cannot be read are left out.
+        Its sides are multiples of these numbers of pixels. Slides that cannot be read are left out.
 
         Raises:
             DatasetError: no slide can be read.
         """
-        sizes, problem = [], None
+        slides, problem = [], None
         for index in range(len(self)):
             try:
-                sizes.append(self.image(index).size)
+                slides.append(self.image(index))
             except BadImage as error:
                 problem = problem or error
-        if not sizes:
+        if not slides:
             raise DatasetError(f"{self.root}: no slide can be read: {problem}")
         height, width = (
-            ceil_div(max(sides), each) * each for sides, each in zip(zip(*sizes, strict=True), multiple, strict=True)
+            ceil_div(max(slide.size[axis] for slide in slides), each) * each for axis, each in enumerate(multiple)
         )
-        return height, width
+        return (height, width), max(slides, key=lambda slide: max(slide.size))
 
     def split(
         self,

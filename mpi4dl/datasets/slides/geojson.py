@@ -28,7 +28,7 @@ def outlines(mask: npt.NDArray[np.bool_], downsample: float, origin: Sequence[in
         kept = measure.approximate_polygon(line, TOLERANCE)
         ring = [[origin[1] + (x - 0.5) * downsample, origin[0] + (y - 0.5) * downsample] for y, x in kept]
         if len(ring) >= LEAST_CORNERS:
-            if _signed_area(line) < 0:
+            if _signed_area(line) > 0:
                 outer.append([ring])
             else:
                 holes.append(ring)
@@ -40,7 +40,7 @@ def outlines(mask: npt.NDArray[np.bool_], downsample: float, origin: Sequence[in
 
 
 def _signed_area(line: npt.NDArray[np.float64]) -> float:
-    """Twice the area of a ring of places (row, column); negative for outer rings of find_contours."""
+    """Twice the area of a ring of places (row, column); positive for outer rings of find_contours."""
     y, x = line[:, 0], line[:, 1]
     return float(np.sum(x[:-1] * y[1:] - x[1:] * y[:-1]))
 

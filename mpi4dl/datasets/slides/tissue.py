@@ -26,7 +26,7 @@ MEDIAN_PX = 5
 CLOSING_PX = 2  # radius
 LEAST_SATURATION = 0.05  # of a range of 1: glass and paper have less, whatever Otsu's threshold is
 
-LEAST_PIXELS = 0.5  # of the mask, that a patch must have to have any tissue
+LEAST_PIXELS = 0.499  # of the mask, that a patch must have to have any tissue
 
 Mask = npt.NDArray[np.bool_]
 

@@ -1,0 +1,159 @@
+"""Slides of several formats at any resolution: the same pixels in every box, and what is missing named."""
+
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import PIL.ImageCms
+import pytest
+import tifffile
+
+from mpi4dl.datasets import BadImage
+from mpi4dl.datasets.base import WholeImage
+from mpi4dl.datasets.slides.compose import FORMATS, Composition, Disc, composition, write_slide
+from mpi4dl.datasets.slides.slide import Level, Resolution, Slide, SlideFile, open_slide
+from mpi4dl.geometry import Interval
+
+SIDE = 2100  # px: two levels
+
+
+def whole(slide: Slide) -> np.ndarray:
+    return slide.read(*(Interval(0, side) for side in slide.size))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("slides")
+    small = Composition((SIDE, SIDE - 400), 0.5, 7, (Disc(900, 800, 500),), (Disc(900, 800, 60),))
+    for ending in FORMATS:
+        write_slide(found / f"slide{ending}", small)
+    return found
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+def test_levels_and_resolution_are_read(folder: Path, ending: str) -> None:
+    slide = open_slide(folder / f"slide{ending}")
+    assert slide.size == (SIDE, SIDE - 400)
+    assert slide.mpp == pytest.approx(0.5, rel=1e-6)
+    assert [level.image.size for level in slide.file.levels] == [(SIDE, SIDE - 400), (SIDE // 2, (SIDE - 400) // 2)]
+    assert slide.file.magnification == (20 if ending == ".svs" else None)
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+@pytest.mark.parametrize(
+    "resolution", [Resolution(mpp=0.5), Resolution(mpp=0.85), Resolution(magnification=5), Resolution(level=1)]
+)
+def test_a_box_has_the_pixels_of_the_whole(folder: Path, ending: str, resolution: Resolution) -> None:
+    slide = open_slide(folder / f"slide{ending}", resolution)
+    every = whole(slide)
+    rows, cols = slide.size
+    for box in (
+        (Interval(0, rows // 2), Interval(0, cols)),
+        (Interval(3, 3), Interval(0, 5)),
+        (Interval(rows - 7, rows), Interval(cols - 301, cols)),
+        (Interval(rows // 3, rows // 3 + 11), Interval(5, cols - 6)),
+    ):
+        found = slide.read(*box)
+        assert np.array_equal(found, every[slice(*box[0]), slice(*box[1])])
+
+
+def test_formats_and_levels_show_the_same(folder: Path) -> None:
+    """To the noise of JPEG, which each level is compressed by once more."""
+    shown = [whole(open_slide(folder / f"slide{ending}", Resolution(mpp=2.0))).astype(int) for ending in FORMATS]
+    for other in shown[1:]:
+        assert np.array_equal(other, shown[0])
+    full = Slide(SlideFile(Path("x"), (open_slide(folder / "slide.tif").file.levels[0],), 0.5), 4.0)
+    assert np.abs(whole(full).astype(int) - shown[0]).mean() < 1.5
+
+
+def test_the_nearest_finer_level_is_read(folder: Path) -> None:
+    file = open_slide(folder / "slide.tif").file
+    assert open_slide(folder / "slide.tif", Resolution(mpp=1.0)).size == file.levels[1].image.size
+    reads: list[int] = []
+
+    class Watched(WholeImage):
+        def read(self, *space: Interval) -> np.ndarray:
+            reads.append(self.size[0])
+            return super().read(*space)  # type: ignore[return-value]
+
+    levels = tuple(Level(Watched(np.zeros((side, side, 3), np.uint8)), 400 / side) for side in (400, 200, 50))
+    for downsample, expected in ((1.0, 400), (1.9, 400), (2.0, 200), (2.01, 200), (7.9, 200), (8.0, 50), (20.0, 50)):
+        reads.clear()
+        whole(Slide(SlideFile(Path("x"), levels), downsample))
+        assert set(reads) == {expected}, downsample
+
+
+def test_scanner_bounds_are_cut_out_and_places_are_of_level_0(folder: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (120, 160, 3), np.uint8)
+    file = SlideFile(Path("x"), (Level(WholeImage(pixels), 1.0),), 0.25, None, (Interval(20, 100), Interval(30, 150)))
+    slide = Slide(file)
+    assert slide.size == (80, 120)
+    assert np.array_equal(whole(slide), pixels[20:100, 30:150])
+    half = Slide(file, 2.0)
+    assert half.size == (40, 60)
+    assert half.mpp == 0.5
+    assert half.in_level_0(10, 5) == (40.0, 40.0)
+
+
+def test_a_slide_without_a_resolution_is_named_with_what_to_say(tmp_path: Path) -> None:
+    PIL.Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    assert open_slide(tmp_path / "a.png").mpp is None
+    with pytest.raises(BadImage, match=r"a\.png.*`mpp` 0\.5.*`assume_mpp`"):
+        open_slide(tmp_path / "a.png", Resolution(mpp=0.5))
+    slide = open_slide(tmp_path / "a.png", Resolution(mpp=0.5, assumed_mpp=0.25))
+    assert (slide.size, slide.mpp) == ((32, 32), 0.5)
+    # 72 or 300 pixels an inch are those of a screen or a printer.
+    tifffile.imwrite(tmp_path / "b.tif", np.zeros((64, 64, 3), np.uint8), resolution=(300, 300), resolutionunit=2)
+    assert open_slide(tmp_path / "b.tif").mpp is None
+
+
+@pytest.mark.parametrize(
+    ("resolution", "message"),
+    [
+        (Resolution(mpp=0.25), r"0\.5 um per pixel, which is coarser than `mpp` 0\.25.*choose `mpp` 0\.5"),
+        (Resolution(magnification=40), r"coarser than `magnification` 40, 0\.25 um per pixel"),
+        (Resolution(level=2), r"no level 2, but 2 levels, 0 to 1"),
+    ],
+)
+def test_a_resolution_that_a_slide_does_not_have(folder: Path, resolution: Resolution, message: str) -> None:
+    with pytest.raises(BadImage, match=rf"slide\.tif: .*{message}"):
+        open_slide(folder / "slide.tif", resolution)
+
+
+def test_two_resolutions_at_once_are_refused() -> None:
+    with pytest.raises(ValueError, match="mpp and level both say"):
+        Resolution(mpp=0.5, level=1)
+
+
+def test_colours_are_those_of_the_profile(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (40, 50, 3), np.uint8)
+    profile = PIL.ImageCms.ImageCmsProfile(PIL.ImageCms.createProfile("LAB")).tobytes()
+    srgb = PIL.ImageCms.ImageCmsProfile(PIL.ImageCms.createProfile("sRGB")).tobytes()
+    same = Slide(SlideFile(Path("x"), (Level(WholeImage(pixels), 1.0),), profile=srgb))
+    assert np.abs(whole(same).astype(int) - pixels).max() <= 1
+    assert np.array_equal(same.read(Interval(3, 9), Interval(4, 20)), whole(same)[3:9, 4:20])
+    other = Slide(SlideFile(Path("x.svs"), (Level(WholeImage(pixels), 1.0),), profile=profile))
+    with pytest.raises(BadImage, match=r"x\.svs.*ICC profile"):
+        whole(other)
+
+
+def test_a_damaged_slide_is_named(folder: Path, tmp_path: Path) -> None:
+    for ending in FORMATS:
+        content = (folder / f"slide{ending}").read_bytes()
+        (tmp_path / f"cut{ending}").write_bytes(content[: len(content) // 3])
+        with pytest.raises(BadImage, match=f"cut{ending}"):
+            whole(open_slide(tmp_path / f"cut{ending}"))
+
+
+def test_a_composition_does_not_depend_on_boxes() -> None:
+    slide = composition(5, 900, 0.5, True, 0.005)
+    height, width = slide.size
+    every = slide.pixels(slice(0, height), slice(0, width))
+    assert np.array_equal(slide.pixels(slice(100, 333), slice(200, 201)), every[100:333, 200:201])
+    assert slide.lesion_share == pytest.approx(0.005, rel=1e-6)
+    (lesion,) = slide.lesions
+    assert not np.array_equal(every, composition(6, 900, 0.5, True, 0.005).pixels(slice(0, height), slice(0, width)))
+    assert all(
+        centre - lesion.radius >= 0 and centre + lesion.radius <= side
+        for centre, side in zip(lesion[:2], (height, width), strict=True)
+    )

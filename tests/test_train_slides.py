@@ -1,0 +1,275 @@
+"""Slides from a table to heat maps: what plain PyTorch learns of whole slides, by any plan, and equal predictions."""
+
+import csv
+import json
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.datasets.loader import shuffled
+from mpi4dl.datasets.slides.compose import Cohort
+from mpi4dl.datasets.slides.geojson import polygons_of
+from mpi4dl.engine import Engine
+from mpi4dl.geometry import Box, Interval
+from mpi4dl.models.patches import GatedAttention, PatchModel
+from mpi4dl.options.config import parse
+from mpi4dl.options.data import open_slides, split_slides, with_frame
+from mpi4dl.options.models import build_model
+from mpi4dl.parallel.pipeline.local_stages import LocalStages
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.streaming.patches import PatchOptions, stream_patches
+from mpi4dl.predict import predict
+from mpi4dl.train import train
+from tests.commands import losses_of
+from tests.pool.ranks import Ranks
+from tests.short_runs import EXACT
+
+PATCH, MPP = 64, 0.5
+COMMON = (
+    f"--mpp {MPP} --patches {PATCH} --patches-at-once 3 --model small_resnet --model-options num_filters=4 "
+    "--batch-size 2 --num-workers 1 --val-fraction 0.34 --optimizer SGD --lr 0.05 --lr-schedule constant --epochs 2 "
+    "--log-interval 1 --no-tensorboard --seed 3"
+)
+PLANS = (
+    "--tiles 1x2 --flip none",
+    pytest.param("--tiles 1x1 --flip none", marks=pytest.mark.exhaustive),
+    pytest.param("--tiles 1x2 --data 2 --zero 1 --flip none", marks=pytest.mark.exhaustive),
+)
+
+
+@pytest.fixture(scope="module")
+def cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Slides of several sizes, in three formats, of two magnifications."""
+    folder = tmp_path_factory.mktemp("cohort")
+    slides = Cohort(6, 1, 700, (0.5, 0.25), (".tif", ".ome.tif", ".svs"), 0.009)
+    for number in range(len(slides)):
+        slides.write(folder, number)
+    (folder / "slides.csv").write_text(slides.table())
+    return folder
+
+
+def flags_of(cohort: Path, folder: Path, more: str = "") -> list[str]:
+    flags = ["--slides", str(cohort / "slides.csv"), *COMMON.split(), *more.split()]
+    return [*flags, "--run-folder", str(folder)]
+
+
+def plain_losses(flags: list[str], steps: int) -> tuple[list[float], nn.Module]:
+    """The losses of a loop of plain PyTorch that reads whole slides and cuts out their patches."""
+    config = with_frame(parse(flags))
+    training, _ = split_slides(config)
+    model = build_model(config, 2, 3)
+    assert isinstance(model, PatchModel)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.optimizer.lr)
+    order = [i for epoch in range(steps) for i in shuffled(len(training), config.training.seed, epoch)]
+    losses = []
+    for step in range(steps):
+        batch = order[2 * step :][:2]
+        patches = [patches_of(training, index) for index in batch]
+        optimizer.zero_grad()
+        features = model.encoder(torch.cat(patches))
+        loss = F.cross_entropy(
+            model.aggregate(features, [len(each) for each in patches]),
+            torch.tensor([training.label(index) for index in batch]),
+        )
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+def patches_of(slides: Any, index: int) -> Tensor:
+    """The patches of a slide that show tissue, out of the whole slide: (P, 3, PATCH, PATCH), normalized."""
+    slide = slides.image(index)
+    height, width = slide.size
+    white = np.full((height + PATCH, width + PATCH, 3), 255, np.uint8)
+    white[:height, :width] = slide.read(Interval(0, height), Interval(0, width))
+    found = []
+    for row, col in slides.tissue_patches(index, PATCH).tolist():
+        patch = white[row * PATCH :, col * PATCH :][:PATCH, :PATCH]
+        found.append(torch.from_numpy(patch.transpose(2, 0, 1) / np.float32(255)))
+    return (torch.stack(found) - 0.5) / 0.25
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_training_is_that_of_a_plain_loop_over_whole_slides(
+    ranks: Ranks, cohort: Path, tmp_path: Path, plan: str
+) -> None:
+    flags = flags_of(cohort, tmp_path / "run", f"{plan} --eval-every none")
+    ranks(parse(flags).parallel.data * (2 if "1x2" in plan else 1)).run(train, flags)
+    expected, _ = plain_losses(flags, 4)
+    assert losses_of(tmp_path / "run")[:4] == pytest.approx(expected, rel=2e-4)
+
+
+def said(comm: Communicator, *argv: str) -> str:
+    with redirect_stdout(StringIO()) as out:
+        predict(comm, argv)
+    return out.getvalue()
+
+
+def test_one_rank_and_two_predict_the_same_and_draw_the_same_maps(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
+    flags = flags_of(cohort, tmp_path / "run", "--tiles 1x2 --max-steps 2")
+    ranks(2).run(train, flags)
+    found = []
+    for count in (1, 2):
+        out = tmp_path / f"of{count}"
+        argv = [str(tmp_path / "run"), "--slides", str(cohort), "--out", str(out)]
+        told = ranks(count).run(said, *argv)
+        assert "6 images looked at" in told[0]
+        found.append([json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()])
+    for one, two in zip(*found, strict=True):
+        assert one["image"] == two["image"]
+        assert one["probabilities"] == pytest.approx(two["probabilities"], abs=1e-5)
+        maps = [tifffile.imread(tmp_path / f"of{count}" / one["maps"][2]) for count in (1, 2)]
+        assert np.array_equal(np.isnan(maps[0]), np.isnan(maps[1]))
+        assert maps[0] == pytest.approx(maps[1], abs=1e-5, nan_ok=True)
+        assert np.nansum(maps[0]) == pytest.approx(1, abs=1e-4)
+    with (tmp_path / "of2" / "predictions.csv").open() as file:
+        assert [row["image"] for row in csv.DictReader(file)] == [each["image"] for each in found[1]]
+
+
+def test_maps_lie_where_the_patches_are(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
+    """In pixels of the full level 0, in GeoJSON, and by their microns per pixel in OME-TIFF."""
+    flags = flags_of(cohort, tmp_path / "run", "--max-steps 1")
+    ranks(1).run(train, flags)
+    ranks(1).run(said, str(tmp_path / "run"), "--slides", str(cohort / "slides.csv"), "--out", str(tmp_path / "out"))
+    slides = open_slides(with_frame(parse(flags)), labelled=False)
+    for index in range(len(slides)):
+        slide, base = slides.image(index), tmp_path / "out" / "maps" / slides.name(index).partition(".")[0]
+        places = slides.tissue_patches(index, PATCH).tolist()
+        (geojson,) = base.parent.glob(f"{base.name}*.geojson")
+        content = json.loads(geojson.read_text())
+        corners = [tuple(rings[0][0]) for rings in polygons_of(content)]
+        side = PATCH * slide.downsample
+        assert corners == [pytest.approx((col * side, row * side)) for row, col in places]
+        values = [each["properties"]["measurements"]["attention"] for each in content["features"]]
+        assert sum(values) == pytest.approx(1, abs=1e-4)
+        (ome,) = base.parent.glob(f"{base.name}*.ome.tif")
+        with tifffile.TiffFile(ome) as file:
+            grid = file.asarray()
+            assert f'PhysicalSizeX="{PATCH * MPP}"' in (file.ome_metadata or "")
+        assert [grid[row, col] for row, col in places] == pytest.approx(values, abs=1e-6)
+
+
+@dataclass(frozen=True)
+class Slides:
+    """Whole slides in float64, of which the same patches are used in each step: a source of images."""
+
+    values: Tensor
+    places: tuple[tuple[tuple[int, int], ...], ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    def __getitem__(self, positions: Any) -> "Slides":
+        return Slides(self.values[list(positions)], tuple(self.places[i] for i in positions))
+
+    def read(self, box: Box) -> Tensor:
+        return self.values[(slice(*box.batch), slice(None), *(slice(*each) for each in box.space))].clone()
+
+    def tissue_patches(self, position: int, patch: int) -> list[tuple[int, int]]:
+        return [*self.places[position]]
+
+
+def encoder() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, 2, 1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 3, 1, 1), nn.BatchNorm2d(8),
+        nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+    )  # fmt: skip
+
+
+def patch_model() -> PatchModel:
+    torch.manual_seed(5)
+    return PatchModel(encoder(), GatedAttention(8, 2, 4), 8).double()
+
+
+def steps_in_float64(comm: Communicator, data: int) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(1)
+    images, labels = torch.randn(4, 3, 40, 56, dtype=torch.float64), torch.tensor([0, 1, 1, 0])
+    places = (((0, 0), (1, 3), (4, 6)), ((2, 2),), tuple((r, c) for r in range(5) for c in range(7)), ((0, 6), (3, 1)))
+    plan = Plan(((1, comm.size // data),), data=data)
+    model = patch_model()
+    stream_patches(model, PatchOptions(2))
+    stages = LocalStages.whole(model, plan, comm, PatchOptions(2))
+    optimizer = torch.optim.SGD(stages.parameters(), lr=0.1)
+    engine = Engine(stages, plan, optimizer, F.cross_entropy, comm=comm)
+    size, losses = (40, 56), []
+    for _ in range(3):
+        boxes = [read.box for read in engine.reads(4, size)]
+        tiles = [Slides(images, places)[range(*box.batch)] for box in boxes]
+        losses.append(engine.step(tiles, labels, size).loss)
+    return losses, engine.gather_state() or {}
+
+
+@pytest.mark.parametrize(("count", "data"), [(2, 1), (4, 2)])
+def test_patches_that_slides_choose_are_exact_in_float64(ranks: Ranks, count: int, data: int) -> None:
+    """With one patch in one slide and all in another; batch norm takes the statistics of all patches of the batch."""
+    (losses, state), *_ = ranks(count).run(steps_in_float64, data)
+    torch.manual_seed(1)
+    images, labels = torch.randn(4, 3, 40, 56, dtype=torch.float64), torch.tensor([0, 1, 1, 0])
+    places = (((0, 0), (1, 3), (4, 6)), ((2, 2),), tuple((r, c) for r in range(5) for c in range(7)), ((0, 6), (3, 1)))
+    model = patch_model().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for expected in losses:
+        patches = [images[i, :, 8 * row :, 8 * col :][:, :8, :8] for i, each in enumerate(places) for row, col in each]
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model.aggregate(model.encoder(torch.stack(patches)), [*map(len, places)]), labels)
+        loss.backward()
+        optimizer.step()
+        assert expected == pytest.approx(loss.item(), rel=EXACT)
+    for name, value in model.state_dict().items():
+        assert torch.allclose(state[name], value, rtol=0, atol=1e-9), name
+
+
+def refused(comm: Communicator, act: Callable[..., None], argv: list[str]) -> str:
+    with pytest.raises((Refusal, ValueError)) as raised:
+        act(comm, argv)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--mpp 0.2", "coarser than"),
+        ("--mpp 0.5 --level 1", "mpp and level both say"),
+        ("--fit crop", "`fit` crop is for whole images"),
+        ("--folds 1", "choose two folds or more"),
+        ("--image-size 64", "more than image-size 64x64"),
+        ("--slide-column what", "what"),
+    ],
+)
+@pytest.mark.sample(2)
+def test_what_slides_are_refused(ranks: Ranks, cohort: Path, tmp_path: Path, more: str, message: str) -> None:
+    argv = flags_of(cohort, tmp_path / "run", more)
+    (found,) = ranks(1).run(refused, train, argv)
+    assert message.replace("`", "") in found.replace("`", "").replace("--", ""), found
+
+
+def test_a_damaged_slide_ends_training_and_not_a_prediction(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
+    ranks(1).run(train, flags_of(cohort, tmp_path / "run", "--max-steps 1"))
+    other = tmp_path / "slides"
+    other.mkdir()
+    for path in cohort.glob("slide_00*"):
+        content = path.read_bytes()
+        (other / path.name).write_bytes(content[: len(content) // 2] if "003" in path.name else content)
+    (other / "slides.csv").write_bytes((cohort / "slides.csv").read_bytes())
+    told = ranks(2).run(said, str(tmp_path / "run"), "--slides", str(other), "--out", str(tmp_path / "out"))
+    assert "6 images looked at, 1 of which could not be read" in told[0]
+    argv = flags_of(other, tmp_path / "again", "--val-fraction 0.2")
+    for each in ranks(2).run(refused, train, [*argv, "--tiles", "1x2"]):
+        assert "slide_003" in each
