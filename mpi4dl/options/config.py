@@ -118,8 +118,8 @@ class Data:
     dataset_options: Mapping[str, Any] = option({}, "keyword arguments of the dataset, such as root=slides", KEYWORDS)
     image_size: tuple[int, ...] = option(
         AUTO,
-        "height and width of every image in pixels, or the three sides of volumes; auto: 224x224, or with --slides the "
-        "size in which the largest slide fits",
+        "height and width of every image in pixels, or the three sides of volumes; auto: 224x224, or the size in "
+        "which the largest of all slides fits",
         or_auto(IMAGE_SIZE),
         brief="height x width in pixels, or three sides of volumes",
         known_as=same_as("img-size imgsz input-size resolution crop-size train-crop-size"),
@@ -145,7 +145,7 @@ class Data:
     )
     fit: str = option(
         "auto",
-        "how images get the image size: resized, cropped, or padded with white; auto: pad --slides, crop images of "
+        "how images get the image size: resized, cropped, or padded with white; auto: pad slides, crop images of "
         "more than 8192 x 8192 px, resize all others",
         choice("auto", "resize", "crop", "pad"),
     )
@@ -262,7 +262,6 @@ class Slides:
         None,
         "read slides at so many microns per pixel, such as 0.5; none: by --magnification, or level 0",
         optional(POSITIVE),
-        brief="microns per pixel at which slides are read",
     )
     magnification: float | None = option(
         None,
@@ -535,7 +534,6 @@ class Optimizer:
         "how the learning rate falls to 0 over the steps: not (constant), linearly, or as half a cosine; auto: cosine, "
         "unless there is a --scheduler",
         choice(AUTO, "constant", "linear", "cosine"),
-        brief="constant, linear or cosine",
         known_as=same_as("lr-scheduler-type sched lr-policy")
         | instead("use {option} linear or cosine, or --scheduler with a class of PyTorch", "lr-scheduler")
         | instead("use --scheduler CosineAnnealingLR --scheduler-options T_max=EPOCHS,eta_min={value}", "min-lr"),
