@@ -5,6 +5,7 @@ It prints metrics with intervals and the confusion matrix, and writes them, with
 
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,15 @@ class Evaluating:
         brief="a folder of images with labels",
         known_as=same_as("data-dir data-path data-root"),
     )
+    slides: str | None = option(
+        None,
+        "a table of slides with labels, or a folder with one subfolder per class, for a model trained on slides",
+        optional(NAME),
+        brief="a table of slides with labels",
+    )
+    slides_folder: str | None = option(
+        None, "the folder of the slides, and of folders in it; none: that of the table", optional(NAME)
+    )
     out: str | None = option(
         None,
         "folder for evaluation.json and evaluation.csv; none: that of the run, with the date in their names",
@@ -62,18 +72,28 @@ class EvaluateConfig:
 @command(EvaluateConfig, USAGE, DESCRIPTION, source="the folder of a run, a checkpoint, or weights")
 def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     """Measure the model that `asked.source` names. Collective."""
-    from mpi4dl.inference.images import open_labelled
+    from mpi4dl.inference.images import framed_for, open_labelled, open_labelled_slides
     from mpi4dl.inference.model import Predictor
     from mpi4dl.inference.scoring import file_names, score
 
     config, options = asked.config, asked.config.evaluating
-    model = Predictor(asked.source, Inference(config.inputs, config.placing), comm)
-    images, which = open_labelled(comm, model.config, model.about, options.images)
+    comm.agree("`images` and `slides` were both given: choose one" if options.images and options.slides else None)
+    framed = partial(framed_for, comm, options.slides, options.slides_folder)
+    model = Predictor(asked.source, Inference(config.inputs, config.placing), comm, framed)
+    if options.slides is None:
+        images, which = open_labelled(comm, model.config, model.about, options.images)
+    else:
+        images, which = open_labelled_slides(comm, model.config, model.about)
     for line in (*model.title(), f"evaluated on {which}") if comm.rank == 0 else ():
         print(asked.spell(line), flush=True)
     scores = score(model, images, resamples=options.resamples, level=options.level, speaks=True)
     files = file_names(model.folder, None if options.out is None else Path(options.out), datetime.now())
-    told = {"source": asked.source, "weights": str(model.weights), "images": options.images, "plan": str(model.plan)}
+    told = {
+        "source": asked.source,
+        "weights": str(model.weights),
+        "images": options.slides or options.images,
+        "plan": str(model.plan),
+    }
     with comm.together():
         if comm.rank == 0:
             scores.write(*files, told, options.level)

@@ -21,6 +21,7 @@ from mpi4dl.datasets.loader import shuffled
 from mpi4dl.datasets.slides.compose import Cohort
 from mpi4dl.datasets.slides.geojson import polygons_of
 from mpi4dl.engine import Engine
+from mpi4dl.evaluate import evaluate
 from mpi4dl.geometry import Box, Interval
 from mpi4dl.models.patches import GatedAttention, PatchModel
 from mpi4dl.options.config import parse
@@ -273,3 +274,25 @@ def test_a_damaged_slide_ends_training_and_not_a_prediction(ranks: Ranks, cohort
     argv = flags_of(other, tmp_path / "again", "--val-fraction 0.2")
     for each in ranks(2).run(refused, train, [*argv, "--tiles", "1x2"]):
         assert "slide_003" in each
+
+
+def test_evaluation_reads_slides_as_training_did(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
+    """Those that validated, and others by a table, at the resolution of training; pictures as they are are refused."""
+    ranks(1).run(train, flags_of(cohort, tmp_path / "run", "--max-steps 2"))
+    predicted = tmp_path / "predicted"
+    ranks(1).run(said, str(tmp_path / "run"), "--slides", str(cohort), "--out", str(predicted))
+    found = {
+        each["image"]: each for each in map(json.loads, (predicted / "predictions.jsonl").read_text().splitlines())
+    }
+    for more, count in (([], 2), (["--slides", str(cohort / "slides.csv")], 6)):
+        out = tmp_path / f"of{count}"
+        ranks(2).run(evaluate, [str(tmp_path / "run"), *more, "--out", str(out), "--resamples", "0"])
+        with (out / "evaluation.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert len(rows) == count
+        for row in rows:
+            expected = found[row["image"]]["probabilities"]["tumour"]
+            assert float(row["probability tumour"]) == pytest.approx(expected, abs=1e-5)
+    for act in (evaluate, predict):
+        (refusal,) = ranks(1).run(refused, act, [str(tmp_path / "run"), "--images", str(cohort)])
+        assert "--slides" in refusal

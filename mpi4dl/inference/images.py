@@ -33,6 +33,7 @@ def open_labelled(comm: Communicator, config: Config, about: Description, source
 
     Without a `source` they are those that validated. Collective. Raises Refusal on all ranks.
     """
+    _require_pictures(comm, config, source)
     if source is None:
         found = open_images(comm, config).validation
         what = f"the {len(found)} images that validated in training"
@@ -122,6 +123,8 @@ def open_any(comm: Communicator, config: Config, about: Description, source: str
     Collective. Raises Refusal on all ranks.
     """
 
+    _require_pictures(comm, config, source)
+
     def opened() -> tuple[UnlabelledFiles, UnlabelledFiles]:
         files = _listed(source, len(config.data.image_size) > 2)
         files.read_as_trained(about.values)
@@ -147,6 +150,31 @@ def framed_for(comm: Communicator, slides: str | None, folder: str | None, confi
     from mpi4dl.training.setup import framed
 
     return framed(with_values(config, {"slides": slides, "slides_folder": folder, "image_size": AUTO}), comm)
+
+
+def _require_pictures(comm: Communicator, config: Config, source: str | None) -> None:
+    """Raise Refusal on all ranks if a model of slides, which have a resolution, is to look at pictures as they are."""
+    of_slides = source is not None and config.slides.slides is not None
+    comm.agree("the model was trained on `slides`: name others by `slides`, not by `images`" if of_slides else None)
+
+
+def open_labelled_slides(comm: Communicator, config: Config, about: Description) -> tuple[Named, str]:
+    """The slides that a configuration names, with labels of the kind of training, and which they are, on all ranks.
+
+    Of a table with a split they are those for tests, or else for validation. Collective. Raises Refusal on all ranks.
+    """
+    from mpi4dl.options.data import open_slides
+
+    def opened() -> tuple[Named, Named]:
+        found = open_slides(with_values(config, {"task": about.task}), classes=about.classes)
+        parts = [row.part for row in found.rows]
+        chosen = next((part for part in ("test", "val") if part in parts), None)
+        kept = Subset(found, [i for i, part in enumerate(parts) if chosen in (None, part)])
+        return kept, kept
+
+    found, _ = shared(comm, opened)
+    require_alike(comm, found, about)
+    return found, f"{len(found)} slides of {config.slides.slides}"
 
 
 def open_any_slides(comm: Communicator, config: Config) -> Named:

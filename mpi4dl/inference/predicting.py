@@ -192,10 +192,10 @@ class Predicting:
         attended, patch = self.model.attended, self.model.config.model.patches
         if self.out is None or patch is None or position >= len(attended):
             return record
-        places, weights = attended[position]
+        places, values, name = attended[position]
         slide: Any = self.images.image(index)
         try:
-            found = PatchMap(places, weights.numpy(), patch, "attention")
+            found = PatchMap(places, values.numpy(), patch, name)
             paths = write_map(self.out, self._bases[self.images.name(index)], slide, found)
         except (DatasetError, OSError) as error:
             return self._named(index, {"error": printable(str(error))})

@@ -53,10 +53,17 @@ class PatchModel(nn.Module):
         """The aggregator's output for the features of all patches, with the number of patches of each image."""
         return torch.stack([self.aggregator(bag) for bag in features.flatten(1).split(list(counts))])
 
-    def attention(self, features: Tensor, counts: Sequence[int]) -> list[Tensor] | None:
-        """The weight of each patch in its image, (n,) for each image; None of an aggregator without such weights."""
-        weights = getattr(self.aggregator, "attention", None)
-        return None if weights is None else [weights(bag) for bag in features.flatten(1).split(list(counts))]
+    def patch_values(self, features: Tensor, counts: Sequence[int]) -> tuple[str, list[Tensor]] | None:
+        """What each patch counts in its image, (n,) for each image, and what that is: its attention, or its logit.
+
+        None of an aggregator that has neither.
+        """
+        bags = features.flatten(1).split(list(counts))
+        for name in ("attention", "logit"):
+            values = getattr(self.aggregator, name, None)
+            if values is not None:
+                return name, [values(bag) for bag in bags]
+        return None
 
 
 def patches_in(size: Sequence[int], patch: int) -> int:
@@ -98,6 +105,10 @@ class PoolingAggregator(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """(n, F) -> (K,)."""
         return self.head(self.pool(features, dim=0))
+
+    def logit(self, features: Tensor) -> Tensor:
+        """The logit of the image's class if it had this patch alone, (n, F) -> (n,): a class activation map."""
+        return self.head(features)[:, int(self(features).argmax())]
 
 
 class GatedAttention(nn.Module):

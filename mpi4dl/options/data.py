@@ -45,8 +45,8 @@ def build_datasets(config: Config, validating: Mapping[str, bool] | None = None)
     )
 
 
-def open_slides(config: Config, labelled: bool = True) -> "SlideFolder":
-    """The slides that a configuration names, with or without the labels of their table.
+def open_slides(config: Config, labelled: bool = True, classes: tuple[str, ...] | None = None) -> "SlideFolder":
+    """The slides that a configuration names, with or without the labels of their table, which are of these `classes`.
 
     Raises ConfigError, DatasetError.
     """
@@ -66,6 +66,7 @@ def open_slides(config: Config, labelled: bool = True) -> "SlideFolder":
         folder=None if chosen.slides_folder is None else Path(chosen.slides_folder).expanduser(),
         task=config.data.task if labelled and config.data.task in FORMS else None,
         label_columns=config.data.label_columns if labelled else (),
+        classes=classes,
         columns={role: name for role, name in columns.items() if name is not None},
     )
 

@@ -98,15 +98,16 @@ class PatchSource:
 
 
 class Attended(NamedTuple):
-    """The patches of an image, by row and column, and how much each counts: weights (n,) on the host."""
+    """The patches of an image, by row and column, and what each counts, (n,) on the host; `name` says what that is."""
 
     places: tuple[tuple[int, int], ...]
-    weights: Tensor
+    values: Tensor
+    name: str
 
 
-def _attended(places: Sequence[Place], weights: Sequence[Tensor]) -> Iterator[Attended]:
-    for sample, each in enumerate(weights):
-        yield Attended(tuple((at.row, at.col) for at in places if at.sample == sample), each.float().cpu())
+def _attended(places: Sequence[Place], name: str, values: Sequence[Tensor]) -> Iterator[Attended]:
+    for sample, each in enumerate(values):
+        yield Attended(tuple((at.row, at.col) for at in places if at.sample == sample), each.float().cpu(), name)
 
 
 class PatchStream:
@@ -137,8 +138,8 @@ class PatchStream:
             raise TypeError(f"the encoder returns a {type(found).__name__}: it must be one tensor (patches, features)")
         features = gather(found)
         if not torch.is_grad_enabled():
-            weights = self._model.attention(features, counts)
-            self.seen = () if weights is None else tuple(_attended(patches.places, weights))
+            values = self._model.patch_values(features, counts)
+            self.seen = () if values is None else tuple(_attended(patches.places, *values))
         return self._model.aggregate(features, counts)
 
     def patches(self, images: StreamedImages) -> PatchSource:
