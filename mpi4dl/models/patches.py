@@ -107,8 +107,12 @@ class PoolingAggregator(nn.Module):
         return self.head(self.pool(features, dim=0))
 
     def logit(self, features: Tensor) -> Tensor:
-        """The logit of the image's class if it had this patch alone, (n, F) -> (n,): a class activation map."""
-        return self.head(features)[:, int(self(features).argmax())]
+        """The logits of patches, (n, F) -> (n,), as if each were the whole image: a class activation map.
+
+        Of two classes it is how far the second one's logit is above the first one's; of others, that of the image's.
+        """
+        logits = self.head(features)
+        return logits[:, 1] - logits[:, 0] if logits.shape[1] == 2 else logits[:, int(self(features).argmax())]
 
 
 class GatedAttention(nn.Module):
