@@ -29,7 +29,7 @@ MOST_LESION = 0.01
 SMALLEST_LEVEL = 1024  # px, of the longer side
 GLASS = (243, 242, 244)
 STROMA, EPITHELIUM, NUCLEI = (226, 168, 204), (190, 116, 178), (92, 56, 130)
-LESION = (122, 46, 116)
+LESION = (112, 38, 104)
 MICROMETRES_IN_CM = 10_000
 FORMATS = (".tif", ".ome.tif", ".svs")
 APERIO = (
@@ -100,7 +100,7 @@ class Composition:
         """Crowded nuclei of another colour."""
         found = np.empty((len(y), len(x), 3), np.float32)
         found[:] = EPITHELIUM
-        found[_noise(self.seed + 6, y, x, 5 / self.mpp) > -0.1] = LESION
+        found[_noise(self.seed + 6, y, x, 5 / self.mpp) > -0.5] = LESION
         return found
 
 
