@@ -252,6 +252,8 @@ def refused(comm: Communicator, act: Callable[..., None], argv: list[str]) -> st
         ("--folds 1", "choose two folds or more"),
         ("--image-size 64", "more than image-size 64x64"),
         ("--slide-column what", "what"),
+        ("--images somewhere", "slides and images were both given"),
+        ("--task segment", "masks of slides are not read yet"),
     ],
 )
 @pytest.mark.sample(2)

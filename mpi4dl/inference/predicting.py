@@ -57,6 +57,11 @@ class Predicting:
     def __init__(
         self, model: Predictor, images: Named, where: str, out: Path | None, speaks: bool = False, maps: bool = False
     ) -> None:
+        plan = model.plan
+        if maps and max(plan.replicas, plan.num_microbatches) > 1:
+            raise Refusal(
+                "`maps` are made by ranks that share each slide: leave out `data` and `microbatches`, or say --no-maps"
+            )
         self.maps = maps
         self.model, self.out, self.comm, self.speaks = model, out, model.comm, speaks
         task = model.task

@@ -96,6 +96,10 @@ def with_frame(config: Config) -> Config:
     """
     if config.slides.slides is None:
         return config
+    others = {"dataset": config.data.dataset, "text": config.data.text, "images": config.data.images}
+    both = next((name for name, value in others.items() if value not in (None, datasets.sources.SYNTHETIC)), None)
+    if both is not None:
+        raise ConfigError(f"`slides` and `{both}` were both given: choose one")
     if config.model.patches is not None and config.data.fit not in ("auto", "pad"):
         raise ConfigError(f"`fit` {config.data.fit} is for whole images, and `patches` are cut from slides as they are")
     asked, pads = config.data.image_size, config.data.fit in ("auto", "pad")

@@ -65,6 +65,8 @@ class SlideFolder(ListedFiles):
         found = read_slides(
             source, folder=folder, task=task, label_columns=label_columns, classes=classes, columns=columns or {}
         )
+        if found.task == "segment":
+            raise DatasetError(f"{source}: masks of slides are not read yet: cut them into images, for `task` segment")
         self.options, self.rows = options, found.rows
         self.labels_of, self.classes, self.columns = found.task, found.classes, found.columns
         self.task = found.task or "classify"
