@@ -17,7 +17,7 @@ from mpi4dl.generate import GenerateConfig
 from mpi4dl.inference.options import Inference, placed
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import Config
-from mpi4dl.options.declare import options_of, parse_options
+from mpi4dl.options.declare import options_of, parse_options, with_values
 from mpi4dl.plan import PlanConfig
 from mpi4dl.predict import PredictConfig
 from mpi4dl.serve import ServeConfig
@@ -232,9 +232,11 @@ TRAINED = [
 @pytest.mark.parametrize("words", TRAINED, ids=lambda words: " ".join(words)[:60])
 @pytest.mark.sample(3)
 def test_an_example_fits_a_workstation(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of images that are colour pictures of two classes, or texts of bytes."""
+    """Of images that are colour pictures of two classes, or texts of bytes; of slides as in the tutorial."""
     monkeypatch.chdir(ROOT)
     config = parse_options(PlanConfig, words, "", "")
+    if config.slides.slides is not None:
+        config = with_values(config, {"image_size": (2048, 2048)})
     shape = (2, 3) if config.data.text is None else (257, 0)
     assert memory_of_command(config, build_plan(config), *shape) <= WORKSTATION
 
