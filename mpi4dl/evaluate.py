@@ -18,7 +18,8 @@ if runs(__name__):
 from mpi4dl._wording import counted
 from mpi4dl.inference.options import Inference, Inputs, Placing
 from mpi4dl.options.command import CommandLine, command
-from mpi4dl.options.declare import option, same_as
+from mpi4dl.options.config import Slides
+from mpi4dl.options.declare import like, option, same_as
 from mpi4dl.options.kinds import COUNT_OR_ZERO, NAME, PROPER_FRACTION, optional
 
 if TYPE_CHECKING:
@@ -46,9 +47,7 @@ class Evaluating:
         optional(NAME),
         brief="a table of slides with labels",
     )
-    slides_folder: str | None = option(
-        None, "the folder of the slides, and of folders in it; none: that of the table", optional(NAME)
-    )
+    slides_folder: str | None = like(Slides, "slides_folder")
     out: str | None = option(
         None,
         "folder for evaluation.json and evaluation.csv; none: that of the run, with the date in their names",

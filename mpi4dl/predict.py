@@ -18,7 +18,8 @@ if runs(__name__):
 from mpi4dl._wording import counted
 from mpi4dl.inference.options import Inference, Inputs, Placing
 from mpi4dl.options.command import CommandLine, command
-from mpi4dl.options.declare import ConfigError, option, same_as
+from mpi4dl.options.config import Slides
+from mpi4dl.options.declare import ConfigError, like, option, same_as
 from mpi4dl.options.kinds import BOOLEAN, NAME, optional
 
 if TYPE_CHECKING:
@@ -49,9 +50,7 @@ class ToPredict:
         brief="a table of slides, or a folder of them",
         known_as=same_as("wsi-dir"),
     )
-    slides_folder: str | None = option(
-        None, "the folder of the slides, and of folders in it; none: that of the table", optional(NAME)
-    )
+    slides_folder: str | None = like(Slides, "slides_folder")
     maps: bool = option(True, "write a heat map of each slide: PNG, GeoJSON for QuPath, OME-TIFF", BOOLEAN)
     out: str | None = option(
         None,
