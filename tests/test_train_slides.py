@@ -22,7 +22,7 @@ from mpi4dl.datasets.slides.compose import Cohort
 from mpi4dl.datasets.slides.geojson import polygons_of
 from mpi4dl.engine import Engine
 from mpi4dl.evaluate import evaluate
-from mpi4dl.geometry import Box, Interval
+from mpi4dl.geometry import Interval
 from mpi4dl.models.patches import GatedAttention, PatchModel
 from mpi4dl.options.config import parse
 from mpi4dl.options.data import open_slides, split_slides, with_frame
@@ -30,6 +30,7 @@ from mpi4dl.options.models import build_model
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.patches import PatchOptions, stream_patches
+from mpi4dl.parallel.streaming.stream_tiles import Pixels
 from mpi4dl.predict import predict
 from mpi4dl.train import train
 from tests.commands import losses_of
@@ -163,25 +164,13 @@ def test_maps_lie_where_the_patches_are(ranks: Ranks, cohort: Path, tmp_path: Pa
 
 
 @dataclass(frozen=True)
-class Slides:
+class Slides(Pixels):
     """Whole slides in float64, of which the same patches are used in each step: a source of images."""
 
-    values: Tensor
     places: tuple[tuple[tuple[int, int], ...], ...]
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.values.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
 
     def __getitem__(self, positions: Any) -> "Slides":
         return Slides(self.values[list(positions)], tuple(self.places[i] for i in positions))
-
-    def read(self, box: Box) -> Tensor:
-        return self.values[(slice(*box.batch), slice(None), *(slice(*each) for each in box.space))].clone()
 
     def tissue_patches(self, position: int, patch: int) -> list[tuple[int, int]]:
         return [*self.places[position]]

@@ -11,6 +11,7 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -226,10 +227,8 @@ def _opened(path: Path) -> SlideFile:
     if path.suffix.lower() in SLIDE_SUFFIXES:
         return _openslide_file(path)
     if magic in tiff.MAGIC:
-        try:
+        with suppress(tiff.Unsupported):  # Pillow may read it
             return _tiff_file(path)
-        except tiff.Unsupported:
-            pass  # Pillow may read it
     return SlideFile(path, (Level(open_image(path), 1.0),))
 
 

@@ -57,6 +57,18 @@ def test_a_box_has_the_pixels_of_the_whole(folder: Path, ending: str, resolution
         assert np.array_equal(found, every[slice(*box[0]), slice(*box[1])])
 
 
+@pytest.mark.parametrize("resolution", [Resolution(level=1), Resolution(mpp=1.3)])
+def test_levels_that_are_no_whole_number_of_times_smaller(tmp_path: Path, resolution: Resolution) -> None:
+    """Of odd sides: OpenSlide blends pixels of such a level by where a box begins, but not here."""
+    write_slide(tmp_path / "odd.svs", Composition((2107, 1813), 0.5, 7, (Disc(900, 800, 700),), ()))
+    slide = open_slide(tmp_path / "odd.svs", resolution)
+    assert slide.file.levels[1].downsample != 2
+    every = whole(slide)
+    rows, cols = slide.size
+    for box in ((Interval(1, rows), Interval(0, cols)), (Interval(500, 530), Interval(301, 702))):
+        assert np.array_equal(slide.read(*box), every[slice(*box[0]), slice(*box[1])])
+
+
 def test_formats_and_levels_show_the_same(folder: Path) -> None:
     """To the noise of JPEG, which each level is compressed by once more."""
     shown = [whole(open_slide(folder / f"slide{ending}", Resolution(mpp=2.0))).astype(int) for ending in FORMATS]
