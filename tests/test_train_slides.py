@@ -25,7 +25,7 @@ from mpi4dl.evaluate import evaluate
 from mpi4dl.geometry import Interval
 from mpi4dl.models.patches import GatedAttention, PatchModel
 from mpi4dl.options.config import parse
-from mpi4dl.options.data import open_slides, split_slides, with_frame
+from mpi4dl.options.data import in_folder_of_fold, open_slides, split_slides, with_frame
 from mpi4dl.options.models import build_model
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
@@ -33,6 +33,7 @@ from mpi4dl.parallel.streaming.patches import PatchOptions, stream_patches
 from mpi4dl.parallel.streaming.stream_tiles import Pixels
 from mpi4dl.predict import predict
 from mpi4dl.train import train
+from mpi4dl.training.data import write_split
 from tests.commands import losses_of
 from tests.pool.ranks import Ranks
 from tests.short_runs import EXACT
@@ -224,6 +225,41 @@ def test_patches_that_slides_choose_are_exact_in_float64(ranks: Ranks, count: in
         assert expected == pytest.approx(loss.item(), rel=EXACT)
     for name, value in model.state_dict().items():
         assert torch.allclose(state[name], value, rtol=0, atol=1e-9), name
+
+
+def split_by(flags: list[str], folder: Path) -> dict[str, str]:
+    """The part of each slide, which is then kept in a folder as that of a run."""
+    training, _ = split_slides(in_folder_of_fold(parse([*flags, "--run-folder", str(folder)])))
+    place = Path(in_folder_of_fold(parse([*flags, "--run-folder", str(folder)])).run.run_folder or "")
+    place.mkdir(parents=True, exist_ok=True)
+    write_split(training, place)
+    return {row.slide: row.part for row in training.whole.rows}  # type: ignore[attr-defined]
+
+
+def test_a_split_that_a_run_kept_is_taken_again(cohort: Path, tmp_path: Path) -> None:
+    """Also those of other folds, where the table has changed since, and the seed."""
+    flags = ["--slides", str(cohort / "slides.csv"), *COMMON.split()]
+    once = split_by(flags, tmp_path / "run")
+    kept = ["--split-file", str(tmp_path / "run" / "split.csv"), "--seed", "4"]
+    assert split_by([*flags, *kept], tmp_path / "again") == once
+    assert split_by([*flags, "--seed", "5"], tmp_path / "other") != once
+
+    folds = [split_by([*flags, "--folds", "3", "--fold", str(fold)], tmp_path / "cv") for fold in range(2)]
+    table = (cohort / "slides.csv").read_text().splitlines()
+    (tmp_path / "less.csv").write_text("\n".join(table[:-1]))
+    less = ["--slides", str(tmp_path / "less.csv"), "--slides-folder", str(cohort), *COMMON.split(), "--seed", "9"]
+    with pytest.raises(ValueError, match=r"folds\.csv, line 7: .*not in the table"):
+        split_by([*less, "--folds", "3", "--fold", "2"], tmp_path / "cv")
+    folds.append(split_by([*flags, "--seed", "9", "--folds", "3", "--fold", "2"], tmp_path / "cv"))
+    assert sorted(slide for parts in folds for slide, part in parts.items() if part == "val") == sorted(once)
+    assert sorted(path.name for path in (tmp_path / "cv").iterdir()) == ["fold_0", "fold_1", "fold_2", "folds.csv"]
+
+    clam = tmp_path / "splits"
+    clam.mkdir()
+    names = sorted(once)
+    (clam / "splits_1.csv").write_text(f",train,val,test\n0,{names[0]},{names[2]},{names[3]}\n1,{names[1]},,\n")
+    found = split_by([*flags, "--split-file", str(clam), "--folds", "9", "--fold", "1"], tmp_path / "clam")
+    assert [found[name] for name in names] == ["train", "train", "val", "test", "", ""]
 
 
 def refused(comm: Communicator, act: Callable[..., None], argv: list[str]) -> str:

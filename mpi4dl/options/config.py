@@ -292,7 +292,16 @@ class Slides:
         optional(COUNT),
         known_as=same_as("k-fold num-folds"),
     )
-    fold: int = option(0, "the fold that validates, from 0 on", COUNT_OR_ZERO)
+    fold: int = option(
+        0, "the fold that validates, from 0 on; its run is in the folder fold_N of --run-folder", COUNT_OR_ZERO
+    )
+    split_file: str | None = option(
+        None,
+        "a table with your own split: slide_id and split, slide_id and fold, or CLAM's columns train, val and test; "
+        "with --folds also a folder of splits_0.csv, splits_1.csv, ...; none: by the table, or by --val-fraction",
+        optional(NAME),
+        known_as=same_as("split-dir splits-dir"),
+    )
     slide_column: str | None = option(None, "the column of slides; none: by the usual names", optional(NAME))
     patient_column: str | None = option(None, "the column of patients; none: by the usual names", optional(NAME))
 

@@ -71,6 +71,9 @@ def open_slides(config: Config, labelled: bool = True, classes: tuple[str, ...] 
     )
 
 
+FOLDS = "folds.csv"  # in the folder of the runs of all folds: which slides are in which
+
+
 def split_slides(config: Config, validating: Mapping[str, bool] | None = None) -> tuple[Named, Named]:
     """The slides to train on and to validate with. Raises ConfigError, DatasetError."""
     chosen = config.slides
@@ -78,12 +81,42 @@ def split_slides(config: Config, validating: Mapping[str, bool] | None = None) -
         raise ConfigError(
             f"`fold` {chosen.fold} of `folds` {chosen.folds}: choose two folds or more, and one from 0 on"
         )
-    found = open_slides(config)
-    training, validation, remarks = found.split(
-        config.data.val_fraction, config.training.seed, validating, chosen.folds, chosen.fold
+    split_file, of_fold = _split_file(config)
+    training, validation, _ = open_slides(config).split(
+        fraction=config.data.val_fraction,
+        seed=config.training.seed,
+        known=validating,
+        folds=chosen.folds,
+        fold=chosen.fold,
+        split_file=split_file,
+        of_fold=of_fold,
     )
-    found.remarks += (found.described(), *remarks)
     return training, validation
+
+
+def _split_file(config: Config) -> tuple[Path | None, bool]:
+    """The file that says how slides are split, if any does, and whether it is that of one fold. Raises ConfigError."""
+    chosen, run = config.slides, config.run.run_folder
+    if chosen.split_file is None:
+        kept = None if chosen.folds is None or run is None else Path(run).parent / FOLDS
+        return (kept, False) if kept is not None and kept.is_file() else (None, False)  # as the other folds have it
+    path = Path(chosen.split_file).expanduser()
+    if not path.is_dir():
+        return path, False
+    if chosen.folds is None:
+        raise ConfigError(
+            f"`split_file` {chosen.split_file} is a folder: choose one of its files by `folds` and `fold`"
+        )
+    return path / f"splits_{chosen.fold}.csv", True
+
+
+def in_folder_of_fold(config: Config) -> Config:
+    """The configuration with the run of a fold in a folder of its own, such as runs/mine/fold_2 in runs/mine."""
+    chosen, run = config.slides, config.run.run_folder
+    name = f"fold_{chosen.fold}"
+    if config.slides.slides is None or chosen.folds is None or run is None or Path(run).name == name:
+        return config
+    return with_values(config, {"run_folder": str(Path(run) / name)})
 
 
 def with_frame(config: Config) -> Config:

@@ -22,7 +22,7 @@ from mpi4dl.datasets.table import TABLE
 from mpi4dl.datasets.transform import Fit, as_fit
 from mpi4dl.geometry import Box
 from mpi4dl.options.config import Config, ConfigError, to_toml
-from mpi4dl.options.data import build_datasets, build_mixup, build_views, number_of_classes
+from mpi4dl.options.data import FOLDS, build_datasets, build_mixup, build_views, number_of_classes
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.tasks import with_task
 from mpi4dl.tasks.task import TASKS
@@ -116,6 +116,22 @@ def _listed_sizes(dataset: Named) -> Sizes:
     return {whole.name(index): None if files is None else files[index].num_bytes for index in indices}
 
 
+SPLIT = "split.csv"  # of a run on slides: the part that each is for, as `split_file` takes it
+
+
+def write_split(training: Named, folder: Path) -> None:
+    """Keep which slides are for what in the folder of a run, and all folds beside it. Raises OSError."""
+    whole: Any = training.whole if isinstance(training, Subset) else training
+    if not hasattr(whole, "split_as_text"):
+        return
+    texts = {folder / SPLIT: whole.split_as_text()}
+    if folder.name.startswith("fold_") and not (folder.parent / FOLDS).exists() and whole.has_folds:
+        texts[folder.parent / FOLDS] = whole.folds_as_text()
+    for path, text in texts.items():
+        with naming(path):
+            write_durably(path, text.encode())
+
+
 LOOKED_AT = 8
 # Slides rather than pictures begin here, as for Pillow: 8192 x 8192 px.
 SLIDE_PIXELS = 1 << 26
@@ -165,6 +181,7 @@ class Images(NamedTuple):
         with comm.together((OSError,)):
             if comm.rank == 0:
                 ImageLists.of(self.training, self.validation, self.fit).write(folder)
+                write_split(self.training, folder)
 
 
 def open_images(comm: Communicator, config: Config) -> Images:

@@ -40,6 +40,9 @@ SAME_ALWAYS = (
     "std",
     "label_columns",
     "ignore_index",
+    "folds",
+    "fold",
+    "split_file",
 )
 SAME_WITHIN_AN_EPOCH = ("batch_size", "accumulate", "sampling", NUM_IMAGES)
 FROM_CHECKPOINT = ("lr", "optimizer_options", "scheduler_options")

@@ -22,7 +22,7 @@ from mpi4dl.engine import Engine
 from mpi4dl.geometry import Box
 from mpi4dl.options import build
 from mpi4dl.options.config import Config, ConfigError, facts
-from mpi4dl.options.data import with_frame
+from mpi4dl.options.data import in_folder_of_fold, with_frame
 from mpi4dl.options.declare import with_values
 from mpi4dl.options.optimizers import Schedule, build_optimizer, build_schedule, groups_of
 from mpi4dl.options.tasks import Monitor, build_metrics, build_task, monitored, with_task
@@ -79,7 +79,7 @@ class Setup:
 def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str, argv: Sequence[str] = ()) -> Setup:
     """Build what a configuration names, each rank its part. Collective; raises Refusal on all ranks."""
     comm.agree(None, **facts(config))
-    config = framed(config, comm)
+    config = framed(in_folder_of_fold(config), comm)
     assembly = assemble(config, comm, num_samples=config.samples_per_step)
     patience = Patience(config.parallel.hang_timeout)
     load_libraries(assembly.device)

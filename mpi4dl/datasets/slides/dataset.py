@@ -1,5 +1,6 @@
 """Slides with labels as a dataset: each at the resolution asked for, with the patches of it that show tissue."""
 
+import copy
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +14,8 @@ from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import BadImage, DatasetError
 from mpi4dl.datasets.listed import UNKNOWN, File, ListedFiles
 from mpi4dl.datasets.slides.slide import Resolution, Slide, open_slide
-from mpi4dl.datasets.slides.splits import check_parts, fold_of, split_patients, strata_of
-from mpi4dl.datasets.slides.tables import SlideRow, read_slides
+from mpi4dl.datasets.slides.splits import split_rows, split_table
+from mpi4dl.datasets.slides.tables import SlideRow, SlideTable, read_slides
 from mpi4dl.datasets.slides.tissue import find_tissue
 from mpi4dl.datasets.split import Subset
 from mpi4dl.geometry import ceil_div
@@ -155,50 +156,46 @@ class SlideFolder(ListedFiles):
         )
         return (height, width), max(slides, key=lambda slide: max(slide.size))
 
-    def split(
-        self,
-        fraction: float,
-        seed: int,
-        known: Mapping[str, bool] | None = None,
-        folds: int | None = None,
-        fold: int = 0,
-    ) -> tuple[Subset, Subset, tuple[str, ...]]:
+    def split(self, **how: Any) -> tuple[Subset, Subset, tuple[str, ...]]:
         """The slides to train on and to validate with, and remarks on them. No patient is in both.
 
-        By the table's split if it has one; by `fold` of its column or of `folds`; else by patient, stratified by label.
+        `how`: as `split_rows`. The dataset that both are parts of has rows with the parts that they are for.
 
         Raises:
             DatasetError: a patient in two parts, nothing to train on, or nothing to validate with.
         """
         if self.labels_of is None:
             raise DatasetError(f"{self.root}: the slides have no labels: name a table with a column such as label")
-        strata = strata_of(self.labels_of, self.patients, [row.label for row in self.rows])
-        if any(row.part for row in self.rows):
-            remarks = check_parts(self.rows, self.labels_of, self.classes)
-            held_out = "val" if any(row.part == "val" for row in self.rows) else "test"
-            chosen = {"train": False, held_out: True}
-            aside = [chosen.get(row.part) for row in self.rows]
-            said = f"split by the table: {sum(each is None for each in aside)} other slides are left out"
-            remarks += (said,) if None in aside else ()
-        elif folds is not None:
-            given = [row.fold for row in self.rows]
-            numbers = [each for each in given if each is not None]
-            if len(numbers) not in (0, len(given)):
-                raise DatasetError(f"{self.root}: {len(given) - len(numbers)} slides have no fold, and others have")
-            placed = numbers or fold_of(self.patients, strata, folds, seed)
-            aside = [each == fold for each in placed]
-            remarks = (f"fold {fold} of {folds} validates, split by patient",)
-        else:
-            names = [self.name(index) for index in range(len(self))]
-            aside = list(split_patients(self.patients, strata, fraction, seed, known, names))
-            remarks = ("split by patient, stratified by label",)
-        parts = [Subset(self, [i for i, each in enumerate(aside) if each is wanted]) for wanted in (False, True)]
+        whole = copy.copy(self)
+        whole.rows, remarks = split_rows(self.rows, self.labels_of, self.classes, **how)
+        parts = [
+            Subset(whole, [i for i, row in enumerate(whole.rows) if row.part == part]) for part in ("train", "val")
+        ]
         for part, lacks in zip(parts, ("to train on", "to validate with"), strict=True):
             if not len(part):
                 raise DatasetError(f"{self.root}: has no slide {lacks}: add slides, or change the split")
-        counts = [len({self.rows[i].patient for i in part.indices}) for part in parts]
+        counts = [len({whole.rows[i].patient for i in part.indices}) for part in parts]
         remarks += (f"{counted(counts[0], 'patient')} to train on + {counts[1]} to validate with",)
+        whole.remarks = (*self.remarks, self.described(), *remarks)
         return parts[0], parts[1], remarks
+
+    def split_as_text(self) -> str:
+        """The part that each slide is for, as a table that `read_split_file` reads."""
+        return split_table(self._table, [row.part for row in self.rows])
+
+    def folds_as_text(self) -> str:
+        """The fold of each slide, and which are for tests, as a table that `read_split_file` reads."""
+        parts = ["test" if row.part == "test" else "" for row in self.rows]
+        return split_table(self._table, parts, [row.fold for row in self.rows])
+
+    @property
+    def has_folds(self) -> bool:
+        """Whether slides are in folds."""
+        return any(row.fold is not None for row in self.rows)
+
+    @property
+    def _table(self) -> SlideTable:
+        return SlideTable(self.labels_of, tuple(self.classes), tuple(self.rows), self.columns)
 
     def described(self) -> str:
         """What was taken for what in the table, in one line."""

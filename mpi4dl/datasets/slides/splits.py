@@ -3,6 +3,7 @@
     strata = strata_of(table.task, [row.patient for row in table.rows], [row.label for row in table.rows])
     validates = split_patients([row.patient for row in table.rows], strata, fraction=0.2, seed=0)
     folds = fold_of([row.patient for row in table.rows], strata, folds=5, seed=0)
+    rows, remarks = split_rows(table.rows, table.task, table.classes, fraction=0.2, seed=0)  # by whatever says it
 
 Shares count patients, not slides. Within a stratum, a hash of the seed and the patient's name decides. So a split is
 the same on all machines and for all orders of slides.
@@ -15,11 +16,13 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from math import floor, fsum
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
+from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import DatasetError
 from mpi4dl.datasets.labels import SURVIVAL
-from mpi4dl.datasets.slides.tables import SlideRow, SlideTable, require_patients_apart
+from mpi4dl.datasets.slides.tables import SlideRow, SlideTable, read_split_file, require_patients_apart
 from mpi4dl.datasets.split import place
 
 MOST_BINS = 4  # of numbers, whose quantiles are strata
@@ -192,6 +195,139 @@ def fold_of(patients: Sequence[str], strata: Sequence[Any], folds: int, seed: in
     return [found[patient] for patient in patients]
 
 
+def split_rows(
+    rows: Sequence[SlideRow],
+    task: str | None,
+    classes: Sequence[str] = (),
+    *,
+    fraction: float,
+    seed: int,
+    known: Mapping[str, bool] | None = None,
+    folds: int | None = None,
+    fold: int = 0,
+    split_file: Path | None = None,
+    of_fold: bool = False,
+) -> tuple[tuple[SlideRow, ...], tuple[str, ...]]:
+    """The slides with their part (train, val, test, or nothing if it is left out) and fold, and remarks on them.
+
+    A split file decides, or else the table's columns, `folds`, or `fraction`, in this order. With `folds` slides for
+    tests stay apart, and the others of `fold` validate.
+
+    Args:
+        rows: the slides, as a table has them.
+        task, classes: what the labels are for, and the names of classes.
+        fraction, seed, known: as in `split_patients`; `known` has paths of slides.
+        folds, fold: how many folds there are, and which one validates.
+        split_file: a file as of `read_split_file`, in place of the table's columns.
+        of_fold: the split file is that of `fold`, and has no other.
+
+    Raises:
+        DatasetError: a patient in two parts, which names both slides; a file and folds that do not go together.
+    """
+    remarks: tuple[str, ...] = ()
+    where = "the table"
+    if split_file is not None:
+        where = str(split_file)
+        rows, remarks = _placed(rows, split_file)
+        require_patients_apart(rows, split_file)
+        remarks += (f"split by {split_file}",)
+        chosen = any(row.part in ("train", "val") for row in rows)
+        if folds is not None and chosen and not of_fold:
+            raise DatasetError(
+                f"{split_file} has one split, and `folds` {folds} asks for as many: name the folder of splits_0.csv, "
+                "splits_1.csv and so on by `split_file`, or a table with a column fold"
+            )
+        if folds is None and not chosen:
+            raise DatasetError(f"{split_file} has folds, and no split: choose one by `folds` and `fold`")
+        by_folds = folds if not chosen else None
+    else:
+        by_folds = folds
+    if by_folds is not None:
+        rows, more = _by_fold(rows, task, by_folds, fold, seed, where, split_file is not None)
+        return rows, remarks + more
+    if not any(row.part for row in rows):
+        names, patients = [row.path for row in rows], [row.patient for row in rows]
+        aside = split_patients(
+            patients, strata_of(task, patients, [row.label for row in rows]), fraction, seed, known, names
+        )
+        rows = tuple(
+            row._replace(part="val" if validates else "train") for row, validates in zip(rows, aside, strict=True)
+        )
+        return rows, ("split by patient, stratified by label",)
+    remarks += check_parts(rows, task, classes)
+    if not any(row.part == "val" for row in rows) and any(row.part == "test" for row in rows):
+        rows = tuple(row._replace(part="val") if row.part == "test" else row for row in rows)
+        remarks += (f"{where} has no slides for val: those for test validate",)
+    for_tests = sum(row.part == "test" for row in rows)
+    if split_file is None:
+        remarks += ("split by the table",)
+    if for_tests:
+        remarks += (f"{counted(for_tests, 'slide is', 'slides are')} for tests, and not used in training",)
+    return tuple(rows), remarks
+
+
+def _placed(rows: Sequence[SlideRow], path: Path) -> tuple[tuple[SlideRow, ...], tuple[str, ...]]:
+    """The slides by a split file: those that it does not name are left out. Lines are those of the file."""
+    of: dict[str, set[int]] = {}
+    for number, row in enumerate(rows):
+        base = row.path.rpartition("/")[2]
+        for name in {row.path, row.path.rpartition(".")[0], base, base.partition(".")[0], base.rpartition(".")[0]}:
+            of.setdefault(name, set()).add(number)
+    of |= {row.slide: {number} for number, row in enumerate(rows)}
+    used: dict[int, int] = {}
+    placed = [row._replace(part="", fold=None) for row in rows]
+    for line in read_split_file(path):
+        found = of.get(line.slide.replace("\\", "/").removeprefix("./"), set())
+        where = f"{path}, line {line.line}: slide {line.slide!r} is"
+        if len(found) != 1:
+            which = f"one of {len(found)} slides, such as {rows[min(found)].path}" if found else "not in the table"
+            raise DatasetError(f"{where} {which}: write it as the table does, or remove the line")
+        (number,) = found
+        if number in used:
+            raise DatasetError(f"{where} {rows[number].path}, as that of line {used[number]} is: name it once")
+        used[number] = line.line
+        placed[number] = placed[number]._replace(line=line.line, part=line.part, fold=line.fold)
+    left = [row.slide for number, row in enumerate(rows) if number not in used]
+    said = f"{counted(len(left), 'slide')} not in {path}, and left out: {some(left)}"
+    return tuple(placed), (said,) if left else ()
+
+
+def _by_fold(
+    rows: Sequence[SlideRow], task: str | None, folds: int, fold: int, seed: int, where: str, named_only: bool
+) -> tuple[tuple[SlideRow, ...], tuple[str, ...]]:
+    """The slides by folds, those of the table or file or new ones; those for tests stay apart."""
+    left_out = [named_only and row.fold is None for row in rows]
+    free = [n for n, row in enumerate(rows) if row.part != "test" and not left_out[n]]
+    given = {rows[n].fold for n in free}
+    if None in given and len(given) > 1:
+        lacking = [rows[n].slide for n in free if rows[n].fold is None]
+        raise DatasetError(
+            f"{where}: {counted(len(lacking), 'slide')} without a fold, and others have one: {some(lacking)}"
+        )
+    if given == {None}:
+        patients = [rows[n].patient for n in free]
+        numbers = fold_of(patients, strata_of(task, patients, [rows[n].label for n in free]), folds, seed)
+    else:
+        numbers = [rows[n].fold or 0 for n in free]
+        if {*numbers} != {*range(folds)}:
+            raise DatasetError(
+                f"{where} has the folds {some([*map(str, sorted({*numbers}))])}, but `folds` {folds} are numbered from "
+                f"0 to {folds - 1}: choose another number of `folds`, or number them so"
+            )
+    placed = dict(zip(free, numbers, strict=True))
+    found = tuple(
+        row._replace(part="val" if placed[n] == fold else "train", fold=placed[n])
+        if n in placed
+        else row._replace(part=row.part if row.part == "test" else "", fold=None)
+        for n, row in enumerate(rows)
+    )
+    remarks = (f"fold {fold} of {folds} validates, split by patient", *check_parts(found, task))
+    for_tests = sum(row.part == "test" for row in found)
+    if for_tests:
+        remarks += (f"{counted(for_tests, 'slide is', 'slides are')} for tests, and in no fold",)
+    return found, remarks
+
+
 def check_parts(rows: Sequence[SlideRow], task: str | None = None, classes: Sequence[str] = ()) -> tuple[str, ...]:
     """Check which slides are for training, validation and tests; return warnings about classes that a part lacks.
 
@@ -233,22 +369,24 @@ def _shown(label: Any, task: str | None) -> set[int]:
     return {label}
 
 
-def split_table(table: SlideTable, parts: Sequence[str]) -> str:
+def split_table(table: SlideTable, parts: Sequence[str], folds: Sequence[int | None] | None = None) -> str:
     """The split of slides as text of a CSV file, which `read_slides` and `read_split_file` read.
 
-    It has the columns slide_id, case_id, those of labels if there are any, and split.
+    It has the columns slide_id, case_id, those of labels if there are any, and split, or split and fold.
 
     Args:
         table: the slides.
-        parts: train, val or test for each slide. Slides with an empty part are left out.
+        parts: train, val or test for each slide. Slides with neither a part nor a fold are left out.
+        folds: the fold of each slide.
     """
     names = {None: (), "classify": ("label",), "survival": SURVIVAL, "segment": ()}.get(table.task, table.classes)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["slide_id", "case_id", *names, "split"])
-    for row, part in zip(table.rows, parts, strict=True):
-        if part:
-            writer.writerow([row.slide, row.patient, *_written(row.label, table), part])
+    writer.writerow(["slide_id", "case_id", *names, "split", *(["fold"] if folds else [])])
+    for row, part, fold in zip(table.rows, parts, folds or [None] * len(parts), strict=True):
+        if part or fold is not None:
+            in_fold = ["" if fold is None else fold] if folds else []
+            writer.writerow([row.slide, row.patient, *_written(row.label, table), part, *in_fold])
     return text.getvalue()
 
 

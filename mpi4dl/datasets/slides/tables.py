@@ -65,7 +65,9 @@ LABEL_COLUMNS = ("label", "labels", "class", "target")
 CLASS_COLUMNS = ("label", "labels", "class")  # whole numbers in these are classes
 _NO_COLUMNS: Mapping[str, str] = {}
 _LAYOUT = "expected a line such as slide_id,case_id,label and below it one for each slide, such as s1,p1,tumour"
-_SPLIT_LAYOUT = "expected columns train, val and test that list slides, or columns slide_id and split"
+_SPLIT_LAYOUT = (
+    "expected columns train, val and test that list slides, or columns slide_id and split, or slide_id and fold"
+)
 _BARCODE = re.compile(r"(TCGA-[A-Z0-9]{2}-[A-Z0-9]{4})(?![A-Z0-9])", re.IGNORECASE)  # 12 characters name the patient
 _INDEX = re.compile(r"Unnamed: [0-9]+")  # pandas' name for a column without one
 _FOLD = re.compile(r"([0-9]{1,6})([.,]0+)?")  # pandas writes 1.0 where another line has no fold
@@ -298,11 +300,11 @@ def _patients_of(slides: Sequence[str], remedy: str) -> tuple[list[str], tuple[s
     return patients, (kept if found == len(slides) else f"{kept}; {own}",)
 
 
-def _parts(path: Path, lines: Sequence[Line], taken: Mapping[str, str]) -> list[str]:
+def _parts(path: Path, lines: Sequence[Line], taken: Mapping[str, str], required: bool = True) -> list[str]:
     column = taken.get("split")
     if column is None:
         return [""] * len(lines)
-    require_values(path, [column], lines)
+    require_values(path, [column] if required else [], lines)
     return [part_of(path, line, column) for line in lines]
 
 
@@ -468,11 +470,21 @@ def _identifiers(folder: Path, paths: Sequence[str]) -> list[str]:
 _LONG_FIRST = tuple(sorted(SUFFIXES, key=len, reverse=True))
 
 
-def read_split_file(path: Path) -> dict[str, str]:
-    """The part of each slide in a split file: train, val or test, by the slide's identifier.
+class SplitLine(NamedTuple):
+    """A slide in a split file: its line, from 1; its identifier; train, val, test or nothing; its fold, or None."""
+
+    line: int
+    slide: str
+    part: str
+    fold: int | None = None
+
+
+def read_split_file(path: Path) -> tuple[SplitLine, ...]:
+    """The part or the fold of each slide that a split file names.
 
     The file has columns train, val and test that list slides, as CLAM's `splits_0.csv`. Or these columns have TRUE and
-    FALSE for the slides of the first column, as `splits_0_bool.csv`. Or it has a line for each slide, with its split.
+    FALSE for the slides of the first column, as `splits_0_bool.csv`. Or it has a line for each slide, with its split,
+    its fold, or both.
 
     Raises:
         DatasetError: no such columns, or a slide in two parts or twice, which names the file and the line.
@@ -483,25 +495,32 @@ def read_split_file(path: Path) -> dict[str, str]:
 
     table = CsvTable(path, (), names_slides, _SPLIT_LAYOUT, "slide", numbered=True)
     lines = table.lines()
-    if any(folded_column(name) == "split" for name in table.columns):
+    if any(folded_column(name) in ("split", "fold") for name in table.columns):
         taken = _columns_taken(table, _NO_COLUMNS, ())
-        require_values(path, [taken["slide"], taken["split"]], lines)
-        found = iter([(line, line.values[taken["slide"]], part_of(path, line, taken["split"])) for line in lines])
+        needed = [taken[role] for role in ("slide", "split") if role in taken]
+        require_values(path, needed[:1] if "fold" in taken else needed, lines)
+        parts, folds = _parts(path, lines, taken, "fold" not in taken), _folds(path, lines, taken)
+        found = [
+            SplitLine(line.number, line.values[taken["slide"]], part, fold)
+            for line, part, fold in zip(lines, parts, folds, strict=True)
+        ]
     else:
-        found = _listed_slides(table, lines)
-    parts: dict[str, str] = {}
-    first: dict[str, Line] = {}
-    for line, slide, part in found:
-        if slide in parts:
-            raise at_line(
-                path,
-                line,
-                f"slide {slide!r} is in {part}, but line {first[slide].number} has it in {parts[slide]}: name it once",
+        found = [SplitLine(line.number, slide, part) for line, slide, part in _listed_slides(table, lines)]
+    first: dict[str, SplitLine] = {}
+    for each in found:
+        other = first.setdefault(each.slide, each)
+        if other is not each:
+            raise DatasetError(
+                f"{path}, line {each.line}: slide {each.slide!r} is in {_place(each)}, but line {other.line} has it in "
+                f"{_place(other)}: name it once"
             )
-        parts[slide], first[slide] = part, line
-    if not parts:
+    if not found:
         raise DatasetError(f"{path}: names no slide; {_SPLIT_LAYOUT}")
-    return parts
+    return tuple(found)
+
+
+def _place(line: SplitLine) -> str:
+    return line.part or ("nothing" if line.fold is None else f"fold {line.fold}")
 
 
 def _listed_slides(table: CsvTable, lines: Sequence[Line]) -> Iterator[tuple[Line, str, str]]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpi4dl.datasets import DatasetError
-from mpi4dl.datasets.slides.splits import check_parts, fold_of, split_patients, split_table, strata_of
+from mpi4dl.datasets.slides.splits import check_parts, fold_of, split_patients, split_rows, split_table, strata_of
 from mpi4dl.datasets.slides.tables import SlideRow, SlideTable, read_slides, read_split_file
 
 # For each slide its patient and its class; a patient may have slides of several classes.
@@ -249,9 +249,99 @@ def test_a_split_that_was_written_is_read_again(
     assert (found.task, found.classes) == (task, classes)
     assert found.rows == tuple(each._replace(part=part) for each, part in zip(rows, parts, strict=True))
     assert check_parts(found.rows, task) is not None
-    assert read_split_file(path) == {each.slide: part for each, part in zip(rows, parts, strict=True)}
+    assert {each.slide: each.part for each in read_split_file(path)} == dict(
+        zip([each.slide for each in rows], parts, strict=True)
+    )
 
 
 def test_slides_without_a_part_are_left_out_of_the_table() -> None:
     table = SlideTable("classify", ("x", "y"), (row(2, "p", "", 1), row(3, "q", "", 0)), {})
     assert split_table(table, ["val", ""]) == "slide_id,case_id,label,split\ns2,p,y,val\n"
+
+
+def rows_of(slides: list[tuple[str, int]]) -> tuple[SlideRow, ...]:
+    return tuple(
+        SlideRow(n + 2, f"s{n}", f"a/s{n}.svs", f"p{patient}", label=label) for n, (patient, label) in enumerate(slides)
+    )
+
+
+@settings(max_examples=60)
+@given(SLIDES, st.integers(2, 4), st.integers(0, 3), st.booleans(), st.data())
+def test_every_way_to_split_keeps_patients_whole(
+    tmp_path_factory: pytest.TempPathFactory,
+    slides: list[tuple[str, int]],
+    folds: int,
+    seed: int,
+    by_file: bool,
+    data: st.DataObject,
+) -> None:
+    """Folds, some with slides for tests apart; and the file that keeps them gives the same, also to a larger table."""
+    rows = rows_of(slides)
+    names = sorted({row.patient for row in rows})
+    tests = data.draw(st.sets(st.sampled_from(names), max_size=len(names) - 1), label="patients for tests")
+    rows = tuple(row._replace(part="test" if row.patient in tests else "") for row in rows)
+    how: dict[str, Any] = {"fraction": 0.3, "seed": seed, "folds": folds}
+    if folds > len(names) - len(tests):
+        with pytest.raises(DatasetError, match="more than"):
+            split_rows(rows, "classify", **how)
+        return
+    path: Path = tmp_path_factory.getbasetemp() / "folds.csv"
+    held_out: list[str] = []
+    for fold in range(folds):
+        found, _ = split_rows(rows, "classify", fold=fold, **how)
+        parts = by_patient([row.patient for row in found], [row.part for row in found])
+        assert {name for name, part in parts.items() if part == "test"} == tests
+        held_out += [name for name, part in parts.items() if part == "val"]
+        if not by_file:
+            continue
+        if fold == 0:
+            kept = ["test" if row.part == "test" else "" for row in found]
+            table = SlideTable("classify", ("w", "x", "y", "z"), found, {})
+            path.write_text(split_table(table, kept, [row.fold for row in found]), newline="")
+        more = (*rows, SlideRow(99, "new", "new.svs", "new patient", label=0))
+        again, remarks = split_rows(more, "classify", fold=fold, split_file=path, **how | {"seed": seed + 1})
+        assert [row.part for row in again] == [*(row.part for row in found), ""]
+        assert any("1 slide not in" in remark and "new" in remark for remark in remarks)
+    assert sorted(held_out) == [name for name in names if name not in tests]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5).map(str), st.sampled_from(["train", "val", "test", ""])), min_size=3))
+def test_no_patient_of_a_split_file_is_in_two_parts(
+    tmp_path_factory: pytest.TempPathFactory, slides: list[tuple[str, str]]
+) -> None:
+    rows = rows_of([(patient, 0) for patient, _ in slides])
+    path: Path = tmp_path_factory.getbasetemp() / "split.csv"
+    lines = [f"s{n}.svs,{part}\n" for n, (_, part) in enumerate(slides) if part]
+    path.write_text("slide_id,split\n" + "".join(lines))
+    parts: dict[str, set[str]] = {}
+    for patient, part in slides:
+        parts.setdefault(patient, set()).add(part)
+    split = [each - {""} for each in parts.values()]
+    if not any({"train", "val"} & each for each in split):
+        return
+    if any(len(each) > 1 for each in split):
+        with pytest.raises(DatasetError, match=r"split\.csv, line \d+: patient 'p\d' .* slide 's\d+' of line \d+"):
+            split_rows(rows, None, fraction=0.3, seed=0, split_file=path)
+        return
+    found, _ = split_rows(rows, None, fraction=0.3, seed=0, split_file=path)
+    no_val = not any(part == "val" for _, part in slides)
+    assert [row.part for row in found] == ["val" if part == "test" and no_val else part for _, part in slides]
+
+
+@pytest.mark.parametrize(
+    ("text", "how", "words"),
+    [
+        ("slide_id,split\ns0,train\ns9,val\n", {}, ["line 3", "'s9'", "not in the table"]),
+        ("slide_id,split\ns0,train\ns0.svs,val\n", {}, ["line 3", "'s0.svs'", "line 2"]),
+        ("slide_id,split\ns0,train\ns2,val\n", {"folds": 3}, ["one split", "`folds` 3", "splits_0.csv"]),
+        ("slide_id,fold\ns0,0\ns2,1\n", {}, ["has folds", "`fold`"]),
+        ("slide_id,fold\ns0,1\ns2,2\n", {"folds": 2}, ["folds 1, 2", "0 to 1"]),
+        ("slide_id,fold\ns0,0\ns1,1\n", {"folds": 2}, ["line 3", "'p0'", "fold 1", "fold 0"]),
+    ],
+)
+def test_split_files_that_do_not_fit(tmp_path: Path, text: str, how: dict[str, Any], words: list[str]) -> None:
+    (tmp_path / "split.csv").write_text(text)
+    rows = rows_of([("0", 0), ("0", 1), ("2", 1)])
+    with pytest.raises(DatasetError) as caught:
+        split_rows(rows, "classify", fraction=0.3, seed=0, split_file=tmp_path / "split.csv", **how)
+    assert [word for word in ["split.csv", *words] if word not in str(caught.value)] == [], caught.value

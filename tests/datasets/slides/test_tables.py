@@ -417,11 +417,15 @@ def test_folders_that_are_wrong(
         "train;val;test\r\na;c;1_1\r\nb;;\r\n",
         ",train,val,test\na,True,False,False\nb,TRUE,False,False\nc,False,True,False\n1_1,False,False,True\nd,False,False,False\n",
         "slide_id,case_id,split\na,p,train\nb,p,train\nc,q,val\n1_1,r,test\n",
+        "\ufeffslide_id;fold;split\r\na;0;train\r\nb;1,0;train\r\nc;;val\r\n1_1;NaN;test\r\n",
     ],
 )
 def test_split_files(tmp_path: Path, text: str) -> None:
-    (tmp_path / "splits_0.csv").write_text(text, newline="")
-    assert read_split_file(tmp_path / "splits_0.csv") == {"a": "train", "b": "train", "c": "val", "1_1": "test"}
+    (tmp_path / "splits_0.csv").write_text(text, newline="", encoding="utf-8")
+    found = read_split_file(tmp_path / "splits_0.csv")
+    assert {each.slide: each.part for each in found} == {"a": "train", "b": "train", "c": "val", "1_1": "test"}
+    folds = {"a": 0, "b": 1} if "fold" in text else {}
+    assert {each.slide: each.fold for each in found if each.fold is not None} == folds
 
 
 @pytest.mark.parametrize(
@@ -436,6 +440,8 @@ def test_split_files(tmp_path: Path, text: str) -> None:
         (",train,val,valid\n0,a,b,c\n", ["line 1", "val and valid"]),
         ("slide,label\na,x\n", ["line 1", "slide, label"]),
         ("slide,split\na,x\n", ["line 2", "'split' is 'x'"]),
+        ("slide,fold\na,0\nb,x\n", ["line 3", "'fold' is 'x'"]),
+        ("slide,fold\na,0\na,1\n", ["line 3", "'a'", "fold 1", "line 2", "fold 0"]),
         ("train,val\nnan,nan\n", ["names no slide"]),
     ],
 )
