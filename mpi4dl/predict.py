@@ -20,7 +20,7 @@ from mpi4dl.inference.options import Inference, Inputs, Placing
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.config import Slides
 from mpi4dl.options.declare import ConfigError, like, option, same_as
-from mpi4dl.options.kinds import BOOLEAN, NAME, optional
+from mpi4dl.options.kinds import BOOLEAN, NAME, NOT_NEGATIVE, optional
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -51,6 +51,12 @@ class ToPredict:
         known_as=same_as("wsi-dir"),
     )
     slides_folder: str | None = like(Slides, "slides_folder")
+    min_area: float = option(
+        0.0,
+        "smallest area of the polygons of class maps of slides, in square microns; without microns per pixel in pixels "
+        "of level 0",
+        NOT_NEGATIVE,
+    )
     maps: bool = option(True, "write a heat map of each slide: PNG, GeoJSON for QuPath, OME-TIFF", BOOLEAN)
     out: str | None = option(
         None,
@@ -96,7 +102,7 @@ def predict(comm: "Communicator", asked: CommandLine[PredictConfig]) -> None:
     name = f"predictions-{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(where).absolute().name).strip('-')}"
     out = model.folder / name if config.predicting.out is None else Path(config.predicting.out)
     maps = chosen.slides is not None and chosen.maps
-    predicting = Predicting(model, images, where, out, speaks=True, maps=maps)
+    predicting = Predicting(model, images, where, out, speaks=True, maps=maps, min_area=chosen.min_area)
     for line in (*model.title(), *predicting.remarks) if comm.rank == 0 else ():
         print(asked.spell(line), flush=True)
     count = sum(1 for _ in predicting)

@@ -278,7 +278,7 @@ def refused(comm: Communicator, act: Callable[..., None], argv: list[str]) -> st
         ("--image-size 64", "more than image-size 64x64"),
         ("--slide-column what", "what"),
         ("--images somewhere", "slides and images were both given"),
-        ("--task segment", "masks of slides are not read yet"),
+        ("--task segment --fit crop", "`image_size`"),
     ],
 )
 @pytest.mark.sample(2)

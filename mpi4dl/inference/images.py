@@ -149,7 +149,8 @@ def framed_for(comm: Communicator, slides: str | None, folder: str | None, confi
         comm.agree("`slides` is for a model that was trained on `slides`: name pictures by `images`")
     from mpi4dl.training.setup import framed
 
-    return framed(with_values(config, {"slides": slides, "slides_folder": folder, "image_size": AUTO}), comm)
+    size = config.data.image_size if config.data.fit == "crop" else AUTO
+    return framed(with_values(config, {"slides": slides, "slides_folder": folder, "image_size": size}), comm)
 
 
 def _require_pictures(comm: Communicator, config: Config, source: str | None) -> None:

@@ -78,10 +78,12 @@ class Target:
 
         With `fit` crop, training saw pixels as they are, and so do windows. With resize it saw whole images, resized to
         the frame: so are images up to `largest`, and larger ones are resized as much as `largest` was. If it is not
-        known, all images are resized to the frame.
+        known, all images are resized to the frame. With pad, images are padded to the frame.
         """
         if fit == "crop":
             return cls(source, tuple(map(max, source, frame)), frame, fit)
+        if fit == "pad":
+            return cls(source, frame, frame, fit)
         known = source if largest is None else largest
         sides = zip(source, frame, known, strict=True)
         return cls(source, tuple(b if a <= c else max(b, round(a * b / c)) for a, b, c in sides), frame, fit)
@@ -106,6 +108,8 @@ class Target:
         for source, size in zip(self.source, self.size, strict=True):
             if self.fit == "crop":
                 found.append(np.arange(source) + (size - source) // 2)
+            elif self.fit == "pad":
+                found.append(np.arange(source))
             else:
                 nearest = np.floor((np.arange(source) + 0.5) * (size / source)).astype(np.int64)
                 found.append(np.minimum(nearest, size - 1))
@@ -278,10 +282,17 @@ class StitchedMask:
 
     Of pictures one row of windows is in memory, and files are written from top to bottom; of volumes each window is
     written where it stands. A class for each pixel, or (`layers`) whether each class is there, each in a file of its
-    own. Values below 0 are pixels whose outputs are not numbers.
+    own. Values below 0 are pixels whose outputs are not numbers. `make(path)` opens another kind of file.
     """
 
-    def __init__(self, paths: Sequence[Path], target: Target, classes: Sequence[str], layers: int) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        target: Target,
+        classes: Sequence[str],
+        layers: int,
+        make: Callable[[Path], Any] | None = None,
+    ) -> None:
         self.target, self.classes, self.layers = target, tuple(classes), layers
         self.places = target.places()
         self.counts = np.zeros(len(classes), np.int64)
@@ -292,7 +303,9 @@ class StitchedMask:
         size, depth = target.source, 2 if layers else len(classes)
         self.files: list[Any] = []
         for path in paths:
-            if self._picture:
+            if make is not None:
+                self.files.append(make(path))
+            elif self._picture:
                 self.files.append(PngMask(path, (size[0], size[1]), depth))
             else:
                 self.files.append(ArrayMask(path, size, np.uint8 if depth <= 256 else np.int32))
@@ -310,7 +323,7 @@ class StitchedMask:
         box: tuple[Any, ...] = (..., *inner)
         values = values[box]
         values = values if self.layers else values[None]
-        if not self._picture:
+        if not self._picture or len(self.target.intervals[1]) == 1:  # one window is as wide as the image
             self._write(space, values)
             return
         if intervals[0].core != self._core:

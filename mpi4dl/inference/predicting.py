@@ -42,7 +42,7 @@ from mpi4dl.inference.records import (
     is_undefined,
 )
 
-PICTURE, ARRAY = ".png", ".npy"
+PICTURE, ARRAY, CLASS_MAP = ".png", ".npy", ".ome.tif"
 AT_ONCE = 256  # images whose sizes are read before the first of them is looked at
 
 
@@ -55,9 +55,18 @@ class Predicting:
     """
 
     def __init__(
-        self, model: Predictor, images: Named, where: str, out: Path | None, speaks: bool = False, maps: bool = False
+        self,
+        model: Predictor,
+        images: Named,
+        where: str,
+        out: Path | None,
+        speaks: bool = False,
+        maps: bool = False,
+        min_area: float = 0.0,
     ) -> None:
         plan = model.plan
+        self.min_area = min_area
+        maps = maps and not model.task.dense
         if maps and max(plan.replicas, plan.num_microbatches) > 1:
             raise Refusal(
                 "`maps` are made by ranks that share each slide: leave out `data` and `microbatches`, or say --no-maps"
@@ -75,7 +84,12 @@ class Predicting:
         if self.dense and model.asked_fit == "crop":
             raise Refusal("`fit` crop is not for masks, which are of whole images: leave it out, or choose resize")
         self.coverage = Coverage(self.comm, model, images, whole=self.dense)
-        self.suffix = PICTURE if self.dense and len(size) == 2 else ARRAY
+        self.of_slides = self.dense and model.config.slides.slides is not None
+        self.suffix = ARRAY
+        if self.of_slides:
+            self.suffix = CLASS_MAP
+        elif self.dense and len(size) == 2:
+            self.suffix = PICTURE
         self.records: Records | None = None
         self.bad: list[str] = []
         self.remarks: list[str] = list(self.coverage.remarks)
@@ -129,7 +143,7 @@ class Predicting:
         assert self.out is not None
         written = files_of(record)
         if self.dense or written:
-            expected = [path.relative_to(self.out).as_posix() for path in self._files(name)]
+            expected = [path.relative_to(self.out).as_posix() for path in (*self._files(name), *self._beside(name))]
             return written == expected and all((self.out / each).is_file() for each in expected)
         return True
 
@@ -138,6 +152,20 @@ class Predicting:
         assert self.out is not None
         numbers = range(len(self.model.classes)) if self.apart else (None,)
         return [self.out / FOLDER / path_of(self._bases[name], self.suffix, number) for number in numbers]
+
+    def _beside(self, name: str) -> list[Path]:
+        """What is written of a slide besides its mask."""
+        from mpi4dl.inference.class_maps import files_beside
+
+        return files_beside(self._files(name)[0])[1:] if self.of_slides else []
+
+    def _class_map(self, index: int, path: Path) -> Any:
+        """The file of a slide's mask. Raises OSError, DatasetError."""
+        from mpi4dl.inference.class_maps import ClassMap, MapOptions
+
+        options = MapOptions(self.min_area, self.model.config.slides.annotation_origin == "bounds")
+        slide: Any = self.images.image(index)
+        return ClassMap(path, slide, self.model.classes, options)
 
     def __iter__(self) -> Iterator[Record]:
         """The records of images that had none, alike on all ranks."""
@@ -294,7 +322,8 @@ class Predicting:
             if position not in stitching:
                 paths = self._files(windows.images.name(windows.indices[position]))
                 target = windows.targets[position]
-                made = postponed.do(partial(StitchedMask, paths, target, self.model.classes, layers))
+                make = partial(self._class_map, windows.indices[position]) if self.of_slides else None
+                made = postponed.do(partial(StitchedMask, paths, target, self.model.classes, layers, make))
                 if made is None:
                     continue
                 stitching[position] = made
@@ -307,15 +336,21 @@ class Predicting:
             if mask is not None:
                 mask.drop()
             return self._named(index, {"error": printable(error or "was not seen")})
-        mask.close()
         name = self.images.name(index)
+        try:
+            mask.close()
+        except DatasetError as problem:
+            mask.drop()
+            return self._named(index, {"error": printable(str(problem))})
         if mask.undefined:
             told = f"{NOT_NUMBERS} at {mask.undefined} of {math.prod(mask.target.source)} pixels"
             return self._named(index, {"error": told})
         assert self.out is not None
         paths = [path.relative_to(self.out).as_posix() for path in self._files(name)]
         classes = self.model.classes
-        masks = {"masks": dict(zip(classes, paths, strict=True))} if self.apart else {"mask": paths[0]}
+        masks: Record = {"masks": dict(zip(classes, paths, strict=True))} if self.apart else {"mask": paths[0]}
+        if self.of_slides:
+            masks["beside"] = [path.relative_to(self.out).as_posix() for path in self._beside(name)]
         return self._named(index, {**masks, "pixels": dict(zip(classes, mask.counts.tolist(), strict=True))})
 
     def _shape(self, outputs: BatchOutputs, channels: bool) -> tuple[int, ...]:

@@ -27,7 +27,8 @@ from mpi4dl.tasks.task import Record, Task
 #
 #     classify      prediction, probabilities of all classes        regress    prediction, or several by name
 #     multilabel    predictions (0, 1) and probabilities by name    survival   risk, of which more is worse
-#     segment       the file of the mask, the pixels of each class; beside a true mask how alike both are
+#     segment       the file of the mask, the pixels of each class; beside a true mask how alike both are; of slides
+#                   `beside`, the picture and the polygons, in JSON alone
 #
 # With labels there is `label`, or `labels` by name, or `time` and `event`. Unreadable images have an `error` instead.
 
@@ -126,7 +127,9 @@ def checksum(path: Path) -> str:
 def files_of(record: Record) -> list[str]:
     """The files that were written of an image, from the folder of predictions on."""
     masks = record.get("masks")
+    beside = record.get("beside")
     found = [record.get("mask"), record.get("prediction"), *(masks.values() if isinstance(masks, dict) else ())]
+    found += beside if isinstance(beside, list) else []
     return [each for each in found if isinstance(each, str) and each.startswith(f"{MASKS}/")]
 
 

@@ -304,6 +304,30 @@ class Slides:
     )
     slide_column: str | None = option(None, "the column of slides; none: by the usual names", optional(NAME))
     patient_column: str | None = option(None, "the column of patients; none: by the usual names", optional(NAME))
+    annotation_column: str | None = option(
+        None, "the column of annotations for --task segment; none: by the usual names", optional(NAME)
+    )
+    unannotated: str = option(
+        "background",
+        "what pixels without annotation are: the class background, or left out of loss and metrics",
+        choice("background", "ignore"),
+    )
+    annotation_origin: str = option(
+        "level-0",
+        "where coordinates of annotations begin: at the full level 0, or at the bounds that the scanner scanned, as in "
+        "QuPath",
+        choice("level-0", "bounds"),
+    )
+    crops_each: int = option(
+        1,
+        "with --task segment and --fit crop: number of windows of --image-size that are drawn of a slide in each "
+        "epoch, within tissue",
+        COUNT,
+        known_as=same_as("windows-each"),
+    )
+    crops_on_classes: float = option(
+        0.0, "share of these windows whose centre is drawn on an annotated class, each class equally often", SHARE
+    )
 
 
 @dataclass(frozen=True)

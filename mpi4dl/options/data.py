@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpi4dl import datasets
+from mpi4dl._progress import ProgressLine, Tell, quietly
+from mpi4dl._wording import counted
 from mpi4dl.datasets.augment import Mixup
 from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.split import Named, split
@@ -45,12 +47,18 @@ def build_datasets(config: Config, validating: Mapping[str, bool] | None = None)
     )
 
 
-def open_slides(config: Config, labelled: bool = True, classes: tuple[str, ...] | None = None) -> "SlideFolder":
+def open_slides(
+    config: Config,
+    labelled: bool = True,
+    classes: tuple[str, ...] | None = None,
+    tell: Tell = quietly,
+) -> "SlideFolder":
     """The slides that a configuration names, with or without the labels of their table, which are of these `classes`.
 
-    Raises ConfigError, DatasetError.
+    `tell(doing, done, total)` hears of annotations that were read. Raises ConfigError, DatasetError.
     """
     from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
+    from mpi4dl.datasets.slides.masks import MaskOptions
     from mpi4dl.datasets.slides.slide import Resolution
 
     chosen, path = config.slides, Path(config.slides.slides or "").expanduser()
@@ -59,15 +67,24 @@ def open_slides(config: Config, labelled: bool = True, classes: tuple[str, ...] 
     except ValueError as error:
         raise ConfigError(str(error)) from None
     threshold = None if isinstance(chosen.tissue, str) else chosen.tissue
-    columns = {"slide": chosen.slide_column, "patient": chosen.patient_column}
+    columns = {
+        "slide": chosen.slide_column, "patient": chosen.patient_column, "annotation": chosen.annotation_column
+    }  # fmt: skip
+    masks = MaskOptions(
+        chosen.unannotated == "ignore",
+        chosen.annotation_origin == "bounds",
+        config.model.num_classes,
+        config.data.ignore_index,
+    )
     return SlideFolder(
         path,
-        SlideOptions(resolution, threshold, config.model.min_tissue, chosen.most_patches),
+        SlideOptions(resolution, threshold, config.model.min_tissue, chosen.most_patches, masks),
         folder=None if chosen.slides_folder is None else Path(chosen.slides_folder).expanduser(),
         task=config.data.task if labelled and config.data.task in FORMS else None,
         label_columns=config.data.label_columns if labelled else (),
         classes=classes,
         columns={role: name for role, name in columns.items() if name is not None},
+        tell=tell,
     )
 
 
@@ -82,15 +99,19 @@ def split_slides(config: Config, validating: Mapping[str, bool] | None = None) -
             f"`fold` {chosen.fold} of `folds` {chosen.folds}: choose two folds or more, and one from 0 on"
         )
     split_file, of_fold = _split_file(config)
-    training, validation, _ = open_slides(config).split(
-        fraction=config.data.val_fraction,
-        seed=config.training.seed,
-        known=validating,
-        folds=chosen.folds,
-        fold=chosen.fold,
-        split_file=split_file,
-        of_fold=of_fold,
-    )
+    with ProgressLine() as tell:
+        training, validation, _ = open_slides(config, tell=tell).split(
+            fraction=config.data.val_fraction,
+            seed=config.training.seed,
+            known=validating,
+            folds=chosen.folds,
+            fold=chosen.fold,
+            split_file=split_file,
+            of_fold=of_fold,
+        )
+        whole: Any = training.whole
+        if whole.masks is not None and config.data.fit == "crop":
+            return in_windows(config, whole, training.indices, validation.indices, tell)
     return training, validation
 
 
@@ -119,6 +140,21 @@ def in_folder_of_fold(config: Config) -> Config:
     return with_values(config, {"run_folder": str(Path(run) / name)})
 
 
+def in_windows(
+    config: Config, slides: "SlideFolder", training: Sequence[int], validation: Sequence[int], tell: Tell = quietly
+) -> tuple[Named, Named]:
+    """Random windows of the slides to train on, and the grid of windows of those to validate with."""
+    from mpi4dl.datasets.slides.windows import GridWindows, RandomWindows
+
+    size, chosen = config.data.image_size, config.slides
+    each = RandomWindows(slides, training, size, chosen.crops_each, chosen.crops_on_classes)
+    grid = GridWindows(slides, validation if config.training.eval_every is not None else validation[:1], size, tell)
+    slides.remarks += (
+        f"{counted(chosen.crops_each, 'window')} of each slide in an epoch; {len(grid)} windows with tissue validate",
+    )
+    return each, grid
+
+
 def with_frame(config: Config) -> Config:
     """The configuration with the image size in which its largest slide fits, where that is to be found out.
 
@@ -136,6 +172,8 @@ def with_frame(config: Config) -> Config:
     if config.model.patches is not None and config.data.fit not in ("auto", "pad"):
         raise ConfigError(f"`fit` {config.data.fit} is for whole images, and `patches` are cut from slides as they are")
     asked, pads = config.data.image_size, config.data.fit in ("auto", "pad")
+    if asked == AUTO and config.data.fit == "crop":
+        raise ConfigError("`fit` crop takes windows of `image_size` from slides: say it, such as 512")
     if asked != AUTO and not pads:
         return config
     tiles = config.parallel.tiles[0][-2:]

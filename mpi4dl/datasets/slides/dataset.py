@@ -1,6 +1,7 @@
 """Slides with labels as a dataset: each at the resolution asked for, with the patches of it that show tissue."""
 
 import copy
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import BadImage, DatasetError
 from mpi4dl.datasets.listed import UNKNOWN, File, ListedFiles
+from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks, Tell, quietly
 from mpi4dl.datasets.slides.slide import Resolution, Slide, open_slide
 from mpi4dl.datasets.slides.splits import split_rows, split_table
 from mpi4dl.datasets.slides.tables import SlideRow, SlideTable, read_slides
@@ -22,6 +24,7 @@ from mpi4dl.geometry import ceil_div
 
 PATCH_STREAM = 47  # of random numbers
 MOST_OPEN = 64  # slides whose headers are kept
+LEAST_CELL = 32  # px, of parts of windows whose tissue is looked at
 
 Patches = npt.NDArray[np.int64]  # (patches, 2): the row and the column of each in the grid of patches of a slide
 
@@ -32,21 +35,25 @@ class SlideOptions:
 
     `tissue`: a threshold of saturation from 0 to 1, or None for Otsu's. A patch is used if at least `min_tissue` of it
     is tissue, and more than nothing. Of a slide at most `most_patches` are drawn in each epoch of training; None: all.
+    `masks`: how annotations become masks.
     """
 
     resolution: Resolution = field(default_factory=Resolution)
     tissue: float | None = None
     min_tissue: float = 0.0
     most_patches: int | None = None
+    masks: MaskOptions = field(default_factory=MaskOptions)
 
 
 class SlideFolder(ListedFiles):
     """Slides by a table, or all of a folder.
 
     Attributes:
-        labels_of: what the labels are for: classify, multilabel, regress or survival; None without labels.
+        labels_of: what the labels are for: classify, multilabel, regress, survival or segment; None without labels.
         classes: names of classes, or of the columns of numbers.
         rows: the lines of the table, one for each slide.
+
+    `tell(doing, done, total)` hears of annotations that were read.
 
     Raises:
         DatasetError: as `read_slides`.
@@ -62,17 +69,20 @@ class SlideFolder(ListedFiles):
         label_columns: Sequence[str] | None = None,
         classes: tuple[str, ...] | None = None,
         columns: Mapping[str, str] | None = None,
+        tell: Tell = quietly,
     ) -> None:
         found = read_slides(
             source, folder=folder, task=task, label_columns=label_columns, classes=classes, columns=columns or {}
         )
-        if found.task == "segment":
-            raise DatasetError(f"{source}: masks of slides are not read yet: cut them into images, for `task` segment")
         self.options, self.rows = options, found.rows
         self.labels_of, self.classes, self.columns = found.task, found.classes, found.columns
         self.task = found.task or "classify"
         self.remarks = found.remarks
         root = folder or (source if source.is_dir() else source.parent)
+        self.masks: SlideMasks | None = None
+        if found.task == "segment":
+            self.masks = SlideMasks(source, root, found.rows, options.masks, classes, tell)
+            self.classes, self.remarks = self.masks.classes, (*self.remarks, *self.masks.remarks)
         super().__init__(root, [_file(root, row) for row in found.rows])
         self._forget()
 
@@ -92,6 +102,13 @@ class SlideFolder(ListedFiles):
     def patients(self) -> list[str]:
         """The patient of each slide."""
         return [row.patient for row in self.rows]
+
+    def lists(self) -> tuple[ListedFiles, ...]:
+        return (self,) if self.masks is None else (self, self.masks.files)
+
+    def label(self, index: int) -> Any:
+        """What is to be learnt of a slide; its mask is yet to be read. Raises BadImage, OtherFile."""
+        return super().label(index) if self.masks is None else self.masks.mask(index, self.image(index))
 
     def image(self, index: int) -> Slide:
         """A slide, its header read and its pixels not; the headers of the last ones are kept.
@@ -134,6 +151,21 @@ class SlideFolder(ListedFiles):
                 found = np.array([np.unravel_index(int(shares.argmax()), shares.shape)])
             self._patches[index, patch] = found.astype(np.int64)
         return self._patches[index, patch]
+
+    def grid(self, index: int, size: Sequence[int]) -> list[tuple[int, int]]:
+        """The corners of the windows of `size` px of a slide that show tissue, row by row.
+
+        Of a slide that cannot be read it is the first one.
+        """
+        side = math.gcd(*size)
+        try:
+            if side < LEAST_CELL:
+                rows, cols = (range(0, most, each) for most, each in zip(self.image(index).size, size, strict=True))
+                return [(row, col) for row in rows for col in cols]
+            cells = self._all_patches(index, side)
+        except BadImage:  # which reading it will say
+            return [(0, 0)]
+        return [(row, col) for row, col in (np.unique(cells * side // size, axis=0) * size).tolist()]
 
     def frame(self, multiple: Sequence[int]) -> tuple[tuple[int, int], Slide]:
         """The least size (height, width) in which each slide fits, and the slide with the longest side.

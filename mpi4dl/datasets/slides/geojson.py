@@ -16,26 +16,39 @@ LEAST_CORNERS = 4
 TOLERANCE = 0.5  # pixels of a mask by which an outline may be simplified
 
 
-def outlines(mask: npt.NDArray[np.bool_], downsample: float, origin: Sequence[int] = (0, 0)) -> list[list[Ring]]:
+def outlines(
+    mask: npt.NDArray[np.bool_], downsample: float, origin: Sequence[float] = (0, 0), least_area: float = 0.0
+) -> list[list[Ring]]:
     """The regions of a mask as polygons: of each its outer ring and the rings of its holes.
 
-    A pixel of the mask is `downsample` pixels of level 0, and the first one begins at `origin` (row, column).
+    A pixel of the mask is `downsample` pixels of level 0, and the first one begins at `origin` (row, column). Rings of
+    less than `least_area` pixels of level 0 are left out.
     """
     measure = package("skimage.measure")
     outer: list[list[Ring]] = []
     holes: list[Ring] = []
     for line in measure.find_contours(np.pad(mask, 1).astype(np.float32), 0.5):
+        area = _signed_area(line)
+        if abs(area) / 2 * downsample**2 < least_area:
+            continue
         kept = measure.approximate_polygon(line, TOLERANCE)
-        ring = [[origin[1] + (x - 0.5) * downsample, origin[0] + (y - 0.5) * downsample] for y, x in kept]
+        ring = [[origin[1] + (x - 0.5) * downsample, origin[0] + (y - 0.5) * downsample] for y, x in kept.tolist()]
         if len(ring) >= LEAST_CORNERS:
-            if _signed_area(line) > 0:
+            if area > 0:
                 outer.append([ring])
             else:
                 holes.append(ring)
+    if not outer or not holes:
+        return outer
+    corners = [np.asarray(polygon[0]) for polygon in outer]
+    areas = np.array([abs(_signed_area(ring[:, ::-1])) for ring in corners])
+    least, most = np.array([ring.min(0) for ring in corners]), np.array([ring.max(0) for ring in corners])
     for hole in holes:
-        around = [polygon for polygon in outer if measure.points_in_poly([hole[0]], polygon[0])[0]]
-        if around:
-            min(around, key=lambda polygon: abs(_signed_area(np.asarray(polygon[0])[:, ::-1]))).append(hole)
+        near = np.flatnonzero((least <= hole[0]).all(1) & (most >= hole[0]).all(1))
+        for number in near[np.argsort(areas[near])].tolist():  # the smallest one around it
+            if measure.points_in_poly([hole[0]], corners[number])[0]:
+                outer[number].append(hole)
+                break
     return outer
 
 

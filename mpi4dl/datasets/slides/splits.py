@@ -39,12 +39,13 @@ def strata_of(task: str | None, patients: Sequence[str], labels: Sequence[Any]) 
     | multilabel | of the labels that a slide of it has, the one that the fewest patients have; -1 without any |
     | survival | 1 if a slide of it has the event, else 0 |
     | regress | the quantile of the mean of its first number, of at most four |
+    | segment | 1 if a slide of it has an annotation, else 0 |
     | others | 0 |
 
     Args:
         task: what the labels are for; None without labels.
         patients: the patient of each slide.
-        labels: the label of each slide, as `SlideRow` has it.
+        labels: the label of each slide, as `SlideRow` has it; to segment, whether it has an annotation.
     """
     of: dict[str, list[Any]] = {}
     for patient, label in zip(patients, labels, strict=True):
@@ -60,11 +61,18 @@ def strata_of(task: str | None, patients: Sequence[str], labels: Sequence[Any]) 
         found = {patient: min(own, key=lambda n: (times[n], n), default=-1) for patient, own in has.items()}
     elif task == "survival":
         found = {patient: int(max(event for _, event in own)) for patient, own in of.items()}
+    elif task == "segment":
+        found = {patient: int(any(own)) for patient, own in of.items()}
     elif task == "regress":
         found = _quantiles({patient: fsum(label[0] for label in own) / len(own) for patient, own in of.items()})
     else:
         found = dict.fromkeys(of, 0)
     return [found[patient] for patient in patients]
+
+
+def _labels(task: str | None, rows: Sequence[SlideRow]) -> list[Any]:
+    """What the slides are stratified by."""
+    return [row.annotation is not None if task == "segment" else row.label for row in rows]
 
 
 def _quantiles(values: Mapping[str, float]) -> dict[str, int]:
@@ -247,13 +255,12 @@ def split_rows(
         return rows, remarks + more
     if not any(row.part for row in rows):
         names, patients = [row.path for row in rows], [row.patient for row in rows]
-        aside = split_patients(
-            patients, strata_of(task, patients, [row.label for row in rows]), fraction, seed, known, names
-        )
+        aside = split_patients(patients, strata_of(task, patients, _labels(task, rows)), fraction, seed, known, names)
         rows = tuple(
             row._replace(part="val" if validates else "train") for row, validates in zip(rows, aside, strict=True)
         )
-        return rows, ("split by patient, stratified by label",)
+        by = "whether there are annotations" if task == "segment" else "label"
+        return rows, (f"split by patient, stratified by {by}",)
     remarks += check_parts(rows, task, classes)
     if not any(row.part == "val" for row in rows) and any(row.part == "test" for row in rows):
         rows = tuple(row._replace(part="val") if row.part == "test" else row for row in rows)
@@ -306,7 +313,7 @@ def _by_fold(
         )
     if given == {None}:
         patients = [rows[n].patient for n in free]
-        numbers = fold_of(patients, strata_of(task, patients, [rows[n].label for n in free]), folds, seed)
+        numbers = fold_of(patients, strata_of(task, patients, _labels(task, [rows[n] for n in free])), folds, seed)
     else:
         numbers = [rows[n].fold or 0 for n in free]
         if {*numbers} != {*range(folds)}:

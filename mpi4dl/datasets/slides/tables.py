@@ -245,7 +245,7 @@ def _labels(
         return None, classes or (), (), nothing
     asked = columns if columns is not None else _usual_labels(table, others, task)
     if asked is None and task is None and all(map(identifies, others)):
-        return None, classes or (), (), nothing
+        return ("segment" if "annotation" in taken else None), classes or (), (), nothing
     learnt = learnt_columns(table.path, others, task, asked, _LAYOUT)
     read = LabelColumns(table.path, learnt, lines, table.delimiter, CLASS_COLUMNS, "slide")
     found, names, label = read.labels(task, columns is not None, classes)

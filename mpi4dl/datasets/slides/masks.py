@@ -1,0 +1,201 @@
+"""The masks of slides by the annotations of a table: their classes, and the mask of each slide."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpi4dl._wording import counted, some
+from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError
+from mpi4dl.datasets.listed import File, ListedFiles
+from mpi4dl.datasets.masks import IGNORE_INDEX, Mask, open_stored, values_in
+from mpi4dl.datasets.slides.annotations import (
+    IGNORED_CLASS,
+    Annotations,
+    PictureMask,
+    Region,
+    RegionMask,
+    SlideMask,
+    is_picture,
+    read_annotations,
+)
+from mpi4dl.datasets.slides.slide import Slide
+from mpi4dl.datasets.slides.tables import SlideRow
+
+BACKGROUND, ANNOTATED = "background", "annotated"
+AUXILIARY = "*"  # ends the names of QuPath's classes that are none, such as Region*
+MOST_CORNERS = 1 << 22  # of annotations that are kept in memory
+
+Tell = Callable[[str, int, int], None]
+
+
+def quietly(doing: str, done: int, total: int) -> None:
+    """Tell nobody."""
+
+
+@dataclass(frozen=True)
+class MaskOptions:
+    """How annotations become masks.
+
+    `ignores_unannotated`: pixels without annotation count for nothing; else they are background. `in_bounds`:
+    coordinates begin at the part of a slide that the scanner scanned, as in QuPath. Pictures of classes have
+    `num_classes`, or as many as they show, and `ignore_index` in ignored pixels.
+    """
+
+    ignores_unannotated: bool = False
+    in_bounds: bool = False
+    num_classes: int | None = None
+    ignore_index: int | None = IGNORE_INDEX
+
+
+class SlideMasks:
+    """The annotations of slides, all of them polygons or all pictures.
+
+    Classes of polygons are background and the names of classes in order. Those of pictures are numbers. `classes` fixes
+    them, and then no file is read here. `tell(doing, done, total)` hears of files that were read.
+
+    Raises:
+        DatasetError: a file that is missing or damaged, a class that is not in `classes`, or no class at all.
+    """
+
+    def __init__(
+        self,
+        table: Path,
+        root: Path,
+        rows: Sequence[SlideRow],
+        options: MaskOptions,
+        classes: tuple[str, ...] | None = None,
+        tell: Tell = quietly,
+    ) -> None:
+        self.options = options
+        self._table = table
+        found = [(i, _found(table, root, row)) for i, row in enumerate(rows) if row.annotation is not None]
+        if not found:
+            raise DatasetError(f"{table}: names no annotation, but `task` segment needs one of each class")
+        self._places = {index: number for number, (index, _) in enumerate(found)}
+        paths = [path.absolute() for _, path in found]
+        self.files = ListedFiles(Path("/"), [File(str(path)[1:], path.stat().st_size) for path in paths])
+        pictures = [is_picture(path) for path in paths]
+        if any(pictures) and not all(pictures):
+            raise DatasetError(
+                f"{table}: annotations are polygons ({paths[pictures.index(False)].name}) and pictures "
+                f"({paths[pictures.index(True)].name}): all of a table are of one kind"
+            )
+        self.are_pictures = all(pictures)
+        self._forget()
+        self.remarks: tuple[str, ...] = ()
+        self._nameless = False
+        if classes is not None:
+            self.classes = classes
+            self._nameless = classes[1:] == (ANNOTATED,)
+        else:
+            self.classes = self._counted(tell) if self.are_pictures else self._named(tell)
+        without = len(rows) - len(found)
+        if without:
+            said = "ignored" if options.ignores_unannotated else self.classes[0]
+            self.remarks += (f"{counted(without, 'slide')} without annotation: {said} throughout",)
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[int, Annotations] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_kept")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def _annotations(self, number: int) -> Annotations:
+        """The polygons of a file; those read last are kept. Raises BadImage, OtherFile."""
+        with self._lock:
+            found = self._kept.pop(number, None)
+        if found is None:
+            found = read_annotations(self.files.checked(number))
+            if self._nameless:
+                found = Annotations(found.path, tuple(Region(ANNOTATED, each.rings) for each in found.regions))
+        with self._lock:
+            self._kept[number] = found
+            while len(self._kept) > 1 and sum(each.num_corners for each in self._kept.values()) > MOST_CORNERS:
+                del self._kept[next(iter(self._kept))]
+        return found
+
+    def _named(self, tell: Tell) -> tuple[str, ...]:
+        """Background, and the classes of all polygons in order."""
+        names: set[str] = set()
+        nameless = total = 0
+        for number in range(len(self.files)):
+            found = self._annotations(number)
+            names |= {*found.names}
+            nameless += sum(not region.name for region in found.regions)
+            total += len(found.regions)
+            tell("reading annotations", number + 1, len(self.files))
+        classes = sorted(name for name in names if not _is_auxiliary(name) and name.casefold() != BACKGROUND)
+        left_out = sorted(name for name in names if _is_auxiliary(name) and name != IGNORED_CLASS)
+        if left_out:
+            self.remarks += (f"polygons of {some(left_out)} are left out, by QuPath's asterisk",)
+        if not classes and nameless:
+            self._nameless, classes = True, [ANNOTATED]
+            self._forget()
+        elif nameless:
+            self.remarks += (f"{nameless} of {total} polygons have no class and are left out",)
+        if not classes:
+            raise DatasetError(f"{self._table}: its annotations have no polygon of a class")
+        return (BACKGROUND, *classes)
+
+    def _counted(self, tell: Tell) -> tuple[str, ...]:
+        """The numbers from 0 to the largest one that pictures have."""
+        most = (self.options.num_classes or 0) - 1
+        for number in range(len(self.files) if most < 0 else 0):
+            values = values_in(self.files.checked(number)).tolist()
+            most = max([most, *(value for value in values if value != self.options.ignore_index)])
+            tell("reading annotations", number + 1, len(self.files))
+        return tuple(map(str, range(max(2, most + 1))))
+
+    def mask(self, index: int, slide: Slide) -> SlideMask:
+        """The mask of a slide at its resolution. Raises BadImage, OtherFile."""
+        number = self._places.get(index)
+        outside = IGNORED if self.options.ignores_unannotated else 0
+        found: SlideMask
+        if number is None:
+            return RegionMask(Annotations(slide.file.path, ()), slide, {}, outside)
+        if self.are_pictures:
+            path = self.files.checked(number)
+            picture = Mask(path, open_stored(path), len(self.classes), self.options.ignore_index)
+            found = PictureMask(picture, slide)
+        else:
+            annotations = self._annotations(number)
+            self._require_known(annotations)
+            corner = slide.origin if self.options.in_bounds else (0, 0)
+            found = RegionMask(annotations, slide, self._numbers(annotations), outside, corner)
+        found.require_on_slide()
+        return found
+
+    def _numbers(self, annotations: Annotations) -> dict[str, int]:
+        numbers = {name: number for number, name in enumerate(self.classes)}
+        numbers |= {name: 0 for name in annotations.names if name.casefold() == BACKGROUND}
+        return {**numbers, IGNORED_CLASS: IGNORED}
+
+    def _require_known(self, annotations: Annotations) -> None:
+        known = self._numbers(annotations)
+        other = next((name for name in annotations.names if name not in known and not _is_auxiliary(name)), None)
+        if other is not None:
+            raise BadImage(
+                annotations.path, f"has the class {other!r}, but those of training are {some(self.classes[1:])}"
+            )
+
+
+def _is_auxiliary(name: str) -> bool:
+    return name.endswith(AUXILIARY)
+
+
+def _found(table: Path, root: Path, row: SlideRow) -> Path:
+    """The file of a row's annotation, beside the table or in the folder of slides. Raises DatasetError."""
+    assert row.annotation is not None
+    name = row.annotation.replace("\\", "/")
+    places = [folder / name for folder in dict.fromkeys((table.parent, root))]
+    path = next((each for each in places if each.is_file()), None)
+    if path is None:
+        raise DatasetError(f"{table}, line {row.line}: {places[0]} is not there: correct the name of the annotation")
+    return path

@@ -1,0 +1,151 @@
+"""Windows of slides as images of their own: drawn at random within tissue or on classes, or the whole grid of a slide.
+
+training     each epoch, `each` windows of a slide, by (seed, epoch, sample) alone: the same on all ranks
+validation   the windows of a grid that show tissue, so that each pixel counts once
+"""
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpi4dl.datasets.base import IGNORED, Image, MaskImage, Values
+from mpi4dl.datasets.slides.dataset import SlideFolder
+from mpi4dl.datasets.slides.masks import Tell, quietly
+from mpi4dl.datasets.slides.slide import Slide
+from mpi4dl.datasets.split import Subset
+from mpi4dl.datasets.transform import crop
+from mpi4dl.geometry import Interval
+
+WINDOW_STREAM = 53  # of random numbers
+CELLS = 2  # along each side of a window, of the grid in which tissue is found
+
+Corner = tuple[int, int]  # row and column of a slide at its resolution
+
+
+@dataclass(frozen=True)
+class SlideWindow:
+    """A window of a slide; white where it reaches beyond."""
+
+    slide: Slide
+    corner: Corner
+    size: tuple[int, ...]
+
+    def read(self, *space: Interval) -> Values:
+        """The pixels of a box, (rows, columns, 3). Raises BadImage."""
+        return crop(self.slide, self.corner, space)
+
+
+@dataclass(frozen=True)
+class MaskWindow:
+    """A window of a mask; -100 where it reaches beyond, and outside the part `core` of the window."""
+
+    mask: MaskImage
+    corner: Corner
+    size: tuple[int, ...]
+    core: tuple[Interval, ...] | None = None
+
+    def read(self, *space: Interval) -> npt.NDArray[np.int64]:
+        """The classes of a box, (rows, columns). Raises BadImage."""
+        found = np.full([interval.length for interval in space], IGNORED, np.int64)
+        sources, inside = [], []
+        cores = self.core or [Interval(0, side) for side in self.size]
+        for interval, first, side, core in zip(space, self.corner, self.mask.size, cores, strict=True):
+            kept = interval.intersect(core).shift(first).intersect(Interval(0, side))
+            if kept.length < 1:
+                return found
+            sources.append(kept)
+            inside.append(slice(kept.start - first - interval.start, kept.stop - first - interval.start))
+        found[tuple(inside)] = self.mask.read(*sources)
+        return found
+
+
+class RandomWindows(Subset):
+    """So many windows of `size` px of each of some slides, their centres in tissue.
+
+    A share `on_classes` of them have their centres on an annotated class instead, each class of the slide equally
+    often. A sample is a window; `drawn` moves all of them.
+    """
+
+    def __init__(
+        self,
+        whole: SlideFolder,
+        indices: Sequence[int],
+        size: tuple[int, ...],
+        each: int,
+        on_classes: float = 0.0,
+    ) -> None:
+        super().__init__(whole, [index for index in indices for _ in range(each)])
+        self._slides, self._size, self._each, self._on_classes = whole, size, each, on_classes
+        self._key: tuple[int, ...] = ()
+
+    def drawn(self, key: tuple[int, ...]) -> "RandomWindows":
+        """The windows as they are drawn by a key."""
+        found = copy(self)
+        found._key = key
+        return found
+
+    def corner(self, sample: int) -> Corner:
+        """The upper left corner of a window, in pixels of its slide. Raises BadImage."""
+        index, number = self.indices[sample], sample % self._each
+        slide: Slide = self._slides.image(index)
+        random = np.random.default_rng((WINDOW_STREAM, *self._key, index, number))
+        centre = self._on_a_class(index, random) if random.random() < self._on_classes else None
+        if centre is None:
+            side = max(1, min(self._size) // CELLS)
+            cells = self._slides.tissue_patches(index, side)
+            row, col = cells[int(random.integers(len(cells)))].tolist()
+            down, across = random.random(2).tolist()
+            centre = int((row + down) * side), int((col + across) * side)
+        return _around(centre, self._size, slide.size)
+
+    def _on_a_class(self, index: int, random: np.random.Generator) -> Corner | None:
+        mask = self._slides.label(index)
+        for number in random.permutation(np.arange(1, len(self.classes))).tolist():
+            found: Corner | None = mask.place(number, random)
+            if found is not None:
+                return found
+        return None
+
+    def image(self, index: int) -> Image:
+        slide = self._slides.image(self.indices[index])
+        return SlideWindow(slide, self.corner(index), self._size)
+
+    def label(self, index: int) -> Any:
+        mask = self._slides.label(self.indices[index])
+        return MaskWindow(mask, self.corner(index), self._size)
+
+
+class GridWindows(Subset):
+    """The windows of `size` px of some slides that show tissue: each begins where the one before ends.
+
+    Those at the right and lower sides may reach beyond the slide. Slides that cannot be read have one window, which
+    says so when it is read. `tell(doing, done, total)` hears of slides that were looked at.
+    """
+
+    def __init__(self, whole: SlideFolder, indices: Sequence[int], size: tuple[int, ...], tell: Tell = quietly) -> None:
+        self.corners: list[Corner] = []
+        kept: list[int] = []
+        for number, index in enumerate(indices):
+            found = whole.grid(index, size)
+            self.corners += found
+            kept += [index] * len(found)
+            tell("finding tissue", number + 1, len(indices))
+        super().__init__(whole, kept)
+        self._slides, self._size = whole, size
+
+    def image(self, index: int) -> Image:
+        slide = self._slides.image(self.indices[index])
+        return SlideWindow(slide, self.corners[index], self._size)
+
+    def label(self, index: int) -> Any:
+        return MaskWindow(self._slides.label(self.indices[index]), self.corners[index], self._size)
+
+
+def _around(centre: Corner, size: Sequence[int], whole: Sequence[int]) -> Corner:
+    """The corner of a window about a centre, moved into the slide where it has room."""
+    row, col = (max(0, min(at - side // 2, most - side)) for at, side, most in zip(centre, size, whole, strict=True))
+    return row, col

@@ -1,0 +1,198 @@
+"""Class maps of slides: a class for each pixel, as a pyramid (OME-TIFF), over a thumbnail (PNG), as polygons (GeoJSON).
+
+masks/NAME.ome.tif   uint8 numbers of classes at the resolution of the model, with microns per pixel
+masks/NAME.png       the thumbnail with the classes in colours, and a legend
+masks/NAME.geojson   polygons of each class but background, for QuPath, in pixels of the full level 0
+"""
+
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mpi4dl._files import Replacement, write_durably
+from mpi4dl._palette import CURVES, of_classes
+from mpi4dl._wording import to_install
+from mpi4dl.datasets.base import DatasetError
+from mpi4dl.datasets.slides.geojson import collection, feature, outlines
+from mpi4dl.datasets.slides.masks import BACKGROUND
+from mpi4dl.datasets.slides.slide import Slide
+from mpi4dl.geometry import Interval, ceil_div
+
+ENDINGS = (".ome.tif", ".png", ".geojson")
+MOST_CLASSES = 256
+TILE, SMALLEST_LEVEL = 512, 1024  # px
+OUTLINE_PX = 4096  # of the longer side of a map whose outlines are found: larger ones are reduced
+THUMBNAIL_PX, DPI = 1200, 100
+OPACITY = 0.45
+
+
+class MapOptions(NamedTuple):
+    """What is drawn of class maps: polygons of `min_area` square microns or more. `in_bounds`: coordinates begin at the
+    part of a slide that the scanner scanned, as in QuPath.
+    """
+
+    min_area: float = 0.0
+    in_bounds: bool = False
+
+
+class ClassMap:
+    """The class map of a slide, written row by row; its three files are there after `close`.
+
+    The rows are in a file beside them until then, so that memory holds a few.
+
+    Raises:
+        OSError: they cannot be written.
+        DatasetError: there are more than 256 classes.
+    """
+
+    def __init__(self, path: Path, slide: Slide, classes: Sequence[str], options: MapOptions) -> None:
+        if len(classes) > MOST_CLASSES:
+            raise DatasetError(f"{len(classes)} classes: class maps of slides have up to {MOST_CLASSES}")
+        self.path, self._slide, self._classes, self._options = path, slide, tuple(classes), options
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._rows = Replacement(path.with_name(f"{path.name}.rows"))
+        shape = (slide.size[0], slide.size[1])
+        self._map: Any = np.memmap(self._rows.temporary, np.uint8, "w+", shape=shape)
+
+    def write(self, where: tuple[slice, ...], rows: npt.NDArray[Any]) -> None:
+        """The classes of some rows, (rows, width)."""
+        self._map[where] = rows
+
+    def close(self) -> None:
+        """Write the files. Raises OSError, or DatasetError if the slide cannot be read or a package is missing."""
+        try:
+            _, picture, polygons = files_beside(self.path)
+            write_durably(picture, thumbnail_of(self._map, self._slide, self._classes))
+            write_durably(polygons, geojson(self._map, self._slide, self._classes, self._options).encode())
+            write_pyramid(self.path, self._map, self._slide, self._classes)
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        self._map = None
+        self._rows.drop()
+
+
+def files_beside(path: Path) -> list[Path]:
+    """The files of a class map whose OME-TIFF is `path`: that, the picture and the polygons."""
+    base = path.name.removesuffix(ENDINGS[0])
+    return [path.with_name(f"{base}{ending}") for ending in ENDINGS]
+
+
+def write_pyramid(path: Path, classes_of: npt.NDArray[np.uint8], slide: Slide, classes: Sequence[str]) -> None:
+    """Write an array of classes as an OME-TIFF whose levels halve, each of every second pixel of the one before."""
+    import tifffile
+
+    sides = [classes_of[:: 2**number, :: 2**number] for number in range(32)]
+    levels = sides[: 1 + sum(max(each.shape) >= 2 * SMALLEST_LEVEL for each in sides)]
+    about: dict[str, Any] = {"axes": "YX", "Name": slide.file.path.name, "Channel": {"Name": "; ".join(classes)}}
+    if slide.mpp is not None:
+        about |= {
+            f"PhysicalSize{axis}{what}": value for axis in "XY" for what, value in (("", slide.mpp), ("Unit", "µm"))
+        }
+    options: dict[str, Any] = {
+        "tile": (TILE, TILE),
+        "compression": "zlib",
+        "dtype": np.uint8,
+        "photometric": "minisblack",
+    }
+    with (
+        Replacement(path) as temporary,
+        temporary.open("wb") as file,
+        tifffile.TiffWriter(file, bigtiff=True, ome=True) as writer,
+    ):
+        for number, level in enumerate(levels):
+            writer.write(
+                _tiles(level),
+                shape=level.shape,
+                subifds=len(levels) - 1 if number == 0 else None,
+                subfiletype=1 if number else 0,
+                metadata=about if number == 0 else None,
+                **options,
+            )
+
+
+def _tiles(level: npt.NDArray[np.uint8]) -> Iterator[npt.NDArray[np.uint8]]:
+    for top in range(0, level.shape[0], TILE):
+        for left in range(0, level.shape[1], TILE):
+            yield np.ascontiguousarray(level[top : top + TILE, left : left + TILE])
+
+
+def _reduced(classes_of: npt.NDArray[np.uint8], longest: int) -> tuple[npt.NDArray[np.uint8], int]:
+    """A map with sides of at most so many pixels, every so many pixels of the whole one, and how many these are."""
+    step = max(1, ceil_div(max(classes_of.shape), longest))
+    sides = (min(step // 2, side - 1) for side in classes_of.shape)
+    return np.asarray(classes_of[tuple(slice(first, None, step) for first in sides)]), step
+
+
+def geojson(classes_of: npt.NDArray[np.uint8], slide: Slide, classes: Sequence[str], options: MapOptions) -> str:
+    """The regions of each class but background as annotations of QuPath, of `min_area` or more."""
+    small, step = _reduced(classes_of, OUTLINE_PX)
+    pixel = slide.downsample * step
+    # Without microns per pixel, areas are those of pixels of level 0.
+    micron = 1.0 if slide.mpp is None else slide.downsample / slide.mpp
+    origin = (0, 0) if options.in_bounds else slide.origin
+    features = []
+    for number, name in enumerate(classes):
+        if number == 0 and name in (BACKGROUND, "0"):
+            continue
+        mask = small == number
+        rows, cols = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+        if not len(rows):
+            continue
+        part = mask[rows[0] : rows[-1] + 1, cols[0] : cols[-1] + 1]
+        corner = (origin[0] + rows[0] * pixel, origin[1] + cols[0] * pixel)
+        found = outlines(part, pixel, corner, options.min_area * micron**2)
+        features += [feature(polygon, name) for polygon in found]
+    return collection(features)
+
+
+def thumbnail_of(classes_of: npt.NDArray[np.uint8], slide: Slide, classes: Sequence[str]) -> bytes:
+    """A PNG: the thumbnail with the classes in colours and a legend with their shares of the slide.
+
+    Raises DatasetError if matplotlib is not installed, or the slide cannot be read.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise DatasetError(f"class maps need matplotlib; run {to_install('matplotlib')}") from error
+    view = slide.thumbnail(THUMBNAIL_PX)
+    pixels = view.read(*(Interval(0, side) for side in view.size))
+    small, _ = _reduced(classes_of, THUMBNAIL_PX)
+    colours = _colours(classes)
+    height, width = view.size
+    figure = Figure(figsize=(width / DPI + 2.0, height / DPI + 0.4), dpi=DPI, layout="constrained")
+    axes = figure.add_subplot()
+    extent = (0, width, height, 0)
+    axes.imshow(pixels, extent=extent)
+    axes.imshow(colours[small], extent=extent, interpolation="nearest")
+    axes.set_axis_off()
+    axes.set_title(slide.file.path.name, fontsize=9)
+    shares = np.bincount(small.reshape(-1), minlength=len(classes)) / small.size
+    patches = [
+        Patch(facecolor=colours[number], edgecolor="black", linewidth=0.5, label=f"{name}, {100 * share:.2g} %")
+        for number, (name, share) in enumerate(zip(classes, shares, strict=True))
+    ]
+    figure.legend(handles=patches, loc="outside right upper", fontsize=8)
+    file = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(file)
+    return file.getvalue()
+
+
+def _colours(classes: Sequence[str]) -> npt.NDArray[np.float32]:
+    """RGBA of each class, from 0 to 1; the first one is transparent if it is background."""
+    found = np.ones((len(classes), 4), np.float32)
+    found[:, :3] = np.frombuffer(of_classes(len(classes)), np.uint8).reshape(-1, 3) / 255
+    first = int(classes[0] in (BACKGROUND, "0"))
+    if len(classes) - first <= len(CURVES):
+        for number, colour in zip(range(first, len(classes)), CURVES, strict=False):
+            found[number, :3] = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    found[:, 3] = OPACITY
+    found[:first, 3] = 0
+    return found
