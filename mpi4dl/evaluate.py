@@ -1,6 +1,7 @@
 """Metrics of a trained model: `mpirun -n 4 mpi4dl evaluate runs/mine --images test`.
 
-It prints metrics with intervals and the confusion matrix, and writes them, with a line for each image, beside the run.
+It prints metrics with intervals and the confusion matrix, of slides by slide and by patient. It writes them beside the
+run, with a line for each image, curves and calibration.
 """
 
 from dataclasses import dataclass, field
@@ -20,11 +21,12 @@ from mpi4dl.inference.options import Inference, Inputs, Placing
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.config import Slides
 from mpi4dl.options.declare import like, option, same_as
-from mpi4dl.options.kinds import COUNT_OR_ZERO, NAME, PROPER_FRACTION, optional
+from mpi4dl.options.kinds import COUNT_OR_ZERO, NAME, PROPER_FRACTION, THRESHOLD, choice, optional
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
 
+HOW = ("mean", "max")  # as inference.samples has them, which imports torch
 USAGE = "RUN_OR_WEIGHTS [--images FOLDER] [--FLAG VALUE ...]"
 DESCRIPTION = "Measure how well a trained model does on images with labels."
 
@@ -59,6 +61,26 @@ class Evaluating:
         1000, "number of bootstrap resamples for the intervals of metrics; 0: no intervals", COUNT_OR_ZERO
     )
     level: float = option(0.95, "confidence level of the intervals", PROPER_FRACTION)
+    part: str | None = option(
+        None,
+        "the slides of this part of the split: of --slides, or of the run; none: test, else val; of the run val",
+        optional(choice("train", "val", "test")),
+    )
+    patients: str = option(
+        "mean", "how predictions of slides become that of their patient: their mean, or the largest", choice(*HOW)
+    )
+    threshold: float | str = option(
+        0.5,
+        "the probability from which a class is called, for sensitivity, specificity, ppv and npv; or a rule that "
+        "chooses it on the validation images of the run",
+        THRESHOLD,
+    )
+    positive: str | None = option(
+        None,
+        "the class of two that is looked for; none: the second",
+        optional(NAME),
+        known_as=same_as("positive-class"),
+    )
 
 
 @dataclass(frozen=True)
@@ -71,34 +93,49 @@ class EvaluateConfig:
 @command(EvaluateConfig, USAGE, DESCRIPTION, source="the folder of a run, a checkpoint, or weights")
 def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     """Measure the model that `asked.source` names. Collective."""
-    from mpi4dl.inference.images import framed_for, open_labelled, open_labelled_slides
+    from mpi4dl.inference.images import framed_for, open_labelled, open_labelled_slides, open_slides_of_run, seen_before
     from mpi4dl.inference.model import Predictor
-    from mpi4dl.inference.scoring import file_names, score
+    from mpi4dl.inference.scoring import file_names, judging_by, score
 
     config, options = asked.config, asked.config.evaluating
     comm.agree("`images` and `slides` were both given: choose one" if options.images and options.slides else None)
+    chosen = Inference(config.inputs, config.placing)
+    judging = judging_by(
+        comm, asked.source, chosen, options.threshold, options.positive, options.patients,
+        on_others=bool(options.slides or options.images or options.part not in (None, "val")),
+    )  # fmt: skip
     framed = partial(framed_for, comm, options.slides, options.slides_folder)
-    model = Predictor(asked.source, Inference(config.inputs, config.placing), comm, framed)
-    if options.slides is None:
-        images, which = open_labelled(comm, model.config, model.about, options.images)
+    model = Predictor(asked.source, chosen, comm, framed)
+    of_slides = model.config.slides.slides is not None
+    comm.agree(None if of_slides or options.part is None else "`part` is for a model that was trained on `slides`")
+    if options.slides is not None:
+        images, which = open_labelled_slides(comm, model.config, model.about, options.part)
+    elif of_slides and options.images is None:
+        images, which = open_slides_of_run(comm, model.config, model.about, model.folder, options.part or "val")
     else:
-        images, which = open_labelled_slides(comm, model.config, model.about)
-    for line in (*model.title(), f"evaluated on {which}") if comm.rank == 0 else ():
+        images, which = open_labelled(comm, model.config, model.about, options.images)
+    warnings: list[str] = []
+    with comm.together((ValueError, OSError)):
+        if comm.rank == 0 and options.slides is not None:
+            warnings = seen_before(images, model.folder)
+    for line in (*model.title(), f"evaluated on {which}", *warnings) if comm.rank == 0 else ():
         print(asked.spell(line), flush=True)
-    scores = score(model, images, resamples=options.resamples, level=options.level, speaks=True)
+    scores = score(model, images, resamples=options.resamples, level=options.level, speaks=True, judging=judging)
     files = file_names(model.folder, None if options.out is None else Path(options.out), datetime.now())
     told = {
         "source": asked.source,
         "weights": str(model.weights),
         "images": options.slides or options.images,
+        "part": options.part,
+        "warnings": warnings,
         "plan": str(model.plan),
     }
     with comm.together():
         if comm.rank == 0:
-            scores.write(*files, told, options.level)
-            print("\n".join(scores.table(options.level, intervals=options.resamples > 0)))
+            remarks = scores.write(*files, told, options.level)
+            print("\n".join((*scores.table(options.level, intervals=options.resamples > 0), *remarks)))
             bad = f", {len(scores.bad)} could not be read" if scores.bad else ""
-            print(f"{counted(scores.count, 'image')} evaluated{bad}; see {files[0]} and {files[1].name}")
+            print(f"{counted(scores.count, scores.what)} evaluated{bad}; see {files[0]} and {files[1].name}")
 
 
 main = evaluate.main

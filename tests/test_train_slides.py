@@ -311,12 +311,19 @@ def test_evaluation_reads_slides_as_training_did(ranks: Ranks, cohort: Path, tmp
     found = {
         each["image"]: each for each in map(json.loads, (predicted / "predictions.jsonl").read_text().splitlines())
     }
-    for more, count in (([], 2), (["--slides", str(cohort / "slides.csv")], 6)):
+    patients = [f"patient_{n:03}" for n in range(6)]
+    for more, count in (([], 2), (["--slides", str(cohort / "slides.csv"), "--threshold", "youden"], 6)):
         out = tmp_path / f"of{count}"
         ranks(2).run(evaluate, [str(tmp_path / "run"), *more, "--out", str(out), "--resamples", "0"])
         with (out / "evaluation.csv").open() as file:
             rows = list(csv.DictReader(file))
         assert len(rows) == count
+        told = json.loads((out / "evaluation.json").read_text())
+        chosen = "on the 2 val slides of the run" in " ".join(told["remarks"])
+        assert (len(told["warnings"]), chosen) == ((2, True) if more else (0, False))
+        with (out / "patients.csv").open() as file:
+            assert [row["patient"] for row in csv.DictReader(file)] == [row["patient"] for row in rows]
+        assert not more or [row["patient"] for row in rows] == patients
         for row in rows:
             expected = found[row["image"]]["probabilities"]["tumour"]
             assert float(row["probability tumour"]) == pytest.approx(expected, abs=1e-5)

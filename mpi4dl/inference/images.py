@@ -1,5 +1,6 @@
 """The images that a trained model looks at: with labels, to be compared with, or any, wherever they lie."""
 
+import csv
 import glob
 from collections.abc import Sequence
 from math import prod
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpi4dl._files import open_regular
+from mpi4dl._wording import counted, some
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.arrays import is_cifar, load_cifar, load_npz
 from mpi4dl.datasets.base import BadImage, DatasetError, task_of
@@ -22,7 +24,7 @@ from mpi4dl.options.declare import with_values
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.runs.description import Description
 from mpi4dl.tasks.task import TASKS
-from mpi4dl.training.data import LOOKED_AT, open_images, read_as_trained, shared, unlike_values
+from mpi4dl.training.data import LOOKED_AT, SPLIT, open_images, read_as_trained, shared, unlike_values
 
 LISTS = (".txt", ".lst")
 PATTERN = frozenset("*?[")
@@ -159,23 +161,84 @@ def _require_pictures(comm: Communicator, config: Config, source: str | None) ->
     comm.agree("the model was trained on `slides`: name others by `slides`, not by `images`" if of_slides else None)
 
 
-def open_labelled_slides(comm: Communicator, config: Config, about: Description) -> tuple[Named, str]:
+def open_labelled_slides(
+    comm: Communicator, config: Config, about: Description, part: str | None = None
+) -> tuple[Named, str]:
     """The slides that a configuration names, with labels of the kind of training, and which they are, on all ranks.
 
-    Of a table with a split they are those for tests, or else for validation. Collective. Raises Refusal on all ranks.
+    Of a table with a split they are those of a part, by default for tests, or else for validation. Collective. Raises
+    Refusal on all ranks.
     """
     from mpi4dl.options.data import open_slides
 
     def opened() -> tuple[Named, Named]:
         found = open_slides(with_values(config, {"task": about.task}), classes=about.classes)
         parts = [row.part for row in found.rows]
-        chosen = next((part for part in ("test", "val") if part in parts), None)
-        kept = Subset(found, [i for i, part in enumerate(parts) if chosen in (None, part)])
+        if part is not None and part not in parts:
+            has = f"none is for {part}" if any(parts) else "it has no split"
+            raise DatasetError(f"`part` {part}: {config.slides.slides}: {has}")
+        chosen = part or next((each for each in ("test", "val") if each in parts), None)
+        kept = Subset(found, [i for i, each in enumerate(parts) if chosen in (None, each)])
         return kept, kept
 
     found, _ = shared(comm, opened)
     require_alike(comm, found, about)
-    return found, f"{len(found)} slides of {config.slides.slides}"
+    assert isinstance(found, Subset)
+    whole: Any = found.whole
+    of_part = "" if len(found) == len(whole) else f"{whole.rows[found.indices[0]].part} "
+    return found, f"{len(found)} {of_part}slides of {config.slides.slides}"
+
+
+def open_slides_of_run(
+    comm: Communicator, config: Config, about: Description, folder: Path, part: str
+) -> tuple[Named, str]:
+    """The slides of a part, such as val or test, by the split that a run keeps in its folder, and which they are.
+
+    Slides that the table has got since are not among them. Collective. Raises Refusal on all ranks.
+    """
+    from mpi4dl.options.data import open_slides
+
+    kept, missing = folder / SPLIT, None
+    if comm.rank == 0 and not kept.is_file():
+        missing = f"{folder}: has no {SPLIT}, in which a run keeps which slides are for what: name others by `slides`"
+    comm.agree(comm.broadcast_object(missing))
+
+    def opened() -> tuple[Named, Named]:
+        whole = open_slides(with_values(config, {"task": about.task}), classes=about.classes)
+        split: Any = whole.split(fraction=0.5, seed=0, split_file=kept)[0].whole
+        indices = [i for i, row in enumerate(split.rows) if row.part == part]
+        if not indices:
+            raise DatasetError(f"`part` {part}: {kept}: no slide is for {part}")
+        found = Subset(split, indices)
+        return found, found
+
+    found, _ = shared(comm, opened)
+    require_alike(comm, found, about)
+    return found, f"the {len(found)} {part} slides of the run"
+
+
+def patients_seen(folder: Path) -> dict[str, str]:
+    """Of each patient of the slides of a run the part that it was in; empty where the run keeps none.
+
+    Raises OSError, ValueError.
+    """
+    kept = folder / SPLIT
+    if not kept.is_file():
+        return {}
+    with kept.open(newline="", encoding="utf-8-sig") as file:
+        return {row.get("case_id", ""): row.get("split", "") for row in csv.DictReader(file)}
+
+
+def seen_before(images: Any, folder: Path) -> list[str]:
+    """Warnings about patients that the run in this folder trained on, or chose its weights by. Raises as above."""
+    whole: Any = images.whole if isinstance(images, Subset) else images
+    patients = {whole.rows[i].patient for i in (images.indices if whole is not images else range(len(images)))}
+    parts, found = patients_seen(folder), []
+    for part, what in (("train", "trained on"), ("val", "used for validation")):
+        seen = sorted(patient for patient in patients if parts.get(patient) == part)
+        if seen:
+            found.append(f"warning: {counted(len(seen), 'patient was', 'patients were')} {what}: {some(seen, 5)}")
+    return found
 
 
 def open_any_slides(comm: Communicator, config: Config) -> Named:

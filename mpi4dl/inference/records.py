@@ -44,11 +44,16 @@ NOT_NUMBERS = "the model's outputs are not numbers (NaN)"
 
 
 def columns_of(
-    task: type[Task], classes: Sequence[str], labelled: bool, apart: bool = False, crops: bool = False
+    task: type[Task],
+    classes: Sequence[str],
+    labelled: bool,
+    apart: bool = False,
+    crops: bool = False,
+    patients: bool = False,
 ) -> list[str]:
     """The columns of a table of records, such as "probability tumour"; `apart`: each class has a mask of its own.
 
-    With `crops` there is `seen`, the share of an image's pixels that the model saw.
+    With `crops` there is `seen`, the share of an image's pixels that the model saw; with `patients` the patient.
     """
     if not task.dense:
         label = torch.zeros(task.label_size(len(classes))) if labelled else None
@@ -57,7 +62,7 @@ def columns_of(
         every = [*ALIKE]
     else:
         every = [*(_named("mask", classes) if apart else ["mask"]), *_named("pixels", classes)]
-    return ["image", *every, *(["seen"] if crops else []), "error"]
+    return ["image", *(["patient"] if patients else []), *every, *(["seen"] if crops else []), "error"]
 
 
 def _named(what: str, names: Sequence[str]) -> list[str]:

@@ -3,9 +3,10 @@
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,41 +15,58 @@ import torch
 from torch import Tensor
 
 from mpi4dl._files import write_durably
-from mpi4dl._progress import ProgressOfImages
+from mpi4dl._progress import ProgressLine, ProgressOfImages, quietly
 from mpi4dl._wording import aligned, counted
-from mpi4dl.comm import Refusal
+from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import printable
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.split import Named, Subset
-from mpi4dl.inference.images import Coverage, seen_of
+from mpi4dl.inference.images import Coverage, open_labelled, open_slides_of_run, seen_of
 from mpi4dl.inference.model import Prediction, Predictor
+from mpi4dl.inference.options import Inference
 from mpi4dl.inference.records import ALIKE, NOT_NUMBERS, Record, columns_of, is_undefined, table_row
+from mpi4dl.inference.samples import (
+    CONFUSION,
+    UNDEFINED,
+    WITHOUT_PICTURE,
+    Judging,
+    Measured,
+    Problem,
+    Samples,
+    calibration_table,
+    curves_table,
+    draw_curves,
+)
 from mpi4dl.runs.folder import finite
+from mpi4dl.tasks.curves import CallCounts, is_rule
 from mpi4dl.tasks.formulas import as_targets
-from mpi4dl.tasks.measuring import measured_here
 from mpi4dl.tasks.metrics import MEASURES, WHY_NONE, bootstrap
 from mpi4dl.tasks.task import TASKS, Regress, Task
 
-COUNTED = ("accuracy", "balanced_accuracy", "f1")  # metrics of classes that follow from the confusion matrix
-CONFUSION = "confusion"
-
 
 @dataclass(frozen=True)
-class Measured:
-    """A metric over all images, and the ends of its interval; NaN where it, or they, are not defined."""
+class LevelScores:
+    """The metrics of slides, patients or images, their confusion matrix, and how they were called at thresholds.
 
-    value: float
-    low: float
-    high: float
+    `calls` has for each class the threshold, and how many samples were called what; `records` are those of patients.
+    """
+
+    name: str
+    count: int
+    metrics: Mapping[str, Measured]
+    confusion: list[Any] | None = None
+    calls: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    records: Sequence[Record] = ()
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The result of an evaluation: the same on all ranks, but for the `records`, one of each image, which rank 0 has.
+    """The result of an evaluation: the same on all ranks, but for `records` and `levels`, which rank 0 has.
 
     `confusion[i][j]` counts what is class i and was taken for class j, pixels of masks; of labels that may occur
     together it has such a matrix for each. `bad` says which images could not be read. With `crops` records say which
-    share of an image was `seen`. `root` is the folder that names of images begin in.
+    share of an image was `seen`. `root` is the folder that names of images begin in. `patients` are there for slides.
+    `levels` are the predictions of images, or of slides and of patients.
     """
 
     task: str
@@ -61,37 +79,100 @@ class Scores:
     crops: bool = False
     remarks: tuple[str, ...] = ()
     root: str | None = None
+    what: str = "image"
+    calls: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    patients: LevelScores | None = None
+    thresholds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    levels: Sequence[Samples] = field(default=(), repr=False)
+    judging: Judging = field(default_factory=Judging)
 
     def table(self, level: float, intervals: bool = True) -> Iterator[str]:
         """The metrics, with their intervals if there are any, and the confusion matrix, in lines."""
+        own = LevelScores(self.what, self.count, self.metrics, self.confusion, self.calls)
+        if self.patients is None:
+            yield from self._level(own, level, intervals, self.count)
+        else:
+            yield f"by slide, {self.count} of {counted(self.patients.count, 'patient')}:"
+            yield from self._level(own, level, intervals, self.patients.count)
+            if self.patients.count < self.count:
+                yield ""
+                yield f"by patient, {self.patients.count}:"
+                yield from self._level(self.patients, level, intervals, self.patients.count)
+            else:
+                yield "each patient has one slide: by patient it is the same"
+        yield from self.remarks
+
+    def _level(self, of: LevelScores, level: float, intervals: bool, drawn: int) -> Iterator[str]:
         head = ("metric", "value", *((f"{100 * level:g} % from", "to") if intervals else ()))
-        known = {name for name, m in self.metrics.items() if not math.isnan(m.low)}
+        known = {name for name, m in of.metrics.items() if not math.isnan(m.low)}
         ends = {name: (f"{m.low:.4f}", f"{m.high:.4f}") if name in known else ("-", "-")
-                for name, m in self.metrics.items()}  # fmt: skip
-        rows = [(name, f"{m.value:.4f}", *(ends[name] if intervals else ())) for name, m in self.metrics.items()]
+                for name, m in of.metrics.items()}  # fmt: skip
+        rows = [(name, _shown(m.value), *(ends[name] if intervals else ())) for name, m in of.metrics.items()]
         yield from aligned([head, *rows], {"metric"})
         if intervals and len(known) < len(rows):
-            yield f"-: {WHY_NONE}; {counted(self.count, 'image')} evaluated"
-        if self.confusion is not None and _is_square(self.confusion):
+            kind = "image" if self.patients is None else "patient"
+            yield f"-: {WHY_NONE.replace('images', f'{kind}s')}; {counted(drawn, kind)} evaluated"
+        if of.confusion is not None and _is_square(of.confusion):
             yield ""
             yield "rows: what it is; columns: what it was taken for"
             names = [printable(name) for name in self.classes]
-            cells = [(name, *map(str, row)) for name, row in zip(names, self.confusion, strict=True)]
+            cells = [(name, *map(str, row)) for name, row in zip(names, of.confusion, strict=True)]
             yield from aligned([("", *names), *cells], {""})
-        yield from self.remarks
 
-    def write(self, json_path: Path, csv_path: Path, told: Mapping[str, Any], level: float) -> None:
-        """Both files, each at once. Raises OSError."""
-        measured = {
-            name: {"value": m.value, "low": m.low, "high": m.high, "level": level} for name, m in self.metrics.items()
+    def files(self) -> tuple[dict[str, bytes], tuple[str, ...]]:
+        """More files by their names, such as curves.csv, and what is to be said of them."""
+        if not self.levels or not self.levels[0].problems(self.judging):
+            return {}, ()
+        found = {
+            "curves.csv": curves_table(self.levels, self.judging),
+            "calibration.csv": calibration_table(self.levels, self.judging),
         }
-        found = {**told, "task": self.task, "classes": self.classes, "count": self.count, "metrics": measured}
-        found |= {"confusion": self.confusion, "bad": self.bad, "records": csv_path.name, "root": self.root}
-        columns = columns_of(TASKS[self.task], self.classes, True, crops=self.crops)
-        lines = [table_row(columns, None), *(table_row(columns, record) for record in self.records)]
+        try:
+            return {**found, "curves.png": draw_curves(self.levels, self.judging)}, ()
+        except ImportError:
+            return found, (WITHOUT_PICTURE,)
+
+    def write(self, json_path: Path, csv_path: Path, told: Mapping[str, Any], level: float) -> tuple[str, ...]:
+        """All files, each at once. Returns what is to be said of them. Raises OSError."""
+        found = {**told, "task": self.task, "classes": self.classes, "count": self.count}
+        found |= {"metrics": _as_json(self.metrics, level), "confusion": self.confusion, "calls": self.calls}
+        if self.patients is not None:
+            of = self.patients
+            found["patients"] = {"count": of.count, "metrics": _as_json(of.metrics, level), "confusion": of.confusion}
+            found["patients"] |= {"calls": of.calls}
+        found |= {"bad": self.bad, "records": csv_path.name, "root": self.root, "remarks": self.remarks}
+        columns = columns_of(TASKS[self.task], self.classes, True, crops=self.crops, patients=self.what == "slide")
+        texts = {csv_path: _table(columns, self.records)}
+        files, remarks = self.files()
+        for name, content in files.items():
+            texts[beside(json_path, name)] = content
+        if self.patients is not None:
+            columns = columns_of(TASKS[self.task], self.classes, True)
+            columns = ["patient", "slides", *(name for name in columns if name not in ("image", "error"))]
+            texts[beside(json_path, "patients.csv")] = _table(columns, self.patients.records)
         json_path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(csv_path, b"".join(lines))
+        for path, content in texts.items():
+            write_durably(path, content)
         write_durably(json_path, (json.dumps(finite(found), indent=1, allow_nan=False) + "\n").encode())
+        return remarks
+
+
+def beside(evaluation: Path, name: str) -> Path:
+    """The file that belongs to an evaluation, such as curves-DATE.csv to evaluation-DATE.json."""
+    first, dot, ending = name.partition(".")
+    return evaluation.with_name(evaluation.stem.replace("evaluation", first, 1) + dot + ending)
+
+
+def _table(columns: Sequence[str], records: Sequence[Record]) -> bytes:
+    return b"".join([table_row(columns, None), *(table_row(columns, record) for record in records)])
+
+
+def _as_json(metrics: Mapping[str, Measured], level: float) -> dict[str, Any]:
+    return {name: {"value": m.value, "low": m.low, "high": m.high, "level": level} for name, m in metrics.items()}
+
+
+def _shown(value: float) -> str:
+    return UNDEFINED if math.isnan(value) else f"{value:.4f}"
 
 
 def _is_square(confusion: list[Any]) -> bool:
@@ -110,9 +191,18 @@ def file_names(folder: Path, out: Path | None, now: datetime) -> tuple[Path, Pat
     return names
 
 
-def score(model: Predictor, images: Named, *, resamples: int, level: float, speaks: bool = False) -> Scores:
+def score(
+    model: Predictor,
+    images: Named,
+    *,
+    resamples: int,
+    level: float,
+    speaks: bool = False,
+    judging: Judging | None = None,
+) -> Scores:
     """Evaluate a model on images with labels. Collective; raises Refusal on all ranks if none can be read."""
     found = _Collected(model, images)
+    judging = judging or Judging()
     of = (lambda outputs: model.task.measured(outputs, None)) if found.dense else model.task.predictions
     with closing(ProgressOfImages(len(images), speaks and model.comm.rank == 0)) as progress:
         for seen in model.predictions(images, of):
@@ -121,29 +211,135 @@ def score(model: Predictor, images: Named, *, resamples: int, level: float, spea
             progress.advance(len(seen.indices) + len(seen.errors), len(seen.errors))
     if not found.count:
         raise Refusal(f"none of {len(images)} images can be read: {next(iter(found.bad.values()), 'there are none')}")
-    told = None
-    with model.comm.together((ValueError, TypeError, RuntimeError)):
-        if model.comm.rank == 0:
-            told = found.metrics(resamples, level)
-    metrics, confusion = model.comm.broadcast_object(told)
-    records = [found.records[index] for index in sorted(found.records)]
     remarks = found.coverage.summary()
     if found.undefined:
         what = counted(found.undefined, "image")
         remarks.append(f"the model's outputs of {what} are not numbers (NaN), and so no metric is one")
-    remarks = model.comm.broadcast_object(remarks)
+    kept: dict[str, Any] = {"records": [found.records[index] for index in sorted(found.records)], "bad": found.bad}
+    kept |= {"crops": found.coverage.crops, "root": _root_of(images), "count": found.count, "remarks": tuple(remarks)}
+    scores = None
+    with model.comm.together((ValueError, TypeError, RuntimeError)):
+        if model.comm.rank == 0:
+            if found.dense or found.undefined:
+                metrics, confusion = found.metrics(resamples, level)
+                what = "image" if found.patients is None else "slide"
+                scores = Scores(
+                    model.about.task, model.classes, metrics=metrics, confusion=confusion, what=what, **kept
+                )
+            else:
+                scores = scores_of(found.samples(), judging, resamples, level, speaks=speaks, **kept)
+    shared = model.comm.broadcast_object(scores and replace(scores, records=(), levels=()))
+    return shared if scores is None else scores
+
+
+def scores_of(
+    samples: Samples, judging: Judging, resamples: int, level: float, speaks: bool = False, **kept: Any
+) -> Scores:
+    """The scores of samples and, of slides, of their patients. Raises Refusal for a threshold that cannot be."""
+    levels, remarks = [samples], tuple(kept.pop("remarks"))
+    if samples.level == "slide":
+        patients, more = samples.by_patient(judging)
+        levels, remarks = [samples, patients], remarks + more
+        remarks += (f"a patient's prediction is the {judging.patients} over its slides; intervals draw patients",)
+    thresholds = {each.level: each.thresholds(judging) for each in levels}
+    with ProgressLine() if speaks and resamples else nullcontext(quietly) as progress:
+        found = []
+        for each in levels:
+            progress(f"computing metrics and intervals by {each.level}")
+            calls = {
+                problem.name or each.classes[judging.place_of_positive(each.classes)]: _calls(
+                    problem, thresholds[each.level].get(problem.name)
+                )
+                for problem in each.problems(judging)
+            }
+            metrics = each.measured(judging, resamples, level)
+            found.append(LevelScores(each.level, len(each.names), metrics, each.confusion(), calls))
+    of_patients = None
+    if len(found) > 1:
+        of_patients = replace(found[1], records=levels[1].records(Counter(samples.of)))
+    if samples.problems(judging):
+        remarks += tuple(_about_thresholds(found, judging))
     return Scores(
-        model.about.task,
-        model.classes,
-        found.count,
-        metrics,
-        confusion,
-        records,
-        found.bad,
-        found.coverage.crops,
-        tuple(remarks),
-        _root_of(images),
-    )
+        samples.task.name, samples.classes, metrics=found[0].metrics, confusion=found[0].confusion,
+        what=samples.level, calls=found[0].calls, patients=of_patients, thresholds=thresholds, levels=levels,
+        judging=judging, remarks=remarks, **kept,
+    )  # fmt: skip
+
+
+def judging_by(
+    comm: Communicator,
+    source: str,
+    chosen: Inference,
+    threshold: float | str,
+    positive: str | None,
+    patients: str,
+    on_others: bool,
+) -> Judging:
+    """How predictions are judged; a rule for a threshold chooses it on the validation images of the run.
+
+    Where these are what is evaluated, and not `on_others`, the rule has no thresholds yet. Collective; raises Refusal
+    on all ranks if the validation images cannot be read.
+    """
+    judging = Judging(threshold, positive, patients)
+    if not is_rule(threshold) or not on_others:
+        return judging
+    model = Predictor(source, chosen, comm)
+    try:
+        if model.config.slides.slides is None:
+            images, which = open_labelled(comm, model.config, model.about, None)
+        else:
+            images, which = open_slides_of_run(comm, model.config, model.about, model.folder, "val")
+        if comm.rank == 0:
+            print(f"the threshold is chosen on {which}", flush=True)
+        found = score(model, images, resamples=0, level=0.95, speaks=True, judging=judging).thresholds
+    except Refusal as problem:
+        raise Refusal(
+            f"`threshold` {threshold} is chosen on the validation images of the run, never on others, and that failed: "
+            f"{problem}; give a number"
+        ) from problem
+    undefined = [level for level, values in found.items() if any(map(math.isnan, values.values()))]
+    if undefined or not any(found.values()):
+        why = "have not both, with and without the class" if undefined else "have no probabilities of classes"
+        raise Refusal(
+            f"`threshold` {threshold} is chosen on the validation images of the run, which {why}: give a number"
+        )
+    return replace(judging, chosen=found, chosen_on=which)
+
+
+def _calls(problem: Problem, threshold: float | None) -> dict[str, float]:
+    found = problem.calls(0.0 if threshold is None else threshold)._asdict()
+    return found if threshold is None else {"threshold": threshold, **found}
+
+
+def _about_thresholds(levels: Sequence[LevelScores], judging: Judging) -> Iterator[str]:
+    """What sensitivity, specificity, ppv and npv are of."""
+    if not any("threshold" in calls for level in levels for calls in level.calls.values()):
+        yield "sensitivity, specificity, ppv and npv of a class are by the most probable class"
+        return
+    for level in levels:
+        for name, calls in level.calls.items():
+            at = calls["threshold"]
+            if math.isnan(at):
+                yield f"no threshold for {name} by {level.name}: {judging.threshold} needs samples with and without it"
+                continue
+            tp, fp, fn, tn = (calls[key] for key in CallCounts._fields)
+            yield (
+                f"sensitivity to npv by {level.name}: {printable(name)} from a probability of {at:.4g} on; "
+                f"{tp} true and {fp} false positives, {fn} false and {tn} true negatives"
+            )
+    if is_rule(judging.threshold):
+        yield (
+            f"the threshold is that of {judging.threshold} on {judging.chosen_on}"
+            if judging.chosen
+            else f"warning: {judging.threshold} chose the threshold on the same samples: its rates are optimistic"
+        )
+
+
+def patients_of(images: Any) -> list[str] | None:
+    """The patient of each image, if they are slides."""
+    whole = images.whole if isinstance(images, Subset) else images
+    found = getattr(whole, "patients", None)
+    return found if found is None or whole is images else [found[index] for index in images.indices]
 
 
 def _root_of(images: Any) -> str | None:
@@ -172,11 +368,13 @@ class _Collected:
         self.seen: list[tuple[Tensor, Tensor]] = []
         self.counts: list[Tensor] = []
         self.undefined = 0  # images of which some output is not a number
+        self.indices: list[int] = []
+        self.patients = patients_of(images)
         self.coverage = Coverage(model.comm, model, images)
 
     def _with_share(self, index: int, said: Record) -> Record:
         """A record, with the share of the image that the model saw if that may be a part."""
-        record = {"image": self.images.name(index), **said}
+        record = {**self._named(index), **said}
         if self.coverage.crops:
             share = seen_of(self.images.image(index).size, self.model.config.data.image_size)
             if share < 1 and not self.model.may_crop:
@@ -185,10 +383,22 @@ class _Collected:
             record["seen"] = share
         return record
 
+    def _named(self, index: int) -> Record:
+        named = {"image": self.images.name(index)}
+        return named if self.patients is None else {**named, "patient": self.patients[index]}
+
+    def samples(self) -> Samples:
+        """The predictions and targets, of images or slides. Those of all images are numbers."""
+        outputs, targets = (torch.cat(parts) for parts in zip(*self.seen, strict=True))
+        names = tuple(self.images.name(index) for index in self.indices)
+        of = names if self.patients is None else tuple(self.patients[index] for index in self.indices)
+        kind = "image" if self.patients is None else "slide"
+        return Samples(kind, self.task, self.model.classes, names, of, outputs, targets)
+
     def add(self, seen: Prediction) -> None:
         for index, error in seen.errors.items():
             self.bad[self.images.name(index)] = printable(error)
-            self.records[index] = {"image": self.images.name(index), "error": printable(error)}
+            self.records[index] = {**self._named(index), "error": printable(error)}
         if seen.outputs is None:
             return
         self.count += len(seen.indices)
@@ -202,10 +412,11 @@ class _Collected:
             if isinstance(self.task, Regress):
                 outputs = as_targets(outputs, targets)
             self.seen.append((outputs, targets))
+            self.indices += seen.indices
             for index, values, label in zip(seen.indices, outputs, targets, strict=True):
                 if is_undefined(values):
                     self.undefined += 1
-                    self.records[index] = {"image": self.images.name(index), "error": NOT_NUMBERS}
+                    self.records[index] = {**self._named(index), "error": NOT_NUMBERS}
                     continue
                 said = self.task.answer(self.model.classes, values, label)
                 self.records[index] = self._with_share(index, said)
@@ -237,61 +448,26 @@ class _Collected:
         for number, (index, each) in enumerate(zip(seen.indices, counts, strict=True)):
             if undefined[number]:
                 self.undefined += 1
-                self.records[index] = {"image": self.images.name(index), "error": NOT_NUMBERS}
+                self.records[index] = {**self._named(index), "error": NOT_NUMBERS}
                 continue
             alike = {name: float(MEASURES[name](each.double())) for name in ALIKE}
             self.records[index] = self._with_share(index, alike)
 
     def metrics(self, resamples: int, level: float) -> tuple[dict[str, Measured], list[Any] | None]:
-        """The metrics of the task with intervals, and how classes were confused."""
-        functions, confusion = self._of_pixels() if self.dense else self._of_images()
-        everyone = torch.arange(self.count)
-        found: dict[str, Measured] = {}
-        for name, function in functions.items():
-            if self.undefined:
-                found[name] = Measured(math.nan, math.nan, math.nan)
-                continue
-            low, high = math.nan, math.nan
-            if resamples and self.count > 1:
-                low, high, _ = bootstrap(function, self.count, num_resamples=resamples, level=level)
-            found[name] = Measured(function(everyone), low, high)
-        return found, None if self.undefined else confusion
-
-    def _of_pixels(self) -> tuple[dict[str, Callable[[Tensor], float]], list[Any]]:
+        """The metrics of masks with intervals, and how classes were confused; of outputs that are no numbers, NaN."""
+        nothing = Measured(math.nan, math.nan, math.nan)
+        if self.undefined:
+            names = ALIKE if self.dense else self.task.metric_names
+            return {name: nothing for name in names if name != CONFUSION}, None
         counts = torch.cat(self.counts).double()
 
         def function(of: Any) -> Callable[[Tensor], float]:
             return lambda drawn: float(of(counts[drawn].sum(0)))
 
-        return {name: function(MEASURES[name]) for name in ALIKE}, counts.sum(0).long().tolist()
-
-    def _of_images(self) -> tuple[dict[str, Callable[[Tensor], float]], list[Any] | None]:
-        outputs, targets = (torch.cat(parts) for parts in zip(*self.seen, strict=True))
-        task = self.task
-
-        def plain(name: str) -> Callable[[Tensor], float]:
-            makers = task.metrics([name])
-
-            def value(drawn: Tensor) -> float:
-                found = measured_here(makers, outputs[drawn], targets[drawn])[name]
-                return float(found) if isinstance(found, float) else math.nan
-
-            return value
-
-        functions = {name: plain(name) for name in task.metric_names if name != CONFUSION}
-        if CONFUSION not in task.metric_names:
-            return functions, None
-        if not task.accuracy:
-            return functions, measured_here(task.metrics([CONFUSION]), outputs, targets)[CONFUSION]  # type: ignore
-        size = task.num_outputs
-        pairs = targets * size + outputs.argmax(1)
-
-        def of_counts(of: Any) -> Callable[[Tensor], float]:
-            def value(drawn: Tensor) -> float:
-                return float(of(torch.bincount(pairs[drawn], minlength=size * size).view(size, size).double()))
-
-            return value
-
-        functions |= {name: of_counts(MEASURES[name]) for name in COUNTED}
-        confusion = torch.bincount(pairs, minlength=size * size).view(size, size)
-        return functions, confusion.tolist()
+        found: dict[str, Measured] = {}
+        for name in ALIKE:
+            low, high = math.nan, math.nan
+            if resamples and self.count > 1:
+                low, high, _ = bootstrap(function(MEASURES[name]), self.count, num_resamples=resamples, level=level)
+            found[name] = Measured(function(MEASURES[name])(torch.arange(self.count)), low, high)
+        return found, counts.sum(0).long().tolist()

@@ -8,7 +8,7 @@ from typing import Any
 from mpi4dl import datasets
 from mpi4dl.comm import Communicator, world
 from mpi4dl.datasets.split import Named
-from mpi4dl.inference.images import open_any, open_labelled, require_alike
+from mpi4dl.inference.images import open_any, open_labelled, open_slides_of_run, require_alike
 from mpi4dl.inference.model import Predictor
 from mpi4dl.inference.options import Inference
 from mpi4dl.inference.predicting import Predicting
@@ -65,7 +65,9 @@ class TrainedModel(Predictor):
         `images` is what training takes: a folder with classes, a table of labels, or masks, a `Dataset`; None: what
         validated in training. With a folder `out` evaluation.json and evaluation.csv are written there.
         """
-        if images is None or isinstance(images, str | Path):
+        if images is None and self.config.slides.slides is not None:
+            found, _ = open_slides_of_run(self.comm, self.config, self.about, self.folder, "val")
+        elif images is None or isinstance(images, str | Path):
             source = None if images is None else str(images)
             found, _ = open_labelled(self.comm, self.config, self.about, source)
         else:

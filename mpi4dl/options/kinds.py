@@ -89,6 +89,21 @@ ZERO_STAGE = integer("0, 1, 2 or 3", lambda n: 0 <= n <= 3)
 NUMBER = number("a number", lambda x: True)
 POSITIVE = number("a number greater than 0", lambda x: x > 0)
 NOT_NEGATIVE = number("a number of at least 0", lambda x: x >= 0)
+NAMED_THRESHOLD = re.compile(r"youden|(sensitivity|specificity)=(0?\.[0-9]+|[01](\.0*)?)")  # see tasks/curves.py
+
+
+def _threshold(value: Any) -> float | str:
+    if isinstance(value, str) and NAMED_THRESHOLD.fullmatch(value):
+        return value
+    return SHARE.check(value)
+
+
+THRESHOLD = Kind(
+    "a number from 0 to 1, youden, sensitivity=0.95 or specificity=0.95",
+    "X|youden|sensitivity=X|specificity=X",
+    _threshold,
+    read=lambda text: text if NAMED_THRESHOLD.fullmatch(text) else float(text),
+)
 PROPER_FRACTION = number("a number between 0 and 1", lambda x: 0 < x < 1)
 SHARE = number("a number from 0 to 1", lambda x: 0 <= x <= 1)
 

@@ -1,0 +1,377 @@
+"""Predictions of slides, patients or images with their labels: metrics with intervals, thresholds and curves.
+
+A patient's prediction is the mean over its slides, or the largest. Intervals are by the bootstrap over patients.
+"""
+
+import csv
+import io
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpi4dl._palette import CURVES
+from mpi4dl._wording import counted, some, to_install
+from mpi4dl.comm import Refusal
+from mpi4dl.tasks.curves import (
+    RATES,
+    CallCounts,
+    ThresholdCurve,
+    brier_score,
+    calibration,
+    calibration_error,
+    chosen_threshold,
+    curve_of,
+    is_rule,
+)
+from mpi4dl.tasks.measuring import measured_here
+from mpi4dl.tasks.metrics import MEASURES, area_under_curve, average_precision, bootstrap
+from mpi4dl.tasks.task import Classify, MultiLabel, Task
+
+COUNTED = ("accuracy", "balanced_accuracy", "f1")  # metrics of classes that follow from the confusion matrix
+CONFUSION = "confusion"
+MOST_CURVES = 10  # classes or labels; more have neither curves nor rates of their own
+HOW_PATIENTS = ("mean", "max")
+UNDEFINED = "undefined"
+
+Measure = Callable[[Tensor], float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A metric over all images, and the ends of its interval; NaN where it, or they, are not defined."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Problem(NamedTuple):
+    """A class against all others: its name, "" of two classes, scores (N,), and which samples are of it (N,).
+
+    `called` (N,) are those whose most probable class it is; None if a threshold decides.
+    """
+
+    name: str
+    scores: Tensor
+    positive: Tensor
+    called: Tensor | None = None
+
+    def calls(self, threshold: float, drawn: Tensor | None = None) -> CallCounts:
+        every = (self.scores >= threshold) if self.called is None else self.called
+        return (
+            CallCounts.of(every, self.positive) if drawn is None else CallCounts.of(every[drawn], self.positive[drawn])
+        )
+
+
+@dataclass(frozen=True)
+class Judging:
+    """How probabilities become calls, and those of slides those of patients.
+
+    `chosen` are thresholds that other samples chose by the rule `threshold`, for each level (slide, patient or image)
+    and class, and `chosen_on` says which samples. `positive` is the class of two that is looked for; None: the second.
+    """
+
+    threshold: float | str = 0.5
+    positive: str | None = None
+    patients: str = "mean"
+    chosen: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    chosen_on: str = ""
+
+    def place_of_positive(self, classes: Sequence[str]) -> int:
+        """The number of the class of two that is looked for. Raises Refusal."""
+        if self.positive is None:
+            return 1
+        if len(classes) != 2 or self.positive not in classes:
+            raise Refusal(f"`positive` {self.positive} is none of two classes: the model has {some(classes)}")
+        return classes.index(self.positive)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Predictions (N, ...) and targets (N, ...) of samples of a level: slide, patient or image.
+
+    `of` says which patient, or other group, each is of: groups are drawn as a whole for intervals.
+    """
+
+    level: str
+    task: Task
+    classes: tuple[str, ...]
+    names: tuple[str, ...]
+    of: tuple[str, ...]
+    outputs: Tensor
+    targets: Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence["Samples"]) -> "Samples":
+        """Samples of one kind behind each other."""
+        first = parts[0]
+        names, of = (tuple(name for part in parts for name in getattr(part, key)) for key in ("names", "of"))
+        tensors = (torch.cat([getattr(part, key) for part in parts]) for key in ("outputs", "targets"))
+        return cls(first.level, first.task, first.classes, names, of, *tensors)
+
+    def members(self) -> dict[str, Tensor]:
+        """The numbers of the samples of each group."""
+        found: dict[str, list[int]] = {}
+        for number, group in enumerate(self.of):
+            found.setdefault(group, []).append(number)
+        return {group: torch.tensor(numbers) for group, numbers in found.items()}
+
+    def by_patient(self, judging: Judging) -> tuple["Samples", tuple[str, ...]]:
+        """One sample for each patient, and remarks on patients whose slides have different labels."""
+        members = self.members()
+        place = judging.place_of_positive(self.classes) if self.binary else 1
+        outputs = torch.stack([self._combined(self.outputs[own], judging.patients, place) for own in members.values()])
+        targets = torch.stack([self._label(self.targets[own], place) for own in members.values()])
+        unlike = [name for name, own in members.items() if not bool((self.targets[own] == self.targets[own[0]]).all())]
+        remarks = (
+            (f"slides of {counted(len(unlike), 'patient')} have different labels: {self._rule()}",) if unlike else ()
+        )
+        names = tuple(members)
+        return Samples("patient", self.task, self.classes, names, names, outputs, targets), remarks
+
+    @property
+    def binary(self) -> bool:
+        """Whether there are two classes."""
+        return isinstance(self.task, Classify) and self.outputs.shape[1] == 2
+
+    def _combined(self, outputs: Tensor, how: str, place: int) -> Tensor:
+        if how == "mean":
+            return outputs.mean(0)
+        if self.binary:
+            most = outputs[:, place].amax()
+            return torch.stack((1 - most, most) if place else (most, 1 - most))
+        most = outputs.amax(0)
+        return most / most.sum() if isinstance(self.task, Classify) else most
+
+    def _label(self, targets: Tensor, place: int) -> Tensor:
+        if self.binary:
+            return targets.new_tensor(place) if bool((targets == place).any()) else targets[0]
+        if isinstance(self.task, Classify):
+            times = Counter(targets.tolist())
+            return targets.new_tensor(max(times, key=lambda label: (times[label], label)))
+        if isinstance(self.task, MultiLabel):
+            return targets.amax(0)
+        if self.task.name == "survival":
+            return targets[int(targets[:, 0].argmax())]
+        return targets.mean(0)
+
+    def _rule(self) -> str:
+        if self.binary:
+            return "a patient is positive if a slide is"
+        if isinstance(self.task, Classify):
+            return "a patient has the most frequent class of its slides, of equally frequent ones the last"
+        if isinstance(self.task, MultiLabel):
+            return "a patient has the labels of all its slides"
+        return "a patient has the longest time" if self.task.name == "survival" else "a patient has their mean"
+
+    def problems(self, judging: Judging) -> list[Problem]:
+        """Each class against all others, of two classes the one that is looked for; empty of other tasks."""
+        if self.binary:
+            place = judging.place_of_positive(self.classes)
+            return [Problem("", self.outputs[:, place], self.targets == place)]
+        judging.place_of_positive(self.classes)
+        several = range(self.outputs.shape[1]) if isinstance(self.task, Classify | MultiLabel) else ()
+        if not 0 < len(several) <= MOST_CURVES:
+            return []
+        if isinstance(self.task, MultiLabel):
+            return [Problem(self.classes[c], self.outputs[:, c], self.targets[:, c] == 1) for c in several]
+        if judging.threshold != 0.5:
+            raise Refusal(
+                f"`threshold` {judging.threshold} is for two classes or labels; of {len(several)} classes the most "
+                "probable one is called"
+            )
+        best = self.outputs.argmax(1)
+        return [Problem(self.classes[c], self.outputs[:, c], self.targets == c, best == c) for c in several]
+
+    def thresholds(self, judging: Judging) -> dict[str, float]:
+        """The threshold of each class: as given, as chosen on other samples, or else chosen on these."""
+        problems = [each for each in self.problems(judging) if each.called is None]
+        if not is_rule(judging.threshold):
+            return {each.name: float(judging.threshold) for each in problems}
+        rule, chosen = str(judging.threshold), judging.chosen.get(self.level, {})
+        return {
+            each.name: chosen[each.name]
+            if judging.chosen
+            else chosen_threshold(rule, curve_of(each.scores, each.positive))
+            for each in problems
+        }
+
+    def functions(self, judging: Judging) -> dict[str, Measure]:
+        """Each metric as a function of the numbers of samples."""
+        found = {name: self._plain(name) for name in self.task.metric_names if name != CONFUSION}
+        if isinstance(self.task, Classify):
+            found |= {name: self._of_counts(MEASURES[name]) for name in COUNTED}
+        thresholds, problems = self.thresholds(judging), self.problems(judging)
+        for each in problems:
+            behind = f" {each.name}" if each.name else ""
+            found[f"auc{behind}"] = _area(area_under_curve, each)
+            found[f"average_precision{behind}"] = _area(average_precision, each)
+            for rate in RATES:
+                found[f"{rate}{behind}"] = _rate(each, thresholds.get(each.name, 0.0), rate)
+            if isinstance(self.task, MultiLabel) or self.binary:
+                found[f"ece{behind}"] = partial(_error, each)
+        if isinstance(self.task, Classify):
+            found["brier"] = lambda drawn: brier_score(self.outputs[drawn], self.targets[drawn])
+            if not self.binary:
+                best, number = self.outputs.max(1)
+                found["ece"] = partial(_error, Problem("", best, number == self.targets))
+        return found
+
+    def _plain(self, name: str) -> Measure:
+        makers = self.task.metrics([name])
+
+        def value(drawn: Tensor) -> float:
+            found = measured_here(makers, self.outputs[drawn], self.targets[drawn])[name]
+            return float(found) if isinstance(found, float) else math.nan
+
+        return value
+
+    def _of_counts(self, of: Any) -> Measure:
+        size = self.task.num_outputs
+        pairs = self.targets * size + self.outputs.argmax(1)
+
+        def value(drawn: Tensor) -> float:
+            return float(of(torch.bincount(pairs[drawn], minlength=size * size).view(size, size).double()))
+
+        return value
+
+    def confusion(self) -> list[Any] | None:
+        """How often each class was taken for each, or of labels for each of them; None of other tasks."""
+        if CONFUSION not in self.task.metric_names:
+            return None
+        return measured_here(self.task.metrics([CONFUSION]), self.outputs, self.targets)[CONFUSION]  # type: ignore
+
+    def measured(self, judging: Judging, resamples: int, level: float) -> dict[str, Measured]:
+        """Each metric with its interval, by the bootstrap over groups."""
+        members = [*self.members().values()]
+        alone = len(members) == len(self.of)
+        everyone = torch.arange(len(self.of))
+        found: dict[str, Measured] = {}
+        for name, function in self.functions(judging).items():
+            low, high = math.nan, math.nan
+            if resamples and len(members) > 1:
+
+                def of_groups(drawn: Tensor, function: Measure = function) -> float:
+                    return function(drawn if alone else torch.cat([members[n] for n in drawn.tolist()]))
+
+                low, high, _ = bootstrap(of_groups, len(members), num_resamples=resamples, level=level)
+            found[name] = Measured(function(everyone), low, high)
+        return found
+
+    def records(self, times: Mapping[str, int]) -> list[dict[str, Any]]:
+        """A record of each patient with this number of slides, as the table of patients has it."""
+        answers = (self.task.answer(self.classes, *pair) for pair in zip(self.outputs, self.targets, strict=True))
+        return [
+            {"patient": name, "slides": times[name], **said} for name, said in zip(self.names, answers, strict=True)
+        ]
+
+
+def _area(area: Callable[[Tensor, Tensor], float | None], problem: Problem) -> Measure:
+    def value(drawn: Tensor) -> float:
+        found = area(problem.scores[drawn], problem.positive[drawn])
+        return math.nan if found is None else found
+
+    return value
+
+
+def _rate(problem: Problem, threshold: float, rate: str) -> Measure:
+    return lambda drawn: problem.calls(threshold, drawn).rates()[rate]
+
+
+def _error(problem: Problem, drawn: Tensor) -> float:
+    return calibration_error(problem.scores[drawn], problem.positive[drawn])
+
+
+CURVE_COLUMNS = ("level", "class", "threshold", "sensitivity", "specificity", "precision", "called", "found")
+BIN_COLUMNS = ("level", "class", "from", "to", "count", "mean probability", "frequency")
+
+
+def curves_table(levels: Sequence[Samples], judging: Judging) -> bytes:
+    """The ROC and precision-recall curves of all levels and classes, as a CSV file; empty cells are undefined."""
+    rows = (
+        (samples.level, problem.name or samples.classes[judging.place_of_positive(samples.classes)], *row)
+        for samples in levels
+        for problem in samples.problems(judging)
+        for row in _points(curve_of(problem.scores, problem.positive))
+    )
+    return _csv(CURVE_COLUMNS, rows)
+
+
+def _points(curve: ThresholdCurve) -> Iterator[tuple[Any, ...]]:
+    columns = (curve.thresholds, curve.sensitivity, curve.specificity, curve.precision, curve.called, curve.found)
+    return zip(*(column.tolist() for column in columns), strict=True)
+
+
+def calibration_table(levels: Sequence[Samples], judging: Judging) -> bytes:
+    """The reliability diagrams of all levels and classes, as a CSV file."""
+    rows = (
+        (samples.level, problem.name or samples.classes[judging.place_of_positive(samples.classes)], *row)
+        for samples in levels
+        for problem in samples.problems(judging)
+        for row in calibration(problem.scores, problem.positive)
+    )
+    return _csv(BIN_COLUMNS, rows)
+
+
+def _csv(columns: Sequence[str], rows: Iterator[tuple[Any, ...]]) -> bytes:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(["" if isinstance(value, float) and math.isnan(value) else value for value in row] for row in rows)
+    return text.getvalue().encode(errors="surrogateescape")
+
+
+def draw_curves(levels: Sequence[Samples], judging: Judging) -> bytes:
+    """A PNG with the ROC, precision-recall and calibration curves. Raises ImportError without matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4.4), layout="constrained")
+    roc, precise, reliable = figure.subplots(1, 3)
+    lines = [(samples, problem) for samples in levels for problem in samples.problems(judging)]
+    several = len(levels) > 1 and len(levels[0].problems(judging)) > 1
+    for number, (samples, problem) in enumerate(
+        lines if not several else [each for each in lines if each[0] is levels[-1]]
+    ):
+        colour, curve = CURVES[number % len(CURVES)], curve_of(problem.scores, problem.positive)
+        name = " ".join(filter(None, (samples.level + "s" if not problem.name or several else "", problem.name)))
+        areas = [area(problem.scores, problem.positive) for area in (area_under_curve, average_precision)]
+        for axes, across, up, area in (
+            (roc, 1 - curve.specificity, curve.sensitivity, areas[0]),
+            (precise, curve.sensitivity, curve.precision, areas[1]),
+        ):
+            label = f"{name}: {UNDEFINED if area is None else f'{area:.3f}'}"
+            axes.plot(across, up, color=colour, label=label, drawstyle="default" if axes is roc else "steps-pre")
+        rates = None if problem.called is not None else samples.thresholds(judging)[problem.name]
+        if rates is not None and curve.num_positive and curve.num_negative:
+            here = problem.calls(rates).rates()
+            roc.plot(1 - here["specificity"], here["sensitivity"], "o", color=colour)
+            precise.plot(here["sensitivity"], here["ppv"], "o", color=colour)
+        bins = [each for each in calibration(problem.scores, problem.positive) if each.num_samples]
+        error = calibration_error(problem.scores, problem.positive)
+        reliable.plot([each.probability for each in bins], [each.frequency for each in bins], color=colour, alpha=0.6)
+        sizes = [12 + 120 * each.num_samples / len(problem.scores) for each in bins]
+        reliable.scatter([each.probability for each in bins], [each.frequency for each in bins], sizes, color=colour,
+                         label=f"{name}: {error:.3f}")  # fmt: skip
+    for axes, title, below, aside in (
+        (roc, "ROC: area", "1 - specificity", "sensitivity"),
+        (precise, "precision-recall: average precision", "sensitivity (recall)", "precision (PPV)"),
+        (reliable, "calibration: expected error", "mean probability", "frequency"),
+    ):
+        axes.set(title=title, xlabel=below, ylabel=aside, xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
+        axes.spines[["top", "right"]].set_visible(False)
+        if axes is not precise:
+            axes.plot((0, 1), (0, 1), color="0.6", linewidth=0.8, linestyle="--", zorder=0)
+        axes.legend(fontsize=8, loc="lower left" if axes is precise else "lower right" if axes is roc else "upper left")
+    file = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(file)
+    return file.getvalue()
+
+
+WITHOUT_PICTURE = f"the curves are not drawn: install matplotlib by {to_install('matplotlib')}"
