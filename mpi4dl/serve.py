@@ -17,6 +17,7 @@ if runs(__name__):
     failure.arm()  # before anything else that may fail on one rank alone
 
 from mpi4dl._files import read_regular
+from mpi4dl._http import bind, is_loopback
 from mpi4dl._wording import to_install
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.declare import ConfigError, instead, option, same_as
@@ -32,7 +33,6 @@ USAGE = "RUN_OR_CHECKPOINT [--port PORT] [--FLAG VALUE ...]"
 DESCRIPTION = "Serve a trained model to clients of OpenAI's HTTP interface."
 TOKEN_VARIABLE = "MPI4DL_TOKEN"
 PORT = integer("a port from 0 to 65535", lambda port: 0 <= port <= 65535)
-LOOPBACK = ("127.", "::1")
 
 
 @dataclass(frozen=True)
@@ -131,12 +131,12 @@ def serve(comm: "Communicator", asked: CommandLine[ServeConfig]) -> None:
 def _open(options: Serving) -> tuple[socket.socket, str | None]:
     """The socket, and the token that requests must bear. Raises ConfigError, OSError."""
     try:
-        from mpi4dl.text.serving.server import bind
+        import mpi4dl.text.serving.server  # noqa: F401
     except ImportError as error:
         needed = to_install("fastapi", "pydantic", "uvicorn", "prometheus_client")
         raise ConfigError(f"serving needs packages that are not installed ({error}); run {needed}") from None
     token = _token(options.token_file)
-    if token is None and not options.host.startswith(LOOPBACK) and options.host != "localhost":
+    if token is None and not is_loopback(options.host):
         print(
             f"mpi4dl: everybody who reaches {options.host} can use this server: require a token by --token-file",
             file=sys.stderr,

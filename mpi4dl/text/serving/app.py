@@ -3,14 +3,11 @@
 import asyncio
 import hmac
 import json
-import socket
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from ipaddress import ip_address
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from fastapi import FastAPI, Request
@@ -20,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mpi4dl._http import KnownHosts
 from mpi4dl.datasets.text import Tokenizer
 from mpi4dl.text.batcher import Event
 from mpi4dl.text.options import LARGEST_SEED, Sampling
@@ -475,17 +473,12 @@ CLIENT_GONE = 499  # nobody reads it: for the count
 
 
 class Authentication:
-    """The checks of every request: its Host, and the token, if one is required; each response is counted.
-
-    A page of any site can let a browser ask this server, once the site's name leads to this machine (DNS rebinding).
-    Such a request has that name as its Host. So names are answered that are known; addresses need none.
-    """
+    """The checks of every request: its Host, and the token, if one is required; each response is counted."""
 
     def __init__(self, app: ASGIApp, front: Admission, token: str | None, hosts: Collection[str]) -> None:
         self._app, self._front = app, front
         self._token = None if token is None else token.encode()
-        here = socket.gethostname().lower()
-        self._hosts = ("localhost", here, here.partition(".")[0], *(host.lower() for host in hosts))
+        self._hosts = KnownHosts(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -497,9 +490,9 @@ class Authentication:
                 self._front.statistics.responded(path if path in PATHS else "other", message["status"])
             await send(message)
 
-        host = host_of(headers.get(b"host", b"").decode("latin-1"))
-        if host and not self._is_known(host):
-            said = f"this server is not known as {quoted(host)}: --allowed-hosts adds names"
+        stranger = self._hosts.stranger(scope["headers"])
+        if stranger is not None:
+            said = f"this server is not known as {quoted(stranger)}: --allowed-hosts adds names"
             await ApiError(421, said, None, "unknown_host").response()(scope, receive, counted)
         elif path in OPEN_PATHS or self._knows(headers.get(b"authorization", b"")):
             await self._app(scope, receive, counted)
@@ -507,26 +500,11 @@ class Authentication:
             refusal = ApiError(401, "the token is missing or wrong", None, "invalid_api_key", ASK_FOR_TOKEN)
             await refusal.response()(scope, receive, counted)
 
-    def _is_known(self, host: str) -> bool:
-        try:
-            ip_address(host.partition("%")[0])
-        except ValueError:
-            return any(fnmatchcase(host, known) for known in self._hosts)
-        return True
-
     def _knows(self, authorization: bytes) -> bool:
         if self._token is None:
             return True
         scheme, _, token = authorization.partition(b" ")
         return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._token)
-
-
-def host_of(header: str) -> str:
-    """The name or address in a Host header, without its port."""
-    text = header.strip().lower()
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    return text.partition(":")[0].rstrip(".")
 
 
 def chat_prompt(messages: Sequence[ChatMessage]) -> str:

@@ -24,6 +24,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from mpi4dl._http import url_of
 from mpi4dl.comm.failure import Watchdog
 from mpi4dl.runs.stopping import StopSignals
 from mpi4dl.text.batcher import Batcher
@@ -266,28 +267,6 @@ START_SECONDS, LOOK_SECONDS = 0.01, 0.1
 FEED_SECONDS = 1.0
 WRITTEN_TO_NOBODY = "socket.send() raised exception."
 LAST_WORDS_SECONDS = 5  # for connections to take what they were sent
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket of this address, on which nobody listens yet; port 0: any that is free. Raises OSError."""
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    # asyncio sends at once only on sockets that say that they speak TCP; others keep each answer back for 40 ms.
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-def url_of(listener: socket.socket) -> str:
-    """Where clients find it."""
-    host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 @dataclass(frozen=True)
