@@ -46,11 +46,14 @@ TRAIN = """
     mpi4dl plan --FLAG VALUE ...
 """
 SMALL = """
-## mpi4dl export, mpi4dl report, mpi4dl sweep and mpi4dl doctor
+## mpi4dl export, mpi4dl report, mpi4dl view, mpi4dl sweep and mpi4dl doctor
 
 - `mpi4dl export RUN OUT` writes weights for plain PyTorch. OUT ends in `.pt` or `.safetensors`. Of a run with
   `--ema` it takes the average; `--no-average` takes the weights of the last step.
 - `mpi4dl report RUN RUN` writes a page of these runs. `--out FILE` names it (default `report.html`).
+- `mpi4dl view FOLDER` shows slides with predictions and maps in a browser. `--slides` and `--slides-folder` name slides
+  that have moved, `--assume-mpp` the microns per pixel of slides that do not say them. `--host`, `--port` and
+  `--allowed-hosts` are as those of serve; `--port` is 8080 by default.
 - `mpi4dl sweep` measures many plans. [Its page](../how-to/sweep.md) has its options.
 - `mpirun -n RANKS mpi4dl doctor` shows the MPI library, cores and GPUs, and times messages. `--gpu-wire` with
   `auto`, `direct`, `staged` or `nccl` selects how GPU tensors travel.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpi4dl._commands import runs
 from mpi4dl.comm import failure
@@ -93,6 +93,7 @@ class EvaluateConfig:
 @command(EvaluateConfig, USAGE, DESCRIPTION, source="the folder of a run, a checkpoint, or weights")
 def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     """Measure the model that `asked.source` names. Collective."""
+    from mpi4dl.datasets.slides.record import record_of
     from mpi4dl.inference.images import framed_for, open_labelled, open_labelled_slides, open_slides_of_run, seen_before
     from mpi4dl.inference.model import Predictor
     from mpi4dl.inference.scoring import file_names, judging_by, score
@@ -122,7 +123,7 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
         print(asked.spell(line), flush=True)
     scores = score(model, images, resamples=options.resamples, level=options.level, speaks=True, judging=judging)
     files = file_names(model.folder, None if options.out is None else Path(options.out), datetime.now())
-    told = {
+    told: dict[str, Any] = {
         "source": asked.source,
         "weights": str(model.weights),
         "images": options.slides or options.images,
@@ -130,6 +131,8 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
         "warnings": warnings,
         "plan": str(model.plan),
     }
+    slides = record_of(images)
+    told |= {} if slides is None else {"slides": slides}
     with comm.together():
         if comm.rank == 0:
             remarks = scores.write(*files, told, options.level)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,7 @@ def program(*words: str) -> str:
         (("doctor", "--help"), ["usage: mpirun -n RANKS mpi4dl doctor", "exit code 0"], ""),
         (("export", "--help"), ["usage: mpi4dl export", "exit code 0"], ""),
         (("report", "--help"), ["usage: mpi4dl report", "exit code 0"], ""),
+        (("view", "--help"), ["usage: mpi4dl view", "exit code 0"], ""),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
 )
@@ -125,10 +127,12 @@ def test_an_installation_has_every_folder_of_the_package() -> None:
     """`packages = find:` takes folders with an __init__.py alone; an editable installation finds the others too."""
     folders = {path.parent for path in (ROOT / "mpi4dl").rglob("*.py")}
     assert [str(folder) for folder in folders if not (folder / "__init__.py").is_file()] == []
-    declared = (ROOT / "setup.cfg").read_text()
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    declared = {ROOT / name.replace(".", "/") / files for name, files in setup["options.package_data"].items()}
     others = [path for path in (ROOT / "mpi4dl").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
     assert others
-    assert [path.name for path in others if f"= {path.name}" not in declared] == []
+    assert [path.name for path in others if not any(path.match(str(files)) for files in declared)] == []
 
 
 def known_as(config: type) -> dict[str, tuple[str, str]]:

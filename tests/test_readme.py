@@ -165,7 +165,9 @@ def known_flags() -> set[str]:
         flags |= {option.flag for option in benchmarks.load(name).OPTIONS}
     sources = [ROOT / "benchmarks" / "__main__.py", *(ROOT / "examples").glob("*.py"), *(ROOT / "docs").glob("*.py")]
     sources.append(ROOT / "benchmarks" / "common" / "options.py")
-    sources += [ROOT / "mpi4dl" / f"{name}.py" for name in ("doctor", "export", "report", "slides", "sweeps/space")]
+    sources += [
+        ROOT / "mpi4dl" / f"{name}.py" for name in ("doctor", "export", "report", "slides", "view", "sweeps/space")
+    ]
     for source in sources:
         flags |= set(re.findall(r'"(--[a-z][\w-]*)"', source.read_text()))
     return flags

@@ -34,6 +34,7 @@ from mpi4dl.parallel.streaming.stream_tiles import Pixels
 from mpi4dl.predict import predict
 from mpi4dl.train import train
 from mpi4dl.training.data import write_split
+from mpi4dl.viewer.results import read_results
 from tests.commands import losses_of
 from tests.pool.ranks import Ranks
 from tests.short_runs import EXACT
@@ -298,6 +299,9 @@ def test_a_damaged_slide_ends_training_and_not_a_prediction(ranks: Ranks, cohort
     (other / "slides.csv").write_bytes((cohort / "slides.csv").read_bytes())
     told = ranks(2).run(said, str(tmp_path / "run"), "--slides", str(other), "--out", str(tmp_path / "out"))
     assert "6 images looked at, 1 of which could not be read" in told[0]
+    viewed = {slide.name: slide for slide in read_results(tmp_path / "out").slides}
+    assert [name for name, slide in viewed.items() if slide.error] == [name for name in viewed if "003" in name]
+    assert all((slide.map is None) == bool(slide.error) for slide in viewed.values())
     argv = flags_of(other, tmp_path / "again", "--val-fraction 0.2")
     for each in ranks(2).run(refused, train, [*argv, "--tiles", "1x2"]):
         assert "slide_003" in each
@@ -324,6 +328,11 @@ def test_evaluation_reads_slides_as_training_did(ranks: Ranks, cohort: Path, tmp
         with (out / "patients.csv").open() as file:
             assert [row["patient"] for row in csv.DictReader(file)] == [row["patient"] for row in rows]
         assert not more or [row["patient"] for row in rows] == patients
+        viewed = read_results(out).slides
+        assert [(slide.path, slide.label) for slide in viewed] == [
+            (cohort / row["image"], row["label"]) for row in rows
+        ]
+        assert {slide.annotation is not None for slide in viewed if slide.label == "tumour"} == {True}
         for row in rows:
             expected = found[row["image"]]["probabilities"]["tumour"]
             assert float(row["probability tumour"]) == pytest.approx(expected, abs=1e-5)

@@ -1,5 +1,6 @@
 """Predictions of images without labels: a record of each, written as it comes, and its mask beside it."""
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpi4dl._files import write_durably
 from mpi4dl._progress import ProgressOfImages
 from mpi4dl._wording import counted
 from mpi4dl.comm import Refusal
@@ -107,6 +109,7 @@ class Predicting:
             with self.comm.together():
                 if self.comm.rank == 0:
                     self.records = Records(out, self._about(where, images), columns, self._keeps)
+                    self._record_slides(out, images)
                     done = self.records.done
                     if self.records.dropped:
                         told = counted(len(self.records.dropped), "line")
@@ -134,6 +137,14 @@ class Predicting:
             "model": model.digest,
             "fit": model.fit,
         }
+
+    def _record_slides(self, out: Path, images: Named) -> None:
+        """Write where slides are, for the viewer. On rank 0; raises OSError."""
+        from mpi4dl.datasets.slides.record import SLIDES, record_of
+
+        record = record_of(images)
+        if record is not None:
+            write_durably(out / SLIDES, (json.dumps(record, indent=1) + "\n").encode())
 
     def _keeps(self, record: Record) -> bool:
         """Whether the line of an image still holds: its file and its masks are those that it is of."""

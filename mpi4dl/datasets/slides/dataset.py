@@ -49,6 +49,7 @@ class SlideFolder(ListedFiles):
     """Slides by a table, or all of a folder.
 
     Attributes:
+        source: the table or folder.
         labels_of: what the labels are for: classify, multilabel, regress, survival or segment; None without labels.
         classes: names of classes, or of the columns of numbers.
         rows: the lines of the table, one for each slide.
@@ -74,7 +75,7 @@ class SlideFolder(ListedFiles):
         found = read_slides(
             source, folder=folder, task=task, label_columns=label_columns, classes=classes, columns=columns or {}
         )
-        self.options, self.rows = options, found.rows
+        self.source, self.options, self.rows = source, options, found.rows
         self.labels_of, self.classes, self.columns = found.task, found.classes, found.columns
         self.task = found.task or "classify"
         self.remarks = found.remarks

@@ -1,0 +1,1 @@
+"""Slides with their predictions and maps, in a browser."""

@@ -1,0 +1,173 @@
+"""The HTTP application of the viewer: files of the page, and slides by their number. It answers GET alone.
+
+/                                         the page
+/static/NAME                              its files, of the names in STATIC
+/api/slides                               all slides with predictions
+/api/slides/N                             the size and resolution of a slide
+/api/slides/N/thumbnail
+/api/slides/N/tiles/LEVEL/COL_ROW.jpg     or .png, which is exact
+/api/slides/N/map                         the grid of patches with values
+/api/slides/N/annotations                 polygons
+
+No name or path of a request reaches the file system: slides have numbers, and files of the page are listed.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from importlib.resources import files
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mpi4dl._http import KnownHosts
+from mpi4dl._palette import LOADS
+from mpi4dl.datasets.base import DatasetError, printable
+from mpi4dl.viewer.reading import FORMATS, Missing, SlideReader, as_json
+from mpi4dl.viewer.results import SlideResults
+
+MOST_THREADS = 4
+CLIENT_GONE = 499
+LONGEST_PATH = 200
+JSON = "application/json"
+PAGE = "page.html"
+STATIC = {
+    PAGE: "text/html; charset=utf-8",
+    "viewer.css": "text/css; charset=utf-8",
+    "viewer.js": "text/javascript; charset=utf-8",
+    "openseadragon.min.js": "text/javascript; charset=utf-8",
+    "openseadragon.LICENSE.txt": "text/plain; charset=utf-8",
+}
+STYLE = "sha256-9xTiqzfwFaL2SGb1rmr8gysEwVVjIvqWAgmZgqFqpEE="  # that OpenSeadragon 6.1.1 adds to the page
+HEADERS = {
+    "Content-Security-Policy": f"default-src 'none'; script-src 'self'; style-src 'self' '{STYLE}'; "
+    "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",  # pictures of patients
+}
+
+
+class Guard:
+    """The checks of every request, its method and its Host, and the headers of every response."""
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+        self._app, self._hosts = app, KnownHosts(hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def sealed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                more = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+                message = {**message, "headers": [*message.get("headers", []), *more]}
+            await send(message)
+
+        stranger = self._hosts.stranger(scope["headers"])
+        if stranger is not None:
+            said = f"this viewer is not known as {printable(stranger)[:100]}: --allowed-hosts adds names"
+            await _error(said, 421)(scope, receive, sealed)
+        elif len(scope["path"]) > LONGEST_PATH:
+            await _error("there is no such page", 404)(scope, receive, sealed)
+        elif scope["method"] != "GET":
+            await _error(f"{printable(scope['method'])[:20]} is not answered, but GET", 405)(scope, receive, sealed)
+        else:
+            await self._app(scope, receive, sealed)
+
+
+def _error(message: str, status: int) -> Response:
+    return Response(as_json({"error": message}), status, media_type=JSON)
+
+
+def make_app(results: SlideResults, hosts: Collection[str] = ()) -> ASGIApp:
+    """The application. `hosts`: names of this machine beside localhost and its own, such as "*.example.org"."""
+    reader = SlideReader(results.slides)
+    threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0))))
+    pool, room = ThreadPoolExecutor(threads, "slides"), asyncio.Semaphore(threads)
+    contents = {name: files(__package__).joinpath("static", name).read_bytes() for name in STATIC}
+    listed = as_json(_listing(results))
+
+    async def page(request: Request) -> Response:
+        name = request.path_params.get("name", PAGE)
+        if name not in contents:
+            return _error("there is no such page", 404)
+        return Response(contents[name], media_type=STATIC[name])
+
+    async def slides(request: Request) -> Response:
+        return Response(listed, media_type=JSON)
+
+    async def reading(request: Request, media_type: str, read: Callable[..., bytes], *arguments: Any) -> Response:
+        """What a thread reads, unless the client has gone by the time that its turn comes."""
+        async with room:
+            if await request.is_disconnected():
+                return Response(status_code=CLIENT_GONE)
+            try:
+                found = await asyncio.get_running_loop().run_in_executor(
+                    pool, read, request.path_params["number"], *arguments
+                )
+            except Missing as error:
+                return _error(str(error), 404)
+            except DatasetError as error:
+                return _error(printable(str(error)), 422)
+        return Response(found, media_type=media_type)
+
+    async def one(request: Request) -> Response:
+        return await reading(request, JSON, lambda number: as_json(reader.facts(number)))
+
+    async def thumbnail(request: Request) -> Response:
+        return await reading(request, FORMATS["jpg"], reader.thumbnail)
+
+    async def tile(request: Request) -> Response:
+        found = request.path_params
+        if found["form"] not in FORMATS:
+            return _error("tiles are jpg or png", 404)
+        where = found["level"], found["row"], found["col"], found["form"]
+        return await reading(request, FORMATS[found["form"]], reader.tile, *where)
+
+    async def patches(request: Request) -> Response:
+        return await reading(request, JSON, reader.map)
+
+    async def annotations(request: Request) -> Response:
+        return await reading(request, JSON, reader.annotations)
+
+    of_slide = "/api/slides/{number:int}"
+    app = Starlette(
+        routes=[
+            Route("/", page),
+            Route("/static/{name}", page),
+            Route("/api/slides", slides),
+            Route(of_slide, one),
+            Route(f"{of_slide}/thumbnail", thumbnail),
+            Route(f"{of_slide}/tiles/{{level:int}}/{{col:int}}_{{row:int}}.{{form}}", tile),
+            Route(f"{of_slide}/map", patches),
+            Route(f"{of_slide}/annotations", annotations),
+        ]
+    )
+    return Guard(app, hosts)
+
+
+def _listing(results: SlideResults) -> dict[str, Any]:
+    slides = [
+        {
+            "name": printable(slide.name),
+            "patient": slide.patient,
+            "label": slide.label,
+            "prediction": slide.prediction,
+            "probability": slide.probability,
+            "loss": slide.loss,
+            "wrong": slide.wrong,
+            "error": slide.error,
+            "map": slide.map is not None,
+            "annotations": slide.annotation is not None,
+        }
+        for slide in results.slides
+    ]
+    return {"title": results.title, "remarks": results.remarks, "colours": LOADS, "slides": slides}

@@ -1,0 +1,365 @@
+"""The results of slides that a folder has: their predictions, labels, maps and annotations, and where the slides are.
+
+predictions.jsonl, slides.json     as `mpi4dl predict` writes them, with maps/NAME.geojson
+evaluation*.csv, evaluation*.json  as `mpi4dl evaluate` writes them: predictions beside labels
+
+A folder may have both; then they are shown together. Of a run's folder the newest results are taken. Contents of these
+files are data from elsewhere: names and paths in them lead nowhere but below the folders that they are about.
+"""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from mpi4dl._files import read_regular
+from mpi4dl._wording import counted
+from mpi4dl.datasets.base import DatasetError, printable
+from mpi4dl.datasets.slides.record import SLIDES
+from mpi4dl.datasets.slides.tables import SlideRow, SlideTable, read_slides
+
+PREDICTIONS, PREDICTED, EVALUATED = "predictions.jsonl", "predictions-*", "evaluation"
+ABOUT = "predictions.json"
+MAPS, MAP_SUFFIX = "maps", ".geojson"
+LEAST_PROBABILITY = 1e-12
+NESTED = {"label": "labels", "prediction": "predictions", "probability": "probabilities"}  # columns "label NAME"
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ViewedSlide:
+    """A slide and what is known of it.
+
+    Attributes:
+        name: as predictions name it.
+        path: its file; None if nobody says where it is, or `error` says why not.
+        label, prediction: as text; empty where there is none.
+        probability: that of the prediction.
+        loss: how far the prediction is from the label: cross-entropy for classes, the absolute error for numbers.
+        wrong: whether the prediction is another class than the label; None for other tasks, and without a label.
+        error: why the slide could not be predicted or found.
+        map: the GeoJSON file of its map.
+        annotation: the GeoJSON file of its annotation.
+        mpp: microns per pixel of level 0 of a slide that does not say them.
+    """
+
+    name: str
+    path: Path | None
+    patient: str = ""
+    label: str = ""
+    prediction: str = ""
+    probability: float | None = None
+    loss: float | None = None
+    wrong: bool | None = None
+    error: str = ""
+    map: Path | None = None
+    annotation: Path | None = None
+    mpp: float | None = None
+
+
+@dataclass(frozen=True)
+class SlideResults:
+    """The slides of a folder, in the order of their names, and sentences for the reader."""
+
+    title: str
+    slides: tuple[ViewedSlide, ...]
+    remarks: tuple[str, ...] = ()
+
+
+def read_results(
+    folder: Path, slides: Path | None = None, slides_folder: Path | None = None, mpp: float | None = None
+) -> SlideResults:
+    """The results in a folder.
+
+    Args:
+        folder: as `mpi4dl predict` or `mpi4dl evaluate` wrote it, or that of a run.
+        slides: the table or folder of slides, if not the one recorded.
+        slides_folder: where the slides of the table are, if not where they were.
+        mpp: microns per pixel of slides that do not say them.
+
+    Raises:
+        ValueError: the folder has no results. OSError: it cannot be read.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}: {_EXPECTED}")
+    remarks: list[str] = []
+    predicted, evaluated = _newest_predictions(folder, remarks), _newest_evaluation(folder, remarks)
+    if predicted is None and evaluated is None:
+        raise ValueError(f"{folder}: has no {PREDICTIONS} and no {EVALUATED}*.csv: {_EXPECTED}")
+    records: dict[str, Record] = {}
+    told: Mapping[str, Any] = {}
+    if evaluated is not None:
+        about = _object(evaluated.with_suffix(".json"), remarks)
+        told = about.get("slides") or {"root": about.get("root")}
+        records |= _read_table(evaluated, remarks)
+    if predicted is not None:
+        told = _object(predicted / SLIDES, remarks) or told or {"source": _object(predicted / ABOUT, []).get("images")}
+        for name, record in _read_lines(predicted / PREDICTIONS, remarks).items():
+            records[name] = records.get(name, {}) | record
+    place = _Place(told if isinstance(told, Mapping) else {}, slides, slides_folder, remarks)
+    found = tuple(
+        _viewed(name, record, place, predicted, mpp)
+        for name, record in sorted((place.records() | records).items(), key=lambda item: item[0])
+    )
+    return SlideResults(str(folder.resolve().name), found, tuple(remarks))
+
+
+_EXPECTED = "name a folder that mpi4dl predict --slides or mpi4dl evaluate --slides wrote, or that of a run"
+
+
+def _newest_predictions(folder: Path, remarks: list[str]) -> Path | None:
+    """The folder of predictions that this one is, or has."""
+    if (folder / PREDICTIONS).is_file():
+        return folder
+    return _newest([each.parent for each in folder.glob(f"{PREDICTED}/{PREDICTIONS}")], "predictions", remarks)
+
+
+def _newest_evaluation(folder: Path, remarks: list[str]) -> Path | None:
+    return _newest([each for each in folder.glob(f"{EVALUATED}*.csv") if each.is_file()], "evaluations", remarks)
+
+
+def _newest(found: Sequence[Path], what: str, remarks: list[str]) -> Path | None:
+    order = sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
+    if len(order) > 1:
+        remarks.append(f"of {len(order)} {what} the newest is shown: {order[-1].name}")
+    return order[-1] if order else None
+
+
+def _object(path: Path, remarks: list[str]) -> dict[str, Any]:
+    """The JSON object in a file; empty, with a remark if it is damaged, where there is none."""
+    try:
+        found = json.loads(read_regular(path))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        remarks.append(f"{path.name} cannot be read: {printable(str(error))}")
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _read_lines(path: Path, remarks: list[str]) -> dict[str, Record]:
+    """The records of predictions by the names of slides; the last one of each. Raises OSError."""
+    found: dict[str, Record] = {}
+    damaged = 0
+    for line in read_regular(path).split(b"\n"):
+        try:
+            record = json.loads(line) if line.strip() else None
+        except (ValueError, RecursionError):  # such as half of a line, of a job that was killed
+            damaged += 1
+            continue
+        if isinstance(record, dict) and isinstance(record.get("image"), str):
+            found[record["image"]] = record
+    if damaged:
+        remarks.append(f"{path.name}: {counted(damaged, 'line')} cannot be read")
+    return found
+
+
+def _read_table(path: Path, remarks: list[str]) -> dict[str, Record]:
+    """The records of an evaluation by the names of slides. Raises OSError."""
+    text = read_regular(path).decode(errors="surrogateescape")
+    found: dict[str, Record] = {}
+    try:
+        for row in csv.DictReader(io.StringIO(text, newline="")):
+            record: Record = {}
+            for column, value in row.items():
+                if not isinstance(column, str) or not value:
+                    continue
+                first, _, name = column.partition(" ")
+                if name and first in NESTED:
+                    record.setdefault(NESTED[first], {})[name] = value
+                else:
+                    record[column] = value
+            if "probabilities" not in record:  # then labels and predictions are numbers, or numbers by name
+                record = {key: value if key in ("image", "error") else _numeric(value) for key, value in record.items()}
+            if record.get("image"):
+                found[record["image"]] = record
+    except csv.Error as error:
+        remarks.append(f"{path.name} is damaged: {error}")
+    return found
+
+
+class _Place:
+    """Where slides are, and their patients, labels and annotations: by what was recorded, and by the table itself."""
+
+    def __init__(
+        self, told: Mapping[str, Any], slides: Path | None, slides_folder: Path | None, remarks: list[str]
+    ) -> None:
+        source = slides or _path(told.get("source"))
+        root = None if slides is not None else _path(told.get("root"))
+        if source is not None:
+            root = root or (source if source.is_dir() else source.parent)
+        self.root = slides_folder or root
+        self._listed = slides is not None  # by the user, who wants to see all of them
+        columns = told.get("columns")
+        self._recorded = told.get("slides") if isinstance(told.get("slides"), dict) else {}
+        self._table: SlideTable | None = None
+        self._rows: dict[str, SlideRow] = {}
+        self._beside = None if source is None else source.parent
+        if source is not None and source.exists():
+            named = columns if slides is None and isinstance(columns, dict) else {}
+            self._read(source, {role: named[role] for role in ("slide", "patient") if role in named}, remarks)
+        elif slides is not None:
+            raise ValueError(f"--slides {slides}: no such file or folder")
+        if self.root is None:
+            remarks.append("nothing says where the slides are: name their table or folder by --slides")
+        elif not self.root.is_dir():
+            remarks.append(f"the folder of slides {self.root} is gone: name it by --slides-folder")
+
+    def _read(self, source: Path, columns: Mapping[str, str], remarks: list[str]) -> None:
+        folder = None if source.is_dir() else self.root
+        try:
+            self._table = read_slides(source, folder=folder, columns={} if source.is_dir() else columns)
+        except (DatasetError, OSError) as error:
+            try:
+                self._table = read_slides(source, folder=folder, columns=columns, label_columns=())
+            except (DatasetError, OSError):
+                remarks.append(f"labels and annotations of the table are not shown: {printable(str(error))}")
+                return
+            remarks.append(f"labels of the table are not shown: {printable(str(error))}")
+        self._rows = {row.path: row for row in self._table.rows}
+
+    def records(self) -> dict[str, Record]:
+        """Slides without predictions: those of a table or folder that the user named."""
+        return {name: {} for name in self._rows} if self._listed else {}
+
+    def row(self, name: str) -> tuple[str, str | None, float | None]:
+        """The patient, the annotation and the microns per pixel of a slide."""
+        row = self._rows.get(name)
+        if row is not None:
+            return row.patient, row.annotation, row.mpp
+        recorded = self._recorded.get(name) if isinstance(self._recorded, dict) else None
+        recorded = recorded if isinstance(recorded, dict) else {}
+        annotation = recorded.get("annotation")
+        return _text(recorded.get("patient")), annotation if isinstance(annotation, str) else None, None
+
+    def assumed_mpp(self, name: str) -> float | None:
+        recorded = self._recorded.get(name) if isinstance(self._recorded, dict) else None
+        mpp = _number(recorded.get("mpp")) if isinstance(recorded, dict) else None
+        return mpp if mpp is not None and mpp > 0 else None
+
+    def label(self, name: str) -> Any:
+        """The label of a slide in the table as predictions have it; None without one."""
+        row, table = self._rows.get(name), self._table
+        if row is None or table is None or row.label is None:
+            return None
+        if isinstance(row.label, int) and table.task == "classify":
+            return table.classes[row.label]
+        values = row.label if isinstance(row.label, Sequence) else (row.label,)
+        if table.task == "survival":
+            return dict(zip(("time", "event"), values, strict=False))
+        return values[0] if len(values) == 1 else dict(zip(table.classes, values, strict=False))
+
+    def annotation(self, name: str) -> Path | None:
+        text = self.row(name)[1]
+        for folder in (self.root, self._beside):
+            if text and folder is not None and (folder / text).is_file():
+                return folder / text
+        return None
+
+
+def _path(text: Any) -> Path | None:
+    return Path(text).expanduser() if isinstance(text, str) and text else None
+
+
+def is_below(name: str) -> bool:
+    """Whether a name with slashes is of something below a folder, as far as its text says."""
+    path = PurePosixPath(name)
+    return (
+        bool(name)
+        and "\0" not in name
+        and ".." not in path.parts
+        and not path.is_absolute()
+        and (not PureWindowsPath(name).drive)
+    )
+
+
+def _viewed(name: str, record: Record, place: _Place, predicted: Path | None, mpp: float | None) -> ViewedSlide:
+    patient, _, table_mpp = place.row(name)
+    label = record.get("label", record.get("labels"))
+    label = place.label(name) if label is None else label
+    prediction = record.get("prediction", record.get("predictions", record.get("risk")))
+    probabilities = record.get("probabilities")
+    numbers = {key: _number(each) for key, each in probabilities.items()} if isinstance(probabilities, dict) else {}
+    error, path = _text(record.get("error")), None
+    if not is_below(name):
+        error = "its name leads out of the folder of slides, and is not followed"
+    elif place.root is not None:
+        path = place.root / name
+    return ViewedSlide(
+        name,
+        path,
+        patient,
+        _text(label),
+        _text(prediction),
+        numbers.get(_text(prediction)) if isinstance(prediction, str) else None,
+        _loss(label, prediction, numbers),
+        _text(label) != _text(prediction) if isinstance(prediction, str) and numbers and label is not None else None,
+        error,
+        None if predicted is None else _map_of(record, predicted),
+        place.annotation(name),
+        table_mpp or mpp or place.assumed_mpp(name),
+    )
+
+
+def _map_of(record: Record, folder: Path) -> Path | None:
+    """The GeoJSON of a slide's map, if it is below the folder of maps, also where links lead."""
+    maps = record.get("maps")
+    for each in maps if isinstance(maps, list) else ():
+        if isinstance(each, str) and each.endswith(MAP_SUFFIX) and is_below(each):
+            path = folder / each
+            if path.resolve().is_relative_to((folder / MAPS).resolve()):
+                return path
+    return None
+
+
+def _loss(label: Any, prediction: Any, probabilities: Mapping[str, float | None]) -> float | None:
+    """How far a prediction is from a label; the mean over several."""
+    if isinstance(prediction, str) and probabilities:
+        own = probabilities.get(_text(label))
+        return None if own is None else -math.log(max(own, LEAST_PROBABILITY))
+    if isinstance(label, dict) and isinstance(prediction, dict):
+        if probabilities:
+            pairs = [(_number(label[name]), probabilities.get(name)) for name in label]
+            losses = [_entropy(a, b) for a, b in pairs if a is not None and b is not None]
+        else:
+            pairs = [(_number(label[name]), _number(prediction.get(name))) for name in label]
+            losses = [abs(a - b) for a, b in pairs if a is not None and b is not None]
+        return sum(losses) / len(losses) if losses else None
+    a, b = (None if isinstance(each, dict) else _number(each) for each in (label, prediction))
+    return None if a is None or b is None else abs(a - b)
+
+
+def _entropy(label: float, probability: float) -> float:
+    return -math.log(max(probability if label else 1 - probability, LEAST_PROBABILITY))
+
+
+def _numeric(value: Any) -> Any:
+    """Text that is a number as one."""
+    if isinstance(value, dict):
+        return {name: _numeric(each) for name, each in value.items()}
+    number = _number(value)
+    return value if number is None else number
+
+
+def _number(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _text(value: Any) -> str:
+    """A label or prediction for the reader: names of several that are there, and numbers with four digits."""
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(each)}" for name, each in value.items())
+    if isinstance(value, str):
+        return printable(value)
+    return f"{value:.4g}" if isinstance(value, int | float) else ""

@@ -1,0 +1,377 @@
+"""The viewer: slides by number with their predictions, exact tiles, maps, and nothing else of the machine."""
+
+import asyncio
+import io
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import PIL.Image
+import pytest
+
+from mpi4dl.datasets.slides.compose import Cohort
+from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
+from mpi4dl.datasets.slides.record import SLIDES, record_of
+from mpi4dl.datasets.slides.slide import Resolution, open_slide
+from mpi4dl.geometry import Interval
+from mpi4dl.inference.maps import PatchMap, geojson
+from mpi4dl.viewer.app import make_app
+from mpi4dl.viewer.reading import Cache, Pyramid
+from mpi4dl.viewer.results import read_results
+from tests.pool.zygote import ROOT
+from tests.viewer.browser import chromium, page
+
+PATCH = 64
+EVIL = "<img src=x onerror=alert(1)>.tif"
+TITLE = "attention"
+
+
+@pytest.fixture(scope="module")
+def predicted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of predictions of four slides: one was renamed to what a page could take for an element."""
+    folder = tmp_path_factory.mktemp("viewed")
+    cohort = Cohort(4, 1, 1500, (0.5,), (".tif", ".ome.tif"), 0.009)
+    for number in range(len(cohort)):
+        cohort.write(folder / "slides", number)
+    (folder / "slides" / "slide_002.tif").rename(folder / "slides" / EVIL)
+    (folder / "slides" / "slides.csv").write_text(cohort.table().replace("slide_002.tif", EVIL))
+    slides = SlideFolder(folder / "slides" / "slides.csv", SlideOptions(Resolution(mpp=1.0)), label_columns=())
+    out = folder / "out"
+    (out / "maps").mkdir(parents=True)
+    (out / SLIDES).write_text(json.dumps(record_of(slides)))
+    lines = []
+    for index in range(len(slides)):
+        places = slides.tissue_patches(index, PATCH).tolist()
+        values = np.random.default_rng(index).random(len(places)).astype(np.float32)
+        name = f"maps/slide_{index:03d}.geojson"
+        found = PatchMap(places, values, PATCH, TITLE)
+        (out / name).write_text(geojson(slides.image(index), found))
+        probabilities = {"normal": 0.25, "tumour": 0.75}
+        lines.append(
+            {"image": slides.name(index), "prediction": "tumour", "probabilities": probabilities, "maps": [name]}
+        )
+    (out / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return out
+
+
+def copied(predicted: Path, folder: Path) -> Path:
+    shutil.copytree(predicted, folder / "out")
+    return folder / "out"
+
+
+def ask(app: Any, path: str, method: str = "GET", host: str = "localhost") -> tuple[int, dict[str, str], bytes]:
+    """The status, headers and body of a request, whose path is left as it is."""
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False} if not sent else await asyncio.Future()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
+    scope |= {"headers": [(b"host", host.encode())], "scheme": "http", "http_version": "1.1", "root_path": ""}
+    asyncio.run(app(scope, receive, send))
+    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return sent[0]["status"], headers, b"".join(each.get("body", b"") for each in sent[1:])
+
+
+def value(app: Any, path: str, status: int = 200) -> Any:
+    answered, _, body = ask(app, path)
+    assert answered == status, body
+    return json.loads(body)
+
+
+def pixels(app: Any, path: str) -> np.ndarray:
+    status, headers, body = ask(app, path)
+    assert (status, headers["content-type"]) == (200, "image/png" if path.endswith("png") else "image/jpeg"), body
+    return np.asarray(PIL.Image.open(io.BytesIO(body)))
+
+
+def test_slides_are_listed_with_labels_of_the_table_and_their_losses(predicted: Path) -> None:
+    app = make_app(read_results(predicted))
+    found = {each["name"]: each for each in value(app, "/api/slides")["slides"]}
+    assert [*found] == sorted(["slide_000.tif", "slide_001.ome.tif", EVIL, "slide_003.ome.tif"])
+    one, other = found["slide_001.ome.tif"], found["slide_000.tif"]
+    assert (one["patient"], one["label"], one["prediction"], one["wrong"]) == ("patient_001", "tumour", "tumour", False)
+    assert (other["label"], other["wrong"], other["annotations"]) == ("normal", True, False)
+    assert one["loss"] == pytest.approx(-math.log(0.75))
+    assert other["loss"] == pytest.approx(-math.log(0.25))
+    assert one["probability"] == 0.75
+    assert all(each["map"] for each in found.values())
+    assert one["annotations"]
+
+
+def test_tiles_are_the_pixels_of_the_slide_at_each_level(predicted: Path) -> None:
+    results = read_results(predicted)
+    app = make_app(results)
+    facts = value(app, "/api/slides/1")
+    slide = open_slide(results.slides[1].path or Path())
+    assert (facts["height"], facts["width"]) == slide.size
+    assert (facts["mpp"], facts["magnification"], facts["origin"]) == (0.5, 20, [0, 0])
+    pyramid = Pyramid(slide.size)
+    assert facts["levels"] == pyramid.last + 1 >= 3
+    for level in range(facts["levels"]):
+        down = 2 ** (pyramid.last - level)
+        view = slide.at(down)
+        whole = view.read(*(Interval(0, side) for side in view.size))
+        rows, cols = (range(math.ceil(side / down / facts["tile"])) for side in slide.size)
+        base = f"/api/slides/1/tiles/{level}"
+        stitched = np.concatenate(
+            [np.concatenate([pixels(app, f"{base}/{col}_{row}.png") for col in cols], 1) for row in rows], 0
+        )
+        assert stitched.shape[:2] == tuple(math.ceil(side / down) for side in slide.size)
+        height, width = view.size
+        assert np.array_equal(stitched[:height, :width], whole)
+        lossy = pixels(app, f"{base}/0_0.jpg").astype(float)
+        assert np.abs(lossy - pixels(app, f"{base}/0_0.png")).mean() < 8
+    for place in (f"{facts['levels']}/0_0", "0/1_0", f"{facts['levels'] - 1}/0_99"):
+        value(app, f"/api/slides/1/tiles/{place}.png", 404)
+    assert max(pixels(app, "/api/slides/1/thumbnail").shape) == 256
+
+
+def test_maps_and_annotations_have_the_values_and_places_of_their_files(predicted: Path) -> None:
+    results = read_results(predicted)
+    app = make_app(results)
+    for number, slide in enumerate(results.slides):
+        found = value(app, f"/api/slides/{number}/map")
+        assert slide.map is not None
+        features = json.loads(slide.map.read_text())["features"]
+        assert (found["title"], found["side"]) == (TITLE, 2 * PATCH)
+        for row, col, number_, feature in zip(found["rows"], found["cols"], found["values"], features, strict=True):
+            x, y = feature["geometry"]["coordinates"][0][0]
+            assert [found["origin"][0] + col * found["side"], found["origin"][1] + row * found["side"]] == [x, y]
+            assert number_ == feature["properties"]["measurements"][TITLE]
+    annotated = next(i for i, slide in enumerate(results.slides) if slide.annotation is not None)
+    (ring, *_), *_ = value(app, f"/api/slides/{annotated}/annotations")["polygons"]
+    assert ring[0] == ring[-1]
+    plain = next(i for i, slide in enumerate(results.slides) if slide.annotation is None)
+    assert "no annotation" in value(app, f"/api/slides/{plain}/annotations", 404)["error"]
+
+
+def test_an_evaluation_alone_and_with_predictions_is_shown(predicted: Path, tmp_path: Path) -> None:
+    out = copied(predicted, tmp_path)
+    (out / "evaluation.csv").write_text(
+        "image,label,prediction,probability normal,probability tumour,error\n"
+        "slide_000.tif,tumour,normal,0.9,0.1,\nslide_001.ome.tif,,,,,was torn\n"
+    )
+    both = {slide.name: slide for slide in read_results(out).slides}
+    assert (both["slide_000.tif"].label, both["slide_000.tif"].prediction) == ("tumour", "tumour")
+    told = {"slides": json.loads((out / SLIDES).read_text())}
+    for path in (SLIDES, "predictions.jsonl"):
+        (out / path).unlink()
+    (out / "evaluation.json").write_text(json.dumps(told))
+    first, second = read_results(out).slides
+    assert (first.wrong, first.probability, first.map) == (True, 0.9, None)
+    assert first.loss == pytest.approx(-math.log(0.1))
+    assert second.error == "was torn"
+    assert first.path is not None
+    assert first.path.is_file()
+    (tmp_path / "run").mkdir()
+    out.rename(tmp_path / "run" / "predictions-slides")
+    shutil.copy(tmp_path / "run" / "predictions-slides" / "evaluation.csv", tmp_path / "run")
+    shutil.copy(tmp_path / "run" / "predictions-slides" / "evaluation.json", tmp_path / "run")
+    assert len(read_results(tmp_path / "run").slides) == 2
+
+
+def test_what_is_missing_or_damaged_is_an_error_of_that_slide_alone(predicted: Path, tmp_path: Path) -> None:
+    out = copied(predicted, tmp_path)
+    slides = tmp_path / "slides"
+    shutil.copytree(predicted.parent / "slides", slides)
+    (slides / "slide_000.tif").unlink()
+    (slides / EVIL).write_bytes((slides / EVIL).read_bytes()[:2000])
+    names = [slide.name for slide in read_results(out).slides]
+    (out / "maps" / "slide_000.geojson").unlink()
+    for index, text in ((1, "{"), (2, '{"features": [{"geometry": 3}]}'), (3, "[" * 100_000)):
+        (out / "maps" / f"slide_{index:03d}.geojson").write_text(text)
+    with (out / "predictions.jsonl").open("a") as file:
+        file.write('{"image": "slide_0')
+    results = read_results(out, slides_folder=slides)
+    assert any("1 line cannot be read" in remark for remark in results.remarks)
+    assert any("slide_000.tif" in remark for remark in results.remarks)
+    app = make_app(results)
+    for name in ("slide_000.tif", EVIL):
+        number = names.index(name)
+        for path in ("", "/thumbnail", "/tiles/0/0_0.jpg"):
+            assert name in value(app, f"/api/slides/{number}{path}", 422)["error"]
+    assert value(app, f"/api/slides/{names.index('slide_001.ome.tif')}")["mpp"] == 0.5
+    for number in range(4):
+        assert "slide_00" in value(app, f"/api/slides/{number}/map", 422)["error"]
+
+
+@pytest.mark.parametrize("name", ["../outside.tif", "/etc/hostname", "a/../../outside.tif", "C:/outside.tif"])
+def test_names_and_paths_in_predictions_lead_nowhere_else(predicted: Path, tmp_path: Path, name: str) -> None:
+    out = copied(predicted, tmp_path)
+    (tmp_path / "secret.geojson").write_text((out / "maps" / "slide_000.geojson").read_text())
+    (out / "maps" / "linked.geojson").symlink_to(tmp_path / "secret.geojson")
+    maps = ["../secret.geojson", str(tmp_path / "secret.geojson"), "maps/linked.geojson", "maps/../../secret.geojson"]
+    lines = [{"image": name, "prediction": "normal", "maps": [each]} for each in maps]
+    for line in lines:
+        (out / "predictions.jsonl").write_text(json.dumps(line) + "\n")
+        (slide,) = read_results(out).slides
+        assert (slide.path, slide.map) == (None, None)
+        app = make_app(read_results(out))
+        assert "leads out" in value(app, "/api/slides/0/tiles/0/0_0.png", 422)["error"]
+        value(app, "/api/slides/0/map", 404)
+
+
+def test_no_path_leads_to_other_files_and_only_known_hosts_and_get_are_answered(predicted: Path) -> None:
+    app = make_app(read_results(predicted), ("*.example.org",))
+    for path in (
+        "/static/../app.py",
+        "/static/..%2fapp.py",
+        "/static//etc/passwd",
+        "/static/./viewer.js",
+        "/static/%2e%2e/app.py",
+        "/../view.py",
+        "/api/slides/4",
+        "/api/slides/-1",
+        "/api/slides/slide_000.tif",
+        "/api/slides/0/tiles/0/0_0.svg",
+        "/api/slides/0/tiles/0/../../../x.png",
+        f"/api/slides/{'9' * 6000}",
+        "/docs",
+        "/openapi.json",
+    ):
+        assert ask(app, path)[0] == 404, path
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "HEAD", "TRACE"):
+        assert ask(app, "/api/slides", method)[0] == 405
+    for host, status in (
+        ("localhost:80", 200),
+        ("127.0.0.1:8080", 200),
+        ("[::1]:8080", 200),
+        ("a.example.org", 200),
+        ("evil.example.com", 421),
+        ("localhost.evil.com", 421),
+        ("127.0.0.1.evil.com", 421),
+    ):
+        assert ask(app, "/api/slides", host=host)[0] == status, host
+    for path in ("/", "/static/viewer.js", "/api/slides", "/nowhere", "/api/slides/0/tiles/0/0_0.jpg"):
+        _, headers, _ = ask(app, path)
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["cross-origin-resource-policy"] == "same-origin"
+        assert not any(name.startswith("access-control") for name in headers)
+    _, headers, body = ask(app, "/")
+    assert not re.search(rb"<script>|\son\w+=|https?://|style=", body)
+
+
+def test_caches_are_bounded_and_keep_what_was_used_last() -> None:
+    cache, made = Cache(10), []
+
+    def get(key: int, size: int) -> None:
+        assert cache.get(key, lambda: (made.append(key), bytes(size))[1]) == bytes(size)
+
+    for key in (1, 2, 1, 3, 1, 2):  # of 4 bytes each: 3 takes the place of 2
+        get(key, 4)
+    assert made == [1, 2, 3, 2]
+    get(4, 100)
+    get(1, 4)
+    assert made == [1, 2, 3, 2, 4, 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("{there}", "{there}: has no predictions.jsonl and no evaluation"),
+        ("{there}/none", "{there}/none: no such folder: name a folder that mpi4dl predict"),
+        ("{out} --slides {there}/none.csv", "--slides {there}/none.csv: no such file"),
+        ("{out} --host 203.0.113.1 --port 0", "cannot listen on 203.0.113.1:0"),
+        ("{out} --port 99999", "99999"),
+        ("{out} --assume-mpp -1", "positive"),
+    ],
+)
+def test_what_the_command_refuses(
+    predicted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    from mpi4dl.view import main
+
+    with pytest.raises(SystemExit) as ended:
+        main([word.format(there=tmp_path, out=predicted) for word in words.split()])
+    assert ended.value.code == 2
+    assert message.format(there=tmp_path) in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def address(predicted: Path) -> Iterator[str]:
+    """Where the command serves the predictions."""
+    command = [sys.executable, "-m", "mpi4dl.view", str(predicted), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            found = re.fullmatch(r"4 slides of \S+ at (http://127\.0\.0\.1:\d+)\n", said)
+            assert found, said
+            yield found[1]
+        finally:
+            process.terminate()
+
+
+def test_the_command_serves_slides_to_this_machine(address: str) -> None:
+    assert len(httpx.get(f"{address}/api/slides").json()["slides"]) == 4
+    assert httpx.get(f"{address}/static/%2e%2e%2fapp.py").status_code == 404
+    assert httpx.get(f"{address}/api/slides", headers={"Host": "evil.example.com"}).status_code == 421
+    assert httpx.get(f"{address}/api/slides/0/tiles/0/0_0.jpg").headers["content-type"] == "image/jpeg"
+
+
+@pytest.mark.skipif(chromium() is None, reason="no chromium is installed")
+def test_a_browser_draws_slides_maps_and_annotations(address: str, tmp_path: Path) -> None:
+    drawn = (
+        "(() => {{ const c = document.querySelector({!r}); const d = c.getContext('2d')"
+        ".getImageData(0, 0, c.width, c.height).data; let n = 0;"
+        "for (let i = 0; i < d.length; i += 4) n += d[i + 3] > 0 && d[i + 1] < 200; return n; }})()"
+    )
+    slide, overlay = drawn.format("#zoom .openseadragon-canvas canvas"), drawn.format("#overlay")
+    with page(tmp_path / "chromium") as shown:
+        shown.size(1280, 800)
+        shown.go(address)
+        shown.wait("document.querySelectorAll('#list a').length === 4")
+        assert shown.value("document.querySelector('#list strong').textContent") == EVIL  # with the largest loss
+        assert shown.value("document.scripts.length") == 2
+        shown.value("location.hash = state.all.find((each) => each.annotations).number")
+        shown.wait("viewer !== null && state.map !== null && state.polygons.length > 0")
+        shown.wait(f"{slide} > 1000 && {overlay} > 1000")
+        with_map = shown.value(overlay)
+        shown.value("$('show-map').click()")
+        lines = shown.value(overlay)
+        assert 0 < lines < with_map / 2  # those of the annotations
+        shown.value("$('show-annotations').click()")
+        assert shown.value(overlay) == 0
+        shown.value("$('show-outlines').click()")
+        assert shown.value(overlay) > 0
+        shown.value("highest(), void viewer.viewport.goHome(true)")
+        assert "rank1 of " in shown.value("$('info').textContent")
+        x, y = shown.value(
+            "(() => { const t = transform(), m = state.map, b = $('stage').getBoundingClientRect();"
+            "return [b.left + t.x + (m.origin[0] + (m.cols[3] + .5) * m.side) * t.scale,"
+            "b.top + t.y + (m.origin[1] + (m.rows[3] + .5) * m.side) * t.scale]; })()"
+        )
+        shown.click(x, y)
+        shown.wait("state.chosen === 3")
+        shown.size(390, 844, phone=True)
+        for hash_ in ("", "0"):
+            shown.value(f"location.hash = '{hash_}'")
+            shown.wait("document.documentElement.scrollWidth <= innerWidth && innerWidth === 390")
+            shown.wait(f"document.body.classList.contains('open') === {str(bool(hash_)).lower()}")
+        assert shown.problems == []
+
+
+def test_slides_of_a_moved_folder_are_found_by_the_table_named(predicted: Path, tmp_path: Path) -> None:
+    out = copied(predicted, tmp_path)
+    (out / SLIDES).unlink()
+    lost = read_results(out)
+    assert all(slide.path is None for slide in lost.slides)
+    assert "--slides" in " ".join(lost.remarks)
+    found = read_results(out, predicted.parent / "slides" / "slides.csv", mpp=0.3)
+    assert [slide.path for slide in found.slides] == [slide.path for slide in read_results(predicted).slides]
+    assert {slide.mpp for slide in found.slides} == {0.3}
