@@ -73,6 +73,9 @@ TITLES = {
     "predicting": "Options of predict",
     "inputs": "Model and images, of both",
     "placing": "Plan and devices, of both",
+    "embedding": "Slides and files",
+    "encoder": "Encoder",
+    "work": "Threads and devices",
     "prompts": "Prompts",
     "choosing": "Sampling",
     "ranks": "Plan and precision",
@@ -146,6 +149,7 @@ def _presets() -> Iterable[str]:
 
 def options_page() -> str:
     """The text of docs/reference/options.md."""
+    from mpi4dl.embed import EmbedConfig
     from mpi4dl.evaluate import EvaluateConfig
     from mpi4dl.generate import GenerateConfig
     from mpi4dl.plan import PlanConfig
@@ -157,6 +161,9 @@ def options_page() -> str:
     lines += ["\n## mpi4dl evaluate and mpi4dl predict"]
     lines += ["\n    mpirun -n RANKS mpi4dl evaluate RUN --FLAG VALUE ..."]
     lines += [*_tables(EvaluateConfig, seeing), *_tables(PredictConfig, seeing)]
+    lines += ["\n## mpi4dl embed"]
+    lines += ["\n    mpirun -n RANKS mpi4dl embed --FLAG VALUE ..."]
+    lines += [*_tables(EmbedConfig, set())]
     texts: set[str] = set()
     lines += ["\n## mpi4dl generate and mpi4dl serve"]
     lines += ["\n    mpirun -n RANKS mpi4dl generate RUN --FLAG VALUE ..."]

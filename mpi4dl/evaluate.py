@@ -50,6 +50,12 @@ class Evaluating:
         brief="a table of slides with labels",
     )
     slides_folder: str | None = like(Slides, "slides_folder")
+    features: str | None = option(
+        None,
+        "a folder of features of the slides of --slides, for a model that was trained on features",
+        optional(NAME),
+        brief="a folder of features of slides",
+    )
     out: str | None = option(
         None,
         "folder for evaluation.json and evaluation.csv; none: that of the run, with the date in their names",
@@ -99,17 +105,18 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     from mpi4dl.inference.scoring import file_names, judging_by, score
 
     config, options = asked.config, asked.config.evaluating
-    comm.agree("`images` and `slides` were both given: choose one" if options.images and options.slides else None)
+    others = options.slides or options.features
+    comm.agree("`images` and `slides` were both given: choose one" if options.images and others else None)
     chosen = Inference(config.inputs, config.placing)
     judging = judging_by(
         comm, asked.source, chosen, options.threshold, options.positive, options.patients,
-        on_others=bool(options.slides or options.images or options.part not in (None, "val")),
+        on_others=bool(others or options.images or options.part not in (None, "val")),
     )  # fmt: skip
-    framed = partial(framed_for, comm, options.slides, options.slides_folder)
+    framed = partial(framed_for, comm, options.slides, options.slides_folder, options.features)
     model = Predictor(asked.source, chosen, comm, framed)
     of_slides = model.config.slides.slides is not None
     comm.agree(None if of_slides or options.part is None else "`part` is for a model that was trained on `slides`")
-    if options.slides is not None:
+    if others is not None:
         images, which = open_labelled_slides(comm, model.config, model.about, options.part)
     elif of_slides and options.images is None:
         images, which = open_slides_of_run(comm, model.config, model.about, model.folder, options.part or "val")
@@ -117,7 +124,7 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
         images, which = open_labelled(comm, model.config, model.about, options.images)
     warnings: list[str] = []
     with comm.together((ValueError, OSError)):
-        if comm.rank == 0 and options.slides is not None:
+        if comm.rank == 0 and others is not None:
             warnings = seen_before(images, model.folder)
     for line in (*model.title(), f"evaluated on {which}", *warnings) if comm.rank == 0 else ():
         print(asked.spell(line), flush=True)
@@ -126,7 +133,7 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     told: dict[str, Any] = {
         "source": asked.source,
         "weights": str(model.weights),
-        "images": options.slides or options.images,
+        "images": others or options.images,
         "part": options.part,
         "warnings": warnings,
         "plan": str(model.plan),

@@ -51,6 +51,13 @@ class ToPredict:
         known_as=same_as("wsi-dir"),
     )
     slides_folder: str | None = like(Slides, "slides_folder")
+    features: str | None = option(
+        None,
+        "a folder of features of slides, for a model that was trained on features; --slides may be a table of some of "
+        "them, and --slides-folder has the slides for pictures of maps",
+        optional(NAME),
+        brief="a folder of features of slides",
+    )
     min_area: float = option(
         0.0,
         "smallest area of the polygons of class maps of slides, in square microns; without microns per pixel in pixels "
@@ -79,29 +86,31 @@ class PredictConfig:
 def predict(comm: "Communicator", asked: CommandLine[PredictConfig]) -> None:
     """Let the model that `asked.source` names look at images. Collective."""
     config, chosen = asked.config, asked.config.predicting
-    where = chosen.images or chosen.slides
+    where = chosen.images or chosen.slides or chosen.features
     with comm.together((ConfigError,)):
         if where is None:
             raise ConfigError(
-                "`images` is missing: a folder, an image, a pattern, or a .txt file with paths; or `slides`"
+                "`images` is missing: a folder, an image, a pattern, or a .txt file with paths; or `slides`, or "
+                "`features`"
             )
-        if chosen.images is not None and chosen.slides is not None:
-            raise ConfigError("`images` and `slides` were both given: choose one")
+        other = "slides" if chosen.slides is not None else "features" if chosen.features is not None else None
+        if chosen.images is not None and other is not None:
+            raise ConfigError(f"`images` and `{other}` were both given: choose one")
 
     from mpi4dl.inference.images import framed_for, open_any, open_any_slides
     from mpi4dl.inference.model import Predictor
     from mpi4dl.inference.predicting import Predicting
 
-    framed = partial(framed_for, comm, chosen.slides, chosen.slides_folder)
+    framed = partial(framed_for, comm, chosen.slides, chosen.slides_folder, chosen.features)
     model = Predictor(asked.source, Inference(config.inputs, config.placing), comm, framed)
     images: Named
-    if chosen.slides is None:
+    if chosen.images is not None:
         images = open_any(comm, model.config, model.about, where)
     else:
-        images = open_any_slides(comm, model.config)
+        images = open_any_slides(comm, model.config, model.about)
     name = f"predictions-{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(where).absolute().name).strip('-')}"
     out = model.folder / name if config.predicting.out is None else Path(config.predicting.out)
-    maps = chosen.slides is not None and chosen.maps
+    maps = chosen.images is None and chosen.maps
     predicting = Predicting(model, images, where, out, speaks=True, maps=maps, min_area=chosen.min_area)
     for line in (*model.title(), *predicting.remarks) if comm.rank == 0 else ():
         print(asked.spell(line), flush=True)

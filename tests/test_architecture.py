@@ -24,6 +24,7 @@ FLOORS = {
     "predict": 11,
     "report": 11,
     "slides": 11,
+    "embed": 11,
     "sweep": 11,
     "view": 11,
     "reports": 10,

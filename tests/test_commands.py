@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mpi4dl._commands import command_names
+from mpi4dl.embed import EmbedConfig
 from mpi4dl.evaluate import EvaluateConfig
 from mpi4dl.generate import GenerateConfig
 from mpi4dl.options.config import Config, ConfigError
@@ -22,7 +23,7 @@ from tests.commands import TINY, refusal
 from tests.pool.job import mpirun
 from tests.pool.zygote import ROOT, python
 
-CONFIGS = [Config, PlanConfig, EvaluateConfig, PredictConfig, GenerateConfig, ServeConfig]
+CONFIGS = [Config, PlanConfig, EvaluateConfig, PredictConfig, EmbedConfig, GenerateConfig, ServeConfig]
 TWO_SCREENS = 90
 COLUMNS = 100
 HEAVY = {"torch", "torchvision", "numpy", "mpi4py", "PIL", "jinja2"}
@@ -80,7 +81,7 @@ def program(*words: str) -> str:
         ((), ["usage: mpi4dl COMMAND"], ""),
         (("help", "plan"), ["usage: mpi4dl plan [--timeline", "exit code 0"], ""),
         (("trian",), ["exit code 2"], "mpi4dl: there is no command trian; did you mean train?\n"),
-        (("--lr", "1"), ["exit code 2"], "mpi4dl: name a command before --lr: doctor, evaluate,"),
+        (("--lr", "1"), ["exit code 2"], "mpi4dl: name a command before --lr: doctor, embed,"),
         (("train", "--help"), ["usage: mpirun -n RANKS mpi4dl train [--config", "exit code 0"], ""),
         (("doctor", "--help"), ["usage: mpirun -n RANKS mpi4dl doctor", "exit code 0"], ""),
         (("export", "--help"), ["usage: mpi4dl export", "exit code 0"], ""),

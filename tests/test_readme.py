@@ -11,6 +11,7 @@ from benchmarks.common import options as benchmarks
 from docs.check_prose import average, pages, problems, problems_of_code, sentences
 from docs.reference import OPTIONS, options_page
 from mpi4dl._commands import command_names
+from mpi4dl.embed import EmbedConfig
 from mpi4dl.estimate.dry_run import memory_of_command
 from mpi4dl.evaluate import EvaluateConfig
 from mpi4dl.generate import GenerateConfig
@@ -39,6 +40,7 @@ CONFIGS: dict[str, Any] = {
     "plan": PlanConfig,
     "evaluate": EvaluateConfig,
     "predict": PredictConfig,
+    "embed": EmbedConfig,
     "generate": GenerateConfig,
     "serve": ServeConfig,
 }
@@ -136,7 +138,7 @@ def test_a_command_is_one_that_there_is(command: Command) -> None:
         ranks = int(command.ranks or 1)
         assert build_plan(placed(Config(), Inference(found.inputs, found.placing), ranks)[0]).num_ranks == ranks
     elif config is not None:
-        parse_options(config, words[1:], "", "")
+        parse_options(config, words if command.name == "embed" else words[1:], "", "")
     elif command.name.startswith("benchmarks run "):
         name = command.name.split()[-1]
         assert name in benchmarks.names()

@@ -328,15 +328,22 @@ def with_average(stored: WeightSource, path: Path) -> WeightSource:
 
 
 def load_weights(
-    stages: LocalStages, source: str, *, model: str = "", strict: bool = False, average: Path | None = None
+    stages: LocalStages,
+    source: str,
+    *,
+    model: str = "",
+    strict: bool = False,
+    complete: bool = False,
+    average: Path | None = None,
 ) -> list[str]:
     """Load pretrained weights into a model that is distributed over ranks, before its engine is made. Collective.
 
     `source` is a file of torch.save or safetensors, a folder of a run, a checkpoint, a name such as
     "ResNet50_Weights.IMAGENET1K_V2", or "pretrained", for which `model` is the name that the model was made by. Values
     of equal name and shape are loaded. The rest, such as a head of another number of classes, keeps its initial values,
-    unless the match is to be `strict`. `average` is a file with averages of parameters, as `average_of` finds it; of a
-    folder they are taken if there are any. Returns what there is to say, alike on all ranks.
+    unless the match is to be `strict`, or `complete`: all values of the model are there, perhaps among others.
+    `average` is a file with averages of parameters, as `average_of` finds it; of a folder they are taken if there are
+    any. Returns what there is to say, alike on all ranks.
 
     Raises:
         Refusal: on all ranks: there are no such weights, none matches, or, if it is to be strict, not all do.
@@ -349,7 +356,7 @@ def load_weights(
             if average is not None:
                 stored = with_average(stored, average)
             matching = match(stored.shapes, {name: shape for name, (shape, _) in stages.shapes.items()}, stages.ties)
-            _require(stored, matching, stages, strict)
+            _require(stored, matching, stages, strict, complete)
     origin, matching = comm.broadcast_object((stored and stored.origin, matching))
     assert matching is not None
     _hand_out(stages, matching.pairs, stored)
@@ -379,14 +386,14 @@ def not_finite(
     ]
 
 
-def _require(stored: WeightSource, matching: Matching, stages: LocalStages, strict: bool) -> None:
+def _require(stored: WeightSource, matching: Matching, stages: LocalStages, strict: bool, complete: bool) -> None:
     if not matching.pairs:
         raise ValueError(
             f"`weights` {stored.origin} fits to nothing of the model: it has {few(list(stored.shapes)) or 'no values'},"
             f" but the model has {few(list(stages.shapes))}"
         )
-    problems = "; ".join(matching.problems())
-    if strict and problems:
+    problems = "; ".join((matching._replace(unmatched=[]) if complete else matching).problems())
+    if (strict or complete) and problems:
         raise ValueError(f"`weights` {stored.origin}: not all of it fits to the model: {problems}")
 
 

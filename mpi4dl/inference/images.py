@@ -63,8 +63,9 @@ def _unlike(found: Named, about: Description) -> str | None:
     """A difference from the training, in one sentence."""
     if task_of(found) != about.task:
         return f"the labels are to {task_of(found)}, but the model was trained to {about.task}"
-    if found.channels != about.channels:
-        return f"the images have {found.channels} channels, but the model was trained on {about.channels}"
+    unlike = _other_channels(found, about)
+    if unlike is not None:
+        return unlike
     unlike = unlike_values(found, about.values)
     if unlike is not None:
         return unlike
@@ -72,6 +73,18 @@ def _unlike(found: Named, about: Description) -> str | None:
     if not FORMS[about.task].classes and known and tuple(found.classes) != known[: len(found.classes)]:
         return f"the labels are {', '.join(found.classes[:10])}, but those of training are {', '.join(known[:10])}"
     return None
+
+
+def _other_channels(found: Named, about: Description) -> str | None:
+    """A difference in the number of channels, or of features, in one sentence."""
+    if found.channels == about.channels:
+        return None
+    if about.options.get("features", "none") != "none":
+        return (
+            f"patches have {found.channels} features, but the model was trained on {about.channels}: embed the slides "
+            "by the encoder of training"
+        )
+    return f"the images have {found.channels} channels, but the model was trained on {about.channels}"
 
 
 def _labelled(source: str, config: Config, about: Description) -> tuple[Named, str]:
@@ -140,19 +153,28 @@ def open_any(comm: Communicator, config: Config, about: Description, source: str
     return found
 
 
-def framed_for(comm: Communicator, slides: str | None, folder: str | None, config: Config) -> Config:
+def framed_for(
+    comm: Communicator, slides: str | None, folder: str | None, features: str | None, config: Config
+) -> Config:
     """The configuration of training with other slides, and the image size in which these fit. Collective.
 
-    Raises Refusal on all ranks for slides where training saw none.
+    Raises Refusal on all ranks for slides where training saw none, and for features of slides likewise.
     """
-    if slides is None:
+    if slides is None and features is None:
         return config
+    problem, on_features = None, config.slides.features is not None
     if config.slides.slides is None:
-        comm.agree("`slides` is for a model that was trained on `slides`: name pictures by `images`")
+        problem = "`slides` is for a model that was trained on `slides`: name pictures by `images`"
+    elif on_features and features is None:
+        problem = "the model was trained on `features`: name those of other slides, which mpi4dl embed writes"
+    elif features is not None and not on_features:
+        problem = "`features` is for a model that was trained on `features`: leave it out, and name `slides` alone"
+    comm.agree(problem)
     from mpi4dl.training.setup import framed
 
     size = config.data.image_size if config.data.fit == "crop" else AUTO
-    return framed(with_values(config, {"slides": slides, "slides_folder": folder, "image_size": size}), comm)
+    given = {"slides": slides or features, "slides_folder": folder, "features": features, "image_size": size}
+    return framed(with_values(config, given), comm)
 
 
 def _require_pictures(comm: Communicator, config: Config, source: str | None) -> None:
@@ -241,7 +263,7 @@ def seen_before(images: Any, folder: Path) -> list[str]:
     return found
 
 
-def open_any_slides(comm: Communicator, config: Config) -> Named:
+def open_any_slides(comm: Communicator, config: Config, about: Description) -> Named:
     """The slides that a configuration names, without their labels, on all ranks. Collective; raises Refusal."""
     from mpi4dl.options.data import open_slides
 
@@ -249,7 +271,9 @@ def open_any_slides(comm: Communicator, config: Config) -> Named:
         found = open_slides(config, labelled=False)
         return found, found
 
-    return shared(comm, opened)[0]
+    slides = shared(comm, opened)[0]
+    comm.agree(_other_channels(slides, about) or unlike_values(slides, about.values))
+    return slides
 
 
 class UnlabelledFiles(ListedFiles):

@@ -26,14 +26,15 @@ OPACITY = 0.5
 COLOURS = "inferno"
 BAR_UM = (50, 100, 200, 500, 1000, 2000, 5000, 10000)  # lengths of scale bars
 DPI = 100
+ROUNDED = 1e-6  # of a patch
 
 
 class PatchMap(NamedTuple):
     """A value for each of some patches of a slide, and their places (row, column) in its grid of patches."""
 
-    places: Sequence[tuple[int, int]]
+    places: Sequence[tuple[float, float]]  # fractions where patches lie on several grids
     values: npt.NDArray[np.float32]
-    patch: int
+    patch: float
     title: str
 
     @property
@@ -77,7 +78,7 @@ def geojson(slide: Slide, found: PatchMap) -> str:
 
 def grid_of(found: PatchMap) -> npt.NDArray[np.float32]:
     """The values (rows, columns) of the grid of patches, NaN where there is none."""
-    places = np.asarray(found.places)
+    places = np.floor(np.asarray(found.places) + ROUNDED).astype(np.int64)
     grid = np.full(places.max(0) + 1, np.nan, np.float32)
     grid[tuple(places.T)] = found.values
     return grid

@@ -231,6 +231,7 @@ class Predicting:
 
     def _mapped(self, index: int, position: int, record: Record) -> Record:
         """Write the heat map of a slide, on rank 0; the record names its files, or the error."""
+        from mpi4dl.datasets.slides.features import Bag
         from mpi4dl.inference.maps import PatchMap, write_map
 
         attended, patch = self.model.attended, self.model.config.model.patches
@@ -240,6 +241,11 @@ class Predicting:
         slide: Any = self.images.image(index)
         try:
             found = PatchMap(places, values.numpy(), patch, name)
+            if isinstance(slide, Bag):
+                where = slide.places()
+                if where is None:
+                    return record
+                slide, found = where[0], PatchMap(where[1], found.values, where[2], name)
             paths = write_map(self.out, self._bases[self.images.name(index)], slide, found)
         except (DatasetError, OSError) as error:
             return self._named(index, {"error": printable(str(error))})

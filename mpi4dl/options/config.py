@@ -258,6 +258,13 @@ class Slides:
     slides_folder: str | None = option(
         None, "the folder of the slides, and of folders in it; none: that of the table", optional(NAME)
     )
+    features: str | None = option(
+        None,
+        "a folder of features of the patches of slides, as mpi4dl embed, TRIDENT or CLAM write them: train the "
+        "aggregator on these; --slides is the table of labels then",
+        optional(NAME),
+        known_as=same_as("feats-dir features-dir patch-features-dir"),
+    )
     mpp: float | None = option(
         None,
         "read slides at so many microns per pixel, such as 0.5; none: by --magnification, or level 0",
@@ -908,7 +915,7 @@ class Config:
         mean = self.data.mean
         if self.data.std is None:
             object.__setattr__(self, "data", replace(self.data, std=mean if isinstance(mean, str) else (0.25,)))
-        if self.data.image_size == AUTO and self.slides.slides is None:
+        if self.data.image_size == AUTO and self.slides.slides is None and self.slides.features is None:
             object.__setattr__(self, "data", replace(self.data, image_size=USUAL_SIZE))
         size, tiles = self.data.image_size, self.parallel.tiles
         if self.data.text is not None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 RGB = 3  # channels
 STRIDE = 32  # px, of most models of pictures
+FEATURES_MODEL = "features"  # how files of a run name the model that has no encoder
 
 
 def build_datasets(config: Config, validating: Mapping[str, bool] | None = None) -> tuple[Named, Named]:
@@ -76,16 +77,20 @@ def open_slides(
         config.model.num_classes,
         config.data.ignore_index,
     )
-    return SlideFolder(
-        path,
-        SlideOptions(resolution, threshold, config.model.min_tissue, chosen.most_patches, masks),
-        folder=None if chosen.slides_folder is None else Path(chosen.slides_folder).expanduser(),
-        task=config.data.task if labelled and config.data.task in FORMS else None,
-        label_columns=config.data.label_columns if labelled else (),
-        classes=classes,
-        columns={role: name for role, name in columns.items() if name is not None},
-        tell=tell,
-    )
+    options = SlideOptions(resolution, threshold, config.model.min_tissue, chosen.most_patches, masks)
+    folder = None if chosen.slides_folder is None else Path(chosen.slides_folder).expanduser()
+    common: dict[str, Any] = {
+        "task": config.data.task if labelled and config.data.task in FORMS else None,
+        "label_columns": config.data.label_columns if labelled else (),
+        "classes": classes,
+        "columns": {role: name for role, name in columns.items() if name is not None},
+        "tell": tell,
+    }
+    if chosen.features is None:
+        return SlideFolder(path, options, folder=folder, **common)
+    from mpi4dl.datasets.slides.features import FeatureFolder
+
+    return FeatureFolder(path, options, folder=Path(chosen.features).expanduser(), slides=folder, **common)
 
 
 FOLDS = "folds.csv"  # in the folder of the runs of all folds: which slides are in which
@@ -135,7 +140,7 @@ def in_folder_of_fold(config: Config) -> Config:
     """The configuration with the run of a fold in a folder of its own, such as runs/mine/fold_2 in runs/mine."""
     chosen, run = config.slides, config.run.run_folder
     name = f"fold_{chosen.fold}"
-    if config.slides.slides is None or chosen.folds is None or run is None or Path(run).name == name:
+    if (chosen.slides or chosen.features) is None or chosen.folds is None or run is None or Path(run).name == name:
         return config
     return with_values(config, {"run_folder": str(Path(run) / name)})
 
@@ -155,14 +160,50 @@ def in_windows(
     return each, grid
 
 
+def with_features(config: Config) -> Config:
+    """The configuration of a model that aggregates features of slides, if it names some.
+
+    A slide is an image of one row then, whose pixels are patches and whose channels are their features. Options of the
+    encoder and of pixels are for `mpi4dl embed`: what they are by default or by a preset does no harm.
+
+    Raises:
+        ConfigError: options that would change patches, or need their pixels.
+    """
+    features, data, parallel = config.slides.features, config.data, config.parallel
+    if features is None:
+        return config
+    asked = {
+        "random_crop": data.random_crop,
+        "jitter": data.jitter,
+        "mixup": data.mixup,
+        "transforms": data.transforms is not None,
+        "stream": parallel.stream is not None,
+        "stages": parallel.stages > 1,
+        "fit": data.fit not in ("auto", "pad"),
+        "task": data.task == "segment",
+    }
+    wrong = next((name for name, given in asked.items() if given), None)
+    if wrong is not None:
+        raise ConfigError(f"`{wrong}` is for models that see pixels, and `features` {features} has none: leave it out")
+    given: dict[str, Any] = {"model": FEATURES_MODEL, "model_options": {}, "patches": 1, "min_tissue": 0.0}
+    given |= {"mean": (0.0,), "std": (1.0,), "flip": "none", "fit": "pad"}
+    given |= {"mpp": None, "magnification": None, "level": None, "stream_segments": None}
+    given["slides"] = config.slides.slides or features
+    if config.tuning.weights == "pretrained":
+        given["weights"] = None
+    return with_values(config, given)
+
+
 def with_frame(config: Config) -> Config:
     """The configuration with the image size in which its largest slide fits, where that is to be found out.
 
     Its sides are multiples of the patches, or of 32 px, which is the stride of most models; and of the tiles.
+    Of features it is the number of patches of the slide that has the most.
 
     Raises:
         ConfigError, DatasetError: there are no such slides, or one is larger than the image size.
     """
+    config = with_features(config)
     if config.slides.slides is None:
         return config
     others = {"dataset": config.data.dataset, "text": config.data.text, "images": config.data.images}
@@ -184,6 +225,8 @@ def with_frame(config: Config) -> Config:
         return with_values(config, {"image_size": fitting})
     if any(side > most for side, most in zip(largest.size, asked, strict=False)):
         sides, frame, needed = ("x".join(map(str, each)) for each in (largest.size, asked, fitting))
+        if config.slides.features is not None:
+            raise ConfigError(f"a slide has {largest.size[1]} patches, more than `image_size` {frame}: leave it out")
         raise ConfigError(
             f"{largest.file.path} has {sides} px, more than `image_size` {frame}: choose {needed}, auto, or a coarser "
             "`mpp`"

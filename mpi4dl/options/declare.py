@@ -125,6 +125,8 @@ def instead(remedy: str, names: str) -> dict[str, str]:
 def like(section: type, name: str) -> Any:
     """Declare a field of a section as another section declares the field of that name."""
     found = next(each for each in fields(section) if each.name == name)
+    if found.default is MISSING:
+        return field(default_factory=found.default_factory, metadata=found.metadata)
     return field(default=found.default, metadata=found.metadata)
 
 

@@ -51,6 +51,10 @@ def _drawn(config: Config, num_classes: int, channels: int) -> nn.Module:
     torch.manual_seed(config.training.seed)
     seed_python(config.training.seed)
     name, options = config.model.model, config.model.model_options
+    if config.slides.features is not None:
+        from mpi4dl.models.patches import AGGREGATORS, PatchModel
+
+        return PatchModel(nn.Flatten(), AGGREGATORS[config.model.aggregator](channels, num_classes), 1)
     if is_own(name):
         model = own_model(name, options, num_classes, channels)
         return model if config.model.patches is None else _of_patches(config, model, num_classes, channels)
@@ -159,12 +163,15 @@ def patch_options(config: Config, plan: Plan) -> "PatchOptions | None":
     patches = f"{rows} x {cols} patches of {chosen.patches} px in each image{which}"
     if config.slides.slides is not None:
         patches = f"patches of {chosen.patches} px with tissue, of at most {rows} x {cols} in each slide"
+    at_once = chosen.patches_at_once
+    if config.slides.features is not None:
+        patches, at_once = f"features of at most {counted(cols, 'patch', 'patches')} of each slide", cols
     remark = (
-        f"{patches}: {chosen.patches_at_once} at once on "
+        f"{patches}: {at_once} at once on "
         f"each rank, {config.parallel.stream_norm} norms, aggregated by {chosen.aggregator}"
     )
     norms, segments = config.parallel.stream_norm, config.parallel.stream_segments or 1
-    return PatchOptions(chosen.patches_at_once, norms, segments, remark)
+    return PatchOptions(at_once, norms, segments, remark)
 
 
 def without_rules(config: Config) -> AbstractContextManager[None]:

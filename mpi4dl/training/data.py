@@ -336,6 +336,8 @@ def unlike_values(images: Any, trained_on: str | None) -> str | None:
     """The difference of values of volumes from the training's, recorded as `trained_on`, in one sentence."""
     values = getattr(images, "values", None)
     if None not in (values, trained_on) and values != trained_on:
+        if str(values).startswith("features"):
+            return f"the slides have {values}, but training had {trained_on}: embed the slides by that model"
         return (
             f"values of the volumes are read {values}, but those of training were {trained_on}: write them in the "
             "format and type of training"
@@ -412,6 +414,9 @@ def _shown(config: Config, fit: Fit, sizes: Sequence[tuple[int, ...]], count: in
     """How images are brought to the image size, in words."""
     size = config.data.image_size
     frame = "x".join(map(str, size))
+    if config.slides.features is not None:
+        counts = [count for _, count in sizes]
+        return f"slides of {min(counts, default=0)} to {max(counts, default=0)} patches, {size[1]} at most"
     what = f"images of {_range(sizes)} px" if sizes else "images"
     if count > LOOKED_AT:
         what += f" ({len(sizes)} of {count} looked at)"

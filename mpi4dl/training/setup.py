@@ -22,7 +22,7 @@ from mpi4dl.engine import Engine
 from mpi4dl.geometry import Box
 from mpi4dl.options import build
 from mpi4dl.options.config import Config, ConfigError, facts
-from mpi4dl.options.data import in_folder_of_fold, with_frame
+from mpi4dl.options.data import in_folder_of_fold, with_features, with_frame
 from mpi4dl.options.declare import with_values
 from mpi4dl.options.optimizers import Schedule, build_optimizer, build_schedule, groups_of
 from mpi4dl.options.tasks import Monitor, build_metrics, build_task, monitored, with_task
@@ -124,6 +124,8 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
 
 def framed(config: Config, comm: Communicator) -> Config:
     """The configuration with the image size of its slides, found by rank 0. Collective; raises Refusal."""
+    with comm.together((ConfigError,)):
+        config = with_features(config)
     if config.slides.slides is None:
         return config
     found = None

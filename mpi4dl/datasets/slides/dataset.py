@@ -71,9 +71,16 @@ class SlideFolder(ListedFiles):
         classes: tuple[str, ...] | None = None,
         columns: Mapping[str, str] | None = None,
         tell: Tell = quietly,
+        features: bool = False,
     ) -> None:
         found = read_slides(
-            source, folder=folder, task=task, label_columns=label_columns, classes=classes, columns=columns or {}
+            source,
+            folder=folder,
+            task=task,
+            label_columns=label_columns,
+            classes=classes,
+            columns=columns or {},
+            features=features,
         )
         self.source, self.options, self.rows = source, options, found.rows
         self.labels_of, self.classes, self.columns = found.task, found.classes, found.columns
@@ -119,15 +126,18 @@ class SlideFolder(ListedFiles):
         with self._lock:
             found = self._slides.pop(index, None)
         if found is None:
-            row, resolution = self.rows[index], self.options.resolution
-            if row.mpp is not None:  # the table knows better than the option for all
-                resolution = Resolution(resolution.mpp, resolution.magnification, resolution.level, row.mpp)
-            found = open_slide(self.checked(index), resolution)
+            found = self._opened(index)
         with self._lock:
             self._slides[index] = found
             while len(self._slides) > MOST_OPEN:
                 del self._slides[next(iter(self._slides))]
         return found
+
+    def _opened(self, index: int) -> Slide:
+        row, resolution = self.rows[index], self.options.resolution
+        if row.mpp is not None:  # the table knows better than the option for all
+            resolution = Resolution(resolution.mpp, resolution.magnification, resolution.level, row.mpp)
+        return open_slide(self.checked(index), resolution)
 
     def tissue_patches(self, index: int, patch: int, key: tuple[int, ...] = ()) -> Patches:
         """The patches of `patch` x `patch` px of a slide that show tissue, in the order of rows.

@@ -147,6 +147,11 @@ class Slide:
         fine_enough = [level for level in file.levels if level.downsample <= downsample * (1 + SAME / 2)]
         self._level = fine_enough[-1] if fine_enough else file.levels[0]
 
+    @property
+    def level(self) -> int:
+        """The number of the level that is read."""
+        return self.file.levels.index(self._level)
+
     def read(self, *space: Interval) -> Pixels:
         """The pixels of a box (rows, columns, 3), uint8: the same in every box that has them."""
         level, factor = self._level, self.downsample / self._level.downsample

@@ -61,6 +61,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "mpp": ("mpp", "microns_per_pixel"),
     "annotation": ("annotation", "annotations", "mask"),
 }
+FEATURE_SUFFIXES = (".h5", ".hdf5", ".pt")
 LABEL_COLUMNS = ("label", "labels", "class", "target")
 CLASS_COLUMNS = ("label", "labels", "class")  # whole numbers in these are classes
 _NO_COLUMNS: Mapping[str, str] = {}
@@ -125,6 +126,7 @@ def read_slides(
     label_columns: Sequence[str] | None = None,
     classes: tuple[str, ...] | None = None,
     columns: Mapping[str, str] = _NO_COLUMNS,
+    features: bool = False,
 ) -> SlideTable:
     """Read a table of slides, or a folder of slides whose subfolders may be their classes.
 
@@ -136,6 +138,7 @@ def read_slides(
             empty sequence no label is read, as for prediction.
         classes: the classes and their order, if they must agree with those of training.
         columns: the column that the user named for a role of `ROLES`.
+        features: whether the files are those of features of the slides: NAME.h5 for NAME.svs.
 
     Raises:
         DatasetError: the table is wrong, which names the file and the line; or a slide is missing.
@@ -147,7 +150,7 @@ def read_slides(
     if path.is_dir():
         if columns or label_columns or folder is not None:
             raise DatasetError(f"{path}: is a folder of slides, and has no columns: name a table, such as slides.csv")
-        return _read_folder(path, task, classes, labelled=label_columns is None)
+        return _read_folder(path, task, classes, label_columns is None, features)
     if task != "segment":
         check_task(path, task)
     table = CsvTable(
@@ -171,12 +174,15 @@ def read_slides(
     mpps = list(_mpps(table, lines, taken))
     annotations = _annotations(lines, taken)
     root = folder if folder is not None else path.parent
-    files = _slides_below(root, without=annotations)
+    files = _slides_below(root, annotations, features)
     slides = [line.values[taken["slide"]] for line in lines]
     numbers = [line.number for line in lines]
     asked = [Labelled(number, _below(root, slide), "", 0) for number, slide in zip(numbers, slides, strict=True)]
-    remedy = ": correct its name, or name the folder of slides by `slides_folder`"
-    paths = [name for _, name in found_in(path, asked, files, root, "slide", remedy)]
+    kind, remedy = "slide", ": correct its name, or name the folder of slides by `slides_folder`"
+    if features:
+        kind, remedy = "file of features", ": embed the slide by mpi4dl embed, or leave the line out"
+        asked = [row._replace(name=_name_of_features(row.name, files)) for row in asked]
+    paths = [name for _, name in found_in(path, asked, files, root, kind, remedy)]
     rows = tuple(map(SlideRow, numbers, slides, paths, patients, parts, folds, labels, mpps, annotations))
     require_patients_apart(rows, path)
     unused = [name for name in others if name not in learnt]
@@ -346,17 +352,37 @@ def _annotations(lines: Sequence[Line], taken: Mapping[str, str]) -> list[str | 
     return [None if says_none(text) else text for text in texts]
 
 
-def _slides_below(folder: Path, without: Sequence[str | None] = ()) -> list[str]:
-    """The files of slides below a folder, in order, but for those of annotations. Raises DatasetError for none."""
+def _slides_below(folder: Path, without: Sequence[str | None] = (), features: bool = False) -> list[str]:
+    """The files of slides below a folder, in order, but for those of annotations; or those of `features`.
+
+    Raises DatasetError for none.
+    """
+    noun, suffixes = ("features", FEATURE_SUFFIXES) if features else ("slides", SUFFIXES)
     if not folder.is_dir():
-        what = "is a file, not a folder of slides" if folder.exists() else "no such folder of slides"
-        raise DatasetError(f"{folder}: {what}: name one by `slides_folder`")
-    found = sorted(path.relative_to(folder).as_posix() for path, _ in files_below(folder, SUFFIXES))
+        what = f"is a file, not a folder of {noun}" if folder.exists() else f"no such folder of {noun}"
+        raise DatasetError(f"{folder}: {what}: name one by `{'features' if features else 'slides_folder'}`")
+    found = sorted(path.relative_to(folder).as_posix() for path, _ in files_below(folder, suffixes))
     annotations = {_below(folder, name.replace("\\", "/").removeprefix("./")) for name in without if name}
     found = [name for name in found if name not in annotations]
     if not found:
-        raise DatasetError(f"{folder}: has no slides: files of slides end in {' '.join(SUFFIXES)}")
+        raise DatasetError(f"{folder}: has no {noun}: files of {noun} end in {' '.join(suffixes)}")
+    if features:  # CLAM writes NAME.pt beside NAME.h5, which says more
+        said = {without_suffix(name, suffixes).rpartition("/")[2] for name in found if not name.endswith(".pt")}
+        found = [n for n in found if not n.endswith(".pt") or n.removesuffix(".pt").rpartition("/")[2] not in said]
     return found
+
+
+def _name_of_features(slide: str, files: Sequence[str]) -> str:
+    """What a file of features is called without its ending: as the slide, with its folders or without."""
+    name = without_suffix(slide.replace("\\", "/").removeprefix("./"), SUFFIXES)
+    known = {without_suffix(file, FEATURE_SUFFIXES) for file in files}
+    return name if name in known else name.rpartition("/")[2]
+
+
+def without_suffix(name: str, suffixes: Sequence[str]) -> str:
+    """A name without the longest of these endings that it has, in upper or lower case."""
+    found = max((each for each in suffixes if name.lower().endswith(each)), key=len, default="")
+    return name[: len(name) - len(found)]
 
 
 def _below(folder: Path, name: str) -> str:
@@ -393,9 +419,11 @@ def _slide_name(row: SlideRow) -> str:
     return f"slide {row.slide!r}" + (f" of line {row.line}" if row.line else "")
 
 
-def _read_folder(folder: Path, task: str | None, classes: tuple[str, ...] | None, labelled: bool) -> SlideTable:
+def _read_folder(
+    folder: Path, task: str | None, classes: tuple[str, ...] | None, labelled: bool, features: bool
+) -> SlideTable:
     """The slides below a folder, in subfolders train, val and test or not, in subfolders of classes or not."""
-    paths = _slides_below(folder)
+    paths = _slides_below(folder, features=features)
     parts = [""] * len(paths)
     inner = paths
     if all("/" in path and path.partition("/")[0].casefold() in PARTS for path in paths):
@@ -413,7 +441,7 @@ def _read_folder(folder: Path, task: str | None, classes: tuple[str, ...] | None
     else:
         task = None
         remarks = (f"slides of {folder} have no labels",)
-    slides = _identifiers(folder, paths)
+    slides = _identifiers(folder, paths, FEATURE_SUFFIXES if features else SUFFIXES)
     patients, more = _patients_of(slides, "a table, such as slides.csv, can name the patients")
     rows = tuple(
         SlideRow(0, slide, path, patient, part, label=label)
@@ -452,9 +480,9 @@ def _folder_classes(
     return found
 
 
-def _identifiers(folder: Path, paths: Sequence[str]) -> list[str]:
+def _identifiers(folder: Path, paths: Sequence[str], suffixes: Sequence[str]) -> list[str]:
     """The names of files without endings; of files with equal names, with their folders. Raises DatasetError."""
-    short = [path[: -len(next(suffix for suffix in _LONG_FIRST if path.lower().endswith(suffix)))] for path in paths]
+    short = [without_suffix(path, suffixes) for path in paths]
     bases = [name.rpartition("/")[2] for name in short]
     times: dict[str, int] = {}
     for base in bases:
@@ -465,9 +493,6 @@ def _identifiers(folder: Path, paths: Sequence[str]) -> list[str]:
         if first.setdefault(name, path) != path:
             raise DatasetError(f"{folder}: has {first[name]} and {path}: one file of each name")
     return names
-
-
-_LONG_FIRST = tuple(sorted(SUFFIXES, key=len, reverse=True))
 
 
 class SplitLine(NamedTuple):

@@ -1,0 +1,311 @@
+"""Features of the patches of slides, one file a slide: written by `mpi4dl embed`, TRIDENT or CLAM.
+
+    NAME.h5    features   (N, D)    a row for each patch; float32, or another floating point type
+               coords     (N, 2)    x and y of the upper left corner of each patch, in pixels of the full level 0
+                                    attributes: patch_size, patch_size_level0, patch_level, level0_magnification,
+                                    target_magnification, overlap, level0_width, level0_height, name
+    NAME.pt    a tensor (N, D), as CLAM writes it
+
+A leading axis of length 1 is dropped. Other datasets and missing attributes do no harm. The features of a slide are
+read as an image of one row, whose pixels are the patches, and whose channels are the features.
+"""
+
+import json
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mpi4dl._files import Replacement, open_regular
+from mpi4dl._wording import to_install
+from mpi4dl.datasets.base import BadImage, DatasetError
+from mpi4dl.datasets.files import SUFFIXES
+from mpi4dl.datasets.listed import files_below
+from mpi4dl.datasets.slides.dataset import Patches, SlideFolder, SlideOptions
+from mpi4dl.datasets.slides.slide import MPP_AT_1X, Level, Slide, SlideFile, open_slide
+from mpi4dl.datasets.slides.tables import FEATURE_SUFFIXES, without_suffix
+from mpi4dl.geometry import Interval
+
+FEATURES, COORDS, SETTINGS = "features", "coords", "mpi4dl"  # datasets, and an attribute of the file
+PICKLED = ".pt"
+CHUNK_BYTES = 1 << 20  # of rows that HDF5 stores together
+
+Features = npt.NDArray[np.float32]
+Coords = npt.NDArray[np.int64]
+
+
+class Embedded(NamedTuple):
+    """The features (N, D) of the patches of a slide, and x and y (N, 2) of their upper left corners at level 0."""
+
+    features: Features
+    coords: Coords
+
+
+@dataclass(frozen=True)
+class Bag:
+    """The features of a slide as an image (1, N) of D channels, whose header is read and whose features are not.
+
+    Attributes:
+        coords: x and y of the patches in pixels of level 0; None if the file does not say them.
+        side: the side of a patch in pixels of level 0; None without `coords`.
+        settings: how `mpi4dl embed` made the features; empty if something else made them.
+        attributes: those of `coords`.
+        slide: the slide itself, if it is at hand.
+    """
+
+    path: Path
+    size: tuple[int, int]
+    channels: int
+    coords: Coords | None = None
+    side: float | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    slide: Path | None = None
+
+    def read(self, *space: Interval) -> Features:
+        """The features (rows, columns, D) of some patches. Raises BadImage."""
+        rows, cols = space
+        found = _rows(self.path, slice(*cols)).astype(np.float32, copy=False)
+        if not np.isfinite(found).all():
+            patch = cols.start + int(np.flatnonzero(~np.isfinite(found).all(1))[0])
+            raise BadImage(self.path, f"the features of patch {patch} are not finite numbers: embed the slide again")
+        return found[None][: rows.length]
+
+    @property
+    def encoder(self) -> str | None:
+        """The encoder that made the features, and a fingerprint of its weights; None if the file does not say it."""
+        said = self.settings
+        return f"features by {said['model']} with weights {said['weights']}" if said else None
+
+    def places(self) -> tuple[Slide, list[tuple[float, float]], float] | None:
+        """The slide at level 0, the row and the column of each patch in units of its side, and that side.
+
+        Without the slide itself at hand, it is a white one. None if the file does not say where patches are. Raises
+        BadImage, DatasetError.
+        """
+        if self.coords is None or self.side is None:
+            return None
+        slide = self._white(self.side) if self.slide is None else open_slide(self.slide).at(1.0)
+        rows_cols = (self.coords[:, ::-1] - np.asarray(slide.origin)) / self.side
+        return slide, [(row, col) for row, col in rows_cols.tolist()], self.side
+
+    def _white(self, side: float) -> Slide:
+        assert self.coords is not None
+        width, height = (
+            int(self.attributes.get(f"level0_{name}") or most + side)
+            for name, most in zip(("width", "height"), self.coords.max(0), strict=True)
+        )
+        levels: list[Level] = []
+        downsample = 1
+        while not levels or max(width, height) >= downsample:
+            levels.append(Level(_White((-(-height // downsample), -(-width // downsample))), float(downsample)))
+            downsample *= 2
+        mpp, power = self.attributes.get("level0_mpp"), self.attributes.get("level0_magnification")
+        return Slide(SlideFile(self.path, tuple(levels), mpp or (MPP_AT_1X / power if power else None)))
+
+
+@dataclass(frozen=True)
+class _White:
+    """A white image."""
+
+    size: tuple[int, int]
+
+    def read(self, *space: Interval) -> npt.NDArray[np.uint8]:
+        return np.full((*(interval.length for interval in space), 3), 255, np.uint8)
+
+
+def open_bag(path: Path) -> Bag:
+    """The features in a file, its header read and the features not.
+
+    Raises:
+        BadImage: the file cannot be read, is damaged, or has no features of patches.
+        DatasetError: h5py is not installed.
+    """
+    if path.suffix.lower() == PICKLED:
+        shape, kind = _pickled(path).shape, "f"
+        return Bag(path, *_shape(path, shape, kind))
+    with _opened(path) as file:
+        found = _dataset(path, file)
+        size, channels = _shape(path, found.shape, found.dtype.kind)
+        coords = file.get(COORDS)
+        settings = _json(file.attrs.get(SETTINGS))
+        if coords is None:
+            return Bag(path, size, channels, settings=settings)
+        attributes = {str(name): _plain(value) for name, value in coords.attrs.items()}
+        places = np.asarray(coords)
+        places = (places[0] if places.ndim == 3 and len(places) == 1 else places).astype(np.int64)
+        if places.shape != (size[1], 2):
+            raise BadImage(path, f"has features of {size[1]} patches, but coords of shape {places.shape}: (N, 2) fits")
+        return Bag(path, size, channels, places, _side(places, attributes), settings, attributes)
+
+
+def _side(coords: Coords, attributes: Mapping[str, Any]) -> float:
+    """The side of patches in pixels of level 0; where nothing says it, the least distance of two patches."""
+    side = attributes.get("patch_size_level0")
+    if isinstance(side, int | float) and side > 0:
+        return float(side)
+    steps = [np.diff(np.unique(axis)) for axis in coords.T]
+    return float(min((step.min() for step in steps if len(step)), default=1))
+
+
+def _shape(path: Path, shape: Sequence[int], kind: str) -> tuple[tuple[int, int], int]:
+    """The size (1, N) and the number of features. Raises BadImage."""
+    whole = tuple(shape)
+    shape = whole[1:] if len(whole) == 3 and whole[0] == 1 else whole
+    if len(shape) != 2 or kind != "f":
+        raise BadImage(path, f"has features of shape {whole} and kind {kind!r}: expected floating point, (N, D)")
+    if 0 in shape:
+        raise BadImage(path, f"has no patches (features of shape {whole}): leave the slide out, or embed it again")
+    return (1, int(shape[0])), int(shape[1])
+
+
+def _rows(path: Path, wanted: slice) -> npt.NDArray[Any]:
+    """Some rows of the features of a file."""
+    if path.suffix.lower() == PICKLED:
+        found = _pickled(path)
+        return (found[0] if found.ndim == 3 else found)[wanted]
+    with _opened(path) as file:
+        dataset = _dataset(path, file)
+        return np.asarray(dataset[0, wanted] if dataset.ndim == 3 else dataset[wanted])
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A file of HDF5. Raises BadImage for what is none, or is damaged."""
+    h5py = _h5py()
+    try:
+        open_regular(path).close()
+        with h5py.File(path, "r", locking=False) as file:
+            yield file
+    except BadImage:
+        raise
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise BadImage(path, f"cannot be read as HDF5 ({reason}): it is damaged, or no such file") from error
+
+
+def _dataset(path: Path, file: Any) -> Any:
+    found = file.get(FEATURES)
+    if found is None or not hasattr(found, "shape"):
+        has = ", ".join(map(str, list(file)[:5])) or "nothing"
+        raise BadImage(path, f"has no dataset {FEATURES!r}, but {has}")
+    return found
+
+
+def _h5py() -> Any:
+    try:
+        import h5py
+    except ImportError as error:
+        raise DatasetError(f"files of features need h5py; run {to_install('h5py')}") from error
+    return h5py
+
+
+def _pickled(path: Path) -> npt.NDArray[np.float32]:
+    """The tensor in a file of torch.save, without running what is in it. Raises BadImage."""
+    import torch
+
+    try:
+        with open_regular(path):
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        reason = (str(error) or type(error).__name__).partition("\n")[0]
+        raise BadImage(path, f"cannot be read as a tensor that torch.save wrote ({reason})") from error
+    found = found.get(FEATURES) if isinstance(found, Mapping) else found
+    if not isinstance(found, torch.Tensor) or not found.is_floating_point():
+        raise BadImage(path, f"holds a {type(found).__name__}: expected a tensor of floating point, (N, D)")
+    array: npt.NDArray[np.float32] = found.detach().float().numpy()
+    return array
+
+
+def _plain(value: Any) -> Any:
+    """A value of an attribute as a number or a text."""
+    if isinstance(value, np.ndarray):
+        value = value.flat[0] if value.size == 1 else value.tolist()
+    value = value.item() if isinstance(value, np.generic) else value
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _json(text: Any) -> Mapping[str, Any]:
+    """The settings in an attribute; empty for what is none."""
+    try:
+        found = json.loads(text) if isinstance(text, str) else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) and {"model", "weights"} <= found.keys() else {}
+
+
+def settings_of(path: Path) -> Mapping[str, Any]:
+    """How `mpi4dl embed` made a file; empty if something else made it. Raises BadImage, DatasetError."""
+    return open_bag(path).settings
+
+
+def write_features(path: Path, found: Embedded, attributes: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Write a file of features, at once or not at all. Raises OSError, DatasetError."""
+    h5py = _h5py()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = max(1, min(len(found.features), CHUNK_BYTES // max(1, 4 * found.features.shape[1])))
+    with Replacement(path) as temporary, h5py.File(temporary, "w") as file:
+        file.attrs[SETTINGS] = json.dumps(settings, sort_keys=True)
+        file.create_dataset(FEATURES, data=found.features, chunks=(rows, found.features.shape[1]))
+        coords = file.create_dataset(COORDS, data=found.coords)
+        for name, value in attributes.items():
+            if value is not None:
+                coords.attrs[name] = value
+
+
+class FeatureFolder(SlideFolder):
+    """Features of slides by a table, or all of a folder: a dataset as `SlideFolder`, of bags instead of slides.
+
+    `folder` has the files of features. `slides` is a folder of the slides themselves, for pictures.
+
+    Attributes:
+        channels: the number of features of a patch.
+        values: the encoder that made the features, if the files say it.
+
+    Raises:
+        DatasetError: as `SlideFolder`, or no file can be read.
+    """
+
+    def __init__(
+        self, source: Path, options: SlideOptions, *, folder: Path, slides: Path | None = None, **more: Any
+    ) -> None:
+        super().__init__(source, options, folder=None if source == folder else folder, features=True, **more)
+        if self.masks is not None:
+            raise DatasetError(f"{source}: has annotations, and features have no pixels to segment: add a column label")
+        self._by_name = {}
+        if slides is not None:
+            paths = sorted(path for path, _ in files_below(slides, SUFFIXES))
+            self._by_name = {without_suffix(path.name, SUFFIXES): path for path in paths}
+        problem: BadImage | None = None
+        for index in range(len(self)):
+            try:
+                first = open_bag(self.path(index))
+            except BadImage as error:
+                problem = problem or error
+                continue
+            self.channels, self.values = first.channels, first.encoder
+            return
+        raise DatasetError(f"{folder}: no file of features can be read: {problem}")
+
+    def _opened(self, index: int) -> Any:
+        found = open_bag(self.checked(index))
+        if found.channels != self.channels:
+            raise BadImage(
+                found.path,
+                f"has {found.channels} features of each patch, but other slides have {self.channels}: embed all slides "
+                "by one model",
+            )
+        if None not in (self.values, found.encoder) and self.values != found.encoder:
+            raise BadImage(found.path, f"has {found.encoder}, but other slides have {self.values}")
+        slide = self._by_name.get(without_suffix(found.path.name, FEATURE_SUFFIXES))
+        return Bag(**{**vars(found), "slide": slide})
+
+    def _all_patches(self, index: int, patch: int) -> Patches:
+        count = self.image(index).size[1]
+        return np.stack([np.zeros(count, np.int64), np.arange(count)], axis=1)

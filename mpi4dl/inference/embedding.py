@@ -1,0 +1,469 @@
+"""Features of all tissue patches of slides by a frozen encoder, one HDF5 file a slide, over all ranks.
+
+    ranks                 |     rank 0     |     rank 1     |     rank 2     |
+    tissue, files         |    slide 0     |    slide 1     |    slide 2     |    a group of as many slides as ranks
+    batches of patches    |  0  0  0  0  1 |  1  1  1  2  2 |  2  2  2  2  2 |    shared evenly, by number of slide
+
+A batch has patches of one slide. Which ones does not depend on the number of ranks, and so neither do the features.
+"""
+
+import hashlib
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mpi4dl._progress import ProgressBar, ProgressOfImages
+from mpi4dl._wording import counted, duration
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.datasets.base import BadImage, DatasetError, printable
+from mpi4dl.datasets.files import SUFFIXES
+from mpi4dl.datasets.loader import Prefetcher
+from mpi4dl.datasets.slides.features import Embedded, settings_of, write_features
+from mpi4dl.datasets.slides.slide import MPP_AT_1X, Slide
+from mpi4dl.datasets.slides.tables import without_suffix
+from mpi4dl.datasets.transform import NORMALISATIONS, View
+from mpi4dl.engine.precision import AUTOCAST
+from mpi4dl.geometry import Interval, ceil_div, even_cuts
+from mpi4dl.inference.masks import bases_of
+from mpi4dl.models.patches import headless
+from mpi4dl.models.registry import OWN_MODELS, TIMM
+from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.data import open_slides
+from mpi4dl.options.declare import value_of, with_values
+from mpi4dl.options.kinds import AUTO, part_name
+from mpi4dl.options.models import build_model
+from mpi4dl.options.parts import is_own
+from mpi4dl.runs.assembly import assemble
+
+if TYPE_CHECKING:
+    from mpi4dl.datasets.slides.dataset import Patches, SlideFolder
+
+ENDING = ".h5"
+NUM_OUTPUTS = 2  # of the classifier that an encoder is built with, and which is then left out
+FINGERPRINT = 12  # characters
+AHEAD = 2  # batches that each thread reads ahead
+# Options of training that decide how patches are read and encoded, and what they are called in messages.
+TAKEN = (
+    *("model", "model_options", "min_tissue", "patches_at_once", "mpp", "magnification", "level", "assume_mpp"),
+    *("tissue", "slides", "slides_folder", "slide_column", "precision", "threads", "device"),
+)
+SETTINGS = ("model_options", "mpp", "magnification", "level", "assume_mpp", "tissue", "min_tissue", "precision")
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A frozen model, which takes normalized patches (P, 3, patch, patch) and returns their features (P, D).
+
+    `weights` is a fingerprint of its parameters and buffers.
+    """
+
+    model: nn.Module
+    patch: int
+    num_features: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    weights: str
+    device: torch.device
+    precision: str
+
+    @torch.no_grad()
+    def __call__(self, patches: Tensor) -> Tensor:
+        """The features (P, D) of patches, float32, on the host."""
+        return _features(self.model, patches.to(self.device), self.precision).cpu()
+
+
+def _features(model: nn.Module, patches: Tensor, precision: str) -> Tensor:
+    lowered = AUTOCAST[precision]
+    with torch.autocast(patches.device.type, lowered, enabled=lowered is not None):
+        found = model(patches)
+    if not isinstance(found, Tensor) or found.dim() < 2 or len(found) != len(patches) or math.prod(found.shape[2:]) > 1:
+        shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"returns {shape} of {len(patches)} patches, but must return (patches, features)")
+    return found.flatten(1).float()
+
+
+def training_options(options: Any, num_ranks: int) -> Config:
+    """The options of an embedding as those of a training, which builds models and reads slides."""
+    patch = options.encoder.patches
+    given = {name: value_of(options, name) for name in TAKEN}
+    given |= {"image_size": (patch, patch), "data": num_ranks, "batch_size": num_ranks}
+    return with_values(Config(), given)
+
+
+def open_encoder(comm: Communicator, options: Any, config: Config) -> tuple[Encoder, list[str]]:
+    """The model that the options name, with its weights, on each rank; and remarks. Collective.
+
+    Raises:
+        Refusal: on all ranks: there is no such model, not all of its weights are there, or it does not take patches.
+    """
+    from mpi4dl.checkpoints.weights import load_weights
+    from mpi4dl.parallel.pipeline.local_stages import LocalStages
+
+    assembly = assemble(config, comm, ("model",))
+    chosen, name, patch = options.encoder, config.model_name, options.encoder.patches
+    with comm.together((ValueError, TypeError)):
+        model = build_model(config, NUM_OUTPUTS, 3)
+        mean, std = _normalisation(config, model, chosen.mean, chosen.std)
+        try:
+            headless(model, NUM_OUTPUTS)
+        except ValueError as error:
+            if not is_own(config.model.model):  # which may return features as they are
+                raise ConfigError(f"`model` {name}: {error}") from None
+    stages = LocalStages.whole(model, assembly.plan, comm, device=assembly.device)
+    remarks = ["the encoder has random weights: its features mean little"]
+    if chosen.weights is not None:
+        remarks = load_weights(stages, chosen.weights, model=name, complete=True)
+    model.eval().requires_grad_(False)
+    with comm.together((ValueError, TypeError, RuntimeError, AssertionError)):
+        try:
+            with torch.no_grad():
+                tried = _features(
+                    model, torch.zeros(1, 3, patch, patch, device=assembly.device), config.training.precision
+                )
+        except (ValueError, TypeError, RuntimeError, AssertionError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"`model` {name} does not encode patches of {patch} x {patch} px ({reason}): choose other `patches`, "
+                "or `model_options` such as img_size or dynamic_img_size"
+            ) from None
+    print_of = comm.broadcast_object(_fingerprint(model) if comm.rank == 0 else "")
+    found = Encoder(model, patch, tried.shape[1], mean, std, print_of, assembly.device, config.training.precision)
+    return found, remarks
+
+
+def _normalisation(config: Config, model: nn.Module, mean: Any, std: Any) -> tuple[tuple[float, ...], ...]:
+    """The mean and the standard deviation of channels: as asked, or those that the model was pretrained with."""
+    usual: tuple[Any, Any] = ("imagenet", "imagenet")
+    name = config.model.model
+    if is_own(name) or name in OWN_MODELS:
+        usual = (config.data.mean, config.data.std)
+    elif name.startswith(TIMM):
+        about = getattr(model, "pretrained_cfg", None) or {}
+        usual = (about.get("mean") or "imagenet", about.get("std") or "imagenet")
+    found = []
+    for place, (option, asked) in enumerate((("mean", mean), ("std", std))):
+        values = usual[place] if asked == AUTO else asked
+        values = NORMALISATIONS[values][place] if isinstance(values, str) else tuple(map(float, values))
+        if len(values) not in (1, 3):
+            raise ConfigError(f"`{option}` has {len(values)} numbers, but slides have 3 channels: give one, or 3")
+        found.append(values * 3 if len(values) == 1 else values)
+    return found[0], found[1]
+
+
+def _fingerprint(model: nn.Module) -> str:
+    found = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()[:FINGERPRINT]
+
+
+class PatchBatch(NamedTuple):
+    """A batch: patches `start` to `stop` - 1 of a slide of a group."""
+
+    slide: int
+    start: int
+    stop: int
+
+
+def units_of(counts: Sequence[int], at_once: int) -> list[PatchBatch]:
+    """The batches of slides that have so many patches each."""
+    return [
+        PatchBatch(slide, start, min(start + at_once, count))
+        for slide, count in enumerate(counts)
+        for start in range(0, count, at_once)
+    ]
+
+
+def shares_of(units: Sequence[PatchBatch], num_ranks: int) -> list[list[PatchBatch]]:
+    """The batches of each rank: neighbours, and as many on each rank but for one."""
+    return [list(units[a:b]) for a, b in pairwise(even_cuts(len(units), num_ranks))]
+
+
+class Embedding:
+    """The slides that a configuration names, of which files of features are written into a folder. Collective.
+
+    Attributes:
+        paths: the file of each slide.
+        done: the slides that have a finished file with the same settings.
+        bad: what is wrong with slides that cannot be embedded, by number.
+
+    Raises:
+        Refusal: on all ranks: there are no slides, or a file was made with other settings.
+    """
+
+    def __init__(self, comm: Communicator, options: Any, config: Config, encoder: Encoder) -> None:
+        from mpi4dl.training.data import shared
+
+        def opened() -> tuple[Any, Any]:
+            slides = open_slides(config, labelled=False)
+            return slides, slides
+
+        self.comm, self.encoder = comm, encoder
+        self.slides: SlideFolder = shared(comm, opened)[0]  # type: ignore[assignment]
+        self.at_once, self.num_workers = config.model.patches_at_once, options.work.num_workers
+        self.settings: Settings = {
+            "model": part_name(config.model.model),
+            "weights": encoder.weights,
+            "patches": encoder.patch,
+            "mean": encoder.mean,
+            "std": encoder.std,
+            **{name: _told(value_of(config, name)) for name in SETTINGS},
+        }
+        folder = Path(options.embedding.out)
+        names = [self.slides.name(index) for index in range(len(self.slides))]
+        bases = [Path(without_suffix(name, SUFFIXES)) for name in names]
+        if len({str(base).casefold() for base in bases}) < len(bases):
+            bases = bases_of(names, ENDING)
+        self.paths = [folder / base.with_name(f"{base.name}{ENDING}") for base in bases]
+        self.bad: dict[int, str] = {}
+        self.counts: dict[int, int] = {}
+        self._places: dict[int, Patches] = {}
+        self.done = self._done()
+
+    def _settings_of(self, index: int) -> Settings:
+        """The settings of a slide's file, as JSON gives them back."""
+        found = {**self.settings, "bytes": self.slides.files[index].num_bytes}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+
+    def _done(self) -> set[int]:
+        mine: set[int] = set()
+        with self.comm.together((ValueError, OSError)):
+            for index in range(self.comm.rank, len(self.paths), self.comm.size):
+                if self.paths[index].exists():
+                    self._require_same(index)
+                    mine.add(index)
+        return set().union(*self.comm.all_gather_object(mine))
+
+    def _require_same(self, index: int) -> None:
+        """Raise ConfigError for a file that was made with other settings."""
+        path, now = self.paths[index], self._settings_of(index)
+        try:
+            was = settings_of(path)
+        except BadImage as error:
+            raise ConfigError(f"{error}: remove the file, or choose another `out`") from None
+        if not was:
+            raise ConfigError(f"{path}: was not written by mpi4dl embed: choose another `out`")
+        other = [name for name in now if was.get(name) != now[name]]
+        if other:
+            then, today = (", ".join(f"{name} {of.get(name)}" for name in other) for of in (was, now))
+            raise ConfigError(f"{path}: has features by {then}, but now {today} is asked for: choose another `out`")
+
+    @property
+    def todo(self) -> list[int]:
+        """The slides that have no finished file, and can be read as far as is known."""
+        return [index for index in range(len(self.slides)) if index not in self.done and index not in self.bad]
+
+    def title(self) -> str:
+        """What is embedded by what, in a line."""
+        encoder, settings = self.encoder, self.settings
+        done = f", {len(self.done)} done before" if self.done else ""
+        mean, std = (",".join(f"{value:g}" for value in values) for values in (encoder.mean, encoder.std))
+        return (
+            f"{counted(len(self.slides), 'slide')}{done}; {encoder.num_features} features of patches of "
+            f"{encoder.patch} x {encoder.patch} px by {settings['model']} (weights {encoder.weights}), mean {mean}, "
+            f"std {std}; {counted(self.comm.size, 'rank')}, {encoder.device}"
+        )
+
+    def listed(self) -> list[str]:
+        """The slides to do, their numbers of patches and their files, a line each."""
+        lines = [
+            f"{self.slides.name(index)}: {counted(count, 'patch', 'patches')}, {self.paths[index]}"
+            for index, count in self.counts.items()
+            if index not in self.bad
+        ]
+        return [*lines, f"{counted(sum(self.counts.values()), 'patch', 'patches')} in {counted(len(lines), 'slide')}"]
+
+    def find_tissue(self) -> None:
+        """Find the patches of all slides to do, each on one rank."""
+        wanted, progress = self.todo, ProgressOfImages(len(self.todo), self.comm.rank == 0)
+        for first in range(0, len(wanted), self.comm.size):
+            group = wanted[first : first + self.comm.size]
+            problem, count = None, 0
+            if self.comm.rank < len(group):
+                index = group[self.comm.rank]
+                try:
+                    self._places[index] = self.slides.tissue_patches(index, self.encoder.patch)
+                    count = len(self._places[index])
+                except BadImage as error:
+                    problem = str(error)
+            for index, (said, number) in zip(group, self.comm.all_gather_object((problem, count)), strict=False):
+                self.counts[index] = number
+                if said is not None:
+                    self.bad[index] = printable(said)
+            progress.advance(len(group), sum(index in self.bad for index in group))
+        progress.close()
+
+    def run(self) -> None:
+        """Embed all slides to do, and write their files."""
+        wanted = [*self.counts]
+        total = sum(self.counts.values())
+        self._began, self._seen, self._total = time.monotonic(), 0, total
+        self._bar = ProgressBar(total, "patch", shown=self.comm.rank == 0)
+        for first in range(0, len(wanted), self.comm.size):
+            self._embed(wanted[first : first + self.comm.size])
+        self._bar.close()
+
+    def _embed(self, group: Sequence[int]) -> None:
+        """Embed a group of slides, at most as many as ranks. Rank r found the patches of number r, and writes it."""
+        comm = self.comm
+        own = group[comm.rank] if comm.rank < len(group) else None
+        places: list[Any] = comm.all_gather_object(self._places.pop(own, None) if own is not None else None)
+        counts = [0 if index in self.bad else len(places[number]) for number, index in enumerate(group)]
+        shares = shares_of(units_of(counts, self.at_once), comm.size)
+        found, problems = self._features_of(group, places, shares[comm.rank])
+        for theirs in comm.all_gather_object(problems):
+            self.bad |= {group[number]: printable(problem) for number, problem in theirs.items()}
+        whole = self._at_writers(group, counts, shares, found)
+        with comm.together((OSError, DatasetError)):
+            if whole is not None and own is not None:
+                slide, corners = self.slides.image(own), places[comm.rank]
+                write_features(
+                    self.paths[own],
+                    Embedded(whole, _coords(slide, corners, self.encoder.patch)),
+                    _attributes(slide, self.encoder.patch, Path(self.paths[own]).stem),
+                    self._settings_of(own),
+                )
+        self._seen += sum(counts)
+        self._advance(0)
+
+    def _features_of(
+        self, group: Sequence[int], places: Sequence[Any], units: Sequence[PatchBatch]
+    ) -> tuple[dict[int, list[Tensor]], dict[int, str]]:
+        """The features of this rank's batches, by number of the slide in the group; and what cannot be read."""
+        found: dict[int, list[Tensor]] = {}
+        problems: dict[int, str] = {}
+
+        def read(position: int) -> Tensor | BadImage:
+            unit = units[position]
+            try:
+                wanted = places[unit.slide][unit.start : unit.stop]
+                return self._read(self.slides.image(group[unit.slide]), wanted)
+            except BadImage as error:
+                return error
+
+        done = 0
+        ahead = Prefetcher(read, len(units), max(1, self.num_workers), AHEAD * max(1, self.num_workers))
+        try:
+            for unit, patches in zip(units, ahead, strict=True):
+                if isinstance(patches, BadImage):
+                    problems.setdefault(unit.slide, str(patches))
+                elif unit.slide not in problems:
+                    features = self.encoder(patches)
+                    if not bool(features.isfinite().all()):
+                        problems[unit.slide] = "the encoder's features are not finite: try `precision` fp32"
+                    found.setdefault(unit.slide, []).append(features)
+                done += unit.stop - unit.start
+                self._advance(done * self.comm.size)
+        finally:
+            ahead.close()
+        return found, problems
+
+    def _read(self, slide: Slide, places: "Patches") -> Tensor:
+        """Normalized patches (P, 3, patch, patch) at these rows and columns of the grid of patches."""
+        patch = self.encoder.patch
+        frame = tuple(ceil_div(side, patch) * patch for side in slide.size)
+        view = View(frame, "pad", mean=self.encoder.mean, std=self.encoder.std)
+        found = torch.empty(len(places), 3, patch, patch)
+        for (row, col), out in zip(places.tolist(), found, strict=True):
+            space = (Interval(at * patch, (at + 1) * patch) for at in (row, col))
+            view.tile(slide, *space, out=out.numpy())
+        return found
+
+    def _at_writers(
+        self,
+        group: Sequence[int],
+        counts: Sequence[int],
+        shares: Sequence[Sequence[PatchBatch]],
+        found: Mapping[int, list[Tensor]],
+    ) -> Any:
+        """The features of the slide that this rank writes, from all ranks; None if it writes none."""
+        comm, width, sent, whole = self.comm, self.encoder.num_features, [], None
+        for number, index in enumerate(group):
+            if index in self.bad:
+                continue
+            spans = [_span(number, units) for units in shares]
+            mine = spans[comm.rank]
+            if number == comm.rank:
+                whole = torch.empty(counts[number], width)
+                if mine is not None:
+                    whole[slice(*mine)] = torch.cat(found[number])
+            elif mine is not None:
+                sent.append(comm.isend(torch.cat(found[number]), number, number))
+        if whole is not None:
+            for rank, span in enumerate(_span(comm.rank, units) for units in shares):
+                if span is not None and rank != comm.rank:
+                    whole[slice(*span)] = comm.recv(torch.empty(span[1] - span[0], width), rank, comm.rank)
+        for each in sent:
+            each.wait()
+        return None if whole is None else whole.numpy()
+
+    def _advance(self, ahead: int) -> None:
+        """Tell how many patches are done: those of former groups, and as many as `ahead` of this one."""
+        done = min(self._total, self._seen + ahead)
+        self._bar.to(done)
+        if self._bar.is_due:
+            rate = done / max(time.monotonic() - self._began, 1e-9)
+            left = duration((self._total - done) / rate) if done else "an unknown time"
+            self._bar.say(f"{done} of {counted(self._total, 'patch', 'patches')}, {rate:.3g} patches/s, {left} left")
+
+
+def _span(slide: int, units: Sequence[PatchBatch]) -> tuple[int, int] | None:
+    """The patches of a slide that neighbouring batches have; None if none."""
+    own = [unit for unit in units if unit.slide == slide]
+    return (own[0].start, own[-1].stop) if own else None
+
+
+def _coords(slide: Slide, places: "Patches", patch: int) -> Any:
+    """x and y of patches in pixels of the full level 0, rounded."""
+    corners = [slide.in_level_0(row * patch, col * patch) for row, col in places.tolist()]
+    return np.rint(np.asarray(corners, np.float64)[:, ::-1]).astype(np.int64)
+
+
+def _attributes(slide: Slide, patch: int, name: str) -> dict[str, Any]:
+    """The attributes of coordinates as TRIDENT names them, and the microns per pixel; those that are known."""
+    height, width = slide.file.size
+    mpp = None if slide.mpp is None else slide.mpp / slide.downsample
+    power = slide.file.magnification or (None if mpp is None else MPP_AT_1X / mpp)
+    return {
+        "patch_size": patch,
+        "patch_size_level0": round(patch * slide.downsample),
+        "patch_level": slide.level,
+        "level0_magnification": power,
+        "target_magnification": None if power is None else power / slide.downsample,
+        "overlap": 0,
+        "level0_width": width,
+        "level0_height": height,
+        "level0_mpp": mpp,
+        "name": name,
+    }
+
+
+def _told(value: Any) -> Any:
+    return {str(name): str(each) for name, each in value.items()} if isinstance(value, Mapping) else value
+
+
+def summary(embedding: Embedding, seconds: float) -> str:
+    """The line at the end."""
+    num, done, bad = len(embedding.slides), len(embedding.done), len(embedding.bad)
+    written = num - done - bad
+    said = f"{counted(written, 'slide')} embedded in {duration(seconds)}"
+    said += f", {done} done before" if done else ""
+    return said + (f", {bad} could not be read" if bad else "")
+
+
+def refuse_bad(embedding: Embedding) -> None:
+    """Raise Refusal on all ranks if slides could not be embedded."""
+    if embedding.bad:
+        num = len(embedding.slides)
+        raise Refusal(f"{counted(len(embedding.bad), 'slide')} of {num} could not be embedded; the others are written")
