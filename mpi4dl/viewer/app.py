@@ -7,7 +7,8 @@
 /api/slides/N/thumbnail
 /api/slides/N/tiles/LEVEL/COL_ROW.jpg     or .png, which is exact
 /api/slides/N/map                         the grid of patches with values
-/api/slides/N/annotations                 polygons
+/api/slides/N/annotations                 polygons, and those of predicted classes:
+/api/slides/N/classes
 
 No name or path of a request reaches the file system: slides have numbers, and files of the page are listed.
 """
@@ -26,7 +27,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mpi4dl._http import KnownHosts
-from mpi4dl._palette import LOADS
+from mpi4dl._palette import CURVES, LOADS
 from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.viewer.reading import FORMATS, Missing, SlideReader, as_json
 from mpi4dl.viewer.results import SlideResults
@@ -136,7 +137,10 @@ def make_app(results: SlideResults, hosts: Collection[str] = ()) -> ASGIApp:
         return await reading(request, JSON, reader.map)
 
     async def annotations(request: Request) -> Response:
-        return await reading(request, JSON, reader.annotations)
+        return await reading(request, JSON, reader.regions, "annotation")
+
+    async def classes(request: Request) -> Response:
+        return await reading(request, JSON, reader.regions, "classes")
 
     of_slide = "/api/slides/{number:int}"
     app = Starlette(
@@ -149,6 +153,7 @@ def make_app(results: SlideResults, hosts: Collection[str] = ()) -> ASGIApp:
             Route(f"{of_slide}/tiles/{{level:int}}/{{col:int}}_{{row:int}}.{{form}}", tile),
             Route(f"{of_slide}/map", patches),
             Route(f"{of_slide}/annotations", annotations),
+            Route(f"{of_slide}/classes", classes),
         ]
     )
     return Guard(app, hosts)
@@ -167,7 +172,8 @@ def _listing(results: SlideResults) -> dict[str, Any]:
             "error": slide.error,
             "map": slide.map is not None,
             "annotations": slide.annotation is not None,
+            "classes": slide.classes is not None,
         }
         for slide in results.slides
     ]
-    return {"title": results.title, "remarks": results.remarks, "colours": LOADS, "slides": slides}
+    return {"title": results.title, "remarks": results.remarks, "colours": LOADS, "kinds": CURVES, "slides": slides}

@@ -20,7 +20,7 @@ import numpy as np
 
 from mpi4dl._files import read_regular
 from mpi4dl.datasets.base import BadImage, DatasetError, Pixels, printable
-from mpi4dl.datasets.slides.geojson import polygons_of
+from mpi4dl.datasets.slides.annotations import read_annotations
 from mpi4dl.datasets.slides.slide import MPP_AT_1X, Resolution, Slide, open_slide
 from mpi4dl.geometry import Interval, ceil_div
 from mpi4dl.viewer.results import ViewedSlide
@@ -165,12 +165,27 @@ class SlideReader:
             raise Missing("this slide has no map")
         return self._others.get((number, "map"), lambda: as_json(_read(path, map_of)))
 
-    def annotations(self, number: int) -> bytes:
-        """The polygons of a slide's annotation, of level 0, in JSON."""
-        path = self.slide(number).annotation
+    def regions(self, number: int, what: str) -> bytes:
+        """The polygons of a slide's `annotation`, or of its predicted `classes`, of the full level 0, in JSON.
+
+        Of each it has the number of its name, and its rings of (x, y).
+        """
+        slide = self.slide(number)
+        path = slide.annotation if what == "annotation" else slide.classes
         if path is None:
-            raise Missing("this slide has no annotation")
-        return self._others.get((number, "annotations"), lambda: as_json(_read(path, rings_of)))
+            raise Missing("this slide has no annotation" if what == "annotation" else "this slide has no class map")
+
+        def make() -> bytes:
+            found = read_annotations(path)
+            corner = self.view(number).origin[::-1] if slide.in_bounds else (0, 0)
+            names = list(dict.fromkeys(region.name for region in found.regions))
+            regions = [
+                {"name": names.index(each.name), "rings": [(ring + corner).round(2).tolist() for ring in each.rings]}
+                for each in found.regions
+            ]
+            return as_json({"names": names, "regions": regions})
+
+        return self._others.get((number, what), make)
 
 
 def read_extended(view: Slide, box: Sequence[Interval]) -> Pixels:
@@ -246,15 +261,6 @@ def map_of(content: Any) -> dict[str, Any]:
         "values": numbers[:, 0].tolist(),
         "ranks": numbers[:, 1].tolist(),
     }
-
-
-def rings_of(content: Any) -> dict[str, Any]:
-    """The polygons of an annotation, with coordinates that are numbers. Raises ValueError or TypeError."""
-    found = [
-        [np.asarray(ring, np.float64)[:, :2].round(2).tolist() for ring in polygon if ring]
-        for polygon in polygons_of(content)
-    ]
-    return {"polygons": found}
 
 
 def as_json(value: Any) -> bytes:

@@ -1,6 +1,6 @@
 """The results of slides that a folder has: their predictions, labels, maps and annotations, and where the slides are.
 
-predictions.jsonl, slides.json     as `mpi4dl predict` writes them, with maps/NAME.geojson
+predictions.jsonl, slides.json     as `mpi4dl predict` writes them, with maps/NAME.geojson or masks/NAME.geojson
 evaluation*.csv, evaluation*.json  as `mpi4dl evaluate` writes them: predictions beside labels
 
 A folder may have both; then they are shown together. Of a run's folder the newest results are taken. Contents of these
@@ -19,12 +19,13 @@ from typing import Any
 from mpi4dl._files import read_regular
 from mpi4dl._wording import counted
 from mpi4dl.datasets.base import DatasetError, printable
+from mpi4dl.datasets.slides.annotations import POLYGONS
 from mpi4dl.datasets.slides.record import SLIDES
 from mpi4dl.datasets.slides.tables import SlideRow, SlideTable, read_slides
 
 PREDICTIONS, PREDICTED, EVALUATED = "predictions.jsonl", "predictions-*", "evaluation"
 ABOUT = "predictions.json"
-MAPS, MAP_SUFFIX = "maps", ".geojson"
+MAPS, MASKS, GEOJSON, CLASS_MAP = "maps", "masks", ".geojson", ".ome.tif"
 LEAST_PROBABILITY = 1e-12
 NESTED = {"label": "labels", "prediction": "predictions", "probability": "probabilities"}  # columns "label NAME"
 
@@ -44,7 +45,9 @@ class ViewedSlide:
         wrong: whether the prediction is another class than the label; None for other tasks, and without a label.
         error: why the slide could not be predicted or found.
         map: the GeoJSON file of its map.
-        annotation: the GeoJSON file of its annotation.
+        annotation: the file of its annotation, with polygons.
+        classes: the GeoJSON file of its predicted regions of classes.
+        in_bounds: whether coordinates of annotations and classes begin where the scanner began.
         mpp: microns per pixel of level 0 of a slide that does not say them.
     """
 
@@ -59,6 +62,8 @@ class ViewedSlide:
     error: str = ""
     map: Path | None = None
     annotation: Path | None = None
+    classes: Path | None = None
+    in_bounds: bool = False
     mpp: float | None = None
 
 
@@ -200,6 +205,7 @@ class _Place:
         self._table: SlideTable | None = None
         self._rows: dict[str, SlideRow] = {}
         self._beside = None if source is None else source.parent
+        self.in_bounds = told.get("in_bounds") is True
         if source is not None and source.exists():
             named = columns if slides is None and isinstance(columns, dict) else {}
             self._read(source, {role: named[role] for role in ("slide", "patient") if role in named}, remarks)
@@ -255,9 +261,9 @@ class _Place:
         return values[0] if len(values) == 1 else dict(zip(table.classes, values, strict=False))
 
     def annotation(self, name: str) -> Path | None:
-        text = self.row(name)[1]
-        for folder in (self.root, self._beside):
-            if text and folder is not None and (folder / text).is_file():
+        text = (self.row(name)[1] or "").replace("\\", "/")
+        for folder in (self._beside, self.root):
+            if text.lower().endswith(POLYGONS) and folder is not None and (folder / text).is_file():
                 return folder / text
         return None
 
@@ -282,7 +288,7 @@ def _viewed(name: str, record: Record, place: _Place, predicted: Path | None, mp
     patient, _, table_mpp = place.row(name)
     label = record.get("label", record.get("labels"))
     label = place.label(name) if label is None else label
-    prediction = record.get("prediction", record.get("predictions", record.get("risk")))
+    prediction = record.get("prediction", record.get("predictions", record.get("risk", _shares(record.get("pixels")))))
     probabilities = record.get("probabilities")
     numbers = {key: _number(each) for key, each in probabilities.items()} if isinstance(probabilities, dict) else {}
     error, path = _text(record.get("error")), None
@@ -302,19 +308,32 @@ def _viewed(name: str, record: Record, place: _Place, predicted: Path | None, mp
         error,
         None if predicted is None else _map_of(record, predicted),
         place.annotation(name),
+        None if predicted is None else _classes_of(record, predicted),
+        place.in_bounds,
         table_mpp or mpp or place.assumed_mpp(name),
     )
 
 
 def _map_of(record: Record, folder: Path) -> Path | None:
-    """The GeoJSON of a slide's map, if it is below the folder of maps, also where links lead."""
+    """The GeoJSON of a slide's heat map."""
     maps = record.get("maps")
-    for each in maps if isinstance(maps, list) else ():
-        if isinstance(each, str) and each.endswith(MAP_SUFFIX) and is_below(each):
-            path = folder / each
-            if path.resolve().is_relative_to((folder / MAPS).resolve()):
-                return path
-    return None
+    found = [_inside(each, folder, MAPS) for each in maps if isinstance(each, str)] if isinstance(maps, list) else []
+    return next((each for each in found if each is not None and each.name.endswith(GEOJSON)), None)
+
+
+def _classes_of(record: Record, folder: Path) -> Path | None:
+    """The GeoJSON of a slide's class map, which is beside the map."""
+    mask = record.get("mask")
+    if not isinstance(mask, str) or not mask.endswith(CLASS_MAP):
+        return None
+    found = _inside(f"{mask.removesuffix(CLASS_MAP)}{GEOJSON}", folder, MASKS)
+    return found if found is not None and found.is_file() else None
+
+
+def _inside(name: str, folder: Path, part: str) -> Path | None:
+    """A file that a record names, if it is below a part of the folder, also where links lead."""
+    path = folder / name
+    return path if is_below(name) and path.resolve().is_relative_to((folder / part).resolve()) else None
 
 
 def _loss(label: Any, prediction: Any, probabilities: Mapping[str, float | None]) -> float | None:
@@ -336,6 +355,13 @@ def _loss(label: Any, prediction: Any, probabilities: Mapping[str, float | None]
 
 def _entropy(label: float, probability: float) -> float:
     return -math.log(max(probability if label else 1 - probability, LEAST_PROBABILITY))
+
+
+def _shares(pixels: Any) -> dict[str, str] | None:
+    """The share of each class in a class map."""
+    counts = {name: _number(count) or 0.0 for name, count in pixels.items()} if isinstance(pixels, dict) else {}
+    total = sum(counts.values())
+    return {name: f"{100 * count / total:.2g} %" for name, count in counts.items()} if total > 0 else None
 
 
 def _numeric(value: Any) -> Any:

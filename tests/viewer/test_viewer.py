@@ -19,6 +19,7 @@ import pytest
 
 from mpi4dl.datasets.slides.compose import Cohort
 from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
+from mpi4dl.datasets.slides.geojson import collection, feature, square
 from mpi4dl.datasets.slides.record import SLIDES, record_of
 from mpi4dl.datasets.slides.slide import Resolution, open_slide
 from mpi4dl.geometry import Interval
@@ -146,15 +147,38 @@ def test_maps_and_annotations_have_the_values_and_places_of_their_files(predicte
         assert slide.map is not None
         features = json.loads(slide.map.read_text())["features"]
         assert (found["title"], found["side"]) == (TITLE, 2 * PATCH)
-        for row, col, number_, feature in zip(found["rows"], found["cols"], found["values"], features, strict=True):
-            x, y = feature["geometry"]["coordinates"][0][0]
+        for row, col, here, each in zip(found["rows"], found["cols"], found["values"], features, strict=True):
+            x, y = each["geometry"]["coordinates"][0][0]
             assert [found["origin"][0] + col * found["side"], found["origin"][1] + row * found["side"]] == [x, y]
-            assert number_ == feature["properties"]["measurements"][TITLE]
+            assert here == each["properties"]["measurements"][TITLE]
     annotated = next(i for i, slide in enumerate(results.slides) if slide.annotation is not None)
-    (ring, *_), *_ = value(app, f"/api/slides/{annotated}/annotations")["polygons"]
-    assert ring[0] == ring[-1]
+    path = results.slides[annotated].annotation
+    assert path is not None
+    content = json.loads(path.read_text())
+    regions = value(app, f"/api/slides/{annotated}/annotations")["regions"]
+    for each, drawn in zip(regions, content["features"], strict=True):
+        corners = drawn["geometry"]["coordinates"][0]
+        assert np.allclose(each["rings"][0][: len(corners) - 1], corners[:-1], atol=0.01)
     plain = next(i for i, slide in enumerate(results.slides) if slide.annotation is None)
     assert "no annotation" in value(app, f"/api/slides/{plain}/annotations", 404)["error"]
+
+
+def test_regions_of_predicted_classes_are_read_beside_their_maps(predicted: Path, tmp_path: Path) -> None:
+    out = copied(predicted, tmp_path)
+    (out / "masks").mkdir()
+    polygons = [square(64, 128, 32), square(0, 0, 16)]
+    text = collection([feature(polygons[0], "tumour"), feature(polygons[1], "stroma")])
+    (out / "masks" / "slide_000.geojson").write_text(text)
+    record = {"image": "slide_000.tif", "mask": "masks/slide_000.ome.tif", "pixels": {"background": 300, "tumour": 100}}
+    (out / "predictions.jsonl").write_text(json.dumps(record))
+    results = read_results(out)
+    assert results.slides[0].prediction == "background 75 %, tumour 25 %"
+    found = value(make_app(results), "/api/slides/0/classes")
+    assert found["names"] == ["tumour", "stroma"]
+    assert [each["name"] for each in found["regions"]] == [0, 1]
+    assert found["regions"][0]["rings"][0][0] == [128, 64]
+    (out / "predictions.jsonl").write_text(json.dumps({**record, "mask": "../slide_000.ome.tif"}))
+    value(make_app(read_results(out)), "/api/slides/0/classes", 404)
 
 
 def test_an_evaluation_alone_and_with_predictions_is_shown(predicted: Path, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """Where the slides of predictions are: recorded beside them, so that they can be shown later.
 
     {"source": "/data/slides.csv", "root": "/data", "columns": {"slide": "slide_id", "label": "label"},
+     "in_bounds": false,
      "slides": {"a/s1.svs": {"slide": "s1", "patient": "p1", "annotation": "/data/s1.geojson", "mpp": 0.25}}}
 
 `source` is the table or folder of slides, and names of slides begin at `root`. `mpp` are the microns per pixel that
-the table or the user says; null: the file says them.
+the table or the user says; null: the file says them. `in_bounds`: coordinates of annotations begin where the scanner
+began.
 """
 
 from pathlib import Path
@@ -27,6 +29,7 @@ def record_of(images: Named) -> dict[str, Any] | None:
         "source": str(slides.source.absolute()),
         "root": str(root),
         "columns": dict(slides.columns),
+        "in_bounds": slides.options.masks.in_bounds,
         "slides": {
             row.path: {
                 "slide": row.slide,
@@ -40,7 +43,6 @@ def record_of(images: Named) -> dict[str, Any] | None:
 
 
 def annotation_of(name: str, slides: SlideFolder) -> Path:
-    """The file of an annotation, which a table names from the folder of slides on, or from its own."""
-    beside = slides.source.absolute().parent / name
-    below = slides.root.absolute() / name
-    return beside if beside.is_file() and not below.is_file() else below
+    """The file of an annotation, which a table names from its own folder on, or from that of the slides."""
+    beside, below = (folder.absolute() / name.replace("\\", "/") for folder in (slides.source.parent, slides.root))
+    return below if below.is_file() and not beside.is_file() else beside

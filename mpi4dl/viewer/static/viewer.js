@@ -4,7 +4,7 @@
 "use strict";
 
 const $ = (id) => document.getElementById(id);
-const state = { all: [], shown: [], colours: [], number: null, facts: null, map: null, polygons: [], chosen: null, rankOrder: [], nextRank: 0 };
+const state = { all: [], shown: [], colours: [], kinds: [], number: null, facts: null, map: null, polygons: [], classes: [], chosen: null, rankOrder: [], nextRank: 0 };
 let viewer = null;
 
 async function get(path) {
@@ -129,10 +129,13 @@ async function open() {
   }
   for (const each of document.querySelectorAll(".of-map")) each.hidden = !slide.map;
   for (const each of document.querySelectorAll(".of-annotations")) each.hidden = !slide.annotations;
-  $("controls").hidden = !slide.map && !slide.annotations;
+  for (const each of document.querySelectorAll(".of-classes")) each.hidden = !slide.classes;
+  for (const each of document.querySelectorAll(".of-drawn")) each.hidden = !slide.map && !slide.classes;
+  $("controls").hidden = !slide.map && !slide.annotations && !slide.classes;
   const parts = [
     slide.map && get(`/api/slides/${number}/map`).then((found) => state.number === number && mapped(found)),
     slide.annotations && get(`/api/slides/${number}/annotations`).then((found) => state.number === number && annotated(found)),
+    slide.classes && get(`/api/slides/${number}/classes`).then((found) => state.number === number && classified(found)),
   ];
   for (const result of await Promise.allSettled(parts)) {
     if (result.status === "rejected" && state.number === number) note([["", result.reason.message]], true);
@@ -142,7 +145,7 @@ async function open() {
 function close() {
   if (viewer) viewer.destroy();
   viewer = null;
-  Object.assign(state, { facts: null, map: null, polygons: [], chosen: null, rankOrder: [], nextRank: 0 });
+  Object.assign(state, { facts: null, map: null, polygons: [], classes: [], chosen: null, rankOrder: [], nextRank: 0 });
   for (const id of ["scale", "info", "message", "controls"]) $(id).hidden = true;
   draw();
 }
@@ -169,6 +172,7 @@ function show(number, facts) {
     showNavigator: true,
     navigatorPosition: "TOP_RIGHT",
     navigatorSizeRatio: 0.16,
+    navigatorAutoFade: false,
     animationTime: still ? 0 : 0.5,
     maxZoomPixelRatio: 8,
     visibilityRatio: 0.4,
@@ -287,6 +291,7 @@ function draw() {
   context.clearRect(0, 0, width, height);
   const to = transform();
   if (!to) return;
+  if ($("show-classes").checked) drawClasses(context, to, width, height);
   if (state.map) drawMap(context, to, width, height);
   if ($("show-annotations").checked) drawPolygons(context, to, width, height);
   if (state.chosen !== null) {
@@ -332,27 +337,59 @@ function drawMap(context, to, width, height) {
   context.stroke();
 }
 
-// Annotations
+// Annotations, and regions of predicted classes
+
+function placed(found) {  // with the ends of each region, so that those out of sight are not drawn
+  const ends = (values) => [Math.min(...chunks(values, Math.min)), Math.max(...chunks(values, Math.max))];
+  return found.regions.map(({ name, rings }) => {
+    const points = rings[0];
+    return { name, rings, x: ends(points.map((point) => point[0])), y: ends(points.map((point) => point[1])) };
+  });
+}
 
 function annotated(found) {
-  state.polygons = found.polygons.map((rings) => {
-    const points = rings[0] || [];
-    const [xs, ys] = [points.map((point) => point[0]), points.map((point) => point[1])];
-    const ends = (values) => [Math.min(...chunks(values, Math.min)), Math.max(...chunks(values, Math.max))];
-    return { rings, x: ends(xs), y: ends(ys) };
-  });
+  state.polygons = placed(found);
   draw();
 }
 
-function drawPolygons(context, to, width, height) {
+function classified(found) {
+  state.classes = placed(found);
+  $("kinds").replaceChildren(...found.names.map((name, number) => {
+    const entry = element("span", name || "no class");
+    const chip = element("span", "", "chip");
+    chip.style.background = kind(number);
+    entry.prepend(chip);
+    return entry;
+  }));
+  draw();
+}
+
+const kind = (number) => state.kinds[number % state.kinds.length];
+
+function trace(context, regions, to, width, height) {
   context.beginPath();
-  for (const { rings, x, y } of state.polygons) {
+  for (const { rings, x, y } of regions) {
     if (to.x + x[1] * to.scale < 0 || to.x + x[0] * to.scale > width || to.y + y[1] * to.scale < 0 || to.y + y[0] * to.scale > height) continue;
     for (const ring of rings) {
       ring.forEach((point, i) => context[i ? "lineTo" : "moveTo"](to.x + point[0] * to.scale, to.y + point[1] * to.scale));
       context.closePath();
     }
   }
+}
+
+function drawClasses(context, to, width, height) {
+  const numbers = new Set(state.classes.map((region) => region.name));
+  for (const number of numbers) {
+    trace(context, state.classes.filter((region) => region.name === number), to, width, height);
+    context.globalAlpha = Number($("opacity").value) / 100;
+    context.fillStyle = kind(number);
+    context.fill("evenodd");
+    context.globalAlpha = 1;
+  }
+}
+
+function drawPolygons(context, to, width, height) {
+  trace(context, state.polygons, to, width, height);
   for (const [wide, style] of [[4, "#fff"], [2, "#00814f"]]) {
     context.lineWidth = wide;
     context.strokeStyle = style;
@@ -432,7 +469,7 @@ function highest() {
 function listen() {
   $("filter").addEventListener("input", list);
   $("order").addEventListener("change", list);
-  for (const id of ["show-map", "opacity", "show-outlines", "show-annotations"]) $(id).addEventListener("input", draw);
+  for (const id of ["show-map", "opacity", "show-outlines", "show-classes", "show-annotations"]) $(id).addEventListener("input", draw);
   for (const id of ["least", "scaling"]) $(id).addEventListener("input", paint);
   $("previous").addEventListener("click", () => step(-1));
   $("next").addEventListener("click", () => step(1));
@@ -460,6 +497,7 @@ async function begin() {
     const found = await get("/api/slides");
     state.all = found.slides.map((slide, number) => ({ ...slide, number }));
     state.colours = found.colours;
+    state.kinds = found.kinds;
     $("title").textContent = found.title;
     document.title = `${found.title} · mpi4dl`;
     $("remarks").replaceChildren(...found.remarks.map((remark) => element("li", remark)));
