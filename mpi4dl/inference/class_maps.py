@@ -27,7 +27,8 @@ MOST_CLASSES = 256
 TILE, SMALLEST_LEVEL = 512, 1024  # px
 OUTLINE_PX = 4096  # of the longer side of a map whose outlines are found: larger ones are reduced
 THUMBNAIL_PX, DPI = 1200, 100
-OPACITY = 0.45
+OPACITY = 0.5
+ON_TISSUE = [CURVES[number] for number in (2, 5, 4, 0, 1, 6, 3, 7)]  # those first that differ most from H&E
 
 
 class MapOptions(NamedTuple):
@@ -190,8 +191,8 @@ def _colours(classes: Sequence[str]) -> npt.NDArray[np.float32]:
     found = np.ones((len(classes), 4), np.float32)
     found[:, :3] = np.frombuffer(of_classes(len(classes)), np.uint8).reshape(-1, 3) / 255
     first = int(classes[0] in (BACKGROUND, "0"))
-    if len(classes) - first <= len(CURVES):
-        for number, colour in zip(range(first, len(classes)), CURVES, strict=False):
+    if len(classes) - first <= len(ON_TISSUE):
+        for number, colour in zip(range(first, len(classes)), ON_TISSUE, strict=False):
             found[number, :3] = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     found[:, 3] = OPACITY
     found[:first, 3] = 0

@@ -37,8 +37,11 @@ def open_labelled(comm: Communicator, config: Config, about: Description, source
     """
     _require_pictures(comm, config, source)
     if source is None:
+        if config.slides.slides is not None:  # of several columns of a table, those that were learnt
+            config = with_values(config, {"task": about.task})
         found = open_images(comm, config).validation
-        what = f"the {len(found)} images that validated in training"
+        names = {found.name(index) for index in range(len(found))}  # one of all windows of a slide
+        what = f"the {len(names)} images that validated in training"
     else:
         told: list[str] = []
 

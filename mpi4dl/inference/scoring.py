@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from mpi4dl._files import write_durably
 from mpi4dl._progress import ProgressLine, ProgressOfImages, quietly
 from mpi4dl._wording import aligned, counted
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.datasets.base import printable
+from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.inference.images import Coverage, open_labelled, open_slides_of_run, seen_of
+from mpi4dl.inference.masks import Target, Windows
 from mpi4dl.inference.model import Prediction, Predictor
 from mpi4dl.inference.options import Inference
 from mpi4dl.inference.records import ALIKE, NOT_NUMBERS, Record, columns_of, is_undefined, table_row
@@ -40,7 +42,7 @@ from mpi4dl.inference.samples import (
 from mpi4dl.runs.folder import finite
 from mpi4dl.tasks.curves import CallCounts, is_rule
 from mpi4dl.tasks.formulas import as_targets
-from mpi4dl.tasks.metrics import MEASURES, WHY_NONE, bootstrap
+from mpi4dl.tasks.metrics import MEASURES, WHY_NONE, bootstrap, of_class
 from mpi4dl.tasks.task import TASKS, Regress, Task
 
 
@@ -201,14 +203,17 @@ def score(
     judging: Judging | None = None,
 ) -> Scores:
     """Evaluate a model on images with labels. Collective; raises Refusal on all ranks if none can be read."""
-    found = _Collected(model, images)
+    looked_at = _windows_of(model, images)
+    images = images if looked_at is None else looked_at.images
+    found = _Collected(model, images, looked_at)
     judging = judging or Judging()
     of = (lambda outputs: model.task.measured(outputs, None)) if found.dense else model.task.predictions
     with closing(ProgressOfImages(len(images), speaks and model.comm.rank == 0)) as progress:
-        for seen in model.predictions(images, of):
+        for seen in model.predictions(looked_at or images, of):
             with model.comm.together():
                 found.add(seen)
-            progress.advance(len(seen.indices) + len(seen.errors), len(seen.errors))
+            ended = [*map(found.ended, (*seen.indices, *seen.errors))]
+            progress.advance(sum(ended), sum(ended[len(seen.indices) :]))
     if not found.count:
         raise Refusal(f"none of {len(images)} images can be read: {next(iter(found.bad.values()), 'there are none')}")
     remarks = found.coverage.summary()
@@ -342,6 +347,46 @@ def patients_of(images: Any) -> list[str] | None:
     return found if found is None or whole is images else [found[index] for index in images.indices]
 
 
+class _LabelledWindows(Windows):
+    """Windows of slides with their masks, of which each pixel of a slide counts in one."""
+
+    def label(self, index: int) -> Any:
+        from mpi4dl.datasets.slides.windows import MaskWindow
+
+        position, intervals, _ = self.place(index)
+        target, mask = self.targets[position], self.images.label(self.indices[position])
+        if target.num_windows == 1:
+            return mask
+        spare = [(size - source) // 2 for size, source in zip(target.size, target.source, strict=True)]
+        corner = intervals[0].start - spare[0], intervals[1].start - spare[1]
+        cores = tuple(cut.core.shift(-cut.start) for cut in intervals)
+        return MaskWindow(mask, corner, target.frame, cores)
+
+
+def _windows_of(model: Predictor, images: Named) -> _LabelledWindows | None:
+    """The windows by which slides are seen whole, of a model that was trained on windows; None of other images.
+
+    Collective.
+    """
+    config = model.config
+    if config.slides.slides is None or not model.task.dense or model.fit != "crop":
+        return None
+    whole: Any = images.whole if isinstance(images, Subset) else images
+    indices = [*dict.fromkeys(images.indices)] if isinstance(images, Subset) else [*range(len(images))]
+    slides, frame = Subset(whole, indices), config.data.image_size
+    targets = None
+    if model.comm.rank == 0:
+        targets = [Target.of(_size_of(slides, index, frame), frame, "crop") for index in range(len(slides))]
+    return _LabelledWindows(slides, range(len(slides)), model.comm.broadcast_object(targets))
+
+
+def _size_of(images: Named, index: int, otherwise: tuple[int, ...]) -> tuple[int, ...]:
+    try:
+        return tuple(images.image(index).size)
+    except DatasetError:  # which reading it will say
+        return otherwise
+
+
 def _root_of(images: Any) -> str | None:
     """The folder that names of images begin in, if they are files."""
     whole = images.whole if isinstance(images, Subset) else images
@@ -356,10 +401,14 @@ def _undefined(predicted: Tensor) -> bool:
 
 
 class _Collected:
-    """The results so far: on rank 0 records, predictions and targets, or counts of pixels for each image."""
+    """The results so far: on rank 0 records, predictions and targets, or counts of pixels for each image.
 
-    def __init__(self, model: Predictor, images: Named) -> None:
-        self.model, self.images = model, images
+    With `windows` these are what the model looks at, in order.
+    """
+
+    def __init__(self, model: Predictor, images: Named, windows: Windows | None = None) -> None:
+        self.model, self.images, self.windows = model, images, windows
+        self._of_windows: dict[int, tuple[Tensor, int]] = {}  # pixels counted, and windows with what is no number
         self.task: Task = model.task
         self.dense, self.binary = self.task.dense, self.task.binary
         self.records: dict[int, Record] = {}
@@ -370,7 +419,7 @@ class _Collected:
         self.undefined = 0  # images of which some output is not a number
         self.indices: list[int] = []
         self.patients = patients_of(images)
-        self.coverage = Coverage(model.comm, model, images)
+        self.coverage = Coverage(model.comm, model, images, whole=windows is not None)
 
     def _with_share(self, index: int, said: Record) -> Record:
         """A record, with the share of the image that the model saw if that may be a part."""
@@ -395,13 +444,22 @@ class _Collected:
         kind = "image" if self.patients is None else "slide"
         return Samples(kind, self.task, self.model.classes, names, of, outputs, targets)
 
+    def ended(self, index: int) -> bool:
+        """Whether all of an image was looked at, with this sample."""
+        return self.windows is None or self.windows.place(index)[2]
+
     def add(self, seen: Prediction) -> None:
         for index, error in seen.errors.items():
+            if self.windows is not None:
+                index = self.windows.place(index)[0]
+                self._of_windows.pop(index, None)
+                if self.images.name(index) in self.bad:
+                    continue
             self.bad[self.images.name(index)] = printable(error)
             self.records[index] = {**self._named(index), "error": printable(error)}
         if seen.outputs is None:
             return
-        self.count += len(seen.indices)
+        self.count += len(seen.indices) if self.windows is None else 0
         if self.dense:
             self._add_counts(seen)
         elif seen.outputs.dense:
@@ -444,8 +502,22 @@ class _Collected:
         self.model.comm.all_reduce(found)
         self.model.comm.all_reduce(undefined)
         counts = found.view(len(seen.indices), *((layers,) if self.binary else ()), size, size)
+        if self.windows is None:
+            self._count(seen.indices, counts, undefined)
+            return
+        for index, each, wrong in zip(seen.indices, counts, undefined.tolist(), strict=True):
+            image, _, last = self.windows.place(index)
+            before, already = self._of_windows.pop(image, (torch.zeros_like(each), 0))
+            self._of_windows[image] = before + each, already + wrong
+            if last and self.images.name(image) not in self.bad:
+                total, missing = self._of_windows.pop(image)
+                self.count += 1
+                self._count((image,), total[None], torch.tensor([missing]))
+
+    def _count(self, indices: Sequence[int], counts: Tensor, undefined: Tensor) -> None:
+        """Add images whose pixels are counted, (N, ..., classes, classes)."""
         self.counts.append(counts)
-        for number, (index, each) in enumerate(zip(seen.indices, counts, strict=True)):
+        for number, (index, each) in enumerate(zip(indices, counts, strict=True)):
             if undefined[number]:
                 self.undefined += 1
                 self.records[index] = {**self._named(index), "error": NOT_NUMBERS}
@@ -464,10 +536,15 @@ class _Collected:
         def function(of: Any) -> Callable[[Tensor], float]:
             return lambda drawn: float(of(counts[drawn].sum(0)))
 
+        functions = {name: function(MEASURES[name]) for name in ALIKE}
+        if not self.binary:
+            for number, name in enumerate(self.model.classes):
+                for measure in ("dice", "iou"):
+                    functions[f"{measure} {name}"] = function(partial(of_class, measure, number))
         found: dict[str, Measured] = {}
-        for name in ALIKE:
+        for name, value in functions.items():
             low, high = math.nan, math.nan
             if resamples and self.count > 1:
-                low, high, _ = bootstrap(function(MEASURES[name]), self.count, num_resamples=resamples, level=level)
-            found[name] = Measured(function(MEASURES[name])(torch.arange(self.count)), low, high)
+                low, high, _ = bootstrap(value, self.count, num_resamples=resamples, level=level)
+            found[name] = Measured(value(torch.arange(self.count)), low, high)
         return found, counts.sum(0).long().tolist()

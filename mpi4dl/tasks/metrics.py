@@ -50,6 +50,14 @@ def iou(counts: Tensor) -> Tensor:
     return _mean_of(both, total - both)
 
 
+def of_class(measure: str, number: int, counts: Tensor) -> float:
+    """The dice or iou of one class, by counts as above; NaN if it is nowhere, and was not found."""
+    both = counts[number, number]
+    total = counts[number].sum() + counts[:, number].sum()
+    part, whole = (2 * both, total) if measure == "dice" else (both, total - both)
+    return float(part / whole) if whole > 0 else math.nan
+
+
 def _mean_of(part: Tensor, whole: Tensor) -> Tensor:
     there = whole > 0
     return (part[there] / whole[there]).mean()
