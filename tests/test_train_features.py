@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tifffile
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -101,6 +102,25 @@ def test_files_have_the_features_of_the_plain_encoder_by_any_number_of_ranks(
         again, same, _ = read(tmp_path / "of2" / f"{name}.h5")
         assert again == pytest.approx(features, abs=1e-6)
         assert np.array_equal(same, coords)
+
+
+def test_the_encoder_of_a_run_sees_patches_as_the_run_did(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
+    """The aggregator of the run makes of the features what the whole model makes of the slides."""
+    common = (
+        f"--slides {cohort / 'slides.csv'} --mpp {MPP} --patches {PATCH} --model small_resnet "
+        "--model-options num_filters=4 --aggregator mean --mean 0.7 --std 0.2 --val-fraction 0.34 --batch-size 1 "
+        "--max-steps 1 --no-tensorboard"
+    )
+    run, out = tmp_path / "run", tmp_path / "predicted"
+    ranks(1).run(train, [*common.split(), "--run-folder", str(run)])
+    ranks(2).run(said, str(run), "--slides", str(cohort / "slides.csv"), "--out", str(out), "--no-maps")
+    ranks(2).run(embed, embedding(cohort, tmp_path / "features", f"--weights {run}"))
+    weights = load_file(run / "model.safetensors")
+    for line in map(json.loads, (out / "predictions.jsonl").read_text().splitlines()):
+        name = line["image"].removesuffix(".tif").removesuffix(".svs")
+        features = torch.from_numpy(read(tmp_path / "features" / f"{name}.h5")[0]).mean(0)
+        logits = features @ weights["aggregator.head.weight"].T + weights["aggregator.head.bias"]
+        assert [*line["probabilities"].values()] == pytest.approx(logits.softmax(0).tolist(), abs=1e-5)
 
 
 def test_embedding_goes_on_where_it_ended_and_never_mixes_encoders(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from mpi4dl.models.patches import headless
 from mpi4dl.models.registry import OWN_MODELS, TIMM
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.data import open_slides
-from mpi4dl.options.declare import value_of, with_values
+from mpi4dl.options.declare import value_of, with_options, with_values
 from mpi4dl.options.kinds import AUTO, part_name
 from mpi4dl.options.models import build_model
 from mpi4dl.options.parts import is_own
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from mpi4dl.datasets.slides.dataset import Patches, SlideFolder
 
 ENDING = ".h5"
+PRETRAINED = "pretrained"
 NUM_OUTPUTS = 2  # of the classifier that an encoder is built with, and which is then left out
 FINGERPRINT = 12  # characters
 AHEAD = 2  # batches that each thread reads ahead
@@ -111,18 +112,28 @@ def open_encoder(comm: Communicator, options: Any, config: Config) -> tuple[Enco
 
     assembly = assemble(config, comm, ("model",))
     chosen, name, patch = options.encoder, config.model_name, options.encoder.patches
+    own = is_own(config.model.model)
+    weights = None if own and chosen.weights == PRETRAINED else chosen.weights
+    trained = None
+    with comm.together((ValueError, OSError)):
+        if comm.rank == 0 and weights is not None:
+            trained = _normalisation_of(weights, name)
+    trained = comm.broadcast_object(trained)
     with comm.together((ValueError, TypeError)):
         model = build_model(config, NUM_OUTPUTS, 3)
-        mean, std = _normalisation(config, model, chosen.mean, chosen.std)
+        mean, std = _normalisation(config, model, trained, chosen.mean, chosen.std)
         try:
             headless(model, NUM_OUTPUTS)
         except ValueError as error:
-            if not is_own(config.model.model):  # which may return features as they are
+            if not own:  # which may return features as they are
                 raise ConfigError(f"`model` {name}: {error}") from None
     stages = LocalStages.whole(model, assembly.plan, comm, device=assembly.device)
-    remarks = ["the encoder has random weights: its features mean little"]
-    if chosen.weights is not None:
-        remarks = load_weights(stages, chosen.weights, model=name, complete=True)
+    if weights is not None:
+        remarks = load_weights(stages, weights, model=name, complete=True)
+    elif own:
+        remarks = [f"the weights are those that {name} made"]
+    else:
+        remarks = ["the encoder has random weights: its features mean little"]
     model.eval().requires_grad_(False)
     with comm.together((ValueError, TypeError, RuntimeError, AssertionError)):
         try:
@@ -141,11 +152,35 @@ def open_encoder(comm: Communicator, options: Any, config: Config) -> tuple[Enco
     return found, remarks
 
 
-def _normalisation(config: Config, model: nn.Module, mean: Any, std: Any) -> tuple[tuple[float, ...], ...]:
-    """The mean and the standard deviation of channels: as asked, or those that the model was pretrained with."""
+def _normalisation_of(weights: str, model: str) -> tuple[Any, Any] | None:
+    """The mean and the standard deviation of the training whose weights these are; None if they do not say them.
+
+    Raises OSError, ValueError.
+    """
+    from mpi4dl.checkpoints.manifest import ABOUT
+    from mpi4dl.checkpoints.weights import open_weights
+    from mpi4dl.runs.description import Description, described_by
+
+    told, path = open_weights(weights, model).metadata.get(ABOUT), Path(weights)
+    places = [path, *path.absolute().parents[:2]] if path.exists() else []
+    found = (described_by(place) for place in places)
+    about = next((each for each in found if each), None) if told is None else Description.read(told, weights)
+    if about is None:
+        return None
+    options = about.options
+    data = with_options(Config(), {name: options[name] for name in ("mean", "std") if name in options}).data
+    return data.mean, data.std
+
+
+def _normalisation(
+    config: Config, model: nn.Module, trained: tuple[Any, Any] | None, mean: Any, std: Any
+) -> tuple[tuple[float, ...], ...]:
+    """The mean and the standard deviation of channels: as asked, or those that the model was `trained` with."""
     usual: tuple[Any, Any] = ("imagenet", "imagenet")
     name = config.model.model
-    if is_own(name) or name in OWN_MODELS:
+    if trained is not None:
+        usual = trained
+    elif is_own(name) or name in OWN_MODELS:
         usual = (config.data.mean, config.data.std)
     elif name.startswith(TIMM):
         about = getattr(model, "pretrained_cfg", None) or {}

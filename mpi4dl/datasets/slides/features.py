@@ -290,6 +290,9 @@ class FeatureFolder(SlideFolder):
                 problem = problem or error
                 continue
             self.channels, self.values = first.channels, first.encoder
+            self.remarks += (
+                f"{first.channels} features of each patch" + (f": {first.encoder}" if first.encoder else ""),
+            )
             return
         raise DatasetError(f"{folder}: no file of features can be read: {problem}")
 
