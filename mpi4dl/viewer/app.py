@@ -93,6 +93,7 @@ def make_app(results: SlideResults, hosts: Collection[str] = ()) -> ASGIApp:
     reader = SlideReader(results.slides)
     threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0))))
     pool, room = ThreadPoolExecutor(threads, "slides"), asyncio.Semaphore(threads)
+    thumbnails = asyncio.Semaphore(max(1, threads - 1))  # of a long list, which leave room for tiles
     contents = {name: files(__package__).joinpath("static", name).read_bytes() for name in STATIC}
     listed = as_json(_listing(results))
 
@@ -124,7 +125,8 @@ def make_app(results: SlideResults, hosts: Collection[str] = ()) -> ASGIApp:
         return await reading(request, JSON, lambda number: as_json(reader.facts(number)))
 
     async def thumbnail(request: Request) -> Response:
-        return await reading(request, FORMATS["jpg"], reader.thumbnail)
+        async with thumbnails:
+            return await reading(request, FORMATS["jpg"], reader.thumbnail)
 
     async def tile(request: Request) -> Response:
         found = request.path_params

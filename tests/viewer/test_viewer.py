@@ -1,6 +1,7 @@
 """The viewer: slides by number with their predictions, exact tiles, maps, and nothing else of the machine."""
 
 import asyncio
+import dataclasses
 import io
 import json
 import math
@@ -21,11 +22,11 @@ from mpi4dl.datasets.slides.compose import Cohort
 from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
 from mpi4dl.datasets.slides.geojson import collection, feature, square
 from mpi4dl.datasets.slides.record import SLIDES, record_of
-from mpi4dl.datasets.slides.slide import Resolution, open_slide
+from mpi4dl.datasets.slides.slide import Resolution, Slide, open_slide
 from mpi4dl.geometry import Interval
 from mpi4dl.inference.maps import PatchMap, geojson
 from mpi4dl.viewer.app import make_app
-from mpi4dl.viewer.reading import Cache, Pyramid
+from mpi4dl.viewer.reading import Cache, Pyramid, SlideReader
 from mpi4dl.viewer.results import read_results
 from tests.pool.zygote import ROOT
 from tests.viewer.browser import chromium, page
@@ -161,6 +162,32 @@ def test_maps_and_annotations_have_the_values_and_places_of_their_files(predicte
         assert np.allclose(each["rings"][0][: len(corners) - 1], corners[:-1], atol=0.01)
     plain = next(i for i, slide in enumerate(results.slides) if slide.annotation is None)
     assert "no annotation" in value(app, f"/api/slides/{plain}/annotations", 404)["error"]
+
+
+def test_coordinates_are_those_of_level_0_where_the_scanner_left_out_a_part(
+    predicted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MRXS slides have such bounds: pictures begin at them, and so do annotations of QuPath if the user says so."""
+    bounds = Interval(100, 900), Interval(260, 1100)
+
+    def bounded(path: Path, resolution: Resolution) -> Slide:
+        return Slide(dataclasses.replace(open_slide(path).file, bounds=bounds), 1.0, resolution.assumed_mpp)
+
+    monkeypatch.setattr("mpi4dl.viewer.reading.open_slide", bounded)
+    results = read_results(predicted)
+    number = next(i for i, slide in enumerate(results.slides) if slide.annotation is not None)
+    slide = results.slides[number]
+    app = make_app(results)
+    facts = value(app, f"/api/slides/{number}")
+    assert (facts["origin"], facts["height"], facts["width"]) == ([260, 100], 800, 840)
+    whole = open_slide(slide.path or Path())
+    expected = whole.read(Interval(100, 612), Interval(260, 772))
+    assert np.array_equal(pixels(app, f"/api/slides/{number}/tiles/{facts['levels'] - 1}/0_0.png"), expected)
+    corners = []
+    for in_bounds in (False, True):
+        reader = SlideReader([dataclasses.replace(slide, in_bounds=in_bounds)])
+        corners.append(json.loads(reader.regions(0, "annotation"))["regions"][0]["rings"][0][0])
+    assert corners[1] == pytest.approx([corners[0][0] + 260, corners[0][1] + 100])
 
 
 def test_regions_of_predicted_classes_are_read_beside_their_maps(predicted: Path, tmp_path: Path) -> None:

@@ -189,6 +189,8 @@ function show(number, facts) {
       getTileUrl: (level, col, row) => `/api/slides/${number}/tiles/${level}/${col}_${row}.jpg`,
     },
   });
+  viewer.canvas.setAttribute("role", "application");
+  viewer.canvas.setAttribute("aria-label", "The slide: arrow keys move it, plus and minus zoom, 0 shows the whole");
   viewer.addHandler("tile-drawn", () => say(""));
   viewer.addHandler("tile-load-failed", (event) => failed(number, event));
   viewer.addHandler("update-viewport", draw);
