@@ -108,6 +108,17 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     others = options.slides or options.features
     comm.agree("`images` and `slides` were both given: choose one" if options.images and others else None)
     chosen = Inference(config.inputs, config.placing)
+    if _is_folder_of_folds(comm, asked.source):
+        from mpi4dl.inference.folds import summarise
+        from mpi4dl.inference.samples import Judging
+
+        given = others or options.images
+        comm.agree(f"{asked.source} has folds: evaluate one of them, such as fold_0, on others" if given else None)
+        judging = Judging(options.threshold, options.positive, options.patients)
+        out = None if options.out is None else Path(options.out)
+        how: dict[str, Any] = {"resamples": options.resamples, "level": options.level, "spell": asked.spell}
+        summarise(comm, Path(asked.source), chosen, judging, part=options.part, out=out, **how)
+        return
     judging = judging_by(
         comm, asked.source, chosen, options.threshold, options.positive, options.patients,
         on_others=bool(others or options.images or options.part not in (None, "val")),
@@ -146,6 +157,15 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
             print("\n".join((*scores.table(options.level, intervals=options.resamples > 0), *remarks)))
             bad = f", {len(scores.bad)} could not be read" if scores.bad else ""
             print(f"{counted(scores.count, scores.what)} evaluated{bad}; see {files[0]} and {files[1].name}")
+
+
+def _is_folder_of_folds(comm: "Communicator", source: str) -> bool:
+    """Whether a folder has the runs of folds, and is none itself. Collective."""
+    if comm.rank == 0:
+        folder = Path(source)
+        there = not (folder / "config.toml").is_file() and any(folder.glob("fold_*/config.toml"))
+    found: bool = comm.broadcast_object(comm.rank == 0 and there)
+    return found
 
 
 main = evaluate.main

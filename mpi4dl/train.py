@@ -30,6 +30,12 @@ def train(comm: "Communicator", asked: CommandLine[Config]) -> None:
             print(to_print(config) if comm.rank == 0 else "", end="")
         return
 
+    if asked.config.slides.all_folds:
+        from mpi4dl.inference.folds import train_folds
+
+        train_folds(comm, asked.config, asked.spell, asked.argv)
+        return
+
     from mpi4dl.training.run import fit
     from mpi4dl.training.setup import set_up
 

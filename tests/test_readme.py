@@ -50,6 +50,7 @@ FOREIGN = {  # flags of other programs, by page
     | set("--ntasks-per-node --cpus-per-task --time --job-name --gpus-per-node --requeue".split()),
     "docs/how-to/watch-a-run.md": {"--logdir"},
     "docs/how-to/debug-a-hang.md": {"--pid"},
+    "docs/how-to/cross-validate.md": {"--array"},
 }
 
 

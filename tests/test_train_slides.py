@@ -339,3 +339,50 @@ def test_evaluation_reads_slides_as_training_did(ranks: Ranks, cohort: Path, tmp
     for act in (evaluate, predict):
         (refusal,) = ranks(1).run(refused, act, [str(tmp_path / "run"), "--images", str(cohort)])
         assert "--slides" in refusal
+
+
+def evaluated(comm: Communicator, *argv: str) -> str:
+    with redirect_stdout(StringIO()) as out:
+        evaluate(comm, argv)
+    return out.getvalue()
+
+
+def trained(comm: Communicator, argv: list[str]) -> str:
+    with redirect_stdout(StringIO()) as out:
+        train(comm, argv)
+    return out.getvalue()
+
+
+def test_all_folds_go_on_and_are_summarised(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
+    """A fold that was trained by itself, as on a cluster, is finished; each patient is predicted by one run."""
+    folder = tmp_path / "cv"
+    flags = flags_of(cohort, folder, "--max-steps 1 --folds 2 --eval-every none --save-every none --batch-size 1")
+    ranks(1).run(trained, [*flags, "--fold", "1"])
+    (refusal,) = ranks(1).run(refused, evaluate, [str(folder)])
+    assert "needs two" in refusal
+    (told,) = ranks(1).run(trained, [*flags, "--all-folds", "--resume", "auto"])
+    assert f"fold 1 of 2 is finished: {folder / 'fold_1'}" in told
+    assert told.index("fold 0 of 2:") < told.index("fold 1 of 2 is")
+    (of_train,) = folder.glob("evaluation-*.csv")
+    ranks(2).run(evaluated, str(folder), "--out", str(tmp_path / "out"), "--resamples", "0")
+    found = []
+    for path in (of_train, tmp_path / "out" / "evaluation.csv"):
+        with path.open() as file:
+            found.append(list(csv.DictReader(file)))
+    for rows in found:
+        assert sorted(row["patient"] for row in rows) == [f"patient_{n:03}" for n in range(6)]
+        for row in rows:
+            kept = (folder / f"fold_{row['fold']}" / "split.csv").read_text()
+            assert f"{row['image']},{row['patient']},{row['label']},val" in kept
+    assert [float(row["probability tumour"]) for row in found[0]] == pytest.approx(
+        [float(row["probability tumour"]) for row in found[1]], abs=1e-5
+    )
+    with (tmp_path / "out" / "cross-validation.csv").open() as file:
+        table = {(row["level"], row["metric"]): row for row in csv.DictReader(file)}
+    for row in table.values():
+        values = [float(row[name]) for name in ("fold 0", "fold 1") if row[name]]
+        assert not values or float(row["mean"]) == pytest.approx(np.mean(values))
+    (refusal,) = ranks(1).run(refused, train, [*flags, "--all-folds"])
+    assert "--resume" in refusal
+    (refusal,) = ranks(1).run(refused, evaluate, [str(folder), "--threshold", "youden"])
+    assert "youden" in refusal

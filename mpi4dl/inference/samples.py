@@ -7,10 +7,10 @@ import csv
 import io
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -92,6 +92,24 @@ class Judging:
         return classes.index(self.positive)
 
 
+Group = TypeVar("Group", bound=Hashable)
+
+
+def members_of(groups: Iterable[Group]) -> dict[Group, Tensor]:
+    """The numbers of the samples of each group, of the group of each sample."""
+    found: dict[Group, list[int]] = {}
+    for number, group in enumerate(groups):
+        found.setdefault(group, []).append(number)
+    return {group: torch.tensor(numbers) for group, numbers in found.items()}
+
+
+def of_drawn_groups(measure: Measure, members: Sequence[Tensor]) -> Measure:
+    """A function of the numbers of groups, such as patients: the measure of all that are in them."""
+    if all(len(each) == 1 for each in members):
+        return measure
+    return lambda drawn: measure(torch.cat([members[n] for n in drawn.tolist()]))
+
+
 @dataclass(frozen=True)
 class Samples:
     """Predictions (N, ...) and targets (N, ...) of samples of a level: slide, patient or image.
@@ -117,10 +135,7 @@ class Samples:
 
     def members(self) -> dict[str, Tensor]:
         """The numbers of the samples of each group."""
-        found: dict[str, list[int]] = {}
-        for number, group in enumerate(self.of):
-            found.setdefault(group, []).append(number)
-        return {group: torch.tensor(numbers) for group, numbers in found.items()}
+        return members_of(self.of)
 
     def by_patient(self, judging: Judging) -> tuple["Samples", tuple[str, ...]]:
         """One sample for each patient, and remarks on patients whose slides have different labels."""
@@ -250,16 +265,12 @@ class Samples:
     def measured(self, judging: Judging, resamples: int, level: float) -> dict[str, Measured]:
         """Each metric with its interval, by the bootstrap over groups."""
         members = [*self.members().values()]
-        alone = len(members) == len(self.of)
         everyone = torch.arange(len(self.of))
         found: dict[str, Measured] = {}
         for name, function in self.functions(judging).items():
             low, high = math.nan, math.nan
             if resamples and len(members) > 1:
-
-                def of_groups(drawn: Tensor, function: Measure = function) -> float:
-                    return function(drawn if alone else torch.cat([members[n] for n in drawn.tolist()]))
-
+                of_groups = of_drawn_groups(function, members)
                 low, high, _ = bootstrap(of_groups, len(members), num_resamples=resamples, level=level)
             found[name] = Measured(function(everyone), low, high)
         return found

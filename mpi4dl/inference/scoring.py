@@ -38,6 +38,8 @@ from mpi4dl.inference.samples import (
     calibration_table,
     curves_table,
     draw_curves,
+    members_of,
+    of_drawn_groups,
 )
 from mpi4dl.runs.folder import finite
 from mpi4dl.tasks.curves import CallCounts, is_rule
@@ -144,6 +146,8 @@ class Scores:
             found["patients"] |= {"calls": of.calls}
         found |= {"bad": self.bad, "records": csv_path.name, "root": self.root, "remarks": self.remarks}
         columns = columns_of(TASKS[self.task], self.classes, True, crops=self.crops, patients=self.what == "slide")
+        if any("fold" in record for record in self.records):
+            columns.insert(columns.index("patient") + 1, "fold")
         texts = {csv_path: _table(columns, self.records)}
         files, remarks = self.files()
         for name, content in files.items():
@@ -516,6 +520,7 @@ class _Collected:
 
     def _count(self, indices: Sequence[int], counts: Tensor, undefined: Tensor) -> None:
         """Add images whose pixels are counted, (N, ..., classes, classes)."""
+        self.indices += indices
         self.counts.append(counts)
         for number, (index, each) in enumerate(zip(indices, counts, strict=True)):
             if undefined[number]:
@@ -541,10 +546,13 @@ class _Collected:
             for number, name in enumerate(self.model.classes):
                 for measure in ("dice", "iou"):
                     functions[f"{measure} {name}"] = function(partial(of_class, measure, number))
+        of = range(self.count) if self.patients is None else [self.patients[index] for index in self.indices]
+        members = [*members_of(of).values()]
         found: dict[str, Measured] = {}
         for name, value in functions.items():
             low, high = math.nan, math.nan
-            if resamples and self.count > 1:
-                low, high, _ = bootstrap(value, self.count, num_resamples=resamples, level=level)
+            if resamples and len(members) > 1:
+                of_groups = of_drawn_groups(value, members)
+                low, high, _ = bootstrap(of_groups, len(members), num_resamples=resamples, level=level)
             found[name] = Measured(value(torch.arange(self.count)), low, high)
         return found, counts.sum(0).long().tolist()

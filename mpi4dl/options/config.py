@@ -302,6 +302,11 @@ class Slides:
     fold: int = option(
         0, "the fold that validates, from 0 on; its run is in the folder fold_N of --run-folder", COUNT_OR_ZERO
     )
+    all_folds: bool = option(
+        False,
+        "train all --folds one after the other, and print their metrics together; --resume auto continues them",
+        BOOLEAN,
+    )
     split_file: str | None = option(
         None,
         "a table with your own split: slide_id and split, slide_id and fold, or CLAM's columns train, val and test; "

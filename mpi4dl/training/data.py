@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpi4dl import datasets
-from mpi4dl._files import naming, write_durably
+from mpi4dl._files import Replacement, naming, write_durably
 from mpi4dl._wording import counted, some
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.arrays import ArrayDataset
@@ -124,12 +124,12 @@ def write_split(training: Named, folder: Path) -> None:
     whole: Any = training.whole if isinstance(training, Subset) else training
     if not hasattr(whole, "split_as_text"):
         return
-    texts = {folder / SPLIT: whole.split_as_text()}
-    if folder.name.startswith("fold_") and not (folder.parent / FOLDS).exists() and whole.has_folds:
-        texts[folder.parent / FOLDS] = whole.folds_as_text()
-    for path, text in texts.items():
-        with naming(path):
-            write_durably(path, text.encode())
+    with naming(folder / SPLIT):
+        write_durably(folder / SPLIT, whole.split_as_text().encode())
+    folds = folder.parent / FOLDS
+    if folder.name.startswith("fold_") and whole.has_folds and not folds.exists():
+        with naming(folds), Replacement(folds, shared=True) as temporary:  # jobs of several folds may begin at once
+            temporary.write_text(whole.folds_as_text(), encoding="utf-8", newline="")
 
 
 LOOKED_AT = 8

@@ -1,0 +1,268 @@
+"""Cross-validation by patient: all folds trained one after the other, and their metrics together.
+
+    runs/cv/folds.csv                    which slides are in which fold
+    runs/cv/fold_0, runs/cv/fold_1 ...   the run of each fold
+    runs/cv/cross-validation-DATE.csv    metrics of each fold, their mean, standard deviation and interval
+    runs/cv/evaluation-DATE.json, .csv   metrics of all predictions together, and a line for each slide with its fold
+
+Each slide is predicted by the run that has not seen its patient. Validation chooses nothing there: the weights are
+those of the last step. Where split files keep slides for tests in each fold, the best weights predict these.
+"""
+
+import csv
+import io
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+from mpi4dl._files import write_durably
+from mpi4dl._wording import aligned, counted, some
+from mpi4dl.checkpoints.manifest import MODEL
+from mpi4dl.comm import Communicator
+from mpi4dl.inference.images import SPLIT, open_slides_of_run
+from mpi4dl.inference.model import Predictor
+from mpi4dl.inference.options import Inference
+from mpi4dl.inference.samples import UNDEFINED, Judging, Samples
+from mpi4dl.inference.scoring import Scores, beside, file_names, score, scores_of
+from mpi4dl.options.config import Config
+from mpi4dl.options.data import FOLDS
+from mpi4dl.options.declare import with_values, without_flags
+from mpi4dl.runs.folder import BEST, default_path
+from mpi4dl.tasks.curves import is_rule
+from mpi4dl.training.resuming import command_to_go_on
+from mpi4dl.training.run import fit
+from mpi4dl.training.setup import set_up
+
+_NAME = re.compile(r"fold_([0-9]{1,6})")
+
+
+def fold_folders(folder: Path) -> dict[int, Path]:
+    """The folders of the runs of folds in a folder, by their numbers; empty if it is itself a run."""
+    if not folder.is_dir() or (folder / "config.toml").is_file():
+        return {}
+    found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    of = {int(name[1]): path for name, path in found if name and (path / "config.toml").is_file()}
+    return dict(sorted(of.items()))
+
+
+def train_folds(comm: Communicator, config: Config, spell: Callable[[str], str], argv: Sequence[str]) -> None:
+    """Train all folds, those that are finished aside, and summarise them. Collective; raises Refusal on all ranks."""
+    chosen, run = config.slides, config.run
+    if (chosen.slides or chosen.features) is None or chosen.folds is None:
+        comm.agree("`all_folds` trains all folds of `slides`: say how many by `folds`")
+    if run.resume not in ("none", "auto"):
+        comm.agree(f"`resume` {run.resume}: `all_folds` continues in `run_folder` by `resume` auto")
+    asked = None if comm.rank else run.run_folder or str(default_path(config.model_name, datetime.now()))
+    folder, num_folds = Path(comm.broadcast_object(asked)), chosen.folds or 0
+    for fold in range(num_folds):
+        path = folder / f"fold_{fold}"
+        finished = _finished(comm, path)
+        if run.resume == "auto" and finished:
+            _say(comm, f"fold {fold} of {num_folds} is finished: {path}")
+            continue
+        _say(comm, f"fold {fold} of {num_folds}: {path}")
+        one = with_values(config, {"fold": fold, "all_folds": False, "run_folder": str(path)})
+        words = [*without_flags(Config, argv, ("all_folds", "fold")), "--fold", str(fold)]
+        fit(set_up(one, comm, spell, words))
+        if run.dry_run:
+            return
+        if not _finished(comm, path):
+            go_on = command_to_go_on(comm.size, argv, folder)
+            _say(comm, f"stopped in fold {fold} of {num_folds}; continue this fold and the others with: {go_on}")
+            return
+    summarise(comm, folder, Inference(), Judging(), spell=spell)
+
+
+def _finished(comm: Communicator, path: Path) -> bool:
+    found: bool = comm.broadcast_object((path / MODEL).is_file())
+    return found
+
+
+def _say(comm: Communicator, line: str) -> None:
+    if comm.rank == 0:
+        print(line, flush=True)
+
+
+class FoldScores(NamedTuple):
+    """The scores of a fold."""
+
+    fold: int
+    scores: Scores
+
+
+def summarise(
+    comm: Communicator,
+    folder: Path,
+    chosen: Inference,
+    judging: Judging,
+    *,
+    part: str | None = None,
+    out: Path | None = None,
+    resamples: int = 1000,
+    level: float = 0.95,
+    spell: Callable[[str], str] = str,
+) -> None:
+    """Evaluate the runs of all folds in a folder; print and write their metrics together. Collective.
+
+    Raises Refusal on all ranks.
+    """
+    if is_rule(judging.threshold):
+        comm.agree(
+            f"`threshold` {judging.threshold} chooses on validation slides, which folds are evaluated on: say a number"
+        )
+    runs, asked, unfinished = comm.broadcast_object(None if comm.rank else _looked_at(folder, part))
+    if len(runs) < 2:
+        comm.agree(f"{folder}: {counted(len(runs), 'fold')} finished, but a summary needs two: train more folds")
+    _say(comm, f"{counted(len(runs), 'fold')} of {folder}: their {asked} slides" + (
+        f"; not finished: {some([*map(str, unfinished)])}" if unfinished else ""))  # fmt: skip
+    found = []
+    for fold, path in runs.items():
+        best = comm.broadcast_object(asked == "test" and (path / BEST).is_file())
+        model = Predictor(path / BEST if best else path, chosen, comm)
+        images, which = open_slides_of_run(comm, model.config, model.about, path, asked)
+        _say(comm, spell(f"fold {fold}: {model.weights} on {which}"))
+        scores = score(model, images, resamples=0, level=level, speaks=True, judging=judging)
+        found.append(FoldScores(fold, scores))
+    with comm.together((ValueError, OSError)):
+        if comm.rank == 0:
+            for line in _written(folder, found, judging, out, resamples, level, asked, unfinished):
+                print(spell(line), flush=True)
+
+
+def _looked_at(folder: Path, part: str | None) -> tuple[dict[int, Path], str, list[int]]:
+    """The runs of folds that are finished, the part of slides that they predict, and the folds that are not."""
+    every = fold_folders(folder)
+    runs = {fold: path for fold, path in every.items() if (path / MODEL).is_file()}
+    if part is None:  # slides for tests that all folds share are seen by none, and so are no fold's own
+        own = not (folder / FOLDS).is_file() and all(_has_tests(path / SPLIT) for path in runs.values())
+        part = "test" if own else "val"
+    return runs, part, [fold for fold in every if fold not in runs]
+
+
+def _has_tests(split: Path) -> bool:
+    if not split.is_file():
+        return False
+    with split.open(newline="", encoding="utf-8-sig") as file:
+        return any(row.get("split") == "test" for row in csv.DictReader(file))
+
+
+class Summary(NamedTuple):
+    """A metric over folds: values, mean, standard deviation, and the interval of the mean by Student's t, or NaN."""
+
+    values: tuple[float, ...]
+    mean: float
+    deviation: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float], level: float) -> "Summary":
+        """Folds of which the metric is not defined are left out."""
+        known = [value for value in values if not math.isnan(value)]
+        if len(known) < 2:
+            return cls(tuple(values), known[0] if known else math.nan, math.nan, math.nan, math.nan)
+        from scipy.stats import t
+
+        mean, deviation = fmean(known), stdev(known)
+        half = float(t.ppf((1 + level) / 2, len(known) - 1)) * deviation / math.sqrt(len(known))
+        return cls(tuple(values), mean, deviation, mean - half, mean + half)
+
+
+def summaries(found: Sequence[FoldScores], level: float) -> dict[str, dict[str, Summary]]:
+    """By level, slide or patient, and metric."""
+    levels: dict[str, list[Mapping[str, Any]]] = {"slide": [each.scores.metrics for each in found]}
+    if all(each.scores.patients for each in found):
+        levels["patient"] = [each.scores.patients.metrics for each in found if each.scores.patients]
+    return {
+        name: {
+            metric: Summary.of([of_fold[metric].value for of_fold in metrics], level)
+            for metric in metrics[0]
+            if all(metric in of_fold for of_fold in metrics)
+        }
+        for name, metrics in levels.items()
+    }
+
+
+def summary_lines(found: Sequence[FoldScores], level: float) -> Iterator[str]:
+    """The table of folds, for people."""
+    for name, metrics in summaries(found, level).items():
+        yield f"by {name}, mean over {counted(len(found), 'fold')}:"
+        head = ("metric", *(f"fold {each.fold}" for each in found), "mean", "sd", f"{100 * level:g} % from", "to")
+        rows = (
+            (metric, *(_shown(value) for value in (*of.values, of.mean, of.deviation, of.low, of.high)))
+            for metric, of in metrics.items()
+        )
+        yield from aligned([head, *rows], {"metric"})
+        yield ""
+
+
+def _shown(value: float) -> str:
+    return UNDEFINED if math.isnan(value) else f"{value:.4f}"
+
+
+def summary_table(found: Sequence[FoldScores], level: float) -> bytes:
+    """The table of folds, as a CSV file; empty cells are undefined."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    folds = [f"fold {each.fold}" for each in found]
+    writer.writerow(["level", "metric", *folds, "mean", "standard deviation", "low", "high"])
+    for name, metrics in summaries(found, level).items():
+        for metric, of in metrics.items():
+            numbers = (*of.values, of.mean, of.deviation, of.low, of.high)
+            writer.writerow([name, metric, *("" if math.isnan(number) else number for number in numbers)])
+    return text.getvalue().encode()
+
+
+def _written(
+    folder: Path,
+    found: Sequence[FoldScores],
+    judging: Judging,
+    out: Path | None,
+    resamples: int,
+    level: float,
+    part: str,
+    unfinished: Sequence[int],
+) -> Iterator[str]:
+    """Write what there is of all folds, and say it. Raises OSError, Refusal."""
+    files = file_names(folder, out, datetime.now())
+    files[0].parent.mkdir(parents=True, exist_ok=True)
+    table = beside(files[0], "cross-validation.csv")
+    write_durably(table, summary_table(found, level))
+    yield from summary_lines(found, level)
+    lacking = [str(each.fold) for each in found if not each.scores.levels]
+    slides = [name for each in found for samples in each.scores.levels[:1] for name in samples.names]
+    if lacking or len({*slides}) < len(slides):
+        why = f"no predictions of fold {some(lacking)}" if lacking else "a slide is in several folds"
+        yield f"predictions of all folds are not pooled: {why}"
+        yield f"see {table}"
+        return
+    samples = Samples.joined([each.scores.levels[0] for each in found])
+    first = found[0].scores
+    kept: dict[str, Any] = {
+        "records": [{**record, "fold": each.fold} for each in found for record in each.scores.records],
+        "bad": {name: why for each in found for name, why in each.scores.bad.items()},
+        "crops": first.crops,
+        "root": first.root,
+        "count": sum(each.scores.count for each in found),
+        "remarks": (),
+    }
+    pooled = scores_of(samples, judging, resamples, level, **kept)
+    told: dict[str, Any] = {
+        "source": str(folder),
+        "part": part,
+        "folds": [each.fold for each in found],
+        "unfinished": unfinished,
+    }
+    of_all = summaries(found, level)
+    told["cross_validation"] = {
+        name: {metric: of._asdict() for metric, of in metrics.items()} for name, metrics in of_all.items()
+    }
+    remarks = pooled.write(*files, told, level)
+    yield "predictions of all folds together, each by the run that did not see its patient:"
+    yield from pooled.table(level, resamples > 0)
+    yield from remarks
+    yield f"{counted(len(found), 'fold')}: see {table}, {files[0].name} and {files[1].name}"
