@@ -41,7 +41,8 @@ class ViewedSlide:
         path: its file; None if nobody says where it is, or `error` says why not.
         label, prediction: as text; empty where there is none.
         probability: that of the prediction.
-        loss: how far the prediction is from the label: cross-entropy for classes, the absolute error for numbers.
+        loss: how far the prediction is from the label: cross-entropy for classes, the absolute error for numbers,
+            1 - Dice for masks.
         wrong: whether the prediction is another class than the label; None for other tasks, and without a label.
         error: why the slide could not be predicted or found.
         map: the GeoJSON file of its map.
@@ -290,6 +291,9 @@ def _viewed(name: str, record: Record, place: _Place, predicted: Path | None, mp
     label = place.label(name) if label is None else label
     prediction = record.get("prediction", record.get("predictions", record.get("risk", _shares(record.get("pixels")))))
     probabilities = record.get("probabilities")
+    alike = _number(record.get("dice"))
+    if prediction is None and alike is not None:
+        prediction = f"Dice {alike:.3f}"
     numbers = {key: _number(each) for key, each in probabilities.items()} if isinstance(probabilities, dict) else {}
     error, path = _text(record.get("error")), None
     if not is_below(name):
@@ -303,7 +307,7 @@ def _viewed(name: str, record: Record, place: _Place, predicted: Path | None, mp
         _text(label),
         _text(prediction),
         numbers.get(_text(prediction)) if isinstance(prediction, str) else None,
-        _loss(label, prediction, numbers),
+        _loss(label, prediction, numbers) if alike is None else 1 - alike,
         _text(label) != _text(prediction) if isinstance(prediction, str) and numbers and label is not None else None,
         error,
         None if predicted is None else _map_of(record, predicted),

@@ -200,6 +200,8 @@ def test_regions_of_predicted_classes_are_read_beside_their_maps(predicted: Path
     (out / "predictions.jsonl").write_text(json.dumps(record))
     results = read_results(out)
     assert results.slides[0].prediction == "background 75 %, tumour 25 %"
+    (out / "evaluation.csv").write_text("image,pixel_accuracy,dice,iou,error\nslide_000.tif,0.9,0.75,0.6,\n")
+    assert read_results(out).slides[0].loss == 0.25
     found = value(make_app(results), "/api/slides/0/classes")
     assert found["names"] == ["tumour", "stroma"]
     assert [each["name"] for each in found["regions"]] == [0, 1]
