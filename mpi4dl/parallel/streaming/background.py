@@ -299,6 +299,8 @@ class BackgroundTiles:
         borders = (own.space[i].start == 0 or own.space[i].stop == plan.size[i] for i in space)
         if not read.numel() or not all(inside) or any(borders):  # with a margin of 0, layers may still pad
             return None
+        if read[0, 0].numel() == 1:  # it is of one colour always, as are the features of patches
+            return None
         least, most = torch.aminmax(read.flatten(2), dim=2)
         if not torch.equal(least, most):
             return None
