@@ -334,7 +334,7 @@ def _about_thresholds(levels: Sequence[LevelScores], judging: Judging) -> Iterat
             tp, fp, fn, tn = (calls[key] for key in CallCounts._fields)
             yield (
                 f"sensitivity to npv by {level.name}: {printable(name)} from a probability of {at:.4g} on; "
-                f"{tp} true and {fp} false positives, {fn} false and {tn} true negatives"
+                f"true positives {tp}, false positives {fp}, false negatives {fn}, true negatives {tn}"
             )
     if is_rule(judging.threshold):
         yield (

@@ -535,10 +535,9 @@ def read_split_file(path: Path) -> tuple[SplitLine, ...]:
     for each in found:
         other = first.setdefault(each.slide, each)
         if other is not each:
-            raise DatasetError(
-                f"{path}, line {each.line}: slide {each.slide!r} is in {_place(each)}, but line {other.line} has it in "
-                f"{_place(other)}: name it once"
-            )
+            again = f"is in {_place(each)}, but line {other.line} has it in {_place(other)}"
+            again = f"is named by line {other.line} already" if _place(each) == _place(other) else again
+            raise DatasetError(f"{path}, line {each.line}: slide {each.slide!r} {again}: name it once")
     if not found:
         raise DatasetError(f"{path}: names no slide; {_SPLIT_LAYOUT}")
     return tuple(found)

@@ -237,6 +237,8 @@ def test_slides_that_are_their_patients_by_a_column(slides: Path) -> None:
         ("slide,label\ns1,x\ns2,NaN\n", {}, ["line 3", "'label' is 'NaN'"]),
         ("slide,her2\ns1,0\ns2,1+\n", {}, ["line 3", "'1+'", "line 2", "'0'"]),
         ("slide,dose\ns1,1.5\ns2,1_1\n", {}, ["line 3", "'1_1'", "line 2", "'1.5'"]),
+        ("slide;dose\r\ns1;1,5\r\ns2;n.b.\r\n", {"task": "regress"}, ["line 3", "'n.b.'", "regress"]),
+        ("slide;dose\r\ns1;1,5\r\ns2;>10\r\n", {}, ["line 3", "'>10'", "line 2", "'1,5'"]),
         ("slide,patient,label\ns1,p,x\ns2,,y\n", {}, ["line 3", "'patient' is empty"]),
         ("slide,patient,label\ns1,p,x\ns2,NA,y\n", {}, ["line 3", "'patient' is 'NA'"]),
         ("slide,patient,label\ns1,P 1,x\ns2,p 1,y\n", {}, ["line 3", "'p 1'", "line 2", "'P 1'"]),
