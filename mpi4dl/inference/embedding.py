@@ -325,13 +325,14 @@ class Embedding:
         for first in range(0, len(wanted), self.comm.size):
             group = wanted[first : first + self.comm.size]
             problem, count = None, 0
-            if self.comm.rank < len(group):
-                index = group[self.comm.rank]
-                try:
-                    self._places[index] = self.slides.tissue_patches(index, self.encoder.patch)
-                    count = len(self._places[index])
-                except BadImage as error:
-                    problem = str(error)
+            with self.comm.together((DatasetError,)):  # such as a package that is missing
+                if self.comm.rank < len(group):
+                    index = group[self.comm.rank]
+                    try:
+                        self._places[index] = self.slides.tissue_patches(index, self.encoder.patch)
+                        count = len(self._places[index])
+                    except BadImage as error:
+                        problem = str(error)
             for index, (said, number) in zip(group, self.comm.all_gather_object((problem, count)), strict=False):
                 self.counts[index] = number
                 if said is not None:
@@ -356,7 +357,8 @@ class Embedding:
         places: list[Any] = comm.all_gather_object(self._places.pop(own, None) if own is not None else None)
         counts = [0 if index in self.bad else len(places[number]) for number, index in enumerate(group)]
         shares = shares_of(units_of(counts, self.at_once), comm.size)
-        found, problems = self._features_of(group, places, shares[comm.rank])
+        with comm.together((DatasetError, OSError)):
+            found, problems = self._features_of(group, places, shares[comm.rank])
         for theirs in comm.all_gather_object(problems):
             self.bad |= {group[number]: printable(problem) for number, problem in theirs.items()}
         whole = self._at_writers(group, counts, shares, found)
