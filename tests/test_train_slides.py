@@ -280,6 +280,7 @@ def refused(comm: Communicator, act: Callable[..., None], argv: list[str]) -> st
         ("--slide-column what", "what"),
         ("--images somewhere", "slides and images were both given"),
         ("--task segment --fit crop", "`image_size`"),
+        ("--crops-each 4", "`task` segment"),
     ],
 )
 @pytest.mark.sample(2)

@@ -12,7 +12,7 @@ from mpi4dl.datasets.augment import Mixup
 from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.split import Named, split
 from mpi4dl.datasets.transform import NORMALISATIONS, Fit, Pointwise
-from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.config import Config, ConfigError, Slides
 from mpi4dl.options.declare import with_values
 from mpi4dl.options.kinds import AUTO, part_name
 from mpi4dl.options.parts import blaming, call, load
@@ -117,6 +117,9 @@ def split_slides(config: Config, validating: Mapping[str, bool] | None = None) -
         whole: Any = training.whole
         if whole.masks is not None and config.data.fit == "crop":
             return in_windows(config, whole, training.indices, validation.indices, tell)
+    for name in ("crops_each", "crops_on_classes"):
+        if getattr(chosen, name) != getattr(Slides, name):
+            raise ConfigError(f"`{name}` is for windows of slides to segment: say `task` segment and `fit` crop")
     return training, validation
 
 
