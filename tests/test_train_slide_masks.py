@@ -221,6 +221,11 @@ def test_damaged_slides_and_annotations_do_not_end_a_prediction_or_evaluation(
     assert "slide_003.geojson" in bad["slide_003.tif"]
 
 
+def test_folders_to_predict_of_need_no_columns(cohort: Path) -> None:
+    config = parse(["--slides", str(cohort), "--annotation-column", "annotation", "--patient-column", "case_id"])
+    assert len(open_slides(config, labelled=False)) == 4
+
+
 def test_windows_are_drawn_in_tissue_and_on_classes(cohort: Path, tmp_path: Path) -> None:
     flags = flags_of(cohort, tmp_path, "--fit crop --image-size 48 --crops-each 5 --crops-on-classes 1")
     windows, grid = split_slides(parse(flags))

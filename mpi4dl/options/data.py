@@ -83,7 +83,8 @@ def open_slides(
         "task": config.data.task if labelled and config.data.task in FORMS else None,
         "label_columns": config.data.label_columns if labelled else (),
         "classes": classes,
-        "columns": {role: name for role, name in columns.items() if name is not None},
+        # A folder to predict of has no columns, whatever the table of training had.
+        "columns": {role: name for role, name in columns.items() if name is not None and (labelled or path.is_file())},
         "tell": tell,
     }
     if chosen.features is None:
