@@ -1,4 +1,7 @@
-"""Whole-slide images before training: `mpi4dl slides check slides.csv`, `tissue`, and `compose` for synthetic ones."""
+"""Whole-slide images before and after training: `mpi4dl slides check slides.csv`, `tissue`, `compose` and `hits`.
+
+`compose` writes synthetic slides. `hits` compares maps of predictions with annotations.
+"""
 
 import argparse
 import sys
@@ -15,7 +18,7 @@ if runs(__name__):
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
 
-DESCRIPTION = "Check slides, show their tissue, or compose synthetic ones."
+DESCRIPTION = "Check slides, show their tissue, compose synthetic ones, or compare maps of them with annotations."
 STRIP_PX = 1024  # rows of a slide that are read at once
 
 
@@ -48,6 +51,14 @@ def _parser() -> argparse.ArgumentParser:
         if name == "tissue":
             each.add_argument("--tissue", default="otsu", help="a threshold of saturation from 0 to 1, or otsu")
             each.add_argument("--out", default="tissue", help="the folder that is written (default: %(default)s)")
+    about = "count the slides whose map is highest in an annotated region"
+    each = commands.add_parser("hits", help=about, description=f"{about[0].upper()}{about[1:]}.")
+    each.set_defaults(act=hits)
+    each.add_argument("folder", metavar="PREDICTED", help="what mpi4dl predict wrote by --out")
+    each.add_argument("--slides", metavar="TABLE", help="the table with annotations; default: that of the predictions")
+    each.add_argument("--slides-folder", help="the folder of the slides; default: that of the table")
+    each.add_argument("--assume-mpp", type=float, help="microns per pixel of level 0 of slides that do not say it")
+    each.add_argument("--classes", help="classes of annotations that count, such as tumour,metastasis; default: all")
     each = commands.add_parser("compose", help="write synthetic slides with lesions", description=compose.__doc__)
     each.set_defaults(act=compose)
     each.add_argument("out", metavar="FOLDER", help="the folder that is written")
@@ -127,6 +138,60 @@ def tissue(comm: "Communicator", options: Any) -> None:
                 print(line, flush=True)
         progress.advance(min(comm.size, len(slides) - first), 0)
     progress.close()
+
+
+def hits(comm: "Communicator", options: Any) -> None:
+    """Print of each slide with a map and annotations where the map is highest, and whether it is annotated. Collective.
+
+    The last line has the share of slides. Raises Refusal if no slide has both.
+    """
+    from mpi4dl._progress import ProgressOfImages
+    from mpi4dl._wording import counted
+    from mpi4dl.comm import Refusal
+    from mpi4dl.datasets.base import DatasetError
+    from mpi4dl.viewer.hits import Hit, hit_of
+    from mpi4dl.viewer.results import read_results
+
+    results = None
+    with comm.together((ValueError, OSError)):
+        if comm.rank == 0:
+            table, folder = (None if each is None else Path(each) for each in (options.slides, options.slides_folder))
+            results = read_results(Path(options.folder), table, folder, options.assume_mpp)
+    results = comm.broadcast_object(results)
+    slides = [each for each in results.slides if each.annotation is not None]
+    classes = None if options.classes is None else tuple(options.classes.split(","))
+    for remark in results.remarks if comm.rank == 0 else ():
+        print(remark)
+    progress = ProgressOfImages(len(slides), comm.rank == 0)
+    found: list[Hit] = []
+    for first in range(0, len(slides), comm.size):
+        said: Hit | str | None = None
+        if first + comm.rank < len(slides):
+            slide = slides[first + comm.rank]
+            try:
+                said = hit_of(slide, classes) or f"{slide.name}: has no region of these classes"
+            except DatasetError as error:
+                said = str(error)
+        for each in comm.all_gather_object(said):
+            if isinstance(each, Hit):
+                found.append(each)
+            if each is not None and comm.rank == 0:
+                print(each, flush=True)
+        progress.advance(min(comm.size, len(slides) - first), 0)
+    progress.close()
+    if not found:
+        raise Refusal(
+            f"{options.folder}: no slide has a map and an annotation with polygons: name the table with a column "
+            "annotation by --slides, and predict with --maps"
+        )
+    if comm.rank == 0:
+        told = []
+        for what, count in (
+            ("annotated on", sum(each.overlaps for each in found)),
+            ("also at the centre on", sum(each.inside for each in found)),
+        ):
+            told.append(f"{what} {count} ({100 * count / len(found):.1f} %)")
+        print(f"{counted(len(found), 'slide')} with a map and annotations; the highest value is {', '.join(told)}")
 
 
 def _open(comm: "Communicator", options: Any) -> Any:

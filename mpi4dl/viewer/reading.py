@@ -14,6 +14,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -163,7 +164,7 @@ class SlideReader:
         path = self.slide(number).map
         if path is None:
             raise Missing("this slide has no map")
-        return self._others.get((number, "map"), lambda: as_json(_read(path, map_of)))
+        return self._others.get((number, "map"), lambda: as_json(read_map(path)))
 
     def regions(self, number: int, what: str) -> bytes:
         """The polygons of a slide's `annotation`, or of its predicted `classes`, of the full level 0, in JSON.
@@ -213,10 +214,10 @@ def encoded(pixels: Pixels, form: str) -> bytes:
     return file.getvalue()
 
 
-def _read(path: Any, parse: Callable[[Any], Any]) -> Any:
-    """What `parse` makes of a JSON file. Raises DatasetError."""
+def read_map(path: Path) -> dict[str, Any]:
+    """The map in a GeoJSON file, as `map_of` has it. Raises BadImage."""
     try:
-        return parse(json.loads(read_regular(path)))
+        return map_of(json.loads(read_regular(path)))
     except OSError as error:
         raise BadImage(path, f"cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:

@@ -131,8 +131,8 @@ class SlideMasks:
             nameless += sum(not region.name for region in found.regions)
             total += len(found.regions)
             tell("reading annotations", number + 1, len(self.files))
-        classes = sorted(name for name in names if not _is_auxiliary(name) and name.casefold() != BACKGROUND)
-        left_out = sorted(name for name in names if _is_auxiliary(name) and name != IGNORED_CLASS)
+        classes = sorted(name for name in names if not is_auxiliary(name) and name.casefold() != BACKGROUND)
+        left_out = sorted(name for name in names if is_auxiliary(name) and name != IGNORED_CLASS)
         if left_out:
             self.remarks += (f"polygons of {some(left_out)} are left out, by QuPath's asterisk",)
         if not classes and nameless:
@@ -179,14 +179,15 @@ class SlideMasks:
 
     def _require_known(self, annotations: Annotations) -> None:
         known = self._numbers(annotations)
-        other = next((name for name in annotations.names if name not in known and not _is_auxiliary(name)), None)
+        other = next((name for name in annotations.names if name not in known and not is_auxiliary(name)), None)
         if other is not None:
             raise BadImage(
                 annotations.path, f"has the class {other!r}, but those of training are {some(self.classes[1:])}"
             )
 
 
-def _is_auxiliary(name: str) -> bool:
+def is_auxiliary(name: str) -> bool:
+    """Whether a class is one of QuPath's that are none, such as Region*."""
     return name.endswith(AUXILIARY)
 
 

@@ -1,0 +1,95 @@
+"""`mpi4dl slides hits`: the patch with the highest value is looked up in the annotation."""
+
+import json
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
+from mpi4dl.datasets.slides.geojson import collection, feature, square
+from mpi4dl.datasets.slides.record import SLIDES, record_of
+from mpi4dl.datasets.slides.slide import Resolution
+from mpi4dl.inference.maps import PatchMap, geojson
+from mpi4dl.slides import _parser
+from tests.pool.ranks import Ranks
+
+PATCH, MPP = 16, 0.5  # patches at half the resolution of level 0, so of 32 px there
+PEAKS = ((1, 1), (2, 3), (0, 2), (1, 2))  # (row, column) of the highest patch of each slide
+LESIONS = (  # (row, column, side) in level 0, and class
+    [(40, 40, 20, "tumour")],  # inside the patch of (32, 32), and around its centre
+    [(60, 92, 8, "tumour")],  # the patch begins at (64, 96): only its corner
+    [(96, 0, 20, "tumour")],  # elsewhere
+    [(32, 64, 32, "Ignore*"), (0, 0, 9, "tumour")],
+)
+EXPECTED = [(True, True), (True, False), (False, False), (False, False)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Predictions of slides of 160 x 128 px, with maps; the last one has no map, and one without annotation."""
+    lines = ["slide,annotation"]
+    for number in range(len(PEAKS) + 2):
+        pixels = np.full((128, 160, 3), 200, np.uint8)
+        description = f"Aperio |AppMag = 40|MPP = {MPP / 2}"
+        tifffile.imwrite(tmp_path / f"s{number}.tif", pixels, tile=(64, 64), description=description, metadata=None)
+        lesions = LESIONS[number] if number < len(PEAKS) else LESIONS[0]
+        text = collection(feature(square(row, col, side), name) for row, col, side, name in lesions)
+        (tmp_path / f"s{number}.geojson").write_text(text)
+        lines.append(f"s{number}.tif,{'' if number == len(PEAKS) else f's{number}.geojson'}")
+    (tmp_path / "slides.csv").write_text("\n".join(lines))
+    slides = SlideFolder(tmp_path / "slides.csv", SlideOptions(Resolution(mpp=MPP)), label_columns=())
+    out = tmp_path / "out"
+    (out / "maps").mkdir(parents=True)
+    (out / SLIDES).write_text(json.dumps(record_of(slides)))
+    records = []
+    places = [(row, col) for row in range(4) for col in range(5)]
+    for index in range(len(PEAKS) + 1):
+        values = np.random.default_rng(index).random(len(places)).astype(np.float32)
+        values[places.index(PEAKS[index % len(PEAKS)])] = 2
+        name = f"maps/s{index}.geojson"
+        (out / name).write_text(geojson(slides.image(index), PatchMap(places, values, PATCH, "logit")))
+        records.append({"image": slides.name(index), "prediction": "tumour", "maps": [name]})
+    (out / "predictions.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    return out
+
+
+def hits(comm: Communicator, *argv: str) -> str:
+    options = _parser().parse_args(["hits", *argv])
+    with redirect_stdout(StringIO()) as out:
+        options.act(comm, options)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_highest_patch_is_looked_up_in_the_annotation(ranks: Ranks, folder: Path, count: int) -> None:
+    for argv in ([], ["--slides", str(folder.parent / "slides.csv")]):
+        told, *others = ranks(count).run(hits, str(folder), *argv)
+        lines = [line for line in told.splitlines() if line.startswith("s")]
+        assert not any(others)
+        assert len(lines) == (5 if argv else 4)  # of the table also the one without a map
+        for (row, col), (overlaps, inside), line in zip(PEAKS, EXPECTED, lines, strict=False):
+            assert f"at x {32 * col + 16}, y {32 * row + 16} (32 x 32 px)" in line
+            assert ("in tumour" in line, "with its centre" in line) == (overlaps, inside)
+        assert "annotated on 2 (50.0 %)" in told
+        assert "also at the centre on 1 (25.0 %)" in told
+    (told, *_) = ranks(count).run(hits, str(folder), "--classes", "Ignore*")
+    assert "1 slide with" in told
+    assert "in Ignore* with its centre" in told
+
+
+def refused(comm: Communicator, *argv: str) -> str:
+    with pytest.raises((Refusal, ValueError)) as raised:
+        hits(comm, *argv)
+    return str(raised.value)
+
+
+def test_what_is_refused(ranks: Ranks, folder: Path) -> None:
+    for told in ranks(2).run(refused, str(folder), "--slides", "nowhere.csv"):
+        assert "nowhere.csv" in told
+    for told in ranks(2).run(refused, str(folder), "--classes", "what"):
+        assert "no slide has" in told
