@@ -18,6 +18,8 @@ from mpi4dl.datasets.base import DatasetError, Values
 # Keeps random numbers for several purposes apart where their seeds are equal.
 AUGMENT_STREAM, SHUFFLE_STREAM, MIXUP_STREAM, TRANSFORM_STREAM, DATASET_STREAM = 1, 2, 3, 4, 5
 
+NUM_DRAWN = 11  # random numbers of a sample; more of them leave the first ones as they are
+
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as in PIL's conversion to grey
 _GREY = 127.5
 
@@ -27,9 +29,10 @@ class Variation:
     """The augmentation of one image. The default is what validation does: the centre, and nothing else.
 
     `crop` is the share of each side that a resized image shows. `down` and `across` in [0, 1] place the crop, of
-    resized images and of slides, and `deep` that of volumes. `brightness`, `contrast` and `saturation` are factors.
-    `key` is (seed, epoch, sample), and the number of the repeat if there is one: a transform of the user's draws by it.
-    In validation it is empty.
+    resized images and of slides, and `deep` that of volumes. The image is flipped, then turned by so many
+    `quarter_turns` counterclockwise, as `np.rot90` does. `brightness`, `contrast` and `saturation` are factors. `key`
+    is (seed, epoch, sample), and the number of the repeat if there is one: a transform of the user's draws by it. In
+    validation it is empty.
     """
 
     crop: float = 1.0
@@ -42,6 +45,7 @@ class Variation:
     saturation: float = 1.0
     deep: float = 0.5
     flip_depth: bool = False
+    quarter_turns: int = 0
     key: tuple[int, ...] = field(default=(), compare=False)
 
     def places(self, num_axes: int) -> tuple[float, ...]:
@@ -49,8 +53,17 @@ class Variation:
         return (self.deep, self.down, self.across)[-num_axes:]
 
     def flips(self, num_axes: int) -> tuple[bool, ...]:
-        """Which of them are turned."""
-        return (self.flip_depth, self.flip_rows, self.flip_cols)[-num_axes:]
+        """Which of them are mirrored, before rows and columns are swapped if the image is `transposed`.
+
+        A quarter turn mirrors columns and transposes, a half turn mirrors both.
+        """
+        rows, cols = self.quarter_turns in (2, 3), self.quarter_turns in (1, 2)
+        return (self.flip_depth, self.flip_rows != rows, self.flip_cols != cols)[-num_axes:]
+
+    @property
+    def transposed(self) -> bool:
+        """Whether rows and columns are swapped."""
+        return self.quarter_turns % 2 == 1
 
 
 @dataclass(frozen=True)
@@ -59,10 +72,11 @@ class Augmentation:
 
     `crop` is the smallest share of each side that is kept where an image is resized (1: all of it). `flip_rows` turns
     half of the images upside down, `flip_cols` mirrors half of them left to right, `flip_depth` turns half of the
-    volumes front to back. A colour strength s draws its factor from [1 - s, 1 + s].
+    volumes front to back. `turns` of 4 turn by 0, 90, 180 or 270 degrees, of 2 by 0 or 180, alike often. A colour
+    strength s draws its factor from [1 - s, 1 + s].
 
     Raises:
-        ValueError: a strength outside [0, 1], or a `crop` outside (0, 1].
+        ValueError: a strength outside [0, 1], a `crop` outside (0, 1], or other `turns`.
     """
 
     crop: float = 1.0
@@ -72,8 +86,11 @@ class Augmentation:
     contrast: float = 0.0
     saturation: float = 0.0
     flip_depth: bool = False
+    turns: int = 1
 
     def __post_init__(self) -> None:
+        if self.turns not in (1, 2, 4):
+            raise ValueError(f"turns={self.turns}: an image has 1, 2 or 4 of them")
         if not 0.0 < self.crop <= 1.0:
             raise ValueError(f"crop={self.crop}: the smallest share of a side to keep must be in (0, 1]")
         for name in ("brightness", "contrast", "saturation"):
@@ -88,7 +105,7 @@ class Augmentation:
         """
         key = (seed, epoch, index, repeat) if repeat else (seed, epoch, index)
         # Every number is drawn whether it is used or not, so that one option does not change another's numbers.
-        u = np.random.default_rng((AUGMENT_STREAM, *key)).random(10).tolist()
+        u = np.random.default_rng((AUGMENT_STREAM, *key)).random(NUM_DRAWN).tolist()
         return Variation(
             crop=1.0 - (1.0 - self.crop) * u[0],
             down=u[1],
@@ -100,6 +117,7 @@ class Augmentation:
             saturation=_factor(self.saturation, u[7]),
             deep=u[8],
             flip_depth=self.flip_depth and u[9] < 0.5,
+            quarter_turns=int(self.turns * u[10]) * (4 // self.turns) % 4,
             key=key,
         )
 

@@ -298,6 +298,7 @@ class View:
     mean: tuple[float, ...] = IMAGENET_MEAN
     std: tuple[float, ...] = IMAGENET_STD
     transform: Pointwise | None = None
+    patch: int | None = None
 
     def __post_init__(self) -> None:
         if min(self.size) < 1:
@@ -306,6 +307,13 @@ class View:
             raise ValueError(f"fit={self.fit!r}: expected one of {', '.join(get_args(Fit))}")
         if len(self.mean) != len(self.std) or min(self.std) <= 0:
             raise ValueError(f"mean={self.mean}, std={self.std}: one of each per channel, and every std above 0")
+        if self.augmentation is not None and self.augmentation.turns == 4 and not self.can_transpose:
+            raise ValueError(f"size={self.size}: quarter turns need a frame whose last two sides are equal")
+
+    @property
+    def can_transpose(self) -> bool:
+        """Whether rows and columns can be swapped."""
+        return len(self.size) > 1 and (self.patch is not None or self.size[-1] == self.size[-2])
 
     def variation(self, index: int, epoch: int, repeat: int = 0) -> Variation:
         """The augmentation of sample `index` in `epoch`, at its `repeat`-th occurrence, counted from 0."""
@@ -342,13 +350,29 @@ class View:
         return planes
 
     def pixels(self, image: Image, *space: Interval, variation: Variation | None = None) -> Values:
-        """A box of the fitted and flipped image, its colours untouched, (rows, columns, channels), as `Image.read`."""
+        """A box of the fitted, flipped and turned image, its colours untouched, (rows, columns, channels)."""
         num_axes, variation = len(self.size), variation or Variation()
         if len(space) != num_axes or len(image.size) != num_axes:
             raise ValueError(f"a box of {len(space)} and an image of {len(image.size)} axes, in a frame of {num_axes}")
         if not all(Interval(0, size).covers(interval) for size, interval in zip(self.size, space, strict=True)):
             frame = " x ".join(map(str, self.size))
             raise ValueError(f"the box {' x '.join(map(str, space))} lies outside the frame of {frame} pixels")
+        if not variation.transposed:
+            return self._flipped(image, space, variation)
+        if self.patch is None:
+            *others, rows, cols = space
+            return self._flipped(image, (*others, cols, rows), variation).swapaxes(-2, -3)
+        wider = [
+            Interval(each.start // self.patch * self.patch, min(ceil_div(each.stop, self.patch) * self.patch, size))
+            for each, size in zip(space, self.size, strict=True)
+        ]
+        turned = _transposed_patches(self._flipped(image, wider, variation), self.patch)
+        inside = (slice(own.start - of.start, own.stop - of.start) for own, of in zip(space, wider, strict=True))
+        return turned[tuple(inside)]
+
+    def _flipped(self, image: Image, space: Sequence[Interval], variation: Variation) -> Values:
+        """A box of the fitted and flipped image, before rows and columns are swapped."""
+        num_axes = len(self.size)
         flips, places = variation.flips(num_axes), variation.places(num_axes)
         turned = [
             Interval(size - interval.stop, size - interval.start) if flip else interval
@@ -366,9 +390,9 @@ class View:
     def mask(self, mask: npt.NDArray[Any] | MaskImage, variation: Variation | None = None) -> npt.NDArray[Any]:
         """The mask (..., height, width) of an image, transformed like the image: (..., *size).
 
-        It is cropped, resized and flipped with its image; resizing takes the nearest value, since a mean of two classes
-        is none of them. Where a crop reaches beyond the image, integers are -100, which PyTorch's losses ignore, and
-        floating point is not-a-number. Of a mask that is read, it is the part that is shown.
+        It is cropped, resized, flipped and turned with its image; resizing takes the nearest value, since a mean of two
+        classes is none of them. Where a crop reaches beyond the image, integers are -100, which PyTorch's losses
+        ignore, and floating point is not-a-number. Of a mask that is read, it is the part that is shown.
 
         Raises:
             BadImage: the file of a mask cannot be decoded.
@@ -385,7 +409,13 @@ class View:
         places_of: tuple[Any, ...] = (Ellipsis, *np.ix_(*clipped))
         shown = mask[places_of] if isinstance(mask, np.ndarray) else _picked(mask, clipped)
         inside = reduce(np.logical_and, np.meshgrid(*insides, indexing="ij", sparse=True))
-        return shown if inside.all() else np.where(inside, shown, IGNORED if shown.dtype.kind == "i" else np.nan)
+        if not inside.all():
+            shown = np.where(inside, shown, IGNORED if shown.dtype.kind == "i" else np.nan)
+        if not variation.transposed:
+            return shown
+        if self.patch is None:
+            return np.ascontiguousarray(shown.swapaxes(-1, -2))
+        return _transposed_patches(shown[..., None], self.patch)[..., 0]
 
     def _corner(self, free_px: int, position: float) -> int:
         """Where a window begins that has this much room to move."""
@@ -404,6 +434,18 @@ class View:
             return np.arange(size) + self._corner(source - size, position)
         frame = _frame(size, source, variation.crop, position)
         return np.minimum(np.floor(frame.start + (np.arange(size) + 0.5) * frame.scale).astype(np.int64), source - 1)
+
+
+def _transposed_patches(values: npt.NDArray[Any], patch: int) -> npt.NDArray[Any]:
+    """Values (..., rows, columns, channels) whose whole patches are transposed, each where it is."""
+    *others, rows, cols, channels = values.shape
+    down, across = rows // patch, cols // patch
+    made = values.copy()
+    inner = made[..., : down * patch, : across * patch, :].reshape(*others, down, patch, across, patch, channels)
+    made[..., : down * patch, : across * patch, :] = inner.swapaxes(-2, -4).reshape(
+        *others, down * patch, across * patch, channels
+    )
+    return made
 
 
 def _picked(mask: MaskImage, places: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:

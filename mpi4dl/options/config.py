@@ -157,6 +157,13 @@ class Data:
         known_as=instead("use {option} horizontal or --no-flip", "hflip")
         | instead("use {option}, which mirrors along each axis", "vflip"),
     )
+    rotate: str = option(
+        "none",
+        "turn training images at random: by 0 or 180 degrees (half), or by 0, 90, 180 or 270 degrees (quarter), for "
+        "square images, or each patch of --patches in its place",
+        choice("none", "half", "quarter", switch=("quarter", "none")),
+        known_as=same_as("rot90 random-rot90"),
+    )
     random_crop: bool = option(
         False,
         "crop training images at a random place",

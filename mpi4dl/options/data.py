@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mpi4dl.datasets.slides.dataset import SlideFolder
 
 RGB = 3  # channels
+TURNS = {"none": 1, "half": 2, "quarter": 4}  # by `rotate`: how many an image can have
 STRIDE = 32  # px, of most models of pictures
 FEATURES_MODEL = "features"  # how files of a run name the model that has no encoder
 
@@ -177,6 +178,7 @@ def with_features(config: Config) -> Config:
     if features is None:
         return config
     asked = {
+        "rotate": data.rotate != "none",
         "random_crop": data.random_crop,
         "jitter": data.jitter,
         "mixup": data.mixup,
@@ -265,6 +267,7 @@ def own_datasets(config: Config, validating: Mapping[str, bool]) -> tuple[Named,
 def build_views(config: Config, channels: int, fit: Fit) -> tuple[datasets.View, datasets.View]:
     """How training images are shown, varied at random, and how validation images are."""
     data, all_axes = config.data, config.data.flip == "all"
+    _require_square(config)
     augmentation = datasets.Augmentation(
         crop=0.8 if data.random_crop else 1.0,
         flip_rows=all_axes,
@@ -273,11 +276,24 @@ def build_views(config: Config, channels: int, fit: Fit) -> tuple[datasets.View,
         contrast=data.jitter,
         saturation=data.jitter if channels == RGB else 0.0,
         flip_depth=all_axes,
+        turns=TURNS[data.rotate],
     )
     mean, std = normalisation(config, channels)
     common: Mapping[str, Any] = {"fit": fit, "mean": mean, "std": std, "transform": build_transform(config, channels)}
+    common = {**common, "patch": config.model.patches}
     training = datasets.View(data.image_size, augmentation=augmentation, seed=config.training.seed, **common)
     return training, datasets.View(data.image_size, **common)
+
+
+def _require_square(config: Config) -> None:
+    """Raise ConfigError for quarter turns of images that are not square."""
+    size = config.data.image_size
+    if config.data.rotate != "quarter" or config.model.patches is not None or size[-2:-1] == size[-1:]:
+        return
+    raise ConfigError(
+        f"`rotate` quarter swaps the sides of images, and `image_size` {'x'.join(map(str, size))} is not square: "
+        "choose `rotate` half, or a square `image_size`"
+    )
 
 
 def normalisation(config: Config, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -1,6 +1,7 @@
 """mpi4dl.datasets.transform: the tiles of a varied image are the varied image, bit for bit."""
 
 import re
+from itertools import product
 
 import numpy as np
 import pytest
@@ -28,9 +29,14 @@ def test_tiles_join_to_the_whole(data):
             brightness=st.floats(0, 1),
             contrast=st.floats(0, 1),
             saturation=st.floats(0, 1),
+            turns=st.sampled_from([1, 2, 4]),
         )
     )
-    view = View(target, data.draw(st.sampled_from(["resize", "crop"])), data.draw(st.none() | st.just(augmentation)))
+    patch = data.draw(st.none() | st.integers(1, 20))
+    if augmentation.turns == 4 and patch is None:
+        target = (target[0], target[0])
+    fit = data.draw(st.sampled_from(["resize", "crop"]))
+    view = View(target, fit, data.draw(st.none() | st.just(augmentation)), patch=patch)
     variation = view.variation(data.draw(st.integers(0, 99)), data.draw(st.integers(0, 9)))
     expected = view.tile(image, *whole(*target), variation=variation)
     joined = np.full_like(expected, np.nan)
@@ -47,6 +53,41 @@ def test_flips_mirror_the_whole_image(fit):
     for rows, cols in ((True, False), (False, True), (True, True)):
         flipped = view.pixels(image, *whole(31, 47), variation=Variation(flip_rows=rows, flip_cols=cols))
         assert np.array_equal(flipped, plain[:: -1 if rows else 1, :: -1 if cols else 1])
+
+
+@pytest.mark.parametrize("patch", [None, 4])
+def test_turns_and_flips_are_those_of_numpy_and_masks_turn_alike(patch):
+    """All eight symmetries: of a square image, or of each patch, whose place in the image is mirrored alone."""
+    pixels = noise_image(12, 12 if patch is None else 20)
+    size = pixels.shape[:2]
+    view, image = View(size, "crop", patch=patch), WholeImage(pixels)
+    seen = set()
+    for rows, cols, turns in product((False, True), (False, True), range(4)):
+        variation = Variation(flip_rows=rows, flip_cols=cols, quarter_turns=turns)
+        flipped = pixels[:: -1 if rows else 1, :: -1 if cols else 1]
+        shown = view.pixels(image, *whole(*size), variation=variation)
+        seen.add(shown.tobytes())
+        if patch is None:
+            expected = np.rot90(flipped, turns)
+        else:
+            flips = variation.flips(2)
+            expected = np.empty_like(pixels)
+            for row, col in np.ndindex(3, 5):
+                source = (2 - row if flips[0] else row, 4 - col if flips[1] else col)
+                (top, left), (y, x) = ((4 * place[0], 4 * place[1]) for place in (source, (row, col)))
+                part = pixels[top : top + 4, left : left + 4][:: -1 if rows else 1, :: -1 if cols else 1]
+                expected[y : y + 4, x : x + 4] = np.rot90(part, turns)
+        assert np.array_equal(shown, expected)
+        assert np.array_equal(view.mask(pixels[..., 0].astype(np.int64), variation), expected[..., 0])
+    assert len(seen) == 8
+
+
+def test_quarter_turns_need_equal_sides():
+    with pytest.raises(ValueError, match="quarter turns need a frame whose last two sides are equal"):
+        View((3, 4), augmentation=Augmentation(turns=4))
+    drawn = [Augmentation(turns=4).draw(0, 0, index).quarter_turns for index in range(400)]
+    assert all(70 < drawn.count(turns) < 130 for turns in range(4))
+    assert {Augmentation(turns=2).draw(0, 0, index).quarter_turns for index in range(99)} == {0, 2}
 
 
 def test_an_image_of_any_format_is_resized_unless_crops_are_asked_for():

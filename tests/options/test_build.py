@@ -92,6 +92,15 @@ def test_validation_images_are_never_varied() -> None:
     assert plain.draw(0, 0, 0) == type(plain)(flip_cols=False).draw(0, 0, 0)
 
 
+def test_quarter_turns_are_for_squares_and_patches() -> None:
+    with pytest.raises(ConfigError, match="`image_size` 8x10 is not square: choose `rotate` half"):
+        build_views(configured("--image-size 8x10 --rotate quarter"), channels=3, fit="crop")
+    for flags, turns in (("--image-size 8x10 --rotate half", 2), ("--image-size 8x12 --patches 4 --rotate", 4)):
+        augmentation = build_views(configured(flags), channels=3, fit="crop")[0].augmentation
+        assert augmentation is not None
+        assert augmentation.turns == turns
+
+
 def test_the_optimizer_is_the_one_that_is_named_with_its_options() -> None:
     model = small_model()
     config = configured("--optimizer AdamW --lr 0.5 --optimizer-options betas=[0.5,0.75],weight_decay=0.1")
