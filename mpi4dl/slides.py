@@ -5,7 +5,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "Check slides, show their tissue, compose synthetic ones, or compare maps of them with annotations."
 STRIP_PX = 1024  # rows of a slide that are read at once
+
+Feed = Callable[[], None]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -75,34 +77,26 @@ def _parser() -> argparse.ArgumentParser:
 
 def check(comm: "Communicator", options: Any) -> None:
     """Read every slide through, each on one rank, and print what is wrong. Collective."""
-    from mpi4dl._progress import ProgressOfImages
     from mpi4dl._wording import counted
     from mpi4dl.comm import Refusal
     from mpi4dl.datasets.base import DatasetError
     from mpi4dl.geometry import Interval
 
     slides = _open(comm, options)
-    progress = ProgressOfImages(len(slides), comm.rank == 0)
-    problems = 0
-    for first in range(0, len(slides), comm.size):
-        said = None
-        if first + comm.rank < len(slides):
-            try:
-                slide = slides.image(first + comm.rank)
-                whole = slide.at(1.0)
-                rows, cols = whole.size
-                for top in range(0, rows, STRIP_PX):
-                    whole.read(Interval(top, min(top + STRIP_PX, rows)), Interval(0, cols))
-                if slide.mpp is None:
-                    said = f"{slide.file.path}: does not say how many microns a pixel has: use --assume-mpp"
-            except DatasetError as error:
-                said = str(error)
-        found = [each for each in comm.all_gather_object(said) if each is not None]
-        problems += len(found)
-        for line in found if comm.rank == 0 else ():
-            print(line, flush=True)
-        progress.advance(min(comm.size, len(slides) - first), len(found))
-    progress.close()
+
+    def problem_of(index: int, feed: Feed) -> str:
+        try:
+            slide = slides.image(index)
+            whole = slide.at(1.0)
+            rows, cols = whole.size
+            for top in range(0, rows, STRIP_PX):
+                whole.read(Interval(top, min(top + STRIP_PX, rows)), Interval(0, cols))
+                feed()
+        except DatasetError as error:
+            return str(error)
+        return "" if slide.mpp is not None else f"{slide.file.path}: has no microns per pixel: use --assume-mpp"
+
+    problems = _each(comm, len(slides), problem_of)
     if problems:
         raise Refusal(f"{counted(problems, 'slide')} of {len(slides)} cannot be used as they are")
     if comm.rank == 0:
@@ -112,7 +106,6 @@ def check(comm: "Communicator", options: Any) -> None:
 def tissue(comm: "Communicator", options: Any) -> None:
     """Write NAME.png and NAME.geojson of the tissue of each slide. Collective."""
     from mpi4dl._files import write_durably
-    from mpi4dl._progress import ProgressOfImages
     from mpi4dl.datasets.base import DatasetError
     from mpi4dl.datasets.slides.tissue import find_tissue
 
@@ -121,23 +114,43 @@ def tissue(comm: "Communicator", options: Any) -> None:
     with comm.together((ValueError, OSError)):
         threshold = None if options.tissue == "otsu" else float(options.tissue)
         out.mkdir(parents=True, exist_ok=True)
-    progress = ProgressOfImages(len(slides), comm.rank == 0)
-    for first in range(0, len(slides), comm.size):
-        said = ""
-        if first + comm.rank < len(slides):
-            name = Path(slides.name(first + comm.rank)).name
-            try:
-                found = find_tissue(slides.image(first + comm.rank), threshold)
-                found.save_png(out / f"{name}.png")
-                write_durably(out / f"{name}.geojson", found.geojson().encode())
-                said = f"{name}: {100 * found.share:.1f} % tissue"
-            except (DatasetError, OSError) as error:
-                said = str(error)
-        for line in comm.all_gather_object(said):
-            if line and comm.rank == 0:
-                print(line, flush=True)
-        progress.advance(min(comm.size, len(slides) - first), 0)
+
+    def show(index: int, feed: Feed) -> str:
+        name = Path(slides.name(index)).name
+        try:
+            found = find_tissue(slides.image(index), threshold)
+            found.save_png(out / f"{name}.png")
+            write_durably(out / f"{name}.geojson", found.geojson().encode())
+        except (DatasetError, OSError) as error:
+            return str(error)
+        return f"{name}: {100 * found.share:.1f} % tissue"
+
+    _each(comm, len(slides), show)
+
+
+def _each(comm: "Communicator", count: int, work: Callable[[int, Feed], str]) -> int:
+    """Share `count` slides over the ranks, print what `work(index, feed)` returns, and return how many lines that was.
+
+    `feed()` is a sign of life, due every few minutes. Collective; an OSError of one rank ends the command on all.
+    """
+    from mpi4dl._progress import ProgressOfImages
+    from mpi4dl.runs.stopping import SETTLED_SECONDS, Patience
+
+    patience = Patience(SETTLED_SECONDS if comm.size > 1 else 0.0)
+    progress, num_lines = ProgressOfImages(count, comm.rank == 0), 0
+    for first in range(0, count, comm.size):
+        line = ""
+        with comm.together((OSError,)):
+            if first + comm.rank < count:
+                line = work(first + comm.rank, patience.feed)
+        lines = [each for each in comm.all_gather_object(line) if each]
+        patience.feed()
+        for each in lines if comm.rank == 0 else ():
+            print(each, flush=True)
+        num_lines += len(lines)
+        progress.advance(min(comm.size, count - first), 0)
     progress.close()
+    return num_lines
 
 
 def hits(comm: "Communicator", options: Any) -> None:
@@ -211,7 +224,6 @@ def _open(comm: "Communicator", options: Any) -> Any:
 def compose(comm: "Communicator", options: Any) -> None:
     """Write synthetic slides: stained tissue on glass, and lesions in those of every second patient. Collective."""
     from mpi4dl._files import write_durably
-    from mpi4dl._progress import ProgressOfImages
     from mpi4dl._wording import counted
     from mpi4dl.datasets.slides.compose import Cohort
 
@@ -233,13 +245,12 @@ def compose(comm: "Communicator", options: Any) -> None:
             height, width = cohort.composition(number).size
             print(f"{folder / cohort.name(number)}: {width} x {height} px")
         return
-    progress = ProgressOfImages(len(cohort), comm.rank == 0)
-    for first in range(0, len(cohort), comm.size):
-        with comm.together((OSError,)):
-            if first + comm.rank < len(cohort):
-                cohort.write(folder, first + comm.rank)
-        progress.advance(min(comm.size, len(cohort) - first), 0)
-    progress.close()
+
+    def write(index: int, feed: Feed) -> str:
+        cohort.write(folder, index, feed)
+        return ""
+
+    _each(comm, len(cohort), write)
     with comm.together((OSError,)):
         if comm.rank == 0:
             write_durably(folder / "slides.csv", cohort.table().encode())

@@ -1,8 +1,9 @@
 """Compose synthetic slides with lesions: pyramidal TIFF of any size, tile by tile, with a table and annotations.
 
-Tissue is blobs of stained texture on white glass. Slides of the class `tumour` have lesions too: discs of dark round
-nuclei, far smaller than the tissue. Everything follows from the seed and the place of a pixel alone, so that a slide of
-65,536 px takes no more memory than one of 1,024 px.
+Tissue is blobs of stained texture on white glass. Slides of the class `tumour` have lesions too: discs of large dark
+nuclei in pale plasm, far smaller than the tissue. The mean colour of a lesion is that of the tissue around it, so that
+it vanishes where a slide is reduced until nuclei blur. Everything follows from the seed and the place of a pixel alone,
+so that a slide of 65,536 px takes no more memory than one of 1,024 px.
 """
 
 import csv
@@ -29,7 +30,9 @@ MOST_LESION = 0.01
 SMALLEST_LEVEL = 1024  # px, of the longer side
 GLASS = (243, 242, 244)
 STROMA, EPITHELIUM, NUCLEI = (226, 168, 204), (190, 116, 178), (92, 56, 130)
-LESION = (112, 38, 104)
+LESION_NUCLEI = (58, 22, 70)
+NUCLEI_ABOVE, LESION_NUCLEI_ABOVE = 0.45, 0.255  # noise above which a pixel belongs to a nucleus
+NUCLEI_SHARE, LESION_NUCLEI_SHARE = 0.169, 0.3  # the shares of pixels for which `_noise` is above these
 MICROMETRES_IN_CM = 10_000
 FORMATS = (".tif", ".ome.tif", ".svs")
 APERIO = (
@@ -86,22 +89,32 @@ class Composition:
                 inside |= near <= disc.radius * (1 + 0.15 * _noise(self.seed + 2, y, x, disc.radius / 4))
         return inside
 
-    def _stained(self, y: npt.NDArray[Any], x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-        """Stroma and epithelium in patches, with nuclei."""
+    def _base(self, y: npt.NDArray[Any], x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        """Stroma and epithelium in patches, without nuclei."""
         share = np.clip(0.5 + _noise(self.seed + 3, y, x, 60 / self.mpp), 0, 1)[..., None]
         stroma, epithelium = (np.asarray(colour, np.float32) for colour in (STROMA, EPITHELIUM))
-        found = stroma * (1 - share) + epithelium * share
-        nuclei = _noise(self.seed + 4, y, x, 4 / self.mpp) > 0.45
-        found[nuclei] = NUCLEI
-        found += _noise(self.seed + 5, y, x, 2 / self.mpp)[..., None] * 14
-        return found.astype(np.float32)
+        found: npt.NDArray[np.float32] = stroma * (1 - share) + epithelium * share
+        return found
+
+    def _stained(self, y: npt.NDArray[Any], x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        """Tissue with small nuclei."""
+        found = self._base(y, x)
+        found[_noise(self.seed + 4, y, x, 4 / self.mpp) > NUCLEI_ABOVE] = NUCLEI
+        return self._grained(found, y, x)
 
     def _lesion(self, y: npt.NDArray[Any], x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-        """Crowded nuclei of another colour."""
-        found = np.empty((len(y), len(x), 3), np.float32)
-        found[:] = EPITHELIUM
-        found[_noise(self.seed + 6, y, x, 5 / self.mpp) > -0.5] = LESION
-        return found
+        """Large, crowded, dark nuclei in plasm so pale that the mean colour is that of tissue with small nuclei."""
+        usual, dark = (np.asarray(colour, np.float32) for colour in (NUCLEI, LESION_NUCLEI))
+        mean = self._base(y, x) * (1 - NUCLEI_SHARE) + usual * NUCLEI_SHARE
+        found = (mean - dark * LESION_NUCLEI_SHARE) / (1 - LESION_NUCLEI_SHARE)
+        found[_noise(self.seed + 6, y, x, 6 / self.mpp) > LESION_NUCLEI_ABOVE] = dark
+        return self._grained(found, y, x)
+
+    def _grained(
+        self, found: npt.NDArray[np.float32], y: npt.NDArray[Any], x: npt.NDArray[Any]
+    ) -> npt.NDArray[np.float32]:
+        grained: npt.NDArray[np.float32] = found + _noise(self.seed + 5, y, x, 2 / self.mpp)[..., None] * 14
+        return grained.astype(np.float32)
 
 
 def _distance(disc: Disc, y: npt.NDArray[Any], x: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
@@ -166,10 +179,10 @@ def composition(seed: int, size: int, mpp: float, tumour: bool, lesion_share: fl
     return Composition((height, width), mpp, seed, tissue, tuple(lesions))
 
 
-def write_slide(path: Path, slide: Composition) -> None:
+def write_slide(path: Path, slide: Composition, progress: Callable[[], object] = lambda: None) -> None:
     """Write a slide as a pyramidal TIFF of tiles in JPEG, by its ending as plain TIFF, OME-TIFF or Aperio SVS.
 
-    Raises DatasetError if tifffile is not installed.
+    `progress` is called before each row of tiles. Raises DatasetError if tifffile is not installed.
     """
     import tifffile
 
@@ -191,7 +204,7 @@ def write_slide(path: Path, slide: Composition) -> None:
             read = slide.pixels if number == 0 else _reader(smaller[number - 1])
             density = MICROMETRES_IN_CM / (slide.mpp * 2**number)
             writer.write(
-                _tiles(level, read, smaller[number] if number < len(smaller) else None),
+                _tiles(level, read, smaller[number] if number < len(smaller) else None, progress),
                 shape=(*level, 3),
                 subifds=len(smaller) if ome and number == 0 else None,
                 subfiletype=1 if number and not aperio else 0,
@@ -210,9 +223,11 @@ def _tiles(
     size: tuple[int, int],
     read: Callable[[slice, slice], Pixels],
     smaller: npt.NDArray[np.uint8] | None,
+    progress: Callable[[], object],
 ) -> Iterator[Pixels]:
     """The tiles of a level, row by row; the means of 2 x 2 pixels go into the next `smaller` level."""
     for top in range(0, size[0], TILE):
+        progress()
         for left in range(0, size[1], TILE):
             tile = read(slice(top, min(top + TILE, size[0])), slice(left, min(left + TILE, size[1])))
             if smaller is not None:
@@ -283,13 +298,16 @@ class Cohort:
     def _has_tumour(self, number: int) -> bool:
         return (number // self.slides_each) % 2 == 1
 
-    def write(self, folder: Path, number: int) -> Path:
-        """Write a slide, and `annotations/NAME.geojson` of a tumour slide; one that is there already is kept."""
+    def write(self, folder: Path, number: int, progress: Callable[[], object] = lambda: None) -> Path:
+        """Write a slide, and `annotations/NAME.geojson` of a tumour slide; one that is there already is kept.
+
+        `progress` is called before each row of tiles.
+        """
         path, slide = folder / self.name(number), self.composition(number)
         if not path.exists():
             (folder / ANNOTATIONS).mkdir(parents=True, exist_ok=True)
             begun = folder / f".{path.name.partition('.')[0]}.part{self.formats[number % len(self.formats)]}"
-            write_slide(begun, slide)
+            write_slide(begun, slide, progress)
             begun.rename(path)
         if slide.lesions:
             write_durably(folder / self._annotation(number), annotations(slide).encode())
