@@ -1,6 +1,7 @@
 """Tissue on a thumbnail: its share of each patch, and its outlines, in pixels of level 0."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -60,3 +61,24 @@ def test_holes_are_outside(tmp_path: Path) -> None:
         assert contains(polygons, 100 + 2 * (row + 0.5), 50 + 2 * (col + 0.5)) == expected, (row, col)
     found.save_png(tmp_path / "mask.png")
     assert (tmp_path / "mask.png").stat().st_size > 0
+
+
+def test_lesions_have_the_mean_colour_of_tissue_and_another_texture() -> None:
+    slide = composition(3, 4096, 0.5, tumour=True, lesion_share=0.009)
+    disc, half = slide.lesions[0], int(slide.lesions[0].radius / 1.5)
+    inside = (slice(int(c) - half, int(c) + half) for c in (disc.row, disc.col))
+    lesion = slide.pixels(*inside).astype(float)
+    usual = (
+        replace(slide, lesions=())
+        .pixels(*(slice(int(c) - half, int(c) + half) for c in (disc.row, disc.col)))
+        .astype(float)
+    )
+    assert np.abs(lesion.mean((0, 1)) - usual.mean((0, 1))).max() < 8
+    assert lesion.std((0, 1)).min() > 1.4 * usual.std((0, 1)).max()
+
+
+def test_a_sign_of_life_for_each_row_of_tiles(tmp_path: Path) -> None:
+    signs: list[None] = []
+    slide = composition(3, 2000, 0.5, tumour=False, lesion_share=0.001)
+    write_slide(tmp_path / "slide.tif", slide, lambda: signs.append(None))
+    assert len(signs) >= slide.size[0] // 256
