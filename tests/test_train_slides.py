@@ -20,9 +20,10 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.loader import shuffled
 from mpi4dl.datasets.slides.compose import Cohort
 from mpi4dl.datasets.slides.geojson import polygons_of
+from mpi4dl.datasets.slides.tissue import tissue_cells
 from mpi4dl.engine import Engine
 from mpi4dl.evaluate import evaluate
-from mpi4dl.geometry import Interval
+from mpi4dl.geometry import Interval, ceil_div
 from mpi4dl.models.patches import GatedAttention, PatchModel
 from mpi4dl.options.config import parse
 from mpi4dl.options.data import in_folder_of_fold, open_slides, split_slides, with_frame
@@ -36,7 +37,7 @@ from mpi4dl.train import train
 from mpi4dl.training.data import write_split
 from mpi4dl.viewer.results import read_results
 from tests.commands import losses_of
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, RanksFailed
 from tests.short_runs import EXACT
 
 PATCH, MPP = 64, 0.5
@@ -113,6 +114,81 @@ def test_training_is_that_of_a_plain_loop_over_whole_slides(
     ranks(parse(flags).parallel.data * (2 if "1x2" in plan else 1)).run(train, flags)
     expected, _ = plain_losses(flags, 4)
     assert losses_of(tmp_path / "run")[:4] == pytest.approx(expected, rel=2e-4)
+
+
+OWN = (
+    f"--mpp {MPP} --model small_resnet --model-options num_filters=4 --batch-size 1 --accumulate 2 --num-workers 1 "
+    "--val-fraction 0.34 --optimizer SGD --lr 0.002 --lr-schedule constant --epochs 2 --log-interval 1 --seed 3 "
+    "--no-tensorboard --flip none --eval-every none"
+)
+
+
+def shown_whole(slides: Any, index: int) -> Tensor:
+    """A slide at its own size, white where there is no tissue and up to a multiple of 32 px: (1, 3, H, W)."""
+    slide = slides.image(index).at(slides.image(index).downsample)
+    height, width = slide.size
+    white = np.full((ceil_div(height, 32) * 32, ceil_div(width, 32) * 32, 3), 255, np.uint8)
+    cells = tissue_cells(slide).repeat(32, 0).repeat(32, 1)[:height, :width]
+    white[:height, :width][cells] = slide.read(Interval(0, height), Interval(0, width))[cells]
+    return (torch.from_numpy(white.transpose(2, 0, 1) / np.float32(255))[None] - 0.5) / 0.25
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "--tiles 1x2",
+        "--tiles 1x2 --stream 3x2",
+        pytest.param("--tiles 1x1 --stages 2", marks=pytest.mark.exhaustive),
+        pytest.param("--tiles 2x2 --stream 2x2 --stream-segments 2", marks=pytest.mark.exhaustive),
+        pytest.param("--tiles 1x1 --stream 4x4", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_whole_slides_of_their_own_sizes_are_those_of_a_plain_loop(
+    ranks: Ranks, cohort: Path, tmp_path: Path, plan: str
+) -> None:
+    """Of six sizes, in three formats and two magnifications; in training, evaluation and prediction."""
+    flags = ["--slides", str(cohort / "slides.csv"), *OWN.split(), *plan.split(), "--run-folder", str(tmp_path / "run")]
+    count = {"1x2": 2, "2x2": 4}.get(plan.split()[1], 2 if "stages" in plan else 1)
+    ranks(count).run(train, flags)
+    config = with_frame(parse(flags))
+    training, validation = split_slides(config)
+    assert len({tuple(training.image(index).size) for index in range(len(training))}) == len(training)
+    model = build_model(config, 2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.optimizer.lr)
+    order = [i for epoch in range(2) for i in shuffled(len(training), config.training.seed, epoch)]
+    expected = []
+    for step in range(4):
+        optimizer.zero_grad()
+        losses = [
+            F.cross_entropy(model(shown_whole(training, index)), torch.tensor([training.label(index)])) / 2
+            for index in order[2 * step :][:2]
+        ]
+        sum(losses, torch.zeros(())).backward()
+        optimizer.step()
+        expected.append(sum(loss.item() for loss in losses))
+    assert losses_of(tmp_path / "run")[:4] == pytest.approx(expected, rel=2e-4)
+    model.eval()
+    ranks(count).run(said, str(tmp_path / "run"), "--slides", str(cohort), "--out", str(tmp_path / "out"), "--no-maps")
+    lines = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
+    slides = validation.whole
+    for index, line in enumerate(lines):
+        with torch.no_grad():
+            values = model(shown_whole(slides, index)).softmax(1)[0].tolist()
+        assert list(line["probabilities"].values()) == pytest.approx(values, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--batch-size 2", "a microbatch has one"),
+        ("--batch-size 2 --data 2 --tiles 1x1", "differ in size"),
+        ("--mixup 0.2", "mixup"),
+    ],
+)
+def test_what_images_of_their_own_size_cannot_do(ranks: Ranks, cohort: Path, flags: str, words: str) -> None:
+    asked = ["--slides", str(cohort / "slides.csv"), *OWN.split(), *flags.split()]
+    with pytest.raises(RanksFailed, match=words):
+        ranks(2 if "data" in flags else 1).run(train, asked)
 
 
 def said(comm: Communicator, *argv: str) -> str:

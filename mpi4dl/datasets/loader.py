@@ -4,6 +4,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 import numpy as np
@@ -192,7 +193,8 @@ class Loader:
     Without a `view` it goes through any `Batches`, such as those of text.
 
     `boxes_of(num_samples)` are the boxes that this rank reads of a global batch of so many images, in positions of that
-    batch and pixels of the view: `lambda n: [Tiling.even(grid, (n, height, width)).owned(rank)]`. A rank that holds no
+    batch and pixels of the view: `lambda n: [Tiling.even(grid, (n, height, width)).owned(rank)]`. Where each image has
+    its own size, it is called as `boxes_of(num_samples, sizes)`. A rank that holds no
     pixels has none, or empty ones; it reads nothing and still sees the labels.
 
     An image that cannot be read raises `BadImage` where its batch is wanted; by `on_bad_image` "report" it is named in
@@ -220,7 +222,7 @@ class Loader:
         dataset: Dataset | Batches,
         view: View | None,
         batch_size: int,
-        boxes_of: Callable[[int], Sequence[Box]],
+        boxes_of: Callable[..., Sequence[Box]],
         *,
         seed: int = 0,
         shuffle: bool = False,
@@ -277,7 +279,9 @@ class Loader:
             first = (start + position) * self._batch_size
             part = slice(first, first + self._batch_size)
             indices = tuple(order[part])
-            return self._samples.read(indices, epoch, self._boxes_of(len(indices)), tuple(again[part]))
+            sizes = self._sizes_of(indices)
+            boxes = self._boxes_of(len(indices)) if sizes is None else self._boxes_of(len(indices), sizes)
+            return replace(self._samples.read(indices, epoch, boxes, tuple(again[part])), sizes=sizes)
 
         count = len(self) - start
         if self._num_workers == 0:
@@ -288,6 +292,9 @@ class Loader:
             yield from self._timed(prefetcher)
         finally:
             prefetcher.close()
+
+    def _sizes_of(self, indices: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
+        return self._samples.sizes(indices) if isinstance(self._samples, TransformedImages) else None
 
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         while True:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from math import ceil, floor
 from typing import Any, Literal, NamedTuple, get_args
@@ -253,7 +253,9 @@ def _alike(found: Values, expected: Values) -> bool:
     return int(far.max()) <= 1 and np.count_nonzero(far) <= max(_ROUNDED, far.size // 100)
 
 
-Fit = Literal["resize", "crop", "pad"]
+Fit = Literal["resize", "crop", "pad", "own"]
+
+STRIDE_PX = 32  # sides of images of their own size are multiples of it: the stride of most models
 
 
 def as_fit(text: object) -> Fit:
@@ -284,8 +286,9 @@ class View:
 
     `fit` says how an image, of whatever format, fills it: "resize" to exactly this size, or "crop" a window of this
     size (padded where the image is smaller, pictures with white, others with 0), or "pad", where the image begins at
-    the upper left corner and may not be larger. Without an `augmentation` the view is the centre, unchanged: what
-    validation wants.
+    the upper left corner and may not be larger. By "own" each image has a view of its own size, `for_image`, in which
+    it is padded to multiples of 32 px. Without an `augmentation` the view is the centre, unchanged: what validation
+    wants.
 
     Raises:
         ValueError: a size, a fit, or a mean and std that cannot be.
@@ -314,6 +317,12 @@ class View:
     def can_transpose(self) -> bool:
         """Whether rows and columns can be swapped."""
         return len(self.size) > 1 and (self.patch is not None or self.size[-1] == self.size[-2])
+
+    def for_image(self, size: Sequence[int]) -> "View":
+        """The view of an image of this size (height, width)."""
+        if self.fit != "own":
+            return self
+        return replace(self, size=tuple(ceil_div(side, STRIDE_PX) * STRIDE_PX for side in size), fit="pad")
 
     def variation(self, index: int, epoch: int, repeat: int = 0) -> Variation:
         """The augmentation of sample `index` in `epoch`, at its `repeat`-th occurrence, counted from 0."""

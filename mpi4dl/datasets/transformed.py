@@ -87,7 +87,7 @@ class LazyImages:
             for index, repeat, out in zip(indices[part], again, tile, strict=True):
                 image = drawn(self.dataset, self.view.key(self.epoch, repeat)).image(index)
                 variation = self.view.variation(index, self.epoch, repeat)
-                self.view.tile(image, *box.space, variation=variation, out=out.numpy())
+                self.view.for_image(image.size).tile(image, *box.space, variation=variation, out=out.numpy())
         return tile
 
 
@@ -105,7 +105,7 @@ class Batch:
     maps positions in the global batch to what is wrong with that image, whose tiles are zeros. A position is there only
     on ranks that hold a part of the image, and perhaps not on all. `digests` are, of samples that ranks compare, those
     of the label and of the image, or -1 of what this rank has not. `problem`, reported too, is what this rank alone may
-    be short of: a file that others see, a package.
+    be short of: a file that others see, a package. `sizes` are those of the samples' views, where each has its own.
     """
 
     tiles: tuple[torch.Tensor | LazyImages, ...]
@@ -114,6 +114,7 @@ class Batch:
     errors: dict[int, str]
     problem: str | None = None
     digests: tuple[tuple[int, int], ...] | None = None
+    sizes: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def is_short(self) -> bool:
@@ -154,6 +155,16 @@ class TransformedImages:
             errors = lost | errors
         digests = tuple(reading.digests) if getattr(self._dataset, "compared", False) else None
         return Batch(tiles, stacked, indices, errors, next(iter(reading.problems), None), digests)
+
+    def sizes(self, indices: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
+        """The size of each image's view; None where all have one. Of an image that cannot be opened, the largest."""
+        return tuple(map(self._size, indices)) if self._view.fit == "own" else None
+
+    def _size(self, index: int) -> tuple[int, ...]:
+        try:
+            return self._view.for_image(self._dataset.image(index).size).size
+        except DatasetError:  # which reading it will say
+            return self._view.size
 
     def _tile(self, reading: "_Reading", box: Box, labels: Sequence[Any]) -> torch.Tensor | LazyImages:
         samples, *space = box.shape
@@ -248,7 +259,8 @@ class _Reading:
         image = self.open(position, labels)
         with self._reporting(position):
             if image is not None:
-                self._view.tile(image, *box.space, variation=self._variation(position), out=out.numpy())
+                view = self._view.for_image(image.size)
+                view.tile(image, *box.space, variation=self._variation(position), out=out.numpy())
                 return
         out.zero_()
 

@@ -19,8 +19,8 @@ from mpi4dl.checkpoints.json_values import random_state, set_random_state
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.comm.allreduce import pick
 from mpi4dl.engine.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
-from mpi4dl.engine.runner import BatchFeed, Loss, Runner, Size, Tiles
-from mpi4dl.parallel.inputs import Microbatch
+from mpi4dl.engine.runner import BatchFeed, Loss, Runner, Tiles
+from mpi4dl.parallel.inputs import Microbatch, Sizes
 from mpi4dl.parallel.pipeline.executor import UNLIKE_DRAWS, Executor
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas import GradientHook, ReadShard, ReplicaGroup, ReplicaGroups, Shard, Stepping, trainable
@@ -204,7 +204,7 @@ class Engine(Runner):
         self,
         tiles: Tiles,
         targets: Any,
-        size: Size | None = None,
+        size: Sizes | None = None,
         microbatches: Sequence[Microbatch] | None = None,
         tell: Tell | None = None,
     ) -> StepResult:

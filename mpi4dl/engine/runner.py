@@ -20,7 +20,7 @@ from mpi4dl.comm.streams import carried
 from mpi4dl.engine.precision import AUTOCAST
 from mpi4dl.geometry import BATCH, Interval, Split, Tiling, even_cuts
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.inputs import Microbatch, Read
+from mpi4dl.parallel.inputs import Microbatch, OwnSizes, Read, Sizes, size_of
 from mpi4dl.parallel.pipeline.executor import UNLIKE_DRAWS, Executor
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, Part
 from mpi4dl.parallel.plan import Plan
@@ -163,7 +163,7 @@ class InputFeed:
         runner: "Runner",
         tiles: Tiles,
         num_samples: int,
-        size: Size | None,
+        size: Sizes | None,
         microbatches: Sequence[Microbatch] | None,
         training: bool = False,
     ) -> None:
@@ -189,12 +189,17 @@ class InputFeed:
         return 1 + self.microbatches[-1].number
 
     def kind(self, microbatch: Microbatch) -> Any:
-        return (self.size, microbatch.counts)
+        return (size_of(self.size, microbatch), microbatch.counts)
 
     def images(self, part: Part, microbatch: Microbatch) -> Any:
-        return self.runner.images(
-            part, self.tiles.pop((microbatch.direction, microbatch.number)), microbatch, self.size
-        )
+        tile = self.tiles.pop((microbatch.direction, microbatch.number))
+        return self.runner.images(part, tile, microbatch, size_of(self.size, microbatch))
+
+
+def _apart(rest: Sequence[Any]) -> tuple[Sequence[Microbatch] | None, OwnSizes | None]:
+    """The microbatches and the sizes of a batch, where they were given."""
+    own = next((each for each in rest if isinstance(each, OwnSizes)), None)
+    return next((each for each in rest if each is not own), None), own
 
 
 class Terms(NamedTuple):
@@ -217,7 +222,7 @@ class BatchFeed(InputFeed):
         runner: "Runner",
         tiles: Tiles,
         targets: Any,
-        size: Size | None,
+        size: Sizes | None,
         microbatches: Sequence[Microbatch] | None,
         scale: float | None = None,
     ) -> None:
@@ -287,7 +292,7 @@ class EvaluationFeed(BatchFeed):
         runner: "Runner",
         tiles: Tiles,
         targets: Any,
-        size: Size | None,
+        size: Sizes | None,
         microbatches: Sequence[Microbatch] | None,
         found: Found,
     ) -> None:
@@ -340,7 +345,7 @@ class OutputFeed(InputFeed):
         runner: "Runner",
         tiles: Tiles,
         num_samples: int,
-        size: Size | None,
+        size: Sizes | None,
         microbatches: Sequence[Microbatch] | None,
         of: Callable[[Any], Tensor],
         first: int,
@@ -450,8 +455,11 @@ class Runner:
         """The context in which the model and the loss compute in the runner's precision."""
         return nullcontext() if self._dtype is None else torch.autocast(self.device.type, self._dtype)
 
-    def reads(self, num_samples: int, size: Size, training: bool = True) -> tuple[Read, ...]:
-        """Which boxes of a batch of images of `size` (H, W) this rank passes in `training`, or to `evaluate`."""
+    def reads(self, num_samples: int, size: Sizes, training: bool = True) -> tuple[Read, ...]:
+        """Which boxes of a batch this rank passes in `training`, or to `evaluate`.
+
+        `size` is that of all images, such as (H, W), or `OwnSizes`.
+        """
         return self.plan.reads(self.comm.rank, self.plan.divide(num_samples, training), size)
 
     def images(self, part: Part, tile: Tile, microbatch: Microbatch, size: Size) -> Any:
@@ -474,7 +482,8 @@ class Runner:
     ) -> Evaluation:
         """Loss, accuracy and metrics over batches, without training; all modules are in evaluation mode meanwhile.
 
-        A batch is (tiles, targets of the whole batch), as for `Engine.step`, or (tiles, targets, microbatches).
+        A batch is (tiles, targets of the whole batch), as for `Engine.step`, or (tiles, targets, microbatches). A last
+        member of `OwnSizes` goes before `size`.
         Metrics, by name, are objects of torchmetrics, or of your own with `update(predictions, targets)` and
         `compute()`, classes of such, or functions of all predictions and targets. `measured(outputs, targets)` are the
         predictions, such as `Task.measured`; by itself the main output. Of dense outputs each rank adds its tile.
@@ -485,7 +494,8 @@ class Runner:
         executor.drawn = 0
         with evaluating(self.stages):
             for tiles, targets, *rest in batches:
-                batch = EvaluationFeed(self, tiles, targets, size, rest[0] if rest else None, found)
+                microbatches, own = _apart(rest)
+                batch = EvaluationFeed(self, tiles, targets, own or size, microbatches, found)
                 with executor.watching_draws():
                     executor.run(self._evaluation_table(batch.num_microbatches), batch)
         if found.kept is not None:
@@ -508,17 +518,19 @@ class Runner:
         return Evaluation(loss, correct / found.count if classified else None, found.count, values)
 
     def predict(
-        self, batches: Iterable[Any], size: Size | None = None, of: Callable[[Any], Tensor] = main_output
+        self, batches: Iterable[Any], size: Sizes | None = None, of: Callable[[Any], Tensor] = main_output
     ) -> Iterator[BatchOutputs]:
         """The outputs for batches of images, one by one, without training; all ranks take all of them. Collective.
 
         A batch is (tiles, number of its samples), or (tiles, number, microbatches), or, on one rank, just the images.
+        A last member of `OwnSizes` goes before `size`.
         `of(outputs)` is what is wanted of them, such as `Task.predictions`; by itself the main output.
         """
         comm, executor, first = self.comm, self.executor, 0
         for given in batches:
             tiles, count, *rest = (given, len(given)) if isinstance(given, Tensor) else given
-            batch = OutputFeed(self, tiles, count, size, rest[0] if rest else None, of, first)
+            microbatches, own = _apart(rest)
+            batch = OutputFeed(self, tiles, count, own or size, microbatches, of, first)
             executor.drawn = 0
             with evaluating(self.stages), executor.watching_draws():
                 executor.run(self._evaluation_table(batch.num_microbatches), batch)

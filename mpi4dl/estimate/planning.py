@@ -90,12 +90,14 @@ def planned(
 
     from mpi4dl.estimate.dry_run import look_ahead, require_rules, stream_of
     from mpi4dl.options import build
+    from mpi4dl.options.data import check_own_sizes
     from mpi4dl.options.models import check_text, without_rules
     from mpi4dl.options.optimizers import build_optimizer, build_schedule
     from mpi4dl.parallel.costs.cost_model import Profiler
 
     plan, num_classes, channels = build.build_plan(config), samples.num_classes, samples.channels
     check_text(config, plan)
+    check_own_sizes(config, plan)
     optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(2, 2))])
     build_schedule(config, optimizer).begin(build.number_of_steps(config, samples.num_batches))
     tell("looking for operators without a rule", 0, 0)

@@ -1,8 +1,9 @@
 """A trained model over ranks, as its run or its weights say what it is: batch by batch, what it makes of images."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -23,6 +24,8 @@ from mpi4dl.inference.options import Inference, placed
 from mpi4dl.options import parts
 from mpi4dl.options.config import Config, facts
 from mpi4dl.options.data import build_views
+from mpi4dl.options.declare import with_values
+from mpi4dl.parallel.inputs import Shape, own_or
 from mpi4dl.runs.assembly import assemble
 from mpi4dl.runs.description import description_of, find_weights, folder_of, hold_trained
 from mpi4dl.runs.folder import BEST
@@ -76,6 +79,8 @@ class Predictor:
             owns = {name: getattr(chosen.inputs, name) for name in OWN}
             config = about.config(str(self.weights), ours, chosen.inputs.trust_code, **owns)
             require_sight(config, about, str(source))
+        if config.slides.slides is not None and config.data.fit == "auto":  # of a run that padded slides
+            config = with_values(config, {"fit": about.fit})
         config = framed(config)
         with comm.together((ValueError,)):
             self.config, why = placed(config, chosen, comm.size)
@@ -160,7 +165,10 @@ class Predictor:
                 self.patience.begin("batch")
                 size = data.image_size
                 count = len(batch.indices)
-                microbatches, reads = self.plan.divide(count, False), runner.reads(count, size, False)
+                microbatches, reads = (
+                    self.plan.divide(count, False),
+                    runner.reads(count, own_or(batch.sizes, size), False),
+                )
                 bad.require_alike(batch)
                 readable = bad.agree(batch, microbatches, reads)
                 errors = {index: bad.of_index[index] for index in batch.indices if index in bad.of_index}
@@ -182,7 +190,8 @@ class Predictor:
         self, batch: Batch, microbatches: Any, of: Callable[[Any], Tensor], errors: dict[int, str]
     ) -> Prediction:
         given = (batch.tiles, len(batch.indices), microbatches)
-        outputs = next(iter(self.runner.predict([given], self.config.data.image_size, of)))
+        sizes = own_or(batch.sizes, self.config.data.image_size)
+        outputs = next(iter(self.runner.predict([given], sizes, of)))
         return Prediction(batch.indices, batch.labels, outputs, errors)
 
     def _found_late(self, refusal: Refusal) -> bool:
@@ -196,7 +205,8 @@ class Predictor:
         """The images of a batch of which one is damaged, each alone."""
         shown = TransformedImages(images, view, reports=True, lazy=True)
         for index in indices:
-            batch = shown.read((index,), 0, self._boxes(1))
+            sizes = shown.sizes((index,))
+            batch = replace(shown.read((index,), 0, self._boxes(1, sizes)), sizes=sizes)
             try:
                 seen = self._predicted(batch, self.plan.divide(1, False), of, {})
             except Refusal as refusal:
@@ -205,5 +215,6 @@ class Predictor:
                 seen = Prediction((), None, None, {index: str(refusal)})
             yield seen
 
-    def _boxes(self, num_samples: int) -> list[Box]:
-        return [read.box for read in self.runner.reads(num_samples, self.config.data.image_size, False)]
+    def _boxes(self, num_samples: int, of_samples: Sequence[Shape] | None = None) -> list[Box]:
+        sizes = own_or(of_samples, self.config.data.image_size)
+        return [read.box for read in self.runner.reads(num_samples, sizes, False)]

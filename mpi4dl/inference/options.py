@@ -103,7 +103,7 @@ def placed(config: Config, chosen: Inference, num_ranks: int) -> tuple[Config, s
         shared = prod(size) >= LARGE_PIXELS or (chosen.inputs.batch_size or num_ranks) < num_ranks
         if config.model.patches is not None:
             tiles, why = ((1, num_ranks),), f"`tiles` 1x{num_ranks}: ranks share the patches of each image"
-        elif shared:
+        elif shared or config.data.fit == "own":
             tiles = (_near_square(num_ranks, len(size)),)
             grid = "x".join(map(str, tiles[0]))
             why = f"`tiles` {grid}: all ranks share each image; `data` {num_ranks} would share out the images"
@@ -114,7 +114,9 @@ def placed(config: Config, chosen: Inference, num_ranks: int) -> tuple[Config, s
     if data is None:
         others = asked.tensor * asked.experts * sum(prod(grid) for grid in _each(tiles, asked.stages))
         data = max(1, num_ranks // others)
-    if chosen.inputs.batch_size is None:
+    if config.data.fit == "own":
+        batch_size = asked.microbatches
+    elif chosen.inputs.batch_size is None:
         batch_size = max(batch_size, data * asked.experts * asked.microbatches)
     parallel = replace(
         config.parallel,

@@ -23,18 +23,25 @@ class PatchModel(nn.Module):
     `encoder` takes (P, C, patch, patch) and returns (P, F), or (P, F, 1, 1); `aggregator` takes a bag (n, F), and
     returns what there is to say of its image. The rest at the right and at the bottom is dropped. Of each image only
     patches are taken of whose pixels a share of at least `min_tissue` is of tissue, as `tissue` finds it; or the one
-    that has the most. `colour` is in units of what the model is given.
+    that has the most. `colour` is in units of what the model is given. `norm`, such as a batch norm over all patches
+    (P, F), comes between the encoder and the aggregator.
     """
 
     def __init__(
-        self, encoder: nn.Module, aggregator: nn.Module, patch: int, min_tissue: float = 0.0, colour: float = COLOUR
+        self,
+        encoder: nn.Module,
+        aggregator: nn.Module,
+        patch: int,
+        min_tissue: float = 0.0,
+        colour: float = COLOUR,
+        norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
         if patch < 1 or not 0 <= min_tissue <= 1:
             raise ValueError(
                 f"patch={patch}, min_tissue={min_tissue}: needs at least one pixel, and a share between 0 and 1"
             )
-        self.encoder, self.aggregator = encoder, aggregator
+        self.encoder, self.norm, self.aggregator = encoder, norm, aggregator
         self.patch, self.min_tissue, self.colour = patch, min_tissue, colour
 
     def forward(self, images: Tensor) -> Tensor:
@@ -51,14 +58,19 @@ class PatchModel(nn.Module):
 
     def aggregate(self, features: Tensor, counts: Sequence[int]) -> Tensor:
         """The aggregator's output for the features of all patches, with the number of patches of each image."""
-        return torch.stack([self.aggregator(bag) for bag in features.flatten(1).split(list(counts))])
+        return torch.stack([self.aggregator(bag) for bag in self._bags(features, counts)])
+
+    def _bags(self, features: Tensor, counts: Sequence[int]) -> tuple[Tensor, ...]:
+        """The features of each image's patches: (n, F)."""
+        flat = features.flatten(1)
+        return (flat if self.norm is None else self.norm(flat)).split(list(counts))
 
     def patch_values(self, features: Tensor, counts: Sequence[int]) -> tuple[str, list[Tensor]] | None:
         """What each patch counts in its image, (n,) for each image, and what that is: its attention, or its logit.
 
         None of an aggregator that has neither.
         """
-        bags = features.flatten(1).split(list(counts))
+        bags = self._bags(features, counts)
         for name in ("attention", "logit"):
             values = getattr(self.aggregator, name, None)
             if values is not None:

@@ -92,6 +92,11 @@ class Model:
         "how the features of all patches of an image are combined",
         choice("mean", "max", "gated-attention", "transformer"),
     )
+    feature_norm: str = option(
+        "none",
+        "standardize the features of all patches of a batch before the aggregator: batch, as batch norm does, or none",
+        choice("none", "batch"),
+    )
     min_tissue: float = option(0.0, "drop patches with a smaller share of coloured pixels; 0: keep all", SHARE)
     patches_at_once: int = option(16, "number of patches that each rank processes at once", COUNT)
 
@@ -145,9 +150,9 @@ class Data:
     )
     fit: str = option(
         "auto",
-        "how images get the image size: resized, cropped, or padded with white; auto: pad slides, crop images of "
-        "more than 8192 x 8192 px, resize all others",
-        choice("auto", "resize", "crop", "pad"),
+        "how images get the image size: resized, cropped, or padded with white; own: each keeps its size; auto: own "
+        "for slides without masks, crop images of more than 8192 x 8192 px, resize all others",
+        choice("auto", "resize", "crop", "pad", "own"),
     )
     flip: str = option(
         AUTO,
@@ -288,6 +293,12 @@ class Slides:
     )
     assume_mpp: float | None = option(
         None, "microns per pixel of level 0 of slides that do not say it", optional(POSITIVE)
+    )
+    background: str = option(
+        "auto",
+        "what whole slides show where there is no tissue: white, which streaming skips, or what was scanned (keep); "
+        "auto: white by --fit own",
+        choice("auto", "white", "keep"),
     )
     tissue: float | str = option(
         "otsu",

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from mpi4dl._wording import counted
 from mpi4dl.datasets.augment import Mixup
 from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.split import Named, split
-from mpi4dl.datasets.transform import NORMALISATIONS, Fit, Pointwise
+from mpi4dl.datasets.transform import NORMALISATIONS, STRIDE_PX, Fit, Pointwise
 from mpi4dl.options.config import Config, ConfigError, Slides
 from mpi4dl.options.declare import with_values
 from mpi4dl.options.kinds import AUTO, part_name
@@ -19,10 +20,10 @@ from mpi4dl.options.parts import blaming, call, load
 
 if TYPE_CHECKING:
     from mpi4dl.datasets.slides.dataset import SlideFolder
+    from mpi4dl.parallel.plan import Plan
 
 RGB = 3  # channels
 TURNS = {"none": 1, "half": 2, "quarter": 4}  # by `rotate`: how many an image can have
-STRIDE = 32  # px, of most models of pictures
 FEATURES_MODEL = "features"  # how files of a run name the model that has no encoder
 
 
@@ -68,6 +69,7 @@ def open_slides(
         resolution = Resolution(chosen.mpp, chosen.magnification, chosen.level, chosen.assume_mpp)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    white = chosen.background == "white" or (chosen.background == "auto" and config.data.fit == "own")
     threshold = None if isinstance(chosen.tissue, str) else chosen.tissue
     columns = {
         "slide": chosen.slide_column, "patient": chosen.patient_column, "annotation": chosen.annotation_column
@@ -78,7 +80,7 @@ def open_slides(
         config.model.num_classes,
         config.data.ignore_index,
     )
-    options = SlideOptions(resolution, threshold, config.model.min_tissue, chosen.most_patches, masks)
+    options = SlideOptions(resolution, threshold, config.model.min_tissue, chosen.most_patches, masks, white)
     folder = None if chosen.slides_folder is None else Path(chosen.slides_folder).expanduser()
     common: dict[str, Any] = {
         "task": config.data.task if labelled and config.data.task in FORMS else None,
@@ -218,15 +220,18 @@ def with_frame(config: Config) -> Config:
         raise ConfigError(f"`slides` and `{both}` were both given: choose one")
     if config.model.patches is not None and config.data.fit not in ("auto", "pad"):
         raise ConfigError(f"`fit` {config.data.fit} is for whole images, and `patches` are cut from slides as they are")
-    asked, pads = config.data.image_size, config.data.fit in ("auto", "pad")
-    if asked == AUTO and config.data.fit == "crop":
+    if config.data.image_size == AUTO and config.data.fit == "crop":
         raise ConfigError("`fit` crop takes windows of `image_size` from slides: say it, such as 512")
-    if asked != AUTO and not pads:
+    slides = open_slides(config, labelled=False)
+    if config.data.fit == "auto":
+        config = with_values(config, {"fit": _fit_of_slides(config)})
+    asked = config.data.image_size
+    if asked != AUTO and config.data.fit not in ("pad", "own"):
         return config
     tiles = config.parallel.tiles[0][-2:]
     unit = (1, 1) if config.model.patches else tiles
-    multiple = [(config.model.patches or STRIDE) * count for count in unit]
-    fitting, largest = open_slides(config, labelled=False).frame(multiple)
+    multiple = [(config.model.patches or STRIDE_PX) * count for count in unit]
+    fitting, largest = slides.frame(multiple)
     if asked == AUTO:
         return with_values(config, {"image_size": fitting})
     if any(side > most for side, most in zip(largest.size, asked, strict=False)):
@@ -238,6 +243,37 @@ def with_frame(config: Config) -> Config:
             "`mpp`"
         )
     return config
+
+
+def _fit_of_slides(config: Config) -> str:
+    """Each slide at its own size, unless patches are cut from it or it has a mask."""
+    dense = config.data.task == "segment"
+    if config.data.task == AUTO:
+        with suppress(datasets.DatasetError):  # which opening them with their labels will say
+            dense = open_slides(config).labels_of == "segment"
+    return "pad" if config.model.patches is not None or dense else "own"
+
+
+def check_own_sizes(config: Config, plan: "Plan") -> None:
+    """Raises ConfigError if images of their own size would have to share a microbatch, or have masks or partners."""
+    if config.data.fit != "own":
+        return
+    data, ways = config.data, plan.replicas * plan.batch_ways[0]
+    if ways > 1:
+        raise ConfigError(
+            f"{plan} shares out images, and by `fit` own they differ in size: choose `tiles`, by which ranks share "
+            "each image, or `fit` pad"
+        )
+    if data.batch_size != config.parallel.microbatches:
+        steps = data.batch_size * config.training.accumulate
+        raise ConfigError(
+            f"`batch_size` {data.batch_size} with `microbatches` {config.parallel.microbatches}: by `fit` own images "
+            f"differ in size, so a microbatch has one: choose `batch_size` 1 and `accumulate` {steps}, or `fit` pad"
+        )
+    if data.mixup:
+        raise ConfigError(f"`mixup` {data.mixup} mixes images of one size: choose `fit` pad or resize, not own")
+    if len(data.image_size) != 2 or data.dataset is not None:
+        raise ConfigError("`fit` own is for pictures and slides: leave it out")
 
 
 def own_datasets(config: Config, validating: Mapping[str, bool]) -> tuple[Named, Named]:
@@ -288,7 +324,8 @@ def build_views(config: Config, channels: int, fit: Fit) -> tuple[datasets.View,
 def _require_square(config: Config) -> None:
     """Raise ConfigError for quarter turns of images that are not square."""
     size = config.data.image_size
-    if config.data.rotate != "quarter" or config.model.patches is not None or size[-2:-1] == size[-1:]:
+    square = size[-2:-1] == size[-1:] and config.data.fit != "own"
+    if config.data.rotate != "quarter" or config.model.patches is not None or square:
         return
     raise ConfigError(
         f"`rotate` quarter swaps the sides of images, and `image_size` {'x'.join(map(str, size))} is not square: "

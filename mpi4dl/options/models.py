@@ -54,7 +54,8 @@ def _drawn(config: Config, num_classes: int, channels: int) -> nn.Module:
     if config.slides.features is not None:
         from mpi4dl.models.patches import AGGREGATORS, PatchModel
 
-        return PatchModel(nn.Flatten(), AGGREGATORS[config.model.aggregator](channels, num_classes), 1)
+        aggregator = AGGREGATORS[config.model.aggregator](channels, num_classes)
+        return PatchModel(nn.Flatten(), aggregator, 1, norm=_feature_norm(config, channels))
     if is_own(name):
         model = own_model(name, options, num_classes, channels)
         return model if config.model.patches is None else _of_patches(config, model, num_classes, channels)
@@ -117,7 +118,12 @@ def _of_patches(config: Config, encoder: nn.Module, num_classes: int, channels: 
             f"`min_tissue` {chosen.min_tissue} compares channels: set one `mean` and one `std` for all, not "
             f"{','.join(map(str, mean))} and {','.join(map(str, std))}"
         )
-    return PatchModel(encoder, aggregator, patch, min_tissue, COLOUR / std[0])
+    return PatchModel(encoder, aggregator, patch, min_tissue, COLOUR / std[0], _feature_norm(config, num_features))
+
+
+def _feature_norm(config: Config, num_features: int) -> nn.Module | None:
+    """A layer between an encoder of patches and the aggregator; None if there is none."""
+    return None if config.model.feature_norm == "none" else nn.BatchNorm1d(num_features, affine=False)
 
 
 def tensor_styles(config: Config) -> dict[str, str] | None:

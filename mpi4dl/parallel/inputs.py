@@ -1,6 +1,7 @@
 """Inputs of a model, by their shape alone; and how a batch is divided into microbatches and shares."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -78,6 +79,32 @@ class Microbatch(NamedTuple):
     def without(self, positions: Collection[int]) -> "Microbatch":
         """The rest of it in the batch without these samples."""
         return self._replace(cuts=tuple(cut - sum(position < cut for position in positions) for cut in self.cuts))
+
+
+@dataclass(frozen=True)
+class OwnSizes:
+    """The sizes of the samples of a batch that differ, such as (H, W) of each. A microbatch has one sample then."""
+
+    of_samples: tuple[Shape, ...]
+
+
+Sizes = Shape | OwnSizes
+
+
+def own_or(of_samples: Sequence[Shape] | None, size: Shape) -> Sizes:
+    """The sizes of a batch whose samples have their own, if they have; else that of all."""
+    return tuple(size) if of_samples is None else OwnSizes(tuple(of_samples))
+
+
+def size_of(sizes: Sizes, microbatch: Microbatch) -> Shape:
+    """The size of a microbatch's samples. Raises ValueError if they differ."""
+    if not isinstance(sizes, OwnSizes):
+        return tuple(sizes)
+    found = set(sizes.of_samples[slice(*microbatch.samples)])
+    if len(found) != 1:
+        sides = ", ".join("x".join(map(str, each)) for each in sorted(found)) or "none"
+        raise ValueError(f"the samples of a microbatch must have one size, but have {sides}")
+    return found.pop()
 
 
 class Read(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from mpi4dl.comm import Communicator
 from mpi4dl.geometry import SPACE, Box, FeatureGridShape, GridShape, Interval, Tiling, even_cuts
-from mpi4dl.parallel.inputs import Microbatch, Read, nested_cuts
+from mpi4dl.parallel.inputs import Microbatch, Read, Sizes, nested_cuts, size_of
 from mpi4dl.parallel.spatial.grid import Arrangement, Grid
 from mpi4dl.parallel.tables.schedules import SCHEDULES, Placement, Table, forward_only, table_for
 from mpi4dl.parallel.tensor.styles import Degrees
@@ -404,14 +404,14 @@ class Plan:
         replicas = [samples.start + cut for cut in even_cuts(samples.length, self.replicas)]
         return nested_cuts(replicas, self.batch_ways[0])
 
-    def reads(self, rank: int, microbatches: Sequence[Microbatch], size: Sequence[int]) -> tuple[Read, ...]:
-        """Which boxes of a batch of images of `size`, such as (H, W), a rank reads: those that it works on first."""
+    def reads(self, rank: int, microbatches: Sequence[Microbatch], sizes: Sizes) -> tuple[Read, ...]:
+        """Which boxes of a batch of images of `sizes`, such as (H, W), a rank reads: those that it works on first."""
         found = []
         for microbatch in microbatches:
             ranks = self.ranks(microbatch.direction, 0)
             if rank in ranks:
                 place = ranks.index(rank)
-                shape = self.shape(0)
+                shape, size = self.shape(0), size_of(sizes, microbatch)
                 where = Tiling.even(shape, (1, *size[-len(shape.space) :])).owned(place)
                 way = shape.coordinates(place)[0]
                 space = where.space[: len(shape.space)]

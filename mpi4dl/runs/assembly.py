@@ -18,6 +18,7 @@ from mpi4dl.datasets import DatasetError
 from mpi4dl.options import parts
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.data import check_own_sizes
 from mpi4dl.options.models import build_model, check_text, patch_options, tensor_styles, without_rules
 from mpi4dl.parallel.inputs import batch_shape
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
@@ -108,6 +109,7 @@ def hold_model(
     torch.manual_seed(config.training.seed)
     seed_python(config.training.seed)
     check_text(config, plan)
+    check_own_sizes(config, plan)
     patches = patch_options(config, plan)
     if patches is None and (plan.num_stages > 1 or stream is not None):
         return _cut_model(config, plan, num_outputs, channels, comm, device, stream)

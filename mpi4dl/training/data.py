@@ -19,7 +19,7 @@ from mpi4dl.datasets.map_style import OwnDataset
 from mpi4dl.datasets.sources import SYNTHETIC
 from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.datasets.table import TABLE
-from mpi4dl.datasets.transform import Fit, as_fit
+from mpi4dl.datasets.transform import STRIDE_PX, Fit, as_fit
 from mpi4dl.geometry import Box
 from mpi4dl.options.config import Config, ConfigError, to_toml
 from mpi4dl.options.data import FOLDS, build_datasets, build_mixup, build_views, number_of_classes
@@ -306,8 +306,9 @@ def _describe(
             "pixel, and `stream` and `patches` are for more pixels than that: at most 8192x8192"
         )
     sizes = list(_sizes(training))
-    asked = "pad" if config.slides.slides is not None and config.data.fit == "auto" else config.data.fit
-    fit = _fit(asked, sizes, recorded)
+    fit = _fit(config.data.fit, sizes, recorded)
+    if fit == "own" and TASKS[task_of(training)].dense:
+        raise ConfigError("`fit` own is not for masks: choose `fit` pad, or crop for windows of slides")
     remarks = [_classes(training, validation)]
     if config.data.dataset is None and config.slides.slides is None and config.data.images == SYNTHETIC:
         remarks.append("the images are synthetic, computed from a formula: `images` names a folder of your own")
@@ -425,6 +426,8 @@ def _shown(config: Config, fit: Fit, sizes: Sequence[tuple[int, ...]], count: in
     if fit == "resize":
         crops = " from random crops, validated whole" if config.data.random_crop else ""
         return f"{what} are resized to {frame}{crops}; `fit` crop would show windows of that size"
+    if fit == "own":
+        return f"{what} keep their own sizes, padded with white to multiples of {STRIDE_PX} px"
     if fit == "pad":
         return f"{what} are padded with white to {frame}"
     smaller = any(a < b for each in sizes for a, b in zip(each, size, strict=True))

@@ -9,7 +9,7 @@ import torch
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import Batch
-from mpi4dl.parallel.inputs import Microbatch, Read
+from mpi4dl.parallel.inputs import Microbatch, Read, Shape
 
 # Images that cannot be read: a rank that finds one tells the others, and all stop, or leave it out, together.
 
@@ -86,7 +86,10 @@ class BadImages:
             if not read.microbatch.without(errors).samples.empty
         )
         indices = tuple(batch.indices[position] for position in keep)
-        batch = replace(batch, tiles=tiles, labels=batch.labels[keep], indices=indices, errors={}, digests=None)
+        sizes = batch.sizes and tuple(batch.sizes[position] for position in keep)
+        batch = replace(
+            batch, tiles=tiles, labels=batch.labels[keep], indices=indices, errors={}, digests=None, sizes=sizes
+        )
         return batch, tuple(microbatch for microbatch in left if not microbatch.samples.empty)
 
 
@@ -136,12 +139,13 @@ class Ahead(Generic[T]):
 
 
 Divided = tuple[tuple[Microbatch, ...], Sequence[Read]]
+OfSamples = Sequence[Shape] | None  # the size of each sample, where they differ
 
 
 class Reading:
     """Goes through the batches of `epoch` from number `start` on: (batch, microbatches) for each that is left.
 
-    `divide(num_samples)` says how a batch is divided, and what each of this rank's tiles is of;
+    `divide(num_samples, sizes)` says how a batch is divided, and what each of this rank's tiles is of;
     `own(bad_image)` what this rank has to tell. `used` counts the epoch's batches that were given out, and those before
     them; `news` are the last flags of all ranks: in a step, if `hear` got the sums of what `tell` gave, else ahead of a
     batch.
@@ -158,7 +162,7 @@ class Reading:
         epoch: int,
         start: int,
         bad_images: BadImages,
-        divide: Callable[[int], Divided],
+        divide: Callable[[int, OfSamples], Divided],
         own: Callable[[bool], ControlFlags],
     ) -> None:
         self._comm, self._bad_images, self._divide, self._own = comm, bad_images, divide, own
@@ -183,7 +187,7 @@ class Reading:
                 self.news = ControlFlags.of_all(self._comm, self._own(batch.is_short))
             self._heard = False
             self._bad_images.require_alike(batch)
-            microbatches, reads = self._divide(len(batch.indices))
+            microbatches, reads = self._divide(len(batch.indices), batch.sizes)
             found = self._bad_images.agree(batch, microbatches, reads) if self.news.bad_image else (batch, microbatches)
             if found is not None:
                 self.used = number

@@ -21,12 +21,13 @@ from mpi4dl.engine import Evaluation, NotFinite
 from mpi4dl.options.config import Config
 from mpi4dl.options.models import without_rules
 from mpi4dl.options.tasks import directions
+from mpi4dl.parallel.inputs import OwnSizes, own_or
 from mpi4dl.runs.description import Description
 from mpi4dl.runs.folder import BEST
 from mpi4dl.runs.stopping import Stopped, StopSignals
 from mpi4dl.tasks.directions import HIGHER_IS_BETTER, write_directions
 from mpi4dl.training import resuming
-from mpi4dl.training.input_pipeline import BadImages, ControlFlags, Divided, Reading, UnreadableImages
+from mpi4dl.training.input_pipeline import BadImages, ControlFlags, Divided, OfSamples, Reading, UnreadableImages
 from mpi4dl.training.report import (
     Forecast,
     LogInterval,
@@ -374,9 +375,10 @@ class TrainingRun:
     def reading(self, loader: Any, epoch: int, start: int = 0, training: bool = True) -> Reading:
         """The batches that all ranks can read."""
 
-        def divide(num_samples: int) -> Divided:
+        def divide(num_samples: int, of_samples: OfSamples) -> Divided:
             self.patience.begin("step" if training else "validation")
-            return self.engine.plan.divide(num_samples, training), self.engine.reads(num_samples, self.size, training)
+            sizes = own_or(of_samples, self.size)
+            return self.engine.plan.divide(num_samples, training), self.engine.reads(num_samples, sizes, training)
 
         return Reading(self.comm, loader, epoch, start, self.bad_images, divide, self.own_news)
 
@@ -428,7 +430,9 @@ class TrainingRun:
                 tell = reading.tell if self.engine.num_steps + 1 < self.num_steps else self.own_news
                 learns_shapes = self.engine.num_steps == first
                 with nullcontext() if self.work is None or learns_shapes else self.work:
-                    result = self.engine.step(batch.tiles, batch.labels, self.size, microbatches, tell)
+                    result = self.engine.step(
+                        batch.tiles, batch.labels, own_or(batch.sizes, self.size), microbatches, tell
+                    )
                 reading.hear(result.told)
                 self.batch = reading.used
                 self.interval.add(result.loss, len(batch.labels))
@@ -513,7 +517,8 @@ class TrainingRun:
             for batch, microbatches in (reading := self.reading(self.validation, 0, training=False)):
                 self.heed(reading.news)
                 self.showing.watch(batch.tiles, microbatches[0])
-                yield batch.tiles, batch.labels, microbatches
+                own = () if batch.sizes is None else (OwnSizes(batch.sizes),)
+                yield batch.tiles, batch.labels, microbatches, *own
 
         if self.checkpoints is not None:
             self.checkpoints.wait()  # whatever happens here, the epoch is on disk

@@ -26,11 +26,11 @@ from mpi4dl.options.data import in_folder_of_fold, with_features, with_frame
 from mpi4dl.options.declare import with_values
 from mpi4dl.options.optimizers import Schedule, build_optimizer, build_schedule, groups_of
 from mpi4dl.options.tasks import Monitor, build_metrics, build_task, monitored, with_task
-from mpi4dl.parallel.inputs import of_tokens
+from mpi4dl.parallel.inputs import Shape, of_tokens, own_or
 from mpi4dl.runs.assembly import ModelAssembly, assemble
 from mpi4dl.runs.stopping import Patience
 from mpi4dl.tasks.task import Task
-from mpi4dl.training.data import Images, open_alone, open_images
+from mpi4dl.training.data import ImageLists, Images, open_alone, open_images
 from mpi4dl.training.resuming import as_it_began, as_it_was_cut
 
 if TYPE_CHECKING:
@@ -109,8 +109,8 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
     engine = Engine(model, assembly.plan, optimizer, task.objective, comm=comm, **options)
     engine.executor.progress = patience.feed
 
-    def boxes(num_samples: int, training: bool = True) -> list[Box]:
-        return [read.box for read in engine.reads(num_samples, config.data.image_size, training)]
+    def boxes(num_samples: int, sizes: Sequence[Shape] | None = None, training: bool = True) -> list[Box]:
+        return [read.box for read in engine.reads(num_samples, own_or(sizes, config.data.image_size), training)]
 
     with comm.together((ValueError,)):
         callbacks = build.build_callbacks(config)
@@ -131,8 +131,12 @@ def framed(config: Config, comm: Communicator) -> Config:
     found = None
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
+            before = ImageLists.before(config)
+            if before is not None and config.data.fit == "auto":
+                config = with_values(config, {"fit": before.fit})
             found = with_frame(config)
-    return with_values(config, {"image_size": comm.broadcast_object(found and found.data.image_size)})
+    size, fit = comm.broadcast_object(found and (found.data.image_size, found.data.fit))
+    return with_values(config, {"image_size": size, "fit": fit})
 
 
 def open_samples(config: Config, comm: Communicator | None = None) -> "Images | Texts":

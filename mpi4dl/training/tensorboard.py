@@ -127,13 +127,14 @@ class Taken(NamedTuple):
 class Showing:
     """Gives rank 0's reporter the images of an engine's batches. Made on all ranks; `reporter` is None elsewhere.
 
-    Of images that are streamed there are none: nobody has them whole. Of volumes it is the slice in the middle, and a
-    sequence is shown as one row.
+    Of images that are streamed there are none: nobody has them whole. Nor are there of images of different sizes. Of
+    volumes it is the slice in the middle, and a sequence is shown as one row.
     """
 
     def __init__(self, reporter: Any, engine: Engine, config: Config, task: Task, classes: Sequence[str]) -> None:
         wanted = reporter is not None and reporter.has_pictures and config.data.text is None
-        self._shows = bool(engine.comm.broadcast_object(wanted)) and engine.stages.stream is None
+        wanted = wanted and config.data.fit != "own" and engine.stages.stream is None
+        self._shows = bool(engine.comm.broadcast_object(wanted))
         self._reporter, self._engine, self._config, self._task = reporter, engine, config, task
         self._classes = classes
         self._images: Tensor | None = None

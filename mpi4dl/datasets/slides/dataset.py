@@ -5,6 +5,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks, Tell, quietly
 from mpi4dl.datasets.slides.slide import Resolution, Slide, open_slide
 from mpi4dl.datasets.slides.splits import split_rows, split_table
 from mpi4dl.datasets.slides.tables import SlideRow, SlideTable, read_slides
-from mpi4dl.datasets.slides.tissue import find_tissue
+from mpi4dl.datasets.slides.tissue import find_tissue, tissue_cells
 from mpi4dl.datasets.split import Subset
 from mpi4dl.geometry import ceil_div
 
@@ -35,7 +36,7 @@ class SlideOptions:
 
     `tissue`: a threshold of saturation from 0 to 1, or None for Otsu's. A patch is used if at least `min_tissue` of it
     is tissue, and more than nothing. Of a slide at most `most_patches` are drawn in each epoch of training; None: all.
-    `masks`: how annotations become masks.
+    `masks`: how annotations become masks. `white_background`: whole slides are white where there is no tissue.
     """
 
     resolution: Resolution = field(default_factory=Resolution)
@@ -43,6 +44,7 @@ class SlideOptions:
     min_tissue: float = 0.0
     most_patches: int | None = None
     masks: MaskOptions = field(default_factory=MaskOptions)
+    white_background: bool = False
 
 
 class SlideFolder(ListedFiles):
@@ -137,7 +139,9 @@ class SlideFolder(ListedFiles):
         row, resolution = self.rows[index], self.options.resolution
         if row.mpp is not None:  # the table knows better than the option for all
             resolution = Resolution(resolution.mpp, resolution.magnification, resolution.level, row.mpp)
-        return open_slide(self.checked(index), resolution)
+        found = open_slide(self.checked(index), resolution)
+        cells = partial(tissue_cells, threshold=self.options.tissue)
+        return found.on_white(cells) if self.options.white_background else found
 
     def tissue_patches(self, index: int, patch: int, key: tuple[int, ...] = ()) -> Patches:
         """The patches of `patch` x `patch` px of a slide that show tissue, in the order of rows.

@@ -10,7 +10,7 @@ All coordinates that leave this module are pixels of the full level 0, as QuPath
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
+import numpy.typing as npt
 
 from mpi4dl._files import open_regular
 from mpi4dl.datasets import tiff
@@ -32,6 +33,10 @@ MPP_AT_1X = 10.0  # um per pixel: 20x is 0.5, 40x is 0.25
 SAME = 0.01  # resolutions that differ by this share are one, and nothing is resampled
 MOST_ENLARGED = 0.9  # a slide may be this share of the resolution asked for, or finer
 LEAST_MPP, MOST_MPP = 0.01, 20.0  # um per pixel of slides; other values in a file are those of screens or printers
+
+CELL_PX = 32  # px of the resolution that is read, of cells that show tissue or white
+
+Cells = npt.NDArray[np.bool_]
 
 _MICROMETRES = {"m": 1e6, "cm": 1e4, "mm": 1e3, "µm": 1.0, "\u03bcm": 1.0, "um": 1.0, "nm": 1e-3, "inch": 25400.0}
 _INCH, _CENTIMETRE = 2, 3  # of the TIFF tag ResolutionUnit
@@ -136,8 +141,14 @@ class Slide:
         mpp: microns per pixel of this resolution; None if nobody says it.
     """
 
-    def __init__(self, file: SlideFile, downsample: float = 1.0, assumed_mpp: float | None = None) -> None:
-        self.file, self.downsample, self._assumed = file, downsample, assumed_mpp
+    def __init__(
+        self,
+        file: SlideFile,
+        downsample: float = 1.0,
+        assumed_mpp: float | None = None,
+        cells_of: "Callable[[Slide], Cells] | None" = None,
+    ) -> None:
+        self.file, self.downsample, self._assumed, self._cells_of = file, downsample, assumed_mpp, cells_of
         whole = tuple(Interval(0, side) for side in file.size)
         bounds = file.bounds or whole
         self.origin = (bounds[0].start, bounds[1].start)
@@ -154,6 +165,21 @@ class Slide:
 
     def read(self, *space: Interval) -> Pixels:
         """The pixels of a box (rows, columns, 3), uint8: the same in every box that has them."""
+        if self._cells_of is None:
+            return self._scanned(*space)
+        # Cells without tissue are white, and are not read where the box has no other.
+        down, across = (np.arange(*interval) // CELL_PX for interval in space)
+        kept = self._cells[np.ix_(down, across)]
+        if not kept.any():
+            return np.full((*kept.shape, 3), 255, np.uint8)
+        return np.where(kept[..., None], self._scanned(*space), np.uint8(255))
+
+    @cached_property
+    def _cells(self) -> Cells:
+        assert self._cells_of is not None
+        return self._cells_of(self.at(self.downsample))
+
+    def _scanned(self, *space: Interval) -> Pixels:
         level, factor = self._level, self.downsample / self._level.downsample
         starts = [first / level.downsample for first in self.origin]
         with blaming(self.file.path):
@@ -165,8 +191,12 @@ class Slide:
                 pixels = resize(level.image, frames, space)  # type: ignore[assignment]
             return self._managed(pixels)
 
+    def on_white(self, cells_of: "Callable[[Slide], Cells]") -> "Slide":
+        """The same slide, white in cells of `CELL_PX` x `CELL_PX` px where `cells_of` (rows, columns) is False."""
+        return Slide(self.file, self.downsample, self._assumed, cells_of)
+
     def at(self, downsample: float) -> "Slide":
-        """The same slide at another resolution."""
+        """The slide as it was scanned at another resolution."""
         return Slide(self.file, downsample, self._assumed)
 
     def thumbnail(self, longest: int) -> "Slide":

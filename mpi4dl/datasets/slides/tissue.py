@@ -16,7 +16,7 @@ import PIL.ImageFilter
 
 from mpi4dl.datasets.base import Pixels
 from mpi4dl.datasets.slides.geojson import collection, feature, outlines, package
-from mpi4dl.datasets.slides.slide import Slide
+from mpi4dl.datasets.slides.slide import CELL_PX, Slide
 from mpi4dl.geometry import Interval, ceil_div
 
 MASK_MPP = 8.0  # um per pixel of thumbnails
@@ -95,6 +95,13 @@ def find_tissue(slide: Slide, threshold: float | None = None) -> TissueMask:
     view = whole.thumbnail(min(max(longest, SHORTEST), LONGEST))
     pixels = view.read(*(Interval(0, side) for side in view.size))
     return TissueMask(tissue_of(pixels, threshold), view.downsample, view.origin)
+
+
+def tissue_cells(slide: Slide, threshold: float | None = None) -> Mask:
+    """Which cells of `CELL_PX` x `CELL_PX` px of a slide have tissue, or a neighbour with some: (rows, columns)."""
+    found = find_tissue(slide, threshold).shares(slide, CELL_PX) > 0
+    grown = np.pad(found, 1)
+    return np.logical_or.reduce([grown[y:, x:][: found.shape[0], : found.shape[1]] for y in range(3) for x in range(3)])
 
 
 def tissue_of(pixels: Pixels, threshold: float | None = None) -> Mask:

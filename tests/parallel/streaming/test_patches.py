@@ -42,6 +42,7 @@ class Case:
     plan: Plan = field(default_factory=lambda: Plan(((1, 2),)))
     batch: int = 2
     recompute: bool = False
+    norm: bool = False
 
 
 class Small(nn.Sequential):
@@ -73,7 +74,8 @@ def build(case: Case) -> PatchModel:
             else models.build(case.encoder, 7, **options)
         )
         features = headless(encoder, 7)
-    return PatchModel(encoder, AGGREGATORS[case.aggregator](features, CLASSES), case.patch, case.min_tissue, 0.5)
+    norm = nn.BatchNorm1d(features, affine=False) if case.norm else None
+    return PatchModel(encoder, AGGREGATORS[case.aggregator](features, CLASSES), case.patch, case.min_tissue, 0.5, norm)
 
 
 def batch_of(case: Case, number: int) -> tuple[Tensor, Tensor]:
@@ -170,6 +172,7 @@ CASES = {
     "ways and microbatches": replace(SMALL, plan=Plan(((1, 1),), (2,), microbatches=2), batch=4),
     "fewer patches than ranks": replace(SMALL, plan=Plan(((1, 4),)), patch=64, batch=1),
     "ViT": replace(SMALL, encoder="vit", patch=32),
+    "features normalized, replicas": replace(SMALL, norm=True, plan=Plan(((1, 2),), data=2), batch=4),
 }
 
 
