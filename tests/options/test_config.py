@@ -107,7 +107,7 @@ def test_every_leaf_is_a_unique_name_with_a_default_that_it_would_accept() -> No
         ("resnet50", "the argument 'resnet50' belongs to no flag; values follow their flag, as in --epochs 3"),
         ("--batch-size four", "--batch-size is 'four', but must be a whole number of at least 1"),
         ("--batch-size 0", "--batch-size is '0', but must be a whole number of at least 1"),
-        ("--fit stretch", "--fit is 'stretch', but must be one of auto, resize, crop, pad"),
+        ("--fit stretch", "--fit is 'stretch', but must be one of auto, resize, crop, pad, own"),
         ("--tiles 2x2x2x2", "--tiles is '2x2x2x2', but must be grids such as 2x2 (rows x columns), or 2x2x1 (depth first) of volumes and 4 of sequences, or one for each stage such as 2x2,1x2,1x1"),  # noqa: E501
         ("--max-steps 0", "--max-steps is '0', but must be a whole number of at least 1, or none"),
         ("--val-fraction 1", "--val-fraction is '1', but must be a number between 0 and 1"),
@@ -153,7 +153,7 @@ def test_bad_keyword_arguments_are_refused_with_an_example() -> None:
         ("[data]\nrandom_crop = 1", "random_crop in [data] is 1 (a whole number), but must be true or false"),
         ("[data]\nmean = true", "mean in [data] is true (a boolean), but must be a number, one for each channel such as 0.4,0.5,0.6, or imagenet, half"),  # noqa: E501
         ("[model]\nmodel = 3.5", "model in [model] is 3.5 (a number), but must be a name, or an own one such as my_code.py:build"),  # noqa: E501
-        ("[data]\nfit = 2020-01-01", "fit in [data] is 2020-01-01 (date), but must be one of auto, resize, crop, pad"),
+        ("[data]\nfit = 2020-01-01", "fit in [data] is 2020-01-01 (date), but must be one of auto, resize, crop, pad, own"),
         ("[data]\nbatchsize = 4", "there is no key batchsize in [data]; did you mean batch_size?"),
         ("[data]\nqqqq = 4", "there is no key qqqq in [data]"),
         ("batch_size = 4", "the key batch_size belongs in the section [data]"),
