@@ -20,13 +20,14 @@ from mpi4dl.inference.options import Inference, Inputs, Placing
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.config import Slides
 from mpi4dl.options.declare import ConfigError, like, option, same_as
-from mpi4dl.options.kinds import BOOLEAN, NAME, NOT_NEGATIVE, optional
+from mpi4dl.options.kinds import NAME, NOT_NEGATIVE, choice, optional
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
     from mpi4dl.datasets.split import Named
 
 USAGE = "RUN_OR_WEIGHTS --images FOLDER [--FLAG VALUE ...]"
+MAPS = ("auto", "attention", "activation", "gradient", "none")
 DESCRIPTION = "Let a trained model predict of images without labels."
 
 
@@ -64,7 +65,22 @@ class ToPredict:
         "of level 0",
         NOT_NEGATIVE,
     )
-    maps: bool = option(True, "write a heat map of each slide: PNG, GeoJSON for QuPath, OME-TIFF", BOOLEAN)
+    maps: str = option(
+        "auto",
+        "write a heat map of each slide, PNG, GeoJSON and OME-TIFF: what patches count (attention), cells of the last "
+        "feature map (activation), or pixels (gradient); auto: attention or activation, as the model is",
+        choice(*MAPS, formerly={True: "auto", False: "none"}, switch=("auto", "none")),
+    )
+    map_class: str | None = option(
+        None,
+        "the class that activation and gradient maps are of; none: of two the second, else the predicted one",
+        optional(NAME),
+    )
+    map_layer: str | None = option(
+        None,
+        "the module whose output activation maps are of; none: the last tensor with rows and columns",
+        optional(NAME),
+    )
     out: str | None = option(
         None,
         "folder for predictions.csv, predictions.jsonl and masks; images with a line there are skipped; none: "
@@ -99,7 +115,7 @@ def predict(comm: "Communicator", asked: CommandLine[PredictConfig]) -> None:
 
     from mpi4dl.inference.images import framed_for, open_any, open_any_slides
     from mpi4dl.inference.model import Predictor
-    from mpi4dl.inference.predicting import Predicting
+    from mpi4dl.inference.predicting import MapsAsked, Predicting
 
     framed = partial(framed_for, comm, chosen.slides, chosen.slides_folder, chosen.features)
     model = Predictor(asked.source, Inference(config.inputs, config.placing), comm, framed)
@@ -110,8 +126,8 @@ def predict(comm: "Communicator", asked: CommandLine[PredictConfig]) -> None:
         images = open_any_slides(comm, model.config, model.about)
     name = f"predictions-{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(where).absolute().name).strip('-')}"
     out = model.folder / name if config.predicting.out is None else Path(config.predicting.out)
-    maps = chosen.images is None and chosen.maps
-    predicting = Predicting(model, images, where, out, speaks=True, maps=maps, min_area=chosen.min_area)
+    asked_maps = MapsAsked("none" if chosen.images is not None else chosen.maps, chosen.map_class, chosen.map_layer)
+    predicting = Predicting(model, images, where, out, speaks=True, maps=asked_maps, min_area=chosen.min_area)
     for line in (*model.title(), *predicting.remarks) if comm.rank == 0 else ():
         print(asked.spell(line), flush=True)
     count = sum(1 for _ in predicting)

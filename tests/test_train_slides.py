@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tifffile
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -35,6 +36,7 @@ from mpi4dl.parallel.streaming.stream_tiles import Pixels
 from mpi4dl.predict import predict
 from mpi4dl.train import train
 from mpi4dl.training.data import write_split
+from mpi4dl.viewer.reading import read_map
 from mpi4dl.viewer.results import read_results
 from tests.commands import losses_of
 from tests.pool.ranks import Ranks, RanksFailed
@@ -463,3 +465,102 @@ def test_all_folds_go_on_and_are_summarised(ranks: Ranks, cohort: Path, tmp_path
     assert "--resume" in refusal
     (refusal,) = ranks(1).run(refused, evaluate, [str(folder), "--threshold", "youden"])
     assert "youden" in refusal
+
+
+def all_said(comm: Communicator, lines: list[list[str]]) -> None:
+    """Predict several times in the same processes, which load what draws maps once."""
+    for argv in lines:
+        said(comm, *argv)
+
+
+def plain_maps(model: nn.Module, image: Tensor) -> tuple[Tensor, Tensor]:
+    """HiResCAM of the last feature map, and the mean gradient of squares of 32 px, by plain autograd: (h, w) each."""
+    x = image.clone().requires_grad_()
+    features = model[:-1](x)  # type: ignore[index]
+    logits = model[-1](features)[0]  # type: ignore[index]
+    of_features, of_pixels = torch.autograd.grad(logits[1] - logits[0], (features, x))
+    return (of_features * features).sum(1)[0].detach(), F.avg_pool2d(of_pixels.abs().sum(1), 32)[0]
+
+
+@pytest.mark.parametrize(
+    ("pool", "ways"),
+    [
+        ("avg", {2: ("--tiles 1x2 --stream 2x3", "--tiles 1x2 --maps gradient")}),
+        pytest.param(
+            "max",
+            {
+                1: (
+                    "--maps activation",
+                    "--stream 3x2 --map-class tumour",
+                    "--map-layer stage3_block2",
+                    "--maps gradient",
+                ),
+                4: ("--tiles 2x2", "--tiles 2x2 --maps gradient"),
+            },
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_cells_of_whole_slides_are_those_of_plain_autograd(
+    ranks: Ranks, cohort: Path, tmp_path: Path, pool: str, ways: dict[int, tuple[str, ...]]
+) -> None:
+    """Class activation and input gradients, by tiles and by streaming, and in the right places of level 0."""
+    run, table = tmp_path / "run", tmp_path / "two.csv"
+    flags = ["--slides", str(cohort / "slides.csv"), *OWN.split(), "--run-folder", str(run), "--max-steps", "1"]
+    flags[flags.index("num_filters=4")] = f"num_filters=4,pool={pool}"
+    ranks(1).run(trained, flags)
+    config = with_frame(parse(flags))
+    model = build_model(config, 2, 3)
+    model.load_state_dict(load_file(run / "model.safetensors"))
+    slides = open_slides(config, labelled=False)
+    names = [slides.name(index) for index in range(2)]
+    assert slides.image(0).downsample != slides.image(1).downsample
+    table.write_text("\n".join(("slide", *names)))
+    expected = [plain_maps(model.eval(), shown_whole(slides, index)) for index in range(2)]
+    outs = {more: tmp_path / more.replace(" ", "") for each in ways.values() for more in each}
+    common = [str(run), "--slides", str(table), "--slides-folder", str(cohort)]
+    for count, each in ways.items():
+        ranks(count).run(all_said, [[*common, "--out", str(outs[more]), *more.split()] for more in each])
+    for more, out in outs.items():
+        kind = "gradient" if "gradient" in more else "activation"
+        lines = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
+        assert [line["image"] for line in lines] == names
+        for line, slide, maps in zip(lines, map(slides.image, range(2)), expected, strict=True):
+            plain = maps[kind == "gradient"].numpy()
+            rows, cols = (ceil_div(side, 32) for side in slide.size)
+            found = tifffile.imread(out / line["maps"][2])
+            assert found == pytest.approx(plain[:rows, :cols], rel=1e-4, abs=1e-4 * float(np.abs(plain).max()))
+            features = json.loads((out / line["maps"][1]).read_text())["features"]
+            values = [each["properties"]["measurements"][f"{kind} tumour"] for each in features]
+            assert values == pytest.approx(found.ravel().tolist())
+            corners = np.array([each["geometry"]["coordinates"][0][0] for each in features])
+            places = np.array([*np.ndindex(rows, cols)])[:, ::-1]
+            assert corners == pytest.approx(places * 32 * slide.downsample)
+        shown = {slide.name: read_map(slide.map) for slide in read_results(out).slides if slide.map is not None}
+        assert [*shown] == names
+        assert {each["title"] for each in shown.values()} == {f"{kind} tumour"}
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("--maps attention", "whole slides"),
+        ("--maps gradient --stream 2x2", "stream"),
+        ("--map-class what", "what"),
+        ("--map-layer what", "head.linear"),
+        ("--maps activation --data 2 --tiles 1x1", "data"),
+    ],
+)
+def test_which_maps_are_refused(ranks: Ranks, whole: Path, cohort: Path, more: str, words: str) -> None:
+    argv = [str(whole), "--slides", str(cohort / "slides.csv"), "--out", str(whole / "out"), *more.split()]
+    for told in ranks(2 if "data" in more else 1).run(refused, predict, argv):
+        assert words in told
+
+
+@pytest.fixture(scope="module")
+def whole(ranks: Ranks, cohort: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step on whole slides."""
+    run = tmp_path_factory.mktemp("whole")
+    flags = ["--slides", str(cohort / "slides.csv"), *OWN.split(), "--run-folder", str(run / "run"), "--max-steps", "1"]
+    ranks(1).run(trained, flags)
+    return run / "run"

@@ -1,4 +1,6 @@
-"""Heat maps of slides: a value for each patch, over a thumbnail (PNG), for QuPath (GeoJSON), and as an OME-TIFF.
+"""Heat maps of slides: over a thumbnail (PNG), for QuPath (GeoJSON), and as an OME-TIFF.
+
+A map has a value for each patch, or for each cell of a feature map, which is called a patch here too.
 
 maps/NAME.png        the thumbnail with the patches in colours, a legend and a scale bar
 maps/NAME.geojson    a tile for each patch with its measurements, in pixels of the full level 0
@@ -7,8 +9,9 @@ maps/NAME.ome.tif    a pixel for each patch, float32, NaN where there is none, w
 
 import io
 from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +29,7 @@ OPACITY = 0.5
 COLOURS = "inferno"
 BAR_UM = (50, 100, 200, 500, 1000, 2000, 5000, 10000)  # lengths of scale bars
 DPI = 100
+MOST_TILES = 50_000  # of a GeoJSON: QuPath and browsers take long for more
 ROUNDED = 1e-6  # of a patch
 
 
@@ -36,17 +40,33 @@ class PatchMap(NamedTuple):
     values: npt.NDArray[np.float32]
     patch: float
     title: str
+    by_value: bool = False  # of cells, most of which may have the same value: colours show values
+
+    @property
+    def shades(self) -> npt.NDArray[np.float32]:
+        """What colours show, from 0 to 1: ranks, or values above 0 as shares of the largest."""
+        if not self.by_value:
+            return self.ranks
+        most = float(self.values.max(initial=0))
+        return (np.maximum(self.values, 0) / (most or 1)).astype(np.float32)
 
     @property
     def ranks(self) -> npt.NDArray[np.float32]:
-        """The share of patches with a value as low or lower, from 0 to 1."""
-        order = np.searchsorted(np.sort(self.values), self.values, side="right")
+        """The share of patches with a value as low or lower, from 0 to 1; of cells, with a lower one."""
+        side: Literal["left", "right"] = "left" if self.by_value else "right"
+        order = np.searchsorted(np.sort(self.values), self.values, side=side)
         return (order / max(1, len(self.values))).astype(np.float32)
 
     def peak(self, slide: Slide) -> tuple[float, float]:
         """The centre (row, column) of the patch with the largest value, in pixels of level 0."""
         row, col = self.places[int(self.values.argmax())]
         return slide.in_level_0((row + 0.5) * self.patch, (col + 0.5) * self.patch)
+
+
+def map_of_cells(slide: Slide, values: npt.NDArray[np.float32], side: float, title: str) -> PatchMap:
+    """The map of the cells (h, w) of a slide, `side` pixels wide each; cells beyond the slide are left out."""
+    rows, cols = (min(n, ceil(pixels / side)) for n, pixels in zip(values.shape, slide.size, strict=True))
+    return PatchMap([*np.ndindex(rows, cols)], values[:rows, :cols].ravel(), side, title, by_value=True)
 
 
 def write_map(folder: Path, name: Path, slide: Slide, found: PatchMap) -> list[Path]:
@@ -66,10 +86,17 @@ def write_map(folder: Path, name: Path, slide: Slide, found: PatchMap) -> list[P
 
 
 def geojson(slide: Slide, found: PatchMap) -> str:
-    """The patches as tiles of QuPath, with the value and its rank as measurements."""
+    """The patches as tiles of QuPath, with the value and its rank as measurements.
+
+    Of a map with more than `MOST_TILES` it has those with the largest absolute values.
+    """
     side = found.patch * slide.downsample
     features = []
-    for (row, col), value, rank in zip(found.places, found.values, found.ranks, strict=True):
+    values, ranks = found.values, found.ranks
+    shown = [*range(len(values))]
+    if len(values) > MOST_TILES:
+        shown = sorted(np.argpartition(-np.abs(values), MOST_TILES)[:MOST_TILES].tolist())
+    for (row, col), value, rank in ((found.places[i], values[i], ranks[i]) for i in shown):
         corner = slide.in_level_0(row * found.patch, col * found.patch)
         numbers = {found.title: float(value), f"{found.title} rank": float(rank)}
         features.append(feature(square(*corner, side), found.title, "tile", numbers))
@@ -111,12 +138,9 @@ def picture(slide: Slide, found: PatchMap) -> bytes:
     view = slide.thumbnail(THUMBNAIL_PX)
     pixels = view.read(*(Interval(0, side) for side in view.size))
     scale = slide.downsample / view.downsample
-    colours = np.zeros((*view.size, 4), np.float32)
-    for (row, col), rank in zip(found.places, found.ranks, strict=True):
-        rows, cols = (
-            slice(round(at * found.patch * scale), round((at + 1) * found.patch * scale)) for at in (row, col)
-        )
-        colours[rows, cols] = (*colormaps[COLOURS](float(rank))[:3], OPACITY)
+    shades = _painted(found, found.shades, scale, view.size)
+    colours = colormaps[COLOURS](np.nan_to_num(shades)).astype(np.float32)
+    colours[..., 3] = np.where(np.isnan(shades), 0, OPACITY)
     height, width = view.size
     figure = Figure(figsize=(width / DPI + 1.2, height / DPI + 0.4), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
@@ -125,7 +149,8 @@ def picture(slide: Slide, found: PatchMap) -> bytes:
     axes.set_axis_off()
     axes.set_title(f"{slide.file.path.name}: {found.title}", fontsize=9)
     bar = figure.colorbar(ScalarMappable(cmap=COLOURS), ax=axes, shrink=0.6, alpha=OPACITY)
-    bar.set_label(f"rank of {found.title} among the patches", fontsize=8)
+    label = f"{found.title}, of the largest" if found.by_value else f"rank of {found.title} among the patches"
+    bar.set_label(label, fontsize=8)
     if view.mpp is not None:
         length = next((um for um in reversed(BAR_UM) if um / view.mpp < width / 4), BAR_UM[0])
         left, low = 0.03 * width, 0.96 * height
@@ -134,6 +159,27 @@ def picture(slide: Slide, found: PatchMap) -> bytes:
     file = io.BytesIO()
     FigureCanvasAgg(figure).print_png(file)
     return file.getvalue()
+
+
+def _painted(
+    found: PatchMap, shades: npt.NDArray[np.float32], scale: float, size: Sequence[int]
+) -> npt.NDArray[np.float32]:
+    """The shades as a picture of `size`, `scale` of its pixels for each of the slide; NaN where there is no patch.
+
+    A pixel that shows several patches has the highest of them.
+    """
+    pixels = np.full(size, -1, np.float32)
+    places = np.asarray(found.places, np.float64).reshape(-1, 2)
+    first = np.rint(places * found.patch * scale).astype(np.int64)
+    stop = np.maximum(first + 1, np.rint((places + 1) * found.patch * scale).astype(np.int64))
+    if found.patch * scale <= 1:
+        inside = (first < np.asarray(size)).all(1)
+        np.maximum.at(pixels, tuple(first[inside].T), shades[inside])
+    else:
+        for (top, left), (bottom, right), shade in zip(first.tolist(), stop.tolist(), shades.tolist(), strict=True):
+            part = pixels[top:bottom, left:right]
+            np.maximum(part, shade, out=part)
+    return np.where(pixels < 0, np.float32(np.nan), pixels)
 
 
 def _length(micrometres: float) -> str:

@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +25,7 @@ from mpi4dl.options import parts
 from mpi4dl.options.config import Config, facts
 from mpi4dl.options.data import build_views
 from mpi4dl.options.declare import with_values
-from mpi4dl.parallel.inputs import Shape, own_or
+from mpi4dl.parallel.inputs import Shape, own_or, size_of
 from mpi4dl.runs.assembly import assemble
 from mpi4dl.runs.description import description_of, find_weights, folder_of, hold_trained
 from mpi4dl.runs.folder import BEST
@@ -34,6 +34,7 @@ from mpi4dl.tasks.task import TASKS, Task
 from mpi4dl.training.input_pipeline import BadImages
 
 if TYPE_CHECKING:
+    from mpi4dl.inference.cell_maps import CellMaps
     from mpi4dl.parallel.streaming.patches import Attended
 
 OWN = ("model", "transforms")  # parts of the user's that this process needs
@@ -141,9 +142,11 @@ class Predictor:
         found: tuple[Attended, ...] = next((stream.seen for stream in streams if stream is not None), ())
         return found
 
-    def predictions(self, images: Named, of: Callable[[Any], Tensor]) -> Iterator[Prediction]:
+    def predictions(
+        self, images: Named, of: Callable[[Any], Tensor], maps: "CellMaps | None" = None
+    ) -> Iterator[Prediction]:
         """The outputs of the model for images, batch by batch, in order; `of(outputs)` selects the wanted values.
-        Collective.
+        `maps` maps the images of each batch. Collective.
 
         Raises Refusal on all ranks for what is no image's fault.
         """
@@ -177,21 +180,30 @@ class Predictor:
                     continue
                 left, microbatches = readable
                 try:
-                    seen = self._predicted(left, microbatches, of, errors)
+                    seen = self._predicted(left, microbatches, of, errors, maps)
                 except Refusal as refusal:
                     if not self._found_late(refusal):
                         raise
                     yield Prediction((), None, None, errors)
-                    yield from self._one_by_one(images, view, left.indices, of)
+                    yield from self._one_by_one(images, view, left.indices, of, maps)
                     continue
                 yield seen
 
     def _predicted(
-        self, batch: Batch, microbatches: Any, of: Callable[[Any], Tensor], errors: dict[int, str]
+        self,
+        batch: Batch,
+        microbatches: Any,
+        of: Callable[[Any], Tensor],
+        errors: dict[int, str],
+        maps: "CellMaps | None",
     ) -> Prediction:
         given = (batch.tiles, len(batch.indices), microbatches)
         sizes = own_or(batch.sizes, self.config.data.image_size)
-        outputs = next(iter(self.runner.predict([given], sizes, of)))
+        watching: AbstractContextManager[None] = nullcontext()
+        if maps is not None:
+            watching, of = maps.watching(size_of(sizes, microbatches[0])), partial(maps.of, of)
+        with watching:
+            outputs = next(iter(self.runner.predict([given], sizes, of)))
         return Prediction(batch.indices, batch.labels, outputs, errors)
 
     def _found_late(self, refusal: Refusal) -> bool:
@@ -200,7 +212,12 @@ class Predictor:
         return together and self.config.streams_images and isinstance(refusal.__cause__, BadImage)
 
     def _one_by_one(
-        self, images: Named, view: View, indices: tuple[int, ...], of: Callable[[Any], Tensor]
+        self,
+        images: Named,
+        view: View,
+        indices: tuple[int, ...],
+        of: Callable[[Any], Tensor],
+        maps: "CellMaps | None",
     ) -> Iterator[Prediction]:
         """The images of a batch of which one is damaged, each alone."""
         shown = TransformedImages(images, view, reports=True, lazy=True)
@@ -208,7 +225,7 @@ class Predictor:
             sizes = shown.sizes((index,))
             batch = replace(shown.read((index,), 0, self._boxes(1, sizes)), sizes=sizes)
             try:
-                seen = self._predicted(batch, self.plan.divide(1, False), of, {})
+                seen = self._predicted(batch, self.plan.divide(1, False), of, {}, maps)
             except Refusal as refusal:
                 if not self._found_late(refusal):
                     raise

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpi4dl._files import write_durably
 from mpi4dl._progress import ProgressOfImages
-from mpi4dl._wording import counted
+from mpi4dl._wording import counted, some
 from mpi4dl.comm import Refusal
 from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.datasets.listed import ListedFiles
@@ -44,8 +44,24 @@ from mpi4dl.inference.records import (
     is_undefined,
 )
 
+if TYPE_CHECKING:
+    from mpi4dl.inference.cell_maps import CellMaps
+
 PICTURE, ARRAY, CLASS_MAP = ".png", ".npy", ".ome.tif"
+CELL_KINDS = ("activation", "gradient")  # of maps
+OWN_SCALE = ("pad", "own")  # fits of slides that keep their scale, from the upper left corner on
 AT_ONCE = 256  # images whose sizes are read before the first of them is looked at
+
+
+class MapsAsked(NamedTuple):
+    """The maps of slides that are asked for: auto, attention, activation, gradient or none; of a class and a layer."""
+
+    kind: str = "none"
+    class_name: str | None = None
+    layer: str | None = None
+
+
+NO_MAPS = MapsAsked()
 
 
 class Predicting:
@@ -53,7 +69,10 @@ class Predicting:
     Collective.
 
     Images that have a record there already are not looked at again, if their files are the same, and their masks there.
-    With `maps` a heat map of each slide is written beside them. `remarks` are for the reader.
+    The `maps` that are asked for are written beside them. `remarks` are for the reader.
+
+    Raises:
+        Refusal: maps that the model or the plan cannot make; auto leaves them out with a remark.
     """
 
     def __init__(
@@ -63,17 +82,10 @@ class Predicting:
         where: str,
         out: Path | None,
         speaks: bool = False,
-        maps: bool = False,
+        maps: MapsAsked = NO_MAPS,
         min_area: float = 0.0,
     ) -> None:
-        plan = model.plan
         self.min_area = min_area
-        maps = maps and not model.task.dense
-        if maps and max(plan.replicas, plan.num_microbatches) > 1:
-            raise Refusal(
-                "`maps` are made by ranks that share each slide: leave out `data` and `microbatches`, or say --no-maps"
-            )
-        self.maps = maps
         self.model, self.out, self.comm, self.speaks = model, out, model.comm, speaks
         task = model.task
         self.dense, self.binary = task.dense, task.binary
@@ -95,6 +107,10 @@ class Predicting:
         self.records: Records | None = None
         self.bad: list[str] = []
         self.remarks: list[str] = list(self.coverage.remarks)
+        self.cells: CellMaps | None = None
+        self.maps = self._kind_of_maps(maps)
+        if self.maps in CELL_KINDS:
+            self.cells = self._cell_maps(maps)
         if self.dense:
             frame = "x".join(map(str, size))
             self.remarks.append(f"masks have the size of their images; larger ones are seen by windows of {frame}")
@@ -124,6 +140,62 @@ class Predicting:
             self._begun = {name: _state_of(self._paths[name]) for name in wanted}
         already = len(names) - len(self.images)
         self.remarks += [f"{counted(already, 'image')} done before"] if already else []
+
+    def _kind_of_maps(self, asked: MapsAsked) -> str:
+        """attention, activation, gradient or none. Raises Refusal for what cannot be."""
+        model, plan = self.model, self.model.plan
+        of_patches = model.config.model.patches is not None or model.config.slides.features is not None
+        if asked.kind == "none" or self.out is None:
+            return "none"
+        why = self._no_maps()
+        if asked.kind == "auto" and (not why or of_patches):
+            kind = "none" if self.dense else "attention" if of_patches else "activation"
+        elif asked.kind == "auto":
+            self.remarks.append(f"no maps: {why}")
+            return "none"
+        else:
+            kind = asked.kind
+        if self.dense and kind != "none":
+            raise Refusal(f"`maps` {kind} is not for segmentation, whose class maps are its maps: leave it out")
+        if kind != "none" and (kind == "attention") != of_patches:
+            other = "attention or auto" if of_patches else "activation or gradient"
+            what = "patches" if of_patches else "whole slides"
+            raise Refusal(f"`maps` {kind} is not for a model of {what}: choose {other}")
+        if kind == "attention" and (asked.class_name or asked.layer):
+            name = "map_class" if asked.class_name else "map_layer"
+            raise Refusal(f"`{name}` is for models that see whole slides: leave it out for one of patches")
+        if kind == "attention" and max(plan.replicas, plan.num_microbatches) > 1:
+            raise Refusal(
+                "`maps` are made by ranks that share each slide: leave out `data` and `microbatches`, or say --no-maps"
+            )
+        if kind in CELL_KINDS and why:
+            raise Refusal(f"`maps` {kind}: {why}, or choose none")
+        if kind == "gradient" and model.config.parallel.stream is not None:
+            raise Refusal("`maps` gradient needs whole tiles in memory: leave out `stream`, or choose activation")
+        return kind
+
+    def _no_maps(self) -> str:
+        """Why this plan makes no maps of whole slides, and what to change; empty if it does."""
+        model, plan = self.model, self.model.plan
+        if max(plan.replicas, plan.num_microbatches, plan.num_stages) > 1:
+            return "ranks must share each slide by `tiles` alone: leave out `data`, `microbatches` and `stages`"
+        if not self.dense and model.fit not in OWN_SCALE:
+            return f"slides were fitted by {model.fit}, which changes their scale: train with `fit` {OWN_SCALE[0]}"
+        if len(model.config.data.image_size) != 2:
+            return "maps are of pictures: leave them out of volumes and sequences"
+        return ""
+
+    def _cell_maps(self, asked: MapsAsked) -> "CellMaps":
+        """What maps the slides. Raises Refusal for a class or layer that the model does not have."""
+        from mpi4dl.inference.cell_maps import CellMaps, CellOptions
+
+        model, number = self.model, None
+        if asked.class_name is not None:
+            if asked.class_name not in model.classes:
+                raise Refusal(f"`map_class` {asked.class_name} is no class of the model: {some(model.classes)}")
+            number = model.classes.index(asked.class_name)
+        (part,) = model.runner.stages.parts.values()
+        return CellMaps(part.module, part.grid, CellOptions(self.maps, number, asked.layer))
 
     def _about(self, where: str, images: Named) -> Record:
         """Common values of all lines, which must be the same in a file that is continued. On rank 0; raises OSError."""
@@ -216,7 +288,7 @@ class Predicting:
     def _answers(self) -> Iterator[dict[int, Record]]:
         """The records of batches by the number of the image, on rank 0. Collective."""
         task, classes = self.model.task, self.model.classes
-        for seen in self.model.predictions(self.images, task.predictions):
+        for seen in self.model.predictions(self.images, task.predictions, self.cells):
             found: dict[int, Record] = dict(self._bad(seen))
             outputs = seen.outputs
             if outputs is not None and outputs.dense:
@@ -225,31 +297,42 @@ class Predicting:
                 for position, (index, values) in enumerate(zip(seen.indices, outputs.whole, strict=True)):
                     said = {"error": NOT_NUMBERS} if is_undefined(values) else task.answer(classes, values)
                     found[index] = self._named(index, said)
-                    if self.maps and "error" not in said:
+                    if self.maps != "none" and "error" not in said:
                         found[index] = self._mapped(index, position, found[index])
             yield {index: self._with_share(index, record) for index, record in found.items()}
 
     def _mapped(self, index: int, position: int, record: Record) -> Record:
         """Write the heat map of a slide, on rank 0; the record names its files, or the error."""
         from mpi4dl.datasets.slides.features import Bag
-        from mpi4dl.inference.maps import PatchMap, write_map
+        from mpi4dl.inference.maps import PatchMap, map_of_cells, write_map
 
         attended, patch = self.model.attended, self.model.config.model.patches
-        if self.out is None or patch is None or position >= len(attended):
+        cells = () if self.cells is None else self.cells.found
+        if self.out is None or position >= max(len(cells), 0 if patch is None else len(attended)):
             return record
-        places, values, name = attended[position]
         slide: Any = self.images.image(index)
         try:
-            found = PatchMap(places, values.numpy(), patch, name)
+            if self.cells is not None:
+                values, side, number = cells[position]
+                found = map_of_cells(slide, values.numpy(), side, self._title(number))
+            else:
+                assert patch is not None
+                places, weights, name = attended[position]
+                found = PatchMap(places, weights.numpy(), patch, name)
             if isinstance(slide, Bag):
                 where = slide.places()
                 if where is None:
                     return record
-                slide, found = where[0], PatchMap(where[1], found.values, where[2], name)
+                slide, found = where[0], PatchMap(where[1], found.values, where[2], found.title)
             paths = write_map(self.out, self._bases[self.images.name(index)], slide, found)
         except (DatasetError, OSError) as error:
             return self._named(index, {"error": printable(str(error))})
         return {**record, "maps": [path.relative_to(self.out).as_posix() for path in paths]}
+
+    def _title(self, number: int) -> str:
+        """That of a map of an output, such as activation tumour."""
+        classes = self.model.classes
+        return f"{self.maps} {classes[number]}" if len(classes) > 1 else self.maps
 
     def _with_share(self, index: int, record: Record) -> Record:
         if "error" in record or not self.coverage.crops:

@@ -1,0 +1,266 @@
+"""Maps of models that see whole images: how much each cell of the last feature map counts for a class.
+
+    images -> ... -> last feature map A (N, C, h, w) -> pooling ... -> logit z of the class
+                                   |________________________________|
+                                     gradients of z begin here: all before has the memory of inference
+
+A cell is what the model has of a square of pixels. Its value is the sum over channels of A * dz/dA: HiResCAM (Draelos
+and Carin 2020, https://arxiv.org/abs/2011.08891). Behind global average pooling and a linear layer it is CAM (Zhou et
+al. 2016). Behind global max pooling only those cells count that are the largest of a channel.
+
+Input gradients (Simonyan et al. 2013) are |dz/dx| of the pixels, summed over channels and averaged over squares.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from mpi4dl.comm import Refusal
+from mpi4dl.geometry import ceil_div
+from mpi4dl.parallel.pipeline.stage import Stage
+from mpi4dl.parallel.spatial import SpatialTensor, gather
+from mpi4dl.parallel.spatial.grid import Grid
+from mpi4dl.parallel.spatial.tensor import owned
+from mpi4dl.tasks.formulas import main_output
+
+GRADIENT_CELL_PX = 32
+IMAGE_DIMS = 4  # of a batch of pictures or feature maps
+OFF = 2  # cells, by which layers without padding make a feature map smaller
+
+
+@dataclass(frozen=True)
+class CellOptions:
+    """What is mapped: `kind` is activation or gradient, of the class with this number, or the predicted one.
+
+    `layer` names the module whose output is the feature map; None: the last tensor that has rows and columns.
+    """
+
+    kind: str = "activation"
+    number: int | None = None
+    layer: str | None = None
+
+
+class CellMap(NamedTuple):
+    """The values (h, w) of the cells of an image, each of `side` x `side` pixels, and the class that they count for."""
+
+    values: Tensor
+    side: float
+    number: int
+
+
+def side_of_cells(size: Sequence[int], cells: Sequence[int]) -> float:
+    """How many pixels wide the cells of a feature map of `cells` (h, w) are, of an image of `size` (H, W).
+
+    It is a power of two if one fits, where sizes that it does not divide were rounded up, or else down. Otherwise it is
+    a whole number, or the ratio of the sizes.
+    """
+    most = max(ceil_div(pixels, count) for pixels, count in zip(size, cells, strict=True)) * 2
+    powers = [1 << exponent for exponent in range(most.bit_length())]
+    for sides in (powers, range(1, most + 1)):
+        for rounded in (ceil_div, lambda pixels, side: pixels // side):
+            found = [side for side in sides if all(rounded(p, side) == n for p, n in zip(size, cells, strict=True))]
+            if found:
+                return float(found[-1])
+    down, across = (pixels / count for pixels, count in zip(size, cells, strict=True))
+    return (down * across) ** 0.5
+
+
+class CellMaps:
+    """Watches a model predict, and maps the cells of each image: `with maps.watching(size): model(...)`.
+
+    `maps.of(outputs)` is to be called with the model's outputs, within it. Then `maps.found` has a map of each image,
+    alike on all ranks; none where the model has no feature map. `grid` are the ranks that share an image. Collective.
+    """
+
+    def __init__(self, model: nn.Module, grid: Grid, options: CellOptions) -> None:
+        self.options, self._model, self._grid = options, model, grid
+        self.found: tuple[CellMap, ...] = ()
+        self._size: tuple[int, ...] = ()
+        self._watch: _Watch | None = None
+        self._module: nn.Module | None = None
+        if options.layer is not None:
+            modules = {name: module for name, module in model.named_modules() if name}
+            if options.layer not in modules:
+                known = [name for name, module in modules.items() if next(module.children(), None) is None]
+                raise Refusal(f"`map_layer` {options.layer} is no module of the model, such as {', '.join(known[-4:])}")
+            self._module = modules[options.layer]
+
+    @contextmanager
+    def watching(self, size: Sequence[int]) -> Iterator[None]:
+        """Within this context a model is run on images of `size` (H, W)."""
+        self._size, self.found = tuple(size), ()
+        was_enabled = torch.is_grad_enabled()
+        watch = _Watch(self)
+        self._watch = watch
+        stage, opening = self._model, getattr(self._model, "opening", None)
+        with ExitStack() as stack:
+            stack.callback(torch.set_grad_enabled, was_enabled)
+            if isinstance(stage, Stage) and opening is not None:  # streams the leading part
+                stage.opening = partial(watch.pausing, opening)
+                stack.callback(setattr, stage, "opening", opening)
+            if self._module is None:
+                stack.enter_context(watch)
+            else:
+                handle = self._module.register_forward_hook(watch.hook)
+                stack.callback(handle.remove)
+            yield
+
+    def of(self, wanted: Callable[[Any], Tensor], outputs: Any) -> Tensor:
+        """What is wanted of the outputs, after the cells were mapped."""
+        leaf = None if self._watch is None else self._watch.end()
+        logits = main_output(outputs)
+        logits = gather(logits) if isinstance(logits, SpatialTensor) else logits
+        if leaf is not None and logits.requires_grad:
+            self.found = self._mapped(leaf, logits)
+        torch.set_grad_enabled(False)
+        return wanted(outputs)
+
+    def _mapped(self, leaf: Tensor, logits: Tensor) -> tuple[CellMap, ...]:
+        if logits.dim() != 2:
+            return ()
+        numbers = _numbers(logits.detach(), self.options.number)
+        score = _score(logits.float(), numbers) / self._grid.size  # as each rank has all logits
+        local = leaf.local if isinstance(leaf, SpatialTensor) else leaf
+        (gradient,) = torch.autograd.grad(score, [local], allow_unused=True)
+        if gradient is None:
+            return ()
+        if not isinstance(leaf, SpatialTensor) and self._grid.size > 1:
+            self._grid.comm.all_reduce(gradient)
+        with torch.no_grad():
+            if self.options.kind == "gradient":
+                values = self._averaged(gradient.float().abs().sum(1), leaf)
+                side = float(GRADIENT_CELL_PX)
+            else:
+                own = (gradient.float() * local.float()).sum(1, keepdim=True)
+                whole = gather(SpatialTensor(own, leaf.layout)) if isinstance(leaf, SpatialTensor) else own
+                values, side = whole[:, 0], side_of_cells(self._size, whole.shape[2:])
+        return tuple(CellMap(each, side, number) for each, number in zip(values.cpu(), numbers, strict=True))
+
+    def _averaged(self, pixels: Tensor, leaf: Tensor) -> Tensor:
+        """The mean (N, h, w) over squares of this rank's part (n, rows, columns) of numbers of pixels. Collective."""
+        if isinstance(leaf, SpatialTensor):
+            box = leaf.layout.owned
+            first, corner = (box.batch.start if leaf.layout.dims[0] is not None else 0), [s.start for s in box.space]
+        else:
+            first, corner = 0, [0, 0]
+        cells = [ceil_div(side, GRADIENT_CELL_PX) for side in self._size]
+        total = torch.zeros((leaf.shape[0], *cells), dtype=torch.float64, device=pixels.device)
+        rows, cols = (
+            torch.arange(start, start + length, device=pixels.device) // GRADIENT_CELL_PX
+            for start, length in zip(corner, pixels.shape[1:], strict=True)
+        )
+        of_rows = torch.zeros(
+            (pixels.shape[0], cells[0], pixels.shape[2]), dtype=torch.float64, device=pixels.device
+        ).index_add_(1, rows, pixels.double())
+        total[first : first + pixels.shape[0]].index_add_(2, cols, of_rows)
+        if isinstance(leaf, SpatialTensor):
+            self._grid.comm.all_reduce(total)
+        heights, widths = (
+            torch.tensor([min(GRADIENT_CELL_PX, side - at) for at in range(0, side, GRADIENT_CELL_PX)])
+            for side in self._size
+        )
+        return (total.cpu() / (heights[:, None] * widths)).float()
+
+    def takes(self, x: Any) -> bool:
+        """Whether a tensor is a feature map of the images, or is the images where their gradients are wanted."""
+        if not isinstance(x, Tensor) or x.dim() != IMAGE_DIMS or not x.is_floating_point() or x.is_meta:
+            return False
+        if isinstance(x, SpatialTensor) and x.layout.grid is not self._grid:
+            return False  # of a streamed tile
+        (height, width), (rows, cols) = self._size, x.shape[2:]
+        if self.options.kind == "gradient":
+            return (rows, cols) == (height, width)
+        if rows * cols <= 1 or rows > height or cols > width:
+            return False
+        return abs(rows * width - cols * height) <= OFF * max(height, width)
+
+
+class _Watch(TorchFunctionMode):
+    """Lets gradients begin at each feature map that a function takes, so that they end at the last one.
+
+    The graph before it is freed at once. Functions without names, such as those that only look at a shape, are let be.
+    """
+
+    def __init__(self, maps: CellMaps) -> None:
+        super().__init__()
+        self._maps = maps
+        self.leaf: Tensor | None = None
+        self._entered = WeakIdKeyDictionary()
+        self._pooled: list[Tensor] = []  # to a fixed size: no feature map
+        self._pauses = self._ended = False
+
+    def end(self) -> Tensor | None:
+        """The tensor that gradients begin from; nothing is watched any more."""
+        self._ended = True
+        return self.leaf
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if self._ended or self._pauses or name in ("__get__", "__set__", "size", "dim", "stride"):
+            return func(*args, **kwargs)
+        taken = any(map(self._maps.takes, pytree.tree_leaves((args, kwargs))))
+        if taken:
+            args, kwargs = pytree.tree_map(self._begun, (tuple(args), kwargs))
+        found = func(*args, **kwargs)
+        if taken and name.startswith("adaptive_") and isinstance(found, Tensor):
+            self._pooled.append(found)
+        return found
+
+    def _begun(self, x: Any) -> Any:
+        if not self._maps.takes(x) or any(x is pooled for pooled in self._pooled):
+            return x
+        if x in self._entered:
+            return self._entered[x]
+        if self._maps.options.kind == "gradient" and self.leaf is not None:
+            return x
+        self._entered[x] = entered = self._enter(x)
+        return entered
+
+    def _enter(self, x: Tensor) -> Tensor:
+        """The same values, as those from which gradients begin; they may be overwritten."""
+        local = owned(x) if isinstance(x, SpatialTensor) else x
+        begin = local.detach().requires_grad_()
+        torch.set_grad_enabled(True)
+        entered = begin.view_as(begin)
+        if not isinstance(x, SpatialTensor):
+            self.leaf = begin
+            return entered
+        self.leaf = SpatialTensor(begin, x.layout.narrow)
+        return SpatialTensor(entered, x.layout.narrow)
+
+    def pausing(self, act: Callable[..., Any], *args: Any) -> Any:
+        """act(*args), watched by nobody: it streams."""
+        self._pauses = True
+        try:
+            return act(*args)
+        finally:
+            self._pauses = False
+
+    def hook(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """Let gradients begin at the output of a module, unless it is that of a streamed tile."""
+        return self._enter(output) if not self._pauses and self._maps.takes(output) else None
+
+
+def _numbers(logits: Tensor, number: int | None) -> list[int]:
+    """The class of each image that is mapped: that of this number, of two the second, or else the predicted one."""
+    count = logits.shape[1]
+    if number is not None or count <= 2:
+        return [count - 1 if number is None else number] * len(logits)
+    found: list[int] = logits.argmax(1).tolist()
+    return found
+
+
+def _score(logits: Tensor, numbers: Sequence[int]) -> Tensor:
+    """The sum of the logits of these classes; of two classes the difference to the other one."""
+    own = logits[torch.arange(len(logits)), torch.tensor(numbers, device=logits.device)].sum()
+    return 2 * own - logits.sum() if logits.shape[1] == 2 else own
