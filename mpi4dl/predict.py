@@ -134,7 +134,7 @@ def predict(comm: "Communicator", asked: CommandLine[PredictConfig]) -> None:
     if comm.rank == 0:
         for problem in predicting.bad[:10]:
             print(f"could not be read: {problem}")
-        for line in predicting.coverage.summary():
+        for line in predicting.summary():
             print(line)
         bad = f", {len(predicting.bad)} of which could not be read" if predicting.bad else ""
         print(f"{counted(count, 'image')} looked at{bad}; see {out}", flush=True)

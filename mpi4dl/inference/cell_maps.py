@@ -11,6 +11,7 @@ al. 2016). Behind global max pooling only those cells count that are the largest
 Input gradients (Simonyan et al. 2013) are |dz/dx| of the pixels, summed over channels and averaged over squares.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mpi4dl.comm import Refusal
 from mpi4dl.geometry import ceil_div
-from mpi4dl.parallel.pipeline.stage import Stage
+from mpi4dl.parallel.pipeline.stage import Stage, enter
 from mpi4dl.parallel.spatial import SpatialTensor, gather
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.tensor import owned
@@ -47,6 +48,11 @@ class CellOptions:
     number: int | None = None
     layer: str | None = None
 
+    def describe(self) -> str:
+        """All of it in words, by which maps of a folder are known to be alike."""
+        of_class = "" if self.number is None else f" of output {self.number}"
+        return f"{self.kind}{of_class}" + (f" at {self.layer}" if self.layer else "")
+
 
 class CellMap(NamedTuple):
     """The values (h, w) of the cells of an image, each of `side` x `side` pixels, and the class that they count for."""
@@ -59,18 +65,21 @@ class CellMap(NamedTuple):
 def side_of_cells(size: Sequence[int], cells: Sequence[int]) -> float:
     """How many pixels wide the cells of a feature map of `cells` (h, w) are, of an image of `size` (H, W).
 
-    It is a power of two if one fits, where sizes that it does not divide were rounded up, or else down. Otherwise it is
-    a whole number, or the ratio of the sizes.
+    It is a power of two if one fits, where sizes that it does not divide were rounded up or down, or else a whole
+    number. If none fits, as of layers without padding, it is the nearest power of two, or the ratio of the sizes.
     """
-    most = max(ceil_div(pixels, count) for pixels, count in zip(size, cells, strict=True)) * 2
+    axes = [*zip(size, cells, strict=True)]
+    most = 2 * max(ceil_div(pixels, count) for pixels, count in axes)
     powers = [1 << exponent for exponent in range(most.bit_length())]
-    for sides in (powers, range(1, most + 1)):
+    for sides in (powers, [most // 2], range(1, most + 1)):
         for rounded in (ceil_div, lambda pixels, side: pixels // side):
-            found = [side for side in sides if all(rounded(p, side) == n for p, n in zip(size, cells, strict=True))]
-            if found:
-                return float(found[-1])
-    down, across = (pixels / count for pixels, count in zip(size, cells, strict=True))
-    return (down * across) ** 0.5
+            for side in sides:
+                if all(rounded(pixels, side) == count for pixels, count in axes):
+                    return float(side)
+    lacking = {side: max(abs(pixels / side - count) for pixels, count in axes) for side in powers}
+    nearest = min(powers, key=lambda side: lacking[side])
+    ratio = math.prod(pixels / count for pixels, count in axes) ** 0.5
+    return float(nearest) if lacking[nearest] <= OFF else ratio
 
 
 class CellMaps:
@@ -78,9 +87,13 @@ class CellMaps:
 
     `maps.of(outputs)` is to be called with the model's outputs, within it. Then `maps.found` has a map of each image,
     alike on all ranks; none where the model has no feature map. `grid` are the ranks that share an image. Collective.
+
+    Raises:
+        Refusal: the model has no such layer; or with `requires`, in `of`, no feature map. On all ranks.
     """
 
-    def __init__(self, model: nn.Module, grid: Grid, options: CellOptions) -> None:
+    def __init__(self, model: nn.Module, grid: Grid, options: CellOptions, requires: bool = False) -> None:
+        self._requires = requires or options.layer is not None
         self.options, self._model, self._grid = options, model, grid
         self.found: tuple[CellMap, ...] = ()
         self._size: tuple[int, ...] = ()
@@ -92,6 +105,16 @@ class CellMaps:
                 known = [name for name, module in modules.items() if next(module.children(), None) is None]
                 raise Refusal(f"`map_layer` {options.layer} is no module of the model, such as {', '.join(known[-4:])}")
             self._module = modules[options.layer]
+
+    @property
+    def problem(self) -> str:
+        """Why an image has no map."""
+        if self.options.layer is not None:
+            return (
+                f"no map: the output of `map_layer` {self.options.layer} is no feature map of the image, or it is "
+                "streamed: choose a later module, or end streaming before it by `stream_until`"
+            )
+        return "no map: the model has no feature map from which its outputs come: choose `maps` none"
 
     @contextmanager
     def watching(self, size: Sequence[int]) -> Iterator[None]:
@@ -121,6 +144,8 @@ class CellMaps:
         if leaf is not None and logits.requires_grad:
             self.found = self._mapped(leaf, logits)
         torch.set_grad_enabled(False)
+        if self._requires and not self.found:
+            raise Refusal(self.problem)
         return wanted(outputs)
 
     def _mapped(self, leaf: Tensor, logits: Tensor) -> tuple[CellMap, ...]:
@@ -231,12 +256,9 @@ class _Watch(TorchFunctionMode):
         local = owned(x) if isinstance(x, SpatialTensor) else x
         begin = local.detach().requires_grad_()
         torch.set_grad_enabled(True)
-        entered = begin.view_as(begin)
-        if not isinstance(x, SpatialTensor):
-            self.leaf = begin
-            return entered
-        self.leaf = SpatialTensor(begin, x.layout.narrow)
-        return SpatialTensor(entered, x.layout.narrow)
+        self.leaf = SpatialTensor(begin, x.layout.narrow) if isinstance(x, SpatialTensor) else begin
+        (entered,) = enter((self.leaf,))
+        return entered
 
     def pausing(self, act: Callable[..., Any], *args: Any) -> Any:
         """act(*args), watched by nobody: it streams."""

@@ -36,7 +36,7 @@ ROUNDED = 1e-6  # of a patch
 class PatchMap(NamedTuple):
     """A value for each of some patches of a slide, and their places (row, column) in its grid of patches."""
 
-    places: Sequence[tuple[float, float]]  # fractions where patches lie on several grids
+    places: Sequence[tuple[float, float]] | npt.NDArray[Any]  # fractions where patches lie on several grids
     values: npt.NDArray[np.float32]
     patch: float
     title: str
@@ -66,7 +66,8 @@ class PatchMap(NamedTuple):
 def map_of_cells(slide: Slide, values: npt.NDArray[np.float32], side: float, title: str) -> PatchMap:
     """The map of the cells (h, w) of a slide, `side` pixels wide each; cells beyond the slide are left out."""
     rows, cols = (min(n, ceil(pixels / side)) for n, pixels in zip(values.shape, slide.size, strict=True))
-    return PatchMap([*np.ndindex(rows, cols)], values[:rows, :cols].ravel(), side, title, by_value=True)
+    places = np.indices((rows, cols)).reshape(2, -1).T
+    return PatchMap(places, values[:rows, :cols].ravel(), side, title, by_value=True)
 
 
 def write_map(folder: Path, name: Path, slide: Slide, found: PatchMap) -> list[Path]:
@@ -88,15 +89,18 @@ def write_map(folder: Path, name: Path, slide: Slide, found: PatchMap) -> list[P
 def geojson(slide: Slide, found: PatchMap) -> str:
     """The patches as tiles of QuPath, with the value and its rank as measurements.
 
-    Of a map with more than `MOST_TILES` it has those with the largest absolute values.
+    Of a map with more than `MOST_TILES` it has those with the largest values, and absolute values.
     """
     side = found.patch * slide.downsample
     features = []
     values, ranks = found.values, found.ranks
     shown = [*range(len(values))]
     if len(values) > MOST_TILES:
-        shown = sorted(np.argpartition(-np.abs(values), MOST_TILES)[:MOST_TILES].tolist())
-    for (row, col), value, rank in ((found.places[i], values[i], ranks[i]) for i in shown):
+        half = MOST_TILES // 2
+        largest = (np.argpartition(-each, half)[:half] for each in (values, np.abs(values)))
+        shown = np.unique(np.concatenate([*largest])).tolist()
+    for number in shown:
+        (row, col), value, rank = map(float, found.places[number]), values[number], ranks[number]
         corner = slide.in_level_0(row * found.patch, col * found.patch)
         numbers = {found.title: float(value), f"{found.title} rank": float(rank)}
         features.append(feature(square(*corner, side), found.title, "tile", numbers))

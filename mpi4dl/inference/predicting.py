@@ -107,6 +107,7 @@ class Predicting:
         self.records: Records | None = None
         self.bad: list[str] = []
         self.remarks: list[str] = list(self.coverage.remarks)
+        self.num_unmapped = 0  # slides whose model has nothing to map
         self.cells: CellMaps | None = None
         self.maps = self._kind_of_maps(maps)
         if self.maps in CELL_KINDS:
@@ -195,7 +196,7 @@ class Predicting:
                 raise Refusal(f"`map_class` {asked.class_name} is no class of the model: {some(model.classes)}")
             number = model.classes.index(asked.class_name)
         (part,) = model.runner.stages.parts.values()
-        return CellMaps(part.module, part.grid, CellOptions(self.maps, number, asked.layer))
+        return CellMaps(part.module, part.grid, CellOptions(self.maps, number, asked.layer), asked.kind != "auto")
 
     def _about(self, where: str, images: Named) -> Record:
         """Common values of all lines, which must be the same in a file that is continued. On rank 0; raises OSError."""
@@ -208,6 +209,7 @@ class Predicting:
             "weights": " ".join(map(checksum, files)),
             "model": model.digest,
             "fit": model.fit,
+            **({} if self.cells is None else {"maps": self.cells.options.describe()}),
         }
 
     def _record_slides(self, out: Path, images: Named) -> None:
@@ -308,6 +310,7 @@ class Predicting:
 
         attended, patch = self.model.attended, self.model.config.model.patches
         cells = () if self.cells is None else self.cells.found
+        self.num_unmapped += self.cells is not None and not cells
         if self.out is None or position >= max(len(cells), 0 if patch is None else len(attended)):
             return record
         slide: Any = self.images.image(index)
@@ -328,6 +331,11 @@ class Predicting:
         except (DatasetError, OSError) as error:
             return self._named(index, {"error": printable(str(error))})
         return {**record, "maps": [path.relative_to(self.out).as_posix() for path in paths]}
+
+    def summary(self) -> tuple[str, ...]:
+        """Remarks on what was made of the images."""
+        problems = [self.cells.problem] if self.num_unmapped and self.cells is not None else []
+        return (*self.coverage.summary(), *problems)
 
     def _title(self, number: int) -> str:
         """That of a map of an output, such as activation tumour."""
