@@ -63,3 +63,11 @@ def duration(seconds: float) -> str:
     if minutes < 24 * 60:
         return f"{minutes // 60} h {minutes % 60} min"
     return f"{minutes // (24 * 60)} d {minutes // 60 % 24} h"
+
+
+def printable(text: str) -> str:
+    """The text with what would steer a terminal, or cannot be written to it, spelled out: an escape becomes \\x1b.
+
+    Anyone may give a file any name: with colours, with new lines, turned right to left, or in no encoding at all.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)

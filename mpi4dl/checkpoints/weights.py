@@ -44,7 +44,12 @@ ENUM = re.compile(r"\w+_Weights\.\w+")
 PRETRAINED, TIMM = "pretrained", "timm/"
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights", "params")
 # Errors of a damaged pickle.
-DAMAGED = (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError, struct.error)
+DAMAGED = (
+    *(RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError),
+    *(ArithmeticError, MemoryError, struct.error),
+)
+MOST_NESTED = 4  # dicts, in one of which a state_dict is
+HALF_BYTES = ("F4", "F6_E2M3", "F6_E3M2")  # types of which several values share bytes
 CACHED_NAMES = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -99,9 +104,16 @@ def _of_run(folder: Path) -> Path:
 def _of_safetensors(path: Path) -> WeightSource:
     try:
         file = safe_open(path, framework="pt")
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"`weights` {path} is no whole safetensors file: {error}") from None
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, *DAMAGED) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"`weights` {path} is no whole safetensors file: {reason}") from None
+    packed = next((name for name, part in parts.items() if part.get_dtype() in HALF_BYTES), None)
+    if packed is not None:
+        raise ValueError(
+            f"`weights` {path} has {packed!r} of type {parts[packed].get_dtype()}: save values of 8 bits or more"
+        )
+    shapes = {name: tuple(part.get_shape()) for name, part in parts.items()}
     metadata = file.metadata() or {}
     ties = {name: first for name, first in metadata.items() if first in shapes and name not in (CLASSES, ABOUT)}
     shapes |= {name: shapes[first] for name, first in ties.items()}
@@ -138,6 +150,10 @@ def _of_pickle(path: Path) -> WeightSource:
         raise ValueError(
             f"`weights` {path} {has}, but must be a state_dict, or a dict that has one as state_dict or model"
         )
+    for name, value in state.items():
+        if value.layout != torch.strided or value.is_meta or value.is_quantized:
+            kind = f"{'quantized, ' * value.is_quantized}of layout {value.layout} on {value.device}"
+            raise ValueError(f"`weights` {path} has {name!r}, which is {kind}: save dense values")
     told = getattr(
         whole, "_metadata", None
     )  # where PyTorch has what is not a value, and mpi4dl.export what they are of
@@ -146,17 +162,20 @@ def _of_pickle(path: Path) -> WeightSource:
     return WeightSource(str(path), shapes, state.__getitem__, metadata if isinstance(metadata, Mapping) else {})
 
 
-def _state_dict(found: Any) -> dict[str, Tensor] | None:
-    """The tensors by name in what torch.save wrote; None if that is not clear."""
-    if not isinstance(found, Mapping):
+def _state_dict(found: Any, levels: int = MOST_NESTED) -> dict[str, Tensor] | None:
+    """The tensors by name in what torch.save wrote; None if that is not clear.
+
+    It looks into dicts in one another, of so many levels: a file may nest them without end, or one in itself.
+    """
+    if not isinstance(found, Mapping) or not levels:
         return None
     tensors = {name: value for name, value in found.items() if isinstance(name, str) and isinstance(value, Tensor)}
     if tensors:
         return tensors
     for key in WRAPPERS:
-        if isinstance(found.get(key), Mapping) and (state := _state_dict(found[key])):
+        if isinstance(found.get(key), Mapping) and (state := _state_dict(found[key], levels - 1)):
             return state
-    nested = [state for value in found.values() if (state := _state_dict(value))]
+    nested = [state for value in found.values() if (state := _state_dict(value, levels - 1))]
     return nested[0] if len(nested) == 1 else None
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from mpi4dl._wording import printable
 from mpi4dl.geometry import Interval
 
 Pixels = npt.NDArray[np.uint8]
@@ -41,14 +42,6 @@ class BadImage(DatasetError):
 
     def __str__(self) -> str:
         return printable(f"{self.path}: {self.reason}")
-
-
-def printable(text: str) -> str:
-    """The text with what would steer a terminal, or cannot be written to it, spelled out: an escape becomes \\x1b.
-
-    Anyone may give a file any name: with colours, with new lines, turned right to left, or in no encoding at all.
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 class Image(Protocol):

@@ -26,6 +26,7 @@ import io
 import math
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -210,11 +211,11 @@ class CsvTable:
             raise DatasetError(f"{path}: is empty; {layout}")
         (self.header_line, header), *self._rows = rows
         # Spreadsheets write columns that are empty from the first line to the last.
-        while header and not header[-1] and all(not "".join(row[len(header) - 1 :]) for _, row in self._rows):
-            header = header[:-1]
+        width = max(_width(row) for _, row in rows)
+        header = header[:width]
         header = [name.casefold() if name.casefold() in known else name for name in header]
-        alike = [name.casefold() for name in header]
-        twice = next((name for name, folded in zip(header, alike, strict=True) if alike.count(folded) > 1), None)
+        times = Counter(name.casefold() for name in header)
+        twice = next((name for name in header if times[name.casefold()] > 1), None)
         if "" in header[numbered:] or twice is not None:
             what = f"two columns {twice!r}" if twice else "a column without a name"
             raise DatasetError(f"{path}, line {self.header_line}: has {what}; {layout}")
@@ -232,6 +233,11 @@ class CsvTable:
         if not lines:
             raise DatasetError(f"{self.path}: names no {self._rows_of}; {self.layout}")
         return lines
+
+
+def _width(row: Sequence[str]) -> int:
+    """The number of values up to the last one that is not empty."""
+    return next((number for number in range(len(row), 0, -1) if row[number - 1]), 0)
 
 
 def _names_files(column: str) -> bool:

@@ -109,7 +109,7 @@ def geojson(slide: Slide, found: PatchMap) -> str:
 
 def grid_of(found: PatchMap) -> npt.NDArray[np.float32]:
     """The values (rows, columns) of the grid of patches, NaN where there is none."""
-    places = np.floor(np.asarray(found.places) + ROUNDED).astype(np.int64)
+    places = np.maximum(0, np.floor(np.asarray(found.places) + ROUNDED)).astype(np.int64)
     grid = np.full(places.max(0) + 1, np.nan, np.float32)
     grid[tuple(places.T)] = found.values
     return grid
@@ -174,7 +174,7 @@ def _painted(
     """
     pixels = np.full(size, -1, np.float32)
     places = np.asarray(found.places, np.float64).reshape(-1, 2)
-    first = np.rint(places * found.patch * scale).astype(np.int64)
+    first = np.maximum(0, np.rint(places * found.patch * scale)).astype(np.int64)
     stop = np.maximum(first + 1, np.rint((places + 1) * found.patch * scale).astype(np.int64))
     if found.patch * scale <= 1:
         inside = (first < np.asarray(size)).all(1)

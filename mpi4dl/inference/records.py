@@ -183,8 +183,9 @@ class Records:
         if path.exists():
             try:
                 before = json.loads(path.read_bytes())
-            except ValueError:
+            except (ValueError, RecursionError):
                 before = {}
+            before = before if isinstance(before, dict) else {}
             other = [name for name in told if before.get(name) != told[name]]
             if other:
                 said = " and ".join(f"{name} {before.get(name)}, not {told[name]}" for name in other[:2])
@@ -199,7 +200,7 @@ class Records:
         for line in path.read_bytes().split(b"\n") if path.exists() else ():
             try:
                 record = json.loads(line)
-            except ValueError:  # half of a line
+            except (ValueError, RecursionError):  # half of a line
                 continue
             if isinstance(record, dict) and isinstance(record.get("image"), str) and "error" not in record:
                 found[record["image"]] = record

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from mpi4dl._files import read_regular
-from mpi4dl._wording import aligned
+from mpi4dl._wording import aligned, printable
 from mpi4dl.options.kinds import BOOLEAN, Kind, dump
 
 T = TypeVar("T")
@@ -316,13 +316,18 @@ def _value_from_file(item: Option, raw: Any, file: str) -> Any:
         raise ConfigError(message) from None
 
 
+def _short(text: str, most: int = 60) -> str:
+    """A text of somebody's file in one line, its beginning."""
+    return printable(text if len(text) <= most else f"{text[:most]}...")
+
+
 def _values_from_file(path: str, options: dict[str, Option], removed: Sequence[str] = ()) -> dict[str, Any]:
     try:
         tables = tomllib.loads(read_regular(Path(path)).decode())
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+        raise ConfigError(f"{path} is not valid TOML: {_short(str(error), 300)}") from None
     allowed = {name: item for name, item in options.items() if not item.flag_only}
     sections = list(dict.fromkeys(item.section for item in options.values()))
     values: dict[str, Any] = {}
@@ -331,7 +336,7 @@ def _values_from_file(path: str, options: dict[str, Option], removed: Sequence[s
             if section in allowed and not isinstance(table, dict):
                 raise ConfigError(f"{path}: the key {section} belongs in the section [{allowed[section].section}]")
             hint = nearest(section, sections) or f"; the sections are {', '.join(sections)}"
-            raise ConfigError(f"{path}: there is no section [{section}]{hint}")
+            raise ConfigError(f"{path}: there is no section [{_short(section)}]{hint}")
         if not isinstance(table, dict):
             raise ConfigError(f"{path}: [{section}] must be a section, but is {_shown(table)} ({_type_name(table)})")
         for name, raw in table.items():
@@ -345,7 +350,9 @@ def _values_from_file(path: str, options: dict[str, Option], removed: Sequence[s
                 raise ConfigError(f"{path}: {name} is a flag only; give {options[name].flag} on the command line")
             else:
                 ours = in_our_words(name, _shown(raw), options, lambda item: f"{item.name} of [{item.section}]:")
-                raise ConfigError(f"{path}: there is no key {name} in [{section}]{ours or nearest(name, allowed)}")
+                raise ConfigError(
+                    f"{path}: there is no key {_short(name)} in [{section}]{ours or nearest(name, allowed)}"
+                )
     return values
 
 

@@ -84,7 +84,7 @@ def read_annotations(path: Path) -> Annotations:
     try:
         content = _content(path)
         return Annotations(path, tuple(read(content)))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
         known = isinstance(error, _Wrong)
         raise BadImage(path, str(error) if known else f"cannot be read as annotations: {_told(error)}") from error
     except MemoryError as error:

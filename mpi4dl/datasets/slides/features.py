@@ -11,11 +11,12 @@ read as an image of one row, whose pixels are the patches, and whose channels ar
 """
 
 import json
-import pickle
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,14 +28,18 @@ from mpi4dl._wording import to_install
 from mpi4dl.datasets.base import BadImage, DatasetError
 from mpi4dl.datasets.files import SUFFIXES
 from mpi4dl.datasets.listed import files_below
+from mpi4dl.datasets.slides.annotations import FARTHEST
 from mpi4dl.datasets.slides.dataset import Patches, SlideFolder, SlideOptions
-from mpi4dl.datasets.slides.slide import MPP_AT_1X, Level, Slide, SlideFile, open_slide
+from mpi4dl.datasets.slides.slide import MPP_AT_1X, Level, Slide, SlideFile, open_slide, plausible_mpp
 from mpi4dl.datasets.slides.tables import FEATURE_SUFFIXES, without_suffix
 from mpi4dl.geometry import Interval
 
 FEATURES, COORDS, SETTINGS = "features", "coords", "mpi4dl"  # datasets, and an attribute of the file
 PICKLED = ".pt"
 CHUNK_BYTES = 1 << 20  # of rows that HDF5 stores together
+MOST_PACKED = 4096  # times: no compression makes features so much smaller
+SMALL_BYTES = 1 << 26  # of datasets whose size is believed
+MOST_CELLS = 1 << 25  # of the grid that the patches of a slide lie in
 
 Features = npt.NDArray[np.float32]
 Coords = npt.NDArray[np.int64]
@@ -71,7 +76,8 @@ class Bag:
     def read(self, *space: Interval) -> Features:
         """The features (rows, columns, D) of some patches. Raises BadImage."""
         rows, cols = space
-        found = _rows(self.path, slice(*cols)).astype(np.float32, copy=False)
+        with np.errstate(over="ignore"):  # what is infinite is refused below
+            found = _rows(self.path, slice(*cols)).astype(np.float32, copy=False)
         if not np.isfinite(found).all():
             patch = cols.start + int(np.flatnonzero(~np.isfinite(found).all(1))[0])
             raise BadImage(self.path, f"the features of patch {patch} are not finite numbers: embed the slide again")
@@ -91,6 +97,13 @@ class Bag:
         """
         if self.coords is None or self.side is None:
             return None
+        rows, cols = (float(each) / self.side + 1 for each in self.coords.max(0)[::-1])
+        if rows * cols > MOST_CELLS:
+            raise BadImage(
+                self.path,
+                f"has patches of {self.side:g} px in a grid of {rows:.0f} x {cols:.0f}, which is too large for a map: "
+                "its coords, or patch_size_level0, are damaged",
+            )
         slide = self._white(self.side) if self.slide is None else open_slide(self.slide).at(1.0)
         rows_cols = (self.coords[:, ::-1] - np.asarray(slide.origin)) / self.side
         return slide, [(row, col) for row, col in rows_cols.tolist()], self.side
@@ -98,7 +111,7 @@ class Bag:
     def _white(self, side: float) -> Slide:
         assert self.coords is not None
         width, height = (
-            int(self.attributes.get(f"level0_{name}") or most + side)
+            max(1, int(_positive(self.attributes.get(f"level0_{name}")) or most + side))
             for name, most in zip(("width", "height"), self.coords.max(0), strict=True)
         )
         levels: list[Level] = []
@@ -106,8 +119,8 @@ class Bag:
         while not levels or max(width, height) >= downsample:
             levels.append(Level(_White((-(-height // downsample), -(-width // downsample))), float(downsample)))
             downsample *= 2
-        mpp, power = self.attributes.get("level0_mpp"), self.attributes.get("level0_magnification")
-        return Slide(SlideFile(self.path, tuple(levels), mpp or (MPP_AT_1X / power if power else None)))
+        mpp, power = (_positive(self.attributes.get(f"level0_{name}")) for name in ("mpp", "magnification"))
+        return Slide(SlideFile(self.path, tuple(levels), plausible_mpp(mpp or (MPP_AT_1X / power if power else None))))
 
 
 @dataclass(frozen=True)
@@ -133,23 +146,26 @@ def open_bag(path: Path) -> Bag:
     with _opened(path) as file:
         found = _dataset(path, file)
         size, channels = _shape(path, found.shape, found.dtype.kind)
-        coords = file.get(COORDS)
+        coords = _dataset(path, file, COORDS) if COORDS in file else None
         settings = _json(file.attrs.get(SETTINGS))
         if coords is None:
             return Bag(path, size, channels, settings=settings)
         attributes = {str(name): _plain(value) for name, value in coords.attrs.items()}
-        places = np.asarray(coords)
-        places = (places[0] if places.ndim == 3 and len(places) == 1 else places).astype(np.int64)
-        if places.shape != (size[1], 2):
-            raise BadImage(path, f"has features of {size[1]} patches, but coords of shape {places.shape}: (N, 2) fits")
+        if coords.shape not in ((size[1], 2), (1, size[1], 2)) or coords.dtype.kind not in "iuf":
+            found = f"coords of shape {coords.shape} and kind {coords.dtype.kind!r}"
+            raise BadImage(path, f"has features of {size[1]} patches, but {found}: numbers (N, 2) fit")
+        places = np.asarray(coords).reshape(-1, 2)
+        if not (np.abs(places.astype(np.float64)) <= FARTHEST).all():
+            raise BadImage(path, "has coords that are no pixels of level 0 of a slide: embed the slide again")
+        places = places.astype(np.int64)
         return Bag(path, size, channels, places, _side(places, attributes), settings, attributes)
 
 
 def _side(coords: Coords, attributes: Mapping[str, Any]) -> float:
     """The side of patches in pixels of level 0; where nothing says it, the least distance of two patches."""
-    side = attributes.get("patch_size_level0")
-    if isinstance(side, int | float) and side > 0:
-        return float(side)
+    side = _positive(attributes.get("patch_size_level0"))
+    if side is not None:
+        return side
     steps = [np.diff(np.unique(axis)) for axis in coords.T]
     return float(min((step.min() for step in steps if len(step)), default=1))
 
@@ -185,16 +201,29 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except BadImage:
         raise
-    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
-        reason = str(error).partition("\n")[0]
+    except MemoryError as error:
+        raise BadImage(path, "has more features than memory holds") from error
+    except Exception as error:  # h5py has errors of many kinds for damaged files
+        reason = (str(error) or type(error).__name__).partition("\n")[0]
         raise BadImage(path, f"cannot be read as HDF5 ({reason}): it is damaged, or no such file") from error
 
 
-def _dataset(path: Path, file: Any) -> Any:
-    found = file.get(FEATURES)
-    if found is None or not hasattr(found, "shape"):
-        has = ", ".join(map(str, list(file)[:5])) or "nothing"
-        raise BadImage(path, f"has no dataset {FEATURES!r}, but {has}")
+def _dataset(path: Path, file: Any, name: str = FEATURES) -> Any:
+    """A dataset of a file. Raises BadImage for one that lies in another file, or has more than the file can hold."""
+    import h5py
+
+    # A link is followed by looking at it, and may lead to a pipe, at which reading waits forever.
+    link = file.get(name, getlink=True) if name in file.keys() else None  # noqa: SIM118
+    found = file.get(name) if isinstance(link, h5py.HardLink) else None
+    if not isinstance(found, h5py.Dataset):
+        has = ", ".join(map(str, islice(file, 5))) or "nothing"
+        raise BadImage(path, f"has no dataset {name!r}, but {has}" + (f" ({name!r} is a link)" if link else ""))
+    if found.external or found.is_virtual:
+        raise BadImage(path, f"has its {name} in another file: copy them into one file")
+    claimed = max(prod(found.shape or ()), prod(found.chunks or ())) * found.dtype.itemsize
+    stored = found.id.get_storage_size()
+    if claimed > max(SMALL_BYTES, MOST_PACKED * stored):
+        raise BadImage(path, f"claims {claimed >> 20} MiB of {name}, but holds {stored} bytes of them: it is damaged")
     return found
 
 
@@ -213,14 +242,26 @@ def _pickled(path: Path) -> npt.NDArray[np.float32]:
     try:
         with open_regular(path):
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    except MemoryError as error:
+        raise BadImage(path, "has more features than memory holds: it is damaged, or too large") from error
+    except Exception as error:  # a damaged pickle stumbles in many ways
         reason = (str(error) or type(error).__name__).partition("\n")[0]
         raise BadImage(path, f"cannot be read as a tensor that torch.save wrote ({reason})") from error
     found = found.get(FEATURES) if isinstance(found, Mapping) else found
     if not isinstance(found, torch.Tensor) or not found.is_floating_point():
         raise BadImage(path, f"holds a {type(found).__name__}: expected a tensor of floating point, (N, D)")
+    if found.layout != torch.strided or found.is_meta:
+        raise BadImage(path, f"holds a tensor of layout {found.layout} on {found.device}: expected a dense one")
+    if found.numel() > max(1, found.untyped_storage().nbytes()):
+        raise BadImage(path, f"claims {found.numel()} numbers, which it does not hold: it is damaged")
     array: npt.NDArray[np.float32] = found.detach().float().numpy()
     return array
+
+
+def _positive(value: Any) -> float | None:
+    """A positive number of an attribute that a slide may have; None for what is none."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if number and isfinite(value) and 0 < value <= FARTHEST else None
 
 
 def _plain(value: Any) -> Any:
@@ -235,7 +276,7 @@ def _json(text: Any) -> Mapping[str, Any]:
     """The settings in an attribute; empty for what is none."""
     try:
         found = json.loads(text) if isinstance(text, str) else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) and {"model", "weights"} <= found.keys() else {}
 

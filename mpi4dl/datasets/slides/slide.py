@@ -286,7 +286,7 @@ def _openslide_file(path: Path) -> SlideFile:
         if height > 0 and width > 0 and Interval(0, whole[0]).covers(rows) and Interval(0, whole[1]).covers(cols):
             bounds = rows, cols
     power = _number(found.get("openslide.objective-power"))
-    return SlideFile(path, levels, _plausible(mpp), power, bounds, bytes(profile) or None)
+    return SlideFile(path, levels, plausible_mpp(mpp), power, bounds, bytes(profile) or None)
 
 
 def _tiff_file(path: Path) -> SlideFile:
@@ -308,7 +308,7 @@ def _described(page: "tiff.PageFacts") -> tuple[float | None, float | None, None
     if mpp is None and page.resolution and page.resolution_unit in (_INCH, _CENTIMETRE):
         unit = _MICROMETRES["inch" if page.resolution_unit == _INCH else "cm"]
         mpp = unit / math.sqrt(page.resolution[0] * page.resolution[1])
-    return _plausible(mpp), power, None, page.profile
+    return plausible_mpp(mpp), power, None, page.profile
 
 
 def _of_ome(ome: str) -> tuple[float | None, float | None]:
@@ -341,5 +341,6 @@ def _number(text: object) -> float | None:
     return found if math.isfinite(found) and found >= 0 else None
 
 
-def _plausible(mpp: float | None) -> float | None:
+def plausible_mpp(mpp: float | None) -> float | None:
+    """Microns per pixel that a slide may have; None for others."""
     return mpp if mpp is not None and LEAST_MPP <= mpp <= MOST_MPP else None
