@@ -17,7 +17,7 @@ if runs(__name__):
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.config import Data, Model, Parallel, Slides, Training
 from mpi4dl.options.declare import ConfigError, instead, like, option, same_as
-from mpi4dl.options.kinds import AUTO, BOOLEAN, COUNT, DEVIATIONS, MEANS, NAME, SHARE, optional, or_auto
+from mpi4dl.options.kinds import AUTO, BOOLEAN, COUNT, DEVIATIONS, MEANS, NAME, SHARE, choice, optional, or_auto
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -44,6 +44,14 @@ class ToEmbed:
     level: int | None = like(Slides, "level")
     assume_mpp: float | None = like(Slides, "assume_mpp")
     tissue: float | str = like(Slides, "tissue")
+    stain_norm: str = option(
+        AUTO,
+        "make the colours of all slides those of a reference: macenko or reinhard; auto: as in the training of "
+        "--weights, or none",
+        choice(AUTO, "none", "macenko", "reinhard"),
+        known_as=same_as("stain-normalization color-norm"),
+    )
+    stain_reference: str | None = like(Slides, "stain_reference")
     min_tissue: float = option(
         0.0, "the share of tissue that a patch needs; 0: any", SHARE, known_as=same_as("min-tissue-proportion")
     )
@@ -119,11 +127,12 @@ def embed(comm: "Communicator", asked: CommandLine[EmbedConfig]) -> None:
     from mpi4dl.inference.embedding import Embedding, open_encoder, refuse_bad, summary, training_options
 
     began = time.monotonic()
-    training = training_options(config, comm.size)
+    training = training_options(config, comm)
     encoder, remarks = open_encoder(comm, config, training)
     embedding = Embedding(comm, config, training, encoder)
+    embedding.measure_stains()
     if comm.rank == 0:
-        for line in (embedding.title(), *remarks, *embedding.slides.remarks):
+        for line in (embedding.title(), *remarks, *embedding.slides.remarks, *embedding.unstained):
             print(asked.spell(line), flush=True)
     embedding.find_tissue()
     if chosen.dry_run:

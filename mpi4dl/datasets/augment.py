@@ -18,7 +18,7 @@ from mpi4dl.datasets.base import DatasetError, Values
 # Keeps random numbers for several purposes apart where their seeds are equal.
 AUGMENT_STREAM, SHUFFLE_STREAM, MIXUP_STREAM, TRANSFORM_STREAM, DATASET_STREAM = 1, 2, 3, 4, 5
 
-NUM_DRAWN = 11  # random numbers of a sample; more of them leave the first ones as they are
+NUM_DRAWN = 17  # random numbers of a sample; more of them leave the first ones as they are
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as in PIL's conversion to grey
 _GREY = 127.5
@@ -30,9 +30,9 @@ class Variation:
 
     `crop` is the share of each side that a resized image shows. `down` and `across` in [0, 1] place the crop, of
     resized images and of slides, and `deep` that of volumes. The image is flipped, then turned by so many
-    `quarter_turns` counterclockwise, as `np.rot90` does. `brightness`, `contrast` and `saturation` are factors. `key`
-    is (seed, epoch, sample), and the number of the repeat if there is one: a transform of the user's draws by it. In
-    validation it is empty.
+    `quarter_turns` counterclockwise, as `np.rot90` does. `stains` are the numbers of `stain_variation`; (): none.
+    `brightness`, `contrast` and `saturation` are factors. `key` is (seed, epoch, sample), and the number of the repeat
+    if there is one: a transform of the user's draws by it. In validation it is empty.
     """
 
     crop: float = 1.0
@@ -46,6 +46,7 @@ class Variation:
     deep: float = 0.5
     flip_depth: bool = False
     quarter_turns: int = 0
+    stains: tuple[float, ...] = ()
     key: tuple[int, ...] = field(default=(), compare=False)
 
     def places(self, num_axes: int) -> tuple[float, ...]:
@@ -73,7 +74,8 @@ class Augmentation:
     `crop` is the smallest share of each side that is kept where an image is resized (1: all of it). `flip_rows` turns
     half of the images upside down, `flip_cols` mirrors half of them left to right, `flip_depth` turns half of the
     volumes front to back. `turns` of 4 turn by 0, 90, 180 or 270 degrees, of 2 by 0 or 180, alike often. A colour
-    strength s draws its factor from [1 - s, 1 + s].
+    strength s draws its factor from [1 - s, 1 + s]. With a strength s of `stains` the concentration of each stain gets
+    such a factor, too, and then something from [-s, s] is added.
 
     Raises:
         ValueError: a strength outside [0, 1], a `crop` outside (0, 1], or other `turns`.
@@ -87,13 +89,14 @@ class Augmentation:
     saturation: float = 0.0
     flip_depth: bool = False
     turns: int = 1
+    stains: float = 0.0
 
     def __post_init__(self) -> None:
         if self.turns not in (1, 2, 4):
             raise ValueError(f"turns={self.turns}: an image has 1, 2 or 4 of them")
         if not 0.0 < self.crop <= 1.0:
             raise ValueError(f"crop={self.crop}: the smallest share of a side to keep must be in (0, 1]")
-        for name in ("brightness", "contrast", "saturation"):
+        for name in ("brightness", "contrast", "saturation", "stains"):
             strength = getattr(self, name)
             if not 0.0 <= strength <= 1.0:
                 raise ValueError(f"{name}={strength}: a strength must be in [0, 1]; 0 leaves the colours alone")
@@ -118,6 +121,7 @@ class Augmentation:
             deep=u[8],
             flip_depth=self.flip_depth and u[9] < 0.5,
             quarter_turns=int(self.turns * u[10]) * (4 // self.turns) % 4,
+            stains=tuple(self.stains * (2.0 * x - 1.0) + (n < 3) for n, x in enumerate(u[11:])) if self.stains else (),
             key=key,
         )
 

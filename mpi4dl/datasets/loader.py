@@ -279,7 +279,7 @@ class Loader:
             first = (start + position) * self._batch_size
             part = slice(first, first + self._batch_size)
             indices = tuple(order[part])
-            sizes = self._sizes_of(indices)
+            sizes = self._sizes_of(indices, epoch, again[part])
             boxes = self._boxes_of(len(indices)) if sizes is None else self._boxes_of(len(indices), sizes)
             return replace(self._samples.read(indices, epoch, boxes, tuple(again[part])), sizes=sizes)
 
@@ -293,8 +293,11 @@ class Loader:
         finally:
             prefetcher.close()
 
-    def _sizes_of(self, indices: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
-        return self._samples.sizes(indices) if isinstance(self._samples, TransformedImages) else None
+    def _sizes_of(
+        self, indices: tuple[int, ...], epoch: int, repeats: Sequence[int]
+    ) -> tuple[tuple[int, ...], ...] | None:
+        samples = self._samples
+        return samples.sizes(indices, epoch, repeats) if isinstance(samples, TransformedImages) else None
 
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         while True:

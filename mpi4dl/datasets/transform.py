@@ -1,4 +1,10 @@
-"""How a sample becomes an image of the training size: resized or cropped, varied, and by a transform of the user's."""
+"""How a sample becomes an image of the training size: resized or cropped, varied, and by a transform of the user's.
+
+    a box of the frame -> resized or cropped -> flipped -> turned -> stains varied -> a transform of the user's
+    -> saturation, contrast, brightness -> normalised
+
+Slides are normalised to a reference stain before, where they are read. Masks go the same way up to the turn.
+"""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -15,6 +21,7 @@ from mpi4dl.datasets.augment import TRANSFORM_STREAM, Augmentation, Variation, v
 from mpi4dl.datasets.base import IGNORED, DatasetError, Image, MaskImage, Values
 from mpi4dl.datasets.colour import WHITE
 from mpi4dl.datasets.randomness import DatasetRandomness
+from mpi4dl.datasets.stains import stain_variation
 from mpi4dl.geometry import Interval, ceil_div
 
 # Make an image of any size fill a frame of the training size, by cropping or by resizing, one box at a time.
@@ -288,7 +295,8 @@ class View:
     size (padded where the image is smaller, pictures with white, others with 0), or "pad", where the image begins at
     the upper left corner and may not be larger. By "own" each image has a view of its own size, `for_image`, in which
     it is padded to multiples of 32 px. Without an `augmentation` the view is the centre, unchanged: what validation
-    wants.
+    wants. By a quarter turn the image fills a frame whose last two sides are swapped, which is then turned; or patches
+    of `patch` px, if given, are turned where they are.
 
     Raises:
         ValueError: a size, a fit, or a mean and std that cannot be.
@@ -310,19 +318,14 @@ class View:
             raise ValueError(f"fit={self.fit!r}: expected one of {', '.join(get_args(Fit))}")
         if len(self.mean) != len(self.std) or min(self.std) <= 0:
             raise ValueError(f"mean={self.mean}, std={self.std}: one of each per channel, and every std above 0")
-        if self.augmentation is not None and self.augmentation.turns == 4 and not self.can_transpose:
-            raise ValueError(f"size={self.size}: quarter turns need a frame whose last two sides are equal")
 
-    @property
-    def can_transpose(self) -> bool:
-        """Whether rows and columns can be swapped."""
-        return len(self.size) > 1 and (self.patch is not None or self.size[-1] == self.size[-2])
-
-    def for_image(self, size: Sequence[int]) -> "View":
-        """The view of an image of this size (height, width)."""
+    def for_image(self, size: Sequence[int], variation: Variation | None = None) -> "View":
+        """The view of an image of this size (height, width), which is varied."""
         if self.fit != "own":
             return self
-        return replace(self, size=tuple(ceil_div(side, STRIDE_PX) * STRIDE_PX for side in size), fit="pad")
+        sides = tuple(ceil_div(side, STRIDE_PX) * STRIDE_PX for side in size)
+        turned = variation is not None and variation.transposed
+        return replace(self, size=_swapped(sides) if turned else sides, fit="pad")
 
     def variation(self, index: int, epoch: int, repeat: int = 0) -> Variation:
         """The augmentation of sample `index` in `epoch`, at its `repeat`-th occurrence, counted from 0."""
@@ -348,6 +351,13 @@ class View:
             ValueError: the box lies outside the frame, or mean and std are for another number of channels.
         """
         pixels, variation = self.pixels(image, *space, variation=variation), variation or Variation()
+        if variation.stains:
+            if pixels.dtype != np.uint8 or pixels.shape[-1] != 3:
+                raise ValueError(
+                    f"stains need pictures of 3 channels of bytes, these have {pixels.shape[-1]} of {pixels.dtype}: "
+                    "set stains=0"
+                )
+            pixels = stain_variation(variation.stains)(pixels)  # type: ignore[arg-type]
         if self.transform is not None:
             pixels = self.transform(pixels, variation.key)
         if pixels.shape[-1] != len(self.mean):
@@ -369,8 +379,8 @@ class View:
         if not variation.transposed:
             return self._flipped(image, space, variation)
         if self.patch is None:
-            *others, rows, cols = space
-            return self._flipped(image, (*others, cols, rows), variation).swapaxes(-2, -3)
+            upright = replace(self, size=_swapped(self.size))
+            return upright._flipped(image, _swapped(space), variation).swapaxes(-2, -3)
         wider = [
             Interval(each.start // self.patch * self.patch, min(ceil_div(each.stop, self.patch) * self.patch, size))
             for each, size in zip(space, self.size, strict=True)
@@ -406,7 +416,16 @@ class View:
         Raises:
             BadImage: the file of a mask cannot be decoded.
         """
-        variation, num_axes = variation or Variation(), len(self.size)
+        variation = variation or Variation()
+        if not variation.transposed:
+            return self._flipped_mask(mask, variation)
+        if self.patch is not None:
+            return _transposed_patches(self._flipped_mask(mask, variation)[..., None], self.patch)[..., 0]
+        upright = replace(self, size=_swapped(self.size))
+        return np.ascontiguousarray(upright._flipped_mask(mask, variation).swapaxes(-1, -2))
+
+    def _flipped_mask(self, mask: npt.NDArray[Any] | MaskImage, variation: Variation) -> npt.NDArray[Any]:
+        num_axes = len(self.size)
         sides = mask.shape[-num_axes:] if isinstance(mask, np.ndarray) else mask.size
         places, flips = variation.places(num_axes), variation.flips(num_axes)
         sources = [
@@ -418,13 +437,7 @@ class View:
         places_of: tuple[Any, ...] = (Ellipsis, *np.ix_(*clipped))
         shown = mask[places_of] if isinstance(mask, np.ndarray) else _picked(mask, clipped)
         inside = reduce(np.logical_and, np.meshgrid(*insides, indexing="ij", sparse=True))
-        if not inside.all():
-            shown = np.where(inside, shown, IGNORED if shown.dtype.kind == "i" else np.nan)
-        if not variation.transposed:
-            return shown
-        if self.patch is None:
-            return np.ascontiguousarray(shown.swapaxes(-1, -2))
-        return _transposed_patches(shown[..., None], self.patch)[..., 0]
+        return shown if inside.all() else np.where(inside, shown, IGNORED if shown.dtype.kind == "i" else np.nan)
 
     def _corner(self, free_px: int, position: float) -> int:
         """Where a window begins that has this much room to move."""
@@ -443,6 +456,11 @@ class View:
             return np.arange(size) + self._corner(source - size, position)
         frame = _frame(size, source, variation.crop, position)
         return np.minimum(np.floor(frame.start + (np.arange(size) + 0.5) * frame.scale).astype(np.int64), source - 1)
+
+
+def _swapped(sides: Sequence[Any]) -> tuple[Any, ...]:
+    """With the last two sides of the space in each other's place."""
+    return (*sides[:-2], sides[-1], sides[-2])
 
 
 def _transposed_patches(values: npt.NDArray[Any], patch: int) -> npt.NDArray[Any]:

@@ -87,7 +87,7 @@ class LazyImages:
             for index, repeat, out in zip(indices[part], again, tile, strict=True):
                 image = drawn(self.dataset, self.view.key(self.epoch, repeat)).image(index)
                 variation = self.view.variation(index, self.epoch, repeat)
-                self.view.for_image(image.size).tile(image, *box.space, variation=variation, out=out.numpy())
+                self.view.for_image(image.size, variation).tile(image, *box.space, variation=variation, out=out.numpy())
         return tile
 
 
@@ -156,13 +156,19 @@ class TransformedImages:
         digests = tuple(reading.digests) if getattr(self._dataset, "compared", False) else None
         return Batch(tiles, stacked, indices, errors, next(iter(reading.problems), None), digests)
 
-    def sizes(self, indices: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
+    def sizes(
+        self, indices: Sequence[int], epoch: int = 0, repeats: Sequence[int] = ()
+    ) -> tuple[tuple[int, ...], ...] | None:
         """The size of each image's view; None where all have one. Of an image that cannot be opened, the largest."""
-        return tuple(map(self._size, indices)) if self._view.fit == "own" else None
+        if self._view.fit != "own":
+            return None
+        again = repeats or (0,) * len(indices)
+        varied = (self._view.variation(index, epoch, repeat) for index, repeat in zip(indices, again, strict=True))
+        return tuple(self._size(*each) for each in zip(indices, varied, strict=True))
 
-    def _size(self, index: int) -> tuple[int, ...]:
+    def _size(self, index: int, variation: Variation) -> tuple[int, ...]:
         try:
-            return self._view.for_image(self._dataset.image(index).size).size
+            return self._view.for_image(self._dataset.image(index).size, variation).size
         except DatasetError:  # which reading it will say
             return self._view.size
 
@@ -259,8 +265,9 @@ class _Reading:
         image = self.open(position, labels)
         with self._reporting(position):
             if image is not None:
-                view = self._view.for_image(image.size)
-                view.tile(image, *box.space, variation=self._variation(position), out=out.numpy())
+                variation = self._variation(position)
+                view = self._view.for_image(image.size, variation)
+                view.tile(image, *box.space, variation=variation, out=out.numpy())
                 return
         out.zero_()
 

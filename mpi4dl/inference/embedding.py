@@ -36,7 +36,7 @@ from mpi4dl.inference.masks import bases_of
 from mpi4dl.models.patches import headless
 from mpi4dl.models.registry import OWN_MODELS, TIMM
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.data import open_slides
+from mpi4dl.options.data import open_slides, stains_of, with_reference
 from mpi4dl.options.declare import value_of, with_options, with_values
 from mpi4dl.options.kinds import AUTO, part_name
 from mpi4dl.options.models import build_model
@@ -56,6 +56,7 @@ TAKEN = (
     *("model", "model_options", "min_tissue", "patches_at_once", "mpp", "magnification", "level", "assume_mpp"),
     *("tissue", "slides", "slides_folder", "slide_column", "precision", "threads", "device"),
 )
+STAINS = ("stain_norm", "stain_reference")
 SETTINGS = ("model_options", "mpp", "magnification", "level", "assume_mpp", "tissue", "min_tissue", "precision")
 
 Settings = Mapping[str, Any]
@@ -93,12 +94,28 @@ def _features(model: nn.Module, patches: Tensor, precision: str) -> Tensor:
     return found.flatten(1).float()
 
 
-def training_options(options: Any, num_ranks: int) -> Config:
-    """The options of an embedding as those of a training, which builds models and reads slides."""
-    patch = options.encoder.patches
+def training_options(options: Any, comm: Communicator) -> Config:
+    """The options of an embedding as those of a training, which builds models and reads slides.
+
+    The normalization of stains is that of the training of the weights, unless options say another. Collective; raises
+    Refusal on all ranks if there is no such reference.
+    """
+    num_ranks, patch = comm.size, options.encoder.patches
     given = {name: value_of(options, name) for name in TAKEN}
     given |= {"image_size": (patch, patch), "data": num_ranks, "batch_size": num_ranks}
-    return with_values(Config(), given)
+    weights, model = options.encoder.weights, part_name(options.encoder.model)
+    stains = None
+    with comm.together((ValueError, OSError)):
+        if comm.rank == 0:
+            asked = {name: value_of(options, name) for name in STAINS}
+            if asked["stain_norm"] == AUTO:
+                trained = _trained_options(weights, model) if weights not in (None, PRETRAINED) else None
+                if asked["stain_reference"] is not None:
+                    raise ConfigError("`stain_reference` is for a `stain_norm`: choose macenko or reinhard")
+                asked = {name: value_of(trained or Config(), name) for name in STAINS}
+            found = with_reference(with_values(Config(), {**given, **asked}))
+            stains = {name: value_of(found, name) for name in STAINS}
+    return with_values(Config(), {**given, **comm.broadcast_object(stains)})
 
 
 def open_encoder(comm: Communicator, options: Any, config: Config) -> tuple[Encoder, list[str]]:
@@ -117,7 +134,7 @@ def open_encoder(comm: Communicator, options: Any, config: Config) -> tuple[Enco
     trained = None
     with comm.together((ValueError, OSError)):
         if comm.rank == 0 and weights is not None:
-            trained = _normalisation_of(weights, name)
+            trained = _trained_options(weights, name)
     trained = comm.broadcast_object(trained)
     with comm.together((ValueError, TypeError)):
         model = build_model(config, NUM_OUTPUTS, 3)
@@ -152,8 +169,9 @@ def open_encoder(comm: Communicator, options: Any, config: Config) -> tuple[Enco
     return found, remarks
 
 
-def _normalisation_of(weights: str, model: str) -> tuple[Any, Any] | None:
-    """The mean and the standard deviation of the training whose weights these are; None if they do not say them.
+def _trained_options(weights: str, model: str) -> Config | None:
+    """The options of the training whose weights these are, as far as they tell how pixels become inputs; None if they
+    do not say them.
 
     Raises OSError, ValueError.
     """
@@ -168,18 +186,17 @@ def _normalisation_of(weights: str, model: str) -> tuple[Any, Any] | None:
     if about is None:
         return None
     options = about.options
-    data = with_options(Config(), {name: options[name] for name in ("mean", "std") if name in options}).data
-    return data.mean, data.std
+    return with_options(Config(), {name: options[name] for name in ("mean", "std", *STAINS) if name in options})
 
 
 def _normalisation(
-    config: Config, model: nn.Module, trained: tuple[Any, Any] | None, mean: Any, std: Any
+    config: Config, model: nn.Module, trained: Config | None, mean: Any, std: Any
 ) -> tuple[tuple[float, ...], ...]:
     """The mean and the standard deviation of channels: as asked, or those that the model was `trained` with."""
     usual: tuple[Any, Any] = ("imagenet", "imagenet")
     name = config.model.model
     if trained is not None:
-        usual = trained
+        usual = (trained.data.mean, trained.data.std)
     elif is_own(name) or name in OWN_MODELS:
         usual = (config.data.mean, config.data.std)
     elif name.startswith(TIMM):
@@ -247,6 +264,8 @@ class Embedding:
         self.comm, self.encoder = comm, encoder
         self.slides: SlideFolder = shared(comm, opened)[0]  # type: ignore[assignment]
         self.at_once, self.num_workers = config.model.patches_at_once, options.work.num_workers
+        with comm.together((ConfigError,)):
+            stains = stains_of(config)
         self.settings: Settings = {
             "model": part_name(config.model.model),
             "weights": encoder.weights,
@@ -254,6 +273,7 @@ class Embedding:
             "mean": encoder.mean,
             "std": encoder.std,
             **{name: _told(value_of(config, name)) for name in SETTINGS},
+            "stains": None if stains is None else {stains.method: list(stains.reference)},
         }
         folder = Path(options.embedding.out)
         names = [self.slides.name(index) for index in range(len(self.slides))]
@@ -318,6 +338,13 @@ class Embedding:
             if index not in self.bad
         ]
         return [*lines, f"{counted(sum(self.counts.values()), 'patch', 'patches')} in {counted(len(lines), 'slide')}"]
+
+    def measure_stains(self) -> None:
+        """Measure the stains of all slides to do, each on one rank, if they are to be normalized."""
+        from mpi4dl.training.data import measure_stains, unstained
+
+        measure_stains(self.comm, self.slides, self.todo)
+        self.unstained: list[str] = unstained(self.slides)
 
     def find_tissue(self) -> None:
         """Find the patches of all slides to do, each on one rank."""

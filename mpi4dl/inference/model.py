@@ -31,6 +31,7 @@ from mpi4dl.runs.description import description_of, find_weights, folder_of, hol
 from mpi4dl.runs.folder import BEST
 from mpi4dl.runs.stopping import Patience
 from mpi4dl.tasks.task import TASKS, Task
+from mpi4dl.training.data import measure_stains, unstained
 from mpi4dl.training.input_pipeline import BadImages
 
 if TYPE_CHECKING:
@@ -151,6 +152,9 @@ class Predictor:
         Raises Refusal on all ranks for what is no image's fault.
         """
         config, runner, data = self.config, self.runner, self.config.data
+        measure_stains(self.comm, images)
+        for remark in unstained(images) if self.comm.rank == 0 else ():
+            print(remark, flush=True)
         with self.comm.together((ValueError, TypeError)):
             _, view = build_views(config, self.about.channels, self.fit)
         loader = Loader(

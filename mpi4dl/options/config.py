@@ -164,8 +164,8 @@ class Data:
     )
     rotate: str = option(
         "none",
-        "turn training images at random: by 0 or 180 degrees (half), or by 0, 90, 180 or 270 degrees (quarter), for "
-        "square images, or each patch of --patches in its place",
+        "turn training images at random: by 0 or 180 degrees (half), or by 0, 90, 180 or 270 degrees (quarter); "
+        "images must be square or have their own size, or each patch of --patches turns in its place",
         choice("none", "half", "quarter", switch=("quarter", "none")),
         known_as=same_as("rot90 random-rot90"),
     )
@@ -180,6 +180,13 @@ class Data:
         "range of random brightness, contrast and saturation of training images; 0: none",
         SHARE,
         known_as=same_as("color-jitter"),
+    )
+    stain_jitter: float = option(
+        0.0,
+        "range of random changes of stains in training images: factors of the concentrations of hematoxylin, eosin and "
+        "DAB, and what is added to them; 0.05 is little, 0.2 much; 0: none",
+        SHARE,
+        known_as=same_as("hed-jitter stain-augmentation"),
     )
     mixup: float = option(
         0.0,
@@ -304,6 +311,19 @@ class Slides:
         "otsu",
         "how the tissue of a slide is found: pixels with more than this saturation (0 to 1), or than Otsu's threshold",
         either(SHARE, "otsu"),
+    )
+    stain_norm: str = option(
+        "none",
+        "make the colours of all slides those of a reference, by their stains (macenko), or by mean and spread of "
+        "their colours (reinhard)",
+        choice("none", "macenko", "reinhard"),
+        known_as=same_as("stain-normalization color-norm"),
+    )
+    stain_reference: str | None = option(
+        None,
+        "the reference of --stain-norm: a slide or a picture, or the numbers that a run printed of one; none: built in",
+        optional(NAME),
+        known_as=same_as("stain-target"),
     )
     most_patches: int | None = option(
         None,

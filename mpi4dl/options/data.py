@@ -1,6 +1,7 @@
 """The images that a configuration names, and how they are shown."""
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from mpi4dl.options.parts import blaming, call, load
 
 if TYPE_CHECKING:
     from mpi4dl.datasets.slides.dataset import SlideFolder
+    from mpi4dl.datasets.stains import StainNormalization
     from mpi4dl.parallel.plan import Plan
 
 RGB = 3  # channels
@@ -80,7 +82,9 @@ def open_slides(
         config.model.num_classes,
         config.data.ignore_index,
     )
-    options = SlideOptions(resolution, threshold, config.model.min_tissue, chosen.most_patches, masks, white)
+    options = SlideOptions(
+        resolution, threshold, config.model.min_tissue, chosen.most_patches, masks, white, stains_of(config)
+    )
     folder = None if chosen.slides_folder is None else Path(chosen.slides_folder).expanduser()
     common: dict[str, Any] = {
         "task": config.data.task if labelled and config.data.task in FORMS else None,
@@ -95,6 +99,60 @@ def open_slides(
     from mpi4dl.datasets.slides.features import FeatureFolder
 
     return FeatureFolder(path, options, folder=Path(chosen.features).expanduser(), slides=folder, **common)
+
+
+def stains_of(config: Config) -> "StainNormalization | None":
+    """How the colours of slides become those of a reference, which is numbers; None if they do not.
+
+    Raises ConfigError if there are no slides, or too few or too many numbers.
+    """
+    from mpi4dl.datasets.stains import METHODS, StainNormalization
+
+    method, reference = config.slides.stain_norm, config.slides.stain_reference
+    if method == "none":
+        if reference is not None:
+            raise ConfigError(f"`stain_reference` {reference}: name the `stain_norm` that it is for")
+        return None
+    usual = METHODS[method][1]
+    numbers = usual if reference is None else _numbers_in(reference)
+    if numbers is None or len(numbers) != len(usual):
+        raise ConfigError(
+            f"`stain_reference` {reference}: must be a slide or picture, or {len(usual)} numbers with commas between "
+            f"them for `stain_norm` {method}"
+        )
+    return StainNormalization(method, numbers)
+
+
+def with_reference(config: Config) -> Config:
+    """The configuration with the numbers of the stains of its reference, if that is a file.
+
+    Raises:
+        ConfigError, DatasetError: there is no such file, or it shows too little tissue.
+    """
+    from mpi4dl.datasets.slides.slide import open_slide
+    from mpi4dl.datasets.slides.tissue import tissue_pixels
+    from mpi4dl.datasets.stains import METHODS
+
+    method, reference = config.slides.stain_norm, config.slides.stain_reference
+    if config.slides.slides is None and method != "none":
+        raise ConfigError(f"`stain_norm` {method} is for slides: name them by `slides`")
+    if method == "none" or reference is None or _numbers_in(reference) is not None:
+        return config
+    path = Path(reference).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"`stain_reference` {reference}: there is no such file")
+    measured = METHODS[method][0].measured(tissue_pixels(open_slide(path)))
+    if measured is None:
+        raise ConfigError(f"`stain_reference` {reference}: shows too little stained tissue to measure: choose another")
+    return with_values(config, {"stain_reference": ",".join(f"{number:.6g}" for number in measured.numbers)})
+
+
+def _numbers_in(text: str) -> tuple[float, ...] | None:
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        return None
+    return found if all(map(math.isfinite, found)) else None
 
 
 FOLDS = "folds.csv"  # in the folder of the runs of all folds: which slides are in which
@@ -181,6 +239,8 @@ def with_features(config: Config) -> Config:
         return config
     asked = {
         "rotate": data.rotate != "none",
+        "stain_jitter": data.stain_jitter,
+        "stain_norm": config.slides.stain_norm != "none",
         "random_crop": data.random_crop,
         "jitter": data.jitter,
         "mixup": data.mixup,
@@ -211,7 +271,7 @@ def with_frame(config: Config) -> Config:
     Raises:
         ConfigError, DatasetError: there are no such slides, or one is larger than the image size.
     """
-    config = with_features(config)
+    config = with_reference(with_features(config))
     if config.slides.slides is None:
         return config
     others = {"dataset": config.data.dataset, "text": config.data.text, "images": config.data.images}
@@ -304,6 +364,8 @@ def build_views(config: Config, channels: int, fit: Fit) -> tuple[datasets.View,
     """How training images are shown, varied at random, and how validation images are."""
     data, all_axes = config.data, config.data.flip == "all"
     _require_square(config)
+    if data.stain_jitter and channels != RGB:
+        raise ConfigError(f"`stain_jitter` {data.stain_jitter} is for pictures, and images have {channels} channels")
     augmentation = datasets.Augmentation(
         crop=0.8 if data.random_crop else 1.0,
         flip_rows=all_axes,
@@ -313,6 +375,7 @@ def build_views(config: Config, channels: int, fit: Fit) -> tuple[datasets.View,
         saturation=data.jitter if channels == RGB else 0.0,
         flip_depth=all_axes,
         turns=TURNS[data.rotate],
+        stains=data.stain_jitter,
     )
     mean, std = normalisation(config, channels)
     common: Mapping[str, Any] = {"fit": fit, "mean": mean, "std": std, "transform": build_transform(config, channels)}
@@ -324,8 +387,8 @@ def build_views(config: Config, channels: int, fit: Fit) -> tuple[datasets.View,
 def _require_square(config: Config) -> None:
     """Raise ConfigError for quarter turns of images that are not square."""
     size = config.data.image_size
-    square = size[-2:-1] == size[-1:] and config.data.fit != "own"
-    if config.data.rotate != "quarter" or config.model.patches is not None or square:
+    alike = size[-2:-1] == size[-1:] or config.data.fit == "own" or config.model.patches is not None
+    if config.data.rotate != "quarter" or alike:
         return
     raise ConfigError(
         f"`rotate` quarter swaps the sides of images, and `image_size` {'x'.join(map(str, size))} is not square: "

@@ -3,12 +3,14 @@
 import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpi4dl import datasets
 from mpi4dl._files import Replacement, naming, write_durably
+from mpi4dl._progress import ProgressOfImages
 from mpi4dl._wording import counted, some
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.arrays import ArrayDataset
@@ -205,6 +207,8 @@ def open_images(comm: Communicator, config: Config) -> Images:
         training, validation = _own(comm, lambda: build_datasets(config, known))
     else:
         training, validation = shared(comm, opened)
+    for part in (training, validation):
+        measure_stains(comm, part)
     described = None
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
@@ -266,6 +270,37 @@ def shared(comm: Communicator, open_pair: Callable[[], Pair]) -> Pair:
     return pair
 
 
+def measure_stains(comm: Communicator, images: Named, indices: Sequence[int] | None = None) -> None:
+    """Measure the stains of slides that are to be normalized, or of some of them, each on one rank. Collective.
+
+    Slides that cannot be read are left out. Raises Refusal on all ranks if a package is missing.
+    """
+    whole: Any = images.whole if isinstance(images, Subset) else images
+    if getattr(getattr(whole, "options", None), "stains", None) is None:
+        return
+    if indices is None:
+        indices = images.indices if isinstance(images, Subset) else range(len(images))
+    wanted = sorted({*indices} - {*whole.stains})
+    progress = ProgressOfImages(len(wanted), comm.rank == 0)
+    for first in range(0, len(wanted), comm.size):
+        group = wanted[first : first + comm.size]
+        with comm.together((datasets.DatasetError, OSError)):
+            if comm.rank < len(group):
+                with suppress(datasets.BadImage):  # which reading it will say
+                    whole.measure_stains(group[comm.rank])
+        for theirs in comm.all_gather_object({index: whole.stains[index] for index in group if index in whole.stains}):
+            whole.stains.update(theirs)
+        progress.advance(len(group), sum(index not in whole.stains for index in group))
+    progress.close()
+
+
+def unstained(images: Named) -> list[str]:
+    """A remark on slides that keep their colours, if there are any."""
+    whole: Any = images.whole if isinstance(images, Subset) else images
+    found = whole.unstained() if hasattr(whole, "unstained") else None
+    return [] if found is None else [found]
+
+
 def _own(comm: Communicator, open_pair: Callable[[], Pair]) -> Pair:
     """The user's datasets, which each rank makes for itself, and which must look alike. Collective; raises Refusal."""
     pair: Pair | None = None
@@ -316,6 +351,7 @@ def _describe(
     if config.data.dataset is None and config.slides.slides is None:
         remarks += _folders_read(config.data.images)
     remarks += [remark for whole in _wholes((training, validation)) for remark in getattr(whole, "remarks", ())]
+    remarks += unstained(training)
     remarks.append(_shown(config, fit, sizes, len(training)))
     if recorded is not None:
         unlike = unlike_values(training, recorded.values)

@@ -23,7 +23,7 @@ from mpi4dl.geometry import Box
 from mpi4dl.options import build
 from mpi4dl.options.config import Config, ConfigError, facts
 from mpi4dl.options.data import in_folder_of_fold, with_features, with_frame
-from mpi4dl.options.declare import with_values
+from mpi4dl.options.declare import value_of, with_values
 from mpi4dl.options.optimizers import Schedule, build_optimizer, build_schedule, groups_of
 from mpi4dl.options.tasks import Monitor, build_metrics, build_task, monitored, with_task
 from mpi4dl.parallel.inputs import Shape, of_tokens, own_or
@@ -135,8 +135,8 @@ def framed(config: Config, comm: Communicator) -> Config:
             if before is not None and config.data.fit == "auto":
                 config = with_values(config, {"fit": before.fit})
             found = with_frame(config)
-    size, fit = comm.broadcast_object(found and (found.data.image_size, found.data.fit))
-    return with_values(config, {"image_size": size, "fit": fit})
+    names = ("image_size", "fit", "stain_reference")
+    return with_values(config, comm.broadcast_object(found and {name: value_of(found, name) for name in names}))
 
 
 def open_samples(config: Config, comm: Communicator | None = None) -> "Images | Texts":

@@ -33,8 +33,6 @@ def test_tiles_join_to_the_whole(data):
         )
     )
     patch = data.draw(st.none() | st.integers(1, 20))
-    if augmentation.turns == 4 and patch is None:
-        target = (target[0], target[0])
     fit = data.draw(st.sampled_from(["resize", "crop"]))
     view = View(target, fit, data.draw(st.none() | st.just(augmentation)), patch=patch)
     variation = view.variation(data.draw(st.integers(0, 99)), data.draw(st.integers(0, 9)))
@@ -82,9 +80,18 @@ def test_turns_and_flips_are_those_of_numpy_and_masks_turn_alike(patch):
     assert len(seen) == 8
 
 
-def test_quarter_turns_need_equal_sides():
-    with pytest.raises(ValueError, match="quarter turns need a frame whose last two sides are equal"):
-        View((3, 4), augmentation=Augmentation(turns=4))
+def test_an_image_of_its_own_size_turns_with_its_view():
+    pixels, own = noise_image(50, 90), View((1, 1), "own")
+    for turns in range(4):
+        variation = Variation(flip_rows=True, quarter_turns=turns)
+        view = own.for_image((50, 90), variation)
+        padded = np.pad(pixels, [(0, 14), (0, 6), (0, 0)], constant_values=255)
+        expected = np.rot90(padded[::-1], turns)
+        assert view.size == expected.shape[:2]
+        assert np.array_equal(view.pixels(WholeImage(pixels), *whole(*view.size), variation=variation), expected)
+
+
+def test_turns_are_drawn_alike_often():
     drawn = [Augmentation(turns=4).draw(0, 0, index).quarter_turns for index in range(400)]
     assert all(70 < drawn.count(turns) < 130 for turns in range(4))
     assert {Augmentation(turns=2).draw(0, 0, index).quarter_turns for index in range(99)} == {0, 2}

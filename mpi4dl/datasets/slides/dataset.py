@@ -13,18 +13,20 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._wording import counted, some
-from mpi4dl.datasets.base import BadImage, DatasetError
+from mpi4dl.datasets.base import BadImage, DatasetError, Pixels
 from mpi4dl.datasets.listed import UNKNOWN, File, ListedFiles
 from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks, Tell, quietly
 from mpi4dl.datasets.slides.slide import Resolution, Slide, open_slide
 from mpi4dl.datasets.slides.splits import split_rows, split_table
 from mpi4dl.datasets.slides.tables import SlideRow, SlideTable, read_slides
-from mpi4dl.datasets.slides.tissue import find_tissue, tissue_cells
+from mpi4dl.datasets.slides.tissue import find_tissue, tissue_cells, tissue_pixels
 from mpi4dl.datasets.split import Subset
+from mpi4dl.datasets.stains import Measured, Recolour, StainNormalization
 from mpi4dl.geometry import ceil_div
 
 PATCH_STREAM = 47  # of random numbers
 MOST_OPEN = 64  # slides whose headers are kept
+NOT_SENT = ("_lock", "_slides", "_patches", "_measuring", "_recolours")  # to other processes
 LEAST_CELL = 32  # px, of parts of windows whose tissue is looked at
 
 Patches = npt.NDArray[np.int64]  # (patches, 2): the row and the column of each in the grid of patches of a slide
@@ -37,6 +39,7 @@ class SlideOptions:
     `tissue`: a threshold of saturation from 0 to 1, or None for Otsu's. A patch is used if at least `min_tissue` of it
     is tissue, and more than nothing. Of a slide at most `most_patches` are drawn in each epoch of training; None: all.
     `masks`: how annotations become masks. `white_background`: whole slides are white where there is no tissue.
+    `stains`: how colours become those of a reference; None: they do not.
     """
 
     resolution: Resolution = field(default_factory=Resolution)
@@ -45,6 +48,7 @@ class SlideOptions:
     most_patches: int | None = None
     masks: MaskOptions = field(default_factory=MaskOptions)
     white_background: bool = False
+    stains: StainNormalization | None = None
 
 
 class SlideFolder(ListedFiles):
@@ -94,15 +98,18 @@ class SlideFolder(ListedFiles):
             self.masks = SlideMasks(source, root, found.rows, options.masks, classes, tell)
             self.classes, self.remarks = self.masks.classes, (*self.remarks, *self.masks.remarks)
         super().__init__(root, [_file(root, row) for row in found.rows])
+        self.stains: dict[int, Measured | None] = {}
         self._forget()
 
     def _forget(self) -> None:
         self._lock = threading.Lock()
         self._slides: dict[int, Slide] = {}
         self._patches: dict[tuple[int, int], Patches] = {}
+        self._measuring = threading.Lock()
+        self._recolours: dict[int, Recolour | None] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_slides", "_patches")}
+        return {name: value for name, value in self.__dict__.items() if name not in NOT_SENT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -140,8 +147,32 @@ class SlideFolder(ListedFiles):
         if row.mpp is not None:  # the table knows better than the option for all
             resolution = Resolution(resolution.mpp, resolution.magnification, resolution.level, row.mpp)
         found = open_slide(self.checked(index), resolution)
+        if self.options.stains is not None:
+            found = found.recoloured(partial(self._recoloured, index))
         cells = partial(tissue_cells, threshold=self.options.tissue)
         return found.on_white(cells) if self.options.white_background else found
+
+    def _recoloured(self, index: int, pixels: Pixels) -> Pixels:
+        """Pixels of a slide in the colours of the reference."""
+        with self._measuring:
+            if index not in self._recolours:
+                self.measure_stains(index)
+                measured, stains = self.stains[index], self.options.stains
+                self._recolours[index] = None if measured is None or stains is None else stains.recolour(measured)
+        recolour = self._recolours[index]
+        return pixels if recolour is None else recolour(pixels)
+
+    def measure_stains(self, index: int) -> None:
+        """Measure the stains of a slide on its tissue, unless that was done. Raises BadImage, DatasetError."""
+        if self.options.stains is not None and index not in self.stains:
+            self.stains[index] = self.options.stains.measured(tissue_pixels(self.image(index), self.options.tissue))
+
+    def unstained(self) -> str | None:
+        """A remark on slides that keep their colours, since too little tissue was found to measure their stains."""
+        names = [self.name(index) for index, measured in sorted(self.stains.items()) if measured is None]
+        if not names:
+            return None
+        return f"{counted(len(names), 'slide')} with too little stained tissue to normalize: {some(names)}"
 
     def tissue_patches(self, index: int, patch: int, key: tuple[int, ...] = ()) -> Patches:
         """The patches of `patch` x `patch` px of a slide that show tissue, in the order of rows.

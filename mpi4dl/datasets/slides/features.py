@@ -87,7 +87,11 @@ class Bag:
     def encoder(self) -> str | None:
         """The encoder that made the features, and a fingerprint of its weights; None if the file does not say it."""
         said = self.settings
-        return f"features by {said['model']} with weights {said['weights']}" if said else None
+        if not said:
+            return None
+        stains = " and ".join(said.get("stains") or ())
+        normalized = f", stains by {stains}" if stains else ""
+        return f"features by {said['model']} with weights {said['weights']}{normalized}"
 
     def places(self) -> tuple[Slide, list[tuple[float, float]], float] | None:
         """The slide at level 0, the row and the column of each patch in units of its side, and that side.

@@ -26,6 +26,7 @@ from mpi4dl.datasets import tiff
 from mpi4dl.datasets.base import BadImage, Image, Pixels
 from mpi4dl.datasets.files import SLIDE_SUFFIXES, blaming, open_image
 from mpi4dl.datasets.reader_process import OpenSlideLevel, open_with_openslide
+from mpi4dl.datasets.stains import Recolour
 from mpi4dl.datasets.transform import Frame, resize
 from mpi4dl.geometry import Interval
 
@@ -147,8 +148,10 @@ class Slide:
         downsample: float = 1.0,
         assumed_mpp: float | None = None,
         cells_of: "Callable[[Slide], Cells] | None" = None,
+        recolour: Recolour | None = None,
     ) -> None:
         self.file, self.downsample, self._assumed, self._cells_of = file, downsample, assumed_mpp, cells_of
+        self._recolour = recolour
         whole = tuple(Interval(0, side) for side in file.size)
         bounds = file.bounds or whole
         self.origin = (bounds[0].start, bounds[1].start)
@@ -166,18 +169,22 @@ class Slide:
     def read(self, *space: Interval) -> Pixels:
         """The pixels of a box (rows, columns, 3), uint8: the same in every box that has them."""
         if self._cells_of is None:
-            return self._scanned(*space)
+            return self._coloured(*space)
         # Cells without tissue are white, and are not read where the box has no other.
         down, across = (np.arange(*interval) // CELL_PX for interval in space)
         kept = self._cells[np.ix_(down, across)]
         if not kept.any():
             return np.full((*kept.shape, 3), 255, np.uint8)
-        return np.where(kept[..., None], self._scanned(*space), np.uint8(255))
+        return np.where(kept[..., None], self._coloured(*space), np.uint8(255))
 
     @cached_property
     def _cells(self) -> Cells:
         assert self._cells_of is not None
         return self._cells_of(self.at(self.downsample))
+
+    def _coloured(self, *space: Interval) -> Pixels:
+        pixels = self._scanned(*space)
+        return pixels if self._recolour is None or not pixels.size else self._recolour(pixels)
 
     def _scanned(self, *space: Interval) -> Pixels:
         level, factor = self._level, self.downsample / self._level.downsample
@@ -193,7 +200,11 @@ class Slide:
 
     def on_white(self, cells_of: "Callable[[Slide], Cells]") -> "Slide":
         """The same slide, white in cells of `CELL_PX` x `CELL_PX` px where `cells_of` (rows, columns) is False."""
-        return Slide(self.file, self.downsample, self._assumed, cells_of)
+        return Slide(self.file, self.downsample, self._assumed, cells_of, self._recolour)
+
+    def recoloured(self, recolour: Recolour) -> "Slide":
+        """The same slide, whose pixels become others, each by itself."""
+        return Slide(self.file, self.downsample, self._assumed, self._cells_of, recolour)
 
     def at(self, downsample: float) -> "Slide":
         """The slide as it was scanned at another resolution."""

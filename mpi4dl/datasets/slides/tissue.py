@@ -26,6 +26,10 @@ MEDIAN_PX = 5
 CLOSING_PX = 2  # radius
 LEAST_SATURATION = 0.05  # of a range of 1: glass and paper have less, whatever Otsu's threshold is
 
+SAMPLED_MPP = 1.0  # um per pixel, at which nuclei can be told from what is between them
+SAMPLED_PX, MOST_SAMPLED = 64, 128  # side of the places whose pixels are sampled, and their number
+SAMPLED_SHARE = 0.5  # of tissue in a place, if there are enough such places
+
 LEAST_PIXELS = 0.499  # of the mask, that a patch must have to have any tissue
 
 Mask = npt.NDArray[np.bool_]
@@ -102,6 +106,29 @@ def tissue_cells(slide: Slide, threshold: float | None = None) -> Mask:
     found = find_tissue(slide, threshold).shares(slide, CELL_PX) > 0
     grown = np.pad(found, 1)
     return np.logical_or.reduce([grown[y:, x:][: found.shape[0], : found.shape[1]] for y in range(3) for x in range(3)])
+
+
+def tissue_pixels(slide: Slide, threshold: float | None = None) -> Pixels:
+    """Some pixels (N, 3) of a slide, in its own colours, from places with tissue all over it; always the same ones.
+
+    Raises as `find_tissue`.
+    """
+    mask = find_tissue(slide, threshold)
+    own_mpp = None if slide.mpp is None else slide.mpp / slide.downsample
+    view = slide.at(1.0 if own_mpp is None else max(1.0, SAMPLED_MPP / own_mpp))
+    shares = mask.shares(view, SAMPLED_PX)
+    places = np.argwhere(shares >= SAMPLED_SHARE)
+    if len(places) < MOST_SAMPLED:
+        places = np.argwhere(shares > 0)
+    chosen = np.unique(np.linspace(0, len(places) - 1, MOST_SAMPLED).astype(int))[: len(places)]
+    parts = [np.empty((0, 3), np.uint8)]
+    for row, col in places[chosen].tolist():
+        space = (
+            Interval(at * SAMPLED_PX, (at + 1) * SAMPLED_PX).intersect(Interval(0, side))
+            for at, side in zip((row, col), view.size, strict=True)
+        )
+        parts.append(view.read(*space).reshape(-1, 3))
+    return np.concatenate(parts)
 
 
 def tissue_of(pixels: Pixels, threshold: float | None = None) -> Mask:
