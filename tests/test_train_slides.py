@@ -546,6 +546,7 @@ def test_cells_of_whole_slides_are_those_of_plain_autograd(
     [
         ("--maps attention", "whole slides"),
         ("--maps gradient --stream 2x2", "stream"),
+        ("--map-layer stem --stream 2x2", "it is streamed"),
         ("--map-class what", "what"),
         ("--map-layer what", "head.linear"),
         ("--maps activation --data 2 --tiles 1x1", "data"),

@@ -144,7 +144,7 @@ def picture(slide: Slide, found: PatchMap) -> bytes:
     scale = slide.downsample / view.downsample
     shades = _painted(found, found.shades, scale, view.size)
     colours = colormaps[COLOURS](np.nan_to_num(shades)).astype(np.float32)
-    colours[..., 3] = np.where(np.isnan(shades), 0, OPACITY)
+    colours[..., 3] = OPACITY * np.nan_to_num(shades if found.by_value else np.where(np.isnan(shades), 0, 1))
     height, width = view.size
     figure = Figure(figsize=(width / DPI + 1.2, height / DPI + 0.4), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
