@@ -124,6 +124,7 @@ class MacenkoStains:
 _TO_CONES = np.array([[0.3811, 0.5783, 0.0402], [0.1967, 0.7244, 0.0782], [0.0241, 0.1288, 0.8444]])
 _TO_LAB = np.diag([1 / np.sqrt(3), 1 / np.sqrt(6), 1 / np.sqrt(2)]) @ [[1, 1, 1], [1, 1, -2], [1, -1, 0]]
 _LEAST_SPREAD = 1e-3
+GLASS = 0.1  # density
 _AT_ONCE = 1 << 18  # pixels
 
 
@@ -162,7 +163,7 @@ class ReinhardColours:
     def to(self, reference: "ReinhardColours") -> Recolour:
         """Pixels with these colours become pixels with those of the reference; the whiter a pixel, the less.
 
-        A pixel without any density, which is white, remains so. One of `LEAST_DENSITY` or more changes fully.
+        Glass, whose largest density is at most `GLASS`, remains as it is. From twice that on a pixel changes fully.
         """
         scale = np.array(reference.std) / np.array(self.std)
         back, from_cones = np.linalg.inv(_TO_LAB), np.linalg.inv(_TO_CONES)
@@ -178,7 +179,7 @@ class ReinhardColours:
                 planes = [np.maximum(some[:, channel], 1.0) for channel in range(3)]
                 cones = [np.log(each) for each in _combined(planes, _TO_CONES.T)]
                 cones = [np.exp(each + by) for each, by in zip(_combined(cones, mixed), moved, strict=True)]
-                share = np.minimum(1.0, densities_of(some.min(1)) / LEAST_DENSITY)
+                share = np.clip(densities_of(some.min(1)) / GLASS - 1.0, 0.0, 1.0)
                 for channel, made in enumerate(_combined(cones, from_cones.T)):
                     blended = some[:, channel] + share * (made - some[:, channel])
                     found[start : start + _AT_ONCE, channel] = np.clip(np.rint(blended), 0, TOP)
