@@ -12,10 +12,9 @@ read as an image of one row, whose pixels are the patches, and whose channels ar
 
 import json
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from importlib.util import find_spec
 from math import isfinite, prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from mpi4dl._wording import to_install
 from mpi4dl.datasets.base import BadImage, DatasetError
 from mpi4dl.datasets.files import SUFFIXES
 from mpi4dl.datasets.listed import files_below
+from mpi4dl.datasets.reader_process import ask
 from mpi4dl.datasets.slides.annotations import FARTHEST
 from mpi4dl.datasets.slides.dataset import Patches, SlideFolder, SlideOptions
 from mpi4dl.datasets.slides.slide import MPP_AT_1X, Level, Slide, SlideFile, open_slide, plausible_mpp
@@ -147,22 +147,22 @@ def open_bag(path: Path) -> Bag:
     if path.suffix.lower() == PICKLED:
         shape, kind = _pickled(path).shape, "f"
         return Bag(path, *_shape(path, shape, kind))
-    with _opened(path) as file:
-        found = _dataset(path, file)
-        size, channels = _shape(path, found.shape, found.dtype.kind)
-        coords = _dataset(path, file, COORDS) if COORDS in file else None
-        settings = _json(file.attrs.get(SETTINGS))
-        if coords is None:
-            return Bag(path, size, channels, settings=settings)
-        attributes = {str(name): _plain(value) for name, value in coords.attrs.items()}
-        if coords.shape not in ((size[1], 2), (1, size[1], 2)) or coords.dtype.kind not in "iuf":
-            found = f"coords of shape {coords.shape} and kind {coords.dtype.kind!r}"
-            raise BadImage(path, f"has features of {size[1]} patches, but {found}: numbers (N, 2) fit")
-        places = np.asarray(coords).reshape(-1, 2)
-        if not (np.abs(places.astype(np.float64)) <= FARTHEST).all():
-            raise BadImage(path, "has coords that are no pixels of level 0 of a slide: embed the slide again")
-        places = places.astype(np.int64)
-        return Bag(path, size, channels, places, _side(places, attributes), settings, attributes)
+    facts, _ = _asked(path, None)
+    found = _dataset(path, facts)
+    size, channels = _shape(path, found["shape"], found["kind"])
+    settings = _json(facts["settings"])
+    if COORDS not in facts["datasets"]:
+        return Bag(path, size, channels, settings=settings)
+    coords = _dataset(path, facts, COORDS)
+    if tuple(coords["shape"]) not in ((size[1], 2), (1, size[1], 2)) or coords["kind"] not in "iuf":
+        what = f"coords of shape {tuple(coords['shape'])} and kind {coords['kind']!r}"
+        raise BadImage(path, f"has features of {size[1]} patches, but {what}: numbers (N, 2) fit")
+    places = _array(path, COORDS)
+    if not (np.abs(places) <= FARTHEST).all():
+        raise BadImage(path, "has coords that are no pixels of level 0 of a slide: embed the slide again")
+    places = places.astype(np.int64)
+    attributes = coords["attributes"]
+    return Bag(path, size, channels, places, _side(places, attributes), settings, attributes)
 
 
 def _side(coords: Coords, attributes: Mapping[str, Any]) -> float:
@@ -190,44 +190,42 @@ def _rows(path: Path, wanted: slice) -> npt.NDArray[Any]:
     if path.suffix.lower() == PICKLED:
         found = _pickled(path)
         return (found[0] if found.ndim == 3 else found)[wanted]
-    with _opened(path) as file:
-        dataset = _dataset(path, file)
-        return np.asarray(dataset[0, wanted] if dataset.ndim == 3 else dataset[wanted])
+    return _array(path, FEATURES, wanted.start, wanted.stop)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """A file of HDF5. Raises BadImage for what is none, or is damaged."""
-    h5py = _h5py()
+def _asked(path: Path, wanted: Any) -> tuple[dict[str, Any], bytearray]:
+    """What a child process reads of a file of HDF5: damaged ones can end a process. Raises BadImage, DatasetError."""
+    if find_spec("h5py") is None:
+        raise DatasetError(f"files of features need h5py; run {to_install('h5py')}")
     try:
         open_regular(path).close()
-        with h5py.File(path, "r", locking=False) as file:
-            yield file
-    except BadImage:
-        raise
-    except MemoryError as error:
-        raise BadImage(path, "has more features than memory holds") from error
-    except Exception as error:  # h5py has errors of many kinds for damaged files
-        reason = (str(error) or type(error).__name__).partition("\n")[0]
-        raise BadImage(path, f"cannot be read as HDF5 ({reason}): it is damaged, or no such file") from error
+    except OSError as error:
+        raise BadImage(path, f"cannot be read: {error.strerror or error}") from error
+    answer, content = ask("h5py", path, wanted)
+    if "error" in answer:
+        reason = str(answer["error"]).partition("\n")[0]
+        raise BadImage(path, f"cannot be read as HDF5 ({reason}): it is damaged, or no such file")
+    return answer, content
 
 
-def _dataset(path: Path, file: Any, name: str = FEATURES) -> Any:
-    """A dataset of a file. Raises BadImage for one that lies in another file, or has more than the file can hold."""
-    import h5py
+def _array(path: Path, *wanted: Any) -> npt.NDArray[Any]:
+    answer, content = _asked(path, wanted)
+    return np.frombuffer(content, answer["dtype"]).reshape(answer["shape"])
 
-    # A link is followed by looking at it, and may lead to a pipe, at which reading waits forever.
-    link = file.get(name, getlink=True) if name in file.keys() else None  # noqa: SIM118
-    found = file.get(name) if isinstance(link, h5py.HardLink) else None
-    if not isinstance(found, h5py.Dataset):
-        has = ", ".join(map(str, islice(file, 5))) or "nothing"
-        raise BadImage(path, f"has no dataset {name!r}, but {has}" + (f" ({name!r} is a link)" if link else ""))
-    if found.external or found.is_virtual:
+
+def _dataset(path: Path, facts: Mapping[str, Any], name: str = FEATURES) -> dict[str, Any]:
+    """The facts of a dataset. Raises BadImage if it lies in another file, or the file cannot hold all of it."""
+    found: dict[str, Any] | None = facts["datasets"].get(name)
+    if found is None:
+        has = ", ".join(facts["names"]) or "nothing"
+        raise BadImage(path, f"has no dataset {name!r}, but {has}")
+    if found["elsewhere"]:
         raise BadImage(path, f"has its {name} in another file: copy them into one file")
-    claimed = max(prod(found.shape or ()), prod(found.chunks or ())) * found.dtype.itemsize
-    stored = found.id.get_storage_size()
-    if claimed > max(SMALL_BYTES, MOST_PACKED * stored):
-        raise BadImage(path, f"claims {claimed >> 20} MiB of {name}, but holds {stored} bytes of them: it is damaged")
+    claimed = max(prod(found["shape"]), prod(found["chunks"])) * found["itemsize"]
+    if claimed > max(SMALL_BYTES, MOST_PACKED * found["stored"]):
+        raise BadImage(
+            path, f"claims {claimed >> 20} MiB of {name}, but holds {found['stored']} bytes of them: it is damaged"
+        )
     return found
 
 
@@ -266,14 +264,6 @@ def _positive(value: Any) -> float | None:
     """A positive number of an attribute that a slide may have; None for what is none."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if number and isfinite(value) and 0 < value <= FARTHEST else None
-
-
-def _plain(value: Any) -> Any:
-    """A value of an attribute as a number or a text."""
-    if isinstance(value, np.ndarray):
-        value = value.flat[0] if value.size == 1 else value.tolist()
-    value = value.item() if isinstance(value, np.generic) else value
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def _json(text: Any) -> Mapping[str, Any]:
