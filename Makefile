@@ -11,7 +11,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[mpich,test]'
 	touch $@
 
-.PHONY: install train gpt moe docs test test-gpu lint clean
+.PHONY: install train slides gpt moe docs test test-gpu lint clean
 install: $(STAMP)
 
 data/tissue: $(STAMP) examples/tissue_slides.py
@@ -19,6 +19,19 @@ data/tissue: $(STAMP) examples/tissue_slides.py
 
 train: $(STAMP) data/tissue
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m mpi4dl.train --config examples/tissue.toml
+
+data/slides/slides.csv: $(STAMP)
+	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4dl.slides compose data/slides --patients 20 --slides-each 4 --size 8192
+
+SLIDES_OF = $(BIN)/mpirun -n 2 $(BIN)/python -m mpi4dl
+slides: $(STAMP) data/slides/slides.csv
+	$(SLIDES_OF).train --config examples/slides.toml --resume auto
+	$(SLIDES_OF).predict runs/slides/best.safetensors --slides data/slides/slides.csv --out predicted/slides
+	$(SLIDES_OF).slides hits predicted/slides
+	$(SLIDES_OF).train --config examples/slides_patches.toml --resume auto
+	$(SLIDES_OF).predict runs/slides_patches/best.safetensors --slides data/slides/slides.csv --out predicted/patches
+	$(SLIDES_OF).slides hits predicted/patches
+	$(SLIDES_OF).train --config examples/slides.toml --mpp 8 --run-folder runs/slides_512 --epochs 10 --resume auto
 
 gpt: $(STAMP)
 	$(BIN)/mpirun -n 4 $(BIN)/python -m mpi4dl.train --config examples/gpt.toml

@@ -462,6 +462,8 @@ def _shown(config: Config, fit: Fit, sizes: Sequence[tuple[int, ...]], count: in
     if fit == "resize":
         crops = " from random crops, validated whole" if config.data.random_crop else ""
         return f"{what} are resized to {frame}{crops}; `fit` crop would show windows of that size"
+    if config.slides.slides is not None and config.model.patches is not None and config.slides.features is None:
+        return f"{what} are cut into patches"
     if fit == "own":
         return f"{what} keep their own sizes, padded with white to multiples of {STRIDE_PX} px"
     if fit == "pad":
