@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.common.nodes import ROOT, Cluster
+from mpi4dl.datasets.slides.compose import Cohort
+from tests.batch_scripts import SCRIPTS, Batch
 from tests.commands import TINY, TRAIN, train_command
 from tests.interrupted import WEIGHTS, assert_the_same_run
 
@@ -42,6 +44,35 @@ def test_two_nodes_train_as_one(cluster: Cluster, tmp_path: Path, name: str) -> 
         assert_near(tmp_path, 1e-5)
     else:
         assert_the_same_run(tmp_path / "two", tmp_path / "one")
+
+
+SMALL = (
+    "--mpp 1 --patches 64 --model small_resnet --model-options num_filters=4 --weights none --max-steps 2 "
+    "--log-interval 1 --num-workers 0 --no-tensorboard --save-every none"
+).split()
+
+
+@pytest.mark.exhaustive
+def test_the_batch_script_of_two_nodes_trains_on_slides(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command of `cpu.sbatch`, with small slides and a small encoder."""
+    slides = Cohort(6, 1, 700, (0.5,), (".tif",), 0.009)
+    for number in range(len(slides)):
+        slides.write(tmp_path / "slides", number)
+    (tmp_path / "slides" / "slides.csv").write_text(slides.table())
+    monkeypatch.setenv("TABLE", str(tmp_path / "slides" / "slides.csv"))
+    for run in ("two", "one"):
+        monkeypatch.setenv("RUN", str(tmp_path / run))
+        (tmp_path / f"job {run}").mkdir()
+        [[name, *words]] = Batch(SCRIPTS / "cpu.sbatch").commands(tmp_path / f"job {run}", *SMALL, ranks=4)
+        assert name == "train"
+        if run == "two":
+            over_two = cluster.run(2, *TRAIN, *words)
+            assert over_two.returncode == 0, over_two.stderr
+        else:
+            assert train_command(4, *words).code == 0
+    assert_the_same_run(tmp_path / "two", tmp_path / "one")
 
 
 @pytest.mark.exhaustive
