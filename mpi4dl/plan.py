@@ -46,7 +46,7 @@ def show(argv: Sequence[str]) -> None:
 
     with ProgressLine() as progress:
         progress("reading the data")
-        trained, samples = with_samples(config)
+        trained, samples = with_samples(config, progress)
         if asked.search or asked.ranks is not None:
             lines = searched(trained, asked, samples, shown.rank_gflops, flags, progress)
         else:

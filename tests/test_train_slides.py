@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.patches import PatchOptions, stream_patches
 from mpi4dl.parallel.streaming.stream_tiles import Pixels
+from mpi4dl.plan import main as plan
 from mpi4dl.predict import predict
 from mpi4dl.train import train
 from mpi4dl.training.data import write_split
@@ -197,6 +199,32 @@ def said(comm: Communicator, *argv: str) -> str:
     with redirect_stdout(StringIO()) as out:
         predict(comm, argv)
     return out.getvalue()
+
+
+def told(comm: Communicator, *argv: str) -> str:
+    with redirect_stdout(StringIO()) as out:
+        train(comm, argv)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("most", [None, 20])
+def test_the_patches_of_a_step_and_their_passes_are_counted_before_it(
+    ranks: Ranks, cohort: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], most: int | None
+) -> None:
+    """Those with tissue, as training takes them; by the plan and by a run."""
+    flags = flags_of(cohort, tmp_path / "run", f"--tiles 1x2 --most-patches {most or 'none'}")
+    training, _ = split_slides(with_frame(parse(flags)))
+    counts = [len(training.tissue_patches(index, PATCH)) for index in range(len(training))]  # type: ignore[attr-defined]
+    num_patches = 2 * sum(min(count, most or count) for count in counts) / len(counts)
+    assert most is None or min(counts) < most < max(counts)
+    for norms, often in (("exact", r"(\d\d) \+ \1"), ("running", r"1 \+ 1")):
+        words = rf"about {round(num_patches)} patches with tissue {often} times.* by the mean of {len(counts)} slides"
+        plan([*flags, "--stream-norm", norms])
+        planned = capsys.readouterr().out
+        [ran, _] = ranks(2).run(told, *flags, "--stream-norm", norms, "--max-steps", "1", "--dry-run")
+        for said in (planned, ran):
+            assert len(re.findall(words, said)) == 1
+            assert ("--most-patches" in said.partition("with tissue ")[2]) == (norms == "exact" and most is None)
 
 
 def test_one_rank_and_two_predict_the_same_and_draw_the_same_maps(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:

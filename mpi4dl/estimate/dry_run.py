@@ -15,10 +15,16 @@ from mpi4dl._wording import counted, mebibytes
 from mpi4dl.engine import Engine
 from mpi4dl.engine.precision import AUTOCAST
 from mpi4dl.estimate.memory import HEAP_KEPT, HEAP_RETURNED, OF_TENSORS
-from mpi4dl.estimate.passes import Passes, passes_of_needs, passes_of_patches
+from mpi4dl.estimate.passes import (
+    SLOW_PASSES,
+    Passes,
+    SlidePatches,
+    passes_of_needs,
+    passes_of_patches,
+    patches_each,
+)
 from mpi4dl.estimate.plan_estimate import Estimator, units_of
 from mpi4dl.estimate.summary import PlanSummary, overview, samples_of
-from mpi4dl.models.patches import patches_in
 from mpi4dl.options.build import batch_of, engine_options
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import with_values
@@ -38,12 +44,14 @@ from mpi4dl.parallel.tensor.cutting import with_cuts
 from mpi4dl.tasks.task import TASKS, Classify, Task
 
 
-def passes_of(config: Config, stages: LocalStages, num_classes: int, channels: int) -> Passes | None:
+def passes_of(
+    config: Config, stages: LocalStages, num_classes: int, channels: int, patches: SlidePatches | None = None
+) -> Passes | None:
     """The passes of a step over streamed tiles; None without streaming, or if norms need no statistics passes."""
     if config.parallel.stream_norm != "exact" or not config.streams_images:
         return None
     if config.model.patches is not None:
-        return passes_of_patches(config, stages.plan, num_classes, channels)
+        return passes_of_patches(config, stages.plan, num_classes, channels, patches)
     if not isinstance(stages.stream, StreamOptions):
         return None
     estimator = estimator_of(config, stages.plan, num_classes, channels, stages.device)
@@ -53,10 +61,18 @@ def passes_of(config: Config, stages: LocalStages, num_classes: int, channels: i
 FORMS: Mapping[str, type[Task]] = {**TASKS, "auto": Classify}
 
 
-def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **options: Any) -> PlanSummary:
+def look_ahead(
+    config: Config,
+    plan: Plan,
+    num_classes: int,
+    channels: int,
+    of_slides: SlidePatches | None = None,
+    **options: Any,
+) -> PlanSummary:
     """The summary of a training by this configuration; `options` are others of `overview`.
 
-    With patches it estimates the patches that each rank runs at once, as one image, and multiplies by their number.
+    With patches it estimates the patches that each rank runs at once, as one image, and multiplies by their number,
+    which is `of_slides` where patches with tissue were counted.
     """
     shown, patches = one_tile(config, plan), patch_options(config, plan)
     if patches is not None:
@@ -73,11 +89,12 @@ def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **op
     )
     if patches is None:
         return found
-    passes = passes_of_patches(config, plan, num_classes, channels)
-    of_tile, of_all = (
-        each.samples_per_step * patches_in(each.data.image_size, config.model.patches or 1) for each in (shown, config)
-    )
+    passes = passes_of_patches(config, plan, num_classes, channels, of_slides)
+    of_tile = shown.samples_per_step * patches_each(shown, None)
+    of_all = config.samples_per_step * patches_each(config, of_slides)
     remark = f"{patches.remark}; {counted(passes.tiles, 'tile')} of each rank in every pass over them"
+    if of_slides is not None:
+        remark += f"\n{of_slides.words(config, passes)}"
     return found.of_patches(batch_of(config, channels), passes, of_tile / of_all, remark)
 
 
@@ -127,12 +144,21 @@ def require_rules(config: Config, plan: Plan, num_classes: int, channels: int) -
         raise ValueError(f"`model` {config.model_name}: {problem}") from problem
 
 
-def explain(config: Config, engine: Engine, num_classes: int, channels: int) -> Iterator[str]:
+def explain(
+    config: Config, engine: Engine, num_classes: int, channels: int, of_slides: SlidePatches | None = None
+) -> Iterator[str]:
     """The messages of each operator of a model in one stage, or the ranks of each stage; and the memory of a rank."""
     stages = engine.stages
     clockwork, balance = Profiler.of_user(), stages.counts if stages.plan.num_stages > 1 else "flops"
     found = look_ahead(
-        config, stages.plan, num_classes, channels, balance=balance, clockwork=clockwork, stream=stages.stream
+        config,
+        stages.plan,
+        num_classes,
+        channels,
+        of_slides,
+        balance=balance,
+        clockwork=clockwork,
+        stream=stages.stream,
     )
     if engine.plan.num_stages == 1 and config.model.patches is None:
         model = stages.modules_of[0]
@@ -205,20 +231,26 @@ def stream_of(
 
 
 REFUSED = 1.25  # times the memory: estimates are within that of what was measured
-SLOW_PASSES = 4  # over the images in a step, from which on the run says so
 
 
 def looked_at(
-    config: Config, engine: Engine, num_classes: int, channels: int, places: Sequence[NodeMemory]
+    config: Config,
+    engine: Engine,
+    num_classes: int,
+    channels: int,
+    places: Sequence[NodeMemory],
+    of_slides: SlidePatches | None = None,
 ) -> tuple[list[str], str | None]:
     """Remarks on a run, and the reason of a refusal, if any. No other rank is asked.
 
-    `places` are where ranks compute; if there are none, memory is not counted.
+    `places` are where ranks compute; if there are none, memory is not counted. `of_slides` are their patches.
     """
     remarks: list[str] = []
     try:
         with forked([engine.device]):  # other ranks draw nothing meanwhile
-            passes = passes_of(config, engine.stages, num_classes, channels)
+            passes = passes_of(config, engine.stages, num_classes, channels, of_slides)
+            if of_slides is not None:
+                remarks.append(of_slides.words(config, passes))
             if passes is not None and passes.each_step >= SLOW_PASSES:
                 remarks.append(passes.words(flop_seconds(engine.device)))
             if places:

@@ -15,6 +15,7 @@ from mpi4dl.options.declare import option, same_as
 from mpi4dl.options.kinds import BOOLEAN, BYTES, COUNT, NAME, POSITIVE, optional
 
 if TYPE_CHECKING:
+    from mpi4dl.estimate.passes import SlidePatches
     from mpi4dl.estimate.summary import PlanSummary
 
 
@@ -71,11 +72,12 @@ class Searched:
 
 @dataclass(frozen=True)
 class TrainedOn:
-    """The samples of an estimate; `num_batches` are those of an epoch."""
+    """The samples of an estimate; `num_batches` are those of an epoch, and `patches` those with tissue of slides."""
 
     num_classes: int
     channels: int
     num_batches: int
+    patches: "SlidePatches | None" = None
 
 
 def planned(
@@ -110,6 +112,7 @@ def planned(
             plan,
             num_classes,
             channels,
+            samples.patches,
             balance=config.parallel.balance,
             device=device,
             clockwork=replace(Profiler.of_user(), rank_gflops=rank_gflops),

@@ -16,6 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from mpi4dl._memory import MemoryMeter, load_libraries, place_of
+from mpi4dl._progress import ProgressLine, Tell, quietly
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.loader import Loader
 from mpi4dl.engine import Engine
@@ -151,11 +152,12 @@ def open_samples(config: Config, comm: Communicator | None = None) -> "Images | 
     return open_text_alone(config) if comm is None else open_texts(comm, config)
 
 
-def with_samples(config: Config) -> tuple[Config, "TrainedOn"]:
+def with_samples(config: Config, tell: Tell = quietly) -> tuple[Config, "TrainedOn"]:
     """The configuration with the task of its samples, and what an estimate needs to know of them.
 
     For a process that is no rank of a job. Raises ValueError and OSError.
     """
+    from mpi4dl.estimate.passes import patches_of_slides
     from mpi4dl.estimate.planning import TrainedOn
 
     config = with_frame(config)
@@ -163,15 +165,16 @@ def with_samples(config: Config) -> tuple[Config, "TrainedOn"]:
     config = with_task(config, samples.training)
     num_batches = len(samples.loaders(config, lambda _: [], lambda _: [])[0])
     task = build_task(config, samples.training, samples.number_of_classes(config))
-    return config, TrainedOn(task.num_outputs, samples.channels, num_batches)
+    patches = patches_of_slides(config, samples.training, tell)
+    return config, TrainedOn(task.num_outputs, samples.channels, num_batches, patches)
 
 
 SMALL = 0.25  # of the memory: a run that needs no more by a generous guess is not looked at
 GUESSED_PER_VALUE, GUESSED_PER_WEIGHT = 2000, 20  # bytes of a value of an image, and of a weight, are four times that
 
 
-def told_before(config: Config, engine: Engine, num_classes: int, channels: int) -> list[str]:
-    """The lines about a run before it starts. Collective.
+def told_before(config: Config, engine: Engine, num_classes: int, channels: int, training: Any = None) -> list[str]:
+    """The lines about a run before it starts; of `training`, if it is of slides, it counts patches. Collective.
 
     Raises:
         Refusal: the run clearly does not fit into the memory of a node; on all ranks. A dry run only warns.
@@ -184,8 +187,11 @@ def told_before(config: Config, engine: Engine, num_classes: int, channels: int)
         counts = config.parallel.memory_check != "none" and not is_small(config, engine, channels, least)
         if counts or config.streams_images:
             from mpi4dl.estimate.dry_run import looked_at
+            from mpi4dl.estimate.passes import patches_of_slides
 
-            told = looked_at(config, engine, num_classes, channels, places if counts else ())
+            with ProgressLine() as tell:
+                patches = None if training is None else patches_of_slides(config, training, tell)
+            told = looked_at(config, engine, num_classes, channels, places if counts else (), patches)
     remarks, refusal = comm.broadcast_object(told)
     if refusal is not None:
         raise Refusal(refusal)
