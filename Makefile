@@ -23,15 +23,14 @@ train: $(STAMP) data/tissue
 data/slides/slides.csv: $(STAMP)
 	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4dl.slides compose data/slides --patients 20 --slides-each 4 --size 8192
 
-SLIDES_OF = $(BIN)/mpirun -n 2 $(BIN)/python -m mpi4dl
 slides: $(STAMP) data/slides/slides.csv
-	$(SLIDES_OF).train --config examples/slides.toml --resume auto
-	$(SLIDES_OF).predict runs/slides/best.safetensors --slides data/slides/slides.csv --out predicted/slides
-	$(SLIDES_OF).slides hits predicted/slides
-	$(SLIDES_OF).train --config examples/slides_patches.toml --resume auto
-	$(SLIDES_OF).predict runs/slides_patches/best.safetensors --slides data/slides/slides.csv --out predicted/patches
-	$(SLIDES_OF).slides hits predicted/patches
-	$(SLIDES_OF).train --config examples/slides.toml --mpp 8 --run-folder runs/slides_512 --epochs 10 --resume auto
+	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4dl.train --config examples/slides.toml
+	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4dl.predict runs/slides/best.safetensors --slides data/slides/slides.csv --out predicted/slides
+	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4dl.slides hits predicted/slides
+	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4dl.train --config examples/slides_patches.toml
+	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4dl.predict runs/slides_patches/best.safetensors --slides data/slides/slides.csv --out predicted/patches
+	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4dl.slides hits predicted/patches
+	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4dl.train --config examples/slides.toml --mpp 8 --run-folder runs/slides_512
 
 gpt: $(STAMP)
 	$(BIN)/mpirun -n 4 $(BIN)/python -m mpi4dl.train --config examples/gpt.toml

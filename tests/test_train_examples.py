@@ -1,6 +1,7 @@
 """The examples' configurations are ones that the training command takes, and name what exists."""
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ NUM_CLASSES = 2
 
 
 def configured(file: Path) -> Config:
-    return settled(["--config", str(file)])
+    """Of slides, which are not there, it has the size of slides of 256 px."""
+    sized = ["--image-size", "256"] if "\n[slides]\n" in file.read_text() else []
+    return settled(["--config", str(file), *sized])
 
 
 def test_there_is_an_example() -> None:
@@ -44,9 +47,11 @@ def test_an_example_names_what_exists(file: Path) -> None:
 def test_the_makefile_starts_as_many_ranks_as_an_example_needs(file: Path) -> None:
     config, makefile = configured(file), (ROOT / "Makefile").read_text()
     plan = build.build_plan(config)
-    assert plan.problem(plan.num_ranks, config.data.image_size, config.data.batch_size) is None
-    assert f"RANKS ?= {plan.num_ranks}\n" in makefile
-    assert f"mpi4dl.train --config {file.relative_to(ROOT)}\n" in makefile
+    assert plan.problem(plan.num_ranks, config.data.image_size, config.samples_per_step) is None
+    started = re.search(rf"mpirun -n (\S+) \S+ -m mpi4dl.train --config {file.relative_to(ROOT)}\n", makefile)
+    assert started is not None
+    ranks = started[1].replace("$(RANKS)", re.findall(r"RANKS \?= (\d+)\n", makefile)[0])
+    assert int(ranks) == plan.num_ranks
 
 
 def test_the_images_of_the_tissue_example_are_what_its_program_writes() -> None:
