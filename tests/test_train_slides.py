@@ -46,7 +46,7 @@ from tests.short_runs import EXACT
 
 PATCH, MPP = 64, 0.5
 COMMON = (
-    f"--mpp {MPP} --patches {PATCH} --patches-at-once 12 --model small_resnet --model-options num_filters=4 "
+    f"--mpp {MPP} --patches {PATCH} --patches-at-once 40 --model small_resnet --model-options num_filters=4 "
     "--batch-size 2 --num-workers 1 --val-fraction 0.34 --optimizer SGD --lr 0.05 --lr-schedule constant --epochs 2 "
     "--log-interval 1 --no-tensorboard --seed 3"
 )
