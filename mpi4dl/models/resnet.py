@@ -5,23 +5,28 @@ any two blocks. Every stage after the first halves H and W (rounded up) and doub
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpi4dl.models.layers import CONVOLUTIONS, NORMS, ClassifierHead, Pool, check_dims, initialize_convolutions
 
+Norm = Literal["batch", "none"]
+
 
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions and a shortcut: (batch, in_channels, H, W) to (batch, channels, H / stride, W / stride).
 
     `dims` is the number of sides of what it is for, such as 3 for volumes. Where the shape changes, the shortcut is a
-    1x1 convolution (the paper's option B).
+    1x1 convolution (the paper's option B). `normalized`: with batch norms; without them a block begins as its shortcut.
     """
 
-    def __init__(self, in_channels: int, channels: int, stride: int, dims: int = 2) -> None:
+    def __init__(self, in_channels: int, channels: int, stride: int, dims: int = 2, normalized: bool = True) -> None:
         super().__init__()
-        convolution, norm = CONVOLUTIONS[dims], NORMS[dims]
+        convolution = CONVOLUTIONS[dims]
+        norm: Callable[[int], nn.Module] = NORMS[dims] if normalized else nn.Identity
         self.conv1 = convolution(in_channels, channels, 3, stride, padding=1, bias=False)
         self.norm1 = norm(channels)
         self.conv2 = convolution(channels, channels, 3, padding=1, bias=False)
@@ -155,7 +160,7 @@ def _initialized(layers: OrderedDict[str, nn.Module]) -> nn.Sequential:
 
 
 def small_resnet(
-    num_classes: int = 2, num_filters: int = 16, in_channels: int = 3, pool: Pool = "max"
+    num_classes: int = 2, num_filters: int = 16, in_channels: int = 3, pool: Pool = "max", norm: Norm = "batch"
 ) -> nn.Sequential:
     """Build it: images (batch, in_channels, H, W) to logits (batch, num_classes), 0.18 M parameters by default.
 
@@ -163,25 +168,34 @@ def small_resnet(
     residual blocks. The last stage has one position for 32 x 32 pixels of the image, so an object of 60 pixels fills a
     few of them. `pool="max"` finds it anywhere; `pool="avg"` weighs it by its area.
 
-    The blocks are those of He et al. 2015, https://arxiv.org/abs/1512.03385.
+    The blocks are those of He et al. 2015, https://arxiv.org/abs/1512.03385. With `norm="none"` there are no batch
+    norms, and the second convolution of each block begins as 0, so that a block begins as its shortcut (Zhang et al.
+    2019, "Fixup initialization", https://arxiv.org/abs/1901.09321). Streaming then takes one pass over the image, and
+    glass around the tissue does not matter.
 
     Raises:
-        ValueError: `pool` is neither "avg" nor "max".
+        ValueError: `pool` is neither "avg" nor "max", or `norm` neither "batch" nor "none".
     """
+    if norm not in get_args(Norm):
+        raise ValueError(f"norm={norm!r}: expected one of {', '.join(get_args(Norm))}")
+    normalized = norm == "batch"
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     layers["stem"] = nn.Sequential(
         nn.Conv2d(in_channels, num_filters, 7, stride=4, padding=3, bias=False),
-        nn.BatchNorm2d(num_filters),
+        nn.BatchNorm2d(num_filters) if normalized else nn.Identity(),
         nn.ReLU(),
         nn.MaxPool2d(3, stride=2, padding=1),
     )
     width = num_filters
     for stage, stride in enumerate((1, 2, 2), start=1):
         channels = num_filters * 2 ** (stage - 1)
-        layers[f"stage{stage}_block1"] = BasicBlock(width, channels, stride)
-        layers[f"stage{stage}_block2"] = BasicBlock(channels, channels, stride=1)
+        layers[f"stage{stage}_block1"] = BasicBlock(width, channels, stride, normalized=normalized)
+        layers[f"stage{stage}_block2"] = BasicBlock(channels, channels, stride=1, normalized=normalized)
         width = channels
     layers["head"] = ClassifierHead(width, num_classes, pool)
     model = nn.Sequential(layers)
     initialize_convolutions(model)
+    for block in model if not normalized else ():
+        if isinstance(block, BasicBlock):
+            nn.init.zeros_(block.conv2.weight)
     return model

@@ -295,3 +295,13 @@ def test_what_is_not_possible_says_what_is(name, options, message):
         models.build(name, **options)
     with pytest.raises(ValueError, match="dims=4 is not possible"):
         UNet(dims=4)
+
+
+def test_a_small_resnet_without_norms_begins_as_its_shortcuts() -> None:
+    model = small_resnet(norm="none")
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    x = torch.rand(2, 16, 9, 9)
+    assert torch.equal(model.stage1_block1(x), x)
+    assert model(torch.zeros(1, 3, 64, 64)).equal(model.head.linear.bias[None])  # glass, where `mean` is 1
+    with pytest.raises(ValueError, match="norm='group'"):
+        small_resnet(norm="group")  # type: ignore[arg-type]
