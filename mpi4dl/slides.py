@@ -158,7 +158,6 @@ def hits(comm: "Communicator", options: Any) -> None:
 
     The last line has the share of slides. Raises Refusal if no slide has both.
     """
-    from mpi4dl._progress import ProgressOfImages
     from mpi4dl._wording import counted
     from mpi4dl.comm import Refusal
     from mpi4dl.datasets.base import DatasetError
@@ -175,23 +174,20 @@ def hits(comm: "Communicator", options: Any) -> None:
     classes = None if options.classes is None else tuple(options.classes.split(","))
     for remark in results.remarks if comm.rank == 0 else ():
         print(remark)
-    progress = ProgressOfImages(len(slides), comm.rank == 0)
-    found: list[Hit] = []
-    for first in range(0, len(slides), comm.size):
-        said: Hit | str | None = None
-        if first + comm.rank < len(slides):
-            slide = slides[first + comm.rank]
-            try:
-                said = hit_of(slide, classes) or f"{slide.name}: has no region of these classes"
-            except DatasetError as error:
-                said = str(error)
-        for each in comm.all_gather_object(said):
-            if isinstance(each, Hit):
-                found.append(each)
-            if each is not None and comm.rank == 0:
-                print(each, flush=True)
-        progress.advance(min(comm.size, len(slides) - first), 0)
-    progress.close()
+    mine: list[Hit] = []
+
+    def look(index: int, feed: Feed) -> str:
+        try:
+            hit = hit_of(slides[index], classes)
+        except DatasetError as error:
+            return str(error)
+        if hit is None:
+            return f"{slides[index].name}: has no region of these classes"
+        mine.append(hit)
+        return str(hit)
+
+    _each(comm, len(slides), look)
+    found = [hit for each in comm.all_gather_object(mine) for hit in each]
     if not found:
         raise Refusal(
             f"{options.folder}: no slide has a map and an annotation with polygons: name the table with a column "
