@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from mpi4dl import models
 from mpi4dl.checkpoints import Checkpoints, save_model
 from mpi4dl.comm import Communicator
+from mpi4dl.datasets.slides.compose import Cohort
 from mpi4dl.engine import Engine, Evaluation, Runner, StepResult
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
@@ -566,3 +567,12 @@ def check_going_on(ranks: Ranks, task: Task, folder: Path, *parts: tuple[Plan, i
     assert len({id(value) for value in written.values()}) == len({v.data_ptr() for v in expected.state.values()})
     for name, value in written.items():
         assert_close(value, expected.state[name], task.tolerance, name)
+
+
+def write_mixed_cohort(folder: Path) -> Path:
+    """Write six small slides of several sizes, in three formats and of two magnifications, and their table."""
+    slides = Cohort(6, 1, 700, (0.5, 0.25), (".tif", ".ome.tif", ".svs"), 0.009)
+    for number in range(len(slides)):
+        slides.write(folder, number)
+    (folder / "slides.csv").write_text(slides.table())
+    return folder

@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.loader import shuffled
-from mpi4dl.datasets.slides.compose import Cohort
 from mpi4dl.datasets.slides.geojson import polygons_of
 from mpi4dl.datasets.slides.tissue import tissue_cells
 from mpi4dl.engine import Engine
@@ -42,7 +41,7 @@ from mpi4dl.viewer.reading import read_map
 from mpi4dl.viewer.results import read_results
 from tests.commands import losses_of
 from tests.pool.ranks import Ranks, RanksFailed
-from tests.short_runs import EXACT
+from tests.short_runs import EXACT, write_mixed_cohort
 
 PATCH, MPP = 64, 0.5
 COMMON = (
@@ -60,12 +59,7 @@ PLANS = (
 @pytest.fixture(scope="module")
 def cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Slides of several sizes, in three formats, of two magnifications."""
-    folder = tmp_path_factory.mktemp("cohort")
-    slides = Cohort(6, 1, 700, (0.5, 0.25), (".tif", ".ome.tif", ".svs"), 0.009)
-    for number in range(len(slides)):
-        slides.write(folder, number)
-    (folder / "slides.csv").write_text(slides.table())
-    return folder
+    return write_mixed_cohort(tmp_path_factory.mktemp("cohort"))
 
 
 def flags_of(cohort: Path, folder: Path, more: str = "") -> list[str]:

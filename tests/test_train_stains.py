@@ -11,7 +11,6 @@ import pytest
 
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets import DatasetError, Variation
-from mpi4dl.datasets.slides.compose import Cohort
 from mpi4dl.datasets.slides.features import settings_of
 from mpi4dl.datasets.slides.tissue import tissue_pixels
 from mpi4dl.datasets.stains import METHODS, StainNormalization
@@ -25,6 +24,7 @@ from mpi4dl.train import train
 from tests.commands import losses_of
 from tests.interrupted import assert_the_same_run
 from tests.pool.ranks import Ranks
+from tests.short_runs import write_mixed_cohort
 
 VARIED = "--flip all --rotate quarter --stain-jitter 0.1 --jitter 0.2 --stain-norm macenko"
 COMMON = (
@@ -36,12 +36,7 @@ PATCHES = "--patches 64 --patches-at-once 32 --stream-norm running"
 
 @pytest.fixture(scope="module")
 def cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cohort")
-    slides = Cohort(6, 1, 700, (0.5, 0.25), (".tif", ".ome.tif", ".svs"), 0.009)
-    for number in range(len(slides)):
-        slides.write(folder, number)
-    (folder / "slides.csv").write_text(slides.table())
-    return folder
+    return write_mixed_cohort(tmp_path_factory.mktemp("cohort"))
 
 
 def flags_of(cohort: Path, folder: Path, more: str) -> list[str]:
