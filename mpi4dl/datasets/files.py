@@ -74,6 +74,8 @@ class _Picture:
 SLIDE_SUFFIXES = (".svs", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".svslide")
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 SUFFIXES = PICTURE_SUFFIXES + SLIDE_SUFFIXES
+DICOM = ".dcm"  # of files that are a slide together with others in their folder
+WHOLE_SLIDES = (*SUFFIXES, DICOM)
 
 
 def open_image(path: Path) -> Image:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mpi4dl._files import open_regular
 from mpi4dl.datasets.base import BadImage, DatasetError, Image
-from mpi4dl.datasets.files import SUFFIXES, open_image
+from mpi4dl.datasets.files import DICOM, SUFFIXES, open_image
 from mpi4dl.datasets.volumes import AS_THEY_ARE, VOLUME_SUFFIXES, VolumeFile, open_volume
 
 # Which folders of a source of images are its classes, and which are its parts for training and for validation.
@@ -225,26 +225,42 @@ class ListedFiles:
         if listed == UNKNOWN:
             return
         try:
-            found = path.stat()
+            found = num_bytes_of(path)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise OtherFile(f"{path}: is not there {self._reader}, but was listed: {_SAME_FILES}") from error
         except OSError:
             return  # which opening it will say
-        if stat.S_ISREG(found.st_mode) and found.st_size != listed:
+        if found not in (listed, UNKNOWN):
             raise OtherFile(
-                f"{path}: has {found.st_size} bytes {self._reader}, but had {listed} when it was listed: {_SAME_FILES}"
+                f"{path}: has {found} bytes {self._reader}, but had {listed} when it was listed: {_SAME_FILES}"
             )
 
     def _print(self, index: int) -> int | None:
-        last = max(0, self.files[index].num_bytes - PROBE_BYTES)
+        found = 0
         try:
-            with open_regular(self.path(index)) as file:
-                found = 0
-                for offset in sorted({0, last // 2, last}):
-                    found = zlib.crc32(os.pread(file.fileno(), PROBE_BYTES, offset), found)
-                return found
+            for path in files_of(self.path(index)):
+                with open_regular(path) as file:
+                    last = max(0, os.fstat(file.fileno()).st_size - PROBE_BYTES)
+                    for offset in sorted({0, last // 2, last}):
+                        found = zlib.crc32(os.pread(file.fileno(), PROBE_BYTES, offset), found)
         except OSError:
             return None
+        return found
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of an image: one, or all of a slide that is a folder of DICOM. Raises OSError."""
+    if not path.is_dir():
+        return [path]
+    return sorted(each for each in path.iterdir() if visible(each.name) and each.name.lower().endswith(DICOM))
+
+
+def num_bytes_of(path: Path) -> int:
+    """The size of an image in bytes; UNKNOWN of what is no file. Raises OSError."""
+    found = path.stat()
+    if stat.S_ISDIR(found.st_mode):
+        return sum(each.stat().st_size for each in files_of(path))
+    return found.st_size if stat.S_ISREG(found.st_mode) else UNKNOWN
 
 
 def of_another_kind(values: str, others: str) -> str:

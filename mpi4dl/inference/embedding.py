@@ -24,7 +24,7 @@ from mpi4dl._progress import ProgressBar, ProgressOfImages
 from mpi4dl._wording import counted, duration
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import BadImage, DatasetError, printable
-from mpi4dl.datasets.files import SUFFIXES
+from mpi4dl.datasets.files import WHOLE_SLIDES
 from mpi4dl.datasets.loader import Prefetcher
 from mpi4dl.datasets.slides.features import Embedded, settings_of, write_features
 from mpi4dl.datasets.slides.slide import MPP_AT_1X, Slide
@@ -277,7 +277,7 @@ class Embedding:
         }
         folder = Path(options.embedding.out)
         names = [self.slides.name(index) for index in range(len(self.slides))]
-        bases = [Path(without_suffix(name, SUFFIXES)) for name in names]
+        bases = [Path(without_suffix(name, WHOLE_SLIDES)) for name in names]
         if len({str(base).casefold() for base in bases}) < len(bases):
             bases = bases_of(names, ENDING)
         self.paths = [folder / base.with_name(f"{base.name}{ENDING}") for base in bases]

@@ -205,7 +205,9 @@ def _base(name: str, level: int, number: int) -> Path:
     parts = [part for part in Path(name).parts if part not in ("/", "..", "\\")]
     base = Path(*parts)
     if level == 0:
-        return base.with_name(base.stem)
+        return (
+            base if base.suffix[1:].isdigit() else base.with_name(base.stem)
+        )  # a UID, whose last number is part of it
     if level == 1:
         return base
     told = sha256(name.encode(errors="surrogateescape")).hexdigest()[:8] if level == 2 else str(number)

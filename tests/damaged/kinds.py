@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import PIL.Image
 import safetensors.torch
 import tifffile
 import torch
+from pydicom.uid import JPEGBaseline8Bit
 
 from mpi4dl.checkpoints.weights import open_weights
 from mpi4dl.datasets.slides.compose import APERIO
@@ -36,6 +38,7 @@ from mpi4dl.options.config import Config, parse, to_toml
 from mpi4dl.runs.description import Description
 from mpi4dl.training.data import ImageLists
 from tests.datasets.boxes import smooth_image
+from tests.datasets.slides.dicom import series
 
 Write = Callable[[Path], None]
 Change = Callable[[bytes, np.random.Generator], bytes]
@@ -77,6 +80,13 @@ def _svs(path: Path) -> None:
 
 def _ome(path: Path) -> None:
     _pyramid(path, subifds=1, metadata={"PhysicalSizeX": 0.5, "PhysicalSizeY": 0.5})
+
+
+def _dicom(path: Path, **how: Any) -> None:
+    """The finest level of a slide, beside the other."""
+    pixels = smooth_image(SIDE, SIDE)
+    levels = [pixels, np.ascontiguousarray(pixels[::4, ::4])]
+    series(path.parent, levels, **how)[0].replace(path)
 
 
 def _picture(path: Path) -> None:
@@ -530,6 +540,8 @@ def kinds() -> dict[str, Kind]:
         "pyramid": Kind("a.tif", _pyramid, read_slide),
         "OME": Kind("a.ome.tif", _ome, read_slide),
         "Aperio": Kind("a.svs", _svs, read_slide),
+        "DICOM": Kind("a.dcm", _dicom, read_slide),
+        "DICOM of JPEG": Kind("a.dcm", partial(_dicom, sparse=True, syntax=JPEGBaseline8Bit), read_slide),
         "PNG": Kind("a.png", _picture, read_slide),
         "JPEG": Kind("a.jpg", _picture, read_slide),
         "table": Kind("slides.csv", _table, read_table, text=True),

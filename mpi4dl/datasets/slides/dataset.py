@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import BadImage, DatasetError, Pixels
-from mpi4dl.datasets.listed import UNKNOWN, File, ListedFiles
+from mpi4dl.datasets.listed import UNKNOWN, File, ListedFiles, num_bytes_of
 from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks, Tell, quietly
 from mpi4dl.datasets.slides.slide import Resolution, Slide, open_slide
 from mpi4dl.datasets.slides.splits import split_rows, split_table
@@ -284,6 +284,6 @@ class SlideFolder(ListedFiles):
 def _file(root: Path, row: SlideRow) -> File:
     label = 0 if row.label is None else row.label
     try:
-        return File(row.path, (root / row.path).stat().st_size, label)
+        return File(row.path, num_bytes_of(root / row.path), label)
     except OSError:  # which opening it will say
         return File(row.path, UNKNOWN, label)

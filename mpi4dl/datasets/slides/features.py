@@ -25,13 +25,13 @@ import numpy.typing as npt
 from mpi4dl._files import Replacement, open_regular
 from mpi4dl._wording import to_install
 from mpi4dl.datasets.base import BadImage, DatasetError
-from mpi4dl.datasets.files import SUFFIXES
+from mpi4dl.datasets.files import WHOLE_SLIDES
 from mpi4dl.datasets.listed import files_below
 from mpi4dl.datasets.reader_process import ask
 from mpi4dl.datasets.slides.annotations import FARTHEST
 from mpi4dl.datasets.slides.dataset import Patches, SlideFolder, SlideOptions
 from mpi4dl.datasets.slides.slide import MPP_AT_1X, Level, Slide, SlideFile, open_slide, plausible_mpp
-from mpi4dl.datasets.slides.tables import FEATURE_SUFFIXES, without_suffix
+from mpi4dl.datasets.slides.tables import FEATURE_SUFFIXES, slides_of, without_suffix
 from mpi4dl.geometry import Interval
 
 FEATURES, COORDS, SETTINGS = "features", "coords", "mpi4dl"  # datasets, and an attribute of the file
@@ -315,8 +315,8 @@ class FeatureFolder(SlideFolder):
             raise DatasetError(f"{source}: has annotations, and features have no pixels to segment: add a column label")
         self._by_name = {}
         if slides is not None:
-            paths = sorted(path for path, _ in files_below(slides, SUFFIXES))
-            self._by_name = {without_suffix(path.name, SUFFIXES): path for path in paths}
+            names, _ = slides_of(slides, [path for path, _ in files_below(slides, WHOLE_SLIDES)])
+            self._by_name = {without_suffix(Path(name).name, WHOLE_SLIDES): slides / name for name in names}
         problem: BadImage | None = None
         for index in range(len(self)):
             try:

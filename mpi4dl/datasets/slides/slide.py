@@ -1,4 +1,4 @@
-"""Read whole-slide images at any resolution: scanners' formats by OpenSlide, pyramidal and OME TIFF, plain pictures.
+"""Read whole-slide images at any resolution: scanners' formats and DICOM by OpenSlide, TIFF and OME, plain pictures.
 
     level 0     40 000 x 30 000 px, 0.25 um per pixel
     level 1     10 000 x  7 500 px, 1 um per pixel
@@ -24,8 +24,9 @@ import numpy.typing as npt
 from mpi4dl._files import open_regular
 from mpi4dl.datasets import tiff
 from mpi4dl.datasets.base import BadImage, Image, Pixels
-from mpi4dl.datasets.files import SLIDE_SUFFIXES, blaming, open_image
+from mpi4dl.datasets.files import DICOM, SLIDE_SUFFIXES, blaming, open_image
 from mpi4dl.datasets.reader_process import OpenSlideLevel, open_with_openslide
+from mpi4dl.datasets.slides import dicom
 from mpi4dl.datasets.stains import Recolour
 from mpi4dl.datasets.transform import Frame, resize
 from mpi4dl.geometry import Interval
@@ -253,7 +254,7 @@ def _read_padded(image: Image, space: Sequence[Interval]) -> Pixels:
 
 
 def open_slide(path: Path, resolution: Resolution | None = None) -> Slide:
-    """A slide at a resolution, its header read and its pixels not.
+    """A slide at a resolution, its header read and its pixels not. Of DICOM it is a file of it, or its folder.
 
     Raises:
         BadImage: the file cannot be read, is damaged, or does not have this resolution.
@@ -266,24 +267,27 @@ def open_slide(path: Path, resolution: Resolution | None = None) -> Slide:
 
 
 def _opened(path: Path) -> SlideFile:
+    if path.suffix.lower() == DICOM or path.is_dir():
+        return _openslide_file(path, dicom.checked(path))
     with open_regular(path) as file:
         magic = file.read(4)
     if not magic:
         raise BadImage(path, "is empty (0 bytes)")
     if path.suffix.lower() in SLIDE_SUFFIXES:
-        return _openslide_file(path)
+        return _openslide_file(path, path)
     if magic in tiff.MAGIC:
         with suppress(tiff.Unsupported):  # Pillow may read it
             return _tiff_file(path)
     return SlideFile(path, (Level(open_image(path), 1.0),))
 
 
-def _openslide_file(path: Path) -> SlideFile:
-    header, profile = open_with_openslide(path)
+def _openslide_file(path: Path, main: Path) -> SlideFile:
+    """A slide of a path, which OpenSlide opens by its main file."""
+    header, profile = open_with_openslide(main)
     found: Mapping[str, str] = header["properties"]
     sizes, downsamples = header["levels"], header["downsamples"]
     levels = tuple(
-        Level(OpenSlideLevel(path, number, (height, width), float(downsample)), float(downsample))
+        Level(OpenSlideLevel(main, number, (height, width), float(downsample)), float(downsample))
         for number, ((width, height), downsample) in enumerate(zip(sizes, downsamples, strict=True))
     )
     across, down = _number(found.get("openslide.mpp-x")), _number(found.get("openslide.mpp-y"))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import DatasetError
-from mpi4dl.datasets.files import SUFFIXES
+from mpi4dl.datasets.files import DICOM, WHOLE_SLIDES
 from mpi4dl.datasets.labels import FORMS, SURVIVAL
 from mpi4dl.datasets.listed import PARTS, files_below
 from mpi4dl.datasets.table import (
@@ -174,10 +174,11 @@ def read_slides(
     mpps = list(_mpps(table, lines, taken))
     annotations = _annotations(lines, taken)
     root = folder if folder is not None else path.parent
-    files = _slides_below(root, annotations, features)
+    files, others_of = _slides_below(root, annotations, features)
     slides = [line.values[taken["slide"]] for line in lines]
     numbers = [line.number for line in lines]
     asked = [Labelled(number, _below(root, slide), "", 0) for number, slide in zip(numbers, slides, strict=True)]
+    asked = [row._replace(name=others_of.get(row.name, row.name)) for row in asked]
     kind, remedy = "slide", ": correct its name, or name the folder of slides by `slides_folder`"
     if features:
         kind, remedy = "file of features", ": embed the slide by mpi4dl embed, or leave the line out"
@@ -352,16 +353,20 @@ def _annotations(lines: Sequence[Line], taken: Mapping[str, str]) -> list[str | 
     return [None if says_none(text) else text for text in texts]
 
 
-def _slides_below(folder: Path, without: Sequence[str | None] = (), features: bool = False) -> list[str]:
+def _slides_below(
+    folder: Path, without: Sequence[str | None] = (), features: bool = False
+) -> tuple[list[str], dict[str, str]]:
     """The files of slides below a folder, in order, but for those of annotations; or those of `features`.
+
+    Of a slide of DICOM it is its folder, or its main file. Other files of such slides are those of the second value.
 
     Raises DatasetError for none.
     """
-    noun, suffixes = ("features", FEATURE_SUFFIXES) if features else ("slides", SUFFIXES)
+    noun, suffixes = ("features", FEATURE_SUFFIXES) if features else ("slides", WHOLE_SLIDES)
     if not folder.is_dir():
         what = f"is a file, not a folder of {noun}" if folder.exists() else f"no such folder of {noun}"
         raise DatasetError(f"{folder}: {what}: name one by `{'features' if features else 'slides_folder'}`")
-    found = sorted(path.relative_to(folder).as_posix() for path, _ in files_below(folder, suffixes))
+    found, others_of = slides_of(folder, [path for path, _ in files_below(folder, suffixes)])
     annotations = {_below(folder, name.replace("\\", "/").removeprefix("./")) for name in without if name}
     found = [name for name in found if name not in annotations]
     if not found:
@@ -369,12 +374,29 @@ def _slides_below(folder: Path, without: Sequence[str | None] = (), features: bo
     if features:  # CLAM writes NAME.pt beside NAME.h5, which says more
         said = {without_suffix(name, suffixes).rpartition("/")[2] for name in found if not name.endswith(".pt")}
         found = [n for n in found if not n.endswith(".pt") or n.removesuffix(".pt").rpartition("/")[2] not in said]
-    return found
+    return found, others_of
+
+
+def slides_of(folder: Path, paths: Sequence[Path]) -> tuple[list[str], dict[str, str]]:
+    """The slides that files below a folder are, in order, and the slide of each file that is a part of one."""
+    names = {path: path.relative_to(folder).as_posix() for path in paths}
+    found = [name for name in names.values() if not name.lower().endswith(DICOM)]
+    others_of: dict[str, str] = {}
+    of_dicom = [path for path, name in names.items() if name.lower().endswith(DICOM)]
+    if of_dicom:
+        from mpi4dl.datasets.slides.dicom import grouped
+
+        for main, parts, alone in grouped(of_dicom):
+            of_its_own = alone and main.parent != folder
+            name = main.parent.relative_to(folder).as_posix() if of_its_own else names[main]
+            found.append(name)
+            others_of.update((names[part], name) for part in parts)
+    return sorted(found), others_of
 
 
 def _name_of_features(slide: str, files: Sequence[str]) -> str:
     """What a file of features is called without its ending: as the slide, with its folders or without."""
-    name = without_suffix(slide.replace("\\", "/").removeprefix("./"), SUFFIXES)
+    name = without_suffix(slide.replace("\\", "/").removeprefix("./"), WHOLE_SLIDES)
     known = {without_suffix(file, FEATURE_SUFFIXES) for file in files}
     return name if name in known else name.rpartition("/")[2]
 
@@ -423,7 +445,7 @@ def _read_folder(
     folder: Path, task: str | None, classes: tuple[str, ...] | None, labelled: bool, features: bool
 ) -> SlideTable:
     """The slides below a folder, in subfolders train, val and test or not, in subfolders of classes or not."""
-    paths = _slides_below(folder, features=features)
+    paths, _ = _slides_below(folder, features=features)
     parts = [""] * len(paths)
     inner = paths
     if all("/" in path and path.partition("/")[0].casefold() in PARTS for path in paths):
@@ -441,7 +463,7 @@ def _read_folder(
     else:
         task = None
         remarks = (f"slides of {folder} have no labels",)
-    slides = _identifiers(folder, paths, FEATURE_SUFFIXES if features else SUFFIXES)
+    slides = _identifiers(folder, paths, FEATURE_SUFFIXES if features else WHOLE_SLIDES)
     patients, more = _patients_of(slides, "a table, such as slides.csv, can name the patients")
     rows = tuple(
         SlideRow(0, slide, path, patient, part, label=label)
