@@ -26,7 +26,7 @@ from mpi4dl.engine import Engine
 from mpi4dl.evaluate import evaluate
 from mpi4dl.geometry import Interval, ceil_div
 from mpi4dl.models.patches import GatedAttention, PatchModel
-from mpi4dl.options.config import parse
+from mpi4dl.options.config import ConfigError, parse
 from mpi4dl.options.data import in_folder_of_fold, open_slides, split_slides, with_frame
 from mpi4dl.options.models import build_model
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
@@ -381,6 +381,7 @@ def refused(comm: Communicator, act: Callable[..., None], argv: list[str]) -> st
         ("--images somewhere", "slides and images were both given"),
         ("--task segment --fit crop", "`image_size`"),
         ("--crops-each 4", "`task` segment"),
+        ("--max-side 4096", "`max_side` 4096 is for slides that the model sees whole"),
     ],
 )
 @pytest.mark.sample(2)
@@ -388,6 +389,25 @@ def test_what_slides_are_refused(ranks: Ranks, cohort: Path, tmp_path: Path, mor
     argv = flags_of(cohort, tmp_path / "run", more)
     (found,) = ranks(1).run(refused, train, argv)
     assert message.replace("`", "") in found.replace("`", "").replace("--", ""), found
+
+
+def test_a_slide_longer_than_asked_is_refused_with_what_fits(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
+    argv = ["--slides", str(cohort / "slides.csv"), *OWN.split(), "--run-folder", str(tmp_path / "run")]
+    slides = open_slides(parse(argv), labelled=False)
+    longest = max(max(slides.image(index).size) for index in range(len(slides)))
+    with_frame(parse([*argv, "--max-side", str(longest)]))
+    for most in (longest - 1, longest // 2, 100):
+        with pytest.raises(
+            ConfigError, match=rf"{longest}.* px at 0\.5 um.*`max_side` {most}: .*`stream`.*`tiles`"
+        ) as told:
+            with_frame(parse([*argv, "--max-side", str(most)]))
+        found = re.search(r"choose `mpp` ([0-9.]+)", str(told.value))
+        assert found is not None
+        with_frame(parse([*argv, "--max-side", str(most), "--mpp", found[1]]))
+        with pytest.raises(ConfigError, match="max_side"):
+            with_frame(parse([*argv, "--max-side", str(most), "--mpp", str(max(MPP, float(found[1]) * 0.97))]))
+    for each in ranks(2).run(refused, train, [*argv, "--tiles", "1x2", "--max-side", "100"]):
+        assert "--max-side 100" in each
 
 
 def test_a_damaged_slide_ends_training_and_not_a_prediction(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:

@@ -301,6 +301,12 @@ class Slides:
     assume_mpp: float | None = option(
         None, "microns per pixel of level 0 of slides that do not say it", optional(POSITIVE)
     )
+    max_side: int | None = option(
+        None,
+        "the longest side in pixels that a whole slide may have at its resolution, or training does not begin; none: "
+        "any",
+        optional(COUNT),
+    )
     background: str = option(
         "auto",
         "what whole slides show where there is no tissue: white, which streaming skips, or what was scanned (keep); "

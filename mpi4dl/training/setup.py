@@ -127,7 +127,7 @@ def framed(config: Config, comm: Communicator) -> Config:
     """The configuration with the image size of its slides, found by rank 0. Collective; raises Refusal."""
     with comm.together((ConfigError,)):
         config = with_features(config)
-    if config.slides.slides is None:
+    if config.slides.slides is None and config.slides.max_side is None:
         return config
     found = None
     with comm.together((ValueError, OSError)):
