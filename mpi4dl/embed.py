@@ -44,6 +44,7 @@ class ToEmbed:
     level: int | None = like(Slides, "level")
     assume_mpp: float | None = like(Slides, "assume_mpp")
     tissue: float | str = like(Slides, "tissue")
+    leave_out: tuple[str, ...] = like(Slides, "leave_out")
     stain_norm: str = option(
         AUTO,
         "make the colours of all slides those of a reference: macenko or reinhard; auto: as in the training of "

@@ -52,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
         each.add_argument("--assume-mpp", type=float, help="microns per pixel of level 0 of slides that do not say it")
         if name == "tissue":
             each.add_argument("--tissue", default="otsu", help="a threshold of saturation from 0 to 1, or otsu")
+            each.add_argument(
+                "--leave-out", default="", help="pen marks (pen), regions out of focus (blur), or pen,blur"
+            )
             each.add_argument("--out", default="tissue", help="the folder that is written (default: %(default)s)")
     about = "count the slides whose map is highest in an annotated region"
     each = commands.add_parser("hits", help=about, description=f"{about[0].upper()}{about[1:]}.")
@@ -104,26 +107,34 @@ def check(comm: "Communicator", options: Any) -> None:
 
 
 def tissue(comm: "Communicator", options: Any) -> None:
-    """Write NAME.png and NAME.geojson of the tissue of each slide. Collective."""
+    """Write NAME.png and NAME.geojson of the tissue of each slide, and of what is left out of it. Collective."""
     from mpi4dl._files import write_durably
     from mpi4dl.datasets.base import DatasetError
+    from mpi4dl.datasets.slides.artifacts import ARTIFACTS
     from mpi4dl.datasets.slides.tissue import find_tissue
 
     out = Path(options.out)
     slides = _open(comm, options)
     with comm.together((ValueError, OSError)):
         threshold = None if options.tissue == "otsu" else float(options.tissue)
+        leave_out = [each.strip() for each in options.leave_out.split(",") if each.strip()]
+        unknown = next((each for each in leave_out if each not in ARTIFACTS), None)
+        if unknown is not None:
+            raise ValueError(f"--leave-out {options.leave_out}: {unknown} is none of {', '.join(ARTIFACTS)}")
         out.mkdir(parents=True, exist_ok=True)
 
     def show(index: int, feed: Feed) -> str:
         name = Path(slides.name(index)).name
         try:
-            found = find_tissue(slides.image(index), threshold)
+            found = find_tissue(slides.image(index), threshold, leave_out)
             found.save_png(out / f"{name}.png")
             write_durably(out / f"{name}.geojson", found.geojson().encode())
         except (DatasetError, OSError) as error:
             return str(error)
-        return f"{name}: {100 * found.share:.1f} % tissue"
+        told = "".join(
+            f", {ARTIFACTS[each].lower()} {100 * mask.mean():.1f} %" for each, mask in found.left_out.items()
+        )
+        return f"{name}: {100 * found.share:.1f} % tissue{told}"
 
     _each(comm, len(slides), show)
 

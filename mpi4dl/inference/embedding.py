@@ -54,7 +54,7 @@ AHEAD = 2  # batches that each thread reads ahead
 # Options of training that decide how patches are read and encoded, and what they are called in messages.
 TAKEN = (
     *("model", "model_options", "min_tissue", "patches_at_once", "mpp", "magnification", "level", "assume_mpp"),
-    *("tissue", "slides", "slides_folder", "slide_column", "precision", "threads", "device"),
+    *("tissue", "leave_out", "slides", "slides_folder", "slide_column", "precision", "threads", "device"),
 )
 STAINS = ("stain_norm", "stain_reference")
 SETTINGS = ("model_options", "mpp", "magnification", "level", "assume_mpp", "tissue", "min_tissue", "precision")
@@ -273,6 +273,7 @@ class Embedding:
             "mean": encoder.mean,
             "std": encoder.std,
             **{name: _told(value_of(config, name)) for name in SETTINGS},
+            "leave_out": config.slides.leave_out or None,  # files of earlier versions have none
             "stains": None if stains is None else {stains.method: list(stains.reference)},
         }
         folder = Path(options.embedding.out)

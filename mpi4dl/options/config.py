@@ -46,6 +46,7 @@ from mpi4dl.options.kinds import (
     optional,
     or_auto,
     part_name,
+    some_of,
 )
 
 __all__ = ["Config", "ConfigError", "Data", "Learning", "Model", "Optimizer", "Parallel", "Run", "Training", "Tuning"]
@@ -317,6 +318,12 @@ class Slides:
         "otsu",
         "how the tissue of a slide is found: pixels with more than this saturation (0 to 1), or than Otsu's threshold",
         either(SHARE, "otsu"),
+    )
+    leave_out: tuple[str, ...] = option(
+        (),
+        "what is not taken for tissue: pen marks (pen), regions out of focus (blur), or pen,blur; default: nothing",
+        some_of("pen", "blur"),
+        known_as=instead("use {option} pen", "remove-penmarks") | instead("use {option} pen,blur", "remove-artifacts"),
     )
     stain_norm: str = option(
         "none",

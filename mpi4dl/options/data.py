@@ -84,7 +84,14 @@ def open_slides(
         config.data.ignore_index,
     )
     options = SlideOptions(
-        resolution, threshold, config.model.min_tissue, chosen.most_patches, masks, white, stains_of(config)
+        resolution,
+        threshold,
+        config.model.min_tissue,
+        chosen.most_patches,
+        masks,
+        white,
+        stains_of(config),
+        chosen.leave_out,
     )
     folder = None if chosen.slides_folder is None else Path(chosen.slides_folder).expanduser()
     common: dict[str, Any] = {
@@ -137,6 +144,8 @@ def with_reference(config: Config) -> Config:
     method, reference = config.slides.stain_norm, config.slides.stain_reference
     if config.slides.slides is None and method != "none":
         raise ConfigError(f"`stain_norm` {method} is for slides: name them by `slides`")
+    if config.slides.slides is None and config.slides.leave_out:
+        raise ConfigError(f"`leave_out` {','.join(config.slides.leave_out)} is for slides: name them by `slides`")
     if method == "none" or reference is None or _numbers_in(reference) is not None:
         return config
     path = Path(reference).expanduser()
@@ -242,6 +251,7 @@ def with_features(config: Config) -> Config:
         "rotate": data.rotate != "none",
         "stain_jitter": data.stain_jitter,
         "stain_norm": config.slides.stain_norm != "none",
+        "leave_out": config.slides.leave_out != (),
         "random_crop": data.random_crop,
         "jitter": data.jitter,
         "mixup": data.mixup,

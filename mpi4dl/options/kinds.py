@@ -174,6 +174,19 @@ def choice(*choices: str, formerly: Mapping[Any, str] | None = None, switch: tup
     return Kind(f"one of {', '.join(choices)}", "{" + ",".join(choices) + "}", check, switch=switch)
 
 
+def some_of(*choices: str) -> Kind:
+    """Some of these words, each once, with commas between them."""
+
+    def check(value: Any) -> tuple[str, ...]:
+        found = tuple(_text(each).strip() for each in _entries(value) if each != "")
+        if not {*found} <= {*choices}:
+            raise ValueError
+        return tuple(each for each in choices if each in found)
+
+    return Kind(f"some of {', '.join(choices)}, with commas between them", "{" + ",".join(choices) + "},...", check,
+                raw=",".join)  # fmt: skip
+
+
 def optional(kind: Kind) -> Kind:
     """The same kind, or `none`, which is spelled out because TOML has no null."""
     return _or_word(kind, "none", None)

@@ -16,7 +16,7 @@ from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import BadImage, DatasetError, Pixels
 from mpi4dl.datasets.listed import UNKNOWN, File, ListedFiles, num_bytes_of
 from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks, Tell, quietly
-from mpi4dl.datasets.slides.slide import Resolution, Slide, open_slide
+from mpi4dl.datasets.slides.slide import Cells, Resolution, Slide, open_slide
 from mpi4dl.datasets.slides.splits import split_rows, split_table
 from mpi4dl.datasets.slides.tables import SlideRow, SlideTable, read_slides
 from mpi4dl.datasets.slides.tissue import find_tissue, tissue_cells, tissue_pixels
@@ -26,7 +26,7 @@ from mpi4dl.geometry import ceil_div
 
 PATCH_STREAM = 47  # of random numbers
 MOST_OPEN = 64  # slides whose headers are kept
-NOT_SENT = ("_lock", "_slides", "_patches", "_measuring", "_recolours")  # to other processes
+NOT_SENT = ("_lock", "_slides", "_patches", "_cells", "_measuring", "_recolours")  # to other processes
 LEAST_CELL = 32  # px, of parts of windows whose tissue is looked at
 
 Patches = npt.NDArray[np.int64]  # (patches, 2): the row and the column of each in the grid of patches of a slide
@@ -36,8 +36,9 @@ Patches = npt.NDArray[np.int64]  # (patches, 2): the row and the column of each 
 class SlideOptions:
     """How slides are read.
 
-    `tissue`: a threshold of saturation from 0 to 1, or None for Otsu's. A patch is used if at least `min_tissue` of it
-    is tissue, and more than nothing. Of a slide at most `most_patches` are drawn in each epoch of training; None: all.
+    `tissue`: a threshold of saturation from 0 to 1, or None for Otsu's. `leave_out`: of pen and blur, what is not taken
+    for tissue. A patch is used if at least `min_tissue` of it is tissue, and more than nothing. Of a slide at most
+    `most_patches` are drawn in each epoch of training; None: all.
     `masks`: how annotations become masks. `white_background`: whole slides are white where there is no tissue.
     `stains`: how colours become those of a reference; None: they do not.
     """
@@ -49,6 +50,7 @@ class SlideOptions:
     masks: MaskOptions = field(default_factory=MaskOptions)
     white_background: bool = False
     stains: StainNormalization | None = None
+    leave_out: tuple[str, ...] = ()
 
 
 class SlideFolder(ListedFiles):
@@ -105,6 +107,7 @@ class SlideFolder(ListedFiles):
         self._lock = threading.Lock()
         self._slides: dict[int, Slide] = {}
         self._patches: dict[tuple[int, int], Patches] = {}
+        self._cells: dict[int, tuple[npt.NDArray[np.uint8], tuple[int, ...]]] = {}
         self._measuring = threading.Lock()
         self._recolours: dict[int, Recolour | None] = {}
 
@@ -149,8 +152,15 @@ class SlideFolder(ListedFiles):
         found = open_slide(self.checked(index), resolution)
         if self.options.stains is not None:
             found = found.recoloured(partial(self._recoloured, index))
-        cells = partial(tissue_cells, threshold=self.options.tissue)
-        return found.on_white(cells) if self.options.white_background else found
+        return found.on_white(partial(self._cells_of, index)) if self.options.white_background else found
+
+    def _cells_of(self, index: int, slide: Slide) -> Cells:
+        """The cells of a slide that are not white, which are found once."""
+        if index not in self._cells:
+            found = tissue_cells(slide, self.options.tissue, self.options.leave_out)
+            self._cells[index] = np.packbits(found), found.shape
+        packed, shape = self._cells[index]
+        return np.unpackbits(packed, count=math.prod(shape)).reshape(shape).astype(bool)
 
     def _recoloured(self, index: int, pixels: Pixels) -> Pixels:
         """Pixels of a slide in the colours of the reference."""
@@ -165,7 +175,8 @@ class SlideFolder(ListedFiles):
     def measure_stains(self, index: int) -> None:
         """Measure the stains of a slide on its tissue, unless that was done. Raises BadImage, DatasetError."""
         if self.options.stains is not None and index not in self.stains:
-            self.stains[index] = self.options.stains.measured(tissue_pixels(self.image(index), self.options.tissue))
+            pixels = tissue_pixels(self.image(index), self.options.tissue, self.options.leave_out)
+            self.stains[index] = self.options.stains.measured(pixels)
 
     def unstained(self) -> str | None:
         """A remark on slides that keep their colours, since too little tissue was found to measure their stains."""
@@ -191,7 +202,7 @@ class SlideFolder(ListedFiles):
     def _all_patches(self, index: int, patch: int) -> Patches:
         if (index, patch) not in self._patches:
             slide = self.image(index)
-            shares = find_tissue(slide, self.options.tissue).shares(slide, patch)
+            shares = find_tissue(slide, self.options.tissue, self.options.leave_out).shares(slide, patch)
             found = np.argwhere((shares > 0) & (shares >= self.options.min_tissue))
             if not len(found):
                 found = np.array([np.unravel_index(int(shares.argmax()), shares.shape)])

@@ -2,11 +2,13 @@
 
     thumbnail -> saturation -> median -> Otsu's threshold -> closing -> mask -> share of tissue of each patch
 
-Otsu, "A threshold selection method from gray-level histograms", 1979. CLAM and TIAToolbox work alike.
+Otsu, "A threshold selection method from gray-level histograms", 1979. CLAM and TIAToolbox work alike. Pen marks and
+regions out of focus may be left out.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ import PIL.Image
 import PIL.ImageFilter
 
 from mpi4dl.datasets.base import Pixels
+from mpi4dl.datasets.slides.artifacts import ARTIFACTS, BLUR, COLOURS, PEN, out_of_focus, pen_marks
 from mpi4dl.datasets.slides.geojson import collection, feature, outlines, package
 from mpi4dl.datasets.slides.slide import CELL_PX, Slide
 from mpi4dl.geometry import Interval, ceil_div
@@ -37,23 +40,45 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class TissueMask:
-    """Where a slide has tissue: `mask` (rows, columns), each of whose pixels is `downsample` pixels of level 0."""
+    """Where a slide has tissue: `mask` (rows, columns), each of whose pixels is `downsample` pixels of level 0.
+
+    `left_out` are masks of what is not taken for tissue, by the names of `ARTIFACTS`.
+    """
 
     mask: Mask
     downsample: float
     origin: tuple[int, int] = (0, 0)
+    left_out: Mapping[str, Mask] = field(default_factory=dict)
 
     def shares(self, slide: Slide, patch: int) -> npt.NDArray[np.float32]:
         """The share of tissue, from 0 to 1, of each patch of `patch` x `patch` px of the slide: (rows, columns).
 
         Patches begin at the upper left corner. Those at the right and lower sides may reach beyond the slide, where
-        there is no tissue.
+        there is no tissue. A patch of which more is left out than is tissue has none.
         """
+        found = self._shares(self.mask, slide, patch)
+        if self.left_out:
+            found[self._shares(np.logical_or.reduce([*self.left_out.values()]), slide, patch) > found] = 0
+        return found
+
+    def cells(self, slide: Slide) -> Mask:
+        """Which cells of `CELL_PX` x `CELL_PX` px of a slide have tissue, or a neighbour with some: (rows, columns).
+
+        Cells of which more is left out than is tissue are none of them.
+        """
+        found = self._shares(self.mask, slide, CELL_PX)
+        padded, (rows, cols) = np.pad(found > 0, 1), found.shape
+        grown: Mask = np.logical_or.reduce([padded[y:, x:][:rows, :cols] for y in range(3) for x in range(3)])
+        if self.left_out:
+            grown &= self._shares(np.logical_or.reduce([*self.left_out.values()]), slide, CELL_PX) <= found
+        return grown
+
+    def _shares(self, mask: Mask, slide: Slide, patch: int) -> npt.NDArray[np.float32]:
         scale = patch * slide.downsample / self.downsample
         rows, cols = (ceil_div(side, patch) for side in slide.size)
         # Sums over all pixels above and left of a place, linear between pixels, give the area of tissue in any box.
-        sums = np.zeros((self.mask.shape[0] + 1, self.mask.shape[1] + 1))
-        sums[1:, 1:] = self.mask.cumsum(0, dtype=np.float64).cumsum(1)
+        sums = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1))
+        sums[1:, 1:] = mask.cumsum(0, dtype=np.float64).cumsum(1)
         down, across = (np.arange(count + 1, dtype=np.float64) * scale for count in (rows, cols))
         at = _interpolated(_interpolated(sums, down).T, across).T
         areas = at[1:, 1:] - at[:-1, 1:] - at[1:, :-1] + at[:-1, :-1]
@@ -66,13 +91,22 @@ class TissueMask:
         return float(self.mask.mean()) if self.mask.size else 0.0
 
     def save_png(self, path: Path) -> None:
-        """Write it as a black and white picture."""
-        PIL.Image.fromarray(self.mask.astype(np.uint8) * 255).save(path)
+        """Write it as a black and white picture, in which what is left out has a colour for each kind."""
+        picture = self.mask.astype(np.uint8) * 255
+        if self.left_out:
+            picture = np.repeat(picture[..., None], 3, axis=2)
+            for name, mask in self.left_out.items():
+                picture[mask] = COLOURS[name]
+        PIL.Image.fromarray(picture).save(path)
 
     def geojson(self) -> str:
         """Its outlines as annotations of QuPath, in pixels (x, y) of level 0."""
-        found = outlines(self.mask, self.downsample, self.origin)
-        return collection(feature(polygon, "Tissue") for polygon in found)
+        masks = {"Tissue": self.mask, **{ARTIFACTS[name]: mask for name, mask in self.left_out.items()}}
+        return collection(
+            feature(polygon, name)
+            for name, mask in masks.items()
+            for polygon in outlines(mask, self.downsample, self.origin)
+        )
 
 
 def _interpolated(sums: npt.NDArray[np.float64], places: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -84,8 +118,10 @@ def _interpolated(sums: npt.NDArray[np.float64], places: npt.NDArray[np.float64]
     return sums[lower] * (1 - weight) + sums[upper] * weight
 
 
-def find_tissue(slide: Slide, threshold: float | None = None) -> TissueMask:
+def find_tissue(slide: Slide, threshold: float | None = None, leave_out: Sequence[str] = ()) -> TissueMask:
     """The tissue of a slide, by its saturation on a thumbnail; `threshold` from 0 to 1, or None for Otsu's.
+
+    `leave_out`: of `ARTIFACTS`, what is not taken for tissue.
 
     Raises:
         BadImage: the slide cannot be read.
@@ -98,22 +134,31 @@ def find_tissue(slide: Slide, threshold: float | None = None) -> TissueMask:
         longest = math.ceil(max(whole.size) * (slide.mpp / slide.downsample) / MASK_MPP)
     view = whole.thumbnail(min(max(longest, SHORTEST), LONGEST))
     pixels = view.read(*(Interval(0, side) for side in view.size))
-    return TissueMask(tissue_of(pixels, threshold), view.downsample, view.origin)
+    ink = pen_marks(pixels) if PEN in leave_out else None
+    mask = tissue_of(pixels, threshold, ink)
+    left_out = {} if ink is None else {PEN: ink}
+    if BLUR in leave_out:
+        cells, side = out_of_focus(slide, TissueMask(mask, view.downsample).shares)
+        places = (
+            np.minimum(((np.arange(length) + 0.5) * view.downsample // side).astype(int), most - 1)
+            for length, most in zip(mask.shape, cells.shape, strict=True)
+        )
+        left_out[BLUR] = mask & cells[np.ix_(*places)]
+        mask &= ~left_out[BLUR]
+    return TissueMask(mask, view.downsample, view.origin, left_out)
 
 
-def tissue_cells(slide: Slide, threshold: float | None = None) -> Mask:
-    """Which cells of `CELL_PX` x `CELL_PX` px of a slide have tissue, or a neighbour with some: (rows, columns)."""
-    found = find_tissue(slide, threshold).shares(slide, CELL_PX) > 0
-    grown = np.pad(found, 1)
-    return np.logical_or.reduce([grown[y:, x:][: found.shape[0], : found.shape[1]] for y in range(3) for x in range(3)])
+def tissue_cells(slide: Slide, threshold: float | None = None, leave_out: Sequence[str] = ()) -> Mask:
+    """The `cells` of the tissue of a slide. Raises as `find_tissue`."""
+    return find_tissue(slide, threshold, leave_out).cells(slide)
 
 
-def tissue_pixels(slide: Slide, threshold: float | None = None) -> Pixels:
+def tissue_pixels(slide: Slide, threshold: float | None = None, leave_out: Sequence[str] = ()) -> Pixels:
     """Some pixels (N, 3) of a slide, in its own colours, from places with tissue all over it; always the same ones.
 
     Raises as `find_tissue`.
     """
-    mask = find_tissue(slide, threshold)
+    mask = find_tissue(slide, threshold, leave_out)
     own_mpp = None if slide.mpp is None else slide.mpp / slide.downsample
     view = slide.at(1.0 if own_mpp is None else max(1.0, SAMPLED_MPP / own_mpp))
     shares = mask.shares(view, SAMPLED_PX)
@@ -131,17 +176,20 @@ def tissue_pixels(slide: Slide, threshold: float | None = None) -> Pixels:
     return np.concatenate(parts)
 
 
-def tissue_of(pixels: Pixels, threshold: float | None = None) -> Mask:
-    """Where a picture (height, width, 3), uint8, shows tissue: (height, width)."""
+def tissue_of(pixels: Pixels, threshold: float | None = None, ink: Mask | None = None) -> Mask:
+    """Where a picture (height, width, 3), uint8, shows tissue: (height, width). There is none in `ink`."""
     filters, morphology = package("skimage.filters"), package("skimage.morphology")
     most, least = pixels.max(2).astype(np.float32), pixels.min(2).astype(np.float32)
     saturation = np.where(most > 0, (most - least) / np.maximum(most, 1), 0)
+    if ink is not None:
+        saturation[ink] = 0
     picture = PIL.Image.fromarray(np.rint(255 * saturation).astype(np.uint8))
     smooth = np.asarray(picture.filter(PIL.ImageFilter.MedianFilter(MEDIAN_PX)))
     if threshold is None:
-        varied = smooth.size > 0 and smooth.min() < smooth.max()
-        found = filters.threshold_otsu(smooth) / 255 if varied else LEAST_SATURATION
+        seen = smooth if ink is None else smooth[~ink]
+        varied = seen.size > 0 and seen.min() < seen.max()
+        found = filters.threshold_otsu(seen) / 255 if varied else LEAST_SATURATION
         threshold = max(float(found), LEAST_SATURATION)
     mask = smooth > threshold * 255
     closed: Mask = morphology.closing(mask, morphology.disk(CLOSING_PX))
-    return closed
+    return closed if ink is None else closed & ~ink

@@ -1,0 +1,137 @@
+"""Find pen marks and out-of-focus regions of slides, which tissue detection may leave out.
+
+    pen mark       hue, saturation and brightness of a thumbnail -> closing, opening -> grown by the edge of a stroke
+    out of focus   variance of the Laplacian of cells of 64 um at 1 um per pixel -> median of neighbours -> threshold
+
+Pech-Pacheco et al., "Diatom autofocusing in brightfield microscopy: a comparative study", 2000. HistoQC, TIAToolbox and
+TRIDENT leave out alike.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import PIL.Image
+
+from mpi4dl.datasets.base import Pixels
+from mpi4dl.datasets.slides.geojson import package
+from mpi4dl.datasets.slides.slide import Slide
+from mpi4dl.geometry import Interval
+
+PEN, BLUR = "pen", "blur"
+ARTIFACTS = {PEN: "Pen mark", BLUR: "Out of focus"}  # what can be left out, and the class of each in QuPath
+COLOURS = {PEN: (0, 114, 178), BLUR: (213, 94, 0)}  # in pictures
+
+# Hues in degrees, and the least saturation and brightness from 0 to 1, of inks. The hues of haematoxylin are above 240
+# at any concentration, those of eosin above 300. Blood is red, but less saturated than red ink.
+INKS = {
+    "green": ((85, 175), 0.3, 0.06),
+    "blue": ((175, 237), 0.5, 0.12),
+    "red": ((350, 380), 0.82, 0.42),
+}
+# Blue ink over tissue has the hue of haematoxylin, but absorbs less blue: optical densities of red as a share of that
+# of green (haematoxylin has 0.93, eosin 0.07), and of blue as a share of the largest (0.41), at some density.
+INK_OVER_TISSUE = (0.85, 0.36, 0.5)
+# The least and most brightness, and the most difference of channels and saturation. Darker parts were not scanned.
+BLACK_INK = (0.03, 0.35, 0.1, 0.45)
+GAPS_PX = 2  # radius, of nuclei that are too dark for a hue
+OPENING_PX = 3  # radius: strokes are wider
+EDGE_PX = 3  # by which strokes are grown
+
+FOCUS_MPP = 1.0  # um per pixel, at which regions out of focus differ from pale ones
+FOCUS_PX = 64  # side of cells
+JUDGED_SHARE = 0.5  # of tissue in a cell that is judged by itself
+LEAST_VARIANCE = 25.0  # of the Laplacian of greys from 0 to 255, of a cell in focus
+BAND_CELLS, CELLS_AT_ONCE = 16, 64  # rows and columns of cells that are read at once
+
+Mask = npt.NDArray[np.bool_]
+Numbers = npt.NDArray[np.float64]
+
+
+def pen_marks(pixels: Pixels) -> Mask:
+    """Where a thumbnail (height, width, 3), uint8, shows ink of green, blue, red or black pens: (height, width)."""
+    morphology = package("skimage.morphology")
+    hue, saturation, value, chroma = _hsv(pixels)
+    least, most, grey, saturated = BLACK_INK
+    ink = (value >= least) & (value <= most) & (chroma <= grey) & (saturation <= saturated)
+    for (first, last), saturated, bright in INKS.values():
+        turned = (hue >= first) & (hue <= last) | (hue + 360 <= last)
+        ink |= turned & (saturation >= saturated) & (value >= bright)
+    red, green, blue = -np.log10(np.maximum(np.moveaxis(pixels, -1, 0), 1) / np.float32(255))
+    least_red, most_blue, dense = INK_OVER_TISSUE
+    densest = np.maximum(red, green)
+    ink |= (red >= least_red * green) & (blue <= most_blue * densest) & (densest >= dense)
+    strokes = morphology.opening(morphology.closing(ink, morphology.disk(GAPS_PX)), morphology.disk(OPENING_PX))
+    grown: Mask = morphology.dilation(strokes, morphology.disk(EDGE_PX))
+    return grown
+
+
+def _hsv(pixels: Pixels) -> tuple[Any, Any, Any, Any]:
+    """Hue from 0 to 360, saturation, value, and the difference of the largest and the smallest channel."""
+    red, green, blue = np.moveaxis(pixels.astype(np.float32) / np.float32(255), -1, 0)
+    most, least = np.maximum(np.maximum(red, green), blue), np.minimum(np.minimum(red, green), blue)
+    chroma = most - least
+    safe = np.where(chroma > 0, chroma, 1)
+    sixth = np.where(
+        most == red,
+        (green - blue) / safe % 6,
+        np.where(most == green, (blue - red) / safe + 2, (red - green) / safe + 4),
+    )
+    return 60 * sixth, chroma / np.where(most > 0, most, 1), most, chroma
+
+
+def out_of_focus(slide: Slide, shares: Callable[[Slide, int], npt.NDArray[np.float32]]) -> tuple[Mask, float]:
+    """Which cells of a slide are out of focus, (rows, columns), and the side of a cell in pixels of level 0.
+
+    `shares(view, side)` are the shares of tissue of the cells of a view. Cells with much tissue are judged by the
+    median over 3 x 3 of them, others by their neighbours. Cells that reach beyond the slide are judged so, too.
+    """
+    whole = slide.at(1.0)
+    view = whole if whole.mpp is None else whole.at(max(1.0, FOCUS_MPP / whole.mpp))
+    found = shares(view, FOCUS_PX)
+    variances = np.full(found.shape, np.nan)
+    judged = found[: view.size[0] // FOCUS_PX, : view.size[1] // FOCUS_PX] >= JUDGED_SHARE
+    for top in range(0, len(judged), BAND_CELLS):
+        band = judged[top : top + BAND_CELLS]
+        rows = Interval(top, top + len(band))
+        for cols in _runs(np.flatnonzero(band.any(0))):
+            pixels = view.read(*(Interval(FOCUS_PX * each.start, FOCUS_PX * each.stop) for each in (rows, cols)))
+            box = np.s_[rows.start : rows.stop, cols.start : cols.stop]
+            variances[box] = np.where(judged[box], laplacian_variances(pixels), np.nan)
+    return (found > 0) & (_medians(variances) < LEAST_VARIANCE), FOCUS_PX * view.downsample
+
+
+def laplacian_variances(pixels: Pixels) -> Numbers:
+    """The variance of the Laplacian of grey of each cell (rows, columns) of a picture of whole cells."""
+    grey = np.asarray(PIL.Image.fromarray(pixels).convert("L")).astype(np.int32)
+    rows, cols = (side // FOCUS_PX for side in grey.shape)
+    cells = grey.reshape(rows, FOCUS_PX, cols, FOCUS_PX).swapaxes(1, 2)
+    inner = cells[..., 1:-1, 1:-1]
+    above, below = cells[..., :-2, 1:-1], cells[..., 2:, 1:-1]
+    left, right = cells[..., 1:-1, :-2], cells[..., 1:-1, 2:]
+    variances: Numbers = (4 * inner - above - below - left - right).var((2, 3), dtype=np.float64)
+    return variances
+
+
+def _runs(numbers: npt.NDArray[np.int64]) -> list[Interval]:
+    """Ascending numbers as intervals of neighbours, of at most `CELLS_AT_ONCE`."""
+    runs: list[Interval] = []
+    for number in numbers.tolist():
+        if runs and runs[-1].stop == number and runs[-1].length < CELLS_AT_ONCE:
+            runs[-1] = Interval(runs[-1].start, number + 1)
+        else:
+            runs.append(Interval(number, number + 1))
+    return runs
+
+
+def _medians(values: Numbers) -> Numbers:
+    """The median of each number and its eight neighbours, of those that are numbers; without any, not-a-number."""
+    wider = np.pad(values, 1, constant_values=np.nan)
+    rows, cols = values.shape
+    stacked = np.sort(np.stack([wider[y:, x:][:rows, :cols] for y in range(3) for x in range(3)]), axis=0)
+    count = (~np.isnan(stacked)).sum(0)  # they are sorted before what is no number
+    middle = np.stack([np.maximum(count - 1, 0) // 2, count // 2])
+    lower, upper = np.take_along_axis(stacked, np.minimum(middle, len(stacked) - 1), axis=0)
+    found: Numbers = (lower + upper) / 2
+    return found
