@@ -26,7 +26,10 @@ from tests.interrupted import assert_the_same_run
 from tests.pool.ranks import Ranks
 from tests.short_runs import write_mixed_cohort
 
-VARIED = "--flip all --rotate quarter --stain-jitter 0.1 --jitter 0.2 --stain-norm macenko"
+VARIED = (
+    "--flip all --rotate quarter --rotate-degrees 15 --scale 0.9,1.1 --stain-jitter 0.1 --jitter 0.2 "
+    "--stain-norm macenko"
+)
 COMMON = (
     "--mpp 1 --model small_resnet --model-options num_filters=4 --num-workers 1 --val-fraction 0.34 --optimizer SGD "
     "--lr 0.0001 --lr-schedule constant --log-interval 1 --no-tensorboard --seed 3 --eval-every none --batch-size 1"

@@ -18,7 +18,7 @@ from mpi4dl.datasets.base import DatasetError, Values
 # Keeps random numbers for several purposes apart where their seeds are equal.
 AUGMENT_STREAM, SHUFFLE_STREAM, MIXUP_STREAM, TRANSFORM_STREAM, DATASET_STREAM = 1, 2, 3, 4, 5
 
-NUM_DRAWN = 17  # random numbers of a sample; more of them leave the first ones as they are
+NUM_DRAWN = 19  # random numbers of a sample; more of them leave the first ones as they are
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as in PIL's conversion to grey
 _GREY = 127.5
@@ -31,7 +31,8 @@ class Variation:
     `crop` is the share of each side that a resized image shows. `down` and `across` in [0, 1] place the crop, of
     resized images and of slides, and `deep` that of volumes. The image is flipped, then turned by so many
     `quarter_turns` counterclockwise, as `np.rot90` does. `stains` are the numbers of `stain_variation`; (): none.
-    `brightness`, `contrast` and `saturation` are factors. `key` is (seed, epoch, sample), and the number of the repeat
+    `brightness`, `contrast` and `saturation` are factors. Before all this the crop is turned by so many `degrees`
+    counterclockwise, and enlarged by `scale`. `key` is (seed, epoch, sample), and the number of the repeat
     if there is one: a transform of the user's draws by it. In validation it is empty.
     """
 
@@ -47,6 +48,8 @@ class Variation:
     flip_depth: bool = False
     quarter_turns: int = 0
     stains: tuple[float, ...] = ()
+    degrees: float = 0.0
+    scale: float = 1.0
     key: tuple[int, ...] = field(default=(), compare=False)
 
     def places(self, num_axes: int) -> tuple[float, ...]:
@@ -62,6 +65,11 @@ class Variation:
         return (self.flip_depth, self.flip_rows != rows, self.flip_cols != cols)[-num_axes:]
 
     @property
+    def moves(self) -> bool:
+        """Whether pixels come from places between pixels."""
+        return (self.degrees, self.scale) != (0.0, 1.0)
+
+    @property
     def transposed(self) -> bool:
         """Whether rows and columns are swapped."""
         return self.quarter_turns % 2 == 1
@@ -75,10 +83,11 @@ class Augmentation:
     half of the images upside down, `flip_cols` mirrors half of them left to right, `flip_depth` turns half of the
     volumes front to back. `turns` of 4 turn by 0, 90, 180 or 270 degrees, of 2 by 0 or 180, alike often. A colour
     strength s draws its factor from [1 - s, 1 + s]. With a strength s of `stains` the concentration of each stain gets
-    such a factor, too, and then something from [-s, s] is added.
+    such a factor, too, and then something from [-s, s] is added. Small rotations are by up to `degrees` in both
+    directions, and scales from `scale`, the least and the most.
 
     Raises:
-        ValueError: a strength outside [0, 1], a `crop` outside (0, 1], or other `turns`.
+        ValueError: a strength outside [0, 1], a `crop` outside (0, 1], other `turns`, or a scale that cannot be.
     """
 
     crop: float = 1.0
@@ -90,12 +99,16 @@ class Augmentation:
     flip_depth: bool = False
     turns: int = 1
     stains: float = 0.0
+    degrees: float = 0.0
+    scale: tuple[float, float] = (1.0, 1.0)
 
     def __post_init__(self) -> None:
         if self.turns not in (1, 2, 4):
             raise ValueError(f"turns={self.turns}: an image has 1, 2 or 4 of them")
         if not 0.0 < self.crop <= 1.0:
             raise ValueError(f"crop={self.crop}: the smallest share of a side to keep must be in (0, 1]")
+        if not 0.0 < self.scale[0] <= self.scale[1]:
+            raise ValueError(f"scale={self.scale}: needs the least scale, above 0, and the most")
         for name in ("brightness", "contrast", "saturation", "stains"):
             strength = getattr(self, name)
             if not 0.0 <= strength <= 1.0:
@@ -121,7 +134,11 @@ class Augmentation:
             deep=u[8],
             flip_depth=self.flip_depth and u[9] < 0.5,
             quarter_turns=int(self.turns * u[10]) * (4 // self.turns) % 4,
-            stains=tuple(self.stains * (2.0 * x - 1.0) + (n < 3) for n, x in enumerate(u[11:])) if self.stains else (),
+            stains=tuple(self.stains * (2.0 * x - 1.0) + (n < 3) for n, x in enumerate(u[11:17]))
+            if self.stains
+            else (),
+            degrees=self.degrees * (2.0 * u[17] - 1.0),
+            scale=self.scale[0] + (self.scale[1] - self.scale[0]) * u[18],
             key=key,
         )
 

@@ -1,7 +1,7 @@
 """How a sample becomes an image of the training size: resized or cropped, varied, and by a transform of the user's.
 
-    a box of the frame -> resized or cropped -> flipped -> turned -> stains varied -> a transform of the user's
-    -> saturation, contrast, brightness -> normalised
+    a box of the frame -> resized or cropped -> turned a little and scaled -> flipped -> turned -> stains varied
+    -> a transform of the user's -> saturation, contrast, brightness -> normalised
 
 Slides are normalised to a reference stain before, where they are read. Masks go the same way up to the turn.
 """
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import PIL.Image
 
+from mpi4dl.datasets.affine import Affine
 from mpi4dl.datasets.augment import TRANSFORM_STREAM, Augmentation, Variation, vary_colour
 from mpi4dl.datasets.base import IGNORED, DatasetError, Image, MaskImage, Values
 from mpi4dl.datasets.colour import WHITE
@@ -391,20 +392,34 @@ class View:
 
     def _flipped(self, image: Image, space: Sequence[Interval], variation: Variation) -> Values:
         """A box of the fitted and flipped image, before rows and columns are swapped."""
-        num_axes = len(self.size)
-        flips, places = variation.flips(num_axes), variation.places(num_axes)
+        flips = variation.flips(len(self.size))
         turned = [
             Interval(size - interval.stop, size - interval.start) if flip else interval
             for size, interval, flip in zip(self.size, space, flips, strict=True)
         ]
-        sides = list(zip(self.size, image.size, places, strict=True))
         if self.fit != "resize":
             self._require_room(image.size)
-            pixels = crop(image, [self._corner(source - size, place) for size, source, place in sides], turned)
-        else:
-            frames = [_frame(size, source, variation.crop, place) for size, source, place in sides]
-            pixels = resize(image, frames, turned)
+
+        def read(*box: Interval) -> Values:
+            return self._fitted(image, box, variation)
+
+        pixels = self._affine(image.size, variation).pixels(turned, read) if variation.moves else read(*turned)
         return pixels[tuple(slice(None, None, -1 if flip else 1) for flip in flips)]
+
+    def _fitted(self, image: Image, space: Sequence[Interval], variation: Variation) -> Values:
+        """A box of the image cropped or resized to the frame; beyond the frame, it is white, or what is there."""
+        sides = list(zip(self.size, image.size, variation.places(len(self.size)), strict=True))
+        if self.fit != "resize":
+            return crop(image, [self._corner(source - size, place) for size, source, place in sides], space)
+        frames = [_frame(size, source, variation.crop, place) for size, source, place in sides]
+        return crop(_Resized(image, frames), (0,) * len(space), space)
+
+    def _affine(self, size: Sequence[int], variation: Variation) -> Affine:
+        """How an image of this size is turned and scaled; what is padded has its middle in the middle of the image."""
+        if len(self.size) != 2:
+            raise ValueError(f"degrees {variation.degrees:g} and scale {variation.scale:g} are for pictures")
+        shown = tuple(map(min, zip(self.size, size, strict=True))) if self.fit == "pad" else self.size
+        return Affine(variation.degrees, variation.scale, shown, self.patch)
 
     def mask(self, mask: npt.NDArray[Any] | MaskImage, variation: Variation | None = None) -> npt.NDArray[Any]:
         """The mask (..., height, width) of an image, transformed like the image: (..., *size).
@@ -428,6 +443,10 @@ class View:
         num_axes = len(self.size)
         sides = mask.shape[-num_axes:] if isinstance(mask, np.ndarray) else mask.size
         places, flips = variation.places(num_axes), variation.flips(num_axes)
+        if variation.moves:
+            found = self._moved_mask(mask, sides, variation)
+            backwards: tuple[Any, ...] = tuple(slice(None, None, -1 if flip else 1) for flip in flips)
+            return found[(..., *backwards)]
         sources = [
             self._sources(size, source, place, variation)[:: -1 if flip else 1]
             for size, source, place, flip in zip(self.size, sides, places, flips, strict=True)
@@ -438,6 +457,41 @@ class View:
         shown = mask[places_of] if isinstance(mask, np.ndarray) else _picked(mask, clipped)
         inside = reduce(np.logical_and, np.meshgrid(*insides, indexing="ij", sparse=True))
         return shown if inside.all() else np.where(inside, shown, IGNORED if shown.dtype.kind == "i" else np.nan)
+
+    def _moved_mask(
+        self, mask: npt.NDArray[Any] | MaskImage, sides: Sequence[int], variation: Variation
+    ) -> npt.NDArray[Any]:
+        """The mask of an image that is turned a little or scaled: of each pixel the nearest one, block by block."""
+        places, affine = variation.places(len(self.size)), self._affine(sides, variation)
+        sources = [
+            self._sources(size, source, place, variation)
+            for size, source, place in zip(self.size, sides, places, strict=True)
+        ]
+        found: npt.NDArray[Any] | None = None
+        for block in affine.blocks([Interval(0, size) for size in self.size], MASK_ROWS):
+            inside: npt.NDArray[np.bool_] = np.array(True)
+            wanted: list[Any] = []
+            for place, of, size, source in zip(affine.places(*block), sources, self.size, sides, strict=True):
+                nearest = np.floor(place + 0.5).astype(np.int64)
+                if self.fit == "resize":
+                    inside = inside & (nearest >= 0) & (nearest < size)
+                    nearest = of[np.clip(nearest, 0, size - 1)]
+                else:
+                    nearest += of[0]
+                    inside = inside & (nearest >= 0) & (nearest < source)
+                wanted.append(np.clip(nearest, 0, source - 1))
+            if isinstance(mask, np.ndarray):
+                shown = mask[(..., *wanted)]
+            else:
+                space = [Interval(int(each.min()), int(each.max()) + 1) for each in wanted]
+                shown = mask.read(*space)[tuple(at - of.start for at, of in zip(wanted, space, strict=True))]
+            shown = shown if inside.all() else np.where(inside, shown, IGNORED if shown.dtype.kind == "i" else np.nan)
+            if found is None:
+                found = np.empty((*shown.shape[: -len(self.size)], *self.size), shown.dtype)
+            places_of: tuple[Any, ...] = tuple(slice(*each) for each in block)
+            found[(..., *places_of)] = shown
+        assert found is not None
+        return found
 
     def _corner(self, free_px: int, position: float) -> int:
         """Where a window begins that has this much room to move."""
@@ -456,6 +510,20 @@ class View:
             return np.arange(size) + self._corner(source - size, position)
         frame = _frame(size, source, variation.crop, position)
         return np.minimum(np.floor(frame.start + (np.arange(size) + 0.5) * frame.scale).astype(np.int64), source - 1)
+
+
+class _Resized:
+    """An image as it is resized to a frame."""
+
+    def __init__(self, image: Image, frames: Sequence[Frame]) -> None:
+        self._image, self._frames = image, frames
+        self.size = tuple(frame.size for frame in frames)
+
+    def read(self, *space: Interval) -> Values:
+        if not any(interval.empty for interval in space):
+            return resize(self._image, self._frames, space)
+        pixel = resize(self._image, self._frames, [Interval(0, 1)] * len(space))
+        return np.empty((*(interval.length for interval in space), pixel.shape[-1]), pixel.dtype)
 
 
 def _swapped(sides: Sequence[Any]) -> tuple[Any, ...]:

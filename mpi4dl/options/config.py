@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from mpi4dl._commands import typed
 from mpi4dl.options.declare import ConfigError, facts, instead, option, parse_options, same_as, shared_options, to_toml
 from mpi4dl.options.kinds import (
+    ANGLE,
     AUTO,
     BOOLEAN,
     BYTES,
@@ -35,6 +36,7 @@ from mpi4dl.options.kinds import (
     PATTERNS,
     POSITIVE,
     PROPER_FRACTION,
+    RANGE,
     SEED,
     SHARE,
     SIDES,
@@ -169,6 +171,20 @@ class Data:
         "images must be square or have their own size, or each patch of --patches turns in its place",
         choice("none", "half", "quarter", switch=("quarter", "none")),
         known_as=same_as("rot90 random-rot90"),
+    )
+    rotate_degrees: float = option(
+        0.0,
+        "turn training images, or each patch of --patches in its place, by a random angle of at most so many degrees "
+        "in both directions",
+        ANGLE,
+        known_as=same_as("degrees rotation-degrees random-rotation rotate-limit"),
+    )
+    scale: tuple[float, float] = option(
+        (1.0, 1.0),
+        "enlarge training images, or what each patch of --patches shows, by a random factor from LOW to HIGH, such as "
+        "0.9,1.1",
+        RANGE,
+        known_as=same_as("random-scale scale-limit zoom-range"),
     )
     random_crop: bool = option(
         False,

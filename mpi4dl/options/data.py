@@ -249,6 +249,8 @@ def with_features(config: Config) -> Config:
         return config
     asked = {
         "rotate": data.rotate != "none",
+        "rotate_degrees": data.rotate_degrees,
+        "scale": data.scale != (1.0, 1.0),
         "stain_jitter": data.stain_jitter,
         "stain_norm": config.slides.stain_norm != "none",
         "leave_out": config.slides.leave_out != (),
@@ -419,6 +421,9 @@ def build_views(config: Config, channels: int, fit: Fit) -> tuple[datasets.View,
     _require_square(config)
     if data.stain_jitter and channels != RGB:
         raise ConfigError(f"`stain_jitter` {data.stain_jitter} is for pictures, and images have {channels} channels")
+    for name, chosen in (("rotate_degrees", data.rotate_degrees), ("scale", data.scale != (1.0, 1.0))):
+        if chosen and len(data.image_size) != 2:
+            raise ConfigError(f"`{name}` is for pictures, and images have {len(data.image_size)} axes: leave it out")
     augmentation = datasets.Augmentation(
         crop=0.8 if data.random_crop else 1.0,
         flip_rows=all_axes,
@@ -429,6 +434,8 @@ def build_views(config: Config, channels: int, fit: Fit) -> tuple[datasets.View,
         flip_depth=all_axes,
         turns=TURNS[data.rotate],
         stains=data.stain_jitter,
+        degrees=data.rotate_degrees,
+        scale=data.scale,
     )
     mean, std = normalisation(config, channels)
     common: Mapping[str, Any] = {"fit": fit, "mean": mean, "std": std, "transform": build_transform(config, channels)}

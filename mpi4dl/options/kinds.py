@@ -106,6 +106,22 @@ THRESHOLD = Kind(
 )
 PROPER_FRACTION = number("a number between 0 and 1", lambda x: 0 < x < 1)
 SHARE = number("a number from 0 to 1", lambda x: 0 <= x <= 1)
+ANGLE = number("a number of degrees from 0 to 180", lambda x: 0 <= x <= 180)
+
+
+def _range(value: Any) -> tuple[float, float]:
+    low, high = (POSITIVE.check(float(each) if isinstance(each, str) else each) for each in _entries(value))
+    if low > high:
+        raise ValueError
+    return low, high
+
+
+RANGE = Kind(
+    "two numbers greater than 0, the smaller one first, such as 0.9,1.1",
+    "LOW,HIGH",
+    _range,
+    raw=lambda found: ",".join(f"{each:g}" for each in found),
+)
 
 
 def _count_or_share(value: Any) -> int | float:
