@@ -108,6 +108,7 @@ class Execution:
     num_workers: int = like(Data, "num_workers")
     threads: int | None = like(Parallel, "threads")
     device: str = like(Parallel, "device")
+    hang_timeout: float = like(Parallel, "hang_timeout")
 
 
 @dataclass(frozen=True)
@@ -126,11 +127,14 @@ def embed(comm: "Communicator", asked: CommandLine[EmbedConfig]) -> None:
             raise ConfigError("`slides` is missing: a table with a line for each slide, or a folder of slides")
 
     from mpi4dl.inference.embedding import Embedding, open_encoder, refuse_bad, summary, training_options
+    from mpi4dl.runs.stopping import Patience
 
     began = time.monotonic()
     training = training_options(config, comm)
-    encoder, remarks = open_encoder(comm, config, training)
-    embedding = Embedding(comm, config, training, encoder)
+    patience = Patience(config.work.hang_timeout if comm.size > 1 else 0.0)
+    with patience.working("start"):
+        encoder, remarks = open_encoder(comm, config, training)
+        embedding = Embedding(comm, config, training, encoder, patience)
     embedding.measure_stains()
     if comm.rank == 0:
         for line in (embedding.title(), *remarks, *embedding.slides.remarks, *embedding.unstained):

@@ -16,79 +16,16 @@ if runs(__name__):
     failure.arm()  # before anything else that may fail on one rank alone
 
 from mpi4dl._wording import counted
-from mpi4dl.inference.options import Inference, Inputs, Placing
+from mpi4dl.inference.options import Inference, Inputs, Placing, ToPredict
 from mpi4dl.options.command import CommandLine, command
-from mpi4dl.options.config import Slides
-from mpi4dl.options.declare import ConfigError, like, option, same_as
-from mpi4dl.options.kinds import NAME, NOT_NEGATIVE, choice, optional
+from mpi4dl.options.declare import ConfigError
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
     from mpi4dl.datasets.split import Named
 
 USAGE = "RUN_OR_WEIGHTS --images FOLDER [--FLAG VALUE ...]"
-MAPS = ("auto", "attention", "activation", "gradient", "none")
 DESCRIPTION = "Let a trained model predict of images without labels."
-
-
-@dataclass(frozen=True)
-class ToPredict:
-    """Images to predict of, and where predictions go."""
-
-    images: str | None = option(
-        None,
-        "a folder, with all images below it; an image; a pattern such as 'new/*.png'; or a .txt file with a path in "
-        "each line",
-        optional(NAME),
-        brief="a folder, an image, a pattern, or a .txt list",
-        known_as=same_as("data-dir data-path input source i"),
-    )
-    slides: str | None = option(
-        None,
-        "slides instead of --images, for a model that was trained on slides: a table, whose labels are not read, or a "
-        "folder; with heat maps of what the model attends to",
-        optional(NAME),
-        brief="a table of slides, or a folder of them",
-        known_as=same_as("wsi-dir"),
-    )
-    slides_folder: str | None = like(Slides, "slides_folder")
-    features: str | None = option(
-        None,
-        "a folder of features of slides, for a model that was trained on features; --slides may be a table of some of "
-        "them, and --slides-folder has the slides for pictures of maps",
-        optional(NAME),
-        brief="a folder of features of slides",
-    )
-    min_area: float = option(
-        0.0,
-        "smallest area of the polygons of class maps of slides, in square microns; without microns per pixel in pixels "
-        "of level 0",
-        NOT_NEGATIVE,
-    )
-    maps: str = option(
-        "auto",
-        "write a heat map of each slide, PNG, GeoJSON and OME-TIFF: what patches count (attention), cells of the last "
-        "feature map (activation), or pixels (gradient); auto: attention or activation, as the model is",
-        choice(*MAPS, formerly={True: "auto", False: "none"}, switch=("auto", "none")),
-    )
-    map_class: str | None = option(
-        None,
-        "the class that activation and gradient maps are of; none: of two the second, else the predicted one",
-        optional(NAME),
-    )
-    map_layer: str | None = option(
-        None,
-        "the module whose output activation maps are of; none: the last tensor with rows and columns",
-        optional(NAME),
-    )
-    out: str | None = option(
-        None,
-        "folder for predictions.csv, predictions.jsonl and masks; images with a line there are skipped; none: "
-        "predictions-IMAGES in that of the run",
-        optional(NAME),
-        brief="the folder for predictions and masks",
-        known_as=same_as("output output-dir results-dir"),
-    )
 
 
 @dataclass(frozen=True)

@@ -142,20 +142,22 @@ def tissue(comm: "Communicator", options: Any) -> None:
 def _each(comm: "Communicator", count: int, work: Callable[[int, Feed], str]) -> int:
     """Share `count` slides over the ranks, print what `work(index, feed)` returns, and return how many lines that was.
 
-    `feed()` is a sign of life, due every few minutes. Collective; an OSError of one rank ends the command on all.
+    `feed()` is a sign of life, due every few minutes: a rank without one ends the job. Collective; an OSError of one
+    rank ends the command on all.
     """
     from mpi4dl._progress import ProgressOfImages
     from mpi4dl.runs.stopping import SETTLED_SECONDS, Patience
 
     patience = Patience(SETTLED_SECONDS if comm.size > 1 else 0.0)
+    patience.stop()  # until this rank has a slide
     progress, num_lines = ProgressOfImages(count, comm.rank == 0), 0
     for first in range(0, count, comm.size):
         line = ""
         with comm.together((OSError,)):
             if first + comm.rank < count:
-                line = work(first + comm.rank, patience.feed)
+                with patience.working("slide"):
+                    line = work(first + comm.rank, patience.feed)
         lines = [each for each in comm.all_gather_object(line) if each]
-        patience.feed()
         for each in lines if comm.rank == 0 else ():
             print(each, flush=True)
         num_lines += len(lines)

@@ -15,13 +15,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mpi4dl.comm import Communicator
+import mpi4dl
+from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.loader import shuffled
 from mpi4dl.datasets.slides.compose import Cohort
 from mpi4dl.datasets.slides.geojson import polygons_of
 from mpi4dl.embed import embed
 from mpi4dl.engine import Engine
 from mpi4dl.evaluate import evaluate
+from mpi4dl.inference.embedding import Embedding, Encoder
 from mpi4dl.models import build
 from mpi4dl.models.patches import GatedAttention, PatchModel, headless
 from mpi4dl.options.config import parse
@@ -31,8 +33,10 @@ from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.patches import PatchOptions, stream_patches
 from mpi4dl.parallel.streaming.stream_tiles import Pixels
+from mpi4dl.runs import stopping
 from mpi4dl.train import train
 from tests.commands import losses_of
+from tests.pool.job import mpirun
 from tests.pool.ranks import Ranks
 from tests.short_runs import EXACT
 from tests.test_train_slides import MPP, PATCH, patches_of, refused, said
@@ -143,6 +147,74 @@ def test_embedding_goes_on_where_it_ended_and_never_mixes_encoders(ranks: Ranks,
     for more, words in (("--patches 32", ("patches 64", "patches 32")), ("--mean 0.4", ("mean [0.5", "mean [0.4"))):
         (found,) = ranks(1).run(refused, embed, embedding(slides, out, more))
         assert all(word in found for word in (*words, "slide_000.h5", "--out"))
+
+
+def watched(comm: Communicator, argv: list[str]) -> tuple[set[bool], set[bool]]:
+    """Whether this rank is watched while it encodes, and while it waits for the features of others."""
+    encoding, waiting = set[bool](), set[bool]()
+
+    class Dog:
+        armed = False
+
+        def __init__(self, seconds: float) -> None:
+            self.seconds = seconds
+            self.feed()
+
+        def feed(self) -> None:
+            Dog.armed = self.seconds > 0
+
+        def stop(self) -> None:
+            Dog.armed = False
+
+    encode, send = Encoder.__call__, Embedding._at_writers
+
+    def encode_and_look(encoder: Encoder, patches: Tensor) -> Tensor:
+        encoding.add(Dog.armed)
+        return encode(encoder, patches)
+
+    def send_and_look(embedding: Embedding, *arguments: Any) -> Any:
+        waiting.add(Dog.armed)
+        return send(embedding, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stopping, "Watchdog", Dog)
+        patch.setattr(Encoder, "__call__", encode_and_look)
+        patch.setattr(Embedding, "_at_writers", send_and_look)
+        embed(comm, argv)
+    return encoding, waiting
+
+
+def test_a_rank_is_watched_while_it_encodes_and_not_while_it_waits(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
+    argv = embedding(cohort, tmp_path / "out")
+    assert ranks(2).run(watched, argv) == [({True}, {False})] * 2
+
+
+HANGING = """
+import time
+from mpi4dl import embed
+from mpi4dl.inference.embedding import Embedding, Encoder
+
+run, encode = Embedding.run, Encoder.__call__
+
+def soon_out_of_patience(self):
+    self.patience.seconds, Encoder.hangs = 2.0, self.comm.rank == 1
+    run(self)
+
+def hang(self, patches):
+    time.sleep(1000 * self.hangs)
+    return encode(self, patches)
+
+Embedding.run, Encoder.__call__ = soon_out_of_patience, hang
+embed.main()
+"""
+
+
+@pytest.mark.exhaustive
+def test_an_encoder_that_hangs_ends_the_job(cohort: Path, tmp_path: Path) -> None:
+    job = mpirun(2, "-c", HANGING, *embedding(cohort, tmp_path / "out"))
+    assert job.code != 0
+    assert "rank 1 of 2 came no further for 2 s" in job.stderr
+    assert "in hang" in job.stderr
 
 
 @pytest.mark.parametrize(
@@ -327,6 +399,49 @@ def test_predictions_and_their_maps_are_alike_by_any_number_of_ranks(
         for row in rows:
             expected = found[0][Path(row["image"]).stem]["probabilities"]["b"]
             assert float(row["probability b"]) == pytest.approx(expected, abs=1e-6)
+
+
+def by_python(comm: Communicator, folder: Path, run: Path) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Predictions of files of features, and evaluations on them at several thresholds."""
+    model = mpi4dl.TrainedModel(run, comm=comm)
+    features, table = folder / "features", folder / "slides.csv"
+    records = list(model.predict(features=features, out=folder / f"python{comm.size}", maps="none"))
+    found: list[Any] = [
+        model.evaluate(slides=table, features=features, threshold=threshold, positive="b", resamples=0)
+        for threshold in (0.0, 0.5, 1.0, "youden")
+    ]
+    found.append(model.evaluate(resamples=0, threshold=0.0))  # on the slides that validated
+    with pytest.raises(Refusal, match="`threshold` is 'most'"):
+        model.evaluate(threshold="most")
+    with pytest.raises(Refusal, match="`images` and `features` were both given"):
+        model.predict("images", features=features)
+    with pytest.raises(Refusal, match="`images` is missing"):
+        model.predict()
+    with pytest.raises(Refusal, match="no option `feature`"):
+        model.predict(feature=features)
+    return records, [(each.count, {name: m.value for name, m in each.metrics.items()}) for each in found]
+
+
+def test_python_has_what_the_commands_have(ranks: Ranks, tmp_path: Path, written: dict[str, tuple[Any, Any]]) -> None:
+    run, features, table = tmp_path / "run", tmp_path / "features", tmp_path / "slides.csv"
+    ranks(1).run(train, flags_of(tmp_path, run, "--max-steps 2"))
+    ranks(1).run(said, str(run), "--features", str(features), "--out", str(tmp_path / "predicted"), "--no-maps")
+    lines = [json.loads(line) for line in (tmp_path / "predicted" / "predictions.jsonl").read_text().splitlines()]
+    out = tmp_path / "evaluated"
+    common = [str(run), "--slides", str(table), "--features", str(features), "--out", str(out), "--resamples", "0"]
+    ranks(1).run(evaluate, [*common, "--threshold", "youden", "--compare-precision", "int8"])
+    told = json.loads((out / "evaluation.json").read_text())
+    assert [*told["comparison"]["metrics"]["slide"]["auc"]] == ["fp32", "int8"]
+    for count in (1, 2):
+        for records, scores in ranks(count).run(by_python, tmp_path, run):
+            for one, two in zip(records, lines, strict=True):
+                assert one["image"] == two["image"]
+                assert one["probabilities"] == pytest.approx(two["probabilities"], abs=1e-6)
+            assert [count for count, _ in scores] == [6, 6, 6, 6, 2]
+            assert [values["sensitivity"] for _, values in scores[:3]] == [1, scores[1][1]["sensitivity"], 0]
+            assert scores[4][1]["specificity"] == 0
+            metrics = {name: value["value"] for name, value in told["metrics"].items() if value["value"] != "nan"}
+            assert {name: scores[3][1][name] for name in metrics} == pytest.approx(metrics, abs=1e-5)
 
 
 def nothing(path: Path) -> None:

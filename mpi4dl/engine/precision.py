@@ -5,7 +5,7 @@ one rank: where stages differ, ranks would skip different steps.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mpi4dl.parallel.pipeline.stage import Stage
 
@@ -27,6 +27,12 @@ def lower_precision(module: nn.Module, dtype: torch.dtype) -> None:
             for p in part.parameters(recurse=False):
                 if p.dtype is torch.float32:
                     p.data = p.data.to(dtype)
+
+
+def int8_of(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The integers of 8 bits, from -127 to 127, nearest to each row (outputs, inputs), and the scale of each row."""
+    scales = rows.abs().amax(1).clamp(min=1e-12) / 127
+    return (rows / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales
 
 
 class LossScaler:

@@ -14,7 +14,7 @@ Input gradients (Simonyan et al. 2013) are |dz/dx| of the pixels, summed over ch
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mpi4dl.comm import Refusal
 from mpi4dl.geometry import ceil_div
-from mpi4dl.parallel.pipeline.stage import Stage, enter
+from mpi4dl.parallel.pipeline.stage import Opening, Stage, enter
 from mpi4dl.parallel.spatial import SpatialTensor, gather
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.tensor import owned
@@ -128,6 +128,8 @@ class CellMaps:
             stack.callback(torch.set_grad_enabled, was_enabled)
             if isinstance(stage, Stage) and opening is not None:  # streams the leading part
                 stage.opening = partial(watch.pausing, opening)
+                if self.options.kind == "gradient":
+                    stage.opening = partial(watch.streaming, opening)
                 stack.callback(setattr, stage, "opening", opening)
             if self._module is None:
                 stack.enter_context(watch)
@@ -152,7 +154,7 @@ class CellMaps:
         if logits.dim() != 2:
             return ()
         numbers = _numbers(logits.detach(), self.options.number)
-        score = _score(logits.float(), numbers) / self._grid.size  # as each rank has all logits
+        score = _score(_not_lowered(logits), numbers) / self._grid.size  # as each rank has all logits
         local = leaf.local if isinstance(leaf, SpatialTensor) else leaf
         (gradient,) = torch.autograd.grad(score, [local], allow_unused=True)
         if gradient is None:
@@ -161,10 +163,10 @@ class CellMaps:
             self._grid.comm.all_reduce(gradient)
         with torch.no_grad():
             if self.options.kind == "gradient":
-                values = self._averaged(gradient.float().abs().sum(1), leaf)
+                values = self._averaged(_not_lowered(gradient).abs().sum(1), leaf)
                 side = float(GRADIENT_CELL_PX)
             else:
-                own = (gradient.float() * local.float()).sum(1, keepdim=True)
+                own = (_not_lowered(gradient) * _not_lowered(local)).sum(1, keepdim=True)
                 whole = gather(SpatialTensor(own, leaf.layout)) if isinstance(leaf, SpatialTensor) else own
                 values, side = whole[:, 0], side_of_cells(self._size, whole.shape[2:])
         return tuple(CellMap(each, side, number) for each, number in zip(values.cpu(), numbers, strict=True))
@@ -192,7 +194,7 @@ class CellMaps:
             torch.tensor([min(GRADIENT_CELL_PX, side - at) for at in range(0, side, GRADIENT_CELL_PX)])
             for side in self._size
         )
-        return (total.cpu() / (heights[:, None] * widths)).float()
+        return (total.cpu() / (heights[:, None] * widths)).to(pixels.dtype)
 
     def takes(self, x: Any) -> bool:
         """Whether a tensor is a feature map of the images, or is the images where their gradients are wanted."""
@@ -268,9 +270,28 @@ class _Watch(TorchFunctionMode):
         finally:
             self._pauses = False
 
+    def streaming(self, act: Opening, stage: Stage, *values: Any) -> Any:
+        """Let gradients begin at images that are streamed. A rank then has its part of them in memory. Collective."""
+        from mpi4dl.parallel.streaming.leading_part import StreamedImages, in_memory
+
+        images, *rest = values
+        if isinstance(images, StreamedImages):
+            images = in_memory(images)
+            x = images.source
+            begin = (x.local if isinstance(x, SpatialTensor) else x).detach().requires_grad_()
+            torch.set_grad_enabled(True)
+            self.leaf = SpatialTensor(begin, x.layout) if isinstance(x, SpatialTensor) else begin
+            images = replace(images, source=self.leaf)
+        return self.pausing(act, stage, images, *rest)
+
     def hook(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Let gradients begin at the output of a module, unless it is that of a streamed tile."""
         return self._enter(output) if not self._pauses and self._maps.takes(output) else None
+
+
+def _not_lowered(x: Tensor) -> Tensor:
+    """In float32, or float64 if it is that."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _numbers(logits: Tensor, number: int | None) -> list[int]:

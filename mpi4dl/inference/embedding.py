@@ -42,6 +42,7 @@ from mpi4dl.options.kinds import AUTO, part_name
 from mpi4dl.options.models import build_model
 from mpi4dl.options.parts import is_own
 from mpi4dl.runs.assembly import assemble
+from mpi4dl.runs.stopping import Patience
 
 if TYPE_CHECKING:
     from mpi4dl.datasets.slides.dataset import Patches, SlideFolder
@@ -245,6 +246,8 @@ def shares_of(units: Sequence[PatchBatch], num_ranks: int) -> list[list[PatchBat
 class Embedding:
     """The slides that a configuration names, of which files of features are written into a folder. Collective.
 
+    `patience` ends the job if a rank is silent for too long.
+
     Attributes:
         paths: the file of each slide.
         done: the slides that have a finished file with the same settings.
@@ -254,14 +257,14 @@ class Embedding:
         Refusal: on all ranks: there are no slides, or a file was made with other settings.
     """
 
-    def __init__(self, comm: Communicator, options: Any, config: Config, encoder: Encoder) -> None:
+    def __init__(self, comm: Communicator, options: Any, config: Config, encoder: Encoder, patience: Patience) -> None:
         from mpi4dl.training.data import shared
 
         def opened() -> tuple[Any, Any]:
             slides = open_slides(config, labelled=False)
             return slides, slides
 
-        self.comm, self.encoder = comm, encoder
+        self.comm, self.encoder, self.patience = comm, encoder, patience
         self.slides: SlideFolder = shared(comm, opened)[0]  # type: ignore[assignment]
         self.at_once, self.num_workers = config.model.patches_at_once, options.work.num_workers
         with comm.together((ConfigError,)):
@@ -344,7 +347,7 @@ class Embedding:
         """Measure the stains of all slides to do, each on one rank, if they are to be normalized."""
         from mpi4dl.training.data import measure_stains, unstained
 
-        measure_stains(self.comm, self.slides, self.todo)
+        measure_stains(self.comm, self.slides, self.todo, self.patience)
         self.unstained: list[str] = unstained(self.slides)
 
     def find_tissue(self) -> None:
@@ -357,7 +360,8 @@ class Embedding:
                 if self.comm.rank < len(group):
                     index = group[self.comm.rank]
                     try:
-                        self._places[index] = self.slides.tissue_patches(index, self.encoder.patch)
+                        with self.patience.working("tissue"):
+                            self._places[index] = self.slides.tissue_patches(index, self.encoder.patch)
                         count = len(self._places[index])
                     except BadImage as error:
                         problem = str(error)
@@ -385,20 +389,21 @@ class Embedding:
         places: list[Any] = comm.all_gather_object(self._places.pop(own, None) if own is not None else None)
         counts = [0 if index in self.bad else len(places[number]) for number, index in enumerate(group)]
         shares = shares_of(units_of(counts, self.at_once), comm.size)
-        with comm.together((DatasetError, OSError)):
+        with comm.together((DatasetError, OSError)), self.patience.working("patches"):
             found, problems = self._features_of(group, places, shares[comm.rank])
         for theirs in comm.all_gather_object(problems):
             self.bad |= {group[number]: printable(problem) for number, problem in theirs.items()}
         whole = self._at_writers(group, counts, shares, found)
         with comm.together((OSError, DatasetError)):
             if whole is not None and own is not None:
-                slide, corners = self.slides.image(own), places[comm.rank]
-                write_features(
-                    self.paths[own],
-                    Embedded(whole, _coords(slide, corners, self.encoder.patch)),
-                    _attributes(slide, self.encoder.patch, Path(self.paths[own]).stem),
-                    self._settings_of(own),
-                )
+                with self.patience.working("writing"):
+                    slide, corners = self.slides.image(own), places[comm.rank]
+                    write_features(
+                        self.paths[own],
+                        Embedded(whole, _coords(slide, corners, self.encoder.patch)),
+                        _attributes(slide, self.encoder.patch, Path(self.paths[own]).stem),
+                        self._settings_of(own),
+                    )
         self._seen += sum(counts)
         self._advance(0)
 
@@ -428,6 +433,7 @@ class Embedding:
                     if not bool(features.isfinite().all()):
                         problems[unit.slide] = "the encoder's features are not finite: try `precision` fp32"
                     found.setdefault(unit.slide, []).append(features)
+                self.patience.feed()
                 done += unit.stop - unit.start
                 self._advance(done * self.comm.size)
         finally:

@@ -242,6 +242,29 @@ def open_slides_of_run(
     return found, f"the {len(found)} {part} slides of the run"
 
 
+def open_to_evaluate(
+    comm: Communicator,
+    config: Config,
+    about: Description,
+    folder: Path,
+    images: str | None,
+    named: bool,
+    part: str | None,
+) -> tuple[Named, str]:
+    """The images with labels that an evaluation is asked for, and which they are, on all ranks.
+
+    `images` is a source of pictures. Of a model of slides `named` says that the configuration names those asked for;
+    else they are the slides of a part of the run in this folder. Collective. Raises Refusal on all ranks.
+    """
+    of_slides = config.slides.slides is not None
+    comm.agree(None if of_slides or part is None else "`part` is for a model that was trained on `slides`")
+    if named:
+        return open_labelled_slides(comm, config, about, part)
+    if of_slides and images is None:
+        return open_slides_of_run(comm, config, about, folder, part or "val")
+    return open_labelled(comm, config, about, images)
+
+
 def patients_seen(folder: Path) -> dict[str, str]:
     """Of each patient of the slides of a run the part that it was in; empty where the run keeps none.
 

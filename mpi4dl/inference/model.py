@@ -25,7 +25,9 @@ from mpi4dl.options import parts
 from mpi4dl.options.config import Config, facts
 from mpi4dl.options.data import build_views
 from mpi4dl.options.declare import with_values
+from mpi4dl.options.models import build_model
 from mpi4dl.parallel.inputs import Shape, own_or, size_of
+from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.runs.assembly import assemble
 from mpi4dl.runs.description import description_of, find_weights, folder_of, hold_trained
 from mpi4dl.runs.folder import BEST
@@ -86,7 +88,7 @@ class Predictor:
         config = framed(config)
         with comm.together((ValueError,)):
             self.config, why = placed(config, chosen, comm.size)
-        self.asked_fit = chosen.inputs.fit
+        self.asked_fit, self.precision = chosen.inputs.fit, chosen.placing.precision
         self.fit: Fit = about.fit if self.asked_fit == "auto" else as_fit(self.asked_fit)
         self.may_crop = "crop" in (self.asked_fit, config.data.fit)
         self._remarks += [why] if why else []
@@ -98,9 +100,19 @@ class Predictor:
             held, remarks = hold_trained(self.assembly, found, about.num_outputs, about.channels)
             self._remarks += remarks
             self.patience.feed()
-            precision, halo = self.config.training.precision, self.config.parallel.halo
-            self.runner = Runner(held, self.plan, comm=comm, precision=precision, halo=halo)
+            if self.precision == "int8":
+                self._remarks.append(self._round_weights(held))
+            computed, halo = self.config.training.precision, self.config.parallel.halo
+            self.runner = Runner(held, self.plan, comm=comm, precision=computed, halo=halo)
         self.runner.executor.progress = lambda doing: self.patience.feed()
+
+    def _round_weights(self, held: LocalStages) -> str:
+        from mpi4dl.inference.quantization import round_weights
+        from mpi4dl.parallel.pipeline.split import outline
+
+        with self.comm.together((ValueError, TypeError)):
+            model = outline(lambda: build_model(self.config, self.about.num_outputs, self.about.channels))
+        return round_weights(held, model)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

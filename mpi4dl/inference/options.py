@@ -4,10 +4,25 @@ from dataclasses import dataclass, field, fields, replace
 from math import isqrt, prod
 from typing import Any
 
-from mpi4dl.options.config import Config, Parallel, Training
+from mpi4dl.options.config import Config, Parallel, Slides
 from mpi4dl.options.declare import instead, like, option, same_as
-from mpi4dl.options.kinds import BOOLEAN, COUNT, COUNT_OR_ZERO, GRIDS, PART, choice, optional
+from mpi4dl.options.kinds import (
+    BOOLEAN,
+    COUNT,
+    COUNT_OR_ZERO,
+    GRIDS,
+    NAME,
+    NOT_NEGATIVE,
+    PART,
+    PROPER_FRACTION,
+    THRESHOLD,
+    choice,
+    optional,
+)
 
+PRECISIONS = ("fp32", "bf16", "fp16", "int8")
+MAPS = ("auto", "attention", "activation", "gradient", "none")
+HOW_PATIENTS = ("mean", "max")  # as inference.samples has them, which imports torch
 LARGE_PIXELS = 1 << 22  # of an image, from which on ranks share each one
 
 
@@ -78,7 +93,17 @@ class Placing:
     stream_until: str | None = like(Parallel, "stream_until")
     memory_limit: int | None = like(Parallel, "memory_limit")
     no_rule: str = like(Parallel, "no_rule")
-    precision: str = like(Training, "precision")
+    precision: str = option(
+        "fp32",
+        "the type to compute in; int8: fp32, with the weights of linear and convolutional layers rounded to 8 bits",
+        choice(*PRECISIONS),
+        brief="fp32, bf16, fp16 or int8",
+        known_as=same_as("dtype mixed-precision amp-dtype quantization")
+        | instead("use {option} bf16 or {option} fp16", "amp")
+        | instead("use {option} fp16", "fp16 half")
+        | instead("use {option} bf16", "bf16")
+        | instead("use {option} int8", "load-in-8bit"),
+    )
     threads: int | None = like(Parallel, "threads")
     device: str = like(Parallel, "device")
     gpu_wire: str = like(Parallel, "gpu_wire")
@@ -91,6 +116,140 @@ class Inference:
 
     inputs: Inputs = field(default_factory=Inputs)
     placing: Placing = field(default_factory=Placing)
+
+
+@dataclass(frozen=True)
+class ToPredict:
+    """Images to predict of, and where predictions go."""
+
+    images: str | None = option(
+        None,
+        "a folder, with all images below it; an image; a pattern such as 'new/*.png'; or a .txt file with a path in "
+        "each line",
+        optional(NAME),
+        brief="a folder, an image, a pattern, or a .txt list",
+        known_as=same_as("data-dir data-path input source i"),
+    )
+    slides: str | None = option(
+        None,
+        "slides instead of --images, for a model that was trained on slides: a table, whose labels are not read, or a "
+        "folder; with heat maps of what the model attends to",
+        optional(NAME),
+        brief="a table of slides, or a folder of them",
+        known_as=same_as("wsi-dir"),
+    )
+    slides_folder: str | None = like(Slides, "slides_folder")
+    features: str | None = option(
+        None,
+        "a folder of features of slides, for a model that was trained on features; --slides may be a table of some of "
+        "them, and --slides-folder has the slides for pictures of maps",
+        optional(NAME),
+        brief="a folder of features of slides",
+    )
+    min_area: float = option(
+        0.0,
+        "smallest area of the polygons of class maps of slides, in square microns; without microns per pixel in pixels "
+        "of level 0",
+        NOT_NEGATIVE,
+    )
+    maps: str = option(
+        "auto",
+        "write a heat map of each slide, PNG, GeoJSON and OME-TIFF: what patches count (attention), cells of the last "
+        "feature map (activation), or pixels (gradient); auto: attention or activation, as the model is",
+        choice(*MAPS, formerly={True: "auto", False: "none"}, switch=("auto", "none")),
+    )
+    map_class: str | None = option(
+        None,
+        "the class that activation and gradient maps are of; none: of two the second, else the predicted one",
+        optional(NAME),
+    )
+    map_layer: str | None = option(
+        None,
+        "the module whose output activation maps are of; none: the last tensor with rows and columns",
+        optional(NAME),
+    )
+    out: str | None = option(
+        None,
+        "folder for predictions.csv, predictions.jsonl and masks; images with a line there are skipped; none: "
+        "predictions-IMAGES in that of the run",
+        optional(NAME),
+        brief="the folder for predictions and masks",
+        known_as=same_as("output output-dir results-dir"),
+    )
+
+
+@dataclass(frozen=True)
+class Evaluating:
+    """Options of evaluation: images, intervals and output."""
+
+    images: str | None = option(
+        None,
+        "a folder with one subfolder per class, with labels.csv, or with images and masks; an .npz file; none: the "
+        "validation images of the training",
+        optional(NAME),
+        brief="a folder of images with labels",
+        known_as=same_as("data-dir data-path data-root"),
+    )
+    slides: str | None = option(
+        None,
+        "a table of slides with labels, or a folder with one subfolder per class, for a model trained on slides",
+        optional(NAME),
+        brief="a table of slides with labels",
+    )
+    slides_folder: str | None = like(Slides, "slides_folder")
+    features: str | None = option(
+        None,
+        "a folder of features of the slides of --slides, for a model that was trained on features",
+        optional(NAME),
+        brief="a folder of features of slides",
+    )
+    out: str | None = option(
+        None,
+        "folder for evaluation.json and evaluation.csv; none: that of the run, with the date in their names",
+        optional(NAME),
+        brief="the folder for evaluation.json and evaluation.csv",
+        known_as=same_as("output output-dir results-dir"),
+    )
+    resamples: int = option(
+        1000, "number of bootstrap resamples for the intervals of metrics; 0: no intervals", COUNT_OR_ZERO
+    )
+    level: float = option(0.95, "confidence level of the intervals", PROPER_FRACTION)
+    part: str | None = option(
+        None,
+        "the slides of this part of the split: of --slides, or of the run; none: test, else val; of the run val",
+        optional(choice("train", "val", "test")),
+    )
+    patients: str = option(
+        "mean",
+        "how predictions of slides become that of their patient: their mean, or the largest",
+        choice(*HOW_PATIENTS),
+    )
+    threshold: float | str = option(
+        0.5,
+        "the probability from which a class is called, for sensitivity, specificity, ppv and npv; or a rule that "
+        "chooses it on the validation images of the run",
+        THRESHOLD,
+    )
+    positive: str | None = option(
+        None,
+        "the class of two that is looked for; none: the second",
+        optional(NAME),
+        known_as=same_as("positive-class"),
+    )
+
+
+@dataclass(frozen=True)
+class PredictionOptions:
+    """What is predicted of, as Python asks for it."""
+
+    predicting: ToPredict = field(default_factory=ToPredict)
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """What is evaluated on, as Python asks for it."""
+
+    evaluating: Evaluating = field(default_factory=Evaluating)
 
 
 def placed(config: Config, chosen: Inference, num_ranks: int) -> tuple[Config, str]:
@@ -126,7 +285,8 @@ def placed(config: Config, chosen: Inference, num_ranks: int) -> tuple[Config, s
         **{name: getattr(asked, name) for name in sorted(_SAME)},
     )
     data_section = replace(config.data, batch_size=batch_size, num_workers=chosen.inputs.num_workers)
-    training = replace(config.training, precision=asked.precision)
+    computed = "fp32" if asked.precision == "int8" else asked.precision  # int8 is of weights alone
+    training = replace(config.training, precision=computed)
     return replace(config, parallel=parallel, data=data_section, training=training), why
 
 

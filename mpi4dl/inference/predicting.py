@@ -171,8 +171,6 @@ class Predicting:
             )
         if kind in CELL_KINDS and why:
             raise Refusal(f"`maps` {kind}: {why}, or choose none")
-        if kind == "gradient" and model.config.parallel.stream is not None:
-            raise Refusal("`maps` gradient needs whole tiles in memory: leave out `stream`, or choose activation")
         return kind
 
     def _no_maps(self) -> str:
@@ -205,7 +203,7 @@ class Predicting:
         return {
             "images": str(Path(where).absolute()) if isinstance(images, ListedFiles) else type(images).__name__,
             "task": model.about.task,
-            "precision": model.config.training.precision,
+            "precision": model.precision,
             "weights": " ".join(map(checksum, files)),
             "model": model.digest,
             "fit": model.fit,

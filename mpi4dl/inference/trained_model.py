@@ -2,21 +2,23 @@
 
 from collections.abc import Iterator
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mpi4dl import datasets
-from mpi4dl.comm import Communicator, world
+from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.datasets.split import Named
-from mpi4dl.inference.images import open_any, open_labelled, open_slides_of_run, require_alike
+from mpi4dl.inference.images import framed_for, open_any, open_any_slides, open_to_evaluate, require_alike
 from mpi4dl.inference.model import Predictor
-from mpi4dl.inference.options import Inference
-from mpi4dl.inference.predicting import Predicting
+from mpi4dl.inference.options import Evaluating, EvaluationOptions, Inference, PredictionOptions, ToPredict
+from mpi4dl.inference.predicting import MapsAsked, Predicting
 from mpi4dl.inference.records import Record
-from mpi4dl.inference.scoring import Scores, file_names, score
+from mpi4dl.inference.scoring import Scores, file_names, judging_by, score
+from mpi4dl.options.config import facts
 from mpi4dl.options.declare import from_keywords
 
-LEVEL = 0.95  # the share of resampled metrics that an interval holds
+T = TypeVar("T")
 
 
 class TrainedModel(Predictor):
@@ -40,9 +42,10 @@ class TrainedModel(Predictor):
         comm = world() if comm is None else comm
         with comm.together((ValueError,)):
             chosen = from_keywords(Inference, options)
+        self.chosen = chosen
         super().__init__(source, chosen, comm)
 
-    def predict(self, images: Any, out: str | Path | None = None) -> Iterator[Record]:
+    def predict(self, images: Any = None, out: str | Path | None = None, **options: Any) -> Iterator[Record]:
         """A record of each image, in order, the same on all ranks.
 
         `images` is a folder, of which all images below it are taken, an image, a pattern such as "new/*.png", a text
@@ -50,36 +53,79 @@ class TrainedModel(Predictor):
         gives: `prediction`, `probabilities` by class, or `error`. With a folder `out` they are written there as they
         come, with masks, and what has one already is not looked at again, if its file is the same. All ranks go through
         all of them.
+
+        A model of slides takes `slides` instead, a table or a folder, and one of features `features`, a folder. The
+        `options` are those of `mpi4dl predict`: also `slides_folder`, `maps`, `map_class`, `map_layer` and `min_area`.
         """
-        if isinstance(images, str | Path):
-            found: Named = open_any(self.comm, self.config, self.about, str(images))
+        asked = self._asked(PredictionOptions, options).predicting
+        others = self._others(images, asked.slides, asked.features)
+        model = self._framed(asked)
+        if others is not None:
+            found = open_any_slides(self.comm, model.config, model.about)
+        elif images is None:
+            raise Refusal("`images` is missing: a folder, an image, a pattern or a dataset; or `slides`, or `features`")
+        elif isinstance(images, str | Path):
+            found = open_any(self.comm, self.config, self.about, str(images))
         else:
             found = self._adapted(images)
-        return iter(Predicting(self, found, str(images), None if out is None else Path(out)))
+        maps = MapsAsked("none" if others is None else asked.maps, asked.map_class, asked.map_layer)
+        folder = None if out is None else Path(out)
+        return iter(Predicting(model, found, str(others or images), folder, maps=maps, min_area=asked.min_area))
 
-    def evaluate(
-        self, images: Any = None, out: str | Path | None = None, *, resamples: int = 1000, level: float = LEVEL
-    ) -> Scores:
+    def evaluate(self, images: Any = None, out: str | Path | None = None, **options: Any) -> Scores:
         """Metrics of the task with intervals, and a record of each image, on rank 0.
 
         `images` is what training takes: a folder with classes, a table of labels, or masks, a `Dataset`; None: what
         validated in training. With a folder `out` evaluation.json and evaluation.csv are written there.
+
+        A model of slides takes `slides` instead, a table with labels, and one of features `features`, too. The
+        `options` are those of `mpi4dl evaluate`: also `part`, `threshold`, such as 0.3, "youden" or "sensitivity=0.95",
+        `positive`, `patients`, `resamples` and `level`.
         """
-        if images is None and self.config.slides.slides is not None:
-            found, _ = open_slides_of_run(self.comm, self.config, self.about, self.folder, "val")
-        elif images is None or isinstance(images, str | Path):
+        asked = self._asked(EvaluationOptions, options).evaluating
+        others = self._others(images, asked.slides, asked.features)
+        judging = judging_by(
+            self.comm, str(self.source), self.chosen, asked.threshold, asked.positive, asked.patients,
+            on_others=others is not None or images is not None or asked.part not in (None, "val"),
+        )  # fmt: skip
+        model = self._framed(asked)
+        if images is None or isinstance(images, str | Path):
             source = None if images is None else str(images)
-            found, _ = open_labelled(self.comm, self.config, self.about, source)
+            of = (model.config, model.about, self.folder, source, others is not None, asked.part)
+            found, _ = open_to_evaluate(self.comm, *of)
         else:
             found = self._adapted(images)
             require_alike(self.comm, found, self.about)
-        scores = score(self, found, resamples=resamples, level=level)
+        scores = score(model, found, resamples=asked.resamples, level=asked.level, judging=judging)
         if out is not None:
             files = file_names(self.folder, Path(out), datetime.now())
+            told = {"source": str(self.source), "images": str(others or images), "precision": self.precision}
             with self.comm.together():
                 if self.comm.rank == 0:
-                    scores.write(*files, {"source": str(self.source), "images": str(images)}, level)
+                    scores.write(*files, told, asked.level)
         return scores
+
+    def _asked(self, kind: type[T], options: dict[str, Any]) -> T:
+        """The options of a call, checked as those of the command; paths may be objects. Raises Refusal."""
+        given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+        with self.comm.together((ValueError,)):
+            asked = from_keywords(kind, given)
+        self.comm.agree(None, **facts(asked))
+        return asked
+
+    def _others(self, images: Any, slides: str | None, features: str | None) -> str | None:
+        """The slides or features that a call names, instead of images. Raises Refusal."""
+        others = slides or features
+        if images is not None and others is not None:
+            raise Refusal(f"`images` and `{'slides' if slides else 'features'}` were both given: choose one")
+        return others
+
+    def _framed(self, asked: ToPredict | Evaluating) -> Predictor:
+        """This model, or the same one for slides of other sizes."""
+        if asked.slides is None and asked.features is None:
+            return self
+        framed = partial(framed_for, self.comm, asked.slides, asked.slides_folder, asked.features)
+        return Predictor(self.source, self.chosen, self.comm, framed)
 
     def _adapted(self, images: Any) -> Named:
         with self.comm.together((ValueError, OSError)):

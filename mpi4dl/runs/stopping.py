@@ -5,6 +5,8 @@ Ctrl-C does the same; a second one ends the run at once.
 
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -92,6 +94,20 @@ class Patience:
         """A sign of life in the work under way, whatever it is doing."""
         self._note()
         self._watch()
+
+    @contextmanager
+    def working(self, work: str) -> Iterator[None]:
+        """This rank works by itself in here, and gives signs of life. Outside it is not watched.
+
+        A rank that waits for slower ones is silent for as long as these take: each has a watchdog of its own.
+        """
+        self._since = time.monotonic()
+        self.begin(work)
+        try:
+            yield
+            self._note()
+        finally:
+            self.stop()
 
     def _note(self) -> None:
         now = time.monotonic()

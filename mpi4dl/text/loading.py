@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.text import BPETokenizer, ByteTokenizer, Tokenizer
+from mpi4dl.engine.precision import int8_of
 from mpi4dl.models.experts import Experts
 from mpi4dl.options.config import Config, ConfigError, parse
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
@@ -81,8 +82,7 @@ class QuantizedWeight(Quantized):
         """The nearest matrix of so many bits."""
         weight = weight.detach().float()
         if bits == 8:
-            scales = weight.abs().amax(1).clamp_(min=1e-12) / 127
-            numbers = (weight / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+            numbers, scales = int8_of(weight)
             return cls(weight.shape, bits, numbers, scales.bfloat16())
         grouped = weight.unflatten(1, (-1, GROUP))
         low, high = grouped.amin(2), grouped.amax(2)

@@ -3,7 +3,7 @@
 import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from mpi4dl.options.config import Config, ConfigError, to_toml
 from mpi4dl.options.data import FOLDS, build_datasets, build_mixup, build_views, number_of_classes
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.tasks import with_task
+from mpi4dl.runs.stopping import Patience
 from mpi4dl.tasks.task import TASKS
 
 # Which images a run trains on and validates with, kept in its folder, so that going on moves none of them.
@@ -270,10 +271,13 @@ def shared(comm: Communicator, open_pair: Callable[[], Pair]) -> Pair:
     return pair
 
 
-def measure_stains(comm: Communicator, images: Named, indices: Sequence[int] | None = None) -> None:
+def measure_stains(
+    comm: Communicator, images: Named, indices: Sequence[int] | None = None, patience: Patience | None = None
+) -> None:
     """Measure the stains of slides that are to be normalized, or of some of them, each on one rank. Collective.
 
-    Slides that cannot be read are left out. Raises Refusal on all ranks if a package is missing.
+    Slides that cannot be read are left out. `patience` ends the job if a rank is silent for too long. Raises Refusal
+    on all ranks if a package is missing.
     """
     whole: Any = images.whole if isinstance(images, Subset) else images
     if getattr(getattr(whole, "options", None), "stains", None) is None:
@@ -286,7 +290,8 @@ def measure_stains(comm: Communicator, images: Named, indices: Sequence[int] | N
         group = wanted[first : first + comm.size]
         with comm.together((datasets.DatasetError, OSError)):
             if comm.rank < len(group):
-                with suppress(datasets.BadImage):  # which reading it will say
+                watched = nullcontext() if patience is None else patience.working("stains")
+                with watched, suppress(datasets.BadImage):  # which reading it will say
                     whole.measure_stains(group[comm.rank])
         for theirs in comm.all_gather_object({index: whole.stains[index] for index in group if index in whole.stains}):
             whole.stains.update(theirs)

@@ -1,6 +1,7 @@
 """Maps of cells are those of plain autograd, for models that write in place, branch, and pool by functions."""
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -8,8 +9,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
+from mpi4dl.engine import Runner
+from mpi4dl.geometry import Box
 from mpi4dl.inference.cell_maps import CellMaps, CellOptions, side_of_cells
+from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import Grid, shard
+from mpi4dl.parallel.streaming.leading_part import StreamOptions
+from mpi4dl.parallel.streaming.stream_tiles import Pixels
+from mpi4dl.tasks.formulas import main_output
 from tests.pool.ranks import Ranks
 
 
@@ -96,3 +104,87 @@ def test_cells_are_those_of_plain_autograd(ranks: Ranks, count: int) -> None:
             for (values, side, number), plain, of in zip(found, expected, numbers, strict=True):
                 assert torch.allclose(values.double(), plain, rtol=1e-5, atol=1e-6 * float(plain.abs().max()))
                 assert (side, number) == (expected_side, of)
+
+
+class Normed(nn.Module):
+    """Running statistics in one norm, those of the whole image in another, and a residual; in the last norm either."""
+
+    def __init__(self, tracks: bool) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, 2, 1), nn.BatchNorm2d(6), nn.ReLU(inplace=True))
+        self.one, self.norm = nn.Conv2d(6, 6, 3, 1, 1), nn.GroupNorm(2, 6)
+        self.two, self.free = nn.Conv2d(6, 8, 3, 2, 1), nn.BatchNorm2d(8, track_running_stats=tracks)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + F.gelu(self.norm(self.one(x)))
+        x = torch.tanh(self.free(self.two(x)))
+        logits: Tensor = self.head(x.mean((2, 3)))
+        return logits
+
+
+class FromDisk(NamedTuple):
+    """Images as a source, of which no rank is given a tensor."""
+
+    pixels: Pixels
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def read(self, box: Box) -> Tensor:
+        return self.pixels.read(box)
+
+
+SIZE = (70, 97)
+
+
+def normed(norms: str) -> Normed:
+    torch.manual_seed(8)
+    model = Normed(norms != "exact").double()
+    model.stem[1].running_mean.normal_()
+    return model.eval().requires_grad_(False)
+
+
+def images_of_normed() -> Tensor:
+    torch.manual_seed(9)
+    return torch.randn(2, 3, *SIZE, dtype=torch.float64)
+
+
+def streamed(comm: Communicator, options: StreamOptions, lazily: bool) -> list[tuple[Tensor, float, int]]:
+    images, plan = images_of_normed(), Plan(((1, comm.size),))
+    held = (
+        split(partial(normed, options.norms), plan, comm, image=(2, 3, *SIZE), stream=options)
+        .eval()
+        .requires_grad_(False)
+    )
+    runner = Runner(held, plan, comm=comm)
+    (part,) = held.parts.values()
+    maps = CellMaps(part.module, part.grid, CellOptions("gradient"), requires=True)
+    tiles: list[Any] = [Pixels(images).read(read.box) for read in runner.reads(2, SIZE, False)]
+    if lazily:
+        tiles = [FromDisk(Pixels(images), images.shape, images.dtype)]
+    with maps.watching(SIZE):
+        list(runner.predict([(tiles, 2)], SIZE, partial(maps.of, main_output)))
+    return [tuple(each) for each in maps.found]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("options", "lazily"),
+    [(StreamOptions((2, 2)), True), (StreamOptions((2, 3), norms="frozen", segments=2), False)],
+    ids=["lazy", "segments"],
+)
+def test_streamed_gradients_of_pixels_are_those_of_plain_autograd(
+    ranks: Ranks, count: int, options: StreamOptions, lazily: bool
+) -> None:
+    """Over the margins of tiles, those of other ranks too, and through statistics of the whole image."""
+    x = images_of_normed().requires_grad_()
+    logits = normed(options.norms)(x)
+    numbers = logits.argmax(1).tolist()
+    (gradient,) = torch.autograd.grad(logits.amax(1).sum(), [x])
+    total = F.avg_pool2d(F.pad(gradient.abs().sum(1), (0, -SIZE[1] % 32, 0, -SIZE[0] % 32)), 32)
+    area = F.avg_pool2d(F.pad(torch.ones(1, *SIZE, dtype=torch.float64), (0, -SIZE[1] % 32, 0, -SIZE[0] % 32)), 32)
+    for found in ranks(count).run(streamed, options, lazily):
+        for (values, side, number), plain, of in zip(found, total / area, numbers, strict=True):
+            assert (side, number) == (32, of)
+            assert torch.allclose(values, plain, rtol=1e-10, atol=1e-10 * float(plain.max()))

@@ -70,6 +70,20 @@ def test_later_ones_have_several_times_the_longest_pause_of_their_kind(clock: Cl
     assert work("step") == [TIMES * 160.0]
 
 
+def test_a_rank_that_waits_for_others_is_not_watched(clock: Clock) -> None:
+    """And its waiting counts for no kind of work."""
+    patient = Patience(3600.0)
+    for _ in range(2):
+        with patient.working("slide"):
+            clock.now += 150.0
+            patient.feed()
+            clock.now += 10.0
+        assert clock.limits[-1] == -1.0
+        clock.now += 3000.0
+    with patient.working("slide"):
+        assert clock.limits[-1] == TIMES * 150.0
+
+
 @pytest.mark.parametrize("pauses", [(), (5.0, 5000.0)])
 def test_without_a_limit_there_is_none(clock: Clock, pauses: Any) -> None:
     patient = Patience(0.0)

@@ -8,7 +8,7 @@ first stage    unit 0 .. unit k-1               |   unit k .. unit n-1
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,11 +17,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mpi4dl._progress import quietly
+from mpi4dl.comm import Refusal
+from mpi4dl.datasets import DatasetError
 from mpi4dl.geometry import BATCH, GridShape, Split, Tiling, even_cuts
 from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype
 from mpi4dl.parallel.pipeline.stage import Recipe, Stage
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.sharding import from_tiling
+from mpi4dl.parallel.spatial.tensor import SpatialTensor
 from mpi4dl.parallel.streaming.margins import CannotStream, PartProfile, StreamPlan, profile_with_margin
 from mpi4dl.parallel.streaming.norms import MODES, RunningNorms
 from mpi4dl.parallel.streaming.stream import Progress, Streaming
@@ -243,10 +246,37 @@ def _source(images: StreamedImages) -> Any:
     if not isinstance(source, Tensor):
         whole = torch.Size((samples.size, *source.shape[1:2], *images.size))
         return OwnSamples(source, samples.owned(grid.coordinates[BATCH]).start, whole)
-    if grid.size == 1:
+    if grid.size == 1 or isinstance(source, SpatialTensor):
         return source
-    cuts = (Split.at(even_cuts(pixels, n)) for pixels, n in zip(images.size, grid.shape.space, strict=True))
-    return from_tiling(source, grid, Tiling((samples, *cuts)))
+    return from_tiling(source, grid, _tiling(images))
+
+
+def _tiling(images: StreamedImages) -> Tiling:
+    """How the ranks cut the images."""
+    shape = images.grid.shape.space
+    cuts = (Split.at(even_cuts(pixels, n)) for pixels, n in zip(images.size, shape, strict=True))
+    return Tiling((images.samples, *cuts))
+
+
+def in_memory(images: StreamedImages) -> StreamedImages:
+    """The same images with this rank's part of their pixels in memory, as a tensor or SpatialTensor. Collective.
+
+    Raises:
+        Refusal: on all ranks, if an image cannot be read.
+    """
+    source, grid, problem = _source(images), images.grid, None
+    if isinstance(source, Tensor):
+        return replace(images, source=source)
+    pixels = torch.empty(0, dtype=source.dtype)
+    try:
+        pixels = source.read(_tiling(images).owned(grid.rank))
+    except DatasetError as error:
+        problem = error
+    for other in grid.comm.all_gather_object(problem):
+        if other is not None:
+            raise Refusal(str(other)) from other
+    found = replace(images, source=pixels)
+    return replace(found, source=_source(found))
 
 
 def choose_leading_part(

@@ -84,7 +84,7 @@ class Input:
         if isinstance(value, SpatialTensor):
             assert self._layout is not None
             total = narrow(total, value.layout.dims, self._layout.held, value.layout.held)
-        total.add_(gradient)
+        total.add_(gradient.to(total.device))
 
     def total(self) -> Tensor | None:
         """The sum of the gradients, of the shape of `values`, which is then forgotten; None if there were none."""
