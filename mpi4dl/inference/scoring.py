@@ -283,6 +283,7 @@ def judging_by(
     positive: str | None,
     patients: str,
     on_others: bool,
+    speaks: bool = True,
 ) -> Judging:
     """How predictions are judged; a rule for a threshold chooses it on the validation images of the run.
 
@@ -298,9 +299,9 @@ def judging_by(
             images, which = open_labelled(comm, model.config, model.about, None)
         else:
             images, which = open_slides_of_run(comm, model.config, model.about, model.folder, "val")
-        if comm.rank == 0:
+        if comm.rank == 0 and speaks:
             print(f"the threshold is chosen on {which}", flush=True)
-        found = score(model, images, resamples=0, level=0.95, speaks=True, judging=judging).thresholds
+        found = score(model, images, resamples=0, level=0.95, speaks=speaks, judging=judging).thresholds
     except Refusal as problem:
         raise Refusal(
             f"`threshold` {threshold} is chosen on the validation images of the run, never on others, and that failed: "

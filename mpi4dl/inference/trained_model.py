@@ -86,7 +86,7 @@ class TrainedModel(Predictor):
         others = self._others(images, asked.slides, asked.features)
         judging = judging_by(
             self.comm, str(self.source), self.chosen, asked.threshold, asked.positive, asked.patients,
-            on_others=others is not None or images is not None or asked.part not in (None, "val"),
+            on_others=others is not None or images is not None or asked.part not in (None, "val"), speaks=False,
         )  # fmt: skip
         model = self._framed(asked)
         if images is None or isinstance(images, str | Path):
