@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.loader import shuffled
 from mpi4dl.datasets.slides.geojson import polygons_of
+from mpi4dl.datasets.slides.slide import open_slide
 from mpi4dl.datasets.slides.tissue import tissue_cells
 from mpi4dl.engine import Engine
 from mpi4dl.evaluate import evaluate
@@ -37,9 +38,10 @@ from mpi4dl.plan import main as plan
 from mpi4dl.predict import predict
 from mpi4dl.train import train
 from mpi4dl.training.data import write_split
-from mpi4dl.viewer.reading import read_map
+from mpi4dl.viewer.reading import SlideReader, read_map
 from mpi4dl.viewer.results import read_results
 from tests.commands import losses_of
+from tests.datasets.slides.dicom import series
 from tests.pool.ranks import Ranks, RanksFailed
 from tests.short_runs import EXACT, write_mixed_cohort
 
@@ -389,6 +391,25 @@ def test_what_slides_are_refused(ranks: Ranks, cohort: Path, tmp_path: Path, mor
     argv = flags_of(cohort, tmp_path / "run", more)
     (found,) = ranks(1).run(refused, train, argv)
     assert message.replace("`", "") in found.replace("`", "").replace("--", ""), found
+
+
+def test_slides_in_dicom_are_trained_on_and_shown_as_their_originals(
+    ranks: Ranks, cohort: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "dicom"
+    for path in sorted(cohort.glob("slide_*")):
+        file = open_slide(path).file
+        levels = [image.read(*(Interval(0, side) for side in image.size)) for image, _ in file.levels]
+        series(folder / path.name.partition(".")[0], levels, file.mpp)  # type: ignore[arg-type]
+    text = (cohort / "slides.csv").read_text()
+    (folder / "slides.csv").write_text(re.sub(r"(slide_[0-9]+)[.a-z]+,", r"\1,", text))
+    for slides, run in ((cohort, "original"), (folder, "run")):
+        ranks(2).run(train, flags_of(slides, tmp_path / run, "--tiles 1x2 --max-steps 1 --eval-every none"))
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "original")
+    ranks(2).run(said, str(tmp_path / "run"), "--slides", str(folder), "--out", str(tmp_path / "out"))
+    shown = read_results(tmp_path / "out").slides
+    assert sorted(slide.name for slide in shown) == sorted(path.name for path in folder.iterdir() if path.is_dir())
+    assert all(slide.map is not None and SlideReader(shown).thumbnail(n) for n, slide in enumerate(shown))
 
 
 def test_a_slide_longer_than_asked_is_refused_with_what_fits(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ class ListedFiles:
     def _print(self, index: int) -> int | None:
         found = 0
         try:
-            for path in files_of(self.path(index)):
+            for path in files_at(self.path(index)):
                 with open_regular(path) as file:
                     last = max(0, os.fstat(file.fileno()).st_size - PROBE_BYTES)
                     for offset in sorted({0, last // 2, last}):
@@ -248,7 +248,7 @@ class ListedFiles:
         return found
 
 
-def files_of(path: Path) -> list[Path]:
+def files_at(path: Path) -> list[Path]:
     """The files of an image: one, or all of a slide that is a folder of DICOM. Raises OSError."""
     if not path.is_dir():
         return [path]
@@ -259,7 +259,7 @@ def num_bytes_of(path: Path) -> int:
     """The size of an image in bytes; UNKNOWN of what is no file. Raises OSError."""
     found = path.stat()
     if stat.S_ISDIR(found.st_mode):
-        return sum(each.stat().st_size for each in files_of(path))
+        return sum(each.stat().st_size for each in files_at(path))
     return found.st_size if stat.S_ISREG(found.st_mode) else UNKNOWN
 
 

@@ -16,7 +16,7 @@ from mpi4dl._progress import ProgressOfImages
 from mpi4dl._wording import counted, some
 from mpi4dl.comm import Refusal
 from mpi4dl.datasets.base import DatasetError, printable
-from mpi4dl.datasets.listed import ListedFiles
+from mpi4dl.datasets.listed import ListedFiles, files_at
 from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.engine import BatchOutputs
 from mpi4dl.inference.images import Coverage, seen_of
@@ -501,9 +501,9 @@ def _problem(record: Record) -> str:
 
 
 def _state_of(path: Path) -> tuple[int, int] | None:
-    """The size of a file, and when it was written."""
+    """The size of a file, or of all that are a slide, and when it was written."""
     try:
-        told = path.stat()
+        told = [each.stat() for each in files_at(path)]
     except OSError:  # which opening it will say
         return None
-    return told.st_size, told.st_mtime_ns
+    return sum(each.st_size for each in told), max((each.st_mtime_ns for each in told), default=0)

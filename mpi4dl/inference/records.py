@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl._files import lock, naming, open_regular, write_durably
+from mpi4dl.datasets.listed import files_at
 from mpi4dl.inference.masks import FOLDER as MASKS
 from mpi4dl.options.config import ConfigError
 from mpi4dl.runs.folder import finite
@@ -95,17 +96,20 @@ BLOCK_BYTES = 1 << 22
 def identity_of(path: Path) -> Record:
     """The identity of a file besides its name: its size, its time of writing, and a checksum of bytes from all over it.
 
-    Raises OSError.
+    Of a folder that is a slide it is that of all its files. Raises OSError.
     """
-    with open_regular(path) as file:
-        told, found = os.fstat(file.fileno()), 0
-        places = range(SAMPLES) if told.st_size > SAMPLED_BYTES * SAMPLES else ()
-        if not places:
-            found = zlib.crc32(file.read())
-        for number in places:
-            at = (told.st_size - SAMPLED_BYTES) * number // (SAMPLES - 1)
-            found = zlib.crc32(os.pread(file.fileno(), SAMPLED_BYTES, at), found)
-    return {"bytes": told.st_size, "mtime_ns": told.st_mtime_ns, "crc32": f"{found:08x}"}
+    num_bytes = written = found = 0
+    for each in files_at(path):
+        with open_regular(each) as file:
+            told = os.fstat(file.fileno())
+            num_bytes, written = num_bytes + told.st_size, max(written, told.st_mtime_ns)
+            places = range(SAMPLES) if told.st_size > SAMPLED_BYTES * SAMPLES else ()
+            if not places:
+                found = zlib.crc32(file.read(), found)
+            for number in places:
+                at = (told.st_size - SAMPLED_BYTES) * number // (SAMPLES - 1)
+                found = zlib.crc32(os.pread(file.fileno(), SAMPLED_BYTES, at), found)
+    return {"bytes": num_bytes, "mtime_ns": written, "crc32": f"{found:08x}"}
 
 
 def is_same_file(before: Any, path: Path) -> bool:

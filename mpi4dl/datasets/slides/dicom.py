@@ -22,7 +22,7 @@ from mpi4dl._files import open_regular
 from mpi4dl._wording import counted, some, to_install
 from mpi4dl.datasets.base import BadImage, DatasetError
 from mpi4dl.datasets.files import DICOM, blaming
-from mpi4dl.datasets.listed import files_of
+from mpi4dl.datasets.listed import files_at
 from mpi4dl.geometry import ceil_div
 
 WHOLE_SLIDE = "1.2.840.10008.5.1.4.1.1.77.1.6"  # VL Whole Slide Microscopy Image Storage
@@ -140,7 +140,7 @@ def _instances(paths: Sequence[Path]) -> tuple[list[Instance], list[BadImage]]:
 def _of(folder: Path) -> list[Path]:
     """The DICOM files in a folder. Raises BadImage if it cannot be read."""
     with blaming(folder):
-        return files_of(folder)
+        return files_at(folder)
 
 
 def _main(instances: Sequence[Instance]) -> Instance:
