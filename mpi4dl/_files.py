@@ -8,12 +8,16 @@ import os
 import stat
 import time
 import uuid
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedIOBase
 from pathlib import Path
 from typing import BinaryIO
 
 LOCK = ".lock"
+BLOCK_BYTES = 1 << 20  # that are read at once
+ZIP_MAGIC = b"PK\x03\x04"
 LOCK_SECONDS = 10.0  # for the ranks of a job that was killed to be gone
 POLL_SECONDS = 0.05
 LEFT_SECONDS = 86_400.0  # after which nobody writes a temporary file any more
@@ -33,6 +37,38 @@ def read_regular(path: Path) -> bytes:
     """All of a file. Raises OSError as `open_regular` does."""
     with open_regular(path) as file:
         return file.read()
+
+
+def read_at_most(file: BinaryIO | BufferedIOBase, most: int) -> bytes:
+    """What is left of a file, or the first `most` bytes and one more, in memory for what there is alone."""
+    blocks, left = [], most + 1
+    while left and (block := file.read(min(left, BLOCK_BYTES))):
+        blocks.append(block)
+        left -= len(block)
+    return b"".join(blocks)
+
+
+def is_stored_zip(path: Path) -> bool:
+    """Whether a file is a zip archive, as torch.save writes it: nothing in there is compressed.
+
+    A small archive of compressed files may unpack to more than memory holds. Raises ValueError for such a one, and for
+    a damaged one; and OSError.
+    """
+    with open_regular(path) as file:
+        if file.read(len(ZIP_MAGIC)) != ZIP_MAGIC:
+            return False
+        try:
+            with zipfile.ZipFile(file) as archive:
+                packed = [each for each in archive.infolist() if each.compress_type != zipfile.ZIP_STORED]
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, RuntimeError) as error:
+            raise ValueError(f"is damaged or cut off: {error}") from error
+    if packed:
+        few, many = (sum(sizes) for sizes in zip(*((p.compress_size, p.file_size) for p in packed), strict=True))
+        raise ValueError(
+            f"is compressed, {few / 2**20:,.1f} MiB that unpack to {many / 2**20:,.1f} MiB, and torch.save compresses "
+            "nothing: if you trust it, load it in PyTorch and save it again"
+        )
+    return True
 
 
 class Replacement:

@@ -7,7 +7,6 @@ the first holder of each stage, or part      its elements, which the others that
 import pickle
 import re
 import struct
-import zipfile
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -21,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mpi4dl._files import is_stored_zip
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl._wording import counted, to_install
 from mpi4dl.checkpoints.json_values import Damaged
@@ -122,8 +122,12 @@ def _of_safetensors(path: Path) -> WeightSource:
 
 def _of_pickle(path: Path) -> WeightSource:
     try:
+        archive = is_stored_zip(path)
+    except ValueError as error:
+        raise ValueError(f"`weights` {path} {error}") from None
+    try:
         with torch.serialization.safe_globals([Namespace]):
-            whole = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            whole = torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
     except pickle.UnpicklingError as error:
         foreign = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = (

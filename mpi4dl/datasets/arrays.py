@@ -15,6 +15,7 @@ import numpy.typing as npt
 from mpi4dl._files import open_regular
 from mpi4dl.datasets.base import DatasetError, Image, Pixels, WholeImage, unit_values
 from mpi4dl.datasets.colour import bytes_of
+from mpi4dl.datasets.files import check_unpacked
 from mpi4dl.geometry import Interval
 
 NPZ_LAYOUT = "expected arrays x_train, y_train, x_test, y_test, or x, y"
@@ -84,9 +85,15 @@ def _arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
     try:
         # NumPy leaves a damaged file open where it opened it itself.
         with open_regular(path) as stream, np.load(stream, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files if name in _NAMES}
+            names = [name for name in file.files if name in _NAMES]
+            check_unpacked(path, file, names)
+            return {name: file[name] for name in names}
     except FileNotFoundError as error:
         raise DatasetError(f"{path}: no such file; {NPZ_LAYOUT}") from error
+    except DatasetError:
+        raise
+    except MemoryError as error:
+        raise DatasetError(f"{path}: needs more memory than there is: it is damaged, or too large") from error
     except (OSError, ValueError, EOFError, KeyError, TypeError, zlib.error, zipfile.BadZipFile) as error:
         raise DatasetError(f"{path}: is no readable .npz file, it is damaged or something else: {error}") from error
 

@@ -1,15 +1,18 @@
 """Which reader opens an image file; whatever a reader stumbles over becomes one kind of error here."""
 
+import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
 
 from mpi4dl._files import open_regular
+from mpi4dl._wording import mebibytes
 from mpi4dl.datasets import tiff
 from mpi4dl.datasets.base import BadImage, DatasetError, Image, Pixels, Values
 from mpi4dl.datasets.colour import TAG, rgb_of_pillow, upright
@@ -119,6 +122,22 @@ class _ImageFile:
                 asked = " x ".join(map(str, space))
                 raise BadImage(self._path, f"gives {pixels.dtype} pixels of shape {pixels.shape} for {asked}")
         return pixels
+
+
+def check_unpacked(path: Path, archive: Any, names: Collection[str]) -> None:
+    """Raise BadImage if these arrays of an open .npz file unpack to more than the memory of this machine."""
+    members = [each for each in archive.zip.infolist() if each.filename.removesuffix(".npy") in names]
+    unpacked, memory = sum(each.file_size for each in members), _memory_bytes()
+    if unpacked > memory:
+        raise BadImage(
+            path,
+            f"unpacks to {mebibytes(unpacked)}, more than the {mebibytes(memory)} of memory here: it is damaged, or "
+            "write its arrays as .npy, of which parts can be read",
+        )
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @contextmanager

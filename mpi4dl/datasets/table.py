@@ -34,12 +34,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpi4dl._files import open_regular
+from mpi4dl._files import open_regular, read_at_most
 from mpi4dl.datasets.base import DatasetError
 from mpi4dl.datasets.labels import FORMS, SURVIVAL
 from mpi4dl.datasets.listed import TEST, TRAINING, VALIDATION
 
 TABLE = "labels.csv"
+MOST_BYTES = 1 << 29  # of a table, which is read as a whole
 FILE_COLUMNS = ("file", "filename", "file_name", "image", "path")
 NAME_COLUMNS = ("slide_id", "slide", "image_id")  # of file names too, in a table that has none of the former
 CLASS_COLUMNS = ("class", "label")
@@ -132,9 +133,14 @@ def _decoded(path: Path) -> str:
     """The text of a table. Raises DatasetError."""
     try:
         with open_regular(path) as file:
-            content = file.read()
+            content = read_at_most(file, MOST_BYTES)
     except OSError as error:
         raise DatasetError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if len(content) > MOST_BYTES:
+        raise DatasetError(
+            f"{path}: has more than {MOST_BYTES >> 20} MiB, but a table has a short line for each sample: leave out "
+            "other columns, or divide it"
+        )
     encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     try:
         text = content.decode(encoding)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from mpi4dl._files import open_regular
 from mpi4dl._wording import to_install
 from mpi4dl.datasets.base import BadImage, DatasetError, Values, unit_values
-from mpi4dl.datasets.files import blaming
+from mpi4dl.datasets.files import blaming, check_unpacked
 from mpi4dl.geometry import Interval
 
 AXES = 3
@@ -114,6 +114,7 @@ def _open_npz(path: Path) -> Opened:
     with open_regular(path) as stream, np.load(stream, allow_pickle=False) as file:
         if len(file.files) != 1:
             raise BadImage(path, f"has {len(file.files)} arrays, {', '.join(file.files[:4])}: expected one, the volume")
+        check_unpacked(path, file, file.files)
         array = file[file.files[0]]
     return Opened(array.shape, array.__getitem__, array.dtype)
 

@@ -1,5 +1,7 @@
 """Weights that others wrote: what matches is taken, on every rank its part, and the rest is named."""
 
+import tracemalloc
+import zipfile
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
@@ -15,6 +17,8 @@ from mpi4dl._torchvision import import_torchvision
 from mpi4dl.checkpoints.checkpoints import Checkpoints
 from mpi4dl.checkpoints.weights import load_weights, match, not_finite, open_weights
 from mpi4dl.comm import Communicator, Refusal, world
+from mpi4dl.datasets.base import BadImage
+from mpi4dl.datasets.slides.features import open_bag
 from mpi4dl.engine import Engine
 from mpi4dl.models import build
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
@@ -129,6 +133,24 @@ def test_forms_of_files(tmp_path: Path, old: bool) -> None:
         assert found.pairs == {name: name for name in state}
         assert not [*found.problems()]
         assert all(torch.equal(stored.read(name), value) for name, value in state.items())
+
+
+def test_a_compressed_archive_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    path, stored = tmp_path / "w.pt", tmp_path / "stored.pt"
+    torch.save({"a": torch.ones(3)}, stored)
+    with zipfile.ZipFile(stored) as archive, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in archive.namelist():
+            packed.writestr(name, archive.read(name) + bytes(1 << 26) * name.endswith("data.pkl"))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"w\.pt is compressed, .* MiB that unpack to 64\.0 MiB"):
+        open_weights(str(path))
+    with pytest.raises(BadImage, match=r"w\.pt: is compressed"):
+        open_bag(path)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 25
+    tracemalloc.stop()
+    stored.write_bytes(stored.read_bytes()[:-30])
+    with pytest.raises(ValueError, match=r"stored\.pt is damaged or cut off"):
+        open_weights(str(stored))
 
 
 def test_names_that_begin_otherwise() -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import struct
 import warnings
+import zipfile
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -393,7 +394,17 @@ def _quantized(shape: tuple[int, ...]) -> torch.Tensor:
         return torch.quantize_per_tensor(torch.ones(shape), 0.1, 0, torch.qint8)
 
 
+def _compressed(path: Path) -> None:
+    """What torch.save wrote, packed once more, with 128 MiB of zeros in it."""
+    stored = path.with_suffix(".stored")
+    torch.save({"a": torch.ones(4, 4)}, stored)
+    with zipfile.ZipFile(stored) as archive, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in archive.namelist():
+            packed.writestr(name, archive.read(name) + bytes(1 << 27) * name.endswith("data.pkl"))
+
+
 ODD_WEIGHTS: dict[str, Write] = {
+    "compressed": _compressed,
     "code": _saved(_Runs),
     "code in a dict": _saved(lambda: {"a": torch.ones(2), "b": _Runs()}),
     "bytes": _saved(_Bytes),
@@ -414,7 +425,7 @@ ODD_WEIGHTS: dict[str, Write] = {
     "bool": _saved(lambda: {"a": torch.ones(3, dtype=torch.bool)}),
 }
 ODD_TENSORS: dict[str, Write] = {
-    **{name: ODD_WEIGHTS[name] for name in ("code", "bytes", "itself", "a number", "a list", "empty")},
+    **{name: ODD_WEIGHTS[name] for name in ("code", "compressed", "bytes", "itself", "a number", "a list", "empty")},
     "sparse": _saved(lambda: torch.eye(4).to_sparse()),
     "meta": _saved(lambda: torch.ones(4, 4, device="meta")),
     "quantized": _saved(lambda: _quantized((4, 4))),

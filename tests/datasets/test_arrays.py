@@ -7,6 +7,7 @@ import pytest
 
 from mpi4dl.datasets import DatasetError
 from mpi4dl.datasets.arrays import load_npz
+from mpi4dl.datasets.volumes import open_volume
 from tests.datasets.boxes import whole
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (6, 5, 7, 3), np.uint8)
@@ -82,6 +83,18 @@ def test_arrays_that_cannot_be(tmp_path, arrays, message):
 def test_no_such_file(tmp_path):
     with pytest.raises(DatasetError, match=r"a\.npz: no such file; expected arrays"):
         load_npz(tmp_path / "a.npz")
+
+
+def test_arrays_larger_than_memory(tmp_path, monkeypatch):
+    """A small file may unpack to any size."""
+    monkeypatch.setattr("mpi4dl.datasets.files._memory_bytes", lambda: 1 << 20)
+    path = save(tmp_path, x=np.zeros((1000, 40, 40), np.uint8), y=np.zeros(1000, int))
+    assert path.stat().st_size < 1 << 14
+    with pytest.raises(DatasetError, match=r"a\.npz: unpacks to 1\.5 MiB, more than the 1\.0 MiB of memory here"):
+        load_npz(path)
+    np.savez_compressed(path, x=np.zeros((200, 100, 100), np.uint8))
+    with pytest.raises(DatasetError, match=r"a\.npz: unpacks to 1\.9 MiB"):
+        open_volume(path)
 
 
 @pytest.mark.parametrize("kept", [0, 0.5, 0.9])

@@ -57,6 +57,13 @@ def test_columns_tell_the_task(images, text, task, found, classes, labels):
     assert folder.image(0).size == (4, 5)
 
 
+def test_a_table_longer_than_any_is_not_read(images, monkeypatch):
+    monkeypatch.setattr("mpi4dl.datasets.table.MOST_BYTES", 1 << 20)
+    write(images, "file,grade\n" + "a/1.png,low\n" * 100_000)
+    with pytest.raises(DatasetError, match=r"labels\.csv: has more than 1 MiB"):
+        LabelledFolder(images)
+
+
 def test_a_column_says_which_images_are_for_what(images):
     write(images, "file,split,age\na/1.png,Train,1\na/2.png,test,2\nb/1.png,val,3\nb/3.jpg,trn,4\n")
     training, validation = datasets.open(images)

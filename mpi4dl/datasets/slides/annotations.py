@@ -10,6 +10,7 @@ row is computed in coordinates of the slide. So a pixel has the same class in ev
 import gzip
 import json
 import math
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from xml.parsers import expat
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._files import open_regular
+from mpi4dl._files import open_regular, read_at_most
 from mpi4dl.datasets.base import BadImage
 from mpi4dl.datasets.masks import PICTURES, Mask
 from mpi4dl.datasets.slides.slide import Slide
@@ -39,6 +40,7 @@ MASK_ROWS_AT_ONCE = 1 << 24  # pixels of a picture that are decoded at once
 SAME_PROPORTIONS = 0.02
 IGNORED_CLASS = "Ignore*"  # of QuPath
 NO_CLASS = ("", "none")  # of ASAP
+_SPACE = re.compile(r"[ \t\n\r]*")
 _LINES = ("Point", "MultiPoint", "LineString", "MultiLineString")
 _MARKS = ("Dot", "PointSet", "Measurement", "Polyline", "Line", "Arrow")  # of ASAP, that have no area
 
@@ -104,9 +106,9 @@ def _content(path: Path) -> bytes:
         with open_regular(path) as file:
             if path.name.lower().endswith(".gz"):
                 with gzip.GzipFile(fileobj=file) as packed:
-                    content = packed.read(MOST_BYTES + 1)
+                    content = read_at_most(packed, MOST_BYTES)
             else:
-                content = file.read(MOST_BYTES + 1)
+                content = read_at_most(file, MOST_BYTES)
     except (OSError, EOFError, zlib.error) as error:
         raise BadImage(path, f"cannot be read: {error}") from error
     if len(content) > MOST_BYTES:
@@ -119,20 +121,95 @@ def _content(path: Path) -> bytes:
 # GeoJSON: a FeatureCollection, a list of features as QuPath writes it, one feature, or a geometry.
 
 
-def _read_geojson(content: bytes) -> Iterator[Region]:
-    def refuse(word: str) -> float:
-        raise _Wrong(f"has {word} for a number")
+class _Json:
+    """A text of JSON, whose values are read one after the other, so that never all are Python objects at once."""
 
+    def __init__(self, text: str) -> None:
+        self._text, self._at = text, 0
+        self._decode = json.JSONDecoder(parse_constant=_refuse).raw_decode
+
+    def next(self) -> str:
+        """The character that comes next, which is not read; empty at the end."""
+        found = _SPACE.match(self._text, self._at)
+        self._at = found.end() if found else self._at
+        return self._text[self._at : self._at + 1]
+
+    def take(self, *expected: str) -> str:
+        """Read a character. Raises JSONDecodeError for one that is not expected."""
+        found = self.next()
+        if not found or found not in expected:
+            raise json.JSONDecodeError(f"expecting {' or '.join(expected)}", self._text, self._at)
+        self._at += 1
+        return found
+
+    def value(self) -> Any:
+        self.next()
+        found, self._at = self._decode(self._text, self._at)
+        return found
+
+    def items(self) -> Iterator[Any]:
+        """The values of a list."""
+        self.take("[")
+        more = self.next() != "]"
+        while more:
+            yield self.value()
+            more = self.next() != "]"
+            if more:
+                self.take(",")
+        self.take("]")
+
+    def end(self) -> None:
+        if self.next():
+            raise json.JSONDecodeError("extra data", self._text, self._at)
+
+
+def _refuse(word: str) -> float:
+    raise _Wrong(f"has {word} for a number")
+
+
+def _features_in(text: str) -> Iterator[Any]:
+    """The features of a text of GeoJSON."""
+    found = _Json(text)
+    if found.next() == "[":
+        yield from found.items()
+    elif found.next() == "{":
+        found.take("{")
+        others: dict[str, Any] = {}
+        are_listed, more = False, found.next() != "}"
+        while more:
+            if found.next() != '"':
+                found.take('"')
+            name = found.value()
+            found.take(":")
+            if name == "features" and found.next() == "[":
+                are_listed = True
+                yield from found.items()
+            else:
+                others[name] = found.value()
+            more = found.next() != "}"
+            if more:
+                found.take(",")
+        found.take("}")
+        if "features" in others:
+            raise _Wrong(f"has {_short(others['features'])} where a list of features is expected")
+        if not are_listed:
+            yield others
+    else:
+        raise _Wrong(f"has {_short(found.value())} where a list of features is expected")
+    found.end()
+
+
+def _read_geojson(content: bytes) -> Iterator[Region]:
     try:
-        found = json.loads(content.decode("utf-8-sig"), parse_constant=refuse)
+        yield from _regions_of(content.decode("utf-8-sig"))
     except json.JSONDecodeError as error:
         raise _Wrong(f"is no JSON, it is truncated or damaged: line {error.lineno}, {error.msg}") from error
     except UnicodeDecodeError as error:
         raise _Wrong(f"is no text in UTF-8: {error.reason} at byte {error.start}") from error
-    features = found.get("features", [found]) if isinstance(found, dict) else found
-    if not isinstance(features, list):
-        raise _Wrong(f"has {_short(features)} where a list of features is expected")
-    for number, feature in enumerate(features, 1):
+
+
+def _regions_of(text: str) -> Iterator[Region]:
+    for number, feature in enumerate(_features_in(text), 1):
         where = f"feature {number}"
         if not isinstance(feature, dict):
             raise _Wrong(f"has {_short(feature)} as {where}")

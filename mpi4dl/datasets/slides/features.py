@@ -11,7 +11,6 @@ read as an image of one row, whose pixels are the patches, and whose channels ar
 """
 
 import json
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -22,10 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._files import Replacement, open_regular
+from mpi4dl._files import Replacement, is_stored_zip, open_regular
 from mpi4dl._wording import to_install
 from mpi4dl.datasets.base import BadImage, DatasetError
-from mpi4dl.datasets.files import WHOLE_SLIDES
+from mpi4dl.datasets.files import WHOLE_SLIDES, blaming
 from mpi4dl.datasets.listed import files_below
 from mpi4dl.datasets.reader_process import ask
 from mpi4dl.datasets.slides.annotations import FARTHEST
@@ -241,9 +240,13 @@ def _pickled(path: Path) -> npt.NDArray[np.float32]:
     """The tensor in a file of torch.save, without running what is in it. Raises BadImage."""
     import torch
 
+    with blaming(path):
+        try:
+            archive = is_stored_zip(path)
+        except ValueError as error:
+            raise BadImage(path, str(error)) from error
     try:
-        with open_regular(path):
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
     except MemoryError as error:
         raise BadImage(path, "has more features than memory holds: it is damaged, or too large") from error
     except Exception as error:  # a damaged pickle stumbles in many ways

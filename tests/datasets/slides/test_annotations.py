@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,25 @@ def test_masks_are_those_of_scikit_image_in_any_box(
                 assert np.array_equal(mask.read(rows, cols), whole[top : rows.stop, left : cols.stop])
 
 
+def test_features_are_read_one_after_the_other(tmp_path: Path) -> None:
+    """Of all layouts of GeoJSON, and without all of them as Python objects: these take seven times the file's size."""
+    indented = json.dumps({"bbox": [1, 2], "features": FEATURES[:2], "type": "FeatureCollection"}, indent=2)
+    for content in (FEATURES[:2], indented, f"\ufeff \n{indented}\r\n"):
+        assert len(read_annotations(written(tmp_path, content)).regions) == 3
+    for content in (FEATURES[0], FEATURES[0]["geometry"]):
+        assert len(read_annotations(written(tmp_path, content)).regions) == 1
+    for content in ("[]", '{"features": []}'):
+        assert not read_annotations(written(tmp_path, content)).regions
+    ring = [[1000.25 + n, 2000.75 + n % 7] for n in range(400)]
+    feature = {"type": "Feature", "geometry": {"type": "Polygon", "coordinates": [ring]}}
+    path = written(tmp_path, [feature] * 400)
+    tracemalloc.start()
+    read_annotations(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * path.stat().st_size
+
+
 def test_areas_and_places_are_those_of_shapely(tmp_path: Path) -> None:
     shapely = pytest.importorskip("shapely")
     found = read_annotations(written(tmp_path, FEATURES))
@@ -162,6 +182,9 @@ DAMAGED: dict[str, tuple[str, Any, str]] = {
     "NaN": ("a.geojson", feature_with([[[0, 0], [math.nan, 0], [5, 5]]]), "NaN"),
     "infinity": ("a.geojson", PLACES % "1e999", "feature 1"),
     "nested": ("a.geojson", b"[" * 100_000, "nested"),
+    "a comma more": ("a.geojson", json.dumps(FEATURES).encode()[:-1] + b",]", "truncated or damaged"),
+    "no comma": ("a.geojson", b'{"type": "FeatureCollection" "features": []}', "truncated or damaged"),
+    "text behind": ("a.geojson", json.dumps(FEATURES).encode() + b" x", "extra data"),
     "packed": ("a.geojson.gz", None, "cannot be read"),
     "truncated xml": ("a.xml", ASAP.encode()[:400], "truncated or damaged"),
     "another xml": ("a.xml", b"<Annotations/>", "ASAP_Annotations"),
