@@ -45,10 +45,12 @@ class Comparison:
     @cached_property
     def differences(self) -> tuple[Differences, ...]:
         """Those of slides and of patients, or of images; empty of masks, and where outputs are not numbers."""
-        pairs = zip(self.first.levels, self.second.levels, strict=False)
+        num_levels = len([*self._levels()])
+        pairs = zip(self.first.levels[:num_levels], self.second.levels, strict=False)
         return tuple(_differences(one, two) for one, two in pairs if one.names == two.names)
 
     def _levels(self) -> Iterator[tuple[str, Mapping[str, Measured], Mapping[str, Measured]]]:
+        """The metrics by each level: by patient, too, if a patient has several slides."""
         yield self.first.what, self.first.metrics, self.second.metrics
         one, two = self.first.patients, self.second.patients
         if one is not None and two is not None and one.count < self.first.count:

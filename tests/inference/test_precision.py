@@ -10,12 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
 import mpi4dl
 from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.evaluate import evaluate
+from mpi4dl.inference.comparing import Comparison
 from mpi4dl.inference.quantization import rounded, weights_of_layers
+from mpi4dl.inference.samples import Judging, Samples
+from mpi4dl.inference.scoring import Scores, scores_of
+from mpi4dl.tasks.task import TASKS
 from tests.inference.cases import CLASSES, shown, train_nothing, write_images
 from tests.pool.ranks import Ranks
 
@@ -91,6 +96,33 @@ def test_weights_of_all_kinds_of_layers() -> None:
     line = model["line"].weight.detach()
     assert torch.allclose(rounded(line), torch.stack([nearest(row) for row in line]), atol=1e-7)
     assert torch.equal(rounded(torch.zeros(2, 3)), torch.zeros(2, 3))
+
+
+def test_two_precisions_by_slide_and_by_patient() -> None:
+    """Two slides of one patient differ in opposite directions, and so the patient hardly does."""
+    task, classes, patients = TASKS["classify"](2, None, {}), ("normal", "tumour"), ("p", "p", "q", "r")
+    targets = torch.tensor([1, 1, 0, 0])
+
+    def scores(*probabilities: float) -> Scores:
+        outputs = torch.tensor([[1 - p, p] for p in probabilities], dtype=torch.float64)
+        samples = Samples("slide", task, classes, ("a", "b", "c", "d"), patients, outputs, targets)
+        kept: dict[str, Any] = {"records": (), "bad": {}, "count": 4, "remarks": ()}
+        return scores_of(samples, Judging(), 0, 0.95, **kept)
+
+    found = Comparison(("int8", "fp32"), scores(0.9, 0.42, 0.3, 0.6), scores(0.8, 0.5, 0.25, 0.6))
+    told = found.as_json()
+    assert told["largest_difference"] == {"slide": pytest.approx(0.1), "patient": pytest.approx(0.05)}
+    assert told["changed_predictions"] == {"slide": 0, "patient": 0}
+    for level, place in (("slide", [0.9, 0.42, 0.3, 0.6]), ("patient", [0.66, 0.3, 0.6])):
+        true = [1, 1, 0, 0] if level == "slide" else [1, 0, 0]
+        assert told["metrics"][level]["auc"]["int8"] == pytest.approx(roc_auc_score(true, place))
+    lines = [*found.lines()]
+    assert lines[0] == "by slide:"
+    assert next(line for line in lines if line.startswith("probabilities")).startswith(
+        "probabilities by slide differ by 0.1 at most (a), by 0.0575 on average"
+    )
+    rows = [*csv.DictReader(StringIO(found.table().decode()))]
+    assert [float(row["probability tumour fp32"]) for row in rows] == [0.8, 0.5, 0.25, 0.6]
 
 
 def told(comm: Communicator, *argv: str) -> str:
