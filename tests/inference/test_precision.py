@@ -17,11 +17,13 @@ import mpi4dl
 from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.evaluate import evaluate
 from mpi4dl.inference.comparing import Comparison
-from mpi4dl.inference.quantization import rounded, weights_of_layers
+from mpi4dl.inference.quantization import round_weights, rounded, weights_of_layers
 from mpi4dl.inference.samples import Judging, Samples
 from mpi4dl.inference.scoring import Scores, scores_of
+from mpi4dl.parallel.pipeline.local_stages import LocalStages
+from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.task import TASKS
-from tests.inference.cases import CLASSES, shown, train_nothing, write_images
+from tests.inference.cases import CLASSES, SIZE, shown, train_nothing, write_images
 from tests.pool.ranks import Ranks
 
 MOST = 127
@@ -72,6 +74,25 @@ def test_int8_is_plain_pytorch_with_rounded_weights(
             whole, eight = (each(shown(path)).softmax(1)[0] for each in (model, quantized(model)))
             assert found[name] == pytest.approx(eight.tolist(), abs=1e-5)
             assert (whole - eight).abs().max() > 1e-3
+
+
+def refused(comm: Communicator, run: Path, options: dict[str, Any]) -> str:
+    with pytest.raises(Refusal) as caught:
+        mpi4dl.TrainedModel(run, comm=comm, precision="int8", **options)
+    return str(caught.value)
+
+
+def poolings(num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3), nn.Flatten())
+
+
+def test_what_int8_is_refused_for(ranks: Ranks, tmp_path: Path) -> None:
+    vit = {"image_size": list(SIZE), "patch": 8, "hidden": 8, "num_layers": 1, "num_heads": 2}
+    train_nothing(tmp_path / "vit", model="vit", model_options=vit)
+    assert all("`tensor`" in each for each in ranks(2).run(refused, tmp_path / "vit", {"tensor": 2}))
+    held = LocalStages.whole(poolings(3), Plan.of(tiles=((1, 1),)), world())
+    with pytest.raises(Refusal, match="the model has none"):
+        round_weights(held, poolings(3))
 
 
 def test_weights_of_all_kinds_of_layers() -> None:
