@@ -28,13 +28,15 @@ from tests.short_runs import write_mixed_cohort
 
 VARIED = (
     "--flip all --rotate quarter --rotate-degrees 15 --scale 0.9,1.1 --stain-jitter 0.1 --jitter 0.2 "
-    "--stain-norm macenko"
+    "--augment RandomPosterize(bits=5),ColorJitter(hue=0.05) --stain-norm macenko"
 )
 COMMON = (
     "--mpp 1 --model small_resnet --model-options num_filters=4 --num-workers 1 --val-fraction 0.34 --optimizer SGD "
     "--lr 0.0001 --lr-schedule constant --log-interval 1 --no-tensorboard --seed 3 --eval-every none --batch-size 1"
 )
 PATCHES = "--patches 64 --patches-at-once 32 --stream-norm running"
+
+IN_PATCHES = "--mpp 2 --patches 32 --augment RandomPosterize(bits=5),GaussianBlur(3),RandomPerspective"
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,7 @@ def flags_of(cohort: Path, folder: Path, more: str) -> list[str]:
 @pytest.mark.parametrize(
     ("alone", "shared"),
     [
-        (f"{PATCHES} --mpp 2 --patches 32", f"{PATCHES} --mpp 2 --patches 32 --tiles 1x2"),
+        (f"{PATCHES} {IN_PATCHES}", f"{PATCHES} {IN_PATCHES} --tiles 1x2"),
         pytest.param(PATCHES, f"{PATCHES} --tiles 1x2", marks=pytest.mark.exhaustive),
         ("--mpp 2", "--mpp 2 --tiles 1x2 --stream 2x2"),
         pytest.param("", "--tiles 1x2", marks=pytest.mark.exhaustive),

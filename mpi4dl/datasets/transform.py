@@ -1,7 +1,7 @@
 """How a sample becomes an image of the training size: resized or cropped, varied, and by a transform of the user's.
 
     a box of the frame -> resized or cropped -> turned a little and scaled -> flipped -> turned -> stains varied
-    -> a transform of the user's -> saturation, contrast, brightness -> normalised
+    -> a transform of the user's -> transforms by name -> saturation, contrast, brightness -> normalised
 
 Slides are normalised to a reference stain before, where they are read. Masks go the same way up to the turn.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import ceil, floor
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from mpi4dl.datasets.colour import WHITE
 from mpi4dl.datasets.randomness import DatasetRandomness
 from mpi4dl.datasets.stains import stain_variation
 from mpi4dl.geometry import Interval, ceil_div
+
+if TYPE_CHECKING:
+    from mpi4dl.datasets.named import NamedTransform
 
 # Make an image of any size fill a frame of the training size, by cropping or by resizing, one box at a time.
 #
@@ -290,7 +293,7 @@ class View:
 
     Volumes have a size of three numbers, the depth first, sequences one. `mean` and `std` are of values between 0 and
     1: of bytes over 255, of other integers over the largest of their type, of floating point as it is. `transform` is
-    what the user does to pixels before.
+    what the user does to pixels before, and `augment` are transforms by name of training images.
 
     `fit` says how an image, of whatever format, fills it: "resize" to exactly this size, or "crop" a window of this
     size (padded where the image is smaller, pictures with white, others with 0), or "pad", where the image begins at
@@ -311,6 +314,7 @@ class View:
     std: tuple[float, ...] = IMAGENET_STD
     transform: Pointwise | None = None
     patch: int | None = None
+    augment: tuple["NamedTransform", ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.size) < 1:
@@ -351,7 +355,10 @@ class View:
             BadImage: the file cannot be decoded.
             ValueError: the box lies outside the frame, or mean and std are for another number of channels.
         """
-        pixels, variation = self.pixels(image, *space, variation=variation), variation or Variation()
+        variation = variation or Variation()
+        named = self.augment if variation.key else ()
+        read = space if all(each.pointwise for each in named) else self._units(space)
+        pixels = self.pixels(image, *read, variation=variation)
         if variation.stains:
             if pixels.dtype != np.uint8 or pixels.shape[-1] != 3:
                 raise ValueError(
@@ -361,6 +368,10 @@ class View:
             pixels = stain_variation(variation.stains)(pixels)  # type: ignore[arg-type]
         if self.transform is not None:
             pixels = self.transform(pixels, variation.key)
+        for number, each in enumerate(named):
+            pixels = self._named(each, number, pixels, read, variation.key)
+        if read != space:
+            pixels = pixels[_within(space, read)]
         if pixels.shape[-1] != len(self.mean):
             raise ValueError(f"mean={self.mean} is for {len(self.mean)} channels, the image has {pixels.shape[-1]}")
         planes, top = vary_colour(pixels, variation, self.mean, out), 255.0 if pixels.dtype == np.uint8 else 1.0
@@ -382,13 +393,31 @@ class View:
         if self.patch is None:
             upright = replace(self, size=_swapped(self.size))
             return upright._flipped(image, _swapped(space), variation).swapaxes(-2, -3)
-        wider = [
+        wider = self._units(space)
+        return _transposed_patches(self._flipped(image, wider, variation), self.patch)[_within(space, wider)]
+
+    def _units(self, space: Sequence[Interval]) -> tuple[Interval, ...]:
+        """The whole patches that a box touches, or the whole frame if there are none."""
+        if self.patch is None:
+            return tuple(Interval(0, size) for size in self.size)
+        return tuple(
             Interval(each.start // self.patch * self.patch, min(ceil_div(each.stop, self.patch) * self.patch, size))
             for each, size in zip(space, self.size, strict=True)
-        ]
-        turned = _transposed_patches(self._flipped(image, wider, variation), self.patch)
-        inside = (slice(own.start - of.start, own.stop - of.start) for own, of in zip(space, wider, strict=True))
-        return turned[tuple(inside)]
+        )
+
+    def _named(
+        self, transform: "NamedTransform", number: int, pixels: Values, space: Sequence[Interval], key: tuple[int, ...]
+    ) -> Values:
+        """A box as a transform by name makes it: each pixel by itself, or each whole patch, which draws for itself."""
+        if transform.pointwise or self.patch is None:
+            return transform(pixels, key, number)
+        made = np.empty_like(pixels)
+        for top in range(0, pixels.shape[0], self.patch):
+            for left in range(0, pixels.shape[1], self.patch):
+                place = ((space[0].start + top) // self.patch, (space[1].start + left) // self.patch)
+                unit = np.s_[top : top + self.patch, left : left + self.patch]
+                made[unit] = transform(pixels[unit], (*key, *place), number)
+        return made
 
     def _flipped(self, image: Image, space: Sequence[Interval], variation: Variation) -> Values:
         """A box of the fitted and flipped image, before rows and columns are swapped."""
@@ -524,6 +553,11 @@ class _Resized:
             return resize(self._image, self._frames, space)
         pixel = resize(self._image, self._frames, [Interval(0, 1)] * len(space))
         return np.empty((*(interval.length for interval in space), pixel.shape[-1]), pixel.dtype)
+
+
+def _within(space: Sequence[Interval], of: Sequence[Interval]) -> tuple[slice, ...]:
+    """Where a box lies in a larger one."""
+    return tuple(slice(own.start - all.start, own.stop - all.start) for own, all in zip(space, of, strict=True))
 
 
 def _swapped(sides: Sequence[Any]) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ from mpi4dl.options.kinds import (
     AUTO,
     BOOLEAN,
     BYTES,
+    CALLS,
     COUNT,
     COUNT_OR_SHARE,
     COUNT_OR_ZERO,
@@ -215,6 +216,14 @@ class Data:
         None,
         "your transform of pixels before normalization, each pixel by itself, such as my_code.py:darker(pixels)",
         optional(PART),
+    )
+    augment: tuple[str, ...] = option(
+        (),
+        "transforms of training images by name, of torchvision.transforms.v2 or as albumentations.NAME, such as "
+        "RandomPosterize(bits=4),RandomGrayscale; those that need whole images or patches are refused where ranks or "
+        "streaming cut these",
+        CALLS,
+        known_as=same_as("augmentations"),
     )
     sampling: str = option(
         "shuffled",

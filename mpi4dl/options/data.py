@@ -20,6 +20,7 @@ from mpi4dl.options.kinds import AUTO, part_name
 from mpi4dl.options.parts import blaming, call, load
 
 if TYPE_CHECKING:
+    from mpi4dl.datasets.named import NamedTransform
     from mpi4dl.datasets.slides.dataset import SlideFolder
     from mpi4dl.datasets.slides.slide import Slide
     from mpi4dl.datasets.stains import StainNormalization
@@ -258,6 +259,7 @@ def with_features(config: Config) -> Config:
         "jitter": data.jitter,
         "mixup": data.mixup,
         "transforms": data.transforms is not None,
+        "augment": data.augment != (),
         "stream": parallel.stream is not None,
         "stages": parallel.stages > 1,
         "fit": data.fit not in ("auto", "pad"),
@@ -486,6 +488,46 @@ def build_transform(config: Config, channels: int) -> Pointwise | None:
     except datasets.DatasetError as problem:
         raise ConfigError(f"`transforms` {part_name(part)}: {problem}") from None
     return transform
+
+
+def build_augment(config: Config, channels: int, task: str) -> "tuple[NamedTransform, ...]":
+    """The transforms by name of training images, which were tried.
+
+    Raises ConfigError: there is none of this name, or it needs whole images that ranks or streaming cut, or it would
+    move pixels away from their masks.
+    """
+    if not config.data.augment:
+        return ()
+    from mpi4dl._torchvision import prepare_torchvision
+    from mpi4dl.datasets.named import named_transform
+
+    with suppress(ModuleNotFoundError):  # which a transform of torchvision will say
+        prepare_torchvision()
+    if len(config.data.image_size) != 2:
+        raise ConfigError("`augment` is for pictures: leave it out")
+    tiles, stream = config.parallel.tiles[0], config.parallel.stream
+    cut = None
+    if config.model.patches is None:
+        shown = "x".join(map(str, tiles))
+        cut = f"`tiles` {shown}" if math.prod(tiles) > 1 else "`stream`" if stream is not None else None
+    found = []
+    for text in config.data.augment:
+        try:
+            transform = named_transform(text, channels)
+        except datasets.DatasetError as problem:
+            raise ConfigError(f"`augment` {problem}") from None
+        if cut is not None and not transform.pointwise:
+            raise ConfigError(
+                f"`augment` {text} makes of a pixel what depends on others, and {cut} cuts images: choose one that "
+                "changes each pixel by itself, such as RandomPosterize(bits=4), or `patches`, or leave images whole"
+            )
+        if task == "segment" and transform.moves:
+            raise ConfigError(
+                f"`augment` {text} moves pixels, and masks would stay: choose `rotate_degrees`, `scale`, `flip` or "
+                "`rotate`, which masks follow"
+            )
+        found.append(transform)
+    return tuple(found)
 
 
 def build_mixup(config: Config, task: str, num_classes: int) -> Mixup | None:

@@ -398,6 +398,17 @@ NAMES = Kind(
     lambda value: tuple(_nonempty_text(each).strip() for each in _entries(value)),
     raw=",".join,
 )
+CALLS = Kind(
+    "names with arguments in brackets where needed, with commas between them, such as "
+    "RandomPosterize(bits=4),RandomGrayscale",
+    "NAME(K=V,...),...",
+    lambda value: tuple(
+        _nonempty_text(each).strip()
+        for each in (_split_at_commas(value) if isinstance(value, str) and value.strip() else _entries(value))
+        if each != ""
+    ),
+    raw=",".join,
+)
 PARTS = Kind(
     "names with commas between them, own ones such as my_code.py:Counter among them",
     "NAME,...",

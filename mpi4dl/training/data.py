@@ -4,6 +4,7 @@ import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from mpi4dl.datasets.table import TABLE
 from mpi4dl.datasets.transform import STRIDE_PX, Fit, as_fit
 from mpi4dl.geometry import Box
 from mpi4dl.options.config import Config, ConfigError, to_toml
-from mpi4dl.options.data import FOLDS, build_datasets, build_mixup, build_views, number_of_classes
+from mpi4dl.options.data import FOLDS, build_augment, build_datasets, build_mixup, build_views, number_of_classes
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.tasks import with_task
 from mpi4dl.runs.stopping import Patience
@@ -170,12 +171,13 @@ class Images(NamedTuple):
     def loaders(self, config: Config, training: BoxesOf, validation: BoxesOf) -> tuple[Loader, Loader]:
         """The loaders of a rank's boxes of both; they report unreadable images. Raises ValueError as Loader."""
         views, data = build_views(config, self.training.channels, self.fit), config.data
+        varied = replace(views[0], augment=build_augment(config, self.training.channels, task_of(self.training)))
         common: dict[str, Any] = {"seed": config.training.seed, "num_workers": data.num_workers}
         common |= {"on_bad_image": "report", "lazy": config.streams_images}
         ordered: dict[str, Any] = {"shuffle": True, "drop_last": True, "sampling": data.sampling}
         ordered["mixup"] = build_mixup(config, task_of(self.training), self.number_of_classes(config))
         return (
-            Loader(self.training, views[0], config.samples_per_step, training, **ordered, **common),
+            Loader(self.training, varied, config.samples_per_step, training, **ordered, **common),
             Loader(self.validation, views[1], data.batch_size, validation, **common),
         )
 
