@@ -163,7 +163,8 @@ class CellMaps:
             self._grid.comm.all_reduce(gradient)
         with torch.no_grad():
             if self.options.kind == "gradient":
-                values = self._averaged(_not_lowered(gradient).abs().sum(1), leaf)
+                summed = torch.linalg.vector_norm(gradient, 1, dim=1, dtype=_at_least_float32(gradient))
+                values = self._averaged(summed, leaf)
                 side = float(GRADIENT_CELL_PX)
             else:
                 own = (_not_lowered(gradient) * _not_lowered(local)).sum(1, keepdim=True)
@@ -180,13 +181,12 @@ class CellMaps:
             first, corner = 0, [0, 0]
         cells = [ceil_div(side, GRADIENT_CELL_PX) for side in self._size]
         total = torch.zeros((leaf.shape[0], *cells), dtype=torch.float64, device=pixels.device)
-        rows, cols = (
-            torch.arange(start, start + length, device=pixels.device) // GRADIENT_CELL_PX
-            for start, length in zip(corner, pixels.shape[1:], strict=True)
-        )
-        of_rows = torch.zeros(
-            (pixels.shape[0], cells[0], pixels.shape[2]), dtype=torch.float64, device=pixels.device
-        ).index_add_(1, rows, pixels.double())
+        top, bottom = corner[0], corner[0] + pixels.shape[1]
+        of_rows = total.new_zeros((pixels.shape[0], cells[0], pixels.shape[2]))
+        for row in range(top // GRADIENT_CELL_PX, ceil_div(bottom, GRADIENT_CELL_PX)):
+            start, stop = max(top, row * GRADIENT_CELL_PX), min(bottom, (row + 1) * GRADIENT_CELL_PX)
+            of_rows[:, row] = pixels[:, start - top : stop - top].sum(1, dtype=torch.float64)
+        cols = torch.arange(corner[1], corner[1] + pixels.shape[2], device=pixels.device) // GRADIENT_CELL_PX
         total[first : first + pixels.shape[0]].index_add_(2, cols, of_rows)
         if isinstance(leaf, SpatialTensor):
             self._grid.comm.all_reduce(total)
@@ -289,9 +289,13 @@ class _Watch(TorchFunctionMode):
         return self._enter(output) if not self._pauses and self._maps.takes(output) else None
 
 
+def _at_least_float32(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def _not_lowered(x: Tensor) -> Tensor:
     """In float32, or float64 if it is that."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(_at_least_float32(x))
 
 
 def _numbers(logits: Tensor, number: int | None) -> list[int]:
