@@ -22,6 +22,8 @@ from mpi4dl.datasets.slides.slide import Level, Resolution, Slide, SlideFile
 from mpi4dl.datasets.slides.tissue import find_tissue
 from mpi4dl.embed import embed
 from mpi4dl.geometry import Interval
+from mpi4dl.predict import predict
+from mpi4dl.train import train
 from tests.pool.ranks import Ranks, RanksFailed
 
 MPP = 0.5
@@ -198,3 +200,17 @@ def test_features_are_those_of_what_is_left(ranks: Ranks, marked: Path, tmp_path
             assert len(file["coords"]) == len(slides.tissue_patches(index, 64))
     with pytest.raises(RanksFailed, match="leave_out"):
         ranks(1).run(embed, argv)
+
+
+def test_prediction_leaves_out_as_training_did(ranks: Ranks, marked: Path, tmp_path: Path) -> None:
+    (tmp_path / "slides.csv").write_text("slide,label,split\ninked.png,a,train\nblurred.png,b,val\n")
+    flags = ["--slides", str(tmp_path / "slides.csv"), "--slides-folder", str(marked), "--assume-mpp", str(MPP)]
+    encoder = "--model small_resnet --model-options num_filters=2 --patches 128 --leave-out blur".split()
+    run = "--no-tensorboard --max-steps 1 --batch-size 1 --eval-every none --run-folder".split()
+    ranks(1).run(train, [*flags, *encoder, *run, str(tmp_path / "run")])
+    ranks(1).run(predict, [str(tmp_path / "run"), "--slides", str(marked), "--out", str(tmp_path / "out")])
+    slides = SlideFolder(marked, SlideOptions(Resolution(assumed_mpp=MPP), leave_out=("blur",)))
+    for index in range(2):
+        (path,) = (tmp_path / "out" / "maps").glob(f"{Path(slides.name(index)).stem}*.geojson")
+        tiles = json.loads(path.read_text())["features"]
+        assert len(tiles) == len(slides.tissue_patches(index, 128))
