@@ -122,6 +122,8 @@ def open_with_openslide(path: Path) -> tuple[dict[str, Any], bytes]:
     answer, profile = ask("openslide", path)
     if "error" in answer:
         reason = "the file is damaged, or its extension is wrong"
+        if path.suffix.lower() == ".dcm":
+            reason = "it reads DICOM in RGB of 8 bits, uncompressed or as JPEG or JPEG 2000"
         raise BadImage(path, f"is no slide that OpenSlide can open ({answer['error']}): {reason}")
     return answer, bytes(profile)
 

@@ -150,7 +150,7 @@ def with_reference(config: Config) -> Config:
     if method == "none" or reference is None or _numbers_in(reference) is not None:
         return config
     path = Path(reference).expanduser()
-    if not path.is_file():
+    if not path.exists():
         raise ConfigError(f"`stain_reference` {reference}: there is no such file")
     measured = METHODS[method][0].measured(tissue_pixels(open_slide(path)))
     if measured is None:

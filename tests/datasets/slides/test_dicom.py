@@ -14,6 +14,7 @@ from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
 from mpi4dl.datasets.slides.slide import Resolution, Slide, open_slide
 from mpi4dl.datasets.slides.tables import read_slides
 from mpi4dl.geometry import Interval
+from mpi4dl.inference.masks import bases_of
 from tests.datasets.boxes import smooth_image
 from tests.datasets.slides.dicom import series
 
@@ -79,6 +80,8 @@ def test_a_folder_of_its_own_names_a_slide(tmp_path: Path) -> None:
     table.write_text("slide_id,label\none/1.2.3,a\n1.2.4,b\nboth/2_0_0,a\nboth/3_1_0.dcm,b\n")
     rows = read_slides(table).rows
     assert [row.path for row in rows] == ["one/1.2.3", "two/1.2.4", "both/2_0_0.dcm", "both/3_0_0.dcm"]
+    # Names of what is written of them keep the last number of a UID.
+    assert [path.name for path in bases_of([row.path for row in rows], ".png")] == ["1.2.3", "1.2.4", "2_0_0", "3_0_0"]
 
 
 def test_a_slide_of_other_files_than_were_listed_is_refused(tmp_path: Path) -> None:
@@ -141,7 +144,7 @@ def two(paths: list[Path]) -> None:
         (fewer_frames, r"20 of 48 tiles of its level of 384 x 512 px: a file is missing.*copy all"),
         (of_parts, r"lacks 1 file of 3 of its level of 384 x 512 px"),
         (another_kind, r"no whole-slide image"),
-        (another_syntax, r"OpenSlide.*1\.2\.840\.10008\.1\.2\.5"),
+        (another_syntax, r"OpenSlide.*1\.2\.840\.10008\.1\.2\.5.*uncompressed or as JPEG"),
         (a_label, r"labels or overviews alone"),
         (no_spacing, r"does not say how many microns"),
         (two, r"has 2 slides: name one by a file of it, such as 1_0_0\.dcm, 9_0_0\.dcm"),
@@ -151,3 +154,11 @@ def test_damaged_and_incomplete_slides_are_named(tmp_path: Path, spoil: Any, mes
     spoil(series(tmp_path / "slide", levels()[:2]))
     with pytest.raises(BadImage, match=rf"slide.*{message}"):
         box_of(open_slide(tmp_path / "slide", Resolution(mpp=0.5)))
+
+
+def test_without_pydicom_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    series(tmp_path / "a", levels()[2:])
+    monkeypatch.setattr("mpi4dl.datasets.slides.dicom.find_spec", lambda name: None)
+    for read in (lambda: open_slide(tmp_path / "a"), lambda: read_slides(tmp_path, label_columns=())):
+        with pytest.raises(DatasetError, match=r"needs pydicom; run .*install pydicom"):
+            read()
