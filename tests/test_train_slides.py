@@ -27,6 +27,7 @@ from mpi4dl.engine import Engine
 from mpi4dl.evaluate import evaluate
 from mpi4dl.geometry import Interval, ceil_div
 from mpi4dl.models.patches import GatedAttention, PatchModel
+from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import ConfigError, parse
 from mpi4dl.options.data import in_folder_of_fold, open_slides, split_slides, with_frame
 from mpi4dl.options.models import build_model
@@ -138,6 +139,9 @@ def shown_whole(slides: Any, index: int) -> Tensor:
     [
         "--tiles 1x2",
         "--tiles 1x2 --stream 3x2",
+        "--data 2 --batch-size 2 --accumulate 1",
+        pytest.param("--tiles 1x2 --data 2 --batch-size 2 --accumulate 1 --zero 3", marks=pytest.mark.exhaustive),
+        pytest.param("--data 2 --batch-size 2 --accumulate 1 --stream 2x2", marks=pytest.mark.exhaustive),
         pytest.param("--tiles 1x1 --stages 2", marks=pytest.mark.exhaustive),
         pytest.param("--tiles 2x2 --stream 2x2 --stream-segments 2", marks=pytest.mark.exhaustive),
         pytest.param("--tiles 1x1 --stream 4x4", marks=pytest.mark.exhaustive),
@@ -148,9 +152,9 @@ def test_whole_slides_of_their_own_sizes_are_those_of_a_plain_loop(
 ) -> None:
     """Of six sizes, in three formats and two magnifications; in training, evaluation and prediction."""
     flags = ["--slides", str(cohort / "slides.csv"), *OWN.split(), *plan.split(), "--run-folder", str(tmp_path / "run")]
-    count = {"1x2": 2, "2x2": 4}.get(plan.split()[1], 2 if "stages" in plan else 1)
-    ranks(count).run(train, flags)
     config = with_frame(parse(flags))
+    count = build_plan(config).num_ranks
+    ranks(count).run(train, flags)
     training, validation = split_slides(config)
     assert len({tuple(training.image(index).size) for index in range(len(training))}) == len(training)
     model = build_model(config, 2, 3)
@@ -168,7 +172,8 @@ def test_whole_slides_of_their_own_sizes_are_those_of_a_plain_loop(
         expected.append(sum(loss.item() for loss in losses))
     assert losses_of(tmp_path / "run")[:4] == pytest.approx(expected, rel=2e-4)
     model.eval()
-    ranks(count).run(said, str(tmp_path / "run"), "--slides", str(cohort), "--out", str(tmp_path / "out"), "--no-maps")
+    argv = [str(tmp_path / "run"), "--slides", str(cohort), "--out", str(tmp_path / "out"), "--no-maps"]
+    ranks(count).run(said, *argv, "--data", str(config.parallel.data))
     lines = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
     slides = validation.whole
     for index, line in enumerate(lines):
@@ -181,14 +186,16 @@ def test_whole_slides_of_their_own_sizes_are_those_of_a_plain_loop(
     ("flags", "words"),
     [
         ("--batch-size 2", "a microbatch has one"),
-        ("--batch-size 2 --data 2 --tiles 1x1", "differ in size"),
+        ("--batch-size 1 --data 2", "batch_size. 2 and"),
+        ("--batch-size 3 --data 2", "batch_size. 2 and"),
+        ("--batch-size 2 --batch-ways 2", "data. alone"),
         ("--mixup 0.2", "mixup"),
     ],
 )
 def test_what_images_of_their_own_size_cannot_do(ranks: Ranks, cohort: Path, flags: str, words: str) -> None:
     asked = ["--slides", str(cohort / "slides.csv"), *OWN.split(), *flags.split()]
     with pytest.raises(RanksFailed, match=words):
-        ranks(2 if "data" in flags else 1).run(train, asked)
+        ranks(build_plan(parse(asked)).num_ranks).run(train, asked)
 
 
 def said(comm: Communicator, *argv: str) -> str:

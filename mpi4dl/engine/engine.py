@@ -232,7 +232,7 @@ class Engine(Runner):
         self.groups.prepare(len(batch.microbatches), self.plan.cuts_parameters)
         self.executor.drawn = 0
         with self.executor.watching_draws():
-            self.executor.run(self._table, batch)
+            self._run(self._table, batch)
             unlike = self.groups.finish()
             for part in self.stages.parts.values():
                 part.grid.foresight.settle()
@@ -384,11 +384,11 @@ def _require_options(
     loss: Loss, plan: Plan, clip_norm: float | None, clip_value: float | None, ema: float | None, lowered_fp32: bool
 ) -> None:
     """Raise ValueError where what an engine is given contradicts itself."""
-    if isinstance(loss, SummedLoss) and loss.whole_batch and plan.num_microbatches > 1:
+    if isinstance(loss, SummedLoss) and loss.whole_batch and plan.num_microbatches_of_all > 1:
         raise Refusal(
             f"the loss compares all samples of a batch with each other, but {plan.describe()} cuts it into "
-            f"{plan.num_microbatches}: leave out `microbatches`, `accumulate` and `bidirectional`, or choose another "
-            "`loss`"
+            f"{plan.num_microbatches_of_all}: leave out `microbatches`, `accumulate`, `bidirectional` and, with "
+            "`fit` own, `data`, or choose another `loss`"
         )
     if clip_norm is not None and clip_value is not None:
         raise ValueError(f"`clip_norm` is {clip_norm} and `clip_value` {clip_value}, but one of them clips: choose one")

@@ -25,6 +25,7 @@ from mpi4dl.parallel.pipeline.executor import UNLIKE_DRAWS, Executor
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, Part
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.sums import owned
+from mpi4dl.parallel.tables.schedules import Table
 from mpi4dl.tasks.formulas import SummedLoss, main_output
 from mpi4dl.tasks.measuring import Measures, Value, joined
 
@@ -186,7 +187,7 @@ class InputFeed:
     @property
     def num_microbatches(self) -> int:
         """Of an evaluation, whose microbatches have one direction."""
-        return 1 + self.microbatches[-1].number
+        return 1 + max(microbatch.number for microbatch in self.microbatches)
 
     def kind(self, microbatch: Microbatch) -> Any:
         return (size_of(self.size, microbatch), microbatch.counts)
@@ -473,6 +474,11 @@ class Runner:
         assert isinstance(tile, Tensor)
         return spread(part, tile, microbatch, size, self.device)
 
+    def _run(self, table: Table, batch: BatchFeed | OutputFeed) -> None:
+        """Run a table. With local batches, what one replica refuses all ranks refuse: they share no image."""
+        with self.comm.together((Refusal,)) if self.plan.local_batches else nullcontext():
+            self.executor.run(table, batch)
+
     def evaluate(
         self,
         batches: Iterable[tuple[Any, ...]],
@@ -497,8 +503,11 @@ class Runner:
                 microbatches, own = _apart(rest)
                 batch = EvaluationFeed(self, tiles, targets, own or size, microbatches, found)
                 with executor.watching_draws():
-                    executor.run(self._evaluation_table(batch.num_microbatches), batch)
+                    self._run(self._evaluation_table(batch.num_microbatches), batch)
         if found.kept is not None:
+            if self.plan.local_batches:
+                of_ranks = comm.all_gather_object(found.kept)
+                found.kept = [] if comm.rank else [each for kept in of_ranks for each in kept]
             with comm.together(()), torch.no_grad():
                 if found.kept:
                     assert summed is not None
@@ -533,7 +542,7 @@ class Runner:
             batch = OutputFeed(self, tiles, count, own or size, microbatches, of, first)
             executor.drawn = 0
             with evaluating(self.stages), executor.watching_draws():
-                executor.run(self._evaluation_table(batch.num_microbatches), batch)
+                self._run(self._evaluation_table(batch.num_microbatches), batch)
             numbers = Interval(first, first + batch.num_samples)
             first, drawn = numbers.stop, executor.drawn
             told = torch.tensor([bool(batch.pieces) * (comm.rank + 1), batch.dense, drawn, -drawn])
@@ -542,7 +551,11 @@ class Runner:
                 raise Refusal(UNLIKE_DRAWS)
             executor.drew_alike()
             pieces = tuple(batch.pieces)
-            if not dense and speaker > 1:  # outputs of the whole image, of a last stage without rank 0
+            if not dense and self.plan.local_batches:
+                of_ranks = comm.all_gather_object(pieces)
+                every = sorted((each for own in of_ranks for each in own), key=lambda each: each.where[0].start)
+                pieces = () if comm.rank else tuple(every)
+            elif not dense and speaker > 1:  # outputs of the whole image, of a last stage without rank 0
                 if comm.rank == speaker - 1:
                     comm.isend_object(pieces, 0).wait()
                 pieces = comm.recv_object(speaker - 1) if comm.rank == 0 else ()

@@ -181,7 +181,7 @@ class Estimator:
 
     def microbatch(self, plan: Plan) -> tuple[int, ...]:
         """The shape of one, over all replicas and ways."""
-        return max(1, self.image[0] // plan.num_microbatches), *self.image[1:]
+        return max(1, self.image[0] // plan.num_microbatches_of_all), *self.image[1:]
 
     def outlook(self, plan: Plan, most_bytes: float) -> PlanEstimate:
         """With the first that fits of these, or else what needs least: as it is, blocks recomputed, streamed.

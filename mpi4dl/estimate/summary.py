@@ -93,7 +93,7 @@ class PlanSummary:
         for stage, work in enumerate(self.work):
             shape = plan.shape(stage)
             cells = [str(stage), *(runs(ranks[stage]) for ranks in plan.placement.holders)]
-            cells += [grid_name(shape.space), str(shape.batch // plan.replicas)]
+            cells += [grid_name(shape.space), str(shape.batch // plan.replicas_together)]
             if traced:
                 ends = dict.fromkeys((work.units[0], work.units[-1]))
                 cells.append(f"{len(work.units)}: {' .. '.join(ends)}")
@@ -301,8 +301,8 @@ def streaming_words(needs: StreamNeeds) -> str:
 
 
 def samples_of(plan: Plan, image: tuple[int, ...]) -> int:
-    """How many images a microbatch has, over all replicas and ways."""
-    return max(1, image[0] // plan.num_microbatches)
+    """How many images a microbatch has, over all replicas that share it, and ways."""
+    return max(1, image[0] // plan.num_microbatches_of_all)
 
 
 def _box(space: Sequence[Interval], samples: Sequence[Interval]) -> str:

@@ -225,7 +225,13 @@ class Predictor:
     def _found_late(self, refusal: Refusal) -> bool:
         """Whether an image that is read box by box was found to be damaged, by all ranks together."""
         together = self.plan.num_stages == 1 and not self.plan.bidirectional
-        return together and self.config.streams_images and isinstance(refusal.__cause__, BadImage)
+        if not (together and self.config.streams_images):
+            return False
+        cause = refusal.__cause__
+        while isinstance(cause, Refusal):
+            cause = cause.__cause__
+        found = isinstance(cause, BadImage)
+        return any(self.comm.all_gather_object(found)) if self.plan.local_batches else found
 
     def _one_by_one(
         self,

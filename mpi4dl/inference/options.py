@@ -274,7 +274,7 @@ def placed(config: Config, chosen: Inference, num_ranks: int) -> tuple[Config, s
         others = asked.tensor * asked.experts * sum(prod(grid) for grid in _each(tiles, asked.stages))
         data = max(1, num_ranks // others)
     if config.data.fit == "own":
-        batch_size = asked.microbatches
+        batch_size = data * asked.microbatches
     elif chosen.inputs.batch_size is None:
         batch_size = max(batch_size, data * asked.experts * asked.microbatches)
     parallel = replace(

@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mpi4dl._wording import counted
@@ -13,13 +14,15 @@ from mpi4dl.parallel.plan import Plan
 
 
 def build_plan(config: Config) -> Plan:
-    """The plan that the flags ask for: every field of a plan has an option of its name.
+    """The plan that the flags ask for. Replicas have local batches where images differ in size.
 
-    Raises ValueError where they contradict each other.
+    Raises ValueError where flags contradict each other.
     """
     asked = {name: getattr(config.parallel, name) for name in Plan.options()}
     asked["microbatches"] *= config.training.accumulate
-    return Plan.of(**asked)
+    plan = Plan.of(**asked)
+    local = config.data.fit == "own" and plan.data > 1 and not plan.bidirectional
+    return replace(plan, local_batches=True) if local and plan.experts * max(plan.batch_ways) == 1 else plan
 
 
 def options_of_plan(plan: Plan, accumulate: int = 1) -> dict[str, Any]:

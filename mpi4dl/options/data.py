@@ -375,17 +375,20 @@ def check_own_sizes(config: Config, plan: "Plan") -> None:
     """Raises ConfigError if images of their own size would have to share a microbatch, or have masks or partners."""
     if config.data.fit != "own":
         return
-    data, ways = config.data, plan.replicas * plan.batch_ways[0]
+    data, ways = config.data, plan.replicas_together * max(plan.batch_ways)
     if ways > 1:
         raise ConfigError(
-            f"{plan} shares out images, and by `fit` own they differ in size: choose `tiles`, by which ranks share "
-            "each image, or `fit` pad"
+            f"{plan} shares out the images of a microbatch, and by `fit` own they differ in size: choose `tiles`, by "
+            "which ranks share each image, `data` alone, by which each replica has images of its own, or `fit` pad"
         )
-    if data.batch_size != config.parallel.microbatches:
-        steps = data.batch_size * config.training.accumulate
+    replicas, microbatches = plan.replicas, config.parallel.microbatches
+    if data.batch_size != replicas * microbatches:
+        asked = f"`batch_size` {data.batch_size} with `microbatches` {microbatches}"
+        asked += f" of each of `data` {replicas}" if replicas > 1 else ""
+        steps = max(1, data.batch_size * config.training.accumulate // replicas)
         raise ConfigError(
-            f"`batch_size` {data.batch_size} with `microbatches` {config.parallel.microbatches}: by `fit` own images "
-            f"differ in size, so a microbatch has one: choose `batch_size` 1 and `accumulate` {steps}, or `fit` pad"
+            f"{asked}: by `fit` own images differ in size, so a microbatch has one: choose `batch_size` {replicas} and "
+            f"`accumulate` {steps}, or `fit` pad"
         )
     if data.mixup:
         raise ConfigError(f"`mixup` {data.mixup} mixes images of one size: choose `fit` pad or resize, not own")

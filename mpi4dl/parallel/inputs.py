@@ -61,12 +61,14 @@ def made_up(model: nn.Module, shape: Sequence[int], whole: Sequence[int], device
 class Microbatch(NamedTuple):
     """Number `number` of a direction: which samples of the batch it has, and how the first stage shares them.
 
-    Way i of the first stage (over all replicas) has the samples from `cuts[i]` up to `cuts[i + 1]`.
+    Way i of the first stage (over all replicas) has the samples from `cuts[i]` up to `cuts[i + 1]`. Where replicas have
+    microbatches of their own, it is one of `replica`, and its ways are those of that.
     """
 
     direction: int
     number: int
     cuts: tuple[int, ...]
+    replica: int = 0
 
     @property
     def samples(self) -> Interval:

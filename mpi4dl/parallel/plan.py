@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from itertools import groupby, zip_longest
+from itertools import groupby, pairwise, zip_longest
 from math import prod
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -33,13 +33,15 @@ MOST_ALIKE = 4  # neighbouring stages on the same tiles that are named one by on
 T = TypeVar("T")
 
 
-def _declared(default: Any, *, searched: bool = False, titled: bool = False, added: bool = False) -> Any:
-    """A field of a plan, which the command has an option for, of the same name and default.
+def _declared(
+    default: Any, *, searched: bool = False, titled: bool = False, added: bool = False, derived: bool = False
+) -> Any:
+    """A field of a plan, which the command has an option for, of the same name and default, unless it is `derived`.
 
     `searched`: the search for a plan decides it, and leaves no value to the user. `titled`: `Plan.describe` has words
     of its own for it; of others it appends the name and the value. `added`: older checkpoints do not tell it.
     """
-    return field(default=default, metadata={"searched": searched, "titled": titled, "added": added})
+    return field(default=default, metadata={"searched": searched, "titled": titled, "added": added, "derived": derived})
 
 
 def _one_for_all(values: tuple[T, ...]) -> tuple[T, ...]:
@@ -68,6 +70,9 @@ class Plan:
     them the experts of each layer; ranks of `tensor` have parts of experts, or whole ones (`moe` is "tensor" or
     "expert").
 
+    With `local_batches` replicas share no microbatch: each has its own, which may differ in size from those of others.
+    Batch norms then see one microbatch of one replica, as in a plain loop over all of them.
+
     Raises ValueError where these cannot be together.
     """
 
@@ -83,6 +88,7 @@ class Plan:
     sequence: bool = _declared(False)
     experts: int = _declared(1, searched=True, titled=True)
     moe: str = _declared("tensor", added=True)
+    local_batches: bool = _declared(False, searched=True, titled=True, added=True, derived=True)
 
     @classmethod
     def of(
@@ -113,7 +119,7 @@ class Plan:
     @classmethod
     def options(cls) -> tuple[str, ...]:
         """The names of all arguments of `of`. The command has an option of the same name for each."""
-        return ("stages", *(each.name for each in fields(cls)))
+        return ("stages", *(each.name for each in fields(cls) if not each.metadata["derived"]))
 
     @classmethod
     def not_searched(cls) -> tuple[str, ...]:
@@ -122,7 +128,7 @@ class Plan:
 
     def asked(self) -> dict[str, Any]:
         """The arguments with which `of` makes this plan: one grid, or one number of ways, where all stages agree."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {each.name: getattr(self, each.name) for each in fields(self) if not each.metadata["derived"]}
         shared = {"tiles": _one_for_all(self.tiles), "batch_ways": _one_for_all(self.batch_ways)}
         return {"stages": self.num_stages, **values, **shared}
 
@@ -163,6 +169,12 @@ class Plan:
                 f"of one chunk each, but `stages` is {self.num_stages} and `chunks` {self.chunks}"
             )
 
+        if self.local_batches and (self.experts * max(self.batch_ways) > 1 or self.bidirectional):
+            raise ValueError(
+                f"{self} shares out the samples of a microbatch, but replicas with local batches have microbatches of "
+                "their own: leave out `experts`, `batch_ways` and `bidirectional`"
+            )
+
     @property
     def num_stages(self) -> int:
         return len(self.tiles) * self.chunks
@@ -175,6 +187,16 @@ class Plan:
     def num_microbatches(self) -> int:
         """Into how many microbatches a training batch is cut, over both directions."""
         return self.microbatches * 2 * self.bidirectional if self.bidirectional else self.microbatches
+
+    @property
+    def num_microbatches_of_all(self) -> int:
+        """Into how many microbatches all replicas together cut a training batch."""
+        return self.num_microbatches * (self.replicas if self.local_batches else 1)
+
+    @property
+    def replicas_together(self) -> int:
+        """How many replicas share a microbatch."""
+        return 1 if self.local_batches else self.replicas
 
     @property
     def ranks_per_place(self) -> tuple[int, ...]:
@@ -294,20 +316,28 @@ class Plan:
         return forward_only(self.placement.only(0), num_microbatches)
 
     def shape(self, stage: int) -> GridShape:
-        """The grid of a stage: its batch axis has the ways of all replicas."""
+        """The grid of a stage: its batch axis has the ways of all replicas that share a microbatch."""
         place = stage % len(self.tiles)
-        shape = self.replicas * self.batch_ways[place], *self.tiles[place]
+        shape = self.replicas_together * self.batch_ways[place], *self.tiles[place]
         return GridShape(*shape) if self.tensor == 1 else FeatureGridShape(*shape, self.tensor)
 
     @property
     def sharing(self) -> tuple[int, ...]:
         """How many ranks of one replica share the work of each stage."""
-        return tuple(self.shape(stage).size // self.replicas for stage in range(self.num_stages))
+        return tuple(self.shape(stage).size // self.replicas_together for stage in range(self.num_stages))
 
     def ranks(self, direction: int, stage: int) -> tuple[int, ...]:
-        """All ranks that work together on a stage, over all replicas, in the order of its grid."""
+        """All ranks that work on a stage, over all replicas, in the order of its grid."""
         holders = self.placement.holders[direction][stage]
         return tuple(d * self.ranks_per_replica + rank for d in range(self.replicas) for rank in holders)
+
+    def replica_of(self, rank: int) -> int:
+        """The replica whose microbatches a rank works on; 0 where all replicas share them."""
+        return rank // self.ranks_per_replica if self.local_batches else 0
+
+    def partners(self, rank: int, direction: int, stage: int) -> tuple[int, ...]:
+        """The ranks that work on a stage together with the replica of this rank, in the order of its grid."""
+        return tuple(each for each in self.ranks(direction, stage) if self.replica_of(each) == self.replica_of(rank))
 
     def holders(self, *stages: int, part: Part = NO_PART) -> tuple[int, ...]:
         """All ranks that have the parameters of a stage, or those that several stages share, in turn.
@@ -375,16 +405,18 @@ class Plan:
         """Cut a batch into microbatches, in the order in which a plain loop would take them.
 
         Both directions of GEMS take turns, wave by wave. Without training there is one direction, and never a
-        microbatch without samples.
+        microbatch without samples. With local batches, replica by replica.
 
         Raises:
             ValueError: there are fewer samples to train on than microbatches.
         """
-        if training and num_samples < self.num_microbatches:
+        if training and num_samples < self.num_microbatches_of_all:
             raise ValueError(
-                f"{self.describe()} cuts a batch into {self.num_microbatches} microbatches, but this one has "
+                f"{self.describe()} cuts a batch into {self.num_microbatches_of_all} microbatches, but this one has "
                 f"{num_samples} samples: leave it out, or plan fewer microbatches"
             )
+        if self.local_batches:
+            return self._divide_locally(num_samples, training)
         if training:
             waves = [
                 (direction, pair * self.microbatches)
@@ -400,6 +432,14 @@ class Plan:
             for i, (direction, number) in enumerate(places)
         )
 
+    def _divide_locally(self, num_samples: int, training: bool) -> tuple[Microbatch, ...]:
+        found = []
+        for replica, (start, stop) in enumerate(pairwise(even_cuts(num_samples, self.replicas))):
+            count = self.microbatches if training else min(self.microbatches, stop - start)
+            cuts = [start + cut for cut in even_cuts(stop - start, count)] if count else []
+            found += [Microbatch(0, number, cut, replica) for number, cut in enumerate(pairwise(cuts))]
+        return tuple(found) or (Microbatch(0, 0, (0, 0)),)
+
     def _shares(self, samples: Interval) -> tuple[int, ...]:
         replicas = [samples.start + cut for cut in even_cuts(samples.length, self.replicas)]
         return nested_cuts(replicas, self.batch_ways[0])
@@ -408,8 +448,8 @@ class Plan:
         """Which boxes of a batch of images of `sizes`, such as (H, W), a rank reads: those that it works on first."""
         found = []
         for microbatch in microbatches:
-            ranks = self.ranks(microbatch.direction, 0)
-            if rank in ranks:
+            ranks = self.partners(rank, microbatch.direction, 0)
+            if rank in ranks and microbatch.replica == self.replica_of(rank):
                 place = ranks.index(rank)
                 shape, size = self.shape(0), size_of(sizes, microbatch)
                 where = Tiling.even(shape, (1, *size[-len(shape.space) :])).owned(place)

@@ -167,7 +167,8 @@ def _cut_model(
 
 def _microbatch(config: Config, plan: Plan, channels: int) -> tuple[int, ...]:
     """The shape of a microbatch: (N, C, H, W) of images, (N, T) of tokens."""
-    return batch_shape(max(1, config.samples_per_step // plan.num_microbatches), channels, config.data.image_size)
+    samples = max(1, config.samples_per_step // plan.num_microbatches_of_all)
+    return batch_shape(samples, channels, config.data.image_size)
 
 
 @contextmanager

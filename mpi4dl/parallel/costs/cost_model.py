@@ -307,7 +307,7 @@ def measured_prices(
     found = {}
     with comm.together((ValueError, NotImplementedError)):  # there may be no rule for what the model calls
         for stage, site in enumerate(sites_of(cuttable, plan, image, styles)):
-            ranks = plan.ranks(0, stage)
+            ranks = plan.partners(comm.rank, 0, stage)
             if comm.rank in ranks:
                 found[stage] = _column(cuttable, site, comm.subset(ranks), device, clock)
     of_ranks = comm.all_gather_object(found)

@@ -31,34 +31,42 @@ from mpi4dl.parallel.spatial import whole_gradients
 from mpi4dl.parallel.tables.schedules import Action, Table, undivided
 from mpi4dl.parallel.tables.simulator import TimeSpan
 
-# Running statistics of batch norm where two copies of a stage (GEMS) see every other wave of microbatches.
+# Running statistics of batch norm where copies of a stage see different microbatches: the two of GEMS, which see every
+# other wave, or those of replicas with local batches.
 #
 # A plain loop updates them once per microbatch, in order. Here each copy keeps what its own microbatches would add;
-# after the step the copies exchange that, and both update their statistics in the order of the plain loop, to the same
+# after the step the copies exchange that, and all update their statistics in the order of the plain loop, to the same
 # bits.
 
 Norm = nn.modules.batchnorm._NormBase
 
 
 class RunningStatistics:
-    """Those of one stage, whose copies are on the ranks of `comm`; `speaks[direction]`: this rank tells the others."""
+    """Those of one stage, whose copies are on the ranks of `comm`.
 
-    def __init__(self, module: nn.Module, comm: Communicator, speaks: dict[int, bool]) -> None:
-        self.module, self.comm, self.speaks = module, comm, speaks
+    This rank tells the others of microbatches of `replica` in a direction if `speaks[direction]`. `instead`: what ends
+    a message about a model that cannot be followed.
+    """
+
+    def __init__(
+        self, module: nn.Module, comm: Communicator, speaks: dict[int, bool], replica: int, instead: str
+    ) -> None:
+        self.module, self.comm, self.speaks, self.replica, self.instead = module, comm, speaks, replica, instead
         self.norms = [m for m in module.modules() if isinstance(m, Norm) and m.training and m.running_mean is not None]
         norms = {id(value) for m in self.norms for value in m.buffers(recurse=False)}
-        self.others = [(name, b) for name, b in module.named_buffers() if id(b) not in norms]
+        self.others = [(name, b, b.detach().clone()) for name, b in module.named_buffers() if id(b) not in norms]
         self._found: dict[tuple[int, int], list[dict[str, Tensor | None]]] = {}
 
     @contextmanager
     def collect(self, direction: int, number: int) -> Iterator[None]:
         """Keep what this microbatch adds to the statistics, and leave them as they are."""
-        versions, attributes = [b._version for _, b in self.others], attributes_of(self.module)
+        versions, attributes = [b._version for _, b, _ in self.others], attributes_of(self.module)
         before = [(m.momentum, dict(m._buffers)) for m in self.norms]
         for m in self.norms:
             m.momentum = 1.0  # so that the statistics become those of this microbatch
             for name, value in m._buffers.items():
-                m._buffers[name] = None if value is None else torch.zeros_like(value)
+                fresh = torch.zeros_like if name == "num_batches_tracked" else torch.clone
+                m._buffers[name] = None if value is None else fresh(value)
         row = []
         try:
             yield
@@ -71,22 +79,21 @@ class RunningStatistics:
             times = found["num_batches_tracked"]
             if times is not None and times > 1:
                 raise Refusal(
-                    f"a {type(m).__name__} is used {int(times)} times on one image: the copies of a model that runs in "
-                    "both directions cannot follow its running statistics; leave out `bidirectional`"
+                    f"a {type(m).__name__} is used {int(times)} times on one image: copies of the model cannot follow "
+                    f"its running statistics; {self.instead}"
                 )
-        for (name, buffer), version in zip(self.others, versions, strict=True):
-            if buffer._version != version:
+        for (name, buffer, before_it), version in zip(self.others, versions, strict=True):
+            if buffer._version != version and not torch.equal(buffer, before_it):  # streaming sets them anew
                 raise Refusal(
-                    f"the model changes its buffer {name} as it runs, which is no batch norm's: its copies in both "
-                    "directions would differ; leave out `bidirectional`"
+                    f"the model changes its buffer {name} as it runs, which is no batch norm's: copies of it would "
+                    f"differ; {self.instead}"
                 )
         changed = next(
             (name for name, value in attributes_of(self.module).items() if attributes.get(name) != value), None
         )
         if changed is not None:
             raise Refusal(
-                f"the model changes its attribute {changed} as it runs: its copies in both directions would differ; "
-                "leave out `bidirectional`"
+                f"the model changes its attribute {changed} as it runs: copies of it would differ; {self.instead}"
             )
         self._found[direction, number] = row
 
@@ -100,7 +107,8 @@ class RunningStatistics:
         sizes = [1 + 2 * int(m.num_features) for m in self.norms]
         rows = torch.zeros(len(microbatches), sum(sizes), dtype=torch.float64, device=like.device)
         for row, microbatch in zip(rows, microbatches, strict=True):
-            found = self._found.pop((microbatch.direction, microbatch.number), None)
+            own = microbatch.replica == self.replica
+            found = self._found.pop((microbatch.direction, microbatch.number), None) if own else None
             if found is not None and self.speaks.get(microbatch.direction):
                 row.copy_(torch.cat([_flat(values) for values in found]))
         self.comm.all_reduce(rows)
@@ -214,7 +222,7 @@ class Executor:
         if self.records:
             self.comm.barrier()
         run = _Run(self, feed, training, defers={action.stage for action in row if action.kind == "weight"})
-        if training and self.plan.bidirectional:
+        if training and (self.plan.bidirectional or self.plan.local_batches):
             self._statistics = {stage: self._copies(stage) for stage in self.stages.modules_of}
         with torch.set_grad_enabled(training), self._own_randomness():
             for position, action in enumerate(row):
@@ -244,14 +252,17 @@ class Executor:
             raise Refusal(change)
 
     def _copies(self, stage: int) -> RunningStatistics:
-        speaks = {d: self.plan.ranks(d, stage)[0] == self.comm.rank for d in range(self.plan.num_directions)}
-        return RunningStatistics(self.stages.modules_of[stage], self.stages.groups[stage], speaks)
+        plan, rank = self.plan, self.comm.rank
+        speaks = {d: plan.partners(rank, d, stage)[0] == rank for d in range(plan.num_directions)}
+        instead = "share images by `tiles` instead of `data`" if plan.local_batches else "leave out `bidirectional`"
+        module, holders = self.stages.modules_of[stage], self.stages.groups[stage]
+        return RunningStatistics(module, holders, speaks, plan.replica_of(rank), instead)
 
     @contextmanager
     def caring(self, action: Action, last: bool) -> Iterator[None]:
         with ExitStack() as stack:
             if self.parameters is not None:
-                stack.enter_context(self.parameters.there(action.stage))
+                stack.enter_context(self.parameters.there(action.stage, self.plan.local_batches))
                 if action.kind in ("backward", "weight"):
                     stack.enter_context(self.parameters.one_pass(action.stage, last))
             yield
@@ -282,7 +293,16 @@ class Executor:
 
     def _own_randomness(self) -> AbstractContextManager[None]:
         """Stages draw from streams of their own: the generators of the process, its user's, stay as they are."""
-        return forked(self._generators, enabled=self.plan.num_stages > 1)
+        return forked(self._generators, enabled=self.draws_by_stream)
+
+    @property
+    def draws_by_stream(self) -> bool:
+        """Whether stages draw from streams of their own.
+
+        A plain stage draws from the generators of its process. Replicas with local batches would draw other numbers
+        each.
+        """
+        return self.plan.num_stages > 1 or self.plan.local_batches
 
     @property
     def draws_together(self) -> bool:
@@ -290,7 +310,7 @@ class Executor:
 
         Stages of several are seeded; ranks that share no image may draw as they like.
         """
-        return self.plan.num_stages == 1 and prod(self.plan.tiles[0]) * self.plan.tensor > 1
+        return not self.draws_by_stream and prod(self.plan.tiles[0]) * self.plan.tensor > 1
 
     def draw_alike(self) -> None:
         """Give ranks that draw together rank 0's states of Python's and NumPy's generators. Collective.
@@ -365,7 +385,8 @@ class _Run:
 
     def __init__(self, executor: Executor, feed: BatchSource, training: bool, defers: Collection[int]) -> None:
         self.executor, self.feed, self.training, self.defers = executor, feed, training, defers
-        self.microbatches = {(m.direction, m.number): m for m in feed.microbatches}
+        replica = executor.plan.replica_of(executor.comm.rank)
+        self.microbatches = {(m.direction, m.number): m for m in feed.microbatches if m.replica == replica}
         self.live: dict[tuple[int, int, int], Live] = {}
         self.posted: set[Action] = set()
         self.sent: list[Pending] = []
@@ -401,10 +422,8 @@ class _Run:
         before, behind = executor.before.get(place), executor.behind.get(place)
         arrival = before.receive(message) if before else Received((self.feed.images(part, microbatch),), [])
         live = Live((), arrival.leaves)
-        if executor.plan.num_stages > 1:
-            executor.begin_stream(
-                action[1:]
-            )  # ranks that share a stage draw alike, whatever each of them does in between
+        if executor.draws_by_stream:  # ranks that share a stage draw alike, whatever each does in between
+            executor.begin_stream((*action[1:], microbatch.replica) if executor.plan.local_batches else action[1:])
         deferred = live.weights.deferred() if action.stage in self.defers else nullcontext()
         hooks = whole_gradients(part.grid) if self.training and part.grid.size > 1 else nullcontext()
         with self.timed(action), hooks:

@@ -92,7 +92,7 @@ class LocalStages(nn.Module):
         self.parts: dict[tuple[int, int], Part] = {}
         for direction in range(plan.num_directions):
             for stage in range(plan.num_stages):
-                ranks = plan.ranks(direction, stage)
+                ranks = plan.partners(comm.rank, direction, stage)
                 if comm.rank in ranks:
                     grid = plan.grid_of(stage, comm.subset(ranks))
                     grid.foresight.steps = True

@@ -194,7 +194,7 @@ class StageBoundary:
     def __init__(
         self, plan: Plan, comm: Communicator, direction: int, stage: int, grid: Grid, device: torch.device, sends: bool
     ) -> None:
-        sources, targets = plan.ranks(direction, stage), plan.ranks(direction, stage + 1)
+        sources, targets = (plan.partners(comm.rank, direction, each) for each in (stage, stage + 1))
         self.comm, self.plan, self.stage, self.grid, self.device = comm, plan, stage, grid, device
         self.ends = (*sources, *targets)
         self.place = sources.index(comm.rank) if sends else len(sources) + targets.index(comm.rank)
@@ -313,7 +313,7 @@ class StageBoundary:
 
     def _plan_transfers(self, announcement: Announcement) -> TransferPlan:
         plan, following = self.plan, self.stage + 1
-        how = plan.shape(following), plan.replicas, plan.is_plain(following), plan.tracks_batch(following)
+        how = plan.shape(following), plan.replicas_together, plan.is_plain(following), plan.tracks_batch(following)
         transfers, layouts = [], []
         for spec, tiling, dims in announcement.tensors:
             place = layout_behind(tiling, dims, *how)

@@ -5,7 +5,7 @@ backward   bucket 1    the graph keeps no parameter, but where it was: gather 1,
 
 As in Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models" (SC 2020). The calls of
 PyTorch's functions alone decide which buckets are gathered, and which ahead. So all ranks that run the same model
-gather in the same order.
+gather in the same order. Ranks that run it on images of their own gather all buckets at once instead.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,6 +43,7 @@ class Gatherer:
         self._ahead: tuple[int, Tensor, Pending] | None = None
         self._next: dict[tuple[int | None, int], int] = {}
         self._last: tuple[int | None, int | None] = (None, None)
+        self._keeps_all = False
         self.bucket_of: dict[int, int] = {}
         for number, bucket in enumerate(layout.buckets):
             part = layout.flatten(number, self.parameters)[layout.own(number)].clone()
@@ -72,6 +73,8 @@ class Gatherer:
                 self._whole[number] = self._whole.pop(number)
                 continue
             self._fetch(number)
+        if self._keeps_all:
+            return
         for number in [n for n in self._whole if n not in numbers][: max(0, len(self._whole) - KEPT)]:
             self._free(number)
 
@@ -135,11 +138,17 @@ class Gatherer:
             yield
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Within this context functions find the parameters among their arguments."""
-        self._last = (None, None)
+    def watched(self, at_once: bool = False) -> Iterator[None]:
+        """Within this context functions find the parameters among their arguments.
+
+        `at_once`: all are gathered now, so that ranks may do different things in it.
+        """
+        self._last, self._keeps_all = (None, None), at_once
+        if at_once:
+            self.need(range(len(self.layout.buckets)))
         with _Watch(self):
             yield
+        self._keeps_all = False
         self.free()
 
     def free(self) -> None:
@@ -166,8 +175,11 @@ class Gatherer:
 
 
 @contextmanager
-def there_together(gatherers: Sequence[Gatherer]) -> Iterator[None]:
-    """Within this context, forward and backward find the parameters of all of these: the graph asks one hook only."""
+def there_together(gatherers: Sequence[Gatherer], at_once: bool = False) -> Iterator[None]:
+    """Within this context, forward and backward find the parameters of all of these: the graph asks one hook only.
+
+    `at_once`: see `Gatherer.watched`.
+    """
 
     def pack(value: Tensor) -> Any:
         for gatherer in gatherers:
@@ -185,7 +197,7 @@ def there_together(gatherers: Sequence[Gatherer]) -> Iterator[None]:
 
     with ExitStack() as stack:
         for gatherer in gatherers:
-            stack.enter_context(gatherer.watched())
+            stack.enter_context(gatherer.watched(at_once))
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 

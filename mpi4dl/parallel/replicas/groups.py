@@ -52,10 +52,10 @@ class ReplicaGroups:
     def __iter__(self) -> Iterator[ReplicaGroup]:
         return (group for _, group in self._groups)
 
-    def there(self, stage: int) -> AbstractContextManager[None]:
-        """The context of every action of a stage."""
+    def there(self, stage: int, at_once: bool = False) -> AbstractContextManager[None]:
+        """The context of every action of a stage. `at_once`: ranks may do different things in it."""
         gatherers = [group.gatherer for of, group in self._groups if stage in of and group.gatherer is not None]
-        return there_together(gatherers) if gatherers else nullcontext()
+        return there_together(gatherers, at_once) if gatherers else nullcontext()
 
     def one_pass(self, stage: int, last: bool) -> AbstractContextManager[None]:
         """The context of one backward pass of a stage."""
