@@ -173,7 +173,9 @@ def test_whole_slides_of_their_own_sizes_are_those_of_a_plain_loop(
     assert losses_of(tmp_path / "run")[:4] == pytest.approx(expected, rel=2e-4)
     model.eval()
     argv = [str(tmp_path / "run"), "--slides", str(cohort), "--out", str(tmp_path / "out"), "--no-maps"]
-    ranks(count).run(said, *argv, "--data", str(config.parallel.data))
+    if config.parallel.data > 1:
+        argv += ["--data", str(config.parallel.data), "--tiles", "x".join(map(str, config.parallel.tiles[0]))]
+    ranks(count).run(said, *argv)
     lines = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
     slides = validation.whole
     for index, line in enumerate(lines):

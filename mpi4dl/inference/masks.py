@@ -10,8 +10,9 @@ import threading
 import zlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from itertools import accumulate, pairwise
@@ -24,7 +25,10 @@ import numpy.typing as npt
 
 from mpi4dl._files import Replacement
 from mpi4dl._palette import of_classes
-from mpi4dl.datasets.base import Image, Values
+from mpi4dl._progress import ProgressLine, quietly
+from mpi4dl.comm import Communicator
+from mpi4dl.datasets.base import BadImage, DatasetError, Image, Values
+from mpi4dl.datasets.listed import OtherFile
 from mpi4dl.datasets.split import Named
 from mpi4dl.datasets.transform import Fit, View
 from mpi4dl.geometry import Interval
@@ -63,25 +67,39 @@ def windows_along(size: int, frame: int) -> list[WindowInterval]:
 
 @dataclass(frozen=True)
 class Target:
-    """How an image of `source` px is seen by windows of `frame` px: brought to `size` px, by `fit`."""
+    """How an image of `source` px is seen by windows of `frame` px: brought to `size` px, by `fit`.
+
+    Windows are counted row by row. `chosen` are the numbers of those that are looked at; None: all.
+    """
 
     source: tuple[int, ...]
     size: tuple[int, ...]
     frame: tuple[int, ...]
     fit: Fit
+    chosen: tuple[int, ...] | None = None
 
     @classmethod
     def of(
-        cls, source: tuple[int, ...], frame: tuple[int, ...], fit: Fit, largest: tuple[int, ...] | None = None
+        cls,
+        source: tuple[int, ...],
+        frame: tuple[int, ...],
+        fit: Fit,
+        largest: tuple[int, ...] | None = None,
+        beyond: bool = False,
     ) -> "Target":
         """Of an image of this size, for a model that was trained on images of up to `largest` px.
 
         With `fit` crop, training saw pixels as they are, and so do windows. With resize it saw whole images, resized to
         the frame: so are images up to `largest`, and larger ones are resized as much as `largest` was. If it is not
         known, all images are resized to the frame. With pad, images are padded to the frame.
+
+        `beyond`: windows reach beyond an image that is cropped, so that they decide no pixel at their own sides, where
+        convolutions see zeros.
         """
         if fit == "crop":
-            return cls(source, tuple(map(max, source, frame)), frame, fit)
+            margins = [side // (2 * SHARED) * beyond for side in frame]
+            wider = [side + 2 * margin for side, margin in zip(source, margins, strict=True)]
+            return cls(source, tuple(map(max, wider, frame)), frame, fit)
         if fit == "pad":
             return cls(source, frame, frame, fit)
         known = source if largest is None else largest
@@ -94,13 +112,50 @@ class Target:
         return [windows_along(size, frame) for size, frame in zip(self.size, self.frame, strict=True)]
 
     @property
-    def num_windows(self) -> int:
+    def num_in_all(self) -> int:
+        """How many windows cover the image."""
         return prod(map(len, self.intervals))
 
+    @property
+    def num_windows(self) -> int:
+        """How many windows are looked at."""
+        return self.num_in_all if self.chosen is None else len(self.chosen)
+
     def window(self, number: int) -> tuple[WindowInterval, ...]:
-        """The window of this number: they are counted row by row."""
+        """The window of this number among those that are looked at."""
+        return self._at(number if self.chosen is None else self.chosen[number])
+
+    def not_chosen(self) -> Iterator[tuple[WindowInterval, ...]]:
+        """The windows that are not looked at."""
+        chosen = set(range(self.num_in_all) if self.chosen is None else self.chosen)
+        return (self._at(number) for number in range(self.num_in_all) if number not in chosen)
+
+    def _at(self, number: int) -> tuple[WindowInterval, ...]:
         places = np.unravel_index(number, [len(intervals) for intervals in self.intervals])
         return tuple(intervals[int(place)] for intervals, place in zip(self.intervals, places, strict=True))
+
+    def corner(self, intervals: Sequence[WindowInterval]) -> tuple[int, ...]:
+        """The upper left corner of a window by `fit` crop, in pixels of the image."""
+        spare = ((size - source) // 2 for size, source in zip(self.size, self.source, strict=True))
+        return tuple(cut.start - each for cut, each in zip(intervals, spare, strict=True))
+
+    def in_tissue(self, cells: npt.NDArray[np.bool_], cell: int) -> "Target":
+        """The same by the windows that show tissue, or the first if none does; by `fit` crop.
+
+        `cells` (rows, columns) say of each `cell` x `cell` px of the image whether there is tissue.
+        """
+        sums = np.pad(cells.cumsum(0, dtype=np.int64).cumsum(1), ((1, 0), (1, 0)))
+        ends = []
+        for axis, (intervals, frame) in enumerate(zip(self.intervals, self.frame, strict=True)):
+            spare = (self.size[axis] - self.source[axis]) // 2
+            starts = np.array([cut.start for cut in intervals]) - spare
+            sides = np.stack([starts // cell, -(-(starts + frame) // cell)])
+            ends.append(np.clip(sides, 0, cells.shape[axis]))
+        (top, bottom), (left, right) = ends
+        counts = sums[np.ix_(bottom, right)] - sums[np.ix_(top, right)]
+        counts += sums[np.ix_(top, left)] - sums[np.ix_(bottom, left)]
+        found = np.flatnonzero(counts)
+        return replace(self, chosen=tuple(found.tolist()) or (0,))
 
     def places(self) -> list[npt.NDArray[np.int64]]:
         """For each pixel of the image along each axis, which pixel of what windows see shows it."""
@@ -114,6 +169,27 @@ class Target:
                 nearest = np.floor((np.arange(source) + 0.5) * (size / source)).astype(np.int64)
                 found.append(np.minimum(nearest, size - 1))
         return found
+
+
+def in_tissue(
+    comm: Communicator, slides: Any, targets: Sequence[Target], cells_of: Callable[[Any], npt.NDArray[np.bool_]]
+) -> list[Target]:
+    """The `targets` of the first slides, by windows that show tissue, which ranks find in their shares. Collective.
+
+    A slide that cannot be read keeps its windows, and reading them says what is wrong. `cells_of(slide)` says which
+    cells of a slide have tissue. Raises Refusal on all ranks if a package is missing.
+    """
+    from mpi4dl.datasets.slides.slide import CELL_PX
+
+    found = {}
+    with comm.together((DatasetError,)), ProgressLine() if comm.rank == 0 else nullcontext(quietly) as tell:
+        for index in range(comm.rank, len(targets), comm.size):
+            tell("finding tissue", index, len(targets))
+            with suppress(BadImage, OtherFile):
+                found[index] = targets[index].in_tissue(cells_of(slides.image(index)), CELL_PX)
+    for of_rank in comm.all_gather_object(found):
+        found |= of_rank
+    return [found.get(index, target) for index, target in enumerate(targets)]
 
 
 class Windows:
@@ -150,7 +226,7 @@ class Windows:
             self._opened.position = position
         whole: Image = self._opened.image
         target = self.targets[position]
-        return whole if target.num_windows == 1 else _Window(whole, target, [cut.start for cut in intervals])
+        return whole if target.num_in_all == 1 else _Window(whole, target, [cut.start for cut in intervals])
 
 
 class _Window:
@@ -283,8 +359,10 @@ class StitchedMask:
     """The mask of one image, of the image's own size, from windows that come in order: row by row, left to right.
 
     Of pictures one row of windows is in memory, and files are written from top to bottom; of volumes each window is
-    written where it stands. A class for each pixel, or (`layers`) whether each class is there, each in a file of its
-    own. Values below 0 are pixels whose outputs are not numbers. `make(path)` opens another kind of file.
+    written where it stands. Where no window was looked at, pixels are of class 0, or of none.
+
+    A class for each pixel, or (`layers`) whether each class is there, each in a file of its own. Values below 0 are
+    pixels whose outputs are not numbers. `make(path)` opens another kind of file.
     """
 
     def __init__(
@@ -371,6 +449,8 @@ class StitchedMask:
     def close(self) -> None:
         """The files are there when this returns, unless some outputs were not numbers: then there are none."""
         self._flush()
+        if not self.layers:  # rows without windows are not written, and are 0 in the file
+            self.counts[0] += prod(self.target.source) - int(self.counts.sum()) - self.undefined
         for file in self.files:
             file.drop() if self.undefined else file.close()
 

@@ -37,10 +37,26 @@ from mpi4dl.training.data import measure_stains, unstained
 from mpi4dl.training.input_pipeline import BadImages
 
 if TYPE_CHECKING:
+    from mpi4dl.datasets.slides.tissue import Mask
     from mpi4dl.inference.cell_maps import CellMaps
     from mpi4dl.parallel.streaming.patches import Attended
 
 OWN = ("model", "transforms")  # parts of the user's that this process needs
+
+
+def skips_glass(model: "Predictor") -> bool:
+    """Whether windows of slides that show no tissue are of the first class without a look at them."""
+    config, task = model.config, model.task
+    of_slides = config.slides.slides is not None and task.dense and not task.binary
+    return of_slides and model.fit == "crop" and config.slides.background != "keep"
+
+
+def cells_of(model: "Predictor", slide: Any) -> "Mask":
+    """Which cells of a slide have tissue, as the training found it."""
+    from mpi4dl.datasets.slides.tissue import tissue_cells
+
+    chosen = model.config.slides
+    return tissue_cells(slide, None if isinstance(chosen.tissue, str) else chosen.tissue, chosen.leave_out)
 
 
 class Prediction(NamedTuple):

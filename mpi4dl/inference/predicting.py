@@ -29,9 +29,10 @@ from mpi4dl.inference.masks import (
     Windows,
     band_height,
     bases_of,
+    in_tissue,
     path_of,
 )
-from mpi4dl.inference.model import Prediction, Predictor
+from mpi4dl.inference.model import Prediction, Predictor, cells_of, skips_glass
 from mpi4dl.inference.records import (
     NOT_NUMBERS,
     Record,
@@ -107,6 +108,7 @@ class Predicting:
         self.records: Records | None = None
         self.bad: list[str] = []
         self.remarks: list[str] = list(self.coverage.remarks)
+        self.num_windows = [0, 0]  # that show tissue, and in all
         self.num_unmapped = 0  # slides whose model has nothing to map
         self.cells: CellMaps | None = None
         self.maps = self._kind_of_maps(maps)
@@ -333,6 +335,10 @@ class Predicting:
     def summary(self) -> tuple[str, ...]:
         """Remarks on what was made of the images."""
         problems = [self.cells.problem] if self.num_unmapped and self.cells is not None else []
+        seen, of = self.num_windows
+        if of:
+            told = f"{seen:,} of {counted(of, 'window')} of slides show tissue"
+            problems.append(f"{told}; pixels of others are of class {printable(self.model.classes[0])}")
         return (*self.coverage.summary(), *problems)
 
     def _title(self, number: int) -> str:
@@ -364,6 +370,10 @@ class Predicting:
         for start in range(0, len(self.images), AT_ONCE):
             indices = range(start, min(start + AT_ONCE, len(self.images)))
             targets = self.comm.broadcast_object([*map(self._target, indices)] if self.comm.rank == 0 else None)
+            if skips_glass(self.model):
+                targets = in_tissue(self.comm, Subset(self.images, indices), targets, partial(cells_of, self.model))
+                self.num_windows[0] += sum(target.num_windows for target in targets)
+                self.num_windows[1] += sum(target.num_in_all for target in targets)
             windows = Windows(self.images, indices, targets)
             stitching: dict[int, StitchedMask] = {}
             errors: dict[int, str] = {}
@@ -396,7 +406,7 @@ class Predicting:
             source = frame
         fit = model.fit
         largest = model.about.largest if model.asked_fit == "auto" else None
-        return Target.of(source, frame, fit, largest)
+        return Target.of(source, frame, fit, largest, beyond=self.of_slides)
 
     def _mask(self, outputs: Any) -> Tensor:
         """The number of a class for each pixel, or of each class whether it is there; -1 of what is not a number."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,10 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.split import Named, Subset
+from mpi4dl.geometry import Interval
 from mpi4dl.inference.images import Coverage, open_labelled, open_slides_of_run, seen_of
-from mpi4dl.inference.masks import Target, Windows
-from mpi4dl.inference.model import Prediction, Predictor
+from mpi4dl.inference.masks import Target, WindowInterval, Windows, in_tissue
+from mpi4dl.inference.model import Prediction, Predictor, cells_of, skips_glass
 from mpi4dl.inference.options import Inference
 from mpi4dl.inference.records import ALIKE, NOT_NUMBERS, Record, columns_of, is_undefined, table_row
 from mpi4dl.inference.samples import (
@@ -46,6 +47,9 @@ from mpi4dl.tasks.curves import CallCounts, is_rule
 from mpi4dl.tasks.formulas import as_targets
 from mpi4dl.tasks.metrics import MEASURES, WHY_NONE, bootstrap, of_class
 from mpi4dl.tasks.task import TASKS, Regress, Task
+
+if TYPE_CHECKING:
+    from mpi4dl.datasets.slides.windows import MaskWindow
 
 
 @dataclass(frozen=True)
@@ -356,16 +360,29 @@ class _LabelledWindows(Windows):
     """Windows of slides with their masks, of which each pixel of a slide counts in one."""
 
     def label(self, index: int) -> Any:
-        from mpi4dl.datasets.slides.windows import MaskWindow
-
         position, intervals, _ = self.place(index)
         target, mask = self.targets[position], self.images.label(self.indices[position])
-        if target.num_windows == 1:
-            return mask
-        spare = [(size - source) // 2 for size, source in zip(target.size, target.source, strict=True)]
-        corner = intervals[0].start - spare[0], intervals[1].start - spare[1]
-        cores = tuple(cut.core.shift(-cut.start) for cut in intervals)
-        return MaskWindow(mask, corner, target.frame, cores)
+        return mask if target.num_in_all == 1 else _core_of(mask, target, intervals)
+
+    def classes_not_seen(self, position: int, part: slice, num_classes: int) -> Tensor:
+        """How many pixels of each class are in a part of the windows that are not looked at. Raises BadImage."""
+        target, found = self.targets[position], torch.zeros(num_classes, dtype=torch.int64)
+        others = [*target.not_chosen()][part]
+        if others:
+            mask = self.images.label(self.indices[position])
+            for intervals in others:
+                true = _core_of(mask, target, intervals).read(*(Interval(0, side) for side in target.frame))
+                known = torch.from_numpy(true[(true >= 0) & (true < num_classes)])
+                found += torch.bincount(known, minlength=num_classes)
+        return found
+
+
+def _core_of(mask: Any, target: Target, intervals: Sequence[WindowInterval]) -> "MaskWindow":
+    """The part of a mask that a window decides."""
+    from mpi4dl.datasets.slides.windows import MaskWindow
+
+    row, col = target.corner(intervals)
+    return MaskWindow(mask, (row, col), target.frame, tuple(cut.core.shift(-cut.start) for cut in intervals))
 
 
 def _windows_of(model: Predictor, images: Named) -> _LabelledWindows | None:
@@ -381,8 +398,12 @@ def _windows_of(model: Predictor, images: Named) -> _LabelledWindows | None:
     slides, frame = Subset(whole, indices), config.data.image_size
     targets = None
     if model.comm.rank == 0:
-        targets = [Target.of(_size_of(slides, index, frame), frame, "crop") for index in range(len(slides))]
-    return _LabelledWindows(slides, range(len(slides)), model.comm.broadcast_object(targets))
+        sizes = [_size_of(slides, index, frame) for index in range(len(slides))]
+        targets = [Target.of(size, frame, "crop", beyond=True) for size in sizes]
+    targets = model.comm.broadcast_object(targets)
+    if skips_glass(model):
+        targets = in_tissue(model.comm, slides, targets, partial(cells_of, model))
+    return _LabelledWindows(slides, range(len(slides)), targets)
 
 
 def _size_of(images: Named, index: int, otherwise: tuple[int, ...]) -> tuple[int, ...]:
@@ -411,7 +432,7 @@ class _Collected:
     With `windows` these are what the model looks at, in order.
     """
 
-    def __init__(self, model: Predictor, images: Named, windows: Windows | None = None) -> None:
+    def __init__(self, model: Predictor, images: Named, windows: _LabelledWindows | None = None) -> None:
         self.model, self.images, self.windows = model, images, windows
         self._of_windows: dict[int, tuple[Tensor, int]] = {}  # pixels counted, and windows with what is no number
         self.task: Task = model.task
@@ -516,8 +537,26 @@ class _Collected:
             self._of_windows[image] = before + each, already + wrong
             if last and self.images.name(image) not in self.bad:
                 total, missing = self._of_windows.pop(image)
+                error = None if layers > 1 else self._add_not_seen(image, total)
+                if error is not None:
+                    self.bad[self.images.name(image)] = error
+                    self.records[image] = {**self._named(image), "error": error}
+                    continue
                 self.count += 1
                 self._count((image,), total[None], torch.tensor([missing]))
+
+    def _add_not_seen(self, image: int, total: Tensor) -> str | None:
+        """Count the pixels of windows without tissue, which are of the first class; the error of their mask, if any."""
+        assert self.windows is not None
+        comm, error = self.model.comm, None
+        try:
+            found = self.windows.classes_not_seen(image, slice(comm.rank, None, comm.size), len(total))
+        except DatasetError as problem:
+            found, error = torch.zeros(len(total), dtype=torch.int64), printable(str(problem))
+        error = next((each for each in comm.all_gather_object(error) if each is not None), None)
+        comm.all_reduce(found)
+        total[:, 0] += found
+        return error
 
     def _count(self, indices: Sequence[int], counts: Tensor, undefined: Tensor) -> None:
         """Add images whose pixels are counted, (N, ..., classes, classes)."""

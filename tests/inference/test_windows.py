@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 import mpi4dl
 from mpi4dl.comm import Communicator
+from mpi4dl.geometry import Interval
 from mpi4dl.inference.masks import StitchedMask, Target, bases_of, windows_along
 from tests.inference.cases import CLASSES, SIZE, Shown, train_nothing
 from tests.pool.ranks import Ranks
@@ -199,3 +201,40 @@ def test_windows_are_joined_and_brought_to_the_images_size(
         assert np.array_equal(read, values)
     ones = expected.reshape(len(expected), -1).sum(1).tolist()
     assert mask.counts.tolist() == (ones if layers else [expected.size - ones[0], ones[0]])
+
+
+@pytest.mark.parametrize(("source", "frame"), [((150, 97), (40, 24)), ((20, 90), (32, 32)), ((33, 31), (33, 31))])
+def test_windows_in_tissue_are_those_with_a_cell_of_it(source: tuple[int, int], frame: tuple[int, int]) -> None:
+    """By all pixels of each window; what no window is looked at is of class 0, and each pixel counts once."""
+    whole, cell, random = Target.of(source, frame, "crop", beyond=True), 8, np.random.default_rng(3)
+    for number in range(whole.num_in_all):  # no window decides a pixel of the slide close to its own side
+        intervals = whole.window(number)
+        for cut, at, side, size in zip(intervals, whole.corner(intervals), frame, source, strict=True):
+            decides = cut.core.shift(at - cut.start).intersect(Interval(0, size))
+            assert decides.start - at >= side // 8
+            assert at + side - decides.stop >= side // 8
+    for share in (0.0, 0.02, 0.5):
+        cells = random.random([-(-side // cell) for side in source]) < share
+        tissue = cells.repeat(cell, 0).repeat(cell, 1)[: source[0], : source[1]]
+        found = whole.in_tissue(cells, cell)
+        expected = []
+        for number in range(whole.num_in_all):
+            row, col = whole.corner(whole.window(number))
+            box = tissue[max(0, row) : row + frame[0], max(0, col) : col + frame[1]]
+            expected += [number] if box.any() else []
+        assert found.chosen == (tuple(expected) or (0,))
+        file = np.zeros(source, np.uint8)
+        opened: Any = SimpleNamespace(write=file.__setitem__, close=lambda: None)
+        mask = StitchedMask([Path()], found, ("background", "tumour"), 0, lambda _, opened=opened: opened)
+        ones, decided = np.ones(frame, np.int16), np.zeros(source, bool)
+        for number in range(found.num_windows):
+            intervals = found.window(number)
+            mask.add(intervals, [slice(0, side) for side in frame], ones)
+            row, col = (
+                cut.core.shift(at - cut.start) for cut, at in zip(intervals, found.corner(intervals), strict=True)
+            )
+            decided[max(0, row.start) : row.stop, max(0, col.start) : col.stop] = True
+        mask.close()
+        assert np.array_equal(file, decided)
+        assert mask.counts.tolist() == [(~decided).sum(), decided.sum()]
+        assert found.num_windows + len([*found.not_chosen()]) == whole.num_in_all

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpi4dl.geometry import Box, Interval
-from mpi4dl.parallel.inputs import Microbatch, Read, nested_cuts
+from mpi4dl.parallel.inputs import Microbatch, OwnSizes, Read, nested_cuts
 from mpi4dl.parallel.plan import Plan
 from tests.brute_force import patient, quick
 
@@ -257,6 +257,33 @@ def test_shares_of_ways_are_cut_out_of_those_of_replicas() -> None:
     plan = Plan(((1, 1), (1, 1)), (2, 1), data=2)
     assert plan.divide(7)[0] == Microbatch(0, 0, (0, 1, 3, 5, 7))
     assert plan.divide(7)[0].counts == (1, 2, 2, 2)
+
+
+def test_replicas_with_local_batches_share_no_microbatch() -> None:
+    plan = Plan(((1, 2), (1, 1)), data=2, microbatches=2, local_batches=True)
+    assert [plan.shape(stage) for stage in (0, 1)] == [(1, 1, 2), (1, 1, 1)]
+    assert [plan.partners(rank, 0, 0) for rank in (0, 2, 4)] == [(0, 1), (0, 1), (3, 4)]
+    assert plan.holders(0) == (0, 1, 3, 4)
+    assert not plan.tracks_batch(0)
+    first, *_, last = divided = plan.divide(5)
+    assert [(m.replica, m.number, m.cuts) for m in divided] == [
+        (0, 0, (0, 1)),
+        (0, 1, (1, 2)),
+        (1, 0, (2, 3)),
+        (1, 1, (3, 5)),
+    ]
+    assert [(m.replica, m.number, m.cuts) for m in plan.divide(3, training=False)] == [
+        (0, 0, (0, 1)),
+        (1, 0, (1, 2)),
+        (1, 1, (2, 3)),
+    ]
+    sizes = OwnSizes(((4, 6), (4, 6), (2, 2), (8, 4), (8, 4)))
+    assert plan.reads(1, divided, sizes)[0] == Read(first, Box(Interval(0, 1), Interval(0, 4), Interval(3, 6)))
+    assert plan.reads(3, divided, sizes)[1] == Read(last, Box(Interval(3, 5), Interval(0, 8), Interval(0, 2)))
+    assert plan.reads(2, divided, sizes) == ()
+    for more in ({"batch_ways": (2, 1)}, {"bidirectional": 1}, {"experts": 2}):
+        with pytest.raises(ValueError, match="leave out"):
+            Plan(((1, 2), (1, 1)), data=2, local_batches=True, **more)
 
 
 def test_nested_cuts() -> None:
