@@ -44,14 +44,16 @@ Norm = nn.modules.batchnorm._NormBase
 class RunningStatistics:
     """Those of one stage, whose copies are on the ranks of `comm`.
 
-    This rank tells the others of microbatches of `replica` in a direction if `speaks[direction]`. `instead`: what ends
-    a message about a model that cannot be followed.
+    This rank tells the others of microbatches of `replica` in a direction if `speaks[direction]`. `local`: copies are
+    those of replicas with local batches, not those of GEMS.
     """
 
     def __init__(
-        self, module: nn.Module, comm: Communicator, speaks: dict[int, bool], replica: int, instead: str
+        self, module: nn.Module, comm: Communicator, speaks: dict[int, bool], replica: int = 0, local: bool = False
     ) -> None:
-        self.module, self.comm, self.speaks, self.replica, self.instead = module, comm, speaks, replica, instead
+        self.module, self.comm, self.speaks, self.replica = module, comm, speaks, replica
+        self.where = "on replicas with images of their own" if local else "in both directions"
+        self.instead = "share images by `tiles` instead of `data`" if local else "leave out `bidirectional`"
         self.norms = [m for m in module.modules() if isinstance(m, Norm) and m.training and m.running_mean is not None]
         norms = {id(value) for m in self.norms for value in m.buffers(recurse=False)}
         self.others = [(name, b, b.detach().clone()) for name, b in module.named_buffers() if id(b) not in norms]
@@ -79,21 +81,22 @@ class RunningStatistics:
             times = found["num_batches_tracked"]
             if times is not None and times > 1:
                 raise Refusal(
-                    f"a {type(m).__name__} is used {int(times)} times on one image: copies of the model cannot follow "
-                    f"its running statistics; {self.instead}"
+                    f"a {type(m).__name__} is used {int(times)} times on one image: the copies of a model that runs "
+                    f"{self.where} cannot follow its running statistics; {self.instead}"
                 )
         for (name, buffer, before_it), version in zip(self.others, versions, strict=True):
             if buffer._version != version and not torch.equal(buffer, before_it):  # streaming sets them anew
                 raise Refusal(
-                    f"the model changes its buffer {name} as it runs, which is no batch norm's: copies of it would "
-                    f"differ; {self.instead}"
+                    f"the model changes its buffer {name} as it runs, which is no batch norm's: its copies "
+                    f"{self.where} would differ; {self.instead}"
                 )
         changed = next(
             (name for name, value in attributes_of(self.module).items() if attributes.get(name) != value), None
         )
         if changed is not None:
             raise Refusal(
-                f"the model changes its attribute {changed} as it runs: copies of it would differ; {self.instead}"
+                f"the model changes its attribute {changed} as it runs: its copies {self.where} would differ; "
+                f"{self.instead}"
             )
         self._found[direction, number] = row
 
@@ -254,9 +257,8 @@ class Executor:
     def _copies(self, stage: int) -> RunningStatistics:
         plan, rank = self.plan, self.comm.rank
         speaks = {d: plan.partners(rank, d, stage)[0] == rank for d in range(plan.num_directions)}
-        instead = "share images by `tiles` instead of `data`" if plan.local_batches else "leave out `bidirectional`"
         module, holders = self.stages.modules_of[stage], self.stages.groups[stage]
-        return RunningStatistics(module, holders, speaks, plan.replica_of(rank), instead)
+        return RunningStatistics(module, holders, speaks, plan.replica_of(rank), plan.local_batches)
 
     @contextmanager
     def caring(self, action: Action, last: bool) -> Iterator[None]:
