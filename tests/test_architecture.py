@@ -300,6 +300,11 @@ ALIKE = {
     ("mpi4dl.checkpoints.checkpoints", "_agree"): "all ranks raise this Refusal together",
     ("mpi4dl.comm.allreduce", "of"): "the caller names nodes on all ranks or on none",
     ("mpi4dl.engine.engine", "__init__"): "all have agreed on the hook, and hold the same parameters across parts",
+    ("mpi4dl.engine.runner", "_run"): "the plan alone decides",
+    ("mpi4dl.inference.model", "predictions"): "all ranks raise this Refusal together",
+    ("mpi4dl.inference.model", "_found_late"): "the plan alone decides",
+    ("mpi4dl.inference.model", "_one_by_one"): "all ranks raise this Refusal together",
+    ("mpi4dl.inference.scoring", "_add_counts"): "whether classes overlap follows from the model",
     ("mpi4dl.inference.predicting", "__iter__"): "whether outputs are dense follows from the model",
     ("mpi4dl.options.tasks", "build_task"): "an option, on which all have agreed",
     (
