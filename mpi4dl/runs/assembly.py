@@ -86,6 +86,7 @@ def assemble(
     comm.agree(None, **{f"the file of `{name}` {part}": each for (name, part), each in prints.items()})
     with comm.together((ValueError,)):
         plan = build_plan(config)
+        check_own_sizes(config, plan)
     size = config.data.image_size
     comm.agree(plan.wrong_world(comm.size) if num_samples is None else plan.problem(comm.size, size, num_samples))
     comm.node.share_cores(config.parallel.threads)
