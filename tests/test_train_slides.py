@@ -402,6 +402,7 @@ def test_what_slides_are_refused(ranks: Ranks, cohort: Path, tmp_path: Path, mor
     assert message.replace("`", "") in found.replace("`", "").replace("--", ""), found
 
 
+@pytest.mark.exhaustive
 def test_slides_in_dicom_are_trained_on_and_shown_as_their_originals(
     ranks: Ranks, cohort: Path, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from mpi4dl.datasets.slides.slide import Resolution, Slide, open_slide
 from mpi4dl.datasets.slides.tables import read_slides
 from mpi4dl.geometry import Interval
 from mpi4dl.inference.masks import bases_of
+from mpi4dl.inference.records import identity_of
 from tests.datasets.boxes import smooth_image
 from tests.datasets.slides.dicom import series
 
@@ -88,9 +89,11 @@ def test_a_slide_of_other_files_than_were_listed_is_refused(tmp_path: Path) -> N
     series(tmp_path / "a", levels()[:2])
     slides = SlideFolder(tmp_path, SlideOptions())
     assert slides.files[0].num_bytes == sum(path.stat().st_size for path in (tmp_path / "a").iterdir())
-    prints = slides.prints(slice(None), "here")
+    prints, known = slides.prints(slice(None), "here"), identity_of(slides.path(0))
+    assert known["bytes"] == slides.files[0].num_bytes
     series(tmp_path / "a", [255 - levels()[0], levels()[1]])
     assert slides.prints(slice(None), "here") != prints
+    assert identity_of(slides.path(0))["crc32"] != known["crc32"]
     series(tmp_path / "a", levels())
     with pytest.raises(DatasetError, match=r"bytes here, but had \d+ when it was listed"):
         slides.image(0)
