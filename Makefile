@@ -4,6 +4,7 @@ RANKS ?= 4
 WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
+TWO = $(BIN)/mpirun -n 2 $(BIN)/python -m
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -21,16 +22,17 @@ train: $(STAMP) data/tissue
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m mpi4dl.train --config examples/tissue.toml
 
 data/slides/slides.csv: $(STAMP)
-	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4dl.slides compose data/slides --patients 20 --slides-each 4 --size 8192
+	$(TWO) mpi4dl.slides compose data/slides --patients 20 --slides-each 4 --size 8192
 
 slides: $(STAMP) data/slides/slides.csv
-	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4dl.train --config examples/slides.toml
-	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4dl.predict runs/slides/best.safetensors --slides data/slides/slides.csv --out predicted/slides
-	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4dl.slides hits predicted/slides
-	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4dl.train --config examples/slides_patches.toml
-	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4dl.predict runs/slides_patches/best.safetensors --slides data/slides/slides.csv --out predicted/patches
-	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4dl.slides hits predicted/patches
-	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4dl.train --config examples/slides.toml --mpp 8 --run-folder runs/slides_512
+	$(TWO) mpi4dl.train --config examples/slides.toml
+	$(TWO) mpi4dl.predict runs/slides/best.safetensors --slides data/slides/slides.csv --out predicted/slides
+	$(TWO) mpi4dl.slides hits predicted/slides
+	$(TWO) mpi4dl.train --config examples/slides_patches.toml
+	$(TWO) mpi4dl.predict runs/slides_patches/best.safetensors --slides data/slides/slides.csv --out predicted/patches
+	$(TWO) mpi4dl.slides hits predicted/patches
+	$(TWO) mpi4dl.train --config examples/slides.toml --mpp 8 --run-folder runs/slides_512
+	$(BIN)/python -m examples.slides_results
 
 gpt: $(STAMP)
 	$(BIN)/mpirun -n 4 $(BIN)/python -m mpi4dl.train --config examples/gpt.toml

@@ -169,12 +169,14 @@ def _each(comm: "Communicator", count: int, work: Callable[[int, Feed], str]) ->
 def hits(comm: "Communicator", options: Any) -> None:
     """Print of each slide with a map and annotations where the map is highest, and whether it is annotated. Collective.
 
-    The last line has the share of slides. Raises Refusal if no slide has both.
+    The last line has the share of slides. `hits.csv` in the folder has a line for each. Raises Refusal if no slide has
+    both.
     """
+    from mpi4dl._files import write_durably
     from mpi4dl._wording import counted
     from mpi4dl.comm import Refusal
     from mpi4dl.datasets.base import DatasetError
-    from mpi4dl.viewer.hits import Hit, hit_of
+    from mpi4dl.viewer.hits import Hit, csv_of, hit_of
     from mpi4dl.viewer.results import read_results
 
     results = None
@@ -200,12 +202,15 @@ def hits(comm: "Communicator", options: Any) -> None:
         return str(hit)
 
     _each(comm, len(slides), look)
-    found = [hit for each in comm.all_gather_object(mine) for hit in each]
+    found = sorted(hit for each in comm.all_gather_object(mine) for hit in each)
     if not found:
         raise Refusal(
             f"{options.folder}: no slide has a map and an annotation with polygons: name the table with a column "
             "annotation by --slides, and predict with --maps"
         )
+    with comm.together((OSError,)):
+        if comm.rank == 0:
+            write_durably(Path(options.folder) / "hits.csv", csv_of(found).encode())
     if comm.rank == 0:
         told = []
         for what, count in (

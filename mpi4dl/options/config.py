@@ -748,6 +748,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "aggregator": "gated-attention",
         "batch_size": 1,
         "flip": "all",
+        "stream_norm": "frozen",
         "lr": 1e-4,
         "optimizer_options": {"weight_decay": 1e-5},
         "epochs": 50,

@@ -1,7 +1,9 @@
 """Where the map of a slide is highest, and whether an annotation is there."""
 
+import csv
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from io import StringIO
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +17,7 @@ from mpi4dl.viewer.reading import read_map
 from mpi4dl.viewer.results import ViewedSlide
 
 OUTSIDE = -1
+COLUMNS = ("slide", "value", "x", "y", "side", "annotated", "centre_annotated", "classes")
 
 
 class Hit(NamedTuple):
@@ -41,6 +44,18 @@ class Hit(NamedTuple):
         where += " with its centre" if self.inside else ""
         place = f"x {col:.0f}, y {row:.0f} ({width:.0f} x {height:.0f} px)"
         return f"{self.slide}: highest {self.value:.4g} at {place} {where}"
+
+
+def csv_of(hits: Iterable[Hit]) -> str:
+    """A table with a line for each slide; `x` and `y` are the centre of the cell, in pixels of the full level 0."""
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for hit in hits:
+        (row, col), (side, _) = hit.centre, hit.side
+        classes = ";".join(hit.names)
+        writer.writerow([hit.slide, hit.value, col, row, side, int(hit.overlaps), int(hit.inside), classes])
+    return text.getvalue()
 
 
 def hit_of(slide: ViewedSlide, classes: Collection[str] | None = None) -> Hit | None:

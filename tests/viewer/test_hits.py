@@ -1,5 +1,6 @@
 """`mpi4dl slides hits`: the patch with the highest value is looked up in the annotation."""
 
+import csv
 import json
 from contextlib import redirect_stdout
 from io import StringIO
@@ -11,7 +12,7 @@ import tifffile
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
-from mpi4dl.datasets.slides.geojson import collection, feature, square
+from mpi4dl.datasets.slides.geojson import collection, feature, squares
 from mpi4dl.datasets.slides.record import SLIDES, record_of
 from mpi4dl.datasets.slides.slide import Resolution
 from mpi4dl.inference.maps import PatchMap, geojson
@@ -38,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
         description = f"Aperio |AppMag = 40|MPP = {MPP / 2}"
         tifffile.imwrite(tmp_path / f"s{number}.tif", pixels, tile=(64, 64), description=description, metadata=None)
         lesions = LESIONS[number] if number < len(PEAKS) else LESIONS[0]
-        text = collection(feature(square(row, col, side), name) for row, col, side, name in lesions)
+        text = collection(feature(squares(np.array([[row, col]]), side), name) for row, col, side, name in lesions)
         (tmp_path / f"s{number}.geojson").write_text(text)
         lines.append(f"s{number}.tif,{'' if number == len(PEAKS) else f's{number}.geojson'}")
     (tmp_path / "slides.csv").write_text("\n".join(lines))
@@ -77,6 +78,12 @@ def test_the_highest_patch_is_looked_up_in_the_annotation(ranks: Ranks, folder: 
             assert ("in tumour" in line, "with its centre" in line) == (overlaps, inside)
         assert "annotated on 2 (50.0 %)" in told
         assert "also at the centre on 1 (25.0 %)" in told
+        with (folder / "hits.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        for (row, col), (overlaps, inside), found in zip(PEAKS, EXPECTED, rows, strict=True):
+            assert (float(found["x"]), float(found["y"])) == (32 * col + 16, 32 * row + 16)
+            assert (found["annotated"], found["centre_annotated"]) == (str(int(overlaps)), str(int(inside)))
+            assert ("tumour" in found["classes"].split(";")) == overlaps
     (told, *_) = ranks(count).run(hits, str(folder), "--classes", "Ignore*")
     assert "1 slide with" in told
     assert "in Ignore* with its centre" in told

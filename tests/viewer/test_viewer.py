@@ -20,7 +20,7 @@ import pytest
 
 from mpi4dl.datasets.slides.compose import Cohort
 from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
-from mpi4dl.datasets.slides.geojson import collection, feature, square
+from mpi4dl.datasets.slides.geojson import collection, feature, squares
 from mpi4dl.datasets.slides.record import SLIDES, record_of
 from mpi4dl.datasets.slides.slide import Resolution, Slide, open_slide
 from mpi4dl.geometry import Interval
@@ -193,7 +193,7 @@ def test_coordinates_are_those_of_level_0_where_the_scanner_left_out_a_part(
 def test_regions_of_predicted_classes_are_read_beside_their_maps(predicted: Path, tmp_path: Path) -> None:
     out = copied(predicted, tmp_path)
     (out / "masks").mkdir()
-    polygons = [square(64, 128, 32), square(0, 0, 16)]
+    polygons = [squares(np.array([[64, 128]]), 32), squares(np.array([[0, 0]]), 16)]
     text = collection([feature(polygons[0], "tumour"), feature(polygons[1], "stroma")])
     (out / "masks" / "slide_000.geojson").write_text(text)
     record = {"image": "slide_000.tif", "mask": "masks/slide_000.ome.tif", "pixels": {"background": 300, "tumour": 100}}

@@ -13,6 +13,7 @@ from mpi4dl.datasets.base import DatasetError
 Ring = list[list[float]]  # corners (x, y), the last one the same as the first
 
 LEAST_CORNERS = 4
+CORNERS = np.array([[0, 0], [1, 0], [1, 1], [0, 1], [0, 0]])  # (x, y) of a square
 TOLERANCE = 0.5  # pixels of a mask by which an outline may be simplified
 
 
@@ -58,10 +59,10 @@ def _signed_area(line: npt.NDArray[np.float64]) -> float:
     return float(np.sum(x[:-1] * y[1:] - x[1:] * y[:-1]))
 
 
-def square(row: float, col: float, side: float) -> list[Ring]:
-    """A square with its upper left corner at a place of level 0."""
-    right, lower = col + side, row + side
-    return [[[col, row], [right, row], [right, lower], [col, lower], [col, row]]]
+def squares(corners: npt.NDArray[np.float64], side: float) -> list[Ring]:
+    """Squares with their upper left corners (n, 2) at places (row, column) of level 0."""
+    found: list[Ring] = (corners[:, None, ::-1] + side * CORNERS).tolist()
+    return found
 
 
 def feature(
@@ -79,8 +80,8 @@ def feature(
 
 
 def collection(features: Iterable[Mapping[str, Any]]) -> str:
-    """The text of a file of objects."""
-    return json.dumps({"type": "FeatureCollection", "features": list(features)})
+    """The text of a file of objects, which are used one after the other."""
+    return f'{{"type": "FeatureCollection", "features": [{", ".join(map(json.dumps, features))}]}}'
 
 
 def polygons_of(content: Any) -> list[list[Ring]]:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from xml.etree import ElementTree
 
 import numpy as np
@@ -39,6 +39,7 @@ LEAST_MPP, MOST_MPP = 0.01, 20.0  # um per pixel of slides; other values in a fi
 CELL_PX = 32  # px of the resolution that is read, of cells that show tissue or white
 
 Cells = npt.NDArray[np.bool_]
+Place = TypeVar("Place", float, npt.NDArray[np.float64])
 
 _MICROMETRES = {"m": 1e6, "cm": 1e4, "mm": 1e3, "µm": 1.0, "\u03bcm": 1.0, "um": 1.0, "nm": 1e-3, "inch": 25400.0}
 _INCH, _CENTIMETRE = 2, 3  # of the TIFF tag ResolutionUnit
@@ -216,8 +217,8 @@ class Slide:
         height, width = (side * self.downsample for side in self.size)
         return self.at(max(1.0, max(height, width) / longest))
 
-    def in_level_0(self, row: float, col: float) -> tuple[float, float]:
-        """The place (row, column) of the full level 0 of a place in pixels of this resolution."""
+    def in_level_0(self, row: Place, col: Place) -> tuple[Place, Place]:
+        """The place (row, column) of the full level 0 of a place in pixels of this resolution; or of arrays of them."""
         return self.origin[0] + row * self.downsample, self.origin[1] + col * self.downsample
 
     @cached_property

@@ -1,0 +1,74 @@
+"""Show what `make slides` found: the best validation AUC of each run, and how often its map is highest in a lesion.
+
+    python -m examples.slides_results
+
+The exit code is 1 if a run with maps misses its goals, or if 512 px were enough to see the lesions.
+"""
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+AUC, HITS = 0.9, 0.8
+
+
+class Form(NamedTuple):
+    """A run and the folder of its predictions. `finds`: whether it shall reach the goals; None: neither is asked."""
+
+    name: str
+    run: str
+    predicted: str | None
+    finds: bool | None
+
+
+FORMS = (
+    Form("whole slides, streamed", "slides", "slides", finds=True),
+    Form("patches, gated attention, end to end", "slides_patches", "patches", finds=True),
+    Form("the same on frozen features", "slides_features", "features", finds=None),
+    Form("whole slides of 512 px", "slides_512", None, finds=False),
+)
+
+
+def main() -> None:
+    failed = []
+    print(f"{'':38}  epochs  best validation AUC  highest in the lesion, of validation")
+    for form in FORMS:
+        epochs, auc = aucs_of(Path("runs") / form.run)
+        hits, held = [], []
+        if form.predicted is not None:
+            found = hits_of(Path("predicted") / form.predicted)
+            hits, held = [*found.values()], [found[slide] for slide in validating(Path("runs") / form.run) & {*found}]
+        counted = f"{sum(hits)} of {len(hits)} slides, {sum(held)} of {len(held)}" if hits else ""
+        print(f"{form.name:38}  {epochs:6}  {auc:19.3f}  {counted}")
+        if form.finds is True and (auc < AUC or not hits or sum(hits) < HITS * len(hits)):
+            failed.append(f"{form.name}: an AUC of {AUC} and {HITS:.0%} of the lesions were expected")
+        if form.finds is False and auc >= AUC:
+            failed.append(f"{form.name}: an AUC of {AUC} was not expected, since the lesions cannot be seen")
+    for line in failed:
+        print(line, file=sys.stderr)
+    sys.exit(bool(failed))
+
+
+def aucs_of(run: Path) -> tuple[int, float]:
+    """The number of epochs of a run, and its best validation AUC."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = [line["auc"] for line in lines if line["phase"] == "validation"]
+    return len(found), max(found)
+
+
+def hits_of(predicted: Path) -> dict[str, bool]:
+    """Of each annotated slide, whether its map is highest in an annotated region."""
+    with (predicted / "hits.csv").open(newline="") as file:
+        return {row["slide"]: row["annotated"] == "1" for row in csv.DictReader(file)}
+
+
+def validating(run: Path) -> set[str]:
+    """The slides that a run was not trained on."""
+    with (run / "split.csv").open(newline="") as file:
+        return {row["slide_id"] for row in csv.DictReader(file) if row["split"] == "val"}
+
+
+if __name__ == "__main__":
+    main()
