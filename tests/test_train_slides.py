@@ -144,7 +144,7 @@ def normalized(pixels: Tensor) -> Tensor:
 
 
 def shown_whole(slides: Any, index: int) -> Tensor:
-    """The bytes of a slide at its own size, white where there is no tissue and up to a multiple of 32 px: (1, 3, H, W)."""
+    """The bytes of a whole slide, white where it has no tissue and up to a multiple of 32 px: (1, 3, H, W)."""
     slide = slides.image(index).at(slides.image(index).downsample)
     height, width = slide.size
     white = np.full((ceil_div(height, 32) * 32, ceil_div(width, 32) * 32, 3), 255, np.uint8)

@@ -130,7 +130,9 @@ class PoolingAggregator(nn.Module):
 class GatedAttention(nn.Module):
     """Logits of a weighted mean: a = softmax(w (tanh(V h) * sigmoid(U h))), z = sum of a h.
 
-    Ilse et al., "Attention-based deep multiple instance learning", https://arxiv.org/abs/1802.04712, equation 9.
+    Ilse et al., "Attention-based deep multiple instance learning", https://arxiv.org/abs/1802.04712, equation 9. It
+    begins as the mean, w = 0: random weights look away from the few patches that matter as often as at them, and then
+    these get no gradients.
     """
 
     def __init__(self, num_features: int, num_classes: int, num_hidden: int = 128) -> None:
@@ -138,6 +140,7 @@ class GatedAttention(nn.Module):
         self.values = nn.Linear(num_features, num_hidden)
         self.gates = nn.Linear(num_features, num_hidden)
         self.weights = nn.Linear(num_hidden, 1, bias=False)
+        nn.init.zeros_(self.weights.weight)
         self.head = nn.Linear(num_features, num_classes)
 
     def forward(self, features: Tensor) -> Tensor:
