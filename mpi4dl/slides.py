@@ -175,7 +175,7 @@ def hits(comm: "Communicator", options: Any) -> None:
     from mpi4dl._files import write_durably
     from mpi4dl._wording import counted
     from mpi4dl.comm import Refusal
-    from mpi4dl.datasets.base import DatasetError
+    from mpi4dl.datasets.base import DatasetError, printable
     from mpi4dl.viewer.hits import Hit, csv_of, hit_of
     from mpi4dl.viewer.results import read_results
 
@@ -197,7 +197,7 @@ def hits(comm: "Communicator", options: Any) -> None:
         except DatasetError as error:
             return str(error)
         if hit is None:
-            return f"{slides[index].name}: has no region of these classes"
+            return f"{printable(slides[index].name)}: has no region of these classes"
         mine.append(hit)
         return str(hit)
 
@@ -210,7 +210,7 @@ def hits(comm: "Communicator", options: Any) -> None:
         )
     with comm.together((OSError,)):
         if comm.rank == 0:
-            write_durably(Path(options.folder) / "hits.csv", csv_of(found).encode())
+            write_durably(Path(options.folder) / "hits.csv", csv_of(found))
     if comm.rank == 0:
         told = []
         for what, count in (

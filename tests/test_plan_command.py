@@ -20,7 +20,9 @@ from mpi4dl import models
 from mpi4dl._progress import CLEAR, ProgressLine
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.estimate import dry_run
+from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import parse
+from mpi4dl.options.data import check_own_sizes
 from mpi4dl.plan import main, training_flags
 from mpi4dl.train import train
 from mpi4dl.training import data
@@ -205,6 +207,16 @@ def test_the_search_names_plans_that_can_be_started(capsys: pytest.CaptureFixtur
     commands = [line for line in lines if " mpirun -n 2 python -m mpi4dl.train " in line]
     assert all(" --lr 0.5 " in command and "--search" not in command for command in commands)
     assert {"--data 2", "--tiles 1x2", "--stages 2"} <= {flag for flag in FOUND for one in commands if flag in one}
+
+
+def test_the_search_names_plans_for_images_of_their_own_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    """A microbatch has one of them."""
+    main(["--search", "--ranks", "2", *SMALL, "--fit", "own", "--batch-size", "2"])
+    commands = [line.partition(" mpi4dl.train ")[2] for line in capsys.readouterr().out.splitlines()]
+    found = [parse(shlex.split(command)) for command in commands if command]
+    assert {config.parallel.data for config in found} == {1, 2}
+    for config in found:
+        check_own_sizes(config, build_plan(config))
 
 
 @pytest.mark.exhaustive

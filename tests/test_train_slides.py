@@ -211,6 +211,7 @@ def test_whole_slides_of_their_own_sizes_are_those_of_a_plain_loop(
         ("--batch-size 1 --data 2", "batch_size. 2 and"),
         ("--batch-size 3 --data 2", "batch_size. 2 and"),
         ("--batch-size 2 --batch-ways 2", "data. alone"),
+        ("--batch-size 1 --accumulate 2 --stages 2 --bidirectional 1", "leave it out"),
         ("--mixup 0.2", "mixup"),
     ],
 )

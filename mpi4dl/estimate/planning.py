@@ -5,18 +5,19 @@ Neither needs MPI, nor the model's values; what a training would refuse is refus
 
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mpi4dl._progress import Tell, quietly
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.declare import option, same_as
+from mpi4dl.options.declare import option, same_as, with_values
 from mpi4dl.options.kinds import BOOLEAN, BYTES, COUNT, NAME, POSITIVE, optional
 
 if TYPE_CHECKING:
     from mpi4dl.estimate.passes import SlidePatches
     from mpi4dl.estimate.summary import PlanSummary
+    from mpi4dl.parallel.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -145,9 +146,23 @@ def searched(
         model, neighbours = found.cuttable.model, asked.ranks_per_node or num_ranks
         degrees = degrees_of(model, num_ranks, neighbours, found.styles, config.parallel.moe == "expert")
         kept = {name: getattr(config.parallel, name) for name in Plan.not_searched()}
-        plans = candidates(num_ranks, len(found.cuttable), found.image, degrees, kept, config.training.accumulate)
+        plans = []
+        for each in candidates(num_ranks, len(found.cuttable), found.image, degrees, kept, config.training.accumulate):
+            with suppress(ConfigError):  # images of their own sizes share no microbatch
+                plans.append(_as_trained(config, each))
         ranking = search(found, plans, float("inf") if most_bytes is None else most_bytes, tell)
     return ranked(ranking, num_ranks, most_bytes, flags, None if config.data.text is None else config.data.context)
+
+
+def _as_trained(config: Config, plan: "Plan") -> "Plan":
+    """The plan that a training by the options of `plan` has. Raises ConfigError if it refuses them."""
+    from mpi4dl.options.build import build_plan, options_of_plan
+    from mpi4dl.options.data import check_own_sizes
+
+    asked = with_values(config, options_of_plan(plan, config.training.accumulate))
+    found = build_plan(asked)
+    check_own_sizes(asked, found)
+    return found
 
 
 def require_ranks(asked: Searched) -> int:

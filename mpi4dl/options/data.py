@@ -381,6 +381,11 @@ def check_own_sizes(config: Config, plan: "Plan") -> None:
             f"{plan} shares out the images of a microbatch, and by `fit` own they differ in size: choose `tiles`, by "
             "which ranks share each image, `data` alone, by which each replica has images of its own, or `fit` pad"
         )
+    if plan.bidirectional:
+        raise ConfigError(
+            f"`bidirectional` {plan.bidirectional} evaluates two images at once, and by `fit` own they differ in size: "
+            "leave it out, or choose `fit` pad"
+        )
     replicas, microbatches = plan.replicas, config.parallel.microbatches
     if data.batch_size != replicas * microbatches:
         asked = f"`batch_size` {data.batch_size} with `microbatches` {microbatches}"

@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from math import nan, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +45,8 @@ SAME_ALWAYS = (
     "fold",
     "split_file",
 )
-SAME_WITHIN_AN_EPOCH = ("batch_size", "accumulate", "sampling", NUM_IMAGES)
+A_STEP = ("batch_size", "accumulate")  # whose product has to stay
+SAME_WITHIN_AN_EPOCH = (*A_STEP, "sampling", NUM_IMAGES)
 FROM_CHECKPOINT = ("lr", "optimizer_options", "scheduler_options")
 OF_THIS_START = ("resume", "dry_run", "print_config")
 
@@ -256,7 +258,7 @@ def compare(checkpoint: Path, there: Progress, options: Mapping[str, str]) -> li
     missing = next((name for name in options if name not in before), None)
     if missing is not None:
         raise Refusal(f"{checkpoint}: {STATE} does not say what {_shown(missing)} was")
-    said = []
+    said, as_many = [], _samples_per_step(before) == _samples_per_step(options)
     for name in options:
         was, now = (each[name].strip('"') for each in (before, options))
         shown = _shown(name)
@@ -266,7 +268,7 @@ def compare(checkpoint: Path, there: Progress, options: Mapping[str, str]) -> li
             raise Refusal(
                 f"{checkpoint} was written with {shown} {was}, but this is {now}: keep the value of the checkpoint"
             )
-        if name in SAME_WITHIN_AN_EPOCH and there.batch:
+        if name in SAME_WITHIN_AN_EPOCH and there.batch and not (name in A_STEP and as_many):
             raise Refusal(
                 f"{checkpoint} was written with {shown} {was}, but this is {now}, which must not change within an epoch"
             )
@@ -275,6 +277,12 @@ def compare(checkpoint: Path, there: Progress, options: Mapping[str, str]) -> li
             f"{shown} {now} {rule if name in FROM_CHECKPOINT else f'is new: the checkpoint was written with {was}'}"
         )
     return said
+
+
+def _samples_per_step(options: Mapping[str, str]) -> int | float:
+    """The samples of a step; NaN, equal to nothing, if the options do not say it."""
+    numbers = [options.get(name, "") for name in A_STEP]
+    return prod(map(int, numbers)) if all(map(str.isdecimal, numbers)) else nan
 
 
 def _shown(name: str) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpi4dl.datasets.base import BadImage, DatasetError
+from mpi4dl.datasets.base import BadImage, DatasetError, printable
 from mpi4dl.datasets.slides.annotations import RegionMask, read_annotations
 from mpi4dl.datasets.slides.masks import BACKGROUND, is_auxiliary
 from mpi4dl.datasets.slides.slide import Resolution, open_slide
@@ -39,23 +39,26 @@ class Hit(NamedTuple):
 
     def __str__(self) -> str:
         (row, col), (height, width) = self.centre, self.side
-        classes = ", ".join(name or "a region without class" for name in self.names)
+        classes = ", ".join(printable(name) or "a region without class" for name in self.names)
         where = f"in {classes}" if self.overlaps else "in no annotated region"
         where += " with its centre" if self.inside else ""
         place = f"x {col:.0f}, y {row:.0f} ({width:.0f} x {height:.0f} px)"
-        return f"{self.slide}: highest {self.value:.4g} at {place} {where}"
+        return f"{printable(self.slide)}: highest {self.value:.4g} at {place} {where}"
 
 
-def csv_of(hits: Iterable[Hit]) -> str:
-    """A table with a line for each slide; `x` and `y` are the centre of the cell, in pixels of the full level 0."""
+def csv_of(hits: Iterable[Hit]) -> bytes:
+    """A table with a line for each slide; `x` and `y` are the centre of the cell, in pixels of the full level 0.
+
+    Names of files that are no UTF-8 stay the bytes that they are.
+    """
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     for hit in hits:
         (row, col), (side, _) = hit.centre, hit.side
-        classes = ";".join(hit.names)
+        classes = ";".join(map(printable, hit.names))
         writer.writerow([hit.slide, hit.value, col, row, side, int(hit.overlaps), int(hit.inside), classes])
-    return text.getvalue()
+    return text.getvalue().encode(errors="surrogateescape")
 
 
 def hit_of(slide: ViewedSlide, classes: Collection[str] | None = None) -> Hit | None:

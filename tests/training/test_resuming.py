@@ -147,6 +147,14 @@ def test_every_option_that_changed_is_refused_or_said(name: str, batch: int) -> 
         assert compare(PLACE, there, here) == [said]
 
 
+def test_a_step_of_as_many_images_goes_on_within_an_epoch() -> None:
+    """Replicas with slides of their own need a batch of as many: fewer of them accumulate more."""
+    there = PROGRESS._replace(batch=3, options={**OPTIONS, "batch_size": "4", "accumulate": "2"})
+    assert len(compare(PLACE, there, {**OPTIONS, "batch_size": "2", "accumulate": "4"})) == 2
+    with pytest.raises(Refusal, match="`batch_size` 4, but this is 2"):
+        compare(PLACE, there, {**OPTIONS, "batch_size": "2", "accumulate": "2"})
+
+
 def test_an_option_that_a_version_before_did_not_have_was_at_its_default() -> None:
     known = {name: value for name, value in OPTIONS.items() if name != "mean"}
     assert compare(PLACE, PROGRESS._replace(options=known), OPTIONS) == []

@@ -17,6 +17,7 @@ from mpi4dl.datasets.slides.record import SLIDES, record_of
 from mpi4dl.datasets.slides.slide import Resolution
 from mpi4dl.inference.maps import PatchMap, geojson
 from mpi4dl.slides import _parser
+from mpi4dl.viewer.hits import Hit, csv_of
 from tests.pool.ranks import Ranks
 
 PATCH, MPP = 16, 0.5  # patches at half the resolution of level 0, so of 32 px there
@@ -100,3 +101,9 @@ def test_what_is_refused(ranks: Ranks, folder: Path) -> None:
         assert "nowhere.csv" in told
     for told in ranks(2).run(refused, str(folder), "--classes", "what"):
         assert "no slide has" in told
+
+
+def test_names_in_no_encoding_reach_the_table_as_they_are() -> None:
+    hit = Hit("s\udcff.tif", 2.0, (16.0, 48.0), (32.0, 32.0), True, True, ("tum\ud800our",))
+    assert b"s\xff.tif,2.0,48.0,16.0,32.0,1,1,tum\\ud800our\n" in csv_of([hit])
+    assert str(hit).encode().startswith(b"s\\udcff.tif: highest 2")
