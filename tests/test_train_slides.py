@@ -462,6 +462,18 @@ def test_a_slide_longer_than_asked_is_refused_with_what_fits(ranks: Ranks, cohor
         assert "--max-side 100" in each
 
 
+def test_an_image_size_in_which_a_slide_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """Also if another slide has the longest side."""
+    for name, size in (("long", (20, 90)), ("high", (70, 60))):
+        tifffile.imwrite(tmp_path / f"{name}.tif", np.full((*size, 3), 200, np.uint8), photometric="rgb")
+    (tmp_path / "slides.csv").write_text("slide_id,label\nlong,a\nhigh,b\n")
+    for fit in ("pad", "own"):
+        flags = ["--slides", str(tmp_path / "slides.csv"), "--fit", fit, "--image-size"]
+        with pytest.raises(ConfigError, match=r"high\.tif has 70x60 px, more than .*choose 96x96"):
+            with_frame(parse([*flags, "64x96"]))
+        with_frame(parse([*flags, "70x90"]))
+
+
 def test_a_damaged_slide_ends_training_and_not_a_prediction(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
     ranks(1).run(train, flags_of(cohort, tmp_path / "run", "--max-steps 1"))
     other = tmp_path / "slides"

@@ -311,11 +311,14 @@ def with_frame(config: Config) -> Config:
     tiles = config.parallel.tiles[0][-2:]
     unit = (1, 1) if config.model.patches else tiles
     multiple = [(config.model.patches or STRIDE_PX) * count for count in unit]
-    fitting, largest = slides.frame(multiple)
-    _check_longest(largest, config)
+    fitting, extremes = slides.frame(multiple)
+    longest_first = sorted(extremes, key=lambda slide: -max(slide.size))
+    _check_longest(longest_first[0], config)
     if asked == AUTO:
         return with_values(config, {"image_size": fitting})
-    if any(side > most for side, most in zip(largest.size, asked, strict=False)):
+    for largest in longest_first:
+        if not any(side > most for side, most in zip(largest.size, asked, strict=False)):
+            continue
         sides, frame, needed = ("x".join(map(str, each)) for each in (largest.size, asked, fitting))
         if config.slides.features is not None:
             raise ConfigError(f"a slide has {largest.size[1]} patches, more than `image_size` {frame}: leave it out")

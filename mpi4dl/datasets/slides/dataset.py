@@ -224,8 +224,8 @@ class SlideFolder(ListedFiles):
             return [(0, 0)]
         return [(row, col) for row, col in (np.unique(cells * side // size, axis=0) * size).tolist()]
 
-    def frame(self, multiple: Sequence[int]) -> tuple[tuple[int, int], Slide]:
-        """The least size (height, width) in which each slide fits, and the slide with the longest side.
+    def frame(self, multiple: Sequence[int]) -> tuple[tuple[int, int], tuple[Slide, Slide]]:
+        """The least size (height, width) in which each slide fits, and the highest and the widest slide.
 
         Its sides are multiples of these numbers of pixels. Slides that cannot be read are left out.
 
@@ -240,10 +240,11 @@ class SlideFolder(ListedFiles):
                 problem = problem or error
         if not slides:
             raise DatasetError(f"{self.root}: no slide can be read: {problem}")
-        height, width = (
-            ceil_div(max(slide.size[axis] for slide in slides), each) * each for axis, each in enumerate(multiple)
-        )
-        return (height, width), max(slides, key=lambda slide: max(slide.size))
+        highest = max(slides, key=lambda slide: slide.size[0])
+        widest = max(slides, key=lambda slide: slide.size[1])
+        sides = highest.size[0], widest.size[1]
+        height, width = (ceil_div(side, each) * each for side, each in zip(sides, multiple, strict=True))
+        return (height, width), (highest, widest)
 
     def split(self, **how: Any) -> tuple[Subset, Subset, tuple[str, ...]]:
         """The slides to train on and to validate with, and remarks on them. No patient is in both.
