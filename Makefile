@@ -31,6 +31,12 @@ slides: $(STAMP) data/slides/slides.csv
 	$(TWO) mpi4dl.train --config examples/slides_patches.toml
 	$(TWO) mpi4dl.predict runs/slides_patches/best.safetensors --slides data/slides/slides.csv --out predicted/patches
 	$(TWO) mpi4dl.slides hits predicted/patches
+	$(TWO) mpi4dl.embed --slides data/slides/slides.csv --mpp 1 --patches 64 --out features/slides \
+		--model small_resnet --model-options num_filters=8,pool=max,norm=none --weights runs/slides/best.safetensors
+	$(TWO) mpi4dl.train --config examples/slides_features.toml
+	$(TWO) mpi4dl.predict runs/slides_features/best.safetensors --features features/slides \
+		--slides-folder data/slides --out predicted/features
+	$(TWO) mpi4dl.slides hits predicted/features --slides data/slides/slides.csv
 	$(TWO) mpi4dl.train --config examples/slides.toml --mpp 8 --run-folder runs/slides_512
 	$(BIN)/python -m examples.slides_results
 

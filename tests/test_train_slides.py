@@ -213,6 +213,7 @@ def test_whole_slides_of_their_own_sizes_are_those_of_a_plain_loop(
         ("--batch-size 2 --batch-ways 2", "data. alone"),
         ("--batch-size 1 --accumulate 2 --stages 2 --bidirectional 1", "leave it out"),
         ("--mixup 0.2", "mixup"),
+        ("--task segment --fit crop", "image.size"),
     ],
 )
 def test_what_images_of_their_own_size_cannot_do(ranks: Ranks, cohort: Path, flags: str, words: str) -> None:
@@ -411,7 +412,6 @@ def refused(comm: Communicator, act: Callable[..., None], argv: list[str]) -> st
         ("--image-size 64", "more than image-size 64x64"),
         ("--slide-column what", "what"),
         ("--images somewhere", "slides and images were both given"),
-        ("--task segment --fit crop", "`image_size`"),
         ("--crops-each 4", "`task` segment"),
         ("--max-side 4096", "`max_side` 4096 is for slides that the model sees whole"),
     ],

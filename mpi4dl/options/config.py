@@ -182,8 +182,7 @@ class Data:
     )
     scale: tuple[float, float] = option(
         (1.0, 1.0),
-        "enlarge training images, or what each patch of --patches shows, by a random factor from LOW to HIGH, such as "
-        "0.9,1.1",
+        "enlarge training images, or what each patch shows, by a random factor from LOW to HIGH, such as 0.9,1.1",
         RANGE,
         known_as=same_as("random-scale scale-limit zoom-range"),
     )

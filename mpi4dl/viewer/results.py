@@ -19,9 +19,10 @@ from typing import Any
 from mpi4dl._files import read_regular
 from mpi4dl._wording import counted
 from mpi4dl.datasets.base import DatasetError, printable
+from mpi4dl.datasets.files import WHOLE_SLIDES
 from mpi4dl.datasets.slides.annotations import POLYGONS
 from mpi4dl.datasets.slides.record import SLIDES
-from mpi4dl.datasets.slides.tables import SlideRow, SlideTable, read_slides
+from mpi4dl.datasets.slides.tables import FEATURE_SUFFIXES, SlideRow, SlideTable, read_slides, without_suffix
 
 PREDICTIONS, PREDICTED, EVALUATED = "predictions.jsonl", "predictions-*", "evaluation"
 ABOUT = "predictions.json"
@@ -108,6 +109,7 @@ def read_results(
         for name, record in _read_lines(predicted / PREDICTIONS, remarks).items():
             records[name] = records.get(name, {}) | record
     place = _Place(told if isinstance(told, Mapping) else {}, slides, slides_folder, remarks)
+    records = {place.name_of(name): record for name, record in records.items()}
     found = tuple(
         _viewed(name, record, place, predicted, mpp)
         for name, record in sorted((place.records() | records).items(), key=lambda item: item[0])
@@ -202,12 +204,17 @@ class _Place:
         self.root = slides_folder or root
         self._listed = slides is not None  # by the user, who wants to see all of them
         columns = told.get("columns")
-        self._recorded = told.get("slides") if isinstance(told.get("slides"), dict) else {}
+        recorded = told.get("slides")
+        self._recorded: dict[str, Any] = recorded if isinstance(recorded, dict) else {}
+        of_features = any(isinstance(each, dict) and "file" in each for each in self._recorded.values())
         self._table: SlideTable | None = None
         self._rows: dict[str, SlideRow] = {}
+        self._by_stem: dict[str, str] = {}
         self._beside = None if source is None else source.parent
         self.in_bounds = told.get("in_bounds") is True
-        if source is not None and source.exists():
+        if slides is None and of_features and source is not None and source.is_dir():
+            pass  # it has no slides
+        elif source is not None and source.exists():
             named = columns if slides is None and isinstance(columns, dict) else {}
             self._read(source, {role: named[role] for role in ("slide", "patient") if role in named}, remarks)
         elif slides is not None:
@@ -230,6 +237,19 @@ class _Place:
             remarks.append(f"labels of the table are not shown: {printable(str(error))}")
         self._rows = {row.path: row for row in self._table.rows}
 
+        self._by_stem = {without_suffix(row.path, WHOLE_SLIDES): row.path for row in self._table.rows}
+
+    def name_of(self, name: str) -> str:
+        """The slide that a record is of, from the folder of slides on; records of features name files of features."""
+        if not name.lower().endswith(FEATURE_SUFFIXES):
+            return name
+        recorded = self._recorded.get(name)
+        file = recorded.get("file") if isinstance(recorded, dict) else None
+        found = self._by_stem.get(without_suffix(name, FEATURE_SUFFIXES)) or (file if isinstance(file, str) else name)
+        if recorded is not None:
+            self._recorded.setdefault(found, recorded)
+        return found
+
     def records(self) -> dict[str, Record]:
         """Slides without predictions: those of a table or folder that the user named."""
         return {name: {} for name in self._rows} if self._listed else {}
@@ -239,13 +259,13 @@ class _Place:
         row = self._rows.get(name)
         if row is not None:
             return row.patient, row.annotation, row.mpp
-        recorded = self._recorded.get(name) if isinstance(self._recorded, dict) else None
+        recorded = self._recorded.get(name)
         recorded = recorded if isinstance(recorded, dict) else {}
         annotation = recorded.get("annotation")
         return _text(recorded.get("patient")), annotation if isinstance(annotation, str) else None, None
 
     def assumed_mpp(self, name: str) -> float | None:
-        recorded = self._recorded.get(name) if isinstance(self._recorded, dict) else None
+        recorded = self._recorded.get(name)
         mpp = _number(recorded.get("mpp")) if isinstance(recorded, dict) else None
         return mpp if mpp is not None and mpp > 0 else None
 

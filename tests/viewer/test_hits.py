@@ -6,18 +6,21 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import tifffile
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
+from mpi4dl.datasets.slides.features import FeatureFolder
 from mpi4dl.datasets.slides.geojson import collection, feature, squares
 from mpi4dl.datasets.slides.record import SLIDES, record_of
 from mpi4dl.datasets.slides.slide import Resolution
 from mpi4dl.inference.maps import PatchMap, geojson
 from mpi4dl.slides import _parser
 from mpi4dl.viewer.hits import Hit, csv_of
+from mpi4dl.viewer.results import read_results
 from tests.pool.ranks import Ranks
 
 PATCH, MPP = 16, 0.5  # patches at half the resolution of level 0, so of 32 px there
@@ -88,6 +91,23 @@ def test_the_highest_patch_is_looked_up_in_the_annotation(ranks: Ranks, folder: 
     (told, *_) = ranks(count).run(hits, str(folder), "--classes", "Ignore*")
     assert "1 slide with" in told
     assert "in Ignore* with its centre" in told
+
+
+def test_predictions_of_features_are_shown_on_their_slides(ranks: Ranks, folder: Path) -> None:
+    bags = folder.parent / "features"
+    bags.mkdir()
+    for number in range(len(PEAKS) + 1):
+        with h5py.File(bags / f"s{number}.h5", "w") as file:
+            file["features"] = np.zeros((3, 2), np.float32)
+    of_features = FeatureFolder(bags, SlideOptions(Resolution()), folder=bags, slides=folder.parent, label_columns=())
+    (folder / SLIDES).write_text(json.dumps(record_of(of_features)))
+    lines = (folder / "predictions.jsonl").read_text().replace(".tif", ".h5")
+    (folder / "predictions.jsonl").write_text(lines)
+    assert [slide.path for slide in read_results(folder).slides] == [
+        folder.parent / f"s{number}.tif" for number in range(len(PEAKS) + 1)
+    ]
+    (told,) = ranks(1).run(hits, str(folder), "--slides", str(folder.parent / "slides.csv"))
+    assert "annotated on 2 (50.0 %)" in told
 
 
 def refused(comm: Communicator, *argv: str) -> str:

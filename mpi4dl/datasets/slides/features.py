@@ -305,6 +305,7 @@ class FeatureFolder(SlideFolder):
     Attributes:
         channels: the number of features of a patch.
         values: the encoder that made the features, if the files say it.
+        slides_root: the folder of the slides themselves; None if they are not at hand.
 
     Raises:
         DatasetError: as `SlideFolder`, or no file can be read.
@@ -316,10 +317,10 @@ class FeatureFolder(SlideFolder):
         super().__init__(source, options, folder=None if source == folder else folder, features=True, **more)
         if self.masks is not None:
             raise DatasetError(f"{source}: has annotations, and features have no pixels to segment: add a column label")
-        self._by_name = {}
+        self.slides_root, self._by_name = slides, dict[str, str]()
         if slides is not None:
             names, _ = slides_of(slides, [path for path, _ in files_below(slides, WHOLE_SLIDES)])
-            self._by_name = {without_suffix(Path(name).name, WHOLE_SLIDES): slides / name for name in names}
+            self._by_name = {without_suffix(Path(name).name, WHOLE_SLIDES): str(name) for name in names}
         problem: BadImage | None = None
         for index in range(len(self)):
             try:
@@ -344,8 +345,12 @@ class FeatureFolder(SlideFolder):
             )
         if None not in (self.values, found.encoder) and self.values != found.encoder:
             raise BadImage(found.path, f"has {found.encoder}, but other slides have {self.values}")
-        slide = self._by_name.get(without_suffix(found.path.name, FEATURE_SUFFIXES))
-        return Bag(**{**vars(found), "slide": slide})
+        root, slide = self.slides_root, self.slide_of(found.path.name)
+        return Bag(**{**vars(found), "slide": None if root is None or slide is None else root / slide})
+
+    def slide_of(self, name: str) -> str | None:
+        """The slide of a file of features, from `slides_root` on; None if it is not at hand."""
+        return self._by_name.get(without_suffix(Path(name).name, FEATURE_SUFFIXES))
 
     def _all_patches(self, index: int, patch: int) -> Patches:
         count = self.image(index).size[1]

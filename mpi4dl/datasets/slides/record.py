@@ -4,6 +4,8 @@
      "in_bounds": false,
      "slides": {"a/s1.svs": {"slide": "s1", "patient": "p1", "annotation": "/data/s1.geojson", "mpp": 0.25}}}
 
+Of features the slides are named by their files of features, with the slide itself as `file`, if it is at hand.
+
 `source` is the table or folder of slides, and names of slides begin at `root`. `mpp` are the microns per pixel that
 the table or the user says; null: the file says them. `in_bounds`: coordinates of annotations begin where the scanner
 began.
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mpi4dl.datasets.slides.dataset import SlideFolder
+from mpi4dl.datasets.slides.features import FeatureFolder
 from mpi4dl.datasets.split import Named, Subset
 
 SLIDES = "slides.json"  # beside predictions
@@ -23,7 +26,8 @@ def record_of(images: Named) -> dict[str, Any] | None:
     slides = images.whole if isinstance(images, Subset) else images
     if not isinstance(slides, SlideFolder):
         return None
-    root = slides.root.absolute()
+    bags = slides if isinstance(slides, FeatureFolder) else None
+    root = ((bags.slides_root if bags is not None else None) or slides.root).absolute()
     assumed = slides.options.resolution.assumed_mpp
     return {
         "source": str(slides.source.absolute()),
@@ -36,6 +40,7 @@ def record_of(images: Named) -> dict[str, Any] | None:
                 "patient": row.patient,
                 "annotation": None if row.annotation is None else str(annotation_of(row.annotation, slides)),
                 "mpp": assumed if row.mpp is None else row.mpp,
+                **({} if bags is None else {"file": bags.slide_of(row.path)}),
             }
             for row in slides.rows
         },
