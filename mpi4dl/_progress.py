@@ -100,12 +100,12 @@ class ProgressBar:
 
 
 class ProgressOfImages:
-    """Of `total` images; on rank 0, others say nothing."""
+    """Of `total` images, or of another `unit`; on rank 0, others say nothing."""
 
-    def __init__(self, total: int, speaks: bool) -> None:
-        self.total, self.done, self.bad = total, 0, 0
+    def __init__(self, total: int, speaks: bool, unit: str = "image") -> None:
+        self.total, self.done, self.bad, self.unit = total, 0, 0, unit
         self._began = time.monotonic()
-        self._bar = ProgressBar(total, "image", shown=speaks)
+        self._bar = ProgressBar(total, unit, shown=speaks)
         self.close = self._bar.close
 
     def advance(self, done: int, bad: int) -> None:
@@ -118,4 +118,4 @@ class ProgressOfImages:
         rate = self.done / max(seconds, 1e-9)
         left = duration((self.total - self.done) / rate) if self.done else "an unknown time"
         bad = f", {self.bad} of them bad" if self.bad else ""
-        return f"{self.done} of {counted(self.total, 'image')}{bad}, {rate:.3g} images/s, {left} left"
+        return f"{self.done} of {counted(self.total, self.unit)}{bad}, {rate:.3g} {self.unit}s/s, {left} left"

@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, act, what in (
         ("check", check, "read all slides of a table or folder through, and list what is wrong with them"),
-        ("tissue", tissue, "write the tissue of each slide, as PNG and as GeoJSON for QuPath"),
+        ("tissue", tissue, "outline the tissue of each slide on its thumbnail (PNG), and for QuPath (GeoJSON)"),
     ):
         each = commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
         each.set_defaults(act=act)
@@ -126,8 +126,9 @@ def tissue(comm: "Communicator", options: Any) -> None:
     def show(index: int, feed: Feed) -> str:
         name = Path(slides.name(index)).name
         try:
-            found = find_tissue(slides.image(index), threshold, leave_out)
-            found.save_png(out / f"{name}.png")
+            slide = slides.image(index)
+            found = find_tissue(slide, threshold, leave_out)
+            write_durably(out / f"{name}.png", found.picture(slide))
             write_durably(out / f"{name}.geojson", found.geojson().encode())
         except (DatasetError, OSError) as error:
             return str(error)
@@ -150,7 +151,7 @@ def _each(comm: "Communicator", count: int, work: Callable[[int, Feed], str]) ->
 
     patience = Patience(SETTLED_SECONDS if comm.size > 1 else 0.0)
     patience.stop()  # until this rank has a slide
-    progress, num_lines = ProgressOfImages(count, comm.rank == 0), 0
+    progress, num_lines = ProgressOfImages(count, comm.rank == 0, "slide"), 0
     for first in range(0, count, comm.size):
         line = ""
         with comm.together((OSError,)):
@@ -214,11 +215,11 @@ def hits(comm: "Communicator", options: Any) -> None:
     if comm.rank == 0:
         told = []
         for what, count in (
-            ("annotated on", sum(each.overlaps for each in found)),
-            ("also at the centre on", sum(each.inside for each in found)),
+            ("its patch overlaps an annotation on", sum(each.overlaps for each in found)),
+            ("the centre of the patch is in one on", sum(each.inside for each in found)),
         ):
             told.append(f"{what} {count} ({100 * count / len(found):.1f} %)")
-        print(f"{counted(len(found), 'slide')} with a map and annotations; the highest value is {', '.join(told)}")
+        print(f"{counted(len(found), 'slide')} with a map and annotations; of the highest value, {', '.join(told)}")
 
 
 def _open(comm: "Communicator", options: Any) -> Any:
@@ -239,7 +240,7 @@ def compose(comm: "Communicator", options: Any) -> None:
     """Write synthetic slides: stained tissue on glass, and lesions in those of every second patient. Collective."""
     from mpi4dl._files import write_durably
     from mpi4dl._wording import counted
-    from mpi4dl.datasets.slides.compose import Cohort
+    from mpi4dl.datasets.slides.compose import RECORD, TABLE, Cohort
 
     folder = Path(options.out)
     with comm.together((ValueError, OSError)):
@@ -254,6 +255,7 @@ def compose(comm: "Communicator", options: Any) -> None:
         )
         if not options.dry_run:
             folder.mkdir(parents=True, exist_ok=True)
+            cohort.require_own(folder)
     if options.dry_run:
         for number in range(len(cohort)) if comm.rank == 0 else ():
             height, width = cohort.composition(number).size
@@ -264,11 +266,14 @@ def compose(comm: "Communicator", options: Any) -> None:
         cohort.write(folder, index, feed)
         return ""
 
+    with comm.together((OSError,)):
+        if comm.rank == 0:  # before the slides: after an early end, only the same options continue
+            write_durably(folder / RECORD, cohort.record().encode())
     _each(comm, len(cohort), write)
     with comm.together((OSError,)):
         if comm.rank == 0:
-            write_durably(folder / "slides.csv", cohort.table().encode())
-            print(f"{counted(len(cohort), 'slide')} in {folder}, listed in {folder / 'slides.csv'}")
+            write_durably(folder / TABLE, cohort.table().encode())
+            print(f"{counted(len(cohort), 'slide')} in {folder}, listed in {folder / TABLE}")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from mpi4dl.runs import stopping
 from mpi4dl.train import train
 from tests.commands import losses_of
 from tests.pool.job import mpirun
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, RanksFailed
 from tests.short_runs import EXACT
 from tests.test_train_slides import MPP, PATCH, patches_of, refused, said
 
@@ -125,6 +125,9 @@ def test_the_encoder_of_a_run_sees_patches_as_the_run_did(ranks: Ranks, cohort: 
         features = torch.from_numpy(read(tmp_path / "features" / f"{name}.h5")[0]).mean(0)
         logits = features @ weights["aggregator.head.weight"].T + weights["aggregator.head.bias"]
         assert [*line["probabilities"].values()] == pytest.approx(logits.softmax(0).tolist(), abs=1e-5)
+    other = embedding(cohort, tmp_path / "other", f"--weights {run} --model-options num_filters=8")
+    with pytest.raises(RanksFailed, match=r"trained .*small_resnet with .*num_filters=4: use these"):
+        ranks(2).run(embed, other)
 
 
 def test_embedding_goes_on_where_it_ended_and_never_mixes_encoders(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:

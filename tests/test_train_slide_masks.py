@@ -181,6 +181,8 @@ def test_one_rank_and_two_predict_and_evaluate_the_same(ranks: Ranks, cohort: Pa
         argv = [str(run), "--slides", str(table), "--out", str(out / "scores"), "--resamples", "0", *plan]
         ranks(count).run(evaluate, argv)
         scores.append(json.loads((out / "scores" / "evaluation.json").read_text()))
+    flags = ["--slides", str(table), "--out", str(tmp_path / "alone"), "--data", "2"]
+    assert "no maps" not in ranks(2).run(said, str(run), *flags)[0]  # class maps are its maps
     slides = open_slides(with_frame(parse(flags_of(cohort, run))))
     confusion = np.zeros((2, 2), np.int64)
     for number, (one, two) in enumerate(zip(*(records(tmp_path / f"of{count}") for count in (1, 2)), strict=True)):

@@ -243,15 +243,15 @@ def test_the_patches_of_a_step_and_their_passes_are_counted_before_it(
     counts = [len(training.tissue_patches(index, PATCH)) for index in range(len(training))]  # type: ignore[attr-defined]
     most = 20
     assert min(counts) < most < max(counts)
-    by = rf"times.* by the mean of {len(counts)} slides"
+    mean = rf"\(the mean of {len(counts)} slides\)"
     [ran, _] = ranks(2).run(told, *flags, "--dry-run")
-    words = rf"about {round(2 * sum(counts) / len(counts))} patches with tissue (\d\d) \+ \1 {by}.*--most-patches"
+    of = f"about {round(2 * sum(counts) / len(counts))} patches with tissue"
+    words = rf"{of}, (\d\d) x forward and \1 x backward {mean}.*--most-patches"
     assert len(re.findall(words, ran)) == 1
     plan([*flags, "--stream-norm", "running", "--most-patches", str(most)])
     num_patches = 2 * sum(min(count, most) for count in counts) / len(counts)
-    assert re.search(
-        rf"about {round(num_patches)} patches with tissue 1 \+ 1 {by}$", capsys.readouterr().out, re.MULTILINE
-    )
+    words = rf"about {round(num_patches)} patches with tissue, 1 x forward and 1 x backward {mean}$"
+    assert re.search(words, capsys.readouterr().out, re.MULTILINE)
 
 
 def test_one_rank_and_two_predict_the_same_and_draw_the_same_maps(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:

@@ -258,15 +258,15 @@ class Matching(NamedTuple):
     def remarks(self, origin: str) -> Iterator[str]:
         """Remarks, a line each."""
         renamed = f", without {self.dropped!r} in front of names" if self.dropped else ""
-        renamed += f", for what is in {self.added.rstrip('.')}" if self.added else ""
+        renamed += f", for the names in {self.added.rstrip('.')}" if self.added else ""
         yield f"weights of {origin}: {counted(len(self.pairs), 'value', 'values')}{renamed}"
         yield from self.problems()
 
     def problems(self) -> Iterator[str]:
         if self.reshaped:
-            yield f"left as drawn, as they have other shapes: {few(self.reshaped)}"
+            yield f"initial values are kept, as shapes differ: {few(self.reshaped)}"
         if self.missing:
-            yield f"left as drawn, as there are none for them: {few(self.missing)}"
+            yield f"initial values are kept, as the weights have no such names: {few(self.missing)}"
         if self.unmatched:
             yield f"not used, as the model has no such names: {few(self.unmatched)}"
 

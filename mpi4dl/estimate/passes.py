@@ -115,8 +115,8 @@ class SlidePatches:
         """How often a step runs how many patches; without `passes` there are no statistics passes."""
         forward, backward = (1, 1) if passes is None else (passes.forward, passes.backward)
         found = (
-            f"a step runs about {counted(round(self.mean * config.samples_per_step), 'patch', 'patches')} with tissue "
-            f"{forward} + {backward} times, forward and backward, by the mean of {counted(self.looked_at, 'slide')}"
+            f"a step runs about {counted(round(self.mean * config.samples_per_step), 'patch', 'patches')} with tissue, "
+            f"{forward} x forward and {backward} x backward (the mean of {counted(self.looked_at, 'slide')})"
         )
         if forward + backward >= SLOW_PASSES and config.slides.most_patches is None:
             found += f"; `most_patches` {max(1, round(self.mean / 2))} would draw half of them in each epoch"

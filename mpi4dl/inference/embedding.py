@@ -58,6 +58,7 @@ TAKEN = (
     *("tissue", "leave_out", "slides", "slides_folder", "slide_column", "precision", "threads", "device"),
 )
 STAINS = ("stain_norm", "stain_reference")
+TRAINED = ("model", "model_options", "mean", "std", *STAINS)  # options of the training of weights that matter here
 SETTINGS = ("model_options", "mpp", "magnification", "level", "assume_mpp", "tissue", "min_tissue", "precision")
 
 Settings = Mapping[str, Any]
@@ -147,7 +148,10 @@ def open_encoder(comm: Communicator, options: Any, config: Config) -> tuple[Enco
                 raise ConfigError(f"`model` {name}: {error}") from None
     stages = LocalStages.whole(model, assembly.plan, comm, device=assembly.device)
     if weights is not None:
-        remarks = load_weights(stages, weights, model=name, complete=True)
+        try:
+            remarks = load_weights(stages, weights, model=name, complete=True)
+        except Refusal as error:
+            raise Refusal(f"{error}{_other_encoder(config, trained)}") from None
     elif own:
         remarks = [f"the weights are those that {name} made"]
     else:
@@ -187,7 +191,19 @@ def _trained_options(weights: str, model: str) -> Config | None:
     if about is None:
         return None
     options = about.options
-    return with_options(Config(), {name: options[name] for name in ("mean", "std", *STAINS) if name in options})
+    return with_options(Config(), {name: options[name] for name in TRAINED if name in options})
+
+
+def _other_encoder(config: Config, trained: Config | None) -> str:
+    """What to choose instead, if the weights are of another encoder than the one that is asked for; else empty."""
+    ours, theirs = (
+        None if each is None else (each.model_name, dict(each.model.model_options)) for each in (config, trained)
+    )
+    if theirs is None or ours == theirs:
+        return ""
+    name, options = theirs
+    listed = ",".join(f"{key}={value}" for key, value in options.items())
+    return f"; that run trained `model` {name}" + (f" with `model_options` {listed}" if options else "") + ": use these"
 
 
 def _normalisation(
@@ -352,7 +368,7 @@ class Embedding:
 
     def find_tissue(self) -> None:
         """Find the patches of all slides to do, each on one rank."""
-        wanted, progress = self.todo, ProgressOfImages(len(self.todo), self.comm.rank == 0)
+        wanted, progress = self.todo, ProgressOfImages(len(self.todo), self.comm.rank == 0, "slide")
         for first in range(0, len(wanted), self.comm.size):
             group = wanted[first : first + self.comm.size]
             problem, count = None, 0

@@ -27,6 +27,7 @@ FOLDER = "maps"
 THUMBNAIL_PX = 1200
 OPACITY = 0.5
 COLOURS = "inferno"
+NUM_COLOURS = 256
 BAR_UM = (50, 100, 200, 500, 1000, 2000, 5000, 10000)  # lengths of scale bars
 DPI = 100
 MOST_TILES = 50_000  # of a GeoJSON: QuPath and browsers take long for more
@@ -139,6 +140,7 @@ def picture(slide: Slide, found: PatchMap) -> bytes:
         from matplotlib import colormaps
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.cm import ScalarMappable
+        from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure
         from matplotlib.patches import Rectangle
     except ImportError as error:
@@ -147,8 +149,12 @@ def picture(slide: Slide, found: PatchMap) -> bytes:
     pixels = view.read(*(Interval(0, side) for side in view.size))
     scale = slide.downsample / view.downsample
     shades = _painted(found, found.shades, scale, view.size)
-    colours = colormaps[COLOURS](np.nan_to_num(shades)).astype(np.float32)
-    colours[..., 3] = OPACITY * np.nan_to_num(shades if found.by_value else np.where(np.isnan(shades), 0, 1))
+    ramp = np.linspace(0, 1, NUM_COLOURS)
+    palette = colormaps[COLOURS](ramp)
+    palette[:, 3] = OPACITY * (ramp if found.by_value else 1)
+    shown = ListedColormap(palette)  # also of the legend: as clear there as over tissue
+    colours = shown(np.nan_to_num(shades)).astype(np.float32)
+    colours[np.isnan(shades), 3] = 0
     height, width = view.size
     figure = Figure(figsize=(width / DPI + 1.2, height / DPI + 0.4), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
@@ -156,9 +162,9 @@ def picture(slide: Slide, found: PatchMap) -> bytes:
     axes.imshow(colours)
     axes.set_axis_off()
     axes.set_title(f"{slide.file.path.name}: {found.title}", fontsize=9)
-    bar = figure.colorbar(ScalarMappable(cmap=COLOURS), ax=axes, shrink=0.6, alpha=OPACITY)
-    label = f"{found.title}, of the largest" if found.by_value else f"rank of {found.title} among the patches"
-    bar.set_label(label, fontsize=8)
+    bar = figure.colorbar(ScalarMappable(cmap=shown), ax=axes, shrink=0.6)
+    unit = "as a share of the largest" if found.by_value else "rank among the patches"
+    bar.set_label(f"{found.title}, {unit}", fontsize=8)
     if view.mpp is not None:
         length = next((um for um in reversed(BAR_UM) if um / view.mpp < width / 4), BAR_UM[0])
         left, low = 0.03 * width, 0.96 * height

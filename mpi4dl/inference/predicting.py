@@ -148,19 +148,19 @@ class Predicting:
         """attention, activation, gradient or none. Raises Refusal for what cannot be."""
         model, plan = self.model, self.model.plan
         of_patches = model.config.model.patches is not None or model.config.slides.features is not None
-        if asked.kind == "none" or self.out is None:
+        if asked.kind == "none" or self.out is None or (self.dense and asked.kind == "auto"):
             return "none"
         why = self._no_maps()
         if asked.kind == "auto" and (not why or of_patches):
-            kind = "none" if self.dense else "attention" if of_patches else "activation"
+            kind = "attention" if of_patches else "activation"
         elif asked.kind == "auto":
             self.remarks.append(f"no maps: {why}")
             return "none"
         else:
             kind = asked.kind
-        if self.dense and kind != "none":
+        if self.dense:
             raise Refusal(f"`maps` {kind} is not for segmentation, whose class maps are its maps: leave it out")
-        if kind != "none" and (kind == "attention") != of_patches:
+        if (kind == "attention") != of_patches:
             other = "attention or auto" if of_patches else "activation or gradient"
             what = "patches" if of_patches else "whole slides"
             raise Refusal(f"`maps` {kind} is not for a model of {what}: choose {other}")
@@ -180,7 +180,7 @@ class Predicting:
         model, plan = self.model, self.model.plan
         if max(plan.replicas, plan.num_microbatches, plan.num_stages) > 1:
             return "ranks must share each slide by `tiles` alone: leave out `data`, `microbatches` and `stages`"
-        if not self.dense and model.fit not in OWN_SCALE:
+        if model.fit not in OWN_SCALE:
             return f"slides were fitted by {model.fit}, which changes their scale: train with `fit` {OWN_SCALE[0]}"
         if len(model.config.data.image_size) != 2:
             return "maps are of pictures: leave them out of volumes and sequences"

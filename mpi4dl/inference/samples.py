@@ -362,8 +362,9 @@ def draw_curves(levels: Sequence[Samples], judging: Judging) -> bytes:
         rates = None if problem.called is not None else samples.thresholds(judging)[problem.name]
         if rates is not None and curve.num_positive and curve.num_negative:
             here = problem.calls(rates).rates()
-            roc.plot(1 - here["specificity"], here["sensitivity"], "o", color=colour)
-            precise.plot(here["sensitivity"], here["ppv"], "o", color=colour)
+            dot = {"color": colour, "marker": "o", "linestyle": "", "label": f"at the threshold {rates:.3g}"}
+            roc.plot(1 - here["specificity"], here["sensitivity"], **dot)
+            precise.plot(here["sensitivity"], here["ppv"], **dot)
         bins = [each for each in calibration(problem.scores, problem.positive) if each.num_samples]
         error = calibration_error(problem.scores, problem.positive)
         reliable.plot([each.probability for each in bins], [each.frequency for each in bins], color=colour, alpha=0.6)
@@ -371,9 +372,9 @@ def draw_curves(levels: Sequence[Samples], judging: Judging) -> bytes:
         reliable.scatter([each.probability for each in bins], [each.frequency for each in bins], sizes, color=colour,
                          label=f"{name}: {error:.3f}")  # fmt: skip
     for axes, title, below, aside in (
-        (roc, "ROC: area", "1 - specificity", "sensitivity"),
+        (roc, "ROC: area under the curve", "1 - specificity", "sensitivity"),
         (precise, "precision-recall: average precision", "sensitivity (recall)", "precision (PPV)"),
-        (reliable, "calibration: expected error", "mean probability", "frequency"),
+        (reliable, "expected calibration error", "mean predicted probability", "observed frequency"),
     ):
         axes.set(title=title, xlabel=below, ylabel=aside, xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
         axes.spines[["top", "right"]].set_visible(False)

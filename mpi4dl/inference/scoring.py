@@ -122,7 +122,7 @@ class Scores:
             yield f"-: {WHY_NONE.replace('images', f'{kind}s')}; {counted(drawn, kind)} evaluated"
         if of.confusion is not None and _is_square(of.confusion):
             yield ""
-            yield "rows: what it is; columns: what it was taken for"
+            yield "rows: labels; columns: predictions"
             names = [printable(name) for name in self.classes]
             cells = [(name, *map(str, row)) for name, row in zip(names, of.confusion, strict=True)]
             yield from aligned([("", *names), *cells], {""})
@@ -338,8 +338,8 @@ def _about_thresholds(levels: Sequence[LevelScores], judging: Judging) -> Iterat
                 continue
             tp, fp, fn, tn = (calls[key] for key in CallCounts._fields)
             yield (
-                f"sensitivity to npv by {level.name}: {printable(name)} from a probability of {at:.4g} on; "
-                f"true positives {tp}, false positives {fp}, false negatives {fn}, true negatives {tn}"
+                f"sensitivity, specificity, ppv and npv by {level.name} are for {printable(name)}, from a probability "
+                f"of {at:.4g} on: true positives {tp}, false positives {fp}, false negatives {fn}, true negatives {tn}"
             )
     if is_rule(judging.threshold):
         yield (

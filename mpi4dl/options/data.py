@@ -431,7 +431,7 @@ def own_datasets(config: Config, validating: Mapping[str, bool]) -> tuple[Named,
 def build_views(config: Config, channels: int, fit: Fit) -> tuple[datasets.View, datasets.View]:
     """How training images are shown, varied at random, and how validation images are."""
     data, all_axes = config.data, config.data.flip == "all"
-    _require_square(config)
+    _require_square(config, fit)
     if data.stain_jitter and channels != RGB:
         raise ConfigError(f"`stain_jitter` {data.stain_jitter} is for pictures, and images have {channels} channels")
     for name, chosen in (("rotate_degrees", data.rotate_degrees), ("scale", data.scale != (1.0, 1.0))):
@@ -457,10 +457,10 @@ def build_views(config: Config, channels: int, fit: Fit) -> tuple[datasets.View,
     return training, datasets.View(data.image_size, **common)
 
 
-def _require_square(config: Config) -> None:
+def _require_square(config: Config, fit: Fit) -> None:
     """Raise ConfigError for quarter turns of images that are not square."""
     size = config.data.image_size
-    alike = size[-2:-1] == size[-1:] or config.data.fit == "own" or config.model.patches is not None
+    alike = size[-2:-1] == size[-1:] or fit == "own" or config.model.patches is not None
     if config.data.rotate != "quarter" or alike:
         return
     raise ConfigError(

@@ -287,7 +287,7 @@ def measure_stains(
     if indices is None:
         indices = images.indices if isinstance(images, Subset) else range(len(images))
     wanted = sorted({*indices} - {*whole.stains})
-    progress = ProgressOfImages(len(wanted), comm.rank == 0)
+    progress = ProgressOfImages(len(wanted), comm.rank == 0, "slide")
     for first in range(0, len(wanted), comm.size):
         group = wanted[first : first + comm.size]
         with comm.together((datasets.DatasetError, OSError)):

@@ -66,7 +66,7 @@ def test_what_fits_of_a_checkpoint_of_lightning(ranks: Ranks, tmp_path: Path, pl
     assert all(remarks == found[0][0] for remarks, _ in found)
     assert found[0][0] == [
         f"weights of {path}: {len(wanted) - 2} values, without 'model.' in front of names",
-        "left as drawn, as they have other shapes: head.weight (7, 24) for (3, 24), head.bias (7,) for (3,)",
+        "initial values are kept, as shapes differ: head.weight (7, 24) for (3, 24), head.bias (7,) for (3,)",
         "not used, as the model has no such names: loss.weight",
     ]
     torch.manual_seed(0)
@@ -86,8 +86,8 @@ def test_what_is_refused_is_so_on_all_ranks(ranks: Ranks, tmp_path: Path) -> Non
     path = tmp_path / "weights.pt"
     torch.save({"module." + name: value for name, value in given().items()}, path)
     for said in ranks(2).run(refuse, str(path), True):
-        assert said.startswith(f"`weights` {path}: not all of it fits to the model: left as drawn, as they have other ")
-        assert "shapes: head.weight (7, 24)" in said
+        assert said.startswith(f"`weights` {path}: not all of it fits to the model: initial values are kept, as ")
+        assert "shapes differ: head.weight (7, 24)" in said
     torch.save({"some": torch.ones(2)}, path)
     for said in ranks(2).run(refuse, str(path), False):
         assert said.startswith(f"`weights` {path} fits to nothing of the model: it has some, but the model has ")

@@ -95,6 +95,7 @@ def test_validation_images_are_never_varied() -> None:
 def test_quarter_turns_are_for_squares_and_patches() -> None:
     with pytest.raises(ConfigError, match="`image_size` 8x10 is not square: choose `rotate` half"):
         build_views(configured("--image-size 8x10 --rotate quarter"), channels=3, fit="crop")
+    build_views(configured("--image-size 8x10 --rotate quarter"), channels=3, fit="own")  # swaps the sides of each
     for flags, turns in (("--image-size 8x10 --rotate half", 2), ("--image-size 8x12 --patches 4 --rotate", 4)):
         augmentation = build_views(configured(flags), channels=3, fit="crop")[0].augmentation
         assert augmentation is not None

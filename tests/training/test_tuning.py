@@ -179,7 +179,7 @@ REFUSED = [
     ("--warmup=6", "--warmup 6 takes all of the 6 steps that there will be: choose fewer"),
     ("--scheduler=StepLR", "--lr-schedule and --warmup are a schedule, and so is --scheduler StepLR"),
     ("--weights=nowhere.pt", "--weights nowhere.pt: there is no such file or folder"),
-    ("--strict", "left as drawn, as they have other shapes: fc.weight (7, 8) for (3, 8)"),
+    ("--strict", "initial values are kept, as shapes differ: fc.weight (7, 8) for (3, 8)"),
     ("--ema=1", "--ema"),
     ("--accumulate=0", "--accumulate"),
 ]

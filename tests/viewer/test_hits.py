@@ -80,8 +80,8 @@ def test_the_highest_patch_is_looked_up_in_the_annotation(ranks: Ranks, folder: 
         for (row, col), (overlaps, inside), line in zip(PEAKS, EXPECTED, lines, strict=False):
             assert f"at x {32 * col + 16}, y {32 * row + 16} (32 x 32 px)" in line
             assert ("in tumour" in line, "with its centre" in line) == (overlaps, inside)
-        assert "annotated on 2 (50.0 %)" in told
-        assert "also at the centre on 1 (25.0 %)" in told
+        assert "overlaps an annotation on 2 (50.0 %)" in told
+        assert "centre of the patch is in one on 1 (25.0 %)" in told
         with (folder / "hits.csv").open() as file:
             rows = list(csv.DictReader(file))
         for (row, col), (overlaps, inside), found in zip(PEAKS, EXPECTED, rows, strict=True):
@@ -107,7 +107,7 @@ def test_predictions_of_features_are_shown_on_their_slides(ranks: Ranks, folder:
         folder.parent / f"s{number}.tif" for number in range(len(PEAKS) + 1)
     ]
     (told,) = ranks(1).run(hits, str(folder), "--slides", str(folder.parent / "slides.csv"))
-    assert "annotated on 2 (50.0 %)" in told
+    assert "overlaps an annotation on 2 (50.0 %)" in told
 
 
 def refused(comm: Communicator, *argv: str) -> str:

@@ -21,7 +21,7 @@ from mpi4dl.geometry import Interval
 
 PEN, BLUR = "pen", "blur"
 ARTIFACTS = {PEN: "Pen mark", BLUR: "Out of focus"}  # what can be left out, and the class of each in QuPath
-COLOURS = {PEN: (0, 114, 178), BLUR: (213, 94, 0)}  # in pictures
+COLOURS = {PEN: (240, 228, 66), BLUR: (213, 94, 0)}  # in pictures; no ink is yellow
 
 # Hues in degrees, and the least saturation and brightness from 0 to 1, of inks. The hues of haematoxylin are above 240
 # at any concentration, those of eosin above 300. Blood is red, but less saturated than red ink.

@@ -8,10 +8,11 @@ so that a slide of 65,536 px takes no more memory than one of 1,024 px.
 
 import csv
 import io
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from mpi4dl.datasets.slides.geojson import collection, feature
 CLASSES = ("normal", "tumour")
 TILE = 256  # px
 ANNOTATIONS = "annotations"
+TABLE, RECORD = "slides.csv", "compose.json"  # the slides, and the options that they were composed with
 MOST_LESION = 0.01
 SMALLEST_LEVEL = 1024  # px, of the longer side
 GLASS = (243, 242, 244)
@@ -315,6 +317,22 @@ class Cohort:
 
     def _annotation(self, number: int) -> str:
         return f"{ANNOTATIONS}/slide_{number:03d}.geojson" if self._has_tumour(number) else ""
+
+    def record(self) -> str:
+        """The text of `compose.json`: the options."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    def require_own(self, folder: Path) -> None:
+        """Raise DatasetError if `folder` has slides that were composed with other options, or none of these.
+
+        Raises OSError.
+        """
+        if not any((folder / name).exists() for name in (TABLE, RECORD, *map(self.name, range(len(self))))):
+            return
+        ours, known = (self.record(), RECORD) if (folder / RECORD).exists() else (self.table(), TABLE)
+        path = folder / known
+        if not path.exists() or path.read_text() != ours:
+            raise DatasetError(f"{folder} has other slides, or slides composed with other options: name another folder")
 
     def table(self) -> str:
         """The text of `slides.csv`: case_id, slide_id, label, annotation."""

@@ -192,7 +192,7 @@ def read_slides(
     if task is None and found_task is not None:
         remarks += (f"the task is {found_task}, as the columns tell: `task` says otherwise",)
     if unused:
-        remarks += (f"not used: {some(unused, 10)}",)
+        remarks += (f"columns not used: {some(unused, 10)}",)
     if len(files) > len(rows):
         remarks += (f"{counted(len(files) - len(rows), 'slide')} below {root} not in the table",)
     return SlideTable(found_task, names, rows, taken, remarks)

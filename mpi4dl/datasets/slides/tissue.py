@@ -6,10 +6,10 @@ Otsu, "A threshold selection method from gray-level histograms", 1979. CLAM and 
 regions out of focus may be left out.
 """
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,10 @@ LEAST_SATURATION = 0.05  # of a range of 1: glass and paper have less, whatever 
 SAMPLED_MPP = 1.0  # um per pixel, at which nuclei can be told from what is between them
 SAMPLED_PX, MOST_SAMPLED = 64, 128  # side of the places whose pixels are sampled, and their number
 SAMPLED_SHARE = 0.5  # of tissue in a place, if there are enough such places
+
+OUTLINE = (0, 190, 60)  # RGB, of the outline of the tissue in pictures
+LINES = 400  # the longer side of a picture, in widths of that line
+PAINTED = 0.4  # opacity of what is left out
 
 LEAST_PIXELS = 0.499  # of the mask, that a patch must have to have any tissue
 
@@ -90,14 +94,23 @@ class TissueMask:
         """The share of the slide that is tissue."""
         return float(self.mask.mean()) if self.mask.size else 0.0
 
-    def save_png(self, path: Path) -> None:
-        """Write it as a black and white picture, in which what is left out has a colour for each kind."""
-        picture = self.mask.astype(np.uint8) * 255
-        if self.left_out:
-            picture = np.repeat(picture[..., None], 3, axis=2)
-            for name, mask in self.left_out.items():
-                picture[mask] = COLOURS[name]
-        PIL.Image.fromarray(picture).save(path)
+    def picture(self, slide: Slide) -> bytes:
+        """A PNG: the thumbnail with the outline of the tissue, and what is left out in a colour for each kind.
+
+        Raises:
+            BadImage: the slide cannot be read.
+            DatasetError: scikit-image is not installed.
+        """
+        morphology = package("skimage.morphology")
+        pixels = _read_thumbnail(slide)[1].copy()
+        inner = morphology.disk(max(2, round(max(self.mask.shape) / LINES)))
+        for mask, colour in ((self.mask, OUTLINE), *((mask, COLOURS[name]) for name, mask in self.left_out.items())):
+            if colour is not OUTLINE:
+                pixels[mask] = np.rint(PAINTED * np.array(colour) + (1 - PAINTED) * pixels[mask]).astype(np.uint8)
+            pixels[mask & ~morphology.erosion(mask, inner)] = colour
+        file = io.BytesIO()
+        PIL.Image.fromarray(pixels).save(file, "PNG")
+        return file.getvalue()
 
     def geojson(self) -> str:
         """Its outlines as annotations of QuPath, in pixels (x, y) of level 0."""
@@ -127,13 +140,7 @@ def find_tissue(slide: Slide, threshold: float | None = None, leave_out: Sequenc
         BadImage: the slide cannot be read.
         DatasetError: scikit-image is not installed.
     """
-    whole = slide.at(1.0)
-    if slide.mpp is None:
-        longest = WITHOUT_MPP
-    else:
-        longest = math.ceil(max(whole.size) * (slide.mpp / slide.downsample) / MASK_MPP)
-    view = whole.thumbnail(min(max(longest, SHORTEST), LONGEST))
-    pixels = view.read(*(Interval(0, side) for side in view.size))
+    view, pixels = _read_thumbnail(slide)
     ink = pen_marks(pixels) if PEN in leave_out else None
     mask = tissue_of(pixels, threshold, ink)
     left_out = {} if ink is None else {PEN: ink}
@@ -146,6 +153,17 @@ def find_tissue(slide: Slide, threshold: float | None = None, leave_out: Sequenc
         left_out[BLUR] = mask & cells[np.ix_(*places)]
         mask &= ~left_out[BLUR]
     return TissueMask(mask, view.downsample, view.origin, left_out)
+
+
+def _read_thumbnail(slide: Slide) -> tuple[Slide, Pixels]:
+    """The thumbnail that tissue is found on, and its pixels (rows, columns, 3). Raises BadImage."""
+    whole = slide.at(1.0)
+    if slide.mpp is None:
+        longest = WITHOUT_MPP
+    else:
+        longest = math.ceil(max(whole.size) * (slide.mpp / slide.downsample) / MASK_MPP)
+    view = whole.thumbnail(min(max(longest, SHORTEST), LONGEST))
+    return view, view.read(*(Interval(0, side) for side in view.size))
 
 
 def tissue_cells(slide: Slide, threshold: float | None = None, leave_out: Sequence[str] = ()) -> Mask:

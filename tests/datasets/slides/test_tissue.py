@@ -1,17 +1,24 @@
 """Tissue on a thumbnail: its share of each patch, and its outlines, in pixels of level 0."""
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import PIL.Image
 import pytest
+import scipy.ndimage
 
+from mpi4dl.comm import Communicator
 from mpi4dl.datasets.base import WholeImage
 from mpi4dl.datasets.slides.compose import composition, write_slide
 from mpi4dl.datasets.slides.geojson import contains, polygons_of
 from mpi4dl.datasets.slides.slide import Level, Slide, SlideFile, open_slide
-from mpi4dl.datasets.slides.tissue import TissueMask, find_tissue, tissue_of
+from mpi4dl.datasets.slides.tissue import OUTLINE, TissueMask, find_tissue, tissue_of
+from mpi4dl.geometry import Interval
+from mpi4dl.slides import _parser
+from tests.pool.ranks import Ranks, RanksFailed
 
 
 @pytest.mark.parametrize(("downsample", "patch"), [(1.0, 16), (2.0, 8), (4.0, 12), (2.0, 7)])
@@ -47,9 +54,17 @@ def test_tissue_of_a_composed_slide(tmp_path: Path) -> None:
     (lesion,) = slide.lesions
     assert contains(polygons, lesion.row, lesion.col)
     assert not contains(polygons, 2, 2)
+    with PIL.Image.open(io.BytesIO(found.picture(opened))) as picture:
+        pixels = np.asarray(picture)
+    outlined = (pixels == OUTLINE).all(2)
+    assert (scipy.ndimage.binary_fill_holes(outlined) == found.mask).mean() > 0.999
+    assert 0 < outlined.sum() < 0.1 * found.mask.sum()
+    thumbnail = opened.thumbnail(max(found.mask.shape))
+    view = thumbnail.read(*(Interval(0, side) for side in thumbnail.size))
+    assert np.array_equal(pixels[~outlined], view[~outlined])
 
 
-def test_holes_are_outside(tmp_path: Path) -> None:
+def test_holes_are_outside() -> None:
     mask = np.zeros((30, 40), bool)
     mask[4:26, 5:35] = True
     mask[10:20, 12:24] = False
@@ -59,8 +74,27 @@ def test_holes_are_outside(tmp_path: Path) -> None:
     assert len(polygons) == 2
     for row, col, expected in ((5, 6, True), (11, 13, False), (14, 17, True), (2, 2, False), (25, 34, True)):
         assert contains(polygons, 100 + 2 * (row + 0.5), 50 + 2 * (col + 0.5)) == expected, (row, col)
-    found.save_png(tmp_path / "mask.png")
-    assert (tmp_path / "mask.png").stat().st_size > 0
+
+
+def compose(comm: Communicator, *argv: str) -> None:
+    options = _parser().parse_args(["compose", *argv])
+    options.act(comm, options)
+
+
+def test_composing_with_other_options_never_mixes_with_slides_of_before(ranks: Ranks, tmp_path: Path) -> None:
+    """The same options continue; a folder of an older version has no record of them, but its table."""
+    argv = (str(tmp_path), "--patients", "2", "--size")
+    ranks(2).run(compose, *argv, "512")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    (tmp_path / "slide_001.tif").unlink()
+    for missing in ("slides.csv", "compose.json"):
+        (tmp_path / missing).unlink()
+        ranks(2).run(compose, *argv, "512")
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
+    for other in (("640",), ("512", "--slides-each", "2")):
+        with pytest.raises(RanksFailed, match="composed with other options: name another folder"):
+            ranks(2).run(compose, *argv, *other)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
 
 
 def test_lesions_have_the_mean_colour_of_tissue_and_another_texture() -> None:
