@@ -283,7 +283,7 @@ class Cohort:
                 f"pixel: needs one or more of each, {2 * TILE} px or more, and more than 0 um"
             )
         if not 0 < self.lesion_share < MOST_LESION:
-            raise DatasetError(f"lesions of {self.lesion_share} of the area: needs a share between 0 and {MOST_LESION}")
+            raise DatasetError(f"lesions of {self.lesion_share} of the area: needs above 0, below {MOST_LESION}")
 
     def __len__(self) -> int:
         return self.patients * self.slides_each
