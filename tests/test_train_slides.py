@@ -413,7 +413,7 @@ def refused(comm: Communicator, act: Callable[..., None], argv: list[str]) -> st
         ("--slide-column what", "what"),
         ("--images somewhere", "slides and images were both given"),
         ("--crops-each 4", "`task` segment"),
-        ("--max-side 4096", "`max_side` 4096 is for slides that the model sees whole"),
+        ("--max-side 4096", "4096 is for slides that the model sees whole"),
     ],
 )
 @pytest.mark.sample(2)
