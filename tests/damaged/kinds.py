@@ -137,8 +137,9 @@ def read_table(path: Path) -> None:
     for how in ({"task": "classify"}, {"task": "survival"}, {"label_columns": ()}):
         found = read_slides(path, **how)
         if found.task is not None:
-            split_rows(found.rows, found.task, found.classes, fraction=0.25, seed=0)
-            split_rows(found.rows, found.task, found.classes, fraction=0.25, seed=0, folds=3, fold=1)
+            how = {"fraction": 0.25, "seed": 0, "table": path}
+            split_rows(found.rows, found.task, found.classes, **how)
+            split_rows(found.rows, found.task, found.classes, **how, folds=3, fold=1)
 
 
 def _split(path: Path) -> None:

@@ -257,7 +257,7 @@ class SlideFolder(ListedFiles):
         if self.labels_of is None:
             raise DatasetError(f"{self.root}: the slides have no labels: name a table with a column such as label")
         whole = copy.copy(self)
-        whole.rows, remarks = split_rows(self.rows, self.labels_of, self.classes, **how)
+        whole.rows, remarks = split_rows(self.rows, self.labels_of, self.classes, table=self.source, **how)
         parts = [
             Subset(whole, [i for i, row in enumerate(whole.rows) if row.part == part]) for part in ("train", "val")
         ]

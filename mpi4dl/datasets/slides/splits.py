@@ -215,6 +215,7 @@ def split_rows(
     fold: int = 0,
     split_file: Path | None = None,
     of_fold: bool = False,
+    table: Path | str = "the table",
 ) -> tuple[tuple[SlideRow, ...], tuple[str, ...]]:
     """The slides with their part (train, val, test, or nothing if it is left out) and fold, and remarks on them.
 
@@ -228,12 +229,13 @@ def split_rows(
         folds, fold: how many folds there are, and which one validates.
         split_file: a file as of `read_split_file`, in place of the table's columns.
         of_fold: the split file is that of `fold`, and has no other.
+        table: where the slides are from, for messages.
 
     Raises:
         DatasetError: a patient in two parts, which names both slides; a file and folds that do not go together.
     """
     remarks: tuple[str, ...] = ()
-    where = "the table"
+    where = str(table)
     if split_file is not None:
         where = str(split_file)
         rows, remarks = _placed(rows, split_file)
