@@ -7,6 +7,7 @@ the first holder of each stage, or part      its elements, which the others that
 import pickle
 import re
 import struct
+import warnings
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from mpi4dl._files import is_stored_zip
 from mpi4dl._torchvision import import_torchvision
-from mpi4dl._wording import counted, to_install
+from mpi4dl._wording import counted, printable, to_install
 from mpi4dl.checkpoints.json_values import Damaged
 from mpi4dl.checkpoints.manifest import ABOUT, AVERAGE, CLASSES, MODEL, OPTIMIZER, candidates_at
 from mpi4dl.checkpoints.saved import newest_whole
@@ -126,7 +127,8 @@ def _of_pickle(path: Path) -> WeightSource:
     except ValueError as error:
         raise ValueError(f"`weights` {path} {error}") from None
     try:
-        with torch.serialization.safe_globals([Namespace]):
+        with torch.serialization.safe_globals([Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about protocols of pickle, which damaged files claim
             whole = torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
     except pickle.UnpicklingError as error:
         foreign = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -142,7 +144,7 @@ def _of_pickle(path: Path) -> WeightSource:
     except DAMAGED as error:
         if path.stat().st_size == 0:
             raise ValueError(f"`weights` {path} is empty (0 bytes)") from None
-        said = type(error).__name__ + (f": {str(error).splitlines()[0]}" if str(error) else "")
+        said = type(error).__name__ + (f": {printable(str(error).splitlines()[0])}" if str(error) else "")
         raise ValueError(f"`weights` {path} is no file that torch.save wrote, or is cut off ({said})") from None
     state = _state_dict(whole)
     if state is None:
