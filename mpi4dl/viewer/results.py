@@ -212,9 +212,8 @@ class _Place:
         self._by_stem: dict[str, str] = {}
         self._beside = None if source is None else source.parent
         self.in_bounds = told.get("in_bounds") is True
-        if slides is None and of_features and source is not None and source.is_dir():
-            pass  # it has no slides
-        elif source is not None and source.exists():
+        only_features = slides is None and of_features and source is not None and source.is_dir()
+        if source is not None and source.exists() and not only_features:
             named = columns if slides is None and isinstance(columns, dict) else {}
             self._read(source, {role: named[role] for role in ("slide", "patient") if role in named}, remarks)
         elif slides is not None:
@@ -236,7 +235,6 @@ class _Place:
                 return
             remarks.append(f"labels of the table are not shown: {printable(str(error))}")
         self._rows = {row.path: row for row in self._table.rows}
-
         self._by_stem = {without_suffix(row.path, WHOLE_SLIDES): row.path for row in self._table.rows}
 
     def name_of(self, name: str) -> str:
