@@ -38,6 +38,13 @@ def some(names: Sequence[str], most: int = 20) -> str:
     return ", ".join([*names[:most], *more])
 
 
+def quoted(value: object, most: int = 40) -> str:
+    """A value as Python writes it, for messages; of a long text, so many characters and its length."""
+    if isinstance(value, str) and len(value) > most:
+        return f"{value[:most]!r} ... ({len(value)} characters)"
+    return repr(value)
+
+
 def mebibytes(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"
 

@@ -102,7 +102,8 @@ def features(path: str) -> Read:
 
 MOST_OPEN = 4  # files that are kept open
 
-MOST_CPU_SECONDS = 600  # for one question: some damaged files are read without end
+# Some damaged files are read without end: CPU seconds for a header, and for a part of the content.
+HEADER_CPU_SECONDS, PART_CPU_SECONDS = 20, 300
 
 OPENERS: dict[str, Callable[[str], Read]] = {"openslide": slide, "tifffile": tiff, "h5py": features}
 
@@ -123,7 +124,8 @@ def main(library: str) -> None:
     opened: dict[str, Read] = {}  # the last one is the one that was read last
     for line in sys.stdin.buffer:
         path, wanted = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, MOST_CPU_SECONDS)  # at the end of which the process ends
+        # At the end of which the process ends.
+        signal.setitimer(signal.ITIMER_PROF, HEADER_CPU_SECONDS if wanted is None else PART_CPU_SECONDS)
         try:
             read = opened.pop(path, None)
             if read is None or wanted is None:

@@ -84,6 +84,8 @@ def ask(library: str, path: Path, wanted: Any = None) -> tuple[dict[str, Any], b
         del children[library]
         code = child.end()
         how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with code {code}"
+        if code == -signal.SIGPROF:
+            raise BadImage(path, f"is damaged: {library} reads it without end") from error
         raise BadImage(path, f"cannot be decoded: {library} ended its process {how}, it is damaged") from error
     return answer, content
 

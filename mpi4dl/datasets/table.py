@@ -35,6 +35,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpi4dl._files import open_regular, read_at_most
+from mpi4dl._wording import quoted
 from mpi4dl.datasets.base import DatasetError
 from mpi4dl.datasets.labels import FORMS, SURVIVAL
 from mpi4dl.datasets.listed import TEST, TRAINING, VALIDATION
@@ -376,7 +377,7 @@ class LabelColumns:
             raise at_line(
                 self._path,
                 line,
-                f"{name!r} is {shortened(text)}, whose {mark} may part thousands or decimals: write numbers without "
+                f"{name!r} is {quoted(text)}, whose {mark} may part thousands or decimals: write numbers without "
                 "the former, and one with other than three decimals",
             )
 
@@ -498,7 +499,7 @@ class LabelColumns:
                 text = line.values[name]
                 number = as_number(text)
                 if number is None or (task == "regress" and text.casefold() in _TRUTH):
-                    what = "is empty" if not text else f"is {shortened(text)}"
+                    what = "is empty" if not text else f"is {quoted(text)}"
                     raise at_line(
                         self._path, line, f"{name!r} {what}, but {task} needs a number: mend it, or leave the line out"
                     )
@@ -528,11 +529,6 @@ def _order(numbered: bool, text: str) -> tuple[int, str, str]:
     """The order of classes: of numbers, however long, by what they say."""
     digits = text.lstrip("0") if numbered else ""
     return len(digits), digits, text
-
-
-def shortened(text: str) -> str:
-    """A text in quotes, for messages: at most 40 characters of it."""
-    return repr(text) if len(text) <= 40 else f"{text[:40]!r} ... ({len(text)} characters)"
 
 
 def require_one_way(path: Path, column: str, lines: Sequence[Line], folded: Callable[[str], str], what: str) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from mpi4dl._files import read_regular
-from mpi4dl._wording import aligned, printable
+from mpi4dl._wording import aligned, printable, quoted
 from mpi4dl.options.kinds import BOOLEAN, Kind, dump
 
 T = TypeVar("T")
@@ -26,6 +26,7 @@ HELP = ("-h", "--help")
 ALL = "all"  # the topic of --help that shows every option
 SAME = "use {option} {value}"
 LONGEST_METAVAR = 12
+LONGEST_VALUE = 300  # characters of a value that is shown in a message
 
 
 class ConfigError(ValueError):
@@ -304,7 +305,7 @@ def _value_from_flag(item: Option, given: Any) -> Any:
     try:
         return item.kind.check(item.kind.read(given) if isinstance(given, str) else given)
     except ValueError:
-        raise ConfigError(f"{item.flag} is {given!r}, but must be {item.kind.wanted}") from None
+        raise ConfigError(f"{item.flag} is {quoted(given, LONGEST_VALUE)}, but must be {item.kind.wanted}") from None
 
 
 def _value_from_file(item: Option, raw: Any, file: str) -> Any:
@@ -426,7 +427,7 @@ def _value_from_python(item: Option, given: Any) -> Any:
     for way in ways:
         with suppress(ValueError, TypeError, AttributeError):
             return item.kind.check(way())
-    raise ConfigError(f"`{item.name}` is {given!r}, but must be {item.kind.wanted}")
+    raise ConfigError(f"`{item.name}` is {quoted(given, LONGEST_VALUE)}, but must be {item.kind.wanted}")
 
 
 def with_options(config: T, values: Mapping[str, str]) -> T:
@@ -440,7 +441,9 @@ def with_options(config: T, values: Mapping[str, str]) -> T:
             try:
                 found[item.name] = item.kind.check(tomllib.loads(f"value = {values[item.name]}")["value"])
             except (ValueError, RecursionError):
-                raise ConfigError(f"`{item.name}` is {values[item.name]!r}, but must be {item.kind.wanted}") from None
+                raise ConfigError(
+                    f"`{item.name}` is {quoted(values[item.name], LONGEST_VALUE)}, but must be {item.kind.wanted}"
+                ) from None
     return with_values(config, found)
 
 

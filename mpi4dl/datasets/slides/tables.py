@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpi4dl._wording import counted, some
+from mpi4dl._wording import counted, quoted, some
 from mpi4dl.datasets.base import DatasetError
 from mpi4dl.datasets.files import DICOM, WHOLE_SLIDES
 from mpi4dl.datasets.labels import FORMS, SURVIVAL
@@ -43,7 +43,6 @@ from mpi4dl.datasets.table import (
     require_one_way,
     require_values,
     says_none,
-    shortened,
 )
 
 # The usual names of the columns of each role, as `folded_column` writes them.
@@ -324,7 +323,7 @@ def _folds(path: Path, lines: Sequence[Line], taken: Mapping[str, str]) -> Itera
             continue
         number = _FOLD.fullmatch(text)
         if number is None:
-            raise at_line(path, line, f"{column!r} is {shortened(text)}, but must be a whole number, 0 or more")
+            raise at_line(path, line, f"{column!r} is {quoted(text)}, but must be a whole number, 0 or more")
         yield int(number[1])
 
 
@@ -343,7 +342,7 @@ def _mpps(table: CsvTable, lines: Sequence[Line], taken: Mapping[str, str]) -> I
             raise at_line(
                 table.path,
                 line,
-                f"{column!r} is {shortened(text)}, but must be a positive number of microns per pixel",
+                f"{column!r} is {quoted(text)}, but must be a positive number of microns per pixel",
             )
         yield number
 
