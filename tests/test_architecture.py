@@ -48,6 +48,7 @@ FLOORS = {
     "datasets": 1,
     "_torchvision": 1,
     "_commands": 0,
+    "_compiler": 0,
     "_files": 0,
     "_http": 0,
     "_randomness": 0,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from mpi4dl._commands import one_message, typed
+from mpi4dl._compiler import defer_compiler
 from mpi4dl._memory import within_limits
 from mpi4dl.comm import failure
 from mpi4dl.options.declare import ConfigError, asked_topic, facts, parse_options, speaking, spelling
@@ -75,6 +76,7 @@ class Command(Generic[T]):
                 parse_options(self.config, arguments, self.usage, self.description)
 
         def begin() -> None:
+            defer_compiler()
             from mpi4dl.comm import world
 
             self(world(), arguments)

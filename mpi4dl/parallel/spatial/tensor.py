@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from mpi4dl._compiler import compiler_is_there
 from mpi4dl.comm.exchange import narrow
 from mpi4dl.geometry import Tiling
 from mpi4dl.parallel.spatial.grid import Layout
@@ -266,7 +267,7 @@ class SpatialTensor(Tensor):
 
     @classmethod
     def _make(cls, like: Tensor, layout: Layout, requires_grad: bool) -> "SpatialTensor":
-        if "torch._dynamo" in sys.modules:
+        if compiler_is_there():
             _run_eagerly()
         layout = layout.grid.the_one(layout)
         local = like.shape

@@ -14,7 +14,7 @@ from mpi4dl.parallel.spatial.flattening import between_copies
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import gather, gather_axes, retile
 from mpi4dl.parallel.spatial.rules.pointwise import pointwise
-from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
+from mpi4dl.parallel.spatial.rules.windows import hashable, in_plain_dtype
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, place_of, refusal, register, wrap
 
 DimsArgument = int | Sequence[int] | None
@@ -43,7 +43,15 @@ def reduced_layout(layout: Layout, dims: Sequence[int], keepdim: bool) -> Layout
 
 def check_reduction(function: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> None:
     """Raise what PyTorch raises for these arguments, as of an extremum of nothing."""
-    function(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **kwargs)
+    # Of a few pixels: for a reduction of a meta tensor PyTorch imports sympy, which takes a second.
+    few, dtype = tuple(min(n, 2) for n in x.shape), x.dtype
+    key = check_reduction, function, few, dtype, args and hashable(args[0]), args[1:], tuple(kwargs.items())
+
+    def check() -> bool:
+        function(torch.zeros(few, dtype=dtype), *args, **kwargs)
+        return True
+
+    x.layout.known(key, check)
 
 
 def reduced_axes(layout: Layout, dims: Sequence[int]) -> tuple[int, ...]:
@@ -103,7 +111,7 @@ def mean(input: SpatialTensor, dim: DimsArgument = None, keepdim: bool = False, 
 def sum_to_size(input: SpatialTensor, *size: Any) -> Tensor:
     """The sum over the dims along which a tensor of that size broadcasts."""
     wanted = torch.Size(size if len(size) != 1 or isinstance(size[0], int) else size[0])
-    check_reduction(Tensor.sum_to_size, input, wanted)
+    torch.empty(input.shape, device="meta").sum_to_size(wanted)  # raises what PyTorch does
     new = input.dim() - len(wanted)
     summed = [d for d, n in enumerate(input.shape) if d < new or (wanted[d - new] == 1 and n != 1)]
     return total(input, summed, True).squeeze(tuple(range(new))) if summed else input

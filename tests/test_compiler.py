@@ -1,0 +1,62 @@
+"""PyTorch's compiler is imported by who compiles, and by nobody else."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+START = "from mpi4dl._compiler import compiler_is_there, defer_compiler\ndefer_compiler()\nimport torch\n"
+STEP = """
+weight = torch.nn.Parameter(torch.ones(3))
+optimizer = torch.optim.SGD([weight], lr=0.5)
+weight.grad = torch.ones(3)
+optimizer.step()
+optimizer.zero_grad()
+assert weight.tolist() == [0.5] * 3 and weight.grad is None
+"""
+CASES = {
+    "an optimizer": STEP + "assert not compiler_is_there()",
+    "compiling after an optimizer's step": STEP
+    + """
+seen = []
+@torch.compiler.disable
+def untraced(x):
+    seen.append(torch.compiler.is_compiling())
+    return x + 1
+assert not compiler_is_there()
+double = torch.compile(lambda x: untraced(x) * 2, backend="eager")
+assert double(torch.ones(2)).tolist() == [4.0, 4.0] and seen == [False]
+assert compiler_is_there() and torch._dynamo.eval_frame
+"""
+    + STEP,
+    "a part of it": "import torch._dynamo.config as config\nassert compiler_is_there() and config.verbose is False",
+    "a name of it": "from torch._dynamo import OptimizedModule\nassert compiler_is_there() and OptimizedModule",
+    "a name that it has not": "assert not hasattr(torch._dynamo, 'nothing') and compiler_is_there()",
+    "who looks through all modules": "import inspect, sys\n"
+    "assert [getattr(each, '__file__', None) for each in list(sys.modules.values())]\n"
+    "assert inspect.getmodule(STAND := torch.nn.Linear) and not compiler_is_there()",
+    "recomputation": """
+x = torch.ones(2, requires_grad=True)
+torch.utils.checkpoint.checkpoint(torch.exp, x, use_reentrant=False).sum().backward()
+assert torch.allclose(x.grad, x.detach().exp())
+""",
+}
+
+
+QUICK = ("an optimizer", "compiling after an optimizer's step")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.exhaustive) for case in CASES]
+)
+def test_the_compiler_is_there_for_who_asks_for_it(case: str) -> None:
+    ended = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", START + CASES[case]], capture_output=True)
+    assert ended.returncode == 0, ended.stderr.decode()
+
+
+def test_training_imports_no_compiler(tmp_path: Path) -> None:
+    code = "from mpi4dl.train import main\nmain()\nimport sys\nprint('torch._dynamo.eval_frame' in sys.modules)"
+    asked = f"--model small_resnet --image-size 32 --max-steps 2 --run-folder {tmp_path / 'run'}"
+    ended = subprocess.run([sys.executable, "-c", code, *asked.split()], capture_output=True, text=True)
+    assert ended.stdout.splitlines()[-1] == "False", ended.stdout + ended.stderr
