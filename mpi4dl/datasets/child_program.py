@@ -1,5 +1,6 @@
 """A program that reads for `reader_process.py`: lines with a path and a question come in, answers and bytes go out.
 
+A line with null has no answer: it closes all files.
 It is run by its path, with the name of what reads, and imports nothing of the package, so that it starts in a moment.
 It ends when its input does.
 """
@@ -123,7 +124,11 @@ def main(library: str) -> None:
 
     opened: dict[str, Read] = {}  # the last one is the one that was read last
     for line in sys.stdin.buffer:
-        path, wanted = json.loads(line)
+        asked = json.loads(line)
+        if asked is None:
+            opened.clear()
+            continue
+        path, wanted = asked
         # At the end of which the process ends.
         signal.setitimer(signal.ITIMER_PROF, HEADER_CPU_SECONDS if wanted is None else PART_CPU_SECONDS)
         try:

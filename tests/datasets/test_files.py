@@ -4,9 +4,9 @@ import importlib
 import os
 import re
 import struct
-import threading
 import tracemalloc
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
@@ -232,14 +232,40 @@ def test_a_slide_that_ends_its_process_is_named_and_the_next_one_is_read(tmp_pat
     for name in ("a.svs", "b.svs"):
         tifffile.imwrite(tmp_path / name, pixels, tile=(64, 64), photometric="rgb", compression="zlib")
     dying = tmp_path / "dying.py"
-    line = "        path, wanted ="
+    line = "        asked ="
     program = Path(reader_process.__file__).with_name("child_program.py").read_text()
     dying.write_text(program.replace(line, f"        if b'a.svs' in line: os.abort()\n{line}"))
     monkeypatch.setattr(reader_process, "_PROGRAM", dying)
-    monkeypatch.setattr(reader_process, "_of_thread", threading.local())
+    monkeypatch.setattr(reader_process, "_children", reader_process._Children())
     with pytest.raises(BadImage, match=r"a\.svs: cannot be decoded: openslide ended its process by SIGABRT"):
         open_image(tmp_path / "a.svs")
     assert np.array_equal(read_all(tmp_path / "b.svs"), pixels)
+
+
+def test_a_thread_that_ends_leaves_its_child_to_the_next_one(tmp_path, monkeypatch):
+    """Which reads a file that was replaced meanwhile anew; of a child that has died there is another one."""
+    path, started, make = tmp_path / "a.svs", [], reader_process._Child
+    monkeypatch.setattr(reader_process, "_Child", lambda library: started.append(make(library)) or started[-1])
+    monkeypatch.setattr(reader_process, "_children", reader_process._Children())
+
+    def write(seed):
+        pixels = np.random.default_rng(seed).integers(0, 256, (100, 80, 3), np.uint8)
+        tifffile.imwrite(path, pixels, tile=(64, 64), photometric="rgb", compression="zlib")
+        return pixels
+
+    write(0)
+    image = open_image(path)
+    for seed in range(3):
+        pixels = write(seed)
+        with ThreadPoolExecutor(1) as thread:
+            assert np.array_equal(thread.submit(image.read, *whole(100, 80)).result(), pixels)
+    assert len(started) == 2  # that of this thread, and one
+    started[1].process.kill()
+    started[1].process.wait()
+    with ThreadPoolExecutor(2) as threads:
+        both = threads.map(lambda _: image.read(*whole(100, 80)), range(2))
+        assert all(np.array_equal(found, pixels) for found in both)
+    assert len(started) in (3, 4)
 
 
 def test_a_tiff_whose_decoder_ends_its_process_is_named(tmp_path):
