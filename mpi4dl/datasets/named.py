@@ -31,6 +31,7 @@ from mpi4dl.datasets.randomness import DatasetRandomness
 ALBUMENTATIONS = "albumentations"
 GEOMETRY = "._geometry"  # the module of torchvision's transforms that move pixels
 NAMED_STREAM = 6  # beside the streams of datasets.augment
+EXAMPLE = "RandomPosterize(bits=4)"
 TRIED_PX = 64  # sides of what a transform is tried on
 TRIES = 12
 ROUNDED = 1  # by which a pixel may differ in another box
@@ -139,7 +140,7 @@ class _Apply:
             raise
         except Exception as error:
             raise DatasetError(
-                f"{self._text} cannot transform {pixels.dtype} of shape {pixels.shape}: {error}"
+                f"{self._text} cannot transform {pixels.dtype} of shape {pixels.shape}: {error or type(error).__name__}"
             ) from error
         if made.shape != pixels.shape or made.dtype != pixels.dtype:
             raise DatasetError(
@@ -202,9 +203,7 @@ def _made(text: str, p: float | None) -> _Apply:
     try:
         node = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise DatasetError(
-            f"{text}: is no name of a transform with arguments, such as RandomPosterize(bits=4)"
-        ) from None
+        raise DatasetError(f"{text}: is no name of a transform with arguments, such as {EXAMPLE}") from None
     kind: type[_Apply]
     call = node.func if isinstance(node, ast.Call) else node
     if isinstance(call, ast.Attribute) and isinstance(call.value, ast.Name) and call.value.id == ALBUMENTATIONS:
@@ -212,7 +211,8 @@ def _made(text: str, p: float | None) -> _Apply:
     elif isinstance(call, ast.Name):
         package, name, kind = _torchvision(), call.id, _Torchvision
     else:
-        raise DatasetError(f"{text}: is no transform of torchvision, such as ColorJitter, or albumentations.NAME")
+        named = f", such as {EXAMPLE}" if not isinstance(call, ast.Attribute) else f": {_without_package(call.attr)}"
+        raise DatasetError(f"{text}: is no name of a transform{named}")
     made = _class_of(package, name, text)
     positional, options = _arguments(node, text)
     try:
@@ -224,9 +224,20 @@ def _made(text: str, p: float | None) -> _Apply:
     return kind(text, transform)
 
 
+def _without_package(name: str) -> str:
+    """How to write a name behind the name of a package or module, such as A."""
+    return f"write {name} for that of torchvision, and {ALBUMENTATIONS}.{name} for that of albumentations"
+
+
 def _arguments(node: ast.expr, text: str) -> tuple[list[Any], dict[str, Any]]:
     if not isinstance(node, ast.Call):
         return [], {}
+    given = [*node.args, *(each.value for each in node.keywords)]
+    if any(isinstance(each, ast.Call) for argument in given for each in ast.walk(argument)):
+        raise DatasetError(
+            f"{text}: an argument cannot be a call, such as another transform: name transforms one after the other, "
+            f"each with a probability of its own if it takes one, such as {EXAMPLE[:-1]},p=0.3)"
+        )
     try:
         if any(each.arg is None for each in node.keywords):
             raise ValueError("**")
