@@ -5,7 +5,7 @@ from math import isqrt, prod
 from typing import Any
 
 from mpi4dl.options.config import Config, Parallel, Slides
-from mpi4dl.options.declare import instead, like, option, same_as
+from mpi4dl.options.declare import ConfigError, instead, like, option, same_as
 from mpi4dl.options.kinds import (
     BOOLEAN,
     COUNT,
@@ -255,19 +255,19 @@ class EvaluationOptions:
 def placed(config: Config, chosen: Inference, num_ranks: int) -> tuple[Config, str]:
     """The configuration of training with the plan that is asked for now, or that fits to so many ranks; and why."""
     asked, size = chosen.placing, config.data.image_size
-    batch_size = chosen.inputs.batch_size or config.data.batch_size
+    batch_size, what = chosen.inputs.batch_size or config.data.batch_size, config.sample_noun
     tiles, data, why = asked.tiles, asked.data, ""
     alone = asked.stages == asked.tensor == asked.experts == 1
     if tiles is None and data is None and alone and num_ranks > 1:
         shared = prod(size) >= LARGE_PIXELS or (chosen.inputs.batch_size or num_ranks) < num_ranks
         if config.model.patches is not None:
-            tiles, why = ((1, num_ranks),), f"`tiles` 1x{num_ranks}: ranks share the patches of each image"
+            tiles, why = ((1, num_ranks),), f"`tiles` 1x{num_ranks}: ranks share the patches of each {what}"
         elif shared or config.data.fit == "own":
             tiles = (_near_square(num_ranks, len(size)),)
             grid = "x".join(map(str, tiles[0]))
-            why = f"`tiles` {grid}: all ranks share each image; `data` {num_ranks} would share out the images"
+            why = f"`tiles` {grid}: all ranks share each {what}; `data` {num_ranks} would share out the {what}s"
         else:
-            why = f"`data` {num_ranks}: ranks share out the images; `tiles` would spread each one over them"
+            why = f"`data` {num_ranks}: ranks share out the {what}s; `tiles` would spread each one over them"
     if tiles is None:
         tiles = ((1,) * max(2, len(size)) if len(size) != 1 else (1,),)
     if data is None:
@@ -275,6 +275,11 @@ def placed(config: Config, chosen: Inference, num_ranks: int) -> tuple[Config, s
         data = max(1, num_ranks // others)
     if config.data.fit == "own":
         batch_size = data * asked.microbatches
+        if chosen.inputs.batch_size not in (None, batch_size):
+            held = f"with `data` {data} and `microbatches` {asked.microbatches} a batch has {batch_size}"
+            raise ConfigError(
+                f"`batch_size` {chosen.inputs.batch_size}: by `fit` own {what}s differ in size, so {held}: leave it out"
+            )
     elif chosen.inputs.batch_size is None:
         batch_size = max(batch_size, data * asked.experts * asked.microbatches)
     parallel = replace(

@@ -1034,6 +1034,11 @@ class Config:
         """Whether ranks read tiles or patches of images one after the other, so that no rank has a whole image."""
         return self.parallel.stream is not None or self.model.patches is not None
 
+    @property
+    def sample_noun(self) -> str:
+        """What messages call a sample with pixels: slide or image."""
+        return "image" if self.slides.slides is None and self.slides.features is None else "slide"
+
 
 def parse(argv: Sequence[str]) -> Config:
     """The configuration that a command line asks for, without the program's name.

@@ -25,7 +25,7 @@ from mpi4dl.export import export
 from mpi4dl.inference.options import Inference, Inputs, Placing, placed
 from mpi4dl.inference.scoring import file_names
 from mpi4dl.options.config import Config
-from mpi4dl.options.declare import from_keywords
+from mpi4dl.options.declare import ConfigError, from_keywords
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.predict import predict
@@ -270,3 +270,13 @@ def test_a_plan_is_chosen_by_the_size_of_images() -> None:
     assert chosen(512, 4, batch_size=1) == (((2, 2),), 1, 1)
     assert chosen(512, 4, tiles=((1, 2),)) == (((1, 2),), 2, 2)
     assert chosen(512, 5, stages=2) == (((1, 1),), 2, 2)
+
+
+def test_images_of_their_own_sizes_come_one_at_a_time() -> None:
+    config = from_keywords(Config, {"image_size": (64, 64), "fit": "own", "batch_size": 1, "slides": "slides"})
+    for batch_size in (None, 2):
+        found, why = placed(config, Inference(Inputs(batch_size=batch_size), Placing(data=2)), 2)
+        assert (found.data.batch_size, why) == (2, "")
+    assert "each slide" in placed(config, Inference(), 2)[1]
+    with pytest.raises(ConfigError, match=r"`batch_size` 4: .* slides .* a batch has 2: leave it out"):
+        placed(config, Inference(Inputs(batch_size=4), Placing(data=2)), 2)
