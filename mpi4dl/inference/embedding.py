@@ -42,6 +42,7 @@ from mpi4dl.options.kinds import AUTO, part_name
 from mpi4dl.options.models import build_model
 from mpi4dl.options.parts import is_own
 from mpi4dl.runs.assembly import assemble
+from mpi4dl.runs.folder import better_weights
 from mpi4dl.runs.stopping import Patience
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def open_encoder(comm: Communicator, options: Any, config: Config) -> tuple[Enco
     stages = LocalStages.whole(model, assembly.plan, comm, device=assembly.device)
     if weights is not None:
         try:
-            remarks = load_weights(stages, weights, model=name, complete=True)
+            remarks = [*load_weights(stages, weights, model=name, complete=True), *better_weights(Path(weights))]
         except Refusal as error:
             raise Refusal(f"{error}{_other_encoder(config, trained)}") from None
     elif own:

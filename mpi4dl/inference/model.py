@@ -22,6 +22,7 @@ from mpi4dl.geometry import Box
 from mpi4dl.inference.images import require_sight
 from mpi4dl.inference.options import Inference, placed
 from mpi4dl.options import parts
+from mpi4dl.options.build import slides_of
 from mpi4dl.options.config import Config, facts
 from mpi4dl.options.data import build_views
 from mpi4dl.options.declare import with_values
@@ -30,7 +31,7 @@ from mpi4dl.parallel.inputs import Shape, own_or, size_of
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.runs.assembly import assemble
 from mpi4dl.runs.description import description_of, find_weights, folder_of, hold_trained
-from mpi4dl.runs.folder import BEST
+from mpi4dl.runs.folder import better_weights
 from mpi4dl.runs.stopping import Patience
 from mpi4dl.tasks.task import TASKS, Task
 from mpi4dl.training.data import measure_stains, unstained
@@ -91,9 +92,7 @@ class Predictor:
         self.folder = folder_of(comm, self.source)
         found = find_weights(comm, self.source, chosen.inputs.average)
         self.weights, self.average, self._remarks = found.weights, found.average, list(found.remarks)
-        best = self.folder / BEST
-        if comm.broadcast_object(best.is_file() and self.source.is_dir()):
-            self._remarks.append(f"these are the newest weights; the best ones of this run are {best}")
+        self._remarks += comm.broadcast_object(better_weights(self.source))
         self.about, ours = about, _ = description_of(comm, self.weights, self.folder)
         with comm.together((ValueError, OSError)):
             owns = {name: getattr(chosen.inputs, name) for name in OWN}
@@ -149,7 +148,8 @@ class Predictor:
         size = "x".join(map(str, self.config.data.image_size))
         known = ", ".join(map(printable, self.about.classes[:10])) + " ..." * (len(self.about.classes) > 10)
         what = f"{self.config.model_name} to {self.about.task}" + (f": {known}" if known else "")
-        return [f"{self.weights}: {what}; images of {size}; {self.plan.describe()}", *self._remarks]
+        shown = slides_of(self.config) if self.config.sample_noun == "slide" else f"images of {size}"
+        return [f"{self.weights}: {what}; {shown}; {self.plan.describe()}", *self._remarks]
 
     @cached_property
     def task(self) -> Task:

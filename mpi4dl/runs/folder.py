@@ -46,6 +46,12 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 RECORDED_PACKAGES = ("torch", "torchvision", "numpy", "mpi4py")
 
 
+def better_weights(source: Path) -> list[str]:
+    """A remark if a source of weights is the folder of a run, which means the newest ones, and it has the best ones."""
+    best = source / BEST
+    return [f"these are the newest weights; the best ones of this run are {best}"] if best.is_file() else []
+
+
 def default_path(model: str, now: datetime) -> Path:
     """Where a run is recorded for which no folder was asked, such as runs/resnet18-20260131-120000."""
     return Path("runs") / f"{re.sub(r'[^A-Za-z0-9_.]+', '-', model)}-{now:%Y%m%d-%H%M%S}"
