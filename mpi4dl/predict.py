@@ -74,9 +74,9 @@ def predict(comm: "Communicator", asked: CommandLine[PredictConfig]) -> None:
         for line in predicting.summary():
             print(line)
         bad = f", {len(predicting.bad)} of which could not be read" if predicting.bad else ""
-        print(f"{counted(count, 'image')} looked at{bad}; see {out}", flush=True)
+        print(f"{counted(count, predicting.noun)} looked at{bad}; see {out}", flush=True)
     nothing = count > 0 and len(predicting.bad) == count == len(images)
-    comm.agree(f"none of {counted(count, 'image')} can be read: {predicting.bad[0]}" if nothing else None)
+    comm.agree(f"none of {counted(count, predicting.noun)} can be read: {predicting.bad[0]}" if nothing else None)
 
 
 main = predict.main

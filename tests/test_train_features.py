@@ -376,7 +376,7 @@ def test_predictions_and_their_maps_are_alike_by_any_number_of_ranks(
     for count in (1, 2):
         out = tmp_path / f"of{count}"
         told = ranks(count).run(said, str(run), "--features", str(features), "--out", str(out))
-        assert "6 images looked at" in told[0]
+        assert "6 slides looked at" in told[0]
         lines = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
         found.append({Path(line["image"]).stem: line for line in lines})
     for name, (_, coords) in written.items():

@@ -174,7 +174,7 @@ def test_one_rank_and_two_predict_and_evaluate_the_same(ranks: Ranks, cohort: Pa
         out = tmp_path / f"of{count}"
         plan = ["--tiles", f"1x{count}"]
         told = ranks(count).run(said, str(run), "--slides", str(table), "--out", str(out), *plan)[0]
-        assert "4 images looked at" in told
+        assert "4 slides looked at" in told
         if more:
             seen, of = map(int, re.findall(r"(\d+) of (\d+) windows of slides show tissue", told)[0])
             assert 0 < seen < of
@@ -216,7 +216,7 @@ def test_damaged_slides_and_annotations_do_not_end_a_prediction_or_evaluation(
         (other / path.relative_to(cohort)).write_bytes(content[: len(content) // 2] if damaged else content)
     table = str(other / "slides.csv")
     told = ranks(2).run(said, str(run), "--slides", table, "--out", str(tmp_path / "out"), "--tiles", "1x2")
-    assert "4 images looked at, 1 of which could not be read" in told[0]
+    assert "4 slides looked at, 1 of which could not be read" in told[0]
     ranks(2).run(
         evaluate, [str(run), "--slides", table, "--out", str(tmp_path / "out"), "--resamples", "0", "--tiles", "1x2"]
     )

@@ -262,7 +262,7 @@ def test_one_rank_and_two_predict_the_same_and_draw_the_same_maps(ranks: Ranks, 
         out = tmp_path / f"of{count}"
         argv = [str(tmp_path / "run"), "--slides", str(cohort), "--out", str(out)]
         told = ranks(count).run(said, *argv)
-        assert "6 images looked at" in told[0]
+        assert "6 slides looked at" in told[0]
         found.append([json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()])
     for one, two in zip(*found, strict=True):
         assert one["image"] == two["image"]
@@ -483,7 +483,7 @@ def test_a_damaged_slide_ends_training_and_not_a_prediction(ranks: Ranks, cohort
         (other / path.name).write_bytes(content[: len(content) // 2] if "003" in path.name else content)
     (other / "slides.csv").write_bytes((cohort / "slides.csv").read_bytes())
     told = ranks(2).run(said, str(tmp_path / "run"), "--slides", str(other), "--out", str(tmp_path / "out"))
-    assert "6 images looked at, 1 of which could not be read" in told[0]
+    assert "6 slides looked at, 1 of which could not be read" in told[0]
     viewed = {slide.name: slide for slide in read_results(tmp_path / "out").slides}
     assert [name for name, slide in viewed.items() if slide.error] == [name for name in viewed if "003" in name]
     assert all((slide.map is None) == bool(slide.error) for slide in viewed.values())

@@ -88,6 +88,7 @@ class Predicting:
     ) -> None:
         self.min_area = min_area
         self.model, self.out, self.comm, self.speaks = model, out, model.comm, speaks
+        self.noun = model.config.sample_noun
         task = model.task
         self.dense, self.binary = task.dense, task.binary
         self.apart = self.binary and len(model.classes) > 1
@@ -116,7 +117,9 @@ class Predicting:
             self.cells = self._cell_maps(maps)
         if self.dense:
             frame = "x".join(map(str, size))
-            self.remarks.append(f"masks have the size of their images; larger ones are seen by windows of {frame}")
+            self.remarks.append(
+                f"masks have the size of their {self.noun}s; larger ones are seen by windows of {frame}"
+            )
         names = [images.name(index) for index in range(len(images))]
         self._bases = dict(zip(names, bases_of(names, self.suffix), strict=True))
         self._paths: dict[str, Path] = {}
@@ -133,7 +136,7 @@ class Predicting:
                     if self.records.dropped:
                         told = counted(len(self.records.dropped), "line")
                         self.remarks.append(
-                            f"{told} left out, of images that are gone or changed, or without their masks"
+                            f"{told} left out, of {self.noun}s that are gone or changed, or without their masks"
                         )
         done = self.comm.broadcast_object(done)
         self.images = Subset(images, [index for index, name in enumerate(names) if name not in done])
@@ -142,7 +145,7 @@ class Predicting:
             wanted = (name for name in names if name not in done and name in self._paths)
             self._begun = {name: _state_of(self._paths[name]) for name in wanted}
         already = len(names) - len(self.images)
-        self.remarks += [f"{counted(already, 'image')} done before"] if already else []
+        self.remarks += [f"{counted(already, self.noun)} done before"] if already else []
 
     def _kind_of_maps(self, asked: MapsAsked) -> str:
         """attention, activation, gradient or none. Raises Refusal for what cannot be."""
@@ -254,7 +257,7 @@ class Predicting:
 
     def __iter__(self) -> Iterator[Record]:
         """The records of images that had none, alike on all ranks."""
-        progress = ProgressOfImages(len(self.images), self.speaks and self.comm.rank == 0)
+        progress = ProgressOfImages(len(self.images), self.speaks and self.comm.rank == 0, self.noun)
         with ExitStack() as closing:
             closing.callback(progress.close)
             if self.records is not None:

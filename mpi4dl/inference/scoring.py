@@ -214,19 +214,19 @@ def score(
     looked_at = _windows_of(model, images)
     images = images if looked_at is None else looked_at.images
     found = _Collected(model, images, looked_at)
-    judging = judging or Judging()
+    judging, noun = judging or Judging(), model.config.sample_noun
     of = (lambda outputs: model.task.measured(outputs, None)) if found.dense else model.task.predictions
-    with closing(ProgressOfImages(len(images), speaks and model.comm.rank == 0)) as progress:
+    with closing(ProgressOfImages(len(images), speaks and model.comm.rank == 0, noun)) as progress:
         for seen in model.predictions(looked_at or images, of):
             with model.comm.together():
                 found.add(seen)
             ended = [*map(found.ended, (*seen.indices, *seen.errors))]
             progress.advance(sum(ended), sum(ended[len(seen.indices) :]))
     if not found.count:
-        raise Refusal(f"none of {len(images)} images can be read: {next(iter(found.bad.values()), 'there are none')}")
+        raise Refusal(f"none of {len(images)} {noun}s can be read: {next(iter(found.bad.values()), 'there are none')}")
     remarks = found.coverage.summary()
     if found.undefined:
-        what = counted(found.undefined, "image")
+        what = counted(found.undefined, noun)
         remarks.append(f"the model's outputs of {what} are not numbers (NaN), and so no metric is one")
     kept: dict[str, Any] = {"records": [found.records[index] for index in sorted(found.records)], "bad": found.bad}
     kept |= {"crops": found.coverage.crops, "root": _root_of(images), "count": found.count, "remarks": tuple(remarks)}
@@ -298,6 +298,7 @@ def judging_by(
     if not is_rule(threshold) or not on_others:
         return judging
     model = Predictor(source, chosen, comm)
+    own = f"the validation {model.config.sample_noun}s of the run"
     try:
         if model.config.slides.slides is None:
             images, which = open_labelled(comm, model.config, model.about, None)
@@ -308,15 +309,12 @@ def judging_by(
         found = score(model, images, resamples=0, level=0.95, speaks=speaks, judging=judging).thresholds
     except Refusal as problem:
         raise Refusal(
-            f"`threshold` {threshold} is chosen on the validation images of the run, never on others, and that failed: "
-            f"{problem}; give a number"
+            f"`threshold` {threshold} is chosen on {own}, never on others, and that failed: {problem}; give a number"
         ) from problem
     undefined = [level for level, values in found.items() if any(map(math.isnan, values.values()))]
     if undefined or not any(found.values()):
         why = "have not both, with and without the class" if undefined else "have no probabilities of classes"
-        raise Refusal(
-            f"`threshold` {threshold} is chosen on the validation images of the run, which {why}: give a number"
-        )
+        raise Refusal(f"`threshold` {threshold} is chosen on {own}, which {why}: give a number")
     return replace(judging, chosen=found, chosen_on=which)
 
 

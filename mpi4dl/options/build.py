@@ -40,11 +40,19 @@ def batch_of(config: Config, channels: int) -> tuple[int, ...]:
     return batch_shape(config.samples_per_step, channels, config.data.image_size)
 
 
-def title_of(name: str, num_parameters: int, plan: Plan, image: Sequence[int]) -> str:
-    """The model, the plan, and the samples of such a batch, in one line."""
+def title_of(name: str, num_parameters: int, plan: Plan, image: Sequence[int], samples: str = "") -> str:
+    """The model, the plan, and the samples of such a batch, in one line; `samples` describes them otherwise."""
     size, ranks = " x ".join(map(str, space_of(image))), counted(plan.num_ranks, "rank")
-    shown = f"samples of {size} tokens" if of_tokens(image) else f"images of {size} px"
+    shown = samples or (f"samples of {size} tokens" if of_tokens(image) else f"images of {size} px")
     return f"{name}, {num_parameters:,} parameters, on {ranks}: {plan.describe()}, {shown}, batches of {image[0]}"
+
+
+def slides_of(config: Config) -> str:
+    """How large the slides are that a model sees, or how many features they have."""
+    size = config.data.image_size
+    if config.slides.features is not None:
+        return f"slides of at most {counted(size[-1], 'patch', 'patches')}"
+    return f"slides of {'at most ' * (config.data.fit == 'own')}{' x '.join(map(str, size))} px"
 
 
 def engine_options(config: Config) -> dict[str, Any]:

@@ -172,10 +172,9 @@ def patch_options(config: Config, plan: Plan) -> "PatchOptions | None":
     at_once = chosen.patches_at_once
     if config.slides.features is not None:
         patches, at_once = f"features of at most {counted(cols, 'patch', 'patches')} of each slide", cols
-    remark = (
-        f"{patches}: {at_once} at once on "
-        f"each rank, {config.parallel.stream_norm} norms, aggregated by {chosen.aggregator}"
-    )
+    else:
+        patches += f": {at_once} at once on each rank, {config.parallel.stream_norm} norms"
+    remark = f"{patches}, aggregated by {chosen.aggregator}"
     norms, segments = config.parallel.stream_norm, config.parallel.stream_segments or 1
     return PatchOptions(at_once, norms, segments, remark)
 

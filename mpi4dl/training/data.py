@@ -351,10 +351,10 @@ def _describe(
     fit = _fit(config.data.fit, sizes, recorded)
     if fit == "own" and TASKS[task_of(training)].dense:
         raise ConfigError("`fit` own is not for masks: choose `fit` pad, or crop for windows of slides")
-    remarks = [_classes(training, validation)]
+    remarks = [_classes(config.sample_noun, training, validation)]
     if config.data.dataset is None and config.slides.slides is None and config.data.images == SYNTHETIC:
         remarks.append("the images are synthetic, computed from a formula: `images` names a folder of your own")
-    remarks += _missing_classes(training, validation)
+    remarks += _missing_classes(config.sample_noun, training, validation)
     if config.data.dataset is None and config.slides.slides is None:
         remarks += _folders_read(config.data.images)
     remarks += [remark for whole in _wholes((training, validation)) for remark in getattr(whole, "remarks", ())]
@@ -415,9 +415,9 @@ def _fit(asked: str, sizes: Sequence[tuple[int, ...]], recorded: ImageLists | No
     return "crop" if any(slides) else "resize"
 
 
-def _classes(training: Named, validation: Named) -> str:
-    """How many images there are, and what is to be learnt of them, where labels are at hand."""
-    said = f"{counted(len(training), 'image')} to train on + {len(validation)} to validate with"
+def _classes(noun: str, training: Named, validation: Named) -> str:
+    """How many images (`noun`) there are, and what is to be learnt of them, where labels are at hand."""
+    said = f"{counted(len(training), noun)} to train on + {len(validation)} to validate with"
     task, classes, whole = task_of(training), training.classes, _wholes((training, validation))[0]
     if not classes or isinstance(whole, OwnDataset):
         named = f": {counted(len(classes), 'class', 'classes')}, {some(list(classes))}" if classes else ""
@@ -425,7 +425,7 @@ def _classes(training: Named, validation: Named) -> str:
     return f"{said}, {TASKS[task].described(training, validation)}"
 
 
-def _missing_classes(training: Named, validation: Named) -> list[str]:
+def _missing_classes(noun: str, training: Named, validation: Named) -> list[str]:
     """A warning of classes that only one of both parts has, where labels are at hand."""
     task, classes, whole = TASKS[task_of(training)], training.classes, _wholes((training, validation))[0]
     if not classes or isinstance(whole, OwnDataset) or not len(validation):
@@ -435,8 +435,8 @@ def _missing_classes(training: Named, validation: Named) -> list[str]:
         return []
     said = []
     for mine, others, what in (
-        (validated, trained, "validation shows no image of {}, of which metrics then say nothing"),
-        (trained, validated, "no image to train on shows {}, which is then not learnt"),
+        (validated, trained, f"validation shows no {noun} of {{}}, of which metrics then say nothing"),
+        (trained, validated, f"no {noun} to train on shows {{}}, which is then not learnt"),
     ):
         names = [name for name, a, b in zip(classes, mine, others, strict=True) if not a and b]
         if names:
@@ -461,7 +461,7 @@ def _shown(config: Config, fit: Fit, sizes: Sequence[tuple[int, ...]], count: in
     if config.slides.features is not None:
         counts = [count for _, count in sizes]
         return f"slides of {min(counts, default=0)} to {max(counts, default=0)} patches, {size[1]} at most"
-    what = f"images of {_range(sizes)} px" if sizes else "images"
+    what = f"{config.sample_noun}s of {_range(sizes)} px" if sizes else f"{config.sample_noun}s"
     if count > LOOKED_AT:
         what += f" ({len(sizes)} of {count} looked at)"
     if sizes and set(sizes) == {size} and not (fit == "resize" and config.data.random_crop):

@@ -16,7 +16,7 @@ from mpi4dl._progress import ProgressBar
 from mpi4dl._wording import counted, duration
 from mpi4dl.comm.node import Node
 from mpi4dl.engine import Engine
-from mpi4dl.options.build import batch_of, title_of
+from mpi4dl.options.build import batch_of, slides_of, title_of
 from mpi4dl.options.config import Config
 from mpi4dl.options.kinds import part_name
 from mpi4dl.parallel.plan import Plan
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 def title(config: Config, engine: Engine) -> str:
     """The title of a training, in one line."""
     batch = batch_of(config, 0 if config.data.text is not None else 1)
-    return f"{title_of(config.model_name, engine.stages.num_parameters, engine.plan, batch)}, {engine.device.type}"
+    slides = slides_of(config) if config.sample_noun == "slide" else ""
+    told = title_of(config.model_name, engine.stages.num_parameters, engine.plan, batch, slides)
+    return f"{told}, {engine.device.type}"
 
 
 def goal(config: Config, engine: Engine, task: Task, num_steps: int) -> str:
@@ -110,9 +112,9 @@ class StepReport:
     router_entropy: float | None = None
     learning_rate: tuple[float, ...] | None = None
 
-    def line(self, num_steps: int | None = None, left: str = "") -> str:
-        """`num_steps` are those of the whole run, `left` is how long it still takes."""
-        rate, what = self.images_per_second, "images/s"
+    def line(self, num_steps: int | None = None, left: str = "", noun: str = "image") -> str:
+        """`num_steps` are those of the whole run, `left` is how long it still takes, a `noun` is a sample."""
+        rate, what = self.images_per_second, f"{noun}s/s"
         if rate is None:
             rate, what = self.tokens_per_second or 0.0, "tokens/s"
         more = [] if self.loss_scale is None else [f"skipped {self.skipped_steps}", f"scale {self.loss_scale:g}"]
@@ -240,7 +242,7 @@ class Reporter:
 
     Every report is one line on standard output and in rank 0's log. If standard error is a terminal, a progress bar
     stands below the lines; else they say how much time is left. Reports of steps after `first_step` that TensorBoard's
-    files hold already are hidden. Pictures of confusion matrices have the names of `classes`.
+    files hold already are hidden. Pictures of confusion matrices have the names of `classes`. A sample is a `noun`.
     """
 
     def __init__(
@@ -250,8 +252,9 @@ class Reporter:
         first_step: int = 0,
         tensorboard: bool = True,
         classes: Sequence[str] = (),
+        noun: str = "image",
     ) -> None:
-        self._metrics = MetricsFile(folder)
+        self._metrics, self._noun = MetricsFile(folder), noun
         self._writer: Any = _summary_writer(folder, first_step) if tensorboard else None
         self._bar = ProgressBar(total_steps, "step", first_step, seconds=QUIET_SECONDS)
         self._total_steps, self._classes = total_steps, classes
@@ -276,7 +279,7 @@ class Reporter:
             self.say(doing)
 
     def step(self, report: StepReport) -> None:
-        self._report("train", report, report.line(self._total_steps, self._left(report.step)))
+        self._report("train", report, report.line(self._total_steps, self._left(report.step), self._noun))
 
     def validation(self, report: ValidationReport) -> None:
         self._report("validation", report, report.line())

@@ -220,7 +220,7 @@ class TrainingRun:
             if origin.in_place:
                 self.folder.cut_metrics(metrics_bytes)
             how = (self.num_steps, engine.num_steps, config.run.tensorboard, self.images.classes)
-            self.reporter = closing.enter_context(Reporter(self.folder, *how))
+            self.reporter = closing.enter_context(Reporter(self.folder, *how, noun=config.sample_noun))
             self.painter = Painter(self.reporter, self.folder, config, engine, title(config, engine), self.num_steps)
             engine.executor.progress = self.progress
         self.showing = Showing(self.reporter, engine, config, self.task, self.images.classes)
