@@ -562,6 +562,8 @@ def test_all_folds_go_on_and_are_summarised(ranks: Ranks, cohort: Path, tmp_path
     assert [float(row["probability tumour"]) for row in found[0]] == pytest.approx(
         [float(row["probability tumour"]) for row in found[1]], abs=1e-5
     )
+    places = json.loads((tmp_path / "out" / "evaluation.json").read_text())["slides"]
+    assert (Path(places["root"]), {*places["slides"]}) == (cohort, {row["image"] for row in found[0]})
     with (tmp_path / "out" / "cross-validation.csv").open() as file:
         table = {(row["level"], row["metric"]): row for row in csv.DictReader(file)}
     for row in table.values():

@@ -23,6 +23,7 @@ from mpi4dl._files import write_durably
 from mpi4dl._wording import aligned, counted, some
 from mpi4dl.checkpoints.manifest import MODEL
 from mpi4dl.comm import Communicator
+from mpi4dl.datasets.slides.record import record_of
 from mpi4dl.inference.images import SPLIT, open_slides_of_run
 from mpi4dl.inference.model import Predictor
 from mpi4dl.inference.options import Inference
@@ -119,7 +120,8 @@ def summarise(
         comm.agree(f"{folder}: {counted(len(runs), 'fold')} finished, but a summary needs two: train more folds")
     _say(comm, f"{counted(len(runs), 'fold')} of {folder}: their {asked} slides" + (
         f"; not finished: {some([*map(str, unfinished)])}" if unfinished else ""))  # fmt: skip
-    found = []
+    found: list[FoldScores] = []
+    places: dict[str, Any] | None = None
     for fold, path in runs.items():
         best = comm.broadcast_object(asked == "test" and (path / BEST).is_file())
         model = Predictor(path / BEST if best else path, chosen, comm)
@@ -127,10 +129,16 @@ def summarise(
         _say(comm, spell(f"fold {fold}: {model.weights} on {which}"))
         scores = score(model, images, resamples=0, level=level, speaks=True, judging=judging)
         found.append(FoldScores(fold, scores))
+        places = _both(places, record_of(images))
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
-            for line in _written(folder, found, judging, out, resamples, level, asked, unfinished):
+            for line in _written(folder, found, places, judging, out, resamples, level, asked, unfinished):
                 print(spell(line), flush=True)
+
+
+def _both(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What is recorded of the slides of one table or folder, which two folds know of."""
+    return second if first is None or second is None else {**second, "slides": first["slides"] | second["slides"]}
 
 
 def _looked_at(folder: Path, part: str | None) -> tuple[dict[int, Path], str, list[int]]:
@@ -220,6 +228,7 @@ def summary_table(found: Sequence[FoldScores], level: float) -> bytes:
 def _written(
     folder: Path,
     found: Sequence[FoldScores],
+    places: Mapping[str, Any] | None,
     judging: Judging,
     out: Path | None,
     resamples: int,
@@ -256,6 +265,7 @@ def _written(
         "part": part,
         "folds": [each.fold for each in found],
         "unfinished": unfinished,
+        **({} if places is None else {"slides": places}),
     }
     of_all = summaries(found, level)
     told["cross_validation"] = {

@@ -148,7 +148,7 @@ class Predictor:
         size = "x".join(map(str, self.config.data.image_size))
         known = ", ".join(map(printable, self.about.classes[:10])) + " ..." * (len(self.about.classes) > 10)
         what = f"{self.config.model_name} to {self.about.task}" + (f": {known}" if known else "")
-        shown = slides_of(self.config) if self.config.sample_noun == "slide" else f"images of {size}"
+        shown = slides_of(self.config) if self.config.source_noun == "slide" else f"images of {size}"
         return [f"{self.weights}: {what}; {shown}; {self.plan.describe()}", *self._remarks]
 
     @cached_property

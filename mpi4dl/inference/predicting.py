@@ -88,7 +88,7 @@ class Predicting:
     ) -> None:
         self.min_area = min_area
         self.model, self.out, self.comm, self.speaks = model, out, model.comm, speaks
-        self.noun = model.config.sample_noun
+        self.noun = model.config.source_noun
         task = model.task
         self.dense, self.binary = task.dense, task.binary
         self.apart = self.binary and len(model.classes) > 1
@@ -117,9 +117,12 @@ class Predicting:
             self.cells = self._cell_maps(maps)
         if self.dense:
             frame = "x".join(map(str, size))
-            self.remarks.append(
-                f"masks have the size of their {self.noun}s; larger ones are seen by windows of {frame}"
+            what = (
+                "class maps have the resolution of the model"
+                if self.of_slides
+                else "masks have the size of their images"
             )
+            self.remarks.append(f"{what}; larger {self.noun}s are seen by windows of {frame}")
         names = [images.name(index) for index in range(len(images))]
         self._bases = dict(zip(names, bases_of(names, self.suffix), strict=True))
         self._paths: dict[str, Path] = {}

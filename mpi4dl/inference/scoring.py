@@ -118,7 +118,7 @@ class Scores:
         rows = [(name, _shown(m.value), *(ends[name] if intervals else ())) for name, m in of.metrics.items()]
         yield from aligned([head, *rows], {"metric"})
         if intervals and len(known) < len(rows):
-            kind = "image" if self.patients is None else "patient"
+            kind = self.what if self.patients is None else "patient"
             yield f"-: {WHY_NONE.replace('images', f'{kind}s')}; {counted(drawn, kind)} evaluated"
         if of.confusion is not None and _is_square(of.confusion):
             yield ""
@@ -214,7 +214,7 @@ def score(
     looked_at = _windows_of(model, images)
     images = images if looked_at is None else looked_at.images
     found = _Collected(model, images, looked_at)
-    judging, noun = judging or Judging(), model.config.sample_noun
+    judging, noun = judging or Judging(), model.config.source_noun
     of = (lambda outputs: model.task.measured(outputs, None)) if found.dense else model.task.predictions
     with closing(ProgressOfImages(len(images), speaks and model.comm.rank == 0, noun)) as progress:
         for seen in model.predictions(looked_at or images, of):
@@ -298,7 +298,7 @@ def judging_by(
     if not is_rule(threshold) or not on_others:
         return judging
     model = Predictor(source, chosen, comm)
-    own = f"the validation {model.config.sample_noun}s of the run"
+    own = f"the validation {model.config.source_noun}s of the run"
     try:
         if model.config.slides.slides is None:
             images, which = open_labelled(comm, model.config, model.about, None)

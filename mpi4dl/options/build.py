@@ -48,11 +48,11 @@ def title_of(name: str, num_parameters: int, plan: Plan, image: Sequence[int], s
 
 
 def slides_of(config: Config) -> str:
-    """How large the slides are that a model sees, or how many features they have."""
+    """How large the slides are that a model sees, or their windows, or how many features they have."""
     size = config.data.image_size
     if config.slides.features is not None:
         return f"slides of at most {counted(size[-1], 'patch', 'patches')}"
-    return f"slides of {'at most ' * (config.data.fit == 'own')}{' x '.join(map(str, size))} px"
+    return f"{config.sample_noun}s of {'at most ' * (config.data.fit == 'own')}{' x '.join(map(str, size))} px"
 
 
 def engine_options(config: Config) -> dict[str, Any]:

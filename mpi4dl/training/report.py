@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def title(config: Config, engine: Engine) -> str:
     """The title of a training, in one line."""
     batch = batch_of(config, 0 if config.data.text is not None else 1)
-    slides = slides_of(config) if config.sample_noun == "slide" else ""
+    slides = slides_of(config) if config.source_noun == "slide" else ""
     told = title_of(config.model_name, engine.stages.num_parameters, engine.plan, batch, slides)
     return f"{told}, {engine.device.type}"
 

@@ -198,21 +198,22 @@ class _Place:
         self, told: Mapping[str, Any], slides: Path | None, slides_folder: Path | None, remarks: list[str]
     ) -> None:
         source = slides or _path(told.get("source"))
-        root = None if slides is not None else _path(told.get("root"))
-        if source is not None:
-            root = root or (source if source.is_dir() else source.parent)
-        self.root = slides_folder or root
         self._listed = slides is not None  # by the user, who wants to see all of them
         columns = told.get("columns")
         recorded = told.get("slides")
         self._recorded: dict[str, Any] = recorded if isinstance(recorded, dict) else {}
-        of_features = any(isinstance(each, dict) and "file" in each for each in self._recorded.values())
+        files = [each["file"] for each in self._recorded.values() if isinstance(each, dict) and "file" in each]
+        only_features = slides is None and bool(files) and source is not None and source.is_dir()
+        of_slides = not files or any(files)  # otherwise what was recorded is the folder of features
+        root = _path(told.get("root")) if slides is None and of_slides else None
+        if source is not None and (of_slides or not only_features):
+            root = root or (source if source.is_dir() else source.parent)
+        self.root = slides_folder or root
         self._table: SlideTable | None = None
         self._rows: dict[str, SlideRow] = {}
         self._by_stem: dict[str, str] = {}
         self._beside = None if source is None else source.parent
         self.in_bounds = told.get("in_bounds") is True
-        only_features = slides is None and of_features and source is not None and source.is_dir()
         if source is not None and source.exists() and not only_features:
             named = columns if slides is None and isinstance(columns, dict) else {}
             self._read(source, {role: named[role] for role in ("slide", "patient") if role in named}, remarks)

@@ -235,6 +235,23 @@ def test_an_evaluation_alone_and_with_predictions_is_shown(predicted: Path, tmp_
     assert len(read_results(tmp_path / "run").slides) == 2
 
 
+def test_slides_of_features_alone_are_found_beside_their_table(predicted: Path, tmp_path: Path) -> None:
+    (tmp_path / "features").mkdir()
+    (tmp_path / "evaluation.csv").write_text("image,label,prediction\nslide_003.ome.h5,tumour,normal\n")
+    told: dict[str, Any] = {"root": str(tmp_path / "features"), "slides": {"slide_003.ome.h5": {"file": None}}}
+    for source in (predicted.parent / "slides" / "slides.csv", tmp_path / "features"):
+        (tmp_path / "evaluation.json").write_text(json.dumps({"slides": {**told, "source": str(source)}}))
+        results = read_results(tmp_path)
+        (found,) = results.slides
+        if source.is_file():
+            assert (found.name, found.patient, results.remarks) == ("slide_003.ome.tif", "patient_003", ())
+            assert found.path == source.parent / found.name
+            assert found.annotation is not None
+        else:
+            assert found.path is None
+            assert "--slides" in results.remarks[0]
+
+
 def test_what_is_missing_or_damaged_is_an_error_of_that_slide_alone(predicted: Path, tmp_path: Path) -> None:
     out = copied(predicted, tmp_path)
     slides = tmp_path / "slides"
