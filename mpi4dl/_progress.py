@@ -100,10 +100,11 @@ class ProgressBar:
 
 
 class ProgressOfImages:
-    """Of `total` images, or of another `unit`; on rank 0, others say nothing."""
+    """Of `total` images, or of another `unit`, with what is done with them; on rank 0, others say nothing."""
 
-    def __init__(self, total: int, speaks: bool, unit: str = "image") -> None:
+    def __init__(self, total: int, speaks: bool, unit: str = "image", doing: str = "") -> None:
         self.total, self.done, self.bad, self.unit = total, 0, 0, unit
+        self._doing = f"{doing}: " if doing else ""
         self._began = time.monotonic()
         self._bar = ProgressBar(total, unit, shown=speaks)
         self.close = self._bar.close
@@ -118,4 +119,5 @@ class ProgressOfImages:
         rate = self.done / max(seconds, 1e-9)
         left = duration((self.total - self.done) / rate) if self.done else "an unknown time"
         bad = f", {self.bad} of them bad" if self.bad else ""
-        return f"{self.done} of {counted(self.total, self.unit)}{bad}, {rate:.3g} {self.unit}s/s, {left} left"
+        count = f"{self._doing}{self.done} of {counted(self.total, self.unit)}"
+        return f"{count}{bad}, {rate:.3g} {self.unit}s/s, {left} left"

@@ -546,12 +546,12 @@ def require_one_way(path: Path, column: str, lines: Sequence[Line], folded: Call
             )
 
 
-def require_values(path: Path, columns: Sequence[str], lines: Sequence[Line]) -> None:
+def require_values(path: Path, columns: Sequence[str], lines: Sequence[Line], remedy: str = "fill it in") -> None:
     """Raises DatasetError for a line in which one of these columns is empty."""
     for line in lines:
         for column in columns:
             if not line.values[column]:
-                raise at_line(path, line, f"{column!r} is empty")
+                raise at_line(path, line, f"{column!r} is empty: {remedy}, or leave the line out")
 
 
 def part_of(path: Path, line: Line, column: str = "split") -> str:

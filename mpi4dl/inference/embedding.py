@@ -369,7 +369,7 @@ class Embedding:
 
     def find_tissue(self) -> None:
         """Find the patches of all slides to do, each on one rank."""
-        wanted, progress = self.todo, ProgressOfImages(len(self.todo), self.comm.rank == 0, "slide")
+        wanted, progress = self.todo, ProgressOfImages(len(self.todo), self.comm.rank == 0, "slide", "finding tissue")
         for first in range(0, len(wanted), self.comm.size):
             group = wanted[first : first + self.comm.size]
             problem, count = None, 0

@@ -287,7 +287,7 @@ def measure_stains(
     if indices is None:
         indices = images.indices if isinstance(images, Subset) else range(len(images))
     wanted = sorted({*indices} - {*whole.stains})
-    progress = ProgressOfImages(len(wanted), comm.rank == 0, "slide")
+    progress = ProgressOfImages(len(wanted), comm.rank == 0, "slide", "measuring stains")
     for first in range(0, len(wanted), comm.size):
         group = wanted[first : first + comm.size]
         with comm.together((datasets.DatasetError, OSError)):
@@ -358,6 +358,10 @@ def _describe(
     if config.data.dataset is None and config.slides.slides is None:
         remarks += _folders_read(config.data.images)
     remarks += [remark for whole in _wholes((training, validation)) for remark in getattr(whole, "remarks", ())]
+    method, reference = config.slides.stain_norm, config.slides.stain_reference
+    if method != "none":
+        to = "the built-in reference" if reference is None else f"`stain_reference` {reference}"
+        remarks.append(f"stains are normalized to {to} by {method}")
     remarks += unstained(training)
     remarks.append(_shown(config, fit, sizes, len(training)))
     if recorded is not None:

@@ -310,7 +310,7 @@ def _parts(path: Path, lines: Sequence[Line], taken: Mapping[str, str], required
     column = taken.get("split")
     if column is None:
         return [""] * len(lines)
-    require_values(path, [column] if required else [], lines)
+    require_values(path, [column] if required else [], lines, "write train, val or test")
     return [part_of(path, line, column) for line in lines]
 
 

@@ -248,7 +248,7 @@ def test_slides_that_are_their_patients_by_a_column(slides: Path) -> None:
             ["line 4", "'p'", "test", "'a/s3'", "train", "'s1' of line 2"],
         ),
         ("slide,patient,fold,label\ns1,p,0,x\ns2,p,1,y\n", {}, ["line 3", "'p'", "fold 1", "'s2'", "fold 0", "'s1'"]),
-        ("slide,split,label\ns1,train,x\ns2,,y\n", {}, ["line 3", "'split' is empty"]),
+        ("slide,split,label\ns1,train,x\ns2,,y\n", {}, ["line 3", "'split' is empty", "train, val or test"]),
         ("slide,split,label\ns1,train,x\ns2,b,y\n", {}, ["line 3", "'split' is 'b'"]),
         ("slide,fold,label\ns1,0,x\ns2,-1,y\n", {}, ["line 3", "'fold' is '-1'"]),
         ("slide,fold,label\ns1,1.0,x\ns2,1.5,y\n", {}, ["line 3", "'fold' is '1.5'"]),
