@@ -190,7 +190,7 @@ class _Albumentations(_Apply):
         return self._seeded(seed)(image=pixels)["image"]
 
     def moves_masks(self, seed: int, channels: int) -> bool:
-        return isinstance(self._transform, _albumentations().DualTransform)
+        return isinstance(self._transform, _albumentations(self._text).DualTransform)
 
 
 def _mask() -> npt.NDArray[np.uint8]:
@@ -207,7 +207,7 @@ def _made(text: str, p: float | None) -> _Apply:
     kind: type[_Apply]
     call = node.func if isinstance(node, ast.Call) else node
     if isinstance(call, ast.Attribute) and isinstance(call.value, ast.Name) and call.value.id == ALBUMENTATIONS:
-        package, name, kind = _albumentations(), call.attr, _Albumentations
+        package, name, kind = _albumentations(text), call.attr, _Albumentations
     elif isinstance(call, ast.Name):
         package, name, kind = _torchvision(), call.id, _Torchvision
     else:
@@ -266,8 +266,8 @@ def _torchvision() -> ModuleType:
         raise DatasetError(f"transforms by name need torchvision; run {to_install('torchvision')}") from error
 
 
-def _albumentations() -> ModuleType:
+def _albumentations(text: str) -> ModuleType:
     try:
         return import_module(ALBUMENTATIONS)
     except ImportError as error:
-        raise DatasetError(f"albumentations is not installed; run {to_install('albumentations')}") from error
+        raise DatasetError(f"{text}: albumentations is not installed; run {to_install(ALBUMENTATIONS)}") from error

@@ -528,9 +528,12 @@ def build_augment(config: Config, channels: int, task: str) -> "tuple[NamedTrans
         except datasets.DatasetError as problem:
             raise ConfigError(f"`augment` {problem}") from None
         if cut is not None and not transform.pointwise:
+            instead = "one that changes each pixel by itself, such as RandomPosterize(bits=4)"
+            if transform.moves:
+                instead = "`flip`, `rotate`, `rotate_degrees` or `scale`"
             raise ConfigError(
-                f"`augment` {text} makes of a pixel what depends on others, and {cut} cuts images: choose one that "
-                "changes each pixel by itself, such as RandomPosterize(bits=4), or `patches`, or leave images whole"
+                f"`augment` {text} makes of a pixel what depends on others, and {cut} cuts images: choose {instead}, "
+                "or `patches`, or leave images whole"
             )
         if task == "segment" and transform.moves:
             raise ConfigError(

@@ -123,6 +123,7 @@ def test_what_cannot_be_is_refused(text: str, words: str) -> None:
     [
         ("--augment GaussianBlur(3) --tiles 1x2", "classify", "`tiles` 1x2 cuts images"),
         ("--augment GaussianBlur(3) --stream 2x2", "classify", "`stream` cuts images"),
+        ("--augment RandomHorizontalFlip --tiles 1x2", "classify", "cuts images: choose `flip`"),
         ("--augment ElasticTransform", "segment", "masks would stay"),
         ("--augment Nothing", "classify", "`augment` Nothing"),
         ("--augment RandomInvert --image-size 8x8x8", "classify", "for pictures"),
