@@ -30,7 +30,13 @@ LONGEST_VALUE = 300  # characters of a value that is shown in a message
 
 
 class ConfigError(ValueError):
-    """The user's request cannot be done; the message says why, and what to do."""
+    """The user's request cannot be done; the message says why, and what to do.
+
+    Values that come from files are in it as `printable` shows them.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 @dataclass(frozen=True)

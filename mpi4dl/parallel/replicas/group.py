@@ -55,7 +55,7 @@ def _hooks_of(parameter: nn.Parameter) -> Iterator[tuple[dict[int, Any], int, An
 
 def defer_hooks(parameter: nn.Parameter, reducer: Reducer) -> bool:
     """Let the hooks on a gradient wait for `call_hooks`; returns whether there are any. Handles still remove them."""
-    found = [*_hooks_of(parameter)]
+    found = [*_hooks_of(parameter)] if Reducer.has_other_hooks(parameter) else []
     for hooks, key, hook in found:
         hooks[key] = DeferredHook(hook.hook if isinstance(hook, DeferredHook) else hook, reducer)
     return bool(found)

@@ -10,6 +10,7 @@ from torch import nn, optim
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
+from mpi4dl.parallel.modules import walk
 from mpi4dl.parallel.replicas.reducer import Reducer
 
 # Hooks of `optimizer.step()` run once a step, though ranks make it of many: bucket by bucket, each on its part.
@@ -185,8 +186,7 @@ def hook_on_gradient(
     that autograd does, where a rank has the parameters `alone`.
     """
     for name, p in parameters.items():
-        after: Iterable[object] = (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()
-        hooked = bool(p._backward_hooks) or any(not Reducer.is_hook(hook) for hook in after)
+        hooked = Reducer.has_other_hooks(p)
         if hooked and in_parts:
             return f"{name} has a hook on its gradient, but ranks have parts of parameters: remove it, or train without"
         if hooked and not alone and num_passes > 1:
@@ -201,7 +201,7 @@ def hook_on_gradient(
 def backward_hook_in(module: nn.Module, num_ranks: int) -> str | None:
     """Why the backward hooks of these modules, which so many ranks run together, see no whole gradients."""
     common = torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
-    if num_ranks == 1:
+    if num_ranks == 1 or not any(part._backward_hooks or part._backward_pre_hooks or common for part in walk(module)):
         return None
     for name, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks or common:

@@ -147,6 +147,7 @@ class Reducer(GradientSums):
         trained = [p.requires_grad for p in self.parameters]
         self.idle = {number for number, b in enumerate(buckets) if b.members and not any(trained[i] for i in b.members)}
         self._flat: dict[int, Tensor] = {}  # buckets that gradients go to, by number
+        self._views: dict[int, list[Tensor]] = {}  # their parameters, as views of these, by slot
         self._filled: dict[int, set[int]] = {}  # which of their slots have something
         self._owned: dict[int, Tensor] = {}  # what became of them
         self._missing: list[set[int]] = []  # in this pass
@@ -178,6 +179,12 @@ class Reducer(GradientSums):
     def is_hook(hook: object) -> bool:
         """Whether this is how some reducer watches a parameter."""
         return getattr(hook, "func", None) is _tell
+
+    @staticmethod
+    def has_other_hooks(parameter: nn.Parameter) -> bool:
+        """Whether there are hooks on the gradient of a parameter besides those of reducers."""
+        after: dict[int, object] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        return bool(parameter._backward_hooks) or not all(map(Reducer.is_hook, after.values()))
 
     def prepare(self, accumulate: bool = False) -> None:
         """Forget the gradients of the step before."""
@@ -212,8 +219,7 @@ class Reducer(GradientSums):
                 "a parameter's gradient came twice in one backward pass, as it does under reentrant checkpoints: its "
                 "sum over the ranks may be under way; use torch.utils.checkpoint with use_reentrant=False"
             )
-        self._put(number, slot, gradient)
-        parameter.grad = None
+        self._put(number, slot, parameter, gradient)
         self.used[i] = True
         if not self._missing:
             return
@@ -223,30 +229,32 @@ class Reducer(GradientSums):
         while self._next < len(self.layout.buckets) and not self._missing[self._next]:
             self._start_next()
 
-    def _put(self, number: int, slot: int, gradient: Tensor) -> None:
-        bucket = self.layout.buckets[number]
-        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    def _put(self, number: int, slot: int, parameter: Tensor, gradient: Tensor) -> None:
+        """Move a gradient into its bucket, where autograd adds those of the passes that follow."""
         if number not in self._flat:
-            self._flat[number], self._filled[number] = self._empty(number), set()
-        offset, i = bucket.offsets[slot], bucket.members[slot]
-        view = self._view(i, self._flat[number][offset : offset + self.layout.lengths[i]])
-        if slot in self._filled[number]:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-            self._filled[number].add(slot)
+            self._open(number)
+        view, filled = self._views[number][slot], self._filled[number]
+        if gradient is not view:
+            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+            filled.add(slot)
+            parameter.grad = None if self.zero > 1 else view
+
+    def _open(self, number: int) -> None:
+        """Make a bucket, or take that of the step before."""
+        self._filled[number] = set()
+        if number in self._spare:
+            self._flat[number] = self._spare.pop(number)
+            return
+        bucket, lengths = self.layout.buckets[number], self.layout.lengths
+        like = self.parameters[bucket.members[0]]
+        self._flat[number] = flat = torch.empty(bucket.length, dtype=like.dtype, device=like.device)
+        places = zip(bucket.members, bucket.offsets, strict=True)
+        self._views[number] = [self._view(i, flat[offset : offset + lengths[i]]) for i, offset in places]
 
     def _view(self, i: int, flat: Tensor) -> Tensor:
         """A parameter's part of a bucket; under ZeRO, parameters lie in buckets as plainly as this."""
         p = self.parameters[i]
         return flat.view(p.shape) if self.zero else seen_as(flat, p)
-
-    def _empty(self, number: int) -> Tensor:
-        if number in self._spare:
-            return self._spare.pop(number)
-        bucket = self.layout.buckets[number]
-        like = self.parameters[bucket.members[0]]
-        return torch.empty(bucket.length, dtype=like.dtype, device=like.device)
 
     def _start_next(self) -> None:
         number, bucket = self._next, self.layout.buckets[self._next]
@@ -254,13 +262,14 @@ class Reducer(GradientSums):
         if number in self.idle:
             return
         if number not in self._flat:
-            self._flat[number], self._filled[number] = self._empty(number), set()
-        flat = self._flat[number]
-        for slot, (i, offset) in enumerate(zip(bucket.members, bucket.offsets, strict=True)):
-            if slot not in self._filled[number]:
-                flat[offset : offset + self.layout.lengths[i]].zero_()
+            self._open(number)
+        flat, filled = self._flat[number], self._filled[number]
+        if len(filled) < len(bucket.members):
+            for slot, view in enumerate(self._views[number]):
+                if slot not in filled:
+                    view.zero_()
         if self.zero > 1:
-            del self._flat[number], self._filled[number]
+            del self._flat[number], self._filled[number], self._views[number]
         if self.zero:
             pending = self.comm.ireduce_scatter(flat, self.layout.cuts[number])
         else:
@@ -294,12 +303,9 @@ class Reducer(GradientSums):
         self.used = flags[: len(self.used)].bool().tolist()
         somewhere, elsewhere = flags[len(self.used) :].bool().view(2, -1)
         unlike = bool((somewhere & elsewhere).any())
-        if self.zero:
-            return unlike
-        for number, flat in self._flat.items():
-            for segment in self.layout.segments(number):
-                p = self.parameters[segment.member]
-                p.grad = self._view(segment.member, flat[segment.place]) if self.used[segment.member] else None
+        for number in self._flat:
+            for i, view in zip(self.layout.buckets[number].members, self._views[number], strict=True):
+                self.parameters[i].grad = view if self.used[i] and not self.zero else None
         return unlike
 
     def use(self, used: Sequence[bool]) -> None:
@@ -308,9 +314,7 @@ class Reducer(GradientSums):
             if there and not self.used[i]:
                 self.used[i], (number, slot) = True, self._place[i]
                 if not self.zero:
-                    begin = self.layout.buckets[number].offsets[slot]
-                    flat = self._flat[number][begin : begin + self.layout.lengths[i]]
-                    self.parameters[i].grad = self._view(i, flat)
+                    self.parameters[i].grad = self._views[number][slot]
 
     def owned(self, number: int) -> Tensor:
         """The sum of the gradients in a bucket, flat: the part that this rank owns, or all of it without ZeRO."""
