@@ -7,6 +7,8 @@ from math import prod
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
+
 from mpi4dl import geometry
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.exchange import Dims, Exchange, plan_retiling
@@ -146,6 +148,7 @@ class Grid:
                 self._layouts.clear()
             found = self._layouts[layout] = layout
             object.__setattr__(found, "settled", True)
+            Layout.any_flat = Layout.any_flat or bool(layout.flat)
         return found
 
     @property
@@ -298,6 +301,19 @@ class Layout:
     def axes_of(flat: Flat) -> tuple[int, ...]:
         """The axes that a flat dim is made of."""
         return tuple(factor.axis for factor in flat.factors if factor.axis is not None)
+
+    @cached_property
+    def _whole_shapes(self) -> dict[torch.Size, torch.Size]:
+        return {}
+
+    def whole_shape(self, local: torch.Size) -> torch.Size:
+        """The shape of the whole of which this rank's part is `local`; found once."""
+        found = self._whole_shapes.get(local)
+        if found is None:
+            if len(self._whole_shapes) >= KNOWN:
+                self._whole_shapes.clear()
+            found = self._whole_shapes[local] = torch.Size(self.global_shape(local))
+        return found
 
     def global_shape(self, local: tuple[int, ...]) -> tuple[int, ...]:
         shape = list(local)

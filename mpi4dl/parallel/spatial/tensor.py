@@ -249,7 +249,7 @@ class SpatialTensor(Tensor):
     _shape: torch.Size
     _layout: Layout
     _first_look: Callable[[], None] | None
-    memory: Memory
+    _memory: Memory | None
     retained: "Tensor | None"
     gathered: Any
     providers: tuple[Provider, ...]
@@ -269,24 +269,28 @@ class SpatialTensor(Tensor):
     def _make(cls, like: Tensor, layout: Layout, requires_grad: bool) -> "SpatialTensor":
         if compiler_is_there():
             _run_eagerly()
-        layout = layout.grid.the_one(layout)
-        local = like.shape
-        shape = layout.known(local, lambda: torch.Size(layout.global_shape(local)))
-        if layout.flat:
-            Layout.any_flat = True
+        if not layout.settled:
+            layout = layout.grid.the_one(layout)
+        shape = layout.whole_shape(like.shape)
         # requires_grad lets a wrapper notice that a custom autograd.Function took it: see `local` and the hook.
         self = Tensor._make_wrapper_subclass(
             cls, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad
         )
-        self._local = self._first_look = None
+        self._local = self._first_look = self._memory = None
         self._shape, self._layout = shape, layout
-        self.memory = Memory()
-        self.memory.tensors.append(weakref.ref(self))
         self.retained = self.gathered = None
         self.providers = ()
         if requires_grad:
             _refuse_gradients(self)
         return self
+
+    @property
+    def memory(self) -> Memory:
+        """The memory that it shares with its views."""
+        if self._memory is None:
+            self._memory = Memory()
+            self._memory.tensors.append(weakref.ref(self))
+        return self._memory
 
     def fulfil(self, local: Tensor) -> None:
         """Give a tensor that was promised its local part."""
@@ -309,7 +313,8 @@ class SpatialTensor(Tensor):
             escaped = self.grad_fn is not None
         if escaped:
             raise refusal("torch.autograd.Function", NOT_DIFFERENTIATED)
-        if self.memory.copies and (problem := self.memory.problem_of_reading()):
+        memory = self._memory
+        if memory is not None and memory.copies and (problem := memory.problem_of_reading()):
             raise refusal("a tensor", problem)
         assert self._local is not None
         return self._local
@@ -363,24 +368,23 @@ class SpatialTensor(Tensor):
                 return function(*args, **options)
         if substitutes:
             rule = functools.partial(substitutes[-1], function, rule)
-        if options and "out" in options:
+        if "out" in options:
             if options["out"] is not None:
                 raise refusal(function_name(function), "it was given out=")
             options = {name: value for name, value in options.items() if name != "out"}
         try:
-            if writes(function, options):
+            if _writes_by_name(function) or options.get("inplace") is True:
                 return _write(function, rule, args, options)
             result = rule(*args, **options)
         except NoRule as refused:
             if not (without_rule and _is_uncut(args, options)):
                 raise
             return without_rule[0](function, args, options, refused)
-        for x in args:
-            if isinstance(x, SpatialTensor):
-                for y in result if isinstance(result, tuple | list) else (result,):
-                    if isinstance(y, SpatialTensor):
-                        _share_memory(y, x)
-                break
+        source = next((x for x in args if isinstance(x, SpatialTensor)), None)
+        if source is not None:
+            for y in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(y, SpatialTensor):
+                    _share_memory(y, source)
         return result
 
     @classmethod
@@ -450,11 +454,11 @@ def _without_flat_dims(
 
 def _share_memory(view: SpatialTensor, x: SpatialTensor) -> None:
     """Let a result and what it was made of know each other, if one is a view of the other."""
-    if view._local is None or x._local is None:
-        return  # promised: new memory
-    if view.memory is not x.memory and same_memory(view._local, x._local):
-        view.memory = x.memory
-        view.memory.tensors.append(weakref.ref(view))
+    if view is x or view._local is None or x._local is None:
+        return  # what is promised has new memory
+    if (view._memory is None or view._memory is not x._memory) and same_memory(view._local, x._local):
+        view._memory = x.memory
+        view._memory.tensors.append(weakref.ref(view))
 
 
 def _write(function: Any, rule: Rule, args: Sequence[Any], options: dict[str, Any]) -> Any:

@@ -72,23 +72,28 @@ class Constants:
 
 
 class Shares(NamedTuple):
-    """How many numbers each rank has, at least one, and which share of all, (ranks, 1) and (ranks,); who has some."""
+    """One over how many numbers each rank has, (ranks, 1), and which share of all, (ranks,)."""
 
-    counts: Any
+    inverses: Any
     shares: Any
-    first: int
 
     @classmethod
     def of(cls, counts: Sequence[int], device: torch.device) -> "Shares":
         with torch.inference_mode(False):
             each = torch.tensor(counts, dtype=torch.float64, device=device)
-            first = next((place for place, count in enumerate(counts) if count), 0)
-            return cls(numbers(each.clamp(min=1)[:, None]), numbers(each / max(sum(counts), 1)), first)
+            return cls(numbers(1 / each.clamp(min=1)[:, None]), numbers(each / max(sum(counts), 1)))
 
 
 def numbers(x: Tensor) -> Any:
     """A few numbers in float64, to calculate with: on CPUs an array of numpy, of the same memory if x is float64."""
-    x = x.detach().double()
+    x = x.detach()
+    return x.numpy().astype(np.float64, copy=False) if x.is_cpu and x.dtype in EXACT else _as_numbers(x.double())
+
+
+EXACT = (torch.float32, torch.float64)  # what numpy has, too
+
+
+def _as_numbers(x: Tensor) -> Any:
     return x.numpy() if x.is_cpu else x
 
 
@@ -100,25 +105,23 @@ def merged(of_ranks: Tensor, shares: Shares, count: int, eps: float, weight: Ten
     """
     found = torch.empty(5, of_ranks.shape[2], dtype=torch.float64, device=of_ranks.device)
     with np.errstate(all="ignore"):  # infinities are for the model to find, as in PyTorch
-        _merge(numbers(found), numbers(of_ranks), shares, max(count, 1), eps, weight)
+        _merge(_as_numbers(found), numbers(of_ranks), shares, max(count, 1), eps, weight)
     return found
 
 
 def _merge(found: Any, values: Any, shares: Shares, count: int, eps: float, weight: Tensor | None) -> None:
-    number, share, first = shares
-    near, squares, rest = values[:, 0], values[:, 1], values[:, 2]
-    beside = rest / number
-    variances = squares / number - beside * beside
-    beside = beside + near
-    middle = beside[first]  # any number near the mean
-    beside = beside - middle
-    mean = share @ beside
-    found[0] = middle + mean
-    found[1] = share @ (variances + beside * beside) - mean * mean
-    found[2] = found[1] * (count / max(count - 1, 1))
-    slope = (found[1] + eps) ** -0.5
-    found[3] = slope if weight is None else slope * numbers(weight)
-    found[4] = found[3] / -count
+    inverse, share = shares
+    rest = values[:, 2] * inverse
+    means = values[:, 0] + rest
+    found[0] = mean = share @ means
+    means -= mean
+    variances = values[:, 1] * inverse
+    variances += means * means - rest * rest
+    found[1] = variance = share @ variances
+    found[2] = variance * (count / max(count - 1, 1))
+    slope = ((variance + eps) ** 0.5) ** -1
+    found[3] = slope = slope if weight is None else slope * numbers(weight)
+    found[4] = slope * (-1 / count)
 
 
 # Normalization by the mean and the variance of pixels that several ranks share out.
@@ -191,7 +194,8 @@ class Norm:
 def normalize(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """(x - mean) / sqrt(variance + eps) * weight + bias with statistics over all dims but 1, and over all who share x.
 
-    Returns this rank's part of it, held as `norm.output` says, and in float64, (5, C), what `merged` gives.
+    Returns this rank's part of it, held as `norm.output` says, and what `merged` gives, (5, C), rounded to float32 where
+    x and the weight are in that.
     """
     return _Normalize.apply((norm,), x, weight, bias)
 
@@ -251,7 +255,8 @@ class _Normalize(torch.autograd.Function):
             moments = merged(theirs, norm.shares(theirs.device), norm.count, norm.eps, weight)
             kind = weight.dtype if weight is not None else torch.float64 if x.dtype == torch.float64 else torch.float32
             short = moments.to(kind)
-            outputs += [_applied(norm, x, around, weight, bias, short[0], short[1]), moments]
+            exact = moments if kind.itemsize < 4 else short
+            outputs += [_applied(norm, x, around, weight, bias, short[0], short[1]), exact]
             saved += [x, weight, short, *around]
         ctx.mark_non_differentiable(*outputs[1::2])
         ctx.norms, ctx.biased = norms, [bias is not None for bias in biases]
@@ -449,9 +454,12 @@ def batch_norm(
 
     def done(y: Tensor, moments: Tensor) -> None:
         result.fulfil(y)
-        for running, known in ((running_mean, moments[0]), (running_var, moments[2])):
-            if running is not None:
-                running.detach().lerp_(known.to(running.dtype), momentum)
+        tracked = [(running, row) for running, row in ((running_mean, 0), (running_var, 2)) if running is not None]
+        if tracked:
+            known = moments.to(tracked[0][0].dtype)
+            torch._foreach_lerp_(
+                [running.detach() for running, _ in tracked], [known[row] for _, row in tracked], momentum
+            )
 
     patient = foresight.reached(weight)
     if (patient or foresight.waiting) and may_wait(foresight, x, weight, bias):

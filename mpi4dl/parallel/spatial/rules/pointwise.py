@@ -60,6 +60,7 @@ def is_pointwise(function: Any) -> bool:
 
 
 NESTED = (list, tuple, dict)
+COMPOUND = (Tensor, *NESTED)
 
 
 def _tagged(name: str) -> bool:
@@ -75,9 +76,14 @@ def pointwise(function: Any) -> Rule:
     """The rule of a function that computes each pixel of its result from the same pixel of its arguments."""
 
     def rule(*args: Any, **kwargs: Any) -> Any:
+        in_place = writes(function, kwargs)
+        alike = None if in_place else _alike(args, kwargs)
+        if alike is not None:  # most calls: nothing needs to be found out
+            x, result = args[0], function(*alike, **kwargs)
+            if type(result) is Tensor and result.shape == alike[0].shape:
+                return x if result is alike[0] else provided_by(SpatialTensor(result, x.layout), providers_of(args))
         leaves, rebuild = _taken_apart(args, kwargs)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-        in_place = writes(function, kwargs)
         operands = [leaves[i] for i in places]
         if in_place and not isinstance(operands[0], SpatialTensor):
             args, kwargs = rebuild([gather(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
@@ -102,6 +108,24 @@ def pointwise(function: Any) -> Rule:
         return pytree.tree_map_only(Tensor, lambda y: provided_by(wrap(y, layout), providers), result)
 
     return rule
+
+
+def _alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """The arguments with the local parts of tensors, which all have one layout and shape; None for all others."""
+    first = args[0] if args else None
+    if type(first) is not SpatialTensor:
+        return None
+    found: list[Any] = [first.local]
+    for value in args[1:]:
+        if type(value) is SpatialTensor:
+            if value.layout is not first.layout or value.shape != first.shape:
+                return None
+            found.append(value.local)
+        elif isinstance(value, COMPOUND):
+            return None
+        else:
+            found.append(value)
+    return None if kwargs and any(isinstance(value, COMPOUND) for value in kwargs.values()) else found
 
 
 def _taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
