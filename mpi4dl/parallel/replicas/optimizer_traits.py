@@ -1,7 +1,7 @@
 """Traits of an optimizer and its hooks: how it steps, and why it cannot train a model as it is."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Literal, get_args

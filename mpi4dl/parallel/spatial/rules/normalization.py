@@ -194,8 +194,8 @@ class Norm:
 def normalize(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """(x - mean) / sqrt(variance + eps) * weight + bias with statistics over all dims but 1, and over all who share x.
 
-    Returns this rank's part of it, held as `norm.output` says, and what `merged` gives, (5, C), rounded to float32 where
-    x and the weight are in that.
+    Returns this rank's part of it, held as `norm.output` says, and what `merged` gives, (5, C), in float32 where x and
+    the weight are.
     """
     return _Normalize.apply((norm,), x, weight, bias)
 
