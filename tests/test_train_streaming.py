@@ -26,6 +26,7 @@ PLANS = (
     pytest.param("--tiles 1x2", marks=pytest.mark.exhaustive),
     pytest.param("--tiles 1x2 --data 2 --zero 2", marks=pytest.mark.exhaustive),
     "--stages 2 --tiles 2x1,1x1 --stream-until stem --stream-segments 1",
+    "--tiles 1x2 --stream-segments norms --stream-keep disk",
 )
 
 

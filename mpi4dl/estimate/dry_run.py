@@ -34,11 +34,12 @@ from mpi4dl.options.tasks import with_defaults
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.costs.cost_model import Profiler, flop_seconds
 from mpi4dl.parallel.costs.timing import planned_cuts
+from mpi4dl.parallel.disk import Keep
 from mpi4dl.parallel.pipeline.cut import ChooseStream
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.streaming.leading_part import StreamOptions
+from mpi4dl.parallel.streaming.leading_part import StreamOptions, segments_of
 from mpi4dl.parallel.streaming.memory_limit import StreamConstraints, describe
 from mpi4dl.parallel.tensor.cutting import with_cuts
 from mpi4dl.tasks.task import TASKS, Classify, Task
@@ -191,9 +192,15 @@ def estimator_of(config: Config, plan: Plan | None, num_classes: int, channels: 
     batch, chosen = batch_of(config, channels), config.parallel
     model = outline(lambda: build_model(config, num_classes, channels)).train()
     cut = plan is None or plan.num_stages > 1 or chosen.stream is not None
-    constraints = StreamConstraints(chosen.stream_until, chosen.stream_norm, chosen.stream_segments)
+    asked = None if chosen.stream_segments is None else segments_of(chosen.stream_segments)
+    constraints = StreamConstraints(chosen.stream_until, chosen.stream_norm, asked, _keep(config))
     how = _trained(config, device.type)
     return Estimator(units_of(model, batch, cut), batch, Profiler.of_user(), device, constraints=constraints, **how)
+
+
+def _keep(config: Config) -> Keep:
+    """Where the outputs of segments are kept."""
+    return Keep(config.parallel.stream_keep, config.parallel.offload_folder)
 
 
 # How the images of a run are streamed, as the flags say, or as the limit of memory does.
@@ -217,7 +224,8 @@ def stream_of(
     if asked is None:
         return None
     if not isinstance(asked, str):
-        return StreamOptions(asked, chosen.stream_until, chosen.stream_norm, chosen.stream_segments or 1)
+        segments = segments_of(chosen.stream_segments)
+        return StreamOptions(asked, chosen.stream_until, chosen.stream_norm, segments, _keep(config))
     if plan.bidirectional and chosen.stream_norm != "exact":
         raise ConfigError("copies in both directions share their statistics later: stream with `stream_norm` exact")
     forecaster = build_forecaster(config, num_classes, channels, Profiler.of_user(), device)

@@ -87,7 +87,7 @@ class Passes:
             f"`stream_norm` running, by running statistics, reads them 2 times{fast}"
         )
         if max(self.forward, self.backward) > 2:
-            found += f"; more `stream_segments` than {len(self.segments)} repeat less, and keep more memory"
+            found += "; `stream_segments` norms repeats little, and keeps more memory, or files by `stream_keep` disk"
         return found
 
 

@@ -42,7 +42,7 @@ from mpi4dl.parallel.inputs import of_tokens
 from mpi4dl.parallel.pipeline.cut import ChooseStream, partition
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import ZERO_STAGES, Plan, grid_name
-from mpi4dl.parallel.streaming.leading_part import StreamOptions, choose_leading_part
+from mpi4dl.parallel.streaming.leading_part import EACH_NORM, StreamOptions, choose_leading_part
 from mpi4dl.parallel.streaming.margins import CannotStream
 from mpi4dl.parallel.streaming.memory_limit import StreamChoice, StreamConstraints, StreamNeeds, choose_tiles, needs_of
 from mpi4dl.parallel.tables.simulator import Costs, simulate
@@ -82,7 +82,7 @@ class PlanEstimate(NamedTuple):
         return {
             **options_of_plan(self.plan, config.training.accumulate),
             "stream": None if stream is None else stream.counts,
-            "stream_segments": None if stream is None else stream.segments,
+            "stream_segments": None if stream is None else "norms" if stream.segments == EACH_NORM else stream.segments,
             "stream_until": None if stream is None else stream.until,
             "memory_limit": None,
             "recompute": self.recompute,

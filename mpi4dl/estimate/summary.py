@@ -290,13 +290,15 @@ def count_work(
 
 def streaming_words(needs: StreamNeeds) -> str:
     """How the first stage is streamed, and what a tile takes."""
-    options, num_units = needs.options, needs.bounds[-1]
+    options, num_units = needs.options, needs.num_units
     most = mebibytes(max(segment.read_bytes + segment.tile_bytes for segment in needs.segments))
     chosen = f"{options.remark}; " if options.remark else ""
+    kept = f"; outputs between segments take {mebibytes(needs.kept_bytes)}" if needs.kept_bytes else ""
+    kept += f" on {options.keep.where}" if kept and options.keep.where != "device" else ""
     return (
         f"{chosen}each rank streams {grid_name(options.counts)} tiles, {options.norms} norms, through the "
         f"first {counted(num_units, 'unit')} in {counted(len(needs.segments), 'segment')}; a tile reads "
-        f"{needs.margin} px around itself and takes at most {most}"
+        f"{needs.margin} px around itself and takes at most {most}{kept}"
     )
 
 

@@ -511,7 +511,7 @@ class Parallel:
     )
     offload_folder: str | None = option(
         None,
-        "folder on a fast local disk for --offload disk; none: that of temporary files",
+        "folder on a fast local disk for --offload disk and --stream-keep disk; none: that of temporary files",
         optional(NAME),
         per_rank=True,
     )
@@ -553,11 +553,17 @@ class Parallel:
         "running or frozen: by the running statistics, which are updated or not",
         choice("exact", "running", "frozen"),
     )
-    stream_segments: int | None = option(
+    stream_segments: int | str | None = option(
         None,
-        "number of segments of the streamed part; their outputs are kept, so less is computed again; none: one, or "
-        "with --stream auto the number with the least work",
-        optional(COUNT),
+        "number of segments of the streamed part, or norms: each norm is a segment of its own; their outputs are kept, "
+        "so less is computed again; none: one, or with --stream auto the number with the least work",
+        optional(either(COUNT, "norms")),
+    )
+    stream_keep: str = option(
+        "device",
+        "where to keep the outputs of segments until the backward pass: on the device, the host, or disk, in "
+        "--offload-folder",
+        choice("device", "host", "disk"),
     )
     no_rule: str = option(
         "error",

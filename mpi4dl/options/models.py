@@ -162,6 +162,8 @@ def patch_options(config: Config, plan: Plan) -> "PatchOptions | None":
         )
     if config.parallel.stream is not None:
         raise ConfigError("`stream` is for images that the model sees whole; `patches` run one after the other")
+    from mpi4dl.parallel.disk import Keep
+    from mpi4dl.parallel.streaming.leading_part import segments_of
     from mpi4dl.parallel.streaming.patches import PatchOptions
 
     rows, cols = (side // chosen.patches for side in config.data.image_size[-2:])
@@ -175,8 +177,9 @@ def patch_options(config: Config, plan: Plan) -> "PatchOptions | None":
     else:
         patches += f": {at_once} at once on each rank, {config.parallel.stream_norm} norms"
     remark = f"{patches}, aggregated by {chosen.aggregator}"
-    norms, segments = config.parallel.stream_norm, config.parallel.stream_segments or 1
-    return PatchOptions(at_once, norms, segments, remark)
+    parallel = config.parallel
+    keep = Keep(parallel.stream_keep, parallel.offload_folder)
+    return PatchOptions(at_once, parallel.stream_norm, segments_of(parallel.stream_segments), keep, remark)
 
 
 def without_rules(config: Config) -> AbstractContextManager[None]:

@@ -8,6 +8,7 @@ stage = materialize(stage, build, device, seed)          # with the values of it
 import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any
@@ -27,14 +28,21 @@ class Cuttable:
     """A model as a list of units, between any two of which it can be cut.
 
     `names` are the units' names: the path of the module, or what an opened module calls. `whole` are paths of modules
-    that shall stay one unit each, and `image` is the shape of a batch (see `trace`). Raises `ValueError` if the model's
-    forward cannot be traced, or cannot take such a batch.
+    that shall stay one unit each, `image` is the shape of a batch, and blocks are opened too if it can be cut
+    `within_blocks` (see `trace`). Raises `ValueError` if the model's forward cannot be traced, or cannot take such a
+    batch.
     """
 
-    def __init__(self, model: nn.Module, whole: Collection[str] = (), image: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        whole: Collection[str] = (),
+        image: tuple[int, ...] | None = None,
+        within_blocks: bool = False,
+    ) -> None:
         self.model = model
         try:
-            self.program = trace(model, whole, image)
+            self.program = trace(model, whole, image, within_blocks)
         except ValueError:
             reason = None if image is None else unfit(model, image)
             if reason is None:
@@ -95,6 +103,27 @@ class Cuttable:
     def part(self, first: int, end: int) -> Recipe:
         """Units `first` to `end` - 1 as a program; it returns the values that are alive behind them, or the result."""
         return self._recipe(first, end, first, first + 1 if end == len(self) else len(self))
+
+    def segment(self, first: int, end: int) -> Recipe:
+        """The same, for a caller that keeps values by their names: it takes what the units read, and returns what they
+        make or change, of the values that are alive behind them.
+        """
+        part, aliasing = self.part(first, end), self._aliasing
+        changed: set[str] = set()
+        for unit, value, others in aliasing.changes:
+            if first <= unit < end:
+                changed |= {value, *others}
+        read = {name for call in part.calls for name in call.reads}
+        read |= {leaf.name for leaf in references(part.result) if isinstance(leaf, Value)}
+        made = {call.name for call in part.calls}
+        inputs = [name for name in part.inputs if name in read or aliasing.same[name] in changed] or part.inputs[:1]
+        outputs = [name for name in part.outputs if name in made or aliasing.same[name] in changed]
+        forget = [tuple(name for name in names if name in made or name in inputs) for names in part.forget]
+        kept = [tuple(name for name in names if name not in outputs) for names in forget]
+        unused = [name for name in inputs if name not in outputs and not any(name in names for names in kept)]
+        if kept and unused:
+            kept[-1] = (*kept[-1], *unused)
+        return replace(part, inputs=tuple(inputs), outputs=tuple(outputs), forget=tuple(kept))
 
     def check(self, counts: Sequence[int]) -> None:
         """Refuse counts of units that do not add up, or are not positive."""

@@ -152,13 +152,14 @@ def line_of(frames: Sequence[traceback.FrameSummary]) -> str:
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 Shape = tuple[int, ...] | None
+Opens = Callable[[nn.Module], bool]  # whether a module is opened
 DECIDES = (
     "which would be the same ones forever (put the code that draws into a module of its own, which is kept whole and "
     "draws each time)"
 )
 
 
-def trace(model: nn.Module, whole: Collection[str] = (), image: Shape = None) -> Program:
+def trace(model: nn.Module, whole: Collection[str] = (), image: Shape = None, within_blocks: bool = False) -> Program:
     """Read the forward pass of `model`, which may lie on the meta device. Inputs keep their defaults, see `_inputs`.
 
     Args:
@@ -166,6 +167,7 @@ def trace(model: nn.Module, whole: Collection[str] = (), image: Shape = None) ->
         whole: paths of modules that shall not be opened.
         image: the shape of a batch, such as (N, C, H, W), for which questions about sizes are answered if the model is
             on the meta device; None: a model may not ask any.
+        within_blocks: also open blocks, down to layers of PyTorch's.
 
     Raises:
         ValueError: the model itself cannot be traced; the message says why, where, and what to do.
@@ -181,7 +183,7 @@ def trace(model: nn.Module, whole: Collection[str] = (), image: Shape = None) ->
         )
     kept = dict.fromkeys(whole, "as asked")
     functions: dict[Global, str] = {}
-    reading = _Reading(model, functions, image, WrittenAttributes(model))
+    reading = _Reading(model, functions, image, WrittenAttributes(model), _is_composite if within_blocks else _opens)
     while True:
         try:
             with forked():
@@ -222,9 +224,9 @@ class _Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, whole: Collection[str], answers: Sequence[bool], draws: Draws) -> None:
+    def __init__(self, whole: Collection[str], opens: Opens, answers: Sequence[bool], draws: Draws) -> None:
         super().__init__()
-        self.whole = whole
+        self.whole, self.opens = whole, opens
         self.answers = iter(answers)
         self.draws = draws
         self.opened = [""]
@@ -241,7 +243,7 @@ class _Tracer(fx.Tracer):
         return self.opened[-1]
 
     def is_leaf_module(self, module: nn.Module, path: str) -> bool:
-        return path in self.whole or not _opens(module)
+        return path in self.whole or not self.opens(module)
 
     def call_module(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         path = self.path_of_module(module)
@@ -349,6 +351,12 @@ def _opens(module: nn.Module) -> bool:
     return any(sum(_is_block(child) for child in container.children()) >= 2 for container in containers)
 
 
+def _is_composite(module: nn.Module) -> bool:
+    """Whether a module is a container, or calls modules and is none of PyTorch's own."""
+    own = not type(module).__module__.startswith("torch.nn.")
+    return isinstance(module, CONTAINERS) or (own and next(module.children(), None) is not None)
+
+
 def _is_block(module: nn.Module) -> bool:
     return not isinstance(module, CONTAINERS) and next(module.children(), None) is not None
 
@@ -417,9 +425,15 @@ class _Reading:
     """Reads the forward of one model in the modes that are asked for."""
 
     def __init__(
-        self, model: nn.Module, functions: Collection[Global], image: Shape, attributes: WrittenAttributes
+        self,
+        model: nn.Module,
+        functions: Collection[Global],
+        image: Shape,
+        attributes: WrittenAttributes,
+        opens: Opens,
     ) -> None:
         self.model, self.functions, self.image, self.attributes = model, functions, image, attributes
+        self.opens = opens
         self.reads = Reads()
         self._scanned: dict[str, dict[Any, Watch]] = {}
 
@@ -427,7 +441,7 @@ class _Reading:
         """The globals that the code of all opened modules reads."""
         found: dict[Any, Watch] = {}
         modules = dict(self.model.named_modules(remove_duplicate=False))
-        for path in opened_paths(self.model, lambda module, path: path in whole or not _opens(module)):
+        for path in opened_paths(self.model, lambda module, path: path in whole or not self.opens(module)):
             if path not in self._scanned:
                 self._scanned[path] = scan(modules[path], path).reads
             found |= self._scanned[path]
@@ -501,7 +515,7 @@ class _Reading:
         answers: list[bool] = []
         while True:
             begin()
-            tracer = _Tracer(whole, answers, draws)
+            tracer = _Tracer(whole, self.opens, answers, draws)
             try:
                 with ExitStack() as stack:
                     stack.enter_context(kept_whole(self.functions, tracer.note))
@@ -533,7 +547,7 @@ class _Reading:
         return None
 
     def _opened_above(self, path: str, whole: Collection[str]) -> str:
-        opened = opened_paths(self.model, lambda module, path: path in whole or not _opens(module))
+        opened = opened_paths(self.model, lambda module, path: path in whole or not self.opens(module))
         while path not in opened:
             path = path.rpartition(".")[0]
         return path

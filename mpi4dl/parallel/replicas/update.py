@@ -6,9 +6,6 @@ master weights of this rank           m m m            in the model's precision:
 parameters of the bucket        [ . . . p p p . . . ]  and then to the other ranks
 """
 
-import mmap
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm.transport import LOW_PRECISION
+from mpi4dl.parallel.disk import mapped
 from mpi4dl.parallel.replicas.buckets import BucketSegment, laid_out, seen_as
 from mpi4dl.parallel.replicas.optimizer_traits import STEP_UNITS, step_unit
 
@@ -72,7 +70,7 @@ class Disk(Device):
         if self.has(value):
             return value
         if not self._blocks or self._filled_bytes + value.nbytes > self._blocks[-1].nbytes:
-            self._blocks.append(self._map(max(BLOCK_BYTES, value.nbytes)))
+            self._blocks.append(mapped(max(BLOCK_BYTES, value.nbytes), self.folder))
             self._filled_bytes = 0
         room = self._blocks[-1][self._filled_bytes : self._filled_bytes + value.nbytes]
         self._filled_bytes += -(-value.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -80,18 +78,6 @@ class Disk(Device):
 
     def has(self, value: Tensor) -> bool:
         return any(block.data_ptr() <= value.data_ptr() < block.data_ptr() + block.nbytes for block in self._blocks)
-
-    def _map(self, num_bytes: int) -> Tensor:
-        with tempfile.TemporaryFile(dir=self.folder) as file:
-            # Reserved before use: a mapping of a hole ends the process with a signal when the disk is full.
-            try:
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
-            except OSError as error:
-                raise OSError(
-                    f"there is no room for {num_bytes >> 20} MiB more in {self.folder or tempfile.gettempdir()} "
-                    f"({error.strerror}): make room, or choose another `offload_folder`"
-                ) from error
-            return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
 
 
 def home_for(offload: str, folder: str | Path | None = None) -> Device:

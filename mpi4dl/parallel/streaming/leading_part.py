@@ -5,12 +5,12 @@ first stage    unit 0 .. unit k-1               |   unit k .. unit n-1
                in one segment or several        |
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from mpi4dl._progress import quietly
 from mpi4dl.comm import Refusal
 from mpi4dl.datasets import DatasetError
 from mpi4dl.geometry import BATCH, GridShape, Split, Tiling, even_cuts
+from mpi4dl.parallel.disk import ON_DEVICE, Keep
 from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype
 from mpi4dl.parallel.pipeline.stage import Recipe, Stage
 from mpi4dl.parallel.spatial.grid import Grid
@@ -41,14 +42,16 @@ class Segments:
     their statistics passes repeat less.
 
     Args:
-        recipes: the program of each segment; none for a single segment that is all of the module. It need not be
+        programs: the program of each segment; none for a single segment that is all of the module. It need not be
             traceable then.
         norms: the mode of batch norms, one of `norms.MODES`.
+        keep: where outputs between segments are kept.
     """
 
-    recipes: tuple[Recipe, ...]
+    programs: "tuple[SegmentProgram, ...]"
     norms: str
-    _parts: list["_Segment"] = field(default_factory=list)
+    keep: Keep = ON_DEVICE
+    _parts: list["StreamSegment"] = field(default_factory=list)
     _known_plans: dict[Any, tuple[StreamPlan, ...]] = field(default_factory=dict)
 
     def run(
@@ -63,21 +66,22 @@ class Segments:
     ) -> Any:
         """The output of the last segment. `source` has the images, of spec `images` and of `size`, such as (H, W)."""
         parts = self._parts_of(module)
-        found: tuple[Any, ...] = (source,)
-        for number, (part, plan) in enumerate(zip(parts, self._plans(parts, images, tiles, grid, size), strict=True)):
+        plans = self._plans(parts, images, tiles, grid, size)
+        values = ValuesBetween(source)
+        for number, (part, plan) in enumerate(zip(parts, plans, strict=True)):
             name = f"segment {number + 1} of {len(parts)}, " if len(parts) > 1 else ""
-            found = Streaming(part, found, plan, grid, self.norms, progress, name).run()
-        return parts[-1].nested(found)
+            keep = self.keep, ON_DEVICE if number == len(parts) - 1 else self.keep
+            streaming = Streaming(part, values.before(part), plan, grid, self.norms, progress, name, keep)
+            values.behind(part, streaming.run())
+        return values.result
 
-    def parts(self, module: nn.Module) -> "list[_Segment]":
+    def parts(self, module: nn.Module) -> "list[StreamSegment]":
         """New segments, which share the modules of `module`."""
-        wanted: list[nn.Module] = [Stage(recipe, module) for recipe in self.recipes]
-        found: list[_Segment] = []
-        for part in wanted or [module]:
-            found.append(_Segment(part, found[-1] if found else None))
-        return found
+        return [StreamSegment(Stage(each.recipe, module), each) for each in self.programs] or [
+            StreamSegment(module, None)
+        ]
 
-    def _parts_of(self, module: nn.Module) -> "list[_Segment]":
+    def _parts_of(self, module: nn.Module) -> "list[StreamSegment]":
         """The segments, in the training or evaluation modes of `module`."""
         self._parts = self._parts or self.parts(module)
         for segment in self._parts:
@@ -89,42 +93,93 @@ class Segments:
         return self._parts
 
     def _plans(
-        self, parts: Sequence[nn.Module], images: InputSpec, tiles: StreamTiles, grid: Grid, size: tuple[int, ...]
+        self, parts: "Sequence[StreamSegment]", images: InputSpec, tiles: StreamTiles, grid: Grid, size: tuple[int, ...]
     ) -> tuple[StreamPlan, ...]:
         modes = tuple(inner.training for part in parts for inner in part.modules())
         key = (grid, images, tiles, size, modes, torch.is_grad_enabled())
         if key not in self._known_plans:
             if len(self._known_plans) >= KNOWN_PLANS:
                 self._known_plans.clear()
-            inputs: tuple[InputSpec, ...] = (images,)
-            plans = []
+            specs, plans = ValuesBetween(images), []
             for part in parts:
                 with nullcontext() if self.norms == "exact" else RunningNorms().for_tile(record=False):
-                    plans.append(StreamPlan.of(part, tiles, inputs, size))
-                inputs = tuple(map(InputSpec.like, plans[-1].profile.outputs))
+                    plans.append(StreamPlan.of(part, tiles, specs.before(part), size))
+                specs.behind(part, [InputSpec.like(y) for y in plans[-1].profile.outputs])
             self._known_plans[key] = tuple(plans)
         return self._known_plans[key]
 
 
-class _Segment(nn.Module):
+class SegmentProgram(NamedTuple):
+    """The calls of a segment, and the names of the values that are `alive` behind it."""
+
+    recipe: Recipe
+    alive: tuple[str, ...]
+
+    @classmethod
+    def of(cls, cuttable: Cuttable, first: int, end: int) -> "SegmentProgram":
+        """Units `first` to `end` - 1."""
+        return cls(cuttable.segment(first, end), cuttable.live(end))
+
+
+class StreamSegment(nn.Module):
     """A part of a model as a function from tensors to tensors; the part's own arguments may be nests of tensors.
 
-    `before` is the segment whose outputs are the inputs; None for the first one.
+    `program` is the part's; None for a model that is one segment. `inputs` and `outputs` are the structures of the
+    part's arguments and results, as they were in the last call.
     """
 
-    def __init__(self, part: nn.Module, before: "_Segment | None") -> None:
+    def __init__(self, part: nn.Module, program: SegmentProgram | None) -> None:
         super().__init__()
-        self.part = part
-        self.outputs: _Nest = _Nest()
-        self._inputs: _Nest = _Nest() if before is None else before.outputs
+        self.part, self.program = part, program
+        self.inputs, self.outputs = _Nest(), _Nest()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        found, self.outputs.structure = pytree.tree_flatten(self.part(*self._inputs.of(tensors)))
+        found, self.outputs.structure = pytree.tree_flatten(self.part(*self.inputs.of(tensors)))
         return tuple(found)
 
-    def nested(self, tensors: Sequence[Tensor]) -> Any:
-        """The part's output, built from the tensors in it."""
-        return self.outputs.of(tensors)
+
+class ValuesBetween:
+    """The values that are alive between two segments, by name: nests of tensors, or of what describes tensors.
+
+    first:  what the first segment is called with
+    """
+
+    def __init__(self, first: Any) -> None:
+        self.result = first
+        self._known: dict[str, Any] = {}
+        self._used: set[str] = set()
+
+    def fresh(self, segment: StreamSegment) -> list[Any]:
+        """The leaves of those arguments of a segment that no segment before it has."""
+        names = [name for name in self._inputs(segment) if name not in self._used]
+        self._used |= set(names)
+        leaves: list[Any] = pytree.tree_leaves([self._known[name] for name in names], is_leaf=_is_spec)
+        return leaves
+
+    def _inputs(self, segment: StreamSegment) -> tuple[str, ...]:
+        return () if segment.program is None or segment.program.recipe.is_first else segment.program.recipe.inputs
+
+    def before(self, segment: StreamSegment) -> list[Any]:
+        """The leaves of the arguments of a segment."""
+        names = self._inputs(segment)
+        if not names:
+            return [self.result]
+        arguments = tuple(self._known[name] for name in names)
+        leaves, segment.inputs.structure = pytree.tree_flatten(arguments, is_leaf=_is_spec)
+        return leaves
+
+    def behind(self, segment: StreamSegment, leaves: Sequence[Any]) -> None:
+        """Take the leaves of the results of a segment. `result` is what the segment returned, or all that is alive."""
+        self.result = segment.outputs.of(leaves)
+        program = segment.program
+        if program is not None and not program.recipe.is_last:
+            known = self._known | dict(zip(program.recipe.outputs, self.result, strict=True))
+            self._known = {name: known[name] for name in program.alive}
+            self.result = tuple(self._known.values())
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, InputSpec)
 
 
 class _Nest:
@@ -133,7 +188,7 @@ class _Nest:
     def __init__(self) -> None:
         self.structure: Any = None
 
-    def of(self, tensors: Sequence[Tensor]) -> Any:
+    def of(self, tensors: Sequence[Any]) -> Any:
         return tensors if self.structure is None else pytree.tree_unflatten(tensors, self.structure)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Nest":
@@ -143,8 +198,9 @@ class _Nest:
 def segment_spans(num_units: int, segments: int, statistics_of: Callable[[int], int | None]) -> list[tuple[int, int]]:
     """The units of each segment, as [start, stop).
 
-    Segments get equal numbers of statistics, or equal numbers of units where there are no statistics.
-    `statistics_of(n)` is the number of statistics in the first n units; None if it is unknown.
+    Segments get equal numbers of statistics, or equal numbers of units where there are no statistics. With more
+    segments than statistics each unit that has statistics is a segment of its own: its statistics passes repeat nothing
+    else. `statistics_of(n)` is the number of statistics in the first n units; None if it is unknown.
     """
     if segments == 1:
         return [(0, num_units)]
@@ -152,6 +208,9 @@ def segment_spans(num_units: int, segments: int, statistics_of: Callable[[int], 
     for stop in range(1, num_units + 1):
         found = statistics_of(stop)
         statistics.append(statistics[-1] if found is None else found)
+    if 0 < statistics[-1] < segments:
+        alone = [i for i, (before, behind) in enumerate(pairwise(statistics)) if before != behind]
+        return list(pairwise(sorted({0, num_units, *alone, *(i + 1 for i in alone)})))
     stops: list[int] = [0]
     segments = min(segments, num_units)
     for segment in range(1, segments):
@@ -162,6 +221,14 @@ def segment_spans(num_units: int, segments: int, statistics_of: Callable[[int], 
         if stops[-1] < stop < num_units:
             stops.append(stop)
     return list(pairwise([*stops, num_units]))
+
+
+EACH_NORM = 1 << 20  # segments, of which each norm is one: more than a model has norms
+
+
+def segments_of(asked: int | str | None) -> int:
+    """The number of segments that `stream_segments` asks for."""
+    return EACH_NORM if asked == "norms" else int(asked or 1)
 
 
 MOST_REPEATED = 2.0  # without `until`, a tile with its margin has at most so many times the pixels of the tile
@@ -176,6 +243,7 @@ class StreamOptions:
         until: the name of the last streamed module; None to stop before margins become large beside tiles.
         norms: the mode of batch norms, one of `norms.MODES`.
         segments: the number of segments, between which outputs are kept from forward to backward.
+        keep: where these outputs are kept.
         remark: a text for the user about how the options were chosen.
     """
 
@@ -183,6 +251,7 @@ class StreamOptions:
     until: str | None = None
     norms: str = "exact"
     segments: int = 1
+    keep: Keep = ON_DEVICE
     remark: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -215,11 +284,22 @@ class StreamedImages:
 
 @dataclass
 class LeadingPart:
-    """Runs the first calls of a stage by streaming. Segment j has the units `bounds[j]` to `bounds[j + 1]` - 1."""
+    """Runs the first calls of a stage by streaming: the first `num_calls`, behind which the values `alive` are alive.
+
+    `units` are the units of the model that each segment is in, as [start, stop): of several segments within one unit
+    each has that unit.
+    """
 
     segments: Segments
     options: StreamOptions
-    bounds: tuple[int, ...]
+    units: tuple[tuple[int, int], ...]
+    num_calls: int
+    alive: tuple[str, ...]
+
+    @property
+    def num_units(self) -> int:
+        """How many units of the model are streamed."""
+        return self.units[-1][1]
 
     def __call__(self, stage: Stage, *values: Any) -> tuple[int, dict[str, Any]]:
         """The number of calls of the stage that ran here, and the values with which the stage continues, by name."""
@@ -230,14 +310,13 @@ class LeadingPart:
         tiles = StreamTiles(grid.shape, grid.rank, self.options.counts, grid.tracks_batch)
         spec = tiles.image_spec(source.shape, source.dtype, images.samples)
         found = self.segments.run(stage, source, spec, tiles, grid, images.size, images.progress)
-        done = sum(len(recipe.calls) for recipe in self.segments.recipes)
-        return done, dict(zip(self.segments.recipes[-1].outputs, found, strict=True))
+        return self.num_calls, dict(zip(self.alive, found, strict=True))
 
     def describe(self, names: Sequence[str]) -> str:
         """A line about the streamed part; `names` are those of the stage's units."""
-        tiles, segments = "x".join(map(str, self.options.counts)), len(self.segments.recipes)
+        tiles, segments = "x".join(map(str, self.options.counts)), len(self.segments.programs)
         many = f" in {segments} segments" if segments > 1 else ""
-        return f"each rank streams {tiles} tiles one after the other, up to {names[self.bounds[-1] - 1]}{many}"
+        return f"each rank streams {tiles} tiles one after the other, up to {names[self.num_units - 1]}{many}"
 
 
 def _source(images: StreamedImages) -> Any:
@@ -299,13 +378,13 @@ def choose_leading_part(
     most = min(num_units, len(cuttable) - 1)  # the last unit returns the model's result, which is not streamed
     if options.until is not None:
         names = [f"{name}." for name in cuttable.names[:num_units]]
-        stops = [i + 1 for i, name in enumerate(names) if name.startswith(f"{options.until}.")]
-        if not stops:
+        ends = [i + 1 for i, name in enumerate(names) if name.startswith(f"{options.until}.")]
+        if not ends:
             raise CannotStream(
                 f"there is no {options.until!r} in the first stage, whose parts are "
                 f"{', '.join(cuttable.names[:num_units])}"
             )
-        count = stops[-1]
+        count = ends[-1]
         if count > most:
             raise CannotStream(
                 f"the whole model would be streamed, up to {cuttable.names[count - 1]}: end it before that"
@@ -315,13 +394,47 @@ def choose_leading_part(
         margin = int((MOST_REPEATED ** (1 / len(size)) - 1) / 2 * tile)
         count = max(1, bisect_left(range(1, most + 1), True, key=lambda stop: profile(stop, margin) is None))
 
+    fine = within_blocks(cuttable, count, image) if options.segments > 1 else None
+    source, stops = fine or (cuttable, tuple(range(1, count + 1)))
+
     def statistics_of(stop: int) -> int | None:
-        found = profile(stop, max(size))
+        part = Stage(source.part(0, stop), source.model)
+        try:
+            found = profile_with_margin(part, tiles, (spec,), size, max(size))
+        except NotImplementedError:
+            return None
         return None if found is None else found.num_statistics
 
-    spans = segment_spans(count, options.segments, statistics_of)
-    recipes = tuple(cuttable.part(*span) for span in spans)
-    return LeadingPart(Segments(recipes, options.norms), options, (0, *(stop for _, stop in spans)))
+    spans = segment_spans(stops[-1], options.segments, statistics_of)
+    programs = tuple(SegmentProgram.of(source, *span) for span in spans)
+    units = tuple((bisect_right(stops, first), bisect_left(stops, end) + 1) for first, end in spans)
+    num_calls = sum(len(unit.calls) for unit in cuttable.program.units[:count])
+    return LeadingPart(Segments(programs, options.norms, options.keep), options, units, num_calls, cuttable.live(count))
+
+
+def within_blocks(cuttable: Cuttable, count: int, image: Sequence[int]) -> tuple[Cuttable, tuple[int, ...]] | None:
+    """The same model in smaller units, and where among these each of the first `count` units ends; None if a block of
+    them cannot be opened.
+    """
+    try:
+        fine = Cuttable(cuttable.model, image=tuple(image), within_blocks=True)
+    except ValueError:
+        return None
+    stops, at = list[int](), 0
+    for name in cuttable.names[:count]:
+        path = name.partition(":")[0]
+        begin = at
+        while at < len(fine) and _is_within(fine.names[at], path) and (at == begin or fine.names[at] != name):
+            at += 1
+        if at == begin:
+            return None
+        stops.append(at)
+    follows = at == len(fine) or not _is_within(fine.names[at], cuttable.names[count - 1].partition(":")[0])
+    return (fine, tuple(stops)) if follows and len(fine.live(at)) == len(cuttable.live(count)) else None
+
+
+def _is_within(name: str, path: str) -> bool:
+    return name.partition(":")[0] == path or name.startswith(f"{path}.")
 
 
 def tiles_of_images(

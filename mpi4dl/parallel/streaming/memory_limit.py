@@ -6,7 +6,7 @@ Fewer tiles read fewer pixels of margins. More segments repeat less in their sta
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,11 +19,20 @@ from mpi4dl.parallel.costs.cost_model import StageCosts
 from mpi4dl.parallel.costs.meter import dry_run
 from mpi4dl.parallel.costs.timing import Column, UnitSeconds
 from mpi4dl.parallel.costs.units import StageBytes, UnitCounts, stage_bytes
+from mpi4dl.parallel.disk import ON_DEVICE, Keep
 from mpi4dl.parallel.plan import grid_name
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
-from mpi4dl.parallel.streaming.leading_part import LeadingPart, Segments, StreamOptions, tiles_of_images
+from mpi4dl.parallel.streaming.leading_part import (
+    EACH_NORM,
+    LeadingPart,
+    Segments,
+    StreamOptions,
+    ValuesBetween,
+    tiles_of_images,
+)
 from mpi4dl.parallel.streaming.margins import CannotStream, PartProfile, dry_run_of_tile, meta_input, profile_part
 from mpi4dl.parallel.streaming.norms import RunningNorms
+from mpi4dl.parallel.streaming.stream import TOUCHED_BYTES
 from mpi4dl.parallel.streaming.stream_tiles import InputSpec, StreamTiles
 
 # Memory and time of streaming on a rank: a dry run of one tile of each segment, forward and backward, on meta tensors.
@@ -44,7 +53,7 @@ class SegmentNeeds(NamedTuple):
         margin: the pixels of the images that a tile reads on each side.
         read_bytes: the pixels of the images, for the tile that runs and the next one; 0 behind the first segment.
         tile_bytes: the most memory of a tile at a time; with its input, unless that is pixels of the images.
-        input_bytes: the input of all tiles of a rank in its memory; 0 if that is the images.
+        input_bytes: the input of all tiles of a rank in its memory that no segment before has; 0 if that is the images.
         output_bytes: the output of all tiles of a rank.
         forward_statistics: the number of statistics in the forward pass; each needs one more pass over the tiles.
         backward_statistics: the same of the backward pass.
@@ -78,15 +87,25 @@ class SegmentNeeds(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamNeeds:
-    """Memory and time of a streamed leading part. Segment j has the units `bounds[j]` to `bounds[j + 1]` - 1.
+    """Memory and time of a streamed leading part. Segment j is in the units `units[j]`, as [start, stop).
 
     `spread`: several ranks share the images, so the output of a segment is copied with a margin.
     """
 
     segments: tuple[SegmentNeeds, ...]
-    bounds: tuple[int, ...]
+    units: tuple[tuple[int, int], ...]
     options: StreamOptions
     spread: bool
+
+    @property
+    def num_units(self) -> int:
+        """How many units are streamed."""
+        return self.units[-1][1]
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes of outputs between segments that a rank keeps until the backward pass."""
+        return sum(segment.input_bytes for segment in self.segments)
 
     @property
     def margin(self) -> int:
@@ -99,20 +118,25 @@ class StreamNeeds:
         `column` are the counts of all units on its part of the images. `rest` is the memory of the units that are not
         streamed, if it is not that of the column.
         """
-        done = self.bounds[-1]
+        done = self.num_units
         if rest is None:
             rest = StageBytes(0, 2 * self.segments[-1].output_bytes)
             if done < stop:
                 rest = stage_bytes(column[done:stop], column[done - 1], stop == len(column))
                 rest = rest._replace(working=rest.working - column[done - 1].handed)  # its gradient is not sent
-        inputs = sum(segment.input_bytes for segment in self.segments)
+        in_files = self.options.keep.where == "disk"
+        inputs = 0 if in_files else sum(segment.input_bytes for segment in self.segments)
         inputs_so_far, previous, most = 0, 0, inputs + rest.kept + rest.working
         for segment in self.segments:
-            inputs_so_far += segment.input_bytes
-            tile = segment.read_bytes + segment.tile_bytes
-            most = max(most, inputs_so_far + previous + segment.output_bytes + tile)
-            most = max(most, inputs + segment.output_bytes + segment.input_bytes + tile)
-            previous = segment.output_bytes if self.spread else 0
+            own = 0 if in_files else segment.input_bytes
+            made = 0 if in_files and segment is not self.segments[-1] else segment.output_bytes
+            inputs_so_far += own
+            tile = segment.read_bytes + segment.tile_bytes + in_files * TOUCHED_BYTES
+            most = max(most, inputs_so_far + previous + made + tile)
+            most = max(most, inputs + made + own + tile)
+            previous = (
+                segment.output_bytes if self.spread else 0
+            )  # where it is copied with its margin, before it is kept
         return StageBytes(inputs + rest.kept, most - inputs - rest.kept)
 
     def column(self, column: Column, flops: Sequence[float]) -> Column:
@@ -122,14 +146,20 @@ class StreamNeeds:
         time of Python for each tile are not included.
         """
         found = list(column)
-        for segment, (first, end) in zip(self.segments, pairwise(self.bounds), strict=True):
-            wider = max(1.0, segment.flops / (sum(flops[first:end]) or segment.flops or 1.0))
-            again, back = segment.backward_passes
+        for (first, end), members in groupby(zip(self.units, self.segments, strict=True), key=lambda each: each[0]):
+            inside = [segment for _, segment in members]
+            whole = sum(segment.flops for segment in inside)
+            without = sum(flops[first:end]) or whole or 1.0
+            passes = [0.0, 0.0, 0.0]
+            for segment in inside:
+                wider = max(segment.flops / whole if whole else 1 / len(inside), segment.flops / without)
+                again, back = segment.backward_passes
+                for i, n in enumerate((segment.forward_passes, again, back)):
+                    passes[i] += wider * n
             for i in range(first, end):
-                forward, backward = column[i].forward * wider, column[i].backward * wider
                 found[i] = UnitSeconds(
-                    forward * segment.forward_passes,
-                    forward * again + backward * back,
+                    column[i].forward * passes[0],
+                    column[i].forward * passes[1] + column[i].backward * passes[2],
                     handed_bytes=column[i].handed_bytes,
                 )
         return tuple(found)
@@ -170,19 +200,21 @@ def needs_of(leading: LeadingPart, model: nn.Module, grid: GridShape, image: Seq
     """
     tiles, images = tiles_of_images(model, leading.options, grid, image)
     segments = needs_of_segments(leading.segments, model, tiles, images, tuple(image[2:]))
-    return StreamNeeds(segments, leading.bounds, leading.options, grid.size > 1)
+    return StreamNeeds(segments, leading.units, leading.options, grid.size > 1)
 
 
 def needs_of_segments(
     segments: Segments, model: nn.Module, tiles: StreamTiles, images: InputSpec, size: tuple[int, ...]
 ) -> tuple[SegmentNeeds, ...]:
     """Memory and time of each segment of a model, for images of this size, such as (H, W). Raises CannotStream."""
-    inputs: tuple[InputSpec, ...] = (images,)
-    found: list[SegmentNeeds] = []
+    specs, found = ValuesBetween(images), list[SegmentNeeds]()
     for part in segments.parts(model):
+        fresh = specs.fresh(part)
+        inputs = specs.before(part)
         profile = profile_part(part, tiles, inputs, size)
-        found.append(_segment(part, tiles, inputs, size, profile, segments.norms, not found))
-        inputs = tuple(map(InputSpec.like, profile.outputs))
+        kept = sum(_rank_bytes(spec, tiles, profile.margin, size) for spec in fresh) if found else 0
+        found.append(_segment(part, tiles, inputs, size, profile, segments.norms, not found, kept))
+        specs.behind(part, [InputSpec.like(y) for y in profile.outputs])
     return tuple(found)
 
 
@@ -194,8 +226,11 @@ def _segment(
     profile: PartProfile,
     norms: str,
     reads: bool,
+    kept: int,
 ) -> SegmentNeeds:
-    """The needs of a segment. `reads`: its input are the images, which are read tile by tile."""
+    """The needs of a segment. `reads`: its input are the images, which are read tile by tile. Else it has `kept` bytes
+    of input that no segment before it has.
+    """
     margin = profile.margin
     grid = dry_run_of_tile(tiles, _largest_tile(tiles.grid, inputs, margin, size), profile.hints)
     values = [meta_input(spec, grid, margin, size) for spec in inputs]
@@ -220,7 +255,7 @@ def _segment(
         margin,
         read_bytes=input_bytes * (1 + READ_AHEAD) if reads else 0,
         tile_bytes=max(found.forward_bytes, found.backward_bytes) + (0 if reads else input_bytes),
-        input_bytes=0 if reads else sum(_rank_bytes(spec, tiles, margin, size) for spec in inputs),
+        input_bytes=kept,
         output_bytes=sum(_rank_bytes(InputSpec.like(y), tiles, 0, size) for y in profile.outputs),
         forward_statistics=forward_statistics,
         backward_statistics=grid.comm.counts["rounds"] - forward_statistics,
@@ -254,7 +289,7 @@ def _rank_bytes(spec: InputSpec, tiles: StreamTiles, margin: int, size: Sequence
     return prod(shape) * spec.dtype.itemsize
 
 
-SEGMENTS = (1, 3, 6)
+SEGMENTS = (1, 3, 6, EACH_NORM)
 SMALLEST_TILE = 64  # px; margins of smaller tiles would be larger than the tiles
 A_FEW = 8  # up to so many tiles along an axis all numbers are tried, then four in each octave
 
@@ -266,6 +301,7 @@ class StreamConstraints:
     until: str | None = None
     norms: str = "exact"
     segments: int | None = None
+    keep: Keep = ON_DEVICE
 
 
 class StreamChoice(NamedTuple):
@@ -315,7 +351,7 @@ def choose_tiles(
 
         def choice_of(tiles: tuple[int, ...], segments: int = segments) -> StreamChoice | None:
             nonlocal problem
-            options = StreamOptions(tiles, constraints.until, constraints.norms, segments)
+            options = StreamOptions(tiles, constraints.until, constraints.norms, segments, constraints.keep)
             try:
                 needs = needs_for(options)
             except CannotStream as error:

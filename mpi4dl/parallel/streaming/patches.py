@@ -22,11 +22,12 @@ from mpi4dl.comm import Refusal
 from mpi4dl.datasets import DatasetError
 from mpi4dl.geometry import BATCH, Box, GridShape, Interval, Split, ceil_div, even_cuts
 from mpi4dl.models.patches import PatchModel, chosen, cut, patches_in, tissue
+from mpi4dl.parallel.disk import ON_DEVICE, Keep
 from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, shapes_of
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.halo import gather
-from mpi4dl.parallel.streaming.leading_part import Segments, StreamedImages, segment_spans
+from mpi4dl.parallel.streaming.leading_part import SegmentProgram, Segments, StreamedImages, segment_spans
 from mpi4dl.parallel.streaming.margins import profile_with_margin
 from mpi4dl.parallel.streaming.norms import MODES
 from mpi4dl.parallel.streaming.stream_tiles import ImageSource, InputSpec, Pixels, StreamTiles
@@ -41,6 +42,7 @@ class PatchOptions:
     at_once: int = 16
     norms: str = "exact"
     segments: int = 1
+    keep: Keep = ON_DEVICE
     remark: str = ""
 
     def __post_init__(self) -> None:
@@ -118,7 +120,7 @@ class PatchStream:
 
     def __init__(self, model: PatchModel, options: PatchOptions, channels: int) -> None:
         self._model, self._options = model, options
-        self.segments = Segments((), options.norms)
+        self.segments = Segments((), options.norms, options.keep)
         self._grids: dict[Grid, Grid] = {}
         self.seen: tuple[Attended, ...] = ()  # of the last images that were looked at without gradients
         if options.segments > 1:
@@ -210,7 +212,9 @@ class PatchStream:
             return None if found is None else found.num_statistics
 
         spans = segment_spans(len(cuttable), self._options.segments, statistics_of)
-        self.segments = Segments(tuple(cuttable.part(*span) for span in spans), self._options.norms)
+        self.segments = Segments(
+            tuple(SegmentProgram.of(cuttable, *span) for span in spans), self._options.norms, self._options.keep
+        )
 
 
 def _shared_out(grid: Grid, keys: Sequence[tuple[int, ...]], compute: Callable[..., T]) -> dict[tuple[int, ...], T]:

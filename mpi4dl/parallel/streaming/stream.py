@@ -24,9 +24,10 @@ from mpi4dl.comm import Refusal
 from mpi4dl.comm.exchange import narrow
 from mpi4dl.datasets import DatasetError
 from mpi4dl.parallel.blocks import Attributes
+from mpi4dl.parallel.disk import ON_DEVICE, Keep, NoRoom, let_go
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import retile
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned, wrap
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, local_part, owned, wrap
 from mpi4dl.parallel.streaming.background import BackgroundTiles, PositionCheck, TilesDiffer
 from mpi4dl.parallel.streaming.margins import StreamPlan
 from mpi4dl.parallel.streaming.norms import RunningNorms, TileMoments
@@ -39,6 +40,7 @@ from mpi4dl.parallel.streaming.stream_tiles import (
     StreamGrid,
 )
 
+TOUCHED_BYTES = 64 << 20  # of inputs that tiles read of files until these leave the memory
 Contributions = dict[int, Contribution]  # by tile
 TilePixels = Sequence[Tensor | None]  # for each input the pixels that a tile read; None for an input that is a tensor
 
@@ -49,14 +51,21 @@ class Input:
     Making one is collective: other ranks send the boxes that the tiles of this rank need and it does not own.
     """
 
-    def __init__(self, x: Tensor | ImageSource, spec: InputSpec, plan: StreamPlan, grid: Grid) -> None:
-        self.values, self.spec, self._plan = x, spec, plan
+    def __init__(self, x: Tensor | ImageSource, spec: InputSpec, plan: StreamPlan, grid: Grid, keep: Keep) -> None:
+        self.values, self.spec, self._plan, self._keep = x, spec, plan, keep
         self._layout: Layout | None = None
         self._gradient: Tensor | None = None
+        self._is_copy = False
         if spec.tiling is not None and isinstance(x, Tensor):
             self._layout = plan.rank_layout(spec, grid)
             if isinstance(x, SpatialTensor):
+                self._is_copy = self._layout.tiling != x.layout.tiling
                 self.values = retile(x, self._layout.tiling).local
+
+    def move(self) -> None:
+        """Move what came with a halo of other ranks to where it is kept. Raises NoRoom."""
+        if self._is_copy and isinstance(self.values, Tensor):
+            self.values = self._keep.moved(self.values)
 
     def read(self, tile: int) -> Tensor | None:
         """The pixels of a tile; None if this input is a tensor in memory."""
@@ -79,12 +88,16 @@ class Input:
         """Add the gradient of `value`, a result of `for_tile()`."""
         assert isinstance(self.values, Tensor)
         if self._gradient is None:
-            self._gradient = torch.zeros_like(self.values)
+            self._gradient = self._keep.zeros(self.values.shape, self.values.dtype, self.values.device)
         total = self._gradient
         if isinstance(value, SpatialTensor):
             assert self._layout is not None
             total = narrow(total, value.layout.dims, self._layout.held, value.layout.held)
         total.add_(gradient.to(total.device))
+
+    def let_go(self) -> None:
+        """Keep nothing of it in memory that is in a file."""
+        let_go(self.values if isinstance(self.values, Tensor) else None, self._gradient)
 
     def total(self) -> Tensor | None:
         """The sum of the gradients, of the shape of `values`, which is then forgotten; None if there were none."""
@@ -109,6 +122,7 @@ class Streaming:
         norms: the mode of batch norms, one of `norms.MODES`.
         progress: is called with a line of text before each tile.
         name: what that line calls the part.
+        keep: where the inputs and their gradients are kept, or the outputs; by default on the device.
     """
 
     def __init__(
@@ -120,8 +134,9 @@ class Streaming:
         norms: str = "exact",
         progress: Progress = quietly,
         name: str = "",
+        keep: tuple[Keep, Keep] = (ON_DEVICE, ON_DEVICE),
     ) -> None:
-        self._progress, self._name = progress, name
+        self._progress, self._name, self._keep = progress, name, keep[1]
         self._part, self._plan, self._grid, self._norms = part, plan, grid, norms
         self._recorded: list[Sequence[Contribution]] = []  # the statistics: contributions by tile
         self._statistics = RunningNorms()
@@ -136,7 +151,11 @@ class Streaming:
         self._states = RandomStates.now((self._device,))
         self._digests = self._states.digests()
         self._differentiable = torch.is_grad_enabled()
-        self._inputs = [Input(x, spec, plan, grid) for x, spec in zip(inputs, plan.inputs, strict=True)]
+        self._inputs = [Input(x, spec, plan, grid, keep[0]) for x, spec in zip(inputs, plan.inputs, strict=True)]
+        self._touched_bytes = 0
+        with grid.comm.together((NoRoom,)):
+            for each in self._inputs:
+                each.move()
         self._outputs: list[OutputBuffer | None] = []  # None for an output that every tile has whole
         of_images = len(self._inputs) == 1 and not isinstance(self._inputs[0].values, Tensor)
         self._background = BackgroundTiles(plan) if of_images and BackgroundTiles.applies_to(plan) else None
@@ -159,7 +178,9 @@ class Streaming:
                 for y in outputs:
                     if not isinstance(y, Tensor):
                         raise TypeError(f"the streamed part returns a {type(y).__name__}: only tensors can be streamed")
-                    buffer = OutputBuffer(self._plan.tiles, self._grid, y) if isinstance(y, SpatialTensor) else None
+                    buffer = None
+                    if isinstance(y, SpatialTensor):
+                        buffer = OutputBuffer(self._plan.tiles, self._grid, y, self._keep)
                     self._outputs.append(buffer)
                     found.append(y.detach() if buffer is None else buffer.local)
             for y, buffer in zip(outputs, self._outputs, strict=True):
@@ -194,7 +215,7 @@ class Streaming:
                 if gradient is None or not y.requires_grad:
                     continue
                 if buffer is not None and isinstance(y, SpatialTensor):
-                    own = self._gradient(y.layout.grid.rank, buffer, gradient)
+                    own = self._gradient(y.layout.grid.rank, buffer, gradient).to(self._device)
                     roots.append(owned(y))
                     of_roots.append(torch.zeros_like(own) if zero_weight else own)
                 else:  # every tile has the whole output, so its gradient goes to the first tile only
@@ -233,7 +254,7 @@ class Streaming:
 
         Returns:
             The contributions of the tiles to the next statistic; none in the last pass.
-            The error that ended the pass: an image that cannot be read, or `TilesDiffer`.
+            The error that ended the pass: an image that cannot be read, no room for outputs, or `TilesDiffer`.
         """
         found: Contributions = {}
         background = self._background
@@ -244,7 +265,10 @@ class Streaming:
             key = None if background is None or read[0] is None else background.key(tile, read[0])
             if background is not None and key is not None and background.skip(key, tile):
                 continue
-            result = self._run_tile(tile, read, use, self._norms == "running", compare=key is not None)
+            try:
+                result = self._run_tile(tile, read, use, self._norms == "running", compare=key is not None)
+            except NoRoom as error:
+                return found, error
             if result.contribution is not None:
                 found[tile] = result.contribution
             if background is not None and key is not None:
@@ -270,7 +294,10 @@ class Streaming:
             if isinstance(read, DatasetError):
                 return found, read
             equal = [] if self._background is None else self._background.equal_to(tile)
-            result = self._run_tile(tile, read, use)
+            try:
+                result = self._run_tile(tile, read, use)
+            except NoRoom as error:
+                return found, error
             constant = None
             if equal and done and (result.contribution is None or result.additive):
                 constant = self._run_tile(tile, read, partial(use, zero_weight=len(equal))).contribution
@@ -311,9 +338,19 @@ class Streaming:
             contribution, additive = stop.contribution, stop.additive
             if isinstance(contribution, Tensor):
                 comparable = [contribution.flatten()[None]]
+        self._let_go(values)
         drew = compare and RandomStates.now((self._device,)).digests() != self._digests
         equal_positions = comparable and check.holds and not drew
         return _TileResult(contribution, additive, comparable if equal_positions else None, moments or [])
+
+    def _let_go(self, values: Sequence[Tensor]) -> None:
+        """Keep no more of files in memory than a few tiles had of them, which cost time to come back."""
+        self._touched_bytes += sum(local_part(value).nbytes for value in values)
+        if self._touched_bytes >= TOUCHED_BYTES:
+            self._touched_bytes = 0
+            for each in self._inputs:
+                each.let_go()
+            let_go(*(getattr(buffer, "local", None) for buffer in self._outputs))
 
     def _gradient(self, tile: int, buffer: OutputBuffer, gradient: Tensor) -> Tensor:
         """The gradient of the output that a tile owns, plus those of the equal tiles that were skipped for it."""
@@ -350,13 +387,13 @@ class Streaming:
         """The contributions of the tiles of all ranks. Collective.
 
         Raises on all ranks:
-            Refusal: a rank could not read an image.
+            Refusal: a rank could not read an image, or had no room for outputs.
             TilesDiffer: tiles of a rank that look equal have different results.
         """
         of_ranks = self._grid.comm.all_gather_object((contributions, error))
         errors = [problem for _, problem in of_ranks if problem is not None]
         for problem in errors:
-            if isinstance(problem, DatasetError):
+            if isinstance(problem, DatasetError | NoRoom):
                 raise Refusal(str(problem)) from problem
         if errors:
             raise errors[0]

@@ -24,6 +24,7 @@ from mpi4dl.comm import Communicator, Pending
 from mpi4dl.comm.exchange import Dims, narrow
 from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import BATCH, Box, GridShape, Interval, Split, Tiling, ceil_div, even_cuts
+from mpi4dl.parallel.disk import Keep
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
 
@@ -167,13 +168,13 @@ def _with_margin(tiling: Tiling, dims: Dims, margin: int, size: tuple[int, ...])
 class OutputBuffer:
     """This rank's part of one output, `local`, into which each tile writes the box that it owns."""
 
-    def __init__(self, tiles: StreamTiles, grid: Grid, like: SpatialTensor) -> None:
+    def __init__(self, tiles: StreamTiles, grid: Grid, like: SpatialTensor, keep: Keep) -> None:
         if like.layout.flat:
             raise TypeError("the streamed part ends where several axes are one dim: end it before that")
         self._tiling = like.layout.tiling.narrow
         self.layout = tiles.rank_layout(self._tiling, like.layout.dims, grid)
         shape = self.layout.local_shape(tuple(like.shape))
-        self.local = torch.empty(shape, dtype=like.dtype, device=like.local.device)
+        self.local = keep.empty(shape, like.dtype, like.local.device)
 
     def write(self, y: SpatialTensor) -> None:
         """Copy the box that the tile of `y` owns."""

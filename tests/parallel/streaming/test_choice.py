@@ -19,11 +19,12 @@ KEPT = 1000  # bytes between two segments
 def needs_for(options: StreamOptions) -> StreamNeeds:
     """A tile has a byte a pixel; n segments keep n - 1 outputs, and each has an n-th of the statistics."""
     rows, cols = options.counts
+    number = min(options.segments, 12)
     tile = SIDES[0] // rows * (SIDES[1] // cols)
-    statistics, flops = 12 // options.segments, (1 + rows * cols / 1e6) / options.segments
+    statistics, flops = 12 // number, (1 + rows * cols / 1e6) / number
     one = SegmentNeeds(0, 0, tile, 0, 0, statistics, statistics, flops)
-    segments = (one, *(one._replace(input_bytes=KEPT),) * (options.segments - 1))
-    return StreamNeeds(segments, tuple(range(options.segments + 1)), options, spread=False)
+    segments = (one, *(one._replace(input_bytes=KEPT),) * (number - 1))
+    return StreamNeeds(segments, tuple((i, i + 1) for i in range(len(segments))), options, spread=False)
 
 
 def bytes_of(needs: StreamNeeds) -> int:

@@ -1,17 +1,21 @@
 """A model whose leading part is streamed trains as plain PyTorch does, by every plan."""
 
+import os
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from torch import Tensor, nn
 
 from mpi4dl._torchvision import import_torchvision
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.parallel.disk import Keep
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.streaming.leading_part import StreamOptions
+from mpi4dl.parallel.streaming.leading_part import EACH_NORM, StreamOptions
 from tests.pool.ranks import Ranks
-from tests.short_runs import Task, check, model_of
+from tests.short_runs import Task, check, model_of, train
 
 import_torchvision()
 from torchvision.ops import SqueezeExcitation  # noqa: E402
@@ -46,6 +50,37 @@ def test_every_plan_equals_plain_pytorch(ranks: Ranks, name: str) -> None:
 def test_segments(ranks: Ranks, name: str) -> None:
     """What is kept between segments brings gradients back, also to several values, and from margins to other ranks."""
     check(ranks, replace(SKIPPING, stream=StreamOptions((2, 2), segments=4)), PLANS[name])
+
+
+class _Full:
+    """`posix_fallocate` of a disk on which so many files more have room."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.reserve = room, os.posix_fallocate
+
+    def __call__(self, *file: int) -> None:
+        self.room -= 1
+        if self.room < 0:
+            raise OSError(28, "No space left on device")
+        self.reserve(*file)
+
+
+def train_on_full_disk(comm: Communicator, task: Task, room: int) -> tuple[int, str]:
+    """How many files rank 1 made, and what each rank read."""
+    full = _Full(room if comm.rank == 1 else 10_000)
+    with patch.object(os, "posix_fallocate", full), pytest.raises(Refusal) as refused:
+        train(comm, task, PLANS["tiles"])
+    return full.room, str(refused.value)
+
+
+@pytest.mark.parametrize("room", [0, 1, 4, pytest.param(40, marks=pytest.mark.exhaustive)])
+def test_all_ranks_learn_that_the_disk_of_one_is_full(ranks: Ranks, room: int) -> None:
+    """In forward, for a halo of the other rank, and in backward."""
+    stream = StreamOptions((2, 2), "2", segments=EACH_NORM, keep=Keep("disk"))
+    task = Task(Written, (24, 26), stream=stream, balance=(4, 3))
+    for _, said in ranks(2).run(train_on_full_disk, task, room):
+        assert "there is no room for" in said
+        assert "choose another `offload_folder`" in said
 
 
 @pytest.mark.parametrize("name", [pytest.param("one rank", marks=pytest.mark.exhaustive), "two stages"])
@@ -118,6 +153,47 @@ def test_means_over_the_whole_image_within_blocks(ranks: Ranks, plan: str) -> No
     check(ranks, Task(Exciting, (24, 26), stream=StreamOptions((2, 3), "6"), balance=(7, 3)), PLANS[plan])
 
 
+class Writes(nn.Module):
+    """A block that writes to its input, which is alive behind it, and to what its norm gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.other = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(self.relu(x)))  # x too is cut off at zero
+        z = self.other(x)
+        y += x
+        return self.relu(y) * z
+
+
+class Written(nn.Sequential):
+    def __init__(self) -> None:
+        first, pool = nn.Conv2d(3, 4, 3, 2, 1), nn.AdaptiveAvgPool2d(1)
+        super().__init__(first, Writes(), nn.Sequential(Writes(), Writes()), pool, nn.Flatten(), nn.Linear(4, 3))
+
+
+ALONE = {
+    "skipping": SKIPPING,
+    "in place": Task(Written, (24, 26), stream=StreamOptions((2, 2), "2"), balance=(4, 3)),
+    "pairs": Task(Paired, (24, 26), stream=StreamOptions((2, 2), "2"), balance=(4, 1)),
+    "exciting": Task(Exciting, (24, 26), stream=StreamOptions((2, 3), "6"), balance=(7, 3)),
+}
+
+
+@pytest.mark.parametrize("name", ["one rank", "tiles and ZeRO 2", "tiles, then one", "GEMS", "microbatches"])
+@pytest.mark.parametrize("task", ALONE)
+@pytest.mark.parametrize("where", ["device", "disk"])
+@pytest.mark.sample(2)
+def test_each_norm_is_a_segment(ranks: Ranks, task: str, name: str, where: str) -> None:
+    """Blocks are cut before and behind their norms, also where they write in place; outputs are kept in files."""
+    chosen = ALONE[task]
+    assert chosen.stream is not None
+    stream = replace(chosen.stream, segments=EACH_NORM, keep=Keep(where))
+    check(ranks, replace(chosen, stream=stream), PLANS[name])
+
+
 AMOEBANET = Task("amoebanetd", (96, 96), num_steps=2, model_options=(("num_layers", 3), ("num_filters", 16)))
 
 
@@ -155,6 +231,7 @@ WIDE_PLANS = {
     "1x2": ("tiles", (3, 2), 3),
     "2x2 and ZeRO 2": ("tiles and ZeRO 2", (2, 2), 4),
     "two stages": ("two stages", (2, 3), 2),
+    "norms alone": ("tiles", (2, 2), EACH_NORM),
 }
 
 
@@ -169,6 +246,8 @@ def test_models(ranks: Ranks, name: str, plan: str) -> None:
     if volumes:
         chosen = replace(chosen, tiles=tuple((1, *grid) for grid in chosen.tiles))
     units = len(Cuttable(outline(lambda: model_of(task))))
-    stream = StreamOptions((2, *counts) if volumes else counts, until, segments=5 if volumes else segments)
+    stream = StreamOptions(
+        (2, *counts) if volumes else counts, until, segments=5 if volumes and segments < EACH_NORM else segments
+    )
     task = replace(task, batch=2, num_steps=1, stream=stream, balance=(first, units - first))
     check(ranks, task, chosen)

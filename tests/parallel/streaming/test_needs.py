@@ -14,6 +14,7 @@ from mpi4dl.geometry import Box
 from mpi4dl.parallel.costs.meter import OperatorMeter
 from mpi4dl.parallel.costs.timing import Site, UnitSeconds
 from mpi4dl.parallel.costs.units import StageBytes, count_flops, count_units
+from mpi4dl.parallel.disk import Keep
 from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
@@ -26,6 +27,7 @@ from mpi4dl.parallel.streaming.memory_limit import (
     choose_tiles,
     needs_of,
 )
+from mpi4dl.parallel.streaming.stream import TOUCHED_BYTES
 from tests.pool.ranks import Ranks
 
 IMAGE = (1, 3, 640, 640)
@@ -94,7 +96,7 @@ def test_smaller_tiles_take_less_and_repeat_more() -> None:
 @pytest.mark.parametrize(("limit", "expected"), [(100, (1, 1)), (60, (2, 2)), (45, (3, 3)), (44, None)])
 def test_tiles_that_need_more_again_as_they_get_smaller(limit: int, expected: tuple[int, int] | None) -> None:
     """Beside small tiles margins are large, so that fewer layers are streamed: those that fit lie before these."""
-    needs = StreamNeeds((SegmentNeeds(9, 0, 0, 0, 0, 0, 0, 8.0),), (0, 2), StreamOptions((1, 1)), spread=False)
+    needs = StreamNeeds((SegmentNeeds(9, 0, 0, 0, 0, 0, 0, 8.0),), ((0, 2),), StreamOptions((1, 1)), spread=False)
     taken = {1: 99, 2: 60, 3: 45}
     tried: list[tuple[int, ...]] = []
 
@@ -123,22 +125,42 @@ def test_statistics_are_those_of_the_norms() -> None:
 
 def test_phases_of_a_step_are_not_added_up() -> None:
     one, other = SegmentNeeds(9, 40, 60, 0, 10, 0, 0, 8.0), SegmentNeeds(3, 0, 50, 12, 4, 2, 4, 4.0)
-    needs = StreamNeeds((one, other), (0, 2, 3), StreamOptions((2, 2)), spread=False)
+    needs = StreamNeeds((one, other), ((0, 2), (2, 3)), StreamOptions((2, 2)), spread=False)
     assert needs.stage((), 3) == StageBytes(12, 12 + 10 + 100 - 12)
     assert needs.stage((), 3, StageBytes(200, 30)) == StageBytes(212, 30)
 
 
 def test_seconds_grow_by_margins_and_passes() -> None:
     one, other = SegmentNeeds(9, 0, 0, 0, 0, 0, 0, 8.0), SegmentNeeds(3, 0, 0, 0, 0, 2, 4, 4.0)
-    needs = StreamNeeds((one, other), (0, 2, 3), StreamOptions((2, 2)), spread=True)
+    needs = StreamNeeds((one, other), ((0, 2), (2, 3)), StreamOptions((2, 2)), spread=True)
     column = needs.column([UnitSeconds(1.0, 2.0, 5, 6, 7)] * 4, [3.0, 1.0, 4.0, 9.0])
     assert column[0] == column[1] == UnitSeconds(2.0, 2.0 + 4.0, 0, 0, 7)
     assert column[2] == UnitSeconds(2.0, 5.0 + 3 * 2.0, 0, 0, 7)
     assert column[3] == UnitSeconds(1.0, 2.0, 5, 6, 7)
 
 
+def test_segments_within_a_unit_share_its_seconds() -> None:
+    """Three quarters of a unit's FLOPs are without statistics; a norm of a quarter makes two passes more."""
+    layers, norm = SegmentNeeds(0, 0, 0, 0, 0, 0, 0, 6.0), SegmentNeeds(0, 0, 0, 0, 0, 2, 2, 2.0)
+    needs = StreamNeeds((layers, norm), ((0, 1), (0, 1)), StreamOptions((2, 2)), spread=False)
+    (unit,) = needs.column([UnitSeconds(1.0, 2.0)], [8.0])
+    forward = 0.75 + 0.25 * 2
+    assert (unit.forward, unit.backward) == (forward, 0.75 + 0.25 * 3 + 2.0 * forward)
+
+
+def test_outputs_in_files_take_no_memory() -> None:
+    segments = (SegmentNeeds(9, 40, 60, 0, 1000, 0, 0, 8.0), SegmentNeeds(3, 0, 50, 1200, 4, 2, 4, 4.0))
+    in_memory, in_files = (
+        StreamNeeds(segments, ((0, 2), (2, 3)), StreamOptions((2, 2), keep=Keep(where)), spread=False)
+        for where in ("device", "disk")
+    )
+    assert in_memory.stage((), 3) == StageBytes(1200, 1200 + 4 + 50)  # the gradient of what is between, too
+    assert in_files.stage((), 3) == StageBytes(0, 100 + TOUCHED_BYTES)
+    assert in_files.kept_bytes == 1200
+
+
 def test_without_a_margin_tiles_compute_what_the_model_computes() -> None:
     options = StreamOptions((1, 1), "stage1_block2")
     needs, cuttable = foreseen(options, Plan())
     flops = count_flops(cuttable, IMAGE)
-    assert needs.segments[0].flops == pytest.approx(sum(flops[: needs.bounds[-1]]), rel=1e-3)
+    assert needs.segments[0].flops == pytest.approx(sum(flops[: needs.num_units]), rel=1e-3)
