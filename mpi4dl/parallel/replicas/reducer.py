@@ -234,10 +234,15 @@ class Reducer(GradientSums):
         if number not in self._flat:
             self._open(number)
         view, filled = self._views[number][slot], self._filled[number]
-        if gradient is not view:
-            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-            filled.add(slot)
-            parameter.grad = None if self.zero > 1 else view
+        if gradient is view:
+            return
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        if self.zero > 1 and slot in filled:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+        filled.add(slot)
+        parameter.grad = None if self.zero > 1 else view
 
     def _open(self, number: int) -> None:
         """Make a bucket, or take that of the step before."""
