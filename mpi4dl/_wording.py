@@ -39,10 +39,11 @@ def some(names: Sequence[str], most: int = 20) -> str:
 
 
 def quoted(value: object, most: int = 40) -> str:
-    """A value as Python writes it, for messages; of a long text, so many characters and its length."""
-    if isinstance(value, str) and len(value) > most:
-        return f"{value[:most]!r} ... ({len(value)} characters)"
-    return repr(value)
+    """A value as Python writes it, for messages; of a long one, so many characters and its length."""
+    if isinstance(value, str):
+        return repr(value) if len(value) <= most else f"{value[:most]!r} ... ({len(value)} characters)"
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]} ... ({len(text)} characters)"
 
 
 def mebibytes(num_bytes: float) -> str:

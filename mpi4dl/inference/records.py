@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl._files import lock, naming, open_regular, write_durably
+from mpi4dl._wording import quoted
 from mpi4dl.datasets.listed import files_at
 from mpi4dl.inference.masks import FOLDER as MASKS
 from mpi4dl.options.config import ConfigError
@@ -192,7 +193,9 @@ class Records:
             before = before if isinstance(before, dict) else {}
             other = [name for name in told if before.get(name) != told[name]]
             if other:
-                said = " and ".join(f"{name} {before.get(name)}, not {told[name]}" for name in other[:2])
+                said = " and ".join(
+                    f"{name} {quoted(before.get(name))}, not {quoted(told[name])}" for name in other[:2]
+                )
                 raise ConfigError(f"`out` {self.folder} holds predictions with {said}: name another folder by `out`")
         elif any((self.folder / name).exists() for name in (LINES, TABLE)):
             raise ConfigError(f"`out` {self.folder} holds {LINES} of something else: name another folder")

@@ -82,7 +82,9 @@ def test_it_goes_on_where_it_was_killed(tmp_path: Path) -> None:
             name: record["prediction"] for name, record in after.items()
         }
     assert "7 images done before\n0 images looked at" in said(world(), *argv)
-    with pytest.raises(Refusal, match="holds predictions with precision fp32, not bf16: name another folder by --out"):
+    with pytest.raises(
+        Refusal, match="holds predictions with precision 'fp32', not 'bf16': name another folder by --out"
+    ):
         predict(world(), [*argv, "--precision", "bf16"])
 
 
