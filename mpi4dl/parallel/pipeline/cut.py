@@ -81,6 +81,7 @@ def split(
         leading = choose_leading_part(cuttable, counts[0], options, plan.shape(0), image)
         if 0 in modules:
             modules[0].opening = leading
+            leading.segments.watch(modules[0])
         options = replace(options, remark="; ".join(filter(None, (options.remark, leading.describe(cuttable.names)))))
     stages = LocalStages(modules, model, plan, comm, counts, cuttable.names, prices, options, styles, shared, device)
     stages.watch(model, cuttable.program.watched)

@@ -40,7 +40,7 @@ class Cuttable:
         image: tuple[int, ...] | None = None,
         within_blocks: bool = False,
     ) -> None:
-        self.model = model
+        self.model, self.whole = model, tuple(whole)
         try:
             self.program = trace(model, whole, image, within_blocks)
         except ValueError:

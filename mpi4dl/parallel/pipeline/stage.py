@@ -109,6 +109,7 @@ class Stage(nn.Module):
         for watch, found, *owners in self._watched:
             if any(owner is not None and watch.now(owner) != found for owner in (each() for each in owners)):
                 yield changed(watch)
+        yield from getattr(self.opening, "changes", tuple)()
 
     def forward(self, *values: Any) -> Any:
         recipe = self.recipe

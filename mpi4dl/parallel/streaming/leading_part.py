@@ -6,7 +6,7 @@ first stage    unit 0 .. unit k-1               |   unit k .. unit n-1
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -77,13 +77,26 @@ class Segments:
 
     def parts(self, module: nn.Module) -> "list[StreamSegment]":
         """New segments, which share the modules of `module`."""
-        return [StreamSegment(Stage(each.recipe, module), each) for each in self.programs] or [
-            StreamSegment(module, None)
-        ]
+        found, paths = list[StreamSegment](), {path for path, _ in module.named_modules()}
+        for number, each in enumerate(self.programs):
+            # The first one watches what all depend on; what belongs to other stages is theirs to watch.
+            watched = tuple(watch for watch in each.recipe.watched if watch.path in paths) if number == 0 else ()
+            found.append(StreamSegment(Stage(replace(each.recipe, watched=watched), module), each))
+        return found or [StreamSegment(module, None)]
+
+    def watch(self, module: nn.Module) -> None:
+        """Notice from now on what changes of that on which the programs depend."""
+        self._parts = self._parts or self.parts(module)
+
+    def changes(self) -> Iterator[str]:
+        """Messages about values of Python that changed since."""
+        for segment in self._parts[:1]:
+            if segment.program is not None and isinstance(segment.part, Stage):
+                yield from segment.part.changes()
 
     def _parts_of(self, module: nn.Module) -> "list[StreamSegment]":
         """The segments, in the training or evaluation modes of `module`."""
-        self._parts = self._parts or self.parts(module)
+        self.watch(module)
         for segment in self._parts:
             segment.training = module.training
             for name, inner in segment.part.named_modules():
@@ -312,6 +325,10 @@ class LeadingPart:
         found = self.segments.run(stage, source, spec, tiles, grid, images.size, images.progress)
         return self.num_calls, dict(zip(self.alive, found, strict=True))
 
+    def changes(self) -> Iterator[str]:
+        """Messages about values of Python that changed since the model was cut."""
+        return self.segments.changes()
+
     def describe(self, names: Sequence[str]) -> str:
         """A line about the streamed part; `names` are those of the stage's units."""
         tiles, segments = "x".join(map(str, self.options.counts)), len(self.segments.programs)
@@ -417,7 +434,7 @@ def within_blocks(cuttable: Cuttable, count: int, image: Sequence[int]) -> tuple
     them cannot be opened.
     """
     try:
-        fine = Cuttable(cuttable.model, image=tuple(image), within_blocks=True)
+        fine = Cuttable(cuttable.model, cuttable.whole, tuple(image), within_blocks=True)
     except ValueError:
         return None
     stops, at = list[int](), 0

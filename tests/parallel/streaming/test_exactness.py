@@ -15,7 +15,7 @@ from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import EACH_NORM, StreamOptions
 from tests.pool.ranks import Ranks
-from tests.short_runs import Task, check, model_of, train
+from tests.short_runs import Task, check, engine_of, model_of, step, train
 
 import_torchvision()
 from torchvision.ops import SqueezeExcitation  # noqa: E402
@@ -50,37 +50,6 @@ def test_every_plan_equals_plain_pytorch(ranks: Ranks, name: str) -> None:
 def test_segments(ranks: Ranks, name: str) -> None:
     """What is kept between segments brings gradients back, also to several values, and from margins to other ranks."""
     check(ranks, replace(SKIPPING, stream=StreamOptions((2, 2), segments=4)), PLANS[name])
-
-
-class _Full:
-    """`posix_fallocate` of a disk on which so many files more have room."""
-
-    def __init__(self, room: int) -> None:
-        self.room, self.reserve = room, os.posix_fallocate
-
-    def __call__(self, *file: int) -> None:
-        self.room -= 1
-        if self.room < 0:
-            raise OSError(28, "No space left on device")
-        self.reserve(*file)
-
-
-def train_on_full_disk(comm: Communicator, task: Task, room: int) -> tuple[int, str]:
-    """How many files rank 1 made, and what each rank read."""
-    full = _Full(room if comm.rank == 1 else 10_000)
-    with patch.object(os, "posix_fallocate", full), pytest.raises(Refusal) as refused:
-        train(comm, task, PLANS["tiles"])
-    return full.room, str(refused.value)
-
-
-@pytest.mark.parametrize("room", [0, 1, 4, pytest.param(40, marks=pytest.mark.exhaustive)])
-def test_all_ranks_learn_that_the_disk_of_one_is_full(ranks: Ranks, room: int) -> None:
-    """In forward, for a halo of the other rank, and in backward."""
-    stream = StreamOptions((2, 2), "2", segments=EACH_NORM, keep=Keep("disk"))
-    task = Task(Written, (24, 26), stream=stream, balance=(4, 3))
-    for _, said in ranks(2).run(train_on_full_disk, task, room):
-        assert "there is no room for" in said
-        assert "choose another `offload_folder`" in said
 
 
 @pytest.mark.parametrize("name", [pytest.param("one rank", marks=pytest.mark.exhaustive), "two stages"])
@@ -192,6 +161,67 @@ def test_each_norm_is_a_segment(ranks: Ranks, task: str, name: str, where: str) 
     assert chosen.stream is not None
     stream = replace(chosen.stream, segments=EACH_NORM, keep=Keep(where))
     check(ranks, replace(chosen, stream=stream), PLANS[name])
+
+
+class Scaled(Writes):
+    """A block whose forward reads a number of Python's."""
+
+    scale = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class ScaledBlocks(nn.Sequential):
+    def __init__(self) -> None:
+        first, pool = nn.Conv2d(3, 4, 3, 2, 1), nn.AdaptiveAvgPool2d(1)
+        super().__init__(first, Scaled(), Scaled(), pool, nn.Flatten(), nn.Linear(4, 3))
+
+
+def change_what_a_block_reads(comm: Communicator, task: Task) -> str:
+    engine = engine_of(comm, task, Plan())
+    step(engine, task, 0)
+    engine.stages.modules_of[0].get_submodule("1").scale = 2.0
+    with pytest.raises(Refusal) as refused:
+        step(engine, task, 1)
+    return str(refused.value)
+
+
+def test_what_a_cut_block_reads_may_not_change(ranks: Ranks) -> None:
+    task = Task(ScaledBlocks, (24, 26), stream=StreamOptions((2, 2), "2", segments=EACH_NORM), balance=(6,))
+    (said,) = ranks(1).run(change_what_a_block_reads, task)
+    assert said.startswith("the attribute 1.scale of ScaledBlocks has changed since the model was cut")
+
+
+class _Full:
+    """`posix_fallocate` of a disk on which so many files more have room."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.reserve = room, os.posix_fallocate
+
+    def __call__(self, *file: int) -> None:
+        self.room -= 1
+        if self.room < 0:
+            raise OSError(28, "No space left on device")
+        self.reserve(*file)
+
+
+def train_on_full_disk(comm: Communicator, task: Task, room: int) -> tuple[int, str]:
+    """How many files rank 1 made, and what each rank read."""
+    full = _Full(room if comm.rank == 1 else 10_000)
+    with patch.object(os, "posix_fallocate", full), pytest.raises(Refusal) as refused:
+        train(comm, task, PLANS["tiles"])
+    return full.room, str(refused.value)
+
+
+@pytest.mark.parametrize("room", [0, 1, 4, pytest.param(40, marks=pytest.mark.exhaustive)])
+def test_all_ranks_learn_that_the_disk_of_one_is_full(ranks: Ranks, room: int) -> None:
+    """In forward, for a halo of the other rank, and in backward."""
+    stream = StreamOptions((2, 2), "2", segments=EACH_NORM, keep=Keep("disk"))
+    task = Task(Written, (24, 26), stream=stream, balance=(4, 3))
+    for _, said in ranks(2).run(train_on_full_disk, task, room):
+        assert "there is no room for" in said
+        assert "choose another `offload_folder`" in said
 
 
 AMOEBANET = Task("amoebanetd", (96, 96), num_steps=2, model_options=(("num_layers", 3), ("num_filters", 16)))
