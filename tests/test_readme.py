@@ -240,8 +240,9 @@ def test_an_example_fits_a_workstation(words: list[str], monkeypatch: pytest.Mon
     """Of images that are colour pictures of two classes, or texts of bytes; of slides as in the tutorial."""
     monkeypatch.chdir(ROOT)
     config = parse_options(PlanConfig, words, "", "")
-    if config.slides.slides is not None:
-        config = with_values(config, {"image_size": (2048, 2048)})
+    if config.slides.slides is not None and config.data.image_size == "auto":
+        patches = config.slides.features is not None  # of 256 px
+        config = with_values(config, {"image_size": (1, 64) if patches else (2048, 2048)})
     shape = (2, 3) if config.data.text is None else (257, 0)
     assert memory_of_command(config, build_plan(config), *shape) <= WORKSTATION
 

@@ -31,6 +31,7 @@ from mpi4dl.parallel.streaming.norms import MODES, RunningNorms
 from mpi4dl.parallel.streaming.stream import Progress, Streaming
 from mpi4dl.parallel.streaming.stream_tiles import ImageSource, InputSpec, OwnSamples, StreamTiles
 
+EACH_NORM = 1 << 20  # segments, of which each norm is one: more than a model has norms
 KNOWN_PLANS = 64  # shapes of batches whose plans are kept before all are dropped: slides have any number of patches
 
 
@@ -211,9 +212,9 @@ class _Nest:
 def segment_spans(num_units: int, segments: int, statistics_of: Callable[[int], int | None]) -> list[tuple[int, int]]:
     """The units of each segment, as [start, stop).
 
-    Segments get equal numbers of statistics, or equal numbers of units where there are no statistics. With more
-    segments than statistics each unit that has statistics is a segment of its own: its statistics passes repeat nothing
-    else. `statistics_of(n)` is the number of statistics in the first n units; None if it is unknown.
+    Segments get equal numbers of statistics, or equal numbers of units where there are no statistics. Of `EACH_NORM`
+    each unit that has statistics is one of its own: its statistics passes repeat nothing else. `statistics_of(n)` is
+    the number of statistics in the first n units; None if it is unknown.
     """
     if segments == 1:
         return [(0, num_units)]
@@ -221,7 +222,7 @@ def segment_spans(num_units: int, segments: int, statistics_of: Callable[[int], 
     for stop in range(1, num_units + 1):
         found = statistics_of(stop)
         statistics.append(statistics[-1] if found is None else found)
-    if 0 < statistics[-1] < segments:
+    if segments == EACH_NORM and statistics[-1]:
         alone = [i for i, (before, behind) in enumerate(pairwise(statistics)) if before != behind]
         return list(pairwise(sorted({0, num_units, *alone, *(i + 1 for i in alone)})))
     stops: list[int] = [0]
@@ -234,9 +235,6 @@ def segment_spans(num_units: int, segments: int, statistics_of: Callable[[int], 
         if stops[-1] < stop < num_units:
             stops.append(stop)
     return list(pairwise([*stops, num_units]))
-
-
-EACH_NORM = 1 << 20  # segments, of which each norm is one: more than a model has norms
 
 
 def segments_of(asked: int | str | None) -> int:
@@ -411,7 +409,7 @@ def choose_leading_part(
         margin = int((MOST_REPEATED ** (1 / len(size)) - 1) / 2 * tile)
         count = max(1, bisect_left(range(1, most + 1), True, key=lambda stop: profile(stop, margin) is None))
 
-    fine = within_blocks(cuttable, count, image) if options.segments > 1 else None
+    fine = within_blocks(cuttable, count, image) if options.segments == EACH_NORM else None
     source, stops = fine or (cuttable, tuple(range(1, count + 1)))
 
     def statistics_of(stop: int) -> int | None:
