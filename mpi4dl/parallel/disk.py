@@ -30,19 +30,19 @@ def mapped(num_bytes: int, folder: str | Path | None = None) -> Tensor:
     Raises:
         NoRoom: the folder cannot be written, or the disk is full.
     """
-    with tempfile.TemporaryFile(dir=folder) as file:
-        # Reserved before use: a mapping of a hole ends the process with a signal when the disk is full.
-        try:
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # Reserved before use: a mapping of a hole ends the process with a signal when the disk is full.
             os.posix_fallocate(file.fileno(), 0, num_bytes)
-        except OSError as error:
-            raise NoRoom(
-                f"there is no room for {num_bytes >> 20} MiB more in {folder or tempfile.gettempdir()} "
-                f"({error.strerror}): make room, or choose another `offload_folder`"
-            ) from error
-        mapping = mmap.mmap(file.fileno(), num_bytes)
-        found = torch.frombuffer(mapping, dtype=torch.uint8)
-        _maps[found.data_ptr()] = mapping
-        return found
+            mapping = mmap.mmap(file.fileno(), num_bytes)
+    except OSError as error:
+        raise NoRoom(
+            f"there is no room for {num_bytes >> 20} MiB more in {folder or tempfile.gettempdir()} "
+            f"({error.strerror}): make room, or choose another `offload_folder`"
+        ) from error
+    found = torch.frombuffer(mapping, dtype=torch.uint8)
+    _maps[found.data_ptr()] = mapping
+    return found
 
 
 def let_go(*tensors: Tensor | None) -> None:

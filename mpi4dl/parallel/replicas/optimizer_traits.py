@@ -10,7 +10,6 @@ from torch import nn, optim
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
-from mpi4dl.parallel.modules import walk
 from mpi4dl.parallel.replicas.reducer import Reducer
 
 # Hooks of `optimizer.step()` run once a step, though ranks make it of many: bucket by bucket, each on its part.
@@ -201,7 +200,7 @@ def hook_on_gradient(
 def backward_hook_in(module: nn.Module, num_ranks: int) -> str | None:
     """Why the backward hooks of these modules, which so many ranks run together, see no whole gradients."""
     common = torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
-    if num_ranks == 1 or not any(part._backward_hooks or part._backward_pre_hooks or common for part in walk(module)):
+    if num_ranks == 1:
         return None
     for name, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks or common:
