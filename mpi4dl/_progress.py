@@ -12,6 +12,7 @@ from tqdm import tqdm
 from mpi4dl._wording import counted, duration
 
 QUIET_SECONDS = 10.0  # between two lines of a file or a pipe
+FIRST_SECONDS = 4.0  # before the first of them
 TERMINAL_SECONDS = 0.5
 CLEAR = "\r\x1b[K"
 
@@ -51,7 +52,9 @@ class ProgressLine:
             self._print(CLEAR)
 
     def _tell(self) -> None:
-        while not self._over.wait(self._seconds):
+        seconds = min(FIRST_SECONDS, self._seconds)
+        while not self._over.wait(seconds):
+            seconds = self._seconds
             line = f"mpi4dl: {self._doing}, {time.monotonic() - self._began:.0f} s"
             self._print(f"{CLEAR}{line}" if self._terminal else f"{line}\n")
 

@@ -1,7 +1,8 @@
 """The optimizer that a configuration names, and the learning rate's schedule."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -101,33 +102,64 @@ def build_optimizer(config: Config, parameters: Iterable[Any]) -> torch.optim.Op
             f"`weight_decay_of`: {type(optimizer).__name__} has no weight decay; choose another `optimizer`"
         )
     try:
-        _trial(optimizer, lambda p: p.new_zeros((1,) * p.dim()))
+        _trial(optimizer, lambda p: p.new_zeros((1,) * p.dim()), [group["params"] for group in optimizer.param_groups])
     except NOT_TAKEN as error:
         raise ConfigError(f"`optimizer` {part_name(chosen.optimizer)} cannot make a step here: {error}") from None
     return optimizer
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """The bytes of an optimizer's state, found by a step on parameters of the same shapes."""
+    """The bytes of an optimizer's state, found by a step on parameters of the same shapes.
+
+    Of parameters that are alike two make the step for all of them, if each has a state of its own.
+    """
+    groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
+    kinds = [(number, p.shape, p.dtype) for number, group in enumerate(groups) for p in group]
+    seen: Counter[Any] = Counter()
+    few: list[list[Tensor]] = [[] for _ in groups]
+    for kind, p in zip(kinds, (p for group in groups for p in group), strict=True):
+        seen[kind] += 1
+        if seen[kind] <= 2:
+            few[kind[0]].append(p)
+    sizes = _state_sizes(optimizer, few)
+    if all(len(of_group) == len(group) for of_group, group in zip(sizes, few, strict=True)):
+        of_kind = {
+            (number, p.shape, p.dtype): size
+            for number, (of_group, group) in enumerate(zip(sizes, few, strict=True))
+            for p, size in zip(group, of_group, strict=True)
+        }
+        return sum(of_kind[kind] for kind in kinds)
+    return sum(map(sum, _state_sizes(optimizer, groups)))
+
+
+def _state_sizes(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+    """The bytes of the state of each parameter that has one, for a step on parameters like these."""
     try:
-        states = _trial(optimizer, lambda p: torch.empty_like(p, device="meta"))
+        states = _trial(optimizer, lambda p: torch.empty_like(p, device="meta"), groups)
     except (RuntimeError, NotImplementedError):  # its step looks at values, or has no kernel without them
-        states = _trial(optimizer, torch.zeros_like)
-    return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
+        states = _trial(optimizer, torch.zeros_like, groups)
+    return [[_num_bytes(state) for state in of_group] for of_group in states]
 
 
-def _trial(optimizer: torch.optim.Optimizer, like: Callable[[Tensor], Tensor]) -> list[Mapping[str, Any]]:
-    """The state that an optimizer of this class and these options has after a step."""
+def _num_bytes(state: Mapping[str, Any]) -> int:
+    return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+
+
+def _trial(
+    optimizer: torch.optim.Optimizer, like: Callable[[Tensor], Tensor], groups: Sequence[Sequence[Tensor]]
+) -> list[list[Mapping[str, Any]]]:
+    """The states, by group, that an optimizer of this class and these options has after a step on such parameters."""
 
     def parameter(p: Tensor) -> Tensor:
         value = like(p.detach()).requires_grad_()
         value.grad = torch.zeros_like(value)
         return value
 
-    groups = [{**group, "params": [parameter(p) for p in group["params"]]} for group in optimizer.param_groups]
-    trial: torch.optim.Optimizer = type(optimizer)(groups)  # type: ignore[call-arg]
+    parameters = [[parameter(p) for p in group] for group in groups]
+    options = zip(optimizer.param_groups, parameters, strict=True)
+    trial: torch.optim.Optimizer = type(optimizer)([{**group, "params": own} for group, own in options])  # type: ignore[call-arg]
     trial.step()
-    return list(trial.state.values())
+    return [[trial.state[p] for p in group if p in trial.state] for group in parameters]
 
 
 @dataclass

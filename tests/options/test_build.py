@@ -142,6 +142,28 @@ def test_the_bytes_of_an_optimizers_state_are_those_of_a_real_step(name: str, op
     assert expected == sum(value.nbytes for value in kept)
 
 
+class OneForAll(torch.optim.SGD):
+    """Has one state for all of a group's parameters, which it keeps with the first of them."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            first, *_ = group["params"]
+            self.state[first]["all"] = torch.cat([p.detach().flatten() for p in group["params"]])
+
+
+@pytest.mark.parametrize("kind", [OneForAll, torch.optim.Adam, torch.optim.Adafactor])
+def test_the_bytes_of_the_state_of_many_parameters_some_of_them_alike(kind: type[torch.optim.Optimizer]) -> None:
+    layers = [nn.Conv2d(4, 4, 3) for _ in range(5)] + [nn.Conv2d(4, 4, 1) for _ in range(3)]
+    first, *others = [p for layer in layers for p in layer.parameters()]
+    optimizer = kind([{"params": [first]}, {"params": others, "lr": 0.5}], lr=0.1)  # type: ignore[call-arg]
+    expected = state_bytes(optimizer)
+    for p in (first, *others):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    assert expected == sum(value.nbytes for value in kept)
+
+
 @pytest.mark.parametrize("flags", ["Adafactor", "ASGD", "AdamW --optimizer-options fused=true"])
 def test_optimizers_that_need_values_are_built(flags: str) -> None:
     model = small_model()
