@@ -23,7 +23,7 @@ from mpi4dl.parallel.tensor.styles import Degrees, Styles, cutting_of
 MOST_STAGES = 8
 MOST_MICROBATCHES = 16
 CHUNKS = 2
-TIMING_SECONDS = 40.0  # for all shapes of tiles together
+TIMING_SECONDS = 25.0  # for all shapes of tiles together
 LEAST_SECONDS = 0.4  # for one of them
 
 
