@@ -222,10 +222,14 @@ class Like(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """Posted receives: the strips, one for each slab of the plan's, and the wait for them."""
+    """Posted receives: the strips, one for each slab of the plan's, and the wait for them. They are of tensors `like`
+    these, which are moved so.
+    """
 
     strips: list[Tensor]
     pending: Pending
+    like: Like
+    moves: Moves
 
 
 class Exchange:
@@ -249,16 +253,18 @@ class Exchange:
 
     def start(self, x: Tensor) -> Incoming:
         """Send what others need of x, and expect what this rank needs of them."""
-        return self.trade(self.leaving(x), Like.of(x))
+        moves = self.moves(x.shape)
+        return self._trade([Piece(peer, at(x, cut)) for peer, cut in moves.leaving], Like.of(x), moves)
 
     def start_with(self, slabs: Sequence[Tensor], like: Like) -> Incoming:
         """The same for who has the slabs of the plan's `sends` apart, of an x that were `like`."""
-        return self.trade([Piece(slab.peer, x) for slab, x in zip(self.plan.sends, slabs, strict=True)], like)
+        leaving = [Piece(slab.peer, x) for slab, x in zip(self.plan.sends, slabs, strict=True)]
+        return self._trade(leaving, like, self.moves(like.shape))
 
-    def trade(self, leaving: list[Piece], like: Like) -> Incoming:
+    def _trade(self, leaving: list[Piece], like: Like, moves: Moves) -> Incoming:
         strips = self.strips(like)
-        arriving, collective = self.arriving(strips), not self.plan.silent
-        return Incoming(strips, self.comm.iexchange(leaving, arriving, self.tag, collective=collective))
+        pending = self.comm.iexchange(leaving, self.arriving(strips), self.tag, collective=not self.plan.silent)
+        return Incoming(strips, pending, like, moves)
 
     def bring(self, x: Tensor) -> Tensor:
         """The needed box of the whole that x is this rank's part of."""
@@ -269,15 +275,19 @@ class Exchange:
 
     def expect(self, like: Like, tag: int) -> Incoming:
         strips = self.strips(like)
-        return Incoming(strips, self.comm.iexchange([], self.arriving(strips), tag))
+        return Incoming(strips, self.comm.iexchange([], self.arriving(strips), tag), like, self.moves(like.shape))
 
-    def again(self, strips: list[Tensor]) -> Incoming:
-        """Strips that came before."""
-        return Incoming(strips, Pending(self.comm.node))
+    def again(self, x: Tensor, strips: list[Tensor]) -> Tensor:
+        """The needed box, of x and strips that came before."""
+        return self.assemble(x, Incoming(strips, Pending(self.comm.node), Like.of(x), self.moves(x.shape)))
+
+    def moves(self, shape: Sequence[int]) -> Moves:
+        """How tensors of this shape are moved."""
+        return self.plan.moves(self.dims, shape)
 
     def leaving(self, x: Tensor) -> list[Piece]:
         """The pieces of x that this rank sends."""
-        return [Piece(peer, at(x, cut)) for peer, cut in self.plan.moves(self.dims, x.shape).leaving]
+        return [Piece(peer, at(x, cut)) for peer, cut in self.moves(x.shape).leaving]
 
     def arriving(self, strips: list[Tensor]) -> list[Piece]:
         """The strips as what this rank receives."""
@@ -285,40 +295,35 @@ class Exchange:
 
     def strips(self, like: Like) -> list[Tensor]:
         """Memory for what this rank receives: one strip for each slab."""
-        shapes = self.plan.moves(self.dims, like.shape).strips
+        shapes = self.moves(like.shape).strips
         return [torch.empty(shape, dtype=like.dtype, device=like.device) for shape in shapes]
 
-    def assemble(self, x: Tensor | None, incoming: Incoming, like: Like | None = None) -> Tensor:
+    def assemble(self, x: Tensor | None, incoming: Incoming) -> Tensor:
         """The needed box: what is kept of x, the strips, once they have come, and `fill` outside the whole.
 
-        A rank that holds nothing, and so has no x, says what the box is `like`.
+        A rank that holds nothing has no x.
         """
-        plan = self.plan
-        if x is not None and plan.inert:
+        if x is not None and self.plan.inert:
             return x
-        if like is None:
-            assert x is not None
-            like = Like.of(x)
-        moves = plan.moves(self.dims, like.shape)
+        strips, pending, like, moves = incoming
         if moves.bare:
-            incoming.pending.wait()
-            return incoming.strips[0]
-        result = self.memory(like)
+            pending.wait()
+            return strips[0]
+        result = self.memory(like, moves)
         self._begin(result, moves)
         if x is not None and moves.keeps:
             at(result, moves.kept_into).copy_(at(x, moves.kept))
-        return self.put(incoming, result, moves)
+        return self.put(incoming, result)
 
-    def memory(self, like: Like) -> Tensor:
+    def memory(self, like: Like, moves: Moves | None = None) -> Tensor:
         """Memory for the needed box."""
-        shape = self.plan.moves(self.dims, like.shape).shape
+        shape = (moves or self.moves(like.shape)).shape
         return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=like.memory_format)
 
-    def put(self, incoming: Incoming, result: Tensor, moves: Moves | None = None) -> Tensor:
+    def put(self, incoming: Incoming, result: Tensor) -> Tensor:
         """`result`, the needed box, with the strips in it once they have come."""
         incoming.pending.wait()
-        moves = moves or self.plan.moves(self.dims, result.shape)
-        for strip, cut in zip(incoming.strips, moves.into, strict=True):
+        for strip, cut in zip(incoming.strips, incoming.moves.into, strict=True):
             self._put(strip, at(result, cut))
         return result
 
@@ -338,11 +343,10 @@ class Exchange:
 class _Adjoint(Exchange):
     tag = BACKWARD_TAG
 
-    def assemble(self, x: Tensor | None, incoming: Incoming, like: Like | None = None) -> Tensor:
-        plan = self.plan
-        if x is not None and not plan.receives and plan.kept == plan.needed:
-            return at(x, plan.moves(self.dims, x.shape).kept)  # what lay outside the whole goes nowhere
-        return super().assemble(x, incoming, like)
+    def assemble(self, x: Tensor | None, incoming: Incoming) -> Tensor:
+        if x is not None and not self.plan.receives and self.plan.kept == self.plan.needed:
+            return at(x, incoming.moves.kept)  # what lay outside the whole goes nowhere
+        return super().assemble(x, incoming)
 
     def _begin(self, result: Tensor, moves: Moves) -> None:
         if self.plan.kept != self.plan.needed:

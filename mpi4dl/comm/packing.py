@@ -33,9 +33,8 @@ class Message(NamedTuple):
 
 def messages_of(pieces: Sequence[Piece]) -> list[Message]:
     """The messages that these pieces make up; those without elements make none."""
-    if len(pieces) == 1:
-        ((peer, tensor),) = pieces
-        return [Message(peer, (tensor,), tensor.nbytes)] if tensor.numel() else []
+    if len(pieces) < 2 or len({peer for peer, _ in pieces}) == len(pieces):
+        return [Message(peer, (tensor,), tensor.nbytes) for peer, tensor in pieces if tensor.numel()]
     messages: list[Message] = []
     open_at: dict[int | None, int] = {}  # where the message is that the next small piece of a rank joins
     for peer, tensor in pieces:

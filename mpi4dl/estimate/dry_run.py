@@ -34,13 +34,13 @@ from mpi4dl.options.tasks import with_defaults
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.costs.cost_model import Profiler, flop_seconds
 from mpi4dl.parallel.costs.timing import planned_cuts
-from mpi4dl.parallel.disk import Keep
+from mpi4dl.parallel.disk import Keep, byte_seconds
 from mpi4dl.parallel.pipeline.cut import ChooseStream
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions, segments_of
-from mpi4dl.parallel.streaming.memory_limit import StreamConstraints, describe
+from mpi4dl.parallel.streaming.memory_limit import ASSUMED_SPEEDS, Speeds, StreamConstraints, describe
 from mpi4dl.parallel.tensor.cutting import with_cuts
 from mpi4dl.tasks.task import TASKS, Classify, Task
 
@@ -193,25 +193,27 @@ def estimator_of(config: Config, plan: Plan | None, num_classes: int, channels: 
     model = outline(lambda: build_model(config, num_classes, channels)).train()
     cut = plan is None or plan.num_stages > 1 or chosen.stream is not None
     asked = None if chosen.stream_segments is None else segments_of(chosen.stream_segments)
-    constraints = StreamConstraints(chosen.stream_until, chosen.stream_norm, asked, _keep(config))
+    disk = Keep("disk", chosen.offload_folder) if chosen.stream_keep is None else None
+    constraints = StreamConstraints(chosen.stream_until, chosen.stream_norm, asked, _keep(config), disk)
     how = _trained(config, device.type)
     return Estimator(units_of(model, batch, cut), batch, Profiler.of_user(), device, constraints=constraints, **how)
 
 
 def _keep(config: Config) -> Keep:
     """Where the outputs of segments are kept."""
-    return Keep(config.parallel.stream_keep, config.parallel.offload_folder)
+    return Keep(config.parallel.stream_keep or "device", config.parallel.offload_folder)
 
 
 # How the images of a run are streamed, as the flags say, or as the limit of memory does.
 
 
 def stream_of(
-    config: Config, plan: Plan, num_classes: int, channels: int, device: torch.device
+    config: Config, plan: Plan, num_classes: int, channels: int, device: torch.device, speeds: Speeds | None = None
 ) -> StreamOptions | ChooseStream | None:
     """How the images are streamed; None if they are not. Raises ConfigError where options contradict each other.
 
-    Where that is to be chosen, it is what chooses for stages of so many units, alike on all ranks.
+    Where that is to be chosen, it is what chooses for stages of so many units, alike on all ranks if they are given the
+    same `speeds`; these are measured if they are left out.
     """
     chosen, limit = config.parallel, config.parallel.memory_limit
     asked = chosen.stream
@@ -229,6 +231,7 @@ def stream_of(
     if plan.bidirectional and chosen.stream_norm != "exact":
         raise ConfigError("copies in both directions share their statistics later: stream with `stream_norm` exact")
     forecaster = build_forecaster(config, num_classes, channels, Profiler.of_user(), device)
+    forecaster.speeds = speeds or measured_speeds(config, device)
 
     def choose(cuttable: Cuttable, counts: Sequence[int]) -> StreamOptions:
         found = forecaster.choose_tiles(plan, counts, limit or 0, any_zero=False)
@@ -236,6 +239,13 @@ def stream_of(
         return replace(found.options, remark=f"`stream` auto: {describe(found)}, {estimated}")
 
     return choose
+
+
+def measured_speeds(config: Config, device: torch.device) -> Speeds:
+    """How fast this machine computes, and its disk is, where `stream` auto has to know."""
+    if config.parallel.stream != "auto":
+        return ASSUMED_SPEEDS
+    return Speeds(flop_seconds(device), byte_seconds(config.parallel.offload_folder))
 
 
 REFUSED = 1.25  # times the memory: estimates are within that of what was measured

@@ -44,7 +44,15 @@ from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import ZERO_STAGES, Plan, grid_name
 from mpi4dl.parallel.streaming.leading_part import EACH_NORM, StreamOptions, choose_leading_part
 from mpi4dl.parallel.streaming.margins import CannotStream
-from mpi4dl.parallel.streaming.memory_limit import StreamChoice, StreamConstraints, StreamNeeds, choose_tiles, needs_of
+from mpi4dl.parallel.streaming.memory_limit import (
+    ASSUMED_SPEEDS,
+    Speeds,
+    StreamChoice,
+    StreamConstraints,
+    StreamNeeds,
+    choose_tiles,
+    needs_of,
+)
 from mpi4dl.parallel.tables.simulator import Costs, simulate
 from mpi4dl.parallel.tensor.styles import Degrees, Styles
 
@@ -69,7 +77,10 @@ class PlanEstimate(NamedTuple):
     def __str__(self) -> str:
         found = [self.plan.describe(), *["recompute"] * self.recompute]
         if self.stream is not None:
-            found.append(f"stream {grid_name(self.stream.counts)} in {counted(self.stream.segments, 'segment')}")
+            number = self.stream.segments
+            cut = "a segment for each norm" if number == EACH_NORM else counted(number, "segment")
+            files = " in files" * self.stream.uses_files
+            found.append(f"stream {grid_name(self.stream.counts)} in {cut}{files}")
         return ", ".join(found)
 
     def options(self, config: Config) -> dict[str, Any]:
@@ -84,6 +95,7 @@ class PlanEstimate(NamedTuple):
             "stream": None if stream is None else stream.counts,
             "stream_segments": None if stream is None else "norms" if stream.segments == EACH_NORM else stream.segments,
             "stream_until": None if stream is None else stream.until,
+            "stream_keep": "disk" if stream is not None and stream.uses_files else config.parallel.stream_keep,
             "memory_limit": None,
             "recompute": self.recompute,
             "balance": Config().parallel.balance if by_hand else config.parallel.balance,
@@ -168,6 +180,7 @@ class Estimator:
     low_precision: torch.dtype | None = None
     averaged: bool = False
     constraints: StreamConstraints = field(default_factory=StreamConstraints)
+    speeds: Speeds = ASSUMED_SPEEDS
     styles: Styles | None = None
     _states: dict[tuple[int, int, Degrees], StageState] = field(default_factory=dict)
     _counts: dict[Site, tuple[UnitCounts, ...]] = field(default_factory=dict)
@@ -299,7 +312,10 @@ class Estimator:
             _, _, *size = self.image
             sides = [ceil_div(pixels, parts) for pixels, parts in zip(size, plan.shape(0).space, strict=True)]
             needs_for = partial(self._needs_for, sites[0], counts[0])
-            self._stream_choices[key] = choose_tiles(sides, self.constraints, needs_for, bytes_of, most_bytes)
+            seconds_of = partial(self.speeds.of_step, num_ranks=plan.shape(0).size)
+            self._stream_choices[key] = choose_tiles(
+                sides, self.constraints, needs_for, bytes_of, most_bytes, seconds_of
+            )
         return self._stream_choices[key]
 
     def _needs_for(self, site: Site, num_units: int, options: StreamOptions) -> StreamNeeds:

@@ -559,11 +559,11 @@ class Parallel:
         "so less is computed again; none: one, or with --stream auto the number with the least work",
         optional(either(COUNT, "norms")),
     )
-    stream_keep: str = option(
-        "device",
+    stream_keep: str | None = option(
+        None,
         "where to keep the outputs of segments until the backward pass: on the device, the host, or disk, in "
-        "--offload-folder",
-        choice("device", "host", "disk"),
+        "--offload-folder; none: on the device, or with --stream auto where it takes the least time",
+        optional(choice("device", "host", "disk")),
     )
     no_rule: str = option(
         "error",

@@ -270,7 +270,7 @@ def with_features(config: Config) -> Config:
         raise ConfigError(f"`{wrong}` is for models that see pixels, and `features` {features} has none: leave it out")
     given: dict[str, Any] = {"model": FEATURES_MODEL, "model_options": {}, "patches": 1, "min_tissue": 0.0}
     given |= {"mean": (0.0,), "std": (1.0,), "flip": "none", "fit": "pad"}
-    given |= {"mpp": None, "magnification": None, "level": None, "stream_segments": None, "stream_keep": "device"}
+    given |= {"mpp": None, "magnification": None, "level": None, "stream_segments": None, "stream_keep": None}
     given["slides"] = config.slides.slides or features
     if config.tuning.weights == "pretrained":
         given["weights"] = None

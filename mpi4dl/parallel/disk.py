@@ -3,6 +3,7 @@
 import mmap
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -43,6 +44,23 @@ def mapped(num_bytes: int, folder: str | Path | None = None) -> Tensor:
     found = torch.frombuffer(mapping, dtype=torch.uint8)
     _maps[found.data_ptr()] = mapping
     return found
+
+
+PROBE_BYTES = 32 << 20
+
+
+def byte_seconds(folder: str | Path | None = None) -> float:
+    """The seconds in which the disk of a folder writes a byte and reads it; infinite if there is no room."""
+    try:
+        values = mapped(PROBE_BYTES, folder)
+    except NoRoom:
+        return float("inf")
+    began = time.perf_counter()
+    values.fill_(1)
+    _maps[values.data_ptr()].flush()
+    let_go(values)
+    values.sum()
+    return (time.perf_counter() - began) / PROBE_BYTES
 
 
 def let_go(*tensors: Tensor | None) -> None:

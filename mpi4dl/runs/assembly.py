@@ -104,9 +104,10 @@ def hold_model(
     """The stages of `ModelAssembly.hold`. Raises ValueError on all ranks."""
     chosen, stream = config.parallel, None
     if (chosen.stream, chosen.stream_until, chosen.memory_limit) != (None, None, None):
-        from mpi4dl.estimate.dry_run import stream_of
+        from mpi4dl.estimate.dry_run import measured_speeds, stream_of
 
-        stream = stream_of(config, plan, num_outputs, channels, device)
+        speeds = comm.broadcast_object(measured_speeds(config, device) if comm.rank == 0 else None)
+        stream = stream_of(config, plan, num_outputs, channels, device, speeds)
     torch.manual_seed(config.training.seed)
     seed_python(config.training.seed)
     check_text(config, plan)

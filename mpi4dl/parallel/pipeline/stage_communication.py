@@ -275,7 +275,7 @@ class StageBoundary:
         leaves: list[Tensor] = []
         each = zip(transfers, self._posted(message), layouts, announcement.tensors, strict=True)
         for transfer, incoming, place, (spec, *_) in each:
-            leaf = transfer.values.assemble(None, incoming, transfer.like)
+            leaf = transfer.values.assemble(None, incoming)
             if spec.requires_grad:
                 leaves.append(leaf.requires_grad_())
             parts.append(wrap(leaf, Layout(self.grid, place.tiling, place.dims)))
@@ -297,7 +297,7 @@ class StageBoundary:
         """The gradients of the values that were handed on and wanted one."""
         arrived = self._posted(message, back=True)
         return [
-            transfer.gradients.assemble(None, incoming, transfer.like)
+            transfer.gradients.assemble(None, incoming)
             for transfer, incoming in zip(self._differentiable(message), arrived, strict=True)
         ]
 

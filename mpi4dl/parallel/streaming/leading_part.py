@@ -273,6 +273,10 @@ class StreamOptions:
         if self.segments < 1:
             raise ValueError(f"streaming takes at least one segment, but got {self.segments}")
 
+    @property
+    def uses_files(self) -> bool:
+        return self.keep.where == "disk"
+
 
 @dataclass(frozen=True)
 class StreamedImages:

@@ -1,6 +1,7 @@
-"""Tiles and segments for a limit of memory: the fewest tiles that fit, and the number of segments with the least work.
+"""Tiles and segments for a limit of memory: the fewest tiles that fit, and the segments that take the least time.
 
-Fewer tiles read fewer pixels of margins. More segments repeat less in their statistics passes, but keep more outputs.
+Fewer tiles read fewer pixels of margins. More segments repeat less in their statistics passes, but keep more outputs,
+in memory or on a disk.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -124,7 +125,7 @@ class StreamNeeds:
             if done < stop:
                 rest = stage_bytes(column[done:stop], column[done - 1], stop == len(column))
                 rest = rest._replace(working=rest.working - column[done - 1].handed)  # its gradient is not sent
-        in_files = self.options.keep.where == "disk"
+        in_files = self.options.uses_files
         inputs = 0 if in_files else sum(segment.input_bytes for segment in self.segments)
         inputs_so_far, previous, most = 0, 0, inputs + rest.kept + rest.working
         for segment in self.segments:
@@ -290,18 +291,47 @@ def _rank_bytes(spec: InputSpec, tiles: StreamTiles, margin: int, size: Sequence
 
 
 SEGMENTS = (1, 3, 6, EACH_NORM)
+DISK = (6, EACH_NORM)  # the numbers of segments whose outputs may go to a disk
 SMALLEST_TILE = 64  # px; margins of smaller tiles would be larger than the tiles
 A_FEW = 8  # up to so many tiles along an axis all numbers are tried, then four in each octave
 
 
 @dataclass(frozen=True)
 class StreamConstraints:
-    """The options of streaming that the user fixed, as in `StreamOptions`. `segments`: None for any number."""
+    """The options of streaming that the user fixed, as in `StreamOptions`. `segments`: None for any number.
+
+    `disk`: outputs of segments may be kept there instead, None if the user has chosen where.
+    """
 
     until: str | None = None
     norms: str = "exact"
     segments: int | None = None
     keep: Keep = ON_DEVICE
+    disk: Keep | None = None
+
+    def ways(self) -> Iterator[tuple[int, Keep]]:
+        """Numbers of segments, and where their outputs are kept."""
+        numbers = (self.segments,) if self.segments else SEGMENTS if self.norms == "exact" else SEGMENTS[:1]
+        yield from ((segments, self.keep) for segments in numbers)
+        if self.disk is not None:
+            yield from ((segments, self.disk) for segments in numbers if segments in DISK)
+
+
+class Speeds(NamedTuple):
+    """The seconds of a FLOP, and of a byte that is written to a disk and read again."""
+
+    flop_seconds: float
+    disk_byte_seconds: float
+
+    def of_step(self, needs: StreamNeeds, num_ranks: int) -> float:
+        """About how long the streamed part takes, on so many ranks that share images: what is kept on a disk is written
+        and read, and its gradient as well.
+        """
+        seconds = needs.work() / num_ranks * self.flop_seconds
+        return seconds + 2 * needs.kept_bytes * self.disk_byte_seconds if needs.options.uses_files else seconds
+
+
+ASSUMED_SPEEDS = Speeds(1 / 50e9, 2 / 1e9)  # 50 GFLOP/s; 1 GB/s each way
 
 
 class StreamChoice(NamedTuple):
@@ -326,8 +356,9 @@ def choose_tiles(
     needs_for: Callable[[StreamOptions], StreamNeeds],
     bytes_of: Callable[[StreamNeeds], int],
     most_bytes: float,
+    seconds_of: Callable[[StreamNeeds], float] = StreamNeeds.work,
 ) -> StreamChoice:
-    """The fewest tiles of a rank's part of the images that fit, and the number of segments with the least work.
+    """The fewest tiles of a rank's part of the images that fit, and the segments that take the least time.
 
     Smaller tiles need less memory each, but fewer layers can be streamed with margins that are small beside them. So
     the search begins with few tiles, and takes as many more as memory is too large; then it halves the last step.
@@ -338,6 +369,7 @@ def choose_tiles(
         needs_for: returns the needs for some options; may raise CannotStream.
         bytes_of: returns the memory of the rank that needs most.
         most_bytes: the limit of that memory.
+        seconds_of: returns about how long a step of that takes, in any unit.
 
     Raises:
         CannotStream: nothing fits; the message has the least memory that does.
@@ -346,12 +378,11 @@ def choose_tiles(
     tried: list[StreamChoice] = []
     fitting: list[StreamChoice] = []
     problem: CannotStream | None = None
-    numbers = SEGMENTS if constraints.norms == "exact" else SEGMENTS[:1]
-    for segments in (constraints.segments,) if constraints.segments else numbers:
+    for segments, keep in constraints.ways():
 
-        def choice_of(tiles: tuple[int, ...], segments: int = segments) -> StreamChoice | None:
+        def choice_of(tiles: tuple[int, ...], segments: int = segments, keep: Keep = keep) -> StreamChoice | None:
             nonlocal problem
-            options = StreamOptions(tiles, constraints.until, constraints.norms, segments, constraints.keep)
+            options = StreamOptions(tiles, constraints.until, constraints.norms, segments, keep)
             try:
                 needs = needs_for(options)
             except CannotStream as error:
@@ -367,7 +398,7 @@ def choose_tiles(
         if found is not None:
             fitting.append(found)
     if fitting:
-        return min(fitting, key=lambda each: each.needs.work())
+        return min(fitting, key=lambda each: seconds_of(each.needs))
     if problem is not None and not tried:
         raise problem
     least = min(tried, key=lambda each: each.num_bytes)
@@ -411,4 +442,5 @@ def _first_that_fits(
 def describe(choice: StreamChoice) -> str:
     """The numbers of tiles and segments, and the margin."""
     tiles, segments = grid_name(choice.options.counts), counted(len(choice.needs.segments), "segment")
-    return f"{tiles} tiles of each rank in {segments}, a margin of {choice.needs.margin} px"
+    files = f", with {mebibytes(choice.needs.kept_bytes)} in files" if choice.options.uses_files else ""
+    return f"{tiles} tiles of each rank in {segments}, a margin of {choice.needs.margin} px{files}"

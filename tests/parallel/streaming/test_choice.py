@@ -1,11 +1,16 @@
 """Which tiles are chosen for a limit of memory: the fewest that fit, and refusals with what would do."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 
-from mpi4dl.parallel.streaming.leading_part import StreamOptions
+from mpi4dl.parallel.disk import Keep
+from mpi4dl.parallel.streaming.leading_part import EACH_NORM, StreamOptions
 from mpi4dl.parallel.streaming.margins import CannotStream
 from mpi4dl.parallel.streaming.memory_limit import (
     SegmentNeeds,
+    Speeds,
     StreamConstraints,
     StreamNeeds,
     choose_tiles,
@@ -54,6 +59,32 @@ def test_segments_are_as_many_as_make_least_work() -> None:
     few = 64 * 64 + KEPT  # bytes with which little can be kept between segments
     assert choose_tiles(SIDES, StreamConstraints(), needs_for, bytes_of, few).options.segments == 1
     assert choose_tiles(SIDES, StreamConstraints(norms="running"), needs_for, bytes_of, 1_000_000).options.segments == 1
+
+
+@pytest.mark.parametrize(
+    ("disk_byte_seconds", "most", "keep", "segments"),
+    [
+        (1e-12, 60_000, "device", EACH_NORM),  # what fits into memory stays there
+        (1e-12, 6_000, "disk", EACH_NORM),
+        (1.0, 6_000, "device", 1),  # a slow disk takes longer than repetition
+        (float("inf"), 6_000, "device", 1),  # there is no room
+    ],
+)
+def test_outputs_go_to_a_disk_where_that_takes_less_time_than_repetition(
+    disk_byte_seconds: float, most: int, keep: str, segments: int
+) -> None:
+    constraints = StreamConstraints(disk=Keep("disk"))
+    speeds = Speeds(1.0, disk_byte_seconds)
+
+    def in_memory(needs: StreamNeeds) -> int:
+        return bytes_of(needs) - needs.kept_bytes * needs.options.uses_files
+
+    found = choose_tiles(SIDES, constraints, needs_for, in_memory, most, partial(speeds.of_step, num_ranks=2))
+    assert (found.options.keep.where, found.options.segments) == (keep, segments)
+    own = replace(constraints, disk=None)  # the user said where
+    chosen = choose_tiles(SIDES, own, needs_for, in_memory, most, partial(speeds.of_step, num_ranks=2))
+    assert chosen.options.keep.where == "device"
+    assert speeds.of_step(chosen.needs, 2) >= speeds.of_step(found.needs, 2)
 
 
 def test_where_nothing_fits_the_least_is_said() -> None:

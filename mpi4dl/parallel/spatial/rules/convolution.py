@@ -108,8 +108,17 @@ class Joined(NamedTuple):
     def of_parameters(
         self, gradient: Tensor, x: Tensor, strips: list[Tensor], weight: Tensor, mask: Mask
     ) -> tuple[Tensor, Tensor]:
-        padded = x if self.exchange is None else self.exchange.assemble(x, self.exchange.again(strips))
-        return gradients(gradient, padded, weight, self.options, mask)[1:]
+        return gradients(gradient, self._padded(x, strips), weight, self.options, mask)[1:]
+
+    def in_one_call(
+        self, gradient: Tensor, x: Tensor, strips: list[Tensor], weight: Tensor, mask: Mask
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of x, weight and bias, those of them that the mask asks for: strips leave after all of them."""
+        whole, *rest = gradients(gradient, self._padded(x, strips), weight, self.options, mask)
+        return (whole if self.exchange is None or not mask[0] else self.exchange.adjoint.bring(whole)), *rest
+
+    def _padded(self, x: Tensor, strips: list[Tensor]) -> Tensor:
+        return x if self.exchange is None else self.exchange.again(x, strips)
 
 
 class Border(NamedTuple):
@@ -255,8 +264,9 @@ def _borders(
 def gradients(gradient: Tensor, x: Tensor, weight: Tensor, options: ConvolutionOptions, mask: Mask) -> Gradients:
     """Those gradients of input, weight and bias that the mask asks for."""
     if gradient.numel() == 0 or x.numel() == 0:
-        bias_gradient = gradient.sum(dim=[dim for dim in range(gradient.dim()) if dim != 1])
-        return x.new_zeros(x.shape), weight.new_zeros(weight.shape), bias_gradient
+        of_bias = gradient.sum(dim=[dim for dim in range(gradient.dim()) if dim != 1])
+        found = x.new_zeros(x.shape), weight.new_zeros(weight.shape), of_bias
+        return tuple(each if asked else None for each, asked in zip(found, mask, strict=True))  # type: ignore[return-value]
     bias_sizes = [gradient.shape[1]] if mask[2] else None
     return torch.ops.aten.convolution_backward(gradient, x, weight, bias_sizes, *options, mask)
 
@@ -349,6 +359,7 @@ def _these(x: Tensor, split: Split, dim: int, grid: Grid) -> Tensor:
 
 
 WORTH_ONEDNN = 1 << 22  # multiplications
+ONE_CALL = 1 << 22  # multiplications up to which one call finds all gradients: strips leave later, but it costs less
 
 
 class Later(Protocol):
@@ -386,7 +397,9 @@ class Convolution(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *strips = ctx.saved_tensors
         way: Way = ctx.way
-        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        mask = need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        if isinstance(way, Joined) and ctx.later is None and _is_small(gradient, weight):
+            return *way.in_one_call(gradient, x, strips, weight, mask), *(None,) * 4
         of_x = of_weight = of_bias = None
         if ctx.later is not None:
             ctx.later(partial(_of_parameters, way, strips, weight, ctx.has_bias), gradient, x.detach())
@@ -400,6 +413,10 @@ class Convolution(torch.autograd.Function):
             of_bias if need_bias else None,
             *(None,) * 4,
         )
+
+
+def _is_small(gradient: Tensor, weight: Tensor) -> bool:
+    return gradient.is_cpu and gradient.numel() * weight.numel() <= ONE_CALL * len(weight)
 
 
 def _of_parameters(

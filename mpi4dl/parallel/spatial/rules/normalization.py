@@ -591,13 +591,18 @@ def _by_sample(
     layout, local = x.layout, x.local
     n, c, *space = local.shape
     rows = local.reshape(1, n * groups, c // groups, *space)
-    others = [n for d, n in enumerate(local.shape) if d > 1 and d not in layout.dims]
-    # Of rows, samples and groups are the channels, and what is behind them has moved by one.
-    inner = layout.grid.the_one(layout.with_dims(None if not dim else dim + 1 for dim in layout.dims))
-    norm = Norm(inner, inner, sharers(layout, layout.grid.space, c // groups * math.prod(others)), eps)
+    key = _by_sample, local.shape, groups, eps
+    norm = layout.known(key, lambda: _norm_by_sample(layout, local.shape, c // groups, eps))
     y, moments = normalize(norm, rows, None, None)
-    y = _affine(wrap(y.view(local.shape), x.layout), weight, bias, (1, -1, *[1] * (x.dim() - 2)))
-    return y, moments
+    y = _affine(y.view(local.shape), weight, bias, (1, -1, *[1] * (x.dim() - 2)))
+    return wrap(y, layout), moments
+
+
+def _norm_by_sample(layout: Layout, shape: Sequence[int], size: int, eps: float) -> Norm:
+    """Of rows of this many channels each, samples and groups are the channels, and what is behind them moved by one."""
+    others = [n for d, n in enumerate(shape) if d > 1 and d not in layout.dims]
+    inner = layout.grid.the_one(layout.with_dims(None if not dim else dim + 1 for dim in layout.dims))
+    return Norm(inner, inner, sharers(layout, layout.grid.space, size * math.prod(others)), eps)
 
 
 @register(F.local_response_norm)

@@ -61,6 +61,7 @@ def is_pointwise(function: Any) -> bool:
 
 NESTED = (list, tuple, dict)
 COMPOUND = (Tensor, *NESTED)
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _tagged(name: str) -> bool:
@@ -111,7 +112,9 @@ def pointwise(function: Any) -> Rule:
 
 
 def _alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-    """The arguments with the local parts of tensors, which all have one layout and shape; None for all others."""
+    """The arguments with the local parts of tensors, which all have one layout and shape, or are plain and the same for
+    all pixels; None for all others.
+    """
     first = args[0] if args else None
     if type(first) is not SpatialTensor:
         return None
@@ -121,11 +124,19 @@ def _alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
             if value.layout is not first.layout or value.shape != first.shape:
                 return None
             found.append(value.local)
-        elif isinstance(value, COMPOUND):
+        elif isinstance(value, COMPOUND) and not _is_same_everywhere(value, first):
             return None
         else:
             found.append(value)
     return None if kwargs and any(isinstance(value, COMPOUND) for value in kwargs.values()) else found
+
+
+def _is_same_everywhere(value: Any, x: SpatialTensor) -> bool:
+    """Whether this is a plain tensor that is broadcast along all dims that ranks share of x, as one for channels."""
+    if type(value) not in PLAIN or value.dim() > x.dim() or x.layout.flat:
+        return False
+    shape, more = value.shape, x.dim() - value.dim()
+    return all(dim is None or dim < more or shape[dim - more] == 1 for dim in x.layout.dims)
 
 
 def _taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl.comm import Communicator, communicator, exchange
-from mpi4dl.geometry import Split
+from mpi4dl.geometry import Split, Tiling
 from mpi4dl.parallel.spatial.flattening import between_copies
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import gather, gather_axes, retile
@@ -38,7 +38,7 @@ def reduced_layout(layout: Layout, dims: Sequence[int], keepdim: bool) -> Layout
             return None
         return dim if keepdim else dim - sum(d < dim for d in dims)
 
-    return layout.moved(moved)
+    return layout.known((reduced_layout, tuple(dims), keepdim), lambda: layout.grid.the_one(layout.moved(moved)))
 
 
 def check_reduction(function: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> None:
@@ -82,10 +82,14 @@ def total(
 
 def owned_along(x: SpatialTensor, axes: Sequence[int]) -> Tensor:
     """x without held halos along these axes."""
-    tiling = x.layout.tiling
+    layout = x.layout
+    return retile(x, layout.known((owned_along, tuple(axes)), lambda: _narrow_along(layout.tiling, axes))).local
+
+
+def _narrow_along(tiling: Tiling, axes: Sequence[int]) -> Tiling:
     for axis in axes:
         tiling = tiling.replace(axis, tiling.splits[axis].narrow())
-    return retile(x, tiling).local
+    return tiling
 
 
 @register(*named("sum"), flat=True)

@@ -1,0 +1,83 @@
+"""What a rule does beyond PyTorch's call is counted, and does not grow: Python's calls, operators, and new tensors."""
+
+import pytest
+import torch
+
+from benchmarks import overhead
+from mpi4dl.comm import Communicator
+from mpi4dl.parallel.spatial.tensor import local_part
+from tests.benchmarks.checks import answered, options_of
+from tests.pool.ranks import Ranks
+
+# At most so many on a rank: calls, operators and tensors of a forward pass, and of a backward pass.
+MOST = {
+    "relu": (22, 0, 0, 0, 0, 0),
+    "add": (27, 0, 0, 0, 0, 0),
+    "cat": (56, 0, 0, 0, 0, 0),
+    "conv 1x1": (41, 0, 0, 0, 0, 0),
+    "conv 3x3": (102, 11, 3, 85, 16, 6),
+    "conv 3x3 stride 2": (94, 6, 2, 65, 9, 4),
+    "max pool 3x3": (108, 15, 7, 62, 11, 5),
+    "average pool 3x3": (110, 12, 4, 62, 10, 4),
+    "batch norm": (88, 20, 7, 36, 16, 10),
+    "group norm": (77, 18, 10, 36, 15, 11),
+    "bilinear x2": (150, 11, 3, 61, 11, 4),
+    "global mean": (86, 6, 2, 33, 5, 1),
+}
+
+
+def counts_of(comm: Communicator) -> dict[str, tuple[int, ...]]:
+    options = options_of("overhead")
+    _, x, tile = overhead.tiles(options, comm)
+    plain = tile.detach().requires_grad_()
+    found = {}
+    for name, operator in overhead.operators(options.channels).items():
+        ours = overhead.Call(operator, x, tile, local_part)
+        for _ in range(3):  # plans are made, and norms learn what to bring
+            ours.backward(ours.forward())
+        more, own = ours.counts(), overhead.Call(operator, plain, plain, local_part).counts()
+        kinds = [f"{each}_{kind}" for each in overhead.PASSES for kind in overhead.COUNTS]
+        found[name] = tuple(more[kind] - own[kind] for kind in kinds)
+    return found
+
+
+def test_rules_do_no_more_than_they_did(ranks: Ranks) -> None:
+    for found in ranks(2).run(counts_of):
+        assert list(found) == list(MOST) == list(overhead.NAMES)
+        worse = {name: counts for name, counts in found.items() if any(map(int.__gt__, counts, MOST[name]))}
+        assert not worse, worse
+
+
+def test_what_is_counted() -> None:
+    def one_more(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    x = torch.zeros(3)
+    with overhead.count_operators() as found:
+        x.add_(1)
+        one_more(x).view(3, 1)
+    assert found == {"operators": 3, "tensors": 1}
+    with overhead.count_calls() as called:
+        one_more(x)
+        one_more(x)
+    assert called == {"calls": 2}
+
+
+def test_times_are_those_beyond_plain_pytorch() -> None:
+    def turn(plain: float, ours: float) -> dict[str, object]:
+        seconds = {"plain": dict.fromkeys(overhead.PASSES, plain), "ours": dict.fromkeys(overhead.PASSES, ours)}
+        return {**seconds, "counts": {"forward_calls": 7}}
+
+    job = answered("2 ranks", 2, relu=[turn(2.0, 9.0), turn(3.0, 9.0), turn(2.0, 10.0)])
+    peer = answered("DTensor", 2, relu=[dict.fromkeys(overhead.PASSES, took) for took in (20.0, 21.0, 30.0)])
+    (row,) = overhead.summarise(2, job, peer)
+    assert (row["plain_forward_us"], row["ours_forward_us"], row["dtensor_forward_us"]) == (2.0, 7.0, 18.0)
+    assert (row["ranks"], row["operator"], row["forward_calls"]) == (2, "relu", 7)
+    (alone,) = overhead.summarise(2, job, None)
+    assert alone["dtensor_forward_us"] is None
+
+
+def test_only_known_calls_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options_of("overhead", "--operators fft")
+    assert "no name has" in capsys.readouterr().err
