@@ -123,10 +123,12 @@ def hold_model(
 
     assert isinstance(model, PatchModel)
     try:
-        stream_patches(model.to(device), patches, channels)
+        streamed = stream_patches(model.to(device), patches, channels)
     except ValueError as error:
         raise ConfigError(f"`stream_segments` {patches.segments} of `model` {config.model_name}: {error}") from error
-    return LocalStages.whole(model, plan, comm, patches)
+    stages = LocalStages.whole(model, plan, comm, patches)
+    stages.programs.append(streamed.segments)
+    return stages
 
 
 def _cut_model(

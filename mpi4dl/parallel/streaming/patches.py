@@ -10,13 +10,14 @@ Batch norms in the encoder use the statistics of all patches, by the same statis
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, groupby, pairwise, product
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpi4dl.comm import Refusal
 from mpi4dl.datasets import DatasetError
@@ -27,7 +28,7 @@ from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, shapes_of
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.halo import gather
-from mpi4dl.parallel.streaming.leading_part import SegmentProgram, Segments, StreamedImages, segment_spans
+from mpi4dl.parallel.streaming.leading_part import EACH_NORM, SegmentProgram, Segments, StreamedImages, segment_spans
 from mpi4dl.parallel.streaming.margins import profile_with_margin
 from mpi4dl.parallel.streaming.norms import MODES
 from mpi4dl.parallel.streaming.stream_tiles import ImageSource, InputSpec, Pixels, StreamTiles
@@ -197,13 +198,13 @@ class PatchStream:
         return self._grids[shared]
 
     def _cut(self, channels: int) -> None:
-        """Cut the encoder into segments with equal numbers of statistics."""
+        """Cut the encoder into segments, as `segment_spans` says."""
         encoder, patch = self._model.encoder, self._model.patch
         outline = copy.deepcopy(encoder, memo=shapes_of(encoder)).train()
         ranks = GridShape(2, 1, 1)
         tiles = StreamTiles(ranks, 0, (1, 1), True)
         shape = torch.Size((2 * self._options.at_once, channels, patch, patch))
-        cuttable = Cuttable(outline, image=tuple(shape))
+        cuttable = _units_of(outline, tuple(shape), self._options.segments == EACH_NORM)
         spec = tiles.image_spec(shape, image_dtype(encoder), Split.at(even_cuts(shape[0], ranks.size)))
 
         def statistics_of(stop: int) -> int | None:
@@ -215,6 +216,15 @@ class PatchStream:
         self.segments = Segments(
             tuple(SegmentProgram.of(cuttable, *span) for span in spans), self._options.norms, self._options.keep
         )
+        self.segments.watch(encoder)
+
+
+def _units_of(encoder: nn.Module, image: tuple[int, ...], within_blocks: bool) -> Cuttable:
+    """The encoder in units, those within blocks if that is asked for, and can be."""
+    if within_blocks:
+        with suppress(ValueError):
+            return Cuttable(encoder, image=image, within_blocks=True)
+    return Cuttable(encoder, image=image)
 
 
 def _shared_out(grid: Grid, keys: Sequence[tuple[int, ...]], compute: Callable[..., T]) -> dict[tuple[int, ...], T]:
@@ -255,11 +265,16 @@ def patch_tiles(
     return tiles, tiles.image_spec(shape, dtype, Split.at((0, *inner)))
 
 
-def stream_patches(model: PatchModel, options: PatchOptions, channels: int = 3) -> None:
-    """Let `model` stream the patches of `StreamedImages`, which an engine passes to it. It still takes tensors."""
+def stream_patches(model: PatchModel, options: PatchOptions, channels: int = 3) -> PatchStream:
+    """Let `model` stream the patches of `StreamedImages`, which an engine passes to it. It still takes tensors.
+
+    With several segments, what the encoder's forward reads of attributes and globals must stay as it is: see `changes`
+    of the stream's segments.
+    """
     stream = PatchStream(model, options, channels)
     model.forward = partial(_forward, stream, model.forward)  # type: ignore[method-assign]
     model.streamed = stream  # type: ignore[assignment]
+    return stream
 
 
 def _forward(stream: PatchStream, forward: Any, images: Any) -> Tensor:

@@ -10,11 +10,13 @@ from torch.nn import functional as F
 
 from mpi4dl import models
 from mpi4dl._torchvision import import_torchvision
-from mpi4dl.comm import Communicator
+from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
 from mpi4dl.models.patches import AGGREGATORS, PatchModel, headless
+from mpi4dl.parallel.disk import Keep
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.streaming.leading_part import EACH_NORM
 from mpi4dl.parallel.streaming.patches import PatchOptions, stream_patches
 from mpi4dl.parallel.streaming.stream_tiles import Pixels
 from tests.pool.ranks import Ranks
@@ -143,6 +145,58 @@ def progress_of(comm: Communicator, case: Case) -> list[str]:
     return [each for each in heard if each]
 
 
+class Scaled(Small):
+    """What it returns depends on its own number, and on one within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+        self[2] = Shifted()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = super().forward(x) * self.factor
+        return found
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = 0.5
+        self.norm = nn.BatchNorm2d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.norm(x + self.shift).relu()
+        return found
+
+
+def changed(comm: Communicator, path: str, name: str, segments: int) -> str:
+    """What is said if an attribute of a module of the encoder changes between two steps."""
+    torch.manual_seed(0)
+    case = replace(SMALL, options=PatchOptions(5, segments=segments))
+    model = PatchModel(Scaled(), AGGREGATORS["mean"](8, CLASSES), case.patch, 0.0, 0.5, None).double()
+    segments_of_model = stream_patches(model, case.options).segments
+    held = LocalStages.whole(model, case.plan, comm, stream=case.options)
+    held.programs.append(segments_of_model)
+    engine = Engine(held, case.plan, torch.optim.SGD(held.parameters(), lr=0.1), F.cross_entropy, comm=comm)
+    images, targets = batch_of(case, 0)
+    engine.step([Slides(images)], targets, SIZE)
+    setattr(model.encoder.get_submodule(path), name, 3.0)
+    try:
+        engine.step([Slides(images)], targets, SIZE)
+    except Refusal as refused:
+        return str(refused)
+    return ""
+
+
+@pytest.mark.parametrize(("path", "name"), [("", "factor"), ("2", "shift")])
+@pytest.mark.parametrize("segments", [1, 3, EACH_NORM])
+def test_a_change_of_what_segments_depend_on_is_refused(ranks: Ranks, path: str, name: str, segments: int) -> None:
+    """A single segment runs the encoder's own code. So does one that has a block as a whole."""
+    for said in ranks(2).run(changed, path, name, segments):
+        follows = segments == 1 or (segments == 3 and path != "")
+        assert (said == "") if follows else (f"{name} of" in said and "has changed since the model was cut" in said)
+
+
 def check(ranks: Ranks, case: Case) -> None:
     losses, gradients, state, evaluated = ranks(case.plan.num_ranks).run(train, case)[0]
     expected_losses, expected_gradients, expected_state, expected = plain(case)
@@ -165,6 +219,10 @@ CASES = {
     "transformer": replace(SMALL, aggregator="transformer"),
     "tissue": replace(SMALL, min_tissue=0.6),
     "segments": replace(SMALL, options=PatchOptions(5, segments=3)),
+    "each norm": replace(SMALL, options=PatchOptions(5, segments=EACH_NORM)),
+    "each norm of ResNet-18, on disk": replace(
+        SMALL, encoder="resnet18", patch=48, options=PatchOptions(2, segments=EACH_NORM, keep=Keep("disk"))
+    ),
     "replicas, ZeRO 3": replace(SMALL, plan=Plan(((1, 2),), data=2, zero=3), batch=4),
     "ResNet-18": replace(SMALL, encoder="resnet18", patch=48, options=PatchOptions(2, segments=5)),
     "recomputed": replace(SMALL, encoder="small_resnet", patch=48, options=PatchOptions(4, segments=2), recompute=True),
