@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.text import Tokenizer
-from mpi4dl.text.model import PagedModel, PagePool, PageSizes, TokenPortion, pages_for
+from mpi4dl.text.model import PagedModel, TokenPortion, pages_for
 from mpi4dl.text.options import Sampling
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -186,7 +186,7 @@ OnEvent = Callable[[Event], None]
 class Running:
     """A request: `tokens` are its prompt and what was generated, `num_cached` of them were given to the model.
 
-    `most` is how many tokens it may come to have. While it runs it has `pages` of data rank `row`.
+    `most` is how many tokens it may come to have. While it runs `num_pages` of data rank `row` are set aside for it.
     """
 
     id: int
@@ -198,7 +198,7 @@ class Running:
     tokenizer: Tokenizer
     separator: int | None = None
     row: int = 0
-    pages: tuple[int, ...] = ()
+    num_pages: int = 0
     num_cached: int = 0
     chooser: Chooser = field(init=False)
     text: TextStream = field(init=False)
@@ -225,11 +225,17 @@ class Running:
         stop = start + len(tokens)
         seen_from = tuple(self._seen_from[min(at, self.num_prompt)] for at in range(start, stop))
         return TokenPortion(
-            self.row, start, tokens, self.pages, stop == len(self.tokens), seen_from if any(seen_from) else ()
+            self.row,
+            self.id,
+            start,
+            tokens,
+            self.most - 1,
+            stop == len(self.tokens),
+            seen_from if any(seen_from) else (),
         )
 
-    def take(self, logits: Tensor, norm: float) -> Event:
-        """Choose a token by logits, float64, the logarithm of the sum of whose exponentials is `norm`."""
+    def take(self, logits: Tensor) -> Event:
+        """Choose a token by logits (vocabulary,), float64."""
         token = self.chooser.choose(logits)
         self.tokens.append(token)
         reason: FinishReason | None = None
@@ -240,7 +246,8 @@ class Running:
             reason = "length"
         if reason is not None:
             text += self.text.end()
-        return Event(self.id, token, text, reason, float(logits[token]) - norm, self.usage if reason else None)
+        logprob = float(logits[token] - logits.logsumexp(0))
+        return Event(self.id, token, text, reason, logprob, self.usage if reason else None)
 
     def ended(self, reason: FinishReason, message: str = "") -> Event:
         """The event of an end that comes from outside."""
@@ -279,7 +286,8 @@ class Batcher:
     any thread; they never wait for MPI.
 
     A request gets the tokens that it would get alone, to the bit where all ranks of a sum add in the same order. All
-    pages that it may need are its own from when it joins, so that those that run never wait for each other.
+    pages that it may need are set aside when it joins, so that those that run never wait for each other. Their memory
+    is taken as its tokens come.
 
     Args:
         stages: the model: this rank's stages, or parts of parameters. It is in evaluation mode until `close`.
@@ -316,8 +324,9 @@ class Batcher:
         if num_pages is None:
             of_one = pages_for(context, page_size)
             num_pages = max(of_one, -(-max_batch // stages.plan.replicas) * of_one // 2)
-        self._model = PagedModel(stages, comm, PageSizes(num_pages, page_size))
-        self._pools = [PagePool(num_pages) for _ in range(stages.plan.replicas)]
+        self._model = PagedModel(stages, comm, page_size)
+        self._num_pages, self._pages_used = num_pages, [0] * stages.plan.replicas  # of each data rank
+        self._ended: list[int] = []  # requests whose memory is still there
         self._lock = Condition()  # of all that follows; one thread may take it twice, as a signal's handler does
         self._waiting: deque[Running] = deque()
         self._cancelled: set[int] = set()
@@ -349,7 +358,7 @@ class Batcher:
                 "at most: shorten it"
             )
         most = min(self.context, len(tokens) + sampling.max_tokens)
-        needed, there = pages_for(most - 1, self.page_size), self._pools[0].num_pages
+        needed, there = pages_for(most - 1, self.page_size), self._num_pages
         if needed > there:
             raise ValueError(
                 f"{len(tokens)} tokens of a prompt and max_tokens={sampling.max_tokens} need {needed} pages of "
@@ -399,15 +408,15 @@ class Batcher:
 
     def follow(self) -> None:
         """Take part in the steps of rank 0 until it has stopped. On the main thread of all other ranks."""
-        while (portions := self._hear()) is not None:
-            self._model.run(portions)
+        while (step := self._hear()) is not None:
+            self._model.run(*step)
 
     def close(self) -> None:
         """Leave the model as it was, to be trained, or used by others."""
         self._model.close()
 
     def _new_stats(self) -> Stats:
-        used, total = sum(pool.num_used for pool in self._pools), sum(pool.num_pages for pool in self._pools)
+        used, total = sum(self._pages_used), self._num_pages * len(self._pages_used)
         return Stats(len(self._waiting), len(self._running), used, total, **self._counts)
 
     def _admit(self) -> bool:
@@ -418,10 +427,13 @@ class Batcher:
                 self._join()
                 self._stats = self._new_stats()
                 over = self._stopping and not self._running
-                if not (gone or self._running or over):
+                frees = self._ended and not self._running
+                if not (gone or self._running or over or frees):
                     self._lock.wait()
             for request in gone:
                 request.on_event(request.ended("cancelled"))
+            if frees:
+                self._run_model([])
             if self._running or over:
                 return bool(self._running)
 
@@ -440,33 +452,31 @@ class Batcher:
             self._waiting.remove(request)
             return
         self._running.remove(request)
-        self._pools[request.row].give_back(request.pages)
-        request.pages = ()
+        self._pages_used[request.row] -= request.num_pages
+        self._ended.append(request.id)
 
     def _join(self) -> None:
         """Let those that wait join, in turn, as long as there is room; the first that does not fit keeps its turn."""
         while self._waiting and len(self._running) < self.max_batch:
             request = self._waiting[0]
-            row = min(range(len(self._pools)), key=lambda r: self._pools[r].num_used)
-            pages = self._pools[row].take(pages_for(request.most - 1, self.page_size))
-            if pages is None:
+            row = self._pages_used.index(min(self._pages_used))
+            needed = pages_for(request.most - 1, self.page_size)
+            if self._pages_used[row] + needed > self._num_pages:
                 return
-            request.row, request.pages = row, pages
+            self._pages_used[row] += needed
+            request.row, request.num_pages = row, needed
             self._running.append(self._waiting.popleft())
 
     def _make_step(self) -> None:
-        step = portions_of(self._running, self.prefill_chunk, len(self._pools))
-        portions = [portion for _, portion in step]
-        self._tell(portions)
-        found = self._model.run(portions)
+        step = portions_of(self._running, self.prefill_chunk, len(self._pages_used))
+        found = self._run_model([portion for _, portion in step])
         events: list[tuple[Running, Event]] = []
         wanting = [request for request, portion in step if portion.wants]
         for request, portion in step:
             request.num_cached += len(portion.tokens)
         if found is not None:
-            logits = found.double()
-            norms = logits.logsumexp(1).tolist()
-            events = [(r, r.take(own, norm)) for r, own, norm in zip(wanting, logits, norms, strict=True)]
+            # One by one: a sum over one row alone is divided among threads, and one over each of several is not.
+            events = [(request, request.take(own.double())) for request, own in zip(wanting, found, strict=True)]
         with self._lock:
             for request, portion in step:
                 if portion.start < request.num_prompt:
@@ -482,11 +492,17 @@ class Batcher:
         for request, event in events:
             request.on_event(event)
 
-    def _tell(self, portions: Sequence[TokenPortion] | None) -> None:
-        """Say to all other ranks what is in the step, or that it was the last."""
+    def _run_model(self, portions: Sequence[TokenPortion]) -> Tensor | None:
+        """A step of all ranks, before which those that ended are forgotten; there may be no portions."""
+        ended, self._ended = self._ended, []
+        self._tell((portions, ended))
+        return self._model.run(portions, ended)
+
+    def _tell(self, step: tuple[Sequence[TokenPortion], Sequence[int]] | None) -> None:
+        """Say to all other ranks what is in the step, and who has ended, or that the last step is over."""
         if self.comm.size == 1:
             return
-        said = pickle.dumps(None if portions is None else [tuple(portion) for portion in portions])
+        said = pickle.dumps(None if step is None else ([tuple(portion) for portion in step[0]], step[1]))
         note = bytearray(max(NOTE_BYTES, LENGTH_BYTES + len(said)))
         note[: LENGTH_BYTES + len(said)] = len(said).to_bytes(LENGTH_BYTES, "little") + said
         whole = torch.frombuffer(note, dtype=torch.uint8)
@@ -494,7 +510,7 @@ class Batcher:
         if len(whole) > NOTE_BYTES:
             self.comm.broadcast(whole[NOTE_BYTES:])
 
-    def _hear(self) -> list[TokenPortion] | None:
+    def _hear(self) -> tuple[list[TokenPortion], list[int]] | None:
         """The message of rank 0."""
         note = self.comm.broadcast(torch.empty(NOTE_BYTES, dtype=torch.uint8))
         length = int.from_bytes(note[:LENGTH_BYTES].numpy().tobytes(), "little")
@@ -502,4 +518,4 @@ class Batcher:
         if rest > 0:
             note = torch.cat([note, self.comm.broadcast(torch.empty(rest, dtype=torch.uint8))])
         said = pickle.loads(note[LENGTH_BYTES : LENGTH_BYTES + length].numpy().tobytes())
-        return None if said is None else [TokenPortion(*portion) for portion in said]
+        return None if said is None else ([TokenPortion(*portion) for portion in said[0]], said[1])

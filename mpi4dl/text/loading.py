@@ -19,8 +19,8 @@ from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.runs.assembly import assemble
 from mpi4dl.runs.description import FoundWeights, find_weights, folder_of, hold_trained, with_own_model
 from mpi4dl.text.batcher import Batcher
-from mpi4dl.text.model import ROWS_OF_PRODUCTS
 from mpi4dl.text.options import Batching, Ranks
+from mpi4dl.text.products import ROWS_OF_PRODUCTS, exchange, pack_weights
 from mpi4dl.training.texts import TOKENIZER
 
 # Weights of fewer bits, for generation: bfloat16, or 8 or 4 bits of the matrices of linear layers and experts.
@@ -147,18 +147,20 @@ def _product(rows: Tensor, weight: QuantizedWeight) -> Tensor:
 
 
 def lower_weights(stages: LocalStages, precision: Precision) -> None:
-    """Let the model have weights of this precision, in place.
+    """Let the model have weights of this precision, in place; those of float32 are packed where that keeps bits.
 
     Raises:
         ValueError: 4 bits of a matrix whose inputs are no multiple of 32.
     """
     if precision == "fp32":
+        pack_weights(stages)
         return
     stages.to(torch.bfloat16)
     if precision == "bf16":
         return
     bits = int(precision.removeprefix("int"))
-    known: dict[int, nn.Parameter] = {}
+    kinds: dict[int, type[QuantizedExperts] | type[QuantizedWeight]] = {}
+    places = []
     for path, module in stages.named_modules():
         for name in _matrices_of(module):
             whole = module._parameters.get(name)  # this rank's part, if it is cut
@@ -169,10 +171,9 @@ def lower_weights(stages: LocalStages, precision: Precision) -> None:
                     f"{path} has {whole.shape[-1]} inputs on a rank, but --precision int4 takes multiples of {GROUP}: "
                     "use int8, or fewer ranks for --tensor"
                 )
-            if id(whole) not in known:
-                kind = QuantizedExperts if isinstance(module, Experts) else QuantizedWeight
-                known[id(whole)] = nn.Parameter(kind.of(whole, bits), requires_grad=False)
-            module._parameters[name] = known[id(whole)]
+            kinds[id(whole)] = QuantizedExperts if isinstance(module, Experts) else QuantizedWeight
+            places.append((module, name))
+    exchange(stages, places, lambda whole: nn.Parameter(kinds[id(whole)].of(whole, bits), requires_grad=False))
 
 
 def _matrices_of(module: nn.Module) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine.runner import spread
@@ -18,28 +18,26 @@ from mpi4dl.parallel.inputs import Microbatch
 from mpi4dl.parallel.pipeline.executor import Executor
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, Part
 from mpi4dl.parallel.spatial import SpatialTensor
+from mpi4dl.text.products import LOGITS_LAYER, ROWS_OF_PRODUCTS, row_multiple
 
 # The tokens of all requests of a step, packed into one row for each data rank.
 #
 # row 0    a3 b0 b1 b2 c9 .  .  .       the last tokens of those whose next token is wanted come first, then the others,
 # row 1    d4 e7 .  .  .  .  .  .       then padding
 
-# On CPUs a product of a few rows is computed in another order than one of many, so that a request alone would get other
-# last bits than in a batch. From 8 rows on each row is computed alike, however many there are.
-ROWS_OF_PRODUCTS = 8
-
 
 class TokenPortion(NamedTuple):
-    """The next tokens of one request: those from position `start` on.
+    """The next tokens of one request, by its number: those from position `start` on.
 
-    `pages` are those of the request, in order; `wants` whether the token after the last of these is to be sampled.
-    `seen_from` is of each token the first position that it sees, where that is not 0 for all.
+    `most` is how many tokens its cache may come to hold; `wants` whether the token after the last of these is to be
+    sampled. `seen_from` is of each token the first position that it sees, where that is not 0 for all.
     """
 
     row: int
+    request: int
     start: int
     tokens: tuple[int, ...]
-    pages: tuple[int, ...]
+    most: int
     wants: bool
     seen_from: tuple[int, ...] = ()
 
@@ -54,13 +52,13 @@ class Packed:
     num_wanted: int
 
 
-def pack(portions: Sequence[TokenPortion], num_rows: int) -> Packed:
-    """The portions in `num_rows` rows, which are as long as the longest needs, in multiples of 8."""
+def pack(portions: Sequence[TokenPortion], num_rows: int, multiple: int) -> Packed:
+    """The portions in `num_rows` rows, which are as long as the longest needs, in a `multiple` of tokens."""
     wanted, filled = [0] * num_rows, [0] * num_rows
     for portion in portions:
         filled[portion.row] += portion.wants
     columns: list[tuple[int, ...]] = []
-    for row, _, tokens, _, wants, _ in portions:
+    for row, _, _, tokens, _, wants, _ in portions:
         others = len(tokens) - wants
         mine = tuple(range(filled[row], filled[row] + others))
         filled[row] += others
@@ -68,7 +66,7 @@ def pack(portions: Sequence[TokenPortion], num_rows: int) -> Packed:
             mine += (wanted[row],)
             wanted[row] += 1
         columns.append(mine)
-    length = max(1, -(-max(filled) // ROWS_OF_PRODUCTS)) * ROWS_OF_PRODUCTS
+    length = max(1, -(-max(filled) // multiple)) * multiple
     packed, positions = torch.zeros(2, num_rows, length, dtype=torch.int64)
     for portion, mine in zip(portions, columns, strict=True):
         places = torch.tensor(mine)
@@ -77,69 +75,56 @@ def pack(portions: Sequence[TokenPortion], num_rows: int) -> Packed:
     return Packed(packed, positions, tuple(columns), max(wanted))
 
 
-# Keys and values of tokens seen, in pages; attention of a step's tokens to them.
+# Keys and values of tokens seen; attention of a step's tokens to them.
 #
-# keys, values of a layer   (K, pages x page_size, D)   of the heads that this rank has
+# memory of a request in a layer   (2, K, pages x page_size, D)   keys and values, of the heads that this rank has
 #
-# Each request is attended to alone, by calls whose shapes depend on nothing but itself, so that it gets the same bits
-# whatever else is in the batch. Where its pages are neighbours, its keys and values are read where they are.
+# It grows with the request: to the pages that its tokens need, and at least to twice the pages of before, but never to
+# more than it may come to need. Each request is attended to alone, by calls whose shapes depend on nothing but itself,
+# so that it gets the same bits whatever else is in the batch.
 
 
-class PageSizes(NamedTuple):
-    """How many pages there are, of how many tokens."""
-
-    num_pages: int
-    page_size: int
+def pages_for(num_tokens: int, page_size: int) -> int:
+    """How many pages hold so many tokens."""
+    return -(-num_tokens // page_size)
 
 
 class Look(NamedTuple):
     """How one portion looks at what its request has in the cache.
 
-    `columns` are its queries', `cells` where its `length` keys are: a slice, or the number of each cell. `mask`
-    (queries, keys) says which it sees, if not all.
+    `columns` are its tokens', whose keys come to `start` to `stop`. `mask` (queries, keys) says which of the keys up to
+    there they see, if not all.
     """
 
+    request: int
     columns: slice | Tensor
-    cells: slice | Tensor
+    start: int
+    stop: int
+    most: int
     mask: Tensor | None
 
 
-class PagedStep:
+class CacheStep:
     """The data of the current step for all layers: `positions` of its tokens, and how this rank's row looks."""
 
-    def __init__(self, sizes: PageSizes, row: int, device: torch.device) -> None:
-        self.sizes, self.row, self.device = sizes, row, device
+    def __init__(self, page_size: int, row: int, device: torch.device) -> None:
+        self.page_size, self.row, self.device = page_size, row, device
         self.positions = torch.empty(0)
-        self.written = torch.empty(0)
-        self.sources = torch.empty(0)
         self.looks: list[Look] = []
 
     def begin(self, portions: Sequence[TokenPortion], packed: Packed) -> None:
         """A step with these portions begins."""
         self.positions = packed.positions.to(self.device)
-        self.looks = []
-        written: list[int] = []
-        sources: list[int] = []
-        for portion, columns in zip(portions, packed.columns, strict=True):
-            if portion.row == self.row:
-                stop = portion.start + len(columns)
-                written += [self._cell(portion, position) for position in range(portion.start, stop)]
-                sources += columns
-                self.looks.append(self._look(portion, columns, stop))
-        self.written = torch.tensor(written, dtype=torch.int64, device=self.device)
-        self.sources = torch.tensor(sources, dtype=torch.int64, device=self.device)
+        self.looks = [
+            self._look(portion, columns)
+            for portion, columns in zip(portions, packed.columns, strict=True)
+            if portion.row == self.row
+        ]
 
-    def _cell(self, portion: TokenPortion, position: int) -> int:
-        page, offset = divmod(position, self.sizes.page_size)
-        return portion.pages[page] * self.sizes.page_size + offset
-
-    def _look(self, portion: TokenPortion, columns: tuple[int, ...], stop: int) -> Look:
-        num_queries, size = len(columns), self.sizes.page_size
+    def _look(self, portion: TokenPortion, columns: tuple[int, ...]) -> Look:
+        num_queries = len(columns)
+        stop = portion.start + num_queries
         asked = slice(columns[0], columns[0] + 1) if num_queries == 1 else torch.tensor(columns, device=self.device)
-        used = portion.pages[: -(-stop // size)]
-        cells: slice | Tensor = slice(used[0] * size, used[0] * size + stop)
-        if used[-1] - used[0] != len(used) - 1 or list(used) != sorted(used):
-            cells = (torch.tensor(used)[:, None] * size + torch.arange(size)).flatten()[:stop].to(self.device)
         mask = None
         if num_queries > 1 or portion.seen_from:
             keys = torch.arange(stop)
@@ -147,38 +132,54 @@ class PagedStep:
             if portion.seen_from:
                 mask &= keys >= torch.tensor(portion.seen_from)[:, None]
             mask = mask.to(self.device)
-        return Look(asked, cells, mask)
+        return Look(portion.request, asked, portion.start, stop, portion.most, mask)
 
 
 class LayerCache:
-    """The `Past` of one layer of attention. Its memory is taken when it sees the first keys."""
+    """The `Past` of one layer of attention: keys and values of each request that has some, by its number."""
 
-    def __init__(self, step: PagedStep) -> None:
+    def __init__(self, step: CacheStep) -> None:
         self._step = step
-        self._memory: Tensor | None = None
+        self._memory: dict[int, Tensor] = {}
 
     @property
     def positions(self) -> Tensor:
         return self._step.positions
+
+    @property
+    def num_pages(self) -> int:
+        """How many pages of memory there are now."""
+        return sum(memory.shape[2] for memory in self._memory.values()) // self._step.page_size
+
+    def forget(self, request: int) -> None:
+        """Free the memory of this request, if it has any."""
+        self._memory.pop(request, None)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Remember keys and values (1, K, T, D), this rank's part, and let queries (1, H, T, D) look at them."""
         queries, new_keys, new_values = (
             x.local[0] if isinstance(x, SpatialTensor) else x[0] for x in (query, key, value)
         )
-        step = self._step
-        if self._memory is None:
-            heads, _, size = new_keys.shape
-            cells = step.sizes.num_pages * step.sizes.page_size
-            self._memory = new_keys.new_zeros(2, heads, cells, size)
-        keys, values = self._memory
-        for memory, new in ((keys, new_keys), (values, new_values)):
-            memory.index_copy_(1, step.written, new[:, step.sources])
         # Each token's heads lie together, as the layer that takes them has them.
         seen = queries.new_zeros(queries.shape[1], queries.shape[0], queries.shape[2]).transpose(0, 1)
-        for look in step.looks:
-            seen[:, look.columns] = attended(queries[:, look.columns], keys[:, look.cells], values[:, look.cells], look)
+        for look in self._step.looks:
+            keys, values = self._room(look, new_keys)[:, :, : look.stop]
+            keys[:, look.start :] = new_keys[:, look.columns]
+            values[:, look.start :] = new_values[:, look.columns]
+            seen[:, look.columns] = attended(queries[:, look.columns], keys, values, look)
         return query.like(seen[None]) if isinstance(query, SpatialTensor) else seen[None]
+
+    def _room(self, look: Look, like: Tensor) -> Tensor:
+        """The memory of a request, with room for its tokens up to the last of this step."""
+        size, memory = self._step.page_size, self._memory.get(look.request)
+        held = 0 if memory is None else memory.shape[2]
+        if memory is None or held < look.stop:
+            num_pages = min(max(pages_for(look.stop, size), 2 * held // size), pages_for(look.most, size))
+            grown = like.new_empty(2, like.shape[0], num_pages * size, like.shape[2])
+            if memory is not None:
+                grown[:, :, : look.start] = memory[:, :, : look.start]
+            memory = self._memory[look.request] = grown
+        return memory
 
 
 def attended(queries: Tensor, keys: Tensor, values: Tensor, look: Look) -> Tensor:
@@ -191,16 +192,17 @@ def attended(queries: Tensor, keys: Tensor, values: Tensor, look: Look) -> Tenso
 
 
 class PagedModel:
-    """The model that `stages` lays over ranks, with a cache of keys and values in pages, for each data rank its own.
+    """The model that `stages` lays over ranks, with a cache of keys and values in pages of `page_size` tokens.
 
-    All ranks `run` the same steps. Until `close` the model is for this alone. Collective.
+    Each data rank has the cache of its own requests. All ranks `run` the same steps. Until `close` the model is for
+    this alone. Collective.
 
     Raises:
         Refusal: on all ranks: the plan cuts sequences, or the model is none that looks back only.
     """
 
-    def __init__(self, stages: LocalStages, comm: Communicator, sizes: PageSizes) -> None:
-        self.stages, self.comm, self.sizes = stages, comm, sizes
+    def __init__(self, stages: LocalStages, comm: Communicator, page_size: int) -> None:
+        self.stages, self.comm = stages, comm
         plan = stages.plan
         if any(tiles != (1,) for tiles in plan.tiles) or set(plan.batch_ways) != {1} or plan.sequence:
             raise Refusal(
@@ -210,14 +212,20 @@ class PagedModel:
             raise Refusal(f"{plan.describe()}: text is generated in one direction, by one stage on each rank")
         self.num_rows = plan.replicas
         row = comm.rank // plan.ranks_per_replica
-        self._step = PagedStep(sizes, row, stages.device)
+        self._step = CacheStep(page_size, row, stages.device)
         self._layers = [m for m in stages.modules() if isinstance(m, Attention | TokenEmbedding)]
         kinds = [m.causal for m in self._layers if isinstance(m, Attention)]
-        everywhere = [kind for each in comm.all_gather_object(kinds) for kind in each]
+        found = comm.all_gather_object((kinds, row_multiple(stages)))
+        everywhere = [kind for each, _ in found for kind in each]
         if not everywhere or not all(everywhere):
             raise Refusal("text is generated by mpi4dl's GPT, whose attention looks back only; this model is none")
-        for layer in self._layers:
-            layer.past = LayerCache(self._step)
+        self._row_multiple = max(multiple for _, multiple in found)
+        self._caches = [LayerCache(self._step) for _ in self._layers]
+        for layer, cache in zip(self._layers, self._caches, strict=True):
+            layer.past = cache
+        self._num_logits = 0  # of how many tokens of a row they are wanted, in whole multiples
+        heads = [m for path, m in stages.named_modules() if path.endswith(LOGITS_LAYER) and isinstance(m, nn.Linear)]
+        self._hooks = [head.register_forward_pre_hook(self._wanted) for head in heads]
         # An expert has no capacity that a token's neighbours could fill, and no product of fewer rows than others.
         routers = [m for m in stages.modules() if isinstance(m, Router)]
         self._experts = [(experts, experts.fewest_rows) for experts in stages.modules() if isinstance(experts, Experts)]
@@ -235,6 +243,8 @@ class PagedModel:
 
     def close(self) -> None:
         """Leave the model as it was."""
+        for hook in self._hooks:
+            hook.remove()
         for layer in self._layers:
             layer.past = None
         for router, capacity in self._capacities:
@@ -243,10 +253,24 @@ class PagedModel:
             experts.fewest_rows = fewest
         self.stages.train(self._modes)
 
-    def run(self, portions: Sequence[TokenPortion]) -> Tensor | None:
-        """Take these tokens into the cache; on rank 0 the logits after those that want them, (number, vocabulary)."""
-        packed = pack(portions, self.num_rows)
+    @property
+    def num_pages(self) -> int:
+        """How many pages of memory the layer with most of them has on this rank now."""
+        return max(cache.num_pages for cache in self._caches) if self._caches else 0
+
+    def run(self, portions: Sequence[TokenPortion], ended: Sequence[int] = ()) -> Tensor | None:
+        """Take these tokens into the cache; on rank 0 the logits after those that want them, (number, vocabulary).
+
+        First the memory of requests that have `ended` is freed.
+        """
+        for cache in self._caches:
+            for request in ended:
+                cache.forget(request)
+        if not portions:
+            return None
+        packed = pack(portions, self.num_rows, self._row_multiple)
         self._step.begin(portions, packed)
+        self._num_logits = max(1, -(-packed.num_wanted // self._row_multiple)) * self._row_multiple
         feed = _Feed(packed, self._step, self.stages.device)
         self._executor.run(self._table, feed)
         if not packed.num_wanted:
@@ -256,6 +280,10 @@ class PagedModel:
             return None
         wanting = [(p.row, mine[-1]) for p, mine in zip(portions, packed.columns, strict=True) if p.wants]
         return logits[tuple(torch.tensor(wanting).T)]
+
+    def _wanted(self, head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The inputs (1, T, C) of the layer that makes logits, of the first tokens alone: others are not wanted."""
+        return (inputs[0][:, : self._num_logits],)
 
     def _on_first_rank(self, logits: Tensor | None, num_wanted: int) -> Tensor | None:
         """The logits (rows, wanted, vocabulary) on rank 0, on the host."""
@@ -280,7 +308,7 @@ class PagedModel:
 class _Feed:
     """The packed tokens on their way through the stages; `logits` (rows, wanted, vocabulary) where they come out."""
 
-    def __init__(self, packed: Packed, step: PagedStep, device: torch.device) -> None:
+    def __init__(self, packed: Packed, step: CacheStep, device: torch.device) -> None:
         self.packed, self.step, self.device = packed, step, device
         self.microbatches = (Microbatch(0, 0, tuple(range(len(packed.tokens) + 1))),)
         self.logits: Tensor | None = None
@@ -297,52 +325,3 @@ class _Feed:
             wanted = outputs[:, : self.packed.num_wanted]
             self.logits = spatial.gather(wanted) if isinstance(wanted, spatial.SpatialTensor) else wanted
         return None
-
-
-# Which pages of the cache are whose: integers only.
-#
-#     page     0  1  2  3  4  5  6  7  8 ...      each holds keys and values of `page_size` tokens, of every layer
-#     owner    A  A  A  .  B  B  .  .  C ...
-#
-# A request has all the pages that it may ever need from its admission on, so that those that run never wait for each
-# other, and gives them back at its end. They are neighbours where possible: keys and values are then read in place.
-
-
-def pages_for(num_tokens: int, page_size: int) -> int:
-    """How many pages hold so many tokens."""
-    return -(-num_tokens // page_size)
-
-
-class PagePool:
-    """Pages 0 to `num_pages` - 1, those that are free and those that are not."""
-
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
-        self._free = set(range(num_pages))
-
-    @property
-    def num_used(self) -> int:
-        return self.num_pages - len(self._free)
-
-    def take(self, count: int) -> tuple[int, ...] | None:
-        """So many pages: the shortest run of free neighbours that has them, or else any; None if there are not so
-        many.
-        """
-        if count > len(self._free):
-            return None
-        runs: list[list[int]] = []
-        for page in sorted(self._free):
-            if runs and runs[-1][-1] == page - 1:
-                runs[-1].append(page)
-            else:
-                runs.append([page])
-        fitting = [run for run in runs if len(run) >= count]
-        longest_first = [page for run in sorted(runs, key=len, reverse=True) for page in run]
-        pages = tuple((min(fitting, key=len) if fitting else longest_first)[:count])
-        self._free.difference_update(pages)
-        return pages
-
-    def give_back(self, pages: Sequence[int]) -> None:
-        """These pages are free again."""
-        assert self._free.isdisjoint(pages), "a page was given back twice"
-        self._free.update(pages)

@@ -16,7 +16,7 @@ from mpi4dl.models.gpt import GPT
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.text.batcher import Batcher, Event, Usage
-from mpi4dl.text.model import PagedModel, PageSizes, TokenPortion
+from mpi4dl.text.model import PagedModel, TokenPortion
 from mpi4dl.text.options import Sampling
 from tests.pool.ranks import Ranks
 
@@ -140,19 +140,19 @@ def test_by_every_plan(ranks: Ranks, numbers: dict[str, Any], options: dict[str,
 @pytest.mark.parametrize("options", [LEARNED, APART, ROTARY, MIXED])
 @pytest.mark.parametrize("batching", [{}, {"prefill_chunk": 5}, {"max_batch": 1}, {"num_pages": 7}])
 def test_whoever_else_is_in_the_batch(options: dict[str, Any], batching: dict[str, int]) -> None:
-    """All in one batch, by parts of prompts, one after another, or waiting for pages, which are no neighbours then."""
+    """All in one batch, by parts of prompts, one after another, or waiting for pages."""
     heard = generated(world(), {}, options, **batching)
     assert heard is not None
     check(heard, options)
 
 
 @pytest.mark.parametrize("options", [LEARNED, ROTARY])
-def test_logits_of_pages_in_any_order(options: dict[str, Any]) -> None:
-    model = PagedModel(hold(world(), Plan.of(tiles=((1,),)), options), world(), PageSizes(6, 2))
+def test_logits_of_a_text_in_parts(options: dict[str, Any]) -> None:
+    model = PagedModel(hold(world(), Plan.of(tiles=((1,),)), options), world(), page_size=2)
     tokens = torch.tensor([[7, 3, 99, 3, 120, 8]])
 
     def after(start: int, stop: int) -> Tensor | None:
-        return model.run([TokenPortion(0, start, tuple(tokens[0, start:stop].tolist()), (4, 0, 3), stop > 3)])
+        return model.run([TokenPortion(0, 0, start, tuple(tokens[0, start:stop].tolist()), 6, stop > 3)])
 
     assert after(0, 3) is None
     found = [after(3, 5), after(5, 6)]

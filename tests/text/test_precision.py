@@ -14,7 +14,7 @@ from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.text.batcher import Batcher, Event
 from mpi4dl.text.loading import Precision, QuantizedExperts, QuantizedWeight, bytes_of, lower_weights
-from mpi4dl.text.model import PagedModel, PageSizes
+from mpi4dl.text.model import PagedModel
 from mpi4dl.text.options import Sampling
 from tests.pool.ranks import Ranks
 
@@ -103,7 +103,7 @@ def test_mixtures_of_experts_alone_and_in_a_batch(ranks: Ranks, numbers: dict[st
 def test_experts_are_given_back_as_they_were() -> None:
     held = LocalStages.whole(GPT(257, 32, 1, 4, hidden=64, mixture=MIXTURE), Plan.of(tiles=((1,),)), world())
     (experts,) = (module for module in held.modules() if isinstance(module, Experts))
-    model = PagedModel(held, world(), PageSizes(2, 16))
+    model = PagedModel(held, world(), 16)
     assert experts.fewest_rows > 0
     model.close()
     assert experts.fewest_rows == 0

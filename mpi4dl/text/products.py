@@ -1,0 +1,195 @@
+"""Products of a few rows in which no row's bits depend on how many there are: by packed weights, or with more rows."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpi4dl.parallel.pipeline.local_stages import LocalStages
+
+# On CPUs PyTorch's product of a few rows adds in another order than one of many, so that a request alone would get
+# other last bits than in a batch. Two ways out:
+#
+#     packed    oneDNN's product by a weight in an order of oneDNN's choice: from `fewest_rows` (1 or 2) to 16 rows each
+#               row has the same bits. More rows are multiplied 16 at a time.
+#     padded    PyTorch's own product of 8 rows or more, the last of which may be zeros.
+
+ROWS_OF_PRODUCTS = 8
+BLOCK = 16  # rows
+LOGITS_LAYER = "lm_head"  # behind which there is no activation
+VECTOR = 32  # elements that an activation works on at once, at most: the few behind them may get other bits
+
+
+class PackedWeight(Tensor):
+    """A float32 matrix (outputs, inputs), packed for F.linear, which then gives a row the same bits in any number.
+
+    All other functions see the plain matrix, which is unpacked for them; what they write into it is packed again.
+    `fewest_rows` was found for this number of `threads`.
+    """
+
+    packed: Tensor
+    fewest_rows: int
+    threads: int
+    _is_param: bool
+
+    @staticmethod
+    def __new__(cls, weight: Tensor) -> "PackedWeight":
+        self = Tensor._make_wrapper_subclass(cls, tuple(weight.shape), dtype=weight.dtype, device=weight.device)
+        self.pack(weight)
+        self.fewest_rows, self.threads = ROWS_OF_PRODUCTS, 0
+        self._is_param = True  # as nn.Parameter(self) would do, which imports modules of PyTorch for seconds
+        return self
+
+    def pack(self, weight: Tensor) -> None:
+        """Take these values."""
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), BLOCK)
+
+    def plain(self) -> Tensor:
+        """The values as an ordinary tensor, a copy."""
+        return self.packed.to_dense()
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is F.linear:
+            return linear(*args, **kwargs or {})
+        if function is Tensor.view_as and args[0].shape == args[1].shape:
+            return args[0]  # as layers that are cut over ranks look at it
+        if function in (Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.numpy, Tensor.tolist):
+            return function(args[0].plain(), *args[1:], **kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():  # whose results would become of this class, too
+            return function(*args, **kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        whole = [_plain(each) for each in args]
+        found = function(*whole, **{name: _plain(each) for name, each in (kwargs or {}).items()})
+        if function._schema.is_mutable and isinstance(args[0], PackedWeight):
+            args[0].pack(whole[0])
+            return args[0]
+        return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value.plain() if isinstance(value, PackedWeight) else value
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W' + b, where one of the three is packed: by the packed product where that has no gradient to take."""
+    if (
+        not isinstance(weight, PackedWeight)
+        or x.dtype is not weight.dtype
+        or (torch.is_grad_enabled() and x.requires_grad)
+    ):
+        return F.linear(_plain(x), _plain(weight), _plain(bias))
+    rows = x.reshape(-1, x.shape[-1])
+    if weight.fewest_rows <= rows.shape[0] <= BLOCK:
+        found = _multiply(rows, weight, bias)
+    else:
+        found = torch.cat([_padded(block, weight, bias) for block in rows.split(BLOCK)])
+    return found.view(*x.shape[:-1], found.shape[-1])
+
+
+def _padded(rows: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    missing = max(0, weight.fewest_rows - len(rows))
+    return _multiply(F.pad(rows, (0, 0, 0, missing)) if missing else rows, weight, bias)[: len(rows)]
+
+
+def _multiply(rows: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(rows, weight.packed, bias, "none", [], "")
+
+
+def fewest_rows(weight: PackedWeight, biased: bool = True) -> int | None:
+    """From how many rows on, up to `BLOCK`, this machine gives each row the same bits, without a bias and with one.
+
+    None: from more than `ROWS_OF_PRODUCTS` on, or not at all.
+    """
+    row = torch.randn(weight.shape[1], generator=torch.Generator().manual_seed(0))
+    rows = row.expand(BLOCK, -1).contiguous()
+    found = 1
+    for bias in (None, torch.ones(weight.shape[0])) if biased else (None,):
+        expected, fewest = _multiply(rows, weight, bias)[0], BLOCK + 1
+        while fewest > found and bool((_multiply(rows[: fewest - 1], weight, bias) == expected).all()):
+            fewest -= 1
+        found = max(found, fewest)
+    return found if found <= ROWS_OF_PRODUCTS else None
+
+
+def pack_weights(stages: LocalStages) -> None:
+    """Pack the float32 matrices of linear layers on CPUs, in place, where this machine then gives rows the same bits.
+
+    The plain ones are let go, but for those that other layers use too, such as the embedding that is tied to the last
+    layer. Of packed ones that are there it is found out again whether they can stay.
+    """
+    linear = [m for m in stages.modules() if isinstance(m, nn.Linear) and _can_be_packed(m._parameters.get("weight"))]
+    biased = {module.weight.shape for module in linear if module.bias is not None}
+    fewest: dict[torch.Size, int | None] = {}
+
+    def packed(weight: nn.Parameter) -> nn.Parameter:
+        mine = weight if isinstance(weight, PackedWeight) else PackedWeight(weight)
+        if weight.shape not in fewest:
+            fewest[weight.shape] = fewest_rows(mine, weight.shape in biased)
+        rows = fewest[weight.shape]
+        if rows is None:
+            return nn.Parameter(mine.plain(), requires_grad=False) if mine is weight else weight
+        mine.fewest_rows, mine.threads = rows, torch.get_num_threads()
+        return cast("nn.Parameter", mine)
+
+    exchange(stages, [(module, "weight") for module in linear], packed)
+
+
+def _can_be_packed(weight: Tensor | None) -> bool:
+    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+        return isinstance(weight, PackedWeight)
+    return weight is not None and weight.dtype is torch.float32 and weight.device.type == "cpu" and weight.numel() > 0
+
+
+def exchange(
+    stages: LocalStages,
+    names: Iterable[tuple[nn.Module, str]],
+    instead: Callable[[nn.Parameter], nn.Parameter],
+) -> None:
+    """Put other parameters `instead` of those of these names in these modules, which are let go if no other has them.
+
+    Several places of one parameter get one other.
+    """
+    places = [(module, name, before) for module, name in names if (before := module._parameters[name]) is not None]
+    here = Counter(id(before) for _, _, before in places)
+    everywhere = Counter(id(p) for module in stages.modules() for p in module._parameters.values())
+    known: dict[int, nn.Parameter] = {}
+    for module, name, before in places:
+        if id(before) not in known:
+            after = known[id(before)] = instead(before)
+            if after is not before and here[id(before)] == everywhere[id(before)]:
+                before.data = before.data.new_empty(0)  # now, so that there are never two of all
+        module._parameters[name] = known[id(before)]
+    for group in stages.together:
+        group.parameters[:] = [
+            (name, known[id(p)] if here[id(p)] and here[id(p)] == everywhere[id(p)] else p)
+            for name, p in group.parameters
+        ]
+
+
+def row_multiple(stages: LocalStages) -> int:
+    """The number of rows of which a step has to have a multiple, so that no row's bits depend on how many there are."""
+    weights = [p for p in stages.parameters() if isinstance(p, PackedWeight)]
+    if any(weight.threads != torch.get_num_threads() for weight in weights):
+        pack_weights(stages)
+    for path, module in stages.named_modules():
+        for parameter in module._parameters.values():
+            packed = isinstance(module, nn.Linear) and isinstance(parameter, PackedWeight)
+            if parameter is not None and parameter.dim() > 1 and not packed and not isinstance(module, nn.Embedding):
+                return ROWS_OF_PRODUCTS
+            if packed and parameter.shape[0] % VECTOR and not path.endswith(LOGITS_LAYER):
+                return ROWS_OF_PRODUCTS
+    return 1

@@ -1,0 +1,181 @@
+"""Products by packed weights: a row's bits in any number of rows, alone and in company, and what others see of them."""
+
+import copy
+import gc
+import io
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mpi4dl.comm import Communicator, world
+from mpi4dl.datasets.text import ByteTokenizer
+from mpi4dl.models.experts import Mixture
+from mpi4dl.models.gpt import GPT
+from mpi4dl.parallel.pipeline.local_stages import LocalStages
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.text import products
+from mpi4dl.text.batcher import Batcher, Event
+from mpi4dl.text.loading import Precision, lower_weights
+from mpi4dl.text.options import Sampling
+from mpi4dl.text.products import BLOCK, ROWS_OF_PRODUCTS, PackedWeight, fewest_rows, pack_weights, row_multiple
+from tests.pool.ranks import Ranks
+
+HERE = torch.backends.mkldnn.is_available() and fewest_rows(PackedWeight(torch.randn(64, 64))) is not None
+needs_packing = pytest.mark.skipif(not HERE, reason="this machine's oneDNN has no such products")
+
+
+def hold(comm: Communicator | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> LocalStages:
+    torch.manual_seed(0)
+    options = {"hidden": 64, "num_heads": 2, **options}
+    model = GPT(257, 64, 2, **options).to(dtype)
+    comm = world() if comm is None else comm
+    return LocalStages.whole(model, Plan.of(tiles=((1,),), tensor=comm.size), comm).requires_grad_(False)
+
+
+def packed(shape: tuple[int, int]) -> tuple[Tensor, PackedWeight]:
+    torch.manual_seed(0)
+    weight = torch.randn(shape) / shape[1] ** 0.5
+    found = PackedWeight(weight)
+    rows = fewest_rows(found)
+    assert rows is not None
+    found.fewest_rows = rows
+    return weight, found
+
+
+@needs_packing
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", [(64, 64), (257, 48), (96, 1536), (1536, 96), (17, 24)])
+def test_rows_have_the_same_bits_in_any_number(shape: tuple[int, int], biased: bool) -> None:
+    weight, same = packed(shape)
+    x, bias = torch.randn(77, shape[1]), torch.randn(shape[0]) if biased else None
+    expected = F.linear(x, same, bias)
+    torch.testing.assert_close(
+        expected, F.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
+    )
+    for number in (0, *range(1, BLOCK + 3), 32, 33, 77):
+        assert torch.equal(F.linear(x[:number], same, bias), expected[:number])
+    assert torch.equal(F.linear(x[5:6], same, bias), expected[5:6])
+    assert torch.equal(F.linear(x.view(7, 11, -1), same, bias), expected.view(7, 11, -1))
+
+
+@needs_packing
+def test_all_else_sees_the_plain_matrix() -> None:
+    weight, same = packed((48, 32))
+    assert torch.equal(same + 0, weight)
+    assert same.shape == weight.shape
+    assert same.nbytes == weight.nbytes
+    assert type(copy.deepcopy(same)) is Tensor
+    x = torch.randn(3, 32, requires_grad=True)
+    F.linear(x, same).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(3, -1))
+    same.mul_(2)
+    torch.testing.assert_close(F.linear(torch.eye(32), same), 2 * weight.T)
+
+
+@needs_packing
+def test_a_model_with_packed_weights_is_saved_and_loaded() -> None:
+    held, plain = hold(), hold()
+    pack_weights(held)
+    assert isinstance(held.modules_of[0].lm_head.weight, PackedWeight)
+    assert type(held.modules_of[0].embedding.tokens.weight) is nn.Parameter  # which is tied to it
+    file = io.BytesIO()
+    torch.save(held.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(state[name], value)
+    plain.load_state_dict(held.state_dict())
+    held.load_state_dict({name: 2 * value for name, value in state.items()})
+    assert torch.equal(held.modules_of[0].lm_head.weight + 0, 2 * plain.modules_of[0].lm_head.weight)
+    assert torch.equal(held.modules_of[0].embedding.tokens.weight, 2 * plain.modules_of[0].lm_head.weight)
+
+
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=needs_packing), "int8"])
+def test_matrices_that_others_replace_are_let_go(precision: Precision) -> None:
+    held = hold()
+    before = {name: weakref.ref(p) for name, p in held.named_parameters()}
+    lower_weights(held, precision)
+    gc.collect()
+    there = {name for name, parameter in before.items() if parameter() is not None}
+    gone = {f"stages.0.{n}.weight" for n, m in held.modules_of[0].named_modules() if isinstance(m, nn.Linear)}
+    assert there == set(before) - gone
+    assert "stages.0.embedding.tokens.weight" in there
+    present = {id(parameter) for parameter in held.parameters()}
+    assert {id(parameter) for group in held.together for _, parameter in group.parameters} <= present
+
+
+def heard(held: LocalStages, prompts: list[tuple[int, ...]], **batching: Any) -> list[list[Event]]:
+    batcher = Batcher(held, held.comm, ByteTokenizer(), 64, **batching)
+    found: list[list[Event]] = [[] for _ in prompts]
+    if held.comm.rank:
+        batcher.follow()
+    else:
+        for prompt, events in zip(prompts, found, strict=True):
+            batcher.submit(prompt, Sampling(max_tokens=9, temperature=0), events.append)
+        batcher.stop(drain=True)
+        batcher.run()
+    batcher.close()
+    return found
+
+
+PROMPTS = [(5, 17, 200), (9,) * 21, (1, 2, 3, 4), (250,), (8,) * 6]
+
+
+def alone_and_in_company(comm: Communicator, options: dict[str, Any]) -> tuple[int, list[Any], list[Any]]:
+    """Of each request its tokens and their probabilities, which show the logits to the bit."""
+    held = hold(comm, **options)
+    lower_weights(held, "fp32")
+    together, alone = heard(held, PROMPTS), [heard(held, [prompt])[0] for prompt in PROMPTS]
+    both = ([[(event.token, event.logprob) for event in events] for events in each] for each in (alone, together))
+    return row_multiple(held), *both
+
+
+@pytest.mark.parametrize(
+    ("options", "multiple"),
+    [
+        pytest.param({}, 1, marks=needs_packing),
+        pytest.param(
+            {"positions": "rotary", "activation": "swiglu", "tied": False, "ff_dim": 96}, 1, marks=needs_packing
+        ),
+        ({"ff_dim": 72}, ROWS_OF_PRODUCTS),  # the activation of some features would be computed otherwise
+        ({"mixture": Mixture(4)}, ROWS_OF_PRODUCTS),
+        ({"dtype": torch.float64}, ROWS_OF_PRODUCTS),
+    ],
+)
+def test_a_text_alone_and_in_company(options: dict[str, Any], multiple: int) -> None:
+    rows, alone, together = alone_and_in_company(world(), options)
+    assert rows == multiple
+    assert alone == together
+
+
+@needs_packing
+def test_ranks_of_a_layer_alone_and_in_company(ranks: Ranks) -> None:
+    rows, alone, together = ranks(2).run(alone_and_in_company, {})[0]
+    assert rows == 1
+    assert alone == together
+
+
+@needs_packing
+def test_machines_without_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices stay plain, and those that were packed with another number of threads become so again."""
+    held, plain = hold(), hold()
+    pack_weights(held)
+    for parameter in held.parameters():
+        if isinstance(parameter, PackedWeight):
+            parameter.threads += 1
+    assert row_multiple(held) == 1
+    monkeypatch.setattr(products, "fewest_rows", lambda weight, biased: None)
+    for parameter in held.parameters():
+        if isinstance(parameter, PackedWeight):
+            parameter.threads += 1
+    for each in (held, plain):
+        pack_weights(each)
+        assert row_multiple(each) == ROWS_OF_PRODUCTS
+        assert not any(isinstance(parameter, PackedWeight) for parameter in each.parameters())
+    for name, value in plain.state_dict().items():
+        assert torch.equal(held.state_dict()[name], value)
