@@ -4,9 +4,11 @@ A wait begins by spinning, which is fastest for messages within microseconds. Th
 core: other ranks, another job or another program may need it.
 
     0            SPIN_SECONDS                 YIELD_SECONDS
-    |--- looks ---|--- looks, yields its core ---|--- looks, naps of a NAP_SHARE of the time waited so far --->
+    |--- looks ---|--- looks, yields its core ---|--- looks, naps of a share of the time waited so far --->
 
-With more ranks than cores there is no spinning, and the naps come after a few looks.
+With more ranks than cores there is no spinning, and longer naps come after LOOKS_OVERSUBSCRIBED. They do not come at
+once: a rank that wakes up, by a timer or by another rank, takes the core and the caches of one that computes. So with
+earlier naps, or with ranks that wake each other, waits cost less, but work costs more and steps take longer.
 """
 
 import os
@@ -29,10 +31,9 @@ if TYPE_CHECKING:
 SPIN_SECONDS = 50e-6
 YIELD_SECONDS = 1e-3
 LOOKS_BETWEEN_CLOCKS = 8
-LOOKS_OVERSUBSCRIBED = 200
-SHORTEST_NAP_SECONDS = 20e-6
-LONGEST_NAP_SECONDS = 5e-3
-NAP_SHARE = 1 / 200
+LOOKS_OVERSUBSCRIBED = 100
+SHORTEST_NAP_SECONDS, LONG_NAP_SECONDS, LONGEST_NAP_SECONDS = 50e-6, 5e-3, 20e-3
+NAP_SHARE, NAP_SHARE_OVERSUBSCRIBED = 1 / 200, 1 / 20
 ALARM_SECONDS = 0.02
 
 
@@ -109,10 +110,10 @@ class Node:
                 if alarm is not None and waited > next_alarm:
                     alarm(waited)
                     next_alarm = waited + ALARM_SECONDS
-                yields = yields or waited > SPIN_SECONDS
+                yields = waited > SPIN_SECONDS
                 if self.oversubscribed or waited > YIELD_SECONDS:
-                    looks = 1
-                    time.sleep(min(max(SHORTEST_NAP_SECONDS, NAP_SHARE * waited), LONGEST_NAP_SECONDS))
+                    looks, yields = 1, False
+                    time.sleep(nap_seconds(waited, self.oversubscribed))
         self.wait_seconds += time.perf_counter() - begin
         self.wait_cpu_seconds += time.thread_time() - begin_cpu
 
@@ -132,6 +133,13 @@ class Node:
             if yields:
                 os.sched_yield()
         return False
+
+
+def nap_seconds(waited: float, oversubscribed: bool) -> float:
+    """How long a rank sleeps that has waited for `waited` seconds, until it looks again."""
+    share = NAP_SHARE_OVERSUBSCRIBED if oversubscribed else NAP_SHARE
+    nap = min(share * waited, max(LONG_NAP_SECONDS, NAP_SHARE * waited))
+    return min(max(SHORTEST_NAP_SECONDS, nap), LONGEST_NAP_SECONDS)
 
 
 def asked_threads() -> int | None:

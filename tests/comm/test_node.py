@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mpi4dl.comm import Communicator
-from mpi4dl.comm.node import Node, quota
+from mpi4dl.comm.node import ALARM_SECONDS, SHORTEST_NAP_SECONDS, Node, nap_seconds, quota
 from mpi4dl.comm.requests import Calls, Condition
 from tests.pool.ranks import Ranks
 
@@ -82,6 +82,17 @@ def test_a_long_wait_leaves_its_core_to_others(ranks: Ranks, local_size: int) ->
     _, (used, counted) = ranks(2).run(wait_for_a_late_rank, local_size)
     assert used < 0.3
     assert 0.8 < counted <= 1.0
+
+
+@pytest.mark.parametrize("oversubscribed", [False, True])
+def test_a_wait_of_ten_seconds_takes_few_looks_and_ends_soon_after_the_message(oversubscribed: bool) -> None:
+    waited, looks = 1e-3, 0
+    while waited < 10.0:
+        nap = nap_seconds(waited, oversubscribed)
+        assert nap <= ALARM_SECONDS
+        assert nap < max(SHORTEST_NAP_SECONDS, min(0.051 * waited, max(5e-3, 0.0051 * waited))) * 1.001
+        waited, looks = waited + nap, looks + 1
+    assert looks < 2000  # of some 40 us each
 
 
 GROUPS = {
