@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from math import ceil
+from math import ceil, isfinite
 from typing import Any
 
 import torch
 
-from mpi4dl._memory import NodeMemory
+from mpi4dl._memory import NodeMemory, memory_of_node
 from mpi4dl._randomness import forked
 from mpi4dl._wording import counted, mebibytes
 from mpi4dl.engine import Engine
@@ -33,7 +33,7 @@ from mpi4dl.options.optimizers import build_optimizer
 from mpi4dl.options.tasks import with_defaults
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.costs.cost_model import Profiler, flop_seconds
-from mpi4dl.parallel.costs.timing import planned_cuts
+from mpi4dl.parallel.costs.timing import machine, planned_cuts, versions
 from mpi4dl.parallel.disk import Keep, byte_seconds
 from mpi4dl.parallel.pipeline.cut import ChooseStream
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
@@ -241,11 +241,25 @@ def stream_of(
     return choose
 
 
-def measured_speeds(config: Config, device: torch.device) -> Speeds:
-    """How fast this machine computes, and its disk is, where `stream` auto has to know."""
-    if config.parallel.stream != "auto":
+def measured_speeds(config: Config, device: torch.device, local_size: int = 1) -> Speeds:
+    """How fast this machine, of so many ranks, computes, and its disk is, where `stream` auto has to know.
+
+    It is measured once, and remembered, so that the same job is streamed alike again. Of the memory that ranks leave,
+    files get half.
+    """
+    chosen = config.parallel
+    if chosen.stream != "auto" or chosen.memory_limit is None:
         return ASSUMED_SPEEDS
-    return Speeds(flop_seconds(device), byte_seconds(config.parallel.offload_folder))
+    cached = max(0.0, memory_of_node() / local_size - chosen.memory_limit) / 2
+    remembered, facts = Profiler.of_user().remembered, {"what": "speeds", "folder": str(chosen.offload_folder)}
+    facts |= {**machine(device), **versions()}
+    found = remembered.get(facts)
+    if found is None:
+        found = [flop_seconds(device), *byte_seconds(chosen.offload_folder)]
+        if isfinite(found[-1]):  # or else there was no room
+            remembered.put(facts, found)
+    flop, cached_byte, disk_byte = found
+    return Speeds(flop, cached_byte, disk_byte, cached)
 
 
 REFUSED = 1.25  # times the memory: estimates are within that of what was measured

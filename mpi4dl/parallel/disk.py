@@ -46,21 +46,27 @@ def mapped(num_bytes: int, folder: str | Path | None = None) -> Tensor:
     return found
 
 
-PROBE_BYTES = 32 << 20
+PROBE_BYTES, PROBES = 32 << 20, 3
 
 
-def byte_seconds(folder: str | Path | None = None) -> float:
-    """The seconds in which the disk of a folder writes a byte and reads it; infinite if there is no room."""
-    try:
-        values = mapped(PROBE_BYTES, folder)
-    except NoRoom:
-        return float("inf")
-    began = time.perf_counter()
-    values.fill_(1)
-    _maps[values.data_ptr()].flush()
-    let_go(values)
-    values.sum()
-    return (time.perf_counter() - began) / PROBE_BYTES
+def byte_seconds(folder: str | Path | None = None) -> tuple[float, float]:
+    """The seconds in which a byte of a file in a folder is written and read: where the system keeps it in its memory,
+    and where the disk has to write it. Infinite if there is no room.
+    """
+    in_memory = on_disk = float("inf")
+    for _ in range(PROBES):
+        began = time.perf_counter()
+        try:
+            values = mapped(PROBE_BYTES, folder).view(torch.float32)
+        except NoRoom:
+            break
+        values.fill_(1)
+        let_go(values)
+        values.sum()
+        in_memory = min(in_memory, time.perf_counter() - began)
+        _maps[values.data_ptr()].flush()
+        on_disk = min(on_disk, time.perf_counter() - began)
+    return in_memory / PROBE_BYTES, on_disk / PROBE_BYTES
 
 
 def let_go(*tensors: Tensor | None) -> None:

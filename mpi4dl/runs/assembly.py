@@ -106,7 +106,8 @@ def hold_model(
     if (chosen.stream, chosen.stream_until, chosen.memory_limit) != (None, None, None):
         from mpi4dl.estimate.dry_run import measured_speeds, stream_of
 
-        speeds = comm.broadcast_object(measured_speeds(config, device) if comm.rank == 0 else None)
+        own = measured_speeds(config, device, comm.node.local_size) if comm.rank == 0 else None
+        speeds = comm.broadcast_object(own)
         stream = stream_of(config, plan, num_outputs, channels, device, speeds)
     torch.manual_seed(config.training.seed)
     seed_python(config.training.seed)

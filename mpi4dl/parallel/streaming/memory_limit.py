@@ -318,20 +318,31 @@ class StreamConstraints:
 
 
 class Speeds(NamedTuple):
-    """The seconds of a FLOP, and of a byte that is written to a disk and read again."""
+    """The seconds of a FLOP, and of a byte that is written to a file and read again.
+
+    The system keeps files of `cached_bytes` for each rank in memory that nobody else needs. Others a disk has to write.
+    """
 
     flop_seconds: float
+    cached_byte_seconds: float
     disk_byte_seconds: float
+    cached_bytes: float
 
     def of_step(self, needs: StreamNeeds, num_ranks: int) -> float:
         """About how long the streamed part takes, on so many ranks that share images: what is kept on a disk is written
         and read, and its gradient as well.
         """
         seconds = needs.work() / num_ranks * self.flop_seconds
-        return seconds + 2 * needs.kept_bytes * self.disk_byte_seconds if needs.options.uses_files else seconds
+        return seconds + self._of_files(2 * needs.kept_bytes) if needs.options.uses_files else seconds
+
+    def _of_files(self, num_bytes: int) -> float:
+        if num_bytes <= self.cached_bytes:
+            return num_bytes * self.cached_byte_seconds
+        rest = num_bytes - self.cached_bytes
+        return self.cached_bytes * self.cached_byte_seconds + rest * self.disk_byte_seconds
 
 
-ASSUMED_SPEEDS = Speeds(1 / 50e9, 2 / 1e9)  # 50 GFLOP/s; 1 GB/s each way
+ASSUMED_SPEEDS = Speeds(1 / 50e9, 2 / 1e9, 2 / 1e9, 0)  # 50 GFLOP/s; 1 GB/s each way
 
 
 class StreamChoice(NamedTuple):
@@ -401,6 +412,11 @@ def choose_tiles(
         return min(fitting, key=lambda each: seconds_of(each.needs))
     if problem is not None and not tried:
         raise problem
+    for number in counts[1::2]:  # the search gave up where more tiles would not have helped enough
+        before = min(each.num_bytes for each in tried)
+        smaller = choice_of(number, *next(constraints.ways()))
+        if smaller is not None and smaller.num_bytes >= before:
+            break
     least = min(tried, key=lambda each: each.num_bytes)
     raise CannotStream(
         f"no tiles keep a rank within {mebibytes(int(most_bytes))}: the least would be {mebibytes(least.num_bytes)}, "

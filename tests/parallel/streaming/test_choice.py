@@ -62,19 +62,20 @@ def test_segments_are_as_many_as_make_least_work() -> None:
 
 
 @pytest.mark.parametrize(
-    ("disk_byte_seconds", "most", "keep", "segments"),
+    ("disk_byte_seconds", "cached", "most", "keep", "segments"),
     [
-        (1e-12, 60_000, "device", EACH_NORM),  # what fits into memory stays there
-        (1e-12, 6_000, "disk", EACH_NORM),
-        (1.0, 6_000, "device", 1),  # a slow disk takes longer than repetition
-        (float("inf"), 6_000, "device", 1),  # there is no room
+        (1e-12, 0, 60_000, "device", EACH_NORM),  # what fits into memory stays there
+        (1e-12, 0, 6_000, "disk", EACH_NORM),
+        (1.0, 0, 6_000, "device", 1),  # a slow disk takes longer than repetition
+        (1.0, 2 * 11 * KEPT, 6_000, "disk", EACH_NORM),  # the system has room for the files
+        (float("inf"), 0, 6_000, "device", 1),  # there is no room on the disk
     ],
 )
 def test_outputs_go_to_a_disk_where_that_takes_less_time_than_repetition(
-    disk_byte_seconds: float, most: int, keep: str, segments: int
+    disk_byte_seconds: float, cached: int, most: int, keep: str, segments: int
 ) -> None:
     constraints = StreamConstraints(disk=Keep("disk"))
-    speeds = Speeds(1.0, disk_byte_seconds)
+    speeds = Speeds(1.0, min(1e-12, disk_byte_seconds), disk_byte_seconds, cached)
 
     def in_memory(needs: StreamNeeds) -> int:
         return bytes_of(needs) - needs.kept_bytes * needs.options.uses_files
