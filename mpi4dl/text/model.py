@@ -1,7 +1,7 @@
 """A model over ranks that gives the next tokens of many sequences, with their cache of keys and values in pages."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from mpi4dl.parallel.inputs import Microbatch
 from mpi4dl.parallel.pipeline.executor import Executor
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, Part
 from mpi4dl.parallel.spatial import SpatialTensor
-from mpi4dl.text.products import LOGITS_LAYER, ROWS_OF_PRODUCTS, row_multiple
+from mpi4dl.text.products import LOGITS_LAYER, ROWS_OF_PRODUCTS, RowsApart, row_multiple, rows_alike
 
 # The tokens of all requests of a step, packed into one row for each data rank.
 #
@@ -236,7 +236,8 @@ class PagedModel:
             experts.fewest_rows = ROWS_OF_PRODUCTS
         self._modes = stages.training
         stages.eval()
-        self._executor = Executor(stages, comm, nullcontext, 0)
+        self._rows_alike, self._num_tokens = rows_alike(stages), 0
+        self._executor = Executor(stages, comm, self._context, 0)
         self._table = plan.evaluation_table(1)
         self._speaker = plan.ranks(0, plan.num_stages - 1)[0]  # who has the logits
         self._like: Tensor | None = None
@@ -271,6 +272,7 @@ class PagedModel:
         packed = pack(portions, self.num_rows, self._row_multiple)
         self._step.begin(portions, packed)
         self._num_logits = max(1, -(-packed.num_wanted // self._row_multiple)) * self._row_multiple
+        self._num_tokens = packed.tokens.shape[1]
         feed = _Feed(packed, self._step, self.stages.device)
         self._executor.run(self._table, feed)
         if not packed.num_wanted:
@@ -280,6 +282,10 @@ class PagedModel:
             return None
         wanting = [(p.row, mine[-1]) for p, mine in zip(portions, packed.columns, strict=True) if p.wants]
         return logits[tuple(torch.tensor(wanting).T)]
+
+    def _context(self) -> AbstractContextManager[Any]:
+        """What surrounds the forward passes of a step."""
+        return nullcontext() if self._num_tokens <= self._rows_alike else RowsApart()
 
     def _wanted(self, head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The inputs (1, T, C) of the layer that makes logits, of the first tokens alone: others are not wanted."""

@@ -1,5 +1,7 @@
 """Products of a few rows in which no row's bits depend on how many there are: by packed weights, or with more rows."""
 
+import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
@@ -7,8 +9,12 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from mpi4dl.models.experts import Router
+from mpi4dl.models.transformer import Attention
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
+from mpi4dl.parallel.spatial import SpatialTensor
 
 # On CPUs PyTorch's product of a few rows adds in another order than one of many, so that a request alone would get
 # other last bits than in a batch. Two ways out:
@@ -20,7 +26,13 @@ from mpi4dl.parallel.pipeline.local_stages import LocalStages
 ROWS_OF_PRODUCTS = 8
 BLOCK = 16  # rows
 LOGITS_LAYER = "lm_head"  # behind which there is no activation
-VECTOR = 32  # elements that an activation works on at once, at most: the few behind them may get other bits
+
+# PyTorch computes functions such as GELU for 32 elements at once, at most. For the few that are left it has another
+# formula, with other last bits: at the end, and where threads share many elements, at the end of each one's part.
+
+VECTOR = 32  # elements
+ONE_THREAD = 16384  # elements, which no threads share yet
+INEXACT = {F.gelu, F.silu, torch._C._nn.silu, torch.sigmoid, Tensor.sigmoid, Tensor.cos, Tensor.sin}
 
 
 class PackedWeight(Tensor):
@@ -185,11 +197,49 @@ def row_multiple(stages: LocalStages) -> int:
     weights = [p for p in stages.parameters() if isinstance(p, PackedWeight)]
     if any(weight.threads != torch.get_num_threads() for weight in weights):
         pack_weights(stages)
-    for path, module in stages.named_modules():
+    for module in stages.modules():
         for parameter in module._parameters.values():
             packed = isinstance(module, nn.Linear) and isinstance(parameter, PackedWeight)
             if parameter is not None and parameter.dim() > 1 and not packed and not isinstance(module, nn.Embedding):
                 return ROWS_OF_PRODUCTS
-            if packed and parameter.shape[0] % VECTOR and not path.endswith(LOGITS_LAYER):
-                return ROWS_OF_PRODUCTS
     return 1
+
+
+class RowsApart(TorchFunctionMode):
+    """Computes `INEXACT` functions of (N, T, ..) or (T, ..) for so few of T at once that none has other bits."""
+
+    def __torch_function__(
+        self, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function not in INEXACT:
+            return function(*args, **kwargs or {})
+        x, others = args[0], args[1:]
+        if isinstance(x, SpatialTensor):
+            return x.like(_apart(x.local, lambda part: function(part, *others, **kwargs or {})))
+        return _apart(x, lambda part: function(part, *others, **kwargs or {}))
+
+
+def _apart(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    dim = 1 if x.dim() > 2 else 0
+    width = x.numel() // max(1, x.shape[: dim + 1].numel())
+    at_once = 1 if width % VECTOR or not width else max(1, ONE_THREAD // width)
+    if x.shape[dim] <= at_once:
+        return function(x)
+    return torch.cat([function(part) for part in x.split(at_once, dim)], dim)
+
+
+def rows_alike(stages: LocalStages) -> int:
+    """Up to how many rows a step gives each row the same bits without `RowsApart`."""
+    widths = [
+        parameter.shape[0]
+        for path, module in stages.named_modules()
+        if isinstance(module, nn.Linear) and not path.endswith(LOGITS_LAYER)
+        if (parameter := module._parameters.get("weight")) is not None
+    ]
+    halves = [m.head_dim // 2 for m in stages.modules() if isinstance(m, Attention) and m.rotary]
+    mixed = any(isinstance(module, Router) for module in stages.modules())
+    if mixed or any(width % VECTOR for width in widths + halves):
+        return 0
+    if all(width % (VECTOR * math.lcm(*range(1, torch.get_num_threads() + 1))) == 0 for width in widths):
+        return sys.maxsize  # threads share rows in whole vectors, however many threads there are
+    return ONE_THREAD // max(widths)

@@ -142,7 +142,7 @@ def alone_and_in_company(comm: Communicator, options: dict[str, Any]) -> tuple[i
         pytest.param(
             {"positions": "rotary", "activation": "swiglu", "tied": False, "ff_dim": 96}, 1, marks=needs_packing
         ),
-        ({"ff_dim": 72}, ROWS_OF_PRODUCTS),  # the activation of some features would be computed otherwise
+        pytest.param({"ff_dim": 72}, 1, marks=needs_packing),  # activations of a row are no multiple of 32
         ({"mixture": Mixture(4)}, ROWS_OF_PRODUCTS),
         ({"dtype": torch.float64}, ROWS_OF_PRODUCTS),
     ],
@@ -158,6 +158,23 @@ def test_ranks_of_a_layer_alone_and_in_company(ranks: Ranks) -> None:
     rows, alone, together = ranks(2).run(alone_and_in_company, {})[0]
     assert rows == 1
     assert alone == together
+
+
+@pytest.mark.parametrize("width", [1536, 1000])
+@pytest.mark.parametrize("threads", [1, 5])
+def test_activations_of_rows_apart(width: int, threads: int) -> None:
+    before = torch.get_num_threads()
+    row = torch.randn(1, 1, width)
+    try:
+        torch.set_num_threads(threads)
+        for function in (lambda x: F.gelu(x, approximate="tanh"), F.silu, torch.sigmoid, Tensor.cos):
+            expected = function(row)
+            torch.testing.assert_close(expected, function(row.double()).float())
+            with products.RowsApart():
+                for number in (1, 2, 3, 71):
+                    assert torch.equal(function(row.expand(1, number, -1).contiguous()), expected.expand(1, number, -1))
+    finally:
+        torch.set_num_threads(before)
 
 
 @needs_packing
