@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import math
-import pickle
 import sys
 import traceback
 import weakref
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from mpi4dl.comm import Mismatch, RankFailed, Refusal, failure, gpu, nccl, transport
 from mpi4dl.comm.node import Node
-from mpi4dl.comm.packing import Piece, as_bytes, is_dense
+from mpi4dl.comm.packing import Piece, as_bytes, dumps, is_dense, loads
 from mpi4dl.comm.pending import Pending
 from mpi4dl.comm.requests import Calls
 from mpi4dl.comm.shutdown import alone_of_several
@@ -270,14 +269,14 @@ class Communicator(Messenger):
         return child
 
     def isend_object(self, value: Any, to: int, tag: int = 0) -> Pending:
-        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        payload = torch.frombuffer(bytearray(dumps(value)), dtype=torch.uint8)
         length = torch.tensor([payload.numel()])
         return Pending.all(self.node, [self.isend(length, to, tag), self.isend(payload, to, tag)])
 
     def recv_object(self, source: int, tag: int = 0) -> Any:
         length = self.recv(torch.zeros(1, dtype=torch.int64), source, tag)
         payload = self.recv(torch.empty(int(length), dtype=torch.uint8), source, tag)
-        return pickle.loads(payload.numpy().tobytes())
+        return loads(payload.numpy().tobytes())
 
     def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
         """Start to reduce `tensor` over all ranks, in place; every rank gets bit-equal values."""
@@ -446,7 +445,7 @@ class Communicator(Messenger):
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         self._meet("broadcast_object", root)
         with self.node.waits:
-            return self._objects.bcast(value, root)
+            return loads(self._objects.bcast(dumps(value) if self.rank == root else None, root))
 
     def _meet(self, call: str, part: Any) -> list[Any]:
         """The parts of all ranks. Every collective of objects begins with this one exchange, so that a rank that failed
@@ -461,7 +460,8 @@ class Communicator(Messenger):
         # The barrier lets phases under way advance; inside MPI's own call this rank could not.
         Pending(self.node, [Calls([self._objects.Ibarrier()])]).wait()
         with self.node.waits:
-            everyone: list[_Brought] = self._objects.allgather(_Brought(call, _caller(), part))
+            payloads = self._objects.allgather(dumps(_Brought(call, _caller(), part)))
+        everyone: list[_Brought] = [loads(payload) for payload in payloads]
         for rank, brought in enumerate(everyone):
             if isinstance(brought.part, _Complaint):
                 raise self._told(brought.part.error(rank, self.size))

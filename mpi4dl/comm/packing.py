@@ -6,8 +6,10 @@
 Both ends name the same pieces in the same order, and so find the same messages.
 """
 
+import io
+import pickle
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -133,3 +135,29 @@ def unpack_all(messages: Sequence[Message], flat: Tensor) -> None:
     for message, part in zip(messages, parts_of(messages, flat), strict=True):
         if part.pieces[0].data_ptr() != message.pieces[0].data_ptr():
             unpack(message, part.pieces[0])
+
+
+# Objects as messages: pickled. Of a tensor on a GPU the pickle would name that GPU, which is another rank's.
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_cuda:
+            return _on_own_gpu, (value.detach().cpu(),)
+        return NotImplemented
+
+
+def _on_own_gpu(x: Tensor) -> Tensor:
+    return x.to("cuda")
+
+
+def dumps(value: Any) -> bytes:
+    """A value as bytes. Tensors in it that are on a GPU come to the GPU of who reads it."""
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
+def loads(payload: bytes) -> Any:
+    """The value that `dumps` wrote. Only for what ranks of the same job sent."""
+    return pickle.loads(payload)

@@ -251,7 +251,8 @@ def _plain(x: Tensor) -> Tensor:
 def _factory(make: Callable[..., Any]) -> Callable[..., Any]:
     def factory(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
         kind = None if device is None else torch.device(device)
-        result = make(*args, device=CPU if kind is None or kind.type == "cuda" else kind, **kwargs)
+        where = {} if kind is None else {"device": CPU if kind.type == "cuda" else kind}
+        result = make(*args, **where, **kwargs)
         if pin_memory:
             gpu().counters.pinned += 1
             return gpu().place(result.fill_(POISON), "pinned")

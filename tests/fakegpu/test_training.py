@@ -12,8 +12,10 @@ from torch.nn import functional as F
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
 from mpi4dl.models import registry
+from mpi4dl.parallel.disk import Keep
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas.buckets import GPU_BUCKET_BYTES
+from mpi4dl.parallel.streaming.leading_part import EACH_NORM, StreamOptions
 from tests import short_runs
 from tests.fakegpu.device import CUDA, FakeGpu, installed
 from tests.fakegpu.nccl import Step, joined, stuck
@@ -77,6 +79,26 @@ def test_by_nccl_every_plan_is_exact_and_waits_in_no_circle(ranks: Ranks, task: 
     assert stuck(rows) == []
     summed = sum(step.sums for step in rows[0])
     assert bool(summed) == (not plan.zero and not plan.bidirectional and len(plan.holders(0)) > 1)
+
+
+STREAMED = Task(
+    "small_resnet",
+    (50, 66),
+    model_options=(("num_filters", 4),),
+    stream=StreamOptions((2, 2), "stage2_block1", segments=EACH_NORM),
+    balance=(9, 2),
+    device="cuda",
+)
+
+
+@pytest.mark.parametrize("where", ["device", "host", "disk"])
+@pytest.mark.parametrize("plan", [Plan(), Plan(((1, 2),), microbatches=2), Plan(((1, 2), (1, 1)), microbatches=2)])
+@pytest.mark.sample(2)
+def test_what_streaming_keeps_may_leave_the_gpu(ranks: Ranks, plan: Plan, where: str) -> None:
+    assert STREAMED.stream is not None
+    task = replace(STREAMED, stream=replace(STREAMED.stream, keep=Keep(where)))
+    outcomes = [outcome for outcome, _ in ranks(plan.num_ranks).run(train, task, plan, "staged")]
+    short_runs.assert_like(outcomes[0], short_runs.plain(replace(task, device="cpu"), plan.num_microbatches))
 
 
 def train_against_the_rule(comm: Communicator, task: Task, plan: Plan) -> tuple[Outcome, list[Step]]:

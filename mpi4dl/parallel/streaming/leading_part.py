@@ -69,10 +69,11 @@ class Segments:
         parts = self._parts_of(module)
         plans = self._plans(parts, images, tiles, grid, size)
         values = ValuesBetween(source)
+        device = next((p.device for p in module.parameters()), None)
         for number, (part, plan) in enumerate(zip(parts, plans, strict=True)):
             name = f"segment {number + 1} of {len(parts)}, " if len(parts) > 1 else ""
             keep = self.keep, ON_DEVICE if number == len(parts) - 1 else self.keep
-            streaming = Streaming(part, values.before(part), plan, grid, self.norms, progress, name, keep)
+            streaming = Streaming(part, values.before(part), plan, grid, self.norms, progress, name, keep, device)
             values.behind(part, streaming.run())
         return values.result
 

@@ -123,6 +123,7 @@ class Streaming:
         progress: is called with a line of text before each tile.
         name: what that line calls the part.
         keep: where the inputs and their gradients are kept, or the outputs; by default on the device.
+        device: that of the part, which need not have parameters.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class Streaming:
         progress: Progress = quietly,
         name: str = "",
         keep: tuple[Keep, Keep] = (ON_DEVICE, ON_DEVICE),
+        device: torch.device | None = None,
     ) -> None:
         self._progress, self._name, self._keep = progress, name, keep[1]
         self._part, self._plan, self._grid, self._norms = part, plan, grid, norms
@@ -143,7 +145,7 @@ class Streaming:
         self._buffers = list(part.buffers())
         self._initial_buffers = [buffer.clone() for buffer in self._buffers]
         self._parameters = [p for p in part.parameters() if p.requires_grad]
-        self._device = next(part.parameters(), torch.empty(0)).device
+        self._device = device or next(part.parameters(), torch.empty(0)).device
         kind = self._device.type
         autocast: dict[str, Any] = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
         self._autocast = partial(torch.autocast, kind, **autocast)
