@@ -38,7 +38,7 @@ UNCOUNTED = ("comm/node.py", "comm/pending.py", "comm/requests.py", "contextlib.
 TOLERANCE = 1e-5
 BURSTS = 5
 OPTIONS = (
-    declared.counts("--ranks", "1,2", "how many ranks share the image"),
+    declared.ranks("1,2"),
     Option("--tile", integer("a whole number of at least 4", lambda n: n >= 4), 8, "height and width of a tile, in px"),
     declared.count("--channels", 8),
     Option("--operators", listed(TEXT), "", "only those with one of these in their names: conv,norm"),

@@ -254,14 +254,14 @@ class Exchange:
     def start(self, x: Tensor) -> Incoming:
         """Send what others need of x, and expect what this rank needs of them."""
         moves = self.moves(x.shape)
-        return self._trade([Piece(peer, at(x, cut)) for peer, cut in moves.leaving], Like.of(x), moves)
+        return self.trade([Piece(peer, at(x, cut)) for peer, cut in moves.leaving], Like.of(x), moves)
 
     def start_with(self, slabs: Sequence[Tensor], like: Like) -> Incoming:
         """The same for who has the slabs of the plan's `sends` apart, of an x that were `like`."""
         leaving = [Piece(slab.peer, x) for slab, x in zip(self.plan.sends, slabs, strict=True)]
-        return self._trade(leaving, like, self.moves(like.shape))
+        return self.trade(leaving, like, self.moves(like.shape))
 
-    def _trade(self, leaving: list[Piece], like: Like, moves: Moves) -> Incoming:
+    def trade(self, leaving: list[Piece], like: Like, moves: Moves) -> Incoming:
         strips = self.strips(like)
         pending = self.comm.iexchange(leaving, self.arriving(strips), self.tag, collective=not self.plan.silent)
         return Incoming(strips, pending, like, moves)
