@@ -23,6 +23,7 @@ from benchmarks.common.charts import OTHERS, Bars, bars
 from benchmarks.common.options import Option, Options
 from benchmarks.common.report import publish
 from benchmarks.common.turns import Contestant, answer_turns, take_turns
+from mpi4dl._wording import counted
 from mpi4dl.options.kinds import TEXT, integer, listed
 from mpi4dl.sweeps.results import Column, spread, table
 
@@ -307,4 +308,5 @@ def draw(rows: list[dict[str, Any]], title: str) -> Any:
         Bars(f"ours_{each}_us", f"{each}: us beyond plain PyTorch; line: DTensor", digits=0, mark=f"dtensor_{each}_us")
         for each in PASSES
     ]
-    return bars(rows, panels, title, [OTHERS] * len(rows), [f"{row['operator']}, {row['ranks']}" for row in rows])
+    names = [f"{row['operator']}, {counted(row['ranks'], 'rank')}" for row in rows]
+    return bars(rows, panels, title, [OTHERS] * len(rows), names)

@@ -44,7 +44,8 @@ class Bars:
                 axis.vlines(self.scale * row[self.mark], place - 0.45, place + 0.45, color="black", linewidth=2)
         if self.baseline is not None:
             axis.axvline(self.baseline, color="0.3", linewidth=0.8, linestyle="--")
-        axis.set_xlim(0, 1.25 * max([*tips, self.baseline or 0.0]) or 1.0)
+        marks = [self.scale * row[self.mark] for row in rows if self.mark and row[self.mark] is not None]
+        axis.set_xlim(0, 1.25 * max([*tips, *marks, self.baseline or 0.0]) or 1.0)
         axis.set_xlabel(self.label)
 
 
