@@ -124,12 +124,10 @@ def hold_model(
 
     assert isinstance(model, PatchModel)
     try:
-        streamed = stream_patches(model.to(device), patches, channels)
+        stream_patches(model.to(device), patches, channels)
     except ValueError as error:
         raise ConfigError(f"`stream_segments` {patches.segments} of `model` {config.model_name}: {error}") from error
-    stages = LocalStages.whole(model, plan, comm, patches)
-    stages.programs.append(streamed.segments)
-    return stages
+    return LocalStages.whole(model, plan, comm, patches)
 
 
 def _cut_model(

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, Protocol
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -148,13 +148,6 @@ def changed(watch: Watch) -> str:
         f"{watch.words} has changed since the model was cut into stages, which read it once and keep what followed: "
         "put the code that reads it into a module of its own and name that module in `whole`, or train in one stage"
     )
-
-
-class Traced(Protocol):
-    """What was made of a forward that was read once."""
-
-    def changes(self) -> Iterator[str]:
-        """Messages about values of Python that changed since."""
 
 
 class Reads:

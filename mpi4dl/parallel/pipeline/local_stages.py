@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.parallel.pipeline.decisions import Traced, Watch, changed
+from mpi4dl.parallel.pipeline.decisions import Watch, changed
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas.groups import Elements
@@ -89,7 +89,6 @@ class LocalStages(nn.Module):
         comm.agree(None, plan=plan)  # by which ranks form groups
         self.counts, self.names, self.prices, self.stream = counts, names, prices, stream
         self.watched: list[tuple[Watch, Any]] = []
-        self.programs: list[Traced] = []  # of parts of modules, by which these run
         self.parts: dict[tuple[int, int], Part] = {}
         for direction in range(plan.num_directions):
             for stage in range(plan.num_stages):
@@ -250,8 +249,6 @@ class LocalStages(nn.Module):
         for module in self.modules_of.values():
             if isinstance(module, Stage):
                 yield from module.changes()
-        for program in self.programs:
-            yield from program.changes()
 
     def part(self, action: Action) -> Part:
         return self.parts[action.direction, action.stage]

@@ -128,7 +128,14 @@ class PatchStream:
             self._cut(channels)
 
     def __call__(self, images: StreamedImages) -> Tensor:
-        """The logits (N, K) of the images, on every rank. Collective."""
+        """The logits (N, K) of the images, on every rank. Collective.
+
+        Raises:
+            Refusal: what a cut encoder had read of attributes and globals has changed, or an image cannot be read.
+        """
+        change = next(self.segments.changes(), None)
+        if change is not None:
+            raise Refusal(change)
         patch = self._model.patch
         patches = self.patches(images)
         counts = [0] * images.samples.size
@@ -265,16 +272,11 @@ def patch_tiles(
     return tiles, tiles.image_spec(shape, dtype, Split.at((0, *inner)))
 
 
-def stream_patches(model: PatchModel, options: PatchOptions, channels: int = 3) -> PatchStream:
-    """Let `model` stream the patches of `StreamedImages`, which an engine passes to it. It still takes tensors.
-
-    With several segments, what the encoder's forward reads of attributes and globals must stay as it is: see `changes`
-    of the stream's segments.
-    """
+def stream_patches(model: PatchModel, options: PatchOptions, channels: int = 3) -> None:
+    """Let `model` stream the patches of `StreamedImages`, which an engine passes to it. It still takes tensors."""
     stream = PatchStream(model, options, channels)
     model.forward = partial(_forward, stream, model.forward)  # type: ignore[method-assign]
     model.streamed = stream  # type: ignore[assignment]
-    return stream
 
 
 def _forward(stream: PatchStream, forward: Any, images: Any) -> Tensor:

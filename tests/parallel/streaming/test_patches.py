@@ -174,9 +174,8 @@ def changed(comm: Communicator, path: str, name: str, segments: int) -> str:
     torch.manual_seed(0)
     case = replace(SMALL, options=PatchOptions(5, segments=segments))
     model = PatchModel(Scaled(), AGGREGATORS["mean"](8, CLASSES), case.patch, 0.0, 0.5, None).double()
-    segments_of_model = stream_patches(model, case.options).segments
+    stream_patches(model, case.options)
     held = LocalStages.whole(model, case.plan, comm, stream=case.options)
-    held.programs.append(segments_of_model)
     engine = Engine(held, case.plan, torch.optim.SGD(held.parameters(), lr=0.1), F.cross_entropy, comm=comm)
     images, targets = batch_of(case, 0)
     engine.step([Slides(images)], targets, SIZE)
