@@ -130,3 +130,26 @@ def test_tokens_cross_the_network_to_their_experts(cluster: Cluster, tmp_path: P
     assert over_two.returncode == 0, over_two.stderr
     assert train_command(4, *flags, "--run-folder", str(tmp_path / "one")).code == 0
     assert_near(tmp_path, 1e-4)
+
+
+DELAYED = """
+import torch
+from benchmarks.common.emulated import MonotonicClock, Network, emulated
+from mpi4dl.comm import world
+from mpi4dl.parallel.costs.cost_model import Link, measure_link
+
+comm = world()
+with emulated(comm, Network(Link(0.0, 0.0), Link(0.05, 0.0), ranks_per_node=2), MonotonicClock()) as delayed:
+    assert delayed.nodes() == comm.nodes() == [[0, 1], [2, 3]]
+    near, far = delayed.split_by_node(), measure_link(delayed, torch.device("cpu"))
+    assert near.all_gather_object(near.rank) == [0, 1]
+    if comm.rank == 0:
+        print(far.latency_seconds)
+"""
+
+
+@pytest.mark.exhaustive
+def test_messages_between_nodes_are_as_late_as_asked(cluster: Cluster) -> None:
+    done = cluster.run(2, "-c", DELAYED)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) >= 0.05

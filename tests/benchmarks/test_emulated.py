@@ -1,0 +1,382 @@
+"""Emulated clusters: the times of messages, collectives and whole steps are those of a network; values are the same."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks import stages
+from benchmarks.common import models
+from benchmarks.common.emulated import (
+    Calendar,
+    Clock,
+    CollectiveCost,
+    CostOf,
+    MonotonicClock,
+    Network,
+    VirtualClock,
+    VirtualNode,
+    collective_cost,
+    emulated,
+    time_steps,
+)
+from mpi4dl.comm import Communicator, Mismatch, Pending
+from mpi4dl.comm.allreduce import pick
+from mpi4dl.comm.node import Node
+from mpi4dl.parallel.costs.cost_model import SMALL_BYTES, Link, measure_link
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.tables.simulator import Costs, simulate
+from tests.benchmarks.checks import options_of
+from tests.pool.ranks import Ranks
+from tests.short_runs import SMALL, StepResult, train
+
+# All times are sums of powers of two, which floating-point numbers hold exactly.
+BYTE_SECONDS, NUM_BYTES = 2.0**-10, 1024  # a second for a message
+NODES = Network(Link(0.5, BYTE_SECONDS), Link(2.0, 4 * BYTE_SECONDS), ranks_per_node=2)
+LATENCY = Network(Link(1.0, 0.0))
+
+
+class Work:
+    """The work of a rank, in seconds: no more than it says."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def do(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+class Emulated(NamedTuple):
+    """A communicator, what time it is there, and the work of this rank."""
+
+    comm: Communicator
+    clock: VirtualClock
+    work: Work
+
+
+@contextmanager
+def virtual(comm: Communicator, network: Network, cost_of: CostOf = collective_cost) -> Iterator[Emulated]:
+    work = Work()
+    clock = VirtualClock(work)
+    with emulated(comm, network, clock, cost_of) as world:
+        yield Emulated(world, clock, work)
+
+
+def message(value: float = 0.0) -> torch.Tensor:
+    return torch.full((NUM_BYTES // 4,), value)
+
+
+def play_ping_pong(comm: Communicator) -> tuple[list[float], float]:
+    with virtual(comm, NODES) as (world, clock, work):
+        ball, laps = message(), []
+        for end in (1, 2):  # on the same node, and on another
+            if comm.rank == 0:
+                work.do(3.0)
+                world.send(ball, end)
+                laps.append(clock.now())
+                world.recv(ball, end)
+                laps.append(clock.now())
+            elif comm.rank == end:
+                world.recv(ball, 0)
+                work.do(2.0)
+                world.send(ball, 0)
+                laps.append(clock.now())
+        return laps, clock.work_seconds()
+
+
+def test_a_message_takes_the_latency_and_the_bytes_of_its_link(ranks: Ranks) -> None:
+    there, back = 3 + 1 + 0.5, 2 + 1 + 0.5
+    again = there + back + 3
+    assert ranks(3).run(play_ping_pong) == [
+        ([4.0, there + back, again + 4, again + 4 + 2 + 2 + 4 + 2], 6.0),
+        ([there + 3], 2.0),
+        ([again + 4 + 2 + 2 + 4], 2.0),
+    ]
+
+
+def send_several(comm: Communicator) -> list[float]:
+    with virtual(comm, NODES) as (world, clock, _):
+        if comm.rank == 0:
+            Pending.all(world.node, [world.isend(message(), to, 5) for to in (1, 1, 2)]).wait()
+            return [clock.now()]
+        found = []
+        for _ in range(3 - comm.rank):
+            world.recv(message(), 0, 5)
+            found.append(clock.now())
+        return found
+
+
+def test_messages_of_a_rank_follow_each_other_on_each_kind_of_link(ranks: Ranks) -> None:
+    assert ranks(3).run(send_several) == [[4.0], [1.5, 2.5], [6.0]]
+
+
+def receive_from_any(comm: Communicator) -> list[object]:
+    """The first message is for the receive that names no source, though the other is waited for first."""
+    with virtual(comm, NODES) as (world, clock, work):
+        if comm.rank == 1:
+            for seconds in (4.0, 2.0):
+                work.do(seconds)
+                world.send(message(seconds), 0, 7)
+            return []
+        heard: list[int] = []
+        values = message(), message()
+        from_any, named = world.irecv(values[0], None, 7, heard.append), world.irecv(values[1], 1, 7)
+        named.wait()
+        second = clock.now()
+        from_any.wait()
+        return [second, clock.now(), heard, float(values[0][0]), float(values[1][0])]
+
+
+def test_a_receive_from_any_rank_has_the_time_of_the_message_that_it_got(ranks: Ranks) -> None:
+    assert ranks(2).run(receive_from_any)[0] == [4 + 1 + 2 + 1 + 0.5] * 2 + [[1], 4.0, 2.0]
+
+
+def receive_wrong_lengths(comm: Communicator) -> list[list[str]]:
+    """The complaints of rank 1, without a network and with one."""
+
+    def complaints(world: Communicator) -> list[str]:
+        found = []
+        for source in (0, None):
+            for length in (3, 5):
+                if world.rank == 0:
+                    world.send(torch.ones(length), 1)
+                else:
+                    with pytest.raises(Mismatch) as error:
+                        world.irecv(torch.ones(4), source).wait()
+                    found.append(str(error.value))
+        return found
+
+    with emulated(comm, NODES) as world:
+        return [complaints(comm), complaints(world)]
+
+
+def test_wrong_lengths_are_refused_as_without_a_network(ranks: Ranks) -> None:
+    plain, over_network = ranks(2).run(receive_wrong_lengths)[1]
+    assert len(plain) == 4
+    assert over_network == plain
+
+
+def look_early(comm: Communicator, clock_of: Callable[[Work], Clock]) -> tuple[bool, float]:
+    """Rank 0 sends at second 0; rank 1 looks before and after the message is due."""
+    work = Work()
+    clock = clock_of(work)
+    with emulated(comm, NODES, clock) as world:
+        if comm.rank == 0:
+            sending = world.isend(message(), 1)
+            early = sending.test()
+            work.do(1.0)
+            sending.wait()
+            return early, clock.now()
+        arriving = world.irecv(message(), 0)
+        early = any([arriving.test() for _ in range(200)])
+        work.do(1.5)
+        while not arriving.test():
+            pass
+        return early, clock.now()
+
+
+@pytest.mark.parametrize("clock_of", [VirtualClock, MonotonicClock])
+def test_a_message_is_not_there_before_its_time(ranks: Ranks, clock_of: Callable[[Work], Clock]) -> None:
+    assert ranks(2).run(look_early, clock_of) == [(False, 1.0), (False, 1.5)]
+
+
+def reduce_together(comm: Communicator) -> list[object]:
+    with virtual(comm, NODES) as (world, clock, work):
+        nodes = world.nodes()
+        pair = world.split_by_node()
+        odd = world.subset([1, 3]) if comm.rank % 2 else None
+        world.barrier()
+        began = clock.now()
+        laps = []
+        work.do(float(comm.rank))
+        tensors = message(1.0), message(2.0)
+        pending = [world.iall_reduce(tensor) for tensor in tensors]
+        for each in reversed(pending):
+            each.wait()
+            laps.append(clock.now() - began)
+        work.do(float(comm.rank))
+        pair.all_reduce(message())
+        laps.append(clock.now() - began)
+        if odd is not None:
+            odd.broadcast(message())
+            laps.append(clock.now() - began)
+            odd.send(message(), 1) if odd.rank == 0 else odd.recv(message(), 0)
+            laps.append(clock.now() - began)
+        return [nodes, float(tensors[0][0]), float(tensors[1][0]), laps]
+
+
+def test_a_collective_ends_when_its_last_rank_has_come_and_it_has_its_cost(ranks: Ranks) -> None:
+    """Two of all ranks after each other, one within each node, one of two nodes, and a message between these."""
+    latency, transfer = collective_cost("allreduce", 4, NUM_BYTES, Link(2.0, 4 * BYTE_SECONDS))
+    assert (latency, transfer) == (4.0, 8.0)
+    second = 3 + 2 * transfer + latency
+    near = [second + 1 + 1.5, second + 3 + 1.5]
+    far = near[1] + 2 + 4
+    for rank, found in enumerate(ranks(4).run(reduce_together)):
+        laps = [second, second, near[rank // 2], *([far, far + (4 if rank == 1 else 6)] if rank % 2 else [])]
+        assert found == [[[0, 1], [2, 3]], 4.0, 8.0, laps]
+
+
+def exchange_objects(comm: Communicator) -> list[object]:
+    with virtual(comm, LATENCY) as (world, clock, work):
+        work.do(float(comm.rank))
+        everyone = world.all_gather_object(comm.rank)
+        first = clock.now()
+        return [everyone, first, world.broadcast_object("it" if comm.rank == 1 else None, 1), clock.now()]
+
+
+def test_objects_take_the_time_of_their_collectives(ranks: Ranks) -> None:
+    """To gather them is a barrier and a gathering, of two rounds each; to broadcast one begins with the same."""
+    assert ranks(4).run(exchange_objects) == [[[0, 1, 2, 3], 3.0 + 4, "it", 3.0 + 4 + 6]] * 4
+
+
+def sum_in_phases(comm: Communicator) -> float:
+    with virtual(comm, LATENCY) as (world, clock, work):
+        all_reduce = pick(world, "direct")
+        world.barrier()
+        began = clock.now()
+        pending = all_reduce(message())
+        if comm.rank == 0:
+            work.do(10.0)
+        pending.wait()
+        return clock.now() - began
+
+
+def test_a_rank_at_work_starts_no_second_phase(ranks: Ranks) -> None:
+    assert ranks(2).run(sum_in_phases) == [10.0, 11.0]
+
+
+def sum_beside_a_wait(comm: Communicator) -> float:
+    """Rank 0 waits from 0 to 5, and works from then on. What is due in that wait comes to it in real time later."""
+    with virtual(comm, LATENCY) as (world, clock, work):
+        all_reduce = None if comm.rank == 2 else pick(world.subset([0, 1]), "direct")
+        world.barrier()
+        began = clock.now()
+        if all_reduce is None:
+            work.do(4.0)
+            world.send(message(), 0)
+            return clock.now() - began
+        if comm.rank == 0:
+            pending = all_reduce(message())
+            world.recv(message(), 2)
+            comm.send(torch.ones(1), 1)
+            work.do(10.0)
+        else:
+            comm.recv(torch.ones(1), 0)
+            pending = all_reduce(message())
+        pending.wait()
+        return clock.now() - began
+
+
+def test_a_phase_starts_in_the_first_wait_after_it_is_due_in_whatever_order_things_really_happen(ranks: Ranks) -> None:
+    assert ranks(3).run(sum_beside_a_wait) == [15.0, 2.0, 4.0]
+
+
+class At:
+    """A request that is complete at a time."""
+
+    def __init__(self, clock: VirtualClock, seconds: float) -> None:
+        self._clock, self._seconds = clock, seconds
+
+    def test(self) -> bool:
+        return self._clock.reached(self._seconds)
+
+
+def test_phases_work_while_their_rank_waits_and_no_wait_lasts_for_those_it_is_not_for() -> None:
+    work = Work()
+    clock = VirtualClock(work)
+    node = VirtualNode.like(Node(0, 1, 1, 1), clock)
+
+    def phases(first: float, second: float) -> Iterator[Pending]:
+        yield Pending(node, [At(clock, first)])
+        work.do(3.0)
+        yield Pending(node, [At(clock, second)])
+
+    soon, late = (Pending.of_phases(node, phases(*when)) for when in ((2.0, 6.0), (50.0, 60.0)))
+    assert not soon.test()
+    node.wait(At(clock, 3.0))
+    assert (clock.now(), clock.work_seconds()) == (5.0, 3.0 + 3.0)  # the work of `soon` ends at 5
+    work.do(0.5)
+    soon.wait()
+    assert clock.now() == 6.0
+    work.do(1.0)
+    late.wait()
+    assert (clock.now(), clock.work_seconds()) == (60.0, 7.5)
+
+
+def test_a_calendar_knows_what_is_free() -> None:
+    calendar = Calendar((0.0, 4.0), (6.0, 6.0), (8.0, float("inf")))
+    assert [calendar.first(t) for t in (1.0, 4.5, 6.5, 9.0)] == [1.0, 6.0, 8.0, 9.0]
+    assert calendar.use(3.0, 9.0) == 4.0
+    assert [calendar.first(t) for t in (2.5, 3.0, 8.0)] == [2.5, 9.0, 9.0]
+    assert [calendar.take(0.0, d) for d in (2.0, 2.0, 0.5)] == [0.0, 9.0, 2.0]
+    calendar.close(10.0)
+    assert calendar.first(12.0, 13.0) == 13.0
+
+
+def free(call: str, num_ranks: int, num_bytes: int, link: Link) -> CollectiveCost:
+    return CollectiveCost(0.0, 0.0)
+
+
+PIPELINES = {"1f1b": 1, "gpipe": 1, "zero-bubble": 1, "interleaved": 2}
+LAYER_SECONDS, STAGE_LATENCY = 0.5, 0.125
+
+
+def train_sleeping_stages(comm: Communicator, schedule: str) -> tuple[list[float], float, Plan]:
+    """Steps of stages that sleep, whose sleep is their work, and that work."""
+    options = options_of("stages", f"--sleep --stages 4 --schedules {schedule} --configurations PP")
+    (plan,) = stages.plans(options).values()
+    network = Network(Link(STAGE_LATENCY, 0.0))
+    with virtual(comm, network, free) as (world, clock, work):
+        asleep = mock.patch.object(models, "time", SimpleNamespace(sleep=work.do))
+        with asleep, mock.patch.object(stages, "SLEEP_SECONDS", LAYER_SECONDS * plan.chunks):
+            case = stages.Case(stages.SLEEP, stages.SLEEP_PX)
+            trainer = stages.engine_trainer(options, case, torch.device("cpu"), plan, world)
+            times = time_steps(world, clock, trainer.step, num_steps=2)
+    assert times.seconds == max(rank.seconds for rank in times.medians)
+    return [step.seconds for step in times.of_ranks[comm.rank]], times.medians[comm.rank].work_seconds, plan
+
+
+@pytest.mark.parametrize("schedule", PIPELINES)
+def test_a_pipeline_takes_the_time_that_is_simulated(ranks: Ranks, schedule: str) -> None:
+    for times, work, plan in ranks(4).run(train_sleeping_stages, schedule):
+        assert (plan.schedule, plan.num_stages, plan.num_microbatches) == (schedule, 4 * PIPELINES[schedule], 8)
+        costs = Costs.equal(plan.num_stages, LAYER_SECONDS, 2 * LAYER_SECONDS, STAGE_LATENCY)
+        expected = simulate(plan.table(), plan.placement, costs).makespan_seconds
+        assert times == [expected] * 2
+        assert work == 8 * 3 * LAYER_SECONDS * plan.chunks
+
+
+def link_found(comm: Communicator) -> Link:
+    with virtual(comm, NODES) as (world, clock, _):
+        return measure_link(world, torch.device("cpu"), clock.now)
+
+
+def test_the_link_that_ranks_measure_is_that_of_the_network(ranks: Ranks) -> None:
+    assert ranks(3).run(link_found) == [Link(2.0 + 4 * BYTE_SECONDS * SMALL_BYTES, 4 * BYTE_SECONDS)] * 3
+
+
+def train_twice(
+    comm: Communicator, plan: Plan, clock_of: Callable[[], Clock]
+) -> list[tuple[list[StepResult], dict[str, str]]]:
+    """What is learnt without the network and with it."""
+    plain = train(comm, SMALL, plan)
+    network = Network(Link(5e-6, 1e-10), Link(1e-4, 8e-9), ranks_per_node=2)
+    with emulated(comm, network, clock_of()) as world:
+        over_network = train(world, SMALL, plan)
+    return [(outcome.steps, outcome.digests) for outcome in (plain, over_network)]
+
+
+@pytest.mark.parametrize("clock_of", [VirtualClock, MonotonicClock])
+def test_training_learns_the_same_bits(ranks: Ranks, clock_of: Callable[[], Clock]) -> None:
+    plan = Plan(((1, 2), (1, 2)), microbatches=2)
+    for plain, over_network in ranks(4).run(train_twice, plan, clock_of):
+        assert len(plain[1]) > 4
+        assert over_network == plain
