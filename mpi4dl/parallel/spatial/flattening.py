@@ -101,7 +101,7 @@ def _factors(
         if flat is not None and flat.copies:
             found.append((flat, size))
         elif flat is not None:
-            sizes = layout.sizes(flat, layout.tiling.whole)
+            sizes = flat.sizes(layout.tiling.whole)
             found += [(factor.axis, n) for factor, n in zip(flat.factors, sizes, strict=True)]
         else:
             found.append((axis, size))
@@ -138,7 +138,7 @@ def _joined(layout: Layout, found: list[tuple[int | None, int]], scales: dict[in
 def cuts_that_divide(layout: Layout, found: Regrouped) -> Tiling:
     """The tiling in which ranks can share a tensor of `layout` so: no halos, cut where entries of the new shape end."""
     tiling = layout.tiling
-    flat = {factor.axis for group in found.groups if len(group.factors) > 1 for factor in group.factors}
+    flat = {axis for group in found.groups if len(group.factors) > 1 for axis in group.axes}
     for axis in layout.grid.axes:
         if axis in flat or axis in found.scales:
             split, (_, by) = tiling.splits[axis], found.scales.get(axis, (1, 1))
@@ -155,9 +155,8 @@ def regrouped(layout: Layout, found: Regrouped) -> Layout:
     dims: list[int | None] = [None] * len(layout.dims)
     flats = []
     for dim, group in enumerate(found.groups):
-        for factor in group.factors:
-            if factor.axis is not None:
-                dims[factor.axis] = dim
+        for axis in group.axes:
+            dims[axis] = dim
         if len(group.factors) > 1 or group.copies:
             flats.append(group._replace(dim=dim))
     for axis, known in enumerate(layout.dims):
@@ -168,20 +167,12 @@ def regrouped(layout: Layout, found: Regrouped) -> Layout:
 
 def opened(layout: Layout) -> Layout:
     """The layout in which each axis of a flat dim is a dim of its own; without the entries that every rank has."""
-    place: dict[int, int] = {}
     dims = list(layout.dims)
-    shift, last = 0, max((dim for dim in layout.dims if dim is not None), default=-1)
-    for dim in range(last + 1):
-        place[dim] = dim + shift
-        flat = layout.flat_at(dim)
-        for i, factor in enumerate(flat.factors if flat else ()):
-            if factor.axis is not None:
-                dims[factor.axis] = dim + shift + i
-        shift += len(flat.factors) - 1 if flat else 0
-    carried = {factor.axis for flat in layout.flat for factor in flat.factors}
-    for axis, before in enumerate(layout.dims):
-        if before is not None and axis not in carried:
-            dims[axis] = place[before]
+    for axis, dim in enumerate(layout.dims):
+        if dim is not None:
+            flat = layout.flat_at(dim)
+            within = flat.factors.index(Factor(axis)) if flat is not None and axis in flat.axes else 0
+            dims[axis] = dim + within + sum(len(other.factors) - 1 for other in layout.flat if other.dim < dim)
     return replace(layout, dims=tuple(dims), flat=())
 
 
@@ -213,14 +204,14 @@ def copies_in(size: int, flat: Flat) -> tuple[tuple[int, int], tuple[int, int]]:
 def open_dims(x: Tensor, layout: Layout, box: Box) -> Tensor:
     """This box of a tensor of that layout, with a dim for each axis, without the entries that every rank has."""
     for flat in sorted(layout.flat, reverse=True):
-        x = between_copies(x, flat).unflatten(flat.dim, layout.sizes(flat, box))
+        x = between_copies(x, flat).unflatten(flat.dim, flat.sizes(box))
     return x
 
 
 def close_dims(x: Tensor, layout: Layout, box: Box) -> Tensor:
     """The way back, still without the entries that every rank has."""
     for flat in sorted(layout.flat):
-        sizes = layout.sizes(flat, box)
+        sizes = flat.sizes(box)
         x = x.reshape(*x.shape[: flat.dim], prod(sizes), *x.shape[flat.dim + len(sizes) :])
     return x
 
@@ -228,8 +219,8 @@ def close_dims(x: Tensor, layout: Layout, box: Box) -> Tensor:
 def part_along(x: Tensor, dim: int, layout: Layout, flat: Flat) -> Tensor:
     """Of a plain tensor whose `dim` is whole, this rank's part of it as of the flat one."""
     whole = layout.tiling.whole
-    axes = [None if factor.axis is None else factor.axis for factor in flat.factors]
-    rest = between_copies(x, flat, dim).unflatten(dim, layout.sizes(flat, whole))
+    axes = [factor.axis for factor in flat.factors]
+    rest = between_copies(x, flat, dim).unflatten(dim, flat.sizes(whole))
     where = [dim + axes.index(axis) if axis in axes else None for axis in range(len(layout.dims))]
     rest = narrow(rest, where, whole, layout.held)
     rest = rest.flatten(dim, dim + len(axes) - 1)

@@ -160,11 +160,8 @@ class Grid:
         """The ranks that differ from this one only along these axes. Collective when first asked for."""
         axes = tuple(axis for axis in self.axes if axis in axes or self.shape[axis] == 1)
         if axes not in self._along:
-            color = 0
-            for axis in self.axes:
-                if axis not in axes:
-                    color = color * self.shape[axis] + self.coordinates[axis]
-            self._along[axes] = self.comm.split(color)
+            fixed = (0 if axis in axes else place for axis, place in enumerate(self.coordinates))
+            self._along[axes] = self.comm.split(self.shape.number(tuple(fixed)))
         return self._along[axes]
 
     @property
@@ -217,9 +214,13 @@ class Flat(NamedTuple):
         return self.prefix + self.suffix
 
     @property
-    def bare(self) -> "Flat":
-        """The same without the entries that every rank has."""
-        return self._replace(prefix=0, suffix=0)
+    def axes(self) -> tuple[int, ...]:
+        """The axes that it is made of."""
+        return tuple(factor.axis for factor in self.factors if factor.axis is not None)
+
+    def sizes(self, box: Box) -> list[int]:
+        """The sizes of what it is made of, in this box."""
+        return [factor.size if factor.axis is None else box[factor.axis].length for factor in self.factors]
 
 
 @dataclass(frozen=True)
@@ -295,39 +296,22 @@ class Layout:
 
     def first_along(self, flat: Flat) -> bool:
         """Whether this rank is the first of those that share a flat dim: it speaks for the entries that all have."""
-        return not any(self.grid.coordinates[axis] for axis in self.axes_of(flat))
-
-    @staticmethod
-    def axes_of(flat: Flat) -> tuple[int, ...]:
-        """The axes that a flat dim is made of."""
-        return tuple(factor.axis for factor in flat.factors if factor.axis is not None)
+        return not any(self.grid.coordinates[axis] for axis in flat.axes)
 
     @cached_property
-    def _whole_shapes(self) -> dict[torch.Size, torch.Size]:
-        return {}
+    def carried(self) -> frozenset[int]:
+        """The axes of all flat dims."""
+        return frozenset(axis for flat in self.flat for axis in flat.axes)
 
-    def whole_shape(self, local: torch.Size) -> torch.Size:
-        """The shape of the whole of which this rank's part is `local`; found once."""
-        found = self._whole_shapes.get(local)
-        if found is None:
-            if len(self._whole_shapes) >= KNOWN:
-                self._whole_shapes.clear()
-            found = self._whole_shapes[local] = torch.Size(self.global_shape(local))
-        return found
-
-    def global_shape(self, local: tuple[int, ...]) -> tuple[int, ...]:
+    def global_shape(self, local: tuple[int, ...]) -> torch.Size:
+        """The shape of the whole of which this rank's part is `local`."""
         shape = list(local)
         for axis, dim in enumerate(self.dims):
             if dim is not None:
                 shape[dim] = self.tiling.splits[axis].size
         for flat in self.flat:
-            shape[flat.dim] = flat.copies + prod(self.sizes(flat, self.tiling.whole))
-        return tuple(shape)
-
-    @staticmethod
-    def sizes(flat: Flat, box: Box) -> list[int]:
-        """The sizes of what a flat dim is made of, in this box."""
-        return [factor.size if factor.axis is None else box[factor.axis].length for factor in flat.factors]
+            shape[flat.dim] = flat.copies + prod(flat.sizes(self.tiling.whole))
+        return torch.Size(shape)
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of this rank's part, held halo included, of a tensor of this global shape."""
@@ -336,7 +320,7 @@ class Layout:
             if dim is not None:
                 local[dim] = self.held[axis].length
         for flat in self.flat:
-            local[flat.dim] = flat.copies + prod(self.sizes(flat, self.held))
+            local[flat.dim] = flat.copies + prod(flat.sizes(self.held))
         return tuple(local)
 
     def with_dims(self, dims: Iterable[int | None]) -> "Layout":

@@ -172,13 +172,11 @@ def _gathered(x: SpatialTensor, axes: Sequence[int]) -> Tensor:
     layout, tiling = x.layout, x.layout.tiling
     layout.grid.foresight.pay()  # nobody may look at a grid's tensors after this
     if layout.flat:
-        carried = [factor.axis for flat in layout.flat for factor in flat.factors if factor.axis is not None]
+        carried = tuple(layout.carried)
         # Entries of every rank are cut along other axes, such as the batch, as the rest is: those come afterwards.
         first = carried if any(flat.copies for flat in layout.flat) else [*axes, *carried]
         bare = _gathered(SpatialTensor(open_dims(x.local, layout, layout.held), opened(layout)), first)
-        left = replace(layout, flat=()).with_dims(
-            None if axis in first else dim for axis, dim in enumerate(layout.dims)
-        )
+        left = layout.with_dims(None if axis in first else dim for axis, dim in enumerate(layout.dims))
         y = wrap(_among_copies(x, close_dims(local_part(bare), layout, layout.tiling.whole)), left)
         rest = [axis for axis in axes if axis not in first]
         return _gathered(y, rest) if rest and isinstance(y, SpatialTensor) else y

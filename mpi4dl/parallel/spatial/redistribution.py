@@ -53,7 +53,7 @@ class Cuts(NamedTuple):
         flat = next((flat for flat in self.flat if flat.dim == dim), None)
         if flat is None:
             return np.arange(*box[self.dims.index(dim)]) if dim in self.dims else np.arange(size)
-        numbers = np.arange(flat.prefix, size - flat.suffix).reshape(Layout.sizes(flat, self.tiling.whole))
+        numbers = np.arange(flat.prefix, size - flat.suffix).reshape(flat.sizes(self.tiling.whole))
         cut = (slice(None) if factor.axis is None else slice(*box[factor.axis]) for factor in flat.factors)
         inner = numbers[tuple(cut)].reshape(-1)
         if not copies or not flat.copies:

@@ -32,7 +32,7 @@ def add_up(y: Tensor, layout: Layout, axes: Sequence[int]) -> Tensor:
     axes = [axis for axis in axes if grid.shape[axis] > 1]
     shared = None
     if grid.features in axes and layout.dims[-1] is None:
-        shared = tokens_shared(layout, layout.global_shape(tuple(y.shape)), y.dim() - 2)
+        shared = tokens_shared(layout, layout.global_shape(y.shape), y.dim() - 2)
     if shared is not None:
         axes.remove(grid.axes[-1])
     if axes:
@@ -140,8 +140,7 @@ def _gathered(x: SpatialTensor) -> Tensor:
     exchange = layout.known(_exchange, lambda: _exchange(layout))
     local = exchange(open_dims(x.local, layout, layout.held))
     if layout.flat:  # pieces of shares become what the axis of tokens cuts
-        tokens, size = layout.flat[0].factors[0].axis, tiling.splits[features].size
-        assert tokens is not None
+        tokens, size = layout.flat[0].axes[0], tiling.splits[features].size
         local = local.flatten(dim, dim + 1)
         tiling = tiling.replace(tokens, Split.at([cut * size for cut in tiling.splits[tokens].cuts]))
     gone = Layout(layout.grid, tiling.drop(features), (*layout.dims[:-1], None))
@@ -153,10 +152,9 @@ def _gathered(x: SpatialTensor) -> Tensor:
 def flat_tokens(layout: Layout, dim: int) -> Flat | None:
     """The flat dim of tokens that another axis cuts into pieces, of which ranks along that of features have shares."""
     flat = layout.flat_at(dim)
-    if flat is None or flat.copies or len(flat.factors) != 2:
+    if flat is None or flat.copies or len(flat.factors) != 2 or len(flat.axes) != 2:
         return None
-    tokens, shares = (factor.axis for factor in flat.factors)
-    return flat if tokens is not None and shares == layout.grid.axes[-1] else None
+    return flat if flat.axes[1] == layout.grid.axes[-1] else None
 
 
 # The part of a tensor that this rank alone counts or writes: the parts of all ranks are the whole, once.

@@ -256,22 +256,18 @@ class SpatialTensor(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout) -> "SpatialTensor":
-        self = cls._make(local, layout, local.requires_grad)
+        self = cls.promise(local, layout, local.requires_grad)
         self._local = local
         return self
 
     @classmethod
     def promise(cls, like: Tensor, layout: Layout, requires_grad: bool) -> "SpatialTensor":
         """A tensor whose local part, of the kind of `like`, is to come by `fulfil`, at the latest at the first look."""
-        return cls._make(like, layout, requires_grad)
-
-    @classmethod
-    def _make(cls, like: Tensor, layout: Layout, requires_grad: bool) -> "SpatialTensor":
         if compiler_is_there():
             _run_eagerly()
         if not layout.settled:
             layout = layout.grid.the_one(layout)
-        shape = layout.whole_shape(like.shape)
+        shape = layout.known(like.shape, lambda: layout.global_shape(like.shape))
         # requires_grad lets a wrapper notice that a custom autograd.Function took it: see `local` and the hook.
         self = Tensor._make_wrapper_subclass(
             cls, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad

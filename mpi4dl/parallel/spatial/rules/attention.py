@@ -369,7 +369,7 @@ def _ring(query: Tensor, key: Tensor, value: Tensor, causal: bool, options: dict
     ranks = layout.grid.ranks_along(axes)
     boxes = [layout.tiling.owned(rank) for rank in ranks]
     factors = flat.factors if flat is not None else (Factor(_axes_at(query, tokens)[0]),)
-    lengths = tuple(math.prod(layout.sizes(Flat(tokens, factors), box)) for box in boxes)
+    lengths = tuple(math.prod(Flat(tokens, factors).sizes(box)) for box in boxes)
     return Ring(layout.grid.along(axes), ranks.index(layout.grid.rank), lengths, _scale(query, **options), causal)
 
 

@@ -34,7 +34,7 @@ class _Gradient:
         self.layout = layout
         absent = tuple(axis for axis, dim in enumerate(layout.dims) if dim is None and layout.grid.shape[axis] > 1)
         self.holders = layout.grid.along(absent) if absent else None
-        self.copies = tuple((flat, layout.grid.along(layout.axes_of(flat))) for flat in layout.flat if flat.copies)
+        self.copies = tuple((flat, layout.grid.along(flat.axes)) for flat in layout.flat if flat.copies)
 
     def whole(self, share: Tensor) -> Tensor:
         """The whole gradient, spread as the tensor is, from this rank's share of it."""
@@ -51,8 +51,7 @@ class _Gradient:
     def part(self, whole: Tensor, share: Tensor) -> Tensor:
         """The part of a gradient that a hook returned with which this rank continues, instead of its share."""
         layout = self.layout.narrow
-        if whole.shape != layout.global_shape(tuple(share.shape)):
-            shape = layout.global_shape(tuple(share.shape))
+        if whole.shape != (shape := layout.global_shape(share.shape)):
             raise ValueError(f"a hook got a gradient of shape {tuple(shape)}, but returned one of {tuple(whole.shape)}")
         mine = retile(whole, layout.tiling).local if isinstance(whole, SpatialTensor) else cut_out(whole, layout)
         if self.holders is not None:
@@ -136,39 +135,24 @@ class whole_gradients(TorchFunctionMode):
 
 # Attributes of a tensor: shapes are those of the whole, autograd's state is that of the local part.
 
+
+def _of_tensor(methods: str, attributes: str) -> list[Any]:
+    """The methods of tensors with these names, and what reads the attributes with those."""
+    read = (getattr(Tensor, name).__get__ for name in attributes.split())
+    return [*(getattr(Tensor, name) for name in methods.split()), *read]
+
+
 OF_THE_WHOLE = [
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.element_size,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.get_device,
-    Tensor.ndimension,
-    Tensor.__len__,
-    Tensor.__hash__,
-    torch.numel,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.is_tensor,
-    *(
-        getattr(Tensor, name).__get__
-        for name in (
-            "shape ndim dtype device itemsize nbytes "
-            "is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_mps is_xpu is_nested"
-        ).split()
+    *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_tensor),
+    *_of_tensor(
+        "size dim numel nelement element_size is_floating_point is_complex get_device ndimension __len__ __hash__",
+        "shape ndim dtype device itemsize nbytes "
+        "is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_mps is_xpu is_nested",
     ),
 ]
-OF_THE_PART = [
-    Tensor.is_contiguous,
-    Tensor.new_zeros,
-    Tensor.new_ones,
-    Tensor.new_empty,
-    Tensor.new_full,
-    Tensor.new_tensor,
-    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "_version")),
-]
+OF_THE_PART = _of_tensor(
+    "is_contiguous new_zeros new_ones new_empty new_full new_tensor", "requires_grad grad_fn is_leaf _version"
+)
 
 
 def _of_the_whole(function: Any) -> Any:

@@ -192,8 +192,7 @@ def _along_flat(tensors: Sequence[Tensor], dim: int) -> Tensor:
     if len(spread) > 1 or flat is None:
         return torch.cat([gather_axes(x, ()) for x in tensors], dim)
     before, after = tensors[: spread[0]], tensors[spread[0] + 1 :]
-    carried = {factor.axis for each in layout.flat for factor in each.factors}
-    beside = layout.with_dims(None if axis in carried else known for axis, known in enumerate(layout.dims))
+    beside = layout.with_dims(None if axis in layout.carried else known for axis, known in enumerate(layout.dims))
     local = torch.cat([*(part(x, beside) for x in before), middle.local, *(part(x, beside) for x in after)], dim)
     longer = flat._replace(
         prefix=flat.prefix + sum(x.shape[dim] for x in before), suffix=flat.suffix + sum(x.shape[dim] for x in after)
