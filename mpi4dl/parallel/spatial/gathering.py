@@ -27,6 +27,7 @@ from mpi4dl.parallel.spatial.tensor import (
     SpatialTensor,
     calling_module,
     copied,
+    countable,
     function_name,
     refusal,
     same_memory,
@@ -144,10 +145,7 @@ without_rule.append(compute_whole)
 
 
 def _gathered(x: SpatialTensor) -> _Whole:
-    whole = gather_axes(x, x.layout.grid.axes, tell=False)
-    if whole.is_inference():  # such tensors do not count how often they are written to
-        with torch.inference_mode(False), torch.no_grad():
-            whole = whole.clone()
+    whole = countable(gather_axes(x, x.layout.grid.axes, tell=False))
     return _Whole(x, whole, whole._version)
 
 

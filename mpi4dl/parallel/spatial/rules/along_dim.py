@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from mpi4dl.comm import exchange
-from mpi4dl.geometry import Split
 from mpi4dl.parallel.spatial.alignment import part
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import gather, gather_axes
@@ -21,7 +20,9 @@ from mpi4dl.parallel.spatial.rules.reductions import (
     DimsArgument,
     check_reduction,
     extremum,
+    left_of,
     normalize_dims,
+    of_all_parts,
     owned_along,
     reduced_axes,
     reduced_layout,
@@ -209,8 +210,7 @@ def logsumexp(input: SpatialTensor, dim: DimsArgument, keepdim: bool = False) ->
         return comm.all_reduce(gradient.contiguous().clone()) * (part - y).exp()
 
     result = exchange.linear(part, lambda _: y.clone(), hand_out)  # y itself would be kept by its own graph
-    shape = [n for d, n in enumerate(result.shape) if keepdim or d not in dims]
-    return wrap(result.reshape(shape).to(input.dtype), reduced_layout(input.layout, dims, keepdim))
+    return left_of(input, result.to(input.dtype), dims, keepdim)
 
 
 @register(*named("prod"))
@@ -220,10 +220,7 @@ def prod(input: SpatialTensor, dim: int | None = None, keepdim: bool = False, *,
     y: Tensor = input.to(dtype) if dtype is not None else input
     for d in dims:
         if isinstance(y, SpatialTensor) and y.layout.cut(d):
-            axis = y.layout.axis(d)
-            assert axis is not None
-            own, one_each = owned_along(y, [axis]).prod(d, True), y.layout.tiling.drop(axis)
-            y = gather_axes(SpatialTensor(own, Layout(y.layout.grid, one_each, y.layout.dims)), [axis])
+            y = of_all_parts(y, [d], owned_along(y, reduced_axes(y.layout, [d])).prod(d, True))
         y = _apply(torch.prod, y, d, d, True)
     if not keepdim:
         for d in reversed(dims):
@@ -248,15 +245,11 @@ def _prefix(function: Any, indexed: bool) -> Callable[..., Any]:
         part, layout = owned_along(input, (axis,)), input.layout
         layout = replace(layout, tiling=layout.tiling.replace(axis, layout.tiling.splits[axis].narrow()))
         split, place = layout.tiling.splits[axis], layout.grid.coordinates[axis]
-        begun = [i for i in range(split.parts) if not split.owned(i).empty]
-        earlier = sum(i < place for i in begun)
-        singles = replace(layout, tiling=layout.tiling.replace(axis, Split.at(range(split.parts + 1))))
+        earlier = sum(not split.owned(i).empty for i in range(place))
 
         def before(last: Tensor) -> Tensor:
             """The result of the parts before this one, of those that have any pixels."""
-            every = local_part(gather_axes(SpatialTensor(last, singles), (axis,)))
-            every = every.index_select(dim, torch.tensor(begun, device=every.device))
-            return every.narrow(dim, 0, earlier)
+            return local_part(of_all_parts(input, [dim], last)).narrow(dim, 0, earlier)
 
         def last_of(y: Tensor) -> Tensor:
             return y.narrow(dim, y.shape[dim] - 1, 1) if y.shape[dim] else y.sum(dim, keepdim=True).to(y.dtype)

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +35,16 @@ OTHERS = {ndim: ([d for d in range(ndim) if d != 1],) for ndim in range(2, 7)}  
 PER_CHANNEL = {ndim: (-1, *(1,) * (ndim - 2)) for ndim in range(2, 7)}  # the shape of a number for each, beside x
 
 
-def sums_around(own: Tensor, constants: "Constants") -> Tensor:
+Constants = Callable[[int, torch.dtype, torch.device], tuple[Tensor, Tensor]]
+
+
+def zeros_and_ones(count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Noughts and ones for so many channels, which nobody writes to."""
+    with torch.inference_mode(False):
+        return torch.zeros(count, dtype=dtype, device=device), torch.ones(count, dtype=dtype, device=device)
+
+
+def sums_around(own: Tensor, constants: Constants) -> Tensor:
     """Of each channel (dim 1) a number near its mean, and the sums of the squared distances to it and of the distances.
 
     (3, C), in float32 or float64.
@@ -50,25 +59,11 @@ def sums_around(own: Tensor, constants: "Constants") -> Tensor:
     own = own.float() if own.itemsize < 4 else own
     near = own.mean(*OTHERS[own.dim()])
     centred = own - near.view(PER_CHANNEL[own.dim()])
-    zeros, ones = constants.like(near)
+    zeros, ones = constants(len(near), near.dtype, near.device)
     _, squares, rest = backward_of_batch_norm(
         centred, centred, ones, zeros, ones, None, None, False, 0.0, [False, True, True]
     )
     return torch.stack((near, squares, rest))
-
-
-class Constants:
-    """Noughts and ones for each channel, which nobody writes to."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
-
-    def like(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        key = x.shape[0], x.dtype, x.device
-        if key not in self._made:
-            with torch.inference_mode(False):
-                self._made[key] = torch.zeros_like(x), torch.ones_like(x)
-        return self._made[key]
 
 
 class Shares(NamedTuple):
@@ -103,25 +98,21 @@ def merged(of_ranks: Tensor, shares: Shares, count: int, eps: float, weight: Ten
     In float64, (5, C): the mean, the biased and the unbiased variance, the slope, weight / sqrt(variance + eps), and
     what the slope is for the mean, -slope / count. By the formula of Chan, Golub and LeVeque (1979).
     """
-    found = torch.empty(5, of_ranks.shape[2], dtype=torch.float64, device=of_ranks.device)
+    moments = torch.empty(5, of_ranks.shape[2], dtype=torch.float64, device=of_ranks.device)
+    found, values, (inverse, share), count = _as_numbers(moments), numbers(of_ranks), shares, max(count, 1)
     with np.errstate(all="ignore"):  # infinities are for the model to find, as in PyTorch
-        _merge(_as_numbers(found), numbers(of_ranks), shares, max(count, 1), eps, weight)
-    return found
-
-
-def _merge(found: Any, values: Any, shares: Shares, count: int, eps: float, weight: Tensor | None) -> None:
-    inverse, share = shares
-    rest = values[:, 2] * inverse
-    means = values[:, 0] + rest
-    found[0] = mean = share @ means
-    means -= mean
-    variances = values[:, 1] * inverse
-    variances += means * means - rest * rest
-    found[1] = variance = share @ variances
-    found[2] = variance * (count / max(count - 1, 1))
-    slope = ((variance + eps) ** 0.5) ** -1
-    found[3] = slope = slope if weight is None else slope * numbers(weight)
-    found[4] = slope * (-1 / count)
+        rest = values[:, 2] * inverse
+        means = values[:, 0] + rest
+        found[0] = mean = share @ means
+        means -= mean
+        variances = values[:, 1] * inverse
+        variances += means * means - rest * rest
+        found[1] = variance = share @ variances
+        found[2] = variance * (count / max(count - 1, 1))
+        slope = ((variance + eps) ** 0.5) ** -1
+        found[3] = slope = slope if weight is None else slope * numbers(weight)
+        found[4] = slope * (-1 / count)
+    return moments
 
 
 # Normalization by the mean and the variance of pixels that several ranks share out.
@@ -161,14 +152,8 @@ class Norm:
     def __init__(self, layout: Layout, output: Layout, among: Sharers, eps: float) -> None:
         self.layout, self.output, self.among, self.eps = layout, output, among, eps
         self.count = sum(among.counts)
-        self.constants = Constants()
-        self._shares: dict[torch.device, Shares] = {}
-
-    def shares(self, device: torch.device) -> Shares:
-        """Of how many numbers each rank knows the sums."""
-        if device not in self._shares:
-            self._shares[device] = Shares.of(self.among.counts, device)
-        return self._shares[device]
+        self.constants = cache(zeros_and_ones)
+        self.shares = cache(partial(Shares.of, among.counts))  # of how many numbers each rank knows the sums: by device
 
     @cached_property
     def exchange(self) -> Exchange | None:
@@ -381,7 +366,7 @@ def _parts(norm: Norm, gradient: Tensor, x: Tensor, strips: Sequence[Tensor]) ->
 
 def _sums(norm: Norm, parts: Sequence[tuple[Tensor, Tensor]], mean: Tensor, variance: Tensor) -> Tensor:
     """The gradients of weight and bias, (2, C)."""
-    _, ones = norm.constants.like(mean)
+    _, ones = norm.constants(len(mean), mean.dtype, mean.device)
     found: Tensor | None = None
     for gradient, x in parts:
         if x.numel():
@@ -503,14 +488,11 @@ def _norm(layout: Layout, shape: Sequence[int], eps: float, held: Tiling) -> Nor
     return Norm(layout, layout.grid.the_one(output), sharers(layout, layout.grid.axes, others), eps)
 
 
-def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...] | None) -> Tensor:
-    """y * weight + bias, which may be seen in another shape, in the dtype of y, which may have fewer bits than they."""
+def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    """y * weight + bias in the dtype of y, which may have fewer bits than they."""
     dtype = y.dtype
-    if weight is not None:
-        y = y * (weight if shape is None else weight.view(shape))
-    if bias is not None:
-        y = y + (bias if shape is None else bias.view(shape))
-    return y.to(dtype)
+    y = y if weight is None else y * weight
+    return (y if bias is None else y + bias).to(dtype)
 
 
 @register(F.group_norm, torch.group_norm)
@@ -594,8 +576,9 @@ def _by_sample(
     key = _by_sample, local.shape, groups, eps
     norm = layout.known(key, lambda: _norm_by_sample(layout, local.shape, c // groups, eps))
     y, moments = normalize(norm, rows, None, None)
-    y = _affine(y.view(local.shape), weight, bias, (1, -1, *[1] * (x.dim() - 2)))
-    return wrap(y, layout), moments
+    shape = PER_CHANNEL[x.dim()]
+    weight, bias = weight if weight is None else weight.view(shape), bias if bias is None else bias.view(shape)
+    return wrap(_affine(y.view(local.shape), weight, bias), layout), moments
 
 
 def _norm_by_sample(layout: Layout, shape: Sequence[int], size: int, eps: float) -> Norm:
@@ -603,14 +586,6 @@ def _norm_by_sample(layout: Layout, shape: Sequence[int], size: int, eps: float)
     others = [n for d, n in enumerate(shape) if d > 1 and d not in layout.dims]
     inner = layout.grid.the_one(layout.with_dims(None if not dim else dim + 1 for dim in layout.dims))
     return Norm(inner, inner, sharers(layout, layout.grid.space, size * math.prod(others)), eps)
-
-
-@register(F.local_response_norm)
-def local_response_norm(input: SpatialTensor, size: int, *args: Any, **kwargs: Any) -> Tensor:
-    """Over neighbouring channels, the same for every pixel."""
-    if input.layout.axis(1) is not None:
-        raise refusal("torch.nn.functional.local_response_norm", "dim 1 is not the channels here")
-    return wrap(F.local_response_norm(input.local, size, *args, **kwargs), input.layout)
 
 
 @register(F.layer_norm, torch.layer_norm, flat=True)
@@ -622,37 +597,32 @@ def layer_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Tensor:
-    """Local where the normalized dims are not cut, as in ConvNeXt; where they are, a root mean square of deviations."""
-    last = _last_dims(input, normalized_shape)
-    if not any(input.layout.cut(dim) for dim in last):
-        return wrap(F.layer_norm(input.local, normalized_shape, weight, bias, eps), input.layout)
-    input = in_plain_dtype(input, lambda image: F.layer_norm(image, image.shape[-1:]))
-    x = input.float() if input.itemsize < 4 else input
-    return _affine(_by_root_mean_square(x - x.mean(tuple(last), True), last, eps), weight, bias, None).to(input.dtype)
+    return _over_last_dims(F.layer_norm, input, normalized_shape, (weight, bias), eps)
 
 
 @register(F.rms_norm, torch.rms_norm, flat=True)
 def rms_norm(
     input: SpatialTensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    last = _last_dims(input, normalized_shape)
+    return _over_last_dims(F.rms_norm, input, normalized_shape, (weight,), eps)
+
+
+def _over_last_dims(
+    function: Any, input: SpatialTensor, shape: Sequence[int], affine: Sequence[Tensor | None], eps: float | None
+) -> Tensor:
+    """Local where the normalized dims are not cut, as in ConvNeXt; where they are, by a root mean square: of layer norm
+    that of deviations.
+    """
+    last = tuple(range(input.dim() - len(shape), input.dim()))
+    if tuple(shape) != tuple(input.shape[input.dim() - len(shape) :]):
+        raise RuntimeError(f"normalized_shape={list(shape)} does not fit a tensor of {tuple(input.shape)}")
     if not any(input.layout.cut(dim) for dim in last):
-        return wrap(F.rms_norm(input.local, normalized_shape, weight, eps), input.layout)
-    input = in_plain_dtype(input, lambda image: F.rms_norm(image, image.shape[-1:]))
-    x = input.float() if input.itemsize < 4 else input
+        return wrap(function(input.local, shape, *affine, eps), input.layout)
+    input = in_plain_dtype(input, lambda image: function(image, image.shape[-1:]))
+    x: Tensor = input.float() if input.itemsize < 4 else input
+    x = x - x.mean(last, True) if function is F.layer_norm else x
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    return _affine(_by_root_mean_square(x, last, eps), weight, None, None).to(input.dtype)
-
-
-def _last_dims(x: Tensor, normalized_shape: Sequence[int]) -> range:
-    last = range(x.dim() - len(normalized_shape), x.dim())
-    if tuple(normalized_shape) != tuple(x.shape[last.start :]):
-        raise RuntimeError(f"normalized_shape={list(normalized_shape)} does not fit a tensor of {tuple(x.shape)}")
-    return last
-
-
-def _by_root_mean_square(x: Tensor, dims: Sequence[int], eps: float) -> Tensor:
-    return x * ((x * x).mean(tuple(dims), True) + eps).rsqrt()
+    return _affine(x * ((x * x).mean(last, True) + eps).rsqrt(), *affine).to(input.dtype)
 
 
 def right_gradients(model: nn.Module) -> None:

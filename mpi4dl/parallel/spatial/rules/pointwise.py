@@ -188,12 +188,20 @@ def where(condition: Tensor, *choices: Any, **kwargs: Any) -> Tensor:
     return pointwise(torch.where)(condition, *choices, **kwargs)
 
 
-@register(F.prelu, torch.prelu)
-def prelu(input: SpatialTensor, weight: Tensor) -> Tensor:
-    """One slope for all channels, or one for each entry of dim 1."""
-    if input.layout.cut(1):
-        raise refusal("torch.nn.functional.prelu", "dim 1 is not the channels here")
-    return provided_by(wrap(F.prelu(input.local, weight), input.layout), input.providers)
+def _of_channels(function: Any) -> Rule:
+    """The rule of a function of the channels (dim 1) of each pixel, the same for every pixel."""
+
+    def rule(input: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
+        if input.layout.cut(1):
+            raise refusal(function_name(function), "dim 1 is not the channels here")
+        return provided_by(wrap(function(input.local, *args, **kwargs), input.layout), input.providers)
+
+    return rule
+
+
+for name in ("prelu", "channel_shuffle", "local_response_norm"):
+    for function in named(name):
+        register(function)(_of_channels(function))
 
 
 def shift(dims: Dims, at: int, by: int) -> Dims:

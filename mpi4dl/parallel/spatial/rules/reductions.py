@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpi4dl.comm import Communicator, communicator, exchange
-from mpi4dl.geometry import Split, Tiling
+from mpi4dl.geometry import Tiling
 from mpi4dl.parallel.spatial.flattening import between_copies
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import gather, gather_axes, retile
@@ -105,10 +106,7 @@ def mean(input: SpatialTensor, dim: DimsArgument = None, keepdim: bool = False, 
         raise RuntimeError(f"mean(): the dtype should be floating point or complex, but is {dtype}")
     # Sums of low precision overflow and lose digits; they are taken in float32, as PyTorch's own mean does.
     wider = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    count = 1
-    for d in dims:
-        count *= input.shape[d]
-    return (total(input, dims, keepdim, wider) / count).to(dtype)
+    return (total(input, dims, keepdim, wider) / prod(map(input.shape.__getitem__, dims))).to(dtype)
 
 
 @register(Tensor.sum_to_size)
@@ -148,13 +146,10 @@ def _variance(function: Any) -> Callable[..., Any]:
         dtype = input.dtype
         if input.itemsize < 4:
             input = SpatialTensor(input.local.float(), input.layout)
-        count = 1
-        for d in dims:
-            count *= input.shape[d]
         centre = mean(input, dims, True)
         deviation = input - centre
         square = total(deviation * deviation, dims, keepdim)  # type: ignore[arg-type]
-        spread = square / max(count - lost, 0)
+        spread = square / max(prod(map(input.shape.__getitem__, dims)) - lost, 0)
         if name.startswith("std"):
             constant = spread == 0  # where the square root has no derivative, PyTorch says 0
             spread = torch.where(constant, 0, torch.where(constant, 1, spread).sqrt())
@@ -181,20 +176,16 @@ def _truth(function: Any, op: str) -> Callable[..., Any]:
     return rule
 
 
-for function in named("any"):
-    register(function)(_truth(torch.any, "max"))
-for function in named("all"):
-    register(function)(_truth(torch.all, "min"))
+register(*named("any"))(_truth(torch.any, "max"))
+register(*named("all"))(_truth(torch.all, "min"))
 
 # Vector norms over any dims, and what is made of them: normalized vectors, cosines, distances.
 #
 # A norm over parts is the norm of the parts' norms, which are gathered: each step is PyTorch's own, derivatives
 # included.
 
-Dims = int | Sequence[int] | None
 
-
-def _of_all_parts(x: SpatialTensor, dims: Sequence[int], result: Tensor) -> Tensor:
+def of_all_parts(x: SpatialTensor, dims: Sequence[int], result: Tensor) -> Tensor:
     """The results of the parts, on all ranks: along each reduced axis one entry for every part that has any pixels.
 
     `result` is this rank's, with one entry along each of `dims`.
@@ -202,7 +193,7 @@ def _of_all_parts(x: SpatialTensor, dims: Sequence[int], result: Tensor) -> Tens
     axes, layout = reduced_axes(x.layout, dims), x.layout
     tiling = layout.tiling
     for axis in axes:
-        tiling = tiling.replace(axis, Split.at(range(tiling.splits[axis].parts + 1)))
+        tiling = tiling.drop(axis)
     every: Tensor = gather_axes(SpatialTensor(result, replace(layout, tiling=tiling)), axes)
     for axis in axes:
         split, dim = layout.tiling.splits[axis], layout.dims[axis]
@@ -223,61 +214,60 @@ def _own_part(x: SpatialTensor, dims: Sequence[int]) -> Tensor:
     return part.new_zeros([1 if dim in dims else n for dim, n in enumerate(part.shape)])
 
 
-def norm_over(x: Tensor, order: float, dim: Dims, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+@register(torch.linalg.vector_norm, flat=True)
+def vector_norm(
+    x: Tensor, ord: Any = 2, dim: DimsArgument = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
     """(sum of |x|^p)^(1/p) over these dims, with PyTorch's derivatives where x is zero and where maxima are equal."""
     dims = normalize_dims(x, dim)
     if not isinstance(x, SpatialTensor):
-        return torch.linalg.vector_norm(x, order, dims, keepdim, dtype=dtype)
+        return torch.linalg.vector_norm(x, ord, dims, keepdim, dtype=dtype)
     if not any(x.layout.cut(d) for d in dims):
-        y = torch.linalg.vector_norm(x.local, order, dims, keepdim, dtype=dtype)
+        y = torch.linalg.vector_norm(x.local, ord, dims, keepdim, dtype=dtype)
         return wrap(y, reduced_layout(x.layout, dims, keepdim))
     if x.layout.flat:
-        return norm_over(gather_axes(x, ()), order, dim, keepdim, dtype)
-    if order in (torch.inf, -torch.inf):
+        return vector_norm(gather_axes(x, ()), ord, dim, keepdim, dtype=dtype)
+    if ord in (torch.inf, -torch.inf):
         values = x.abs() if dtype is None else x.abs().to(dtype)
-        return values.amax(dims, keepdim) if order > 0 else values.amin(dims, keepdim)
+        return values.amax(dims, keepdim) if ord > 0 else values.amin(dims, keepdim)
     x = in_plain_dtype(x, torch.linalg.vector_norm)
     result = dtype or x.dtype
     wider = torch.float32 if result in (torch.float16, torch.bfloat16) else result
-    own = torch.linalg.vector_norm(_own_part(x, dims), order, dims, True, dtype=wider)
-    every = _of_all_parts(x, dims, own)
-    return norm_over(every, order or 1, dims, keepdim).to(result)  # of order 0 are counts, which add up
-
-
-@register(torch.linalg.vector_norm, flat=True)
-def vector_norm(x: Tensor, ord: Any = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    return norm_over(x, ord, dim, keepdim, dtype)
+    own = torch.linalg.vector_norm(_own_part(x, dims), ord, dims, True, dtype=wider)
+    every = of_all_parts(x, dims, own)
+    return vector_norm(every, ord or 1, dims, keepdim).to(result)  # of order 0 are counts, which add up
 
 
 @register(torch.norm, Tensor.norm)
-def norm(input: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
+def norm(input: Tensor, p: Any = "fro", dim: DimsArgument = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
     if p == "nuc":
         raise refusal("torch.norm", f"{p=}")
-    return norm_over(input, 2 if p in ("fro", None) else float(p), dim, keepdim, dtype)
+    return vector_norm(input, 2 if p in ("fro", None) else float(p), dim, keepdim, dtype=dtype)
 
 
 @register(torch.linalg.norm)
-def linalg_norm(A: Tensor, ord: Any = None, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+def linalg_norm(
+    A: Tensor, ord: Any = None, dim: DimsArgument = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
     dims = normalize_dims(A, dim)
     matrix = ord is not None and len(dims) == 2 and not isinstance(dim, int)
     if isinstance(ord, str) and ord != "fro":
         raise refusal("torch.linalg.norm", f"ord={ord!r}")
     if matrix and ord != "fro":
         raise refusal("torch.linalg.norm", "it is the norm of a matrix")
-    return norm_over(A, 2 if ord in (None, "fro") else ord, dims, keepdim, dtype)
+    return vector_norm(A, 2 if ord in (None, "fro") else ord, dims, keepdim, dtype=dtype)
 
 
 @register(*named("cosine_similarity"))
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     """The lengths count as at least eps, which their derivatives do not see."""
-
     ndim = max(x1.dim(), x2.dim())
     dim = place_of(dim, ndim)
     x1, x2 = (x.reshape([1] * (ndim - x.dim()) + list(x.shape)) if x.dim() < ndim else x for x in (x1, x2))
     count = max(x1.shape[dim], x2.shape[dim])
 
     def direction(x: Tensor) -> Tensor:
-        length = norm_over(x, 2, dim, True)
+        length = vector_norm(x, 2, dim, True)
         if x.shape[dim] != count:  # it broadcasts before its length is taken
             length = length * count**0.5
         return x / (length + (length.detach().clamp_min(eps) - length.detach()))
@@ -341,8 +331,10 @@ def take(part: Tensor, chosen: Tensor, hand_out: Callable[..., Tensor], comm: Co
     return exchange.linear(part, lambda _: chosen, adjoint)
 
 
-def _squeezed(y: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
-    return y if keepdim else y.reshape([n for d, n in enumerate(y.shape) if d not in dims])
+def left_of(x: SpatialTensor, y: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
+    """y, which has one entry along each of the reduced dims of x, as what is left of x."""
+    y = y if keepdim else y.reshape([n for d, n in enumerate(y.shape) if d not in dims])
+    return wrap(y, reduced_layout(x.layout, dims, keepdim))
 
 
 def extremum(x: SpatialTensor, dims: tuple[int, ...], keepdim: bool, maximum: bool, overall: bool = False) -> Tensor:
@@ -358,7 +350,7 @@ def extremum(x: SpatialTensor, dims: tuple[int, ...], keepdim: bool, maximum: bo
             best = (torch.amax if maximum else torch.amin)(part, dims, keepdim=True)
         best = comm.all_reduce(best.clone(memory_format=torch.contiguous_format), "max" if maximum else "min")
     if not part.requires_grad:
-        return wrap(_squeezed(best, dims, keepdim), reduced_layout(x.layout, dims, keepdim))
+        return left_of(x, best, dims, keepdim)
     with torch.no_grad():
         equal = part == best
         if overall:
@@ -370,8 +362,7 @@ def extremum(x: SpatialTensor, dims: tuple[int, ...], keepdim: bool, maximum: bo
         shares = torch.where(equal, wide / count, 0) if overall else wide * equal / count
         return shares.to(gradient.dtype)
 
-    y = take(part, best, hand_out, comm, equal.sum(dims, keepdim=True))
-    return wrap(_squeezed(y, dims, keepdim), reduced_layout(x.layout, dims, keepdim))
+    return left_of(x, take(part, best, hand_out, comm, equal.sum(dims, keepdim=True)), dims, keepdim)
 
 
 def first_along(x: SpatialTensor, dim: int, keepdim: bool, maximum: bool) -> tuple[Tensor, Tensor]:
@@ -392,9 +383,8 @@ def first_along(x: SpatialTensor, dim: int, keepdim: bool, maximum: bool) -> tup
         given = part.new_zeros(part.shape)
         return given.scatter_(dim, (first - start).where(mine, 0), gradient.where(mine, 0)) if length else given
 
-    layout = reduced_layout(x.layout, [dim], keepdim)
     y = take(part, best, hand_out, comm)
-    return wrap(_squeezed(y, [dim], keepdim), layout), wrap(_squeezed(first, [dim], keepdim), layout)
+    return left_of(x, y, [dim], keepdim), left_of(x, first, [dim], keepdim)
 
 
 def _first_of_all(x: SpatialTensor, maximum: bool) -> Tensor:

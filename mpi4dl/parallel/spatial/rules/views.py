@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from mpi4dl.geometry import Interval, Split
 from mpi4dl.parallel.spatial.alignment import align, part
@@ -144,13 +143,6 @@ def expand(input: SpatialTensor, *sizes: Any) -> Tensor:
             raise refusal("Tensor.expand", f"dim {dim} is spread over ranks")
     whole = [input.shape[d - new] if n == -1 else n for d, n in enumerate(shape)]
     return wrap(input.local.expand(layout.local_shape(tuple(whole))), layout)
-
-
-@register(torch.channel_shuffle, F.channel_shuffle)
-def channel_shuffle(input: SpatialTensor, groups: int) -> Tensor:
-    if input.layout.axis(1) is not None:
-        raise refusal("torch.channel_shuffle", "dim 1 is not the channels here")
-    return wrap(F.channel_shuffle(input.local, groups), input.layout)
 
 
 # Tensors joined to one: along dims that are not cut each rank joins its parts, along the image each takes a share.
