@@ -54,6 +54,10 @@ class HaloPlan:
         """The needed box, where this rank holds all of it."""
         return at(x, self._cut)
 
+    def begin(self, x: SpatialTensor) -> Tensor:
+        """The part of x from which this rank begins: to which the exchange brings the rest, if there is one."""
+        return self.crop(x.local) if self.exchange is None else x.local
+
     @cached_property
     def _cut(self) -> Cut:
         return cut_of(self.source.dims, self.source.held, self.needed)

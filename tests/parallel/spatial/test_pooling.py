@@ -146,7 +146,7 @@ def test_maxima_and_their_gradient_of_equal_pixels(which: int, gradient: str) ->
         found = pooling.maxima_by_shifts(x.detach(), windows)
         assert found is not None
         assert torch.equal(found[0], y)
-        assert torch.allclose(pooling.gradient_of_maxima(g, found[1], size, windows), expected, rtol=1e-12, atol=0)
+        assert torch.allclose(pooling.gradient_of_maxima(g, found[1], windows), expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
@@ -168,7 +168,7 @@ def test_means_and_their_gradient(which: int) -> None:
     (expected,) = torch.autograd.grad(y, x, g)
     area = math.prod(window.kernel for window in windows)
     assert torch.allclose(pooling.means_by_shifts(x.detach(), windows, area), y)
-    assert torch.allclose(pooling.gradient_of_means(g, size, windows, area), expected)
+    assert torch.allclose(pooling.gradient_of_means(g, windows, area), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -20,7 +20,7 @@ from mpi4dl.geometry import Box, Interval, Split, TransposedWindow, Window
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import HaloPlan, gather_axes
 from mpi4dl.parallel.spatial.redistribution import as_image
-from mpi4dl.parallel.spatial.rules.windows import axes_of, cast, check_image, each, hashable, output_shape, slide
+from mpi4dl.parallel.spatial.rules.windows import axes_of, cast, check_image, each, hashable, slide
 from mpi4dl.parallel.spatial.sums import shared, with_all_features
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, local_part, refusal, register, wrap
 
@@ -514,20 +514,19 @@ def _plan(
     if padding == "same" and set(stride) != {1}:
         raise RuntimeError(f"padding='same' is not supported for strided convolutions, but stride is {stride}")
     windows = [Window(kernel[i], stride[i], *around[i], dilation[i]) for i in range(count)]
-    reached, own = slide(x, windows)
-    sides = None
-    if any(itself and before != after for itself, (before, after) in zip(own, around, strict=True)):
+    sliding, sides = slide(x, windows), None
+    if any(itself and before != after for itself, (before, after) in zip(sliding.own, around, strict=True)):
         # An even kernel with padding "same" on an axis that is not cut: the operator cannot pad one side alone.
         sides = [side for pair in reversed(around) for side in pair]
-    remaining = tuple(before if itself else 0 for itself, (before, _) in zip(own, around, strict=True))
+    remaining = tuple(before if itself else 0 for itself, (before, _) in zip(sliding.own, around, strict=True))
     if kernel == (1,) * count and weight.is_cpu and x.local.numel() * weight.shape[0] >= WORTH_ONEDNN:
         # Dilation means nothing to a kernel of one pixel, except that PyTorch then takes it to oneDNN on a rank of one
         # thread too, and not to an older kernel, which takes twice the time, or, of little work, half of it.
         dilation = (2,) * count
     options = ConvolutionOptions(stride, remaining, dilation, False, (0,) * count, groups)
-    local = reached.crop(x.local) if reached.exchange is None else x.local
-    shape = output_shape(reached, x, local, windows, weight.shape[0])
-    return _Planned(reached, choose(reached, x, local, weight, windows, options), shape, sides)
+    local = sliding.reached.begin(x)
+    way = choose(sliding.reached, x, local, weight, windows, options)
+    return _Planned(sliding.reached, way, sliding.shape(local, weight.shape[0]), sides)
 
 
 def _transposed_convolution(
@@ -550,20 +549,16 @@ def _transposed_convolution(
         TransposedWindow(*numbers)
         for numbers in zip(weight.shape[2:], stride, padding, output_padding, dilation, strict=True)
     ]
-    reached, own = slide(x, windows)
+    reached, own, needed, made = sliding = slide(x, windows)
     kept = [both if itself else (0, 0) for itself, *both in zip(own, padding, output_padding, strict=True)]
     options = ConvolutionOptions(
         stride, tuple(before for before, _ in kept), dilation, True, tuple(after for _, after in kept), groups
     )
-    local = reached.crop(x.local) if reached.exchange is None else x.local
+    local = reached.begin(x)
     # The output rows to which the needed rows contribute; they are cropped, or padded, to the requested ones.
-    covered, crop = output_shape(reached, x, local, windows, weight.shape[1] * groups), []
-    for i, (axis, window) in reversed(list(enumerate(zip(axes_of(x, count), windows, strict=True)))):
-        if own[i]:
-            crop += [0, 0]
-            continue
-        assert axis is not None
-        touched, wanted = window.adds_to(reached.needed[axis]), reached.output.held[axis]
+    covered, crop = sliding.shape(local, weight.shape[1] * groups), []
+    for i in reversed(range(count)):
+        touched, wanted = made[i] if own[i] else windows[i].adds_to(needed[i]), made[i]
         covered[i - count] = touched.length
         crop += [touched.start - wanted.start, wanted.stop - touched.stop] if touched.length else [0, wanted.length]
     y = convolve(local, weight, None, Joined(reached.exchange, options), covered)

@@ -4,7 +4,7 @@ Large images on CPUs are pooled by shifted views, all else by PyTorch's kernels.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial, reduce
@@ -15,20 +15,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpi4dl.comm import exchange
 from mpi4dl.comm.exchange import Exchange
 from mpi4dl.geometry import Interval, Window, ceil_div
-from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.halo import HaloPlan
-from mpi4dl.parallel.spatial.rules.reductions import NOWHERE, first_of, mean, owned_along, take, worst
+from mpi4dl.parallel.spatial.rules.reductions import (
+    NOWHERE,
+    first_of,
+    mean,
+    owned_along,
+    reduced_axes,
+    reduced_layout,
+    take,
+    total,
+    worst,
+)
 from mpi4dl.parallel.spatial.rules.windows import (
+    Sliding,
     axes_of,
     check_image,
     each,
     flat_index,
     hashable,
-    output_shape,
-    output_spans,
     places_of,
     slide,
 )
@@ -91,13 +97,11 @@ def maxima_by_shifts(x: Tensor, windows: Sequence[Window]) -> tuple[Tensor, list
     return (x.contiguous(), chosen) if float(x.amin()) > float("-inf") else None
 
 
-def gradient_of_maxima(
-    gradient: Tensor, chosen: Sequence[Tensor], size: Sequence[int], windows: Sequence[Window]
-) -> Tensor:
-    """The gradient of an image of that size from that of its `maxima`."""
+def gradient_of_maxima(gradient: Tensor, chosen: Sequence[Tensor], windows: Sequence[Window]) -> Tensor:
+    """The gradient of an image, which the windows fit, from that of its maxima."""
     finite = bool(gradient.sum().isfinite())
     for (dim, window), choice in reversed(list(zip(_last_first(gradient, windows), chosen, strict=True))):
-        spread = _lengthened(gradient, dim, size)
+        spread = _lengthened(gradient, dim, window)
         for tap, view in enumerate(_views(spread, dim, window)):
             its = torch.eq(choice, tap, out=torch.empty_like(choice))  # bytes, since booleans take ten times as long
             if finite:
@@ -118,11 +122,11 @@ def means_by_shifts(x: Tensor, windows: Sequence[Window], divisor: int) -> Tenso
     return x / divisor
 
 
-def gradient_of_means(gradient: Tensor, size: Sequence[int], windows: Sequence[Window], divisor: int) -> Tensor:
-    """The gradient of an image of that size from that of its `means`."""
+def gradient_of_means(gradient: Tensor, windows: Sequence[Window], divisor: int) -> Tensor:
+    """The gradient of an image, which the windows fit, from that of its means."""
     gradient = gradient / divisor
     for dim, window in reversed(_last_first(gradient, windows)):
-        spread = _lengthened(gradient, dim, size)
+        spread = _lengthened(gradient, dim, window)
         for view in _views(spread, dim, window):
             view += gradient
         gradient = spread
@@ -131,17 +135,6 @@ def gradient_of_means(gradient: Tensor, size: Sequence[int], windows: Sequence[W
 
 def with_margins(x: Tensor, around: Sequence[int], fill: float) -> Tensor:
     return F.pad(x, list(around), value=fill) if any(around) else x
-
-
-def without_margins(gradient: Tensor, around: Sequence[int]) -> Tensor:
-    """The adjoint of `padded`."""
-    return with_margins(gradient, [-side for side in around], 0.0)
-
-
-def size_with_margins(size: Sequence[int], around: Sequence[int]) -> list[int]:
-    """The size of an image of that size once it is `padded`."""
-    sides = zip(size, around[-2::-2], around[-1::-2], strict=True)
-    return [length + before + after for length, before, after in sides]
 
 
 def window_area(windows: Sequence[Window]) -> int:
@@ -158,10 +151,10 @@ def _views(x: Tensor, dim: int, window: Window) -> list[Tensor]:
     return [unfolded.select(-1, tap) for tap in range(0, window.extent, window.dilation)]
 
 
-def _lengthened(x: Tensor, dim: int, size: Sequence[int]) -> Tensor:
-    """Zeros of the shape of x, but as long as an image of that size along this dim."""
+def _lengthened(x: Tensor, dim: int, window: Window) -> Tensor:
+    """Zeros of the shape of x, but along this dim as long as what so many windows reach."""
     shape = list(x.shape)
-    shape[dim] = size[dim - x.dim()]
+    shape[dim] = (shape[dim] - 1) * window.stride + window.extent
     return x.new_zeros(shape)
 
 
@@ -177,23 +170,18 @@ MEANS = {2: (aten.avg_pool2d, aten.avg_pool2d_backward), 3: (aten.avg_pool3d, at
 
 @dataclass(frozen=True)
 class _Pooling:
-    """A pooling: the maximum or the mean of each window, and the place of its output.
+    """A pooling: the maximum or the mean of each window, and the place of its output, which is of this `shape`.
 
-    A dim that is not cut is the operator's `own`, as is its `padding` there. The input with its halo begins at
-    `corner`, and the output is of this `shape`. With `places` the index of each maximum is asked for.
+    `padding` is that of dims that are not cut, which the operator adds. With `places` the index of each maximum is
+    asked for.
     """
 
     windows: Sequence[Window]
     maximum: bool
     places: bool
-    own: tuple[bool, ...]
+    sliding: Sliding
     padding: list[int]
-    corner: tuple[int, ...]
     shape: list[int]
-
-    @property
-    def area(self) -> int:
-        return window_area(self.windows)
 
     @cached_property
     def options(self) -> tuple[Any, ...]:
@@ -204,7 +192,7 @@ class _Pooling:
         ceil_mode = self.windows[0].ceil_mode
         if self.maximum:
             return kernel, stride, self.padding, dilation, ceil_mode
-        return kernel, stride, self.padding, ceil_mode, True, self.area
+        return kernel, stride, self.padding, ceil_mode, True, window_area(self.windows)
 
 
 class _Pool(torch.autograd.Function):
@@ -229,10 +217,10 @@ class _Pool(torch.autograd.Function):
             around = margins_for_shifts(
                 padded.shape[-ctx.count :], shape[-ctx.count :], pooling.windows, pooling.padding
             )
-            fitting = with_margins(padded, around, _lowest(x) if maximum else 0.0)
+            fitting = with_margins(padded, around, worst(x, True) if maximum else 0.0)
             if not maximum:
                 ctx.around = around
-                return means_by_shifts(fitting, pooling.windows, pooling.area), None
+                return means_by_shifts(fitting, pooling.windows, window_area(pooling.windows)), None
             found = maxima_by_shifts(fitting, pooling.windows)
             if found is not None:
                 ctx.around = around
@@ -242,7 +230,7 @@ class _Pool(torch.autograd.Function):
         if not maximum:
             return MEANS[ctx.count][0](padded, *options), None
         y, indices = MAXIMA[ctx.count][0](padded, *options)
-        indices = _inside(y, indices, padded.shape[-ctx.count :], pooling.corner, options[3])
+        indices = _inside(y, indices, padded.shape[-ctx.count :], pooling.sliding.needed, options[3])
         ctx.mark_non_differentiable(indices)
         ctx.save_for_backward(indices)
         return y, indices
@@ -254,7 +242,11 @@ class _Pool(torch.autograd.Function):
         pooling: _Pooling = ctx.pooling
         kind, shape = ctx.like
         if ctx.around is not None:
-            gradient = _by_shifts(gradient, ctx.saved_tensors, shape[-ctx.count :], pooling, ctx.around)
+            if pooling.maximum:
+                gradient = gradient_of_maxima(gradient, ctx.saved_tensors, pooling.windows)
+            else:
+                gradient = gradient_of_means(gradient, pooling.windows, window_area(pooling.windows))
+            gradient = with_margins(gradient, [-side for side in ctx.around], 0.0)
         else:
             padded = kind.new_empty(shape)  # the backward passes of both read the shape of their input, not its values
             if gradient.numel() == 0:
@@ -269,27 +261,12 @@ class _Pool(torch.autograd.Function):
         return gradient, None, None
 
 
-def _by_shifts(
-    gradient: Tensor, chosen: Sequence[Tensor], size: Sequence[int], pooling: _Pooling, around: list[int]
+def _inside(
+    y: Tensor, indices: Tensor, size: Sequence[int], needed: Sequence[Interval], dilation: Sequence[int]
 ) -> Tensor:
-    """The gradient of an image of that size, which was pooled with so much around it."""
-    windows = pooling.windows
-    fitting = size_with_margins(size, around)
-    if pooling.maximum:
-        gradient = gradient_of_maxima(gradient, chosen, fitting, windows)
-    else:
-        gradient = gradient_of_means(gradient, fitting, windows, pooling.area)
-    return without_margins(gradient, around)
-
-
-def _lowest(x: Tensor) -> float:
-    return float("-inf") if x.is_floating_point() else float(torch.iinfo(x.dtype).min)
-
-
-def _inside(y: Tensor, indices: Tensor, size: Sequence[int], corner: Sequence[int], dilation: Sequence[int]) -> Tensor:
     """Indices of pixels of the image: where all of a window is as low as padding is, PyTorch takes its first pixel."""
-    margins = [max(0, -start) for start in corner]
-    if not any(margins) or y.is_meta or (y.is_cpu and not bool((y == _lowest(y)).any())):
+    margins = [max(0, -rows.start) for rows in needed]
+    if not any(margins) or y.is_meta or (y.is_cpu and not bool((y == worst(y, True)).any())):
         return indices  # to ask a GPU would stop it
     return flat_index(
         [
@@ -300,15 +277,9 @@ def _inside(y: Tensor, indices: Tensor, size: Sequence[int], corner: Sequence[in
     )
 
 
-def windows_of(
-    count: int, kernel: Size, stride: Size | None, padding: Size, dilation: Size, ceil_mode: bool
-) -> tuple[Window, ...]:
-    return _windows(count, hashable(kernel), hashable(stride), hashable(padding), hashable(dilation), ceil_mode)
-
-
 @lru_cache(maxsize=1024)
-def _windows(
-    count: int, kernel: Size, stride: Size | None, padding: Size, dilation: Size, ceil_mode: bool
+def windows_of(
+    count: int, ceil_mode: bool, kernel: Size, stride: Size | None, padding: Size, dilation: Size
 ) -> tuple[Window, ...]:
     kernels, paddings, dilations = each(kernel, count), each(padding, count), each(dilation, count)
     strides = kernels if stride is None or (not isinstance(stride, int) and not len(stride)) else each(stride, count)
@@ -321,37 +292,27 @@ def _windows(
 
 def _pool(
     x: SpatialTensor, windows: tuple[Window, ...], maximum: bool, places: bool = False
-) -> tuple[Tensor, Tensor, HaloPlan]:
+) -> tuple[Tensor, Tensor, Sliding]:
     """The pooled part, the `places` of its maxima in the whole image if they are asked for, and what it reached."""
     local = x.local
     key = _pool, windows, maximum, places, local.shape, local.dtype
-    reached, pooling = x.layout.known(key, lambda: _plan(x, windows, maximum, places))
+    pooling = x.layout.known(key, lambda: _plan(x, windows, maximum, places))
+    sliding, reached = pooling.sliding, pooling.sliding.reached
     reached.ask(x)
     if reached.exchange is None:
         local = reached.crop(local)
     y, indices = _Pool.apply(local, reached.exchange, pooling)
-    if not places:
-        return y, indices, reached
-    count = len(windows)
-    size = list(local.shape[-count:])
-    for place, axis in enumerate(axes_of(x, count)):
-        if axis is not None and not pooling.own[place]:
-            size[place] = reached.needed[axis].length
-    found = [at + start for at, start in zip(places_of(indices, size), pooling.corner, strict=True)]
-    return y, flat_index(found, x.shape[-count:]), reached
+    if places:
+        found = places_of(indices, [rows.length for rows in sliding.needed])
+        in_image = [at + rows.start for at, rows in zip(found, sliding.needed, strict=True)]
+        indices = flat_index(in_image, x.shape[-len(windows) :])
+    return y, indices, sliding
 
 
-def _plan(x: SpatialTensor, windows: Sequence[Window], maximum: bool, places: bool) -> tuple[HaloPlan, _Pooling]:
-    count = len(windows)
-    reached, own = slide(x, windows, _lowest(x) if maximum else 0.0)
-    local = x.local if reached.exchange is not None else reached.crop(x.local)
-    padding = [window.before if itself else 0 for window, itself in zip(windows, own, strict=True)]
-    axes = axes_of(x, count)
-    corner = tuple(
-        0 if itself or axis is None else reached.needed[axis].start for axis, itself in zip(axes, own, strict=True)
-    )
-    shape = output_shape(reached, x, local, windows)
-    return reached, _Pooling(windows, maximum, places, own, padding, corner, shape)
+def _plan(x: SpatialTensor, windows: Sequence[Window], maximum: bool, places: bool) -> _Pooling:
+    sliding = slide(x, windows, worst(x, True) if maximum else 0.0)
+    padding = [window.before if itself else 0 for window, itself in zip(windows, sliding.own, strict=True)]
+    return _Pooling(windows, maximum, places, sliding, padding, sliding.shape(sliding.reached.begin(x)))
 
 
 def _max_pool(
@@ -366,8 +327,9 @@ def _max_pool(
 ) -> Any:
     """Maxima, of equal pixels the first; their indices, if they are asked for, are those of the whole image."""
     x = check_image(input, f"torch.nn.functional.max_pool{count}d", count, True)
-    x, windows = _of_rows(x, windows_of(count, kernel_size, stride, padding, dilation, ceil_mode))
-    y, indices, reached = _pool(x, windows, True, return_indices)
+    numbers = hashable(kernel_size), hashable(stride), hashable(padding), hashable(dilation)
+    x, windows = _of_rows(x, windows_of(count, ceil_mode, *numbers))
+    y, indices, (reached, *_) = _pool(x, windows, True, return_indices)
     found = [reached.result(x, y), *([wrap(indices, reached.output)] if return_indices else [])]
     found = [each.squeeze(-2) for each in found] if count == 1 else found
     return tuple(found) if return_indices else found[0]
@@ -382,8 +344,9 @@ def _of_rows(x: SpatialTensor, windows: tuple[Window, ...]) -> tuple[SpatialTens
     return row, (Window(1, ceil_mode=windows[0].ceil_mode), *windows)
 
 
-def _max_pool_with_indices(count: int, *args: Any, **kwargs: Any) -> Any:
-    return _max_pool(count, *args[:6], **{**kwargs, "return_indices": True})
+def _with_indices(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule where indices are always returned, whatever the call says of it."""
+    return lambda count, *args, **kwargs: rule(count, *args, **{**kwargs, "return_indices": True})
 
 
 def _avg_pool(
@@ -398,15 +361,18 @@ def _avg_pool(
 ) -> Tensor:
     """The mean of each window, put right where PyTorch counts other than a whole window's pixels, as at the edges."""
     x = check_image(input, f"torch.nn.functional.avg_pool{count}d", count, True)
-    x, windows = _of_rows(x, windows_of(count, kernel_size, stride, padding, 1, ceil_mode))
-    y, _, reached = _pool(x, windows, maximum=False)
+    x, windows = _of_rows(
+        x, windows_of(count, ceil_mode, hashable(kernel_size), hashable(stride), hashable(padding), 1)
+    )
+    y, _, sliding = _pool(x, windows, maximum=False)
+    reached = sliding.reached
     area = window_area(windows)
     if divisor_override == 0:
         raise RuntimeError("divisor must be not zero")
     if divisor_override is not None:
         return reached.result(x, y * (area / divisor_override))
     key = _counts, windows, count_include_pad, x.local.shape
-    counts = x.layout.known(key, lambda: _counts(reached, x, windows, count_include_pad))
+    counts = x.layout.known(key, lambda: _counts(x.shape, windows, sliding.made, count_include_pad))
     if counts:
         shares = [torch.tensor(numbers, dtype=y.dtype, device=y.device) for numbers in counts]
         divisor = reduce(lambda done, share: done.unsqueeze(-1) * share, shares)
@@ -415,10 +381,12 @@ def _avg_pool(
     return pooled.squeeze(-2) if count == 1 else pooled
 
 
-def _counts(reached: HaloPlan, x: SpatialTensor, windows: Sequence[Window], count_include_pad: bool) -> list[list[int]]:
+def _counts(
+    shape: Sequence[int], windows: Sequence[Window], made: Sequence[Interval], count_include_pad: bool
+) -> list[list[int]]:
     """Along each dim, how many pixels of each window count, of those that this rank has; nothing if always all."""
     counts = []
-    for size, window, rows in zip(x.shape[-len(windows) :], windows, output_spans(reached, x, windows), strict=True):
+    for size, window, rows in zip(shape[-len(windows) :], windows, made, strict=True):
         margin = window.before if count_include_pad else 0
         image = Interval(-margin, size + margin)
         counts.append([window.needs(Interval(row, row + 1), size).intersect(image).length for row in range(*rows)])
@@ -443,7 +411,7 @@ def _lp_pool(
 for count in (1, 2, 3):
     for kind, rule in (
         ("max_pool{}d", _max_pool),
-        ("max_pool{}d_with_indices", _max_pool_with_indices),
+        ("max_pool{}d_with_indices", _with_indices(_max_pool)),
         ("avg_pool{}d", _avg_pool),
         ("lp_pool{}d", _lp_pool),
     ):
@@ -454,11 +422,23 @@ for count in (1, 2, 3):
 
 def _means(count: int, input: SpatialTensor, output_size: Any) -> Tensor:
     """Means over bins; the result is small, and every rank has all of its pixels."""
-    input = check_image(input, f"torch.nn.functional.adaptive_avg_pool{count}d", count, True)
-    size = _output_size(input, output_size, count)
+    x = check_image(input, f"torch.nn.functional.adaptive_avg_pool{count}d", count, True)
+    size, dims = _output_size(x, output_size, count), tuple(range(x.dim() - count, x.dim()))
     if set(size) == {1}:
-        return mean(input, tuple(range(-count, 0)), True)
-    return _over_bins(input, _bins(input, size))
+        return mean(x, dims, True)
+    weights = _bins(x, size)
+
+    def add_up(part: Tensor, *_: Any, dtype: torch.dtype | None, **options: Any) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False) if not x.is_meta else nullcontext():
+            y = part.to(weights[0].dtype) @ weights[-1].mT
+            for after, weight in enumerate(reversed(weights[:-1]), 1):  # so many dims come after this one
+                rest = y.shape[-after:]
+                y = (weight @ y.reshape(*y.shape[:-after], math.prod(rest))).view(
+                    *y.shape[: -after - 1], len(weight), *rest
+                )
+        return y.to(dtype or x.dtype)
+
+    return total(x, dims, True, add=add_up)
 
 
 def _output_size(x: Tensor, asked: Any, count: int) -> tuple[int, ...]:
@@ -476,39 +456,13 @@ def _bins(x: SpatialTensor, size: Sequence[int]) -> list[Tensor]:
     """For each of the last dims, the weight (bins, owned) of each owned pixel in each bin's mean."""
     weights = []
     for pixels, count, mine in zip(x.shape[-len(size) :], size, _mine(x, len(size)), strict=True):
-        weight = torch.zeros(count, pixels, dtype=_wide_dtype(x), device=x.device)
+        dtype = torch.float32 if x.itemsize < 4 else x.dtype  # of sums: not 16 bits, as in PyTorch
+        weight = torch.zeros(count, pixels, dtype=dtype, device=x.device)
         for i in range(count):
             start, stop = _bin(i, pixels, count)
             weight[i, start:stop] = 1 / (stop - start)
         weights.append(weight[:, slice(*mine)])
     return weights
-
-
-def _wide_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of sums: not 16 bits, as in PyTorch."""
-    return torch.float32 if x.itemsize < 4 else x.dtype
-
-
-def _axes(x: SpatialTensor, count: int) -> tuple[int, ...]:
-    return tuple(axis for axis in axes_of(x, count) if axis is not None)
-
-
-def _pooled(layout: Layout, axes: Sequence[int]) -> Layout:
-    return layout.with_dims(None if axis in axes else dim for axis, dim in enumerate(layout.dims))
-
-
-def _over_bins(x: SpatialTensor, weights: list[Tensor]) -> Tensor:
-    axes = _axes(x, len(weights))
-    with torch.autocast(x.device.type, enabled=False) if not x.is_meta else nullcontext():
-        y = owned_along(x, axes).to(weights[0].dtype) @ weights[-1].mT
-        for after, weight in enumerate(reversed(weights[:-1]), 1):  # so many dims come after this one
-            rest = y.shape[-after:]
-            y = (weight @ y.reshape(*y.shape[:-after], math.prod(rest))).view(
-                *y.shape[: -after - 1], len(weight), *rest
-            )
-    if any(x.layout.grid.shape[axis] > 1 for axis in axes):
-        y = exchange.all_reduce(y, x.layout.grid.along(axes))
-    return wrap(y.to(x.dtype), _pooled(x.layout, axes))
 
 
 def _maxima(count: int, input: SpatialTensor, output_size: Any, return_indices: bool = False) -> Any:
@@ -517,7 +471,8 @@ def _maxima(count: int, input: SpatialTensor, output_size: Any, return_indices: 
     size, image = _output_size(x, output_size, count), x.shape[-count:]
     pool = getattr(F, f"adaptive_max_pool{count}d")
     pool(torch.empty(x.shape, dtype=x.dtype, device="meta"), size)  # raises what PyTorch raises
-    axes = _axes(x, count)
+    dims = tuple(range(x.dim() - count, x.dim()))
+    axes, layout = reduced_axes(x.layout, dims), reduced_layout(x.layout, dims, True)
     comm, part, mine = x.layout.grid.along(axes), owned_along(x, axes), _mine(x, count)
     with torch.no_grad():
         found = []
@@ -543,7 +498,6 @@ def _maxima(count: int, input: SpatialTensor, output_size: Any, return_indices: 
         values = gradient.where(inside, 0).flatten(-count)
         return given.flatten(-count).scatter_add_(-1, index, values).view(given.shape)
 
-    layout = _pooled(x.layout, axes)
     y = wrap(take(part, best, hand_out, comm), layout)
     return (y, wrap(first, layout)) if return_indices else y
 
@@ -572,12 +526,8 @@ def _first_in(
     return values.flatten(-count), flat_index(at, image).flatten(-count)
 
 
-def _maxima_with_indices(count: int, input: SpatialTensor, output_size: Any, return_indices: bool = False) -> Any:
-    return _maxima(count, input, output_size, True)
-
-
 for count in (1, 2, 3):
     register(*named(f"adaptive_avg_pool{count}d"))(partial(_means, count))
     register(getattr(F, f"adaptive_max_pool{count}d"))(partial(_maxima, count))
-    register(getattr(F, f"adaptive_max_pool{count}d_with_indices"))(partial(_maxima_with_indices, count))
-register(torch.adaptive_max_pool1d)(partial(_maxima_with_indices, 1))
+    register(getattr(F, f"adaptive_max_pool{count}d_with_indices"))(partial(_with_indices(_maxima), count))
+register(torch.adaptive_max_pool1d)(partial(_with_indices(_maxima), 1))

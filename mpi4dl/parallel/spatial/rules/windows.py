@@ -6,7 +6,7 @@ Windows slide along the last dims of a tensor: one of sequences, two of images, 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,36 +65,38 @@ def _axes_of(dims: Dims, ndim: int, count: int) -> tuple[int | None, ...]:
     return tuple(dims.index(dim) if dim in dims else None for dim in range(ndim - count, ndim))
 
 
-def slide(x: SpatialTensor, windows: Sequence[AxisMap], fill: float = 0.0) -> tuple[HaloPlan, tuple[bool, ...]]:
-    """The reach of windows that slide along the last dims, and whether the operator itself handles each.
+class Sliding(NamedTuple):
+    """Windows that slide along the last dims of a tensor: which rows along each of them this rank computes from what.
 
-    An axis that is not cut is: there the operator adds its own padding, and nothing is copied.
+    A dim that is not cut is the operator's `own`: there it adds its own padding, and nothing is copied. Along others
+    the rows `needed` may reach beyond the image. `made` are the rows of the output.
     """
+
+    reached: HaloPlan
+    own: tuple[bool, ...]
+    needed: tuple[Interval, ...]
+    made: tuple[Interval, ...]
+
+    def shape(self, local: Tensor, channels: int | None = None) -> list[int]:
+        """The shape of the local output of an operator with these windows over `local`, the part of its input."""
+        before = list(local.shape[: -len(self.made)])
+        if channels is not None:
+            before[-1] = channels
+        return [*before, *(rows.length for rows in self.made)]
+
+
+def slide(x: SpatialTensor, windows: Sequence[AxisMap], fill: float = 0.0) -> Sliding:
+    """The reach of windows that slide along the last dims of x."""
     axes, parts = axes_of(x, len(windows)), x.layout.grid.shape
     own = tuple(axis is None or parts[axis] == 1 for axis in axes)
     maps = {axis: window for axis, window in zip(axes, windows, strict=True) if axis is not None}
     uncut = tuple(axis for axis, itself in zip(axes, own, strict=True) if itself and axis is not None)
-    return reach(x, maps, fill, uncut), own
-
-
-def output_spans(reached: HaloPlan, x: SpatialTensor, windows: Sequence[AxisMap]) -> list[Interval]:
-    """Which rows along each of its last dims this rank's part of the output of an operator with these windows holds."""
-    held, axes = reached.output.held, axes_of(x, len(windows))
-    return [
-        Interval(0, window.output_size(x.local.shape[dim])) if axis is None else held[axis]
-        for dim, (axis, window) in enumerate(zip(axes, windows, strict=True), -len(windows))
-    ]
-
-
-def output_shape(
-    reached: HaloPlan, x: SpatialTensor, local: Tensor, windows: Sequence[AxisMap], channels: int | None = None
-) -> list[int]:
-    """The shape of the local output of an operator with these windows over `local`, the part of x."""
-    count = len(windows)
-    before = list(local.shape[: local.dim() - count])
-    if channels is not None:
-        before[-1] = channels
-    return [*before, *(span.length for span in output_spans(reached, x, windows))]
+    reached = reach(x, maps, fill, uncut)
+    needed, made = [], []
+    for size, axis, itself, window in zip(x.shape[-len(windows) :], axes, own, windows, strict=True):
+        needed.append(Interval(0, size) if itself or axis is None else reached.needed[axis])
+        made.append(Interval(0, window.output_size(size)) if axis is None else reached.output.held[axis])
+    return Sliding(reached, own, tuple(needed), tuple(made))
 
 
 def places_of(indices: Tensor, size: Sequence[int]) -> list[Tensor]:
