@@ -55,31 +55,11 @@ class ConvolutionOptions(NamedTuple):
     groups: int
 
 
-class Way(Protocol):
-    """How a rank's part of a convolution is computed. `x` is what this rank holds, strips are what came for it."""
-
-    @property
-    def exchange(self) -> Exchange | None: ...
-
-    @property
-    def options(self) -> ConvolutionOptions: ...
-
-    def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shape: Sequence[int]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The output, of this shape, and the strips."""
-
-    def of_input(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-        """A wait for the gradient of x, whose strips travel from here on."""
-
-    def of_parameters(
-        self, gradient: Tensor, x: Tensor, strips: list[Tensor], weight: Tensor, mask: Mask
-    ) -> tuple[Tensor, Tensor]:
-        """The gradients of weight and bias, those of them that the mask asks for."""
-
-
 class Joined(NamedTuple):
-    """The convolution of a new tensor, the tile with its halo. Without an exchange, of the tile as it is."""
+    """The convolution of a new tensor, the tile with its halo. Without an exchange, of the tile as it is.
+
+    `x` is what this rank holds, strips are what came for it.
+    """
 
     exchange: Exchange | None
     options: ConvolutionOptions
@@ -87,6 +67,7 @@ class Joined(NamedTuple):
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shape: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
+        """The output, of this shape, and the strips."""
         strips: list[Tensor] = []
         if self.exchange is not None:
             incoming = self.exchange.start(x)
@@ -97,6 +78,7 @@ class Joined(NamedTuple):
         return torch.convolution(x, weight, bias, *self.options), strips
 
     def of_input(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+        """A wait for the gradient of x, whose strips travel from here on."""
         exchange = self.exchange
         padded = x if exchange is None else exchange.memory(Like.of(x))  # its values do not matter
         whole = gradients(gradient, padded, weight, self.options, (True, False, False))[0]
@@ -108,6 +90,7 @@ class Joined(NamedTuple):
     def of_parameters(
         self, gradient: Tensor, x: Tensor, strips: list[Tensor], weight: Tensor, mask: Mask
     ) -> tuple[Tensor, Tensor]:
+        """The gradients of weight and bias, those of them that the mask asks for."""
         return gradients(gradient, self._padded(x, strips), weight, self.options, mask)[1:]
 
     def in_one_call(
@@ -180,6 +163,9 @@ class Apart(NamedTuple):
                 part = gradients(at(gradient, border.where), extended, kernel, self.of_strips, (False, True, False))
                 at(of_weight, border.taps).add_(part[1])
         return of_weight, of_bias
+
+
+Way = Joined | Apart  # how a rank's part of a convolution is computed
 
 
 def choose(
@@ -402,7 +388,8 @@ class Convolution(torch.autograd.Function):
             return *way.in_one_call(gradient, x, strips, weight, mask), *(None,) * 4
         of_x = of_weight = of_bias = None
         if ctx.later is not None:
-            ctx.later(partial(_of_parameters, way, strips, weight, ctx.has_bias), gradient, x.detach())
+            of_all = False, True, ctx.has_bias
+            ctx.later(lambda g, x: way.of_parameters(g, x, strips, weight, of_all), gradient, x.detach())
         if need_x:
             of_x = way.of_input(gradient, x, weight)
         if need_weight or need_bias:
@@ -417,12 +404,6 @@ class Convolution(torch.autograd.Function):
 
 def _is_small(gradient: Tensor, weight: Tensor) -> bool:
     return gradient.is_cpu and gradient.numel() * weight.numel() <= ONE_CALL * len(weight)
-
-
-def _of_parameters(
-    way: Way, strips: list[Tensor], weight: Tensor, has_bias: bool, gradient: Tensor, x: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    return way.of_parameters(gradient, x, strips, weight, (False, True, has_bias))
 
 
 def _check(input: Tensor, weight: Tensor, bias: Tensor | None, options: ConvolutionOptions) -> None:
