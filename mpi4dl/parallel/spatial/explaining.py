@@ -75,9 +75,8 @@ def _halo_row(name: str, halo: HaloChoice) -> tuple[str, ...]:
     return name, where, str(halo.margin), str(halo.exchanges_saved), twice, halo.reason
 
 
-def _cells(value: Callable[[str], int]) -> tuple[str, str, str, str]:
-    halo, messages, gathered, reduced = (f"{value(count):,}" for count in COUNTS)
-    return halo, messages, gathered, reduced
+def _cells(value: Callable[[str], int]) -> tuple[str, ...]:
+    return tuple(f"{value(count):,}" for count in COUNTS)
 
 
 class _Recorder(TorchFunctionMode):
@@ -124,8 +123,7 @@ def require_rules(
     `held(model, grid)` is what a rank has of it. Raises NoRule, or ValueError, where training on such a grid would.
     """
     imaginary = dry_run_grid(grid)
-    part = held(model, imaginary)
-    _forward(part, shape, imaginary)
+    _forward(held(model, imaginary), shape, imaginary)
 
 
 def explain(model: nn.Module, size: Sequence[int], grid: Grid, held: Callable[..., nn.Module] = whole) -> Explanation:

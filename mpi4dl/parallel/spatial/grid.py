@@ -287,6 +287,10 @@ class Layout:
         """Which axis a tensor's dim is, or None for an ordinary dim."""
         return self.dims.index(dim) if dim in self.dims else None
 
+    def axes_at(self, dim: int) -> tuple[int, ...]:
+        """All axes that a tensor's dim carries."""
+        return tuple(axis for axis, known in enumerate(self.dims) if known == dim)
+
     def cut(self, dim: int) -> bool:
         """Whether more than one rank shares this dim."""
         return any(known == dim and parts > 1 for known, parts in zip(self.dims, self.grid.shape, strict=True))

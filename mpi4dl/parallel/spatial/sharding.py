@@ -29,9 +29,9 @@ def image_dims(grid: Grid, ndim: int, has_samples: bool = False) -> Dims:
     return (samples, *range(ndim - count, ndim), *(None,) * (len(grid.axes) - 1 - count))
 
 
-def even_layout(grid: Grid, shape: Sequence[int]) -> Layout:
+def even_layout(grid: Grid, shape: Sequence[int], has_samples: bool = True) -> Layout:
     """How ranks hold batches of this shape, (N, C, H, W), or (N, tokens), that are cut evenly."""
-    dims = image_dims(grid, len(shape), has_samples=True)
+    dims = image_dims(grid, len(shape), has_samples)
     return Layout(grid, _tiling(dims, Tiling.even(grid.shape, (shape[0], *shape[-len(grid.space) :]))), dims)
 
 
@@ -49,12 +49,9 @@ def shard(image: Tensor, grid: Grid) -> SpatialTensor:
     over ranks.
     """
     _agree(grid, tuple(image.shape), str(image.dtype))
-    dims = image_dims(grid, image.dim())
-    size = (image.shape[0], *image.shape[-len(grid.space) :])
-    tiling = _tiling(dims, Tiling.even(grid.shape, size))
-    layout = Layout(grid, tiling, dims)
+    layout = even_layout(grid, image.shape, has_samples=False)
     grid.foresight.enter()
-    return SpatialTensor(narrow(image, dims, tiling.whole, layout.owned), layout)
+    return SpatialTensor(narrow(image, layout.dims, layout.tiling.whole, layout.owned), layout)
 
 
 def shard_like(x: Tensor, like: Tensor) -> Tensor:
@@ -108,8 +105,7 @@ def from_tile(tile: Tensor, grid: Grid, size: Sequence[int]) -> SpatialTensor:
     samples, problem = 0 if tile.dim() > count + 1 else None, None
     first = 0 if samples is None else 1
     if len({(dtype, asked, len(shape), shape[first:-count]) for shape, dtype, asked in answers}) > 1:
-        problem = f"the ranks passed tiles of different kinds: {answers}"
-        grid.comm.agree(problem)
+        grid.comm.agree(f"the ranks passed tiles of different kinds: {answers}")
     splits = []
     for axis, dim, name in zip((BATCH, *grid.space), (samples, *range(-count, 0)), ("samples", *names), strict=True):
         lengths: list[int] = []

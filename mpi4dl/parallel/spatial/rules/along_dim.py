@@ -14,7 +14,7 @@ from torch import Tensor
 from mpi4dl.comm import exchange
 from mpi4dl.parallel.spatial.alignment import part
 from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.halo import gather, gather_axes
+from mpi4dl.parallel.spatial.halo import gather, gather_axes, gather_dim
 from mpi4dl.parallel.spatial.rules.pointwise import shift
 from mpi4dl.parallel.spatial.rules.reductions import (
     DimsArgument,
@@ -121,9 +121,7 @@ def _by_order(function: Any) -> Shared:
     def shared(x: SpatialTensor, dim: int | None, /, *args: Any, **kwargs: Any) -> Any:
         if dim is None:
             return function(gather(x), *args, **kwargs)
-        axis = x.layout.axis(dim)
-        assert axis is not None
-        results = _apply(function, gather_axes(x, [axis]), dim, *args, **kwargs)
+        results = _apply(function, gather_dim(x, dim), dim, *args, **kwargs)
         if isinstance(results, Tensor):
             return _cut_again(results, x, dim)
         return type(results)([_cut_again(y, x, dim) for y in results])

@@ -23,7 +23,7 @@ from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import Split
 from mpi4dl.parallel.spatial.alignment import part_of
 from mpi4dl.parallel.spatial.grid import Factor, Flat, Layout
-from mpi4dl.parallel.spatial.halo import gather_axes
+from mpi4dl.parallel.spatial.halo import gather_dim
 from mpi4dl.parallel.spatial.rules.windows import cast
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, local_part, refusal, register, wrap
 
@@ -271,19 +271,8 @@ def _ask_back(own: Sequence[Tensor], k: Tensor, v: Tensor, causal: bool, scale: 
 # So many tokens are not gathered, unless `Grid.attention` says so.
 MANY_TOKENS = 4096
 FEATURES = "features are spread over ranks"
+TOKENS = -2  # their dim, in front of that of features
 OF_HEADS = inspect.signature(F.multi_head_attention_forward)
-
-
-def _axes_at(x: Tensor, dim: int) -> list[int]:
-    """The axes that a dim of x carries."""
-    if not isinstance(x, SpatialTensor):
-        return []
-    return [axis for axis, known in enumerate(x.layout.dims) if known == dim % x.dim()]
-
-
-def _with_all_tokens(x: Tensor, dim: int = -2) -> Tensor:
-    """x (..., tokens, features), or a mask (..., queries, keys), with all of the tokens along a dim."""
-    return gather_axes(x, _axes_at(x, dim))
 
 
 @register(F.scaled_dot_product_attention, flat=True)
@@ -302,7 +291,7 @@ def scaled_dot_product_attention(
         raise RuntimeError(f"{name}: a mask is given, and is_causal as well")
     if any(isinstance(x, SpatialTensor) and x.layout.cut(x.dim() - 1) for x in (query, key, value)):
         raise refusal(name, FEATURES)
-    attn_mask = None if attn_mask is None else _with_all_tokens(attn_mask, -1)
+    attn_mask = None if attn_mask is None else gather_dim(attn_mask, -1)
     around = None if attn_mask is not None or dropout_p else _ring(query, key, value, is_causal, options)
     if around is not None and isinstance(query, SpatialTensor):
         local = cast(*(x.local for x in (query, key, value) if isinstance(x, SpatialTensor)))
@@ -332,7 +321,7 @@ def scaled_dot_product_attention(
         alike = (
             x.like(part) if isinstance(x, SpatialTensor) else part for x, part in zip((key, value), others, strict=True)
         )
-        keys, values = (part_of(_with_all_tokens(x), beside, query.dim(), name) for x in alike)
+        keys, values = (part_of(gather_dim(x, TOKENS), beside, query.dim(), name) for x in alike)
         if 0 in own.shape:
             if options.get("enable_gqa"):
                 keys, values = (x.repeat_interleave(own.shape[-3] // x.shape[-3], -3) for x in (keys, values))
@@ -365,10 +354,10 @@ def _ring(query: Tensor, key: Tensor, value: Tensor, causal: bool, options: dict
         return None
     if flat is not None and (flat.copies or causal):
         return None
-    axes = tuple(axis for axis in _axes_at(query, tokens) if layout.grid.shape[axis] > 1)
+    axes = tuple(axis for axis in layout.axes_at(tokens) if layout.grid.shape[axis] > 1)
     ranks = layout.grid.ranks_along(axes)
     boxes = [layout.tiling.owned(rank) for rank in ranks]
-    factors = flat.factors if flat is not None else (Factor(_axes_at(query, tokens)[0]),)
+    factors = flat.factors if flat is not None else (Factor(layout.axis(tokens)),)
     lengths = tuple(math.prod(Flat(tokens, factors).sizes(box)) for box in boxes)
     return Ring(layout.grid.along(axes), ranks.index(layout.grid.rank), lengths, _scale(query, **options), causal)
 
@@ -408,12 +397,12 @@ def _dropping(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p:
         mask = mask.masked_fill(nobody, 0.0)
     weights = _weights(query * _scale(query, **options), key, mask)
     weights = weights if nobody is None else weights.masked_fill(nobody, 0.0)  # as PyTorch has it
-    return F.dropout(weights, p) @ _with_all_tokens(value)
+    return F.dropout(weights, p) @ gather_dim(value, TOKENS)
 
 
 def _weights(asking: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
     """Those of all keys, for queries that were scaled; `mask` is added to scores."""
-    scores = asking @ _with_all_tokens(key).mT
+    scores = asking @ gather_dim(key, TOKENS).mT
     return (scores if mask is None else scores + mask).softmax(-1)
 
 
@@ -471,7 +460,7 @@ def multi_head_attention_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Ten
     mask = _merged_mask(attn_mask, padding, num_heads, q)
     if need_weights:
         weights = F.dropout(_weights(q * _scale(q), k, mask), dropout_p)
-        y = weights @ _with_all_tokens(v)
+        y = weights @ gather_dim(v, TOKENS)
     else:
         weights = None
         causal = options["is_causal"] and padding is None
@@ -502,5 +491,5 @@ def _merged_mask(mask: Tensor | None, padding: Tensor | None, num_heads: int, q:
         found = found.unflatten(0, (-1, num_heads)) if found.shape[0] != 1 else found.unsqueeze(0)
     if padding is None:
         return found
-    without = _added(_with_all_tokens(padding, -1), q).unsqueeze(1).unsqueeze(1)
+    without = _added(gather_dim(padding, -1), q).unsqueeze(1).unsqueeze(1)
     return without if found is None else found + without

@@ -82,8 +82,7 @@ Rules = list[tuple[list[Any], Callable[..., Any]]]
 # Those that know of dims that several axes became.
 OF_FLAT: Rules = [
     ([Tensor.mT.__get__], lambda input: input.transpose(-2, -1)),  # type: ignore[attr-defined]
-    ([Tensor.H.__get__, Tensor.mH.__get__], lambda input: input.transpose(-2, -1).conj()),  # type: ignore[attr-defined]
-    (named("adjoint"), lambda input: input.transpose(-2, -1).conj()),
+    ([Tensor.H.__get__, Tensor.mH.__get__, *named("adjoint")], lambda input: input.mT.conj()),  # type: ignore[attr-defined]
     ([Tensor.T.__get__], reversed_dims),  # type: ignore[attr-defined]
     (named("t"), t),
     ([torch.constant_pad_nd], lambda input, pad, value=0: F.pad(input, pad, value=value)),

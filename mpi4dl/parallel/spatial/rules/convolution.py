@@ -435,16 +435,6 @@ def convolve(input: Tensor, weight: Tensor, bias: Tensor | None, way: Way, shape
     return Convolution.apply(input, weight, bias, way, shape)
 
 
-def _padding(padding: str | int | Sequence[int], kernel: int, dilation: int, which: int, count: int) -> tuple[int, int]:
-    """Rows of padding before and after, along one of `count` dims."""
-    if padding == "valid":
-        return 0, 0
-    if padding == "same":
-        total = dilation * (kernel - 1)
-        return total // 2, total - total // 2
-    return (each(padding, count)[which],) * 2
-
-
 class _Planned(NamedTuple):
     """How a convolution is computed: in which way, to which shape; or of an image that is padded first."""
 
@@ -491,9 +481,13 @@ def _plan(
     groups: int,
 ) -> _Planned:
     kernel, stride, dilation = weight.shape[2:], each(stride, count), each(dilation, count)
-    around = [_padding(padding, kernel[i], dilation[i], i, count) for i in range(count)]
-    if padding == "same" and set(stride) != {1}:
-        raise RuntimeError(f"padding='same' is not supported for strided convolutions, but stride is {stride}")
+    if padding == "same":
+        if set(stride) != {1}:
+            raise RuntimeError(f"padding='same' is not supported for strided convolutions, but stride is {stride}")
+        totals = [dilation[i] * (kernel[i] - 1) for i in range(count)]
+        around = [(n // 2, n - n // 2) for n in totals]
+    else:
+        around = [(n, n) for n in each(0 if padding == "valid" else padding, count)]
     windows = [Window(kernel[i], stride[i], *around[i], dilation[i]) for i in range(count)]
     sliding, sides = slide(x, windows), None
     if any(itself and before != after for itself, (before, after) in zip(sliding.own, around, strict=True)):

@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 
 from mpi4dl.geometry import BATCH, Interval, Split, Window
 from mpi4dl.parallel.spatial.alignment import align, contract
-from mpi4dl.parallel.spatial.grid import Flat, Layout
+from mpi4dl.parallel.spatial.grid import Flat
 from mpi4dl.parallel.spatial.halo import gather as gather_whole
-from mpi4dl.parallel.spatial.halo import gather_axes, reach
+from mpi4dl.parallel.spatial.halo import gather_axes, gather_dim, reach
 from mpi4dl.parallel.spatial.redistribution import entries_on_all
 from mpi4dl.parallel.spatial.rules.reductions import normalize_dims, reduced_layout
 from mpi4dl.parallel.spatial.tensor import (
@@ -167,19 +167,6 @@ def repeat_interleave(
     return choose(x, dim, [row for row, n in enumerate(times) for _ in range(n)], ends.__getitem__)
 
 
-def one_row(x: SpatialTensor, dim: int, index: int) -> Tensor:
-    """Row `index` along a dim that is cut, on every rank, without that dim."""
-    axis, size = x.layout.axis(dim), x.shape[dim]
-    assert axis is not None
-    if not -size <= index < size:
-        raise IndexError(f"index {index} is out of range for dimension {dim} with size {size}")
-    row = Interval(index % size, index % size + 1)
-    split = x.layout.tiling.splits[axis]
-    tiling = x.layout.tiling.replace(axis, Split(split.cuts, (row,) * split.parts))
-    local = x.layout.exchange_to(tiling)(x.local).select(dim, 0)
-    return copied(wrap(local, reduced_layout(Layout(x.layout.grid, tiling, x.layout.dims), [dim], False)), x)
-
-
 # Reads and writes by indices: local along dims that are not cut, once both have the same pixels.
 
 SELECTS_PIXELS = "a mask or a tensor of indices selects pixels"
@@ -312,10 +299,7 @@ def _along_whole(x: Tensor, dim: int) -> Tensor:
 def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
     """Entries from anywhere along a dim, which is gathered if ranks share it; the result is spread as the index is."""
     dim = place_of(dim, input.dim())
-    axis = input.layout.axis(dim) if isinstance(input, SpatialTensor) else None
-    if isinstance(input, SpatialTensor) and axis is not None:
-        input = gather_axes(input, [axis])
-    index = _along_whole(index, dim)
+    input, index = gather_dim(input, dim), _along_whole(index, dim)
     for other in range(input.dim()):
         if other != dim and index.shape[other] != input.shape[other]:
             input = input.narrow(other, 0, index.shape[other])
@@ -346,7 +330,7 @@ def _writing(function: Any) -> Any:
     def rule(input: Tensor, dim: int, index: Tensor, source: Any = None, *rest: Any, **options: Any) -> Any:
         written = options.pop("value", options.pop("src", source))
         if in_place and not isinstance(input, SpatialTensor):
-            return function(input, dim, gather_whole(index), _whole(written), *rest, **options)
+            return function(input, dim, gather_whole(index), gather_whole(written), *rest, **options)
         dim = place_of(dim, input.dim())
         if by_entries and not in_place:
             input, index = _along_whole(input, dim), _along_whole(index, dim)
@@ -374,10 +358,6 @@ def _writing(function: Any) -> Any:
 for name in ("index_fill", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce"):
     for function in named(name, f"{name}_"):
         register(function)(_writing(function))
-
-
-def _whole(value: Any) -> Any:
-    return gather_whole(value) if isinstance(value, Tensor) else value
 
 
 def crop(x: SpatialTensor, dim: int, index: slice) -> Tensor:
@@ -481,16 +461,20 @@ def narrow(input: SpatialTensor, dim: int, start: int, length: int) -> Tensor:
 
 @register(*named("select"), flat=True)
 def select(input: SpatialTensor, dim: int, index: int) -> Tensor:
+    """A row without its dim: on every rank, where ranks share that."""
     dim %= input.dim()
-    flat = input.layout.flat_at(dim)
-    if flat is not None:
-        size = input.shape[dim]
-        if not -size <= index < size:
-            raise IndexError(f"index {index} is out of range for dimension {dim} with size {size}")
-        return _of_flat(input, flat, index % size, index % size + 1, 1).squeeze(dim)
-    if flat is None and input.layout.cut(dim):
-        return one_row(input, dim, index)
-    return wrap(input.local.select(dim, index), reduced_layout(input.layout, [dim], False))
+    layout, size, axis = input.layout, input.shape[dim], input.layout.axis(dim)
+    if not -size <= index < size:
+        raise IndexError(f"index {index} is out of range for dimension {dim} with size {size}")
+    row = Interval(index % size, index % size + 1)
+    if flat := layout.flat_at(dim):
+        return _of_flat(input, flat, *row, 1).squeeze(dim)
+    left = reduced_layout(layout, [dim], False)
+    if axis is None or not layout.cut(dim):
+        return wrap(input.local.select(dim, index), left)
+    split = layout.tiling.splits[axis]
+    tiling = layout.tiling.replace(axis, Split(split.cuts, (row,) * split.parts))
+    return copied(wrap(layout.exchange_to(tiling)(input.local).select(dim, 0), left), input)
 
 
 def _pieces(function: Any) -> Any:

@@ -47,12 +47,7 @@ def check_reduction(function: Any, x: SpatialTensor, *args: Any, **kwargs: Any) 
     # Of a few pixels: for a reduction of a meta tensor PyTorch imports sympy, which takes a second.
     few, dtype = tuple(min(n, 2) for n in x.shape), x.dtype
     key = check_reduction, function, few, dtype, args and hashable(args[0]), args[1:], tuple(kwargs.items())
-
-    def check() -> bool:
-        function(torch.zeros(few, dtype=dtype), *args, **kwargs)
-        return True
-
-    x.layout.known(key, check)
+    x.layout.known(key, lambda: function(torch.zeros(few, dtype=dtype), *args, **kwargs))
 
 
 def reduced_axes(layout: Layout, dims: Sequence[int]) -> tuple[int, ...]:
@@ -84,13 +79,12 @@ def total(
 def owned_along(x: SpatialTensor, axes: Sequence[int]) -> Tensor:
     """x without held halos along these axes."""
     layout = x.layout
-    return retile(x, layout.known((owned_along, tuple(axes)), lambda: _narrow_along(layout.tiling, axes))).local
 
+    def tiling() -> Tiling:
+        splits = enumerate(layout.tiling.splits)
+        return Tiling(tuple(split.narrow() if axis in axes else split for axis, split in splits))
 
-def _narrow_along(tiling: Tiling, axes: Sequence[int]) -> Tiling:
-    for axis in axes:
-        tiling = tiling.replace(axis, tiling.splits[axis].narrow())
-    return tiling
+    return retile(x, layout.known((owned_along, tuple(axes)), tiling)).local
 
 
 @register(*named("sum"), flat=True)
@@ -460,11 +454,7 @@ def aminmax(input: SpatialTensor, *, dim: int | None = None, keepdim: bool = Fal
 def histc(input: SpatialTensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
     if min == max and input.numel():  # between the extrema of all ranks
         min, max = (float(gather(end)) for end in torch.aminmax(input))
-
-    def count(part: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.histc(part, bins, min, max)
-
-    return total(input, range(input.dim()), False, add=count)
+    return total(input, range(input.dim()), False, add=lambda part, *_, **__: torch.histc(part, bins, min, max))
 
 
 @register(*named("bincount"), flat=True)
@@ -472,8 +462,4 @@ def bincount(input: SpatialTensor, weights: Tensor | None = None, minlength: int
     if input.dim() != 1 or weights is not None or not input.numel():
         return torch.bincount(gather(input), weights if weights is None else gather(weights), minlength)
     length = max(minlength, 1 + int(gather(input.max())))
-
-    def count(part: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.bincount(part, minlength=length)
-
-    return total(input, (0,), False, add=count)
+    return total(input, (0,), False, add=lambda part, *_, **__: torch.bincount(part, minlength=length))

@@ -17,8 +17,8 @@ from mpi4dl.comm.exchange import Like
 from mpi4dl.geometry import BATCH, Interval, Tiling, TransposedWindow, Window, ceil_div
 from mpi4dl.parallel.spatial.alignment import part as part_of
 from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.halo import gather, gather_axes, reach
-from mpi4dl.parallel.spatial.rules.windows import axes_of, check_image, each, in_plain_dtype
+from mpi4dl.parallel.spatial.halo import gather, gather_axes, gather_dim, reach
+from mpi4dl.parallel.spatial.rules.windows import check_image, each, in_plain_dtype, slide
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
 
 # Weighted sums of the rows and of the columns of this rank's part of an image, and their adjoint, which is such sums.
@@ -474,8 +474,7 @@ def grid_sample(input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Tenso
     image: Tensor = input
     if isinstance(image, SpatialTensor):
         image = gather_axes(image, [axis for axis, dim in enumerate(image.layout.dims) if dim not in (None, 0)])
-    if isinstance(grid, SpatialTensor) and (axis := grid.layout.axis(grid.dim() - 1)) is not None:
-        grid = gather_axes(grid, [axis])
+    grid = gather_dim(grid, -1)
     if isinstance(grid, SpatialTensor):
         layout = grid.layout.narrow
     else:
@@ -511,17 +510,13 @@ def pixel_shuffle(input: SpatialTensor, upscale_factor: int) -> Tensor:
     x, r = check_image(input, "torch.nn.functional.pixel_shuffle"), upscale_factor
     if 0 in x.shape[-2:]:
         return F.pixel_shuffle(gather(x), r)
-    window = TransposedWindow(r, r)
-    axes = axes_of(x, 2)
-    reached = reach(x, {axis: window for axis in axes if axis is not None})
+    reached, _, needed, made = slide(x, (TransposedWindow(r, r),) * 2)
     local = reached.fetch(x.local)
     *n, c, h, w = local.shape
     blocks = local.reshape(*n, c // r**2, r, r, h, w).movedim((-4, -3), (-3, -1))  # (N, C, H, r, W, r)
     y = blocks.reshape(*n, c // r**2, h * r, w * r)  # PyTorch's own fails where a tile has no pixels
-    for axis, dim in zip(axes, (-2, -1), strict=True):
-        if axis is not None:
-            wanted = reached.output.held[axis]
-            y = y.narrow(dim, wanted.start - reached.needed[axis].start * r if wanted.length else 0, wanted.length)
+    for dim, rows, wanted in zip((-2, -1), needed, made, strict=True):
+        y = y.narrow(dim, wanted.start - rows.start * r if wanted.length else 0, wanted.length)
     return wrap(y, reached.output)
 
 
@@ -532,7 +527,7 @@ def pixel_unshuffle(input: SpatialTensor, downscale_factor: int) -> Tensor:
         raise ValueError(f"height and width {tuple(x.shape[-2:])} must be divisible by `downscale_factor` (={r})")
     if 0 in x.shape[-2:]:
         return F.pixel_unshuffle(gather(x), r)
-    reached = reach(x, {axis: Window(r, r) for axis in axes_of(x, 2) if axis is not None})
+    reached = slide(x, (Window(r, r),) * 2).reached
     local = reached.fetch(x.local)
     *n, c, h, w = local.shape
     blocks = local.reshape(*n, c, h // r, r, w // r, r).movedim((-3, -1), (-4, -3))  # (N, C, r, r, H, W)

@@ -232,11 +232,11 @@ def unfold_dim(input: Tensor, dimension: int, size: int, step: int) -> Tensor:
         windows = local.sum() * local.new_zeros(shape)
     else:
         windows = local.unfold(dim, size, step)
-    if reached.exchange is not None:
-        return copied(SpatialTensor(windows, reached.output), x)
-    if x.layout.wide:  # of the windows over a pixel of a halo, this rank may not have all
-        return copied(SpatialTensor(windows.clone(), reached.output), x)
-    return SpatialTensor(windows, reached.output)
+    if reached.exchange is None and not x.layout.wide:
+        return SpatialTensor(windows, reached.output)
+    # Of the windows over a pixel of a halo, this rank may not have all: so they are no view of it.
+    windows = windows if reached.exchange is not None else windows.clone()
+    return copied(SpatialTensor(windows, reached.output), x)
 
 
 @register(F.unfold)
