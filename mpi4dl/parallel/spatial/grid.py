@@ -287,9 +287,9 @@ class Layout:
         """Which axis a tensor's dim is, or None for an ordinary dim."""
         return self.dims.index(dim) if dim in self.dims else None
 
-    def axes_at(self, dim: int) -> tuple[int, ...]:
-        """All axes that a tensor's dim carries."""
-        return tuple(axis for axis, known in enumerate(self.dims) if known == dim)
+    def axes_at(self, dims: Sequence[int]) -> tuple[int, ...]:
+        """All axes that these dims of a tensor carry."""
+        return tuple(axis for axis, dim in enumerate(self.dims) if dim in dims)
 
     def cut(self, dim: int) -> bool:
         """Whether more than one rank shares this dim."""

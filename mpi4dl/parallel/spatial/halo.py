@@ -157,7 +157,7 @@ def gather(x: Tensor) -> Tensor:
 
 def gather_dim(x: Tensor, dim: int) -> Tensor:
     """x with all of this dim on every rank."""
-    return gather_axes(x, x.layout.axes_at(dim % x.dim())) if isinstance(x, SpatialTensor) else x
+    return gather_axes(x, x.layout.axes_at([dim % x.dim()])) if isinstance(x, SpatialTensor) else x
 
 
 TOLD_BYTES = 16 << 20  # more that an operator gathers gives a warning

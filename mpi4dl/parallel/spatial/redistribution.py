@@ -209,7 +209,7 @@ def in_grid_of(layout: Layout, dim: int, sizes: Sequence[int]) -> Layout | None:
     None if there are not two of them to cut.
     """
     long = [size for size in sizes if size > 1]
-    axes = [axis for axis, known in enumerate(layout.dims) if known == dim]
+    axes = list(layout.axes_at([dim]))
     if len(axes) > len(long):  # those of most parts; of the others every rank has all
         axes = sorted(sorted(axes, key=lambda axis: -layout.grid.shape[axis])[: len(long)])
     if len(long) < 2 or not axes:

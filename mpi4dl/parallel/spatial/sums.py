@@ -72,7 +72,7 @@ def tokens_shared(layout: Layout, shape: Sequence[int], dim: int) -> Layout | No
     if not grid.arrangement.shares_tokens or dim < 1 or layout.flat or layout.wide:
         return None
     features, parts = grid.axes[-1], grid.shape[-1]
-    others = [axis for axis, known in enumerate(layout.dims) if known == dim and grid.shape[axis] > 1]
+    others = [axis for axis in layout.axes_at([dim]) if grid.shape[axis] > 1]
     pieces = prod(grid.shape[axis] for axis in others)
     even = all(layout.tiling.splits[axis].cuts == even_cuts(shape[dim], pieces) for axis in others)
     if len(others) > 1 or not even or shape[dim] % pieces or shape[dim] // pieces < parts:

@@ -24,7 +24,6 @@ from mpi4dl.parallel.spatial.rules.reductions import (
     normalize_dims,
     of_all_parts,
     owned_along,
-    reduced_axes,
     reduced_layout,
     total,
 )
@@ -150,7 +149,7 @@ def _quantile(function: Any) -> Callable[..., Any]:
         if dim is None:
             return function(gather(input), q, None, keepdim, **kwargs)
         dim = place_of(dim, input.dim())
-        lines = gather_axes(input, [axis for axis in reduced_axes(input.layout, [dim]) if input.layout.cut(dim)])
+        lines = gather_axes(input, [axis for axis in input.layout.axes_at([dim]) if input.layout.cut(dim)])
         if not isinstance(lines, SpatialTensor):
             return function(lines, q, dim, keepdim, **kwargs)
         layout = reduced_layout(lines.layout, [dim], keepdim)
@@ -196,7 +195,7 @@ def logsumexp(input: SpatialTensor, dim: DimsArgument, keepdim: bool = False) ->
     if not any(input.layout.cut(d) for d in dims):
         return wrap(torch.logsumexp(input.local, dims, keepdim), reduced_layout(input.layout, dims, keepdim))
     input = in_plain_dtype(input, lambda image: torch.logsumexp(image, -1))
-    axes = reduced_axes(input.layout, dims)
+    axes = input.layout.axes_at(dims)
     comm, part = input.layout.grid.along(axes), owned_along(input, axes)
     part = part.float() if part.itemsize < 4 else part
     with torch.no_grad():
@@ -218,7 +217,7 @@ def prod(input: SpatialTensor, dim: int | None = None, keepdim: bool = False, *,
     y: Tensor = input.to(dtype) if dtype is not None else input
     for d in dims:
         if isinstance(y, SpatialTensor) and y.layout.cut(d):
-            y = of_all_parts(y, [d], owned_along(y, reduced_axes(y.layout, [d])).prod(d, True))
+            y = of_all_parts(y, [d], owned_along(y, y.layout.axes_at([d])).prod(d, True))
         y = _apply(torch.prod, y, d, d, True)
     if not keepdim:
         for d in reversed(dims):

@@ -354,7 +354,7 @@ def _ring(query: Tensor, key: Tensor, value: Tensor, causal: bool, options: dict
         return None
     if flat is not None and (flat.copies or causal):
         return None
-    axes = tuple(axis for axis in layout.axes_at(tokens) if layout.grid.shape[axis] > 1)
+    axes = tuple(axis for axis in layout.axes_at([tokens]) if layout.grid.shape[axis] > 1)
     ranks = layout.grid.ranks_along(axes)
     boxes = [layout.tiling.owned(rank) for rank in ranks]
     factors = flat.factors if flat is not None else (Factor(layout.axis(tokens)),)

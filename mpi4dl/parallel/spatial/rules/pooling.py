@@ -22,7 +22,6 @@ from mpi4dl.parallel.spatial.rules.reductions import (
     first_of,
     mean,
     owned_along,
-    reduced_axes,
     reduced_layout,
     take,
     total,
@@ -472,7 +471,7 @@ def _maxima(count: int, input: SpatialTensor, output_size: Any, return_indices: 
     pool = getattr(F, f"adaptive_max_pool{count}d")
     pool(torch.empty(x.shape, dtype=x.dtype, device="meta"), size)  # raises what PyTorch raises
     dims = tuple(range(x.dim() - count, x.dim()))
-    axes, layout = reduced_axes(x.layout, dims), reduced_layout(x.layout, dims, True)
+    axes, layout = x.layout.axes_at(dims), reduced_layout(x.layout, dims, True)
     comm, part, mine = x.layout.grid.along(axes), owned_along(x, axes), _mine(x, count)
     with torch.no_grad():
         found = []

@@ -50,10 +50,6 @@ def check_reduction(function: Any, x: SpatialTensor, *args: Any, **kwargs: Any) 
     x.layout.known(key, lambda: function(torch.zeros(few, dtype=dtype), *args, **kwargs))
 
 
-def reduced_axes(layout: Layout, dims: Sequence[int]) -> tuple[int, ...]:
-    return tuple(axis for axis, dim in enumerate(layout.dims) if dim in dims)
-
-
 def total(
     x: SpatialTensor, dims: Sequence[int], keepdim: bool, dtype: torch.dtype | None = None, add: Any = torch.sum
 ) -> Tensor:
@@ -61,7 +57,7 @@ def total(
 
     Where several ranks add up, 16 bits neither overflow nor are rounded in between: PyTorch adds in float32 too.
     """
-    axes = reduced_axes(x.layout, dims)
+    axes = x.layout.axes_at(dims)
     part = owned_along(x, axes)
     for flat in x.layout.flat:
         if flat.dim in dims and not x.layout.first_along(flat):  # what every rank has is counted by one
@@ -163,7 +159,7 @@ def _truth(function: Any, op: str) -> Callable[..., Any]:
 
     def rule(input: SpatialTensor, dim: DimsArgument = None, keepdim: bool = False) -> Tensor:
         dims = normalize_dims(input, dim)
-        axes = reduced_axes(input.layout, dims)
+        axes = input.layout.axes_at(dims)
         local = function(owned_along(input, axes), dims, keepdim)
         return wrap(input.layout.grid.along(axes).all_reduce(local, op), reduced_layout(input.layout, dims, keepdim))
 
@@ -184,7 +180,7 @@ def of_all_parts(x: SpatialTensor, dims: Sequence[int], result: Tensor) -> Tenso
 
     `result` is this rank's, with one entry along each of `dims`.
     """
-    axes, layout = reduced_axes(x.layout, dims), x.layout
+    axes, layout = x.layout.axes_at(dims), x.layout
     tiling = layout.tiling
     for axis in axes:
         tiling = tiling.drop(axis)
@@ -200,7 +196,7 @@ def of_all_parts(x: SpatialTensor, dims: Sequence[int], result: Tensor) -> Tenso
 
 def _own_part(x: SpatialTensor, dims: Sequence[int]) -> Tensor:
     """This rank's part along these dims; one pixel that counts nowhere, but hangs on the graph, if it has none."""
-    part = owned_along(x, reduced_axes(x.layout, dims))
+    part = owned_along(x, x.layout.axes_at(dims))
     if all(part.shape[dim] for dim in dims):
         return part
     if part.is_floating_point():
@@ -335,7 +331,7 @@ def extremum(x: SpatialTensor, dims: tuple[int, ...], keepdim: bool, maximum: bo
     """The best over these dims. Its gradient is shared evenly among equals: those that are not numbers give each other
     no share, as in `amax`, unless it is the best of a whole tensor, as in `max`.
     """
-    axes = reduced_axes(x.layout, dims)
+    axes = x.layout.axes_at(dims)
     comm, part = x.layout.grid.along(axes), owned_along(x, axes)
     with torch.no_grad():
         if any(part.shape[d] == 0 for d in dims):
@@ -361,7 +357,7 @@ def extremum(x: SpatialTensor, dims: tuple[int, ...], keepdim: bool, maximum: bo
 
 def first_along(x: SpatialTensor, dim: int, keepdim: bool, maximum: bool) -> tuple[Tensor, Tensor]:
     """The best along one dim and its index, of equals the first; the gradient goes to that one."""
-    axes = reduced_axes(x.layout, [dim])
+    axes = x.layout.axes_at([dim])
     comm, part = x.layout.grid.along(axes), owned_along(x, axes)
     start, length = (x.layout.owned[axes[0]].start if axes else 0), part.shape[dim]
     with torch.no_grad():
@@ -383,7 +379,7 @@ def first_along(x: SpatialTensor, dim: int, keepdim: bool, maximum: bool) -> tup
 
 def _first_of_all(x: SpatialTensor, maximum: bool) -> Tensor:
     """The index of the best pixel in the flattened whole; of equals the first."""
-    part, comm = owned_along(x, x.layout.grid.axes), x.layout.grid.along(reduced_axes(x.layout, range(x.dim())))
+    part, comm = owned_along(x, x.layout.grid.axes), x.layout.grid.along(x.layout.axes_at(range(x.dim())))
     with torch.no_grad():
         value, place = part.new_full((), worst(part, maximum)), torch.tensor(NOWHERE, device=part.device)
         if part.numel():
