@@ -236,23 +236,19 @@ def work(options: Options) -> None:
 def plain_trainer(options: Options, case: Case, device: "torch.device") -> Trainer:
     import torch
 
-    from benchmarks.common.models import slow_weights
     from benchmarks.common.ranks import loop
 
     model = builder(options, case.model, None)().to(device)
-    if case.model == SLEEP:
-        slow_weights(model, sleep_seconds(None))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     images = torch.randn(options.batch_size, 3, case.size_px, case.size_px, device=device)
     labels = torch.zeros(options.batch_size, dtype=torch.int64, device=device)
-    return Trainer(loop(model, optimizer, (images, labels), options.microbatches), list)
+    return Trainer(_slow(loop(model, optimizer, (images, labels), options.microbatches), case, None), list)
 
 
 def engine_trainer(options: Options, case: Case, device: "torch.device", plan: "Plan", comm: "Communicator") -> Trainer:
     import torch
     from torch.nn import functional as F
 
-    from benchmarks.common.models import slow_weights
     from mpi4dl.engine import Engine
     from mpi4dl.parallel.pipeline.local_stages import split
 
@@ -267,14 +263,25 @@ def engine_trainer(options: Options, case: Case, device: "torch.device", plan: "
         image=(max(1, options.batch_size // options.microbatches), 3, *size),
         whole=[str(stage) for stage in range(plan.num_stages)] if sleeps else (),
     )
-    if sleeps:
-        slow_weights(held, sleep_seconds(plan))
     engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.01), F.cross_entropy, comm=comm)
     engine.executor.records = True
     shapes = [[interval.length for interval in read.box] for read in engine.reads(options.batch_size, size)]
     tiles = [torch.randn(n, 3, rows, cols, device=device) for n, rows, cols in shapes]
     labels = torch.zeros(options.batch_size, dtype=torch.int64)
-    return Trainer(lambda: engine.step(tiles, labels, size), lambda: engine.executor.spans)
+    return Trainer(_slow(lambda: engine.step(tiles, labels, size), case, plan), lambda: engine.executor.spans)
+
+
+def _slow(step: Callable[[], Any], case: Case, plan: "Plan | None") -> Callable[[], Any]:
+    """The step; of stages that sleep one in which they also do for the gradients of weights."""
+    if case.model != SLEEP:
+        return step
+    from benchmarks.common.models import SlowWeights
+
+    def slowly() -> Any:
+        with SlowWeights(sleep_seconds(plan)):
+            return step()
+
+    return slowly
 
 
 def run(options: Options) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 DESCRIPTION = "Show what a job runs on: nodes, cores, GPUs, the MPI library, and how fast messages are."
 MESSAGE_BYTES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 REPEAT_SECONDS = 0.2
+SAVED = "the description of this machine, for `mpi4dl plan --machine`"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -20,6 +21,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--gpu-wire", default="auto", choices=("auto", "direct", "staged", "nccl"), help="how GPU tensors travel"
     )
+    parser.add_argument("--save", metavar="FILE.toml", help=f"write {SAVED}")
+    parser.add_argument("--name", default="a machine", help="the name of the machine in that file")
     with one_message():
         options = parser.parse_args(argv)
 
@@ -27,6 +30,8 @@ def main(argv: list[str] | None = None) -> None:
         from mpi4dl.comm import world
 
         examine(world(), options.gpu_wire)
+        if options.save is not None:
+            save(world(), options.save, options.name)
 
     failure.run(begin)
 
@@ -67,6 +72,29 @@ def examine(comm: "Communicator", gpu_wire: str) -> None:
     print(f"wire, rank 0 to rank 1, tensors on {device.type}:")
     for size, seconds in zip(MESSAGE_BYTES, measured, strict=True):
         print(f"  {size >> 10:>6} KiB  {1e6 * seconds:>9.1f} us one way  {size / seconds / 1e9:>7.2f} GB/s")
+
+
+def save(comm: "Communicator", path: str, name: str) -> None:
+    """Measure the machine, and write its description on rank 0. Collective.
+
+    Raises:
+        Refusal: there is one rank, or the file cannot be written.
+    """
+    from mpi4dl.estimate.machine_file import machine_toml
+    from mpi4dl.estimate.measured_machine import measure_machine
+
+    comm.agree("--save measures messages: start at least 2 ranks" if comm.size == 1 else None)
+    machine = measure_machine(comm, comm.node.device(), name)
+    problem = None
+    if comm.rank == 0:
+        try:
+            with open(path, "x", encoding="utf-8") as file:
+                file.write(machine_toml(machine))
+        except OSError as error:
+            problem = f"--save {path}: {error.strerror}"
+    comm.agree(problem)
+    if comm.rank == 0:
+        print(f"{machine.describe()}\n{SAVED}: {path}")
 
 
 def measure(comm: "Communicator", size: int, device: Any) -> float:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from mpi4dl._commands import one_message, typed
 from mpi4dl._progress import ProgressLine
+from mpi4dl.estimate.on_machine import scaled, time_layers
 from mpi4dl.estimate.planning import Searched, Shown, planned, searched
+from mpi4dl.estimate.target import OnMachine, PlanTarget
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import parse_options, spelling, without_flags
 
@@ -22,6 +24,7 @@ DESCRIPTION = "Show stages, tiles, messages, memory and a timeline of a training
 class PlanConfig(Config):
     shown: Shown = field(default_factory=Shown)
     searched: Searched = field(default_factory=Searched)
+    on_machine: OnMachine = field(default_factory=OnMachine)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -39,7 +42,9 @@ def show(argv: Sequence[str]) -> None:
         print(to_print(Config(**{section.name: getattr(config, section.name) for section in fields(Config)})), end="")
         return
     asked, shown, flags = config.searched, config.shown, training_flags(argv)
-    if asked.memory is not None and asked.ranks is None:
+    target = PlanTarget.of(config.on_machine)
+    searches = asked.search or asked.ranks is not None
+    if asked.memory is not None and asked.ranks is None and target.machine is None:
         raise ConfigError("--memory is what each of --ranks ranks has: say how many there are")
     timeline = None if shown.timeline is None else timeline_of(shown.timeline)
     from mpi4dl.training.setup import with_samples
@@ -47,11 +52,15 @@ def show(argv: Sequence[str]) -> None:
     with ProgressLine() as progress:
         progress("reading the data")
         trained, samples = with_samples(config, progress)
-        if asked.search or asked.ranks is not None:
-            lines = searched(trained, asked, samples, shown.rank_gflops, flags, progress)
+        if config.on_machine.time_only is not None:
+            lines = [time_layers(trained, asked, config.on_machine, samples, shown.rank_gflops, progress)]
+        elif config.on_machine.scaling is not None:
+            lines = scaled(trained, asked, config.on_machine, target, samples, shown.rank_gflops, progress)
+        elif searches:
+            lines = searched(trained, asked, target, samples, shown.rank_gflops, flags, progress)
         else:
             found = planned(trained, samples, shown.rank_gflops, flags, progress)
-    if asked.search or asked.ranks is not None:
+    if searches or config.on_machine.time_only is not None or config.on_machine.scaling is not None:
         print("\n".join(lines))
         return
     from mpi4dl.parallel.tables.drawing import draw
@@ -67,7 +76,9 @@ def show(argv: Sequence[str]) -> None:
 
 def training_flags(argv: Sequence[str]) -> list[str]:
     """The flags that are for the training too, as they were given."""
-    return without_flags(PlanConfig, argv, (each.name for each in (*fields(Shown), *fields(Searched))))
+    return without_flags(
+        PlanConfig, argv, (each.name for each in (*fields(Shown), *fields(Searched), *fields(OnMachine)))
+    )
 
 
 def timeline_of(asked: str) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpi4dl.geometry import Box
 
@@ -111,15 +112,22 @@ def sleeping_model(num_layers: int, seconds: float, num_classes: int) -> nn.Sequ
     return nn.Sequential(*layers, LastSleepingLayer(seconds, num_classes))
 
 
-def slow_weights(model: nn.Module, seconds: float) -> None:
-    """Let the gradient of each convolution's weight take its time; to be called where the model will be trained."""
+class SlowWeights(TorchDispatchMode):
+    """Within it the gradient of each convolution's weight takes `seconds` longer, wherever it is computed.
 
-    def wait(gradient: Tensor) -> None:
-        time.sleep(seconds)
+    A hook on it would be refused where ranks add up the gradients of several microbatches.
+    """
 
-    for parameter in model.parameters():
-        if parameter.dim() == 4:
-            parameter.register_hook(wait)
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.ops.aten.convolution_backward.default and args[-1][1]:  # the mask: input, weight, bias
+            time.sleep(self.seconds)
+        return function(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ that are cut by features p is what a rank has of them, and N are the ranks that 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -168,30 +168,40 @@ class PlanMemory:
 
     @cached_property
     def activations(self) -> list[int]:
-        """The most bytes that each rank has of activations, and of what it computes with."""
+        """The most bytes that each group of ranks that do the same has of activations, and of what it computes with."""
         kept, found = [stage.kept for stage in self.stages], []
-        for rank, row in enumerate(self.plan.table()):
-            own = {stage for _, stage in self.plan.held_by(rank)}
+        for ranks, row in zip(self.plan.placement.alike, self.plan.merged_table(), strict=True):
+            own = {stage for _, stage in self.plan.held_by(ranks[0])}
             found.append(peak_kept(row, kept) + max(self.stages[stage].working for stage in own))
         return found
 
+    @cached_property
+    def group_of(self) -> list[int]:
+        """The group of each rank of a replica."""
+        found = {rank: number for number, ranks in enumerate(self.plan.placement.alike) for rank in ranks}
+        return [found[rank] for rank in range(self.plan.ranks_per_replica)]
+
     def share(self, rank: int, zero: int) -> Share:
         """The memory of a rank, by this ZeRO stage."""
-        return share(replace(self.plan, zero=zero), rank, self.states, self.activations[rank])
+        return share(self.plan.with_zero(zero), rank, self.states, self.activations[self.group_of[rank]])
 
     def process(self, rank: int) -> int:
         """The memory of the process of a rank beside its tensors."""
         largest = max(self.stages[stage].largest for _, stage in self.plan.held_by(rank))
-        return self.allocator.beside(self.activations[rank], self.plan.num_microbatches, self.streams, largest)
+        activations = self.activations[self.group_of[rank]]
+        return self.allocator.beside(activations, self.plan.num_microbatches, self.streams, largest)
 
     def of_ranks(self, zero: int, offloaded: bool = False) -> list[int]:
         """The memory of each rank; `offloaded`: its masters and optimizer state are elsewhere."""
-        shares = [self.share(rank, zero) for rank in range(self.plan.ranks_per_replica)]
-        return [part.together + self.process(rank) - offloaded * part.optimizer for rank, part in enumerate(shares)]
+        of_groups = []
+        for rank, *_ in self.plan.placement.alike:
+            part = self.share(rank, zero)
+            of_groups.append(part.together + self.process(rank) - offloaded * part.optimizer)
+        return [of_groups[group] for group in self.group_of]
 
     def anatomy(self) -> Iterator[tuple[int, int, Share]]:
         """For each ZeRO stage the rank that needs most, and its share."""
         for zero in ZERO_STAGES:
-            shares = [self.share(rank, zero) for rank in range(self.plan.ranks_per_replica)]
-            rank = max(range(len(shares)), key=lambda i: shares[i].together)
+            shares = {rank: self.share(rank, zero) for rank, *_ in self.plan.placement.alike}
+            rank = max(shares, key=lambda rank: shares[rank].together)
             yield zero, rank, shares[rank]

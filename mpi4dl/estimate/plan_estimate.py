@@ -6,7 +6,7 @@ a plan's units, timed once for each shape of tile -> its cut -> its table, simul
     recompute    blocks keep their inputs
     streamed     the first stage streams tiles, as few as fit
 
-The time besides the table, for sums of gradients and the optimizer's step, is estimated from bytes.
+Sums of gradients and the optimizer's step come behind the table (step_time).
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,14 +14,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from math import ceil, prod
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from mpi4dl._wording import counted
-from mpi4dl.estimate.memory import HEAP_KEPT, Allocator, BuildOptimizer, PlanMemory, StageState, StateBytes, count_state
+from mpi4dl.estimate.memory import HEAP_KEPT, Allocator, BuildOptimizer, PlanMemory, StageState, count_state
+from mpi4dl.estimate.step_time import StepTime, step_time
 from mpi4dl.geometry import ceil_div
 from mpi4dl.options.build import options_of_plan
 from mpi4dl.options.config import Config, parse
@@ -36,6 +37,7 @@ from mpi4dl.parallel.costs.cost_model import (
     prices_for,
     seconds_recomputed,
 )
+from mpi4dl.parallel.costs.machine import Machine
 from mpi4dl.parallel.costs.timing import Site, planned_cuts, sites_of
 from mpi4dl.parallel.costs.units import UnitCounts, bytes_of_stages, count_flops, count_units, on_one_rank
 from mpi4dl.parallel.inputs import of_tokens
@@ -53,12 +55,11 @@ from mpi4dl.parallel.streaming.memory_limit import (
     choose_tiles,
     needs_of,
 )
-from mpi4dl.parallel.tables.simulator import Costs, simulate
+from mpi4dl.parallel.tables.simulator import Costs
 from mpi4dl.parallel.tensor.styles import Degrees, Styles
 
 COUNTED_SAMPLES = 2  # batch norm of a single value is refused
 MOST_TILES = 6  # along an axis, of a part of an image that is looked at instead of the whole
-BYTE_SECONDS = 1 / 8e9  # of memory that the optimizer reads or writes
 
 
 class PlanEstimate(NamedTuple):
@@ -73,6 +74,7 @@ class PlanEstimate(NamedTuple):
     timed: bool
     recompute: bool = False
     stream: StreamOptions | None = None
+    time: StepTime | None = None
 
     def __str__(self) -> str:
         found = [self.plan.describe(), *["recompute"] * self.recompute]
@@ -135,7 +137,12 @@ class Step(NamedTuple):
     needs: StreamNeeds | None = None
 
     def costs(self) -> Costs:
-        return self.prices.step(self.memory.plan, self.counts, [stage.kept for stage in self.memory.stages])
+        return self.prices.step(self.counts, [stage.kept for stage in self.memory.stages])
+
+    def time(self, plan: Plan) -> StepTime:
+        """The time of the step, by this plan, which may have another ZeRO stage."""
+        kept = [stage.kept for stage in self.memory.stages]
+        return step_time(plan, self.prices, self.counts, kept, self.memory.states)
 
 
 class Uncut:
@@ -168,7 +175,8 @@ class Estimator:
 
     `cuttable` is a Cuttable, or Uncut. `optimizer` makes one for some parameters; without it nothing is counted of
     these and their state. Weights are of `low_precision`, if it is given, and `averaged` beside. `constraints` are
-    the options of streaming that the user fixed, `styles` those in which parameters are cut.
+    the options of streaming that the user fixed, `styles` those in which parameters are cut. `machine` is another one
+    than this, with words about it. Without `streams` nothing is streamed to save memory.
     """
 
     cuttable: Any
@@ -182,6 +190,9 @@ class Estimator:
     constraints: StreamConstraints = field(default_factory=StreamConstraints)
     speeds: Speeds = ASSUMED_SPEEDS
     styles: Styles | None = None
+    machine: tuple[Machine, str] | None = None
+    streams: bool = True
+    _cut_before: set[tuple[int, ...]] = field(default_factory=set)
     _states: dict[tuple[int, int, Degrees], StageState] = field(default_factory=dict)
     _counts: dict[Site, tuple[UnitCounts, ...]] = field(default_factory=dict)
     _prices: dict[tuple[Site, ...], StageCosts] = field(default_factory=dict)
@@ -203,7 +214,9 @@ class Estimator:
         """
         prices = self.prices(plan)
         counts = partition(prices.matrix)
-        self.cuttable.stage(counts, 0)  # raises ValueError where two stages would need the same parameter
+        if counts not in self._cut_before:
+            self.cuttable.stage(counts, 0)  # raises ValueError where two stages would need the same parameter
+            self._cut_before.add(counts)
         found: list[PlanEstimate] = []
         for step in self._ways(plan, counts, prices, most_bytes):
             found += self._by_zero(step, most_bytes)
@@ -215,7 +228,7 @@ class Estimator:
         sites = self.sites(plan)
         if sites not in self._prices:
             self._prices[sites] = prices_for(
-                self.cuttable, plan, sites[0].image, "auto", self.device, self.clockwork, styles=self.styles
+                self.cuttable, plan, sites[0].image, "auto", self.device, self.clockwork, self.machine, self.styles
             )
         return self._prices[sites]
 
@@ -276,23 +289,19 @@ class Estimator:
         if self._groups(counts):
             yield self.step(plan, counts, prices, recompute=True)
         streams = plan.schedule == "1f1b" and not plan.bidirectional and plan.tensor == 1
-        if streams and not of_tokens(self.image):
+        if streams and self.streams and not of_tokens(self.image):
             with suppress(CannotStream):
                 yield self.step(plan, counts, prices, needs=self.choose_tiles(plan, counts, most_bytes).needs)
 
     def _by_zero(self, step: Step, most_bytes: float) -> Iterator[PlanEstimate]:
         memory, plan = step.memory, step.memory.plan
-        makespan = simulate(plan.table(), plan.placement, step.costs()).makespan_seconds
         shared = any(len(plan.holders(stage)) > 1 for stage in range(plan.num_stages))
         stream = None if step.needs is None else step.needs.options
         for zero in ZERO_STAGES[plan.zero :] if shared else ZERO_STAGES[:1]:
-            chosen, needed = replace(plan, zero=zero), max(memory.of_ranks(zero))
-            seconds = makespan + max(
-                sum(beside_seconds(chosen, stage, each, step.prices.link.byte_seconds) for each in state)
-                for stage, state in enumerate(memory.states)
-            )
-            speed = self.image[0] / seconds
-            yield PlanEstimate(chosen, speed, needed, step.prices.timed, step.recompute, stream)
+            chosen, needed = plan.with_zero(zero), max(memory.of_ranks(zero))
+            time = step.time(chosen)
+            speed = self.image[0] / time.seconds
+            yield PlanEstimate(chosen, speed, needed, step.prices.timed, step.recompute, stream, time)
             if needed <= most_bytes:
                 return
 
@@ -373,24 +382,5 @@ class Estimator:
                 if not exact:
                     raise
                 whole, parts = on_one_rank(site.image), site.shape.batch * prod(site.shape.space)
-                self._counts[few] = _times(count(self.cuttable, whole), 1 / parts)
-        return _times(self._counts[few], site.image[0] / samples)
-
-
-def _times(units: Sequence[UnitCounts], factor: float) -> tuple[UnitCounts, ...]:
-    return tuple(UnitCounts(*(ceil(factor * number) for number in unit)) for unit in units)
-
-
-def beside_seconds(plan: Plan, stage: int, state: StateBytes, byte_seconds: float) -> float:
-    """The time of a step on a rank of a stage besides its table: messages of gradients and parameters, and the
-    optimizer.
-
-    Of n ranks each sends (n - 1) / n of all bytes in every reduce-scatter and every all-gather. ZeRO 2 sums gradients
-    after each microbatch, and ZeRO 3 gathers parameters before each forward and backward too.
-    """
-    ranks, times = state.num_holders(plan, stage), plan.num_microbatches
-    zero, _ = plan.zero_at(stage) if ranks > 1 else (0, 1)
-    rounds = {0: 2, 1: 2, 2: times + 1, 3: 3 * times}[zero]
-    travels = rounds * state.parameters * (ranks - 1) / ranks * byte_seconds
-    touched = 3 * state.parameters + 2 * state.update
-    return travels + touched / (ranks if zero else 1) * BYTE_SECONDS
+                self._counts[few] = tuple(unit.times(1 / parts) for unit in count(self.cuttable, whole))
+        return tuple(unit.times(site.image[0] / samples) for unit in self._counts[few])

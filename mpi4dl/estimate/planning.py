@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpi4dl._progress import Tell, quietly
 from mpi4dl.options.config import Config, ConfigError
@@ -16,7 +16,9 @@ from mpi4dl.options.kinds import BOOLEAN, BYTES, COUNT, NAME, POSITIVE, optional
 
 if TYPE_CHECKING:
     from mpi4dl.estimate.passes import SlidePatches
+    from mpi4dl.estimate.plan_estimate import Estimator
     from mpi4dl.estimate.summary import PlanSummary
+    from mpi4dl.estimate.target import PlanTarget
     from mpi4dl.parallel.plan import Plan
 
 
@@ -122,36 +124,79 @@ def planned(
         )
 
 
+class Candidates(NamedTuple):
+    """What is searched: an estimator, and which plans of so many ranks there are for a configuration."""
+
+    config: Config
+    estimator: "Estimator"
+    ranks_per_node: int | None
+
+    def plans(self, num_ranks: int, batch_size: int | None = None) -> "list[Plan]":
+        """Those that a training by them would take; `batch_size` is another one than that of the configuration."""
+        from mpi4dl.estimate.search import candidates, degrees_of
+        from mpi4dl.parallel.plan import Plan
+
+        config, found = self.config, self.estimator
+        if batch_size is not None:
+            config = with_values(config, {"batch_size": batch_size})
+        neighbours = min(num_ranks, self.ranks_per_node or num_ranks)
+        degrees = degrees_of(found.cuttable.model, num_ranks, neighbours, found.styles, config.parallel.moe == "expert")
+        kept = {name: getattr(config.parallel, name) for name in Plan.not_searched()}
+        image = (batch_size or found.image[0], *found.image[1:])
+        plans = []
+        for each in candidates(num_ranks, len(found.cuttable), image, degrees, kept, config.training.accumulate):
+            with suppress(ConfigError):  # images of their own sizes share no microbatch
+                plans.append(_as_trained(config, each))
+        return plans
+
+
+def candidates_for(
+    config: Config,
+    asked: Searched,
+    on: "PlanTarget",
+    samples: TrainedOn,
+    rank_gflops: float,
+    num_ranks: int,
+    device: str,
+) -> Candidates:
+    """What is searched for a number of ranks, on this machine or another one. Raises ValueError."""
+    import torch
+
+    from mpi4dl.estimate.dry_run import build_forecaster
+    from mpi4dl.parallel.costs.cost_model import Profiler
+
+    clockwork = on.profiler(replace(Profiler.of_user(), rank_gflops=rank_gflops), num_ranks)
+    found = build_forecaster(config, samples.num_classes, samples.channels, clockwork, torch.device(device))
+    found.machine = on.told
+    machine = on.machine
+    return Candidates(config, found, asked.ranks_per_node or (None if machine is None else machine.ranks_per_node))
+
+
 def searched(
     config: Config,
     asked: Searched,
+    on: "PlanTarget",
     samples: TrainedOn,
     rank_gflops: float,
     flags: Sequence[str],
     tell: Tell = quietly,
 ) -> list[str]:
     """A table of the fastest plans, and the command that starts each. Raises ValueError."""
-    import torch
+    from mpi4dl.estimate.search import ranked, search
 
-    from mpi4dl.estimate.dry_run import build_forecaster
-    from mpi4dl.estimate.search import candidates, degrees_of, ranked, search
-    from mpi4dl.parallel.costs.cost_model import Profiler
-    from mpi4dl.parallel.plan import Plan
-
-    num_ranks, most_bytes = require_ranks(asked), asked.memory
-    clockwork = replace(Profiler.of_user(), rank_gflops=rank_gflops)
+    num_ranks = require_ranks(asked, on.num_ranks)
+    most_bytes = on.most_bytes(asked.memory)
     tell("building the model", 0, 0)
     with as_a_rank(config, num_ranks) as device:
-        found = build_forecaster(config, samples.num_classes, samples.channels, clockwork, torch.device(device))
-        model, neighbours = found.cuttable.model, asked.ranks_per_node or num_ranks
-        degrees = degrees_of(model, num_ranks, neighbours, found.styles, config.parallel.moe == "expert")
-        kept = {name: getattr(config.parallel, name) for name in Plan.not_searched()}
-        plans = []
-        for each in candidates(num_ranks, len(found.cuttable), found.image, degrees, kept, config.training.accumulate):
-            with suppress(ConfigError):  # images of their own sizes share no microbatch
-                plans.append(_as_trained(config, each))
-        ranking = search(found, plans, float("inf") if most_bytes is None else most_bytes, tell)
-    return ranked(ranking, num_ranks, most_bytes, flags, None if config.data.text is None else config.data.context)
+        found = candidates_for(config, asked, on, samples, rank_gflops, num_ranks, device)
+        ranking = search(
+            found.estimator,
+            found.plans(num_ranks),
+            float("inf") if most_bytes is None else most_bytes,
+            tell,
+        )
+    tokens = None if config.data.text is None else config.data.context
+    return [*on.words(), *ranked(ranking, num_ranks, most_bytes, flags, tokens, on.machine)]
 
 
 def _as_trained(config: Config, plan: "Plan") -> "Plan":
@@ -165,16 +210,18 @@ def _as_trained(config: Config, plan: "Plan") -> "Plan":
     return found
 
 
-def require_ranks(asked: Searched) -> int:
-    """For how many ranks to search. Raises ConfigError where that is not said, or cannot be."""
-    if asked.ranks is None:
+def require_ranks(asked: Searched, most: int | None = None) -> int:
+    """For how many ranks to search, of those that a machine has. Raises ConfigError where that cannot be."""
+    ranks = asked.ranks or most
+    if ranks is None:
         raise ConfigError("--search needs --ranks: for how many ranks to look")
-    if asked.ranks % (asked.ranks_per_node or asked.ranks):
+    if most is not None and ranks > most:
+        raise ConfigError(f"--ranks {ranks} are more than the machine has: {most}")
+    if ranks % (asked.ranks_per_node or ranks):
         raise ConfigError(
-            f"--ranks {asked.ranks} are no multiple of --ranks-per-node {asked.ranks_per_node}: all nodes must have "
-            "as many"
+            f"--ranks {ranks} are no multiple of --ranks-per-node {asked.ranks_per_node}: all nodes must have as many"
         )
-    return asked.ranks
+    return ranks
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import isqrt
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import nn
 from mpi4dl._progress import Tell, quietly
 from mpi4dl._wording import aligned, counted
 from mpi4dl.estimate.plan_estimate import Estimator, PlanEstimate
+from mpi4dl.parallel.costs.machine import Machine
 from mpi4dl.parallel.inputs import space_of
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tensor.styles import Degrees, Styles, cutting_of
@@ -23,6 +25,8 @@ from mpi4dl.parallel.tensor.styles import Degrees, Styles, cutting_of
 MOST_STAGES = 8
 MOST_MICROBATCHES = 16
 CHUNKS = 2
+MANY_PLANS = 1000
+PROMISING = 1.5  # times as fast as another plan by its 1F1B: then no other schedule of that one is looked at
 TIMING_SECONDS = 25.0  # for all shapes of tiles together
 LEAST_SECONDS = 0.4  # for one of them
 
@@ -68,12 +72,26 @@ def _places(num_ranks: int, most_stages: int, dims: int) -> Iterator[tuple[tuple
     for stages in range(1, min(num_ranks, most_stages) + 1):
         seen = set()
         for first in range(1, stages + 1):
-            for few in range(1, num_ranks // stages + 1):
+            for few in _sizes(num_ranks // stages, num_ranks > MANY):
                 many, rest = divmod(num_ranks - few * (stages - first), first)
                 numbers = (many,) * first + (few,) * (stages - first)
-                if rest == 0 and many >= few and numbers not in seen:
+                if rest == 0 and many >= few and numbers not in seen and _is_square(many):
                     seen.add(numbers)
                     yield tuple(_grid(number, dims) for number in numbers)
+
+
+MANY = (
+    64  # ranks of a replica, beyond which the numbers of tiles are powers of two, or have grids that are not too long
+)
+LONGEST = 2  # times as many columns as rows
+
+
+def _sizes(most: int, few: bool) -> Iterator[int]:
+    yield from (2**e for e in range(most.bit_length())) if few else range(1, most + 1)
+
+
+def _is_square(number: int) -> bool:
+    return number <= MANY or number <= LONGEST * max(n for n in range(1, isqrt(number) + 1) if number % n == 0) ** 2
 
 
 def _grid(number: int, dims: int) -> tuple[int, ...]:
@@ -127,13 +145,46 @@ def search(
     forecaster: Estimator, plans: Iterable[Plan], most_bytes: float = float("inf"), tell: Tell = quietly
 ) -> Ranking:
     """All plans by samples a second; of those that are equally fast, the one that needs less memory first."""
-    found = [each for each in outlooks(forecaster, list(plans), most_bytes, tell) if each is not None]
+    found = promising(forecaster, list(plans), most_bytes, tell)
     if not found:
         raise ValueError("no plan is for so many ranks and such batches: raise `batch_size`, or choose fewer `ranks`")
     fitting = sorted(
         (each for each in found if each.num_bytes <= most_bytes), key=lambda o: (-o.samples_per_second, o.num_bytes)
     )
     return Ranking(tuple(fitting), len(found), len(found) - len(fitting), min(found, key=lambda o: o.num_bytes))
+
+
+def promising(
+    forecaster: Estimator, plans: Sequence[Plan], most_bytes: float = float("inf"), tell: Tell = quietly
+) -> list[PlanEstimate]:
+    """The estimates of plans. Of many, other schedules and mirrored copies are looked at for promising stages alone.
+
+    Then images are streamed only if nothing else fits.
+    """
+    if len(plans) <= MANY_PLANS:
+        return [each for each in outlooks(forecaster, plans, most_bytes, tell) if each is not None]
+    plain = [plan for plan in plans if plan.schedule == "1f1b" and not plan.bidirectional]
+    known = {*plain}
+    forecaster.streams = False
+    try:
+        found = [each for each in outlooks(forecaster, plain, most_bytes, tell) if each is not None]
+        speeds: dict[Any, float] = {}
+        for each in found:
+            if each.num_bytes <= most_bytes:
+                key = _stages_of(each.plan)
+                speeds[key] = max(speeds.get(key, 0.0), each.samples_per_second)
+        least = max(speeds.values(), default=0.0) / PROMISING
+        others = [plan for plan in plans if plan not in known and speeds.get(_stages_of(plan), 0.0) >= least]
+        found += [each for each in outlooks(forecaster, others, most_bytes, tell) if each is not None]
+    finally:
+        forecaster.streams = True
+    if not speeds and all(each.num_bytes > most_bytes for each in found):
+        found += [each for each in outlooks(forecaster, plain, most_bytes, tell) if each is not None]
+    return found
+
+
+def _stages_of(plan: Plan) -> tuple[Any, ...]:
+    return plan.tiles, plan.batch_ways, plan.data, plan.degrees
 
 
 def outlooks(
@@ -162,18 +213,26 @@ SHOWN = 10
 
 
 def ranked(
-    found: Ranking, num_ranks: int, most_bytes: int | None, flags: Sequence[str], num_tokens: int | None = None
+    found: Ranking,
+    num_ranks: int,
+    most_bytes: int | None,
+    flags: Sequence[str],
+    num_tokens: int | None = None,
+    machine: Machine | None = None,
 ) -> list[str]:
     """The lines. `flags` are those of the command that are for the training; each plan replaces what it decides.
 
-    Samples of text have so many tokens, of which its users count those that are trained each second.
+    Samples of text have so many tokens, of which its users count those that are trained each second. With another
+    `machine` there is the time of a step, and what it costs and is spent on.
     """
     too_large = f", {found.num_too_large} of which need more than {_mebibytes(most_bytes)}" if most_bytes else ""
     lines = [f"{counted(found.num_plans, 'plan')} for {counted(num_ranks, 'rank')} looked at{too_large}"]
     if not found.best:
         return [
             *lines,
-            f"none fits; the smallest needs {_mebibytes(found.smallest.num_bytes)}: {found.smallest}",
+            f"none fits; the smallest needs {_mebibytes(found.smallest.num_bytes)}, "
+            f"{_mebibytes(found.smallest.num_bytes - (most_bytes or 0))} more than there are: {found.smallest}",
+            "larger images fit on more ranks, with `recompute`, `stream` or smaller batches",
         ]
     rows = [["", "tokens/s" if num_tokens else "images/s", "memory", "plan"]]
     best = found.best[:SHOWN]
@@ -182,14 +241,26 @@ def ranked(
         for i, each in enumerate(best)
     ]
     timed = "units timed on this machine" if all(each.timed for each in best) else "by counted FLOPs where not timed"
-    lines += [f"the fastest, simulated ({timed}; ranks with a core each), with the memory of the rank that needs most:"]
+    where = "ranks with a core each" if machine is None else f"on {machine.name}"
+    lines += [f"the fastest, simulated ({timed}; {where}), with the memory of the rank that needs most:"]
     lines += list(aligned(rows, left={"plan"}))
+    if machine is not None:
+        lines += _spent(best, num_ranks / machine.ranks_per_node)
     if not num_tokens:
         lines += ["batch norm sees a microbatch: fewer of them train as one device would on more images at a time"]
     for i, each in enumerate(best):
         command = ["mpirun", "-n", str(num_ranks), "python", "-m", "mpi4dl.train", *each.flags(flags)]
         lines.append(f"{i + 1}: {shlex.join(command)}")
     return lines
+
+
+def _spent(best: Sequence[PlanEstimate], nodes: float) -> Iterator[str]:
+    """Of each plan the time of a step, the node-hours of a thousand, and what its busiest ranks spend the time on."""
+    yield "of the ranks that compute longest in a step:"
+    for i, each in enumerate(best):
+        if each.time is not None:
+            seconds, hours = each.time.seconds, 1000 * each.time.seconds * nodes / 3600
+            yield f"{i + 1}: {seconds:.3g} s, {hours:.3g} node-hours for 1,000 steps: {each.time.parts.words()}"
 
 
 def _mebibytes(num_bytes: int | None) -> str:

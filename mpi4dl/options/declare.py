@@ -328,13 +328,25 @@ def _short(text: str, most: int = 60) -> str:
     return printable(text if len(text) <= most else f"{text[:most]}...")
 
 
-def _values_from_file(path: str, options: dict[str, Option], removed: Sequence[str] = ()) -> dict[str, Any]:
+def tables_of_file(path: str, flag: str) -> dict[str, Any]:
+    """The tables of a TOML file that was given by a flag. Raises ConfigError."""
     try:
-        tables = tomllib.loads(read_regular(Path(path)).decode())
+        return tomllib.loads(read_regular(Path(path)).decode())
     except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}") from None
+        raise ConfigError(f"{flag} {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {_short(str(error), 300)}") from None
+
+
+def config_from_tables(config_type: type[T], tables: Mapping[str, Any], file: str) -> T:
+    """The config of the tables of a file. Raises ConfigError for what is unknown, or cannot be."""
+    options = options_of(config_type)
+    return _made(config_type, options, _values_from_tables(tables, options, file))
+
+
+def _values_from_tables(
+    tables: Mapping[str, Any], options: dict[str, Option], path: str, removed: Sequence[str] = ()
+) -> dict[str, Any]:
     allowed = {name: item for name, item in options.items() if not item.flag_only}
     sections = list(dict.fromkeys(item.section for item in options.values()))
     values: dict[str, Any] = {}
@@ -382,7 +394,9 @@ def parse_options(config_type: type[T], argv: Sequence[str], usage: str, descrip
     options = options_of(config_type)
     flags = _parse_flags(config_type, list(argv), options)
     file = flags.pop("config", None)
-    values = {} if file is None else _values_from_file(file, options, _removed(config_type))
+    values: dict[str, Any] = {}
+    if file is not None:
+        values = _values_from_tables(tables_of_file(file, "--config"), options, file, _removed(config_type))
     values |= {name: _value_from_flag(options[name], text) for name, text in flags.items() if name in options}
     values = _with_preset(config_type, options, values)
     return _made(config_type, options, values)

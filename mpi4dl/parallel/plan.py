@@ -198,11 +198,11 @@ class Plan:
         """How many replicas share a microbatch."""
         return 1 if self.local_batches else self.replicas
 
-    @property
+    @cached_property
     def ranks_per_place(self) -> tuple[int, ...]:
         return tuple(prod(tiles) * ways * self.tensor for tiles, ways in zip(self.tiles, self.batch_ways, strict=True))
 
-    @property
+    @cached_property
     def ranks_per_replica(self) -> int:
         return sum(self.ranks_per_place)
 
@@ -311,6 +311,10 @@ class Plan:
         """The actions of each rank of a replica in a training step."""
         return table_for(self.schedule, self.placement, self.microbatches, max(self.bidirectional, 1))
 
+    def merged_table(self) -> Table:
+        """The actions of each group of ranks of a replica that are `Placement.alike`."""
+        return table_for(self.schedule, self.placement.merged, self.microbatches, max(self.bidirectional, 1))
+
     def evaluation_table(self, num_microbatches: int) -> Table:
         """Each rank's actions for a number of microbatches without training: forward, in one direction."""
         return forward_only(self.placement.only(0), num_microbatches)
@@ -328,8 +332,8 @@ class Plan:
 
     def ranks(self, direction: int, stage: int) -> tuple[int, ...]:
         """All ranks that work on a stage, over all replicas, in the order of its grid."""
-        holders = self.placement.holders[direction][stage]
-        return tuple(d * self.ranks_per_replica + rank for d in range(self.replicas) for rank in holders)
+        holders, many = self.placement.holders[direction][stage], self.ranks_per_replica
+        return tuple(d * many + rank for d in range(self.replicas) for rank in holders)
 
     def replica_of(self, rank: int) -> int:
         """The replica whose microbatches a rank works on; 0 where all replicas share them."""
@@ -344,12 +348,42 @@ class Plan:
 
         That is over tiles, ways, replicas and both directions. `part`: those with this number along each axis.
         """
-        every = zip_longest(*self._copies(stages, part))
-        return tuple(dict.fromkeys(rank for alike in every for rank in alike if rank is not None))
+        key = (*stages, *part.items())
+        if key not in self._known_holders:
+            every = zip_longest(*self._copies(stages, part))
+            self._known_holders[key] = tuple(
+                dict.fromkeys(rank for alike in every for rank in alike if rank is not None)
+            )
+        return self._known_holders[key]
 
     def _copies(self, stages: Sequence[int], part: Part = NO_PART) -> list[tuple[int, ...]]:
         """The ranks of each copy of these stages' parameters."""
+        key = (*stages, *part.items())
+        if key not in self._known_copies:
+            self._known_copies[key] = self._find_copies(stages, part)
+        return self._known_copies[key]
+
+    @cached_property
+    def _known_copies(self) -> dict[Any, list[tuple[int, ...]]]:
+        return {}
+
+    @cached_property
+    def _known_holders(self) -> dict[Any, tuple[int, ...]]:
+        return {}
+
+    def with_zero(self, zero: int) -> "Plan":
+        """The plan with another ZeRO stage, which knows what this one has found of its ranks."""
+        if zero == self.zero:
+            return self
+        found = replace(self, zero=zero)
+        for name in ("placement", "ranks_per_place", "ranks_per_replica", "_known_copies", "_known_holders"):
+            found.__dict__[name] = getattr(self, name)
+        return found
+
+    def _find_copies(self, stages: Sequence[int], part: Part) -> list[tuple[int, ...]]:
         copies = [self.ranks(direction, stage) for stage in stages for direction in range(self.num_directions)]
+        if not part:
+            return copies
         return [tuple(rank for i, rank in enumerate(ranks) if self._has(i, len(ranks), part)) for ranks in copies]
 
     def _has(self, number: int, size: int, part: Part) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks import allreduce, halo, peers, zero
-from benchmarks.common.models import sleeping_model, slow_weights
+from benchmarks.common.models import SlowWeights, sleeping_model
 from benchmarks.common.ranks import burst_seconds, difference, first_losses, gloo, must_agree
 from benchmarks.data_parallel import Contests
 from benchmarks.peers import ENGINE, GLOO, METHODS, SIDES, Contest, joined, num_stages, plain, reference_of
@@ -220,11 +220,11 @@ def test_a_refusal_is_printed_while_gloo_is_there() -> None:
 
 def test_a_layer_sleeps_forward_and_for_either_gradient() -> None:
     model = sleeping_model(num_layers=2, seconds=0.05, num_classes=2)
-    slow_weights(model, 0.1)
     began = time.perf_counter()
     loss = model(torch.zeros(1, 3, 4, 4)).sum()
     middle = time.perf_counter()
-    loss.backward()
+    with SlowWeights(0.1):
+        loss.backward()
     assert middle - began > 0.1
     assert time.perf_counter() - middle > 0.3
 

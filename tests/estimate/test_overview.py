@@ -18,6 +18,7 @@ from mpi4dl.parallel.costs.units import count_bytes, count_flops
 from mpi4dl.parallel.pipeline.local_stages import choose_cut
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.spatial.dry_run_grid import Round
 
 IMAGE = (8, 3, 64, 64)
 
@@ -204,19 +205,20 @@ def test_seconds_follow_the_speed_of_a_rank(tmp_path: Path) -> None:
 
 
 def test_timed_seconds_cut_the_model_and_make_the_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a third of an image the first units take as long as on all of it; a unit sends two messages of 1 s."""
+    """On a third of an image the first units take as long as on all of it; a unit makes two exchanges of 1 s."""
+    exchanges = (Round("exchange", (0, 1, 2), 2, (((0, 0, 1), 8),)),)
 
     def time_column(cuttable: Cuttable, site: Site, *_: Any) -> Column:
         first = 9.0 if site.shape.size == 1 else 8.0
-        return tuple(UnitSeconds(seconds, 2 * seconds, messages=2) for seconds in (first, 1, 1, 1, 3, 2, 1))
+        return tuple(UnitSeconds(n, 2 * n, exchanges, exchanges) for n in (first, 1, 1, 1, 3, 2, 1))
 
     monkeypatch.setattr(cost_model, "cores", lambda: 4)
     timing = clockwork(tmp_path, time=time_column)
     timing.remembered.put(LINK, Link(1.0, 0.0))
     found = planned(Plan.of(stages=2, tiles=[(1, 1), (1, 3)], microbatches=2), balance="auto", clockwork=timing)
-    assert [len(work.units) for work in found.work] == [2, 5]
-    assert found.costs.forward_seconds == (10.0 + 2 * 2, 8.0 + 5 * 2)
-    assert found.costs.backward_seconds == (20.0 + 2 * 2, 16.0 + 5 * 2)
+    assert [len(work.units) for work in found.work] == [4, 3]
+    assert found.costs.forward_seconds == (12.0, 6.0 + 3 * 2)
+    assert found.costs.backward_seconds == (24.0, 12.0 + 3 * 2)
     assert found.costs.communication_seconds == (1.0,)
     assert "(units timed on their tiles, on 1 thread here; " in str(found)
 

@@ -12,13 +12,13 @@ from torch import nn
 
 from mpi4dl import models
 from mpi4dl.estimate.memory import OF_TENSORS
-from mpi4dl.estimate.plan_estimate import Estimator, PlanEstimate, beside_seconds, plan_flags
+from mpi4dl.estimate.plan_estimate import Estimator, PlanEstimate, plan_flags
 from mpi4dl.estimate.search import candidates, degrees_of, ranked, search
 from mpi4dl.estimate.summary import overview
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import Config, parse
 from mpi4dl.options.declare import options_of, to_toml
-from mpi4dl.parallel.costs.cost_model import ASSUMED, Profiler
+from mpi4dl.parallel.costs.cost_model import Profiler
 from mpi4dl.parallel.costs.timing import Column, Remembered, Site, UnitSeconds
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
@@ -189,9 +189,7 @@ def test_the_overview_and_the_search_need_the_same_bytes(tmp_path: Path, plan: P
         recompute, chosen = found.recompute, found.plan
         seen = overview("small_resnet", build, chosen, IMAGE, balance="auto", recompute=recompute, **how)
         assert max(seen.rank_memory.of_ranks(chosen.zero)) == found.num_bytes
-        beside = max(
-            sum(beside_seconds(chosen, stage, each, ASSUMED.byte_seconds) for each in state)
-            for stage, state in enumerate(seen.rank_memory.states)
-        )
-        assert IMAGE[0] / (seen.simulation.makespan_seconds + beside) == pytest.approx(found.samples_per_second)
+        assert found.time is not None
+        assert found.time.simulation.makespan_seconds == pytest.approx(seen.simulation.makespan_seconds)
+        assert IMAGE[0] / found.time.seconds == pytest.approx(found.samples_per_second)
     assert recompute or chosen.zero

@@ -6,13 +6,14 @@ stage 1   2.0 4.1  0.7 1.6  0.5 1.0
 """
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.nn import functional as F
@@ -21,6 +22,8 @@ from mpi4dl._randomness import forked
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.node import cores
 from mpi4dl.parallel.blocks import blocks
+from mpi4dl.parallel.costs.machine import Machine
+from mpi4dl.parallel.costs.stage_traffic import NO_WAITS, StageTraffic, WaitSeconds
 from mpi4dl.parallel.costs.timing import (
     Clock,
     Column,
@@ -56,11 +59,13 @@ class Link(NamedTuple):
     latency_seconds: float
     byte_seconds: float
 
-    def seconds(self, messages: float, num_bytes: float) -> float:
-        return messages * self.latency_seconds + num_bytes * self.byte_seconds
-
     def __str__(self) -> str:
         return f"{self.latency_seconds * 1e6:.0f} us and {self.byte_seconds * 2**20 * 1e3:.2g} ms/MiB a message"
+
+    def machine(self, num_ranks: int) -> Machine:
+        """One node of so many ranks, of which each two are joined by such a link."""
+        rate = 1 / self.byte_seconds if self.byte_seconds else math.inf
+        return Machine.of_link(self.latency_seconds, rate, num_ranks, message_seconds=0.0)
 
 
 ASSUMED = Link(20e-6, 1 / 4e9)  # between processes of one machine, which share memory
@@ -101,73 +106,105 @@ T = TypeVar("T")
 TimeColumn = Callable[[Any, Site, torch.device, float], Column]
 
 
+class StageSeconds(NamedTuple):
+    """The seconds of a microbatch on a rank of a stage: what it computes, and its waits for others, both ways."""
+
+    forward: float
+    backward: float
+    there: WaitSeconds
+    back: WaitSeconds
+
+    @property
+    def both(self) -> tuple[float, float]:
+        """Of the forward and the backward pass, all in all."""
+        return self.forward + sum(self.there), self.backward + sum(self.back)
+
+
 @dataclass(frozen=True)
 class StageCosts:
-    """`columns[s][i]` are the seconds of unit i on a rank of stage s. `source` says in words where they come from."""
+    """`columns[s][i]` are the seconds of unit i on a rank of stage s, whose messages take what `stages[s]` says.
+
+    `source` says in words where they come from.
+    """
 
     columns: tuple[Column, ...]
-    link: Link
+    stages: tuple[StageTraffic, ...] = field(compare=False)
     source: str
     timed: bool
+
+    @cached_property
+    def _units(self) -> tuple[tuple[StageSeconds, ...], ...]:
+        return tuple(
+            tuple(StageSeconds(u.forward, u.backward, stage.waits(u.there), stage.waits(u.back)) for u in column)
+            for stage, column in zip(self.stages, self.columns, strict=True)
+        )
 
     @property
     def matrix(self) -> list[list[float]]:
         """The total cost of each unit on each stage, as `partition` takes it."""
-        return [[sum(self._seconds(unit)) for unit in column] for column in self.columns]
+        return [[sum(unit.both) for unit in units] for units in self._units]
 
-    def of_stages(self, counts: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Forward and backward seconds of a microbatch on a rank of each stage, if those get so many units."""
-        bounds = pairwise(accumulate(counts, initial=0))
-        forward, backward = [], []
-        for column, (start, stop) in zip(self.columns, bounds, strict=True):
-            seconds = [self._seconds(unit) for unit in column[start:stop]]
-            forward.append(sum(f for f, _ in seconds))
-            backward.append(sum(b for _, b in seconds))
-        return tuple(forward), tuple(backward)
+    def of_stages(self, counts: Sequence[int]) -> tuple[StageSeconds, ...]:
+        """Those of a microbatch on a rank of each stage, if the stages get so many units."""
+        found = []
+        for units, (start, stop) in zip(self._units, pairwise(accumulate(counts, initial=0)), strict=True):
+            own = units[start:stop]
+            waits = (sum((getattr(unit, way) for unit in own), NO_WAITS) for way in ("there", "back"))
+            found.append(StageSeconds(sum(u.forward for u in own), sum(u.backward for u in own), *waits))
+        return tuple(found)
 
     def simulated(self, plan: Plan, counts: Sequence[int]) -> Simulation:
         """A step of a replica whose stages have so many units; what it keeps is not counted."""
-        return simulate(plan.table(), plan.placement, self.step(plan, counts))
+        return simulate(plan.table(), plan.placement, self.step(counts))
 
-    def step(self, plan: Plan, counts: Sequence[int], kept: Sequence[int] = ()) -> Costs:
-        """The costs of a microbatch on each rank of stages of that many units, which keep `kept` bytes of it.
+    def step(self, counts: Sequence[int], kept: Sequence[int] = ()) -> Costs:
+        """The costs of a microbatch on each rank of stages of that many units, which keep `kept` bytes of it."""
+        forward, backward = zip(*(stage.both for stage in self.of_stages(counts)), strict=True)
+        return Costs(forward, backward, self.messages(counts), tuple(kept) or (0,) * len(counts))
 
-        Whoever has fewer ranks than its neighbour sends, or receives, more bytes, one after the other.
-        """
-        sizes = [plan.shape(stage).size for stage in range(plan.num_stages)]
-        ends = zip(self.columns, accumulate(counts), pairwise(sizes), strict=False)
-        handed = (column[end - 1].handed_bytes * here / min(here, there) for column, end, (here, there) in ends)
-        messages = tuple(self.link.seconds(1, num_bytes) for num_bytes in handed)
-        return Costs(*self.of_stages(counts), messages, tuple(kept) or (0,) * plan.num_stages)
+    def messages(self, counts: Sequence[int]) -> tuple[float, ...]:
+        """The seconds in which a stage of so many units hands on to the next one, each rank to whom it reaches."""
+        ends = zip(self.columns, accumulate(counts), pairwise(self.stages), strict=False)
+        return tuple(here.handing_seconds(there, column[end - 1].handed_bytes) for column, end, (here, there) in ends)
 
-    def _seconds(self, unit: UnitSeconds) -> tuple[float, float]:
-        waits = self.link.seconds(unit.messages, unit.num_bytes)
-        return unit.forward + waits, unit.backward + waits
+
+class TimingStore(Protocol):
+    """Keeps values of JSON by facts of JSON."""
+
+    def get(self, facts: Mapping[str, Any]) -> Any: ...
+
+    def put(self, facts: Mapping[str, Any], value: Any) -> None: ...
 
 
 @dataclass(frozen=True)
 class Profiler:
     """How units are timed on this machine: each site once, and remembered. Where they are not, a speed is assumed."""
 
-    remembered: Remembered
+    remembered: TimingStore
     time: TimeColumn = time_column
     budget_seconds: float = BUDGET_SECONDS
     site_seconds: float | None = None  # for each site, instead of its part of the budget
     rank_gflops: float = RANK_GFLOPS
+    timed_on: str = ""  # where units were timed, if that was not here
 
     @classmethod
     def of_user(cls) -> "Profiler":
         return cls(Remembered(cache_folder()))
 
     def column(self, cuttable: Units, site: Site, device: torch.device, num_sites: int = 1) -> Column:
-        facts = {"what": "seconds", **_facts(cuttable, site), **machine(device)}
+        facts = self.facts_of_seconds(cuttable, site, device)
         seconds = self.site_seconds or self.budget_seconds / num_sites
-        return self._once(facts, UnitSeconds, lambda: self.time(cuttable, site, device, seconds))
+        return self._once(facts, UnitSeconds.of, lambda: self.time(cuttable, site, device, seconds))
+
+    @staticmethod
+    def facts_of_seconds(cuttable: Units, site: Site, device: torch.device) -> dict[str, Any]:
+        """What the seconds of units depend on."""
+        return {"what": "seconds of units", **_facts(cuttable, site), **machine(device)}
 
     def counts(self, cuttable: Units, site: Site) -> tuple[UnitCounts, ...]:
         """Memory and FLOPs of units on a rank at a site: counted once, and cached."""
-        facts = {"what": "counts", **_facts(cuttable, site)}
-        return self._once(facts, UnitCounts, lambda: count_units(cuttable, site))
+        facts = {"what": "counts of units", **_facts(cuttable, site)}
+        return self._once(facts, UnitCounts.of, lambda: count_units(cuttable, site))
 
     def _once(self, facts: dict[str, Any], kind: Callable[..., T], find: Callable[[], tuple[T, ...]]) -> tuple[T, ...]:
         facts |= versions()
@@ -178,10 +215,14 @@ class Profiler:
         self.remembered.put(facts, found)
         return found
 
-    def link(self, num_ranks: int) -> tuple[Link, str]:
-        """The link that the last job measured here; assumed if there was none, or where `link_of` assumes it."""
+    def machine(self, num_ranks: int) -> tuple[Machine, str]:
+        """This machine, with the link that the last job measured, and words about it.
+
+        The link is assumed if there was none, or where `link_of` assumes it.
+        """
         known = None if num_ranks > cores() else self.remembered.get(LINK)
-        return (ASSUMED, "assumed") if known is None else (Link(*known), "as in the last job")
+        link, said = (ASSUMED, "assumed") if known is None else (Link(*known), "as in the last job")
+        return link.machine(num_ranks), f"{link}, {said}"
 
     def link_of(self, comm: Communicator, device: torch.device) -> Link:
         """Measured between the ranks once, and remembered, so that the same job is cut alike again. Collective.
@@ -226,20 +267,25 @@ def timed_prices(
     image: tuple[int, ...],
     device: torch.device,
     clockwork: Profiler,
-    link: tuple[Link, str] | None = None,
+    machine: tuple[Machine, str] | None = None,
     styles: Styles | None = None,
 ) -> StageCosts:
-    """Times of units on this machine, each on the tiles of its stage. Raises RuntimeError and the like."""
+    """Times of units here, each on the tiles of its stage. Raises RuntimeError and the like."""
     sites = sites_of(cuttable, plan, image, styles)
     different = dict.fromkeys(sites)
     columns: Mapping[Site, Column] = {
         site: clockwork.column(cuttable, site, device, len(different)) for site in different
     }
-    found, said = clockwork.link(plan.num_ranks) if link is None else link
+    found, said = clockwork.machine(plan.num_ranks) if machine is None else machine
     threads = torch.get_num_threads()
     on = f"{threads} thread{'s' * (threads > 1)}" if device.type == "cpu" else "a GPU"
-    source = f"units timed on their tiles, on {on} here; {found}, {said}"
-    return StageCosts(tuple(columns[site] for site in sites), found, source, timed=True)
+    source = f"{clockwork.timed_on or f'units timed on their tiles, on {on} here'}; {said}"
+    return StageCosts(tuple(columns[site] for site in sites), stages_on(found, plan), source, timed=True)
+
+
+def stages_on(machine: Machine, plan: Plan) -> tuple[StageTraffic, ...]:
+    """The stages of a plan, where they are on a machine."""
+    return tuple(StageTraffic(machine, plan, stage) for stage in range(plan.num_stages))
 
 
 def counted_prices(cuttable: Units, plan: Plan, image: tuple[int, ...], rank_gflops: float = RANK_GFLOPS) -> StageCosts:
@@ -249,7 +295,8 @@ def counted_prices(cuttable: Units, plan: Plan, image: tuple[int, ...], rank_gfl
     for stage in range(plan.num_stages):
         forward = [each / plan.shape(stage).size / (rank_gflops * 1e9) for each in flops]
         columns.append(tuple(UnitSeconds(seconds, 2 * seconds) for seconds in forward))
-    return StageCosts(tuple(columns), Link(0.0, 0.0), assumed(rank_gflops), timed=False)
+    nothing = Link(0.0, 0.0).machine(plan.num_ranks)
+    return StageCosts(tuple(columns), stages_on(nothing, plan), assumed(rank_gflops), timed=False)
 
 
 def assumed(rank_gflops: float) -> str:
@@ -263,7 +310,7 @@ def prices_for(
     balance: str,
     device: torch.device,
     clockwork: Profiler | None = None,
-    link: tuple[Link, str] | None = None,
+    machine: tuple[Machine, str] | None = None,
     styles: Styles | None = None,
 ) -> StageCosts:
     """By "auto" timed, where that can be done; else counted. Raises ValueError if the model cannot take the images."""
@@ -271,7 +318,7 @@ def prices_for(
     if balance in TIMED:
         # It may look at values, or take no smaller images; what else is wrong with it is found where it is counted.
         with suppress(RuntimeError, AssertionError, ValueError, MemoryError):
-            return timed_prices(cuttable, plan, image, device, clockwork, link, styles)
+            return timed_prices(cuttable, plan, image, device, clockwork, machine, styles)
     try:
         return counted_prices(cuttable, plan, image, clockwork.rank_gflops)
     except (RuntimeError, AssertionError) as error:
@@ -312,9 +359,8 @@ def measured_prices(
                 found[stage] = _column(cuttable, site, comm.subset(ranks), device, clock)
     of_ranks = comm.all_gather_object(found)
     columns = [[known[stage] for known in of_ranks if stage in known] for stage in range(plan.num_stages)]
-    return StageCosts(
-        tuple(map(_mean, columns)), link, f"units timed on their ranks before the first step; {link}", True
-    )
+    source = f"units timed on their ranks before the first step; {link}"
+    return StageCosts(tuple(map(_mean, columns)), stages_on(link.machine(plan.num_ranks), plan), source, True)
 
 
 def _column(cuttable: Units, site: Site, comm: Communicator, device: torch.device, clock: Clock) -> Column:
@@ -330,8 +376,11 @@ def _most(comm: Communicator, seconds: float) -> float:
 
 
 def _mean(columns: list[Column]) -> Column:
+    def mean(units: Sequence[UnitSeconds], name: str) -> float:
+        return sum(getattr(unit, name) for unit in units) / len(units)
+
     return tuple(
-        UnitSeconds(*(sum(each) / len(units) for each in zip(*units, strict=True)))
+        UnitSeconds(mean(units, "forward"), mean(units, "backward"), handed_bytes=round(mean(units, "handed_bytes")))
         for units in zip(*columns, strict=True)
     )
 
@@ -382,7 +431,8 @@ def seconds_recomputed(column: Column, groups: Sequence[Group]) -> Column:
     found = list(column)
     for first, end in groups:
         for i in range(first, end):
-            found[i] = column[i]._replace(backward=column[i].backward + column[i].forward)
+            unit = column[i]
+            found[i] = unit._replace(backward=unit.backward + unit.forward, back=(*unit.there, *unit.back))
     return tuple(found)
 
 

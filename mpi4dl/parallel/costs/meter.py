@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from mpi4dl._randomness import forked
-from mpi4dl.parallel.spatial.dry_run_grid import DryRunGrid
+from mpi4dl.parallel.spatial.dry_run_grid import DryRunGrid, Traffic
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
 
 FLASH, FLASH_ON_CPUS = (
@@ -34,7 +34,8 @@ class OperatorMeter(TorchDispatchMode):
 
     `flops` are those of convolutions, matrix products and attention, by PyTorch's own formulas. `live_bytes` are those
     of the tensors that were made and are not freed yet, `peak_bytes` the most of them at a time, and `largest_bytes`
-    those of the largest tensor. `touched_bytes` are read and written by operators that have no FLOPs, but for views.
+    those of the largest tensor. `touched_bytes` are read and written by operators that have no FLOPs. Of `operators`
+    views are none.
 
     PyTorch's FlopCounterMode also tells modules apart. For that it hooks into autograd, and fails where a module hands
     on a parameter itself, as a stage of a vision transformer does with the class token.
@@ -43,7 +44,7 @@ class OperatorMeter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0.0
-        self.live_bytes = self.peak_bytes = self.largest_bytes = self.touched_bytes = 0
+        self.live_bytes = self.peak_bytes = self.largest_bytes = self.touched_bytes = self.operators = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(
@@ -60,7 +61,9 @@ class OperatorMeter(TorchDispatchMode):
         given, made = _tensors((args, kwargs)), _tensors(results)
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=results)
+            self.operators += 1
         elif not any(each.alias_info is not None and not each.alias_info.is_write for each in function._schema.returns):
+            self.operators += 1
             self.touched_bytes += sum({id(x): x.nbytes for x in (*given, *made)}.values())
         places = {x.untyped_storage()._cdata for x in given}
         for storage in (x.untyped_storage() for x in made):
@@ -294,11 +297,12 @@ def _attention(
 
 
 class Counted(NamedTuple):
-    """The counts of a dry run: `results` of the forward pass, and its FLOPs, bytes and communication.
+    """The counts of a dry run: `results` of the forward pass, and its FLOPs, bytes, operators and communication.
 
     `kept_bytes` is what autograd saves, each storage once. `forward_bytes` and `backward_bytes` are the most that was
     there at a time of what either pass made, or was left of the forward pass, and `largest_bytes` the largest tensor.
-    `sent` are the counts of the communicator, forward, and `summed_bytes` are over features, in both passes.
+    `sent` are the counts of the communicator, forward, `there` and `back` the rounds of both passes, and `summed_bytes`
+    are over features, in both.
     """
 
     results: Any
@@ -310,6 +314,9 @@ class Counted(NamedTuple):
     largest_bytes: int
     sent: dict[str, int]
     summed_bytes: int
+    there: Traffic
+    back: Traffic
+    operators: int
 
 
 def dry_run(
@@ -322,15 +329,18 @@ def dry_run(
     counts, kept, meter = grid.comm.counts, 0 if saved is None else saved.num_bytes, OperatorMeter()
     before = dict(counts)
     grid.foresight.begin()
+    grid.comm.recorder.take()
     with torch.enable_grad(), forked(), meter, FusedAttention():
         with nullcontext() if saved is None else saved.counting():
             results = part()
             grid.foresight.pay()
-        flops, touched, forward = meter.flops, meter.touched_bytes, meter.peak_bytes
-        sent = {name: number - before[name] for name, number in counts.items()}
+        flops, touched, forward, operators = meter.flops, meter.touched_bytes, meter.peak_bytes, meter.operators
+        sent, there = {name: number - before[name] for name, number in counts.items()}, grid.comm.recorder.take()
         meter.peak_bytes = meter.live_bytes
         backward(results)
     grid.foresight.settle()
     summed = counts["over_features"] - before["over_features"]
     kept = 0 if saved is None else saved.num_bytes - kept
-    return Counted(results, flops, touched, kept, forward, meter.peak_bytes, meter.largest_bytes, sent, summed)
+    largest, back = meter.largest_bytes, grid.comm.recorder.take()
+    most = meter.peak_bytes
+    return Counted(results, flops, touched, kept, forward, most, largest, sent, summed, there, back, operators)

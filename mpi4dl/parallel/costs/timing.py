@@ -1,7 +1,7 @@
 """Seconds of units as they will run: on the tile that a rank of their stage has, with its rules, packing and padding.
 
 A site is where units run: a microbatch of images on one rank of a grid, of which no other rank need exist. One unit
-at a time is copied there and run forward and backward on made-up values. Waits for others are not in that.
+at a time is copied there and run forward and backward on made-up values. WaitSeconds for others are not in that.
 
 large images     timed at two sizes that are small enough, and drawn out along a straight line: a fixed part of each
                  unit (Python, messages), and a part that grows with the number of pixels
@@ -10,12 +10,12 @@ many tokens      likewise with fewer samples, each as long as it is: attention g
 
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -31,7 +31,16 @@ from mpi4dl.parallel.inputs import made_up, of_tokens, space_of
 from mpi4dl.parallel.pipeline.program import map_leaves
 from mpi4dl.parallel.pipeline.stage import made_up_stage
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator, DryRunGrid, dry_run_grid, rank_in_the_middle
+from mpi4dl.parallel.spatial.dry_run_grid import (
+    DryRunCommunicator,
+    DryRunGrid,
+    Recorder,
+    Round,
+    Traffic,
+    dry_run_grid,
+    rank_in_the_middle,
+    traffic_of,
+)
 from mpi4dl.parallel.spatial.grid import Arrangement, Grid
 from mpi4dl.parallel.spatial.sharding import even_layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
@@ -80,7 +89,7 @@ class Site(NamedTuple):
     @property
     def pixels(self) -> int:
         """How many pixels, or tokens, of all samples a rank has; those who share features have the same ones."""
-        return self.image[0] * prod(space_of(self.image)) // (self.shape.batch * prod(self.shape.space))
+        return self.image[0] * math.prod(space_of(self.image)) // (self.shape.batch * math.prod(self.shape.space))
 
 
 def planned_cuts(model: nn.Module, plan: Plan, styles: Styles | None = None) -> Cutting:
@@ -101,16 +110,21 @@ def cut_at(site: Site, unit: nn.Module, grid: Grid) -> nn.Module:
 
 
 class UnitSeconds(NamedTuple):
-    """The time of a unit on one rank, and its exchanges in its forward pass; the backward pass has the same again.
+    """The time of a unit on one rank, and what it and others send each other meanwhile, `there` and `back`.
 
     `handed_bytes` are those of all that is needed behind it, on this rank.
     """
 
     forward: float
     backward: float
-    messages: int = 0
-    num_bytes: int = 0
+    there: Traffic = ()
+    back: Traffic = ()
     handed_bytes: int = 0
+
+    @classmethod
+    def of(cls, forward: float, backward: float, there: Any, back: Any, handed_bytes: int) -> "UnitSeconds":
+        """What came back from JSON."""
+        return cls(forward, backward, traffic_of(there), traffic_of(back), handed_bytes)
 
 
 Column = tuple[UnitSeconds, ...]  # of all units, at one site
@@ -212,8 +226,35 @@ def _drawn_out(a: UnitSeconds, b: UnitSeconds, small: int, large: int, wanted: i
         slope = max(0.0, (y - x) / (large - small))
         return max(y + slope * (wanted - large), y)
 
-    sizes = (round(along(*pair)) for pair in ((a.num_bytes, b.num_bytes), (a.handed_bytes, b.handed_bytes)))
-    return UnitSeconds(along(a.forward, b.forward), along(a.backward, b.backward), b.messages, *sizes)
+    growth = partial(_grown, small=small, large=large, wanted=wanted)
+    there, back = growth(a.there, b.there), growth(a.back, b.back)
+    handed = round(along(a.handed_bytes, b.handed_bytes))
+    return UnitSeconds(along(a.forward, b.forward), along(a.backward, b.backward), there, back, handed)
+
+
+def _grown(a: Traffic, b: Traffic, small: int, large: int, wanted: int) -> Traffic:
+    """The rounds for a number of pixels, from those for two smaller numbers: bytes grow as a power of it.
+
+    Those of halos grow with its root, and those of statistics not at all.
+    """
+    known = {each.alike: dict(each.parts) for each in a}
+
+    def parts(found: Round) -> tuple[tuple[tuple[int, ...], int], ...]:
+        before = known.get(found.alike, {})
+        return tuple(
+            (at, round(size * _power(before.get(at, size), size, large / small, wanted / large)))
+            for at, size in found.parts
+        )
+
+    return tuple(found._replace(parts=parts(found)) for found in b)
+
+
+def _power(before: int, size: int, step: float, steps: float) -> float:
+    """By how much a number grows with `steps` times the pixels that grew from `before` to `size` with `step` times."""
+    if not before or not size or step == 1:
+        return 1.0
+    exponent = min(max(math.log(size / before) / math.log(step), 0.0), 2.0)
+    return float(steps**exponent)
 
 
 def _measure(
@@ -237,13 +278,14 @@ def _time(
     forward, backward = [], []
     for _ in range(repeats + 1):
         received = map_local(_fresh, values)  # some units overwrite what they receive
-        before = _counts(grid)
+        recorder = _recorder(grid)
+        recorder.take()
         grid.foresight.begin()
         start = clock()
         results = unit(*received)
         grid.foresight.pay()
         forward.append(clock() - start)
-        counts = {name: number - before[name] for name, number in _counts(grid).items()}
+        there = recorder.take()
         roots = [t for t in local_tensors(results) if t.requires_grad]
         gradients = [torch.ones_like(t) for t in roots]
         del received
@@ -251,16 +293,16 @@ def _time(
         if roots:
             torch.autograd.backward(roots, gradients)
         backward.append(clock() - start)
+        back = recorder.take()
         grid.foresight.settle()
-    num_bytes = sum(number for name, number in counts.items() if name.endswith("_bytes"))
     handed = sum(t.nbytes for t in local_tensors(results))
-    seconds = UnitSeconds(min(forward[1:]), min(backward[1:]), counts.get("latencies", 0), num_bytes, handed)
+    seconds = UnitSeconds(min(forward[1:]), min(backward[1:]), there, back, handed)
     return seconds, map_local(as_received, results)
 
 
-def _counts(grid: Grid) -> dict[str, int]:
-    """The exchanges so far; nothing for ranks that exist, whose clock includes them."""
-    return dict(grid.comm.counts) if isinstance(grid.comm, DryRunCommunicator) else {}
+def _recorder(grid: Grid) -> Recorder:
+    """What records exchanges; nothing comes there from ranks that exist, whose clock includes them."""
+    return grid.comm.recorder if isinstance(grid.comm, DryRunCommunicator) else Recorder()
 
 
 def imagined(site: Site) -> DryRunGrid:

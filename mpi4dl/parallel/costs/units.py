@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import accumulate, pairwise
+from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from mpi4dl.parallel.inputs import of_tokens
 from mpi4dl.parallel.pipeline.program import pack
 from mpi4dl.parallel.pipeline.split import shapes_of
 from mpi4dl.parallel.pipeline.stage import made_up_stage
+from mpi4dl.parallel.spatial.dry_run_grid import Traffic, traffic_of
 
 
 class UnitCounts(NamedTuple):
@@ -30,6 +32,8 @@ class UnitCounts(NamedTuple):
     `kept` is what autograd keeps of its forward pass, and `handed` what is needed behind it, of which `unkept` is kept
     by no unit from there on. `forward` and `backward` are the most that it has beside what is kept while it computes,
     and `largest` the largest tensor of all. Those who share features sum up `summed` of them, forward and backward.
+    Of all `operators` of the forward pass those without FLOPs read and write `touched` bytes. `there` and `back` is
+    what ranks send each other in both passes.
     """
 
     kept: int
@@ -40,6 +44,28 @@ class UnitCounts(NamedTuple):
     largest: int = 0
     summed: int = 0
     flops: float = 0.0
+    touched: int = 0
+    operators: int = 0
+    there: Traffic = ()
+    back: Traffic = ()
+
+    @classmethod
+    def of(cls, *values: Any) -> "UnitCounts":
+        """What came back from JSON."""
+        found = cls(*values)
+        return found._replace(there=traffic_of(found.there), back=traffic_of(found.back))
+
+    def times(self, factor: float) -> "UnitCounts":
+        """Those of so many times as many samples: as many rounds, of larger messages."""
+        there, back = (tuple(each.times_as_large(factor) for each in way) for way in (self.there, self.back))
+        return self.changed(
+            lambda name: ceil(factor * getattr(self, name)), operators=self.operators, there=there, back=back
+        )
+
+    def changed(self, number: Callable[[str], int], **others: Any) -> "UnitCounts":
+        """The same with other numbers, by their names, but for `others`."""
+        values: dict[str, Any] = {name: others[name] if name in others else number(name) for name in self._fields}
+        return UnitCounts(**values)
 
 
 class StageBytes(NamedTuple):
@@ -97,6 +123,10 @@ def count_units(
             largest=counted.largest_bytes,
             summed=counted.summed_bytes,
             flops=counted.flops,
+            touched=counted.touched_bytes,
+            operators=counted.operators,
+            there=counted.there,
+            back=counted.back,
         )
         return own, tensors, counted.results
 

@@ -144,7 +144,7 @@ def stage_prices(
     with comm.together():
         found = None
         if comm.rank == 0:
-            said = link, "assumed" if link == ASSUMED else "as measured"
+            said = link.machine(plan.num_ranks), f"{link}, {'assumed' if link == ASSUMED else 'as measured'}"
             found = prices_for(cuttable, plan, image, how, device, clockwork, said, styles)
     prices: StageCosts = comm.broadcast_object(found)
     return prices

@@ -7,8 +7,9 @@ packing included, and it receives zeros. That takes as long as among others, exc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from mpi4dl import geometry
@@ -17,6 +18,61 @@ from mpi4dl.comm.packing import Piece, buffer_for, messages_of, packed, unpack
 from mpi4dl.parallel.spatial.grid import Grid
 
 COUNTS = "halo_bytes messages gathered_bytes reduced_bytes latencies exchanges rounds over_features".split()
+
+
+class Round(NamedTuple):
+    """Communication of ranks of a grid that differ along `axes` alone, `times` times; None: those that share experts.
+
+    `kind` is "exchange", "reduce" or "gather". `parts` are how far along each axis, and how many bytes all times
+    together: of an exchange to each receiver, of a collective of the buffer of each rank, which goes nowhere in
+    particular, ().
+    """
+
+    kind: str
+    axes: tuple[int, ...] | None
+    times: int
+    parts: tuple[tuple[tuple[int, ...], int], ...]
+
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """What rounds have in common that are added up."""
+        return self.kind, self.axes, tuple(offset for offset, _ in self.parts)
+
+    def times_as_large(self, factor: float) -> "Round":
+        """As many rounds, of messages that are so many times as large."""
+        return self._replace(parts=tuple((offset, round(size * factor)) for offset, size in self.parts))
+
+
+Traffic = tuple[Round, ...]
+
+
+def traffic_of(plain: Sequence[Sequence[Any]]) -> Traffic:
+    """Traffic that came back from JSON."""
+    return tuple(
+        Round(kind, None if axes is None else tuple(axes), times, tuple((tuple(at), size) for at, size in parts))
+        for kind, axes, times, parts in plain
+    )
+
+
+class Recorder:
+    """The rounds that a rank takes part in, those that are alike added up."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[tuple[Any, ...], Round] = {}
+
+    def add(self, kind: str, axes: tuple[int, ...] | None, parts: dict[tuple[int, ...], int]) -> None:
+        new = Round(kind, axes, 1, tuple(sorted(parts.items())))
+        known = self._rounds.get(new.alike)
+        if known is not None:
+            sizes = zip(known.parts, new.parts, strict=True)
+            summed = tuple((offset, before + more) for (offset, before), (_, more) in sizes)
+            new = known._replace(times=known.times + 1, parts=summed)
+        self._rounds[new.alike] = new
+
+    def take(self) -> Traffic:
+        """What came since the last time."""
+        found, self._rounds = tuple(self._rounds.values()), {}
+        return found
 
 
 class DryRunCommunicator(Communicator):
@@ -28,20 +84,42 @@ class DryRunCommunicator(Communicator):
     """
 
     def __init__(
-        self, rank: int, size: int, counts: dict[str, int] | None = None, shares_features: bool = False
+        self,
+        rank: int,
+        size: int,
+        beside: "DryRunCommunicator | None" = None,
+        axes: tuple[int, ...] | None = (0,),
+        shape: tuple[int, ...] = (),
     ) -> None:
-        self.rank = rank
-        self.size = size
-        self.shares_features = shares_features
-        self.counts = dict.fromkeys(COUNTS, 0) if counts is None else counts
+        self.rank, self.size = rank, size
+        self.axes, self.shape = axes, shape or (size,)
+        self.shares_features = False
+        self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0) if beside is None else beside.counts
+        self.recorder: Recorder = Recorder() if beside is None else beside.recorder
         self.node = None  # type: ignore[assignment]
 
+    @cached_property
+    def _offsets(self) -> list[tuple[int, ...]]:
+        """How far each rank is along the axes."""
+        places = np.stack(np.unravel_index(np.arange(self.size), self.shape), 1)
+        return list(map(tuple, (places - places[self.rank]).tolist()))
+
+    def _record(self, kind: str, tensor: Tensor) -> None:
+        if self.size > 1:
+            self.recorder.add(kind, self.axes, {(): tensor.nbytes})
+
     def iexchange(self, sends: Sequence[Piece], receives: Sequence[Piece], *args: Any, **kwargs: Any) -> Pending:
-        for _, tensor in sends:
+        parts: dict[tuple[int, ...], int] = {}
+        for peer, tensor in sends:
+            assert peer is not None
+            offset = self._offsets[peer]
+            parts[offset] = parts.get(offset, 0) + tensor.nbytes
             self.counts["halo_bytes"] += tensor.nbytes
             self.counts["messages"] += 1
             if self.shares_features:  # (size - 1) / size of what it is half a sum of
                 self.counts["over_features"] += tensor.nbytes * self.size // (2 * (self.size - 1))
+        if parts:
+            self.recorder.add("exchange", self.axes, parts)
         self.counts["exchanges"] += bool(sends or receives)
         self.counts["rounds"] += bool(sends or receives)
         messages = messages_of(sends)
@@ -57,6 +135,7 @@ class DryRunCommunicator(Communicator):
         return Pending(self.node)
 
     def ireduce(self, tensor: Tensor, op: str = "sum", root: int | None = None) -> Pending:
+        self._record("reduce", tensor)
         self.counts["rounds"] += self.size > 1
         self.counts["reduced_bytes"] += tensor.nbytes
         self.counts["over_features"] += tensor.nbytes * self.shares_features
@@ -66,6 +145,7 @@ class DryRunCommunicator(Communicator):
         return Pending(self.node)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
+        self._record("gather", tensor)
         self.counts["rounds"] += self.size > 1
         self.counts["gathered_bytes"] += tensor.nbytes
         self.counts["latencies"] += self.size - 1
@@ -89,14 +169,16 @@ class DryRunGrid(Grid):
     comm: DryRunCommunicator
 
     def among_experts(self) -> DryRunCommunicator:
-        return DryRunCommunicator(*self.place.experts, self.comm.counts)
+        return DryRunCommunicator(*self.place.experts, self.comm, axes=None)
 
     def along(self, axes: tuple[int, ...]) -> DryRunCommunicator:
         axes = tuple(axis for axis in self.axes if axis in axes or self.shape[axis] == 1)
         if axes not in self._shared:
             ranks = self.ranks_along(axes)
-            place = ranks.index(self.rank), len(ranks)
-            self._shared[axes] = type(self.comm)(*place, self.comm.counts, self.features in axes)
+            shape = tuple(self.shape[axis] for axis in axes)
+            own = type(self.comm)(ranks.index(self.rank), len(ranks), self.comm, axes, shape)
+            own.shares_features = self.features in axes
+            self._shared[axes] = own
         return self._shared[axes]
 
     @cached_property
@@ -110,7 +192,8 @@ def dry_run_grid(
     tracks_batch: bool = False,
     kind: type[DryRunCommunicator] = DryRunCommunicator,
 ) -> DryRunGrid:
-    grid = DryRunGrid.of(kind(rank, shape.size), shape, tracks_batch)
+    comm = kind(rank, shape.size, axes=tuple(range(len(shape))), shape=tuple(shape))
+    grid = DryRunGrid.of(comm, shape, tracks_batch)
     assert isinstance(grid, DryRunGrid)
     return grid
 

@@ -11,6 +11,7 @@ equal times for all actions. F0 is the forward of microbatch 0, B its backward, 
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from graphlib import TopologicalSorter
 from itertools import accumulate, pairwise, zip_longest
 from types import MappingProxyType
@@ -104,6 +105,30 @@ class Placement:
     def ranks_of(self, action: Action) -> tuple[int, ...]:
         """The ranks that do this action together."""
         return self.holders[action.direction][action.stage]
+
+    @cached_property
+    def alike(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks in groups that hold the same: all of a group do the same actions."""
+        held: dict[int, list[tuple[int, int]]] = {}
+        for direction, stages in enumerate(self.holders):
+            for stage, ranks in enumerate(stages):
+                for rank in ranks:
+                    held.setdefault(rank, []).append((direction, stage))
+        groups: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for rank in sorted(held):
+            groups.setdefault(tuple(held[rank]), []).append(rank)
+        return tuple(map(tuple, groups.values()))
+
+    @cached_property
+    def merged(self) -> "Placement":
+        """The same with one rank for each group of those that are `alike`."""
+        group_of = {rank: number for number, ranks in enumerate(self.alike) for rank in ranks}
+        return Placement(
+            tuple(
+                tuple(tuple(dict.fromkeys(group_of[rank] for rank in ranks)) for ranks in stages)
+                for stages in self.holders
+            )
+        )
 
     def only(self, direction: int) -> "Placement":
         """This direction by itself, as direction 0."""

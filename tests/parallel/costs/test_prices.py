@@ -17,11 +17,14 @@ from mpi4dl.parallel.costs.cost_model import (
     measure_link,
     measured_prices,
     prices_for,
+    stages_on,
 )
+from mpi4dl.parallel.costs.stage_traffic import WaitSeconds
 from mpi4dl.parallel.costs.timing import Column, Remembered, Site, UnitSeconds
 from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.spatial.dry_run_grid import Round
 from tests.pool.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -42,7 +45,7 @@ class Stopwatch:
 
     def __call__(self, cuttable: Cuttable, site: Site, device: torch.device, budget_seconds: float) -> Column:
         self.sites.append(site)
-        return tuple(UnitSeconds(10.0**i / site.shape.size, 0.0, 3, 100) for i in range(len(cuttable)))
+        return tuple(UnitSeconds(10.0**i / site.shape.size, 0.0) for i in range(len(cuttable)))
 
 
 def test_every_site_is_timed_once(tmp_path: Path) -> None:
@@ -60,7 +63,7 @@ def test_every_site_is_timed_once(tmp_path: Path) -> None:
     assert prices_for(Cuttable(model()), PLAN, IMAGE, "auto", CPU, clockwork) == first
     assert len(timer.sites) == 8
     assert first.timed
-    assert first.link == ASSUMED
+    assert first.stages[0].machine == ASSUMED.machine(3)
 
 
 def test_what_cannot_be_timed_is_counted(tmp_path: Path) -> None:
@@ -71,16 +74,24 @@ def test_what_cannot_be_timed_is_counted(tmp_path: Path) -> None:
     found = prices_for(Cuttable(model()), PLAN, IMAGE, "auto", CPU, clockwork)
     flops = 2 * 2 * 16 * 16 * 3 * 3 * 9
     assert not found.timed
-    assert found.of_stages((1, 3))[0] == pytest.approx((flops / 2 / 1e6, 3 * flops / 1e6))
+    seconds = [stage.forward for stage in found.of_stages((1, 3))]
+    assert seconds == pytest.approx([flops / 2 / 1e6, 3 * flops / 1e6])
     with pytest.raises(ValueError, match="cannot take images of 4 x 16 x 16"):
         prices_for(Cuttable(model()), PLAN, (2, 4, 16, 16), "auto", CPU, clockwork)
 
 
 def test_messages_cost_what_the_link_says() -> None:
-    unit = UnitSeconds(1.0, 2.0, messages=3, num_bytes=100)
-    prices = StageCosts(((unit, unit),), Link(0.5, 0.01), "", True)
-    assert prices.of_stages((2,)) == ((2 * (1.0 + 1.5 + 1.0),), (2 * (2.0 + 1.5 + 1.0),))
-    assert prices.matrix == [[8.0, 8.0]]
+    """Three exchanges with the neighbour on the right, of 100 bytes together, and on the way back one on the left."""
+    there, back = (
+        Round("exchange", (0, 1, 2), 3, (((0, 0, 1), 100),)),
+        Round("exchange", (0, 1, 2), 1, (((0, 0, -1), 50),)),
+    )
+    unit, plan = UnitSeconds(1.0, 2.0, (there,), (back,)), Plan.of(tiles=[(1, 2)])
+    prices = StageCosts(((unit, unit),), stages_on(Link(0.5, 0.01).machine(2), plan), "", True)
+    (found,) = prices.of_stages((2,))
+    assert found.both == pytest.approx((2 * (1.0 + 1.5 + 1.0), 2 * (2.0 + 0.5 + 0.5)))
+    assert found.there == pytest.approx(WaitSeconds(halos=5.0))
+    assert prices.matrix == [pytest.approx([6.5, 6.5])]
 
 
 def test_what_many_write_at_once_is_read_whole(tmp_path: Path) -> None:
@@ -119,7 +130,7 @@ def test_all_ranks_time_their_own_tiles_and_know_the_same(ranks: Ranks) -> None:
     found = ranks(3).run(on_ranks)
     assert len({(seconds, counts, link) for seconds, counts, _, link in found}) == 1
     seconds, counts, same_randomness, link = found[0]
-    assert seconds == ((2.0, 2.0), (2.0, 2.0))
+    assert [stage.both for stage in seconds] == [(2.0, 2.0), (2.0, 2.0)]
     assert (len(counts), sum(counts)) == (2, 4)
     assert same_randomness
     assert min(link) > 0

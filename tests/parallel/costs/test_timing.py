@@ -78,7 +78,7 @@ def test_a_tile_exchanges_what_others_need_of_it(shape: GridShape) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.is_meta for parameter in cuttable.model.parameters())
     assert [(unit.forward, unit.backward) for unit in column] == [(1.0, 1.0)] * len(cuttable)
-    assert any(unit.messages for unit in column) == (shape.size > 1)
+    assert any(unit.there for unit in column) == (shape.size > 1)
     assert column[0].handed_bytes * shape.size == 2 * 16 * 64 * 64 * 4
 
 

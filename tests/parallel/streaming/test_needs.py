@@ -133,10 +133,10 @@ def test_phases_of_a_step_are_not_added_up() -> None:
 def test_seconds_grow_by_margins_and_passes() -> None:
     one, other = SegmentNeeds(9, 0, 0, 0, 0, 0, 0, 8.0), SegmentNeeds(3, 0, 0, 0, 0, 2, 4, 4.0)
     needs = StreamNeeds((one, other), ((0, 2), (2, 3)), StreamOptions((2, 2)), spread=True)
-    column = needs.column([UnitSeconds(1.0, 2.0, 5, 6, 7)] * 4, [3.0, 1.0, 4.0, 9.0])
-    assert column[0] == column[1] == UnitSeconds(2.0, 2.0 + 4.0, 0, 0, 7)
-    assert column[2] == UnitSeconds(2.0, 5.0 + 3 * 2.0, 0, 0, 7)
-    assert column[3] == UnitSeconds(1.0, 2.0, 5, 6, 7)
+    column = needs.column([UnitSeconds(1.0, 2.0, (), (), 7)] * 4, [3.0, 1.0, 4.0, 9.0])
+    assert column[0] == column[1] == UnitSeconds(2.0, 2.0 + 4.0, handed_bytes=7)
+    assert column[2] == UnitSeconds(2.0, 5.0 + 3 * 2.0, handed_bytes=7)
+    assert column[3] == UnitSeconds(1.0, 2.0, handed_bytes=7)
 
 
 def test_segments_within_a_unit_share_its_seconds() -> None:

@@ -1,0 +1,184 @@
+"""The description of the machine that a job runs on, measured by its ranks: links by level, sums, memory.
+
+level        ranks with the same ...     measured between one pair, and between all pairs of two groups at once
+socket       node and package            if ranks are bound to the cores of one package each
+node         host
+network      -
+"""
+
+import datetime
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpi4dl._memory import memory_of_node
+from mpi4dl.comm import Communicator, Pending
+from mpi4dl.comm.allreduce import ALGORITHMS, pick
+from mpi4dl.comm.packing import Piece
+from mpi4dl.parallel.costs.machine import CollectiveCost, LinkLevel, Machine
+
+SMALL_BYTES, LARGE_BYTES = 64, 8 << 20
+SUMMED_BYTES = 4 << 20
+TOUCHED_NUMBERS = 1 << 24
+REPEATS = {SMALL_BYTES: 200, LARGE_BYTES: 8}
+TAG = 11
+
+
+def measure_machine(comm: Communicator, device: torch.device, name: str) -> Machine:
+    """The machine as the ranks of `comm`, at least 2, measure it; the same on all. Collective.
+
+    Raises:
+        Refusal: nodes have different numbers of ranks, or ranks of a node are not neighbours.
+    """
+    places = comm.all_gather_object((os.uname().nodename, _package()))
+    hosts = [host for host, _ in places]
+    per_node = _length(hosts)
+    if per_node is None:
+        comm.agree("--save needs neighbouring ranks on each node, and as many on all: start the job so")
+    assert per_node is not None
+    sizes = {"node": per_node, "network": comm.size}
+    per_socket = _length(places)
+    if None not in [package for _, package in places] and per_socket is not None and per_socket < per_node:
+        sizes = {"socket": per_socket, **sizes}
+    links, inside = [], 1
+    for level, ranks in sizes.items():
+        if ranks > inside:
+            links.append(_link(comm, level, inside, ranks, device))
+            inside = ranks
+    memory = _memory(device, comm.node.local_size)
+    found = Machine(
+        name,
+        comm.size // per_node,
+        per_node,
+        tuple(links),
+        min(comm.all_gather_object(memory)),
+        _device_name(device),
+        bytes_per_second=min(comm.all_gather_object(_touched_rate(comm, device))),
+        message_seconds=max(comm.all_gather_object(_post_seconds(comm))),
+        source=f"measured by mpi4dl doctor on {datetime.date.today()}, with {comm.size} ranks",
+    )
+    groups = np.arange(comm.size)[None]
+    factors = {}
+    for algorithm in ALGORITHMS:
+        expected = CollectiveCost(found, groups).all_reduce_seconds(SUMMED_BYTES, algorithm)
+        factors[algorithm] = round(_sum_seconds(comm, algorithm, device) / expected, 3)
+    described: Machine = comm.broadcast_object(_with(found, factors))
+    return described
+
+
+def _with(machine: Machine, factors: dict[str, float]) -> Machine:
+    from dataclasses import replace
+
+    return replace(machine, collectives=factors)
+
+
+def _length(places: Sequence[object]) -> int | None:
+    """How many neighbours are at the same place, if these are as many everywhere."""
+    count = next((i for i, place in enumerate(places) if place != places[0]), len(places))
+    groups = [places[i : i + count] for i in range(0, len(places), count)]
+    alike = all(len(group) == count and len(set(group)) == 1 for group in groups)
+    return count if alike and len({group[0] for group in groups}) == len(groups) else None
+
+
+def _package() -> int | None:
+    """The package of the cores that this process is bound to; None if they are of several, or nobody says."""
+    try:
+        found = {
+            int(Path(f"/sys/devices/system/cpu/cpu{core}/topology/physical_package_id").read_text())
+            for core in os.sched_getaffinity(0)
+        }
+    except (OSError, ValueError):
+        return None
+    return found.pop() if len(found) == 1 else None
+
+
+def _memory(device: torch.device, local_size: int) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return memory_of_node() // local_size
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _link(comm: Communicator, level: str, inside: int, ranks: int, device: torch.device) -> LinkLevel:
+    """The link between neighbouring groups of `inside` ranks: by one pair of ranks, and by all pairs at once."""
+    alone = {size: _one_way(comm, size, inside, 1, device) for size in (SMALL_BYTES, LARGE_BYTES)}
+    seconds = max(alone[LARGE_BYTES] - alone[SMALL_BYTES], 1e-12)
+    rate = (LARGE_BYTES - SMALL_BYTES) / seconds
+    together = _one_way(comm, LARGE_BYTES, inside, inside, device)
+    sharing = min(inside, max(1, round(together / alone[LARGE_BYTES])))
+    while inside % sharing:
+        sharing -= 1
+    return LinkLevel(level, round(alone[SMALL_BYTES], 9), round(rate), 0 if ranks == comm.size else ranks, sharing)
+
+
+def _one_way(comm: Communicator, size: int, inside: int, pairs: int, device: torch.device) -> float:
+    """Seconds of a message one way between the first `pairs` ranks of two neighbouring groups, the median."""
+    times = []
+    first, turn = comm.rank < pairs, inside <= comm.rank < inside + pairs
+    other = comm.rank + inside if first else comm.rank - inside
+    message = torch.zeros(size, dtype=torch.uint8, device=device)
+    for _ in range(REPEATS[size] + 1):
+        if pairs > 1:
+            comm.barrier()
+        start = time.perf_counter()
+        if first or turn:
+            for sends in (first, turn):
+                piece = [Piece(other, message)]
+                comm.iexchange(piece if sends else [], [] if sends else piece, TAG).wait()
+        times.append((time.perf_counter() - start) / 2)
+    middle = float(np.median(times[1:]))
+    found: float = max(comm.all_gather_object(middle if first else 0.0))
+    return found
+
+
+def _sum_seconds(comm: Communicator, algorithm: str, device: torch.device) -> float:
+    """Seconds of an all-reduce of a large buffer over all ranks, the median. Collective."""
+    add_up, times = pick(comm, algorithm, device=device), []
+    for _ in range(REPEATS[LARGE_BYTES] + 1):
+        buffer = torch.ones(SUMMED_BYTES // 4, device=device)
+        comm.barrier()
+        start = time.perf_counter()
+        add_up(buffer).wait()
+        times.append(time.perf_counter() - start)
+    return max(comm.all_gather_object(float(np.median(times[1:]))))
+
+
+def _touched_rate(comm: Communicator, device: torch.device) -> float:
+    """Bytes a second of an operator that reads and writes, while all ranks do the same. Collective."""
+    x, y = (torch.ones(TOUCHED_NUMBERS // comm.node.local_size, device=device) for _ in range(2))
+    comm.barrier()
+    return round(3 * x.nbytes / _fastest(lambda: x.add_(y), device))
+
+
+def _fastest(run: Callable[[], Tensor], device: torch.device, repeats: int = 5) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _post_seconds(comm: Communicator) -> float:
+    """Seconds in which this rank hands over one small message, and takes one. Collective."""
+    count, before, behind = 100, (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    pending: list[Pending] = []
+    comm.barrier()
+    start = time.thread_time()
+    for _ in range(count):
+        sends, receives = (Piece(peer, torch.zeros(8, dtype=torch.uint8)) for peer in (behind, before))
+        pending.append(comm.iexchange([sends], [receives], TAG))
+    seconds = (time.thread_time() - start) / count
+    for each in pending:
+        each.wait()
+    return round(seconds, 9)

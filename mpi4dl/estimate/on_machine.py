@@ -1,0 +1,67 @@
+"""Plans for another machine: timings of layers to take along, and curves over numbers of ranks."""
+
+from pathlib import Path
+
+from mpi4dl._progress import Tell, quietly
+from mpi4dl._wording import to_install
+from mpi4dl.estimate.planning import Searched, TrainedOn, as_a_rank, candidates_for, require_ranks
+from mpi4dl.estimate.target import OnMachine, PlanTarget
+from mpi4dl.options.config import Config, ConfigError
+
+
+def scaled(
+    config: Config,
+    asked: Searched,
+    on: OnMachine,
+    target: PlanTarget,
+    samples: TrainedOn,
+    rank_gflops: float,
+    tell: Tell = quietly,
+) -> list[str]:
+    """Curves of the fastest plans from one rank on, as a table, and as a picture in `on.curves`."""
+    from mpi4dl.estimate.scaling import draw_scaling, numbers_of_ranks, scaling_lines, scaling_points
+
+    most, most_bytes = require_ranks(asked, target.num_ranks), target.most_bytes(asked.memory)
+    tell("building the model", 0, 0)
+    with as_a_rank(config, most) as device:
+        found = candidates_for(config, asked, target, samples, rank_gflops, most, device)
+        limit = float("inf") if most_bytes is None else most_bytes
+        points = scaling_points(found.estimator, found.plans, numbers_of_ranks(most), on.scaling == "weak", limit, tell)
+    lines = [*target.words(), *scaling_lines(points, found.ranks_per_node)]
+    size = "x".join(map(str, found.estimator.image[2:]))
+    title = f"{config.model_name}, {size} px: {on.scaling} scaling"
+    try:
+        draw_scaling(points, title, Path(on.curves))
+    except ImportError:
+        return [*lines, f"the curves are not drawn: install matplotlib by {to_install('matplotlib')}"]
+    except OSError as error:
+        raise ConfigError(f"--curves {on.curves}: {error.strerror}") from None
+    return [*lines, f"curves: {on.curves}"]
+
+
+def time_layers(
+    config: Config, asked: Searched, on: OnMachine, samples: TrainedOn, rank_gflops: float, tell: Tell = quietly
+) -> str:
+    """Time the layers of a model on the small tiles that plans for so many ranks need, and write the file."""
+    import torch
+
+    from mpi4dl.parallel.costs.scaled import ScaledProfiler, TimingsFile
+    from mpi4dl.parallel.costs.timing import machine as this_machine
+
+    num_ranks = require_ranks(asked)
+    assert on.time_only is not None
+    file = TimingsFile(on.time_only)
+    tell("building the model", 0, 0)
+    with as_a_rank(config, num_ranks) as device:
+        found = candidates_for(config, asked, PlanTarget(timings=file), samples, rank_gflops, num_ranks, device)
+        file.measured_on = str(this_machine(torch.device(device))["on"])
+        found.estimator.clockwork = timing = ScaledProfiler(file)
+        sites = {site: None for plan in found.plans(num_ranks) for site in found.estimator.sites(plan)}
+        for number, site in enumerate(sites):
+            tell("shapes of tiles that were timed", number, len(sites))
+            timing.column(found.estimator.cuttable, site, torch.device(device), 1)
+    try:
+        file.save()
+    except OSError as error:
+        raise ConfigError(f"--time-only {on.time_only}: {error.strerror}") from None
+    return f"timings of the layers of {config.model_name} on small tiles: {on.time_only}"

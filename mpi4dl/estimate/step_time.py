@@ -1,0 +1,149 @@
+"""The time of a training step by a plan on a machine, and what it is spent on.
+
+    of each group of ranks that do the same        its row of the table, simulated
+    | F0 F1 F2 | bubble | B0 F3 B1 F4 B2 | bubble | B3 B4 | sums of gradients | optimizer |
+
+Of the actions, some seconds are arithmetic, and some are waits for halos, statistics, features and experts. Left out:
+reading the data, evaluation and checkpoints, and what links carry for others than this job.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from mpi4dl.estimate.memory import StageState, StateBytes
+from mpi4dl.parallel.costs.cost_model import StageCosts, StageSeconds
+from mpi4dl.parallel.costs.machine import CollectiveCost, Machine
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.tables.schedules import Action
+from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
+
+LEAST = 0.005  # share of a step that is told
+DIRECT_UP_TO = 2  # ranks, as in comm.allreduce
+
+
+class StepParts(NamedTuple):
+    """The seconds of a step of the ranks that compute longest. `bubble` is idle time by the schedule, `messages` more
+    of it since stages hand on.
+    """
+
+    arithmetic: float
+    halos: float
+    statistics: float
+    features: float
+    experts: float
+    messages: float
+    bubble: float
+    gradients: float
+    optimizer: float
+
+    def words(self) -> str:
+        """The shares of the step, in percent, from the largest on."""
+        total = sum(self) or 1.0
+        shares = sorted(zip(self._fields, self, strict=True), key=lambda each: -each[1])
+        told = (f"{name} {100 * seconds / total:.0f} %" for name, seconds in shares if seconds >= LEAST * total)
+        return ", ".join(told)
+
+
+class StepTime:
+    """The time of a step whose stages have costs `seconds`, and hand on in `messages`.
+
+    For each microbatch a stage keeps `kept` bytes, and `states` are those of its parameters.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        machine: Machine,
+        seconds: Sequence[StageSeconds],
+        messages: Sequence[float],
+        kept: Sequence[int],
+        states: Sequence[StageState],
+    ) -> None:
+        self.plan, self.machine, self.stages, self.states = plan, machine, tuple(seconds), tuple(states)
+        forward, backward = zip(*(stage.both for stage in self.stages), strict=True)
+        self.costs = Costs(forward, backward, tuple(messages), tuple(kept))
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The table, with a row for each group of ranks that do the same."""
+        return simulate(self.plan.merged_table(), self.plan.placement.merged, self.costs)
+
+    @cached_property
+    def _behind(self) -> tuple[list[float], list[float]]:
+        """The seconds of sums of gradients, and of the optimizer, of each group of ranks."""
+        stages = range(self.plan.num_stages)
+        states = self.states or [()] * len(stages)
+        sums = [
+            sum(gradient_seconds(self.plan, self.machine, stage, each) for each in states[stage]) for stage in stages
+        ]
+        updates = [sum(self._update(stage, each) for each in states[stage]) for stage in stages]
+        held = [{stage for _, stage in self.plan.held_by(ranks[0])} for ranks in self.plan.placement.alike]
+        return [sum(sums[s] for s in own) for own in held], [sum(updates[s] for s in own) for own in held]
+
+    def _update(self, stage: int, state: StateBytes) -> float:
+        ranks = state.num_holders(self.plan, stage)
+        zero, _ = self.plan.zero_at(stage) if ranks > 1 else (0, 1)
+        touched = 3 * state.parameters + 2 * state.update
+        return touched / (ranks if zero else 1) / self.machine.bytes_per_second
+
+    @cached_property
+    def seconds(self) -> float:
+        """From the first action to the end of the optimizer's step, of the group that ends last."""
+        ends = [max((span.end_seconds for span in row), default=0.0) for row in self.simulation.rows]
+        return max(sum(of_group) for of_group in zip(ends, *self._behind, strict=True))
+
+    @cached_property
+    def parts(self) -> StepParts:
+        busy = [[self._of_action(span.action) for span in row] for row in self.simulation.rows]
+        totals = [sum(sum(each) for each in row) for row in busy]
+        group = totals.index(max(totals))
+        arithmetic, halos, statistics, features, experts = (sum(each) for each in zip(*busy[group], strict=True))
+        gradients, optimizer = (seconds[group] for seconds in self._behind)
+        idle = max(0.0, self.seconds - totals[group] - gradients - optimizer)
+        at_once = replace(self.costs, communication_seconds=(0.0,) * len(self.costs.communication_seconds))
+        without = simulate(self.plan.merged_table(), self.plan.placement.merged, at_once).makespan_seconds
+        messages = min(idle, self.simulation.makespan_seconds - without)
+        waits = halos, statistics, features, experts
+        return StepParts(arithmetic, *waits, messages, idle - messages, gradients, optimizer)
+
+    def _of_action(self, action: Action) -> tuple[float, ...]:
+        """The seconds of an action: of arithmetic, and waits by purpose."""
+        found = self.stages[action.stage]
+        if action.kind == "forward":
+            return found.forward, *found.there
+        share = {"backward": 1.0, "input": self.costs.input_share, "weight": 1 - self.costs.input_share}[action.kind]
+        return share * found.backward, *found.back.times(share)
+
+
+def step_time(
+    plan: Plan, prices: StageCosts, counts: Sequence[int], kept: Sequence[int], states: Sequence[StageState]
+) -> StepTime:
+    """The time of a step of stages that have so many units, of which `prices` are known."""
+    machine = prices.stages[0].machine
+    return StepTime(plan, machine, prices.of_stages(counts), prices.messages(counts), kept, states)
+
+
+def gradient_seconds(plan: Plan, machine: Machine, stage: int, state: StateBytes) -> float:
+    """The time in which the ranks that have the same parameters of a stage sum gradients, and gather parameters.
+
+    ZeRO 2 sums after each microbatch, and ZeRO 3 also gathers before each forward and backward pass. Buckets follow
+    each other. Nothing of it is taken to be hidden behind the backward pass.
+    """
+    parts = [range({"features": plan.tensor, "experts": plan.experts}[axis]) for axis in state.axes]
+    groups = [plan.holders(stage, part=dict(zip(state.axes, each, strict=True))) for each in product(*parts)]
+    if len(groups[0]) == 1 or not state.parameters:
+        return 0.0
+    shortest = min(map(len, groups))
+    cost = CollectiveCost(machine, np.asarray([ranks[:shortest] for ranks in groups]))
+    zero, _ = plan.zero_at(stage)
+    buckets = max(1.0, state.parameters / max(1, state.bucket))
+    size = state.parameters / buckets
+    if zero == 0:
+        return buckets * cost.all_reduce_seconds(size, "direct" if shortest <= DIRECT_UP_TO else "library")
+    times = plan.num_microbatches
+    return {1: 2, 2: times + 1, 3: 3 * times}[zero] * buckets * cost.reduce_scatter_seconds(size)

@@ -1,0 +1,240 @@
+"""Costs of units at any site from those at a few small ones, so that thousands of plans can be looked at.
+
+    wanted     a rank of 32 x 64 tiles of 2048 x 1024 px          4 samples
+    base       a rank of  3 x  3 tiles of 128 and 512 px          1 sample, and 2 of 128 px       the rank in the middle
+
+Seconds and bytes are a + b samples + c samples x pixels: what is fixed, what a classifier's layers take for a sample,
+and what layers of images take for a pixel. Bytes of halos grow with the sides of a tile, and rounds stay as many. Of
+tokens, whose attention grows faster than their number, only samples are left out.
+
+Seconds are timed here, or come from a file that was made on another machine, or follow from its rates: FLOPs over those
+that it reaches, the bytes of all other operators over its memory's rate, and a time for each operator to start (after
+Williams, Waterman and Patterson, "Roofline", 2009).
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpi4dl._files import Replacement, read_regular
+from mpi4dl.geometry import GridShape
+from mpi4dl.parallel.costs.cost_model import Profiler
+from mpi4dl.parallel.costs.machine import Machine
+from mpi4dl.parallel.costs.timing import Column, Site, Units, UnitSeconds
+from mpi4dl.parallel.costs.units import UnitCounts
+from mpi4dl.parallel.inputs import of_tokens, space_of
+from mpi4dl.parallel.plan import grid_name
+from mpi4dl.parallel.spatial.dry_run_grid import Round, Traffic
+from mpi4dl.parallel.spatial.rules.normalization import FEW
+
+ANYWHERE = ("on", "torch", "mpi4dl")  # facts that a file of timings leaves open
+MOST_PARTS = 3  # tiles along an axis: the one in the middle has all neighbours
+SIDES = {1: (1024, 4096), 2: (128, 512), 3: (32, 64)}  # of base tiles, by the number of axes of space
+ALIKE = 1.2  # up to this factor bytes of halos count as growing with a tile's sides
+BACKWARD = 2  # times as many FLOPs and bytes as forward
+
+
+class TimingsFile:
+    """Timings in a file, by facts of JSON as `timing.Remembered` has them, but for the machine, which is named once."""
+
+    def __init__(self, path: str | Path, entries: Sequence[Mapping[str, Any]] = (), measured_on: str = "") -> None:
+        self.path, self.measured_on = Path(path), measured_on
+        self._entries: dict[str, Any] = {self._key(each["facts"]): each for each in entries}
+
+    @classmethod
+    def load(cls, path: str | Path) -> "TimingsFile":
+        """Raises ValueError if it is no such file, OSError if it cannot be read."""
+        try:
+            found = json.loads(read_regular(Path(path)).decode())
+            return cls(path, found["timings"], str(found["measured on"]))
+        except (ValueError, KeyError, TypeError, UnicodeDecodeError, RecursionError):
+            raise ValueError(f"{path} is no file of timings, as `mpi4dl plan --time-only FILE` writes it") from None
+
+    @staticmethod
+    def _key(facts: Mapping[str, Any]) -> str:
+        return json.dumps({name: value for name, value in facts.items() if name not in ANYWHERE}, sort_keys=True)
+
+    def get(self, facts: Mapping[str, Any]) -> Any:
+        found = self._entries.get(self._key(facts))
+        return None if found is None else found["value"]
+
+    def put(self, facts: Mapping[str, Any], value: Any) -> None:
+        self._entries[self._key(facts)] = {"facts": dict(facts), "value": value}
+
+    def save(self) -> None:
+        """Write the file, beside its place first. Raises OSError."""
+        found = {"measured on": self.measured_on, "timings": list(self._entries.values())}
+        with Replacement(self.path, shared=True) as temporary:
+            temporary.write_text(json.dumps(found, indent=1))
+
+
+@dataclass(frozen=True)
+class ScaledProfiler(Profiler):
+    """A profiler that looks at small sites alone. `rates` are those of a machine that is not timed.
+
+    `given`: timings come from a file, and nothing is timed here.
+    """
+
+    rates: Machine | None = None
+    given: TimingsFile | None = None
+    _columns: dict[Any, Any] = field(default_factory=dict)
+    _counts: dict[Any, Any] = field(default_factory=dict)
+
+    def column(self, cuttable: Units, site: Site, device: torch.device, num_sites: int = 1) -> Column:
+        known = self._columns.get(site)
+        if known is None:
+            known = self._columns[site] = self._column(cuttable, site, device, num_sites)
+        found: Column = known
+        return found
+
+    def _column(self, cuttable: Units, site: Site, device: torch.device, num_sites: int) -> Column:
+        counts = self.counts(cuttable, site)
+        if self.rates is not None and self.rates.flops_per_second is not None:
+            return tuple(_by_rates(unit, self.rates) for unit in counts)
+        bases = base_sites(site)
+        columns = [self._base_column(cuttable, base, device, num_sites * len(bases)) for base in bases]
+
+        def along(i: int, name: str) -> float:
+            return drawn(bases, [getattr(column[i], name) for column in columns], site)
+
+        return tuple(
+            UnitSeconds(along(i, "forward"), along(i, "backward"), unit.there, unit.back, unit.handed)
+            for i, unit in enumerate(counts)
+        )
+
+    def _base_column(self, cuttable: Units, base: Site, device: torch.device, num_sites: int) -> Column:
+        if base not in self._columns:
+            if self.given is not None and self.given.get(self.facts_of_seconds(cuttable, base, device)) is None:
+                raise ValueError(
+                    f"`timings` {self.given.path} has no timings of this model on {grid_name(base.shape.space)} tiles: "
+                    "make the file by `mpi4dl plan --time-only` with the same model and options"
+                )
+            self._columns[base] = super().column(cuttable, base, device, num_sites)
+        found: Column = self._columns[base]
+        return found
+
+    def counts(self, cuttable: Units, site: Site) -> tuple[UnitCounts, ...]:
+        known = self._counts.get(site)
+        if known is None:
+            bases = base_sites(site)
+            if site in bases:
+                known = super().counts(cuttable, site)
+            else:
+                columns = [self.counts(cuttable, base) for base in bases]
+                known = tuple(_counts_at(site, bases, units) for units in zip(*columns, strict=True))
+            self._counts[site] = known
+        found: tuple[UnitCounts, ...] = known
+        return found
+
+
+def base_sites(site: Site) -> tuple[Site, ...]:
+    """The small sites for one: with a sample of each way, of little and of many pixels, and with two of little.
+
+    Of tokens there are one and two samples.
+    """
+    shape, experts, ways = site.shape, site.arrangement.experts, site.arrangement.ways
+    batch = shape.batch if experts > 1 else min(shape.batch, max(2, ways))
+    if of_tokens(site.image):
+        base = _with_axes(shape, batch, shape.space)
+        return tuple(site._replace(shape=base, image=(batch * n, *site.image[1:])) for n in (1, 2))
+    batch, *space = _few(shape, batch)
+    base, uncut = _with_axes(shape, batch, space), len(site.image) - 2 - len(space)
+    small, large = SIDES[len(site.image) - 2]
+
+    def of(samples: int, side: int) -> Site:
+        sides = (*(side for _ in range(uncut)), *(side * parts for parts in space))
+        return site._replace(shape=base, image=(batch * samples, site.image[1], *sides))
+
+    return of(1, small), of(1, large), of(2, small)
+
+
+def _few(shape: GridShape, batch: int) -> list[int]:
+    """Ways and tiles: few, but more than FEW in all where there are more, since norms then go another way."""
+    wanted = [shape.batch, *shape.space]
+    found = [batch, *(MOST_PARTS if parts > 1 else 1 for parts in shape.space)]
+    while math.prod(found) <= FEW < math.prod(wanted):
+        axis = max(range(len(found)), key=lambda i: wanted[i] / found[i])
+        found[axis] += 1
+    return found
+
+
+def _with_axes(shape: GridShape, batch: int, space: Sequence[int]) -> GridShape:
+    """The shape with other numbers of ways and tiles; ranks that share features stay."""
+    return type(shape)(batch, *space, *shape[1 + len(shape.space) :])
+
+
+def drawn(bases: Sequence[Site], values: Sequence[float], wanted: Site) -> float:
+    """The value at a site, from those at its base sites; neither samples nor pixels make it smaller."""
+    if len(bases) == 2:
+        return values[0] + max(0.0, values[1] - values[0]) * (_samples(wanted) - 1)
+    small, large = (base.pixels for base in bases[:2])
+    by_pixel = max(0.0, values[1] - values[0]) / (large - small)
+    by_sample = max(0.0, values[2] - values[0] - by_pixel * small)
+    fixed = values[0] - by_sample - by_pixel * small
+    return max(0.0, fixed + by_sample * _samples(wanted) + by_pixel * wanted.pixels)
+
+
+def _samples(site: Site) -> float:
+    """Those of each way."""
+    return site.image[0] / site.shape.batch
+
+
+def _counts_at(site: Site, bases: Sequence[Site], units: Sequence[UnitCounts]) -> UnitCounts:
+    def number(name: str) -> int:
+        return math.ceil(drawn(bases, [getattr(unit, name) for unit in units], site))
+
+    there = _traffic_at(site, bases, [unit.there for unit in units])
+    return units[0].changed(number, there=there, back=_traffic_at(site, bases, [unit.back for unit in units]))
+
+
+def _traffic_at(site: Site, bases: Sequence[Site], ways: Sequence[Traffic]) -> Traffic:
+    """The rounds at a site: as many as at the largest of the base sites, and as large as the site's sides make them."""
+    known = [{each.alike: dict(each.parts) for each in way} for way in ways]
+
+    def at_site(found: Round) -> Round:
+        parts = []
+        for offset, size in found.parts:
+            sizes = [of_base.get(found.alike, {}).get(offset, size) for of_base in known]
+            halo = len(offset) == len(site.shape)
+            expected = sizes[0] * _sides(bases[1], offset) / _sides(bases[0], offset) if halo else 0.0
+            if halo and size / ALIKE <= expected <= size * ALIKE:
+                parts.append((offset, round(size * _sides(site, offset) / _sides(bases[1], offset))))
+            else:
+                parts.append((offset, round(drawn(bases, sizes, site))))
+        return found._replace(parts=tuple(parts))
+
+    return tuple(map(at_site, ways[1]))
+
+
+def _sides(site: Site, offset: Sequence[int]) -> float:
+    """The pixels of a strip of unit width that goes so far along the axes: the sides along which it does not go."""
+    space = site.shape.space
+    sides = space_of(site.image)
+    uncut = sides[: len(sides) - len(space)]
+    cut = [side / parts for side, parts in zip(sides[len(uncut) :], space, strict=True)]
+    along = offset[1 : 1 + len(space)]
+    stays = (side for side, step in zip(cut, along, strict=True) if step == 0)
+    return _samples(site) * math.prod(uncut) * math.prod(stays)
+
+
+def _by_rates(unit: UnitCounts, machine: Machine) -> UnitSeconds:
+    """The seconds of a unit: its FLOPs, its bytes and the start of its operators, one after the other."""
+    assert machine.flops_per_second is not None
+    forward = unit.flops / machine.flops_per_second + unit.touched / machine.bytes_per_second
+    forward += unit.operators * machine.operator_seconds
+    return UnitSeconds(forward, BACKWARD * forward, unit.there, unit.back, unit.handed)
+
+
+def for_machine(profiler: Profiler, machine: Machine | None, timings: TimingsFile | None) -> ScaledProfiler:
+    """The profiler of another machine, or of this one for many ranks."""
+    if timings is not None:
+        told = f"units timed on {timings.measured_on}, by {timings.path.name}"
+        return ScaledProfiler(timings, timed_on=told, given=timings)
+    rates = machine if machine is not None and machine.flops_per_second is not None else None
+    told = "units timed here, on small tiles" if rates is None else f"by the rates of {rates.name}"
+    return ScaledProfiler(profiler.remembered, profiler.time, profiler.budget_seconds, timed_on=told, rates=rates)

@@ -1,0 +1,114 @@
+"""How long the rounds take that a dry run recorded on one rank of a stage, for all ranks of the stage on a machine.
+
+    recorded     each exchange by how far its receivers are along the axes of the grid: (0, 0, 1) 4 KiB, (0, 1, 0) ...
+    priced       between all pairs of ranks that are so far apart, at the same time, on the links that join them
+
+All ranks of a stage take part in a round, and come to the next when the slowest has done.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpi4dl.parallel.costs.machine import CollectiveCost, ExchangeCost, Machine, Ranks
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.spatial.dry_run_grid import Round, Traffic
+
+
+class WaitSeconds(NamedTuple):
+    """Seconds of messages by purpose: halos, statistics of norms and the like, sums over features, experts."""
+
+    halos: float = 0.0
+    statistics: float = 0.0
+    features: float = 0.0
+    experts: float = 0.0
+
+    def __add__(self, other: object) -> "WaitSeconds":
+        assert isinstance(other, WaitSeconds)
+        return WaitSeconds(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> "WaitSeconds":
+        return WaitSeconds(*(factor * seconds for seconds in self))
+
+
+NO_WAITS = WaitSeconds()
+
+
+class StageTraffic:
+    """The ranks of a stage of a plan on a machine, and what their rounds take."""
+
+    def __init__(self, machine: Machine, plan: Plan, stage: int) -> None:
+        self.machine, self.shape = machine, plan.shape(stage)
+        self.arrangement = plan.arrangement(stage)
+        self.ranks: Ranks = np.asarray(plan.partners(plan.ranks(0, stage)[0], 0, stage))
+        self.features = len(self.shape) - 1 if plan.tensor > 1 else None
+        self._exchanges: dict[Any, ExchangeCost] = {}
+        self._collectives: dict[Any, CollectiveCost] = {}
+
+    def waits(self, traffic: Traffic) -> WaitSeconds:
+        """The seconds of these rounds, by purpose."""
+        found = NO_WAITS
+        for each in traffic:
+            seconds = self._seconds(each)
+            if each.axes is None:
+                found += WaitSeconds(experts=seconds)
+            elif self.features is not None and each.axes == (self.features,):
+                found += WaitSeconds(features=seconds)
+            else:
+                found += WaitSeconds(halos=seconds) if each.kind == "exchange" else WaitSeconds(statistics=seconds)
+        return found
+
+    def _seconds(self, found: Round) -> float:
+        sizes = [size for _, size in found.parts]
+        if found.kind == "exchange":
+            return self._exchange(found.axes, tuple(at for at, _ in found.parts)).seconds(sizes, found.times)
+        cost, each = self.collective(found.axes), sizes[0] / found.times
+        return found.times * (
+            cost.all_reduce_seconds(each) if found.kind == "reduce" else cost.all_gather_seconds(each)
+        )
+
+    def handing_seconds(self, following: "StageTraffic", num_bytes: float) -> float:
+        """How long it takes to hand so many bytes of each rank on to the next stage, or its gradients back.
+
+        Whoever has fewer ranks than the other sends, or receives, those of several.
+        """
+        here, there = len(self.ranks), len(following.ranks)
+        most = np.arange(max(here, there))
+        pairs = [(self.ranks[most * here // len(most)], following.ranks[most * there // len(most)])]
+        return ExchangeCost(self.machine, pairs).seconds([num_bytes * here / len(most)])
+
+    def collective(self, axes: tuple[int, ...] | None) -> CollectiveCost:
+        if axes not in self._collectives:
+            self._collectives[axes] = CollectiveCost(self.machine, self.ranks[self._groups(axes)])
+        return self._collectives[axes]
+
+    def _exchange(self, axes: tuple[int, ...] | None, offsets: Sequence[tuple[int, ...]]) -> ExchangeCost:
+        if (axes, offsets) not in self._exchanges:
+            groups = self._groups(axes)
+            shape = (groups.shape[1],) if axes is None else tuple(self.shape[axis] for axis in axes)
+            pairs = []
+            for offset in offsets:
+                here, there = neighbours(shape, offset)
+                pairs.append((self.ranks[groups[:, here]].ravel(), self.ranks[groups[:, there]].ravel()))
+            self._exchanges[axes, offsets] = ExchangeCost(self.machine, pairs)
+        return self._exchanges[axes, offsets]
+
+    def _groups(self, axes: tuple[int, ...] | None) -> Ranks:
+        """The places of the grid in groups that differ along these axes alone: (groups, members)."""
+        places, used = np.arange(self.shape.size).reshape(self.shape), axes
+        if axes is None:  # those that share experts: neighbours among replicas, each with as many ways
+            ways, experts = self.arrangement.ways, self.arrangement.experts
+            places, used = places.reshape(-1, experts, ways, *self.shape[1:]), (1,)
+        assert used is not None
+        others = [axis for axis in range(places.ndim) if axis not in used]
+        return places.transpose(*others, *used).reshape(-1, math.prod(places.shape[axis] for axis in used))
+
+
+def neighbours(shape: Sequence[int], offset: Sequence[int]) -> tuple[Ranks, Ranks]:
+    """All pairs of places of a grid, by their numbers, of which the second is so far from the first along each axis."""
+    places = np.arange(math.prod(shape)).reshape(shape)
+    here = tuple(slice(max(0, -step), min(n, n - step)) for n, step in zip(shape, offset, strict=True))
+    there = tuple(slice(max(0, step), min(n, n + step)) for n, step in zip(shape, offset, strict=True))
+    return places[here].ravel(), places[there].ravel()

@@ -1,0 +1,119 @@
+"""Messages and collectives on a machine of several levels: times worked out by hand."""
+
+import numpy as np
+import pytest
+import torch
+
+from mpi4dl.comm.packing import Piece
+from mpi4dl.geometry import GridShape
+from mpi4dl.parallel.costs.machine import CollectiveCost, ExchangeCost, LinkLevel, Machine, Ranks
+from mpi4dl.parallel.costs.stage_traffic import StageTraffic, WaitSeconds, neighbours
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.spatial.dry_run_grid import Round, dry_run_grid
+
+# Two nodes of four ranks. Within a node 1 s and 100 bytes/s; between them 10 s, and 10 bytes/s for two ranks together.
+NODE = LinkLevel("node", 1.0, 100.0, ranks=4)
+NETWORK = LinkLevel("network", 10.0, 10.0, shared_by=2)
+MACHINE = Machine("two nodes", 2, 4, (NODE, NETWORK), message_seconds=0.0)
+
+
+def ranks(*numbers: int) -> Ranks:
+    return np.array(numbers)
+
+
+def test_messages_take_the_first_link_that_joins_both_ends() -> None:
+    assert MACHINE.levels(ranks(0, 0, 3, 7), ranks(3, 4, 4, 5)).tolist() == [0, 1, 1, 0]
+
+
+def test_of_messages_at_the_same_time_the_fullest_port_decides() -> None:
+    inside = ExchangeCost(MACHINE, [(ranks(0, 1), ranks(1, 2))])
+    assert inside.seconds([200.0]) == 1.0 + 2.0
+    across = ExchangeCost(MACHINE, [(ranks(2, 3), ranks(4, 5)), (ranks(0), ranks(1))])
+    assert across.seconds([50.0, 100.0]) == 10.0 + 2 * 50 / 10  # ranks 2 and 3 share a port
+    assert across.seconds([50.0, 10000.0]) == 1.0 + 100.0
+    assert across.seconds([50.0, 0.0], times=3) == 3 * 10.0 + 10.0  # the bytes are those of all three
+    one_port = ExchangeCost(MACHINE, [(ranks(0, 2), ranks(4, 5))])
+    assert one_port.seconds([50.0]) == 10.0 + 2 * 50 / 10  # they share the port of the receivers
+    assert ExchangeCost(MACHINE, [(ranks(1), ranks(1))]).seconds([50.0]) == 0.0
+
+
+def test_each_message_is_handed_over() -> None:
+    slow = Machine("slow", 1, 4, (LinkLevel("node", 1.0, 100.0),), message_seconds=0.25)
+    assert ExchangeCost(slow, [(ranks(1), ranks(0)), (ranks(1), ranks(2))]).seconds([0.0, 0.0], 2) == 2 * (1.0 + 0.5)
+
+
+def test_collectives_go_level_by_level() -> None:
+    everyone = CollectiveCost(MACHINE, np.arange(8)[None])
+    # A reduce-scatter: of 80 bytes 3 / 4 within a node; of the quarter that is left, a half to the other node, by two.
+    half = 2 * 1.0 + 60 / 100 + 10.0 + 2 * 10 / 10
+    doubling = 2 * (1.0 + 80 / 100) + 10.0 + 2 * 80 / 10
+    assert everyone.all_reduce_seconds(80) == pytest.approx(min(2 * half, doubling))
+    assert everyone.all_reduce_seconds(80000) == pytest.approx(2 * (2.0 + 600.0 + 10.0 + 2000.0))
+    assert everyone.all_gather_seconds(10) == pytest.approx(2 * 1.0 + 3 * 10 / 100 + 10.0 + 4 * 10 * 2 / 10)
+    assert everyone.reduce_scatter_seconds(80) == pytest.approx(10.0 + 4 * 10 * 2 / 10)
+    assert everyone.all_reduce_seconds(80, "direct") == pytest.approx(2 * everyone.reduce_scatter_seconds(80))
+    # Around a ring each of 2 x 7 steps passes on 10 bytes, and crosses the network.
+    assert everyone.all_reduce_seconds(80, "ring") == pytest.approx(14 * (10.0 + 10 / 10))
+    slower = Machine("slower", 2, 4, (NODE, NETWORK), message_seconds=0.0, collectives={"ring": 1.5})
+    assert CollectiveCost(slower, np.arange(8)[None]).all_reduce_seconds(80, "ring") == pytest.approx(1.5 * 14 * 11.0)
+    assert CollectiveCost(MACHINE, np.arange(8)[:, None]).all_reduce_seconds(80) == 0.0
+
+
+def test_groups_within_nodes_do_not_reach_the_network() -> None:
+    assert CollectiveCost(MACHINE, np.arange(8).reshape(2, 4)).all_gather_seconds(10) == pytest.approx(2.0 + 30 / 100)
+    across = CollectiveCost(MACHINE, np.arange(8).reshape(2, 4).T)  # four pairs, of which two share a port
+    assert across.all_gather_seconds(10) == pytest.approx(10.0 + 2 * 10 / 10)
+
+
+@pytest.mark.parametrize(
+    ("links", "said"),
+    [
+        ((), "no [[links]]"),
+        ((LinkLevel("node", 1.0, 1.0, ranks=3), NETWORK), "whole number of groups"),
+        ((LinkLevel("node", 1.0, 0.0),), "a rate above 0"),
+        ((LinkLevel("node", 1.0, 1.0, ranks=4),), "the last one all ranks"),
+    ],
+)
+def test_machines_that_cannot_be_are_refused(links: tuple[LinkLevel, ...], said: str) -> None:
+    with pytest.raises(ValueError, match="machine odd") as refused:
+        Machine("odd", 2, 4, links)
+    assert said in str(refused.value)
+
+
+def test_neighbours_are_those_within_the_grid() -> None:
+    here, there = neighbours((2, 3), (1, -1))
+    assert (here.tolist(), there.tolist()) == ([1, 2], [3, 4])
+
+
+def test_what_one_rank_records_is_priced_for_all() -> None:
+    """2x4 tiles, a row on each node: to the right within a node, downwards across the network."""
+    stage = StageTraffic(MACHINE, Plan.of(tiles=[(2, 4)]), 0)
+    right = Round("exchange", (0, 1, 2), 2, (((0, 0, 1), 200),))
+    assert stage.waits((right,)) == WaitSeconds(halos=2 * 1.0 + 2.0)
+    down = Round("exchange", (0, 1, 2), 1, (((0, 1, 0), 100),))
+    assert stage.waits((down,)) == WaitSeconds(halos=10.0 + 2 * 100 / 10)
+    summed = Round("reduce", (0, 1, 2), 3, (((), 24),))
+    found = stage.waits((summed, right))
+    assert found.halos == 4.0
+    assert found.statistics == pytest.approx(3 * CollectiveCost(MACHINE, np.arange(8)[None]).all_reduce_seconds(8))
+
+
+def test_who_shares_features_or_experts_is_told_apart() -> None:
+    stage = StageTraffic(MACHINE, Plan.of(tensor=2, data=2, experts=2), 0)
+    assert stage.ranks.tolist() == list(range(8))
+    found = stage.waits((Round("reduce", (3,), 1, (((), 0),)), Round("exchange", None, 1, (((1,), 0),))))
+    assert found == WaitSeconds(features=1.0, experts=1.0)
+    assert stage.collective(None).size == 2
+
+
+def test_a_dry_run_records_its_rounds() -> None:
+    grid = dry_run_grid(GridShape(2, 3, 3), 4)
+    strip = torch.zeros(5, device="meta")
+    for _ in range(2):
+        grid.comm.iexchange([Piece(1, strip), Piece(3, strip)], [])
+    grid.along((0,)).all_reduce(torch.zeros(3))
+    assert set(grid.comm.recorder.take()) == {
+        Round("exchange", (0, 1, 2), 2, (((0, -1, 0), 40), ((0, 0, -1), 40))),
+        Round("reduce", (0,), 1, (((), 12),)),
+    }
+    assert grid.comm.recorder.take() == ()
