@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl import models
+from mpi4dl.comm.traffic import Round
 from mpi4dl.estimate.summary import PlanSummary, overview
 from mpi4dl.parallel.costs import cost_model
 from mpi4dl.parallel.costs.cost_model import LINK, Link, Profiler
@@ -18,7 +19,6 @@ from mpi4dl.parallel.costs.units import count_bytes, count_flops
 from mpi4dl.parallel.pipeline.local_stages import choose_cut
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.spatial.dry_run_grid import Round
 
 IMAGE = (8, 3, 64, 64)
 

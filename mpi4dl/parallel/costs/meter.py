@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from mpi4dl._randomness import forked
-from mpi4dl.parallel.spatial.dry_run_grid import DryRunGrid, Traffic
+from mpi4dl.comm.traffic import Traffic
+from mpi4dl.parallel.spatial.dry_run_grid import DryRunGrid
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
 
 FLASH, FLASH_ON_CPUS = (

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from mpi4dl._files import Replacement, read_regular
+from mpi4dl.comm.traffic import Round, Traffic
 from mpi4dl.geometry import GridShape
 from mpi4dl.parallel.costs.cost_model import Profiler
 from mpi4dl.parallel.costs.machine import Machine
@@ -29,7 +30,6 @@ from mpi4dl.parallel.costs.timing import Column, Site, Units, UnitSeconds
 from mpi4dl.parallel.costs.units import UnitCounts
 from mpi4dl.parallel.inputs import of_tokens, space_of
 from mpi4dl.parallel.plan import grid_name
-from mpi4dl.parallel.spatial.dry_run_grid import Round, Traffic
 from mpi4dl.parallel.spatial.rules.normalization import FEW
 
 ANYWHERE = ("on", "torch", "mpi4dl")  # facts that a file of timings leaves open

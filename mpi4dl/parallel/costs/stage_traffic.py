@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpi4dl.comm.traffic import Round, Traffic
 from mpi4dl.parallel.costs.machine import CollectiveCost, ExchangeCost, Machine, Ranks
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.spatial.dry_run_grid import Round, Traffic
 
 
 class WaitSeconds(NamedTuple):

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 import mpi4dl
 from mpi4dl._files import Replacement
 from mpi4dl._randomness import forked
+from mpi4dl.comm.traffic import Recorder, Round, Traffic, traffic_of
 from mpi4dl.geometry import GridShape
 from mpi4dl.parallel.inputs import made_up, of_tokens, space_of
 from mpi4dl.parallel.pipeline.program import map_leaves
@@ -34,12 +35,8 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.dry_run_grid import (
     DryRunCommunicator,
     DryRunGrid,
-    Recorder,
-    Round,
-    Traffic,
     dry_run_grid,
     rank_in_the_middle,
-    traffic_of,
 )
 from mpi4dl.parallel.spatial.grid import Arrangement, Grid
 from mpi4dl.parallel.spatial.sharding import even_layout

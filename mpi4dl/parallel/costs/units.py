@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl._randomness import forked
+from mpi4dl.comm.traffic import Traffic, traffic_of
 from mpi4dl.geometry import GridShape
 from mpi4dl.parallel.costs.meter import KnownValues, SavedTensors, dry_run, made_up_part, needs_values
 from mpi4dl.parallel.costs.timing import Site, Units, as_received, cut_at, imagined, input_at, local_tensors, map_local
@@ -23,7 +24,6 @@ from mpi4dl.parallel.inputs import of_tokens
 from mpi4dl.parallel.pipeline.program import pack
 from mpi4dl.parallel.pipeline.split import shapes_of
 from mpi4dl.parallel.pipeline.stage import made_up_stage
-from mpi4dl.parallel.spatial.dry_run_grid import Traffic, traffic_of
 
 
 class UnitCounts(NamedTuple):

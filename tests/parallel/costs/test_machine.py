@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from mpi4dl.comm.packing import Piece
+from mpi4dl.comm.traffic import Round
 from mpi4dl.geometry import GridShape
 from mpi4dl.parallel.costs.machine import CollectiveCost, ExchangeCost, LinkLevel, Machine, Ranks
 from mpi4dl.parallel.costs.stage_traffic import StageTraffic, WaitSeconds, neighbours
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.spatial.dry_run_grid import Round, dry_run_grid
+from mpi4dl.parallel.spatial.dry_run_grid import dry_run_grid
 
 # Two nodes of four ranks. Within a node 1 s and 100 bytes/s; between them 10 s, and 10 bytes/s for two ranks together.
 NODE = LinkLevel("node", 1.0, 100.0, ranks=4)

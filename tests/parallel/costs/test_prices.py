@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mpi4dl.comm import Communicator
+from mpi4dl.comm.traffic import Round
 from mpi4dl.parallel.costs.cost_model import (
     ASSUMED,
     Link,
@@ -24,7 +25,6 @@ from mpi4dl.parallel.costs.timing import Column, Remembered, Site, UnitSeconds
 from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.spatial.dry_run_grid import Round
 from tests.pool.ranks import Ranks
 
 CPU = torch.device("cpu")
