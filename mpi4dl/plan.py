@@ -59,7 +59,7 @@ def show(argv: Sequence[str]) -> None:
         elif searches:
             lines = searched(trained, asked, target, samples, shown.rank_gflops, flags, progress)
         else:
-            found = planned(trained, samples, shown.rank_gflops, flags, progress)
+            found = planned(trained, samples, shown.rank_gflops, flags, progress, target)
     if searches or config.on_machine.time_only is not None or config.on_machine.scaling is not None:
         print("\n".join(lines))
         return

@@ -690,11 +690,15 @@ def training_step(
     batch_size: int,
     size: Sequence[int],
     num_classes: int,
+    balance: str | Sequence[int] = "auto",
     **options: Any,
 ) -> Callable[[], object]:
-    """A step of an engine by a plan, with SGD on random images (N, 3, *size). `options` are those of `Engine`."""
+    """A step of an engine by a plan, with SGD on random images (N, 3, *size).
+
+    The model is cut by `balance`; `options` are those of `Engine`.
+    """
     image = (max(1, batch_size // plan.num_microbatches), 3, *size)
-    held = split(build, plan, comm, image=image)
+    held = split(build, plan, comm, image=image, balance=balance)
     engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.01), F.cross_entropy, comm=comm, **options)
     images, labels = random_batch(batch_size, size, num_classes)
     boxes = [read.box for read in engine.reads(batch_size, tuple(size))]

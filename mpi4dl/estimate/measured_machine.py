@@ -24,7 +24,7 @@ from mpi4dl.parallel.costs.machine import CollectiveCost, LinkLevel, Machine
 
 SMALL_BYTES, LARGE_BYTES = 64, 8 << 20
 SUMMED_BYTES = 4 << 20
-TOUCHED_NUMBERS = 1 << 24
+TOUCHED_NUMBERS = 1 << 24  # more than caches hold
 REPEATS = {SMALL_BYTES: 200, LARGE_BYTES: 8}
 TAG = 11
 
@@ -153,7 +153,7 @@ def _sum_seconds(comm: Communicator, algorithm: str, device: torch.device) -> fl
 
 def _touched_rate(comm: Communicator, device: torch.device) -> float:
     """Bytes a second of an operator that reads and writes, while all ranks do the same. Collective."""
-    x, y = (torch.ones(TOUCHED_NUMBERS // comm.node.local_size, device=device) for _ in range(2))
+    x, y = (torch.ones(TOUCHED_NUMBERS, device=device) for _ in range(2))
     comm.barrier()
     return round(3 * x.nbytes / _fastest(lambda: x.add_(y), device))
 

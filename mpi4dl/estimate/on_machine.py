@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from mpi4dl._progress import Tell, quietly
-from mpi4dl._wording import to_install
+from mpi4dl._wording import counted, to_install
 from mpi4dl.estimate.planning import Searched, TrainedOn, as_a_rank, candidates_for, require_ranks
 from mpi4dl.estimate.target import OnMachine, PlanTarget
 from mpi4dl.options.config import Config, ConfigError
@@ -54,7 +54,8 @@ def time_layers(
     tell("building the model", 0, 0)
     with as_a_rank(config, num_ranks) as device:
         found = candidates_for(config, asked, PlanTarget(timings=file), samples, rank_gflops, num_ranks, device)
-        file.measured_on = str(this_machine(torch.device(device))["on"])
+        on_this = this_machine(torch.device(device))["on"]
+        file.measured_on = on_this if isinstance(on_this, str) else f"{on_this[0]}, {counted(on_this[1], 'thread')}"
         found.estimator.clockwork = timing = ScaledProfiler(file)
         sites = {site: None for plan in found.plans(num_ranks) for site in found.estimator.sites(plan)}
         for number, site in enumerate(sites):

@@ -84,7 +84,12 @@ class TrainedOn:
 
 
 def planned(
-    config: Config, samples: TrainedOn, rank_gflops: float, flags: Sequence[str], tell: Tell = quietly
+    config: Config,
+    samples: TrainedOn,
+    rank_gflops: float,
+    flags: Sequence[str],
+    tell: Tell = quietly,
+    on: "PlanTarget | None" = None,
 ) -> "PlanSummary":
     """The overview of what `flags` would train, of which `config` was made.
 
@@ -108,6 +113,7 @@ def planned(
     tell("looking for operators without a rule", 0, 0)
     with without_rules(config):
         require_rules(config, plan, num_classes, channels)
+    profiler = replace(Profiler.of_user(), rank_gflops=rank_gflops)
     tell("counting what each stage computes and keeps, and timing it", 0, 0)
     with as_a_rank(config, plan.num_ranks) as device:
         return look_ahead(
@@ -118,7 +124,8 @@ def planned(
             samples.patches,
             balance=config.parallel.balance,
             device=device,
-            clockwork=replace(Profiler.of_user(), rank_gflops=rank_gflops),
+            clockwork=profiler if on is None else on.profiler(profiler, plan.num_ranks),
+            machine=None if on is None else on.told,
             stream=stream_of(config, plan, num_classes, channels, torch.device(device)),
             command=shlex.join(["mpirun", "-n", str(plan.num_ranks), "python", "-m", "mpi4dl.train", *flags]),
         )
@@ -196,7 +203,8 @@ def searched(
             tell,
         )
     tokens = None if config.data.text is None else config.data.context
-    return [*on.words(), *ranked(ranking, num_ranks, most_bytes, flags, tokens, on.machine)]
+    timed_on = found.estimator.clockwork.timed_on if found.estimator.clockwork is not None else ""
+    return [*on.words(), *ranked(ranking, num_ranks, most_bytes, flags, tokens, on.machine, timed_on)]
 
 
 def _as_trained(config: Config, plan: "Plan") -> "Plan":

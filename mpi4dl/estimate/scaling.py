@@ -3,7 +3,7 @@
     strong     the same batch on more ranks        ideal: images/s in proportion to the ranks
     weak       a batch that grows with the ranks   the same, from the fewest ranks on which the model fits
 
-A kind pays as long as twice the ranks give at least PAYS times the images a second.
+Nothing is streamed. A kind pays as long as twice the ranks give at least PAYS times the images a second.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -77,6 +77,7 @@ def scaling_points(
 ) -> list[Point]:
     """The fastest plan of each kind on each of these numbers of ranks, of plans `plans_for(ranks, batch_size)`."""
     found: list[Point] = []
+    estimator.streams = False
     batch_size, fewest = estimator.image[0], None
     for step, num_ranks in enumerate(numbers):
         tell("numbers of ranks", step, len(numbers))

@@ -164,7 +164,7 @@ def promising(
     if len(plans) <= MANY_PLANS:
         return [each for each in outlooks(forecaster, plans, most_bytes, tell) if each is not None]
     plain = [plan for plan in plans if plan.schedule == "1f1b" and not plan.bidirectional]
-    known = {*plain}
+    known, streams = {*plain}, forecaster.streams
     forecaster.streams = False
     try:
         found = [each for each in outlooks(forecaster, plain, most_bytes, tell) if each is not None]
@@ -177,8 +177,8 @@ def promising(
         others = [plan for plan in plans if plan not in known and speeds.get(_stages_of(plan), 0.0) >= least]
         found += [each for each in outlooks(forecaster, others, most_bytes, tell) if each is not None]
     finally:
-        forecaster.streams = True
-    if not speeds and all(each.num_bytes > most_bytes for each in found):
+        forecaster.streams = streams
+    if streams and not speeds and all(each.num_bytes > most_bytes for each in found):
         found += [each for each in outlooks(forecaster, plain, most_bytes, tell) if each is not None]
     return found
 
@@ -219,11 +219,12 @@ def ranked(
     flags: Sequence[str],
     num_tokens: int | None = None,
     machine: Machine | None = None,
+    timed_on: str = "",
 ) -> list[str]:
     """The lines. `flags` are those of the command that are for the training; each plan replaces what it decides.
 
     Samples of text have so many tokens, of which its users count those that are trained each second. With another
-    `machine` there is the time of a step, and what it costs and is spent on.
+    `machine` there is the time of a step, and what it costs and is spent on. `timed_on` says where units were timed.
     """
     too_large = f", {found.num_too_large} of which need more than {_mebibytes(most_bytes)}" if most_bytes else ""
     lines = [f"{counted(found.num_plans, 'plan')} for {counted(num_ranks, 'rank')} looked at{too_large}"]
@@ -240,7 +241,11 @@ def ranked(
         [str(i + 1), f"{each.samples_per_second * (num_tokens or 1):.3g}", _mebibytes(each.num_bytes), str(each)]
         for i, each in enumerate(best)
     ]
-    timed = "units timed on this machine" if all(each.timed for each in best) else "by counted FLOPs where not timed"
+    timed = (
+        (timed_on or "units timed on this machine")
+        if all(each.timed for each in best)
+        else "by counted FLOPs where not timed"
+    )
     where = "ranks with a core each" if machine is None else f"on {machine.name}"
     lines += [f"the fastest, simulated ({timed}; {where}), with the memory of the rank that needs most:"]
     lines += list(aligned(rows, left={"plan"}))

@@ -12,6 +12,7 @@ from mpi4dl._wording import aligned, counted, mebibytes, runs
 from mpi4dl.estimate.memory import PlanMemory
 from mpi4dl.estimate.passes import Passes, passes_of_needs
 from mpi4dl.estimate.plan_estimate import Estimator, units_of
+from mpi4dl.estimate.step_time import StepTime
 from mpi4dl.geometry import SPACE, Interval
 from mpi4dl.options.build import title_of
 from mpi4dl.parallel.costs.cost_model import Profiler, prices_for
@@ -70,6 +71,7 @@ class PlanSummary:
     remark: str = ""
     recompute: bool = False
     passes: Passes | None = None
+    time: StepTime | None = None
 
     def __str__(self) -> str:
         parts = (self.title(), self.stages(), self.sums(), self.images(), self.streaming(), self.memory(), self.ranks())
@@ -160,6 +162,11 @@ class PlanSummary:
         for what, group in groupby(enumerate(found), key=lambda item: item[1]):
             ranks = [rank for rank, _ in group]
             lines.append(f"  {'rank' if len(ranks) == 1 else 'ranks'} {runs(ranks)}: {what}")
+        if self.time is not None:
+            seconds, parts = self.time.seconds, self.time.parts
+            lines.append(
+                f"with gradients and optimizer {seconds:.3g} s; of the rank that works longest: {parts.words()}"
+            )
         return [*lines, as_text(self.simulation, TEXT_COLUMNS)]
 
     def streaming(self) -> list[str]:
@@ -184,7 +191,7 @@ class PlanSummary:
         work = tuple(each._replace(forward_flops=each.forward_flops / share) for each in self.work)
         simulation = simulate(self.plan.table(), self.plan.placement, costs)
         found = replace(self, image=image, passes=passes, remark=remark)
-        return replace(found, costs=costs, work=work, simulation=simulation)
+        return replace(found, costs=costs, work=work, simulation=simulation, time=None)
 
     def memory(self) -> list[str]:
         """What the rank that needs most has in its memory, for each ZeRO stage."""
@@ -241,11 +248,12 @@ def overview(
         counts: tuple[int, ...] = (len(units),)
         prices = None
         if plan.num_stages > 1:
-            counts, prices = choose_cut(units, plan, None, balance, microbatch, device, clockwork, estimator.styles)
+            how = (device, clockwork, estimator.styles, estimator.machine)
+            counts, prices = choose_cut(units, plan, None, balance, microbatch, *how)
             units.shared(counts)  # raises ValueError where two stages would need the same buffer
         if prices is None:
-            how = balance if isinstance(balance, str) else "flops"
-            prices = prices_for(units, plan, microbatch, how, device, clockwork, styles=estimator.styles)
+            kind = balance if isinstance(balance, str) else "flops"
+            prices = prices_for(units, plan, microbatch, kind, device, clockwork, estimator.machine, estimator.styles)
         work = count_work(units, counts, microbatch, accept)
         needs = None if stream is None else estimator.streaming(plan, counts, stream)
     except (RuntimeError, AssertionError) as error:
@@ -271,6 +279,7 @@ def overview(
         command,
         needs,
         recompute=recompute,
+        time=step.time(plan),
     )
 
 

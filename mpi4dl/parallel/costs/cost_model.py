@@ -199,11 +199,11 @@ class Profiler:
     @staticmethod
     def facts_of_seconds(cuttable: Units, site: Site, device: torch.device) -> dict[str, Any]:
         """What the seconds of units depend on."""
-        return {"what": "seconds of units", **_facts(cuttable, site), **machine(device)}
+        return {"what": ["seconds of units", *UnitSeconds._fields], **_facts(cuttable, site), **machine(device)}
 
     def counts(self, cuttable: Units, site: Site) -> tuple[UnitCounts, ...]:
         """Memory and FLOPs of units on a rank at a site: counted once, and cached."""
-        facts = {"what": "counts of units", **_facts(cuttable, site)}
+        facts = {"what": ["counts of units", *UnitCounts._fields], **_facts(cuttable, site)}
         return self._once(facts, UnitCounts.of, lambda: count_units(cuttable, site))
 
     def _once(self, facts: dict[str, Any], kind: Callable[..., T], find: Callable[[], tuple[T, ...]]) -> tuple[T, ...]:

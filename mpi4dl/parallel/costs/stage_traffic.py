@@ -54,7 +54,7 @@ class StageTraffic:
             seconds = self._seconds(each)
             if each.axes is None:
                 found += WaitSeconds(experts=seconds)
-            elif self.features is not None and each.axes == (self.features,):
+            elif self.features is not None and [axis for axis in each.axes if self.shape[axis] > 1] == [self.features]:
                 found += WaitSeconds(features=seconds)
             else:
                 found += WaitSeconds(halos=seconds) if each.kind == "exchange" else WaitSeconds(statistics=seconds)

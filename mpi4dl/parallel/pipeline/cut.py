@@ -16,6 +16,7 @@ from torch import nn
 from mpi4dl._randomness import forked, seed_python
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.costs.cost_model import ASSUMED, Profiler, StageCosts, measured_prices, prices_for
+from mpi4dl.parallel.costs.machine import Machine
 from mpi4dl.parallel.costs.units import count_bytes
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline
@@ -104,8 +105,9 @@ def choose_cut(
     device: torch.device | str = "cpu",
     clockwork: Profiler | None = None,
     styles: Styles | None = None,
+    machine: tuple[Machine, str] | None = None,
 ) -> Counts:
-    """The cut by `balance`, the same on all ranks of `comm`. Collective."""
+    """The cut by `balance`, the same on all ranks of `comm`. Collective. Without it, `machine` may be another one."""
     counts = None
     if not isinstance(balance, str):
         counts = by_hand(cuttable, balance, plan.num_stages)
@@ -118,7 +120,7 @@ def choose_cut(
             f"{type(cuttable.model).__name__} has {len(cuttable)} units, too few for {plan.num_stages} stages"
             f"{cuttable.hint()}"
         )
-    prices = stage_prices(cuttable, plan, comm, balance, image, torch.device(device), clockwork, styles)
+    prices = stage_prices(cuttable, plan, comm, balance, image, torch.device(device), clockwork, styles, machine)
     if counts is None:
         counts = partition(costs_by(balance, cuttable, plan, image, prices))
     return Counts(counts, prices)
@@ -133,11 +135,12 @@ def stage_prices(
     device: torch.device,
     clockwork: Profiler | None,
     styles: Styles | None,
+    machine: tuple[Machine, str] | None = None,
 ) -> StageCosts:
     """Costs of units on each stage: found by rank 0, or by all ranks, and the same on all of `comm`. Collective."""
     how = balance if isinstance(balance, str) else "auto"
     if comm is None:
-        return prices_for(cuttable, plan, image, how, device, clockwork, styles=styles)
+        return prices_for(cuttable, plan, image, how, device, clockwork, machine, styles)
     if how == "measured":
         return measured_prices(cuttable, plan, comm, image, device, styles=styles)
     link = (clockwork or Profiler.of_user()).link_of(comm, device) if how == "auto" else ASSUMED
