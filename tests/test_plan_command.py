@@ -174,7 +174,7 @@ def test_a_timeline_is_drawn_as_text(tmp_path: Path) -> None:
         (["--timelins", "x.png"], "there is no flag --timelins; did you mean --timeline?"),
         (["--timeline", "x.pdf"], "--timeline x.pdf: the name must end in .png or .txt"),
         (["--timeline", "/nowhere/x.txt"], "--timeline /nowhere/x.txt: No such file or directory"),
-        (["--search"], "--search needs --ranks: for how many ranks to look"),
+        (["--search"], "--search, --scaling and --time-only need --ranks: for how many ranks to look"),
         (["--memory", "4GiB"], "--memory is what each of --ranks ranks has: say how many there are"),
         (["--memory", "4"], "--memory is '4', but must be a size such as 4GiB"),
         (["--rank-gflops", "0"], "--rank-gflops is '0', but must be a number greater than 0"),

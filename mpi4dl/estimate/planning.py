@@ -106,6 +106,8 @@ def planned(
     from mpi4dl.parallel.costs.cost_model import Profiler
 
     plan, num_classes, channels = build.build_plan(config), samples.num_classes, samples.channels
+    if on is not None and on.num_ranks is not None and plan.num_ranks > on.num_ranks:
+        raise ConfigError(f"{plan} = {plan.num_ranks} ranks, but the machine has {on.num_ranks}")
     check_text(config, plan)
     check_own_sizes(config, plan)
     optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(2, 2))])
@@ -222,7 +224,7 @@ def require_ranks(asked: Searched, most: int | None = None) -> int:
     """For how many ranks to search, of those that a machine has. Raises ConfigError where that cannot be."""
     ranks = asked.ranks or most
     if ranks is None:
-        raise ConfigError("--search needs --ranks: for how many ranks to look")
+        raise ConfigError("--search, --scaling and --time-only need --ranks: for how many ranks to look")
     if most is not None and ranks > most:
         raise ConfigError(f"--ranks {ranks} are more than the machine has: {most}")
     if ranks % (asked.ranks_per_node or ranks):
