@@ -40,7 +40,8 @@ FOUND = ("--data 2", "--tiles 1x2", "--stages 2")
 @pytest.fixture(autouse=True)
 def _no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine the command says what it does, which is no part of what it prints."""
-    monkeypatch.setattr(mpi4dl._progress, "QUIET_SECONDS", 1e9)
+    for name in ("QUIET_SECONDS", "FIRST_SECONDS"):
+        monkeypatch.setattr(mpi4dl._progress, name, 1e9)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
@@ -259,7 +260,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_the_command_runs_as_a_module_without_mpi() -> None:
     code = (
-        "import runpy, sys\nimport mpi4dl._progress as told\ntold.QUIET_SECONDS = 1e9\n"
+        "import runpy, sys\nimport mpi4dl._progress as told\ntold.QUIET_SECONDS = told.FIRST_SECONDS = 1e9\n"
         "sys.argv = ['plan', '--model', 'small_resnet', '--image-size', '32']\n"
         "runpy.run_module('mpi4dl.plan', run_name='__main__')\nprint('mpi4py' in sys.modules)"
     )
