@@ -71,6 +71,19 @@ def is_stored_zip(path: Path) -> bool:
     return True
 
 
+def unwritable(flag: str, path: str) -> str | None:
+    """Why a new file of this name, given by a flag, cannot be made; None if it can. To ask before long work."""
+    try:
+        with open(path, "x"):
+            pass
+        os.unlink(path)
+    except FileExistsError:
+        return f"{flag} {path}: the file exists, and is not overwritten: choose another name, or remove it"
+    except OSError as error:
+        return f"{flag} {path}: {error.strerror}"
+    return None
+
+
 class Replacement:
     """A new file, written at `temporary`, that takes the name `path` once it is whole.
 

@@ -80,10 +80,13 @@ def save(comm: "Communicator", path: str, name: str) -> None:
     Raises:
         Refusal: there is one rank, or the file cannot be written.
     """
+    from mpi4dl._files import unwritable
     from mpi4dl.estimate.machine_file import machine_toml
     from mpi4dl.estimate.measured_machine import measure_machine
 
     comm.agree("--save measures messages: start at least 2 ranks" if comm.size == 1 else None)
+    comm.agree("--name is empty: give the machine a name" if not name.strip() else None)
+    comm.agree(unwritable("--save", path) if comm.rank == 0 else None)
     machine = measure_machine(comm, comm.node.device(), name)
     problem = None
     if comm.rank == 0:

@@ -66,7 +66,7 @@ def measure_machine(comm: Communicator, device: torch.device, name: str) -> Mach
     factors = {}
     for algorithm in ALGORITHMS:
         expected = CollectiveCost(found, groups).all_reduce_seconds(SUMMED_BYTES, algorithm)
-        factors[algorithm] = round(_sum_seconds(comm, algorithm, device) / expected, 3)
+        factors[algorithm] = max(0.001, round(_sum_seconds(comm, algorithm, device) / expected, 3))
     described: Machine = comm.broadcast_object(_with(found, factors))
     return described
 
@@ -116,7 +116,8 @@ def _link(comm: Communicator, level: str, inside: int, ranks: int, device: torch
     sharing = min(inside, max(1, round(together / alone[LARGE_BYTES])))
     while inside % sharing:
         sharing -= 1
-    return LinkLevel(level, round(alone[SMALL_BYTES], 9), round(rate), 0 if ranks == comm.size else ranks, sharing)
+    joined = 0 if level == "network" else ranks  # further nodes are not joined by what is within one
+    return LinkLevel(level, round(alone[SMALL_BYTES], 9), round(rate), joined, sharing)
 
 
 def _one_way(comm: Communicator, size: int, inside: int, pairs: int, device: torch.device) -> float:

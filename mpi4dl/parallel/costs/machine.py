@@ -24,6 +24,7 @@ from mpi4dl._wording import counted
 
 Ranks = np.ndarray[Any, np.dtype[np.int64]]
 LOOKED_AT = 64  # groups of ranks, of which there may be many that are alike
+EXACT = 2.0**53  # up to where sums of whole numbers are exact
 ALGORITHMS = ("library", "direct", "ring", "two-level")  # those of comm.allreduce
 
 
@@ -81,6 +82,13 @@ class Machine:
                 )
             if not link.bytes_per_second > 0 or not link.latency_seconds >= 0:
                 return f"link {link.name} must have a rate above 0 and no negative latency"
+        for link, size, inside in zip(self.links, sizes, [1, *sizes], strict=False):
+            groups = sorted((inside, link.shared_by))
+            if link.shared_by > size or groups[1] % groups[0]:
+                return (
+                    f"link {link.name} joins {size} ranks with shared_by = {link.shared_by}: no more ranks than those "
+                    f"share a port, and a whole part, or a multiple, of the {inside} that the link before joins"
+                )
         unknown = sorted({*self.collectives} - {*ALGORITHMS})
         if unknown:
             return f"[collectives] knows {', '.join(ALGORITHMS)}, not {', '.join(unknown)}"
@@ -91,6 +99,14 @@ class Machine:
     @property
     def num_ranks(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def has_gpus(self) -> bool:
+        return not self.device.upper().startswith("CPU")
+
+    def num_nodes(self, num_ranks: int) -> int:
+        """How many nodes so many ranks take, the last of which may be idle in part."""
+        return math.ceil(num_ranks / self.ranks_per_node)
 
     @classmethod
     def of_link(cls, latency_seconds: float, bytes_per_second: float, num_ranks: int, **others: Any) -> "Machine":
@@ -146,8 +162,10 @@ class ExchangeCost:
         for i, ends in messages:
             for way, ranks in enumerate(ends):
                 loads[way, :, i] = np.bincount(ranks // link.shared_by, minlength=last + 1)
-        rows = loads.reshape(-1, num_sizes)
-        _, first = np.unique(rows @ (1 + loads.max()) ** np.arange(num_sizes), return_index=True)
+        rows, base = loads.reshape(-1, num_sizes), 1 + loads.max()
+        if base**num_sizes > EXACT:  # different ports could get the same number
+            return rows
+        _, first = np.unique(rows @ base ** np.arange(num_sizes), return_index=True)
         return rows[first]
 
     def seconds(self, sizes: Sequence[float], times: int = 1) -> float:

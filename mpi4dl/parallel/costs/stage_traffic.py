@@ -90,7 +90,7 @@ class StageTraffic:
             shape = (groups.shape[1],) if axes is None else tuple(self.shape[axis] for axis in axes)
             pairs = []
             for offset in offsets:
-                here, there = neighbours(shape, offset)
+                here, there = around(*shape, *offset) if axes is None else neighbours(shape, offset)
                 pairs.append((self.ranks[groups[:, here]].ravel(), self.ranks[groups[:, there]].ravel()))
             self._exchanges[axes, offsets] = ExchangeCost(self.machine, pairs)
         return self._exchanges[axes, offsets]
@@ -104,6 +104,12 @@ class StageTraffic:
         assert used is not None
         others = [axis for axis in range(places.ndim) if axis not in used]
         return places.transpose(*others, *used).reshape(-1, math.prod(places.shape[axis] for axis in used))
+
+
+def around(number: int, offset: int) -> tuple[Ranks, Ranks]:
+    """Each of so many, and who is so far behind, around a ring: of exchanges in which each has something for all."""
+    here = np.arange(number)
+    return here, (here + offset) % number
 
 
 def neighbours(shape: Sequence[int], offset: Sequence[int]) -> tuple[Ranks, Ranks]:

@@ -38,6 +38,23 @@ def test_of_messages_at_the_same_time_the_fullest_port_decides() -> None:
     assert ExchangeCost(MACHINE, [(ranks(1), ranks(1))]).seconds([50.0]) == 0.0
 
 
+def test_of_many_messages_no_port_is_taken_for_another() -> None:
+    """26 neighbours, as in volumes: two ports that differ in the first of them alone."""
+    many = Machine("many", 8, 4, (LinkLevel("node", 0.0, 1.0, ranks=4), LinkLevel("network", 0.0, 1.0, shared_by=4)))
+    second = (np.arange(4, 8), np.arange(16, 20))
+    both = (np.arange(8), np.arange(8, 16))
+    load = ExchangeCost(many, [second, *[both] * 25])
+    assert load.seconds([1000.0, *[1.0] * 25]) == pytest.approx(4 * 1025 + 26 * many.message_seconds)
+
+
+def test_who_shares_experts_sends_to_all_others() -> None:
+    """On two nodes, of which each has a port for two ranks, from the view of rank 4 of eight."""
+    stage = StageTraffic(MACHINE, Plan.of(data=1, experts=8), 0)
+    parts = tuple(((offset,), 1) for offset in range(-4, 4) if offset)
+    found = stage.waits((Round("exchange", None, 1, parts),))
+    assert found.experts == pytest.approx(10.0 + 2 * 4 * 1 / 10)  # each of two ranks to all four of the other node
+
+
 def test_each_message_is_handed_over() -> None:
     slow = Machine("slow", 1, 4, (LinkLevel("node", 1.0, 100.0),), message_seconds=0.25)
     assert ExchangeCost(slow, [(ranks(1), ranks(0)), (ranks(1), ranks(2))]).seconds([0.0, 0.0], 2) == 2 * (1.0 + 0.5)
@@ -73,6 +90,8 @@ def test_groups_within_nodes_do_not_reach_the_network() -> None:
         ((LinkLevel("node", 1.0, 1.0, ranks=3), NETWORK), "whole number of groups"),
         ((LinkLevel("node", 1.0, 0.0),), "a rate above 0"),
         ((LinkLevel("node", 1.0, 1.0, ranks=4),), "the last one all ranks"),
+        ((NODE, LinkLevel("network", 1.0, 1.0, shared_by=3)), "shared_by = 3"),
+        ((LinkLevel("node", 1.0, 1.0, ranks=4, shared_by=8), NETWORK), "no more ranks"),
     ],
 )
 def test_machines_that_cannot_be_are_refused(links: tuple[LinkLevel, ...], said: str) -> None:
