@@ -4,7 +4,8 @@ It describes a training with these flags, without MPI and without allocating the
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -44,24 +45,27 @@ def show(argv: Sequence[str]) -> None:
     asked, shown, flags = config.searched, config.shown, training_flags(argv)
     target = PlanTarget.of(config.on_machine)
     searches = asked.search or asked.ranks is not None
-    if asked.memory is not None and asked.ranks is None and target.machine is None:
+    on = config.on_machine
+    if on.time_only is not None and (on.scaling is not None or on.timings is not None or on.machine is not None):
+        raise ConfigError("--time-only times layers here, and ends: leave out --machine, --timings and --scaling")
+    if asked.memory is not None and asked.ranks is None and (target.machine is None or not (searches or on.scaling)):
         raise ConfigError("--memory is what each of --ranks ranks has: say how many there are")
     timeline = None if shown.timeline is None else timeline_of(shown.timeline)
     from mpi4dl.training.setup import with_samples
 
-    with ProgressLine() as progress:
+    with ProgressLine() as progress, _as_a_message():
         progress("reading the data")
         trained, samples = with_samples(config, progress)
-        if config.on_machine.time_only is not None:
-            lines = [time_layers(trained, asked, config.on_machine, samples, shown.rank_gflops, progress)]
-        elif config.on_machine.scaling is not None:
-            lines = scaled(trained, asked, config.on_machine, target, samples, shown.rank_gflops, progress)
+        if on.time_only is not None:
+            lines = [time_layers(trained, asked, on, samples, shown.rank_gflops, progress)]
+        elif on.scaling is not None:
+            lines = scaled(trained, asked, on, target, samples, shown.rank_gflops, progress)
         elif searches:
             lines = searched(trained, asked, target, samples, shown.rank_gflops, flags, progress)
         else:
             found = planned(trained, samples, shown.rank_gflops, flags, progress, target)
-    if searches or config.on_machine.time_only is not None or config.on_machine.scaling is not None:
-        print("\n".join(lines))
+    if searches or on.time_only is not None or on.scaling is not None:
+        print(spelling(PlanConfig)("\n".join(lines)))
         return
     from mpi4dl.parallel.tables.drawing import draw
 
@@ -72,6 +76,17 @@ def show(argv: Sequence[str]) -> None:
         except OSError as error:
             raise ConfigError(f"--timeline {timeline}: {error.strerror}") from None
         print(f"timeline: {timeline}")
+
+
+@contextmanager
+def _as_a_message() -> Iterator[None]:
+    """Timings that a file lacks are the user's to add."""
+    from mpi4dl.parallel.costs.cost_model import MissingTimings
+
+    try:
+        yield
+    except MissingTimings as missing:
+        raise ConfigError(str(missing)) from None
 
 
 def training_flags(argv: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from mpi4dl._wording import counted
-from mpi4dl.estimate.memory import HEAP_KEPT, Allocator, BuildOptimizer, PlanMemory, StageState, count_state
+from mpi4dl.estimate.memory import HEAP_KEPT, OF_TENSORS, Allocator, BuildOptimizer, PlanMemory, StageState, count_state
 from mpi4dl.estimate.step_time import StepTime, step_time
 from mpi4dl.geometry import ceil_div
 from mpi4dl.options.build import options_of_plan
@@ -195,7 +195,7 @@ class Estimator:
     _cut_before: set[tuple[int, ...]] = field(default_factory=set)
     _states: dict[tuple[int, int, Degrees], StageState] = field(default_factory=dict)
     _counts: dict[Site, tuple[UnitCounts, ...]] = field(default_factory=dict)
-    _prices: dict[tuple[Site, ...], StageCosts] = field(default_factory=dict)
+    _prices: dict[Any, StageCosts] = field(default_factory=dict)
     _stream_choices: dict[Any, StreamChoice] = field(default_factory=dict)
     _needs: dict[Any, StreamNeeds] = field(default_factory=dict)
     _flops: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
@@ -226,11 +226,12 @@ class Estimator:
 
     def prices(self, plan: Plan) -> StageCosts:
         sites = self.sites(plan)
-        if sites not in self._prices:
-            self._prices[sites] = prices_for(
+        key = (sites, plan.chunks, plan.num_ranks)  # on which it depends where the ranks of each site are
+        if key not in self._prices:
+            self._prices[key] = prices_for(
                 self.cuttable, plan, sites[0].image, "auto", self.device, self.clockwork, self.machine, self.styles
             )
-        return self._prices[sites]
+        return self._prices[key]
 
     def step(
         self,
@@ -273,7 +274,7 @@ class Estimator:
         stages = bytes_of_stages(counts, columns)
         if needs is not None:
             stages = (needs.stage(columns[0], counts[0]), *stages[1:])
-        return PlanMemory(plan, stages, self.states(plan, counts), self.allocator, needs is not None)
+        return PlanMemory(plan, stages, self.states(plan, counts), self._allocator, needs is not None)
 
     def streaming(self, plan: Plan, counts: Sequence[int], stream: StreamOptions | ChooseStream) -> StreamNeeds:
         """Memory and time of streaming the first of these stages. Raises CannotStream."""
@@ -315,7 +316,7 @@ class Estimator:
 
             def bytes_of(needs: StreamNeeds) -> int:
                 stages = (needs.stage(columns[0], counts[0]), *others)
-                memory = PlanMemory(plan, stages, states, self.allocator, streams=True)
+                memory = PlanMemory(plan, stages, states, self._allocator, streams=True)
                 return min(max(memory.of_ranks(zero)) for zero in (ZERO_STAGES if any_zero else (plan.zero,)))
 
             _, _, *size = self.image
@@ -356,6 +357,10 @@ class Estimator:
                 self._states[key] = count_state(units, self.optimizer, *how)
             found.append(self._states[key])
         return tuple(found)
+
+    @property
+    def _allocator(self) -> Allocator:
+        return OF_TENSORS if self.machine is not None and self.machine[0].has_gpus else self.allocator
 
     @cached_property
     def _blocks(self) -> tuple[Group, ...]:

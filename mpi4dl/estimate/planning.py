@@ -107,7 +107,10 @@ def planned(
 
     plan, num_classes, channels = build.build_plan(config), samples.num_classes, samples.channels
     if on is not None and on.num_ranks is not None and plan.num_ranks > on.num_ranks:
-        raise ConfigError(f"{plan} = {plan.num_ranks} ranks, but the machine has {on.num_ranks}")
+        raise ConfigError(
+            f"{plan} = {plan.num_ranks} ranks, but the machine of --machine has {on.num_ranks}: raise `nodes` in its "
+            "file, or plan for fewer ranks"
+        )
     check_text(config, plan)
     check_own_sizes(config, plan)
     optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(2, 2))])
@@ -226,7 +229,10 @@ def require_ranks(asked: Searched, most: int | None = None) -> int:
     if ranks is None:
         raise ConfigError("--search, --scaling and --time-only need --ranks: for how many ranks to look")
     if most is not None and ranks > most:
-        raise ConfigError(f"--ranks {ranks} are more than the machine has: {most}")
+        raise ConfigError(
+            f"--ranks {ranks} are more than the machine has: {most}; raise `nodes` in the file of --machine, or choose "
+            "fewer ranks"
+        )
     if ranks % (asked.ranks_per_node or ranks):
         raise ConfigError(
             f"--ranks {ranks} are no multiple of --ranks-per-node {asked.ranks_per_node}: all nodes must have as many"

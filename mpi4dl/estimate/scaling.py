@@ -18,6 +18,7 @@ from mpi4dl._progress import Tell, quietly
 from mpi4dl._wording import aligned, counted
 from mpi4dl.estimate.plan_estimate import Estimator, PlanEstimate
 from mpi4dl.estimate.search import promising
+from mpi4dl.geometry import ceil_div
 from mpi4dl.parallel.plan import Plan
 
 PAYS = 1.4
@@ -103,37 +104,39 @@ def stops_paying(points: Iterable[Point]) -> int | None:
     return None
 
 
-def scaling_lines(points: Sequence[Point], ranks_per_node: int | None) -> Iterator[str]:
-    """The table of the fastest plans, and up to where each kind pays."""
+def scaling_lines(points: Sequence[Point], ranks_per_node: int | None, num_tokens: int | None = None) -> Iterator[str]:
+    """The table of the fastest plans, and up to where each kind pays. Samples of text have so many tokens."""
     best = [point for point in points if point.kind == "all together"]
     first = next((point for point in best if point.best is not None), None)
     if first is None:
         yield "no plan fits on any of these numbers of ranks"
         return
-    rows = [["ranks", "images/s", "efficiency", *["node-hours"] * (ranks_per_node is not None), "plan"]]
+    each, what = (num_tokens, "tokens") if num_tokens else (1, "images")
+    rows = [["ranks", f"{what}/s", "efficiency", *["node-hours"] * (ranks_per_node is not None), "plan"]]
     for point in best:
         if point.best is None:
             rows.append([str(point.num_ranks), "-", "-", *["-"] * (ranks_per_node is not None), "none fits"])
             continue
         share = point.speed / first.speed * first.num_ranks / point.num_ranks
-        cells = [str(point.num_ranks), f"{point.speed:.3g}", f"{100 * share:.0f} %"]
+        cells = [str(point.num_ranks), f"{each * point.speed:.3g}", f"{100 * share:.0f} %"]
         if ranks_per_node is not None:
-            cells.append(f"{1000 / point.speed * point.num_ranks / ranks_per_node / 3600:.3g}")
+            nodes = ceil_div(point.num_ranks, ranks_per_node)
+            cells.append(f"{1000 / point.speed * nodes / 3600:.3g}")
         rows.append([*cells, str(point.best)])
     yield from aligned(rows, left={"plan"})
     if ranks_per_node is not None:
-        yield "node-hours are those of 1,000 images"
+        yield f"node-hours are those of 1,000 {'samples' if num_tokens else 'images'}, of whole nodes"
     for kind in KINDS:
         own = [point for point in points if point.kind == kind and point.best is not None]
-        if not own:
+        if not any(point.num_ranks > 1 for point in own):
             continue
         end = stops_paying(own)
         until = f"{'as far as' if end is None else 'up to'} {counted(end or own[-1].num_ranks, 'rank')}"
         yield f"{kind}: fit from {counted(own[0].num_ranks, 'rank')} on, and pay {until}"
 
 
-def draw_scaling(points: Sequence[Point], title: str, path: Path) -> None:
-    """A PNG of images a second over ranks, by kind. Raises ImportError without matplotlib, and OSError."""
+def draw_scaling(points: Sequence[Point], title: str, path: Path, num_tokens: int | None = None) -> None:
+    """A PNG of images or tokens a second over ranks, by kind. Raises ImportError without matplotlib, and OSError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -144,21 +147,23 @@ def draw_scaling(points: Sequence[Point], title: str, path: Path) -> None:
     axes.set_yscale("log", base=2)
     for color, kind in zip(CURVES, KINDS, strict=False):
         own = [point for point in points if point.kind == kind and point.best is not None]
+        if not any(point.num_ranks > 1 for point in own) and kind != "all together":
+            continue
         if not own:
             continue
         width = 2.5 if kind == "all together" else 1.5
-        places, speeds = [point.num_ranks for point in own], [point.speed for point in own]
+        places, speeds = [point.num_ranks for point in own], [(num_tokens or 1) * point.speed for point in own]
         axes.plot(places, speeds, marker="o", color=color, linewidth=width, label=kind)
         if kind == "all together":
             ideal = [speeds[0] * number / places[0] for number in places]
             axes.plot(places, ideal, color="0.6", linestyle="--", linewidth=1, label="ideal")
         end = stops_paying(own)
         if end is not None:
-            axes.plot([end], [next(p.speed for p in own if p.num_ranks == end)], "x", color=color, markersize=12)
+            axes.plot([end], [speeds[places.index(end)]], "x", color=color, markersize=12)
     numbers = sorted({point.num_ranks for point in points})
     axes.set_xticks(numbers, [str(number) for number in numbers])
     axes.set_xlabel("ranks (x: from here on twice as many give less than 1.4 times)")
-    axes.set_ylabel("images/s, estimated")
+    axes.set_ylabel(f"{'tokens' if num_tokens else 'images'}/s, estimated")
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend()

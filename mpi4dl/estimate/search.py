@@ -80,9 +80,8 @@ def _places(num_ranks: int, most_stages: int, dims: int) -> Iterator[tuple[tuple
                     yield tuple(_grid(number, dims) for number in numbers)
 
 
-MANY = (
-    64  # ranks of a replica, beyond which the numbers of tiles are powers of two, or have grids that are not too long
-)
+# Ranks of a replica, beyond which the numbers of tiles are powers of two, or have grids that are not too long.
+MANY = 64
 LONGEST = 2  # times as many columns as rows
 
 
@@ -250,7 +249,7 @@ def ranked(
     lines += [f"the fastest, simulated ({timed}; {where}), with the memory of the rank that needs most:"]
     lines += list(aligned(rows, left={"plan"}))
     if machine is not None:
-        lines += _spent(best, num_ranks / machine.ranks_per_node)
+        lines += _spent(best, machine.num_nodes(num_ranks))
     if not num_tokens:
         lines += ["batch norm sees a microbatch: fewer of them train as one device would on more images at a time"]
     for i, each in enumerate(best):
@@ -259,7 +258,7 @@ def ranked(
     return lines
 
 
-def _spent(best: Sequence[PlanEstimate], nodes: float) -> Iterator[str]:
+def _spent(best: Sequence[PlanEstimate], nodes: int) -> Iterator[str]:
     """Of each plan the time of a step, the node-hours of a thousand, and what its busiest ranks spend the time on."""
     yield "of the ranks that compute longest in a step:"
     for i, each in enumerate(best):

@@ -1,18 +1,23 @@
 """Plans for another machine: its file, layers timed elsewhere, costs of large sites from small ones, curves."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
 from mpi4dl import models
 from mpi4dl.estimate.machine_file import load_machine, machine_toml
+from mpi4dl.estimate.plan_estimate import Estimator
 from mpi4dl.estimate.scaling import PAYS, Point, numbers_of_ranks, stops_paying
+from mpi4dl.estimate.search import outlooks
 from mpi4dl.estimate.step_time import StepTime
 from mpi4dl.geometry import GridShape
 from mpi4dl.options.declare import ConfigError
-from mpi4dl.parallel.costs.cost_model import StageSeconds
+from mpi4dl.parallel.costs.cost_model import MissingTimings, StageSeconds
 from mpi4dl.parallel.costs.machine import LinkLevel, Machine
 from mpi4dl.parallel.costs.scaled import ScaledProfiler, TimingsFile, base_sites
 from mpi4dl.parallel.costs.stage_traffic import NO_WAITS, WaitSeconds
@@ -113,11 +118,65 @@ def test_timings_of_elsewhere_are_a_file(tmp_path: Path) -> None:
     assert known.measured_on == "elsewhere"
     there = ScaledProfiler(known, fail, given=known)
     assert there.column(cuttable, site, CPU) == timed
-    with pytest.raises(ValueError, match="no timings of this model on 3x1 tiles"):
+    with pytest.raises(MissingTimings, match="no timings of this model on 3x1 tiles"):
         there.column(cuttable, site._replace(shape=GridShape(2, 4, 1)), CPU)
     path.write_text("{}")
     with pytest.raises(ValueError, match="no file of timings"):
         TimingsFile.load(path)
+
+
+def estimator_of(build: Any, image: tuple[int, ...], profiler: ScaledProfiler) -> Estimator:
+    return Estimator(Cuttable(outline(build)), image, profiler, CPU, machine=(MACHINE, MACHINE.name))
+
+
+def test_timings_of_another_model_are_not_replaced_by_counted_flops(tmp_path: Path) -> None:
+    file = TimingsFile(tmp_path / "other.json")
+    estimator = estimator_of(resnet, (2, 3, 256, 256), ScaledProfiler(file, given=file))
+    with pytest.raises(MissingTimings, match=r"other\.json"):
+        outlooks(estimator, [Plan.of(tiles=[(1, 2)])])
+
+
+def test_counts_of_another_version_are_not_taken_from_a_file(tmp_path: Path) -> None:
+    file = TimingsFile(tmp_path / "older.json")
+    seconds, counts = {"what": ["seconds"], "on": "a GPU", "mpi4dl": "0.1"}, {"what": ["counts"], "mpi4dl": "0.1"}
+    for facts in (seconds, counts):
+        file.put(facts, 1)
+    assert file.get({**seconds, "on": "CPU", "mpi4dl": "0.2"}) == 1
+    assert file.get({**counts, "mpi4dl": "0.2"}) is None
+
+
+class NormOfOneValue(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 8, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(8), nn.Flatten())
+
+
+class OneSize(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.positions = nn.Parameter(torch.zeros(1, 8, 96, 96))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x) + self.positions
+
+
+@pytest.mark.parametrize("build", [NormOfOneValue, OneSize])
+def test_models_that_refuse_small_sites_are_looked_at_on_others(tmp_path: Path, build: type[nn.Module]) -> None:
+    """Batch norm takes no single value, and parameters for each position take images of one size."""
+    cuttable, site = Cuttable(outline(build)), Site((8, 3, 96, 96), GridShape(1, 1, 1), False, plain=True)
+    found = ScaledProfiler(TimingsFile(tmp_path / "none"), rates=MACHINE).counts(cuttable, site)
+    for unit, right in zip(found, count_units(cuttable, site), strict=True):
+        assert unit.flops == pytest.approx(right.flops, rel=0.01)
+        assert unit.handed == pytest.approx(right.handed, rel=0.01)
+
+
+def test_the_ways_with_most_samples_decide(tmp_path: Path) -> None:
+    cuttable, profiler = Cuttable(outline(resnet)), ScaledProfiler(TimingsFile(tmp_path / "none"), a_pixel)
+    columns = [
+        profiler.column(cuttable, Site((samples, 3, 256, 256), GridShape(3, 1, 1), True, plain=False), CPU)
+        for samples in (4, 6)
+    ]
+    assert columns[0] == columns[1]
 
 
 @pytest.mark.parametrize(
@@ -140,6 +199,25 @@ def test_ranks_that_do_the_same_are_simulated_once(plan: Plan) -> None:
     assert step.seconds == pytest.approx(whole.makespan_seconds)
     assert sum(step.parts) == pytest.approx(step.seconds)
     assert step.parts.halos > 0
+
+
+def test_the_same_sites_on_other_ranks_have_their_own_messages() -> None:
+    """Stages 0 to 3 on four ranks each, or dealt out over two ranks in two chunks: these hand on to other ranks."""
+    estimator = estimator_of(resnet, (4, 3, 256, 256), ScaledProfiler(TimingsFile("none"), rates=MACHINE))
+    whole = Plan.of(stages=4, tiles=[(1, 2)], microbatches=2)
+    chunks = Plan.of(stages=4, tiles=[(1, 2)], microbatches=2, chunks=2, schedule="interleaved")
+    assert estimator.sites(whole) == estimator.sites(chunks)
+    for plan in (whole, chunks):
+        ranks = [stage.ranks.tolist() for stage in estimator.prices(plan).stages]
+        assert ranks == [list(plan.ranks(0, stage)) for stage in range(4)]
+
+
+def test_on_gpus_tensors_alone_count() -> None:
+    plan, profiler = Plan.of(tiles=[(1, 2)]), ScaledProfiler(TimingsFile("none"), rates=MACHINE)
+    estimator = estimator_of(resnet, (2, 3, 256, 256), profiler)
+    assert estimator.memory(plan, (len(estimator.cuttable),)).process(0) == 0
+    estimator.machine = (replace(MACHINE, device="CPU"), "")
+    assert estimator.memory(plan, (len(estimator.cuttable),)).process(0) > 0
 
 
 def test_a_kind_pays_as_long_as_twice_the_ranks_are_worth_it() -> None:
@@ -172,3 +250,32 @@ def test_the_command_plans_for_another_machine(tmp_path: Path, capsys: pytest.Ca
     assert "all together: fit from 1 rank on" in told
     with pytest.raises(ConfigError, match="more than the machine has: 64"):
         show([*training, *on, "--ranks", "128", "--search"])
+
+
+@pytest.mark.parametrize("flags", ["--scaling weak --curves", "--time-only"])
+def test_files_that_cannot_be_made_are_refused_before_anything_is_timed(tmp_path: Path, flags: str) -> None:
+    training = ["--model", "small_resnet", "--image-size", "64", "--batch-size", "8", "--ranks", "2", *flags.split()]
+    known = tmp_path / "known.png"
+    known.write_text("mine")
+    with pytest.raises(ConfigError, match="exists"):
+        show([*training, str(known)])
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        show([*training, str(tmp_path / "missing" / "new.png")])
+    assert known.read_text() == "mine"
+
+
+def test_timings_for_many_ranks_are_for_fewer_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, told = tmp_path / "timings.json", {"out": ""}
+    training = ["--model", "small_resnet", "--image-size", "64", "--batch-size", "4"]
+
+    def of(*flags: str) -> str:
+        show([*training, *flags])
+        told["out"] = capsys.readouterr().out
+        return told["out"]
+
+    with patch("mpi4dl.parallel.costs.scaled.ScaledProfiler.time", staticmethod(a_pixel)):
+        of("--ranks", "2", "--time-only", str(path))
+    found = of("--ranks", "2", "--timings", str(path), "--scaling", "strong", "--curves", str(tmp_path / "curves.png"))
+    assert "replicas: fit from 1 rank on" in found
+    with pytest.raises(ConfigError, match=r"--timings .* has no timings of this model"):
+        of("--ranks", "2", "--timings", str(path), "--search", "--num-classes", "7")

@@ -168,6 +168,10 @@ class StageCosts:
         return tuple(here.handing_seconds(there, column[end - 1].handed_bytes) for column, end, (here, there) in ends)
 
 
+class MissingTimings(LookupError):
+    """A file of timings has none of a model's units, which are not to be timed, nor assumed, instead."""
+
+
 class TimingStore(Protocol):
     """Keeps values of JSON by facts of JSON."""
 
@@ -288,19 +292,28 @@ def stages_on(machine: Machine, plan: Plan) -> tuple[StageTraffic, ...]:
     return tuple(StageTraffic(machine, plan, stage) for stage in range(plan.num_stages))
 
 
-def counted_prices(cuttable: Units, plan: Plan, image: tuple[int, ...], rank_gflops: float = RANK_GFLOPS) -> StageCosts:
-    """Times of units if a rank computes this many GFLOP a second, and only FLOPs take time."""
+def counted_prices(
+    cuttable: Units,
+    plan: Plan,
+    image: tuple[int, ...],
+    rank_gflops: float = RANK_GFLOPS,
+    machine: Machine | None = None,
+) -> StageCosts:
+    """Times of units if a rank computes this many GFLOP a second, and only FLOPs take time.
+
+    Another `machine` has rates of its own, if it has any, and its links for what follows the units.
+    """
+    if machine is not None and machine.flops_per_second is not None:
+        rank_gflops = machine.flops_per_second / 1e9
     flops = count_flops(cuttable, image)
     columns = []
     for stage in range(plan.num_stages):
         forward = [each / plan.shape(stage).size / (rank_gflops * 1e9) for each in flops]
         columns.append(tuple(UnitSeconds(seconds, 2 * seconds) for seconds in forward))
-    nothing = Link(0.0, 0.0).machine(plan.num_ranks)
-    return StageCosts(tuple(columns), stages_on(nothing, plan), assumed(rank_gflops), timed=False)
-
-
-def assumed(rank_gflops: float) -> str:
-    return f"{rank_gflops:g} GFLOP/s a rank, a backward as two forwards; messages take no time"
+    there = Link(0.0, 0.0).machine(plan.num_ranks) if machine is None else machine
+    left_out = "messages" if machine is None else "halos"
+    source = f"{rank_gflops:g} GFLOP/s a rank, a backward as two forwards; {left_out} take no time"
+    return StageCosts(tuple(columns), stages_on(there, plan), source, timed=False)
 
 
 def prices_for(
@@ -313,14 +326,19 @@ def prices_for(
     machine: tuple[Machine, str] | None = None,
     styles: Styles | None = None,
 ) -> StageCosts:
-    """By "auto" timed, where that can be done; else counted. Raises ValueError if the model cannot take the images."""
+    """By "auto" timed, where that can be done; else counted.
+
+    Raises:
+        ValueError: the model cannot take the images.
+        MissingTimings: the file of timings is of another model.
+    """
     clockwork = clockwork or Profiler.of_user()
     if balance in TIMED:
         # It may look at values, or take no smaller images; what else is wrong with it is found where it is counted.
         with suppress(RuntimeError, AssertionError, ValueError, MemoryError):
             return timed_prices(cuttable, plan, image, device, clockwork, machine, styles)
     try:
-        return counted_prices(cuttable, plan, image, clockwork.rank_gflops)
+        return counted_prices(cuttable, plan, image, clockwork.rank_gflops, None if machine is None else machine[0])
     except (RuntimeError, AssertionError) as error:
         reason = unfit(cuttable.model, image)
         if reason is None:

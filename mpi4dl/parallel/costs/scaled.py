@@ -14,7 +14,7 @@ Williams, Waterman and Patterson, "Roofline", 2009).
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ import torch
 
 from mpi4dl._files import Replacement, read_regular
 from mpi4dl.comm.traffic import Round, Traffic
-from mpi4dl.geometry import GridShape
-from mpi4dl.parallel.costs.cost_model import Profiler
+from mpi4dl.geometry import GridShape, ceil_div
+from mpi4dl.parallel.costs.cost_model import MissingTimings, Profiler
 from mpi4dl.parallel.costs.machine import Machine
 from mpi4dl.parallel.costs.timing import Column, Site, Units, UnitSeconds
 from mpi4dl.parallel.costs.units import UnitCounts
@@ -40,7 +40,10 @@ BACKWARD = 2  # times as many FLOPs and bytes as forward
 
 
 class TimingsFile:
-    """Timings in a file, by facts of JSON as `timing.Remembered` has them, but for the machine, which is named once."""
+    """Timings in a file, by facts of JSON as `timing.Remembered` has them, but for the machine, which is named once.
+
+    Seconds of elsewhere hold for other versions too; counts do not, since each version can count them.
+    """
 
     def __init__(self, path: str | Path, entries: Sequence[Mapping[str, Any]] = (), measured_on: str = "") -> None:
         self.path, self.measured_on = Path(path), measured_on
@@ -51,13 +54,15 @@ class TimingsFile:
         """Raises ValueError if it is no such file, OSError if it cannot be read."""
         try:
             found = json.loads(read_regular(Path(path)).decode())
-            return cls(path, found["timings"], str(found["measured on"]))
+            entries = [{"facts": each["facts"], "value": each["value"]} for each in found["timings"]]
+            return cls(path, entries, str(found["measured on"]))
         except (ValueError, KeyError, TypeError, UnicodeDecodeError, RecursionError):
             raise ValueError(f"{path} is no file of timings, as `mpi4dl plan --time-only FILE` writes it") from None
 
     @staticmethod
     def _key(facts: Mapping[str, Any]) -> str:
-        return json.dumps({name: value for name, value in facts.items() if name not in ANYWHERE}, sort_keys=True)
+        left_open = ANYWHERE if "on" in facts else ()
+        return json.dumps({name: value for name, value in facts.items() if name not in left_open}, sort_keys=True)
 
     def get(self, facts: Mapping[str, Any]) -> Any:
         found = self._entries.get(self._key(facts))
@@ -84,6 +89,7 @@ class ScaledProfiler(Profiler):
     given: TimingsFile | None = None
     _columns: dict[Any, Any] = field(default_factory=dict)
     _counts: dict[Any, Any] = field(default_factory=dict)
+    _refused: dict[Any, Exception] = field(default_factory=dict)
 
     def column(self, cuttable: Units, site: Site, device: torch.device, num_sites: int = 1) -> Column:
         known = self._columns.get(site)
@@ -96,7 +102,7 @@ class ScaledProfiler(Profiler):
         counts = self.counts(cuttable, site)
         if self.rates is not None and self.rates.flops_per_second is not None:
             return tuple(_by_rates(unit, self.rates) for unit in counts)
-        bases = base_sites(site)
+        bases = self._bases(cuttable, site)
         columns = [self._base_column(cuttable, base, device, num_sites * len(bases)) for base in bases]
 
         def along(i: int, name: str) -> float:
@@ -110,9 +116,9 @@ class ScaledProfiler(Profiler):
     def _base_column(self, cuttable: Units, base: Site, device: torch.device, num_sites: int) -> Column:
         if base not in self._columns:
             if self.given is not None and self.given.get(self.facts_of_seconds(cuttable, base, device)) is None:
-                raise ValueError(
-                    f"`timings` {self.given.path} has no timings of this model on {grid_name(base.shape.space)} tiles: "
-                    "make the file by `mpi4dl plan --time-only` with the same model and options"
+                raise MissingTimings(
+                    f"--timings {self.given.path} has no timings of this model on {grid_name(base.shape.space)} tiles: "
+                    "make the file by --time-only with the same model and options, and at least as many --ranks"
                 )
             self._columns[base] = super().column(cuttable, base, device, num_sites)
         found: Column = self._columns[base]
@@ -121,36 +127,74 @@ class ScaledProfiler(Profiler):
     def counts(self, cuttable: Units, site: Site) -> tuple[UnitCounts, ...]:
         known = self._counts.get(site)
         if known is None:
-            bases = base_sites(site)
-            if site in bases:
-                known = super().counts(cuttable, site)
-            else:
-                columns = [self.counts(cuttable, base) for base in bases]
-                known = tuple(_counts_at(site, bases, units) for units in zip(*columns, strict=True))
-            self._counts[site] = known
+            bases = self._bases(cuttable, site)
+            columns = [self._base_counts(cuttable, base) for base in bases]
+            known = tuple(_counts_at(site, bases, units) for units in zip(*columns, strict=True))
+            known = self._counts.setdefault(site, known)
         found: tuple[UnitCounts, ...] = known
         return found
 
+    def _base_counts(self, cuttable: Units, base: Site) -> tuple[UnitCounts, ...]:
+        if base not in self._counts:
+            self._counts[base] = super().counts(cuttable, base)
+        found: tuple[UnitCounts, ...] = self._counts[base]
+        return found
 
-def base_sites(site: Site) -> tuple[Site, ...]:
-    """The small sites for one: with a sample of each way, of little and of many pixels, and with two of little.
+    def _bases(self, cuttable: Units, site: Site) -> tuple[Site, ...]:
+        """The first base sites that the model takes. Raises what it raises if it takes none."""
+        first: Exception | None = None
+        for bases in base_choices(site):
+            if bases not in self._refused:
+                try:
+                    for base in bases:
+                        self._base_counts(cuttable, base)
+                    return bases
+                except (RuntimeError, ValueError, AssertionError) as error:
+                    self._refused[bases] = error
+            first = first or self._refused[bases]
+        assert first is not None
+        raise first
 
-    Of tokens there are one and two samples.
+
+def base_choices(site: Site) -> Iterator[tuple[Site, ...]]:
+    """Base sites for one, of which a model may refuse the first ones.
+
+    Batch norm refuses a single value, and some models take no images but those of one size.
     """
-    shape, experts, ways = site.shape, site.arrangement.experts, site.arrangement.ways
-    batch = shape.batch if experts > 1 else min(shape.batch, max(2, ways))
+    numbers = (1, 2) if _samples(site) > 1 else (1,)
+    yield from (base_sites(site, number) for number in numbers)
+    if not of_tokens(site.image):
+        yield from (_whole_sites(site, number) for number in numbers)
+
+
+def base_sites(site: Site, number: int = 1) -> tuple[Site, ...]:
+    """The small sites for one: with `number` samples of each way, of little and of many pixels, and twice as many.
+
+    Of tokens there are so many samples, and twice as many.
+    """
     if of_tokens(site.image):
-        base = _with_axes(shape, batch, shape.space)
-        return tuple(site._replace(shape=base, image=(batch * n, *site.image[1:])) for n in (1, 2))
-    batch, *space = _few(shape, batch)
-    base, uncut = _with_axes(shape, batch, space), len(site.image) - 2 - len(space)
+        return _whole_sites(site, number)
+    batch, *space = _few(site.shape, _few_ways(site))
+    base, uncut = _with_axes(site.shape, batch, space), len(site.image) - 2 - len(space)
     small, large = SIDES[len(site.image) - 2]
 
     def of(samples: int, side: int) -> Site:
         sides = (*(side for _ in range(uncut)), *(side * parts for parts in space))
         return site._replace(shape=base, image=(batch * samples, site.image[1], *sides))
 
-    return of(1, small), of(1, large), of(2, small)
+    return of(number, small), of(number, large), of(2 * number, small)
+
+
+def _whole_sites(site: Site, number: int) -> tuple[Site, ...]:
+    """The same images on the same tiles, but few samples."""
+    batch = _few_ways(site)
+    base = _with_axes(site.shape, batch, site.shape.space)
+    return tuple(site._replace(shape=base, image=(batch * n, *site.image[1:])) for n in (number, 2 * number))
+
+
+def _few_ways(site: Site) -> int:
+    ways, experts = site.arrangement.ways, site.arrangement.experts
+    return site.shape.batch if experts > 1 else min(site.shape.batch, max(2, ways))
 
 
 def _few(shape: GridShape, batch: int) -> list[int]:
@@ -170,18 +214,25 @@ def _with_axes(shape: GridShape, batch: int, space: Sequence[int]) -> GridShape:
 
 def drawn(bases: Sequence[Site], values: Sequence[float], wanted: Site) -> float:
     """The value at a site, from those at its base sites; neither samples nor pixels make it smaller."""
+    number, more = (_samples(base) for base in (bases[0], bases[-1]))
     if len(bases) == 2:
-        return values[0] + max(0.0, values[1] - values[0]) * (_samples(wanted) - 1)
-    small, large = (base.pixels for base in bases[:2])
+        by_sample = max(0.0, values[1] - values[0]) / (more - number)
+        return max(0.0, values[0] + by_sample * (_samples(wanted) - number))
+    small, large = (_pixels(base) for base in bases[:2])
     by_pixel = max(0.0, values[1] - values[0]) / (large - small)
-    by_sample = max(0.0, values[2] - values[0] - by_pixel * small)
-    fixed = values[0] - by_sample - by_pixel * small
-    return max(0.0, fixed + by_sample * _samples(wanted) + by_pixel * wanted.pixels)
+    by_sample = max(0.0, values[2] - values[0] - by_pixel * small) / (more - number)
+    fixed = values[0] - by_sample * number - by_pixel * small
+    return max(0.0, fixed + by_sample * _samples(wanted) + by_pixel * _pixels(wanted))
 
 
-def _samples(site: Site) -> float:
-    """Those of each way."""
-    return site.image[0] / site.shape.batch
+def _samples(site: Site) -> int:
+    """Those of the ways that have most."""
+    return ceil_div(site.image[0], site.shape.batch)
+
+
+def _pixels(site: Site) -> float:
+    """Those of all samples of a rank of such a way."""
+    return _samples(site) * math.prod(space_of(site.image)) / math.prod(site.shape.space)
 
 
 def _counts_at(site: Site, bases: Sequence[Site], units: Sequence[UnitCounts]) -> UnitCounts:
@@ -232,9 +283,17 @@ def _by_rates(unit: UnitCounts, machine: Machine) -> UnitSeconds:
 
 def for_machine(profiler: Profiler, machine: Machine | None, timings: TimingsFile | None) -> ScaledProfiler:
     """The profiler of another machine, or of this one for many ranks."""
+    where, rates = "units timed here, on small tiles", None
     if timings is not None:
-        told = f"units timed on {timings.measured_on}, by {timings.path.name}"
-        return ScaledProfiler(timings, timed_on=told, given=timings)
-    rates = machine if machine is not None and machine.flops_per_second is not None else None
-    told = "units timed here, on small tiles" if rates is None else f"by the rates of {rates.name}"
-    return ScaledProfiler(profiler.remembered, profiler.time, profiler.budget_seconds, timed_on=told, rates=rates)
+        where = f"units timed on {timings.measured_on}, by {timings.path.name}"
+    elif machine is not None and machine.flops_per_second is not None:
+        where, rates = f"by the rates of {machine.name}", machine
+    return ScaledProfiler(
+        profiler.remembered if timings is None else timings,
+        profiler.time,
+        profiler.budget_seconds,
+        rank_gflops=profiler.rank_gflops,
+        timed_on=where,
+        rates=rates,
+        given=timings,
+    )
