@@ -60,7 +60,10 @@ COLUMNS = (
 
 def check(options: Options) -> str | None:
     unknown = [name for name in options.models if name not in SIZES]
-    return f"--models {unknown[0]}: choose of {', '.join(SIZES)}" if unknown else None
+    if unknown:
+        return f"--models {unknown[0]}: choose of {', '.join(SIZES)}"
+    parted = [ranks for ranks in options.ranks if ranks % min(options.ranks_per_node, ranks)]
+    return f"--ranks {parted[0]}: no multiple of --ranks-per-node {options.ranks_per_node}" if parted else None
 
 
 def builder(name: str) -> "partial[nn.Module]":

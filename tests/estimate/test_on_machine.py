@@ -21,7 +21,7 @@ from mpi4dl.parallel.costs.cost_model import MissingTimings, StageSeconds
 from mpi4dl.parallel.costs.machine import LinkLevel, Machine
 from mpi4dl.parallel.costs.scaled import ScaledProfiler, TimingsFile, base_sites
 from mpi4dl.parallel.costs.stage_traffic import NO_WAITS, WaitSeconds
-from mpi4dl.parallel.costs.timing import Column, Site, UnitSeconds
+from mpi4dl.parallel.costs.timing import Column, Site, UnitSeconds, time_column
 from mpi4dl.parallel.costs.units import UnitCounts, count_units
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
@@ -154,7 +154,7 @@ class OneSize(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 8, 3, padding=1)
-        self.positions = nn.Parameter(torch.zeros(1, 8, 96, 96))
+        self.positions = nn.Parameter(torch.zeros(1, 8, 192, 192))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.conv(x) + self.positions
@@ -163,11 +163,12 @@ class OneSize(nn.Module):
 @pytest.mark.parametrize("build", [NormOfOneValue, OneSize])
 def test_models_that_refuse_small_sites_are_looked_at_on_others(tmp_path: Path, build: type[nn.Module]) -> None:
     """Batch norm takes no single value, and parameters for each position take images of one size."""
-    cuttable, site = Cuttable(outline(build)), Site((8, 3, 96, 96), GridShape(1, 1, 1), False, plain=True)
+    cuttable, site = Cuttable(outline(build)), Site((4, 3, 192, 192), GridShape(1, 1, 1), False, plain=True)
     found = ScaledProfiler(TimingsFile(tmp_path / "none"), rates=MACHINE).counts(cuttable, site)
     for unit, right in zip(found, count_units(cuttable, site), strict=True):
         assert unit.flops == pytest.approx(right.flops, rel=0.01)
         assert unit.handed == pytest.approx(right.handed, rel=0.01)
+    assert all(unit.forward > 0 for unit in time_column(cuttable, site, CPU, 0.01))
 
 
 def test_the_ways_with_most_samples_decide(tmp_path: Path) -> None:

@@ -161,7 +161,12 @@ def time_column(
         return _Timed(size, column, most(sum(unit.forward + unit.backward for unit in column)), repeats)
 
     sizes = list(_halved(site))[::-1]
-    known = [timed(sizes[0], REPEATS)]
+    try:
+        known = [timed(sizes[0], REPEATS)]
+    except (RuntimeError, ValueError, AssertionError):
+        if grid_of is not None or len(sizes) == 1 or site.pixels > MOST_PIXELS:
+            raise
+        return measure(site, repeats=1)  # a model that takes images of one size alone
     while (larger := _next(sizes, known, budget_seconds)) is not None:
         known.append(timed(*larger))
     if known[-1].site == site:
