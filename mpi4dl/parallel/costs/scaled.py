@@ -57,7 +57,7 @@ class TimingsFile:
             entries = [{"facts": each["facts"], "value": each["value"]} for each in found["timings"]]
             return cls(path, entries, str(found["measured on"]))
         except (ValueError, KeyError, TypeError, UnicodeDecodeError, RecursionError):
-            raise ValueError(f"{path} is no file of timings, as `mpi4dl plan --time-only FILE` writes it") from None
+            raise ValueError(f"--timings {path} is no file of timings, as --time-only writes it") from None
 
     @staticmethod
     def _key(facts: Mapping[str, Any]) -> str:

@@ -308,8 +308,8 @@ def _recorder(grid: Grid) -> Recorder:
 
 
 def imagined(site: Site) -> DryRunGrid:
-    """As the rank in the middle sees it, who has most neighbours."""
-    grid = dry_run_grid(site.shape, rank_in_the_middle(site.shape), site.tracks_batch)
+    """As the rank in the middle sees it, who has most neighbours, on a way with most samples."""
+    grid = dry_run_grid(site.shape, rank_in_the_middle(site.shape, site.image[0]), site.tracks_batch)
     grid.arrangement = site.arrangement
     return grid
 

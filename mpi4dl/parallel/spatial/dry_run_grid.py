@@ -144,10 +144,11 @@ def dry_run_grid(
     return grid
 
 
-def rank_in_the_middle(shape: geometry.GridShape) -> int:
-    """The rank who has most neighbours, and the last part of features, than which none is larger."""
-    in_space = 1 + len(shape.space)
-    return shape.number([*(n // 2 for n in shape[:in_space]), *(n - 1 for n in shape[in_space:])])
+def rank_in_the_middle(shape: geometry.GridShape, num_samples: int = 0) -> int:
+    """The rank who has most of so many samples, most neighbours, and the last part of features, as large as any."""
+    in_space, cuts = 1 + len(shape.space), geometry.even_cuts(num_samples, shape.batch)
+    way = max(range(shape.batch), key=lambda i: (cuts[i + 1] - cuts[i], -abs(i - shape.batch // 2)))
+    return shape.number([way, *(n // 2 for n in shape[1:in_space]), *(n - 1 for n in shape[in_space:])])
 
 
 @dataclass(frozen=True)
