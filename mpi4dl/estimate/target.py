@@ -24,7 +24,6 @@ class OnMachine:
         "TOML file that describes the machine, as `mpi4dl doctor --save` writes it; none: this one",
         optional(NAME),
         flag_only=True,
-        brief="TOML file of the machine to plan for",
     )
     timings: str | None = option(
         None,
