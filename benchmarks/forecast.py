@@ -10,7 +10,6 @@ steps are timed as they are, for ranks up to the cores.
 `of ranks` is Spearman's coefficient of the two orders of the plans of a model on a number of ranks.
 """
 
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -117,19 +116,11 @@ def chosen(options: Options, name: str, num_ranks: int) -> "list[tuple[PlanEstim
     return [(found[i], partition(estimator.prices(found[i].plan).matrix)) for i in sorted(places)]
 
 
-class WallClock:
-    """The real time."""
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-
 def work(options: Options) -> None:
     """The answer has the milliseconds of a step, of the rank that takes longest, and those of work."""
-    from benchmarks.common.emulated import Network, VirtualClock, emulated, time_steps, training_step
+    from benchmarks.common.emulated import MonotonicClock, Network, VirtualClock, emulated, time_steps, training_step
     from benchmarks.common.ranks import begin
     from benchmarks.common.turns import answer_turns
-    from mpi4dl.parallel.costs.cost_model import Link
     from mpi4dl.parallel.plan import Plan
 
     comm = begin()
@@ -141,11 +132,9 @@ def work(options: Options) -> None:
         build = builder(told["model"])
         if options.clock == "wall":
             step = training_step(comm, build, plan, options.batch_size, size, NUM_CLASSES, told["counts"])
-            times = time_steps(comm, WallClock(), step, options.steps)  # type: ignore[arg-type]
+            times = time_steps(comm, MonotonicClock(), step, options.steps)
         else:
-            inside = Link(1e-6 * options.latency_us, 1e-9 / options.gigabytes)
-            between = Link(1e-6 * options.network_latency_us, 1e-9 / options.network_gigabytes)
-            network, clock = Network(inside, between, min(options.ranks_per_node, comm.size)), VirtualClock()
+            network, clock = Network.of(machine_of(options, comm.size)), VirtualClock()
             with emulated(comm, network, clock) as world:
                 step = training_step(world, build, plan, options.batch_size, size, NUM_CLASSES, told["counts"])
                 times = time_steps(world, clock, step, options.steps)

@@ -54,6 +54,7 @@ from mpi4dl.comm.pending import Phases
 from mpi4dl.comm.requests import Driven, Request
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.costs.cost_model import Link
+from mpi4dl.parallel.costs.machine import Machine
 from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.plan import Plan
 
@@ -81,6 +82,12 @@ class Network:
     within: Link
     between: Link | None = None
     ranks_per_node: int | None = None
+
+    @classmethod
+    def of(cls, machine: Machine) -> "Network":
+        """The network of a machine of one or two kinds of links, each rank with a port of its own."""
+        inside, *further = (Link(each.latency_seconds, 1 / each.bytes_per_second) for each in machine.links)
+        return cls(inside, further[0], machine.ranks_per_node) if further else cls(inside)
 
     def link(self, source: int, to: int) -> Link:
         near = self.between is None or self.node(source) == self.node(to)
@@ -641,7 +648,7 @@ def emulated(
 # Training steps, timed.
 
 
-class StepTime(NamedTuple):
+class TimedStep(NamedTuple):
     """A step on one rank, from when all began it: its seconds, of which for work, and otherwise waiting."""
 
     seconds: float
@@ -653,10 +660,10 @@ class StepTime(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class TimedSteps:
     """`of_ranks[r][i]` is step i on rank r."""
 
-    of_ranks: tuple[tuple[StepTime, ...], ...]
+    of_ranks: tuple[tuple[TimedStep, ...], ...]
 
     @property
     def seconds(self) -> float:
@@ -664,14 +671,14 @@ class StepTimes:
         return median(max(time.seconds for time in step) for step in zip(*self.of_ranks, strict=True))
 
     @property
-    def medians(self) -> tuple[StepTime, ...]:
+    def medians(self) -> tuple[TimedStep, ...]:
         """For each rank."""
-        return tuple(StepTime(*map(median, zip(*steps, strict=True))) for steps in self.of_ranks)
+        return tuple(TimedStep(*map(median, zip(*steps, strict=True))) for steps in self.of_ranks)
 
 
 def time_steps(
     comm: Communicator, clock: Clock, step: Callable[[], object], num_steps: int, warm_up: int = 1
-) -> StepTimes:
+) -> TimedSteps:
     """Time steps by the clock of `comm`, after some that do not count. All ranks begin each at one time. Collective."""
     times = []
     for number in range(warm_up + num_steps):
@@ -679,8 +686,8 @@ def time_steps(
         began, worked = clock.now(), comm.node.work_seconds()
         step()
         if number >= warm_up:
-            times.append(StepTime(clock.now() - began, comm.node.work_seconds() - worked))
-    return StepTimes(tuple(comm.all_gather_object(tuple(times))))
+            times.append(TimedStep(clock.now() - began, comm.node.work_seconds() - worked))
+    return TimedSteps(tuple(comm.all_gather_object(tuple(times))))
 
 
 def training_step(
