@@ -156,6 +156,11 @@ def settled(outputs: Any) -> Any:
     return pytree.tree_map(of, outputs)
 
 
+def _with_all_classes(x: Any) -> Any:
+    """Outputs (N, C) of classes that ranks share, whole."""
+    return spatial.gather(x) if isinstance(x, spatial.SpatialTensor) and x.dim() <= 2 else x
+
+
 class InputFeed:
     """A batch of `num_samples` on its way into the stages: the tiles that this rank reads of it."""
 
@@ -317,16 +322,18 @@ class EvaluationFeed(BatchFeed):
             self.found.sums[number] += total.detach().double() * factor
 
     def see(self, part: Part, outputs: Any, targets: Any) -> None:
-        found = self.found
-        if part.grid.rank == 0:
-            if found.kept is not None:
-                found.kept.append((outputs, targets))
-            logits = main_output(outputs)
-            if all(isinstance(x, Tensor) for x in (logits, targets)):
-                found.classified = logits.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point()
-            if found.classified:
-                found.correct += int((logits.argmax(1) == targets).sum())
-                found.undefined += int(logits.isnan().any())  # of which argmax makes a class
+        found, logits, speaks = self.found, main_output(outputs), part.grid.rank == 0
+        if found.kept is not None:
+            whole = pytree.tree_map(_with_all_classes, outputs)
+            if speaks:
+                found.kept.append((whole, targets))
+        if all(isinstance(x, Tensor) for x in (logits, targets)):
+            found.classified = logits.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point()
+        if found.classified:  # ranks may share the classes: all of them look
+            classes, undefined = (spatial.gather(x) for x in (logits.argmax(1), logits.isnan().any()))
+            if speaks:
+                found.correct += int((classes == targets).sum())
+                found.undefined += int(undefined)  # of which argmax makes a class
         found.measures.update(part.grid, outputs, targets)
 
 

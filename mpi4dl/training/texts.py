@@ -166,5 +166,5 @@ def _next_logits(engine: Engine, tokens: list[int], context: int) -> Tensor:
     sample = torch.tensor([tokens + [0] * (context - len(tokens))])
     tiles = [sample[tuple(slice(*side) for side in read.box)] for read in engine.reads(1, size, training=False)]
     last = len(tokens) - 1
-    (outputs,) = engine.predict([(tiles, 1)], size, lambda logits: spatial.gather(main_output(logits))[:, last])
+    (outputs,) = engine.predict([(tiles, 1)], size, lambda logits: spatial.gather(main_output(logits)[:, last]))
     return engine.comm.broadcast_object(None if outputs.whole is None else outputs.whole[0].double())

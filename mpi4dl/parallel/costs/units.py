@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from mpi4dl._randomness import forked
 from mpi4dl.comm.traffic import Traffic, traffic_of
 from mpi4dl.geometry import GridShape
+from mpi4dl.models.layers import Penalized
 from mpi4dl.parallel.costs.meter import KnownValues, SavedTensors, dry_run, made_up_part, needs_values
 from mpi4dl.parallel.costs.timing import Site, Units, as_received, cut_at, imagined, input_at, local_tensors, map_local
 from mpi4dl.parallel.inputs import of_tokens
@@ -182,6 +183,8 @@ def _differentiate(results: Any) -> None:
 
 def _with_loss(outputs: Any) -> Any:
     """The loss of logits for each token, which for many kinds of tokens takes more than a block; others as they are."""
+    if isinstance(outputs, Penalized):
+        return outputs._replace(outputs=_with_loss(outputs.outputs))
     if not isinstance(outputs, Tensor) or outputs.dim() != 3:
         return outputs
     targets = torch.zeros(outputs.shape[:2], dtype=torch.int64, device=outputs.device)

@@ -164,20 +164,23 @@ CLASSES = 1
 
 class Owned(NamedTuple):
     """A rank's part: `values` are whole[where]. `counts`: it is this rank that speaks for it. `dense`: it is one of
-    several parts that differ along more than the batch.
+    several parts that differ along more than the batch. `classes` is the dim of those.
     """
 
     values: Tensor
     where: tuple[slice, ...]
     counts: bool
     dense: bool
+    classes: int = CLASSES
 
     def of_targets(self, targets: Tensor) -> Tensor:
-        """The same part of targets (N, ...) beside a whole of (N, C, ...), or of the same shape."""
+        """The same part of targets (N, ...) beside a whole of (N, C, ...), or of (N, ..., C) as of tokens, or of the
+        same shape.
+        """
         if targets.dim() == len(self.where):
             return targets[self.where]
         if targets.dim() == len(self.where) - 1:
-            return targets[tuple(cut for dim, cut in enumerate(self.where) if dim != CLASSES)]
+            return targets[tuple(cut for dim, cut in enumerate(self.where) if dim != self.classes)]
         raise ValueError(
             f"dense outputs with {len(self.where)} dims have targets of as many, or of one less, not {targets.dim()}"
         )
@@ -201,4 +204,5 @@ def owned(x: Tensor, grid: Grid) -> Owned:
         if dim is not None:
             index[dim] = slice(*x.layout.owned[axis])
     counts = all(place == 0 for place, dim in zip(grid.coordinates, x.layout.dims, strict=True) if dim is None)
-    return Owned(x.local, tuple(index), counts, True)
+    classes = x.dim() - 1 if x.layout.axis(CLASSES) in grid.space else CLASSES
+    return Owned(x.local, tuple(index), counts, True, classes)

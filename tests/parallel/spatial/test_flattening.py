@@ -9,14 +9,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
+from mpi4dl.comm import Communicator
+from mpi4dl.parallel import spatial
 from tests.parallel.spatial.comparing import (
     CHOSEN,
     OF_TOKENS,
     Arrangement,
     Case,
     Function,
+    Traffic,
+    arrange,
     functions,
+    on_ranks,
     table_test,
 )
 from tests.parallel.spatial.test_gathering import kept_of_plain
@@ -125,6 +131,76 @@ CASES: dict[str, Case] = {
 }
 
 test_flat_dims_equal_those_of_the_whole = pytest.mark.sample(3)(table_test(__name__, OF_TOKENS))
+
+
+# Functions along the features of tokens, (N * T, features) of all of them, (N, T, features), or with a class token. No
+# token travels for them. And the same along tokens, where all do.
+
+
+def rows(x: Tensor) -> Tensor:
+    return x.permute(0, 2, 3, 1).reshape(-1, 4)
+
+
+def both(function: Function) -> Function:
+    """Of the rows, of tokens, and with a class token."""
+    return lambda x: (function(rows(x)), function(tokens(x)), function(with_token(tokens(x)) * 2))
+
+
+BESIDE: dict[str, Function] = {
+    "argmax": both(lambda x: x.argmax(-1)),
+    "argmin": both(lambda x: x.argmin(-1, keepdim=True)),
+    "max": both(lambda x: x.max(-1)),
+    "min, kept": both(lambda x: x.min(dim=-1, keepdim=True)),
+    "max of two": both(lambda x: torch.max(x, -x) + torch.min(x, other=2 * x)),
+    "amax and amin": both(lambda x: x.amax(-1) - x.amin((-1,), keepdim=True).squeeze(-1)),
+    "aminmax": both(lambda x: torch.aminmax(x, dim=-1)),
+    "logsumexp": both(lambda x: x.logsumexp(-1).square()),
+    "prod": both(lambda x: x.prod(-1)),
+    "cumulative": both(lambda x: x.cumsum(-1) * x.cumprod(-1) + x.logcumsumexp(-1)),
+    "cumulative extrema": both(lambda x: (x.cummax(-1).values - x.cummin(-1).values, x.cummax(-1).indices)),
+    "variances": both(lambda x: x.var(-1) + x.std(-1, unbiased=False) * torch.var_mean(x, -1)[1]),
+    "truth": both(lambda x: ((x > 1).any(-1), (x > -1).all(-1), torch.count_nonzero(x > 0, -1))),
+    "nansum and nanmean": both(lambda x: torch.where(x > 1, math.nan, x).nansum(-1) + x.nanmean(-1)),
+    "norms": both(lambda x: x.norm(dim=-1) + torch.linalg.norm(x, 3, -1)),
+    "distances": both(lambda x: F.pairwise_distance(x, 2 * x + 1) + F.cosine_similarity(x, x.roll(1, -1), -1)),
+    "one_hot": both(lambda x: F.one_hot(x.argmax(-1), 4) * x),
+    "embedding": both(lambda x: F.embedding(x.argmax(-1), WEIGHT)),
+    "gather": both(lambda x: x.gather(-1, x.argsort(-1)[..., :2]) * x.take_along_dim(x.argmax(-1, True), -1)),
+    "index_select": both(lambda x: x.index_select(-1, torch.tensor([2, 0, 2]))),
+    "lists": both(lambda x: x[..., [1, -1, 0]] * 2),
+    "roll and flip": both(lambda x: x.roll(1, -1) * x.flip(-1)),
+    "losses": both(
+        lambda x: F.mse_loss(x, x.flip(-1), reduction="none") * F.kl_div(x, (2 * x).exp(), reduction="none")
+    ),
+}
+ALONG: dict[str, Function] = {
+    "extrema": lambda x: (rows(x).amax(0), rows(x).max(0), tokens(x).min(1), x.flatten(1).argmax(1), rows(x).max()),
+    "sums": lambda x: (rows(x).logsumexp(0), tokens(x).prod(1) * 1e3, torch.linalg.norm(rows(x)), rows(x).nansum()),
+    "variances": lambda x: (rows(x).var(0), tokens(x).std(1), with_token(tokens(x)).var((0, 1)), rows(x).std()),
+    "truth": lambda x: ((rows(x) > 2).any(0), (tokens(x) > -3).all(1), torch.count_nonzero(rows(x) > 0)),
+    "chosen rows": lambda x: (rows(x)[[5, -1]], tokens(x).index_select(1, torch.tensor([3, 70])), rows(x)[7:40, 1]),
+    "gather": lambda x: rows(x).gather(0, torch.arange(30).view(10, 3) * 7),
+    "order": lambda x: (rows(x).cumsum(0)[-2:], tokens(x).roll(5, 1)[:, 8], tokens(x).flip(1)[:, 7]),
+    "roll of all": lambda x: (tokens(x).roll(3), rows(x)[:, 0].roll(2) * 2),
+}
+ROWS: dict[str, Case] = {
+    **functions(BESIDE, sizes=[(H, W)]),
+    **functions(ALONG, sizes=[(H, W)], spread=False),
+}
+test_features_of_tokens_are_those_of_the_whole = pytest.mark.sample(3)(table_test(__name__, OF_TOKENS, "ROWS"))
+
+
+@on_ranks(4)
+def test_nothing_travels_for_the_features_of_tokens(comm: Communicator) -> None:
+    torch.set_default_dtype(torch.float64)
+    grid = spatial.Grid(comm, rows=2, cols=2)
+    for name, function in BESIDE.items():
+        torch.manual_seed(0)
+        x = arrange(torch.randn(3, 4, H, W).requires_grad_(), comm, Arrangement(2, 2), grid)
+        traffic = Traffic(grid.comm)
+        results = [y for y in pytree.tree_leaves(function(x)) if y.requires_grad]
+        torch.autograd.backward([y.local for y in results], [torch.ones_like(y.local) for y in results])
+        assert traffic.bytes == 0, name
 
 
 SIZE = (13, 17)

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from tests.parallel.spatial.comparing import SOME_ARRANGEMENTS, functions, on_ranks, table_test
+from tests.parallel.spatial.comparing import OF_TOKENS, SOME_ARRANGEMENTS, functions, on_ranks, table_test
 
 
 def classes(x: Tensor, ignored: bool = False) -> Tensor:
@@ -131,6 +131,94 @@ CASES = {
 }
 
 test_losses_equal_those_of_the_whole_image = table_test(__name__, SOME_ARRANGEMENTS)
+
+
+# Losses of tokens, as of language: rows (N * T, classes) of all of them, of which each rank has its own.
+
+
+def rows(x: Tensor) -> Tensor:
+    return x.permute(0, 2, 3, 1).reshape(-1, 4)
+
+
+def words(x: Tensor, ignored: bool = True) -> Tensor:
+    return classes(x, ignored).reshape(-1)
+
+
+def with_token(x: Tensor) -> Tensor:
+    """(N, classes, 1 + T): every rank has the first."""
+    return torch.cat([torch.linspace(0, 1, 4, dtype=x.dtype).view(1, 4, 1).expand(x.shape[0], -1, -1), x.flatten(2)], 2)
+
+
+def with_word(x: Tensor) -> Tensor:
+    return torch.cat([torch.tensor([[1]] * x.shape[0]), words(x).view(x.shape[0], -1)], 1)
+
+
+def of_tokens(x: Tensor) -> Tensor:
+    return target(x).flatten(2)
+
+
+TOKENS = {
+    **functions(
+        {
+            "cross_entropy": lambda x: F.cross_entropy(rows(x), words(x)),
+            "cross_entropy, weights, smoothed": lambda x: F.cross_entropy(
+                rows(x), words(x), WEIGHT, label_smoothing=0.2
+            ),
+            "cross_entropy, summed": lambda x: F.cross_entropy(rows(x), words(x, False), reduction="sum"),
+            "cross_entropy, probabilities": lambda x: F.cross_entropy(rows(x), rows(target(x)).softmax(1), WEIGHT),
+            "cross_entropy of what is spread": lambda x: F.cross_entropy(rows(x), rows(-x).argmax(1), WEIGHT),
+            "cross_entropy of another order": lambda x: F.cross_entropy(
+                rows(x), (-x).permute(0, 3, 2, 1).argmax(3).reshape(-1), WEIGHT
+            ),
+            "cross_entropy of a plain input": lambda x: (
+                F.cross_entropy(rows(target(x)), rows(x).argmax(1)) + 0 * x.sum()
+            ),
+            "cross_entropy with a token": lambda x: F.cross_entropy(with_token(x), with_word(x), WEIGHT),
+            "cross_entropy of tokens": lambda x: F.cross_entropy(x.flatten(2), words(x).view(3, -1), WEIGHT),
+            "cross_entropy of all pixels": lambda x: F.cross_entropy(x.flatten(1), torch.tensor([1, 90, -100])),
+            "cross_entropy of one image": lambda x: F.cross_entropy(x[0].flatten(), torch.tensor(90)),
+            "cross_entropy, shares of pixels": lambda x: F.cross_entropy(
+                x.flatten(1), x.detach().flatten(1).softmax(1)
+            ),
+            "nll_loss": lambda x: F.nll_loss(F.log_softmax(rows(x), -1), words(x), WEIGHT),
+            "by hand": lambda x: (
+                (rows(x).logsumexp(-1) - rows(x).gather(1, words(x, False)[:, None])[:, 0]).square().mean()
+            ),
+            "multi_margin_loss": lambda x: F.multi_margin_loss(rows(x), words(x, False), weight=WEIGHT),
+            "mse_loss with a token": lambda x: F.mse_loss(with_token(x), with_token(target(x))),
+            "mse_loss, weights": lambda x: F.mse_loss(x.flatten(2), of_tokens(x), weight=of_tokens(x) + 1),
+            "l1_loss of a token for all": lambda x: F.l1_loss(x.flatten(2), of_tokens(x)[:, :, 3:4].expand(3, 4, 96)),
+            "bce with logits": lambda x: F.binary_cross_entropy_with_logits(
+                rows(x), rows(target(x)).round(), reduction="sum", pos_weight=WEIGHT
+            ),
+            "bce of what is spread": lambda x: F.binary_cross_entropy(rows(x).sigmoid(), rows(x.detach()).softmax(1)),
+            "kl_div": lambda x: F.kl_div(F.log_softmax(rows(x), 1), rows(target(x)).softmax(1), reduction="batchmean"),
+            "gaussian_nll_loss": lambda x: F.gaussian_nll_loss(rows(x), rows(target(x)), rows(target(x)) + 1),
+            "multilabel_soft_margin_loss": lambda x: F.multilabel_soft_margin_loss(rows(x), rows(target(x)), WEIGHT),
+            "triplet_margin_loss": lambda x: F.triplet_margin_loss(rows(x), rows(target(x)), rows(x).flip(1)),
+            "cosine_embedding_loss": lambda x: F.cosine_embedding_loss(
+                rows(x), rows(target(x)), words(x, False) % 2 * 2 - 1, 0.1
+            ),
+        },
+        sizes=[(12, 8)],
+        spread=False,
+    ),
+    **functions(
+        {
+            "cross_entropy per token": lambda x: F.cross_entropy(rows(x), words(x), WEIGHT, reduction="none"),
+            "cross_entropy with a token, per token": lambda x: F.cross_entropy(
+                with_token(x), with_word(x), reduction="none", label_smoothing=0.1
+            ),
+            "focal": lambda x: (
+                (1 - F.softmax(rows(x), 1)) ** 2
+                * F.binary_cross_entropy_with_logits(rows(x), rows(target(x)), reduction="none")
+            ),
+        },
+        sizes=[(12, 8)],
+    ),
+}
+
+test_losses_of_tokens_equal_those_of_the_whole = pytest.mark.sample(3)(table_test(__name__, OF_TOKENS, "TOKENS"))
 
 
 @on_ranks(2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpi4dl import models
@@ -18,14 +18,14 @@ from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.plan import Plan
 from tests.parallel.tensor.test_cut_parameters import FUSED, GROUPED, HEADS, VOCABULARY, build
 from tests.pool.ranks import Ranks
-from tests.short_runs import Task, check, engine_of, step, words_loss
+from tests.short_runs import NUM_CLASSES, Task, check, engine_of, label, step, words_loss
 
 LENGTH = 7
 LANGUAGE = Task(partial(build, HEADS), (LENGTH,), 4, "smooth AdamW", tokens=VOCABULARY, loss=words_loss, num_steps=5)
 LANGUAGE = replace(LANGUAGE, styles=tuple(FUSED.items()), balance=(4, 3))
 IN_STAGES = replace(LANGUAGE, model=partial(build, HEADS, tied=False))
 SHARING_KEYS = replace(LANGUAGE, model=partial(build, 3), styles=tuple(GROUPED.items()))
-ONE = Plan(((1,),))
+ONE, ONE_TILE = Plan(((1,),)), Plan()
 PLANS = {
     "tensor 2": replace(ONE, tensor=2),
     "tensor 2, context 2": Plan(((2,),), tensor=2),
@@ -67,6 +67,20 @@ def test_five_steps(ranks: Ranks, name: str) -> None:
 def test_grouped_queries_of_a_rank_without_samples(ranks: Ranks) -> None:
     """The validation ends with a batch of one sample."""
     check(ranks, replace(SHARING_KEYS, styles=(), num_steps=1), replace(ONE, data=2))
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.first(x).tanh().mean((2, 3)))
+
+
+@pytest.mark.parametrize("plan", [replace(ONE_TILE, tensor=2), Plan(((1, 2),), tensor=2, data=2)], ids=label)
+def test_accuracy_of_classes_that_ranks_share(ranks: Ranks, plan: Plan) -> None:
+    check(ranks, Task(Classifier, (8, 6), styles=(("head", "column"),)), plan)
 
 
 def tokens_of_a_norm(engine: Engine) -> Callable[[], set[int]]:

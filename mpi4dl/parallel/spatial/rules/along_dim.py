@@ -25,6 +25,7 @@ from mpi4dl.parallel.spatial.rules.reductions import (
     of_all_parts,
     owned_along,
     reduced_layout,
+    register_beside_flat,
     total,
 )
 from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
@@ -187,7 +188,7 @@ for name, sign, logarithm in (("softmax", 1, False), ("softmin", -1, False), ("l
         register(function, flat=True)(along_dim(function, _softmax(function, sign, logarithm), of_flat=True))
 
 
-@register(*named("logsumexp"))
+@register_beside_flat(*named("logsumexp"))
 def logsumexp(input: SpatialTensor, dim: DimsArgument, keepdim: bool = False) -> Tensor:
     """Over any dims. Backward gives each pixel its share exp(x - y) of the gradient, as PyTorch does."""
     check_reduction(torch.logsumexp, input, dim, keepdim)
@@ -210,7 +211,7 @@ def logsumexp(input: SpatialTensor, dim: DimsArgument, keepdim: bool = False) ->
     return left_of(input, result.to(input.dtype), dims, keepdim)
 
 
-@register(*named("prod"))
+@register_beside_flat(*named("prod"))
 def prod(input: SpatialTensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """The product of the products of all ranks' parts, which are gathered."""
     dims = normalize_dims(input, dim)
@@ -269,6 +270,6 @@ def _prefix(function: Any, indexed: bool) -> Callable[..., Any]:
 
 
 for function in named("cumsum", "cumprod", "logcumsumexp"):
-    register(function)(_prefix(function, indexed=False))
+    register_beside_flat(function)(_prefix(function, indexed=False))
 for function in named("cummax", "cummin"):
-    register(function)(_prefix(function, indexed=True))
+    register_beside_flat(function)(_prefix(function, indexed=True))

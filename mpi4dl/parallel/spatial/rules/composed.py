@@ -91,6 +91,10 @@ OF_FLAT: Rules = [
     ([Tensor.view_as, Tensor.reshape_as], lambda input, other: input.reshape(other.shape)),
     ([Tensor.expand_as], lambda input, other: input.expand(*other.shape)),
     (named("unbind"), lambda input, dim=0: tuple(input.select(dim, i) for i in range(input.shape[dim]))),
+    (named("count_nonzero"), lambda input, dim=None: (input != 0).sum(dim)),
+    (named("nanmean"), nanmean),
+    (named("pairwise_distance"), pairwise_distance),
+    (named("dist"), lambda input, other, p=2: torch.linalg.vector_norm(input - other, p)),
     ([Tensor.__rmatmul__], lambda input, other: torch.matmul(other, input)),
 ]
 # Those that get them gathered.
@@ -103,10 +107,6 @@ OTHERS: Rules = [
     (named("vstack", "row_stack"), beside(0, 2)),
     (named("dstack"), beside(2, 3)),
     (named("column_stack"), lambda tensors: torch.cat([x.reshape(-1, 1) if x.dim() < 2 else x for x in tensors], 1)),
-    (named("count_nonzero"), lambda input, dim=None: (input != 0).sum(dim)),
-    (named("nanmean"), nanmean),
-    (named("pairwise_distance"), pairwise_distance),
-    (named("dist"), lambda input, other, p=2: torch.linalg.vector_norm(input - other, p)),
     ([torch.batch_norm], batch_norm),
 ]
 for functions, rule in OF_FLAT:

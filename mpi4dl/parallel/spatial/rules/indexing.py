@@ -16,7 +16,12 @@ from mpi4dl.parallel.spatial.grid import Flat
 from mpi4dl.parallel.spatial.halo import gather as gather_whole
 from mpi4dl.parallel.spatial.halo import gather_axes, gather_dim, reach
 from mpi4dl.parallel.spatial.redistribution import entries_on_all
-from mpi4dl.parallel.spatial.rules.reductions import normalize_dims, reduced_layout
+from mpi4dl.parallel.spatial.rules.reductions import (
+    normalize_dims,
+    reduced_layout,
+    register_beside_flat,
+    whole_along,
+)
 from mpi4dl.parallel.spatial.tensor import (
     SpatialTensor,
     copied,
@@ -98,26 +103,28 @@ def choose(x: Tensor, dim: int, index: Sequence[int], moved: Callable[[int], int
     return pick(x, dim, sources, [0, *inner, len(sources)])
 
 
-@register(*named("roll"))
+@register(*named("roll"), flat=True)
 def roll(input: SpatialTensor, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None) -> Tensor:
     by = [shifts] if isinstance(shifts, int) else list(shifts)
     over = [dims] if isinstance(dims, int) else list(dims or ())
     if not over:
-        return torch.roll(input.flatten(), shifts).view(input.shape)
+        return torch.roll(input.flatten(), shifts, 0).view(input.shape)
     if len(by) != len(over):
         raise RuntimeError(f"shifts and dimensions must align. shifts: {len(by)}, dims:{len(over)}")
-    x: Tensor = input
-    for shift, dim in zip(by, (place_of(d, input.dim()) for d in over), strict=True):
+    over = [place_of(d, input.dim()) for d in over]
+    x = whole_along(input, over)
+    for shift, dim in zip(by, over, strict=True):
         size = x.shape[dim]
         x = choose(x, dim, [(row - shift) % size for row in range(size)])
     return x
 
 
-@register(*named("flip"))
+@register(*named("flip"), flat=True)
 def flip(input: SpatialTensor, *dims: Any, **named_dims: Any) -> Tensor:
     given = numbers(dims or tuple(named_dims.values()))
-    x: Tensor = input
-    for dim in normalize_dims(input, given) if given else ():
+    over = normalize_dims(input, given) if given else ()
+    x = whole_along(input, over)
+    for dim in over:
         x = choose(x, dim, range(x.shape[dim])[::-1])
     return x if given else input.clone()
 
@@ -204,8 +211,9 @@ def choose_by_lists(x: Tensor, lists: Mapping[int, Tensor]) -> Tensor:
     chosen = _indices(x, lists)
     if not isinstance(x, SpatialTensor):
         return x[_everywhere(chosen, x.dim())]
-    if x.layout.flat:
-        return copied(choose_by_lists(gather_axes(x, ()), lists), x)
+    whole = whole_along(x, [dim + i for dim, index in lists.items() for i in range(dims_of(index))])
+    if whole is not x:
+        return copied(choose_by_lists(whole, lists), x)
     if any(x.layout.axis(dim) is not None for dim in chosen):
         (dim, index), *others = chosen.items()
         if others or index.dim() != 1:
@@ -217,7 +225,7 @@ def choose_by_lists(x: Tensor, lists: Mapping[int, Tensor]) -> Tensor:
     side_by_side = max(chosen) - min(chosen) + 1 == len(chosen)
     before = sum(dim < min(chosen) for dim in kept) if side_by_side else 0  # else PyTorch puts them in front
     place = {dim: i if i < before else i + new for i, dim in enumerate(kept)}
-    return wrap(y, replace(x.layout, dims=tuple(None if dim is None else place[dim] for dim in x.layout.dims)))
+    return wrap(y, x.layout.moved(place.get))
 
 
 def write_by_lists(x: SpatialTensor, lists: Mapping[int, Tensor], value: Any) -> None:
@@ -238,7 +246,7 @@ def look_up(table: Tensor, indices: Sequence[Any]) -> Tensor:
     return wrap(table[labels.local], labels.layout)
 
 
-@register(F.embedding)
+@register(F.embedding, flat=True)
 def embedding(
     input: Tensor,
     weight: Tensor,
@@ -279,7 +287,7 @@ def embedding(
     return contract(name, of_own_rows, (input, weight), [indices, ["row", "feature"]], [*indices, "feature"])
 
 
-@register(F.one_hot)
+@register(F.one_hot, flat=True)
 def one_hot(input: SpatialTensor, num_classes: int = -1) -> Tensor:
     if num_classes == -1 and input.numel():
         num_classes = int(torch.amax(input)) + 1
@@ -295,11 +303,13 @@ def _along_whole(x: Tensor, dim: int) -> Tensor:
     return wrap(owned(x), reduced_layout(x.layout.narrow, [dim], True))
 
 
-@register(*named("gather"))
+@register(*named("gather"), flat=True)
 def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
     """Entries from anywhere along a dim, which is gathered if ranks share it; the result is spread as the index is."""
     dim = place_of(dim, input.dim())
-    input, index = gather_dim(input, dim), _along_whole(index, dim)
+    if isinstance(input, SpatialTensor) and input.layout.axis(dim) is not None:
+        input = gather_dim(input, dim)
+    index = _along_whole(index, dim)
     for other in range(input.dim()):
         if other != dim and index.shape[other] != input.shape[other]:
             input = input.narrow(other, 0, index.shape[other])
@@ -312,7 +322,7 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
     return contract("torch.gather", take, (index, input), (names, sources), names)
 
 
-@register(*named("take_along_dim"))
+@register(*named("take_along_dim"), flat=True)
 def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
     if dim is None:
         return torch.take_along_dim(gather_whole(input), gather_whole(indices))
@@ -494,7 +504,7 @@ for function in named("split", "chunk", "tensor_split", "split_with_sizes"):
     register(function, flat=True)(_pieces(function))
 
 
-@register(*named("index_select"))
+@register_beside_flat(*named("index_select"))
 def index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:
     if not isinstance(input, SpatialTensor) or isinstance(index, SpatialTensor):
         raise refusal("torch.index_select", "the index is spread over ranks")

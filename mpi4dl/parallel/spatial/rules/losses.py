@@ -1,7 +1,8 @@
 """Losses of dense predictions: a function of each pixel, then the sum or mean over the whole image.
 
 The pixels are PyTorch's own function with reduction="none" on each rank's part; inputs, targets and weights broadcast
-as they do on the whole. A loss over classes divides by the weights of the pixels that count.
+as they do on the whole. A loss over classes divides by the weights of the pixels that count. Logits of tokens stay
+where they are, also as rows (N * T, classes) of all of them: ranks send each other sums.
 """
 
 import inspect
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl.parallel.spatial.alignment import align, contract
-from mpi4dl.parallel.spatial.rules.reductions import mean, sum_
+from mpi4dl.parallel.spatial.rules.reductions import mean, sum_, whole_along
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, refusal, register, wrap
 
 
@@ -38,7 +39,7 @@ def of_losses(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., A
 
     def add(pixels: Callable[..., Any]) -> Callable[..., Any]:
         for function in functions:
-            register(function)(_bound(function, pixels))
+            register(function, flat=True)(_bound(function, pixels))
         return pixels
 
     return add
@@ -95,15 +96,18 @@ def _by_pixel(function: Any, options: dict[str, Any], reduction: str) -> Tensor:
     if reduction == "mean" and function is F.mse_loss and options["weight"] is not None:
         return reduce_pixels(pixels, "sum") / reduce_pixels(options["weight"], "sum")
     if reduction == "batchmean":
-        return sum_(pixels) / options["input"].shape[0]  # type: ignore[arg-type]
+        return reduce_pixels(pixels, "sum") / options["input"].shape[0]
     return reduce_pixels(pixels, reduction)
 
 
 @of_losses(F.cross_entropy, F.nll_loss, F.multi_margin_loss, F.multilabel_margin_loss)
 def _over_classes(function: Any, options: dict[str, Any], reduction: str) -> Tensor:
-    """Cross entropy and its like: (N, classes, ...) against class indices, or something for each class."""
-    name, input, target = function_name(function), options["input"], options["target"]
-    classes = 0 if input.dim() == 1 else 1
+    """Cross entropy and its like: (N, classes, ...) against class indices, or something for each class.
+
+    Rows may be those of all tokens, (N * T, classes), of which each rank has its own.
+    """
+    name, classes = function_name(function), 0 if options["input"].dim() == 1 else 1
+    input, target = whole_along(options["input"], [classes]), options["target"]
     listed = function is F.multilabel_margin_loss
     probable = listed or (target.is_floating_point() and input.shape == target.shape)
     expected = input.shape if probable else (*input.shape[:classes], *input.shape[classes + 1 :])
@@ -113,6 +117,8 @@ def _over_classes(function: Any, options: dict[str, Any], reduction: str) -> Ten
         if probable:
             raise refusal(name, "its targets are probabilities, of classes that ranks share")
         return _of_cut_classes(input, target, classes, reduction, options)
+    if probable:
+        target = whole_along(target, [classes])
     having = (input, target) if probable else (input,)
     if any(isinstance(x, SpatialTensor) and x.layout.axis(classes) is not None for x in having):
         raise refusal(name, f"dim {classes} is not the classes here")

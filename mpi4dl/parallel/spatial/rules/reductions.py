@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from math import prod
 from typing import Any
 
@@ -40,6 +40,43 @@ def reduced_layout(layout: Layout, dims: Sequence[int], keepdim: bool) -> Layout
         return dim if keepdim else dim - sum(d < dim for d in dims)
 
     return layout.known((reduced_layout, tuple(dims), keepdim), lambda: layout.grid.the_one(layout.moved(moved)))
+
+
+def whole_along(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """x; with its flat dims gathered, if one of them is among `dims`."""
+    if not isinstance(x, SpatialTensor) or not any(flat.dim in dims for flat in x.layout.flat):
+        return x
+    return gather_axes(x, ())
+
+
+def register_beside_flat(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make the decorated function the rule of functions along the dims that their second argument names.
+
+    It gets tensors with flat dims, such as the rows (N * T, classes) of all tokens, unless it works along one of them:
+    then these are gathered.
+    """
+
+    def add(rule: Callable[..., Any]) -> Callable[..., Any]:
+        for function in functions:
+            register(function, flat=True)(_beside_flat(function, rule))
+        return rule
+
+    return add
+
+
+def _beside_flat(function: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(rule)
+    def beside(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(input, SpatialTensor) and input.layout.flat:
+            dim = kwargs.get("dim", args[0] if args else None)
+            whole: Tensor = input
+            if not isinstance(dim, Tensor) and kwargs.get("other") is None:  # those of two tensors have no dim
+                whole = whole_along(input, normalize_dims(input, dim))
+            if whole is not input:
+                return function(whole, *args, **kwargs)
+        return rule(input, *args, **kwargs)
+
+    return beside
 
 
 def check_reduction(function: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> None:
@@ -99,7 +136,7 @@ def mean(input: SpatialTensor, dim: DimsArgument = None, keepdim: bool = False, 
     return (total(input, dims, keepdim, wider) / prod(map(input.shape.__getitem__, dims))).to(dtype)
 
 
-@register(Tensor.sum_to_size)
+@register(Tensor.sum_to_size, flat=True)
 def sum_to_size(input: SpatialTensor, *size: Any) -> Tensor:
     """The sum over the dims along which a tensor of that size broadcasts."""
     wanted = torch.Size(size if len(size) != 1 or isinstance(size[0], int) else size[0])
@@ -109,7 +146,7 @@ def sum_to_size(input: SpatialTensor, *size: Any) -> Tensor:
     return total(input, summed, True).squeeze(tuple(range(new))) if summed else input
 
 
-@register(*named("nansum"))
+@register(*named("nansum"), flat=True)
 def nansum(input: SpatialTensor, dim: DimsArgument = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     return total(input, normalize_dims(input, dim), keepdim, dtype, torch.nansum)
 
@@ -151,7 +188,7 @@ def _variance(function: Any) -> Callable[..., Any]:
 
 
 for function in named("var", "std", "var_mean", "std_mean"):
-    register(function)(_variance(function))
+    register(function, flat=True)(_variance(function))
 
 
 def _truth(function: Any, op: str) -> Callable[..., Any]:
@@ -166,8 +203,8 @@ def _truth(function: Any, op: str) -> Callable[..., Any]:
     return rule
 
 
-register(*named("any"))(_truth(torch.any, "max"))
-register(*named("all"))(_truth(torch.all, "min"))
+register(*named("any"), flat=True)(_truth(torch.any, "max"))
+register(*named("all"), flat=True)(_truth(torch.all, "min"))
 
 # Vector norms over any dims, and what is made of them: normalized vectors, cosines, distances.
 #
@@ -228,14 +265,14 @@ def vector_norm(
     return vector_norm(every, ord or 1, dims, keepdim).to(result)  # of order 0 are counts, which add up
 
 
-@register(torch.norm, Tensor.norm)
+@register(torch.norm, Tensor.norm, flat=True)
 def norm(input: Tensor, p: Any = "fro", dim: DimsArgument = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
     if p == "nuc":
         raise refusal("torch.norm", f"{p=}")
     return vector_norm(input, 2 if p in ("fro", None) else float(p), dim, keepdim, dtype=dtype)
 
 
-@register(torch.linalg.norm)
+@register(torch.linalg.norm, flat=True)
 def linalg_norm(
     A: Tensor, ord: Any = None, dim: DimsArgument = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
@@ -248,7 +285,7 @@ def linalg_norm(
     return vector_norm(A, 2 if ord in (None, "fro") else ord, dims, keepdim, dtype=dtype)
 
 
-@register(*named("cosine_similarity"))
+@register(*named("cosine_similarity"), flat=True)
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     """The lengths count as at least eps, which their derivatives do not see."""
     ndim = max(x1.dim(), x2.dim())
@@ -429,14 +466,14 @@ def _place(function: Any, maximum: bool) -> Callable[..., Any]:
 
 for maximum, name in ((True, "max"), (False, "min")):
     for function in named(f"a{name}"):
-        register(function)(_over_dims(function, maximum))
+        register_beside_flat(function)(_over_dims(function, maximum))
     for function in named(name):
-        register(function)(_of_all_along_or_of_two(function, maximum))
+        register_beside_flat(function)(_of_all_along_or_of_two(function, maximum))
     for function in named(f"arg{name}"):
-        register(function)(_place(function, maximum))
+        register_beside_flat(function)(_place(function, maximum))
 
 
-@register(*named("aminmax"))
+@register_beside_flat(*named("aminmax"))
 def aminmax(input: SpatialTensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
     check_reduction(torch.aminmax, input, dim=dim, keepdim=keepdim)
     both = partial(extremum, input, normalize_dims(input, dim), keepdim)
