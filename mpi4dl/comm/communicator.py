@@ -25,6 +25,8 @@ from mpi4dl.comm.watchdog import sentry
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from mpi4dl.comm.blocks import Blocks
+
 # Communicators are given back to MPI, which has some two thousand: those that nobody holds, when one is needed next.
 #
 # To free a communicator is a collective call, though no MPI that is known sends anything for it. All ranks of an SPMD
@@ -409,6 +411,15 @@ class Communicator(Messenger):
         sends, receives = ([Piece(rank, row) for rank, row in enumerate(rows)] for rows in (tensor.detach(), result))
         self.iexchange(sends, receives, transport.ALL_TO_ALL_TAG).wait()
         return result
+
+    @cached_property
+    def blocks(self) -> "Blocks | None":
+        """Blocks of these ranks, if they are too many to gather what they merge in one. Collective when first asked
+        for.
+        """
+        from mpi4dl.comm import blocks
+
+        return blocks.Blocks.of(self) if self.size > blocks.MOST_GATHERED else None
 
     def nodes(self) -> list[list[int]]:
         """The ranks on each machine, by the first of them. Collective."""

@@ -9,7 +9,7 @@ class Round(NamedTuple):
 
     `kind` is "exchange", "reduce" or "gather". `parts` are how far along each axis, and how many bytes all times
     together: of an exchange to each receiver, of a collective of the buffer of each rank, which goes nowhere in
-    particular, ().
+    particular, (). Many ranks gather what they merge in `blocks`, which is one round here.
     """
 
     kind: str

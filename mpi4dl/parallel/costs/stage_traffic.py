@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpi4dl.comm.blocks import MOST_GATHERED, BlockPlan
 from mpi4dl.comm.traffic import Round, Traffic
 from mpi4dl.parallel.costs.machine import CollectiveCost, ExchangeCost, Machine, Ranks
 from mpi4dl.parallel.plan import Plan
+
+MERGED = 2  # times as many bytes has what was merged of float32, in float64
 
 
 class WaitSeconds(NamedTuple):
@@ -64,10 +67,19 @@ class StageTraffic:
         sizes = [size for _, size in found.parts]
         if found.kind == "exchange":
             return self._exchange(found.axes, tuple(at for at, _ in found.parts)).seconds(sizes, found.times)
-        cost, each = self.collective(found.axes), sizes[0] / found.times
-        return found.times * (
-            cost.all_reduce_seconds(each) if found.kind == "reduce" else cost.all_gather_seconds(each)
-        )
+        each = sizes[0] / found.times
+        if found.kind == "reduce":
+            return found.times * self.collective(found.axes).all_reduce_seconds(each)
+        return found.times * self._gather_seconds(found.axes, each)
+
+    def _gather_seconds(self, axes: tuple[int, ...] | None, num_bytes: float) -> float:
+        """How long it takes until each rank has what it merges of so many bytes of each; many do so in blocks."""
+        everyone = self.collective(axes)
+        if everyone.size <= MOST_GATHERED:
+            return everyone.all_gather_seconds(num_bytes)
+        plan = BlockPlan.of(everyone.size)
+        within, across = self.collective(axes, (plan.most, 1)), self.collective(axes, (plan.num_blocks, plan.fewest))
+        return within.all_gather_seconds(num_bytes) + across.all_gather_seconds(MERGED * num_bytes)
 
     def handing_seconds(self, following: "StageTraffic", num_bytes: float) -> float:
         """How long it takes to hand so many bytes of each rank on to the next stage, or its gradients back.
@@ -79,10 +91,16 @@ class StageTraffic:
         pairs = [(self.ranks[most * here // len(most)], following.ranks[most * there // len(most)])]
         return ExchangeCost(self.machine, pairs).seconds([num_bytes * here / len(most)])
 
-    def collective(self, axes: tuple[int, ...] | None) -> CollectiveCost:
-        if axes not in self._collectives:
-            self._collectives[axes] = CollectiveCost(self.machine, self.ranks[self._groups(axes)])
-        return self._collectives[axes]
+    def collective(self, axes: tuple[int, ...] | None, some: tuple[int, int] | None = None) -> CollectiveCost:
+        """That of all ranks that differ along these axes, or of `some` of them: how many, and how far apart."""
+        if (axes, some) not in self._collectives:
+            groups = self._groups(axes)
+            if some is not None:
+                members, apart = some
+                used = groups.shape[1] // (members * apart) * members * apart
+                groups = groups[:, :used].reshape(-1, members, apart).swapaxes(1, 2).reshape(-1, members)
+            self._collectives[axes, some] = CollectiveCost(self.machine, self.ranks[groups])
+        return self._collectives[axes, some]
 
     def _exchange(self, axes: tuple[int, ...] | None, offsets: Sequence[tuple[int, ...]]) -> ExchangeCost:
         if (axes, offsets) not in self._exchanges:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mpi4dl import geometry
 from mpi4dl.comm import Communicator, Pending
+from mpi4dl.comm.blocks import MOST_GATHERED, BlockPlan, Blocks
 from mpi4dl.comm.packing import Piece, buffer_for, messages_of, packed, unpack
 from mpi4dl.comm.traffic import Recorder
 from mpi4dl.parallel.spatial.grid import Grid
@@ -40,6 +41,7 @@ class DryRunCommunicator(Communicator):
         self.rank, self.size = rank, size
         self.axes, self.shape = axes, shape or (size,)
         self.shares_features = False
+        self.recorded = True
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0) if beside is None else beside.counts
         self.recorder: Recorder = Recorder() if beside is None else beside.recorder
         self.node = None  # type: ignore[assignment]
@@ -51,8 +53,20 @@ class DryRunCommunicator(Communicator):
         return list(map(tuple, (places - places[self.rank]).tolist()))
 
     def _record(self, kind: str, tensor: Tensor) -> None:
-        if self.size > 1:
+        if self.size > 1 and self.recorded:
             self.recorder.add(kind, self.axes, {(): tensor.nbytes})
+
+    @cached_property
+    def blocks(self) -> Blocks | None:
+        """Of the two gathers, the first one is recorded for both."""
+        if self.size <= MOST_GATHERED:
+            return None
+        plan, kind = BlockPlan.of(self.size), type(self)
+        own, alike = plan.spans[plan.block(self.rank)], plan.across(plan.place(self.rank))
+        within = kind(own.index(self.rank), len(own), self, self.axes)
+        across = kind(alike.index(self.rank), len(alike), self, self.axes)
+        across.recorded = False
+        return Blocks(plan, self.rank, within, across)
 
     def iexchange(self, sends: Sequence[Piece], receives: Sequence[Piece], *args: Any, **kwargs: Any) -> Pending:
         parts: dict[tuple[int, ...], int] = {}

@@ -67,6 +67,11 @@ class _StreamedDryRun(DryRunCommunicator):
     A margin that is too small for another tile is too small for this one too. So all tiles find the same margin.
     """
 
+    @property
+    def blocks(self) -> None:
+        """As of the tiles that it stands for."""
+        return None
+
     def iexchange(
         self, sends: Sequence[Piece], receives: Sequence[Piece], *args: Any, collective: bool = False, **kwargs: Any
     ) -> Pending:

@@ -265,6 +265,11 @@ class StreamCommunicator(Communicator):
                 into.detach().copy_(arrived[self._tile(source)].popleft())
         return Pending(self.node)
 
+    @property
+    def blocks(self) -> None:
+        """The tiles are on this rank: it has the parts of all."""
+        return None
+
     def _tile(self, peer: int | None) -> int:
         assert peer is not None, "streamed tiles receive from known tiles only"
         return self.ranks[peer]

@@ -3,14 +3,17 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from mpi4dl.comm.packing import Piece
-from mpi4dl.comm.traffic import Round
+from mpi4dl.comm.traffic import Round, Traffic
 from mpi4dl.geometry import GridShape
 from mpi4dl.parallel.costs.machine import CollectiveCost, ExchangeCost, LinkLevel, Machine, Ranks
 from mpi4dl.parallel.costs.stage_traffic import StageTraffic, WaitSeconds, neighbours
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.spatial.dry_run_grid import dry_run_grid
+from mpi4dl.parallel.spatial import SpatialTensor
+from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator, dry_run_grid
+from mpi4dl.parallel.spatial.sharding import even_layout
 
 # Two nodes of four ranks. Within a node 1 s and 100 bytes/s; between them 10 s, and 10 bytes/s for two ranks together.
 NODE = LinkLevel("node", 1.0, 100.0, ranks=4)
@@ -116,6 +119,42 @@ def test_what_one_rank_records_is_priced_for_all() -> None:
     found = stage.waits((summed, right))
     assert found.halos == 4.0
     assert found.statistics == pytest.approx(3 * CollectiveCost(MACHINE, np.arange(8)[None]).all_reduce_seconds(8))
+
+
+def moments_of(tiles: tuple[int, int], num_channels: int) -> tuple[DryRunCommunicator, Traffic]:
+    """What a rank of so many tiles counts, and records, in the forward pass of a norm."""
+    grid = dry_run_grid(GridShape(1, *tiles), 5)
+    layout = even_layout(grid, (2, num_channels, 2 * tiles[0], 2 * tiles[1]))
+    x = SpatialTensor(torch.empty(2, num_channels, 2, 2, device="meta"), layout)
+    assert nn.BatchNorm2d(num_channels, device="meta")(x).local.is_meta  # a norm that waits is computed at this look
+    return grid.comm, grid.comm.recorder.take()
+
+
+def test_many_ranks_gather_moments_in_blocks() -> None:
+    """Of 96 ranks 8 blocks of 12, merged in float64; of 64 all at once. Rounds of few ranks are priced for many too."""
+    machine = Machine("many", 12, 8, (LinkLevel("node", 1.0, 100.0, ranks=8), NETWORK), message_seconds=0.0)
+    comm, traffic = moments_of((8, 12), 10)
+    assert traffic == moments_of((3, 3), 10)[1] == (Round("gather", (0, 1, 2), 1, (((), 120),)),)
+    assert (comm.counts["rounds"], comm.counts["gathered_bytes"]) == (2, 120 + 240)
+    assert comm.counts["latencies"] == 11 + 7
+    blocks = np.arange(96).reshape(8, 12)
+    expected = CollectiveCost(machine, blocks).all_gather_seconds(120)
+    expected += CollectiveCost(machine, blocks.T).all_gather_seconds(240)
+    found = StageTraffic(machine, Plan.of(tiles=[(8, 12)]), 0).waits(traffic)
+    assert found == WaitSeconds(statistics=pytest.approx(expected))
+    everyone = CollectiveCost(machine, np.arange(96)[None]).all_gather_seconds(120)
+    assert found.statistics < everyone / 2
+    few = StageTraffic(machine, Plan.of(tiles=[(8, 8)]), 0).waits(moments_of((8, 8), 10)[1])
+    at_once = CollectiveCost(machine, np.arange(64)[None]).all_gather_seconds(120)
+    assert few == WaitSeconds(statistics=pytest.approx(at_once))
+
+
+@pytest.mark.parametrize("tiles", [(1, 67), (5, 26), (32, 64)])
+def test_blocks_of_any_number_of_ranks_are_priced(tiles: tuple[int, int]) -> None:
+    machine = Machine.of_link(1e-6, 1e9, tiles[0] * tiles[1])
+    stage = StageTraffic(machine, Plan.of(tiles=[tiles]), 0)
+    found = stage.waits(moments_of(tiles, 256)[1]).statistics
+    assert 0 < found < CollectiveCost(machine, np.arange(machine.num_ranks)[None]).all_gather_seconds(3 * 256 * 4)
 
 
 def test_who_shares_features_or_experts_is_told_apart() -> None:

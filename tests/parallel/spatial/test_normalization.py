@@ -1,23 +1,28 @@
 """Batch, group, instance and layer norm on tiles use the statistics of the whole image."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mpi4dl.comm import Communicator
+from mpi4dl.comm import Communicator, blocks
 from mpi4dl.engine import Engine
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.spatial.rules import normalization
+from mpi4dl.parallel.spatial.rules.normalization import Shares
 from tests.parallel.spatial.comparing import (
     ARRANGEMENTS,
     Arrangement,
     Case,
     arrange,
     chosen,
+    compare_table,
     modules,
     on_ranks,
     table_test,
@@ -107,6 +112,109 @@ CASES = {
 }
 
 test_norms_equal_those_of_the_whole_image = table_test(__name__, chosen(ARRANGEMENTS))
+
+
+# As if more than two ranks were too many for one gather: they merge their moments in blocks, and those of all blocks.
+
+
+@contextmanager
+def in_blocks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "MOST_GATHERED", 2)
+        patch.setattr(normalization, "FEW", 1)
+        yield
+
+
+def compare_in_blocks(comm: Communicator, arrangement: Arrangement) -> dict[str, str]:
+    with in_blocks():
+        return compare_table(comm, __name__, "CASES", arrangement)
+
+
+@pytest.mark.parametrize(
+    "arrangement",
+    [
+        Arrangement(1, 5, turn=0),
+        Arrangement(3, 2, turn=1),
+        *(
+            pytest.param(arrangement, marks=pytest.mark.exhaustive)
+            for arrangement in (
+                Arrangement(1, 3),
+                Arrangement(2, 2, style="wide"),
+                Arrangement(5, 1, style="uneven"),
+                Arrangement(2, 3),
+                Arrangement(1, 3, batch=2),
+                Arrangement(7, 1),
+                Arrangement(2, 4, style="uneven"),
+                Arrangement(4, 2, style="empty"),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_norms_of_many_ranks(ranks: Ranks, arrangement: Arrangement) -> None:
+    assert ranks(arrangement.size).run(compare_in_blocks, arrangement) == [{}] * arrangement.size
+
+
+def trained_in_blocks(comm: Communicator, dtype: torch.dtype) -> tuple[int, bytes, list[float]]:
+    """How many parts this rank gathers in a step, the bits of all that a norm knows then, and running statistics."""
+    with in_blocks():
+        torch.manual_seed(0)
+        norm = randomized(nn.BatchNorm2d(4)).to(dtype)
+        counted: list[int] = []
+        grid = spatial.Grid(comm, rows=comm.size)
+        assert grid.comm.blocks is not None
+        for each in (grid.comm, grid.comm.blocks.within, grid.comm.blocks.across):
+            each.all_gather = partial(count_parts, counted, each.all_gather)  # type: ignore[method-assign]
+        image = torch.randn(2, 4, 2 * comm.size + 1, 3, dtype=dtype) * 5 + 100
+        y = norm(spatial.shard(image, grid))
+        (y.square().sum() / comm.size).backward()
+        spatial.sum_gradients(norm, grid)
+        known = [*norm.buffers(), *(p.grad for p in norm.parameters())]
+        bits = b"".join(value.numpy().tobytes() for value in known)
+        return sum(counted), bits, norm.running_var.tolist()
+
+
+def count_parts(counted: list[int], call: Callable[[Tensor], Tensor], mine: Tensor) -> Tensor:
+    found = call(mine)
+    counted.append(len(found))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("num_ranks", "num_parts"), [(5, 6), (6, 5), (7, 7), (8, 6)])
+def test_many_ranks_gather_few_parts_and_have_the_same_bits(
+    ranks: Ranks, num_ranks: int, num_parts: int, dtype: torch.dtype
+) -> None:
+    found = ranks(num_ranks).run(trained_in_blocks, dtype)
+    assert len({bits for _, bits, _ in found}) == 1
+    assert max(parts for parts, _, _ in found) == num_parts
+    torch.manual_seed(0)
+    norm = randomized(nn.BatchNorm2d(4)).to(dtype)
+    norm(torch.randn(2, 4, 2 * num_ranks + 1, 3, dtype=dtype) * 5 + 100)
+    assert found[0][2] == pytest.approx(norm.running_var.tolist(), rel=1e-12 if dtype == torch.float64 else 1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [9, 67, 130, 2048])
+def test_moments_of_blocks_are_those_of_all_numbers(num_ranks: int) -> None:
+    """Of ranks of which some have nothing, others much, and each its own mean."""
+    generator = torch.Generator().manual_seed(num_ranks)
+    counts = [int(n) for n in torch.randint(4, (num_ranks,), generator=generator)]
+    own = [
+        torch.randn(1, 3, n, generator=generator, dtype=torch.float64) + 1000 * rank for rank, n in enumerate(counts)
+    ]
+    every = torch.stack([normalization.sums_around(x, normalization.zeros_and_ones) for x in own])
+    spans = blocks.BlockPlan.of(num_ranks).spans
+    totals = [sum(counts[span.start : span.stop]) for span in spans]
+    device = torch.device("cpu")
+    of_blocks = [
+        normalization.joined(every[span.start : span.stop], Shares.of(counts[span.start : span.stop], device), total)
+        for span, total in zip(spans, totals, strict=True)
+    ]
+    mean, squares, rest = normalization.joined(torch.stack(of_blocks), Shares.of(totals, device), sum(counts))
+    assert not rest.any()
+    whole = torch.cat([x.squeeze(0) for x in own], 1)
+    assert_close(mean, whole.mean(1), EXACT, "mean")
+    assert_close(squares, whole.var(1, correction=0) * whole.shape[1], EXACT, "squares")
 
 
 @pytest.mark.parametrize("arrangement", [Arrangement(2, 2), Arrangement(4, 1, style="uneven")], ids=str)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpi4dl.comm import Communicator
+from mpi4dl.comm.blocks import Blocks
 from mpi4dl.comm.exchange import BACKWARD_TAG, FORWARD_TAG, Exchange, Like, narrow, shape_of
 from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import BATCH, Box, Tiling, widest
@@ -96,23 +97,40 @@ def merged(of_ranks: Tensor, shares: Shares, count: int, eps: float, weight: Ten
     """The moments for a norm of `count` numbers a channel, from each rank's `sums_around`, (ranks, 3, C).
 
     In float64, (5, C): the mean, the biased and the unbiased variance, the slope, weight / sqrt(variance + eps), and
-    what the slope is for the mean, -slope / count. By the formula of Chan, Golub and LeVeque (1979).
+    what the slope is for the mean, -slope / count.
     """
     moments = torch.empty(5, of_ranks.shape[2], dtype=torch.float64, device=of_ranks.device)
-    found, values, (inverse, share), count = _as_numbers(moments), numbers(of_ranks), shares, max(count, 1)
+    found, count = _as_numbers(moments), max(count, 1)
     with np.errstate(all="ignore"):  # infinities are for the model to find, as in PyTorch
-        rest = values[:, 2] * inverse
-        means = values[:, 0] + rest
-        found[0] = mean = share @ means
-        means -= mean
-        variances = values[:, 1] * inverse
-        variances += means * means - rest * rest
-        found[1] = variance = share @ variances
+        found[0], variance = _mean_and_variance(numbers(of_ranks), shares)
+        found[1] = variance
         found[2] = variance * (count / max(count - 1, 1))
         slope = ((variance + eps) ** 0.5) ** -1
         found[3] = slope = slope if weight is None else slope * numbers(weight)
         found[4] = slope * (-1 / count)
     return moments
+
+
+def joined(of_ranks: Tensor, shares: Shares, count: int) -> Tensor:
+    """The `sums_around` of several ranks together, which have `count` numbers a channel: (3, C), in float64."""
+    sums = torch.zeros(3, of_ranks.shape[2], dtype=torch.float64, device=of_ranks.device)
+    found = _as_numbers(sums)
+    with np.errstate(all="ignore"):
+        found[0], variance = _mean_and_variance(numbers(of_ranks), shares)
+        found[1] = variance * count
+    return sums
+
+
+def _mean_and_variance(values: Any, shares: Shares) -> tuple[Any, Any]:
+    """Of all numbers of each channel, from each rank's (ranks, 3, C): by Chan, Golub and LeVeque (1979)."""
+    inverse, share = shares
+    rest = values[:, 2] * inverse
+    means = values[:, 0] + rest
+    mean = share @ means
+    means -= mean
+    variances = values[:, 1] * inverse
+    variances += means * means - rest * rest
+    return mean, share @ variances
 
 
 # Normalization by the mean and the variance of pixels that several ranks share out.
@@ -123,8 +141,8 @@ def merged(of_ranks: Tensor, shares: Shares, count: int, eps: float, weight: Ten
 #             g -> of strips that others own -----------------> all ranks -> gradient of x
 #
 # Each way is one exchange, whether or not somebody asked for strips. The ranks' moments are merged in float64
-# (`merged`), so that a mean of 1000 with unit variance keeps its digits, and every rank gets the same bits. It saves
-# the input, the strips, and five numbers for each channel.
+# (`merged`), so that a mean of 1000 with unit variance keeps its digits, and every rank gets the same bits. More ranks
+# than one gather is for merge them in two levels. It saves the input, the strips, and five numbers for each channel.
 
 FEW = 8  # ranks up to which each tells each other beside the strips, rather than all in a collective of its own
 
@@ -135,6 +153,7 @@ class Sharers(NamedTuple):
     comm: Communicator
     ranks: tuple[int, ...]
     counts: tuple[int, ...]
+    blocks: Blocks | None
 
 
 def sharers(layout: Layout, axes: Sequence[int], each: int) -> Sharers:
@@ -143,7 +162,8 @@ def sharers(layout: Layout, axes: Sequence[int], each: int) -> Sharers:
     splits = [layout.tiling.splits[axis] for axis in axes]
     lengths = [[split.owned(part).length for part in range(split.parts)] for split in splits]
     counts = tuple(each * math.prod(of_rank) for of_rank in itertools.product(*lengths))
-    return Sharers(layout.grid.along(axes), layout.grid.ranks_along(axes), counts)
+    comm = layout.grid.along(axes)
+    return Sharers(comm, layout.grid.ranks_along(axes), counts, comm.blocks)
 
 
 class Norm:
@@ -153,7 +173,27 @@ class Norm:
         self.layout, self.output, self.among, self.eps = layout, output, among, eps
         self.count = sum(among.counts)
         self.constants = cache(zeros_and_ones)
-        self.shares = cache(partial(Shares.of, among.counts))  # of how many numbers each rank knows the sums: by device
+        counts = among.counts if among.blocks is None else (self.count,)
+        self.shares = cache(partial(Shares.of, counts))  # of how many numbers each rank knows the sums: by device
+        self.shares_of = cache(Shares.of)
+
+    def all_moments(self, mine: Tensor) -> Tensor:
+        """`sums_around` of all ranks, (ranks, 3, C); (1, 3, C), of all together, where there are too many of them."""
+        blocks = self.among.blocks
+        if blocks is None:
+            return self.among.comm.all_gather(mine)
+        return blocks.combine(mine, self._joined)[None]
+
+    def _joined(self, parts: Tensor, level: int) -> Tensor:
+        counts = self._counts[level]
+        return joined(parts, self.shares_of(counts, parts.device), sum(counts))
+
+    @cached_property
+    def _counts(self) -> list[tuple[int, ...]]:
+        """How many numbers a channel the parts have that are joined at each level."""
+        blocks, counts = self.among.blocks, self.among.counts
+        levels = () if blocks is None else blocks.spans
+        return [tuple(sum(counts[span.start : span.stop]) for span in spans) for spans in levels]
 
     @cached_property
     def exchange(self) -> Exchange | None:
@@ -234,7 +274,7 @@ class _Normalize(torch.autograd.Function):
             strips.append(told.add(norm, sums_around(norm.own(x), norm.constants), norm.exchange, x))
         outputs, saved = [], []
         for norm, x, weight, bias, around, theirs in zip(
-            norms, xs, weights, biases, strips, told.gather(lambda comm, mine: comm.all_gather(mine)), strict=True
+            norms, xs, weights, biases, strips, told.gather(Norm.all_moments), strict=True
         ):
             assert x is not None
             moments = merged(theirs, norm.shares(theirs.device), norm.count, norm.eps, weight)
@@ -282,7 +322,7 @@ class _Round:
 
     def __init__(self, norms: Sequence[Norm], tag: int) -> None:
         self._comm, self._tag = norms[0].layout.grid.comm, tag
-        self._told: list[tuple[Sharers, Tensor, Tensor | None]] = []
+        self._told: list[tuple[Norm, Tensor, Tensor | None]] = []
         self._sends: list[Piece] = []
         self._receives: list[Piece] = []
         self._alone = len(norms) == 1 and norms[0].exchange is None
@@ -298,7 +338,7 @@ class _Round:
                 else:
                     self._sends.append(Piece(rank, mine))
                     self._receives.append(Piece(rank, theirs[place]))
-        self._told.append((among, mine, theirs))
+        self._told.append((norm, mine, theirs))
         strips = []
         if exchange is not None:
             strips = exchange.strips(Like.of(x))
@@ -306,23 +346,24 @@ class _Round:
             self._receives += exchange.arriving(strips)
         return strips
 
-    def gather(self, collect: Callable[[Communicator, Tensor], Tensor]) -> list[Tensor]:
+    def gather(self, collect: Callable[[Norm, Tensor], Tensor]) -> list[Tensor]:
         """Statistics of all ranks of each norm, (ranks, *); `collect` finds them for many ranks, or one norm."""
         pending = None
         if self._sends or self._receives:
             pending = self._comm.iexchange(self._sends, self._receives, self._tag, collective=True)
         found = []
-        for among, mine, theirs in self._told:
+        for norm, mine, theirs in self._told:
             if theirs is None:
-                theirs = collect(among.comm, mine) if among.comm.size > 1 else mine[None]
+                theirs = collect(norm, mine) if norm.among.comm.size > 1 else mine[None]
             found.append(theirs)
         if pending is not None:
             pending.wait()
         return found
 
 
-def _reduced(comm: Communicator, mine: Tensor) -> Tensor:
+def _reduced(norm: Norm, mine: Tensor) -> Tensor:
     """Terms of the sum over the ranks; for few ranks in one order, with others or alone."""
+    comm = norm.among.comm
     return comm.all_gather(mine) if comm.size <= FEW else comm.all_reduce(mine.clone())[None]
 
 
