@@ -32,7 +32,7 @@ def scaled(
         limit = float("inf") if most_bytes is None else most_bytes
         points = scaling_points(found.estimator, found.plans, numbers_of_ranks(most), on.scaling == "weak", limit, tell)
     tokens = None if config.data.text is None else config.data.context
-    lines = [*target.words(), *scaling_lines(points, found.ranks_per_node, tokens)]
+    lines = [*target.words(), *scaling_lines(points, found.ranks_per_node, tokens, limit)]
     size = f"{tokens} tokens" if tokens else f"{'x'.join(map(str, found.estimator.image[2:]))} px"
     title = f"{config.model_name}, {size}: {on.scaling} scaling"
     try:

@@ -38,7 +38,7 @@ from mpi4dl.parallel.costs.cost_model import (
     seconds_recomputed,
 )
 from mpi4dl.parallel.costs.machine import Machine
-from mpi4dl.parallel.costs.timing import Site, planned_cuts, sites_of
+from mpi4dl.parallel.costs.timing import Site, planned_cuts
 from mpi4dl.parallel.costs.units import UnitCounts, bytes_of_stages, count_flops, count_units, on_one_rank
 from mpi4dl.parallel.inputs import of_tokens
 from mpi4dl.parallel.pipeline.cut import ChooseStream, partition
@@ -56,7 +56,7 @@ from mpi4dl.parallel.streaming.memory_limit import (
     needs_of,
 )
 from mpi4dl.parallel.tables.simulator import Costs
-from mpi4dl.parallel.tensor.styles import Degrees, Styles
+from mpi4dl.parallel.tensor.styles import Cutting, Degrees, Styles
 
 COUNTED_SAMPLES = 2  # batch norm of a single value is refused
 MOST_TILES = 6  # along an axis, of a part of an image that is looked at instead of the whole
@@ -192,6 +192,7 @@ class Estimator:
     styles: Styles | None = None
     machine: tuple[Machine, str] | None = None
     streams: bool = True
+    _cuts: dict[Degrees | None, Cutting] = field(default_factory=dict)
     _cut_before: set[tuple[int, ...]] = field(default_factory=set)
     _states: dict[tuple[int, int, Degrees], StageState] = field(default_factory=dict)
     _counts: dict[Site, tuple[UnitCounts, ...]] = field(default_factory=dict)
@@ -201,7 +202,15 @@ class Estimator:
     _flops: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
 
     def sites(self, plan: Plan) -> tuple[Site, ...]:
-        return sites_of(self.cuttable, plan, self.microbatch(plan), self.styles)
+        """The site of each stage."""
+        image, cuts = self.microbatch(plan), self._cuts_of(plan)
+        return tuple(Site.of(plan, stage, image, cuts) for stage in range(plan.num_stages))
+
+    def _cuts_of(self, plan: Plan) -> Cutting:
+        key = plan.degrees if plan.num_ranks > 1 else None
+        if key not in self._cuts:
+            self._cuts[key] = planned_cuts(self.cuttable.model, plan, self.styles)
+        return self._cuts[key]
 
     def microbatch(self, plan: Plan) -> tuple[int, ...]:
         """The shape of one, over all replicas and ways."""
@@ -217,20 +226,23 @@ class Estimator:
         if counts not in self._cut_before:
             self.cuttable.stage(counts, 0)  # raises ValueError where two stages would need the same parameter
             self._cut_before.add(counts)
-        found: list[PlanEstimate] = []
+        smallest: tuple[int, Plan, Step] | None = None
         for step in self._ways(plan, counts, prices, most_bytes):
-            found += self._by_zero(step, most_bytes)
-            if found[-1].num_bytes <= most_bytes:
-                return found[-1]
-        return min(found, key=lambda outlook: outlook.num_bytes)
+            for chosen, needed in self._by_zero(step):
+                if needed <= most_bytes:
+                    return self._estimate(chosen, needed, step)
+                if smallest is None or needed < smallest[0]:
+                    smallest = needed, chosen, step
+        assert smallest is not None
+        needed, chosen, step = smallest
+        return self._estimate(chosen, needed, step)
 
     def prices(self, plan: Plan) -> StageCosts:
         sites = self.sites(plan)
         key = (sites, plan.chunks, plan.num_ranks)  # on which it depends where the ranks of each site are
         if key not in self._prices:
-            self._prices[key] = prices_for(
-                self.cuttable, plan, sites[0].image, "auto", self.device, self.clockwork, self.machine, self.styles
-            )
+            how = (self.device, self.clockwork, self.machine, self.styles, sites)
+            self._prices[key] = prices_for(self.cuttable, plan, sites[0].image, "auto", *how)
         return self._prices[key]
 
     def step(
@@ -294,17 +306,18 @@ class Estimator:
             with suppress(CannotStream):
                 yield self.step(plan, counts, prices, needs=self.choose_tiles(plan, counts, most_bytes).needs)
 
-    def _by_zero(self, step: Step, most_bytes: float) -> Iterator[PlanEstimate]:
+    def _by_zero(self, step: Step) -> Iterator[tuple[Plan, int]]:
+        """The bytes of the rank that needs most, by the plan's own ZeRO stage and higher ones."""
         memory, plan = step.memory, step.memory.plan
         shared = any(len(plan.holders(stage)) > 1 for stage in range(plan.num_stages))
-        stream = None if step.needs is None else step.needs.options
         for zero in ZERO_STAGES[plan.zero :] if shared else ZERO_STAGES[:1]:
-            chosen, needed = plan.with_zero(zero), max(memory.of_ranks(zero))
-            time = step.time(chosen)
-            speed = self.image[0] / time.seconds
-            yield PlanEstimate(chosen, speed, needed, step.prices.timed, step.recompute, stream, time)
-            if needed <= most_bytes:
-                return
+            yield plan.with_zero(zero), max(memory.of_ranks(zero))
+
+    def _estimate(self, plan: Plan, num_bytes: int, step: Step) -> PlanEstimate:
+        stream = None if step.needs is None else step.needs.options
+        time = step.time(plan)
+        speed = self.image[0] / time.seconds
+        return PlanEstimate(plan, speed, num_bytes, step.prices.timed, step.recompute, stream, time)
 
     def choose_tiles(self, plan: Plan, counts: Sequence[int], most_bytes: float, any_zero: bool = True) -> StreamChoice:
         """How the first stage is streamed within so many bytes; `any_zero`: by any ZeRO stage. Raises CannotStream."""
@@ -347,7 +360,7 @@ class Estimator:
     def states(self, plan: Plan, counts: Sequence[int]) -> tuple[StageState, ...]:
         if self.optimizer is None:
             return ()
-        cuts = planned_cuts(self.cuttable.model, plan, self.styles)
+        cuts = self._cuts_of(plan)
         found = []
         for start, end in pairwise(accumulate(counts, initial=0)):
             key = (start, end, plan.degrees)
@@ -377,6 +390,8 @@ class Estimator:
 
     def _counts_at(self, site: Site, exact: bool = False) -> tuple[UnitCounts, ...]:
         """Unless `exact`, counted for a few samples on each way, of which a microbatch is a multiple."""
+        if self.clockwork is not None and self.clockwork.counts_at_once and not exact:
+            return self.clockwork.counts(self.cuttable, site)
         samples = site.image[0] if exact else min(site.image[0], COUNTED_SAMPLES * site.shape.batch)
         few = site._replace(image=(samples, *site.image[1:]))
         count = count_units if self.clockwork is None else self.clockwork.counts

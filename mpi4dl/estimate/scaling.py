@@ -8,7 +8,7 @@ Nothing is streamed. A kind pays as long as twice the ranks give at least PAYS t
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from math import log2
+from math import log2, prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from mpi4dl._palette import CURVES
 from mpi4dl._progress import Tell, quietly
 from mpi4dl._wording import aligned, counted
 from mpi4dl.estimate.plan_estimate import Estimator, PlanEstimate
-from mpi4dl.estimate.search import promising
+from mpi4dl.estimate.search import MANY_PLANS, promising
 from mpi4dl.geometry import ceil_div
 from mpi4dl.parallel.plan import Plan
 
@@ -46,17 +46,19 @@ def _tensor(plan: Plan) -> bool:
     return plan.num_stages == 1 and plan.data == 1 and set(plan.tiles[0]) == {1}
 
 
+ALL = "all together"
 KINDS: Mapping[str, Kind] = MappingProxyType(
-    {"tiles": _tiles, "stages": _stages, "replicas": _replicas, "tensor": _tensor, "all together": lambda plan: True}
+    {"tiles": _tiles, "stages": _stages, "replicas": _replicas, "tensor": _tensor, ALL: lambda plan: True}
 )
 
 
 class Point(NamedTuple):
-    """The fastest plan of a kind on a number of ranks; None if none fits."""
+    """The fastest plan of a kind on a number of ranks; None if none fits. `smallest` is the one that needs least."""
 
     kind: str
     num_ranks: int
     best: PlanEstimate | None
+    smallest: PlanEstimate | None = None
 
     @property
     def speed(self) -> float:
@@ -76,23 +78,75 @@ def scaling_points(
     most_bytes: float = float("inf"),
     tell: Tell = quietly,
 ) -> list[Point]:
-    """The fastest plan of each kind on each of these numbers of ranks, of plans `plans_for(ranks, batch_size)`."""
+    """The fastest plan of each kind on each of these numbers of ranks, of plans `plans_for(ranks, batch_size)`.
+
+    Of many plans those are looked at that are of one kind of parallelism, or near the best on fewer ranks.
+    """
     found: list[Point] = []
     estimator.streams = False
     batch_size, fewest = estimator.image[0], None
+    good: list[Plan] = []
     for step, num_ranks in enumerate(numbers):
-        tell("numbers of ranks", step, len(numbers))
+
+        def of_all(doing: str, done: int, total: int, told: str = f"{num_ranks} of {numbers[-1]} ranks") -> None:
+            tell(f"{told}: {doing}", done, total)
+
+        of_all("listing plans", 0, 0)
         size = batch_size if not weak or fewest is None else batch_size * num_ranks // fewest
         estimator.image = (size, *estimator.image[1:])
-        estimates = promising(estimator, plans_for(num_ranks, size), most_bytes)
+        plans = plans_for(num_ranks, size)
+        if len(plans) > MANY_PLANS and step:
+            plans = near(plans, good, log2(num_ranks / numbers[step - 1]))
+        estimates = promising(estimator, plans, most_bytes, of_all)
         fitting = [each for each in estimates if each.num_bytes <= most_bytes]
         if fitting and fewest is None:
             fewest = num_ranks
         for kind, belongs in KINDS.items():
-            own = [each for each in fitting if belongs(each.plan)]
-            best = max(own, key=lambda each: each.samples_per_second, default=None)
-            found.append(Point(kind, num_ranks, best))
+            own = [each for each in estimates if belongs(each.plan)]
+            best = max(
+                (each for each in own if each.num_bytes <= most_bytes),
+                key=lambda each: each.samples_per_second,
+                default=None,
+            )
+            found.append(Point(kind, num_ranks, best, min(own, key=lambda each: each.num_bytes, default=None)))
+        good = _good(fitting, estimates)
     return found
+
+
+SEEDS = 8  # of the best plans on fewer ranks, near which plans are looked at
+STEPS = 1.0  # doublings of one thing, beyond those of the ranks, within which a plan is near another one
+
+
+def _good(fitting: Sequence[PlanEstimate], estimates: Sequence[PlanEstimate]) -> list[Plan]:
+    """The fastest plans, or where none fits the smallest, each of other stages, tiles or replicas."""
+    if fitting:
+        ranked = sorted(fitting, key=lambda each: -each.samples_per_second)
+    else:
+        ranked = sorted(estimates, key=lambda each: each.num_bytes)
+    return list({_measures(each.plan): each.plan for each in reversed(ranked)}.values())[::-1][:SEEDS]
+
+
+def near(plans: Sequence[Plan], good: Sequence[Plan], doublings: float) -> list[Plan]:
+    """Those of plans that are of one kind of parallelism, or like a good one on fewer ranks.
+
+    With twice the ranks, so many times (`doublings`), they differ from it by as many doublings, or by STEPS more.
+    """
+    seeds = [_measures(plan) for plan in good]
+
+    def is_near(plan: Plan) -> bool:
+        own = _measures(plan)
+        return any(sum(abs(a - b) for a, b in zip(own, seed, strict=True)) <= doublings + STEPS for seed in seeds)
+
+    kinds = [belongs for kind, belongs in KINDS.items() if kind != ALL]
+    return [plan for plan in plans if any(belongs(plan) for belongs in kinds) or is_near(plan)]
+
+
+def _measures(plan: Plan) -> tuple[float, ...]:
+    """How much of each kind of parallelism a plan has, in doublings."""
+    tiles = [log2(prod(each)) for each in plan.tiles]
+    mean = (tiles[0] + tiles[-1]) / 2
+    numbers = plan.data, plan.tensor, plan.experts, plan.num_microbatches, len(plan.tiles)
+    return *map(log2, numbers), mean
 
 
 def stops_paying(points: Iterable[Point]) -> int | None:
@@ -104,12 +158,21 @@ def stops_paying(points: Iterable[Point]) -> int | None:
     return None
 
 
-def scaling_lines(points: Sequence[Point], ranks_per_node: int | None, num_tokens: int | None = None) -> Iterator[str]:
-    """The table of the fastest plans, and up to where each kind pays. Samples of text have so many tokens."""
-    best = [point for point in points if point.kind == "all together"]
+def scaling_lines(
+    points: Sequence[Point],
+    ranks_per_node: int | None,
+    num_tokens: int | None = None,
+    most_bytes: float = float("inf"),
+) -> Iterator[str]:
+    """The table of the fastest plans, and up to where each kind pays. Samples of text have so many tokens.
+
+    They end with what a plan lacks on ranks of so many bytes where none fits.
+    """
+    best = [point for point in points if point.kind == ALL]
     first = next((point for point in best if point.best is not None), None)
     if first is None:
         yield "no plan fits on any of these numbers of ranks"
+        yield from _missing(best, most_bytes)
         return
     each, what = (num_tokens, "tokens") if num_tokens else (1, "images")
     rows = [["ranks", f"{what}/s", "efficiency", *["node-hours"] * (ranks_per_node is not None), "plan"]]
@@ -133,6 +196,20 @@ def scaling_lines(points: Sequence[Point], ranks_per_node: int | None, num_token
         end = stops_paying(own)
         until = f"{'as far as' if end is None else 'up to'} {counted(end or own[-1].num_ranks, 'rank')}"
         yield f"{kind}: fit from {counted(own[0].num_ranks, 'rank')} on, and pay {until}"
+    yield from _missing(best, most_bytes)
+
+
+def _missing(points: Sequence[Point], most_bytes: float) -> Iterator[str]:
+    """How much memory the smallest plan lacks on most of the ranks on which none fits, and what would fit."""
+    without = [point for point in points if point.best is None and point.smallest is not None]
+    if not without or most_bytes == float("inf"):
+        return
+    last = without[-1]
+    assert last.smallest is not None
+    needed, there = (f"{size / 2**20:,.0f} MiB" for size in (last.smallest.num_bytes, most_bytes))
+    more = f"{(last.smallest.num_bytes - most_bytes) / 2**20:,.0f} MiB more than the {there} of a rank"
+    yield f"on {counted(last.num_ranks, 'rank')} the smallest plan needs {needed}, {more}: {last.smallest}"
+    yield "smaller batches, larger numbers of ranks, or `stream` need less"
 
 
 def draw_scaling(points: Sequence[Point], title: str, path: Path, num_tokens: int | None = None) -> None:
@@ -147,14 +224,14 @@ def draw_scaling(points: Sequence[Point], title: str, path: Path, num_tokens: in
     axes.set_yscale("log", base=2)
     for color, kind in zip(CURVES, KINDS, strict=False):
         own = [point for point in points if point.kind == kind and point.best is not None]
-        if not any(point.num_ranks > 1 for point in own) and kind != "all together":
+        if not any(point.num_ranks > 1 for point in own) and kind != ALL:
             continue
         if not own:
             continue
-        width = 2.5 if kind == "all together" else 1.5
+        width = 2.5 if kind == ALL else 1.5
         places, speeds = [point.num_ranks for point in own], [(num_tokens or 1) * point.speed for point in own]
         axes.plot(places, speeds, marker="o", color=color, linewidth=width, label=kind)
-        if kind == "all together":
+        if kind == ALL:
             ideal = [speeds[0] * number / places[0] for number in places]
             axes.plot(places, ideal, color="0.6", linestyle="--", linewidth=1, label="ideal")
         end = stops_paying(own)

@@ -172,12 +172,15 @@ def promising(
             if each.num_bytes <= most_bytes:
                 key = _stages_of(each.plan)
                 speeds[key] = max(speeds.get(key, 0.0), each.samples_per_second)
+        if not speeds:  # then those count that come near
+            near = PROMISING * min((each.num_bytes for each in found), default=0)
+            speeds = {_stages_of(each.plan): 1.0 for each in found if each.num_bytes <= near}
         least = max(speeds.values(), default=0.0) / PROMISING
-        others = [plan for plan in plans if plan not in known and speeds.get(_stages_of(plan), 0.0) >= least]
+        others = [plan for plan in plans if plan not in known and speeds.get(_stages_of(plan), -1.0) >= least]
         found += [each for each in outlooks(forecaster, others, most_bytes, tell) if each is not None]
     finally:
         forecaster.streams = streams
-    if streams and not speeds and all(each.num_bytes > most_bytes for each in found):
+    if streams and all(each.num_bytes > most_bytes for each in found):
         found += [each for each in outlooks(forecaster, plain, most_bytes, tell) if each is not None]
     return found
 
@@ -197,6 +200,7 @@ def outlooks(
     seconds = max(LEAST_SECONDS, TIMING_SECONDS / max(1, len(shapes)))
     if forecaster.clockwork is not None:
         forecaster.clockwork = replace(forecaster.clockwork, site_seconds=seconds)
+        forecaster.clockwork.prepare(forecaster.cuttable, shapes, tell)
     found: list[PlanEstimate | None] = []
     for number, plan in enumerate(plans):
         tell("plans that were timed and simulated", number, len(plans))

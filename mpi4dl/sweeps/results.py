@@ -394,7 +394,8 @@ def pyplot() -> Any:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    figure.tight_layout()
+    if figure.get_layout_engine() is None:
+        figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 

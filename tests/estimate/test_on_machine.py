@@ -20,7 +20,7 @@ from mpi4dl.options.declare import ConfigError
 from mpi4dl.parallel.costs.cost_model import MissingTimings, StageSeconds
 from mpi4dl.parallel.costs.machine import LinkLevel, Machine
 from mpi4dl.parallel.costs.scaled import ScaledProfiler, TimingsFile, base_sites
-from mpi4dl.parallel.costs.stage_traffic import NO_WAITS, WaitSeconds
+from mpi4dl.parallel.costs.stage_traffic import NO_WAITS, StageTraffic, WaitSeconds
 from mpi4dl.parallel.costs.timing import Column, Site, UnitSeconds, time_column
 from mpi4dl.parallel.costs.units import UnitCounts, count_units
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
@@ -64,11 +64,25 @@ def test_a_file_that_describes_none_is_refused_with_its_name(tmp_path: Path, tex
     assert str(path) in str(refused.value)
 
 
+FEW_TILES = [(1, 1, 2), (1, 1, 8), (1, 2, 4), (2, 1, 2), (2, 2, 2), (4, 1, 2), (1, 2, 5), (1, 3, 3)]
+
+
 def resnet() -> torch.nn.Module:
     return models.build("small_resnet", 10)
 
 
-@pytest.mark.parametrize("shape", [GridShape(1, 8, 4), GridShape(4, 5, 1), GridShape(1, 1, 1)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        GridShape(1, 8, 4),
+        GridShape(4, 5, 1),
+        GridShape(1, 1, 1),
+        *[
+            pytest.param(GridShape(*each), marks=pytest.mark.exhaustive)
+            for each in [(1, 1, 2), (1, 2, 2), (1, 1, 5), (2, 1, 4), (1, 2, 8), (3, 2, 2)]
+        ],
+    ],
+)
 def test_counts_of_large_sites_follow_from_small_ones(tmp_path: Path, shape: GridShape) -> None:
     """Of a rank in the middle: bytes within 3 %, as many rounds, and what they send."""
     cuttable = Cuttable(outline(resnet))
@@ -85,6 +99,31 @@ def test_counts_of_large_sites_follow_from_small_ones(tmp_path: Path, shape: Gri
             for each in way:
                 for offset, size in each.parts:
                     assert size == pytest.approx(sizes[each.alike][offset], rel=0.05, abs=4096)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 2), *[pytest.param(each, marks=pytest.mark.exhaustive) for each in FEW_TILES]]
+)
+def test_few_ranks_wait_as_they_are_counted(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Norms of up to eight ranks go another way than those of more, and two tiles have one neighbour each."""
+    cuttable, plan = Cuttable(outline(resnet)), Plan.of(tiles=[shape[1:]], data=shape[0])
+    site = Site.of(plan, 0, (2 * shape[0], 3, 256 * shape[1], 256 * shape[2]))
+    found, exact = ScaledProfiler(TimingsFile(tmp_path / "none")).counts(cuttable, site), count_units(cuttable, site)
+    stage = StageTraffic(MACHINE, plan, 0)
+    for name in ("there", "back"):
+        ours, theirs = (stage.waits_of([getattr(unit, name) for unit in units]) for units in (found, exact))
+        for own, right in zip(map(list, ours), map(list, theirs), strict=True):
+            assert own == pytest.approx(right, rel=0.03, abs=1e-7)
+
+
+@pytest.mark.parametrize("side", [64, pytest.param(96, marks=pytest.mark.exhaustive)])
+def test_tiles_smaller_than_usual_follow_from_smaller_ones(tmp_path: Path, side: int) -> None:
+    cuttable, shape = Cuttable(outline(resnet)), GridShape(1, 4, 4)
+    site = Site((2, 3, 4 * side, 4 * side), shape, False, plain=False)
+    found, exact = ScaledProfiler(TimingsFile(tmp_path / "none")).counts(cuttable, site), count_units(cuttable, site)
+    for name in ("kept", "flops", "handed"):
+        ours, right = (sum(getattr(unit, name) for unit in units) for units in (found, exact))
+        assert ours == pytest.approx(right, rel=0.03), name
 
 
 def a_pixel(cuttable: Any, site: Site, *_: Any) -> Column:
@@ -118,7 +157,7 @@ def test_timings_of_elsewhere_are_a_file(tmp_path: Path) -> None:
     assert known.measured_on == "elsewhere"
     there = ScaledProfiler(known, fail, given=known)
     assert there.column(cuttable, site, CPU) == timed
-    with pytest.raises(MissingTimings, match="no timings of this model on 3x1 tiles"):
+    with pytest.raises(MissingTimings, match="no timings of this model on 4x1 tiles"):
         there.column(cuttable, site._replace(shape=GridShape(2, 4, 1)), CPU)
     path.write_text("{}")
     with pytest.raises(ValueError, match="no file of timings"):

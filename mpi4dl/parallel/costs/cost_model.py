@@ -8,16 +8,17 @@ stage 1   2.0 4.1  0.7 1.6  0.5 1.0
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.nn import functional as F
 
+from mpi4dl._progress import Tell
 from mpi4dl._randomness import forked
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.node import cores
@@ -135,7 +136,15 @@ class StageCosts:
     @cached_property
     def _units(self) -> tuple[tuple[StageSeconds, ...], ...]:
         return tuple(
-            tuple(StageSeconds(u.forward, u.backward, stage.waits(u.there), stage.waits(u.back)) for u in column)
+            tuple(
+                StageSeconds(u.forward, u.backward, there, back)
+                for u, there, back in zip(
+                    column,
+                    stage.waits_of([u.there for u in column]),
+                    stage.waits_of([u.back for u in column]),
+                    strict=True,
+                )
+            )
             for stage, column in zip(self.stages, self.columns, strict=True)
         )
 
@@ -190,6 +199,7 @@ class Profiler:
     site_seconds: float | None = None  # for each site, instead of its part of the budget
     rank_gflops: float = RANK_GFLOPS
     timed_on: str = ""  # where units were timed, if that was not here
+    counts_at_once: ClassVar[bool] = False  # whether many samples are counted as quickly as few
 
     @classmethod
     def of_user(cls) -> "Profiler":
@@ -199,6 +209,9 @@ class Profiler:
         facts = self.facts_of_seconds(cuttable, site, device)
         seconds = self.site_seconds or self.budget_seconds / num_sites
         return self._once(facts, UnitSeconds.of, lambda: self.time(cuttable, site, device, seconds))
+
+    def prepare(self, cuttable: Units, sites: Iterable[Site], tell: Tell) -> None:
+        """Do beforehand what many of these sites share: nothing, where each is looked at by itself."""
 
     @staticmethod
     def facts_of_seconds(cuttable: Units, site: Site, device: torch.device) -> dict[str, Any]:
@@ -273,9 +286,10 @@ def timed_prices(
     clockwork: Profiler,
     machine: tuple[Machine, str] | None = None,
     styles: Styles | None = None,
+    sites: Sequence[Site] | None = None,
 ) -> StageCosts:
     """Times of units here, each on the tiles of its stage. Raises RuntimeError and the like."""
-    sites = sites_of(cuttable, plan, image, styles)
+    sites = sites_of(cuttable, plan, image, styles) if sites is None else sites
     different = dict.fromkeys(sites)
     columns: Mapping[Site, Column] = {
         site: clockwork.column(cuttable, site, device, len(different)) for site in different
@@ -325,8 +339,9 @@ def prices_for(
     clockwork: Profiler | None = None,
     machine: tuple[Machine, str] | None = None,
     styles: Styles | None = None,
+    sites: Sequence[Site] | None = None,
 ) -> StageCosts:
-    """By "auto" timed, where that can be done; else counted.
+    """By "auto" timed, where that can be done; else counted. `sites` are those of the stages, if they are known.
 
     Raises:
         ValueError: the model cannot take the images.
@@ -336,7 +351,7 @@ def prices_for(
     if balance in TIMED:
         # It may look at values, or take no smaller images; what else is wrong with it is found where it is counted.
         with suppress(RuntimeError, AssertionError, ValueError, MemoryError):
-            return timed_prices(cuttable, plan, image, device, clockwork, machine, styles)
+            return timed_prices(cuttable, plan, image, device, clockwork, machine, styles, sites)
     try:
         return counted_prices(cuttable, plan, image, clockwork.rank_gflops, None if machine is None else machine[0])
     except (RuntimeError, AssertionError) as error:

@@ -114,6 +114,11 @@ class Machine:
         return cls("this machine", 1, num_ranks, (LinkLevel("memory", latency_seconds, bytes_per_second),), **others)
 
     @cached_property
+    def known_costs(self) -> dict[Any, tuple[dict[Any, "ExchangeCost"], dict[Any, "CollectiveCost"], dict[Any, float]]]:
+        """Costs of exchanges and collectives, and seconds of the latter, found before for the same ranks."""
+        return {}
+
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """How many neighbours each link joins."""
         return tuple(link.ranks or self.num_ranks for link in self.links)
@@ -153,7 +158,8 @@ class ExchangeCost:
                 found.setdefault(level, []).append((i, [ranks[level_of == level] for ranks in ends]))
         # How many messages of each size go through each port, out of it and into it: ports that are alike but once.
         self._loads = {level: self._ports(machine.links[level], len(pairs), of) for level, of in found.items()}
-        self._most = sum(1 for senders, receivers in pairs if (senders != receivers).any())
+        sent = [senders[senders != receivers] for senders, receivers in pairs]
+        self._most = int(np.bincount(np.concatenate(sent)).max(initial=0)) if sent else 0  # that one rank sends
 
     @staticmethod
     def _ports(link: LinkLevel, num_sizes: int, messages: Sequence[Any]) -> np.ndarray[Any, Any]:
@@ -170,11 +176,15 @@ class ExchangeCost:
 
     def seconds(self, sizes: Sequence[float], times: int = 1) -> float:
         """The seconds of so many exchanges, one after the other, whose bytes are `sizes` together."""
-        longest, bytes_each = 0.0, np.asarray(sizes, dtype=np.float64)
+        return float(self.each_seconds(np.array([sizes], dtype=np.float64), np.array([times]))[0])
+
+    def each_seconds(self, sizes: np.ndarray[Any, Any], times: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Those of each row of `sizes`, of so many exchanges as `times` says."""
+        longest = np.zeros(len(sizes))
         for level, loads in self._loads.items():
             link = self.machine.links[level]
-            fullest = float((loads @ bytes_each).max()) / link.bytes_per_second
-            longest = max(longest, times * link.latency_seconds + fullest)
+            fullest = (sizes @ loads.T).max(axis=1) / link.bytes_per_second
+            longest = np.maximum(longest, times * link.latency_seconds + fullest)
         return longest + times * self._most * self.machine.message_seconds
 
 

@@ -14,15 +14,18 @@ Williams, Waterman and Patterson, "Roofline", 2009).
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from mpi4dl._files import Replacement, read_regular
-from mpi4dl.comm.traffic import Round, Traffic
+from mpi4dl._progress import Tell
+from mpi4dl.comm.traffic import Traffic
 from mpi4dl.geometry import GridShape, ceil_div
 from mpi4dl.parallel.costs.cost_model import MissingTimings, Profiler
 from mpi4dl.parallel.costs.machine import Machine
@@ -35,6 +38,7 @@ from mpi4dl.parallel.spatial.rules.normalization import FEW
 ANYWHERE = ("on", "torch", "mpi4dl")  # facts that a file of timings leaves open
 MOST_PARTS = 3  # tiles along an axis: the one in the middle has all neighbours
 SIDES = {1: (1024, 4096), 2: (128, 512), 3: (32, 64)}  # of base tiles, by the number of axes of space
+SMALLER = 4  # times as small are base tiles for tiles that are smaller than those
 ALIKE = 1.2  # up to this factor bytes of halos count as growing with a tile's sides
 BACKWARD = 2  # times as many FLOPs and bytes as forward
 
@@ -87,8 +91,10 @@ class ScaledProfiler(Profiler):
 
     rates: Machine | None = None
     given: TimingsFile | None = None
+    counts_at_once: ClassVar[bool] = True
     _columns: dict[Any, Any] = field(default_factory=dict)
     _counts: dict[Any, Any] = field(default_factory=dict)
+    _small: dict[Any, "SmallCounts"] = field(default_factory=dict)
     _refused: dict[Any, Exception] = field(default_factory=dict)
 
     def column(self, cuttable: Units, site: Site, device: torch.device, num_sites: int = 1) -> Column:
@@ -106,7 +112,7 @@ class ScaledProfiler(Profiler):
         columns = [self._base_column(cuttable, base, device, num_sites * len(bases)) for base in bases]
 
         def along(i: int, name: str) -> float:
-            return drawn(bases, [getattr(column[i], name) for column in columns], site)
+            return float(drawn(bases, [getattr(column[i], name) for column in columns], site))
 
         return tuple(
             UnitSeconds(along(i, "forward"), along(i, "backward"), unit.there, unit.back, unit.handed)
@@ -128,11 +134,20 @@ class ScaledProfiler(Profiler):
         known = self._counts.get(site)
         if known is None:
             bases = self._bases(cuttable, site)
-            columns = [self._base_counts(cuttable, base) for base in bases]
-            known = tuple(_counts_at(site, bases, units) for units in zip(*columns, strict=True))
-            known = self._counts.setdefault(site, known)
+            if bases not in self._small:
+                self._small[bases] = SmallCounts(bases, [self._base_counts(cuttable, base) for base in bases])
+            known = self._counts.setdefault(site, self._small[bases].at(site))
         found: tuple[UnitCounts, ...] = known
         return found
+
+    def prepare(self, cuttable: Units, sites: Iterable[Site], tell: Tell) -> None:
+        """Count all base sites that these need, which is most of the work of a search. Sites may be refused later."""
+        of_bases = {next(base_choices(site)): site for site in sites}
+        missing = [site for bases, site in of_bases.items() if bases not in self._small and bases not in self._refused]
+        for number, site in enumerate(missing):
+            tell("kinds of tiles that were counted", number, len(missing))
+            with suppress(RuntimeError, ValueError, AssertionError):
+                self.counts(cuttable, site)
 
     def _base_counts(self, cuttable: Units, base: Site) -> tuple[UnitCounts, ...]:
         if base not in self._counts:
@@ -177,6 +192,8 @@ def base_sites(site: Site, number: int = 1) -> tuple[Site, ...]:
     batch, *space = _few(site.shape, _few_ways(site))
     base, uncut = _with_axes(site.shape, batch, space), len(site.image) - 2 - len(space)
     small, large = SIDES[len(site.image) - 2]
+    if min(_tile(site)) < small:
+        small, large = small // SMALLER, small
 
     def of(samples: int, side: int) -> Site:
         sides = (*(side for _ in range(uncut)), *(side * parts for parts in space))
@@ -198,9 +215,14 @@ def _few_ways(site: Site) -> int:
 
 
 def _few(shape: GridShape, batch: int) -> list[int]:
-    """Ways and tiles: few, but more than FEW in all where there are more, since norms then go another way."""
+    """Ways and tiles: few, but more than FEW in all where there are more, since norms then go another way.
+
+    Of up to FEW each tells each other, so that the shape stays.
+    """
     wanted = [shape.batch, *shape.space]
-    found = [batch, *(MOST_PARTS if parts > 1 else 1 for parts in shape.space)]
+    if math.prod(wanted) <= FEW:
+        return wanted
+    found = [batch, *(min(parts, MOST_PARTS) for parts in shape.space)]
     while math.prod(found) <= FEW < math.prod(wanted):
         axis = max(range(len(found)), key=lambda i: wanted[i] / found[i])
         found[axis] += 1
@@ -212,17 +234,20 @@ def _with_axes(shape: GridShape, batch: int, space: Sequence[int]) -> GridShape:
     return type(shape)(batch, *space, *shape[1 + len(shape.space) :])
 
 
-def drawn(bases: Sequence[Site], values: Sequence[float], wanted: Site) -> float:
-    """The value at a site, from those at its base sites; neither samples nor pixels make it smaller."""
+def drawn(bases: Sequence[Site], values: Sequence[Any], wanted: Site) -> Any:
+    """The value at a site, from those at its base sites; neither samples nor pixels make it smaller.
+
+    Values are numbers, or arrays of them.
+    """
     number, more = (_samples(base) for base in (bases[0], bases[-1]))
     if len(bases) == 2:
-        by_sample = max(0.0, values[1] - values[0]) / (more - number)
-        return max(0.0, values[0] + by_sample * (_samples(wanted) - number))
+        by_sample = np.maximum(0.0, values[1] - values[0]) / (more - number)
+        return np.maximum(0.0, values[0] + by_sample * (_samples(wanted) - number))
     small, large = (_pixels(base) for base in bases[:2])
-    by_pixel = max(0.0, values[1] - values[0]) / (large - small)
-    by_sample = max(0.0, values[2] - values[0] - by_pixel * small) / (more - number)
+    by_pixel = np.maximum(0.0, values[1] - values[0]) / (large - small)
+    by_sample = np.maximum(0.0, values[2] - values[0] - by_pixel * small) / (more - number)
     fixed = values[0] - by_sample * number - by_pixel * small
-    return max(0.0, fixed + by_sample * _samples(wanted) + by_pixel * _pixels(wanted))
+    return np.maximum(0.0, fixed + by_sample * _samples(wanted) + by_pixel * _pixels(wanted))
 
 
 def _samples(site: Site) -> int:
@@ -235,39 +260,79 @@ def _pixels(site: Site) -> float:
     return _samples(site) * math.prod(space_of(site.image)) / math.prod(site.shape.space)
 
 
-def _counts_at(site: Site, bases: Sequence[Site], units: Sequence[UnitCounts]) -> UnitCounts:
-    def number(name: str) -> int:
-        return math.ceil(drawn(bases, [getattr(unit, name) for unit in units], site))
-
-    there = _traffic_at(site, bases, [unit.there for unit in units])
-    return units[0].changed(number, there=there, back=_traffic_at(site, bases, [unit.back for unit in units]))
+NUMBERS = tuple(name for name in UnitCounts._fields if name not in ("there", "back"))
 
 
-def _traffic_at(site: Site, bases: Sequence[Site], ways: Sequence[Traffic]) -> Traffic:
-    """The rounds at a site: as many as at the largest of the base sites, and as large as the site's sides make them."""
-    known = [{each.alike: dict(each.parts) for each in way} for way in ways]
+class SmallCounts:
+    """Counts of all units at base sites, as arrays, from which those at any site like them follow.
 
-    def at_site(found: Round) -> Round:
-        parts = []
-        for offset, size in found.parts:
-            sizes = [of_base.get(found.alike, {}).get(offset, size) for of_base in known]
-            halo = len(offset) == len(site.shape)
-            expected = sizes[0] * _sides(bases[1], offset) / _sides(bases[0], offset) if halo else 0.0
-            if halo and size / ALIKE <= expected <= size * ALIKE:
-                parts.append((offset, round(size * _sides(site, offset) / _sides(bases[1], offset))))
-            else:
-                parts.append((offset, round(drawn(bases, sizes, site))))
-        return found._replace(parts=tuple(parts))
+    Rounds are as many as at the largest of the base sites, and as large as the site's sides make them.
+    """
 
-    return tuple(map(at_site, ways[1]))
+    def __init__(self, bases: Sequence[Site], columns: Sequence[Sequence[UnitCounts]]) -> None:
+        self.bases = bases
+        self._numbers = [np.array([[getattr(u, name) for name in NUMBERS] for u in column]) for column in columns]
+        ways = [[way for unit in column for way in (unit.there, unit.back)] for column in columns]
+        self._rounds = ways[1]  # of each unit there and back
+        self._sizes: list[list[float]] = [[] for _ in bases]  # of all parts of all rounds, one after the other
+        self._grows: list[int] = []  # with which offset's sides a part grows; -1: as numbers do
+        self._offsets: list[tuple[int, ...]] = []
+        for of_bases in zip(*ways, strict=True):
+            known = [{each.alike: dict(each.parts) for each in way} for way in of_bases]
+            for each in of_bases[1]:
+                for offset, size in each.parts:
+                    self._add(offset, [of_base.get(each.alike, {}).get(offset, size) for of_base in known], size)
+
+    def _add(self, offset: tuple[int, ...], sizes: Sequence[int], size: int) -> None:
+        small, large = self.bases[:2]
+        halo = len(offset) == len(large.shape)
+        expected = sizes[0] * _sides(large, offset) / _sides(small, offset) if halo else 0.0
+        grows = halo and size / ALIKE <= expected <= size * ALIKE
+        if grows and offset not in self._offsets:
+            self._offsets.append(offset)
+        self._grows.append(self._offsets.index(offset) if grows else -1)
+        for of_base, of_part in zip(self._sizes, sizes, strict=True):
+            of_base.append(of_part)
+
+    def at(self, site: Site) -> tuple[UnitCounts, ...]:
+        numbers = np.ceil(drawn(self.bases, self._numbers, site)).astype(np.int64).tolist()
+        sizes = iter(self._parts(site))
+
+        def way(rounds: Traffic) -> Traffic:
+            return tuple(
+                each._replace(parts=tuple((offset, next(sizes)) for offset, _ in each.parts)) for each in rounds
+            )
+
+        traffic = [way(rounds) for rounds in self._rounds]
+        return tuple(
+            UnitCounts(**dict(zip(NUMBERS, of_unit, strict=True)), there=traffic[2 * i], back=traffic[2 * i + 1])
+            for i, of_unit in enumerate(numbers)
+        )
+
+    def _parts(self, site: Site) -> list[int]:
+        """The bytes of all parts of all rounds."""
+        if not self._grows:
+            return []
+        sizes = [np.array(of_base, dtype=np.float64) for of_base in self._sizes]
+        factors = [_sides(site, offset) / _sides(self.bases[1], offset) for offset in self._offsets]
+        grows = np.array(self._grows)
+        grown = sizes[1] * np.array([*factors, 1.0])[grows]
+        parts = np.rint(np.where(grows >= 0, grown, drawn(self.bases, sizes, site)))
+        found: list[int] = parts.astype(np.int64).tolist()
+        return found
+
+
+def _tile(site: Site) -> list[float]:
+    """The sides of a tile."""
+    sides, parts = space_of(site.image), site.shape.space
+    cut = [1] * (len(sides) - len(parts)) + list(parts)
+    return [side / n for side, n in zip(sides, cut, strict=True)]
 
 
 def _sides(site: Site, offset: Sequence[int]) -> float:
     """The pixels of a strip of unit width that goes so far along the axes: the sides along which it does not go."""
-    space = site.shape.space
-    sides = space_of(site.image)
-    uncut = sides[: len(sides) - len(space)]
-    cut = [side / parts for side, parts in zip(sides[len(uncut) :], space, strict=True)]
+    space, sides = site.shape.space, _tile(site)
+    uncut, cut = sides[: len(sides) - len(space)], sides[len(sides) - len(space) :]
     along = offset[1 : 1 + len(space)]
     stays = (side for side, step in zip(cut, along, strict=True) if step == 0)
     return _samples(site) * math.prod(uncut) * math.prod(stays)

@@ -3,7 +3,8 @@
     recorded     each exchange by how far its receivers are along the axes of the grid: (0, 0, 1) 4 KiB, (0, 1, 0) ...
     priced       between all pairs of ranks that are so far apart, at the same time, on the links that join them
 
-All ranks of a stage take part in a round, and come to the next when the slowest has done.
+All ranks of a stage take part in a round, and come to the next when the slowest has done. Replicas with batches of
+their own have rounds of their own, at the same time and through the same ports.
 """
 
 import math
@@ -47,30 +48,56 @@ class StageTraffic:
         self.arrangement = plan.arrangement(stage)
         self.ranks: Ranks = np.asarray(plan.partners(plan.ranks(0, stage)[0], 0, stage))
         self.features = len(self.shape) - 1 if plan.tensor > 1 else None
-        self._exchanges: dict[Any, ExchangeCost] = {}
-        self._collectives: dict[Any, CollectiveCost] = {}
+        self.replicas: Ranks = np.arange(plan.data if plan.local_batches else 1) * plan.ranks_per_replica
+        # Many plans have a stage on the same ranks.
+        known = machine.known_costs.setdefault(
+            (self.ranks.tobytes(), self.replicas.tobytes(), tuple(self.shape), self.arrangement), ({}, {}, {})
+        )
+        self._exchanges: dict[Any, ExchangeCost] = known[0]
+        self._collectives: dict[Any, CollectiveCost] = known[1]
+        self._seconds: dict[Any, float] = known[2]
 
     def waits(self, traffic: Traffic) -> WaitSeconds:
         """The seconds of these rounds, by purpose."""
-        found = NO_WAITS
-        for each in traffic:
-            seconds = self._seconds(each)
-            if each.axes is None:
-                found += WaitSeconds(experts=seconds)
-            elif self.features is not None and [axis for axis in each.axes if self.shape[axis] > 1] == [self.features]:
-                found += WaitSeconds(features=seconds)
-            else:
-                found += WaitSeconds(halos=seconds) if each.kind == "exchange" else WaitSeconds(statistics=seconds)
-        return found
+        return self.waits_of((traffic,))[0]
 
-    def _seconds(self, found: Round) -> float:
-        sizes = [size for _, size in found.parts]
-        if found.kind == "exchange":
-            return self._exchange(found.axes, tuple(at for at, _ in found.parts)).seconds(sizes, found.times)
-        each = sizes[0] / found.times
-        if found.kind == "reduce":
-            return found.times * self.collective(found.axes).all_reduce_seconds(each)
-        return found.times * self._gather_seconds(found.axes, each)
+    def waits_of(self, ways: Sequence[Traffic]) -> list[WaitSeconds]:
+        """The seconds of the rounds of each of these, by purpose; exchanges of the same ranks are priced together."""
+        found = [[0.0] * len(WaitSeconds._fields) for _ in ways]
+        exchanges: dict[Any, list[tuple[int, Round]]] = {}
+        for i, traffic in enumerate(ways):
+            for each in traffic:
+                if each.kind == "exchange":
+                    exchanges.setdefault((each.axes, tuple(at for at, _ in each.parts)), []).append((i, each))
+                else:
+                    found[i][self._purpose(each)] += self._of_collective(each)
+        for (axes, offsets), rounds in exchanges.items():
+            sizes = np.array([[size for _, size in each.parts] for _, each in rounds], dtype=np.float64)
+            times = np.array([each.times for _, each in rounds])
+            cost = self._exchange(axes, offsets)
+            for (i, each), seconds in zip(rounds, cost.each_seconds(sizes, times).tolist(), strict=True):
+                found[i][self._purpose(each)] += seconds
+        return [WaitSeconds(*seconds) for seconds in found]
+
+    def _purpose(self, found: Round) -> int:
+        """The number of its field of WaitSeconds."""
+        if found.axes is None:
+            return WaitSeconds._fields.index("experts")
+        if self.features is not None and [axis for axis in found.axes if self.shape[axis] > 1] == [self.features]:
+            return WaitSeconds._fields.index("features")
+        return WaitSeconds._fields.index("halos" if found.kind == "exchange" else "statistics")
+
+    def _of_collective(self, found: Round) -> float:
+        each = found.parts[0][1] / found.times
+        key = found.kind, found.axes, each
+        if key not in self._seconds:
+            reduces = found.kind == "reduce"
+            self._seconds[key] = (
+                self.collective(found.axes).all_reduce_seconds(each)
+                if reduces
+                else self._gather_seconds(found.axes, each)
+            )
+        return found.times * self._seconds[key]
 
     def _gather_seconds(self, axes: tuple[int, ...] | None, num_bytes: float) -> float:
         """How long it takes until each rank has what it merges of so many bytes of each; many do so in blocks."""
@@ -89,6 +116,7 @@ class StageTraffic:
         here, there = len(self.ranks), len(following.ranks)
         most = np.arange(max(here, there))
         pairs = [(self.ranks[most * here // len(most)], following.ranks[most * there // len(most)])]
+        pairs = [(self._of_all(senders), following._of_all(receivers)) for senders, receivers in pairs]
         return ExchangeCost(self.machine, pairs).seconds([num_bytes * here / len(most)])
 
     def collective(self, axes: tuple[int, ...] | None, some: tuple[int, int] | None = None) -> CollectiveCost:
@@ -99,7 +127,7 @@ class StageTraffic:
                 members, apart = some
                 used = groups.shape[1] // (members * apart) * members * apart
                 groups = groups[:, :used].reshape(-1, members, apart).swapaxes(1, 2).reshape(-1, members)
-            self._collectives[axes, some] = CollectiveCost(self.machine, self.ranks[groups])
+            self._collectives[axes, some] = CollectiveCost(self.machine, self._of_all(self.ranks[groups]))
         return self._collectives[axes, some]
 
     def _exchange(self, axes: tuple[int, ...] | None, offsets: Sequence[tuple[int, ...]]) -> ExchangeCost:
@@ -109,9 +137,15 @@ class StageTraffic:
             pairs = []
             for offset in offsets:
                 here, there = around(*shape, *offset) if axes is None else neighbours(shape, offset)
-                pairs.append((self.ranks[groups[:, here]].ravel(), self.ranks[groups[:, there]].ravel()))
+                ends = (self.ranks[groups[:, place]].ravel() for place in (here, there))
+                senders, receivers = map(self._of_all, ends)
+                pairs.append((senders, receivers))
             self._exchanges[axes, offsets] = ExchangeCost(self.machine, pairs)
         return self._exchanges[axes, offsets]
+
+    def _of_all(self, ranks: Ranks) -> Ranks:
+        """The ranks of a replica, and those at the same places of all others that have rounds of their own."""
+        return (ranks + self.replicas.reshape(-1, *[1] * ranks.ndim)).reshape(-1, *ranks.shape[1:])
 
     def _groups(self, axes: tuple[int, ...] | None) -> Ranks:
         """The places of the grid in groups that differ along these axes alone: (groups, members)."""

@@ -70,6 +70,7 @@ class Cuttable:
         for path, units in self._aliasing.written.items():
             self._paths.setdefault(path, set()).update(units)
         self._names, self._users = self._storages()
+        self._accesses: dict[tuple[int, bool], CodeAccess] = {}
         self._paths |= self._aliases()
 
     def __len__(self) -> int:
@@ -292,6 +293,13 @@ class Cuttable:
                         "same stage, or clone it"
                     )
 
+    def _access(self, module: nn.Module, within: bool = True) -> CodeAccess:
+        """What a module's code reads and writes, found once for all cuts."""
+        key = id(module), within
+        if key not in self._accesses:
+            self._accesses[key] = written_by_all([module], within)
+        return self._accesses[key]
+
     def _refuse_shared_state(self, bounds: Sequence[int]) -> None:
         """Refuse modules that are kept whole and keep count in Python of what several stages do."""
         stages: dict[int, dict[str, nn.Module]] = {}
@@ -307,11 +315,11 @@ class Cuttable:
         known: dict[str, CodeAccess] = {}
         for named in stages.values():
             for path, module in named.items():
-                known[path] = written_by_all([module]) if path not in known else known[path]
+                known[path] = self._access(module)
         for k, named in stages.items():
             for path, module in named.items():
                 for each in module.modules():
-                    written = written_by_all([each], within=False).attributes_written
+                    written = self._access(each, within=False).attributes_written
                     names = [name for name in written if name not in (*each._buffers, *each._parameters)]
                     if names and len(of_module[id(each)]) > 1:
                         raise ValueError(

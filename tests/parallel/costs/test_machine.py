@@ -63,6 +63,26 @@ def test_each_message_is_handed_over() -> None:
     assert ExchangeCost(slow, [(ranks(1), ranks(0)), (ranks(1), ranks(2))]).seconds([0.0, 0.0], 2) == 2 * (1.0 + 0.5)
 
 
+def test_two_ranks_hand_over_one_message_each() -> None:
+    slow = Machine("slow", 1, 4, (LinkLevel("node", 1.0, 100.0),), message_seconds=0.25)
+    there_and_back = [(ranks(0, 2), ranks(1, 3)), (ranks(1, 3), ranks(0, 2))]
+    assert ExchangeCost(slow, there_and_back).seconds([0.0, 0.0]) == 1.0 + 0.25
+
+
+def test_replicas_with_batches_of_their_own_share_ports() -> None:
+    port = Machine("port", 1, 8, (LinkLevel("node", 1.0, 10.0, shared_by=4),), message_seconds=0.0)
+    right, summed = Round("exchange", (0, 1, 2), 1, (((0, 0, 1), 100),)), Round("reduce", (0, 1, 2), 1, (((), 100),))
+    for data, sharing in ((1, 1), (2, 2), (4, 2)):
+        plan = Plan.of(stages=2, tiles=[(1, 2), (1, 1)], data=data, microbatches=1, local_batches=data > 1)
+        if data < 4:
+            first, last = (StageTraffic(port, plan, stage) for stage in (0, 1))
+            assert first.waits((right,)).halos == pytest.approx(1.0 + sharing * 10.0)
+            assert first.handing_seconds(last, 100) >= 1.0 + 20.0
+    alone, local = (Plan.of(tiles=[(1, 2)], data=data, local_batches=data > 1) for data in (1, 2))
+    once, twice = (StageTraffic(port, plan, 0).waits((summed,)).statistics for plan in (alone, local))
+    assert once < twice < 2 * once + 1e-9
+
+
 def test_collectives_go_level_by_level() -> None:
     everyone = CollectiveCost(MACHINE, np.arange(8)[None])
     # A reduce-scatter: of 80 bytes 3 / 4 within a node; of the quarter that is left, a half to the other node, by two.
