@@ -11,6 +11,13 @@ on all of them is fitted to the first row of a table; all other rows then follow
     Megatron-LM, GPT of 1.7 to 1,008 billion parameters
                                          Narayanan et al., "Efficient large-scale language model training on GPU
                                          clusters using Megatron-LM" (SC 2021), table 1: on 32 to 3,072 A100
+    Hy-Fi                                Jain et al., "Hy-Fi: Hybrid five-dimensional parallel DNN training on
+                                         high-performance GPU clusters" (ISC 2022): speedups in its abstract
+    GEMS                                 Jain et al., "GEMS: GPU-enabled memory-aware model-parallelism system for
+                                         distributed DNN training" (SC 2020): efficiency in its abstract
+    MPI4DL                               benchmark_resnet_sp_inference.log among the examples of its repository
+
+Abstracts give neither the plan nor the batch of their numbers, nor the size of the images: these are our choice.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,8 +35,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mpi4dl.parallel.costs.machine import Machine
+    from mpi4dl.parallel.plan import Plan
 
-OPTIONS = (Option("--tables", listed(TEXT), "amoebanetd,resnet101,megatron", "published tables"),)
+OPTIONS = (Option("--tables", listed(TEXT), "amoebanetd,resnet101,megatron,hyfi,gems,mpi4dl", "published tables"),)
 QUICK = {"tables": "resnet101"}
 COLUMNS = (
     NAME,
@@ -39,6 +47,7 @@ COLUMNS = (
     Column("bubble %", "bubble", 0),
 )
 PIXELS, CLASSES = 224, 1000
+FEW_TABLES = 3  # up to which the panels are in one column
 
 
 class Cell(NamedTuple):
@@ -93,6 +102,36 @@ class PublishedTransformers(NamedTuple):
 
     def forecaster(self) -> "TransformerForecaster":
         return TransformerForecaster(self)
+
+
+class Configuration(NamedTuple):
+    """A published number of a plan, whose arguments are those of `Plan.of`."""
+
+    name: str
+    published: float
+    plan: dict[str, Any]
+    batch_size: int
+    size: int = 1024  # of the images, in pixels
+
+
+class Configurations(NamedTuple):
+    """A table of plans. `unit` says of what the numbers are.
+
+    relative     times as fast as the first row of the same image size, or with `each_rank` for each rank
+    otherwise    images a second, in training or, without `trains`, forward only, through halves of the layers
+    """
+
+    title: str
+    build: "Callable[[], nn.Module]"
+    machine: "Machine"
+    cells: tuple[Configuration, ...]
+    unit: str
+    relative: bool = True
+    each_rank: bool = False
+    trains: bool = True
+
+    def forecaster(self) -> "ConfigurationForecaster":
+        return ConfigurationForecaster(self)
 
 
 def p40() -> "Machine":
@@ -165,9 +204,95 @@ def megatron() -> PublishedTransformers:
     return PublishedTransformers("Megatron-LM, GPT, 32 to 3,072 A100", selene, cells)
 
 
-SELENE = "examples/machines/selene.toml"
+def hyfi() -> Configurations:
+    """Its abstract has the speedups over layer and pipeline parallelism, "up to" which these are, at no image size.
+
+    If both are of one configuration, pipeline is 2.67 / 1.68 times as fast as layer parallelism. Model, filters, stages
+    and tiles are those of MPI4DL's examples, and so are the two smaller images. The batch is ours.
+    """
+    from mpi4dl import models
+    from mpi4dl.estimate.machine_file import load_machine
+
+    stages = {"stages": 4, "tiles": [(1, 1)]}
+    spatial = {"stages": 2, "tiles": [(2, 2), (1, 1)]}
+    cells = []
+    for size in (1024, 2048, 4096, 8192):
+        pipeline = {"microbatches": 4, "schedule": "gpipe"}
+        cells += [
+            Configuration(f"{size} px, layer", 1.0, {**stages, "microbatches": 1}, 4, size),
+            Configuration(f"{size} px, pipeline", 2.67 / 1.68, {**stages, **pipeline}, 4, size),
+            Configuration(f"{size} px, + tiles", 2.67, {**spatial, **pipeline}, 4, size),
+        ]
+    build = partial(models.build, "amoebanetd", CLASSES, num_layers=18, num_filters=416)
+    return Configurations(
+        "Hy-Fi, AmoebaNet-D (18, 416), 4 and 5 V100",
+        build,
+        load_machine(LASSEN),
+        tuple(cells),
+        "times layer parallelism",
+    )
+
+
+def gems() -> Configurations:
+    """Its abstract has the efficiency of model and data parallelism on 1,024 V100 for ResNet-1001.
+
+    Each node has a replica of four stages, which are a layer parallel model. Batch and image size are ours.
+    """
+    from mpi4dl import models
+    from mpi4dl.estimate.machine_file import load_machine
+
+    own = {"stages": 4, "tiles": [(1, 1)], "microbatches": 1}
+    cells = (
+        Configuration("4 GPUs", 1.0, own, 1),
+        Configuration("1,024 GPUs", 0.9732, {**own, "data": 256, "local_batches": True}, 256),
+    )
+    return Configurations(
+        "GEMS, ResNet-1001 v2, 1,024 px, V100",
+        partial(models.build, "resnet1001_v2", 2),
+        load_machine(LASSEN),
+        cells,
+        "efficiency",
+        each_rank=True,
+    )
+
+
+def mpi4dl_log() -> Configurations:
+    """Medians of a log in its repository: forward passes in float16, half of the layers on vertical tiles.
+
+    The nodes have two A100 of 40 GB, of which each rank uses one. Links are those of Selene between nodes.
+    """
+    from dataclasses import replace
+
+    from mpi4dl import models
+    from mpi4dl.estimate.machine_file import load_machine
+
+    selene = load_machine(SELENE)
+    machine = replace(selene, nodes=5, ranks_per_node=1, links=(replace(selene.links[-1], ranks=0),))
+    cells = (
+        Configuration("2 tiles, then 1", 12.94, {"stages": 2, "tiles": [(1, 2), (1, 1)]}, 1),
+        Configuration("4 tiles, then 1", 13.09, {"stages": 2, "tiles": [(1, 4), (1, 1)]}, 1),
+    )
+    return Configurations(
+        "MPI4DL, ResNet-110 v2, 1,024 px, inference, A100",
+        partial(models.build, "resnet110_v2", 10),
+        machine,
+        cells,
+        "images/s",
+        relative=False,
+        trains=False,
+    )
+
+
+LASSEN, SELENE = "examples/machines/lassen.toml", "examples/machines/selene.toml"
 CONTEXT, VOCABULARY = 2048, 51200
-TABLES = {"amoebanetd": amoebanetd, "resnet101": resnet101, "megatron": megatron}
+TABLES = {
+    "amoebanetd": amoebanetd,
+    "resnet101": resnet101,
+    "megatron": megatron,
+    "hyfi": hyfi,
+    "gems": gems,
+    "mpi4dl": mpi4dl_log,
+}
 MOST_SIMULATED = 64  # microbatches; of more the rest is a steady state
 
 
@@ -286,13 +411,63 @@ class TransformerForecaster:
         return flops / time.seconds / cell.gpus / 1e12, time.parts.bubble / time.seconds
 
 
+class ConfigurationForecaster:
+    """Speeds of plans, with tiles and mirrored copies too."""
+
+    def __init__(self, told: Configurations) -> None:
+        import torch
+
+        from mpi4dl.estimate.plan_estimate import Estimator
+        from mpi4dl.parallel.costs.cost_model import Profiler
+        from mpi4dl.parallel.costs.scaled import for_machine
+        from mpi4dl.parallel.pipeline.split import Cuttable, outline
+
+        self.told, self.factor = told, 1.0
+        self._first: dict[int, float] = {}
+        whole = outline(told.build).train()
+        self.cuttable = Cuttable(whole if told.trains else whole.half())
+        self.estimator = Estimator(
+            self.cuttable,
+            (1, 3, told.cells[0].size, told.cells[0].size),
+            for_machine(Profiler.of_user(), told.machine, None),
+            torch.device("cpu"),
+            partial(torch.optim.SGD, lr=0.01),
+            machine=(told.machine, told.machine.name),
+            streams=False,
+        )
+
+    def of(self, cell: Configuration) -> tuple[float, float]:
+        """The number that is published, and the share of time in which ranks are idle."""
+        from mpi4dl.parallel.plan import Plan
+
+        plan = Plan.of(**cell.plan)
+        self.estimator.image = (cell.batch_size, 3, cell.size, cell.size)
+        if not self.told.trains:
+            return 1 / self._forward(plan), 0.0
+        estimate = self.estimator.outlook(plan, float("inf"))
+        assert estimate.time is not None
+        speed = estimate.samples_per_second / (plan.num_ranks if self.told.each_rank else 1)
+        if self.told.relative:
+            speed /= self._first.setdefault(cell.size, speed)
+        return speed, estimate.time.parts.bubble / estimate.time.seconds
+
+    def _forward(self, plan: "Plan") -> float:
+        """The seconds of a forward pass from stage to stage, each of as many units as the others."""
+        prices = self.estimator.prices(plan)
+        each, more = divmod(len(self.cuttable), plan.num_stages)
+        counts = [each + (stage < more) for stage in range(plan.num_stages)]
+        stages = prices.of_stages(counts)
+        return sum(self.factor * stage.forward + sum(stage.there) for stage in stages) + sum(prices.messages(counts))
+
+
 def run(options: Options) -> None:
     rows: list[dict[str, Any]] = []
     for name in options.tables:
-        told: Published | PublishedTransformers = TABLES[name]()
-        forecaster = told.forecaster()
+        told: Published | PublishedTransformers | Configurations = TABLES[name]()
+        forecaster: Any = told.forecaster()
         first = told.cells[0]
-        forecaster.factor = forecaster.of(first)[0] / first.published
+        if not getattr(told, "relative", False):
+            forecaster.factor = forecaster.of(first)[0] / first.published
         for cell in told.cells:
             estimated, bubble = forecaster.of(cell)
             rows.append(
@@ -318,16 +493,19 @@ def draw(rows: list[dict[str, Any]], title: str) -> Any:
     from matplotlib.figure import Figure
 
     tables = list(dict.fromkeys(row["table"] for row in rows))
-    figure = Figure((9, 3.6 * len(tables)))
+    columns = 2 if len(tables) > FEW_TABLES else 1
+    lines = -(-len(tables) // columns)
+    figure = Figure((8.5 * columns, 3.4 * lines))
     for panel, name in enumerate(tables, 1):
         own = [row for row in rows if row["table"] == name]
-        axes = figure.add_subplot(len(tables), 1, panel)
+        axes = figure.add_subplot(lines, columns, panel)
         for shift, (key, color) in enumerate(zip(("published", "estimated"), CURVES, strict=False)):
             places = [i + 0.4 * shift - 0.2 for i in range(len(own))]
             axes.bar(places, [row[key] for row in own], 0.38, color=color, label=key)
-        axes.set_xticks(range(len(own)), [row["cell"] for row in own])
+        axes.set_xticks(range(len(own)), [row["cell"].replace(", ", ",\n") for row in own], fontsize=8)
+        axes.set_ylim(0, 1.25 * max(row[key] for row in own for key in ("published", "estimated")))
         axes.set_ylabel(own[0]["unit"])
         axes.set_title(name)
-        axes.legend()
+        axes.legend(loc="upper center", ncols=2, frameon=False)
     figure.suptitle(title)
     return figure
