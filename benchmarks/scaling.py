@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from benchmarks.common.options import Option, Options, batch_size, count, counts
 from benchmarks.common.report import save
 from mpi4dl._palette import CURVES
+from mpi4dl._wording import counted
 from mpi4dl.options.kinds import TEXT, listed
 from mpi4dl.sweeps.results import Column, table
 
@@ -233,7 +234,7 @@ def draw(rows: list[dict[str, Any]], options: Options) -> Any:
 def draw_kind(axes: Any, rows: list[dict[str, Any]], kind: str, color: str, wide: bool) -> None:
     """A curve, with a cross where it stops to pay."""
     fits = [row for row in rows if row["speed"] is not None]
-    if not fits:
+    if not fits or (fits[-1]["ranks"] == 1 and not wide):
         return
     places, speeds = [row["ranks"] for row in fits], [row["speed"] for row in fits]
     if wide:
@@ -253,7 +254,7 @@ def draw_missing(axes: Any, rows: list[dict[str, Any]]) -> None:
     last, fits = missing[-1], [row["ranks"] for row in rows if row["speed"] is not None]
     left, right = axes.get_xlim()
     axes.axvspan(left, (last["ranks"] * fits[0]) ** 0.5 if fits else right, color="0.93", zorder=0)
-    text = f"nothing fits;\n{last['ranks']} ranks need\n{last['lacks_gibibytes']:.1f} GiB more"
+    text = f"nothing fits:\neach of {counted(last['ranks'], 'rank')}\nlacks {last['lacks_gibibytes']:.1f} GiB"
     axes.text(0.03, 0.97, text, transform=axes.transAxes, fontsize=8, verticalalignment="top", color="0.3")
 
 
