@@ -144,6 +144,9 @@ def work(options: Options) -> None:
 
 
 def run(options: Options) -> None:
+    from mpi4dl._memory import keep_freed_memory
+
+    keep_freed_memory()  # as the ranks do, whose units are timed here
     rows: list[dict[str, Any]] = []
     for name in options.models:
         for num_ranks in options.ranks:
