@@ -73,13 +73,14 @@ def builder(name: str) -> "partial[nn.Module]":
 
 def machine_of(options: Options, num_ranks: int) -> "Machine":
     """The emulated machine as data, with as many ranks."""
+    from mpi4dl.parallel.costs.cost_model import MESSAGE_SECONDS
     from mpi4dl.parallel.costs.machine import LinkLevel, Machine
 
     each = min(options.ranks_per_node, num_ranks)
     inside = LinkLevel("node", 1e-6 * options.latency_us, 1e9 * options.gigabytes, each)
     between = LinkLevel("network", 1e-6 * options.network_latency_us, 1e9 * options.network_gigabytes, num_ranks)
     links = (inside,) if each == num_ranks else (inside, between)
-    return Machine("emulated", num_ranks // each, each, links, message_seconds=0.0)
+    return Machine("emulated", num_ranks // each, each, links, message_seconds=MESSAGE_SECONDS)
 
 
 def estimator_of(options: Options, name: str, num_ranks: int) -> "Estimator":

@@ -348,9 +348,7 @@ def measured_costs(timelines: "Sequence[Simulation]", num_stages: int) -> "Costs
         [mean(kind, stage) for stage in stages] for kind in ("forward", "backward", "input", "weight")
     )
     backward = [sum(parts) for parts in zip(whole, inputs, weights, strict=True)]
-    split_seconds = sum(inputs) + sum(weights)
-    share = sum(inputs) / split_seconds if split_seconds else 0.5
-    return Costs(tuple(forward), tuple(backward), (0.0,) * (num_stages - 1), (1,) * num_stages, share)
+    return Costs(tuple(forward), tuple(backward), (0.0,) * (num_stages - 1), (1,) * num_stages, tuple(weights))
 
 
 def summarise(

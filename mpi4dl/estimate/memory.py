@@ -34,7 +34,7 @@ AHEAD = 1  # bucket that is being gathered before it is needed
 
 
 class StateBytes(NamedTuple):
-    """The state of one stage on a rank during training, in bytes.
+    """The state of one stage on a rank during training, in bytes, of so many parameters.
 
     `update` are masters, their average, and the optimizer's state; `fixed` are frozen parameters and buffers, `bucket`
     is the largest of the flat buckets. It is that of what all holders of the stage have, or of what those have who have
@@ -46,6 +46,7 @@ class StateBytes(NamedTuple):
     fixed: int
     bucket: int
     axes: tuple[str, ...] = ()
+    tensors: int = 0
 
     def num_holders(self, plan: Plan, stage: int) -> int:
         """How many ranks have the same."""
@@ -132,7 +133,7 @@ def _state(
     size = sum(p.nbytes for p in trained)
     largest = max((p.nbytes for p in trained), default=0)
     update = own + (state_bytes(build_optimizer(masters)) if masters else 0) + averaged * sum(m.nbytes for m in masters)
-    return StateBytes(size, update, fixed, min(size, max(largest, BUCKET_BYTES)), axes)
+    return StateBytes(size, update, fixed, min(size, max(largest, BUCKET_BYTES)), axes, len(trained))
 
 
 def share(plan: Plan, rank: int, stages: Sequence[StageState], activations: int) -> Share:

@@ -393,7 +393,7 @@ class Estimator:
         if self.clockwork is not None and self.clockwork.counts_at_once and not exact:
             return self.clockwork.counts(self.cuttable, site)
         samples = site.image[0] if exact else min(site.image[0], COUNTED_SAMPLES * site.shape.batch)
-        few = site._replace(image=(samples, *site.image[1:]))
+        few = site._replace(image=(samples, *site.image[1:]), splits=False)
         count = count_units if self.clockwork is None else self.clockwork.counts
         if few not in self._counts:
             try:

@@ -16,11 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 from mpi4dl.estimate.memory import StageState, StateBytes
-from mpi4dl.parallel.costs.cost_model import StageCosts, StageSeconds
+from mpi4dl.parallel.costs.cost_model import StageCosts, StageSeconds, costs_of
 from mpi4dl.parallel.costs.machine import CollectiveCost, Machine
+from mpi4dl.parallel.costs.stage_traffic import NO_WAITS
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tables.schedules import Action
-from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
+from mpi4dl.parallel.tables.simulator import Simulation, simulate
 
 LEAST = 0.005  # share of a step that is told
 DIRECT_UP_TO = 2  # ranks, as in comm.allreduce
@@ -52,7 +53,8 @@ class StepParts(NamedTuple):
 class StepTime:
     """The time of a step whose stages have costs `seconds`, and hand on in `messages`.
 
-    For each microbatch a stage keeps `kept` bytes, and `states` are those of its parameters.
+    For each microbatch a stage keeps `kept` bytes, and `states` are those of its parameters. In each step one of these
+    takes `parameter_seconds` beside the optimizer's own.
     """
 
     def __init__(
@@ -63,10 +65,11 @@ class StepTime:
         messages: Sequence[float],
         kept: Sequence[int],
         states: Sequence[StageState],
+        parameter_seconds: float = 0.0,
     ) -> None:
+        self.parameter_seconds = parameter_seconds
         self.plan, self.machine, self.stages, self.states = plan, machine, tuple(seconds), tuple(states)
-        forward, backward = zip(*(stage.both for stage in self.stages), strict=True)
-        self.costs = Costs(forward, backward, tuple(messages), tuple(kept))
+        self.costs = costs_of(self.stages, messages, kept)
 
     @cached_property
     def simulation(self) -> Simulation:
@@ -89,7 +92,8 @@ class StepTime:
         ranks = state.num_holders(self.plan, stage)
         zero, _ = self.plan.zero_at(stage) if ranks > 1 else (0, 1)
         touched = 3 * state.parameters + 2 * state.update
-        return touched / (ranks if zero else 1) / self.machine.bytes_per_second
+        each = self.parameter_seconds * state.tensors
+        return touched / (ranks if zero else 1) / self.machine.bytes_per_second + each
 
     @cached_property
     def seconds(self) -> float:
@@ -116,8 +120,10 @@ class StepTime:
         found = self.stages[action.stage]
         if action.kind == "forward":
             return found.forward, *found.there
-        share = {"backward": 1.0, "input": self.costs.input_share, "weight": 1 - self.costs.input_share}[action.kind]
-        return share * found.backward, *found.back.times(share)
+        if action.kind == "backward":
+            return found.backward, *found.back
+        later = self.costs.weight_seconds[action.stage]
+        return (later, *NO_WAITS) if action.kind == "weight" else (found.backward - later, *found.back)
 
 
 def step_time(
@@ -125,7 +131,8 @@ def step_time(
 ) -> StepTime:
     """The time of a step of stages that have so many units, of which `prices` are known."""
     machine = prices.stages[0].machine
-    return StepTime(plan, machine, prices.of_stages(counts), prices.messages(counts), kept, states)
+    each = prices.overhead.parameter_seconds
+    return StepTime(plan, machine, prices.of_stages(counts), prices.messages(counts), kept, states, each)
 
 
 def gradient_seconds(plan: Plan, machine: Machine, stage: int, state: StateBytes) -> float:

@@ -21,7 +21,15 @@ from mpi4dl.comm import Communicator
 from mpi4dl.geometry import SPACE, Box, FeatureGridShape, GridShape, Interval, Tiling, even_cuts
 from mpi4dl.parallel.inputs import Microbatch, Read, Sizes, nested_cuts, size_of
 from mpi4dl.parallel.spatial.grid import Arrangement, Grid
-from mpi4dl.parallel.tables.schedules import SCHEDULES, Placement, Table, forward_only, table_for
+from mpi4dl.parallel.tables.schedules import (
+    SCHEDULES,
+    SPLITTING,
+    Placement,
+    Table,
+    forward_only,
+    table_for,
+    undivided,
+)
 from mpi4dl.parallel.tensor.styles import Degrees
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -310,6 +318,14 @@ class Plan:
     def table(self) -> Table:
         """The actions of each rank of a replica in a training step."""
         return table_for(self.schedule, self.placement, self.microbatches, max(self.bidirectional, 1))
+
+    @cached_property
+    def split_stages(self) -> frozenset[int]:
+        """The stages whose gradients of weights come later than those of their inputs."""
+        if self.schedule not in SPLITTING:
+            return frozenset()
+        rows = map(undivided, self.merged_table())
+        return frozenset(action.stage for row in rows for action in row if action.kind == "weight")
 
     def merged_table(self) -> Table:
         """The actions of each group of ranks of a replica that are `Placement.alike`."""

@@ -268,7 +268,7 @@ def test_costs_are_the_means_of_measured_spans() -> None:
     assert timeline.bubble == 0.5
     halves = [[[["forward", 0, 0, 0], 0, 1], [["input", 0, 0, 0], 1, 2], [["weight", 0, 0, 0], 2, 5]]]
     costs = measured_costs([measured({"rows": halves, "activation_bytes_of_ranks": [1]})], 1)
-    assert (costs.forward_seconds, costs.backward_seconds, costs.input_share) == ((1.0,), (4.0,), 0.25)
+    assert (costs.forward_seconds, costs.backward_seconds, costs.weight_seconds) == ((1.0,), (4.0,), (3.0,))
 
 
 def test_stages_have_medians_over_rounds_and_bubbles() -> None:

@@ -13,7 +13,7 @@ from mpi4dl import models
 from mpi4dl.comm.traffic import Round
 from mpi4dl.estimate.summary import PlanSummary, overview
 from mpi4dl.parallel.costs import cost_model
-from mpi4dl.parallel.costs.cost_model import LINK, Link, Profiler
+from mpi4dl.parallel.costs.cost_model import LINK, MESSAGE_SECONDS, PYTHON, Link, Profiler
 from mpi4dl.parallel.costs.timing import Column, Remembered, Site, UnitSeconds
 from mpi4dl.parallel.costs.units import count_bytes, count_flops
 from mpi4dl.parallel.pipeline.local_stages import choose_cut
@@ -220,9 +220,11 @@ def test_timed_seconds_cut_the_model_and_make_the_timeline(tmp_path: Path, monke
     timing.remembered.put(LINK, Link(1.0, 0.0))
     found = planned(Plan.of(stages=2, tiles=[(1, 1), (1, 3)], microbatches=2), balance="auto", clockwork=timing)
     assert [len(work.units) for work in found.work] == [4, 3]
-    assert found.costs.forward_seconds == (12.0, 6.0 + 3 * 2)
-    assert found.costs.backward_seconds == (24.0, 12.0 + 3 * 2)
-    assert found.costs.communication_seconds == (1.0,)
+    alone = PYTHON.action_seconds + 4 * 2 * PYTHON.round_seconds
+    shared = PYTHON.action_seconds + 3 * 2 * (PYTHON.round_seconds + MESSAGE_SECONDS)
+    assert found.costs.forward_seconds == pytest.approx((12.0 + alone, 6.0 + 3 * 2 + shared))
+    assert found.costs.backward_seconds == pytest.approx((24.0 + alone, 12.0 + 3 * 2 + shared))
+    assert found.costs.communication_seconds == (1.0 + MESSAGE_SECONDS,)
     assert "(units timed on their tiles, on 1 thread here; " in str(found)
 
 

@@ -1,8 +1,10 @@
 """What was foreseen beside what was measured: by literal equality."""
 
+import math
 from typing import Any
 
-from mpi4dl.parallel.costs.cost_model import Link, StageCosts, stages_on
+from mpi4dl.parallel.costs.cost_model import StageCosts, stages_on
+from mpi4dl.parallel.costs.machine import Machine
 from mpi4dl.parallel.costs.timing import UnitSeconds
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.training.report import Forecast, Worked, WorkMeter, compared
@@ -10,7 +12,7 @@ from mpi4dl.training.report import Forecast, Worked, WorkMeter, compared
 PLAN = Plan.of(stages=2, tiles=[(1, 2), (1, 1)], microbatches=2)
 # On stage 0 a unit takes 1 s forward and 2 s backward, on stage 1 twice as long.
 COLUMNS = tuple((UnitSeconds(n, 2 * n),) * 3 for n in (1.0, 2.0))
-PRICES = StageCosts(COLUMNS, stages_on(Link(0.0, 0.0).machine(3), PLAN), "", True)
+PRICES = StageCosts(COLUMNS, stages_on(Machine.of_link(0.0, math.inf, 3, message_seconds=0.0), PLAN), "", True)
 
 
 def test_shares_of_work_and_idle_time_follow_from_the_table() -> None:

@@ -230,7 +230,7 @@ class CollectiveCost:
             found = 2 * self.reduce_scatter_seconds(num_bytes)
         else:
             doubling = sum(step.doublings * (step.latency + num_bytes * step.byte_seconds) for step in self._steps)
-            found = min(2 * self._half(num_bytes), doubling)
+            found = min(2 * self._half(num_bytes), doubling) + self.machine.message_seconds
         return found * self.machine.collectives.get(algorithm, 1.0)
 
     def _half(self, num_bytes: float) -> float:
@@ -254,7 +254,7 @@ class CollectiveCost:
 
     def all_gather_seconds(self, num_bytes: float) -> float:
         """How long it takes until every rank has the so many bytes of each other one."""
-        found, there = 0.0, 1
+        found, there = self.machine.message_seconds if self.size > 1 else 0.0, 1
         for step in self._steps:
             found += step.doublings * step.latency + (step.members - 1) * there * num_bytes * step.byte_seconds
             there *= step.members

@@ -115,7 +115,9 @@ class ScaledProfiler(Profiler):
             return float(drawn(bases, [getattr(column[i], name) for column in columns], site))
 
         return tuple(
-            UnitSeconds(along(i, "forward"), along(i, "backward"), unit.there, unit.back, unit.handed)
+            UnitSeconds(
+                along(i, "forward"), along(i, "backward"), unit.there, unit.back, unit.handed, along(i, "weight")
+            )
             for i, unit in enumerate(counts)
         )
 
@@ -131,6 +133,7 @@ class ScaledProfiler(Profiler):
         return found
 
     def counts(self, cuttable: Units, site: Site) -> tuple[UnitCounts, ...]:
+        site = site._replace(splits=False)
         known = self._counts.get(site)
         if known is None:
             bases = self._bases(cuttable, site)
@@ -150,6 +153,7 @@ class ScaledProfiler(Profiler):
                 self.counts(cuttable, site)
 
     def _base_counts(self, cuttable: Units, base: Site) -> tuple[UnitCounts, ...]:
+        base = base._replace(splits=False)
         if base not in self._counts:
             self._counts[base] = super().counts(cuttable, base)
         found: tuple[UnitCounts, ...] = self._counts[base]
@@ -343,7 +347,8 @@ def _by_rates(unit: UnitCounts, machine: Machine) -> UnitSeconds:
     assert machine.flops_per_second is not None
     forward = unit.flops / machine.flops_per_second + unit.touched / machine.bytes_per_second
     forward += unit.operators * machine.operator_seconds
-    return UnitSeconds(forward, BACKWARD * forward, unit.there, unit.back, unit.handed)
+    weight = unit.flops / machine.flops_per_second  # half of the FLOPs of the backward pass
+    return UnitSeconds(forward, BACKWARD * forward, unit.there, unit.back, unit.handed, weight)
 
 
 def for_machine(profiler: Profiler, machine: Machine | None, timings: TimingsFile | None) -> ScaledProfiler:

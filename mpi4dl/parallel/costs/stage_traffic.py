@@ -33,9 +33,6 @@ class WaitSeconds(NamedTuple):
         assert isinstance(other, WaitSeconds)
         return WaitSeconds(*(a + b for a, b in zip(self, other, strict=True)))
 
-    def times(self, factor: float) -> "WaitSeconds":
-        return WaitSeconds(*(factor * seconds for seconds in self))
-
 
 NO_WAITS = WaitSeconds()
 

@@ -14,6 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from mpi4dl.comm.traffic import Recorder, Round, Traffic, traffic_of
 from mpi4dl.geometry import GridShape
 from mpi4dl.parallel.inputs import made_up, of_tokens, space_of
 from mpi4dl.parallel.pipeline.program import map_leaves
+from mpi4dl.parallel.pipeline.split_backward import WeightGradients
 from mpi4dl.parallel.pipeline.stage import made_up_stage
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.dry_run_grid import (
@@ -39,6 +41,7 @@ from mpi4dl.parallel.spatial.dry_run_grid import (
     rank_in_the_middle,
 )
 from mpi4dl.parallel.spatial.grid import Arrangement, Grid
+from mpi4dl.parallel.spatial.rules.normalization import right_gradients
 from mpi4dl.parallel.spatial.sharding import even_layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
 from mpi4dl.parallel.tensor.cutting import cut_parameters
@@ -68,7 +71,8 @@ class Site(NamedTuple):
     """Where units run: `shape` is the grid of their stage; `plain`: on plain tensors.
 
     `image` is the shape of a microbatch, (N, C, H, W), or (N, T) of tokens, over all ranks. `cutting` says which
-    parameters are cut, and `arrangement` what ranks share beside.
+    parameters are cut, and `arrangement` what ranks share beside. `splits`: gradients of weights come later than those
+    of inputs.
     """
 
     image: tuple[int, ...]
@@ -77,11 +81,12 @@ class Site(NamedTuple):
     plain: bool
     cutting: Cutting = NOT_CUT
     arrangement: Arrangement = Arrangement()
+    splits: bool = False
 
     @classmethod
     def of(cls, plan: Plan, stage: int, image: tuple[int, ...], cutting: Cutting = NOT_CUT) -> "Site":
         place = image, plan.shape(stage), plan.tracks_batch(stage), plan.is_plain(stage)
-        return cls(*place, cutting, plan.arrangement(stage))
+        return cls(*place, cutting, plan.arrangement(stage), stage in plan.split_stages)
 
     @property
     def pixels(self) -> int:
@@ -109,7 +114,8 @@ def cut_at(site: Site, unit: nn.Module, grid: Grid) -> nn.Module:
 class UnitSeconds(NamedTuple):
     """The time of a unit on one rank, and what it and others send each other meanwhile, `there` and `back`.
 
-    `handed_bytes` are those of all that is needed behind it, on this rank.
+    `handed_bytes` are those of all that is needed behind it, on this rank. Of `backward`, `weight` is for what comes
+    later where gradients are split.
     """
 
     forward: float
@@ -117,11 +123,12 @@ class UnitSeconds(NamedTuple):
     there: Traffic = ()
     back: Traffic = ()
     handed_bytes: int = 0
+    weight: float = 0.0
 
     @classmethod
-    def of(cls, forward: float, backward: float, there: Any, back: Any, handed_bytes: int) -> "UnitSeconds":
+    def of(cls, forward: float, backward: float, there: Any, back: Any, handed: int, weight: float) -> "UnitSeconds":
         """What came back from JSON."""
-        return cls(forward, backward, traffic_of(there), traffic_of(back), handed_bytes)
+        return cls(forward, backward, traffic_of(there), traffic_of(back), handed, weight)
 
 
 Column = tuple[UnitSeconds, ...]  # of all units, at one site
@@ -231,7 +238,9 @@ def _drawn_out(a: UnitSeconds, b: UnitSeconds, small: int, large: int, wanted: i
     growth = partial(_grown, small=small, large=large, wanted=wanted)
     there, back = growth(a.there, b.there), growth(a.back, b.back)
     handed = round(along(a.handed_bytes, b.handed_bytes))
-    return UnitSeconds(along(a.forward, b.forward), along(a.backward, b.backward), there, back, handed)
+    seconds = (along(getattr(a, way), getattr(b, way)) for way in ("forward", "backward", "weight"))
+    forward, backward, weight = seconds
+    return UnitSeconds(forward, backward, there, back, handed, weight)
 
 
 def _grown(a: Traffic, b: Traffic, small: int, large: int, wanted: int) -> Traffic:
@@ -269,22 +278,25 @@ def _measure(
     with forked((device,)):
         for i in range(len(cuttable)):
             unit = cut_at(site, made_up_stage(cuttable.unit(i), device), grid)
-            seconds, values = _time(unit, values, grid, clock, repeats)
+            right_gradients(unit)
+            seconds, values = _time(unit, values, grid, clock, repeats, site.splits)
             found.append(seconds)
     return tuple(found)
 
 
 def _time(
-    unit: nn.Module, values: tuple[Any, ...], grid: Grid, clock: Clock, repeats: int
+    unit: nn.Module, values: tuple[Any, ...], grid: Grid, clock: Clock, repeats: int, splits: bool
 ) -> tuple[UnitSeconds, tuple[Any, ...]]:
-    forward, backward = [], []
+    forward, backward, later = [], [], []
     for _ in range(repeats + 1):
         received = map_local(_fresh, values)  # some units overwrite what they receive
         recorder = _recorder(grid)
         recorder.take()
         grid.foresight.begin()
+        weights = WeightGradients()
         start = clock()
-        results = unit(*received)
+        with weights.deferred() if splits else nullcontext():
+            results = unit(*received)
         grid.foresight.pay()
         forward.append(clock() - start)
         there = recorder.take()
@@ -296,9 +308,13 @@ def _time(
             torch.autograd.backward(roots, gradients)
         backward.append(clock() - start)
         back = recorder.take()
+        start = clock()
+        weights.compute()
+        later.append(clock() - start if splits else 0.0)
         grid.foresight.settle()
     handed = sum(t.nbytes for t in local_tensors(results))
-    seconds = UnitSeconds(min(forward[1:]), min(backward[1:]), there, back, handed)
+    weight = min(later[1:])
+    seconds = UnitSeconds(min(forward[1:]), min(backward[1:]) + weight, there, back, handed, weight)
     return seconds, map_local(as_received, results)
 
 

@@ -326,6 +326,7 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
         "zero-bubble": zero_bubble,
     }
 )
+SPLITTING = ("zero-bubble",)  # those with actions of their own for the gradients of weights
 
 
 def table_for(name: str, placement: Placement, num_microbatches: int, pairs: int = 1) -> Table:

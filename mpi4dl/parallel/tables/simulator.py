@@ -171,14 +171,14 @@ class Costs:
 
     `forward_seconds`, `backward_seconds` and `activation_bytes` (kept from forward to backward) have one entry a
     stage; `communication_seconds[s]` is a message between stages s and s + 1, either way. Where a schedule splits the
-    backward, its first half, the gradient of the input, takes `input_share` of it.
+    backward, its second part, the gradients of weights, takes `weight_seconds` of it: half, if they are left out.
     """
 
     forward_seconds: tuple[float, ...]
     backward_seconds: tuple[float, ...]
     communication_seconds: tuple[float, ...]
     activation_bytes: tuple[int, ...]
-    input_share: float = 0.5
+    weight_seconds: tuple[float, ...] = ()
 
     @classmethod
     def equal(
@@ -200,8 +200,9 @@ class Costs:
     def seconds(self, action: Action) -> float:
         if action.kind == "forward":
             return self.forward_seconds[action.stage]
-        share = {"backward": 1.0, "input": self.input_share, "weight": 1.0 - self.input_share}[action.kind]
-        return share * self.backward_seconds[action.stage]
+        whole = self.backward_seconds[action.stage]
+        later = self.weight_seconds[action.stage] if self.weight_seconds else whole / 2
+        return {"backward": whole, "input": whole - later, "weight": later}[action.kind]
 
     def require(self, num_stages: int) -> None:
         """Raise ValueError unless there is one entry a stage (a boundary between stages for communication)."""
@@ -210,6 +211,7 @@ class Costs:
             ("backward_seconds", self.backward_seconds, num_stages),
             ("communication_seconds", self.communication_seconds, num_stages - 1),
             ("activation_bytes", self.activation_bytes, num_stages),
+            ("weight_seconds", self.weight_seconds, num_stages if self.weight_seconds else 0),
         ):
             if len(values) != expected:
                 raise ValueError(f"{num_stages} stages need {expected} {name}, but there are {len(values)}: {values}")

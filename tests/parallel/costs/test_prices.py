@@ -1,6 +1,7 @@
 """Prices: timed once and remembered, counted where nothing can be timed, and what stages cost by them."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,17 @@ from mpi4dl.comm import Communicator
 from mpi4dl.comm.traffic import Round
 from mpi4dl.parallel.costs.cost_model import (
     ASSUMED,
-    Link,
+    Overhead,
     Profiler,
     StageCosts,
+    StageSeconds,
+    costs_of,
     measure_link,
     measured_prices,
     prices_for,
     stages_on,
 )
+from mpi4dl.parallel.costs.machine import Machine
 from mpi4dl.parallel.costs.stage_traffic import WaitSeconds
 from mpi4dl.parallel.costs.timing import Column, Remembered, Site, UnitSeconds
 from mpi4dl.parallel.pipeline.local_stages import split
@@ -87,11 +91,28 @@ def test_messages_cost_what_the_link_says() -> None:
         Round("exchange", (0, 1, 2), 1, (((0, 0, -1), 50),)),
     )
     unit, plan = UnitSeconds(1.0, 2.0, (there,), (back,)), Plan.of(tiles=[(1, 2)])
-    prices = StageCosts(((unit, unit),), stages_on(Link(0.5, 0.01).machine(2), plan), "", True)
+    machine = Machine.of_link(0.5, 100.0, 2, message_seconds=0.0)
+    prices = StageCosts(((unit, unit),), stages_on(machine, plan), "", True)
     (found,) = prices.of_stages((2,))
     assert found.both == pytest.approx((2 * (1.0 + 1.5 + 1.0), 2 * (2.0 + 0.5 + 0.5)))
     assert found.there == pytest.approx(WaitSeconds(halos=5.0))
     assert prices.matrix == [pytest.approx([6.5, 6.5])]
+    (found,) = replace(prices, overhead=Overhead(action_seconds=0.25, round_seconds=0.5)).of_stages((2,))
+    assert (found.forward, found.backward) == (2 * (1.0 + 3 * 0.5) + 0.25, 2 * (2.0 + 0.5) + 0.25)
+
+
+def test_gradients_of_weights_are_timed_apart_where_a_schedule_splits_them(tmp_path: Path) -> None:
+    plan = Plan.of(stages=2, schedule="zero-bubble", microbatches=4)
+    assert plan.split_stages == {1}  # the first has nobody to send gradients to
+    assert Plan.of(stages=2, microbatches=4).split_stages == frozenset()
+    clockwork = Profiler(Remembered(tmp_path))
+    for _ in range(2):  # timed, and remembered
+        whole, split_up = prices_for(Cuttable(model()), plan, IMAGE, "auto", CPU, clockwork).columns
+        assert not any(unit.weight for unit in whole)
+        assert all(0 < unit.weight < unit.backward for unit in split_up)
+    with_weights = StageSeconds(1.0, 3.0, WaitSeconds(1.0), WaitSeconds(0.5), weight=1.0)
+    costs = costs_of([with_weights, with_weights._replace(weight=0.0)], (0.0,), (1, 1))
+    assert (costs.backward_seconds, costs.weight_seconds) == ((3.5, 3.5), (1.0, 1.5))
 
 
 def test_what_many_write_at_once_is_read_whole(tmp_path: Path) -> None:

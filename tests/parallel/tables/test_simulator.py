@@ -87,7 +87,7 @@ def test_a_message_to_oneself_takes_no_time() -> None:
 
 
 def test_the_halves_of_a_backward() -> None:
-    costs = Costs((1.0,), (10.0,), (), (1,), input_share=0.3)
+    costs = Costs((1.0,), (10.0,), (), (1,), weight_seconds=(7.0,))
     (row,) = simulated("zero-bubble", Placement.row([1]), 1, costs).rows
     assert [span.end_seconds for span in row] == pytest.approx([1.0, 4.0, 11.0])
 
