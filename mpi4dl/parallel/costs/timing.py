@@ -164,7 +164,8 @@ def time_column(
     measure = partial(_measure, cuttable, device=device, clock=clock, grid_of=grid_of or imagined)
 
     def timed(size: Site, repeats: int) -> _Timed:
-        column = measure(size, repeats=repeats)
+        rounds = [measure(size, repeats=each) for each in _rounds(repeats)]
+        column = tuple(_fastest(units) for units in zip(*rounds, strict=True))
         return _Timed(size, column, most(sum(unit.forward + unit.backward for unit in column)), repeats)
 
     sizes = list(_halved(site))[::-1]
@@ -183,13 +184,28 @@ def time_column(
     return tuple(map(drawn_out, small.column, large.column))
 
 
+def _rounds(repeats: int) -> list[int]:
+    """Repeats in two passes over all units: a machine that others use, too, may be slow for longer than one unit is."""
+    return [repeats] if repeats == 1 else [repeats - repeats // 2, repeats // 2]
+
+
+def _fastest(units: Sequence[UnitSeconds]) -> UnitSeconds:
+    """Of the same unit: each way the fastest."""
+    back = min(units, key=lambda unit: unit.backward)
+    return back._replace(forward=min(unit.forward for unit in units))
+
+
 class _Timed(NamedTuple):
-    """Times of units at one size: all of them once, after a repeated pass to warm up."""
+    """Times of units at one size: `pass_seconds` for all of them once, of which each round has one to warm up."""
 
     site: Site
     column: Column
     pass_seconds: float
     repeats: int
+
+    @property
+    def seconds(self) -> float:
+        return self.pass_seconds * (self.repeats + len(_rounds(self.repeats)))
 
 
 def _next(sizes: Sequence[Site], known: Sequence[_Timed], budget_seconds: float) -> tuple[Site, int] | None:
@@ -197,10 +213,11 @@ def _next(sizes: Sequence[Site], known: Sequence[_Timed], budget_seconds: float)
 
     None: that is enough.
     """
-    last, left = known[-1], budget_seconds - sum(each.pass_seconds * (each.repeats + 1) for each in known)
+    last, left = known[-1], budget_seconds - sum(each.seconds for each in known)
     larger = [size for size in sizes if size.pixels > last.site.pixels]
     for size in reversed(larger):
-        repeats = int(left * last.site.pixels / max(last.pass_seconds * size.pixels, 1e-9)) - 1
+        passes = int(left * last.site.pixels / max(last.pass_seconds * size.pixels, 1e-9))
+        repeats = passes - 2 if passes > 3 else passes // 2  # without those to warm up
         if repeats >= 1 and size.pixels <= MOST_PIXELS:
             return size, min(repeats, REPEATS)
     return (larger[0], 1) if larger and len(known) == 1 else None  # nothing can be drawn out of one size
