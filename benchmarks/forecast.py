@@ -1,16 +1,23 @@
-"""Estimated beside measured step times of plans, by virtual time: ranks with a core each, on a network of our choice.
+"""Estimated beside measured steps of plans: by virtual time, as if each rank had a core, or as they are here.
 
     python -m benchmarks run forecast --models amoebanetd,resnet_v2 --ranks 4,8 --plans 10
+    python -m benchmarks run forecast --models amoebanetd,resnet_v2,vit --clock wall
 
 The estimate ranks all plans for so many ranks. Some are taken at even distances from the fastest to the slowest,
 and trained under a virtual clock (`benchmarks.common.emulated`): CPU seconds are what ranks compute, and messages
-take the time of the network. So ranks beyond the cores have the times of ranks with a core each. With --clock wall
-steps are timed as they are, for ranks up to the cores.
+take the time of the network. So ranks beyond the cores have the times of ranks with a core each.
 
-`of ranks` is Spearman's coefficient of the two orders of the plans of a model on a number of ranks.
+With --clock wall steps are timed as they are, with the memory of the rank that needs most, and there is one plan of
+each kind for two ranks, with a core each: tiles, schedules of stages, GEMS, replicas, ZeRO, features, streaming.
+
+Each plan is measured --turns times, in turn with the others; the median counts. `of ranks` is Spearman's coefficient of
+the two orders of the plans of a model on a number of ranks.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import options as declared
@@ -19,20 +26,46 @@ from benchmarks.common.report import NAME, RANKS, publish
 from benchmarks.common.turns import measure_once
 from mpi4dl._palette import CURVES
 from mpi4dl.options.kinds import POSITIVE, TEXT, choice, listed
-from mpi4dl.sweeps.results import Column, table
+from mpi4dl.sweeps.results import Column, mebibytes, table
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from mpi4dl.estimate.plan_estimate import Estimator, PlanEstimate
+    from mpi4dl.estimate.plan_estimate import Estimator
+    from mpi4dl.estimate.step_time import StepTime
     from mpi4dl.parallel.costs.machine import Machine
     from mpi4dl.parallel.plan import Plan
+    from mpi4dl.parallel.streaming.leading_part import StreamOptions
 
 NUM_CLASSES = 10
-SIZES = {"amoebanetd": {"num_layers": 3, "num_filters": 24}, "resnet_v2": {"depth": 20}, "small_resnet": {}}
+SIZES: dict[str, dict[str, Any]] = {
+    "amoebanetd": {"num_layers": 3, "num_filters": 24},
+    "resnet_v2": {"depth": 20},
+    "small_resnet": {},
+    "vit": {"patch": 16},
+}
+TWO_STAGES: dict[str, Any] = {"stages": 2, "microbatches": 4}
+KINDS: dict[str, dict[str, Any]] = {  # plans of two ranks, one of each kind
+    "tiles 1x2": {"tiles": [(1, 2)]},
+    "tiles 2x1, 2 microbatches": {"tiles": [(2, 1)], "microbatches": 2},
+    "layers": {"stages": 2, "schedule": "layer"},
+    "1F1B": TWO_STAGES,
+    "GPipe": {**TWO_STAGES, "schedule": "gpipe"},
+    "zero-bubble": {**TWO_STAGES, "schedule": "zero-bubble"},
+    "interleaved": {**TWO_STAGES, "stages": 4, "chunks": 2, "schedule": "interleaved"},
+    "GEMS": {**TWO_STAGES, "microbatches": 2, "bidirectional": 1},
+    "data 2": {"data": 2, "local_batches": True},
+    "data 2, ZeRO 1": {"data": 2, "local_batches": True, "zero": 1},
+    "data 2, ZeRO 3": {"data": 2, "local_batches": True, "zero": 3},
+    "features 2": {"tensor": 2},
+    "streaming 2x2": {},
+}
+STREAMED = "streaming 2x2"  # on one rank
+ATTENTION = ("vit",)  # models that can share features, and that are neither streamed nor cut into tiles here
 OPTIONS = (
     Option("--models", listed(TEXT), "amoebanetd,resnet_v2", "models of mpi4dl.models"),
     declared.ranks("4,8"),
+    declared.count("--turns", 3, "measurements of each plan"),
     declared.count("--plans", 10, "for each number of ranks"),
     declared.count("--image-size", 128, "height and width of the images, in pixels"),
     declared.batch_size(8),
@@ -44,7 +77,7 @@ OPTIONS = (
     Option("--clock", choice("virtual", "wall"), "virtual", "whose seconds"),
     declared.steps(5),
 )
-QUICK = {"models": "small_resnet", "ranks": "2", "plans": 2, "image_size": 32, "batch_size": 4, "steps": 1}
+QUICK = {"models": "small_resnet", "ranks": "2", "plans": 2, "image_size": 32, "batch_size": 4, "steps": 1, "turns": 1}
 COLUMNS = (
     NAME,
     RANKS,
@@ -53,11 +86,18 @@ COLUMNS = (
     Column("ratio", "ratio", 2),
     Column("work ms", "work_ms", 1),
     Column("estimated", "estimated_work_ms", 1),
+    mebibytes("MiB", "peak_bytes", 1),
+    mebibytes("estimated", "estimated_bytes", 1),
+    Column("ratio", "memory_ratio", 2),
     Column("of ranks", "spearman", 2),
 )
 
 
 def check(options: Options) -> str | None:
+    from mpi4dl.comm.node import cores
+
+    if options.clock == "wall" and cores() < 2:
+        return f"--clock wall needs a core for each of two ranks, and there is {cores()}"
     unknown = [name for name in options.models if name not in SIZES]
     if unknown:
         return f"--models {unknown[0]}: choose of {', '.join(SIZES)}"
@@ -65,10 +105,11 @@ def check(options: Options) -> str | None:
     return f"--ranks {parted[0]}: no multiple of --ranks-per-node {options.ranks_per_node}" if parted else None
 
 
-def builder(name: str) -> "partial[nn.Module]":
+def builder(name: str, options: Options) -> "partial[nn.Module]":
     from mpi4dl import models
 
-    return partial(models.build, name, NUM_CLASSES, **SIZES[name])
+    size = {"image_size": options.image_size} if name in ATTENTION else {}
+    return partial(models.build, name, NUM_CLASSES, **SIZES[name], **size)
 
 
 def machine_of(options: Options, num_ranks: int) -> "Machine":
@@ -92,19 +133,19 @@ def estimator_of(options: Options, name: str, num_ranks: int) -> "Estimator":
 
     image = (options.batch_size, 3, options.image_size, options.image_size)
     found = Estimator(
-        Cuttable(outline(builder(name)).train()),
+        Cuttable(outline(builder(name, options)).train()),
         image,
         Profiler.of_user(),
         torch.device("cpu"),
         optimizer=partial(torch.optim.SGD, lr=0.01),
-        machine=(machine_of(options, num_ranks), "emulated"),
+        machine=(machine_of(options, num_ranks), "emulated") if options.clock == "virtual" else None,
     )
     found.streams = False
     return found
 
 
-def chosen(options: Options, name: str, num_ranks: int) -> "list[tuple[PlanEstimate, tuple[int, ...]]]":
-    """Plans from the fastest to the slowest by the estimate, and how many units their stages have."""
+def chosen(options: Options, name: str, num_ranks: int) -> "list[Case]":
+    """Plans from the fastest to the slowest by the estimate."""
     from mpi4dl.estimate.search import candidates, outlooks
     from mpi4dl.parallel.pipeline.cut import partition
 
@@ -114,32 +155,105 @@ def chosen(options: Options, name: str, num_ranks: int) -> "list[tuple[PlanEstim
     found.sort(key=lambda each: -each.samples_per_second)
     count = min(options.plans, len(found))
     places = {round(i * (len(found) - 1) / max(1, count - 1)) for i in range(count)}
-    return [(found[i], partition(estimator.prices(found[i].plan).matrix)) for i in sorted(places)]
+    cases = []
+    for i in sorted(places):
+        counts, time = partition(estimator.prices(found[i].plan).matrix), found[i].time
+        assert time is not None
+        cases.append(Case(name, found[i].plan.describe(), found[i].plan, counts, time, found[i].num_bytes))
+    return cases
+
+
+def of_each_kind(options: Options, name: str) -> "Iterator[Case]":
+    """A plan of each kind that the model can be trained by."""
+    from mpi4dl.parallel.pipeline.cut import partition
+    from mpi4dl.parallel.plan import Plan
+
+    estimator = estimator_of(options, name, 2)
+    for kind, asked in KINDS.items():
+        if (kind == STREAMED or "tiles" in asked) if name in ATTENTION else "tensor" in asked:
+            continue
+        plan = Plan.of(**asked)
+        try:
+            prices = estimator.prices(plan)
+            counts = partition(prices.matrix)
+            needs = estimator.streaming(plan, counts, stream_options()) if kind == STREAMED else None
+            step = estimator.step(plan, counts, prices, needs=needs, exact=True)
+        except (ValueError, RuntimeError) as error:
+            print(f"{name}: {kind} is left out: {error}")
+            continue
+        yield Case(name, kind, plan, counts, step.time(plan), max(step.memory.of_ranks(plan.zero)))
+
+
+def stream_options() -> "StreamOptions":
+    from mpi4dl.parallel.streaming.leading_part import EACH_NORM, StreamOptions
+
+    return StreamOptions((2, 2), None, "exact", EACH_NORM)
+
+
+@dataclass
+class Case:
+    """A plan of a model, with its estimate and what was measured in each turn."""
+
+    model: str
+    name: str
+    plan: "Plan"
+    counts: tuple[int, ...]
+    time: "StepTime"
+    num_bytes: int
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        streams = self.name == STREAMED
+        return {"model": self.model, "plan": self.plan.asked(), "counts": self.counts, "streams": streams}
+
+    def row(self, memory: bool) -> dict[str, Any]:
+        found = {key: median(each[key] for each in self.answers) for key in ("measured_ms", "work_ms", "peak_bytes")}
+        parts, estimated = self.time.parts, 1e3 * self.time.seconds
+        if memory:
+            found |= {"estimated_bytes": self.num_bytes, "memory_ratio": self.num_bytes / found["peak_bytes"]}
+        else:  # that of the emulation is among it
+            found |= dict.fromkeys(("peak_bytes", "estimated_bytes", "memory_ratio"))
+        return {
+            "name": f"{self.model}: {self.name}",
+            "model": self.model,
+            "ranks": self.plan.num_ranks,
+            **found,
+            "estimated_ms": estimated,
+            "estimated_work_ms": 1e3 * (parts.arithmetic + parts.optimizer),
+            "ratio": estimated / found["measured_ms"],
+            "parts": parts._asdict(),
+        }
 
 
 def work(options: Options) -> None:
     """The answer has the milliseconds of a step, of the rank that takes longest, and those of work."""
+    import torch
+
     from benchmarks.common.emulated import MonotonicClock, Network, VirtualClock, emulated, time_steps, training_step
     from benchmarks.common.ranks import begin
     from benchmarks.common.turns import answer_turns
     from mpi4dl.parallel.plan import Plan
+    from mpi4dl.sweeps.meter import Meter
 
     comm = begin()
+    meter = Meter(torch.device("cpu"), comm)
     told = options.worker
     plan = Plan.of(**{**told["plan"], "tiles": [tuple(each) for each in told["plan"]["tiles"]]})
     size = (options.image_size, options.image_size)
+    stream = {"stream": stream_options()} if told["streams"] else {}
 
     def turn() -> dict[str, Any]:
-        build = builder(told["model"])
+        asked = builder(told["model"], options), plan, options.batch_size, size, NUM_CLASSES, told["counts"]
         if options.clock == "wall":
-            step = training_step(comm, build, plan, options.batch_size, size, NUM_CLASSES, told["counts"])
-            times = time_steps(comm, MonotonicClock(), step, options.steps)
+            times = time_steps(comm, MonotonicClock(), training_step(comm, *asked, **stream), options.steps)
         else:
             network, clock = Network.of(machine_of(options, comm.size)), VirtualClock()
             with emulated(comm, network, clock) as world:
-                step = training_step(world, build, plan, options.batch_size, size, NUM_CLASSES, told["counts"])
-                times = time_steps(world, clock, step, options.steps)
-        return {"measured_ms": 1e3 * times.seconds, "work_ms": 1e3 * max(each.work_seconds for each in times.medians)}
+                times = time_steps(world, clock, training_step(world, *asked, **stream), options.steps)
+        work_ms = 1e3 * max(each.work_seconds for each in times.medians)
+        peak = max(meter.of_ranks(meter.memory.peak_bytes()))
+        return {"measured_ms": 1e3 * times.seconds, "work_ms": work_ms, "peak_bytes": peak}
 
     answer_turns(turn, comm)
 
@@ -148,37 +262,19 @@ def run(options: Options) -> None:
     from mpi4dl._memory import keep_freed_memory
 
     keep_freed_memory()  # as the ranks do, whose units are timed here
-    rows: list[dict[str, Any]] = []
+    here = options.clock == "wall"
+    groups = []
     for name in options.models:
-        for num_ranks in options.ranks:
-            own = []
-            for estimate, counts in chosen(options, name, num_ranks):
-                asked = {"model": name, "plan": _plain(estimate.plan), "counts": counts}
-                answer = measure_once(options.contestant(f"{name}: {estimate.plan}", num_ranks, asked))
-                own.append(row_of(name, num_ranks, estimate, answer))
-                print(f"{own[-1]['name']}: {own[-1]['measured_ms']:.1f} ms, {own[-1]['estimated_ms']:.1f} estimated")
-            rows += ordered(own)
+        groups += [list(of_each_kind(options, name))] if here else [chosen(options, name, n) for n in options.ranks]
+    for turn in range(options.turns):
+        for case in (case for group in groups for case in group):
+            contestant = options.contestant(f"{case.model}: {case.name}", case.plan.num_ranks, case.asked)
+            case.answers.append(measure_once(contestant))
+            said = f"{case.answers[-1]['measured_ms']:.1f} ms, {1e3 * case.time.seconds:.1f} estimated"
+            print(f"turn {turn + 1}, {case.model}: {case.name}: {said}", flush=True)
+    rows = [row for group in groups for row in ordered([case.row(here) for case in group])]
     title = f"steps by {options.clock} time, {options.batch_size} images of {options.image_size} px"
     publish(options, title, table(rows, COLUMNS), draw(rows, title), rows)
-
-
-def _plain(plan: "Plan") -> dict[str, Any]:
-    return plan.asked()
-
-
-def row_of(name: str, num_ranks: int, estimate: "PlanEstimate", answer: dict[str, Any]) -> dict[str, Any]:
-    assert estimate.time is not None
-    parts, estimated = estimate.time.parts, 1e3 * estimate.time.seconds
-    return {
-        "name": f"{name}: {estimate.plan.describe()}",
-        "model": name,
-        "ranks": num_ranks,
-        **{key: answer[key] for key in ("measured_ms", "work_ms")},
-        "estimated_ms": estimated,
-        "estimated_work_ms": 1e3 * (parts.arithmetic + parts.optimizer),
-        "ratio": estimated / answer["measured_ms"],
-        "parts": parts._asdict(),
-    }
 
 
 def ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -57,6 +57,7 @@ from mpi4dl.parallel.costs.cost_model import Link
 from mpi4dl.parallel.costs.machine import Machine
 from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.streaming.leading_part import StreamOptions
 
 INFINITY = math.inf
 NAP_SECONDS = 20e-6
@@ -77,23 +78,30 @@ class Links(Protocol):
 
 @dataclass(frozen=True)
 class Network:
-    """Nodes of `ranks_per_node` neighbouring ranks, joined by the link `between`. Without these there is one node."""
+    """Nodes of `ranks_per_node` neighbouring ranks, joined by the link `between`. Without these there is one node.
+
+    With `cyclic`, ranks are dealt out over so many nodes instead.
+    """
 
     within: Link
     between: Link | None = None
     ranks_per_node: int | None = None
+    cyclic: int | None = None
 
     @classmethod
     def of(cls, machine: Machine) -> "Network":
         """The network of a machine of one or two kinds of links, each rank with a port of its own."""
         inside, *further = (Link(each.latency_seconds, 1 / each.bytes_per_second) for each in machine.links)
-        return cls(inside, further[0], machine.ranks_per_node) if further else cls(inside)
+        cyclic = machine.nodes if machine.distribution == "cyclic" else None
+        return cls(inside, further[0], machine.ranks_per_node, cyclic) if further else cls(inside)
 
     def link(self, source: int, to: int) -> Link:
         near = self.between is None or self.node(source) == self.node(to)
         return self.within if near or self.between is None else self.between
 
     def node(self, rank: int) -> int:
+        if self.cyclic is not None:
+            return rank % self.cyclic
         return 0 if self.ranks_per_node is None else rank // self.ranks_per_node
 
 
@@ -698,14 +706,15 @@ def training_step(
     size: Sequence[int],
     num_classes: int,
     balance: str | Sequence[int] = "auto",
+    stream: StreamOptions | None = None,
     **options: Any,
 ) -> Callable[[], object]:
     """A step of an engine by a plan, with SGD on random images (N, 3, *size).
 
-    The model is cut by `balance`; `options` are those of `Engine`.
+    The model is cut by `balance`, and its first stage streamed by `stream`; `options` are those of `Engine`.
     """
     image = (max(1, batch_size // plan.num_microbatches), 3, *size)
-    held = split(build, plan, comm, image=image, balance=balance)
+    held = split(build, plan, comm, image=image, balance=balance, stream=stream)
     engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.01), F.cross_entropy, comm=comm, **options)
     images, labels = random_batch(batch_size, size, num_classes)
     boxes = [read.box for read in engine.reads(batch_size, tuple(size))]

@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from mpi4dl.options.declare import ConfigError, config_from_tables, option, tables_of_file, to_toml
-from mpi4dl.options.kinds import BYTES, COUNT, COUNT_OR_ZERO, NAME, NOT_NEGATIVE, POSITIVE, TEXT, optional
-from mpi4dl.parallel.costs.machine import LinkLevel, Machine
+from mpi4dl.options.kinds import BYTES, COUNT, COUNT_OR_ZERO, NAME, NOT_NEGATIVE, POSITIVE, TEXT, choice, optional
+from mpi4dl.parallel.costs.machine import DISTRIBUTIONS, LinkLevel, Machine
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,11 @@ class _Ranks:
     )
     bytes_per_second: float = option(8e9, "what a rank reads and writes elsewhere, as in the optimizer", POSITIVE)
     operator_seconds: float = option(0.0, "time in which an operator starts, beside `flops_per_second`", NOT_NEGATIVE)
+    distribution: str = option(
+        "block",
+        "how ranks come to nodes: neighbours together (block), or each on the next (cyclic)",
+        choice(*DISTRIBUTIONS),
+    )
     message_seconds: float = option(5e-6, "time in which a rank hands over one message", NOT_NEGATIVE)
 
 

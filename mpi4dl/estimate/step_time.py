@@ -13,8 +13,6 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
-import numpy as np
-
 from mpi4dl.estimate.memory import StageState, StateBytes
 from mpi4dl.parallel.costs.cost_model import StageCosts, StageSeconds, costs_of
 from mpi4dl.parallel.costs.machine import CollectiveCost, Machine
@@ -146,7 +144,8 @@ def gradient_seconds(plan: Plan, machine: Machine, stage: int, state: StateBytes
     if len(groups[0]) == 1 or not state.parameters:
         return 0.0
     shortest = min(map(len, groups))
-    cost = CollectiveCost(machine, np.asarray([ranks[:shortest] for ranks in groups]))
+    alike = machine.slots([ranks[:shortest] for ranks in groups], plan.num_ranks)
+    cost = CollectiveCost(machine, alike)
     zero, _ = plan.zero_at(stage)
     buckets = max(1.0, state.parameters / max(1, state.bucket))
     size = state.parameters / buckets

@@ -26,6 +26,7 @@ Ranks = np.ndarray[Any, np.dtype[np.int64]]
 LOOKED_AT = 64  # groups of ranks, of which there may be many that are alike
 EXACT = 2.0**53  # up to where sums of whole numbers are exact
 ALGORITHMS = ("library", "direct", "ring", "two-level")  # those of comm.allreduce
+DISTRIBUTIONS = ("block", "cyclic")
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Machine:
     products, `bytes_per_second` what it reads and writes elsewhere, as in the optimizer; without the first, units are
     timed. `operator_seconds` is the time in which an operator starts there, `message_seconds` that in which a rank
     hands over one message. `collectives` says by algorithm how many times as long an all-reduce takes as by the
-    formula. `source` says where all this comes from.
+    formula. `distribution` is how a job's ranks come to its nodes, as Slurm calls it: "block", neighbours on one node,
+    or "cyclic", each on the next node. `source` says where all this comes from.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Machine:
     message_seconds: float = 5e-6
     collectives: Mapping[str, float] = field(default_factory=dict)
     source: str = ""
+    distribution: str = "block"
 
     def __post_init__(self) -> None:
         problem = self._problem()
@@ -89,6 +92,8 @@ class Machine:
                     f"link {link.name} joins {size} ranks with shared_by = {link.shared_by}: no more ranks than those "
                     f"share a port, and a whole part, or a multiple, of the {inside} that the link before joins"
                 )
+        if self.distribution not in DISTRIBUTIONS:
+            return f"`distribution` is one of {', '.join(DISTRIBUTIONS)}, not {self.distribution}"
         unknown = sorted({*self.collectives} - {*ALGORITHMS})
         if unknown:
             return f"[collectives] knows {', '.join(ALGORITHMS)}, not {', '.join(unknown)}"
@@ -107,6 +112,13 @@ class Machine:
     def num_nodes(self, num_ranks: int) -> int:
         """How many nodes so many ranks take, the last of which may be idle in part."""
         return math.ceil(num_ranks / self.ranks_per_node)
+
+    def slots(self, ranks: Any, num_ranks: int) -> Ranks:
+        """Where these ranks of a job of so many are: neighbours of the machine have neighbouring slots."""
+        found, nodes = np.asarray(ranks), self.num_nodes(num_ranks)
+        if self.distribution == "block":
+            return found
+        return found % nodes * self.ranks_per_node + found // nodes
 
     @classmethod
     def of_link(cls, latency_seconds: float, bytes_per_second: float, num_ranks: int, **others: Any) -> "Machine":
@@ -204,9 +216,9 @@ class CollectiveCost:
     """The time of collectives of ranks in `groups` (groups, members), of which all are under way at the same time."""
 
     def __init__(self, machine: Machine, groups: Ranks) -> None:
-        self.machine, self.size = machine, groups.shape[1]
-        self._ring = (groups.ravel(), np.roll(groups, -1, axis=1).ravel())
+        self.machine, self.size, self._groups = machine, groups.shape[1], groups
         self._steps: list[CollectiveStep] = []  # from the nearest link to the farthest
+        self._links: list[LinkLevel] = []
         left = self.size
         for link, size in zip(machine.links, machine.sizes, strict=True):
             places = np.sort(groups[:: max(1, len(groups) // LOOKED_AT)] // size, axis=1)
@@ -215,6 +227,7 @@ class CollectiveCost:
             if members > 1:  # of ranks that share a port all are taken to send
                 sharing = 1 if link.shared_by == 1 else int(np.bincount(groups.ravel() // link.shared_by).max())
                 self._steps.append(CollectiveStep(members, link.latency_seconds, sharing / link.bytes_per_second))
+                self._links.append(link)
 
     def all_reduce_seconds(self, num_bytes: float, algorithm: str = "library") -> float:
         """How long it takes to sum a buffer of so many bytes, by an algorithm of `comm.allreduce`.
@@ -224,14 +237,47 @@ class CollectiveCost:
         if self.size == 1:
             return 0.0
         if algorithm == "ring":
-            step = ExchangeCost(self.machine, [self._ring])
-            found = 2 * step.seconds([num_bytes / self.size * (self.size - 1)], self.size - 1)
+            found = self._ring_seconds(num_bytes / self.size)
         elif algorithm == "direct":
             found = 2 * self.reduce_scatter_seconds(num_bytes)
+        elif algorithm == "two-level":
+            found = self._two_level_seconds(num_bytes)
         else:
             doubling = sum(step.doublings * (step.latency + num_bytes * step.byte_seconds) for step in self._steps)
             found = min(2 * self._half(num_bytes), doubling) + self.machine.message_seconds
         return found * self.machine.collectives.get(algorithm, 1.0)
+
+    def _ring_seconds(self, part_bytes: float) -> float:
+        """2 (size - 1) steps, in each of which a rank hands on a part when it has come, and its port is free.
+
+        So a slow link is waited for as often as parts cross it, not in each step.
+        """
+        here, following = self._groups, np.roll(self._groups, -1, axis=1)
+        level = self.machine.levels(here, following)
+        latency = np.asarray([link.latency_seconds for link in self.machine.links])[level]
+        transfer = part_bytes / np.asarray([link.bytes_per_second for link in self.machine.links])[level]
+        for number, link in enumerate(self.machine.links):  # of ranks that share a port, those on the same link
+            ports = np.where(level == number, here // link.shared_by, -1)
+            used = np.bincount(ports[ports >= 0].ravel()) if (ports >= 0).any() else np.zeros(1)
+            transfer *= np.where(ports >= 0, used[ports], 1)
+        ready, port_free = np.zeros(here.shape), np.zeros(here.shape)
+        for _ in range(2 * (self.size - 1)):
+            port_free = np.maximum(ready, port_free) + transfer
+            arrived = np.roll(port_free + latency, 1, axis=1)
+            ready = np.maximum(ready, arrived) + self.machine.message_seconds
+        return float(ready.max())
+
+    def _two_level_seconds(self, num_bytes: float) -> float:
+        """A reduce-scatter within each node, `direct` between ranks that own the same part, an all-gather within."""
+        inside: list[CollectiveStep] = []
+        outside: list[CollectiveStep] = []
+        for step, link in zip(self._steps, self._links, strict=True):
+            (inside if link.ranks and link.ranks <= self.machine.ranks_per_node else outside).append(step)
+        return 2 * (self._scatter(inside, num_bytes) + self._scatter(outside, num_bytes / self._members(inside)))
+
+    @staticmethod
+    def _members(steps: Sequence[CollectiveStep]) -> int:
+        return math.prod(step.members for step in steps)
 
     def _half(self, num_bytes: float) -> float:
         """A reduce-scatter or an all-gather, level by level: farther links carry what is left of each rank's part."""
@@ -246,11 +292,15 @@ class CollectiveCost:
 
         To gather the parts of all ranks takes the same messages, the other way round.
         """
-        longest, inside, part = 0.0, 1, num_bytes / self.size
-        for step in self._steps:
+        return self._scatter(self._steps, num_bytes)
+
+    def _scatter(self, steps: Sequence[CollectiveStep], num_bytes: float) -> float:
+        size = self._members(steps)
+        longest, inside, part = 0.0, 1, num_bytes / size
+        for step in steps:
             longest = max(longest, step.latency + (step.members - 1) * inside * part * step.byte_seconds)
             inside *= step.members
-        return longest + (self.size - 1) * self.machine.message_seconds
+        return longest + (size - 1) * self.machine.message_seconds
 
     def all_gather_seconds(self, num_bytes: float) -> float:
         """How long it takes until every rank has the so many bytes of each other one."""

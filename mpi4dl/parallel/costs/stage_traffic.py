@@ -43,7 +43,8 @@ class StageTraffic:
     def __init__(self, machine: Machine, plan: Plan, stage: int) -> None:
         self.machine, self.shape = machine, plan.shape(stage)
         self.arrangement = plan.arrangement(stage)
-        self.ranks: Ranks = np.asarray(plan.partners(plan.ranks(0, stage)[0], 0, stage))
+        own = plan.partners(plan.ranks(0, stage)[0], 0, stage)
+        self.ranks: Ranks = machine.slots(own, plan.num_ranks)
         self.features = len(self.shape) - 1 if plan.tensor > 1 else None
         self.replicas: Ranks = np.arange(plan.data if plan.local_batches else 1) * plan.ranks_per_replica
         # Many plans have a stage on the same ranks.

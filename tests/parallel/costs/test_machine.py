@@ -93,10 +93,15 @@ def test_collectives_go_level_by_level() -> None:
     assert everyone.all_gather_seconds(10) == pytest.approx(2 * 1.0 + 3 * 10 / 100 + 10.0 + 4 * 10 * 2 / 10)
     assert everyone.reduce_scatter_seconds(80) == pytest.approx(10.0 + 4 * 10 * 2 / 10)
     assert everyone.all_reduce_seconds(80, "direct") == pytest.approx(2 * everyone.reduce_scatter_seconds(80))
-    # Around a ring each of 2 x 7 steps passes on 10 bytes, and crosses the network.
-    assert everyone.all_reduce_seconds(80, "ring") == pytest.approx(14 * (10.0 + 10 / 10))
+    # Around a ring a part of 10 bytes makes 14 steps, of which at most 4 cross the network.
+    ring = 4 * (10.0 + 10 / 10) + 10 * (1.0 + 10 / 100)
+    assert everyone.all_reduce_seconds(80, "ring") == pytest.approx(ring)
+    # A part of 1000 bytes holds the network for 100 s: all 14 follow each other there.
+    assert everyone.all_reduce_seconds(8000, "ring") >= 14 * 1000 / 10
+    two_level = 2 * (1.0 + 60 / 100 + 10.0 + 2 * 10 / 10)
+    assert everyone.all_reduce_seconds(80, "two-level") == pytest.approx(two_level)
     slower = Machine("slower", 2, 4, (NODE, NETWORK), message_seconds=0.0, collectives={"ring": 1.5})
-    assert CollectiveCost(slower, np.arange(8)[None]).all_reduce_seconds(80, "ring") == pytest.approx(1.5 * 14 * 11.0)
+    assert CollectiveCost(slower, np.arange(8)[None]).all_reduce_seconds(80, "ring") == pytest.approx(1.5 * ring)
     assert CollectiveCost(MACHINE, np.arange(8)[:, None]).all_reduce_seconds(80) == 0.0
 
 

@@ -1,0 +1,248 @@
+"""What the estimates choose on a slow network, beside what is fastest there: all-reduces, halos, placement of ranks.
+
+    python -m benchmarks run choices
+
+Nodes are emulated by virtual time (`benchmarks.common.emulated`): ranks have a core each, and messages between nodes
+take the time of --latency-us and --megabytes. In each case there are some ways to do the same:
+
+    sum        `direct`, `ring` and `two-level` all-reduces of a buffer
+    halos      an exchange for each `layer`, or one for each `block`, which computes some rows twice
+    placement  ranks in blocks on nodes, or dealt out over them (`cyclic`), as Slurm's --distribution calls it
+
+The choice is right if the way that is estimated to be the fastest is measured to be so, or takes at most 5 % longer.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.common import options as declared
+from benchmarks.common.options import Option, Options
+from benchmarks.common.report import NAME, RANKS, publish
+from benchmarks.common.turns import measure_once
+from mpi4dl._palette import CURVES
+from mpi4dl.options.kinds import POSITIVE
+from mpi4dl.sweeps.results import Column, table
+
+if TYPE_CHECKING:
+    from mpi4dl.estimate.step_time import StepTime
+    from mpi4dl.parallel.costs.machine import Machine
+    from mpi4dl.parallel.plan import Plan
+
+NUM_CLASSES, BATCH = 10, 4
+TIE = 1.05  # times as long as the fastest
+INSIDE_LATENCY, INSIDE_BYTES = 5e-6, 1e10  # of messages within a node
+SUMS = ("direct", "ring", "two-level")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some ways to do the same on `nodes` of so many ranks each."""
+
+    name: str
+    nodes: int
+    ranks_per_node: int
+    ways: tuple[str, ...]
+    num_bytes: int = 0  # of a sum
+    model: str = ""
+    size: int = 0
+    plan: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+def _sum(nodes: int, ranks_per_node: int, kib: int) -> Case:
+    name = f"sum of {kib} KiB, {nodes} nodes of {ranks_per_node}"
+    return Case(name, nodes, ranks_per_node, SUMS, num_bytes=kib << 10)
+
+
+def _halos(size: int, model: str = "small_resnet", tiles: tuple[int, int] = (1, 2)) -> Case:
+    name = f"halos of {model}, {size} px, {tiles[0]}x{tiles[1]} tiles"
+    nodes = tiles[0] * tiles[1]
+    return Case(name, nodes, 1, ("layer", "block"), model=model, size=size, plan=(("tiles", (tiles,)),))
+
+
+def _placement(what: str, model: str = "resnet_v2", size: int = 128, **plan: Any) -> Case:
+    name = f"placement of {what} of {model}, {size} px, 2 nodes of 2"
+    return Case(name, 2, 2, ("block", "cyclic"), model=model, size=size, plan=tuple(plan.items()))
+
+
+CASES = (
+    _sum(2, 4, 16),
+    _sum(2, 4, 256),
+    _sum(2, 4, 4096),
+    _sum(4, 2, 256),
+    _sum(4, 2, 4096),
+    _halos(64),
+    _halos(512),
+    _halos(128, "resnet_v2"),
+    _placement("2 stages of 1x2 tiles", stages=2, tiles=((1, 2),), microbatches=2),
+    _placement("4 stages", stages=4, microbatches=4),
+    _placement("2x2 tiles", tiles=((2, 2),)),
+    _placement("2 replicas of 1x2 tiles", tiles=((1, 2),), data=2),
+)
+OPTIONS = (
+    Option("--latency-us", POSITIVE, 500.0, "of a message between nodes"),
+    Option("--megabytes", POSITIVE, 125.0, "a second, between nodes, for each rank"),
+    Option("--cases", int, len(CASES), "the first so many"),
+    declared.steps(5),
+)
+QUICK = {"cases": 1, "steps": 1}
+COLUMNS = (
+    NAME,
+    RANKS,
+    Column("way", "way"),
+    Column("measured ms", "measured_ms", 2),
+    Column("estimated ms", "estimated_ms", 2),
+    Column("ratio", "ratio", 2),
+    Column("right", "right"),
+)
+
+
+def machine_of(options: Options, case: Case, way: str = "block") -> "Machine":
+    from mpi4dl.parallel.costs.cost_model import MESSAGE_SECONDS
+    from mpi4dl.parallel.costs.machine import DISTRIBUTIONS, LinkLevel, Machine
+
+    between = LinkLevel("network", 1e-6 * options.latency_us, 1e6 * options.megabytes, case.ranks)
+    inside = LinkLevel("node", INSIDE_LATENCY, INSIDE_BYTES, case.ranks_per_node)
+    links = (inside, between) if case.ranks_per_node > 1 else (between,)
+    distribution = way if way in DISTRIBUTIONS else "block"
+    found = Machine("emulated", case.nodes, case.ranks_per_node, links, message_seconds=MESSAGE_SECONDS)
+    return replace(found, distribution=distribution)
+
+
+def estimated(options: Options, case: Case, way: str) -> float:
+    """Seconds of a way."""
+    import numpy as np
+
+    from mpi4dl.parallel.costs.machine import CollectiveCost
+
+    machine = machine_of(options, case, way)
+    if case.num_bytes:
+        return CollectiveCost(machine, np.arange(case.ranks)[None]).all_reduce_seconds(case.num_bytes, way)
+    return estimated_step(case, way, machine).seconds
+
+
+def estimated_step(case: Case, way: str, machine: "Machine") -> "StepTime":
+    import torch
+
+    from mpi4dl.estimate.plan_estimate import Estimator, Uncut
+    from mpi4dl.parallel.costs.cost_model import Profiler
+    from mpi4dl.parallel.pipeline.cut import partition
+    from mpi4dl.parallel.pipeline.split import Cuttable, outline
+    from mpi4dl.parallel.spatial.wide import fetch_halos
+
+    model = outline(build(case)).train()
+    units: Any = Cuttable(model)
+    if case.ways == ("layer", "block"):  # both as one unit: blocks are more than units
+        fetch_halos([model], way)
+        units = Uncut(model)
+    clockwork = replace(Profiler.of_user(), remembered=Forgetful()) if way == "block" else Profiler.of_user()
+    sgd = partial(torch.optim.SGD, lr=0.01)
+    image = (BATCH, 3, case.size, case.size)
+    found = Estimator(units, image, clockwork, torch.device("cpu"), optimizer=sgd, machine=(machine, "emulated"))
+    plan = plan_of(case)
+    prices = found.prices(plan)
+    if not prices.timed:
+        raise SystemExit(f"{case.name}, {way}: it cannot be timed")
+    return found.step(plan, partition(prices.matrix), prices).time(plan)
+
+
+class Forgetful:
+    """Remembers no times: those of a model do not say how it fetches halos."""
+
+    def get(self, facts: Any) -> None:
+        return None
+
+    def put(self, facts: Any, value: Any) -> None:
+        pass
+
+
+def build(case: Case) -> Any:
+    from benchmarks.forecast import SIZES
+    from mpi4dl import models
+
+    return partial(models.build, case.model, NUM_CLASSES, **SIZES[case.model])
+
+
+def plan_of(case: Case) -> "Plan":
+    from mpi4dl.parallel.plan import Plan
+
+    return Plan.of(**dict(case.plan))
+
+
+def work(options: Options) -> None:
+    """The answer has the milliseconds of a way."""
+    import torch
+
+    from benchmarks.common.emulated import Network, VirtualClock, emulated, time_steps, training_step
+    from benchmarks.common.ranks import begin
+    from benchmarks.common.turns import answer_turns
+    from mpi4dl.comm import allreduce
+
+    comm = begin()
+    number, way = options.worker
+    case = CASES[number]
+
+    def turn() -> dict[str, Any]:
+        network, clock = Network.of(machine_of(options, case, way)), VirtualClock()
+        with emulated(comm, network, clock) as world:
+            if case.num_bytes:
+                add_up = allreduce.pick(world, way)
+                flat = torch.zeros(case.num_bytes // 4)
+                step = lambda: add_up(flat).wait()  # noqa: E731
+            else:
+                halo = {"halo": way} if case.ways == ("layer", "block") else {}
+                asked = build(case), plan_of(case), BATCH, (case.size, case.size), NUM_CLASSES
+                step = training_step(world, *asked, **halo)
+            times = time_steps(world, clock, step, options.steps)
+        return {"measured_ms": 1e3 * times.seconds}
+
+    answer_turns(turn, comm)
+
+
+def run(options: Options) -> None:
+    from mpi4dl._memory import keep_freed_memory
+
+    keep_freed_memory()  # as the ranks do, whose units are timed here
+    rows: list[dict[str, Any]] = []
+    for number, case in enumerate(CASES[: options.cases]):
+        own = []
+        for way in case.ways:
+            answer = measure_once(options.contestant(f"{case.name}: {way}", case.ranks, (number, way)))
+            ms = 1e3 * estimated(options, case, way)
+            told = {"name": case.name, "ranks": case.ranks, "way": way, "estimated_ms": ms, **answer}
+            own.append({**told, "ratio": ms / answer["measured_ms"]})
+            print(f"{case.name}, {way}: {answer['measured_ms']:.2f} ms, {ms:.2f} estimated", flush=True)
+        rows += judged(own)
+    right = sum(row["right"] == "yes" for row in rows)
+    title = f"{right} of {min(options.cases, len(CASES))} choices are right"
+    publish(options, title, table(rows, COLUMNS), draw(rows, title), rows)
+
+
+def judged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a case, of which the one that is estimated to be the fastest says whether it is."""
+    chosen = min(rows, key=lambda row: row["estimated_ms"])
+    fastest = min(row["measured_ms"] for row in rows)
+    right = "yes" if chosen["measured_ms"] <= TIE * fastest else "no"
+    return [{**row, "right": right if row is chosen else ""} for row in rows]
+
+
+def draw(rows: list[dict[str, Any]], title: str) -> Any:
+    """Estimated against measured milliseconds, a line for each case."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((7, 6))
+    axes = figure.add_subplot()
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    for i, name in enumerate(names):
+        own = [row for row in rows if row["name"] == name]
+        measured, expected = ([row[key] for row in own] for key in ("measured_ms", "estimated_ms"))
+        axes.loglog(measured, expected, "o-", color=CURVES[i % len(CURVES)], label=name)
+    ends = [f(row[key] for row in rows for key in ("measured_ms", "estimated_ms")) for f in (min, max)]
+    axes.loglog(ends, ends, "--", color="0.6")
+    axes.set(xlabel="measured ms", ylabel="estimated ms", title=title)
+    axes.legend(fontsize="x-small")
+    return figure
