@@ -79,8 +79,10 @@ class StepTime:
         """The seconds of sums of gradients, and of the optimizer, of each group of ranks."""
         stages = range(self.plan.num_stages)
         states = self.states or [()] * len(stages)
+        last = self.costs.backward_seconds
         sums = [
-            sum(gradient_seconds(self.plan, self.machine, stage, each) for each in states[stage]) for stage in stages
+            sum(gradient_seconds(self.plan, self.machine, stage, each, last[stage]) for each in states[stage])
+            for stage in stages
         ]
         updates = [sum(self._update(stage, each) for each in states[stage]) for stage in stages]
         held = [{stage for _, stage in self.plan.held_by(ranks[0])} for ranks in self.plan.placement.alike]
@@ -133,11 +135,14 @@ def step_time(
     return StepTime(plan, machine, prices.of_stages(counts), prices.messages(counts), kept, states, each)
 
 
-def gradient_seconds(plan: Plan, machine: Machine, stage: int, state: StateBytes) -> float:
+def gradient_seconds(
+    plan: Plan, machine: Machine, stage: int, state: StateBytes, backward_seconds: float = 0.0
+) -> float:
     """The time in which the ranks that have the same parameters of a stage sum gradients, and gather parameters.
 
-    ZeRO 2 sums after each microbatch, and ZeRO 3 also gathers before each forward and backward pass. Buckets follow
-    each other. Nothing of it is taken to be hidden behind the backward pass.
+    Buckets follow each other. They are full one after the other in the last backward pass, of so many seconds, and
+    summed meanwhile (Li et al., "PyTorch Distributed", VLDB 2020); what comes behind it counts. ZeRO 2 sums after each
+    microbatch, and ZeRO 3 also gathers before each forward and backward pass; nothing of that is taken to be hidden.
     """
     parts = [range({"features": plan.tensor, "experts": plan.experts}[axis]) for axis in state.axes]
     groups = [plan.holders(stage, part=dict(zip(state.axes, each, strict=True))) for each in product(*parts)]
@@ -150,6 +155,18 @@ def gradient_seconds(plan: Plan, machine: Machine, stage: int, state: StateBytes
     buckets = max(1.0, state.parameters / max(1, state.bucket))
     size = state.parameters / buckets
     if zero == 0:
-        return buckets * cost.all_reduce_seconds(size, "direct" if shortest <= DIRECT_UP_TO else "library")
-    times = plan.num_microbatches
-    return {1: 2, 2: times + 1, 3: 3 * times}[zero] * buckets * cost.reduce_scatter_seconds(size)
+        each = cost.all_reduce_seconds(size, "direct" if shortest <= DIRECT_UP_TO else "library")
+        return behind_backward(buckets, each, backward_seconds)
+    times, each = plan.num_microbatches, cost.reduce_scatter_seconds(size)
+    if zero == 1:
+        return behind_backward(buckets, each, backward_seconds) + buckets * each
+    return {2: times + 1, 3: 3 * times}[zero] * buckets * each
+
+
+def behind_backward(buckets: float, each: float, backward_seconds: float) -> float:
+    """How long sums of buckets, each of so many seconds, take longer than the backward pass that fills them.
+
+    One is under way at a time: either the last one alone is left, or all of them take longer than the pass.
+    """
+    first = backward_seconds / buckets
+    return max(each, buckets * each + first - backward_seconds)

@@ -14,7 +14,7 @@ from mpi4dl.estimate.machine_file import load_machine, machine_toml
 from mpi4dl.estimate.plan_estimate import Estimator
 from mpi4dl.estimate.scaling import PAYS, Point, numbers_of_ranks, stops_paying
 from mpi4dl.estimate.search import outlooks
-from mpi4dl.estimate.step_time import StepTime
+from mpi4dl.estimate.step_time import StepTime, behind_backward
 from mpi4dl.geometry import GridShape
 from mpi4dl.options.declare import ConfigError
 from mpi4dl.parallel.costs.cost_model import MissingTimings, StageSeconds
@@ -237,6 +237,13 @@ def test_ranks_that_do_the_same_are_simulated_once(plan: Plan) -> None:
     assert step.seconds == pytest.approx(whole.makespan_seconds)
     assert sum(step.parts) == pytest.approx(step.seconds)
     assert step.parts.halos > 0
+
+
+def test_sums_hide_behind_the_backward_pass() -> None:
+    """Of four buckets of 1 s each the last one is left, or what a pass of 2 s, with the first at 0.5 s, cannot hide."""
+    assert behind_backward(4, 1.0, 8.0) == 1.0
+    assert behind_backward(4, 1.0, 2.0) == 4.0 + 0.5 - 2.0
+    assert behind_backward(1, 1.0, 8.0) == 1.0
 
 
 def test_the_same_sites_on_other_ranks_have_their_own_messages() -> None:
