@@ -21,7 +21,7 @@ from benchmarks.common.options import Option, Options
 from benchmarks.common.report import NAME, RANKS, publish
 from benchmarks.common.turns import measure_once
 from mpi4dl._palette import CURVES
-from mpi4dl.options.kinds import POSITIVE
+from mpi4dl.options.kinds import POSITIVE, choice, listed
 from mpi4dl.sweeps.results import Column, table
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ NUM_CLASSES, BATCH = 10, 4
 TIE = 1.05  # times as long as the fastest
 INSIDE_LATENCY, INSIDE_BYTES = 5e-6, 1e10  # of messages within a node
 SUMS = ("direct", "ring", "two-level")
+KINDS = ("sum", "halos", "placement")
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,11 @@ CASES = (
 OPTIONS = (
     Option("--latency-us", POSITIVE, 500.0, "of a message between nodes"),
     Option("--megabytes", POSITIVE, 125.0, "a second, between nodes, for each rank"),
-    Option("--cases", int, len(CASES), "the first so many"),
+    Option("--kinds", listed(choice(*KINDS)), ",".join(KINDS), "of cases"),
+    declared.count("--cases", len(CASES), "the first so many of them"),
     declared.steps(5),
 )
-QUICK = {"cases": 1, "steps": 1}
+QUICK = {"kinds": "sum", "cases": 1, "steps": 1}
 COLUMNS = (
     NAME,
     RANKS,
@@ -208,7 +210,8 @@ def run(options: Options) -> None:
 
     keep_freed_memory()  # as the ranks do, whose units are timed here
     rows: list[dict[str, Any]] = []
-    for number, case in enumerate(CASES[: options.cases]):
+    cases = [(number, case) for number, case in enumerate(CASES) if case.name.startswith(tuple(options.kinds))]
+    for number, case in cases[: options.cases]:
         own = []
         for way in case.ways:
             answer = measure_once(options.contestant(f"{case.name}: {way}", case.ranks, (number, way)))
@@ -218,7 +221,7 @@ def run(options: Options) -> None:
             print(f"{case.name}, {way}: {answer['measured_ms']:.2f} ms, {ms:.2f} estimated", flush=True)
         rows += judged(own)
     right = sum(row["right"] == "yes" for row in rows)
-    title = f"{right} of {min(options.cases, len(CASES))} choices are right"
+    title = f"{right} of {min(options.cases, len(cases))} choices are right"
     publish(options, title, table(rows, COLUMNS), draw(rows, title), rows)
 
 

@@ -50,6 +50,7 @@ from torch.nn import functional as F
 from benchmarks.common.ranks import random_batch
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.node import Node
+from mpi4dl.comm.packing import Piece
 from mpi4dl.comm.pending import Phases
 from mpi4dl.comm.requests import Driven, Request
 from mpi4dl.engine import Engine
@@ -696,6 +697,22 @@ def time_steps(
         if number >= warm_up:
             times.append(TimedStep(clock.now() - began, comm.node.work_seconds() - worked))
     return TimedSteps(tuple(comm.all_gather_object(tuple(times))))
+
+
+def seconds_to_hand_over(comm: Communicator, count: int = 300) -> float:
+    """The virtual seconds that a rank works on a small message there and back, half of them. Collective; two ranks.
+
+    With the emulation's own part, which is longer than that of an MPI library.
+    """
+    network, clock, found = Network(Link(0.0, 0.0)), VirtualClock(), []
+    peer, flat = 1 - comm.rank, [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
+    with emulated(comm, network, clock) as world:
+        for _ in range(3):
+            began = world.node.work_seconds()
+            for _ in range(count):
+                world.iexchange([Piece(peer, flat[0])], [Piece(peer, flat[1])], 0).wait()
+            found.append((world.node.work_seconds() - began) / count / 2)
+        return max(world.all_gather_object(median(found)))
 
 
 def training_step(
