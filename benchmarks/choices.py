@@ -89,7 +89,7 @@ OPTIONS = (
     Option("--megabytes", POSITIVE, 125.0, "a second, between nodes, for each rank"),
     Option("--kinds", listed(choice(*KINDS)), ",".join(KINDS), "of cases"),
     declared.count("--cases", len(CASES), "the first so many of them"),
-    declared.steps(5),
+    declared.steps(10),
 )
 QUICK = {"kinds": "sum", "cases": 1, "steps": 1}
 COLUMNS = (
@@ -97,6 +97,7 @@ COLUMNS = (
     RANKS,
     Column("way", "way"),
     Column("measured ms", "measured_ms", 2),
+    Column("work ms", "work_ms", 2),
     Column("estimated ms", "estimated_ms", 2),
     Column("ratio", "ratio", 2),
     Column("right", "right"),
@@ -200,7 +201,8 @@ def work(options: Options) -> None:
                 asked = build(case), plan_of(case), BATCH, (case.size, case.size), NUM_CLASSES
                 step = training_step(world, *asked, **halo)
             times = time_steps(world, clock, step, options.steps)
-        return {"measured_ms": 1e3 * times.seconds}
+        work_ms = 1e3 * max(each.work_seconds for each in times.medians)
+        return {"measured_ms": 1e3 * times.fastest, "work_ms": work_ms}
 
     answer_turns(turn, comm)
 

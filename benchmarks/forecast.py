@@ -10,7 +10,8 @@ take the time of the network. So ranks beyond the cores have the times of ranks 
 With --clock wall steps are timed as they are, with the memory of the rank that needs most, and there is one plan of
 each kind for two ranks, with a core each: tiles, schedules of stages, GEMS, replicas, ZeRO, features, streaming.
 
-Each plan is measured --turns times, in turn with the others; the median counts. `of ranks` is Spearman's coefficient of
+Each plan is measured --turns times, in turn with the others; the median counts. Of virtual times, to which other
+processes only add, the fastest step of a turn does. `of ranks` is Spearman's coefficient of
 the two orders of the plans of a model on a number of ranks.
 """
 
@@ -75,7 +76,7 @@ OPTIONS = (
     Option("--network-latency-us", POSITIVE, 500.0, "of a message between nodes"),
     Option("--network-gigabytes", POSITIVE, 0.125, "a second, between nodes, for each rank"),
     Option("--clock", choice("virtual", "wall"), "virtual", "whose seconds"),
-    declared.steps(5),
+    declared.steps(8),
 )
 QUICK = {"models": "small_resnet", "ranks": "2", "plans": 2, "image_size": 32, "batch_size": 4, "steps": 1, "turns": 1}
 COLUMNS = (
@@ -251,9 +252,10 @@ def work(options: Options) -> None:
             network, clock = Network.of(machine_of(options, comm.size)), VirtualClock()
             with emulated(comm, network, clock) as world:
                 times = time_steps(world, clock, training_step(world, *asked, **stream), options.steps)
+        seconds = times.seconds if options.clock == "wall" else times.fastest
         work_ms = 1e3 * max(each.work_seconds for each in times.medians)
         peak = max(meter.of_ranks(meter.memory.peak_bytes()))
-        return {"measured_ms": 1e3 * times.seconds, "work_ms": work_ms, "peak_bytes": peak}
+        return {"measured_ms": 1e3 * seconds, "work_ms": work_ms, "peak_bytes": peak}
 
     answer_turns(turn, comm)
 
