@@ -11,10 +11,14 @@ With --clock wall steps are timed as they are, with the memory of the rank that 
 each kind for two ranks, with a core each: tiles, schedules of stages, GEMS, replicas, ZeRO, features, streaming.
 
 Each plan is measured --turns times, in turn with the others; the median counts. Of virtual times, to which other
-processes only add, the fastest step of a turn does. `of ranks` is Spearman's coefficient of
-the two orders of the plans of a model on a number of ranks.
+processes only add, the fastest step of a turn does. A machine that others use too is faster at one time than at
+another. So before and behind a plan's steps its first rank takes some of plain PyTorch on the whole batch, and `ratio`
+is that of two speedups: the measured one over these, and the estimated one over plain units. `of ranks` is Spearman's
+coefficient of the two orders of the plans of a model on a number of ranks.
 """
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +36,7 @@ from mpi4dl.sweeps.results import Column, mebibytes, table
 if TYPE_CHECKING:
     from torch import nn
 
+    from mpi4dl.comm import Communicator
     from mpi4dl.estimate.plan_estimate import Estimator
     from mpi4dl.estimate.step_time import StepTime
     from mpi4dl.parallel.costs.machine import Machine
@@ -84,6 +89,8 @@ COLUMNS = (
     RANKS,
     Column("measured ms", "measured_ms", 1),
     Column("estimated ms", "estimated_ms", 1),
+    Column("speedup", "speedup", 2),
+    Column("estimated", "estimated_speedup", 2),
     Column("ratio", "ratio", 2),
     Column("work ms", "work_ms", 1),
     Column("estimated", "estimated_work_ms", 1),
@@ -160,8 +167,17 @@ def chosen(options: Options, name: str, num_ranks: int) -> "list[Case]":
     for i in sorted(places):
         counts, time = partition(estimator.prices(found[i].plan).matrix), found[i].time
         assert time is not None
-        cases.append(Case(name, found[i].plan.describe(), found[i].plan, counts, time, found[i].num_bytes))
+        described = found[i].plan.describe()
+        cases.append(Case(name, described, found[i].plan, counts, time, plain_ms(estimator), found[i].num_bytes))
     return cases
+
+
+def plain_ms(estimator: "Estimator") -> float:
+    """The milliseconds of the units of a whole batch on one rank, on plain tensors."""
+    from mpi4dl.parallel.plan import Plan
+
+    (column,) = estimator.prices(Plan.of()).columns
+    return 1e3 * sum(unit.forward + unit.backward for unit in column)
 
 
 def of_each_kind(options: Options, name: str) -> "Iterator[Case]":
@@ -182,7 +198,8 @@ def of_each_kind(options: Options, name: str) -> "Iterator[Case]":
         except (ValueError, RuntimeError) as error:
             print(f"{name}: {kind} is left out: {error}")
             continue
-        yield Case(name, kind, plan, counts, step.time(plan), max(step.memory.of_ranks(plan.zero)))
+        peak = max(step.memory.of_ranks(plan.zero))
+        yield Case(name, kind, plan, counts, step.time(plan), plain_ms(estimator), peak)
 
 
 def stream_options() -> "StreamOptions":
@@ -200,6 +217,7 @@ class Case:
     plan: "Plan"
     counts: tuple[int, ...]
     time: "StepTime"
+    plain_ms: float
     num_bytes: int
     answers: list[dict[str, Any]] = field(default_factory=list)
 
@@ -209,7 +227,9 @@ class Case:
         return {"model": self.model, "plan": self.plan.asked(), "counts": self.counts, "streams": streams}
 
     def row(self, memory: bool) -> dict[str, Any]:
-        found = {key: median(each[key] for each in self.answers) for key in ("measured_ms", "work_ms", "peak_bytes")}
+        keys = ("measured_ms", "work_ms", "plain_ms", "peak_bytes")
+        found = {key: median(each[key] for each in self.answers) for key in keys}
+        speedup = median(each["plain_ms"] / each["measured_ms"] for each in self.answers)
         parts, estimated = self.time.parts, 1e3 * self.time.seconds
         if memory:
             found |= {"estimated_bytes": self.num_bytes, "memory_ratio": self.num_bytes / found["peak_bytes"]}
@@ -222,7 +242,10 @@ class Case:
             **found,
             "estimated_ms": estimated,
             "estimated_work_ms": 1e3 * (parts.arithmetic + parts.optimizer),
-            "ratio": estimated / found["measured_ms"],
+            "estimated_plain_ms": self.plain_ms,
+            "speedup": speedup,
+            "estimated_speedup": self.plain_ms / estimated,
+            "ratio": speedup * estimated / self.plain_ms,
             "parts": parts._asdict(),
         }
 
@@ -245,6 +268,7 @@ def work(options: Options) -> None:
     stream = {"stream": stream_options()} if told["streams"] else {}
 
     def turn() -> dict[str, Any]:
+        before = plain_step_ms(comm, options, told["model"])
         asked = builder(told["model"], options), plan, options.batch_size, size, NUM_CLASSES, told["counts"]
         if options.clock == "wall":
             times = time_steps(comm, MonotonicClock(), training_step(comm, *asked, **stream), options.steps)
@@ -255,9 +279,46 @@ def work(options: Options) -> None:
         seconds = times.seconds if options.clock == "wall" else times.fastest
         work_ms = 1e3 * max(each.work_seconds for each in times.medians)
         peak = max(meter.of_ranks(meter.memory.peak_bytes()))
-        return {"measured_ms": 1e3 * seconds, "work_ms": work_ms, "peak_bytes": peak}
+        plain = (before + plain_step_ms(comm, options, told["model"])) / 2
+        return {"measured_ms": 1e3 * seconds, "work_ms": work_ms, "plain_ms": plain, "peak_bytes": peak}
 
     answer_turns(turn, comm)
+
+
+PLAIN = """
+import sys
+import time
+from types import SimpleNamespace
+
+import torch
+
+from benchmarks.forecast import NUM_CLASSES, builder
+from mpi4dl._memory import keep_freed_memory
+
+keep_freed_memory()
+torch.set_num_threads(1)
+name, size, batch, steps = sys.argv[1], *map(int, sys.argv[2:])
+model = builder(name, SimpleNamespace(image_size=size))().train()
+images, labels = torch.rand(batch, 3, size, size), torch.randint(NUM_CLASSES, (batch,))
+times = []
+for _ in range(1 + steps):
+    began = time.thread_time()
+    torch.nn.functional.cross_entropy(model(images), labels).backward()
+    times.append(time.thread_time() - began)
+print(1e3 * min(times[1:]))
+"""
+PLAIN_STEPS = 3
+
+
+def plain_step_ms(comm: "Communicator", options: Options, name: str) -> float:
+    """Milliseconds of plain PyTorch on the whole batch, in a process of its own, while the ranks wait. Collective."""
+    found = 0.0
+    if comm.rank == 0:
+        words = [name, *map(str, (options.image_size, options.batch_size, PLAIN_STEPS))]
+        done = subprocess.run([sys.executable, "-c", PLAIN, *words], capture_output=True, text=True, check=True)
+        found = float(done.stdout)
+    told: float = comm.broadcast_object(found)
+    return told
 
 
 def run(options: Options) -> None:
