@@ -10,11 +10,10 @@ take the time of the network. So ranks beyond the cores have the times of ranks 
 With --clock wall steps are timed as they are, with the memory of the rank that needs most, and there is one plan of
 each kind for two ranks, with a core each: tiles, schedules of stages, GEMS, replicas, ZeRO, features, streaming.
 
-Each plan is measured --turns times, in turn with the others; the median counts. Of virtual times, to which other
-processes only add, the fastest step of a turn does. A machine that others use too is faster at one time than at
-another. So before and behind a plan's steps its first rank takes some of plain PyTorch on the whole batch, and `ratio`
-is that of two speedups: the measured one over these, and the estimated one over plain units. `of ranks` is Spearman's
-coefficient of the two orders of the plans of a model on a number of ranks.
+Each plan is measured --turns times, in turn with the others, and its fastest step counts: other processes, and other
+users of the machine, only add to it. Before and behind a plan's steps its first rank takes some of plain PyTorch on the
+whole batch, which shows how fast the machine was then. `of ranks` is Spearman's coefficient of the two orders of the
+plans of a model on a number of ranks.
 """
 
 import subprocess
@@ -22,7 +21,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import options as declared
@@ -227,9 +225,8 @@ class Case:
         return {"model": self.model, "plan": self.plan.asked(), "counts": self.counts, "streams": streams}
 
     def row(self, memory: bool) -> dict[str, Any]:
-        keys = ("measured_ms", "work_ms", "plain_ms", "peak_bytes")
-        found = {key: median(each[key] for each in self.answers) for key in keys}
-        speedup = median(each["plain_ms"] / each["measured_ms"] for each in self.answers)
+        found = {key: min(each[key] for each in self.answers) for key in ("measured_ms", "work_ms", "plain_ms")}
+        found["peak_bytes"] = max(each["peak_bytes"] for each in self.answers)
         parts, estimated = self.time.parts, 1e3 * self.time.seconds
         if memory:
             found |= {"estimated_bytes": self.num_bytes, "memory_ratio": self.num_bytes / found["peak_bytes"]}
@@ -243,9 +240,9 @@ class Case:
             "estimated_ms": estimated,
             "estimated_work_ms": 1e3 * (parts.arithmetic + parts.optimizer),
             "estimated_plain_ms": self.plain_ms,
-            "speedup": speedup,
+            "speedup": found["plain_ms"] / found["measured_ms"],
             "estimated_speedup": self.plain_ms / estimated,
-            "ratio": speedup * estimated / self.plain_ms,
+            "ratio": estimated / found["measured_ms"],
             "parts": parts._asdict(),
         }
 
@@ -276,11 +273,10 @@ def work(options: Options) -> None:
             network, clock = Network.of(machine_of(options, comm.size)), VirtualClock()
             with emulated(comm, network, clock) as world:
                 times = time_steps(world, clock, training_step(world, *asked, **stream), options.steps)
-        seconds = times.seconds if options.clock == "wall" else times.fastest
         work_ms = 1e3 * max(each.work_seconds for each in times.medians)
         peak = max(meter.of_ranks(meter.memory.peak_bytes()))
-        plain = (before + plain_step_ms(comm, options, told["model"])) / 2
-        return {"measured_ms": 1e3 * seconds, "work_ms": work_ms, "plain_ms": plain, "peak_bytes": peak}
+        plain = min(before, plain_step_ms(comm, options, told["model"]))
+        return {"measured_ms": 1e3 * times.fastest, "work_ms": work_ms, "plain_ms": plain, "peak_bytes": peak}
 
     answer_turns(turn, comm)
 

@@ -681,7 +681,7 @@ class TimedSteps:
 
     @property
     def fastest(self) -> float:
-        """Of virtual time, to which others on the same cores only add: the fastest step, on the slowest rank of it."""
+        """The fastest step, on the slowest rank of it: what else runs on the machine only adds to it."""
         return min(max(time.seconds for time in step) for step in zip(*self.of_ranks, strict=True))
 
     @property
