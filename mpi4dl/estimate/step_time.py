@@ -140,9 +140,9 @@ def gradient_seconds(
 ) -> float:
     """The time in which the ranks that have the same parameters of a stage sum gradients, and gather parameters.
 
-    Buckets follow each other. They are full one after the other in the last backward pass, of so many seconds, and
-    summed meanwhile (Li et al., "PyTorch Distributed", VLDB 2020); what comes behind it counts. ZeRO 2 sums after each
-    microbatch, and ZeRO 3 also gathers before each forward and backward pass; nothing of that is taken to be hidden.
+    Buckets follow each other. The last backward pass, of so many seconds, fills one after the other, and ranks sum them
+    meanwhile (Li et al., "PyTorch Distributed", VLDB 2020); only the time behind the pass counts. ZeRO 2 sums after
+    each microbatch, and ZeRO 3 also gathers before each forward and backward pass; of that nothing is hidden.
     """
     parts = [range({"features": plan.tensor, "experts": plan.experts}[axis]) for axis in state.axes]
     groups = [plan.holders(stage, part=dict(zip(state.axes, each, strict=True))) for each in product(*parts)]

@@ -114,8 +114,8 @@ def cut_at(site: Site, unit: nn.Module, grid: Grid) -> nn.Module:
 class UnitSeconds(NamedTuple):
     """The time of a unit on one rank, and what it and others send each other meanwhile, `there` and `back`.
 
-    `handed_bytes` are those of all that is needed behind it, on this rank. Of `backward`, `weight` is for what comes
-    later where gradients are split.
+    `handed_bytes` are those of all that is needed behind it, on this rank. `weight` is the part of `backward` for
+    gradients of weights, where a schedule takes them later.
     """
 
     forward: float
