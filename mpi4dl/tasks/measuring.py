@@ -129,11 +129,9 @@ class Measures:
 
     def update(self, grid: Grid, outputs: Any, targets: Any) -> None:
         """Add a microbatch, of which every rank of this grid has outputs. Collective over the grid."""
-        if not self.makers:
-            return
         predictions = self.measured(outputs, targets)
         part = owned(predictions, grid) if isinstance(predictions, Tensor) else None
-        if self.error is not None or (grid.rank if part is None else not part.counts):
+        if not self.makers or self.error is not None or (grid.rank if part is None else not part.counts):
             return
         try:  # all ranks learn of an error here at the end
             if part is not None and part.dense:

@@ -526,7 +526,7 @@ class TrainingRun:
         if self.checkpoints is not None:
             self.checkpoints.wait()  # whatever happens here, the epoch is on disk
         with self.saved_if_refused(), self.averaged(), put_back(self.engine.executor):
-            found = self.engine.evaluate(batches(), self.size, self.metrics, self.showing.measured)
+            found = self.engine.evaluate(batches(), self.size, self.metrics, self.showing.measuring(self.metrics))
             self.evaluation = found
             better = self.best is not None and self.best.see(found, self.engine.num_steps)
             if better:

@@ -1,6 +1,6 @@
 """Images of a run for TensorBoard: confusion matrices, examples, the plan and its timeline."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from mpi4dl._memory import MemoryMeter
 from mpi4dl._palette import GOOD, INK, PAPER, WRONG, of_classes
 from mpi4dl.engine import Engine
+from mpi4dl.engine.runner import measured_as_is
 from mpi4dl.options.config import Config, to_toml
 from mpi4dl.options.data import normalisation
 from mpi4dl.parallel import spatial
@@ -139,6 +140,10 @@ class Showing:
         self._classes = classes
         self._images: Tensor | None = None
         self._found: Taken | None = None
+
+    def measuring(self, metrics: Any) -> Callable[[Any, Any], Any]:
+        """What an evaluation with these metrics is given as `measured`: nothing to do, if nobody looks at it."""
+        return self.measured if metrics or self._shows else measured_as_is
 
     def samples(self, tiles: Sequence[Any], microbatch: Any) -> None:
         """Show the first images of a microbatch. Collective."""

@@ -224,7 +224,7 @@ def test_timed_seconds_cut_the_model_and_make_the_timeline(tmp_path: Path, monke
     shared = PYTHON.action_seconds + 3 * 2 * (PYTHON.round_seconds + MESSAGE_SECONDS)
     assert found.costs.forward_seconds == pytest.approx((12.0 + alone, 6.0 + 3 * 2 + shared))
     assert found.costs.backward_seconds == pytest.approx((24.0 + alone, 12.0 + 3 * 2 + shared))
-    assert found.costs.communication_seconds == (1.0 + MESSAGE_SECONDS,)
+    assert found.costs.communication_seconds == (1.0 + 3 * MESSAGE_SECONDS,)  # to each of three ranks
     assert "(units timed on their tiles, on 1 thread here; " in str(found)
 
 

@@ -172,6 +172,7 @@ class Norm:
 
     def __init__(self, layout: Layout, output: Layout, among: Sharers, eps: float) -> None:
         self.layout, self.output, self.among, self.eps = layout, output, among, eps
+        self.wide = layout.wide
         self.count = sum(among.counts)
         self.constants = cache(zeros_and_ones)
         counts = among.counts if among.blocks is None else (self.count,)
@@ -272,7 +273,8 @@ class _Normalize(torch.autograd.Function):
         told, strips = _Round(norms, FORWARD_TAG), []
         for norm, x in zip(norms, xs, strict=True):
             assert x is not None
-            strips.append(told.add(norm, sums_around(norm.own(x), norm.constants), norm.exchange, x))
+            own = norm.own(x) if norm.wide else x
+            strips.append(told.add(norm, sums_around(own, norm.constants), norm.exchange, x))
         outputs, saved = [], []
         for norm, x, weight, bias, around, theirs in zip(
             norms, xs, weights, biases, strips, told.gather(Norm.all_moments), strict=True
