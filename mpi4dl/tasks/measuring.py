@@ -130,8 +130,10 @@ class Measures:
     def update(self, grid: Grid, outputs: Any, targets: Any) -> None:
         """Add a microbatch, of which every rank of this grid has outputs. Collective over the grid."""
         predictions = self.measured(outputs, targets)
+        if not self.makers:
+            return
         part = owned(predictions, grid) if isinstance(predictions, Tensor) else None
-        if not self.makers or self.error is not None or (grid.rank if part is None else not part.counts):
+        if self.error is not None or (grid.rank if part is None else not part.counts):
             return
         try:  # all ranks learn of an error here at the end
             if part is not None and part.dense:
