@@ -20,6 +20,7 @@ from benchmarks.common import options as declared
 from benchmarks.common.options import Option, Options
 from benchmarks.common.report import NAME, RANKS, publish
 from benchmarks.common.turns import measure_once
+from benchmarks.forecast import builder
 from mpi4dl._palette import CURVES
 from mpi4dl.options.kinds import POSITIVE, choice, listed
 from mpi4dl.sweeps.results import Column, table
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 NUM_CLASSES, BATCH = 10, 4
 TIE = 1.05  # times as long as the fastest
-INSIDE_LATENCY, INSIDE_BYTES = 5e-6, 1e10  # of messages within a node
+INSIDE = 5e-6, 1e-10  # seconds of a message within a node, and of each of its bytes
 SUMS = ("direct", "ring", "two-level")
 KINDS = ("sum", "halos", "placement")
 
@@ -105,15 +106,13 @@ COLUMNS = (
 
 
 def machine_of(options: Options, case: Case, way: str = "block") -> "Machine":
-    from mpi4dl.parallel.costs.cost_model import MESSAGE_SECONDS
-    from mpi4dl.parallel.costs.machine import DISTRIBUTIONS, LinkLevel, Machine
+    from benchmarks.common.emulated import emulated_machine
+    from mpi4dl.parallel.costs.cost_model import Link
+    from mpi4dl.parallel.costs.machine import DISTRIBUTIONS
 
-    between = LinkLevel("network", 1e-6 * options.latency_us, 1e6 * options.megabytes, case.ranks)
-    inside = LinkLevel("node", INSIDE_LATENCY, INSIDE_BYTES, case.ranks_per_node)
-    links = (inside, between) if case.ranks_per_node > 1 else (between,)
+    between = Link(1e-6 * options.latency_us, 1e-6 / options.megabytes)
     distribution = way if way in DISTRIBUTIONS else "block"
-    found = Machine("emulated", case.nodes, case.ranks_per_node, links, message_seconds=MESSAGE_SECONDS)
-    return replace(found, distribution=distribution)
+    return emulated_machine(case.nodes, case.ranks_per_node, Link(*INSIDE), between, distribution)
 
 
 def estimated(options: Options, case: Case, way: str) -> float:
@@ -137,7 +136,7 @@ def estimated_step(case: Case, way: str, machine: "Machine") -> "StepTime":
     from mpi4dl.parallel.pipeline.split import Cuttable, outline
     from mpi4dl.parallel.spatial.wide import fetch_halos
 
-    model = outline(build(case)).train()
+    model = outline(builder(case.model, case.size)).train()
     units: Any = Cuttable(model)
     if case.ways == ("layer", "block"):  # both as one unit: blocks are more than units
         fetch_halos([model], way)
@@ -161,13 +160,6 @@ class Forgetful:
 
     def put(self, facts: Any, value: Any) -> None:
         pass
-
-
-def build(case: Case) -> Any:
-    from benchmarks.forecast import SIZES
-    from mpi4dl import models
-
-    return partial(models.build, case.model, NUM_CLASSES, **SIZES[case.model])
 
 
 def plan_of(case: Case) -> "Plan":
@@ -198,7 +190,7 @@ def work(options: Options) -> None:
                 step = lambda: add_up(flat).wait()  # noqa: E731
             else:
                 halo = {"halo": way} if case.ways == ("layer", "block") else {}
-                asked = build(case), plan_of(case), BATCH, (case.size, case.size), NUM_CLASSES
+                asked = builder(case.model, case.size), plan_of(case), BATCH, (case.size, case.size), NUM_CLASSES
                 step = training_step(world, *asked, **halo)
             times = time_steps(world, clock, step, options.steps)
         work_ms = 1e3 * max(each.work_seconds for each in times.medians)

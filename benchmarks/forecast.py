@@ -11,13 +11,11 @@ With --clock wall steps are timed as they are, with the memory of the rank that 
 each kind for two ranks, with a core each: tiles, schedules of stages, GEMS, replicas, ZeRO, features, streaming.
 
 Each plan is measured --turns times, in turn with the others, and its fastest step counts: other processes, and other
-users of the machine, only add to it. Before and behind a plan's steps its first rank takes some of plain PyTorch on the
-whole batch, which shows how fast the machine was then. `of ranks` is Spearman's coefficient of the two orders of the
-plans of a model on a number of ranks.
+users of the machine, only add to it. Before each plan one process takes some steps of plain PyTorch on the whole
+batch, which shows how fast the machine was then. `of ranks` is Spearman's coefficient of the two orders of the plans of
+a model on a number of ranks.
 """
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +32,6 @@ from mpi4dl.sweeps.results import Column, mebibytes, table
 if TYPE_CHECKING:
     from torch import nn
 
-    from mpi4dl.comm import Communicator
     from mpi4dl.estimate.plan_estimate import Estimator
     from mpi4dl.estimate.step_time import StepTime
     from mpi4dl.parallel.costs.machine import Machine
@@ -65,6 +62,7 @@ KINDS: dict[str, dict[str, Any]] = {  # plans of two ranks, one of each kind
     "streaming 2x2": {},
 }
 STREAMED = "streaming 2x2"  # on one rank
+PLAIN_STEPS = 3
 ATTENTION = ("vit",)  # models that can share features, and that are neither streamed nor cut into tiles here
 OPTIONS = (
     Option("--models", listed(TEXT), "amoebanetd,resnet_v2", "models of mpi4dl.models"),
@@ -111,23 +109,22 @@ def check(options: Options) -> str | None:
     return f"--ranks {parted[0]}: no multiple of --ranks-per-node {options.ranks_per_node}" if parted else None
 
 
-def builder(name: str, options: Options) -> "partial[nn.Module]":
+def builder(name: str, image_size: int) -> "partial[nn.Module]":
     from mpi4dl import models
 
-    size = {"image_size": options.image_size} if name in ATTENTION else {}
+    size = {"image_size": image_size} if name in ATTENTION else {}
     return partial(models.build, name, NUM_CLASSES, **SIZES[name], **size)
 
 
 def machine_of(options: Options, num_ranks: int) -> "Machine":
     """The emulated machine as data, with as many ranks."""
-    from mpi4dl.parallel.costs.cost_model import MESSAGE_SECONDS
-    from mpi4dl.parallel.costs.machine import LinkLevel, Machine
+    from benchmarks.common.emulated import emulated_machine
+    from mpi4dl.parallel.costs.cost_model import Link
 
     each = min(options.ranks_per_node, num_ranks)
-    inside = LinkLevel("node", 1e-6 * options.latency_us, 1e9 * options.gigabytes, each)
-    between = LinkLevel("network", 1e-6 * options.network_latency_us, 1e9 * options.network_gigabytes, num_ranks)
-    links = (inside,) if each == num_ranks else (inside, between)
-    return Machine("emulated", num_ranks // each, each, links, message_seconds=MESSAGE_SECONDS)
+    within = Link(1e-6 * options.latency_us, 1e-9 / options.gigabytes)
+    between = Link(1e-6 * options.network_latency_us, 1e-9 / options.network_gigabytes)
+    return emulated_machine(num_ranks // each, each, within, between)
 
 
 def estimator_of(options: Options, name: str, num_ranks: int) -> "Estimator":
@@ -139,7 +136,7 @@ def estimator_of(options: Options, name: str, num_ranks: int) -> "Estimator":
 
     image = (options.batch_size, 3, options.image_size, options.image_size)
     found = Estimator(
-        Cuttable(outline(builder(name, options)).train()),
+        Cuttable(outline(builder(name, options.image_size)).train()),
         image,
         Profiler.of_user(),
         torch.device("cpu"),
@@ -260,13 +257,14 @@ def work(options: Options) -> None:
     comm = begin()
     meter = Meter(torch.device("cpu"), comm)
     told = options.worker
+    if "plan" not in told:
+        return answer_turns(partial(plain_turn, options, told["model"]))
     plan = Plan.of(**{**told["plan"], "tiles": [tuple(each) for each in told["plan"]["tiles"]]})
     size = (options.image_size, options.image_size)
     stream = {"stream": stream_options()} if told["streams"] else {}
 
     def turn() -> dict[str, Any]:
-        before = plain_step_ms(comm, options, told["model"])
-        asked = builder(told["model"], options), plan, options.batch_size, size, NUM_CLASSES, told["counts"]
+        asked = builder(told["model"], options.image_size), plan, options.batch_size, size, NUM_CLASSES, told["counts"]
         if options.clock == "wall":
             times = time_steps(comm, MonotonicClock(), training_step(comm, *asked, **stream), options.steps)
         else:
@@ -275,46 +273,28 @@ def work(options: Options) -> None:
                 times = time_steps(world, clock, training_step(world, *asked, **stream), options.steps)
         work_ms = 1e3 * max(each.work_seconds for each in times.medians)
         peak = max(meter.of_ranks(meter.memory.peak_bytes()))
-        plain = min(before, plain_step_ms(comm, options, told["model"]))
-        return {"measured_ms": 1e3 * times.fastest, "work_ms": work_ms, "plain_ms": plain, "peak_bytes": peak}
+        return {"measured_ms": 1e3 * times.fastest, "work_ms": work_ms, "peak_bytes": peak}
 
-    answer_turns(turn, comm)
-
-
-PLAIN = """
-import sys
-import time
-from types import SimpleNamespace
-
-import torch
-
-from benchmarks.forecast import NUM_CLASSES, builder
-from mpi4dl._memory import keep_freed_memory
-
-keep_freed_memory()
-torch.set_num_threads(1)
-name, size, batch, steps = sys.argv[1], *map(int, sys.argv[2:])
-model = builder(name, SimpleNamespace(image_size=size))().train()
-images, labels = torch.rand(batch, 3, size, size), torch.randint(NUM_CLASSES, (batch,))
-times = []
-for _ in range(1 + steps):
-    began = time.thread_time()
-    torch.nn.functional.cross_entropy(model(images), labels).backward()
-    times.append(time.thread_time() - began)
-print(1e3 * min(times[1:]))
-"""
-PLAIN_STEPS = 3
+    return answer_turns(turn, comm)
 
 
-def plain_step_ms(comm: "Communicator", options: Options, name: str) -> float:
-    """Milliseconds of plain PyTorch on the whole batch, in a process of its own, while the ranks wait. Collective."""
-    found = 0.0
-    if comm.rank == 0:
-        words = [name, *map(str, (options.image_size, options.batch_size, PLAIN_STEPS))]
-        done = subprocess.run([sys.executable, "-c", PLAIN, *words], capture_output=True, text=True, check=True)
-        found = float(done.stdout)
-    told: float = comm.broadcast_object(found)
-    return told
+def plain_turn(options: Options, name: str) -> dict[str, Any]:
+    """The milliseconds of plain PyTorch for the whole batch in one process, of the fastest step."""
+    import time
+
+    from torch.nn import functional as F
+
+    from benchmarks.common.ranks import random_batch
+
+    size = (options.image_size, options.image_size)
+    model = builder(name, options.image_size)().train()
+    images, labels = random_batch(options.batch_size, size, NUM_CLASSES)
+    times = []
+    for _ in range(1 + PLAIN_STEPS):
+        began = time.thread_time()
+        F.cross_entropy(model(images), labels).backward()
+        times.append(time.thread_time() - began)
+    return {"plain_ms": 1e3 * min(times[1:])}
 
 
 def run(options: Options) -> None:
@@ -328,7 +308,8 @@ def run(options: Options) -> None:
     for turn in range(options.turns):
         for case in (case for group in groups for case in group):
             contestant = options.contestant(f"{case.model}: {case.name}", case.plan.num_ranks, case.asked)
-            case.answers.append(measure_once(contestant))
+            plain = options.contestant(f"{case.model}: plain", 1, {"model": case.model})
+            case.answers.append({**measure_once(plain), **measure_once(contestant)})
             said = f"{case.answers[-1]['measured_ms']:.1f} ms, {1e3 * case.time.seconds:.1f} estimated"
             print(f"turn {turn + 1}, {case.model}: {case.name}: {said}", flush=True)
     rows = [row for group in groups for row in ordered([case.row(here) for case in group])]

@@ -50,12 +50,11 @@ from torch.nn import functional as F
 from benchmarks.common.ranks import random_batch
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.node import Node
-from mpi4dl.comm.packing import Piece
 from mpi4dl.comm.pending import Phases
 from mpi4dl.comm.requests import Driven, Request
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.costs.cost_model import Link
-from mpi4dl.parallel.costs.machine import Machine
+from mpi4dl.parallel.costs.cost_model import MESSAGE_SECONDS, Link
+from mpi4dl.parallel.costs.machine import LinkLevel, Machine
 from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
@@ -104,6 +103,21 @@ class Network:
         if self.cyclic is not None:
             return rank % self.cyclic
         return 0 if self.ranks_per_node is None else rank // self.ranks_per_node
+
+
+def emulated_machine(
+    nodes: int, ranks_per_node: int, within: Link, between: Link, distribution: str = "block"
+) -> Machine:
+    """Nodes of so many ranks as data, between which each rank has a link of its own; a node of one rank has none."""
+    sizes = {"node": (within, ranks_per_node), "network": (between, nodes * ranks_per_node)}
+    links, inside = [], 1
+    for name, (link, ranks) in sizes.items():
+        if ranks > inside:
+            links.append(LinkLevel(name, link.latency_seconds, 1 / link.byte_seconds, ranks))
+            inside = ranks
+    return Machine(
+        "emulated", nodes, ranks_per_node, tuple(links), message_seconds=MESSAGE_SECONDS, distribution=distribution
+    )
 
 
 class CollectiveCost(NamedTuple):
@@ -702,22 +716,6 @@ def time_steps(
         if number >= warm_up:
             times.append(TimedStep(clock.now() - began, comm.node.work_seconds() - worked))
     return TimedSteps(tuple(comm.all_gather_object(tuple(times))))
-
-
-def seconds_to_hand_over(comm: Communicator, count: int = 300) -> float:
-    """The virtual seconds that a rank works on a small message there and back, half of them. Collective; two ranks.
-
-    With the emulation's own part, which is longer than that of an MPI library.
-    """
-    network, clock, found = Network(Link(0.0, 0.0)), VirtualClock(), []
-    peer, flat = 1 - comm.rank, [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
-    with emulated(comm, network, clock) as world:
-        for _ in range(3):
-            began = world.node.work_seconds()
-            for _ in range(count):
-                world.iexchange([Piece(peer, flat[0])], [Piece(peer, flat[1])], 0).wait()
-            found.append((world.node.work_seconds() - began) / count / 2)
-        return max(world.all_gather_object(median(found)))
 
 
 def training_step(

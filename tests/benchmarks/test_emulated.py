@@ -22,6 +22,7 @@ from benchmarks.common.emulated import (
     VirtualNode,
     collective_cost,
     emulated,
+    emulated_machine,
     time_steps,
 )
 from mpi4dl.comm import Communicator, Mismatch, Pending
@@ -89,6 +90,16 @@ def play_ping_pong(comm: Communicator) -> tuple[list[float], float]:
                 world.send(ball, 0)
                 laps.append(clock.now())
         return laps, clock.work_seconds()
+
+
+def test_an_emulated_machine_and_its_network_are_alike() -> None:
+    near, far = Link(1e-6, 1e-10), Link(5e-4, 8e-9)
+    for distribution, nodes in {"block": [0, 0, 1, 1], "cyclic": [0, 1, 0, 1]}.items():
+        network = Network.of(emulated_machine(2, 2, near, far, distribution))
+        assert [network.node(rank) for rank in range(4)] == nodes
+        assert network.link(0, 3) == pytest.approx(far)
+    assert [link.name for link in emulated_machine(2, 1, near, far).links] == ["network"]
+    assert [link.name for link in emulated_machine(1, 4, near, far).links] == ["node"]
 
 
 def test_a_message_takes_the_latency_and_the_bytes_of_its_link(ranks: Ranks) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import (
     allreduce,
+    choices,
     context,
     data_parallel,
     halo,
@@ -269,6 +270,15 @@ def test_costs_are_the_means_of_measured_spans() -> None:
     halves = [[[["forward", 0, 0, 0], 0, 1], [["input", 0, 0, 0], 1, 2], [["weight", 0, 0, 0], 2, 5]]]
     costs = measured_costs([measured({"rows": halves, "activation_bytes_of_ranks": [1]})], 1)
     assert (costs.forward_seconds, costs.backward_seconds, costs.weight_seconds) == ((1.0,), (4.0,), (3.0,))
+
+
+def test_a_choice_is_right_if_it_is_the_fastest_or_nearly() -> None:
+    def judged(measured: list[float]) -> list[str]:
+        rows = [{"estimated_ms": ms, "measured_ms": other} for ms, other in zip([2.0, 1.0], measured, strict=True)]
+        return [row["right"] for row in choices.judged(rows)]
+
+    assert judged([9.0, 3.0]) == judged([3.0, 3.1]) == ["", "yes"]
+    assert judged([3.0, 3.2]) == ["", "no"]
 
 
 def test_stages_have_medians_over_rounds_and_bubbles() -> None:

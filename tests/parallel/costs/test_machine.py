@@ -105,6 +105,18 @@ def test_collectives_go_level_by_level() -> None:
     assert CollectiveCost(MACHINE, np.arange(8)[:, None]).all_reduce_seconds(80) == 0.0
 
 
+def test_ranks_are_dealt_out_over_nodes() -> None:
+    cyclic = Machine("cyclic", 2, 4, (NODE, NETWORK), message_seconds=0.0, distribution="cyclic")
+    assert cyclic.slots(range(8), 8).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert cyclic.slots(range(4), 4).tolist() == [0, 1, 2, 3]  # a job of one node
+    assert MACHINE.slots(range(8), 8).tolist() == list(range(8))
+    halos = (Round("exchange", (0, 1, 2), 1, (((0, 0, 1), 10),)),)
+    near, far = (StageTraffic(each, Plan.of(tiles=[(1, 8)]), 0).waits(halos).halos for each in (MACHINE, cyclic))
+    assert far > near
+    with pytest.raises(ValueError, match="block, cyclic"):
+        Machine("odd", 2, 4, (NODE, NETWORK), distribution="plane")
+
+
 def test_groups_within_nodes_do_not_reach_the_network() -> None:
     assert CollectiveCost(MACHINE, np.arange(8).reshape(2, 4)).all_gather_seconds(10) == pytest.approx(2.0 + 30 / 100)
     across = CollectiveCost(MACHINE, np.arange(8).reshape(2, 4).T)  # four pairs, of which two share a port
