@@ -157,8 +157,8 @@ def shown_whole(slides: Any, index: int) -> Tensor:
     "plan",
     [
         "--tiles 1x2",
-        "--tiles 1x2 --stream 3x2",
         "--data 2 --batch-size 2 --accumulate 1",
+        pytest.param("--tiles 1x2 --stream 3x2", marks=pytest.mark.exhaustive),
         pytest.param("--tiles 1x2 --data 2 --batch-size 2 --accumulate 1 --zero 3", marks=pytest.mark.exhaustive),
         pytest.param("--data 2 --batch-size 2 --accumulate 1 --stream 2x2", marks=pytest.mark.exhaustive),
         pytest.param("--tiles 1x1 --stages 2", marks=pytest.mark.exhaustive),

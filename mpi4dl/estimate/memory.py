@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -59,26 +60,31 @@ StageState = tuple[StateBytes, ...]
 class Allocator(NamedTuple):
     """The memory of a process besides its tensors: idle memory in its heap, and a fixed number of bytes.
 
-    Those are code that libraries make for the shapes that they see, images on their way, and buffers of libraries and
-    MPI. The heap is cut to pieces: of a single microbatch, holes that are too small stay where some of the `largest`
-    tensors were. Where some activations are freed while others are kept it is a share of them: by several microbatches
-    (`idle`), and most of all by streamed tiles, whose tensors differ in size (`idle_streaming`).
+    Those are code that libraries make for the shapes that they see, and buffers of libraries and MPI. The heap is cut
+    to pieces: holes that are too small stay where some of the largest tensors were. They have a multiple of the bytes
+    of the largest tensor: `whole` times for one microbatch at a time, `tiles` times if that is cut, since halos give
+    tensors of two sizes, and `under_way` times where a microbatch ends while others are kept. Half of what a stage uses
+    to compute lies in them. Of streamed tiles, which differ in size, the share `streamed` of all activations is idle.
     """
 
-    idle_largest: float
-    idle: float
-    idle_streaming: float
+    whole: float
+    tiles: float
+    under_way: float
+    streamed: float
     fixed_bytes: int
 
-    def beside(self, activations: int, num_microbatches: int, streaming: bool = False, largest: int = 0) -> int:
-        if num_microbatches == 1 and not streaming:
-            return round(self.idle_largest * largest) + self.fixed_bytes
-        return round((self.idle_streaming if streaming else self.idle) * activations) + self.fixed_bytes
+    def beside(self, largest: int, working: int, cut: bool, several: bool) -> int:
+        """The bytes beside tensors of a rank that computes with `working`, of which the largest has `largest`."""
+        times = self.under_way if several else self.tiles if cut else self.whole
+        return max(0, round(times * largest - working / 2)) + self.fixed_bytes
+
+    def beside_streamed(self, activations: int) -> int:
+        return round(self.streamed * activations) + self.fixed_bytes
 
 
 # As found on CPUs, for freed memory that is kept and returned (see _memory.py); on a GPU tensors alone count.
-HEAP_KEPT, HEAP_RETURNED = Allocator(4.5, 0.25, 1.2, 40 << 20), Allocator(0.0, 0.05, 0.05, 40 << 20)
-OF_TENSORS = Allocator(0.0, 0.0, 0.0, 0)
+HEAP_KEPT, HEAP_RETURNED = Allocator(9.0, 11.3, 19.5, 0.58, 8 << 20), Allocator(0.5, 0.5, 0.5, 0.05, 8 << 20)
+OF_TENSORS = Allocator(0.0, 0.0, 0.0, 0.0, 0)
 
 
 class Share(NamedTuple):
@@ -188,9 +194,13 @@ class PlanMemory:
 
     def process(self, rank: int) -> int:
         """The memory of the process of a rank beside its tensors."""
-        largest = max(self.stages[stage].largest for _, stage in self.plan.held_by(rank))
-        activations = self.activations[self.group_of[rank]]
-        return self.allocator.beside(activations, self.plan.num_microbatches, self.streams, largest)
+        group, held = self.group_of[rank], {stage for _, stage in self.plan.held_by(rank)}
+        if self.streams and 0 in held:
+            return self.allocator.beside_streamed(self.activations[group])
+        under_way = peak_kept(self.plan.merged_table()[group], [1] * len(self.stages))
+        largest, working = (max(getattr(self.stages[s], name) for s in held) for name in ("largest", "working"))
+        cut = any(prod(self.plan.shape(stage).space) > 1 for stage in held)
+        return self.allocator.beside(largest, working, cut, under_way > 1)
 
     def of_ranks(self, zero: int, offloaded: bool = False) -> list[int]:
         """The memory of each rank; `offloaded`: its masters and optimizer state are elsewhere."""

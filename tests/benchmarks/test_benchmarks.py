@@ -37,19 +37,22 @@ def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def arguments(name: str, run: Path) -> list[str]:
+def arguments(name: str, request: pytest.FixtureRequest) -> list[str]:
     """What a benchmark needs beside its options."""
-    return {"curves": [f"one={run}", f"two={run}"], "gpt": [str(run)]}.get(name, [])
+    if name not in ("curves", "gpt"):
+        return []
+    run = request.getfixturevalue("a_run")
+    return [str(run)] if name == "gpt" else [f"one={run}", f"two={run}"]
 
 
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[] if n in BY_DEFAULT else [pytest.mark.exhaustive]) for n in declared.names()],
 )
-def test_a_benchmark_from_end_to_end(name: str, tmp_path: Path, a_run: Path) -> None:
+def test_a_benchmark_from_end_to_end(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     out = tmp_path / "new" / "v1.5"
     page = ["--page", str(tmp_path / "page.md")] if name == "torchvision_models" else []
-    done = benchmarks("run", name, *arguments(name, a_run), "--quick", *page, "--out", str(out))
+    done = benchmarks("run", name, *arguments(name, request), "--quick", *page, "--out", str(out))
     assert done.returncode == 0, done.stderr
     assert f"saved {out}.json" in done.stdout
     saved = json.loads(Path(f"{out}.json").read_text())

@@ -13,6 +13,7 @@ from tests.pool.ranks import Ranks
 
 SHAPE = (4, 2, 3, 2)
 SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 4), (0,), (3, 0, 2)]
+FEW_SHAPES = [(7,), (3, 5)]
 IN_PIECES = [1, 2, *(pytest.param(number, marks=pytest.mark.exhaustive) for number in (3, 4))]  # slow in tiny ones
 IN_TINY_PIECES = pytest.mark.parametrize("tiny", [False, True])
 
@@ -64,7 +65,7 @@ def reduce_everything(comm: Communicator, tiny: bool) -> int:
                 continue
             if dtype is torch.bool:
                 reference = with_booleans.get(op, reference)
-            for shape in SHAPES if tiny else [*SHAPES, SHAPE]:
+            for shape in FEW_SHAPES if tiny else [*SHAPES, SHAPE]:
                 each = torch.stack([whole_numbers(rank, dtype, shape) for rank in range(comm.size)])
                 expected = reference(each).to(dtype)
                 for root in (None, *range(comm.size)) if op == "sum" else (None, comm.size - 1):
@@ -79,7 +80,7 @@ def reduce_everything(comm: Communicator, tiny: bool) -> int:
 @pytest.mark.parametrize("num_ranks", IN_PIECES)
 @IN_TINY_PIECES
 def test_reductions_are_those_of_pytorch(ranks: Ranks, num_ranks: int, tiny: bool) -> None:
-    assert min(ranks(num_ranks).run(reduce_everything, tiny)) > 1000
+    assert min(ranks(num_ranks).run(reduce_everything, tiny)) > (300 if tiny else 1000)
 
 
 def send_in_order(comm: Communicator) -> list[float]:

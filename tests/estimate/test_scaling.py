@@ -49,8 +49,8 @@ def best_of(estimator: Estimator, plans: list[Plan], limit: float) -> float:
 @pytest.mark.parametrize(
     ("most", "weak"),
     [
-        (16, False),
-        *[pytest.param(2048, weak, marks=pytest.mark.exhaustive) for weak in (False, True)],
+        (8, False),
+        *[pytest.param(*of, marks=pytest.mark.exhaustive) for of in ((16, False), (2048, False), (2048, True))],
     ],
 )
 def test_plans_near_the_best_of_fewer_ranks_have_the_best(

@@ -93,7 +93,7 @@ STREAMED = Task(
 
 @pytest.mark.parametrize("where", ["device", "host", "disk"])
 @pytest.mark.parametrize("plan", [Plan(), Plan(((1, 2),), microbatches=2), Plan(((1, 2), (1, 1)), microbatches=2)])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_what_streaming_keeps_may_leave_the_gpu(ranks: Ranks, plan: Plan, where: str) -> None:
     assert STREAMED.stream is not None
     task = replace(STREAMED, stream=replace(STREAMED.stream, keep=Keep(where)))
