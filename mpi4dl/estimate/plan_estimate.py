@@ -260,7 +260,8 @@ class Estimator:
             groups = self._groups(counts)
             prices = replace(prices, columns=tuple(seconds_recomputed(column, groups) for column in prices.columns))
         if needs is not None:
-            prices = needs.prices(prices, self._flops_of(self.microbatch(plan)))
+            counts_there = self._counts_at(self.sites(plan)[0])
+            prices = needs.prices(prices, self._flops_of(self.microbatch(plan)), counts_there)
         return Step(counts, prices, memory, recompute, needs)
 
     def memory(

@@ -80,6 +80,13 @@ class SegmentNeeds(NamedTuple):
         """How often the backward pass computes layers forward and backward. Each of its passes runs all of forward."""
         return 1 + self.backward_statistics, 1 + self.backward_statistics / 2
 
+    @property
+    def copied_bytes(self) -> tuple[float, float]:
+        """What a rank reads and writes, forward and backward, to cut out tiles, and to add to outputs and gradients."""
+        again, _ = self.backward_passes
+        forward = 2 * self.input_bytes * self.forward_passes + 2 * self.output_bytes
+        return forward, (2 * again + 4) * self.input_bytes
+
     def step_flops(self) -> float:
         """The FLOPs of a training step on all ranks, with a backward of twice the FLOPs of the forward."""
         again, back = self.backward_passes
@@ -140,27 +147,34 @@ class StreamNeeds:
             )  # where it is copied with its margin, before it is kept
         return StageBytes(inputs + rest.kept, most - inputs - rest.kept)
 
-    def column(self, column: Column, flops: Sequence[float]) -> Column:
+    def column(
+        self, column: Column, flops: Sequence[float], byte_seconds: float = 0.0, python: Sequence[float] = ()
+    ) -> Column:
         """The seconds of units on a rank, from those without streaming; `flops` are those of each unit, on all ranks.
 
-        Streamed units take longer by the FLOPs of margins, and by their passes. Communication of statistics and the
-        time of Python for each tile are not included.
+        Streamed units take longer by the FLOPs of margins, and by their passes. What tiles copy takes `byte_seconds`
+        for each byte that is read or written, and Python takes the seconds of `python` for each unit whenever a tile
+        runs. Communication of statistics is not included.
         """
-        found = list(column)
+        found, tiles = list(column), prod(self.options.counts)
         for (first, end), members in groupby(zip(self.units, self.segments, strict=True), key=lambda each: each[0]):
             inside = [segment for _, segment in members]
             whole = sum(segment.flops for segment in inside)
             without = sum(flops[first:end]) or whole or 1.0
-            passes = [0.0, 0.0, 0.0]
+            passes, beside = [0.0, 0.0, 0.0], [0.0, 0.0]
+            of_python = tiles * sum(python[first:end]) / len(inside)
             for segment in inside:
+                ways = zip(segment.copied_bytes, (segment.forward_passes, segment.backward_passes[0]), strict=True)
+                for way, (num_bytes, times) in enumerate(ways):
+                    beside[way] += (num_bytes * byte_seconds + times * of_python) / (end - first)
                 wider = max(segment.flops / whole if whole else 1 / len(inside), segment.flops / without)
                 again, back = segment.backward_passes
                 for i, n in enumerate((segment.forward_passes, again, back)):
                     passes[i] += wider * n
             for i in range(first, end):
                 found[i] = UnitSeconds(
-                    column[i].forward * passes[0],
-                    column[i].forward * passes[1] + column[i].backward * passes[2],
+                    column[i].forward * passes[0] + beside[0],
+                    column[i].forward * passes[1] + column[i].backward * passes[2] + beside[1],
                     handed_bytes=column[i].handed_bytes,
                 )
         return tuple(found)
@@ -184,9 +198,16 @@ class StreamNeeds:
         """The needs besides those of the tile that is run."""
         return replace(self, segments=tuple(each._replace(read_bytes=0, tile_bytes=0) for each in self.segments))
 
-    def prices(self, prices: StageCosts, flops: Sequence[float]) -> StageCosts:
-        """The costs of a plan whose first stage is streamed; `flops` are those of each unit, on all ranks."""
-        return replace(prices, columns=(self.column(prices.columns[0], flops), *prices.columns[1:]))
+    def prices(self, prices: StageCosts, flops: Sequence[float], counts: Sequence[UnitCounts] = ()) -> StageCosts:
+        """The costs of a plan whose first stage is streamed; `flops` are those of each unit, on all ranks, and `counts`
+        those on one.
+        """
+        byte_seconds, python = 0.0, [0.0]
+        if prices.timed:
+            byte_seconds = 1 / prices.stages[0].machine.bytes_per_second
+            python = [unit.operators * prices.overhead.rule_seconds for unit in counts]
+        first = self.column(prices.columns[0], flops, byte_seconds, python)
+        return replace(prices, columns=(first, *prices.columns[1:]))
 
     def work(self) -> float:
         """The FLOPs of the streamed part in a training step on all ranks, to compare choices."""
