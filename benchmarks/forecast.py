@@ -13,12 +13,14 @@ each kind for two ranks, with a core each: tiles, schedules of stages, GEMS, rep
 Each plan is measured --turns times, in turn with the others, and its fastest step counts: other processes, and other
 users of the machine, only add to it. Before each plan one process takes some steps of plain PyTorch on the whole
 batch, which shows how fast the machine was then. `of ranks` is Spearman's coefficient of the two orders of the plans of
-a model on a number of ranks.
+a model on a number of ranks, `share` the estimated share of the work over the measured one, of the rank of a replica
+where they differ most.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import log
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import options as declared
@@ -90,6 +92,7 @@ COLUMNS = (
     Column("ratio", "ratio", 2),
     Column("work ms", "work_ms", 1),
     Column("estimated", "estimated_work_ms", 1),
+    Column("share", "share_ratio", 2),
     mebibytes("MiB", "peak_bytes", 1),
     mebibytes("estimated", "estimated_bytes", 1),
     Column("ratio", "memory_ratio", 2),
@@ -223,6 +226,7 @@ class Case:
 
     def row(self, memory: bool) -> dict[str, Any]:
         found = {key: min(each[key] for each in self.answers) for key in ("measured_ms", "work_ms", "plain_ms")}
+        work = [min(of_rank) for of_rank in zip(*(each["work_of_ranks"] for each in self.answers), strict=True)]
         found["peak_bytes"] = max(each["peak_bytes"] for each in self.answers)
         parts, estimated = self.time.parts, 1e3 * self.time.seconds
         if memory:
@@ -240,8 +244,19 @@ class Case:
             "speedup": found["plain_ms"] / found["measured_ms"],
             "estimated_speedup": self.plain_ms / estimated,
             "ratio": estimated / found["measured_ms"],
+            "share_ratio": share_ratio(self.time.work, work),
             "parts": parts._asdict(),
         }
+
+
+def share_ratio(estimated: Sequence[float], measured: Sequence[float]) -> float | None:
+    """The estimated share of the work over the measured one, of the rank of a replica where they differ most."""
+    ranks = len(estimated)
+    if ranks == 1:
+        return None
+    of_ranks = [sum(measured[rank::ranks]) for rank in range(ranks)]
+    ratios = [mine * sum(of_ranks) / (other * sum(estimated)) for mine, other in zip(estimated, of_ranks, strict=True)]
+    return max(ratios, key=lambda ratio: abs(log(ratio)))
 
 
 def work(options: Options) -> None:
@@ -271,9 +286,10 @@ def work(options: Options) -> None:
             network, clock = Network.of(machine_of(options, comm.size)), VirtualClock()
             with emulated(comm, network, clock) as world:
                 times = time_steps(world, clock, training_step(world, *asked, **stream), options.steps)
-        work_ms = 1e3 * max(each.work_seconds for each in times.medians)
+        work = [each.work_seconds for each in times.medians]
         peak = max(meter.of_ranks(meter.memory.peak_bytes()))
-        return {"measured_ms": 1e3 * times.fastest, "work_ms": work_ms, "peak_bytes": peak}
+        found = {"measured_ms": 1e3 * times.fastest, "work_ms": 1e3 * max(work), "peak_bytes": peak}
+        return {**found, "work_of_ranks": work}
 
     return answer_turns(turn, comm)
 

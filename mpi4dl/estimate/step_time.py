@@ -102,8 +102,21 @@ class StepTime:
         return max(sum(of_group) for of_group in zip(ends, *self._behind, strict=True))
 
     @cached_property
+    def _busy(self) -> list[list[tuple[float, ...]]]:
+        """The seconds of each action of each group of ranks."""
+        return [[self._of_action(span.action) for span in row] for row in self.simulation.rows]
+
+    @property
+    def work(self) -> list[float]:
+        """The seconds of each rank of a replica in which it computes."""
+        found: dict[int, float] = {}
+        for ranks, row, optimizer in zip(self.plan.placement.alike, self._busy, self._behind[1], strict=True):
+            found |= dict.fromkeys(ranks, sum(arithmetic for arithmetic, *_ in row) + optimizer)
+        return [found[rank] for rank in sorted(found)]
+
+    @cached_property
     def parts(self) -> StepParts:
-        busy = [[self._of_action(span.action) for span in row] for row in self.simulation.rows]
+        busy = self._busy
         totals = [sum(sum(each) for each in row) for row in busy]
         group = totals.index(max(totals))
         arithmetic, halos, statistics, features, experts = (sum(each) for each in zip(*busy[group], strict=True))
