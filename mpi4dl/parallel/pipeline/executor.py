@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, pairwise
 from math import prod
 from time import perf_counter
 from typing import Any, Protocol
@@ -39,6 +40,7 @@ from mpi4dl.parallel.tables.simulator import TimeSpan
 # bits.
 
 Norm = nn.modules.batchnorm._NormBase
+RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class RunningStatistics:
@@ -105,30 +107,32 @@ class RunningStatistics:
         """Update the statistics by all microbatches in order. Collective."""
         if not self.norms:
             return
-        like = self.norms[0].running_mean
-        assert like is not None
-        sizes = [1 + 2 * int(m.num_features) for m in self.norms]
-        rows = torch.zeros(len(microbatches), sum(sizes), dtype=torch.float64, device=like.device)
+        buffers: list[Any] = [(m.momentum, *(m._buffers[name] for name in RUNNING)) for m in self.norms]
+        sizes = [1 + 2 * mean.numel() for _, mean, *_ in buffers]
+        rows = torch.zeros(len(microbatches), sum(sizes), dtype=torch.float64, device=buffers[0][1].device)
         for row, microbatch in zip(rows, microbatches, strict=True):
             own = microbatch.replica == self.replica
             found = self._found.pop((microbatch.direction, microbatch.number), None) if own else None
             if found is not None and self.speaks.get(microbatch.direction):
                 row.copy_(torch.cat([_flat(values) for values in found]))
         self.comm.all_reduce(rows)
-        for row in rows:
-            for m, values in zip(self.norms, row.split(sizes), strict=True):
-                if values[0] == 0:
-                    continue
-                if m.num_batches_tracked is not None:
-                    m.num_batches_tracked.add_(1)
-                factor = m.momentum
-                if factor is None:
-                    assert m.num_batches_tracked is not None
-                    factor = 1.0 / float(m.num_batches_tracked)
-                mean, variance = values[1:].split(int(m.num_features))
-                for running, value in ((m.running_mean, mean), (m.running_var, variance)):
-                    assert running is not None
-                    running.mul_(1 - factor).add_(value.to(running.dtype), alpha=factor)
+        parts = [length for _, mean, *_ in buffers for length in (1, mean.numel(), mean.numel())]
+        types = {mean.dtype for _, mean, *_ in buffers}
+        starts = [start for start, _ in pairwise(accumulate(sizes, initial=0))]
+        used = (rows[:, starts] != 0).tolist()
+        for row, has in zip(rows, used, strict=True):
+            of_type = {dtype: row.to(dtype).split_with_sizes(parts) for dtype in types}
+            norms = [(3 * i, *found) for i, (found, mine) in enumerate(zip(buffers, has, strict=True)) if mine]
+            if tracked := [times for *_, times in norms if times is not None]:
+                torch._foreach_add_(tracked, 1)
+            alike: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+            for at, momentum, mean, variance, times in norms:
+                running, now = alike.setdefault(1.0 / float(times) if momentum is None else momentum, ([], []))
+                running += (mean, variance)
+                now += of_type[mean.dtype][at + 1 : at + 3]
+            for factor, (running, now) in alike.items():
+                torch._foreach_mul_(running, 1 - factor)
+                torch._foreach_add_(running, now, alpha=factor)
 
 
 def _flat(values: dict[str, Tensor | None]) -> Tensor:
