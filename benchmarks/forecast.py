@@ -28,6 +28,7 @@ from benchmarks.common.options import Option, Options
 from benchmarks.common.report import NAME, RANKS, publish
 from benchmarks.common.turns import measure_once
 from mpi4dl._palette import CURVES
+from mpi4dl._wording import counted
 from mpi4dl.options.kinds import POSITIVE, TEXT, choice, listed
 from mpi4dl.sweeps.results import Column, mebibytes, table
 
@@ -353,7 +354,7 @@ def draw(rows: list[dict[str, Any]], title: str) -> Any:
     for color, group in zip(CURVES * len(groups), groups, strict=False):
         own = [row for row in rows if (row["model"], row["ranks"]) == group]
         measured, estimated = ([row[key] for row in own] for key in ("measured_ms", "estimated_ms"))
-        axes.loglog(measured, estimated, "o", color=color, label=f"{group[0]}, {group[1]} ranks")
+        axes.loglog(measured, estimated, "o", color=color, label=f"{group[0]}, {counted(group[1], 'rank')}")
     ends = [f(row[key] for row in rows for key in ("measured_ms", "estimated_ms")) for f in (min, max)]
     axes.loglog(ends, ends, "--", color="0.6", label="alike")
     axes.set(xlabel="measured ms of a step", ylabel="estimated ms", title=title)
