@@ -283,13 +283,13 @@ def test_the_command_plans_for_another_machine(tmp_path: Path, capsys: pytest.Ca
     path.write_text(machine_toml(MACHINE))
     training = ["--model", "small_resnet", "--image-size", "1024", "--batch-size", "2"]
     on = ["--machine", str(path)]
-    show([*training, *on, "--ranks", "8", "--search"])
+    show([*training, *on, "--ranks", "4", "--search"])
     told = capsys.readouterr().out
     assert "a cluster: 16 nodes of 4 ranks, GPU; node 1 us, 10 GB/s; network 10 us, 1 GB/s for 4 ranks" in told
     assert "node-hours for 1,000 steps: " in told
-    assert "mpirun -n 8 " in told
+    assert "mpirun -n 4 " in told
     picture = tmp_path / "curves.png"
-    show([*training, *on, "--ranks", "4", "--scaling", "strong", "--curves", str(picture)])
+    show([*training, *on, "--ranks", "2", "--scaling", "strong", "--curves", str(picture)])
     told = capsys.readouterr().out
     assert picture.stat().st_size > 1000
     assert "all together: fit from 1 rank on" in told
