@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import pytest
@@ -100,8 +101,7 @@ def test_what_does_not_fit_lacks_memory(cuttable: Cuttable, profiler: ScaledProf
 
 def test_where_nothing_fits_few_schedules_are_looked_at(cuttable: Cuttable, profiler: ScaledProfiler) -> None:
     estimator = estimator_of(cuttable, profiler, 4096)
-    plans = plans_of(estimator, 16, 8)
-    plans = [*plans, *plans[: max(0, 1001 - len(plans))]]
+    plans = [*islice(cycle(plans_of(estimator, 4, 8)), 1001)]
     found = promising(estimator, plans, 1.0)
     plain = sum(plan.schedule == "1f1b" and not plan.bidirectional for plan in plans)
     assert plain <= len(found) < len(plans)
