@@ -13,6 +13,7 @@ from benchmarks import (
     choices,
     context,
     data_parallel,
+    forecast,
     halo,
     moe,
     operators,
@@ -342,3 +343,9 @@ def test_of_experts_those_that_are_chosen_are_active(tmp_path: Path) -> None:
     assert mixed["active"] == mixed["parameters"] - 2 * (8 - 2) * 2 * 16 * 32
     assert (mixed["training"], mixed["validation"], mixed["num_steps"]) == (4.6, 4.0, 4)
     assert len(draw([dense, mixed]).axes) == 2
+
+
+def test_shares_of_work_are_compared_for_the_rank_that_differs_most() -> None:
+    assert forecast.share_ratio([1.0], [2.0, 2.0]) is None
+    assert forecast.share_ratio([1.0, 1.0], [3.0, 3.0]) == 1.0
+    assert forecast.share_ratio([1.0, 1.0], [1.0, 3.0, 1.0, 3.0]) == 2.0

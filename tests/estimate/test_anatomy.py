@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from mpi4dl import models
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
-from mpi4dl.estimate.memory import count_state
+from mpi4dl.estimate.memory import Allocator, count_state
 from mpi4dl.estimate.summary import overview
 from mpi4dl.parallel.costs.timing import planned_cuts
 from mpi4dl.parallel.inputs import of_tokens, space_of
@@ -128,3 +128,11 @@ def test_parameters_that_are_cut_unevenly_count_as_the_largest_part() -> None:
     assert cut.parameters + whole.parameters < 4 * sum(p.numel() for p in model.parameters())
     assert whole.parameters == 4 * (8 * 6 + 3 * 2 * 6 + 2 * 6)  # positions, norms, and biases of what is row-parallel
     assert (cut.axes, whole.axes, cut.fixed) == (("features",), (), 0)
+
+
+def test_idle_memory_of_a_heap_is_that_of_its_largest_tensors() -> None:
+    heap = Allocator(2.0, 3.0, 4.0, 0.5, 10)
+    found = [heap.beside(100, 40, cut, several) for cut in (False, True) for several in (False, True)]
+    assert found == [190, 390, 290, 390]
+    assert heap.beside(1, 40, cut=False, several=False) == 10
+    assert heap.beside_streamed(100) == 60

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from mpi4dl._memory import ActivationMeter
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
+from mpi4dl.parallel.inputs import Microbatch
+from mpi4dl.parallel.pipeline.executor import RunningStatistics
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
@@ -212,3 +214,34 @@ def test_a_profile_reads_like_the_timeline(ranks: Ranks) -> None:
     for row, ranges, waits in ranks(4).run(ranges_of_a_step, Plan(((1, 1),) * NUM_STAGES, microbatches=4)):
         assert ranges == row
         assert waits
+
+
+def norms_of_all_kinds() -> nn.Sequential:
+    """Batch norms of the usual momentum, of all batches alike, and of another momentum; the last one is not used."""
+    momenta = (0.1, None, 0.3, 0.1)
+    return nn.Sequential(*(nn.BatchNorm2d(3, momentum=momentum) for momentum in momenta))
+
+
+def images_of_replica(replica: int) -> torch.Tensor:
+    return torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(replica))
+
+
+def statistics_of_replicas(comm: Communicator) -> dict[str, torch.Tensor]:
+    model = norms_of_all_kinds()
+    for _ in range(2):
+        statistics = RunningStatistics(model, comm, {0: True}, replica=comm.rank, local=True)
+        with statistics.collect(0, 0):
+            for norm in list(model)[:3]:
+                norm(images_of_replica(comm.rank))
+        statistics.apply([Microbatch(0, 0, (), replica) for replica in range(comm.size)])
+    return dict(model.named_buffers())
+
+
+def test_running_statistics_of_replicas_are_those_of_a_plain_loop(ranks: Ranks) -> None:
+    plain = norms_of_all_kinds()
+    for replica in (0, 1, 0, 1):
+        for norm in list(plain)[:3]:
+            norm(images_of_replica(replica))
+    for found in ranks(2).run(statistics_of_replicas):
+        for name, expected in plain.named_buffers():
+            torch.testing.assert_close(found[name], expected)
