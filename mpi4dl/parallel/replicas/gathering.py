@@ -202,14 +202,6 @@ def there_together(gatherers: Sequence[Gatherer], at_once: bool = False) -> Iter
             yield
 
 
-def _leaves(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _leaves(value)
-        else:
-            yield value
-
-
 class _Watch(TorchFunctionMode):
     """Sees to it that the parameters among the arguments of a function are there."""
 
@@ -217,12 +209,23 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self._gatherer = gatherer
 
+    def _find(self, values: Iterable[Any], found: list[int]) -> None:
+        """Add the buckets of the parameters among these values, or in lists of them, to `found`."""
+        bucket_of = self._gatherer.bucket_of
+        for value in values:
+            if isinstance(value, list | tuple):
+                self._find(value, found)
+            elif id(value) in bucket_of:
+                found.append(bucket_of[id(value)])
+
     def __torch_function__(
         self, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function in VIEWS or getattr(function, "__name__", "") != "__get__":
-            known = self._gatherer.bucket_of
-            found = [known[id(a)] for a in _leaves((args, tuple((kwargs or {}).values()))) if id(a) in known]
+            found: list[int] = []
+            self._find(args, found)
+            if kwargs:
+                self._find(kwargs.values(), found)
             if found:
                 self._gatherer.need(found)
                 if function == DATA:

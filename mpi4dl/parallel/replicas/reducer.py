@@ -367,7 +367,8 @@ class Reducer(GradientSums):
 def _tell(reducer: "weakref.ref[Reducer]", i: int, parameter: Tensor) -> None:
     alive = reducer()
     if alive is not None:
-        alive._arrived(i, parameter)
+        with torch._C.DisableTorchFunction():  # what is done to gradients here is not the model's doing
+            alive._arrived(i, parameter)
 
 
 def _summed_in(values: Tensor) -> torch.dtype | None:
