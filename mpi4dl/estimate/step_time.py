@@ -14,7 +14,7 @@ from itertools import product
 from typing import NamedTuple
 
 from mpi4dl.estimate.memory import StageState, StateBytes
-from mpi4dl.parallel.costs.cost_model import StageCosts, StageSeconds, costs_of
+from mpi4dl.parallel.costs.cost_model import NO_OVERHEAD, Overhead, StageCosts, StageSeconds, costs_of
 from mpi4dl.parallel.costs.machine import CollectiveCost, Machine
 from mpi4dl.parallel.costs.stage_traffic import NO_WAITS
 from mpi4dl.parallel.plan import Plan
@@ -51,8 +51,8 @@ class StepParts(NamedTuple):
 class StepTime:
     """The time of a step whose stages have costs `seconds`, and hand on in `messages`.
 
-    For each microbatch a stage keeps `kept` bytes, and `states` are those of its parameters. In each step one of these
-    takes `parameter_seconds` beside the optimizer's own.
+    For each microbatch a stage keeps `kept` bytes, and `states` are those of its parameters. `overhead` is the Python
+    beside the optimizer's own.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class StepTime:
         messages: Sequence[float],
         kept: Sequence[int],
         states: Sequence[StageState],
-        parameter_seconds: float = 0.0,
+        overhead: Overhead = NO_OVERHEAD,
     ) -> None:
-        self.parameter_seconds = parameter_seconds
+        self.overhead = overhead
         self.plan, self.machine, self.stages, self.states = plan, machine, tuple(seconds), tuple(states)
         self.costs = costs_of(self.stages, messages, kept)
 
@@ -92,8 +92,8 @@ class StepTime:
         ranks = state.num_holders(self.plan, stage)
         zero, _ = self.plan.zero_at(stage) if ranks > 1 else (0, 1)
         touched = 3 * state.parameters + 2 * state.update
-        each = self.parameter_seconds * state.tensors
-        return touched / (ranks if zero else 1) / self.machine.bytes_per_second + each
+        python = self.overhead.of_parameters(state.tensors, ranks, zero, self.plan.num_microbatches)
+        return touched / (ranks if zero else 1) / self.machine.bytes_per_second + python
 
     @cached_property
     def seconds(self) -> float:
@@ -144,8 +144,8 @@ def step_time(
 ) -> StepTime:
     """The time of a step of stages that have so many units, of which `prices` are known."""
     machine = prices.stages[0].machine
-    each = prices.overhead.parameter_seconds
-    return StepTime(plan, machine, prices.of_stages(counts), prices.messages(counts), kept, states, each)
+    seconds, messages = prices.of_stages(counts), prices.messages(counts)
+    return StepTime(plan, machine, seconds, messages, kept, states, prices.overhead)
 
 
 def gradient_seconds(

@@ -12,12 +12,13 @@ from torch import nn
 from mpi4dl import models
 from mpi4dl.estimate.machine_file import load_machine, machine_toml
 from mpi4dl.estimate.plan_estimate import Estimator
+from mpi4dl.estimate.memory import StateBytes
 from mpi4dl.estimate.scaling import PAYS, Point, numbers_of_ranks, stops_paying
 from mpi4dl.estimate.search import outlooks
 from mpi4dl.estimate.step_time import StepTime, behind_backward
 from mpi4dl.geometry import GridShape
 from mpi4dl.options.declare import ConfigError
-from mpi4dl.parallel.costs.cost_model import MissingTimings, StageSeconds
+from mpi4dl.parallel.costs.cost_model import MissingTimings, Overhead, StageSeconds
 from mpi4dl.parallel.costs.machine import LinkLevel, Machine
 from mpi4dl.parallel.costs.scaled import ScaledProfiler, TimingsFile, base_sites
 from mpi4dl.parallel.costs.stage_traffic import NO_WAITS, StageTraffic, WaitSeconds
@@ -237,6 +238,21 @@ def test_ranks_that_do_the_same_are_simulated_once(plan: Plan) -> None:
     assert step.seconds == pytest.approx(whole.makespan_seconds)
     assert sum(step.parts) == pytest.approx(step.seconds)
     assert step.parts.halos > 0
+
+
+@pytest.mark.parametrize(("zero", "gathers"), [(0, 0), (2, 0), (3, 4)])
+def test_python_of_parameters_that_replicas_share(zero: int, gathers: int) -> None:
+    """Each of 10 gradients is sorted into a bucket, and with ZeRO 3 parameters are looked for in 4 microbatches."""
+    plan = Plan.of(data=2, microbatches=4, zero=zero)
+    state = StateBytes(parameters=0, update=0, fixed=0, bucket=0, tensors=10)
+    overhead = Overhead(parameter_seconds=1.0, summed_seconds=0.5, gathered_seconds=0.25)
+    seconds = (StageSeconds(1.0, 2.0, NO_WAITS, NO_WAITS),)
+    alone, shared = (
+        StepTime(each, MACHINE, seconds, (), (1,), ((state,),), overhead).parts.optimizer
+        for each in (Plan.of(microbatches=4), plan)
+    )
+    assert alone == pytest.approx(10.0)
+    assert shared == pytest.approx(10 * (1.0 + 0.5 + 0.25 * gathers))
 
 
 def test_sums_hide_behind_the_backward_pass() -> None:

@@ -108,24 +108,33 @@ TimeColumn = Callable[[Any, Site, torch.device, float], Column]
 
 
 class Overhead(NamedTuple):
-    """A rank's seconds beside units: of each action, round of messages, parameter in a step, and rule of a tile.
+    """A rank's Python beside units: of each action, round of messages, parameter in a step, and rule of a tile.
 
     An action draws from a stream of random numbers, packs, posts and takes messages. Rounds of units, which are timed
     without any other rank, post and take theirs. A step looks for hooks, keeps buffers in case that it fails, and calls
-    the optimizer. Streamed tiles run by rules, both ways, where the same rank without them has plain tensors.
+    the optimizer. Streamed tiles run by rules, both ways, where the same rank without them has plain tensors. A
+    gradient that ranks sum is sorted into its bucket. With ZeRO 3 functions look for parameters in each microbatch.
     """
 
     action_seconds: float = 0.0
     parameter_seconds: float = 0.0
     round_seconds: float = 0.0
     rule_seconds: float = 0.0
+    summed_seconds: float = 0.0
+    gathered_seconds: float = 0.0
+
+    def of_parameters(self, count: int, ranks: int, zero: int, microbatches: int) -> float:
+        """The seconds in a step of so many parameters, which so many ranks have, by this ZeRO stage."""
+        each = self.parameter_seconds + (ranks > 1) * self.summed_seconds
+        return count * (each + (zero == 3) * microbatches * self.gathered_seconds)
 
 
 NO_OVERHEAD = Overhead()
 # Python on a core of 2.6 GHz, beside plain PyTorch: 1.4 to 3.0 ms a step of models of 47 to 246 parameters on one rank,
 # 0.5 ms for each further microbatch, on two tiles of AmoebaNet-D (3, 24) 14 ms for 204 rounds, on its streamed tiles
-# of 80 px 0.5 s for 3,000 operators, with their part of the backward pass.
-PYTHON = Overhead(3e-4, 1.6e-5, 5e-5, 1e-4)
+# of 80 px 0.5 s for 3,000 operators, with their part of the backward pass. Two replicas of models of 62 to 246
+# parameters: 6 to 10 ms a step, and with ZeRO 3 5 to 24 ms more for each microbatch.
+PYTHON = Overhead(3e-4, 1.6e-5, 5e-5, 1e-4, 6e-5, 8e-5)
 MESSAGE_SECONDS = 1.5e-5  # in which a rank hands over a message
 
 
