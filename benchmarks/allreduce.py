@@ -16,13 +16,11 @@ it, burst by burst; a burst takes as long as on its slowest rank.
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import options as declared
 from benchmarks.common.charts import Lines, lines
-from benchmarks.common.nodes import NoNodes, two_nodes
+from benchmarks.common.nodes import asked_for
 from benchmarks.common.options import Option, Options
 from benchmarks.common.report import publish
 from benchmarks.common.turns import Contestant, answer_turns, take_turns
@@ -126,10 +124,7 @@ def run(options: Options) -> None:
     contestants = [options.contestant(str(ranks), ranks) for ranks in options.ranks]
     with ExitStack() as stack:
         if options.nodes == 2:
-            try:
-                cluster = stack.enter_context(two_nodes(Path(stack.enter_context(TemporaryDirectory()))))
-            except NoNodes as none:
-                raise SystemExit(f"--nodes 2: {none}") from None
+            cluster = stack.enter_context(asked_for("--nodes 2"))
             for contestant in contestants:
                 contestant.launch = cluster.launch(contestant.ranks // options.nodes)
         take_turns(contestants, options.rounds)

@@ -1,7 +1,8 @@
-"""Estimated beside measured steps of plans: by virtual time, as if each rank had a core, or as they are here.
+"""Estimated beside measured steps of plans: by virtual time, as if each rank had a core, here, or on two nodes.
 
     python -m benchmarks run forecast --models amoebanetd,resnet_v2 --ranks 4,8 --plans 10
     python -m benchmarks run forecast --models amoebanetd,resnet_v2,vit --clock wall
+    python -m benchmarks run forecast --models amoebanetd,resnet_v2,vit --clock network
 
 The estimate ranks all plans for so many ranks. Some are taken at even distances from the fastest to the slowest,
 and trained under a virtual clock (`benchmarks.common.emulated`): CPU seconds are what ranks compute, and messages
@@ -9,6 +10,9 @@ take the time of the network. So ranks beyond the cores have the times of ranks 
 
 With --clock wall steps are timed as they are, with the memory of the rank that needs most, and there is one plan of
 each kind for two ranks, with a core each: tiles, schedules of stages, GEMS, replicas, ZeRO, features, streaming.
+
+With --clock network these two ranks are on two nodes (`benchmarks.common.nodes`, which takes root): messages go by TCP
+through a cable of --network-gigabytes, and are held back by --network-latency-us.
 
 Each plan is measured --turns times, in turn with the others, and its fastest step counts: other processes, and other
 users of the machine, only add to it. Before each plan one process takes some steps of plain PyTorch on the whole
@@ -18,12 +22,14 @@ where they differ most.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import log
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import options as declared
+from benchmarks.common.nodes import asked_for
 from benchmarks.common.options import Option, Options
 from benchmarks.common.report import NAME, RANKS, publish
 from benchmarks.common.turns import measure_once
@@ -65,6 +71,7 @@ KINDS: dict[str, dict[str, Any]] = {  # plans of two ranks, one of each kind
     "streaming 2x2": {},
 }
 STREAMED = "streaming 2x2"  # on one rank
+NETWORK = "network"  # the clock of a job on two nodes
 PLAIN_STEPS = 3
 ATTENTION = ("vit",)  # models that can share features, and that are neither streamed nor cut into tiles here
 OPTIONS = (
@@ -79,7 +86,7 @@ OPTIONS = (
     Option("--gigabytes", POSITIVE, 10.0, "a second, within a node"),
     Option("--network-latency-us", POSITIVE, 500.0, "of a message between nodes"),
     Option("--network-gigabytes", POSITIVE, 0.125, "a second, between nodes, for each rank"),
-    Option("--clock", choice("virtual", "wall"), "virtual", "whose seconds"),
+    Option("--clock", choice("virtual", "wall", NETWORK), "virtual", "whose seconds"),
     declared.steps(8),
 )
 QUICK = {"models": "small_resnet", "ranks": "2", "plans": 2, "image_size": 32, "batch_size": 4, "steps": 1, "turns": 1}
@@ -104,8 +111,8 @@ COLUMNS = (
 def check(options: Options) -> str | None:
     from mpi4dl.comm.node import cores
 
-    if options.clock == "wall" and cores() < 2:
-        return f"--clock wall needs a core for each of two ranks, and there is {cores()}"
+    if options.clock != "virtual" and cores() < 2:
+        return f"--clock {options.clock} needs a core for each of two ranks, and there is {cores()}"
     unknown = [name for name in options.models if name not in SIZES]
     if unknown:
         return f"--models {unknown[0]}: choose of {', '.join(SIZES)}"
@@ -125,7 +132,7 @@ def machine_of(options: Options, num_ranks: int) -> "Machine":
     from benchmarks.common.emulated import emulated_machine
     from mpi4dl.parallel.costs.cost_model import Link
 
-    each = min(options.ranks_per_node, num_ranks)
+    each = 1 if options.clock == NETWORK else min(options.ranks_per_node, num_ranks)
     within = Link(1e-6 * options.latency_us, 1e-9 / options.gigabytes)
     between = Link(1e-6 * options.network_latency_us, 1e-9 / options.network_gigabytes)
     return emulated_machine(num_ranks // each, each, within, between)
@@ -145,7 +152,7 @@ def estimator_of(options: Options, name: str, num_ranks: int) -> "Estimator":
         Profiler.of_user(),
         torch.device("cpu"),
         optimizer=partial(torch.optim.SGD, lr=0.01),
-        machine=(machine_of(options, num_ranks), "emulated") if options.clock == "virtual" else None,
+        machine=(machine_of(options, num_ranks), "emulated") if options.clock != "wall" else None,
     )
     found.streams = False
     return found
@@ -187,6 +194,8 @@ def of_each_kind(options: Options, name: str) -> "Iterator[Case]":
     estimator = estimator_of(options, name, 2)
     for kind, asked in KINDS.items():
         if (kind == STREAMED or "tiles" in asked) if name in ATTENTION else "tensor" in asked:
+            continue
+        if kind == STREAMED and options.clock == NETWORK:
             continue
         plan = Plan.of(**asked)
         try:
@@ -284,7 +293,8 @@ def work(options: Options) -> None:
         if options.clock == "wall":
             times = time_steps(comm, MonotonicClock(), training_step(comm, *asked, **stream), options.steps)
         else:
-            network, clock = Network.of(machine_of(options, comm.size)), VirtualClock()
+            network = Network.of(machine_of(options, comm.size))
+            clock = MonotonicClock() if options.clock == NETWORK else VirtualClock()
             with emulated(comm, network, clock) as world:
                 times = time_steps(world, clock, training_step(world, *asked, **stream), options.steps)
         work = [each.work_seconds for each in times.medians]
@@ -314,23 +324,36 @@ def plain_turn(options: Options, name: str) -> dict[str, Any]:
     return {"plain_ms": 1e3 * min(times[1:])}
 
 
+@contextmanager
+def nodes_of(options: Options) -> "Iterator[list[str]]":
+    """The words that start a job where its steps are timed, within the context; none: as usual."""
+    if options.clock != NETWORK:
+        yield []
+        return
+    with asked_for(f"--clock {NETWORK}", 1e3 * options.network_gigabytes) as cluster:
+        yield cluster.launch(1)
+
+
 def run(options: Options) -> None:
     from mpi4dl._memory import keep_freed_memory
 
     keep_freed_memory()  # as the ranks do, whose units are timed here
-    here = options.clock == "wall"
+    by_kind = options.clock != "virtual"
     groups = []
     for name in options.models:
-        groups += [list(of_each_kind(options, name))] if here else [chosen(options, name, n) for n in options.ranks]
-    for turn in range(options.turns):
-        for case in (case for group in groups for case in group):
-            contestant = options.contestant(f"{case.model}: {case.name}", case.plan.num_ranks, case.asked)
-            plain = options.contestant(f"{case.model}: plain", 1, {"model": case.model})
-            case.answers.append({**measure_once(plain), **measure_once(contestant)})
-            said = f"{case.answers[-1]['measured_ms']:.1f} ms, {1e3 * case.time.seconds:.1f} estimated"
-            print(f"turn {turn + 1}, {case.model}: {case.name}: {said}", flush=True)
-    rows = [row for group in groups for row in ordered([case.row(here) for case in group])]
-    title = f"steps by {options.clock} time, {options.batch_size} images of {options.image_size} px"
+        groups += [list(of_each_kind(options, name))] if by_kind else [chosen(options, name, n) for n in options.ranks]
+    with nodes_of(options) as launch:
+        for turn in range(options.turns):
+            for case in (case for group in groups for case in group):
+                contestant = options.contestant(f"{case.model}: {case.name}", case.plan.num_ranks, case.asked)
+                contestant.launch = launch
+                plain = options.contestant(f"{case.model}: plain", 1, {"model": case.model})
+                case.answers.append({**measure_once(plain), **measure_once(contestant)})
+                said = f"{case.answers[-1]['measured_ms']:.1f} ms, {1e3 * case.time.seconds:.1f} estimated"
+                print(f"turn {turn + 1}, {case.model}: {case.name}: {said}", flush=True)
+    rows = [row for group in groups for row in ordered([case.row(options.clock == "wall") for case in group])]
+    on = "on two nodes" if options.clock == NETWORK else f"by {options.clock} time"
+    title = f"steps {on}, {options.batch_size} images of {options.image_size} px"
     publish(options, title, table(rows, COLUMNS), draw(rows, title), rows)
 
 

@@ -1,14 +1,17 @@
 """Two nodes made of network namespaces, joined by a cable; a job starts on the first and reaches the other.
 
-Processes of both see the same files and cores, but no shared memory lies between them: to MPI they are two machines,
-that speak TCP. It takes root and iproute2.
+Processes of both see the same files and cores. To MPI they are two machines, that speak TCP through the cable, which
+may carry so many megabytes a second at most. It takes root and iproute2.
 """
 
 import contextlib
+import itertools
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 JOB_SECONDS = 600.0
 HOSTS = ("nodea", "nodeb")
+# UCX and libfabric would find that both nodes share memory.
+TRANSPORTS = {"UCX_TLS": "tcp,self", "FI_PROVIDER": "tcp"}
+NUMBERS = itertools.count()  # of the pairs of nodes of this process
+BURST_BYTES, QUEUE_BYTES = 1 << 17, 1 << 23  # of the cable: what may go at once, and what waits
 
 # What Hydra starts in place of ssh: options, a host, a command.
 LAUNCHER = """#!/bin/bash
@@ -26,16 +33,23 @@ exec ip netns exec {prefix}$host unshare -u bash -c "hostname $host; exec $*"
 """
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=60)
+def ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, timeout=60, text=True).stdout
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Both nodes. `prefix` and a host's name make the name of its namespace."""
+    """Both nodes. `prefix` and a host's name make the name of its namespace, `cables` are the ends of their cable."""
 
     prefix: str
+    cables: tuple[str, str]
     launcher: Path
+
+    def carried_bytes(self) -> int:
+        """The bytes that the first node has sent through the cable."""
+        shown = ip("-n", self.prefix + HOSTS[0], "-s", "-j", "link", "show", "dev", self.cables[0])
+        (found,) = json.loads(shown)
+        return int(found["stats64"]["tx"]["bytes"])
 
     def run(self, ranks_per_node: int, *arguments: str) -> subprocess.CompletedProcess[str]:
         """A job of Python on both nodes, with so many ranks on each."""
@@ -60,6 +74,7 @@ class Cluster:
         inside = ["ip", "netns", "exec", self.prefix + HOSTS[0], "unshare", "-u"]
         inside += ["bash", "-c", f'hostname {HOSTS[0]}; exec "$@"', "job"]
         job = [mpirun, "-launcher", "ssh", "-launcher-exec", str(self.launcher), "-hosts", ",".join(HOSTS)]
+        job += [word for name, value in TRANSPORTS.items() for word in ("-genv", name, value)]
         return [*inside, *job, "-ppn", str(ranks_per_node), "-n", str(len(HOSTS) * ranks_per_node)]
 
 
@@ -68,13 +83,16 @@ class NoNodes(RuntimeError):
 
 
 @contextlib.contextmanager
-def two_nodes(folder: Path) -> Iterator[Cluster]:
-    """Two nodes, as long as the context lasts. `folder` is for what it takes. Raises NoNodes where it cannot be."""
-    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "bash", "hostname"))):
+def two_nodes(folder: Path, megabytes: float | None = None) -> Iterator[Cluster]:
+    """Two nodes, as long as the context lasts. `folder` is for what it takes. Raises NoNodes where it cannot be.
+
+    `megabytes`: as many go through the cable a second, each way; the kernel's token bucket filter sees to it.
+    """
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "unshare", "bash", "hostname"))):
         raise NoNodes("two nodes on one machine take root and iproute2")
-    number = os.getpid() % 60000
+    number = (8 * os.getpid() + next(NUMBERS)) % 60000
     prefix, network = f"mpi4dl{number}", f"10.{100 + number // 250 % 100}.{number % 250}"
-    cables = [f"m{number}{end}" for end in "ab"]
+    cables = (f"m{number}a", f"m{number}b")
     names = [prefix + host for host in HOSTS]
     hosts = "127.0.0.1 localhost\n" + "".join(f"{network}.{i + 1} {host}\n" for i, host in enumerate(HOSTS))
     launcher = folder / "launch.sh"
@@ -83,14 +101,27 @@ def two_nodes(folder: Path) -> Iterator[Cluster]:
     try:
         try:
             _connect(names, cables, network, hosts)
+            if megabytes is not None:
+                _limit(names, cables, megabytes)
         except subprocess.CalledProcessError as refused:
-            raise NoNodes(f"this machine has no network namespaces: {refused.stderr.decode().strip()}") from None
-        yield Cluster(prefix, launcher)
+            raise NoNodes(f"this machine has no network namespaces: {refused.stderr.strip()}") from None
+        yield Cluster(prefix, cables, launcher)
     finally:
         for name in names:
             with contextlib.suppress(subprocess.SubprocessError):
                 ip("netns", "del", name)
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def asked_for(option: str, megabytes: float | None = None) -> Iterator[Cluster]:
+    """The nodes that an option of a command asks for; where they cannot be, the command ends and says so."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        try:
+            cluster = stack.enter_context(two_nodes(Path(folder), megabytes))
+        except NoNodes as none:
+            raise SystemExit(f"{option}: {none}") from None
+        yield cluster
 
 
 def _connect(names: Sequence[str], cables: Sequence[str], network: str, hosts: str) -> None:
@@ -106,3 +137,11 @@ def _connect(names: Sequence[str], cables: Sequence[str], network: str, hosts: s
         ip("-n", name, "link", "set", cable, "up")
         ip("-n", name, "link", "set", "lo", "up")
         ip("netns", "exec", name, "unshare", "-u", "hostname", name)
+
+
+def _limit(names: Sequence[str], cables: Sequence[str], megabytes: float) -> None:
+    rate = f"{round(8e6 * megabytes)}bit"
+    for name, cable in zip(names, cables, strict=True):
+        bucket = ["tbf", "rate", rate, "burst", str(BURST_BYTES), "limit", str(QUEUE_BYTES)]
+        command = ["tc", "-n", name, "qdisc", "add", "dev", cable, "root", *bucket]
+        subprocess.run(command, check=True, capture_output=True, timeout=60, text=True)

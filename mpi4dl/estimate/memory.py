@@ -63,8 +63,9 @@ class Allocator(NamedTuple):
     Those are code that libraries make for the shapes that they see, and buffers of libraries and MPI. The heap is cut
     to pieces: holes that are too small stay where some of the largest tensors were. They have a multiple of the bytes
     of the largest tensor: `whole` times for one microbatch at a time, `tiles` times if that is cut, since halos give
-    tensors of two sizes, and `under_way` times where a microbatch ends while others are kept. Half of what a stage uses
-    to compute lies in them. Of streamed tiles, which differ in size, the share `streamed` of all activations is idle.
+    tensors of two sizes, and `under_way` times where a microbatch ends while others are kept, or features are cut, of
+    which ranks have parts and sums. Half of what a stage uses to compute lies in them. Of streamed tiles, which differ
+    in size, the share `streamed` of all activations is idle.
     """
 
     whole: float
@@ -200,7 +201,7 @@ class PlanMemory:
         under_way = peak_kept(self.plan.merged_table()[group], [1] * len(self.stages))
         largest, working = (max(getattr(self.stages[s], name) for s in held) for name in ("largest", "working"))
         cut = any(prod(self.plan.shape(stage).space) > 1 for stage in held)
-        return self.allocator.beside(largest, working, cut, under_way > 1)
+        return self.allocator.beside(largest, working, cut, under_way > 1 or self.plan.tensor > 1)
 
     def of_ranks(self, zero: int, offloaded: bool = False) -> list[int]:
         """The memory of each rank; `offloaded`: its masters and optimizer state are elsewhere."""

@@ -1,5 +1,6 @@
 """The training command over two nodes equals the same on one, to the bit; a node that dies ends the job at once."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.common.nodes import ROOT, Cluster
+from benchmarks.common.nodes import BURST_BYTES, ROOT, Cluster, NoNodes, two_nodes
 from mpi4dl.datasets.slides.compose import Cohort
 from tests.batch_scripts import SCRIPTS, Batch
 from tests.commands import TINY, TRAIN, train_command
@@ -146,6 +147,39 @@ with emulated(comm, Network(Link(0.0, 0.0), Link(0.05, 0.0), ranks_per_node=2), 
     if comm.rank == 0:
         print(far.latency_seconds)
 """
+
+
+EXCHANGED = """
+import time
+import torch
+from mpi4dl.comm import world
+
+comm = world()
+message = torch.zeros(1 << 20)
+comm.barrier()
+began = time.monotonic()
+if comm.rank == 0:
+    comm.send(message, 1)
+    comm.recv(message, 1)
+else:
+    comm.recv(message, 0)
+    comm.send(message, 0)
+print(time.monotonic() - began)
+"""
+
+
+@pytest.mark.exhaustive
+def test_messages_go_through_the_cable_at_its_rate(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        try:
+            nodes = stack.enter_context(two_nodes(tmp_path, megabytes=20.0))
+        except NoNodes as none:
+            pytest.skip(str(none))
+        done = nodes.run(1, "-c", EXCHANGED)
+        assert done.returncode == 0, done.stderr
+        assert nodes.carried_bytes() >= 4 << 20
+    # A cable may have up to a burst ahead of its rate.
+    assert max(map(float, done.stdout.split())) >= 2 * ((4 << 20) - BURST_BYTES) / 20e6
 
 
 @pytest.mark.exhaustive

@@ -11,8 +11,8 @@ from torch import nn
 
 from mpi4dl import models
 from mpi4dl.estimate.machine_file import load_machine, machine_toml
-from mpi4dl.estimate.plan_estimate import Estimator
 from mpi4dl.estimate.memory import StateBytes
+from mpi4dl.estimate.plan_estimate import Estimator
 from mpi4dl.estimate.scaling import PAYS, Point, numbers_of_ranks, stops_paying
 from mpi4dl.estimate.search import outlooks
 from mpi4dl.estimate.step_time import StepTime, behind_backward
