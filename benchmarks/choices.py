@@ -200,9 +200,12 @@ def work(options: Options) -> None:
 
 
 def run(options: Options) -> None:
+    import torch
+
     from mpi4dl._memory import keep_freed_memory
 
-    keep_freed_memory()  # as the ranks do, whose units are timed here
+    keep_freed_memory()  # as the ranks do, on one thread each, whose units are timed here
+    torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     cases = [(number, case) for number, case in enumerate(CASES) if case.name.startswith(tuple(options.kinds))]
     for number, case in cases[: options.cases]:

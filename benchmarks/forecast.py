@@ -335,9 +335,12 @@ def nodes_of(options: Options) -> "Iterator[list[str]]":
 
 
 def run(options: Options) -> None:
+    import torch
+
     from mpi4dl._memory import keep_freed_memory
 
-    keep_freed_memory()  # as the ranks do, whose units are timed here
+    keep_freed_memory()  # as the ranks do, on one thread each, whose units are timed here
+    torch.set_num_threads(1)
     by_kind = options.clock != "virtual"
     groups = []
     for name in options.models:
