@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,7 +43,8 @@ class Node:
 
     `wait_seconds` counts the time that this rank has spent waiting for others, in all communicators, of which it has
     worked at waiting for `wait_cpu_seconds`; `waits` marks when it does. `underway` is the communication that this rank
-    has to drive forward while it waits for anything.
+    has to drive forward while it waits for anything. `probe` makes MPI look after its messages, where some ranks are on
+    other nodes.
     """
 
     local_rank: int
@@ -54,6 +55,7 @@ class Node:
     wait_cpu_seconds: float = 0.0
     waits: Waits = field(default_factory=Waits)
     underway: list[Driven] = field(default_factory=list)
+    probe: "Callable[[], Any] | None" = None
     chose_threads: bool = False  # nobody said how many threads: the share of the cores was taken
 
     @classmethod
@@ -65,6 +67,7 @@ class Node:
         allowed, quotas = zip(*local.allgather((mine, quota())), strict=True)
         cores = max(1, int(min(len(set().union(*allowed)), *quotas)))
         node = cls(local.rank, local.size, cores, max(1, min(len(mine), cores // local.size)))
+        node.probe = comm.Iprobe if local.size < comm.size else None
         local.Free()
         return node
 
@@ -116,6 +119,16 @@ class Node:
                     time.sleep(nap_seconds(waited, self.oversubscribed))
         self.wait_seconds += time.perf_counter() - begin
         self.wait_cpu_seconds += time.thread_time() - begin_cpu
+
+    def drive(self) -> None:
+        """Drive messages between nodes forward while this rank computes, as `wait` does while it waits.
+
+        A large message goes by TCP only while both MPIs look after it. Within a node there is nothing to be gained.
+        """
+        if self.probe is not None:
+            self.probe()
+            for each in list(self.underway):
+                each.advance()
 
     def work_seconds(self) -> float:
         """For how long this thread has worked, on a core, at anything but waiting: what others compute counts not."""

@@ -182,6 +182,32 @@ def test_messages_go_through_the_cable_at_its_rate(tmp_path: Path) -> None:
     assert max(map(float, done.stdout.split())) >= 2 * ((4 << 20) - BURST_BYTES) / 20e6
 
 
+DRIVEN = """
+import time
+import torch
+from mpi4dl.comm import world
+
+comm = world()
+message = torch.full((1 << 22,), float(1 - comm.rank))
+request = comm.isend(message, 1) if comm.rank == 0 else comm.irecv(message, 0)
+end = time.monotonic() + 120.0
+while not bool((message == 1.0).all()) and time.monotonic() < end:  # as if it computed
+    comm.node.drive()
+arrived = comm.irecv(torch.zeros(1), 1) if comm.rank == 0 else comm.isend(torch.zeros(1), 0)
+while not arrived.test():
+    comm.node.drive()
+print(bool((message == 1.0).all()))
+request.wait()
+"""
+
+
+@pytest.mark.exhaustive
+def test_messages_between_nodes_go_on_while_ranks_compute(cluster: Cluster) -> None:
+    done = cluster.run(1, "-c", DRIVEN)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "True"]
+
+
 @pytest.mark.exhaustive
 def test_messages_between_nodes_are_as_late_as_asked(cluster: Cluster) -> None:
     done = cluster.run(2, "-c", DELAYED)

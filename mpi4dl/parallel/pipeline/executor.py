@@ -18,6 +18,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.modules.module import register_module_forward_hook
 
 from mpi4dl._randomness import PythonStates, RandomStates, forked, seed_python
 from mpi4dl.comm import Communicator, Pending, Refusal
@@ -29,6 +30,7 @@ from mpi4dl.parallel.pipeline.split_backward import WeightGradients
 from mpi4dl.parallel.pipeline.stage_communication import Received, StageBoundary, StageMessage
 from mpi4dl.parallel.replicas.groups import ReplicaGroups
 from mpi4dl.parallel.spatial import whole_gradients
+from mpi4dl.parallel.spatial.tensor import SpatialTensor
 from mpi4dl.parallel.tables.schedules import Action, Table, undivided
 from mpi4dl.parallel.tables.simulator import TimeSpan
 
@@ -273,6 +275,27 @@ class Executor:
                     stack.enter_context(self.parameters.one_pass(action.stage, last))
             yield
 
+    @contextmanager
+    def driving(self) -> Iterator[None]:
+        """Messages to other nodes go on behind each module that is called within this context, forward and backward."""
+        if self.comm.node.probe is None:
+            yield
+            return
+        handle = register_module_forward_hook(self._drive)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _drive(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        drive = self.comm.node.drive
+        drive()
+        tensor = output.local if isinstance(output, SpatialTensor) else output
+        if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(lambda gradients: drive())
+
     def collecting(self, action: Action) -> AbstractContextManager[None]:
         if action.stage not in self._statistics:
             return nullcontext()
@@ -434,7 +457,7 @@ class _Run:
         hooks = whole_gradients(part.grid) if self.training and part.grid.size > 1 else nullcontext()
         with self.timed(action), hooks:
             renewing = executor.renewing(action) if self.training and executor.plan.num_stages > 1 else nullcontext()
-            with executor.collecting(action), renewing, executor.context(), deferred:
+            with executor.collecting(action), renewing, executor.context(), deferred, executor.driving():
                 outputs = part.module(*arrival.values)
                 part.grid.foresight.pay()
             del arrival

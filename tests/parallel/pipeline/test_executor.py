@@ -245,3 +245,29 @@ def test_running_statistics_of_replicas_are_those_of_a_plain_loop(ranks: Ranks) 
     for found in ranks(2).run(statistics_of_replicas):
         for name, expected in plain.named_buffers():
             torch.testing.assert_close(found[name], expected)
+
+
+def drives_of_a_step(comm: Communicator) -> tuple[int, bool]:
+    """How often messages are driven while stages compute, were there other nodes; whether a hook is left behind."""
+    plan, drives = Plan(ONES[:2], microbatches=2), 0
+
+    def probe() -> None:
+        nonlocal drives
+        drives += 1
+
+    stages = split(lambda: build(0.0), plan, comm, balance=(2, 2), image=(1, 4, 8, 8), whole=("0", "1", "2", "3"))
+    engine = Engine(stages, plan, torch.optim.SGD(stages.parameters(), lr=0.1), F.cross_entropy, comm=comm)
+    comm.node.probe = probe
+    try:
+        step(engine, 2, 8)
+    finally:
+        comm.node.probe = None
+    return drives, bool(torch.nn.modules.module._global_forward_hooks)
+
+
+def test_messages_to_other_nodes_are_driven_behind_each_module(ranks: Ranks) -> None:
+    """Two layers of two modules, or one of them and one of four, and the stage itself, for two microbatches.
+
+    Behind a stage that is not the last there is no gradient of one tensor.
+    """
+    assert ranks(2).run(drives_of_a_step) == [(2 * (5 + 4), False), (2 * (7 + 7), False)]
