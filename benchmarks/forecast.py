@@ -373,6 +373,7 @@ def ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def draw(rows: list[dict[str, Any]], title: str) -> Any:
     """Estimated against measured milliseconds, by model and ranks."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure = Figure((6, 5.5))
     axes = figure.add_subplot()
@@ -384,5 +385,9 @@ def draw(rows: list[dict[str, Any]], title: str) -> Any:
     ends = [f(row[key] for row in rows for key in ("measured_ms", "estimated_ms")) for f in (min, max)]
     axes.loglog(ends, ends, "--", color="0.6", label="alike")
     axes.set(xlabel="measured ms of a step", ylabel="estimated ms", title=title)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter("{x:,g}")
+        axis.set_minor_formatter(NullFormatter())
     axes.legend()
     return figure
