@@ -12,7 +12,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[mpich,test]'
 	touch $@
 
-.PHONY: install train slides gpt moe docs test test-gpu lint clean
+.PHONY: install train slides gpt moe docs test mutants test-gpu lint clean
 install: $(STAMP)
 
 data/tissue: $(STAMP) examples/tissue_slides.py
@@ -58,6 +58,10 @@ lint: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutation see --workers $(WORKERS)
+	$(BIN)/python -m tests.mutation run --workers $(WORKERS)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'PyTorch sees no GPU here'"

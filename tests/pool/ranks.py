@@ -142,6 +142,10 @@ class Pool:
                 rank, self._pids[rank] = pickle.loads(connection.recv_bytes())
                 self._connections[rank] = connection
 
+    @property
+    def running(self) -> bool:
+        return self._process is not None
+
     def _printed(self) -> str:
         return (self._folder / "output.txt").read_text(errors="replace")[-4000:]
 

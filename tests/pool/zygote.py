@@ -44,6 +44,7 @@ PYTHON = "python"
 IMPORTED = "tests.pool.imports"
 MAX_MESSAGE_BYTES = 1 << 20
 BACKLOG = 64
+AT_START = "MPI4DL_AT_START"  # in the environment: `module:function`, which a rank calls before its program
 SPARE_FILE = 300  # numbers from here on are nobody's
 
 
@@ -234,7 +235,14 @@ def main(server: str, executable: str, imported: str) -> Program:
     return Zygote(socket.socket(fileno=int(server))).serve()
 
 
+def call_at_start() -> None:
+    module, _, function = os.environ.get(AT_START, "").partition(":")
+    if function:
+        getattr(importlib.import_module(module), function)()
+
+
 if __name__ == "__main__":
     program = main(*sys.argv[1:])
     program.take_over()
+    call_at_start()
     program.run()

@@ -1,0 +1,127 @@
+"""Shows mutants to the tests that may notice them, and lists those that no test notices.
+
+    python -m tests.mutation see                        run all default tests, and note which functions each calls
+    python -m tests.mutation see tests/test_geometry.py     or those that pytest is told to
+    python -m tests.mutation run --rooms geometry,replicas --sample 60
+    python -m tests.mutation run --modules mpi4dl.geometry.boxes
+
+A mutant is shown to the fastest tests that call its function, up to --seconds of them. It is killed if one fails, or
+takes too long. Tests run in processes that stay (`tests.mutation.swap`), with their pools of ranks. After a mutant that
+was killed the test that noticed it runs again, without any: if it fails, the verdict is void, and the pools start anew.
+
+Why not a tool that is there: mutmut selects a mutant by an environment variable that is read at each call, and
+cosmic-ray writes it into the source; with both each mutant takes new ranks, whose start takes longer than most tests.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+
+from tests.mutation import seen
+from tests.mutation.judge import KILLED, SURVIVED, UNSEEN, VOID, judged
+from tests.mutation.mutants import Mutant, mutants_of, path_of
+from tests.pool.zygote import ROOT
+
+FOLDER = ROOT / ".mutation"
+ROOMS = {
+    "geometry": ("mpi4dl.geometry.boxes", "mpi4dl.geometry.windows"),
+    "exchange": ("mpi4dl.comm.exchange", "mpi4dl.parallel.spatial.halo", "mpi4dl.parallel.spatial.redistribution"),
+    "replicas": (
+        "mpi4dl.parallel.replicas.buckets",
+        "mpi4dl.parallel.replicas.gathering",
+        "mpi4dl.parallel.replicas.reducer",
+        "mpi4dl.parallel.replicas.update",
+    ),
+    "executor": ("mpi4dl.parallel.pipeline.executor", "mpi4dl.parallel.pipeline.stage_communication"),
+}
+
+
+class Seen:
+    """Which tests call which functions, by what `see` wrote."""
+
+    def __init__(self) -> None:
+        self.tests: dict[str, list[tuple[float, str]]] = defaultdict(list)
+        for path in sorted((FOLDER / "seen").glob("*.jsonl")):
+            for line in map(json.loads, path.read_text().splitlines()):
+                for function in line["seen"]:
+                    self.tests[function].append((line["seconds"], line["test"]))
+        for found in self.tests.values():
+            found.sort()
+
+    def of(self, mutant: Mutant, seconds: float) -> tuple[str, ...]:
+        """The fastest tests that call the mutant's function, which take so long together, and one at least."""
+        path = path_of(mutant.module).relative_to(ROOT)
+        taken, total = [], 0.0
+        for own, test in self.tests.get(f"{path}:{mutant.function}", ()):
+            if taken and total + own > seconds:
+                break
+            taken.append(test)
+            total += own
+        return tuple(taken)
+
+
+def see(arguments: argparse.Namespace) -> None:
+    folder = FOLDER / "seen"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    words = ["-q", "-p", seen.__name__, "-n", str(arguments.workers), "--dist", "worksteal", *arguments.more]
+    subprocess.run(
+        [sys.executable, "-m", "pytest", *words], env={**os.environ, seen.VARIABLE: str(folder)}, cwd=ROOT, check=False
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    modules = arguments.modules or [module for room in arguments.rooms for module in ROOMS[room]]
+    found = [mutant for module in modules for mutant in mutants_of(module)]
+    if arguments.sample is not None:
+        found = random.Random(arguments.seed).sample(found, min(arguments.sample, len(found)))
+    known = Seen()
+    told = [(mutant, known.of(mutant, arguments.seconds), arguments.limit) for mutant in found]
+    verdicts = []
+    with multiprocessing.get_context("spawn").Pool(arguments.workers) as pool:
+        for verdict in pool.imap_unordered(judged, told):
+            verdicts.append(verdict)
+            print(
+                f"{len(verdicts)} of {len(told)}: {verdict.outcome}, {verdict.seconds:.0f} s: {verdict.mutant}",
+                flush=True,
+            )
+    killers = sorted({verdict.by[-1] for verdict in verdicts if verdict.outcome == KILLED})
+    (FOLDER / "verdicts.json").write_text(json.dumps([verdict._asdict() for verdict in verdicts], indent=1))
+    print(f"{len(verdicts)} mutants, seed {arguments.seed}")
+    for outcome in (KILLED, SURVIVED, UNSEEN, VOID):
+        print(f"{outcome}: {sum(verdict.outcome == outcome for verdict in verdicts)}")
+    print(f"{len(killers)} tests killed mutants")
+    for verdict in verdicts:
+        if verdict.outcome == SURVIVED:
+            print(f"survived {len(verdict.by)} tests: {verdict.mutant}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(required=True)
+    seeing, running = commands.add_parser("see"), commands.add_parser("run")
+    for command, function in ((seeing, see), (running, run)):
+        command.set_defaults(function=function)
+        command.add_argument("--workers", type=int, default=2)
+    running.add_argument("--rooms", type=lambda text: text.split(","), default=[*ROOMS], help=", ".join(ROOMS))
+    running.add_argument("--modules", type=lambda text: text.split(","))
+    running.add_argument("--sample", type=int, help="so many of them, by chance; all by default")
+    running.add_argument("--seed", type=int, default=0)
+    running.add_argument("--seconds", type=float, default=60.0, help="of tests that a mutant is shown to")
+    running.add_argument("--limit", type=float, default=60.0, help="seconds of a test body, and half of those of all")
+    arguments, more = parser.parse_known_args()
+    if more and arguments.function is not see:
+        parser.error(f"unknown: {' '.join(more)}")
+    arguments.more = more
+    arguments.function(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The mutation net itself: what is changed, and that a mutant comes and goes in a running process."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.mutation.mutants import code_of, mutants_of
+from tests.mutation.swap import put_in, take_out
+
+SOURCE = '''
+from functools import lru_cache
+
+LIMIT = 3
+
+
+@lru_cache(maxsize=8)
+def area(height: int, width: int = 2) -> int:
+    """Of a box."""
+    if height < 0:
+        raise ValueError(f"{height + 1} is no height")
+    return height * width
+
+
+class Box:
+    def __init__(self, size: int) -> None:
+        self.size = -size
+
+    def parts(self, count: int) -> list[int]:
+        def part(i: int) -> int:
+            return self.size // count if i and not i == 1 else min(i, count)
+
+        found = [part(i) for i in range(count)]
+        found.sort()
+        return found
+'''
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    (tmp_path / "boxes_to_change.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("boxes_to_change")
+    del sys.modules["boxes_to_change"]
+
+
+def test_each_change_is_found_once(module: ModuleType) -> None:
+    found = [(mutant.function, mutant.kind, mutant.was, mutant.now) for mutant in mutants_of(module.__name__)]
+    assert found == [
+        ("area", "number", "0", "1"),
+        ("area", "comparison", "height < 0", "height <= 0"),
+        ("area", "operator", "height * width", "height + width"),
+        ("Box.__init__", "sign", "-size", "size"),
+        ("Box.parts", "number", "1", "2"),
+        ("Box.parts", "comparison", "i == 1", "i != 1"),
+        ("Box.parts", "condition", "not i == 1", "i == 1"),
+        ("Box.parts", "condition", "i and (not i == 1)", "i or not i == 1"),
+        ("Box.parts", "operator", "self.size // count", "self.size * count"),
+        ("Box.parts", "function", "min(i, count)", "max(i, count)"),
+        ("Box.parts", "statement", "found.sort()", "pass"),
+    ]
+
+
+def test_every_mutant_is_code_of_its_function(module: ModuleType) -> None:
+    for mutant in mutants_of(module.__name__):
+        changed, original = code_of(mutant), code_of(mutant, original=True)
+        assert changed.co_qualname == mutant.function
+        assert changed != original
+
+
+def test_a_mutant_comes_and_goes(module: ModuleType) -> None:
+    """And with it what functions remember."""
+    box = module.Box(6)
+    for mutant in mutants_of(module.__name__):
+        if mutant.kind == "operator":
+            assert (module.area(4, 2), box.parts(3)) == (8, [-2, 0, 1])
+            assert put_in(None, mutant) == 1
+            found = module.area(4, 2), box.parts(3)
+            assert found == ((6, [-2, 0, 1]) if mutant.function == "area" else (8, [-18, 0, 1]))
+            assert take_out(None, mutant) == 1
+    assert (module.area(4, 2), box.parts(3)) == (8, [-2, 0, 1])
