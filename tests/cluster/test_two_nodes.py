@@ -1,6 +1,5 @@
 """The training command over two nodes equals the same on one, to the bit; a node that dies ends the job at once."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.common.nodes import BURST_BYTES, ROOT, Cluster, NoNodes, two_nodes
+from benchmarks.common.nodes import BURST_BYTES, ROOT, Cluster
 from mpi4dl.datasets.slides.compose import Cohort
 from tests.batch_scripts import SCRIPTS, Batch
 from tests.commands import TINY, TRAIN, train_command
@@ -164,22 +163,18 @@ if comm.rank == 0:
 else:
     comm.recv(message, 0)
     comm.send(message, 0)
-print(time.monotonic() - began)
+if comm.rank == 0:
+    print(time.monotonic() - began)
 """
 
 
 @pytest.mark.exhaustive
-def test_messages_go_through_the_cable_at_its_rate(tmp_path: Path) -> None:
-    with contextlib.ExitStack() as stack:
-        try:
-            nodes = stack.enter_context(two_nodes(tmp_path, megabytes=20.0))
-        except NoNodes as none:
-            pytest.skip(str(none))
-        done = nodes.run(1, "-c", EXCHANGED)
-        assert done.returncode == 0, done.stderr
-        assert nodes.carried_bytes() >= 4 << 20
+def test_messages_go_through_the_cable_at_its_rate(slow_cluster: Cluster) -> None:
+    done = slow_cluster.run(1, "-c", EXCHANGED)
+    assert done.returncode == 0, done.stderr
+    assert slow_cluster.carried_bytes() >= 4 << 20
     # A cable may have up to a burst ahead of its rate.
-    assert max(map(float, done.stdout.split())) >= 2 * ((4 << 20) - BURST_BYTES) / 20e6
+    assert float(done.stdout) >= 2 * ((4 << 20) - BURST_BYTES) / 20e6
 
 
 DRIVEN = """
@@ -205,7 +200,7 @@ request.wait()
 def test_messages_between_nodes_go_on_while_ranks_compute(cluster: Cluster) -> None:
     done = cluster.run(1, "-c", DRIVEN)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["True", "True"]
+    assert done.stdout.count("True") == 2  # lines of two ranks may mix
 
 
 @pytest.mark.exhaustive

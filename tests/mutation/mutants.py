@@ -120,7 +120,9 @@ class _Mutator(ast.NodeTransformer):
     def visit_BinOp(self, node: ast.BinOp) -> Any:
         self.generic_visit(node)
         texts = (ast.JoinedStr, ast.List, ast.Tuple)
-        if type(node.op) not in OPERATORS or any(_is_text(each) or isinstance(each, texts) for each in _sides(node)):
+        if type(node.op) not in OPERATORS or any(
+            _is_text(each) or isinstance(each, texts) for each in (node.left, node.right)
+        ):
             return node
         other = OPERATORS[type(node.op)]
         return self._offer("operator", node, lambda: ast.BinOp(left=node.left, op=other(), right=node.right))
@@ -193,10 +195,6 @@ class _Mutator(ast.NodeTransformer):
         if name is None or name in TOLD or name == "__init__":
             return node
         return self._offer("statement", node, ast.Pass)
-
-
-def _sides(node: ast.BinOp) -> tuple[ast.expr, ast.expr]:
-    return node.left, node.right
 
 
 def _is_text(node: ast.expr) -> bool:
