@@ -127,23 +127,20 @@ class Node:
         """
         if self.probe is not None:
             self.probe()
-            self._advance()
+            for each in list(self.underway):
+                each.advance()
 
     def work_seconds(self) -> float:
         """For how long this thread has worked, on a core, at anything but waiting: what others compute counts not."""
         return time.thread_time() - self.wait_cpu_seconds
 
-    def _advance(self) -> None:
-        """Others may wait for what this rank has to drive forward."""
-        for each in list(self.underway):
-            each.advance()
-
     def _look(self, request: Request, times: int, yields: bool) -> bool:
         """Drive forward all that is under way, some times; whether this is complete."""
         test, underway = request.test, self.underway
         for _ in range(times):
-            if underway:
-                self._advance()
+            if underway:  # others may wait for what this rank has to drive forward
+                for each in list(underway):
+                    each.advance()
             if test():
                 return True
             if yields:
