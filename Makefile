@@ -2,6 +2,8 @@
 PYTHON ?= python3
 RANKS ?= 4
 WORKERS ?= 2
+MINUTES ?= 60
+MUTANTS ?= 40
 BIN := .venv/bin
 STAMP := .venv/.installed
 TWO = $(BIN)/mpirun -n 2 $(BIN)/python -m
@@ -12,7 +14,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[mpich,test]'
 	touch $@
 
-.PHONY: install train slides gpt moe docs test mutants test-gpu lint clean
+.PHONY: install train slides gpt moe docs test mutants fuzz soak test-gpu lint clean
 install: $(STAMP)
 
 data/tissue: $(STAMP) examples/tissue_slides.py
@@ -61,7 +63,13 @@ test: lint
 
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutation see --workers $(WORKERS)
-	$(BIN)/python -m tests.mutation run --workers $(WORKERS)
+	$(BIN)/python -m tests.mutation run --workers $(WORKERS) --sample $(MUTANTS)
+
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
+
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'PyTorch sees no GPU here'"

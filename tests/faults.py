@@ -6,6 +6,7 @@ python -m tests.faults FAULT PLACE COMMAND FLAGS         rank 1 fails when it fi
 
 import contextlib
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -14,9 +15,15 @@ from typing import Any
 
 from mpi4dl.comm import Communicator, Refusal, failure
 
-CALLS = ("agree", "all_gather_object", "broadcast_object", "ibarrier", "ireduce", "ireduce_scatter", "iall_gather_into")
-CALLS += ("ibroadcast", "all_gather", "all_to_all", "split", "subset", "iexchange", "isend_object", "recv_object")
+# Methods of a communicator that ask no other rank, or that are given what does.
+ALONE = ("by_host", "together", "mpi_library", "blocks", "nodes")
+CALLS = tuple(
+    name
+    for name, method in inspect.getmembers(Communicator, inspect.isfunction)
+    if not name.startswith("_") and name not in ALONE
+)
 LUCK = "no such luck"
+ANOTHER = "has another value"  # in an agreement, which must notice
 NOT_REACHED = "came not to this place"  # some calls are only made where a message is still under way
 
 
@@ -45,6 +52,7 @@ class Places:
 
     def __init__(self, at: Callable[[str], None]) -> None:
         self._at, self._within = at, False
+        self.alters = False  # the next agreement that has facts
 
     def stand(self) -> None:
         for name in CALLS:
@@ -58,6 +66,8 @@ class Places:
     def _watched(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         def watched(comm: Communicator, *arguments: Any, **options: Any) -> Any:
             self._come(comm, name)
+            if self.alters and name == "agree" and options:
+                self.alters, options = False, {**options, next(iter(options)): LUCK}
             outer, self._within = self._within, True
             try:
                 return call(comm, *arguments, **options)
@@ -98,19 +108,23 @@ def main(how: str, place: str, command: str, *flags: str) -> None:
         found[where] = None
 
     def fail(where: str) -> None:
-        if where == place and rank() == 1:
+        if where == place and rank() == 1 and not found:
             note(where)
-            FAULTS[how]()
+            if how == ANOTHER:
+                places.alters = True
+            else:
+                FAULTS[how]()
 
     os.environ["XDG_CACHE_HOME"] = os.devnull  # what is measured is not remembered, so that all jobs measure
-    Places(note if how == "list" else fail).stand()
+    places = Places(note if how == "list" else fail)
+    places.stand()
     sys.argv = [command, *flags]
     try:
         importlib.import_module(f"mpi4dl.{command}").main()
     finally:
         if how == "list" and rank() == 1:
             Path(place).write_text("\n".join(found))
-        if how != "list" and rank() == 1 and not found:
+        if how != "list" and rank() == 1 and (not found or places.alters):
             print(NOT_REACHED, flush=True)
 
 

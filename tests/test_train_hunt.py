@@ -5,14 +5,18 @@ The time-out is an hour: what ends a job here is what saw the rank leave.
 
 import itertools
 import signal
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from mpi4dl.comm import world
+from mpi4dl.train import train
 from tests.commands import TINY, write_images
-from tests.faults import NOT_REACHED
+from tests.faults import ANOTHER, FAULTS, LUCK, NOT_REACHED
 from tests.pool.job import mpirun
 
 LEAVING = """
@@ -58,18 +62,34 @@ WAYS = {
 }
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("phase", "way", "rank"), [*itertools.product(PHASES, WAYS, (0, 1))])
-def test_no_rank_waits_for_one_that_left(phase: str, way: str, rank: int, tmp_path: Path) -> None:
+class Ending(NamedTuple):
+    """How a job ended, and how long after its rank had left."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+def leave(phase: str, way: str, rank: int, folder: Path) -> Ending:
+    """What becomes of a job of two ranks, of which one leaves. Raises TimeoutError if it does not end."""
     module, owner, method, call = PHASES[phase]
-    reached = tmp_path / "reached"
+    folder.mkdir(exist_ok=True)
+    reached = folder / "reached"
     program = LEAVING.format(
         module=module, owner=owner, method=method, call=call, rank=rank, reached=str(reached), way=WAYS[way]
     )
     flags = ("--tiles", "1x2", "--num-samples", "16", "--epochs", "2", "--no-tensorboard")
-    flags += ("--run-folder", str(tmp_path / "run"), "--hang-timeout", "3600")
+    flags += ("--run-folder", str(folder / "run"), "--hang-timeout", "3600")
     job = mpirun(2, "-c", program, *TINY, *flags)
     assert reached.exists(), job.stdout + job.stderr  # else it ended before, by another fault
+    return Ending(job.code, job.stdout, job.stderr, time.time() - reached.stat().st_mtime)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("phase", "way", "rank"), [*itertools.product(PHASES, WAYS, (0, 1))])
+def test_no_rank_waits_for_one_that_left(phase: str, way: str, rank: int, tmp_path: Path) -> None:
+    job = leave(phase, way, rank, tmp_path)
     if phase == "ends" and "well" in way:
         return  # it had nothing left to do
     assert job.code != 0, job.stdout + job.stderr
@@ -92,9 +112,12 @@ WORK = {
     "both ways": "train --stages 2 --bidirectional 1 --run-folder {run}",
     "streamed": "train --stream 2x2 --stream-until stage2_block2 --tiles 1x2 --run-folder {run}",
     "predicts": "predict {trained} --images {images} --tiles 1x2 --out {run}",
+    "evaluates": "evaluate {trained} --images {images} --data 2",
+    "writes text": "generate {writer} --prompt x --max-tokens 4 --tensor 2",
 }
+WRITER = "--model gpt --model-options num_layers=1,hidden=8,num_heads=2 --context 16 --batch-size 4 --num-workers 0 "
+WRITER += "--max-steps 2 --val-fraction 0.5 --no-tensorboard"
 SMALL = (*TINY, *"--num-samples 16 --epochs 2 --no-tensorboard --hang-timeout 3600 --metrics auto".split())
-FAULTS = ("raises", "has no memory", "refuses", "finds a bad value", "returns early")
 SECONDS = 120.0  # of a job that takes ten at the most where nothing else runs
 
 
@@ -102,13 +125,18 @@ SECONDS = 120.0  # of a job that takes ten at the most where nothing else runs
 def places(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[list[str], list[str]]]:
     """The arguments of some work, and the places in it where ranks call each other, of which rank 1 wrote a list."""
     folder = tmp_path_factory.mktemp("hunt")
-    images = write_images(folder / "images", count=2)
+    images, texts = write_images(folder / "images", count=2), folder / "texts"
+    texts.mkdir()
+    for number in range(4):
+        (texts / f"{number}.txt").write_text("one two three four\n" * 9)
 
     @cache
     def listed(work: str) -> tuple[list[str], list[str]]:
-        named = {"run": "{run}", "trained": folder / "tiles", "images": images}
-        if work == "predicts":
+        named = {"run": "{run}", "trained": folder / "tiles", "images": images, "writer": folder / "writer"}
+        if "{trained}" in WORK[work]:
             listed("tiles")
+        if "{writer}" in WORK[work]:
+            train(world(), [*WRITER.split(), "--text", str(texts), "--run-folder", str(folder / "writer")])
         arguments = WORK[work].format(**named).split()
         arguments += SMALL if arguments[0] == "train" else ()
         file = folder / f"{work}.txt"
@@ -129,8 +157,11 @@ def hunt(work: str, fault: str, place: str, arguments: list[str], run: Path) -> 
         return f"{work}, {place}, {fault}: it hangs: {error}"
     if NOT_REACHED in job.stdout:
         return None if job.code == 0 else f"{work}, {place}, {fault}: it failed before: {job}"
+    if fault == ANOTHER:
+        said = job.stderr.count("the ranks were started differently")
+        return "" if (job.code, said) == (2, 1) else f"{work}, {place}, {fault}: {job}"
     ended_well = job.code == 0 and fault == "returns early"  # there was nothing left that others needed
-    said_once = job.stderr.count("no such luck") == (fault != "returns early") and job.stderr.count("Traceback") <= 1
+    said_once = job.stderr.count(LUCK) == (fault != "returns early") and job.stderr.count("Traceback") <= 1
     if (job.code or ended_well) and said_once and "done" not in job.stdout * (fault != "returns early"):
         return ""
     return f"{work}, {place}, {fault}: {job}"
@@ -163,3 +194,16 @@ def test_a_rank_that_fails_alone_at_any_call_of_others_ends_the_job(
     wrong = [hunt(work, next(faults), place, arguments, tmp_path / str(number)) for number, place in enumerate(chosen)]
     assert not any(wrong), "\n\n".join(filter(None, wrong))
     assert wrong.count(None) <= len(wrong) // 4, "too few places were reached"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("work", WORK)
+def test_a_rank_that_has_another_value_than_others_ends_the_job(
+    work: str, places: Callable[[str], tuple[list[str], list[str]]], tmp_path: Path
+) -> None:
+    """At each place where ranks make sure that they have the same."""
+    arguments, found = places(work)
+    chosen = [place for place in found if place.endswith(" agree")]
+    wrong = [hunt(work, ANOTHER, place, arguments, tmp_path / str(number)) for number, place in enumerate(chosen)]
+    assert not any(wrong), "\n\n".join(filter(None, wrong))
+    assert "" in wrong, "no place was reached"

@@ -17,11 +17,13 @@ import argparse
 import json
 import multiprocessing
 import os
+import pkgutil
 import random
 import shutil
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from tests.mutation import seen
 from tests.mutation.judge import KILLED, SURVIVED, UNSEEN, VOID, judged
@@ -29,16 +31,23 @@ from tests.mutation.mutants import Mutant, mutants_of, path_of
 from tests.pool.zygote import ROOT
 
 FOLDER = ROOT / ".mutation"
+SPATIAL = "mpi4dl.parallel.spatial"
+# Modules, or packages with all that is in them.
 ROOMS = {
-    "geometry": ("mpi4dl.geometry.boxes", "mpi4dl.geometry.windows"),
-    "exchange": ("mpi4dl.comm.exchange", "mpi4dl.parallel.spatial.halo", "mpi4dl.parallel.spatial.redistribution"),
-    "replicas": (
-        "mpi4dl.parallel.replicas.buckets",
-        "mpi4dl.parallel.replicas.gathering",
-        "mpi4dl.parallel.replicas.reducer",
-        "mpi4dl.parallel.replicas.update",
-    ),
+    "geometry": ("mpi4dl.geometry",),
+    "exchange": ("mpi4dl.comm.exchange", f"{SPATIAL}.halo", f"{SPATIAL}.redistribution"),
+    "rules": (f"{SPATIAL}.rules",),
+    "attention": (f"{SPATIAL}.rules.attention",),
+    "streaming": ("mpi4dl.parallel.streaming",),
+    "replicas": ("mpi4dl.parallel.replicas", "mpi4dl.comm.allreduce"),
     "executor": ("mpi4dl.parallel.pipeline.executor", "mpi4dl.parallel.pipeline.stage_communication"),
+    "stages": ("mpi4dl.parallel.pipeline", "mpi4dl.parallel.tables"),
+    "tensor": ("mpi4dl.parallel.tensor",),
+    "experts": ("mpi4dl.parallel.experts", "mpi4dl.models.experts"),
+    "checkpoints": ("mpi4dl.checkpoints",),
+    "losses and metrics": ("mpi4dl.tasks",),
+    "splits": ("mpi4dl.datasets.split", "mpi4dl.datasets.slides.splits"),
+    "engine": ("mpi4dl.engine",),
 }
 
 
@@ -76,11 +85,30 @@ def see(arguments: argparse.Namespace) -> None:
     )
 
 
+def modules_in(name: str) -> list[str]:
+    """A module, and if it is a package all that are in it."""
+    found = [name]
+    folder = ROOT / name.replace(".", "/")
+    if folder.is_dir():
+        found += [each.name for each in pkgutil.walk_packages([str(folder)], f"{name}.")]
+    return found
+
+
+def drawn(rooms: Mapping[str, Sequence[str]], sample: int | None, seed: int) -> list[Mutant]:
+    """The mutants of some rooms, each once; or of each room so many, by chance."""
+    found: dict[Mutant, None] = {}
+    for names in rooms.values():
+        here = [mutant for name in names for module in modules_in(name) for mutant in mutants_of(module)]
+        here = [mutant for mutant in here if mutant not in found]
+        if sample is not None:
+            here = random.Random(seed).sample(here, min(sample, len(here)))
+        found |= dict.fromkeys(here)
+    return list(found)
+
+
 def run(arguments: argparse.Namespace) -> None:
-    modules = arguments.modules or [module for room in arguments.rooms for module in ROOMS[room]]
-    found = [mutant for module in modules for mutant in mutants_of(module)]
-    if arguments.sample is not None:
-        found = random.Random(arguments.seed).sample(found, min(arguments.sample, len(found)))
+    rooms = {"": arguments.modules} if arguments.modules else {room: ROOMS[room] for room in arguments.rooms}
+    found = drawn(rooms, arguments.sample, arguments.seed)
     known = Seen()
     told = [(mutant, known.of(mutant, arguments.seconds), arguments.limit) for mutant in found]
     verdicts = []
@@ -112,7 +140,7 @@ def main() -> None:
         command.add_argument("--workers", type=int, default=2)
     running.add_argument("--rooms", type=lambda text: text.split(","), default=[*ROOMS], help=", ".join(ROOMS))
     running.add_argument("--modules", type=lambda text: text.split(","))
-    running.add_argument("--sample", type=int, help="so many of them, by chance; all by default")
+    running.add_argument("--sample", type=int, help="so many of each room, by chance; all by default")
     running.add_argument("--seed", type=int, default=0)
     running.add_argument("--seconds", type=float, default=60.0, help="of tests that a mutant is shown to")
     running.add_argument("--limit", type=float, default=60.0, help="seconds of a test body, and half of those of all")

@@ -232,4 +232,22 @@ class _Watch(TorchFunctionMode):
                     self._gatherer.expose(found[0])
                 elif function == DATA_SET:
                     self._gatherer.refuse(found[0])
+                elif torch.is_grad_enabled() and function not in VIEWS and not getattr(function, "__name__", "").endswith("_"):
+                    args, kwargs = self._as_values(args), {key: self._as_value(x) for key, x in (kwargs or {}).items()}
         return function(*args, **(kwargs or {}))
+
+    def _as_values(self, values: Iterable[Any]) -> list[Any]:
+        return [self._as_value(value) for value in values]
+
+    def _as_value(self, value: Any) -> Any:
+        """A frozen parameter as a plain tensor of its values.
+
+        Of a block that is recomputed, PyTorch keeps a frozen parameter itself up to the backward pass, and there it
+        would be without values.
+        """
+        if isinstance(value, list | tuple) and any(id(x) in self._gatherer.bucket_of for x in value):
+            return self._as_values(value)
+        if id(value) not in self._gatherer.bucket_of or value.requires_grad:
+            return value
+        with torch._C.DisableTorchFunction():
+            return value.detach()

@@ -17,7 +17,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import handle_torch_function
 from torch.utils import _pytree as pytree
 
@@ -136,11 +137,16 @@ def _forward(block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: A
             known = grid.choices.setdefault(block, {})
             key = inputs.key
             if key not in known:
-                known[key] = _choose(block, call, inputs)
+                with saved_tensors_hooks(_itself, _itself):  # else a rehearsal counts in a block that is recomputed
+                    known[key] = _choose(block, call, inputs)
             if margin := known[key].margin:
                 held = [wide_halo(*pair) for pair in zip(inputs.spread, inputs.held(margin), strict=True)]
                 args, kwargs = pytree.tree_unflatten(held, inputs.structure)
     return call(*args, **kwargs)
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 def wide_halo(x: SpatialTensor, tiling: Tiling) -> SpatialTensor:

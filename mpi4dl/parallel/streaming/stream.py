@@ -153,6 +153,7 @@ class Streaming:
         self._states = RandomStates.now((self._device,))
         self._digests = self._states.digests()
         self._differentiable = torch.is_grad_enabled()
+        self._is_first = True  # no tile of this pass has been differentiated
         self._inputs = [Input(x, spec, plan, grid, keep[0]) for x, spec in zip(inputs, plan.inputs, strict=True)]
         self._touched_bytes = 0
         with grid.comm.together((NoRoom,)):
@@ -207,11 +208,9 @@ class Streaming:
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the inputs that are tensors, and of the parameters, summed over the tiles of this rank."""
         sums: list[Tensor | None] = [None] * len(self._parameters)
-        is_first = True
 
         def differentiate(values: Sequence[Tensor], outputs: Sequence[Tensor], zero_weight: int = 0) -> None:
             """Add the gradients of a tile. `zero_weight` > 0: add them so many times, for an output gradient of 0."""
-            nonlocal is_first
             roots, of_roots = [], []
             for y, buffer, gradient in zip(outputs, self._outputs, gradients, strict=True):
                 if gradient is None or not y.requires_grad:
@@ -220,10 +219,10 @@ class Streaming:
                     own = self._gradient(y.layout.grid.rank, buffer, gradient).to(self._device)
                     roots.append(owned(y))
                     of_roots.append(torch.zeros_like(own) if zero_weight else own)
-                else:  # every tile has the whole output, so its gradient goes to the first tile only
+                else:  # every tile has the whole output, so its gradient goes to the first tile of a pass only
                     roots.append(y)
-                    of_roots.append(gradient if is_first else torch.zeros_like(gradient))
-            is_first = False
+                    of_roots.append(gradient if self._is_first else torch.zeros_like(gradient))
+            self._is_first = False
             if not roots:
                 return
             wanted = [(x, value) for x, value in zip(self._inputs, values, strict=True) if value.requires_grad]
@@ -290,6 +289,7 @@ class Streaming:
 
     def _backward_pass(self, use: Use) -> tuple[Contributions, Exception | None]:
         """The same with gradients. `background.py` explains the gradient of equal tiles."""
+        self._is_first = True
         found: Contributions = {}
         done = len(self._recorded) - self._plan.profile.num_statistics
         for tile, read in self._read_ahead(f"backward, pass {done + 1}"):
@@ -355,10 +355,15 @@ class Streaming:
             let_go(*(getattr(buffer, "local", None) for buffer in self._outputs))
 
     def _gradient(self, tile: int, buffer: OutputBuffer, gradient: Tensor) -> Tensor:
-        """The gradient of the output that a tile owns, plus those of the equal tiles that were skipped for it."""
-        total = buffer.owned_part(tile, gradient)
-        for other in () if self._background is None else self._background.equal_to(tile):
-            total = total + buffer.owned_part(other, gradient)
+        """The gradient of the output that a tile owns, plus those of the equal tiles that were skipped for it.
+
+        Of tiles with the same part of an output, one gets its gradient.
+        """
+        equal = [] if self._background is None else self._background.equal_to(tile)
+        total = torch.zeros_like(buffer.owned_part(tile, gradient))
+        for each in (tile, *equal):
+            if each in buffer.owners:
+                total = total + buffer.owned_part(each, gradient)
         return total
 
     def _read_ahead(self, doing: str) -> Iterator[tuple[int, TilePixels | DatasetError]]:

@@ -166,13 +166,22 @@ def _with_margin(tiling: Tiling, dims: Dims, margin: int, size: tuple[int, ...])
 
 
 class OutputBuffer:
-    """This rank's part of one output, `local`, into which each tile writes the box that it owns."""
+    """This rank's part of one output, `local`, into which each tile writes the box that it owns.
+
+    An output that is not cut along an axis, such as a mean, has boxes that several tiles own: `owners` has the first of
+    this rank's tiles for each box.
+    """
 
     def __init__(self, tiles: StreamTiles, grid: Grid, like: SpatialTensor, keep: Keep) -> None:
         if like.layout.flat:
             raise TypeError("the streamed part ends where several axes are one dim: end it before that")
         self._tiling = like.layout.tiling.narrow
         self.layout = tiles.rank_layout(self._tiling, like.layout.dims, grid)
+        boxes: dict[tuple[int, ...], int] = {}
+        for tile in tiles.own:
+            places = zip(tiles.grid.coordinates(tile), like.layout.dims, strict=False)
+            boxes.setdefault(tuple(place for place, dim in places if dim is not None), tile)
+        self.owners = frozenset(boxes.values())
         shape = self.layout.local_shape(tuple(like.shape))
         self.local = keep.empty(shape, like.dtype, like.local.device)
 

@@ -29,6 +29,7 @@ from mpi4dl.parallel.spatial.sharding import image_dims
 from tests.pool.ranks import GRACE_SECONDS, Ranks
 
 RELATIVE, ABSOLUTE = 1e-10, 1e-13
+IN_CUSTOM_FUNCTION = torch._C._autograd.CreationMeta.IN_CUSTOM_FUNCTION
 SIZES = ((13, 17), (5, 9))
 Shape = tuple[int, ...]
 Function = Callable[[Tensor], Any]
@@ -213,11 +214,11 @@ def rehearse(comm: Communicator, model: nn.Module, image: Tensor, arrangement: A
 
 
 def compare_results(
-    comm: Communicator, ours: Any, plain: Any, spread: bool = False, finite: bool = False
+    comm: Communicator, ours: Any, plain: Any, spread: bool = False, finite: bool = False, scale: float = 1.0
 ) -> tuple[list[str], Tensor, Tensor]:
     """What is wrong with a result; and a weighted sum of each of both, whose gradients are to be compared.
 
-    `finite`: what is infinite or no number counts as nothing in the sums.
+    `finite`: what is infinite or no number counts as nothing in the sums. `scale` is that of `difference`.
     """
     plain_leaves, plain_structure = pytree.tree_flatten(plain)
     our_leaves, our_structure = pytree.tree_flatten(ours)
@@ -238,8 +239,10 @@ def compare_results(
                 wrong.append(f"result {i}: shape {tuple(mine.shape)}, but plain {tuple(whole.shape)}")
             if tuple(mine.local.shape) != mine.layout.local_shape(tuple(mine.shape)):
                 wrong.append(f"result {i}: local shape {tuple(mine.local.shape)} in {mine.layout.held}")
+            if mine.local._is_view() and torch._C._autograd._get_creation_meta(mine.local) == IN_CUSTOM_FUNCTION:
+                wrong.append(f"result {i}: PyTorch would let nobody write to it")
         gathered = spatial.gather(mine)
-        wrong += difference(f"result {i}", gathered.detach(), whole.detach())
+        wrong += difference(f"result {i}", gathered.detach(), whole.detach(), scale)
         if whole.is_floating_point() and whole.shape == gathered.shape:
             weight = torch.randn_like(whole.detach())
             products = [gathered * weight / comm.size, whole * weight]

@@ -198,7 +198,8 @@ def logsumexp(input: SpatialTensor, dim: DimsArgument, keepdim: bool = False) ->
     input = in_plain_dtype(input, lambda image: torch.logsumexp(image, -1))
     axes = input.layout.axes_at(dims)
     comm, part = input.layout.grid.along(axes), owned_along(input, axes)
-    part = part.float() if part.itemsize < 4 else part
+    part = part.to(torch.result_type(part, 1.0))  # of integers PyTorch makes numbers
+    part, kind = part.float() if part.itemsize < 4 else part, part.dtype
     with torch.no_grad():
         most = local_part(extremum(input, dims, True, maximum=True))
         most = most.masked_fill(most.isinf(), 0)
@@ -208,7 +209,7 @@ def logsumexp(input: SpatialTensor, dim: DimsArgument, keepdim: bool = False) ->
         return comm.all_reduce(gradient.contiguous().clone()) * (part - y).exp()
 
     result = exchange.linear(part, lambda _: y.clone(), hand_out)  # y itself would be kept by its own graph
-    return left_of(input, result.to(input.dtype), dims, keepdim)
+    return left_of(input, result.to(kind), dims, keepdim)
 
 
 @register_beside_flat(*named("prod"))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.blocks import Blocks
@@ -673,20 +674,23 @@ NEVER_REMOVED = -1  # the number of a hook: PyTorch counts from 0
 
 
 def right_gradients(model: nn.Module) -> None:
-    """Let batch norms on plain tensors hand their kernel gradients that it reads right.
+    """Let batch and instance norms on plain tensors hand their kernel gradients that it reads right.
 
     On CPUs PyTorch's kernel misreads the gradient of one image whose strides say that its channels come last, as behind
-    `flatten(2).transpose(1, 2)` and a linear layer. A copy in the usual order is read right.
+    `flatten(2).transpose(1, 2)` and a linear layer. A copy in the usual order is read right. To instance norms all
+    images are one.
     """
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and _of_one_image not in module._forward_hooks.values():
+        if isinstance(module, _BatchNorm | _InstanceNorm) and _of_one_image not in module._forward_hooks.values():
             module.register_forward_hook(_of_one_image)
 
 
 def _of_one_image(module: nn.Module, inputs: Any, output: Any) -> None:
     if type(output) is not Tensor and (not isinstance(output, Tensor) or isinstance(output, SpatialTensor)):
         return
-    if not output.requires_grad or not output.is_cpu or output.dim() <= 2 or output.shape[0] != 1:
+    if not output.requires_grad or not output.is_cpu or output.dim() <= 2:
+        return
+    if output.shape[0] != 1 and not isinstance(module, _InstanceNorm):
         return
     if output._backward_hooks is not None or output.grad_fn is None:
         output.register_hook(Tensor.contiguous)

@@ -194,7 +194,8 @@ def _of_channels(function: Any) -> Rule:
     def rule(input: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
         if input.layout.cut(1):
             raise refusal(function_name(function), "dim 1 is not the channels here")
-        return provided_by(wrap(function(input.local, *args, **kwargs), input.layout), input.providers)
+        x = input.local if input.local.numel() else input.local.to(torch.result_type(input.local, 1.0))
+        return provided_by(wrap(function(x, *args, **kwargs), input.layout), input.providers)
 
     return rule
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpi4dl.comm.exchange import Like
+from mpi4dl.comm.exchange import Like, no_view
 from mpi4dl.geometry import BATCH, Interval, Tiling, TransposedWindow, Window, ceil_div
 from mpi4dl.parallel.spatial.alignment import part as part_of
 from mpi4dl.parallel.spatial.grid import Layout
@@ -93,7 +93,8 @@ class _Weigh(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Weighing | None, cols: Weighing | None) -> Tensor:
         ctx.last, ctx.weighings = channels_last(x), (rows, cols)
-        return _weighted_sum(x, ctx.last, [None if each is None else each.forward for each in ctx.weighings])
+        y = _weighted_sum(x, ctx.last, [None if each is None else each.forward for each in ctx.weighings])
+        return no_view(y, x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -200,7 +200,7 @@ def _join(function: Any, tensors: Sequence[Tensor], dim: int, new: bool) -> Tens
     if not new and any(isinstance(x, SpatialTensor) and x.layout.flat_at(dim) for x in tensors):
         return _along_flat(tensors, dim)
     if not new and any(isinstance(x, SpatialTensor) and x.layout.axis(dim) is not None for x in tensors):
-        return _along_image(tensors, dim)
+        return _along_image([gather_axes(x, ()) for x in tensors], dim)  # flat dims are not moved
     parts, layout = align(tensors, name)
     y = function(parts, dim)
     y = wrap(y, layout.moved(lambda d: d + (d >= dim)) if new else layout)

@@ -204,7 +204,7 @@ def _summed(columns: Tensor, size: Sequence[int], numbers: Sequence[tuple[int, .
     kernel, stride, _, dilation = zip(*numbers, strict=True)
     if columns.numel() == 0:
         n, channels = columns.shape[:2]
-        return columns.new_zeros(n, channels // prod(kernel), *size) * columns.sum()
+        return (columns.new_zeros(n, channels // prod(kernel), *size) * columns.sum()).to(columns.dtype)
     return F.fold(columns.flatten(2), tuple(size), kernel, dilation, tuple(padding), stride)
 
 
@@ -229,7 +229,7 @@ def unfold_dim(input: Tensor, dimension: int, size: int, step: int) -> Tensor:
     if reached.output.held[axis].empty:
         shape = [*local.shape, size]
         shape[dim] = 0
-        windows = local.sum() * local.new_zeros(shape)
+        windows = (local.sum() * local.new_zeros(shape)).to(local.dtype)  # of integers the sum is a wider one
     else:
         windows = local.unfold(dim, size, step)
     if reached.exchange is None and not x.layout.wide:

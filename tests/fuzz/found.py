@@ -1,0 +1,60 @@
+"""Cases that went wrong once."""
+
+from collections.abc import Mapping
+
+from mpi4dl.parallel.plan import Plan
+from tests.fuzz.networks import Network
+from tests.fuzz.operators import Statements
+from tests.fuzz.texts import Text
+from tests.fuzz.trainings import Part, Training
+from tests.parallel.spatial.comparing import Arrangement
+
+TILES = Plan(((1, 2),))
+CONVOLUTION = ("convolution", {"kernel": 3, "stride": 1, "dilation": 1, "groups": 1, "mode": "zeros", "how": "plain"})
+
+TRAININGS: Mapping[str, Training] = {
+    # The gradient of an output that all tiles have was lost between two statistics of the backward pass.
+    "streamed, two outputs": Training(
+        Network((6, 6), (("activation", {"kind": "gelu"}),), "auxiliary"), (Part(TILES, stream=(1, 1)),), batch=2
+    ),
+    # That of an output that is cut along the batch alone was given to each tile.
+    "streamed, a mean of each image": Training(
+        Network((6, 6), (CONVOLUTION,), "mean"), (Part(Plan(batch_ways=(2,)), stream=(1, 2)),), batch=2
+    ),
+    "streamed, a mean of each replica's images": Training(
+        Network((6, 6), (("activation", {"kind": "gelu"}),), "mean"), (Part(Plan(data=2), stream=(1, 2)),), batch=2
+    ),
+    # What a block's halo is was tried out while tensors of a block to be recomputed were counted.
+    "halo of a block that is recomputed": Training(
+        Network((6, 6), (("coordinates", {}),), "mean"),
+        (Part(Plan(batch_ways=(2,)), recompute=True, halo="block"),),
+        batch=2,
+    ),
+}
+GPT = Text(3, (("num_layers", 1), ("num_heads", 2), ("hidden", 8), ("tied", False)))
+TEXTS: Mapping[str, Training] = {
+    # Of a frozen norm PyTorch's checkpoint kept the parameter, which had no values any more in the backward pass.
+    "frozen layers that are recomputed under ZeRO 3": Training(
+        GPT, (Part(Plan(((1,),), data=2, zero=3), recompute=True),), batch=2, still=("blocks.0",)
+    ),
+}
+REFUSED: Mapping[str, Training] = {
+    "changes its inputs in place": Training(
+        Network((6, 6), (("activation", {"kind": "relu in place"}),), "mean"), (Part(Plan(), recompute=True),), batch=2
+    ),
+}
+OPERATORS: Mapping[str, Statements] = {
+    "logsumexp of integers": Statements(("x = x.logsumexp(-1)",), (1, 1, 5), Arrangement(2), dtype="int64"),
+    "local response norm of integers": Statements(
+        ("x = F.local_response_norm(x, 2)",), (1, 1, 1, 1), Arrangement(1, 2), dtype="int64"
+    ),
+    "joined beside a flat dim": Statements(
+        ("x = x.flatten(0, 2)", "x = torch.cat([x, x[..., :1]], -1)"), (1, 2, 2, 1), Arrangement(2, 2)
+    ),
+    "windows of truth values": Statements(
+        ("x = x.unfold(0, 1, 1)", "x = x.unfold(-2, 1, 1)"), (1, 1, 1, 1), Arrangement(1, 2), dtype="bool"
+    ),
+    "columns of truth values": Statements(
+        ("x = x.any(0)", "x = F.unfold(x, 1)"), (1, 1, 1, 1), Arrangement(1, 2)
+    ),
+}
