@@ -74,7 +74,7 @@ class Norm(Layer):
         if self.last:
             return self.inner(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)  # type: ignore[no-any-return]
         y: Tensor = self.inner(x)
-        if y.requires_grad:
+        if type(y) is Tensor and y.requires_grad:
             y.register_hook(Tensor.contiguous)  # PyTorch misreads other strides where the batch has one image
         return y
 

@@ -149,8 +149,7 @@ class StreamSegment(nn.Module):
         self.inputs, self.outputs = _Nest(), _Nest()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        found, self.outputs.structure = pytree.tree_flatten(self.part(*self.inputs.of(tensors)))
-        return tuple(found)
+        return tuple(self.outputs.take(self.part(*self.inputs.of(tensors))))
 
 
 class ValuesBetween:
@@ -168,8 +167,7 @@ class ValuesBetween:
         """The leaves of those arguments of a segment that no segment before it has."""
         names = [name for name in self._inputs(segment) if name not in self._used]
         self._used |= set(names)
-        leaves: list[Any] = pytree.tree_leaves([self._known[name] for name in names], is_leaf=_is_spec)
-        return leaves
+        return _Nest().take([self._known[name] for name in names])
 
     def _inputs(self, segment: StreamSegment) -> tuple[str, ...]:
         return () if segment.program is None or segment.program.recipe.is_first else segment.program.recipe.inputs
@@ -179,9 +177,7 @@ class ValuesBetween:
         names = self._inputs(segment)
         if not names:
             return [self.result]
-        arguments = tuple(self._known[name] for name in names)
-        leaves, segment.inputs.structure = pytree.tree_flatten(arguments, is_leaf=_is_spec)
-        return leaves
+        return segment.inputs.take(tuple(self._known[name] for name in names))
 
     def behind(self, segment: StreamSegment, leaves: Sequence[Any]) -> None:
         """Take the leaves of the results of a segment. `result` is what the segment returned, or all that is alive."""
@@ -197,14 +193,33 @@ def _is_spec(value: Any) -> bool:
     return isinstance(value, InputSpec)
 
 
+CONSTANTS = (bool, int, float, complex, str, torch.Size, torch.dtype, torch.device, type(None))
+
+
 class _Nest:
-    """The pytree structure of some tensors; None for a plain sequence. Copies of a module share it."""
+    """The pytree structure of some tensors; None for a plain sequence. Copies of a module share it.
+
+    Numbers among them, such as the size of the image, are those of the whole image, and so the same in all tiles.
+    """
 
     def __init__(self) -> None:
-        self.structure: Any = None
+        self._structure: Any = None
+        self._constants: dict[int, Any] = {}  # by place
+
+    def take(self, nested: Any) -> list[Any]:
+        """The tensors in `nested`, or what describes tensors."""
+        leaves, self._structure = pytree.tree_flatten(nested, is_leaf=_is_spec)
+        self._constants = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, CONSTANTS)}
+        return [leaf for place, leaf in enumerate(leaves) if place not in self._constants]
 
     def of(self, tensors: Sequence[Any]) -> Any:
-        return tensors if self.structure is None else pytree.tree_unflatten(tensors, self.structure)
+        """The nest with these tensors in it."""
+        if self._structure is None:
+            return tensors
+        coming = iter(tensors)
+        places = range(self._structure.num_leaves)
+        leaves = [self._constants[place] if place in self._constants else next(coming) for place in places]
+        return pytree.tree_unflatten(leaves, self._structure)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Nest":
         return self
