@@ -24,6 +24,13 @@ TRAININGS: Mapping[str, Training] = {
     "streamed, a mean of each replica's images": Training(
         Network((6, 6), (("activation", {"kind": "gelu"}),), "mean"), (Part(Plan(data=2), stream=(1, 2)),), batch=2
     ),
+    # Streamed parts could hand on neither numbers nor tokens.
+    "streamed, the size of the image is used behind it": Training(
+        Network((6, 6), (("activation", {"kind": "gelu"}),), "dense"), (Part(Plan(), stream=(1, 1)),), batch=2
+    ),
+    "streamed, tokens": Training(
+        Network((6, 6), (("activation", {"kind": "gelu"}),), "token"), (Part(Plan(), stream=(1, 2)),), batch=2
+    ),
     # What a block's halo is was tried out while tensors of a block to be recomputed were counted.
     "halo of a block that is recomputed": Training(
         Network((6, 6), (("coordinates", {}),), "mean"),
