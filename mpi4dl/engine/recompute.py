@@ -69,8 +69,8 @@ def _forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs
     outputs = checkpoint(run, *plain, use_reentrant=False, context_fn=contexts)
     if given != [value._version for value in plain if isinstance(value, torch.Tensor)]:
         raise Refusal(
-            f"a block of the model ({type(block).__name__}) changes its inputs in place, and cannot be computed again from "
-            "them: leave out `recompute`, or let it work on a copy (inplace=False)"
+            f"a block of the model ({type(block).__name__}) changes its inputs in place, and cannot be computed again "
+            "from them: leave out `recompute`, or let it work on a copy (inplace=False)"
         )
     changed = next((name for name, version in _versions(block).items() if version != before.get(name)), None)
     if changed is not None:

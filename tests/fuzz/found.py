@@ -61,7 +61,5 @@ OPERATORS: Mapping[str, Statements] = {
     "windows of truth values": Statements(
         ("x = x.unfold(0, 1, 1)", "x = x.unfold(-2, 1, 1)"), (1, 1, 1, 1), Arrangement(1, 2), dtype="bool"
     ),
-    "columns of truth values": Statements(
-        ("x = x.any(0)", "x = F.unfold(x, 1)"), (1, 1, 1, 1), Arrangement(1, 2)
-    ),
+    "columns of truth values": Statements(("x = x.any(0)", "x = F.unfold(x, 1)"), (1, 1, 1, 1), Arrangement(1, 2)),
 }

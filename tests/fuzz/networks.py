@@ -299,6 +299,7 @@ KINDS: Mapping[str, type[Layer]] = {
     )
 }  # fmt: skip
 DRAWING = ("dropout", "depth")  # their numbers are those of plain PyTorch in a single stage alone
+CHANGING = ("counter", "tracker")
 # Not layers: what the network itself does with a layer, or with what an earlier one gave.
 BESIDE = ("again", "borrow", "skip", "average")
 HEADS = ("mean", "maximum", "auxiliary", "dense", "pooled", "token")
@@ -332,6 +333,11 @@ class Network:
     loss: Loss = Loss()
 
     tokens = 0
+
+    @property
+    def changes(self) -> bool:
+        """Whether layers change buffers that are no statistics of batch norms."""
+        return any(kind in CHANGING or options.get("how") == "spectral norm" for kind, options in self.layers)
 
     def batch(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         images = torch.randn(count, 3, *self.size, generator=generator, dtype=torch.float64)

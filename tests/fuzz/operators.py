@@ -81,7 +81,9 @@ class Statements:
     def plain(self) -> tuple[Any, list[Tensor]]:
         sources = [self._source(image) for image in self.images()]
         with MODES[self.mode]():
-            return self.run(*(source * 1 if source.is_floating_point() else source.clone() for source in sources)), sources
+            return self.run(
+                *(source * 1 if source.is_floating_point() else source.clone() for source in sources)
+            ), sources
 
     def _source(self, image: Tensor) -> Tensor:
         return image.requires_grad_() if self.mode == "gradients" and image.is_floating_point() else image
@@ -310,6 +312,9 @@ def lines(draw: st.DrawFn, axes: int) -> str:
     return template
 
 
+NORMS = ("norm", "distance", "std", "var", "prod", "cosine")  # whose gradients are NaN at other places among infinities
+
+
 ARRANGEMENTS = {
     1: [
         Arrangement(2), Arrangement(3), Arrangement(3, style="uneven"), Arrangement(2, style="empty"),
@@ -339,8 +344,10 @@ def cases(draw: st.DrawFn) -> Statements:
         draw(st.booleans()),
         draw(st.integers(0, 9)),
     )
+    endless = statements.values in ("infinite", "no numbers") and statements.mode == "gradients"
+    assume(not endless or not any(word in line for line in statements.lines for word in NORMS))
     try:
-        result, sources = statements.plain()
+        result = statements.plain()[0]
         leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         grown = sum((leaf.sum() for leaf in leaves if leaf.requires_grad), torch.zeros(()))
         if grown.requires_grad:

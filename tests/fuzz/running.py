@@ -4,6 +4,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,8 @@ class Hunt:
             suppress_health_check=list(HealthCheck),
             report_multiple_bugs=False,
         )
-        try:
+        with suppress(Wrong, FlakyFailure, FlakyStrategyDefinition, Unsatisfiable):
             seed(number)(how(given(target.cases())(tried)))()
-        except (Wrong, FlakyFailure, FlakyStrategyDefinition, Unsatisfiable):
-            pass
         if worst is not None:
             self._write(target, number, *worst)
 

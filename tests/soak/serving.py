@@ -80,7 +80,12 @@ class Load:
         return None if any("[DONE]" in line for line in lines) else f"it ended without [DONE]: {lines[-2:]}"
 
     def _goes_away(self, draws: random.Random) -> str | None:
-        body = {"model": "tiny", "prompt": "x" * draws.randint(1, 900), "max_tokens": 900, "stream": draws.random() < 0.5}
+        body = {
+            "model": "tiny",
+            "prompt": "x" * draws.randint(1, 900),
+            "max_tokens": 900,
+            "stream": draws.random() < 0.5,
+        }
         with suppress(httpx.TimeoutException):
             httpx.post(f"{self.served.url}{COMPLETIONS}", json=body, timeout=draws.uniform(0.01, 0.5))
         return None

@@ -232,7 +232,11 @@ class _Watch(TorchFunctionMode):
                     self._gatherer.expose(found[0])
                 elif function == DATA_SET:
                     self._gatherer.refuse(found[0])
-                elif torch.is_grad_enabled() and function not in VIEWS and not getattr(function, "__name__", "").endswith("_"):
+                elif (
+                    torch.is_grad_enabled()
+                    and function not in VIEWS
+                    and not getattr(function, "__name__", "").endswith("_")
+                ):
                     args, kwargs = self._as_values(args), {key: self._as_value(x) for key, x in (kwargs or {}).items()}
         return function(*args, **(kwargs or {}))
 

@@ -432,8 +432,8 @@ def choose_leading_part(
             )
         if ends_flat(count):
             raise CannotStream(
-                f"the streamed part would end with {cuttable.names[count - 1]}, where several axes of the image are one "
-                "dim: end it before that"
+                f"the streamed part would end with {cuttable.names[count - 1]}, where several axes of the image are "
+                "one dim: end it before that"
             )
     else:
         tile = max(split.owned(0).length for split in spec.tiling.splits[1:]) if spec.tiling is not None else 0
