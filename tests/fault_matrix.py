@@ -32,9 +32,9 @@ ended a job.
 | --- | --- | --- | --- |
 {rows}
 
-*Table: made on {date} by `python -m tests.fault_matrix`, on {cores} cores, {workers} jobs at once. Codes and messages of
-all cases: [JSON](../results/faults.json). "0" is a rank that exits well where others do not need it any more, at the end
-of a run.*
+*Table: made on {date} by `python -m tests.fault_matrix`, on {cores} cores, {workers} jobs at once. All codes and
+messages: [JSON](../results/faults.json). "0" is a rank that exits well at the end of a run, where others do not need it
+any more.*
 
 ## See also
 

@@ -174,9 +174,13 @@ class Residence:
             own = self.numbers.to(x.device)[chosen]
             token, choice = (own < len(self.own)).nonzero(as_tuple=True)
             if not len(token):
-                # A token of zeros, which goes nowhere: this rank uses all parameters when others do, which may gather.
-                made = run(x.new_zeros(1, x.shape[1]), own.new_zeros(1, 1), weights.new_zeros(1, 1))
+                # A token of zeros, which goes nowhere, but comes from the others: so this rank uses all parameters when
+                # other ranks do, forward and backward. They may gather them.
                 nothing: Tensor = _Nothing.apply(x, weights)
+                zeros = torch.cat([nothing, nothing.new_zeros(1, x.shape[1])])[-1:]
+                row = zeros if x.requires_grad else zeros.detach()
+                weight = (zeros if weights.requires_grad else zeros.detach())[:, :1].to(weights.dtype)
+                made = run(row, own.new_zeros(1, 1), weight)
                 return nothing.index_add(0, token, made[:0].to(x.dtype))
             made = run(x[token], own[token, choice][:, None], weights[token, choice][:, None])
             return torch.zeros_like(x).index_add(0, token, made.to(x.dtype))

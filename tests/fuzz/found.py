@@ -31,6 +31,16 @@ TRAININGS: Mapping[str, Training] = {
     "streamed, tokens": Training(
         Network((6, 6), (("activation", {"kind": "gelu"}),), "token"), (Part(Plan(), stream=(1, 2)),), batch=2
     ),
+    # PyTorch's kernel read the format of one image and of its gradient from dims of one entry.
+    "an instance norm of channels that come last": Training(
+        Network(
+            (6, 6),
+            (("norm", {"kind": "layer", "still": False}), ("norm", {"kind": "instance", "still": False})),
+            "mean",
+        ),
+        (Part(Plan(data=2)),),
+        batch=2,
+    ),
     # What a block's halo is was tried out while tensors of a block to be recomputed were counted.
     "halo of a block that is recomputed": Training(
         Network((6, 6), (("coordinates", {}),), "mean"),
@@ -40,6 +50,18 @@ TRAININGS: Mapping[str, Training] = {
 }
 GPT = Text(3, (("num_layers", 1), ("num_heads", 2), ("hidden", 8), ("tied", False)))
 TEXTS: Mapping[str, Training] = {
+    # A rank whose tokens all go nowhere used fewer parameters in the backward pass, where others gathered them.
+    "experts without tokens under ZeRO 3": Training(
+        Text(
+            5,
+            (
+                *(("num_layers", 2), ("num_heads", 2), ("hidden", 8), ("num_experts", 3), ("top_k", 1), ("every", 2)),
+                *(("capacity_factor", 0.7), ("balance", 0.0), ("balance_over", "batch")),
+            ),
+        ),
+        (Part(Plan(((2,), (2,)), microbatches=2, bidirectional=1, zero=3), bucket_bytes=40),),
+        batch=6,
+    ),
     # Of a frozen norm PyTorch's checkpoint kept the parameter, which had no values any more in the backward pass.
     "frozen layers that are recomputed under ZeRO 3": Training(
         GPT, (Part(Plan(((1,),), data=2, zero=3), recompute=True),), batch=2, still=("blocks.0",)

@@ -1,8 +1,8 @@
 """A training that is disturbed, and started again as by a batch system, ends as if nothing had been.
 
-Each time a random rank, or the launcher, or a file is disturbed at a random moment. A job must then go on, or end within
-its limit, with one message and no process left. It is resumed, and so on; the last time it is left alone. Weights
-must have the bits of an undisturbed run, and each step and validation must have been reported once.
+Each time a random rank, or the launcher, or a file is disturbed at a random moment. A job must then go on, or end
+within its limit, with one message and no process left. It is resumed, and so on; the last time it is left alone.
+Weights must have the bits of an undisturbed run, and each step and validation must have been reported once.
 """
 
 import os

@@ -5,7 +5,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,6 +67,26 @@ def sums_around(own: Tensor, constants: Constants) -> Tensor:
         centred, centred, ones, zeros, ones, None, None, False, 0.0, [False, True, True]
     )
     return torch.stack((near, squares, rest))
+
+
+@lru_cache(maxsize=4096)
+def _usual_strides(shape: Sequence[int], memory_format: torch.memory_format) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta", memory_format=memory_format).stride()
+
+
+def settled(x: Tensor) -> Tensor:
+    """x, whose dims of one entry have the strides that its memory format gives them.
+
+    On CPUs the kernel of batch norm's backward pass finds the format of its arguments by those strides, too. Where it
+    finds other ones for a gradient and an image than they have, its results are wrong.
+    """
+    if 1 not in x.shape:
+        return x
+    like = Like.of(x).memory_format
+    if not x.is_contiguous(memory_format=like):
+        return x
+    strides = _usual_strides(x.shape, like)
+    return x if x.stride() == strides else x.as_strided(x.shape, strides)
 
 
 class Shares(NamedTuple):
@@ -417,7 +437,7 @@ def _sums(norm: Norm, parts: Sequence[tuple[Tensor, Tensor]], mean: Tensor, vari
         if x.numel():
             # Saved statistics: kernels of CUDA ask for tensors, and look at none of these.
             _, scaled, plain = backward_of_batch_norm(
-                gradient, x, ones, mean, variance, mean, mean, False, norm.eps, [False, True, True]
+                settled(gradient), settled(x), ones, mean, variance, mean, mean, False, norm.eps, [False, True, True]
             )
             sums = torch.stack((scaled, plain))
             found = sums if found is None else found.add_(sums)
