@@ -3,7 +3,7 @@
     python -m tests.soak --minutes 60
     python -m tests.soak --minutes 10 --parts training --seed 3
 
-Half of the time is for disturbed trainings, one after the other. All that is wrong is printed as it is found, and the
+Most of the time is for disturbed trainings, one after the other. All that is wrong is printed as it is found, and the
 folders of such trainings are kept.
 """
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 MORE_BYTES = 48 << 20  # than before: caches fill, and heaps are cut to pieces
 MORE_FILES = 8
+MORE_THREADS = 16  # a server has some for requests at once
 
 
 class Resources(NamedTuple):
@@ -31,6 +32,6 @@ def grown(before: Sequence[Resources], after: Sequence[Resources]) -> list[str]:
             wrong.append(f"rank {number}: {(new.memory - old.memory) >> 20} MiB more memory")
         if new.files > old.files + MORE_FILES:
             wrong.append(f"rank {number}: {new.files} open files, {old.files} before")
-        if new.threads > old.threads + 2:
+        if new.threads > old.threads + MORE_THREADS:
             wrong.append(f"rank {number}: {new.threads} threads, {old.threads} before")
     return wrong
