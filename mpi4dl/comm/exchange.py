@@ -361,7 +361,9 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
         result = exchange.bring(x)
-        return result.clone() if result is x else no_view(result, x)  # nobody may find itself writing to x
+        if result is x:
+            return result.clone()  # nobody may find itself writing to x
+        return no_view(result, x) if result._is_view() else result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -380,18 +382,19 @@ Map = Callable[[Tensor], Tensor]
 
 
 def no_view(y: Tensor, x: Tensor) -> Tensor:
-    """y, which a custom function has made of x, as the owner of its memory, unless that is x's.
+    """The view y, which a custom function has made of x, as the owner of its memory, unless that is x's.
 
     PyTorch lets nobody write to a view that comes from a custom function.
     """
-    return y.data if y._is_view() and not torch._C._is_alias_of(y, x) else y  # type: ignore[attr-defined]
+    return y if torch._C._is_alias_of(y, x) else y.data  # type: ignore[attr-defined]
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, apply: Map, adjoint: Map) -> Tensor:
         ctx.adjoint = adjoint
-        return no_view(apply(x), x)
+        y = apply(x)
+        return no_view(y, x) if y._is_view() else y
 
     @staticmethod
     @torch.autograd.function.once_differentiable

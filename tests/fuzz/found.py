@@ -83,5 +83,11 @@ OPERATORS: Mapping[str, Statements] = {
     "windows of truth values": Statements(
         ("x = x.unfold(0, 1, 1)", "x = x.unfold(-2, 1, 1)"), (1, 1, 1, 1), Arrangement(1, 2), dtype="bool"
     ),
+    "writes in place to what was resampled": Statements(
+        ("x = F.interpolate(x, scale_factor=2, mode='nearest')", "y = x[..., 1:]; y += 1"),
+        (1, 1, 1, 1),
+        Arrangement(1, 2),
+        both=False,
+    ),
     "columns of truth values": Statements(("x = x.any(0)", "x = F.unfold(x, 1)"), (1, 1, 1, 1), Arrangement(1, 2)),
 }

@@ -18,7 +18,7 @@ SEED = 100
 SOME = {"trainings": 3, "texts": 3, "operators": 16}
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", [pytest.param("trainings", marks=pytest.mark.exhaustive), "texts", "operators"])
 def test_some_cases(ranks: Ranks, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "FOLDER", tmp_path)
     hunt = Hunt(ranks, time.monotonic() + 3600)

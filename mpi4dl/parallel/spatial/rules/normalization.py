@@ -80,8 +80,6 @@ def settled(x: Tensor) -> Tensor:
     On CPUs the kernel of batch norm's backward pass finds the format of its arguments by those strides, too. Where it
     finds other ones for a gradient and an image than they have, its results are wrong.
     """
-    if 1 not in x.shape:
-        return x
     like = Like.of(x).memory_format
     if not x.is_contiguous(memory_format=like):
         return x
@@ -435,9 +433,11 @@ def _sums(norm: Norm, parts: Sequence[tuple[Tensor, Tensor]], mean: Tensor, vari
     found: Tensor | None = None
     for gradient, x in parts:
         if x.numel():
+            if 1 in x.shape and gradient.stride() != x.stride():
+                gradient, x = settled(gradient), settled(x)
             # Saved statistics: kernels of CUDA ask for tensors, and look at none of these.
             _, scaled, plain = backward_of_batch_norm(
-                settled(gradient), settled(x), ones, mean, variance, mean, mean, False, norm.eps, [False, True, True]
+                gradient, x, ones, mean, variance, mean, mean, False, norm.eps, [False, True, True]
             )
             sums = torch.stack((scaled, plain))
             found = sums if found is None else found.add_(sums)

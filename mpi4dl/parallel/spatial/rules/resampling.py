@@ -94,7 +94,7 @@ class _Weigh(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, rows: Weighing | None, cols: Weighing | None) -> Tensor:
         ctx.last, ctx.weighings = channels_last(x), (rows, cols)
         y = _weighted_sum(x, ctx.last, [None if each is None else each.forward for each in ctx.weighings])
-        return no_view(y, x)
+        return no_view(y, x) if y._is_view() else y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
