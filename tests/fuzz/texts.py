@@ -12,6 +12,7 @@ from mpi4dl import models
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.losses import token_loss
 from tests.fuzz.trainings import Part, Training, problem, training_of
+from tests.parallel.experts.test_training import with_uneven_scores
 
 __all__ = ["Part", "Plan", "Text", "Training", "problem", "trainings"]
 VOCABULARY = 19
@@ -32,13 +33,8 @@ class Text:
         return (self.length,)
 
     def build(self) -> nn.Module:
-        model = models.build("gpt", vocabulary=VOCABULARY, context=16, **dict(self.options)).double()
-        for module in model.modules():  # routers begin with scores that are almost even
-            if isinstance(getattr(module, "bias", None), nn.Parameter):
-                nn.init.normal_(module.bias, std=0.1)
-            if type(module).__name__ == "Router":
-                nn.init.normal_(module.weight, std=0.5)
-        return model
+        model = models.build("gpt", vocabulary=VOCABULARY, context=16, **dict(self.options))
+        return with_uneven_scores(model.double())
 
     def batch(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(1, VOCABULARY, (count, self.length + 1), generator=generator)

@@ -46,8 +46,12 @@ SHORT += [("capacity", "experts 2, stages 2"), ("bias", "experts 2, context 2")]
 
 
 def build(name: str) -> nn.Module:
-    model = models.build("gpt", **{**SIZES, **MODELS[name]}).double()
-    for module in model.modules():  # routers begin with scores that are almost even
+    return with_uneven_scores(models.build("gpt", **{**SIZES, **MODELS[name]}).double())
+
+
+def with_uneven_scores(model: nn.Module) -> nn.Module:
+    """The model with other initial values: routers begin with scores that are almost even, so that rounding decides."""
+    for module in model.modules():
         if isinstance(getattr(module, "bias", None), nn.Parameter):
             nn.init.normal_(module.bias, std=0.1)
         if type(module).__name__ == "Router":
