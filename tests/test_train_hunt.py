@@ -112,7 +112,7 @@ WORK = {
     "both ways": "train --stages 2 --bidirectional 1 --run-folder {run}",
     "streamed": "train --stream 2x2 --stream-until stage2_block2 --tiles 1x2 --run-folder {run}",
     "predicts": "predict {trained} --images {images} --tiles 1x2 --out {run}",
-    "evaluates": "evaluate {trained} --images {images} --data 2",
+    "evaluates": "evaluate {trained} --data 2",
     "writes text": "generate {writer} --prompt x --max-tokens 4 --tensor 2",
 }
 WRITER = "--model gpt --model-options num_layers=1,hidden=8,num_heads=2 --context 16 --batch-size 4 --num-workers 0 "
@@ -189,7 +189,8 @@ def test_a_rank_that_fails_alone_at_any_call_of_others_ends_the_job(
 ) -> None:
     """Every fifth place, from the first on, by one fault after the other: all cases together come to every place."""
     arguments, found = places(work)
-    faults = itertools.cycle([*FAULTS[first:], *FAULTS[:first]])
+    names = [*FAULTS]
+    faults = itertools.cycle(names[first:] + names[:first])
     chosen = found[first :: len(FAULTS)]
     wrong = [hunt(work, next(faults), place, arguments, tmp_path / str(number)) for number, place in enumerate(chosen)]
     assert not any(wrong), "\n\n".join(filter(None, wrong))

@@ -14,7 +14,7 @@ from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import parse
 from mpi4dl.train import train
 from tests.commands import read_metrics, refusal
-from tests.interrupted import WEIGHTS, assert_the_same_run, flags_of
+from tests.interrupted import RUN, WEIGHTS, assert_the_same_run, flags_of
 from tests.pool.job import mpirun
 from tests.pool.ranks import Ranks
 
@@ -323,6 +323,15 @@ def test_batches_may_not_change_within_an_epoch(ranks: Ranks, tmp_path: Path) ->
     ranks(2).run(train, flags_of(folder, "--max-steps", "3", "--eval-every", "none"))
     (said,) = set(ranks(2).run(refused, *flags_of(folder, "--resume", "auto", "--batch-size", "5")))
     assert said.endswith("was written with --batch-size 4, but this is 5, which must not change within an epoch")
+
+
+def test_a_schedule_that_was_for_one_step_is_for_no_more(ranks: Ranks, tmp_path: Path) -> None:
+    """It has no warm-up, and so another form than one for more steps."""
+    flags = [*RUN[: RUN.index("--scheduler")], "--lr-schedule", "cosine", "--warmup", "0.3", "--save-every", "1"]
+    flags += ["--run-folder", str(tmp_path / "run")]
+    ranks(1).run(train, [*flags, "--max-steps", "1"])
+    (said,) = ranks(1).run(refused, *flags, "--resume", "auto")
+    assert said.startswith("--lr-schedule is for 1 step, but there will be 15: to train longer, start a new run")
 
 
 def test_a_run_without_a_whole_checkpoint_is_not_begun_anew(ranks: Ranks, uninterrupted: Path, tmp_path: Path) -> None:

@@ -176,8 +176,8 @@ def test_a_dry_run_says_what_it_would_take(ranks: Ranks, tmp_path: Path) -> None
         ("--stream auto", "--stream auto needs --memory-limit: the limit of a rank's memory, such as 6GiB"),
         ("--stream 2x2 --memory-limit 1GiB", "--memory-limit 1,024.0 MiB is for --stream auto, which chooses"),
         pytest.param(
-            "--stream auto --memory-limit 30MiB",
-            "--stream auto: no tiles keep a rank within 30.0 MiB: the least would be",
+            "--stream auto --memory-limit 5MiB",
+            "--stream auto: no tiles keep a rank within 5.0 MiB: the least would be",
             marks=pytest.mark.exhaustive,
         ),
         ("--stream-until stem", "--stream-until stem says where streaming ends, but --stream is missing"),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl._patterns import select
+from mpi4dl._wording import counted
 from mpi4dl.comm import NOT_TAKEN, Refusal
 from mpi4dl.engine.tuning import parameter_groups
 from mpi4dl.options.config import Config, ConfigError
@@ -180,12 +181,16 @@ class Schedule:
         """How many steps the schedule is for; None if it goes on for ever."""
         return getattr(self.scheduler, "total_steps", None)
 
-    def require(self, num_steps: int) -> None:
-        """Raise Refusal, alike on all ranks, if a run of so many steps is longer than the schedule."""
-        if self.num_steps is not None and self.num_steps < num_steps:
+    def require(self, num_steps: int, saved: Mapping[str, Any] | None = None) -> None:
+        """Raise Refusal, alike on all ranks, if a run of so many steps is longer than the schedule.
+
+        `saved` is the state of the schedule that a resumed run will take over.
+        """
+        planned = self.num_steps if saved is None or self.scheduler is None else saved.get("total_steps")
+        if isinstance(planned, int) and planned < num_steps:
             by = "scheduler" if self.planned is None else "lr_schedule"
             raise Refusal(
-                f"`{by}` is for {self.num_steps} steps, but there will be {num_steps}: "
+                f"`{by}` is for {counted(planned, 'step')}, but there will be {num_steps}: "
                 "to train longer, start a new run from the `weights` of this one"
             )
 

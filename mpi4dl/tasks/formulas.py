@@ -66,8 +66,14 @@ def spread(targets: Tensor, outputs: Tensor) -> Tensor:
     return shard_like(targets.unsqueeze(1), outputs).squeeze(1)
 
 
-def check_classes(targets: Tensor, num_classes: int, ignore_index: int) -> None:
-    """Raise Refusal unless all targets are classes that the model has an output for."""
+def check_classes(targets: Tensor, outputs: Tensor, ignore_index: int) -> None:
+    """Raise Refusal unless all targets (N, ...) are classes that the model's outputs (N, C, ...) are for."""
+    num_classes = outputs.shape[1]
+    if targets.dim() == outputs.dim():
+        raise Refusal(
+            f"targets {tuple(targets.shape)} are shares of the classes, as `mixup` makes them, but this loss takes "
+            "classes: choose `loss` cross_entropy, or no `mixup`"
+        )
     if not targets.numel():
         return
     wrong = (targets != ignore_index) & ((targets < 0) | (targets >= num_classes))
@@ -148,7 +154,7 @@ class CrossEntropy(BatchLoss):
         if self.classes_last:
             flat = outputs.reshape(-1, outputs.shape[-1])
             return (F.cross_entropy(flat, targets.reshape(-1), **options),)
-        check_classes(targets, outputs.shape[1], self.counting.ignore_index)
+        check_classes(targets, outputs, self.counting.ignore_index)
         return (F.cross_entropy(outputs, spread(targets, outputs).long(), **options),)
 
     def weights(self, targets: Tensor) -> Sequence[float]:
@@ -198,7 +204,7 @@ class Dice(BatchLoss):
             shares = outputs.sigmoid() * counted
         else:
             ignored = self.counting.ignore_index
-            check_classes(targets, outputs.shape[1], ignored)
+            check_classes(targets, outputs, ignored)
             own = spread(targets, outputs).unsqueeze(1)
             numbers = along_classes(torch.arange(outputs.shape[1]), outputs)
             counted = (own != ignored).to(outputs.dtype)
@@ -235,7 +241,7 @@ class Focal(BatchLoss):
             each = self._of(F.binary_cross_entropy_with_logits(outputs, wanted, reduction="none")) * counted
             return ((each if weights is None else each * along_classes(weights, outputs)).sum(),)
         own, ignored = spread(targets, outputs), self.counting.ignore_index
-        check_classes(targets, outputs.shape[1], ignored)
+        check_classes(targets, outputs, ignored)
         each = self._of(F.cross_entropy(outputs, own.long(), reduction="none", ignore_index=ignored))
         if weights is not None:
             each = each * sum((own == c).to(outputs.dtype) * weight for c, weight in enumerate(weights))

@@ -248,6 +248,7 @@ class TrainingRun:
         there = resuming.Progress.at(source)
         more = resuming.compare(source, there, self.options)
         self.config = resuming.with_its_own(self.config, source, there)
+        self.schedule.require(self.num_steps, there.scheduler)
         resuming.require_fit(source, there, self.schedule.scheduler, len(self.training))
         load(self.engine, source) if self.checkpoints is None else self.checkpoints.load(self.engine, source)
         shards = [(shard.name, shard.value) for shard in self.engine.shards()]
@@ -264,7 +265,6 @@ class TrainingRun:
             self.best.go_on(there.best)
         if self.schedule.scheduler is not None:
             self.schedule.scheduler.load_state_dict(there.scheduler)
-        self.schedule.require(self.num_steps)
         remarks += [f"resumes from {source}: step {self.engine.num_steps}, epoch {self.epoch + 1}", *more]
         return there.metrics_bytes
 

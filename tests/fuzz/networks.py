@@ -1,4 +1,4 @@
-"""Networks for images, put together from layers of many kinds, as data that can be drawn, shrunk and printed."""
+"""Networks for sequences, images and volumes, put together from layers of many kinds, as data to draw and shrink."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,20 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 CHANNELS, CLASSES = 4, 3
-Size = tuple[int, int]
+Size = tuple[int, ...]
+LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
+
+
+def of(module: Any, name: str, size: Size) -> Any:
+    """What is called name1d, name2d or name3d, by how many sides images have."""
+    return getattr(module, f"{name}{len(size)}d")
+
+
+def along(size: Size, dim: int, count: int) -> tuple[int, ...]:
+    """The shape of something that differs along one axis of space alone."""
+    shape = [1] * len(size)
+    shape[dim] = count
+    return tuple(shape)
 
 
 def _shrunk(size: int, kernel: int, stride: int, padding: int, dilation: int = 1, ceil: bool = False) -> int:
@@ -39,13 +52,13 @@ class Convolution(Layer):
         super().__init__(size)
         padding = dilation * (kernel - 1) // 2
         self.window = kernel, stride, padding, dilation
-        made = nn.Conv2d(CHANNELS, CHANNELS, kernel, stride, padding, dilation, groups, padding_mode=mode)
+        made = of(nn, "Conv", size)(CHANNELS, CHANNELS, kernel, stride, padding, dilation, groups, padding_mode=mode)
         makers = {"weight norm": parametrizations.weight_norm, "spectral norm": parametrizations.spectral_norm}
         self.inner = makers[how](made) if how in makers else made
         self.recomputed = how == "recomputed"
 
     def behind(self) -> Size:
-        return tuple(_shrunk(each, *self.window) for each in self.size)  # type: ignore[return-value]
+        return tuple(_shrunk(each, *self.window) for each in self.size)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = checkpoint(self.inner, x, use_reentrant=False) if self.recomputed else self.inner(x)
@@ -58,11 +71,11 @@ class Norm(Layer):
     def __init__(self, size: Size, kind: str, still: bool) -> None:
         super().__init__(size)
         kinds: dict[str, Callable[[], nn.Module]] = {
-            "batch": lambda: nn.BatchNorm2d(CHANNELS),
-            "batch, plain": lambda: nn.BatchNorm2d(CHANNELS, affine=False, momentum=None),
-            "batch, of now": lambda: nn.BatchNorm2d(CHANNELS, track_running_stats=False),
+            "batch": lambda: of(nn, "BatchNorm", size)(CHANNELS),
+            "batch, plain": lambda: of(nn, "BatchNorm", size)(CHANNELS, affine=False, momentum=None),
+            "batch, of now": lambda: of(nn, "BatchNorm", size)(CHANNELS, track_running_stats=False),
             "group": lambda: nn.GroupNorm(2, CHANNELS),
-            "instance": lambda: nn.InstanceNorm2d(CHANNELS, affine=True),
+            "instance": lambda: of(nn, "InstanceNorm", size)(CHANNELS, affine=True),
             "layer": lambda: nn.LayerNorm(CHANNELS),
             "image": lambda: nn.LayerNorm((CHANNELS, *size)),
         }
@@ -72,7 +85,7 @@ class Norm(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.last:
-            return self.inner(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)  # type: ignore[no-any-return]
+            return self.inner(x.movedim(1, -1)).movedim(-1, 1)  # type: ignore[no-any-return]
         y: Tensor = self.inner(x)
         if type(y) is Tensor and y.requires_grad:
             y.register_hook(Tensor.contiguous)  # PyTorch misreads other strides where the batch has one image
@@ -94,11 +107,11 @@ class Pool(Layer):
     def __init__(self, size: Size, kind: str, kernel: int, stride: int, padding: bool, ceil: bool) -> None:
         super().__init__(size)
         self.window = kernel, stride, kernel // 2 * padding, 1, ceil
-        kinds = {"max": nn.MaxPool2d, "average": nn.AvgPool2d}
-        self.inner = kinds[kind](kernel, stride, kernel // 2 * padding, ceil_mode=ceil)
+        made = of(nn, {"max": "MaxPool", "average": "AvgPool"}[kind], size)
+        self.inner = made(kernel, stride, kernel // 2 * padding, ceil_mode=ceil)
 
     def behind(self) -> Size:
-        return tuple(_shrunk(each, *self.window) for each in self.size)  # type: ignore[return-value]
+        return tuple(_shrunk(each, *self.window) for each in self.size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x)  # type: ignore[no-any-return]
@@ -107,18 +120,18 @@ class Pool(Layer):
 class Up(Layer):
     def __init__(self, size: Size, mode: str) -> None:
         super().__init__(size)
-        self.mode = mode
+        self.mode = LINEAR[len(size)] if mode == "linear" else mode
         if mode == "transposed":
-            self.inner = nn.ConvTranspose2d(CHANNELS, CHANNELS, 3, 2, 1, 1)
+            self.inner = of(nn, "ConvTranspose", size)(CHANNELS, CHANNELS, 3, 2, 1, 1)
 
     def behind(self) -> Size:
-        return 2 * self.size[0], 2 * self.size[1]
+        return tuple(2 * each for each in self.size)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.mode == "transposed":
             return self.inner(x)
         if self.mode == "shuffle":
-            return F.pixel_shuffle(x.repeat(1, 4, 1, 1), 2)
+            return F.pixel_shuffle(x.repeat(1, 4, 1, 1), 2)  # of images alone
         return F.interpolate(x, scale_factor=2, mode=self.mode, align_corners=False if self.mode != "nearest" else None)
 
 
@@ -127,7 +140,8 @@ class Positions(Layer):
 
     def __init__(self, size: Size, of: str, begin: str, how: str) -> None:
         super().__init__(size)
-        shapes = {"place": size, "row": (size[0], 1), "column": (1, size[1]), "channel": (1, 1)}
+        shapes = {"row": along(size, 0, size[0]), "column": along(size, -1, size[-1]), "channel": along(size, 0, 1)}
+        shapes["place"] = size
         self.table = nn.Parameter(getattr(torch, begin)(CHANNELS, *shapes[of]))
         self.how = how
 
@@ -143,7 +157,7 @@ class Mask(Layer):
     def __init__(self, size: Size, how: str) -> None:
         super().__init__(size)
         mask = torch.ones(1, 1, *size)
-        mask[..., : max(1, size[0] // 3), size[1] // 2 :] = 0.25
+        mask[:, :, : max(1, size[0] // 3)][..., size[-1] // 2 :] = 0.25
         self.register_buffer("mask", mask)
         self.how = how
 
@@ -156,11 +170,11 @@ class Mask(Layer):
 class Coordinates(Layer):
     def __init__(self, size: Size) -> None:
         super().__init__(size)
-        self.mix = nn.Conv2d(CHANNELS + 1, CHANNELS, 1)
+        self.mix = of(nn, "Conv", size)(CHANNELS + 1, CHANNELS, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = torch.linspace(-1, 1, x.shape[2], dtype=x.dtype, device=x.device).view(1, 1, -1, 1)
-        return self.mix(torch.cat([x, rows.expand(x.shape[0], 1, -1, x.shape[3])], 1))  # type: ignore[no-any-return]
+        rows = torch.linspace(-1, 1, x.shape[2], dtype=x.dtype, device=x.device).view(-1, *[1] * (len(self.size) - 1))
+        return self.mix(torch.cat([x, rows.expand(x.shape[0], 1, *x.shape[2:])], 1))  # type: ignore[no-any-return]
 
 
 class Gate(Layer):
@@ -173,8 +187,9 @@ class Gate(Layer):
     def forward(self, x: Tensor) -> Tensor:
         if self.of == "places":
             return x * x.flatten(2).softmax(2).view(x.shape).mean(1, keepdim=True) * x[0, 0].numel()
-        pooled = x.amax((2, 3)) if self.of == "maxima" else x.mean((2, 3))
-        return x * self.inner(pooled).sigmoid()[..., None, None]
+        space = tuple(range(2, 2 + len(self.size)))
+        pooled = x.amax(space) if self.of == "maxima" else x.mean(space)
+        return x * self.inner(pooled).sigmoid()[(..., *[None] * len(space))]
 
 
 class Attention(Layer):
@@ -190,7 +205,8 @@ class Attention(Layer):
 class Dropout(Layer):
     def __init__(self, size: Size, kind: str, p: float) -> None:
         super().__init__(size)
-        self.inner = {"pixels": nn.Dropout, "channels": nn.Dropout2d, "alpha": nn.AlphaDropout}[kind](p)
+        kinds = {"pixels": nn.Dropout, "channels": of(nn, "Dropout", size), "alpha": nn.AlphaDropout}
+        self.inner = kinds[kind](p)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x)  # type: ignore[no-any-return]
@@ -201,12 +217,12 @@ class Depth(Layer):
 
     def __init__(self, size: Size, p: float) -> None:
         super().__init__(size)
-        self.inner, self.p = nn.Conv2d(CHANNELS, CHANNELS, 1), p
+        self.inner, self.p = of(nn, "Conv", size)(CHANNELS, CHANNELS, 1), p
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x)
         if self.training:
-            y = y * x.new_empty(x.shape[0], 1, 1, 1).bernoulli_(1 - self.p) / (1 - self.p)
+            y = y * x.new_empty(x.shape[0], *[1] * (1 + len(self.size))).bernoulli_(1 - self.p) / (1 - self.p)
         return x + y
 
 
@@ -235,10 +251,10 @@ class Tracker(Layer):
         self.register_buffer("mean", torch.zeros(CHANNELS))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x - self.mean.clone().view(-1, 1, 1)
+        y = x - self.mean.clone().view(-1, *[1] * len(self.size))
         if self.training:
             with torch.no_grad():
-                self.mean.mul_(0.9).add_(x.mean((0, 2, 3)), alpha=0.1)
+                self.mean.mul_(0.9).add_(x.mean((0, *range(2, 2 + len(self.size)))), alpha=0.1)
         return y
 
 
@@ -251,19 +267,23 @@ class Moves(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "flip":
-            return x.flip(3)
+            return x.flip(-1)
         if self.kind == "roll":
-            return x.roll((1, -2), (2, 3))
+            return x.roll((1, -2), (2, -1))
         if self.kind == "channels":
             first, second = x.chunk(2, 1)
             return torch.cat([second, first.sigmoid()], 1)
         if self.kind == "pad":
-            return F.pad(x, (1, 2, 2, 1), mode="replicate")[:, :, 2:-1, 1:-2]
+            return F.pad(x, (1, 2) * len(self.size), mode="replicate")[:, :, 1:-2][..., 1:-2]
         if self.kind == "in place":
             same = x = x * 1.0
             x[:, :2] += 0.1
             return x + same
-        return x + x.detach() * x.shape[2] / x.shape[3]
+        if self.kind == "without gradient":
+            with torch.no_grad():
+                still = x.sigmoid()
+            return x * still
+        return x + x.detach() * x.shape[2] / x.shape[-1]
 
 
 class Idle(Layer):
@@ -277,17 +297,48 @@ class Idle(Layer):
         return x + self.empty.sum()
 
 
-class Hooked(Layer):
-    """A hook on the gradient of an activation, and one on that of a parameter."""
+def doubled(value: Tensor) -> Tensor:
+    return 2 * value
 
-    def __init__(self, size: Size) -> None:
+
+def shifted_inputs(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    return (inputs[0] + 0.1,)
+
+
+def gated_output(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    return output * inputs[0].tanh()
+
+
+def halved_gradients(module: nn.Module, before: tuple[Tensor], behind: tuple[Tensor]) -> tuple[Tensor]:
+    return (before[0] / 2,)
+
+
+def tripled_gradients(module: nn.Module, behind: tuple[Tensor]) -> tuple[Tensor]:
+    return (3 * behind[0],)
+
+
+class Hooked(Layer):
+    """A hook on the gradient of an activation or of a parameter, or on a module of its own."""
+
+    def __init__(self, size: Size, where: str) -> None:
         super().__init__(size)
-        self.scale = nn.Parameter(torch.ones(CHANNELS, 1, 1))
+        self.scale, self.where = nn.Parameter(torch.ones(CHANNELS, *[1] * len(size))), where
+        self.inner = of(nn, "Conv", size)(CHANNELS, CHANNELS, 1)
+        if where == "parameter":
+            self.scale.register_hook(doubled)
+        elif where == "before":
+            self.inner.register_forward_pre_hook(shifted_inputs)
+        elif where == "behind":
+            self.inner.register_forward_hook(gated_output)
+        elif where == "backward":
+            self.inner.register_full_backward_hook(halved_gradients)
+        elif where == "before backward":
+            self.inner.register_full_backward_pre_hook(tripled_gradients)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x * self.scale
-        if y.requires_grad:
-            y.register_hook(lambda gradient: 2 * gradient)
+        y = self.inner(x * self.scale)
+        if self.where == "activation" and y.requires_grad:
+            y.register_hook(doubled)
         return y
 
 
@@ -352,7 +403,7 @@ class Made(nn.Module):
     def __init__(self, network: Network) -> None:
         super().__init__()
         self.network, size = network, network.size
-        self.stem, self.layers = nn.Conv2d(3, CHANNELS, 1), nn.ModuleList()
+        self.stem, self.layers = of(nn, "Conv", size)(3, CHANNELS, 1), nn.ModuleList()
         for kind, options in network.layers:
             if kind in KINDS:
                 layer = KINDS[kind](size, **options)
@@ -363,9 +414,9 @@ class Made(nn.Module):
                 layer = Layer(size)
             self.layers.append(layer)
         if network.head == "dense":
-            self.last: nn.Module = nn.Conv2d(CHANNELS, CLASSES, 1)
+            self.last: nn.Module = of(nn, "Conv", size)(CHANNELS, CLASSES, 1)
         elif network.head == "pooled":
-            self.last = nn.Linear(4 * CHANNELS, CLASSES)
+            self.last = nn.Linear(2 ** len(size) * CHANNELS, CLASSES)
         else:
             self.last = nn.Linear(CHANNELS, CLASSES)
         if network.head == "auxiliary":
@@ -375,30 +426,31 @@ class Made(nn.Module):
             self.looks = nn.MultiheadAttention(CHANNELS, 2, batch_first=True)
 
     def forward(self, x: Tensor) -> Any:
-        size = x.shape[2:]
+        size, space = x.shape[2:], tuple(range(2, 2 + len(self.network.size)))
         x = self.stem(x)
         seen = [x]
         for (kind, options), layer in zip(self.network.layers, self.layers, strict=True):
             if kind == "skip":
                 x = x + F.interpolate(seen[options["of"]], x.shape[2:])
             elif kind == "average":
-                x = x + seen[options["of"]].mean((0, 2, 3), keepdim=True)
+                x = x + seen[options["of"]].mean((0, *space), keepdim=True)
             elif kind == "again":
                 other = self.layers[options["of"]]
                 x = other(x) if other.behind() == other.size == layer.size else x
             elif kind == "borrow":
-                x = F.conv2d(x, self.stem.weight.mean(1, keepdim=True).expand(-1, CHANNELS, -1, -1))
+                weight = self.stem.weight.mean(1, keepdim=True)
+                x = of(F, "conv", size)(x, weight.expand(-1, CHANNELS, *weight.shape[2:]))
             else:
                 x = layer(x)
             seen.append(x)
         head = self.network.head
         if head == "dense":
-            return F.interpolate(self.last(x), size, mode="bilinear")
+            return F.interpolate(self.last(x), size, mode=LINEAR[len(size)])
         if head == "pooled":
-            return self.last(F.adaptive_avg_pool2d(x, 2).flatten(1))
+            return self.last(of(F, "adaptive_avg_pool", size)(x, 2).flatten(1))
         if head == "token":
             tokens = torch.cat([self.token.expand(x.shape[0], -1, -1), x.flatten(2).transpose(1, 2)], 1)
             return self.last(self.looks(tokens[:, :1], tokens, tokens, need_weights=False)[0][:, 0])
         if head == "auxiliary":
-            return self.last(x.mean((2, 3))), self.beside(seen[len(seen) // 2].mean((2, 3)))
-        return self.last(x.amax((2, 3)) if head == "maximum" else x.mean((2, 3)))
+            return self.last(x.mean(space)), self.beside(seen[len(seen) // 2].mean(space))
+        return self.last(x.amax(space) if head == "maximum" else x.mean(space))

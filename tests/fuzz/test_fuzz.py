@@ -15,10 +15,13 @@ from tests.fuzz.targets import TARGETS, Target
 from tests.pool.ranks import Ranks
 
 SEED = 100
-SOME = {"trainings": 3, "texts": 3, "operators": 16}
+SOME = {"trainings": 3, "commands": 4, "requests": 8, "texts": 3, "operators": 16}
+LONG = ("trainings", "commands", "requests")
 
 
-@pytest.mark.parametrize("name", [pytest.param("trainings", marks=pytest.mark.exhaustive), "texts", "operators"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in LONG else ()) for name in SOME]
+)
 def test_some_cases(ranks: Ranks, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "FOLDER", tmp_path)
     hunt = Hunt(ranks, time.monotonic() + 3600)

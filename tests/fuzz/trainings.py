@@ -59,7 +59,7 @@ class Part:
     offload: str = "none"
     bucket_bytes: int = 300
     all_reduce: str = "auto"
-    stream: tuple[int, int] | None = None
+    stream: tuple[int, ...] | None = None
     segments: int = 1
     keep: str = "device"
 
@@ -356,7 +356,11 @@ def differences(found: list[Found], expected: Found) -> Iterator[str]:
 
 # What is drawn
 
-GRIDS = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 3), (4, 1))
+GRIDS: dict[int, tuple[tuple[int, ...], ...]] = {
+    1: ((1,), (2,), (3,), (4,)),
+    2: ((1, 1), (1, 2), (2, 1), (2, 2), (1, 3), (4, 1)),
+    3: ((1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 2, 2), (2, 1, 2), (3, 1, 1)),
+}
 OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "convolution": {
         "kernel": st.sampled_from([3, 1, 2, 5]),
@@ -380,7 +384,7 @@ OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "padding": st.booleans(),
         "ceil": st.booleans(),
     },
-    "up": {"mode": st.sampled_from(["nearest", "bilinear", "bicubic", "transposed", "shuffle"])},
+    "up": {"mode": st.sampled_from(["nearest", "linear", "bicubic", "transposed", "shuffle"])},
     "positions": {
         "of": st.sampled_from(["place", "row", "column", "channel"]),
         "begin": st.sampled_from(["zeros", "ones", "randn"]),
@@ -394,9 +398,11 @@ OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "depth": {"p": st.sampled_from([0.0, 0.5])},
     "counter": {},
     "tracker": {},
-    "moves": {"kind": st.sampled_from(["flip", "roll", "channels", "pad", "in place", "detached"])},
+    "moves": {"kind": st.sampled_from(["flip", "roll", "channels", "pad", "in place", "detached", "without gradient"])},
     "idle": {},
-    "hooked": {},
+    "hooked": {
+        "where": st.sampled_from(["activation", "parameter", "before", "behind", "backward", "before backward"])
+    },
 }  # fmt: skip
 COMMON = ("convolution", "norm", "activation")
 
@@ -415,7 +421,8 @@ def networks(draw: st.DrawFn, drawing: bool) -> Network:
         elif name in KINDS:
             options = {key: draw(values) for key, values in OPTIONS[name].items()}
         layers.append((name, options))
-    size = draw(st.tuples(st.integers(6, 17), st.integers(6, 17)))
+    sides = draw(st.sampled_from([2, 2, 2, 1, 3]))
+    size = tuple(draw(st.integers(6, (40, 17, 9)[sides - 1])) for _ in range(sides))
     head = draw(st.sampled_from(HEADS))
     ignores = head == "dense" and draw(st.booleans())
     loss = Loss(draw(st.sampled_from([0.0, 0.1])), draw(st.booleans()), ignores)
@@ -429,14 +436,14 @@ def networks(draw: st.DrawFn, drawing: bool) -> Network:
 
 
 @st.composite
-def plans(draw: st.DrawFn, most_stages: int, most_ranks: int = 4) -> Plan:
+def plans(draw: st.DrawFn, most_stages: int, sides: int = 2, most_ranks: int = 4) -> Plan:
     schedule = draw(st.sampled_from(sorted(SCHEDULES)))
     places = draw(st.integers(1, most_stages))
     chunks = 2 if schedule == "interleaved" else 1
     assume(places * chunks <= most_stages)
     mirrors = schedule != "interleaved" and places > 1
     plan = Plan(
-        tiles=tuple(draw(st.sampled_from(GRIDS)) for _ in range(places)),
+        tiles=tuple(draw(st.sampled_from(GRIDS[sides])) for _ in range(places)),
         batch_ways=tuple(draw(st.sampled_from([1, 1, 1, 2])) for _ in range(places)),
         data=draw(st.sampled_from([1, 1, 2])),
         microbatches=draw(st.integers(1, 3)),
@@ -450,8 +457,8 @@ def plans(draw: st.DrawFn, most_stages: int, most_ranks: int = 4) -> Plan:
 
 
 @st.composite
-def parts(draw: st.DrawFn, most_stages: int, streams: bool) -> Part:
-    plan = draw(plans(most_stages))
+def parts(draw: st.DrawFn, most_stages: int, streams: bool, sides: int = 2) -> Part:
+    plan = draw(plans(most_stages, sides))
     streamed = streams and draw(st.sampled_from([False, False, True]))
     return Part(
         plan,
@@ -461,7 +468,7 @@ def parts(draw: st.DrawFn, most_stages: int, streams: bool) -> Part:
         offload=draw(st.sampled_from(["none", "none", "cpu", "disk"])),
         bucket_bytes=draw(st.sampled_from([40, 300, 1 << 20])),
         all_reduce=draw(st.sampled_from(["auto", "ring", "two-level"])),
-        stream=draw(st.tuples(st.integers(1, 3), st.integers(1, 3))) if streamed else None,
+        stream=draw(st.tuples(*[st.integers(1, 3)] * sides)) if streamed else None,
         segments=draw(st.integers(1, 2)) if streamed else 1,
         keep=draw(st.sampled_from(["device", "host", "disk"])) if streamed else "device",
     )
@@ -471,7 +478,7 @@ def parts(draw: st.DrawFn, most_stages: int, streams: bool) -> Part:
 def trainings(draw: st.DrawFn) -> Training:
     most_stages = draw(st.integers(1, 3))
     network = draw(networks(drawing=most_stages == 1))
-    made = tuple(draw(st.lists(parts(most_stages, True), min_size=1, max_size=3)))
+    made = tuple(draw(st.lists(parts(most_stages, True, len(network.size)), min_size=1, max_size=3)))
     if network.changes:  # which is refused, by a rank alone, and so takes long
         assume(not any(part.recompute or part.plan.bidirectional for part in made))
     still = draw(st.sampled_from([(), (), (f"layers.{draw(st.integers(0, len(network.layers) - 1))}",)]))

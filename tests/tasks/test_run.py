@@ -216,6 +216,13 @@ def test_a_class_that_there_is_none_of_is_refused(target: int) -> None:
         build_loss("dice+cross_entropy")(torch.zeros(1, 3, 2, 2), torch.full((1, 2, 2), target))
 
 
+@pytest.mark.parametrize("name", ["dice", "focal", "cross_entropy+dice"])
+def test_means_of_classes_are_refused_by_losses_that_take_classes(name: str) -> None:
+    """Mixup makes targets (N, C); by dice they met outputs (N, C) as if they were of another shape."""
+    with pytest.raises(Refusal, match=r"^targets \(2, 3\) are shares of the classes"):
+        build_loss(name)(torch.zeros(2, 3), torch.full((2, 3), 1 / 3))
+
+
 def test_heads_are_found_whatever_a_model_returns() -> None:
     main, other = torch.zeros(1), torch.ones(1)
     assert heads_of({"aux": other, "out": main, "hidden": None}) == (main, ((0.5, other),), None)
