@@ -445,7 +445,7 @@ class Made(nn.Module):
             seen.append(x)
         head = self.network.head
         if head == "dense":
-            return F.interpolate(self.last(x), size, mode=LINEAR[len(size)])
+            return F.interpolate(self.last(x), size, mode=LINEAR[len(self.network.size)])
         if head == "pooled":
             return self.last(of(F, "adaptive_avg_pool", size)(x, 2).flatten(1))
         if head == "token":
