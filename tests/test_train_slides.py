@@ -408,6 +408,7 @@ def refused(comm: Communicator, act: Callable[..., None], argv: list[str]) -> st
         ("--mpp 0.2", "coarser than"),
         ("--mpp 0.5 --level 1", "mpp and level both say"),
         ("--fit crop", "`fit` crop is for whole images"),
+        ("--mixup 0.2", "`mixup` 0.2 mixes whole images"),
         ("--folds 1", "choose two folds or more"),
         ("--image-size 64", "more than image-size 64x64"),
         ("--slide-column what", "what"),

@@ -551,6 +551,10 @@ def build_mixup(config: Config, task: str, num_classes: int) -> Mixup | None:
     if not FORMS[task].have_means:
         mixed = ", ".join(form.task for form in FORMS.values() if form.have_means)
         raise ConfigError(f"`mixup` {config.data.mixup}: labels to {task} have no means; it is for {mixed}")
+    if config.slides.slides is not None and config.model.patches is not None:
+        raise ConfigError(
+            f"`mixup` {config.data.mixup} mixes whole images, but each slide has `patches` at other places"
+        )
     return Mixup(config.data.mixup, num_classes, config.training.seed)
 
 

@@ -187,10 +187,10 @@ class Schedule:
         `saved` is the state of the schedule that a resumed run will take over.
         """
         planned = self.num_steps if saved is None or self.scheduler is None else saved.get("total_steps")
-        if isinstance(planned, int) and planned < num_steps:
+        if isinstance(planned, int | float) and planned < num_steps:
             by = "scheduler" if self.planned is None else "lr_schedule"
             raise Refusal(
-                f"`{by}` is for {counted(planned, 'step')}, but there will be {num_steps}: "
+                f"`{by}` is for {counted(int(planned), 'step')}, but there will be {num_steps}: "
                 "to train longer, start a new run from the `weights` of this one"
             )
 

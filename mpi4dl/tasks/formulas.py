@@ -71,8 +71,8 @@ def check_classes(targets: Tensor, outputs: Tensor, ignore_index: int) -> None:
     num_classes = outputs.shape[1]
     if targets.dim() == outputs.dim():
         raise Refusal(
-            f"targets {tuple(targets.shape)} are shares of the classes, as `mixup` makes them, but this loss takes "
-            "classes: choose `loss` cross_entropy, or no `mixup`"
+            f"targets {tuple(targets.shape)} have a number for each output, such as shares of classes that `mixup` "
+            "makes, but this loss takes one class each: choose another `loss`, or no `mixup`"
         )
     if not targets.numel():
         return

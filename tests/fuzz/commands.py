@@ -274,7 +274,15 @@ SLIDE_ONLY = (
     ("--most-patches 9",),
     ("--stain-norm macenko", "--stain-norm reinhard"),
 )
-OF_NET = ("--freeze", "--eval-mode", "--lr-of", "--fit", "--random-crop", "--recompute")  # which patches do not take
+OF_NET = (
+    "--freeze",
+    "--eval-mode",
+    "--lr-of",
+    "--fit",
+    "--mixup",
+    "--random-crop",
+    "--recompute",
+)  # which patches do not take
 BESIDE_PLANS = ("--halo block", "--offload cpu", "--offload disk", "--allreduce ring", "--balance memory")
 
 

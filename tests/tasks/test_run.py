@@ -219,7 +219,7 @@ def test_a_class_that_there_is_none_of_is_refused(target: int) -> None:
 @pytest.mark.parametrize("name", ["dice", "focal", "cross_entropy+dice"])
 def test_means_of_classes_are_refused_by_losses_that_take_classes(name: str) -> None:
     """Mixup makes targets (N, C); by dice they met outputs (N, C) as if they were of another shape."""
-    with pytest.raises(Refusal, match=r"^targets \(2, 3\) are shares of the classes"):
+    with pytest.raises(Refusal, match=r"^targets \(2, 3\) have a number for each output"):
         build_loss(name)(torch.zeros(2, 3), torch.full((2, 3), 1 / 3))
 
 
