@@ -137,7 +137,7 @@ def _defaults() -> Iterable[str]:
 
 def _presets() -> Iterable[str]:
     """A heading and a table of the presets."""
-    from mpi4dl.options.config import PRESETS
+    from mpi4dl.options.presets import PRESETS
 
     yield "\n### Presets\n"
     yield "`--preset NAME` changes these defaults. Files and flags override them; `--print-config` shows the result."

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.damaged.kinds import kinds
 from tests.damaged.test_damaged import problems
-from tests.fuzz import commands, operators, requests, texts, trainings
+from tests.fuzz import commands, operators, requests, tables, texts, trainings
 from tests.pool.ranks import Ranks
 
 AT_ONCE = 20
@@ -48,6 +48,7 @@ TARGETS: Mapping[str, Target] = {
         Target("commands", commands.__name__, commands.runs, commands.problem),
         Target("requests", requests.__name__, requests.cases, requests.problem),
         Target("operators", operators.__name__, operators.cases, operators.problem),
+        Target("tables", tables.__name__, tables.sheets, tables.problem),
         Target("files", __name__, files, problem),
     )
 }

@@ -1,0 +1,224 @@
+"""How ranks share the work: tiles, stages, replicas, tensors, experts."""
+
+from dataclasses import dataclass
+
+from mpi4dl.options.declare import instead, option, same_as
+from mpi4dl.options.kinds import (
+    BOOLEAN,
+    BYTES,
+    COUNT,
+    COUNT_OR_ZERO,
+    COUNTS,
+    GRIDS,
+    NAME,
+    NOT_NEGATIVE,
+    SIDES,
+    ZERO_STAGE,
+    choice,
+    either,
+    optional,
+)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How ranks share the work: tiles, stages, replicas, tensors, experts."""
+
+    tiles: tuple[tuple[int, ...], ...] = option(
+        ((1, 1),),
+        "grid of tiles of every image, one tile per rank: for all stages, or for each",
+        GRIDS,
+        brief="grid of tiles of each image",
+        known_as=instead("use {option} with a grid of as many tiles, such as 2x2", "num-spatial-parts spatial-parts")
+        | instead("use {option}: 2x2 is square, 1x4 vertical, 4x1 horizontal", "slice-method")
+        | instead("use {option} with a grid such as 2x2: tiles are counted, not measured", "tile-size"),
+    )
+    stages: int = option(
+        1,
+        "number of pipeline stages of the model",
+        COUNT,
+        brief="number of pipeline stages",
+        known_as=same_as("pp pp-size pipeline-parallel-size pipeline-model-parallel-size split-size num-stages"),
+    )
+    batch_ways: tuple[int, ...] = option(
+        (1,), "number of ranks that split the batch of a stage: for all stages, or for each", COUNTS
+    )
+    data: int = option(
+        1,
+        "number of data replicas that share the batch",
+        COUNT,
+        brief="number of data replicas, which share the batch",
+        known_as=same_as("dp dp-size data-parallel-size num-replicas")
+        | instead("use {option} N for replicas, --zero to shard their state, --tiles for large images", "strategy")
+        | instead("leave it out: batch norm takes its statistics over all ranks", "sync-bn sync-batchnorm"),
+    )
+    microbatches: int = option(
+        1,
+        "number of microbatches of a batch, in each wave",
+        COUNT,
+        known_as=same_as("num-microbatches parts gradient-accumulation-chunks")
+        | instead("use {option} N, which counts the microbatches of a batch", "micro-batch-size"),
+    )
+    schedule: str = option(
+        "1f1b",
+        "order of microbatches in the stages",
+        choice("layer", "gpipe", "1f1b", "interleaved", "zero-bubble"),
+    )
+    bidirectional: int = option(
+        0, "GEMS: number of pairs of waves through the model and a mirrored copy; 0: no copy", COUNT_OR_ZERO
+    )
+    chunks: int = option(1, "number of stages of each rank with the interleaved schedule", COUNT)
+    tensor: int = option(
+        1,
+        "tensor parallelism: number of ranks that share the parameters and features of each layer",
+        COUNT,
+        known_as=same_as("tp tp-size tensor-parallel-size tensor-model-parallel-size"),
+    )
+    sequence: bool = option(
+        False,
+        "sequence parallelism: the ranks of --tensor share tokens between the layers that they cut",
+        BOOLEAN,
+        known_as=instead("use {option}", "sequence-parallel"),
+    )
+    tensor_styles: str | None = option(
+        None,
+        'a TOML file with the cuts of parameters, such as "blocks.*.up" = "column"; none: the table or plan of the '
+        "model",
+        optional(NAME),
+    )
+    experts: int = option(
+        1,
+        "number of ranks that share experts; they split the batch as those of --data do",
+        COUNT,
+        known_as=same_as("ep ep-size expert-parallel-size expert-model-parallel-size"),
+    )
+    moe: str = option(
+        "tensor",
+        "what the ranks of --tensor hold of experts: a part of each, or whole ones",
+        choice("tensor", "expert"),
+    )
+    zero: int = option(
+        0,
+        "ZeRO: ranks share the optimizer's state (1), the gradients, too (2), the parameters, too (3)",
+        ZERO_STAGE,
+        brief="ZeRO: share optimizer state (1), gradients (2), all (3)",
+        known_as=same_as("zero-stage")
+        | instead("use {option} 3", "fsdp")
+        | instead("use {option} 1, 2 or 3", "deepspeed sharding"),
+    )
+    offload: str = option(
+        "none",
+        "where to keep master weights and optimizer state: on the device (none), the host, or disk",
+        choice("none", "cpu", "disk"),
+        known_as=instead("use {option} cpu", "cpu-offload offload-optimizer"),
+    )
+    offload_folder: str | None = option(
+        None,
+        "folder on a fast local disk for --offload disk and --stream-keep disk; none: that of temporary files",
+        optional(NAME),
+        per_rank=True,
+    )
+    allreduce: str = option(
+        "auto",
+        "algorithm that sums gradients over ranks; auto: by the number of ranks",
+        choice("auto", "library", "direct", "ring", "two-level", formerly={"measured": "auto"}),
+    )
+    balance: str | tuple[int, ...] = option(
+        "auto",
+        "how to cut the model into stages: by times, measured once (auto) or on all ranks (measured), by FLOPs or "
+        "memory, or by the number of units of each stage",
+        either(COUNTS, "auto", "flops", "memory", "measured"),
+    )
+    halo: str = option(
+        "layer",
+        "exchange halos for each layer, or once for all layers of a block",
+        choice("layer", "block", formerly={"auto": "layer"}),
+    )
+    stream: tuple[int, ...] | str | None = option(
+        None,
+        "process each rank's part of an image in this grid of tiles, one after the other, to save memory; none: all "
+        "at once; auto: as few tiles as fit into --memory-limit",
+        optional(either(SIDES, "auto")),
+        brief="grid of tiles that each rank processes in turn",
+    )
+    memory_limit: int | None = option(
+        None,
+        "limit of every rank's peak memory for --stream auto, such as 6GiB",
+        optional(BYTES),
+        known_as=same_as("max-memory"),
+    )
+    stream_until: str | None = option(
+        None, "the last streamed module; none: as far as margins are small beside tiles", optional(NAME)
+    )
+    stream_norm: str = option(
+        "exact",
+        "batch norm while streaming: exact: by the statistics of the whole batch, with further passes over all tiles; "
+        "running or frozen: by the running statistics, which are updated or not",
+        choice("exact", "running", "frozen"),
+    )
+    stream_segments: int | str | None = option(
+        None,
+        "number of segments of the streamed part, or norms: each norm is a segment of its own; their outputs are kept, "
+        "so less is computed again; none: one, or with --stream auto the number with the least work",
+        optional(either(COUNT, "norms")),
+    )
+    stream_keep: str | None = option(
+        None,
+        "where to keep the outputs of segments until the backward pass: on the device, the host, or disk, in "
+        "--offload-folder; none: on the device, or with --stream auto where it takes the least time",
+        optional(choice("device", "host", "disk")),
+    )
+    no_rule: str = option(
+        "error",
+        "what to do with an operator without a rule for tiles; gather: compute it whole on every rank",
+        choice("error", "gather"),
+    )
+    threads: int | None = option(
+        None,
+        "number of threads of each rank; none: OMP_NUM_THREADS, or its share of the cores",
+        optional(COUNT),
+        per_rank=True,
+    )
+    device: str = option(
+        "auto",
+        "the device; auto: a GPU if there is one",
+        choice("auto", "cpu", "cuda"),
+        known_as=same_as("accelerator")
+        | instead(
+            "start one rank for each GPU or group of cores, as in mpirun -n {value}",
+            "gpus devices num-gpus n-gpus nproc-per-node num-processes world-size np n num-ranks",
+        )
+        | instead(
+            "name the hosts to mpirun, or let the cluster's scheduler choose them",
+            "num-nodes nnodes hosts hostfile num-machines",
+        )
+        | instead(
+            "leave it out: mpirun tells each rank its place",
+            "local-rank rank node-rank master-addr master-port rdzv-endpoint rdzv-backend dist-url "
+            "dist-backend backend",
+        )
+        | instead("use {option} cuda", "gpu cuda use-cuda")
+        | instead("use {option} cpu", "cpu use-cpu no-cuda"),
+    )
+    gpu_wire: str = option(
+        "auto",
+        "how GPU tensors travel: by MPI directly, by MPI with copies on the host (staged), or by NCCL where the order "
+        "is fixed",
+        choice("auto", "direct", "staged", "nccl"),
+    )
+    keep_freed_memory: bool = option(
+        True,
+        "keep the memory of freed tensors for the next step: faster on CPUs, but a process grows to 1.7 times its need",
+        BOOLEAN,
+    )
+    memory_check: str = option(
+        "error",
+        "what to do with a run that needs more memory than its nodes have; error: refuse a run that cannot fit, warn "
+        "if it may not",
+        choice("error", "warn", "none"),
+    )
+    hang_timeout: float = option(
+        3600.0,
+        "seconds without progress after which the job ends; less, once its work has needed less; 0: never",
+        NOT_NEGATIVE,
+    )

@@ -1,0 +1,135 @@
+"""Whole-slide images: their table, resolution, tissue, and folds by patient."""
+
+from dataclasses import dataclass
+
+from mpi4dl.options.declare import instead, option, same_as
+from mpi4dl.options.kinds import BOOLEAN, COUNT, COUNT_OR_ZERO, NAME, POSITIVE, SHARE, choice, either, optional, some_of
+
+
+@dataclass(frozen=True)
+class Slides:
+    """Whole-slide images: their table, resolution, tissue, and folds by patient."""
+
+    slides: str | None = option(
+        None,
+        "slides instead of --images: a table with a line for each slide, such as slides.csv, or a folder of slides",
+        optional(NAME),
+        brief="a table of slides, or a folder of them",
+        known_as=same_as("wsi-dir csv-path wsi-source"),
+    )
+    slides_folder: str | None = option(
+        None, "the folder of the slides, and of folders in it; none: that of the table", optional(NAME)
+    )
+    features: str | None = option(
+        None,
+        "a folder of features of the patches of slides, as mpi4dl embed, TRIDENT or CLAM write them: train the "
+        "aggregator on these; --slides is the table of labels then",
+        optional(NAME),
+        known_as=same_as("feats-dir features-dir patch-features-dir"),
+    )
+    mpp: float | None = option(
+        None,
+        "read slides at so many microns per pixel, such as 0.5; none: by --magnification, or level 0",
+        optional(POSITIVE),
+    )
+    magnification: float | None = option(
+        None,
+        "read slides at this magnification, such as 20 for 0.5 microns per pixel",
+        optional(POSITIVE),
+        known_as=same_as("mag"),
+    )
+    level: int | None = option(
+        None, "read slides at this level of their pyramid", optional(COUNT_OR_ZERO), known_as=same_as("patch-level")
+    )
+    assume_mpp: float | None = option(
+        None, "microns per pixel of level 0 of slides that do not say it", optional(POSITIVE)
+    )
+    max_side: int | None = option(
+        None,
+        "the longest side in pixels that a whole slide may have at its resolution, or training does not begin; none: "
+        "any",
+        optional(COUNT),
+    )
+    background: str = option(
+        "auto",
+        "what whole slides show where there is no tissue: white, which streaming skips, or what was scanned (keep); "
+        "auto: white by --fit own",
+        choice("auto", "white", "keep"),
+    )
+    tissue: float | str = option(
+        "otsu",
+        "how the tissue of a slide is found: pixels with more than this saturation (0 to 1), or than Otsu's threshold",
+        either(SHARE, "otsu"),
+    )
+    leave_out: tuple[str, ...] = option(
+        (),
+        "what is not taken for tissue: pen marks (pen), regions out of focus (blur), or pen,blur; default: nothing",
+        some_of("pen", "blur"),
+        known_as=instead("use {option} pen", "remove-penmarks") | instead("use {option} pen,blur", "remove-artifacts"),
+    )
+    stain_norm: str = option(
+        "none",
+        "make the colours of all slides those of a reference, by their stains (macenko), or by mean and spread of "
+        "their colours (reinhard)",
+        choice("none", "macenko", "reinhard"),
+        known_as=same_as("stain-normalization color-norm"),
+    )
+    stain_reference: str | None = option(
+        None,
+        "the reference of --stain-norm: a slide or a picture, or the numbers that a run printed of one; none: built in",
+        optional(NAME),
+        known_as=same_as("stain-target"),
+    )
+    most_patches: int | None = option(
+        None,
+        "number of patches of a slide that are drawn at random in each epoch of training; none: all",
+        optional(COUNT),
+        known_as=same_as("bag-size max-patches"),
+    )
+    folds: int | None = option(
+        None,
+        "number of folds by patient for cross-validation; none: one split",
+        optional(COUNT),
+        known_as=same_as("k-fold num-folds"),
+    )
+    fold: int = option(
+        0, "the fold that validates, from 0 on; its run is in the folder fold_N of --run-folder", COUNT_OR_ZERO
+    )
+    all_folds: bool = option(
+        False,
+        "train all --folds one after the other, and print their metrics together; --resume auto continues them",
+        BOOLEAN,
+    )
+    split_file: str | None = option(
+        None,
+        "a table with your own split: slide_id and split, slide_id and fold, or CLAM's columns train, val and test; "
+        "with --folds also a folder of splits_0.csv, splits_1.csv, ...; none: by the table, or by --val-fraction",
+        optional(NAME),
+        known_as=same_as("split-dir splits-dir"),
+    )
+    slide_column: str | None = option(None, "the column of slides; none: by the usual names", optional(NAME))
+    patient_column: str | None = option(None, "the column of patients; none: by the usual names", optional(NAME))
+    annotation_column: str | None = option(
+        None, "the column of annotations for --task segment; none: by the usual names", optional(NAME)
+    )
+    unannotated: str = option(
+        "background",
+        "what pixels without annotation are: the class background, or left out of loss and metrics",
+        choice("background", "ignore"),
+    )
+    annotation_origin: str = option(
+        "level-0",
+        "where coordinates of annotations begin: at the full level 0, or at the bounds that the scanner scanned, as in "
+        "QuPath",
+        choice("level-0", "bounds"),
+    )
+    crops_each: int = option(
+        1,
+        "with --task segment and --fit crop: number of windows of --image-size that are drawn of a slide in each "
+        "epoch, within tissue",
+        COUNT,
+        known_as=same_as("windows-each"),
+    )
+    crops_on_classes: float = option(
+        0.0, "share of these windows whose centre is drawn on an annotated class, each class equally often", SHARE
+    )
