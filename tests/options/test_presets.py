@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from mpi4dl.options.config import FORMERLY, Config, ConfigError, parse, to_toml
-from mpi4dl.options.presets import PRESETS
 from mpi4dl.options.declare import from_keywords, options_of, with_values
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.optimizers import by_steps
+from mpi4dl.options.presets import PRESETS
 from tests.commands import TINY, settled, train_command
 
 
