@@ -15,7 +15,7 @@ from tests.fuzz.targets import TARGETS, Target
 from tests.pool.ranks import Ranks
 
 SEED = 100
-SOME = {"trainings": 3, "commands": 4, "requests": 8, "texts": 3, "operators": 16}
+SOME = {"trainings": 3, "commands": 4, "requests": 8, "texts": 3, "operators": 16, "tables": 200}
 LONG = ("trainings", "commands", "requests")
 
 

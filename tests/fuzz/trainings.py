@@ -69,7 +69,7 @@ class Training:
     """A network is trained by one part after the other, from the checkpoint of the last one.
 
     `grouped`: parameters with one axis have another learning rate. `still` are the modules that are frozen, up to the
-    step `thaws` if there is one.
+    step `thaws` if there is one. `styles` say how plans with `tensor` ranks cut parameters.
     """
 
     network: Any
@@ -81,6 +81,7 @@ class Training:
     ema: float | None = None
     still: tuple[str, ...] = ()
     thaws: int | None = None
+    styles: tuple[tuple[str, str], ...] = ()
     seed: int = 0
 
     @property
@@ -129,7 +130,7 @@ class Training:
         task = Task(
             _Build(self, step), network.size, self.batch, self.optimizer_of, tokens=network.tokens, stream=stream
         )
-        task = replace(task, loss=network.loss)
+        task = replace(task, loss=network.loss, styles=self.styles if part.plan.tensor > 1 else ())
         return task.with_engine(**options)
 
 
@@ -435,13 +436,31 @@ def networks(draw: st.DrawFn, drawing: bool) -> Network:
     return network
 
 
+# Modules of layers whose channels ranks may share.
+CUT = {"convolution": "inner", "coordinates": "mix", "gate": "inner", "depth": "inner", "hooked": "inner"}
+
+
 @st.composite
-def plans(draw: st.DrawFn, most_stages: int, sides: int = 2, most_ranks: int = 4) -> Plan:
+def styles(draw: st.DrawFn, network: Network) -> tuple[tuple[str, str], ...]:
+    """How the parameters of a network are cut over ranks that share features."""
+    found = {"stem": draw(st.sampled_from(["column", "whole"])), "last": draw(st.sampled_from(["row", "whole"]))}
+    for number, (kind, options) in enumerate(network.layers):
+        path = f"layers.{number}"
+        if kind in CUT or options.get("mode") == "transposed":
+            found[f"{path}.{CUT.get(kind, 'inner')}"] = draw(st.sampled_from(["column", "column", "row", "whole"]))
+        elif kind == "attention" and draw(st.booleans()):
+            found |= {f"{path}.inner.linear1": "column", f"{path}.inner.linear2": "row"}
+    return tuple((path, style) for path, style in found.items() if style != "whole")
+
+
+@st.composite
+def plans(draw: st.DrawFn, most_stages: int, sides: int = 2, tensors: bool = False, most_ranks: int = 4) -> Plan:
     schedule = draw(st.sampled_from(sorted(SCHEDULES)))
     places = draw(st.integers(1, most_stages))
     chunks = 2 if schedule == "interleaved" else 1
     assume(places * chunks <= most_stages)
-    mirrors = schedule != "interleaved" and places > 1
+    tensor = draw(st.sampled_from([1, 2, 2])) if tensors else 1
+    mirrors = schedule != "interleaved" and places > 1 and tensor == 1
     plan = Plan(
         tiles=tuple(draw(st.sampled_from(GRIDS[sides])) for _ in range(places)),
         batch_ways=tuple(draw(st.sampled_from([1, 1, 1, 2])) for _ in range(places)),
@@ -451,14 +470,15 @@ def plans(draw: st.DrawFn, most_stages: int, sides: int = 2, most_ranks: int = 4
         bidirectional=draw(st.integers(0, 1)) if mirrors else 0,
         chunks=chunks,
         zero=draw(st.sampled_from([0, 0, 1, 2, 3])),
+        tensor=tensor,
     )
     assume(plan.num_ranks <= most_ranks)
     return plan
 
 
 @st.composite
-def parts(draw: st.DrawFn, most_stages: int, streams: bool, sides: int = 2) -> Part:
-    plan = draw(plans(most_stages, sides))
+def parts(draw: st.DrawFn, most_stages: int, streams: bool, sides: int = 2, tensors: bool = False) -> Part:
+    plan = draw(plans(most_stages, sides, tensors))
     streamed = streams and draw(st.sampled_from([False, False, True]))
     return Part(
         plan,
@@ -478,11 +498,13 @@ def parts(draw: st.DrawFn, most_stages: int, streams: bool, sides: int = 2) -> P
 def trainings(draw: st.DrawFn) -> Training:
     most_stages = draw(st.integers(1, 3))
     network = draw(networks(drawing=most_stages == 1))
-    made = tuple(draw(st.lists(parts(most_stages, True, len(network.size)), min_size=1, max_size=3)))
+    shared = draw(styles(network)) if draw(st.sampled_from([False, False, True])) else ()
+    drawn = parts(most_stages, True, len(network.size), bool(shared))
+    made = tuple(draw(st.lists(drawn, min_size=1, max_size=3)))
     if network.changes:  # which is refused, by a rank alone, and so takes long
         assume(not any(part.recompute or part.plan.bidirectional for part in made))
     still = draw(st.sampled_from([(), (), (f"layers.{draw(st.integers(0, len(network.layers) - 1))}",)]))
-    return training_of(draw, network, made, still)
+    return replace(training_of(draw, network, made, still), styles=shared)
 
 
 def training_of(draw: st.DrawFn, network: Any, made: tuple[Part, ...], still: tuple[str, ...]) -> Training:

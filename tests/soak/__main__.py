@@ -8,12 +8,14 @@ folders of such trainings are kept.
 """
 
 import argparse
+import contextlib
 import random
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.common.nodes import NoNodes, two_nodes
 from tests.soak import repeating, serving
 from tests.soak.training import Soak
 
@@ -49,10 +51,16 @@ def main() -> None:
         print(f"requests: {', '.join(f'{count} {kind}' for kind, count in counts.items())}", flush=True)
         tell(found)
     if "training" in seconds:
-        soak, end = Soak(folder, seed), time.monotonic() + seconds["training"]
-        while time.monotonic() < end:
-            tell(soak.round())
-            print(f"{soak.number} trainings, {sum(soak.counts.values())} disturbances", flush=True)
+        with contextlib.ExitStack() as stack:
+            try:
+                cluster = stack.enter_context(two_nodes(folder))
+            except NoNodes as none:
+                cluster = None
+                print(f"without two nodes: {none}", flush=True)
+            soak, end = Soak(folder, seed, cluster), time.monotonic() + seconds["training"]
+            while time.monotonic() < end:
+                tell(soak.round())
+                print(f"{soak.number} trainings, {sum(soak.counts.values())} disturbances", flush=True)
         for name, count in sorted(soak.counts.items()):
             print(f"{count} times: {name}")
     print(f"{len(wrong)} times something was wrong")

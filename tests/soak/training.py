@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.common.nodes import HOSTS, Cluster, ip
 from mpi4dl.checkpoints.manifest import checkpoints_in
 from tests.commands import write_images
 from tests.interrupted import assert_the_same_run
@@ -35,6 +36,7 @@ PLANS = {
     "streamed": (2, "--tiles 1x2 --stream 2x1 --stream-until stage2_block1"),
     "on disk": (1, "--offload disk"),
 }
+OVER_NODES = {"two nodes, tiles": (2, "--tiles 1x2"), "two nodes, replicas": (4, "--tiles 1x2 --data 2 --zero 2")}
 FLAGS = (
     "--model small_resnet --model-options num_filters=4 --image-size 32 --batch-size 4 --val-fraction 0.25 --epochs 12 "
     f"--num-workers 1 --optimizer AdamW --jitter 0.2 --no-tensorboard --log-interval 5 --save-every 7 "
@@ -43,13 +45,16 @@ FLAGS = (
 
 
 class Job:
-    """A job of the training command, and its ranks."""
+    """A job of the training command, and its ranks; on both nodes of a cluster, if there is one."""
 
-    def __init__(self, work: str, images: Path, folder: Path) -> None:
-        num_ranks, plan = PLANS[work]
-        self.num_ranks, self.images, self.folder = num_ranks, images, folder
+    def __init__(self, work: str, images: Path, folder: Path, cluster: Cluster | None = None) -> None:
+        num_ranks, plan = {**PLANS, **OVER_NODES}[work]
+        self.num_ranks, self.images, self.folder, self.cluster = num_ranks, images, folder, cluster
+        launch = [launcher(), "-n", str(num_ranks)]
+        if cluster is not None:
+            launch = cluster.launch(num_ranks // len(HOSTS))
         flags = [*FLAGS, *plan.split(), "--images", str(images), "--run-folder", str(folder), "--resume", "auto"]
-        self.process = start([launcher(), "-n", str(num_ranks), sys.executable, "-m", "mpi4dl.train", *flags])
+        self.process = start([*launch, sys.executable, "-m", "mpi4dl.train", *flags])
 
     def ranks(self) -> list[int]:
         """The processes of ranks that there are by now."""
@@ -146,6 +151,23 @@ def _damages(job: Job, draws: random.Random) -> None:
         path.write_bytes(content)
 
 
+def _node_dies(job: Job, draws: random.Random) -> None:
+    """All processes of a node are gone at once: of the first, or of the one that the launcher is not on."""
+    assert job.cluster is not None
+    for pid in map(int, ip("netns", "pids", job.cluster.prefix + draws.choice(HOSTS)).split()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _cable_breaks(job: Job, draws: random.Random) -> None:
+    """Nothing goes from one node to the other, for a moment or until the job has ended."""
+    assert job.cluster is not None
+    end = ["-n", job.cluster.prefix + HOSTS[0], "link", "set", job.cluster.cables[0]]
+    ip(*end, "down")
+    job.wait(draws.choice([0.5, 3.0, END_SECONDS]))
+    ip(*end, "up")
+
+
 class Disturbance(NamedTuple):
     """What is done to a job; whether the job may go on as if nothing had been."""
 
@@ -167,11 +189,15 @@ DISTURBANCES = {
     "the images are gone for a while": Disturbance(_vanishes, endures=True),
     "a rank is killed, and a file of the newest checkpoint damaged": Disturbance(_damages),
 }
+OF_NODES = {
+    "a node dies": Disturbance(_node_dies),
+    "the cable between the nodes breaks": Disturbance(_cable_breaks, endures=True),
+}
 
 
 def disturb(work: str, name: str, job: Job, draws: random.Random, seconds: float) -> str | None:
     """What is wrong with how a job bears a disturbance after so many seconds; its process has ended afterwards."""
-    disturbance = DISTURBANCES[name]
+    disturbance = {**DISTURBANCES, **OF_NODES}[name]
     if not job.wait(draws.uniform(0.0, seconds)):
         disturbance.do(job, draws)
     ended = job.wait(5 * seconds + END_SECONDS if disturbance.endures else END_SECONDS + HANG_SECONDS)
@@ -208,19 +234,23 @@ def _alive(folder: Path) -> list[int]:
 
 
 class Soak:
-    """Trainings in turns, with what an undisturbed one left and how long it took."""
+    """Trainings in turns, some on a cluster if there is one; with what undisturbed ones left, and how long they took."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self.folder, self.draws = folder, random.Random(seed)
+    def __init__(self, folder: Path, seed: int, cluster: Cluster | None = None) -> None:
+        self.folder, self.draws, self.cluster = folder, random.Random(seed), cluster
+        self.works = [*PLANS, *(OVER_NODES if cluster is not None else ())]
         self.images = write_images(folder / "images", count=16)
         self.undisturbed: dict[str, tuple[Path, float]] = {}
         self.counts: dict[str, int] = {}
         self.number = 0
 
+    def _job(self, work: str, folder: Path) -> Job:
+        return Job(work, self.images, folder, self.cluster if work in OVER_NODES else None)
+
     def _plain(self, work: str) -> tuple[Path, float]:
         if work not in self.undisturbed:
             folder, begin = self.folder / f"undisturbed-{len(self.undisturbed)}", time.monotonic()
-            job = Job(work, self.images, folder)
+            job = self._job(work, folder)
             stdout, stderr = job.process.communicate()
             assert job.process.returncode == 0, stdout + stderr
             self.undisturbed[work] = folder, time.monotonic() - begin
@@ -228,16 +258,18 @@ class Soak:
 
     def round(self, most: int = 5) -> list[str]:
         """One training with some disturbances: what is wrong."""
-        work = list(PLANS)[self.number % len(PLANS)]
+        work = self.works[self.number % len(self.works)]
         expected, seconds = self._plain(work)
         folder, wrong = self.folder / f"run-{self.number}", []
         self.number += 1
-        names = [self.draws.choice(list(DISTURBANCES)) for _ in range(self.draws.randint(1, most))]
+        # Half of what is done to jobs on nodes is done to the nodes.
+        of_work = [*DISTURBANCES, *(6 * [*OF_NODES] if work in OVER_NODES else ())]
+        names = [self.draws.choice(of_work) for _ in range(self.draws.randint(1, most))]
         for name in names:
             self.counts[name] = self.counts.get(name, 0) + 1
-            said = disturb(work, name, Job(work, self.images, folder), self.draws, seconds)
+            said = disturb(work, name, self._job(work, folder), self.draws, seconds)
             wrong += [said] if said else []
-        job = Job(work, self.images, folder)
+        job = self._job(work, folder)
         stdout, stderr = job.process.communicate()
         if job.process.returncode:
             wrong.append(f"{work} after {names} does not go on: {stdout[-1500:]}{stderr[-3000:]}")
