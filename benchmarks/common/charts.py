@@ -8,6 +8,7 @@ from mpi4dl._wording import counted
 from mpi4dl.sweeps.results import pyplot
 
 Row = Mapping[str, Any]
+MOST_NAMES = 6  # beside the lines of a panel
 PLAIN, OTHERS, PEERS, THIRD = "0.6", "tab:blue", "tab:orange", "tab:cyan"
 
 
@@ -108,17 +109,28 @@ class Lines:
             axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.grid(color="0.9")
         axis.set(xlabel=self.xlabel, ylabel=self.label, title=self.title)
-        axis.legend(frameon=False, fontsize=7)
 
 
 def lines(panels: Sequence[Lines], title: str, columns: int = 2) -> Any:
-    """Panels in rows of so many columns."""
+    """Panels in rows of so many columns; many names stand once, beside them."""
     rows = -(-len(panels) // columns)
-    figure, axes = pyplot().subplots(rows, columns, figsize=(4.8 * columns, 3.6 * rows + 0.4), squeeze=False)
+    names = list(dict.fromkeys(panel.by(row) for panel in panels for row in panel.rows))
+    many = len(names) > MOST_NAMES
+    figure, axes = pyplot().subplots(
+        rows,
+        columns,
+        figsize=(4.8 * columns + 2.0 * many, 3.6 * rows + 0.4),
+        squeeze=False,
+        layout="constrained" if many else None,
+    )
     for axis in axes.flat[len(panels) :]:
         axis.axis("off")
-    names = list(dict.fromkeys(panel.by(row) for panel in panels for row in panel.rows))
     for axis, panel in zip(axes.flat, panels, strict=False):
         panel.draw(axis, names)
+        if not many:
+            axis.legend(frameon=False, fontsize=7)
+    if many:
+        shown = {name: line for axis in axes.flat for line, name in zip(*axis.get_legend_handles_labels(), strict=True)}
+        figure.legend([shown[name] for name in names], names, frameon=False, fontsize=8, loc="outside right center")
     figure.suptitle(title, fontsize=10, wrap=True)
     return figure

@@ -1,6 +1,7 @@
 """Random runs of the training command: in parts, by several plans, each of which goes on where the last one stopped.
 
-They have the metrics and the weights of one process that trains from beginning to end.
+They have the metrics and the weights of one process that trains from beginning to end. Then the trained model evaluates
+and predicts by a plan, as it does in one process, and as its last validation did.
 """
 
 import atexit
@@ -23,10 +24,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.evaluate import evaluate
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import parse
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.tensor import NoRule
+from mpi4dl.predict import predict
 from mpi4dl.train import train
 from tests.commands import read_metrics, truncate, write_images
 from tests.fuzz.trainings import GRIDS, plans
@@ -134,18 +137,23 @@ DATA: Mapping[str, str] = {
         "--val-fraction 0.34"
     ),
 }
+TO_PREDICT = {"masks": "--images {folder}/images", "patches": "--slides {folder}/slides.csv"}
 OWN_OPTIONS = {"masks": "dense=true", "volumes": "sides=3"}
 SINGLE = ("patches",)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of `flags` on some data, in parts: each a plan's flags, up to a step or to the end."""
+    """A run of `flags` on some data, in parts: each a plan's flags, up to a step or to the end.
+
+    `uses` are commands that use the trained model, each with the flags of a plan and its number of ranks.
+    """
 
     data: str
     flags: str
     parts: tuple[tuple[str, int | None], ...]
     microbatches: int = 1
+    uses: tuple[tuple[str, str, int], ...] = ()
 
     def flags_of(self, plan: str, stop: int | None, folder: Path) -> list[str]:
         """The command line of a part, which a callback stops behind a step."""
@@ -159,12 +167,15 @@ class Run:
         return TOLERANCE["single" if self.data in SINGLE else "double"]
 
 
-def run_part(comm: Communicator, flags: list[str]) -> str | None:
-    """A body: one part; why it is refused if it is."""
+COMMANDS = {"train": train, "evaluate": evaluate, "predict": predict}
+
+
+def run_part(comm: Communicator, flags: list[str], name: str = "train") -> str | None:
+    """A body: one command; why it is refused if it is."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            train(comm, flags)
+            COMMANDS[name](comm, flags)
         except (Refusal, ValueError, NoRule, SystemExit) as error:
             return f"{type(error).__name__}: {error}"
     return None
@@ -192,9 +203,70 @@ def problem(ranks: Ranks, run: Run) -> str | None:
             if found[0] is not None:
                 return f"refused: {found[0]}"
         wrong = list(differences(folder / "run", folder / "plain", run.tolerance))
+        for number, (name, plan, size) in enumerate(run.uses):
+            told = []
+            for count, words, out in ((1, "", f"{number} alone"), (size, plan, f"{number}")):
+                flags = [str(folder / "plain"), *words.split(), *flags_of_use(run.data, name), "--out"]
+                try:
+                    found = ranks(count, SECONDS).run(run_part, [*flags, str(folder / out)], name)
+                except RanksFailed as error:
+                    return f"{name} {words}: {error}"
+                if len(set(found)) > 1:
+                    return f"{name} {words}: ranks refuse differently: {found}"
+                if found[0] is not None:
+                    return f"refused: {found[0]}"
+                told.append(told_by(name, folder / out))
+            wrong += [f"{name} {plan}: {said}" for said in unlike(told[1], told[0], run.tolerance)]
+            if name == "evaluate":
+                wrong += validated_otherwise(folder / "plain", told[0]["metrics"], run.tolerance)
         return "; ".join(wrong[:6]) or None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def flags_of_use(data: str, name: str) -> list[str]:
+    """What a command is to look at, and how, whatever its plan."""
+    if name == "evaluate":
+        return "--resamples 20 --num-workers 1 --threads 1".split()
+    images = TO_PREDICT.get(data, "--images {folder}").format(folder=images_of(data))
+    return [*images.split(), "--num-workers", "1", "--threads", "1"]
+
+
+def told_by(name: str, folder: Path) -> dict[str, Any]:
+    """What a command has written, but for what says by which plan."""
+    if name == "evaluate":
+        (path,) = folder.glob("evaluation*.json")
+        found: dict[str, Any] = json.loads(path.read_text())
+        return {key: value for key, value in found.items() if key not in ("plan", "records")}
+    lines = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    found = {line.get("file", line["image"]): line for line in lines}
+    pictures = {path.name: path.read_bytes() for path in folder.rglob("*.png") if "map" not in path.name}
+    return {"lines": found, "pictures": pictures}
+
+
+def unlike(mine: Any, wanted: Any, tolerance: float, where: str = "") -> Iterator[str]:
+    """Where two values of JSON differ by more than rounding."""
+    if isinstance(mine, dict) and isinstance(wanted, dict) and mine.keys() == wanted.keys():
+        for key in mine:
+            yield from unlike(mine[key], wanted[key], tolerance, f"{where}/{key}")
+    elif isinstance(mine, list) and isinstance(wanted, list) and len(mine) == len(wanted):
+        for number, pair in enumerate(zip(mine, wanted, strict=True)):
+            yield from unlike(*pair, tolerance, f"{where}/{number}")
+    elif not _alike(mine, wanted, tolerance):
+        yield f"{where} is {mine!r:.80}, but in one process {wanted!r:.80}"
+
+
+def validated_otherwise(run: Path, metrics: Mapping[str, Any], tolerance: float) -> Iterator[str]:
+    """What the last validation of a run measured otherwise than an evaluation of its last weights."""
+    lines = read_metrics(run)
+    last = lines[-1]
+    if last["phase"] != "validation" or (run / "best.safetensors").exists():
+        return
+    for name in sorted(metrics.keys() & last.keys()):
+        if not _alike(last[name], metrics[name]["value"], tolerance):
+            yield f"{name} is {metrics[name]['value']}, but {last[name]} in the last validation"
+    if not metrics.keys() & last.keys():
+        yield f"no metric is both in {sorted(metrics)} and in {sorted(last)}"
 
 
 def differences(one: Path, other: Path, tolerance: float) -> Iterator[str]:
@@ -327,7 +399,24 @@ def runs(draw: st.DrawFn) -> Run:
     words += [
         f"--batch-size {batch} --epochs {draw(st.integers(1, 3))} --model-options {','.join(options)}",
     ]
-    return Run(data, " ".join(words), tuple(parts), microbatches)
+    uses = tuple(draw(st.lists(uses_of(data, sides), max_size=2)))
+    return Run(data, " ".join(words), tuple(parts), microbatches, uses)
+
+
+@st.composite
+def uses_of(draw: st.DrawFn, data: str, sides: int) -> tuple[str, str, int]:
+    """A command that uses the trained model, by a plan, and its number of ranks."""
+    grid = draw(st.sampled_from(GRIDS[sides]))
+    stages, replicas = draw(st.sampled_from([1, 1, 2] if data != "patches" else [1])), draw(st.integers(1, 2))
+    size = math.prod(grid) * stages * replicas
+    assume(size <= 4)
+    words = [f"--tiles {'x'.join(map(str, grid))} --stages {stages} --data {replicas}"]
+    words.append(f"--batch-size {replicas * draw(st.integers(1, 4))}")
+    if draw(st.sampled_from([False, False, True])) and data != "patches":
+        words.append(f"--stream {'x'.join(str(draw(st.integers(1, 2))) for _ in range(sides))}")
+    if draw(st.booleans()):
+        words.append("--halo block")
+    return draw(st.sampled_from(["evaluate", "predict"])), " ".join(words), size
 
 
 @st.composite
