@@ -49,11 +49,9 @@ def best_of(estimator: Estimator, plans: list[Plan], limit: float) -> float:
 
 @pytest.mark.parametrize(
     ("most", "weak"),
-    [
-        (4, False),
-        *[pytest.param(*of, marks=pytest.mark.exhaustive) for of in ((16, False), (2048, False), (2048, True))],
-    ],
+    [(4, False), (16, False), (2048, False), (2048, True)],
 )
+@pytest.mark.exhaustive
 def test_plans_near_the_best_of_fewer_ranks_have_the_best(
     cuttable: Cuttable, profiler: ScaledProfiler, most: int, weak: bool
 ) -> None:
@@ -107,6 +105,7 @@ def test_where_nothing_fits_few_schedules_are_looked_at(cuttable: Cuttable, prof
     assert plain <= len(found) < len(plans)
 
 
+@pytest.mark.exhaustive
 def test_progress_names_ranks_tiles_and_plans(cuttable: Cuttable) -> None:
     told: list[str] = []
     estimator = estimator_of(cuttable, ScaledProfiler(TimingsFile("none"), rates=MACHINE), 512, 2)
@@ -128,6 +127,7 @@ def test_every_point_has_the_smallest_plan_beside_the_best(cuttable: Cuttable, p
     assert Point("tiles", 1, None).speed == 0.0
 
 
+@pytest.mark.exhaustive
 def test_waits_of_many_units_are_those_of_each(cuttable: Cuttable, profiler: ScaledProfiler) -> None:
     """Exchanges are priced together, and sums are remembered for the same ranks."""
     estimator = estimator_of(cuttable, profiler, 2048, 4)

@@ -234,7 +234,7 @@ def _alive(folder: Path) -> list[int]:
 
 
 class Soak:
-    """Trainings in turns, some on a cluster if there is one; with what undisturbed ones left, and how long they took."""
+    """Trainings in turns, some on a cluster if there is one; what undisturbed ones left, and how long they took."""
 
     def __init__(self, folder: Path, seed: int, cluster: Cluster | None = None) -> None:
         self.folder, self.draws, self.cluster = folder, random.Random(seed), cluster

@@ -178,7 +178,7 @@ def drawn_by_the_user(comm: Communicator, task: Task, plan: Plan, seed: int) -> 
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(((1, 2),)),
+        pytest.param(Plan(((1, 2),)), marks=pytest.mark.exhaustive),
         Plan(((1, 2), (1, 1)), microbatches=2),
         Plan(((1, 1), (1, 1)), microbatches=1, bidirectional=1),
     ],
