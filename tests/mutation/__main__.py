@@ -4,6 +4,7 @@
     python -m tests.mutation see tests/test_geometry.py     or those that pytest is told to
     python -m tests.mutation run --rooms geometry,replicas --sample 60
     python -m tests.mutation run --modules mpi4dl.geometry.boxes
+    python -m tests.mutation again --seconds 300        shows those that survived last time to further tests
 
 A mutant is shown to the fastest tests that call its function, up to --seconds of them. It is killed if one fails, or
 takes too long. Tests run in processes that stay (`tests.mutation.swap`), with their pools of ranks. After a mutant that
@@ -26,11 +27,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from tests.mutation import seen
-from tests.mutation.judge import KILLED, SURVIVED, UNSEEN, VOID, judged
+from tests.mutation.judge import KILLED, SURVIVED, UNSEEN, VOID, Verdict, judged
 from tests.mutation.mutants import Mutant, mutants_of, path_of
 from tests.pool.zygote import ROOT
 
 FOLDER = ROOT / ".mutation"
+VERDICTS = FOLDER / "verdicts.json"
 SPATIAL = "mpi4dl.parallel.spatial"
 # Modules, or packages with all that is in them.
 ROOMS = {
@@ -58,6 +60,8 @@ class Seen:
         self.tests: dict[str, list[tuple[float, str]]] = defaultdict(list)
         for path in sorted((FOLDER / "seen").glob("*.jsonl")):
             for line in map(json.loads, path.read_text().splitlines()):
+                if "\\" in line["test"]:
+                    continue  # pytest does not find a test by such a name
                 for function in line["seen"]:
                     self.tests[function].append((line["seconds"], line["test"]))
         for found in self.tests.values():
@@ -110,18 +114,40 @@ def run(arguments: argparse.Namespace) -> None:
     rooms = {"": arguments.modules} if arguments.modules else {room: ROOMS[room] for room in arguments.rooms}
     found = drawn(rooms, arguments.sample, arguments.seed)
     known = Seen()
-    told = [(mutant, known.of(mutant, arguments.seconds), arguments.limit) for mutant in found]
-    verdicts = []
+    judge_all([(mutant, known.of(mutant, arguments.seconds)) for mutant in found], arguments, [])
+    print(f"seed {arguments.seed}")
+
+
+def again(arguments: argparse.Namespace) -> None:
+    """Show those that survived to tests that they have not been shown to."""
+    known, told, judged_before = Seen(), [], []
+    for verdict in read_verdicts():
+        further = [test for test in known.of(verdict.mutant, arguments.seconds) if test not in verdict.by]
+        if verdict.outcome in (SURVIVED, VOID) and further:
+            told.append((verdict.mutant, tuple(further)))
+        else:
+            judged_before.append(verdict)
+    judge_all(told, arguments, judged_before)
+
+
+def read_verdicts() -> list[Verdict]:
+    found = json.loads(VERDICTS.read_text())
+    return [Verdict(Mutant(*each["mutant"]), each["outcome"], each["seconds"], tuple(each["by"])) for each in found]
+
+
+def judge_all(
+    told: Sequence[tuple[Mutant, tuple[str, ...]]], arguments: argparse.Namespace, before: list[Verdict]
+) -> None:
+    """Show mutants to tests, and write verdicts as they come, behind those from `before`."""
+    verdicts = [*before]
     with multiprocessing.get_context("spawn").Pool(arguments.workers) as pool:
-        for verdict in pool.imap_unordered(judged, told):
+        words = [(*each, arguments.limit) for each in told]
+        for number, verdict in enumerate(pool.imap_unordered(judged, words), 1):
             verdicts.append(verdict)
-            print(
-                f"{len(verdicts)} of {len(told)}: {verdict.outcome}, {verdict.seconds:.0f} s: {verdict.mutant}",
-                flush=True,
-            )
+            VERDICTS.write_text(json.dumps([each._asdict() for each in verdicts], indent=1))
+            print(f"{number} of {len(told)}: {verdict.outcome}, {verdict.seconds:.0f} s: {verdict.mutant}", flush=True)
     killers = sorted({verdict.by[-1] for verdict in verdicts if verdict.outcome == KILLED})
-    (FOLDER / "verdicts.json").write_text(json.dumps([verdict._asdict() for verdict in verdicts], indent=1))
-    print(f"{len(verdicts)} mutants, seed {arguments.seed}")
+    print(f"{len(verdicts)} mutants")
     for outcome in (KILLED, SURVIVED, UNSEEN, VOID):
         print(f"{outcome}: {sum(verdict.outcome == outcome for verdict in verdicts)}")
     print(f"{len(killers)} tests killed mutants")
@@ -134,16 +160,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(required=True)
-    seeing, running = commands.add_parser("see"), commands.add_parser("run")
-    for command, function in ((seeing, see), (running, run)):
+    seeing, running, repeating = (commands.add_parser(name) for name in ("see", "run", "again"))
+    for command, function in ((seeing, see), (running, run), (repeating, again)):
         command.set_defaults(function=function)
         command.add_argument("--workers", type=int, default=2)
     running.add_argument("--rooms", type=lambda text: text.split(","), default=[*ROOMS], help=", ".join(ROOMS))
     running.add_argument("--modules", type=lambda text: text.split(","))
     running.add_argument("--sample", type=int, help="so many of each room, by chance; all by default")
     running.add_argument("--seed", type=int, default=0)
-    running.add_argument("--seconds", type=float, default=60.0, help="of tests that a mutant is shown to")
-    running.add_argument("--limit", type=float, default=60.0, help="seconds of a test body, and half of those of all")
+    for command in (running, repeating):
+        command.add_argument("--seconds", type=float, default=60.0, help="of tests that a mutant is shown to")
+        command.add_argument("--limit", type=float, default=60.0, help="seconds of a test body, half of those of all")
     arguments, more = parser.parse_known_args()
     if more and arguments.function is not see:
         parser.error(f"unknown: {' '.join(more)}")

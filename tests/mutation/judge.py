@@ -96,10 +96,15 @@ class Judge:
         return Verdict(mutant, outcome, time.monotonic() - began, shown)
 
     def _everywhere(self, body: Any, mutant: Mutant) -> None:
+        from tests.pool.ranks import RanksFailed
+
         body(None, mutant)
         for pool in self.pools.pools.values():
             if pool.running:
-                pool.run(pool.size, body, (mutant,))
+                try:
+                    pool.run(pool.size, body, (mutant,))
+                except RanksFailed:  # a mutant may have left a message behind that nobody received
+                    pool.stop(kill=True)
 
 
 @cache

@@ -87,7 +87,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     found = set(names())
     if isinstance(item, pytest.Function) and "ranks" in item.funcargs:  # it is not if the test was skipped
-        for pool in item.funcargs["ranks"].pools.values():
+        ranks: Any = item.funcargs["ranks"]
+        for pool in ranks.pools.values():
             if pool.running:
                 found.update(*pool.run(pool.size, names, ()))
     for path in _folder_of(f"{item.nodeid} (call)").glob("*.json"):

@@ -1,14 +1,19 @@
 """The mutation net itself: what is changed, and that a mutant comes and goes in a running process."""
 
+import argparse
 import importlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-from tests.mutation.mutants import code_of, mutants_of
+from tests.mutation import __main__ as command
+from tests.mutation.judge import KILLED, SURVIVED, Verdict
+from tests.mutation.mutants import Mutant, code_of, mutants_of
 from tests.mutation.swap import put_in, take_out
 
 SOURCE = '''
@@ -82,3 +87,23 @@ def test_a_mutant_comes_and_goes(module: ModuleType) -> None:
             assert found == ((6, [-2, 0, 1]) if mutant.function == "area" else (8, [-18, 0, 1]))
             assert take_out(None, mutant) == 1
     assert (module.area(4, 2), box.parts(3)) == (8, [-2, 0, 1])
+
+
+def test_those_that_survived_are_shown_to_further_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutants = [Mutant("mpi4dl.geometry.boxes", n, "Box.empty", 1, "sign", "-1", "1") for n in range(3)]
+    before = [
+        Verdict(mutants[0], KILLED, 1.0, ("a",)),
+        Verdict(mutants[1], SURVIVED, 1.0, ("a",)),
+        Verdict(mutants[2], SURVIVED, 3.0, ("a", "b")),
+    ]
+    seen = {"test": "a", "seconds": 1.0, "seen": ["mpi4dl/geometry/boxes.py:Box.empty"]}
+    (tmp_path / "seen").mkdir()
+    lines = [json.dumps({**seen, "test": test}) for test in ("a", "b")]
+    (tmp_path / "seen" / "main.jsonl").write_text("\n".join(lines))
+    (tmp_path / "verdicts.json").write_text(json.dumps([each._asdict() for each in before]))
+    shown: list[Any] = []
+    monkeypatch.setattr(command, "FOLDER", tmp_path)
+    monkeypatch.setattr(command, "VERDICTS", tmp_path / "verdicts.json")
+    monkeypatch.setattr(command, "judge_all", lambda told, arguments, judged: shown.append((told, judged)))
+    command.again(argparse.Namespace(seconds=60.0))
+    assert shown == [([(mutants[1], ("b",))], [before[0], before[2]])]
