@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import handle_torch_function
 from torch.utils import _pytree as pytree
 
-from mpi4dl.geometry import Tiling, widest
+from mpi4dl.geometry import BATCH, Tiling, widest
 from mpi4dl.parallel.blocks import rows_of
 from mpi4dl.parallel.costs.meter import dry_run
 from mpi4dl.parallel.pipeline.split import shapes_of
@@ -163,6 +163,8 @@ def _choose(block: nn.Module, call: Callable[..., Any], inputs: _Inputs) -> Halo
     if not inputs.alike:
         return _each_layer("what it is given is cut in several ways")
     grid = inputs.spread[0].layout.grid
+    if grid.shape.space != grid.shape[BATCH + 1 :]:
+        return _each_layer("ranks share features")
     rehearsal = _Rehearsal.of(block, call, inputs)
     try:
         margin = _margin(block, rehearsal, inputs, grid)
