@@ -28,13 +28,14 @@ Two ranks train on 1x2 tiles. One of them fails: rank 0 or rank 1, in each of {p
 {count} jobs; {hung} of them did not end by themselves. `--hang-timeout` was an hour, so nothing but the failure itself
 ended a job.
 
-| A rank | Exit code of the job | Seconds until all processes had ended: median, longest | What the user reads last |
+| A rank | Exit code of the job | Seconds until all processes had ended | Last line of the standard error |
 | --- | --- | --- | --- |
 {rows}
 
-*Table: made on {date} by `python -m tests.fault_matrix`, on {cores} cores, {workers} jobs at once. All codes and
+*Table: seconds are the median and the longest. Made on {date} by
+`python -m tests.fault_matrix`, on {cores} cores, {workers} jobs at once. All codes and
 messages: [JSON](../results/faults.json). "0" is a rank that exits well at the end of a run, where others do not need it
-any more.*
+any more. Of a signal MPICH's mpirun prints the name on the standard output.*
 
 ## See also
 
