@@ -127,7 +127,7 @@ class Sheet:
         columns = columns[self.order % len(columns) :] + columns[: self.order % len(columns)]
         lines = [columns] + [[record[name] for name in columns] for record in records]
         if self.mistake is not None:
-            err(self, lines)
+            make_mistake(self, lines)
         text = io.StringIO(newline="")
         if self.announced:
             text.write(f"sep={self.delimiter}{self.newline}")
@@ -143,7 +143,7 @@ class Sheet:
         return text.getvalue().encode(self.encoding)
 
 
-def err(sheet: Sheet, lines: list[list[str]]) -> None:
+def make_mistake(sheet: Sheet, lines: list[list[str]]) -> None:
     """Make the mistake of a sheet in its lines; the first of these is that of the names of columns."""
     headers, at = dict(sheet.headers), 1 + sheet.at % len(sheet.rows)
     place = {role: lines[0].index(name) for role, name in headers.items() if name in lines[0]}
