@@ -1,6 +1,6 @@
 """Lets one rank of a training fail, in each way, in each phase, and writes what becomes of the job.
 
-    python -m tests.fault_matrix                    writes docs/results/faults.json, and docs/reference/failures.md
+    python -m tests.fault_matrix                    writes docs/reference/failures.json, and failures.md beside it
 
 Each case is a job of two ranks on small images. Its limit (`--hang-timeout`) is an hour, so nothing but the failure
 itself ends it.
@@ -34,7 +34,7 @@ ended a job.
 
 *Table: seconds are the median and the longest. Made on {date} by
 `python -m tests.fault_matrix`, on {cores} cores, {workers} jobs at once. All codes and
-messages: [JSON](../results/faults.json). "0" is a rank that exits well at the end of a run, where others do not need it
+messages: [JSON](failures.json). "0" is a rank that exits well at the end of a run, where others do not need it
 any more. Of a signal MPICH's mpirun prints the name on the standard output.*
 
 ## See also
@@ -97,7 +97,7 @@ def main() -> None:
         {**case._asdict(), "code": ending.code, "seconds": round(ending.seconds, 2), "message": message(ending)}
         for case, ending in endings
     ]
-    results = ROOT / "docs" / "results" / "faults.json"
+    results = ROOT / "docs" / "reference" / "failures.json"
     results.write_text(json.dumps({"cases": found, "hung": hung}, indent=1) + "\n")
     page = PAGE.format(
         phases=len(arguments.phases),
