@@ -245,13 +245,15 @@ def run(options: Options) -> None:
     saved = json.loads(out.read_text()) if out.exists() else {}
     rows: dict[str, Any] = saved.get("models", {})
     names = wanted(options, rows)
+    conditions = options.conditions.found()
+    measured = {key: conditions[key] for key in ("commit", "date", "machine", "mpi")}
     contestant = options.contestant("torchvision's models", RANKS, names)
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         if names:
             contestant.start()
         for name in names:
-            rows[name] = contestant.turn()
+            rows[name] = {**contestant.turn(), **measured}
             print(name, rows[name], flush=True)
             packages = {**environment(), "torchvision": version("torchvision")}
             content = {"environment": packages, "models": dict(sorted(rows.items()))}
@@ -270,7 +272,7 @@ This command makes this page:
     python -m benchmarks run torchvision_models
 
 It measures models that `docs/results/torchvision.json` does not have yet; `--only NAME,NAME` measures again. Versions:
-torch {torch}, torchvision {torchvision}.
+torch {torch}, torchvision {torchvision}. The last measurement was on {date}; the file has the commit of each row.
 
 The page has every name of `torchvision.models.list_models()`, and the backbones of detection models. {num_exact} models are
 exact. For {num_rules} all rules are known, {num_missing} lacks a rule, and {num_refused} are refused.
@@ -302,9 +304,11 @@ def page(results: Mapping[str, Any]) -> str:
     """The whole page: how to make it, a row for each model, and why some are refused."""
     models, versions = results["models"], results["environment"]
     outcomes = [row["outcome"] for row in models.values()]
+    dates = [row["date"] for row in models.values() if "date" in row]  # older files have none
     head = HEAD.format(
         torch=versions["torch"],
         torchvision=versions["torchvision"],
+        date=max(dates, default="an unknown day")[:10],
         num_exact=outcomes.count("exact"),
         num_rules=outcomes.count("rules"),
         num_missing=outcomes.count("no rule"),
