@@ -8,8 +8,8 @@ already are not measured again, unless `--only` names them. It starts four ranks
 A model is built as `mpi4dl.models.build` does, its dropout and stochastic depth are switched off, and outputs after the
 first, such as those of auxiliary heads, count 0.4 in the loss. Rank 0 first makes the step on the whole images by plain
 PyTorch. Models of up to `--few` parameters then go on 2x2 tiles, larger ones on 1x2. For models beyond `--many` it only
-looks for rules, on tensors without values. All of it takes 13 to 20 minutes on two cores, and up to 9 GiB of memory for all
-ranks together (mvit_v1_b; 7.5 for VGG, and 7 for maxvit_t).
+looks for rules, on tensors without values. All of it takes 13 to 20 minutes on two cores, and up to 9 GiB of memory for
+all ranks together (mvit_v1_b; 7.5 for VGG, and 7 for maxvit_t).
 """
 
 import json
