@@ -170,7 +170,7 @@ def main() -> None:
     running.add_argument("--seed", type=int, default=0)
     for command in (running, repeating):
         command.add_argument("--seconds", type=float, default=60.0, help="of tests that a mutant is shown to")
-        command.add_argument("--limit", type=float, default=60.0, help="seconds of a test body, half of those of all")
+        command.add_argument("--limit", type=float, default=60.0, help="seconds of a body; of a test twice as many")
     arguments, more = parser.parse_known_args()
     if more and arguments.function is not see:
         parser.error(f"unknown: {' '.join(more)}")

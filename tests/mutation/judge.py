@@ -57,18 +57,24 @@ class Judge:
         """Whether all of these tests pass, one after the other, and how many of them did."""
         import pytest
 
+        limit = round(2 * self.limit)
+
         class Counter:
-            """Counts the tests that have passed."""
+            """Counts the tests that have passed, and gives each its time."""
 
             passed = 0
+
+            def pytest_runtest_logstart(self) -> None:
+                signal.alarm(limit)
 
             def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
                 self.passed += report.when == "call" and report.passed
 
         counter = Counter()
-        signal.alarm(round(2 * self.limit))
         try:
-            flags = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "", "--no-header", "-rN"]
+            # What a mutant leaves open is warned of at some later time, when no test is there that could fail of it.
+            without = ("cacheprovider", "xdist", "unraisableexception", "threadexception")
+            flags = ["-x", "-q", "-m", "", "--no-header", "-rN", *(f"-pno:{name}" for name in without)]
             code = pytest.main([*flags, *tests], plugins=[counter])
         except TooLong:
             return False, counter.passed
