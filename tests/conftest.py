@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="mpi4dl-tests-")
 os.environ["XDG_STATE_HOME"] = os.environ["XDG_CACHE_HOME"]
 
+from tests.pool import zygote
 from tests.pool.ranks import Ranks
 
 # A shell that starts tests in the background makes them ignore Ctrl-C, which some of them test.
@@ -22,6 +23,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # A busy machine is slow, and that is no failure.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let all workers of pytest-xdist fork ranks from the same two processes."""
+    if getattr(config.option, "numprocesses", None):
+        os.environ[zygote.SHARED] = zygote.python()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -174,7 +174,7 @@ def test_a_rank_that_fails_alone_at_some_calls_of_others_ends_the_job(
 ) -> None:
     arguments, found = places(work)
     assert len(found) > 10
-    chosen = [found[number * len(found) // 6] for number in (1, 3, 5)]
+    chosen = [found[number * len(found) // 6] for number in (1, 4)]
     wrong = [
         hunt(work, fault, place, arguments, tmp_path / fault) for fault, place in zip(FAULTS, chosen, strict=False)
     ]

@@ -275,14 +275,27 @@ def test_one_rank_and_two_predict_the_same_and_draw_the_same_maps(ranks: Ranks, 
         assert [row["image"] for row in csv.DictReader(file)] == [each["image"] for each in found[1]]
 
 
-def test_maps_lie_where_the_patches_are(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def short_run(ranks: Ranks, cohort: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two steps."""
+    folder = tmp_path_factory.mktemp("runs") / "short"
+    ranks(1).run(train, flags_of(cohort, folder, "--max-steps 2"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def predicted(ranks: Ranks, cohort: Path, short_run: Path) -> Path:
+    """What it predicts of all slides."""
+    out = short_run.with_name("predicted")
+    ranks(1).run(said, str(short_run), "--slides", str(cohort / "slides.csv"), "--out", str(out))
+    return out
+
+
+def test_maps_lie_where_the_patches_are(cohort: Path, short_run: Path, predicted: Path) -> None:
     """In pixels of the full level 0, in GeoJSON, and by their microns per pixel in OME-TIFF."""
-    flags = flags_of(cohort, tmp_path / "run", "--max-steps 1")
-    ranks(1).run(train, flags)
-    ranks(1).run(said, str(tmp_path / "run"), "--slides", str(cohort / "slides.csv"), "--out", str(tmp_path / "out"))
-    slides = open_slides(with_frame(parse(flags)), labelled=False)
+    slides = open_slides(with_frame(parse(flags_of(cohort, short_run))), labelled=False)
     for index in range(len(slides)):
-        slide, base = slides.image(index), tmp_path / "out" / "maps" / slides.name(index).partition(".")[0]
+        slide, base = slides.image(index), predicted / "maps" / slides.name(index).partition(".")[0]
         places = slides.tissue_patches(index, PATCH).tolist()
         (geojson,) = base.parent.glob(f"{base.name}*.geojson")
         content = json.loads(geojson.read_text())
@@ -475,15 +488,16 @@ def test_an_image_size_in_which_a_slide_does_not_fit_is_refused(tmp_path: Path) 
         with_frame(parse([*flags, "70x90"]))
 
 
-def test_a_damaged_slide_ends_training_and_not_a_prediction(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
-    ranks(1).run(train, flags_of(cohort, tmp_path / "run", "--max-steps 1"))
+def test_a_damaged_slide_ends_training_and_not_a_prediction(
+    ranks: Ranks, cohort: Path, short_run: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "slides"
     other.mkdir()
     for path in cohort.glob("slide_00*"):
         content = path.read_bytes()
         (other / path.name).write_bytes(content[: len(content) // 2] if "003" in path.name else content)
     (other / "slides.csv").write_bytes((cohort / "slides.csv").read_bytes())
-    told = ranks(2).run(said, str(tmp_path / "run"), "--slides", str(other), "--out", str(tmp_path / "out"))
+    told = ranks(2).run(said, str(short_run), "--slides", str(other), "--out", str(tmp_path / "out"))
     assert "6 slides looked at, 1 of which could not be read" in told[0]
     viewed = {slide.name: slide for slide in read_results(tmp_path / "out").slides}
     assert [name for name, slide in viewed.items() if slide.error] == [name for name in viewed if "003" in name]
@@ -493,18 +507,17 @@ def test_a_damaged_slide_ends_training_and_not_a_prediction(ranks: Ranks, cohort
         assert "slide_003" in each
 
 
-def test_evaluation_reads_slides_as_training_did(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
+def test_evaluation_reads_slides_as_training_did(
+    ranks: Ranks, cohort: Path, short_run: Path, predicted: Path, tmp_path: Path
+) -> None:
     """Those that validated, and others by a table, at the resolution of training; pictures as they are are refused."""
-    ranks(1).run(train, flags_of(cohort, tmp_path / "run", "--max-steps 2"))
-    predicted = tmp_path / "predicted"
-    ranks(1).run(said, str(tmp_path / "run"), "--slides", str(cohort), "--out", str(predicted))
     found = {
         each["image"]: each for each in map(json.loads, (predicted / "predictions.jsonl").read_text().splitlines())
     }
     patients = [f"patient_{n:03}" for n in range(6)]
     for more, count in (([], 2), (["--slides", str(cohort / "slides.csv"), "--threshold", "youden"], 6)):
         out = tmp_path / f"of{count}"
-        ranks(2).run(evaluate, [str(tmp_path / "run"), *more, "--out", str(out), "--resamples", "0"])
+        ranks(2).run(evaluate, [str(short_run), *more, "--out", str(out), "--resamples", "0"])
         with (out / "evaluation.csv").open() as file:
             rows = list(csv.DictReader(file))
         assert len(rows) == count
@@ -523,7 +536,7 @@ def test_evaluation_reads_slides_as_training_did(ranks: Ranks, cohort: Path, tmp
             expected = found[row["image"]]["probabilities"]["tumour"]
             assert float(row["probability tumour"]) == pytest.approx(expected, abs=1e-5)
     for act in (evaluate, predict):
-        (refusal,) = ranks(1).run(refused, act, [str(tmp_path / "run"), "--images", str(cohort)])
+        (refusal,) = ranks(1).run(refused, act, [str(short_run), "--images", str(cohort)])
         assert "--slides" in refusal
 
 

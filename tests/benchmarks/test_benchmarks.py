@@ -13,7 +13,7 @@ from tests.benchmarks.checks import assert_picture
 from tests.commands import train_command
 from tests.pool.zygote import ROOT, python
 
-BY_DEFAULT = ("spatial", "zero")  # all others are exhaustive
+BY_DEFAULT = ("zero",)  # all others are exhaustive
 SIZES = "num_layers=1,hidden=16,num_heads=2"
 
 

@@ -15,7 +15,6 @@ SHAPE = (4, 2, 3, 2)
 SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 4), (0,), (3, 0, 2)]
 FEW_SHAPES = [(7,), (3, 5)]
 IN_PIECES = [1, 2, *(pytest.param(number, marks=pytest.mark.exhaustive) for number in (3, 4))]  # slow in tiny ones
-IN_TINY_PIECES = pytest.mark.parametrize("tiny", [False, True])
 
 
 def move_everything(comm: Communicator, tiny: bool) -> int:
@@ -44,7 +43,7 @@ def move_everything(comm: Communicator, tiny: bool) -> int:
 
 
 @pytest.mark.parametrize("num_ranks", IN_PIECES)
-@IN_TINY_PIECES
+@pytest.mark.parametrize("tiny", [False, True])
 def test_everything_arrives_as_it_was_sent(ranks: Ranks, num_ranks: int, tiny: bool) -> None:
     assert min(ranks(num_ranks).run(move_everything, tiny)) > 300
 
@@ -78,7 +77,7 @@ def reduce_everything(comm: Communicator, tiny: bool) -> int:
 
 
 @pytest.mark.parametrize("num_ranks", IN_PIECES)
-@IN_TINY_PIECES
+@pytest.mark.parametrize("tiny", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_reductions_are_those_of_pytorch(ranks: Ranks, num_ranks: int, tiny: bool) -> None:
     assert min(ranks(num_ranks).run(reduce_everything, tiny)) > (300 if tiny else 1000)
 

@@ -324,6 +324,7 @@ def test_files_that_cannot_be_made_are_refused_before_anything_is_timed(tmp_path
     assert known.read_text() == "mine"
 
 
+@pytest.mark.exhaustive
 def test_timings_for_many_ranks_are_for_fewer_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, told = tmp_path / "timings.json", {"out": ""}
     training = ["--model", "small_resnet", "--image-size", "64", "--batch-size", "4"]

@@ -44,6 +44,7 @@ PYTHON = "python"
 IMPORTED = "tests.pool.imports"
 MAX_MESSAGE_BYTES = 1 << 20
 BACKLOG = 64
+SHARED = "MPI4DL_TEST_PYTHON"  # in the environment: what `python` has returned in a process around this one
 AT_START = "MPI4DL_AT_START"  # in the environment: `module:function`, which a rank calls before its program
 SPARE_FILE = 300  # numbers from here on are nobody's
 
@@ -178,6 +179,8 @@ def python() -> str:
 
     It stands beside an `mpirun`, as in an environment, and it is `sys.executable` of what it runs.
     """
+    if SHARED in os.environ:
+        return os.environ[SHARED]
     folder = Path(tempfile.mkdtemp(prefix="zygotes"))
     atexit.register(end_all, folder, [start(folder, seed, IMPORTED) for seed in HASH_SEEDS])
     return stand_in(folder)

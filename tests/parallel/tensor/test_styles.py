@@ -1,6 +1,6 @@
 """Which parameters of a model are cut, along which dim: by styles, by a plan that it carries, or by names of layers."""
 
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -55,11 +55,13 @@ class Model(nn.Module):
 class Planned(Model):
     """As models of transformers that carry a plan."""
 
-    _tp_plan = {
-        "layers.*.mlp.fc1": "colwise",
-        "layers.*.mlp.fc2": "rowwise",
-        "layers.*.attention.norm": "sequence_parallel",
-    }
+    _tp_plan = MappingProxyType(
+        {
+            "layers.*.mlp.fc1": "colwise",
+            "layers.*.mlp.fc2": "rowwise",
+            "layers.*.attention.norm": "sequence_parallel",
+        }
+    )
 
 
 VOCABULARY = {"words": "vocabulary", "head": "vocabulary"}
