@@ -53,6 +53,19 @@ def test_what_has_no_such_form_is_refused() -> None:
         encode({"anneal": lambda x: x})
 
 
+@pytest.mark.parametrize(
+    "value", [Counter({"a": 1}), {"tuple": [1]}, {"a": 1, "counter": 2}, {1: {"float": "nan"}}], ids=repr
+)
+def test_what_looks_like_another_form_comes_back(value: Any) -> None:
+    found = there_and_back(value)
+    assert (type(found), found) == (type(value), value)
+
+
+def test_values_without_need_of_a_form_are_plain_json() -> None:
+    plain = {"lr": 0.1, "betas": [0.9, 0.99], "name": None}
+    assert encode(plain) == plain
+
+
 def nested(levels: int, inner: Any) -> Any:
     return [nested(levels - 1, inner)] if levels else inner
 

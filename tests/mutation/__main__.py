@@ -6,9 +6,10 @@
     python -m tests.mutation run --modules mpi4dl.geometry.boxes
     python -m tests.mutation again --seconds 300        shows those that survived last time to further tests
 
-A mutant is shown to the fastest tests that call its function, up to --seconds of them. It is killed if one fails, or
-takes too long. Tests run in processes that stay (`tests.mutation.swap`), with their pools of ranks. After a mutant that
-was killed the test that noticed it runs again, without any: if it fails, the verdict is void, and the pools start anew.
+A mutant is shown to tests that call its function, the fastest and most particular first, up to --seconds of them. It
+is killed if one fails, or takes too long. Tests run in processes that stay (`tests.mutation.swap`), with their pools of
+ranks. After a mutant that was killed the test that noticed it runs again, without any: if it fails, the verdict is
+void, and the pools start anew.
 
 Why not a tool that is there: mutmut selects a mutant by an environment variable that is read at each call, and
 cosmic-ray writes it into the source; with both each mutant takes new ranks, whose start takes longer than most tests.
@@ -24,7 +25,7 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from tests.mutation import seen
 from tests.mutation.judge import KILLED, SURVIVED, UNSEEN, VOID, Verdict, judged
@@ -57,25 +58,27 @@ class Seen:
     """Which tests call which functions, by what `see` wrote."""
 
     def __init__(self) -> None:
-        self.tests: dict[str, list[tuple[float, str]]] = defaultdict(list)
+        self.tests: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
         for path in sorted((FOLDER / "seen").glob("*.jsonl")):
             for line in map(json.loads, path.read_text().splitlines()):
                 if "\\" in line["test"]:
                     continue  # pytest does not find a test by such a name
                 for function in line["seen"]:
-                    self.tests[function].append((line["seconds"], line["test"]))
+                    self.tests[function].append((line["seconds"] * len(line["seen"]), line["seconds"], line["test"]))
         for found in self.tests.values():
             found.sort()
 
-    def of(self, mutant: Mutant, seconds: float) -> tuple[str, ...]:
-        """The fastest tests that call the mutant's function, which take so long together, and one at least."""
+    def of(self, mutant: Mutant, seconds: float, but: Collection[str] = ()) -> tuple[str, ...]:
+        """Tests that call the mutant's function, which take so long together, and one at least.
+
+        The fastest come first, and those that call few other functions: they look at what this one does.
+        """
         path = path_of(mutant.module).relative_to(ROOT)
         taken, total = [], 0.0
-        for own, test in self.tests.get(f"{path}:{mutant.function}", ()):
-            if taken and total + own > seconds:
-                break
-            taken.append(test)
-            total += own
+        for _, own, test in self.tests.get(f"{path}:{mutant.function}", ()):
+            if test not in but and not (taken and total + own > seconds):
+                taken.append(test)
+                total += own
         return tuple(taken)
 
 
@@ -122,9 +125,9 @@ def again(arguments: argparse.Namespace) -> None:
     """Show those that survived to tests that they have not been shown to."""
     known, told, judged_before = Seen(), [], []
     for verdict in read_verdicts():
-        further = [test for test in known.of(verdict.mutant, arguments.seconds) if test not in verdict.by]
+        further = known.of(verdict.mutant, arguments.seconds, verdict.by)
         if verdict.outcome in (SURVIVED, VOID) and further:
-            told.append((verdict.mutant, tuple(further)))
+            told.append((verdict.mutant, further))
         else:
             judged_before.append(verdict)
     judge_all(told, arguments, judged_before)

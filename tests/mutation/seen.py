@@ -10,6 +10,7 @@ import atexit
 import json
 import os
 import sys
+import threading
 import uuid
 from hashlib import sha256
 from pathlib import Path
@@ -32,7 +33,8 @@ def _called(frame: FrameType, event: str, argument: Any) -> None:
 
 
 def watch(comm: Any = None) -> None:
-    """From now on calls are seen in this process. A body of the pool's ranks."""
+    """From now on calls are seen in this process, and in threads that it starts. A body of the pool's ranks."""
+    threading.setprofile(_called)
     sys.setprofile(_called)
 
 

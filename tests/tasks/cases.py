@@ -101,8 +101,8 @@ def weights_of_classes() -> Tensor:
     return torch.tensor(WEIGHTS, dtype=torch.float64)
 
 
-def plain_dice(outputs: Tensor, targets: Tensor) -> Tensor:
-    """As MONAI's DiceLoss, without what is ignored."""
+def plain_dice(outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """As MONAI's DiceLoss, without what is ignored; or a weighted mean over classes."""
     if targets.dim() == outputs.dim():
         counted = targets != IGNORED
         wanted, shares = torch.where(counted, targets, 0).double() * counted, outputs.sigmoid() * counted
@@ -111,7 +111,12 @@ def plain_dice(outputs: Tensor, targets: Tensor) -> Tensor:
         wanted = F.one_hot(torch.where(counted[:, 0], targets, 0).long(), NUM_CLASSES).movedim(-1, 1) * counted
         shares = outputs.softmax(1) * counted
     both, each = (wanted * shares).sum((2, 3)), (wanted + shares).sum((2, 3))
-    return (1 - (2 * both + 1e-5) / (each + 1e-5)).mean()
+    loss = 1 - (2 * both + 1e-5) / (each + 1e-5)
+    return loss.mean() if weights is None else (loss * weights).sum(1).mean() / weights.sum()
+
+
+def plain_weighted_dice(outputs: Tensor, targets: Tensor) -> Tensor:
+    return plain_dice(outputs, targets, weights_of_classes())
 
 
 def plain_both(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -133,6 +138,14 @@ def plain_focal(outputs: Tensor, targets: Tensor) -> Tensor:
     right = outputs.movedim(1, -1)[counted].softmax(-1).gather(-1, known[:, None])[:, 0]
     weights = weights_of_classes()[known]
     return (weights * -((1 - right) ** 1.5) * right.log()).sum() / weights.sum()
+
+
+def plain_binary_focal(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Of the probabilities of what is right, each by the weight of its class."""
+    counted, ones = targets != IGNORED, outputs.sigmoid()
+    right = torch.where(targets == 1, ones, 1 - ones)
+    each = weights_of_classes().view(-1, 1, 1) * -((1 - right) ** 2) * right.log()
+    return each[counted].mean()
 
 
 def plain_binary(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -179,7 +192,9 @@ CASES = [
     Case("cross_entropy", (*COUNTED, ("label_smoothing", 0.1)), "mask", plain_smooth),
     Case("focal", (*COUNTED, ("gamma", 1.5)), "mask", plain_focal),
     Case("focal", (*COUNTED, ("gamma", 1.5)), "labels", plain_focal),
+    Case("focal", (*COUNTED, ("binary", True)), "masks", plain_binary_focal),
     Case("dice", BINARY, "masks", plain_dice),
+    Case("dice", COUNTED, "mask", plain_weighted_dice),
     Case("bce", COUNTED, "masks", plain_binary),
     Case("huber", (("delta", 0.7),), "map", partial(F.huber_loss, delta=0.7)),
     Case("l1", (), "map", F.l1_loss),

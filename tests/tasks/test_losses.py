@@ -30,6 +30,12 @@ def test_a_loss_is_that_of_the_whole_batch(ranks: Ranks, case: Case, plan: Plan,
     agree(ranks, case, plan, count)
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_loss_is_its_formula(ranks: Ranks, case: Case) -> None:
+    """On one rank."""
+    agree(ranks, case, Plan(), 9)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("plan", [TILES, SPLIT, WAYS, STAGES, GEMS], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -15,7 +15,8 @@ from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine, Evaluation
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.tasks.metrics import make_metric
+from mpi4dl.tasks.losses import concordance
+from mpi4dl.tasks.metrics import make_metric, of_class
 from mpi4dl.tasks.task import Classify, MultiLabel, Regress, Segment, Survive, Task
 from tests.pool.ranks import Ranks
 from tests.tasks.cases import IGNORED, NUM_CLASSES, SIZE, Dense, Small, images_of, in_batches, targets_of
@@ -214,7 +215,7 @@ def check(ranks: Ranks, name: str, plan: Plan) -> None:
         assert np.allclose(found[0].metrics[metric], expected, rtol=EXACT, atol=0), metric
 
 
-@pytest.mark.parametrize(("name", "plan"), [("classify", UNEVEN), ("segment", TILES)], ids=str)
+@pytest.mark.parametrize(("name", "plan"), [*((name, UNEVEN) for name in CASES), ("segment", TILES)], ids=str)
 def test_metrics_are_those_of_scikit_learn_on_the_union(ranks: Ranks, name: str, plan: Plan) -> None:
     check(ranks, name, plan)
 
@@ -319,6 +320,25 @@ def test_auc_with_ties_and_missing_classes(size: int) -> None:
     alone = make_metric("classify", "auc", size, IGNORED)
     alone.update(scores, torch.zeros(60, dtype=torch.int64))
     assert math.isnan(float(alone.compute()))
+
+
+def test_a_death_counts_before_those_who_left_at_its_time() -> None:
+    """Risks agree with the only two pairs: 2 died before 3 left, and at the time when 1 left."""
+    times, events = torch.tensor([2.0, 2.0, 3.0]), torch.tensor([0, 1, 0])
+    assert concordance(torch.tensor([1.0, 4.0, 2.0]), times, events) == 1.0
+    assert concordance(torch.tensor([4.0, 4.0, 5.0]), times, events) == 0.25
+    assert math.isnan(concordance(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 2.0]), torch.tensor([1, 1])))
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_overlaps_of_one_class_are_those_of_scikit_learn(number: int) -> None:
+    drawn = torch.Generator().manual_seed(2)
+    found, true = torch.randint(3, (2, 50), generator=drawn)
+    counts = torch.bincount(true * 3 + found, minlength=9).view(3, 3)
+    for measure, function in (("dice", reference.f1_score), ("iou", reference.jaccard_score)):
+        assert of_class(measure, number, counts) == pytest.approx(function(true == number, found == number))
+    counts[number] = counts[:, number] = 0
+    assert math.isnan(of_class("dice", number, counts))
 
 
 def test_a_model_may_have_outputs_for_more_classes() -> None:
