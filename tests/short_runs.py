@@ -423,7 +423,9 @@ def gradients_of(modules: Iterable[nn.Module]) -> dict[str, Tensor | None]:
 
 def plain(task: Task, num_microbatches: int = 1) -> Outcome:
     """The reference: the loop of any PyTorch tutorial, over microbatches of even cuts."""
-    options = {name: value for name, value in task.engine_options if name in ("clip_norm", "gradient_hook")}
+    options = {
+        name: value for name, value in task.engine_options if name in ("clip_norm", "clip_value", "gradient_hook")
+    }
     return _plain(
         replace(task, balance="flops", stream=None, styles=(), device="cpu").with_engine(**options), num_microbatches
     )
@@ -454,6 +456,8 @@ def _plain(task: Task, num_microbatches: int) -> Outcome:
                 if p.grad is not None:
                     p.grad = hook(name, p.grad)
             norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            if "clip_value" in options:
+                nn.utils.clip_grad_value_(model.parameters(), options["clip_value"])
             optimizer.step()
             outcome.steps.append(StepResult(total, float(norm)))
     outcome.state = model.state_dict()

@@ -80,6 +80,14 @@ def test_clipping_equals_plain_pytorch(ranks: Ranks, clip_norm: float) -> None:
     assert (clipped.steps != free.steps) == (clip_norm == 0.1)
 
 
+@pytest.mark.parametrize("plan", [BOTH, Plan(data=2, zero=2), Plan(((1, 1), (1, 1)), microbatches=2)], ids=str)
+@pytest.mark.sample(2)
+def test_clipping_of_each_element_equals_plain_pytorch(ranks: Ranks, plan: Plan) -> None:
+    task = SMALL.with_engine(clip_value=0.01)
+    check(ranks, task, plan)
+    assert plain(task).steps[1:] != plain(SMALL).steps[1:]
+
+
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 def test_parameters_that_play_no_part_stay_as_they_are(ranks: Ranks, optimizer: str) -> None:
     task = Task(UNUSED.model, UNUSED.size, optimizer=optimizer)

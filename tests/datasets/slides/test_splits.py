@@ -95,6 +95,13 @@ def test_the_seed_decides_and_the_split_is_this_one_on_every_machine() -> None:
     assert fold_of(patients, strata, 3, 0) == [2, 2, 0, 0, 1, 0, 2, 1, 1, 1, 0, 2]
 
 
+def test_what_remains_of_shares_is_of_large_strata() -> None:
+    """A quarter of 6 and of 10 patients are 1.5 and 2.5, of both together 4."""
+    strata = [0] * 6 + [1] * 10
+    sides = split_patients([f"p{i}" for i in range(16)], strata, 0.25, 0)
+    assert Counter(stratum for stratum, side in zip(strata, sides, strict=True) if side) == {0: 1, 1: 3}
+
+
 @given(SLIDES, st.integers(2, 6), st.integers(0, 3))
 def test_each_patient_is_in_one_fold_and_folds_are_alike(slides: list[tuple[str, int]], folds: int, seed: int) -> None:
     patients, labels = [patient for patient, _ in slides], [label for _, label in slides]
@@ -326,6 +333,52 @@ def test_no_patient_of_a_split_file_is_in_two_parts(
     found, _ = split_rows(rows, None, fraction=0.3, seed=0, split_file=path)
     no_val = not any(part == "val" for _, part in slides)
     assert [row.part for row in found] == ["val" if part == "test" and no_val else part for _, part in slides]
+
+
+@pytest.mark.parametrize(
+    ("text", "how", "remarks"),
+    [
+        ("slide_id,split\ns0,train\ns1,train\ns2,val\ns3,val\n", {}, ["split by SPLIT"]),
+        (
+            "slide_id,split\ns0,train\ns1,train\ns2,test\ns3,train\n",
+            {},
+            ["split by SPLIT", "SPLIT has no slides for val: those for test validate"],
+        ),
+        (
+            "slide_id,split\ns0,train\ns2,val\ns3,test\n",
+            {},
+            [
+                "1 slide not in SPLIT, and left out: s1",
+                "split by SPLIT",
+                "1 slide is for tests, and not used in training",
+            ],
+        ),
+        (None, {}, ["split by patient, stratified by label"]),
+        (None, {"folds": 2}, ["fold 0 of 2 validates, split by patient"]),
+        (
+            None,
+            {"parts": ["train", "train", "val", "test"]},
+            ["split by the table", "1 slide is for tests, and not used in training"],
+        ),
+        (
+            None,
+            {"parts": ["", "", "", "test"], "folds": 2},
+            ["fold 0 of 2 validates, split by patient", "1 slide is for tests, and in no fold"],
+        ),
+    ],
+)
+def test_remarks_say_who_is_where(tmp_path: Path, text: str | None, how: dict[str, Any], remarks: list[str]) -> None:
+    file = tmp_path / "split.csv"
+    parts = how.pop("parts", [""] * 4)
+    rows = tuple(
+        each._replace(part=part)
+        for each, part in zip(rows_of([("0", 0), ("0", 1), ("2", 1), ("3", 0)]), parts, strict=True)
+    )
+    if text is not None:
+        file.write_text(text)
+        how = {**how, "split_file": file}
+    found = split_rows(rows, "classify", fraction=0.3, seed=0, **how)[1]
+    assert [each.replace(str(file), "SPLIT") for each in found if "class" not in each] == remarks
 
 
 @pytest.mark.parametrize(
