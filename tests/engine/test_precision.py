@@ -1,6 +1,8 @@
-"""mpi4dl.engine.precision: the scale of the loss falls at once and rises slowly."""
+"""mpi4dl.engine.precision: the scale of the loss falls at once and rises slowly; rows as integers of 8 bits."""
 
-from mpi4dl.engine.precision import GROWTH_INTERVAL, INITIAL_SCALE, LossScaler
+import torch
+
+from mpi4dl.engine.precision import GROWTH_INTERVAL, INITIAL_SCALE, SMALLEST_SCALE, LossScaler, int8_of
 
 
 def test_the_scale_halves_when_a_step_overflows_and_doubles_after_many_that_do_not() -> None:
@@ -8,16 +10,33 @@ def test_the_scale_halves_when_a_step_overflows_and_doubles_after_many_that_do_n
     scaler.update(finite=False)
     scaler.update(finite=False)
     assert scaler.scale == INITIAL_SCALE / 4
+    assert (scaler.skipped_in_a_row, scaler.finite_steps) == (2, 0)
     for _ in range(GROWTH_INTERVAL - 1):
         scaler.update(finite=True)
+        assert scaler.skipped_in_a_row == 0
     assert scaler.scale == INITIAL_SCALE / 4
     scaler.update(finite=False)
     for _ in range(GROWTH_INTERVAL):
         scaler.update(finite=True)
     assert scaler.scale == INITIAL_SCALE / 4
+    assert scaler.num_skipped == 3
+
+
+def test_the_scale_does_not_vanish() -> None:
+    scaler = LossScaler(enabled=True)
+    for _ in range(200):
+        scaler.update(finite=False)
+    assert scaler.scale == SMALLEST_SCALE
 
 
 def test_without_fp16_the_scale_is_1() -> None:
     scaler = LossScaler(enabled=False)
     scaler.update(finite=False)
     assert scaler.scale == 1.0
+
+
+def test_the_largest_of_each_row_is_127() -> None:
+    rows = torch.tensor([[0.5, -2.0, 1.0], [0.0, 0.0, 0.0], [254.0, 3.0, -254.0]])
+    integers, scales = int8_of(rows)
+    assert integers.tolist() == [[32, -127, 64], [0, 0, 0], [127, 2, -127]]
+    assert scales[[0, 2]].tolist() == torch.tensor([2 / 127, 2.0]).tolist()
