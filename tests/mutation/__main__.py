@@ -26,6 +26,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from tests.mutation import seen
 from tests.mutation.judge import KILLED, SURVIVED, UNSEEN, VOID, Verdict, judged
@@ -59,12 +60,13 @@ class Seen:
 
     def __init__(self) -> None:
         self.tests: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
+        lines: dict[str, Mapping[str, Any]] = {}
         for path in sorted((FOLDER / "seen").glob("*.jsonl")):
-            for line in map(json.loads, path.read_text().splitlines()):
-                if "\\" in line["test"]:
-                    continue  # pytest does not find a test by such a name
+            lines |= {line["test"]: line for line in map(json.loads, path.read_text().splitlines())}
+        for test, line in lines.items():
+            if "\\" not in test:  # pytest does not find a test by such a name
                 for function in line["seen"]:
-                    self.tests[function].append((line["seconds"] * len(line["seen"]), line["seconds"], line["test"]))
+                    self.tests[function].append((line["seconds"] * len(line["seen"]), line["seconds"], test))
         for found in self.tests.values():
             found.sort()
 
