@@ -336,6 +336,17 @@ def test_no_patient_of_a_split_file_is_in_two_parts(
 
 
 @pytest.mark.parametrize(
+    "name", ["s0", "s0.ome", "s0.ome.tif", "a/s0.ome", "a/s0.ome.tif", "./a/s0.ome.tif", "a\\s0.ome.tif", "slide 0"]
+)
+def test_a_split_file_may_name_slides_with_or_without_folder_and_ending(tmp_path: Path, name: str) -> None:
+    (tmp_path / "split.csv").write_text(f"slide_id,split\n{name},val\ns1,train\n")
+    first, second = rows_of([("0", 0), ("1", 1)])
+    rows = (first._replace(path="a/s0.ome.tif", slide="slide 0"), second)
+    found, _ = split_rows(rows, "classify", fraction=0.3, seed=0, split_file=tmp_path / "split.csv")
+    assert [row.part for row in found] == ["val", "train"]
+
+
+@pytest.mark.parametrize(
     ("text", "how", "remarks"),
     [
         ("slide_id,split\ns0,train\ns1,train\ns2,val\ns3,val\n", {}, ["split by SPLIT"]),
