@@ -19,6 +19,7 @@ from mpi4dl.geometry import (
     Tiling,
     TransposedWindow,
     Window,
+    cut_alike,
     even_cuts,
     plan_axis,
 )
@@ -448,3 +449,10 @@ def test_the_window_of_a_strided_stack_keeps_97_rows_over_4_ranks_complete() -> 
     for window in [Window(7, 2, 3, 3)] + [Window(3, 2, 1, 1)] * 5:
         split = check_plan(window, split).output
     assert split.size == 2
+
+
+def test_tilings_are_alike_if_each_axis_is() -> None:
+    grid = GridShape(1, 2, 2)
+    even, other = Tiling.even(grid, (2, 8, 8)), Tiling.even(grid, (2, 8, 6))
+    assert cut_alike(even, Tiling.even(grid, (2, 8, 8)))
+    assert not cut_alike(even, other)

@@ -380,15 +380,15 @@ def test_a_split_file_may_name_slides_with_or_without_folder_and_ending(tmp_path
 )
 def test_remarks_say_who_is_where(tmp_path: Path, text: str | None, how: dict[str, Any], remarks: list[str]) -> None:
     file = tmp_path / "split.csv"
-    parts = how.pop("parts", [""] * 4)
+    parts = how.get("parts", [""] * 4)
     rows = tuple(
         each._replace(part=part)
         for each, part in zip(rows_of([("0", 0), ("0", 1), ("2", 1), ("3", 0)]), parts, strict=True)
     )
     if text is not None:
         file.write_text(text)
-        how = {**how, "split_file": file}
-    found = split_rows(rows, "classify", fraction=0.3, seed=0, **how)[1]
+    split_file = None if text is None else file
+    found = split_rows(rows, "classify", fraction=0.3, seed=0, folds=how.get("folds"), split_file=split_file)[1]
     assert [each.replace(str(file), "SPLIT") for each in found if "class" not in each] == remarks
 
 
