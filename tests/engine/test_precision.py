@@ -19,7 +19,7 @@ def test_the_scale_halves_when_a_step_overflows_and_doubles_after_many_that_do_n
     for _ in range(GROWTH_INTERVAL):
         scaler.update(finite=True)
     assert scaler.scale == INITIAL_SCALE / 4
-    assert scaler.num_skipped == 3
+    assert (scaler.num_skipped, scaler.finite_steps) == (3, 0)
 
 
 def test_the_scale_does_not_vanish() -> None:

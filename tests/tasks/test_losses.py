@@ -1,8 +1,11 @@
 """mpi4dl.tasks.losses: on tiles, in microbatches, on replicas and in stages the loss is that of the whole batch."""
 
 import pytest
+import torch
+from torch.nn import functional as F
 
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.tasks.losses import build_loss
 from tests.pool.ranks import Ranks
 from tests.short_runs import EXACT, assert_close
 from tests.tasks.cases import BOTH, CASES, EFRON, SMOOTH, WEIGHTED, Case, by_plain_pytorch, on_ranks
@@ -34,6 +37,15 @@ def test_a_loss_is_that_of_the_whole_batch(ranks: Ranks, case: Case, plan: Plan,
 def test_every_loss_is_its_formula(ranks: Ranks, case: Case) -> None:
     """On one rank."""
     agree(ranks, case, Plan(), 9)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5])
+def test_focal_without_focus_is_cross_entropy(gamma: float) -> None:
+    outputs, targets = torch.randn(5, 3, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 1, 0])
+    (found,) = build_loss("focal", gamma=gamma).sums(outputs, targets)
+    right = outputs.softmax(1)[range(5), targets]
+    assert float(found) == pytest.approx(float((-((1 - right) ** gamma) * right.log()).sum()))
+    assert (float(found) == pytest.approx(float(F.cross_entropy(outputs, targets, reduction="sum")))) == (gamma == 0)
 
 
 @pytest.mark.exhaustive
