@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpi4dl.checkpoints.json_values import DEEPEST, LARGEST, Damaged, decode, encode, parse
+from mpi4dl.checkpoints.json_values import DEEPEST, LARGEST, MOST_LEVELS, Damaged, decode, encode, parse
 from tests.brute_force import patient
 
 LEAVES = st.none() | st.booleans() | st.integers(-LARGEST, LARGEST) | st.floats(allow_nan=False) | st.text(max_size=5)
@@ -80,6 +80,13 @@ def test_what_could_not_be_read_again_is_refused() -> None:
         encode(nested(DEEPEST + 1, 1))
     with pytest.raises(ValueError, match="a number of 65 bits cannot be kept"):
         encode({"n": LARGEST + 1})
+
+
+def test_a_file_may_be_nested_to_a_limit() -> None:
+    text = lambda levels: b"[" * levels + b"1" + b"]" * levels  # noqa: E731
+    parse(text(MOST_LEVELS), "file")
+    with pytest.raises(Damaged, match=f"file cannot be read: it is nested more than {MOST_LEVELS} deep"):
+        parse(text(MOST_LEVELS + 1), "file")
 
 
 FORGED = [
