@@ -7,6 +7,7 @@ from mpi4dl.engine.precision import GROWTH_INTERVAL, INITIAL_SCALE, SMALLEST_SCA
 
 def test_the_scale_halves_when_a_step_overflows_and_doubles_after_many_that_do_not() -> None:
     scaler = LossScaler(enabled=True)
+    assert (scaler.num_skipped, scaler.skipped_in_a_row, scaler.finite_steps) == (0, 0, 0)
     scaler.update(finite=False)
     scaler.update(finite=False)
     assert scaler.scale == INITIAL_SCALE / 4

@@ -124,11 +124,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def again(arguments: argparse.Namespace) -> None:
-    """Show those that survived to tests that they have not been shown to."""
+    """Show those that no test has noticed to tests that they have not been shown to."""
     known, told, judged_before = Seen(), [], []
     for verdict in read_verdicts():
         further = known.of(verdict.mutant, arguments.seconds, verdict.by)
-        if verdict.outcome in (SURVIVED, VOID) and further:
+        if verdict.outcome != KILLED and further:
             told.append((verdict.mutant, further))
         else:
             judged_before.append(verdict)

@@ -446,3 +446,47 @@ def test_a_tensor_that_is_kept_where_nothing_finds_it_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"earlier call kept .*line \d+ of test_trace.py"):
         trace(Keeping(of_default))
+
+
+class Totals(nn.Module):
+    """Sums up, in a buffer, what it has seen."""
+
+    def __init__(self, change: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change, self.layer = change, nn.Linear(2, 2)
+        self.register_buffer("total", torch.zeros(2))
+        self.register_buffer("other", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        self.total = self.change(self, x)
+        return x * 2
+
+
+def added(self: Any, x: Tensor) -> Tensor:
+    self.total += x.sum(0)
+    return self.total
+
+
+IN_PLACE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "an operator": added,
+    "a method": lambda self, x: self.total.add_(x.sum(0)),
+    "methods": lambda self, x: self.total.mul_(0.5).add_(x.sum(0)),
+}
+ANEW: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a sum": lambda self, x: self.total + x.sum(0),
+    "a method": lambda self, x: self.total.add(x.sum(0)),
+    "a method of a method": lambda self, x: self.total.mul(0.5).add_(x.sum(0)),
+    "another buffer": lambda self, x: self.other.add_(x.sum(0)),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_buffer_may_be_changed_in_place(name: str) -> None:
+    assert trace(Totals(IN_PLACE[name])).units
+
+
+@pytest.mark.parametrize("name", ANEW)
+def test_a_buffer_that_is_made_anew_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"changes the attribute total as it runs, .*add to a buffer in place"):
+        trace(Totals(ANEW[name]))
