@@ -366,6 +366,7 @@ def test_a_split_file_may_name_slides_with_or_without_folder_and_ending(tmp_path
         ),
         (None, {}, ["split by patient, stratified by label"]),
         (None, {"folds": 2}, ["fold 0 of 2 validates, split by patient"]),
+        (None, {"parts": ["train"] * 4}, ["split by the table"]),
         (
             None,
             {"parts": ["train", "train", "val", "test"]},
