@@ -108,9 +108,9 @@ def test_no_rank_waits_for_one_that_left(phase: str, way: str, rank: int, tmp_pa
 WORK = {
     "tiles": "train --tiles 1x2 --run-folder {run}",
     "zero": "train --data 2 --zero 3 --ema 0.9 --clip-norm 1 --run-folder {run}",
-    "stages": "train --stages 2 --microbatches 2 --balance auto --run-folder {run}",
     "both ways": "train --stages 2 --bidirectional 1 --run-folder {run}",
     "streamed": "train --stream 2x2 --stream-until stage2_block2 --tiles 1x2 --run-folder {run}",
+    "stages": "train --stages 2 --microbatches 2 --balance auto --run-folder {run}",
     "predicts": "predict {trained} --images {images} --tiles 1x2 --out {run}",
     "evaluates": "evaluate {trained} --data 2",
     "writes text": "generate {writer} --prompt x --max-tokens 4 --tensor 2",

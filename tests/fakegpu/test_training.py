@@ -96,7 +96,7 @@ STREAMED = Task(
 @pytest.mark.sample(1)
 def test_what_streaming_keeps_may_leave_the_gpu(ranks: Ranks, plan: Plan, where: str) -> None:
     assert STREAMED.stream is not None
-    task = replace(STREAMED, stream=replace(STREAMED.stream, keep=Keep(where)))
+    task = replace(STREAMED, stream=replace(STREAMED.stream, keep=Keep(where)), num_steps=2)
     outcomes = [outcome for outcome, _ in ranks(plan.num_ranks).run(train, task, plan, "staged")]
     short_runs.assert_like(outcomes[0], short_runs.plain(replace(task, device="cpu"), plan.num_microbatches))
 
