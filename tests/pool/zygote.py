@@ -8,6 +8,8 @@
 
 When pytest ends, however it ends, its end of the zygote's stdin closes: the zygote then kills its ranks, and ends.
 
+Workers of pytest-xdist share those of the process that started them.
+
 There are two of them, for the ranks of even and of odd numbers, which hash strings differently. So the sets of two
 ranks are in different orders, as they are in processes that were started apart.
 """
