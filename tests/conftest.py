@@ -1,8 +1,10 @@
 """What all tests share: one thread of PyTorch per process, the pool of MPI ranks, and a run to compare others with."""
 
+import gc
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,8 @@ os.environ["XDG_STATE_HOME"] = os.environ["XDG_CACHE_HOME"]
 from tests.pool import zygote
 from tests.pool.ranks import Ranks
 
+zygote.keep_bytecode()
+gc.disable()  # until all tests are collected
 # A shell that starts tests in the background makes them ignore Ctrl-C, which some of them test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # A busy machine is slow, and that is no failure.
@@ -26,9 +30,18 @@ settings.load_profile("patient")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let all workers of pytest-xdist fork ranks from the same two processes."""
-    if getattr(config.option, "numprocesses", None):
+    """Let all workers of pytest-xdist fork ranks from the same two processes, and find the bytecode that they leave."""
+    if getattr(config.option, "numprocesses", None) and zygote.SHARED not in os.environ:
         os.environ[zygote.SHARED] = zygote.python()
+        for variable in ({}, {"PMI_RANK": "1"}):
+            subprocess.run([zygote.python(), "-c", "pass"], env={**os.environ, **variable}, check=True)
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays until the end: nobody need look through it for garbage."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

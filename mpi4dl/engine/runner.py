@@ -156,9 +156,9 @@ def settled(outputs: Any) -> Any:
     return pytree.tree_map(of, outputs)
 
 
-def _with_all_classes(x: Any) -> Any:
-    """Outputs (N, C) of classes that ranks share, whole."""
-    return spatial.gather(x) if isinstance(x, spatial.SpatialTensor) and x.dim() <= 2 else x
+def _whole(outputs: Any) -> Any:
+    """Outputs on every rank, whole."""
+    return pytree.tree_map(lambda x: spatial.gather(x) if isinstance(x, spatial.SpatialTensor) else x, outputs)
 
 
 class InputFeed:
@@ -324,7 +324,7 @@ class EvaluationFeed(BatchFeed):
     def see(self, part: Part, outputs: Any, targets: Any) -> None:
         found, logits, speaks = self.found, main_output(outputs), part.grid.rank == 0
         if found.kept is not None:
-            whole = pytree.tree_map(_with_all_classes, outputs)
+            whole = _whole(outputs)  # the loss of all samples is computed by one rank alone
             if speaks:
                 found.kept.append((whole, targets))
         if all(isinstance(x, Tensor) for x in (logits, targets)):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mpi4dl import models
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.comm import Refusal
-from mpi4dl.engine.recompute import recompute_blocks
+from mpi4dl.engine.recompute import recompute_blocks, recompute_stages
 from mpi4dl.parallel.blocks import blocks
 
 Make = Callable[[], nn.Module]
@@ -164,6 +164,28 @@ def test_blocks_run_twice_where_there_are_gradients_frozen_or_not_and_once_other
     with torch.no_grad():
         model(torch.randn(2, 3, 40, 40))
     assert ran.count("stage1_block1.conv2") == 1
+
+
+def runs_of_the_whole(stages: bool) -> tuple[int, int]:
+    """How often a model runs as a whole, and a convolution in one of its blocks, in a step."""
+
+    class Counting(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            ran.append("whole")
+            return super().forward(x)
+
+    model = Counting(*(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Tanh()) for _ in range(2)))
+    recompute_stages([model], stages)
+    ran = counting(model)
+    model(torch.randn(2, 3, 4, 4)).sum().backward()
+    return ran.count("whole"), ran.count("0.0")
+
+
+def test_stages_run_twice_as_a_whole_and_blocks_alone() -> None:
+    assert runs_of_the_whole(stages=False) == (1, 2)
+    assert runs_of_the_whole(stages=True) == (2, 2)
+    with pytest.raises(Refusal, match="no blocks"):
+        recompute_stages([nn.Linear(2, 2)], stages=False)
 
 
 def test_blocks_are_the_outermost_composite_modules_in_a_row() -> None:

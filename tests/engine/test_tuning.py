@@ -5,7 +5,11 @@ from typing import Any
 import pytest
 from torch import nn
 
+from mpi4dl.comm import Communicator
 from mpi4dl.engine.tuning import freeze, keep_in_evaluation, parameter_groups
+from mpi4dl.parallel.pipeline.local_stages import split
+from mpi4dl.parallel.plan import Plan
+from tests.pool.ranks import Ranks
 
 
 class Model(nn.Module):
@@ -90,6 +94,25 @@ def test_what_is_frozen_is_in_no_group_unless_it_is_trained_later() -> None:
     freeze(model, "*")
     with pytest.raises(ValueError, match="all parameters are frozen"):
         parameter_groups(model)
+
+
+class Chain(nn.Sequential):
+    """Its first and its last layer are tied."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(4, 4) for _ in range(4)))
+        self[3].weight = self[0].weight
+
+
+def groups_of_stages(comm: Communicator) -> tuple[list[int], list[int]]:
+    """How many parameters each group has on this rank, and how many of these are different ones."""
+    held = split(Chain, Plan(((1,), (1,)), bidirectional=1), comm, balance=(2, 2), image=(2, 4))
+    groups = [group["params"] for group in parameter_groups(held, {"*.bias": 0.1})]
+    return [len(group) for group in groups], [len({id(p) for p in group}) for group in groups]
+
+
+def test_what_is_tied_over_stages_of_one_rank_is_in_its_group_once(ranks: Ranks) -> None:
+    assert ranks(2).run(groups_of_stages) == [([3, 4], [3, 4])] * 2
 
 
 @pytest.mark.parametrize("which", ["rates", "decays"])

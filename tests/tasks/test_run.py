@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from mpi4dl.options.declare import with_values
 from mpi4dl.options.tasks import build_metrics, build_task, directions, monitored, with_defaults, with_task
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.directions import HIGHER_IS_BETTER
-from mpi4dl.tasks.formulas import IGNORED, heads_of
+from mpi4dl.tasks.formulas import IGNORED, BatchLoss, heads_of
 from mpi4dl.tasks.losses import balanced_weights, build_loss
 from mpi4dl.tasks.measuring import measured_here
 from mpi4dl.tasks.metrics import bootstrap
@@ -35,6 +36,7 @@ from mpi4dl.training.run import Best
 from tests.commands import read_metrics
 from tests.pool.ranks import Ranks
 from tests.pool.zygote import ROOT
+from tests.short_runs import tiles_of
 from tests.tasks.cases import Small, in_batches
 
 HERE = "tests.tasks.test_run"
@@ -240,6 +242,36 @@ def whole_batches_only(comm: Communicator) -> str:
 
 def test_a_loss_of_whole_batches_takes_no_microbatches(ranks: Ranks) -> None:
     assert all(found.startswith("the loss compares all samples") for found in ranks(4).run(whole_batches_only))
+
+
+class OverlapOfAll(BatchLoss):
+    """One less the overlap of two masks, as fractions of the largest probability in the whole batch."""
+
+    @property
+    def whole_batch(self) -> bool:
+        return True
+
+    def sums(self, outputs: Any, targets: Any) -> Sequence[torch.Tensor]:
+        inside = outputs[:, 1].sigmoid()
+        return (1 - (inside * targets).sum() / inside.amax() / inside.numel(),)
+
+    def weights(self, targets: Any) -> Sequence[float]:
+        return (1.0,)
+
+
+def evaluated_dense(comm: Communicator, plan: Plan) -> Evaluation:
+    torch.manual_seed(0)
+    images, masks = torch.randn(5, 3, 12, 8), torch.randint(2, (5, 12, 8))
+    model = nn.Conv2d(3, 2, 3, padding=1)
+    engine = Engine(model, plan, torch.optim.SGD(model.parameters(), lr=0.1), OverlapOfAll(), comm=comm)
+    parts = [slice(i, i + 2) for i in (0, 2, 4)]
+    return engine.evaluate([(tiles_of(images[part], engine, training=False), masks[part]) for part in parts], (12, 8))
+
+
+def test_a_loss_of_all_samples_sees_dense_outputs_whole(ranks: Ranks) -> None:
+    expected = ranks(1).run(evaluated_dense, Plan())[0].loss
+    for found in ranks(4).run(evaluated_dense, Plan(((2, 2),))):
+        assert found.loss == pytest.approx(expected, rel=1e-6)
 
 
 def test_what_counts_for_nothing_teaches_nothing() -> None:

@@ -405,7 +405,7 @@ def _changing(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
         for part in module.modules()
         if not isinstance(part, Norm)
         for name, value in part._buffers.items()
-        if value is not None and id(value) not in hidden
+        if id(value) not in hidden  # one that is None may be set later
     ]
 
 

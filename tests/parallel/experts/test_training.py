@@ -7,13 +7,13 @@ from itertools import product
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from mpi4dl import models
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.losses import token_loss
 from tests.pool.ranks import Ranks
-from tests.short_runs import Task, check
+from tests.short_runs import Task, check, words_loss
 
 VOCABULARY, LENGTH = 23, 8
 SIZES: dict[str, Any] = {"vocabulary": VOCABULARY, "context": 16, "num_layers": 2, "num_heads": 4, "hidden": 24}
@@ -81,6 +81,34 @@ def possible() -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize(("name", "plan"), tuple(possible()))
 def test_five_steps_of_all(ranks: Ranks, name: str, plan: str) -> None:
     check(ranks, task_of(name), PLANS[plan])
+
+
+class Widened(nn.Module):
+    """Experts of features that ranks share, as a layer cut by columns made them; the router sees all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.wide = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 12)
+        self.router, self.experts = models.experts.Router(8, 4), models.experts.Experts(4, 12, 10)
+        self.head = nn.Linear(12, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        routing = self.router(x)
+        logits: Tensor = self.head(self.experts(self.wide(x).tanh(), routing.chosen, routing.weights))
+        return logits
+
+
+def widened() -> nn.Module:
+    return with_uneven_scores(Widened().double())
+
+
+@pytest.mark.parametrize("moe", ["tensor", "expert"])
+def test_experts_of_features_that_ranks_share(ranks: Ranks, moe: Any) -> None:
+    parts = (("experts", "experts"), ("experts.up", "column"), ("experts.output", "row"))
+    styles = (("wide", "column"), *parts)
+    task = replace(task_of("softmax"), model=widened, loss=words_loss, styles=styles, num_steps=2)
+    check(ranks, task, replace(ONE, tensor=2, moe=moe))
 
 
 def test_experts_without_any_token_are_gathered_too(ranks: Ranks) -> None:

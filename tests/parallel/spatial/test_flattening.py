@@ -3,16 +3,20 @@
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 
 from mpi4dl.comm import Communicator
+from mpi4dl.geometry import Split
 from mpi4dl.parallel import spatial
+from mpi4dl.parallel.spatial.redistribution import redistribute
 from tests.parallel.spatial.comparing import (
     CHOSEN,
     OF_TOKENS,
@@ -347,6 +351,32 @@ REORDERED: dict[str, Case] = {
 test_tokens_in_another_order_equal_those_of_the_whole = pytest.mark.sample(2)(
     table_test(__name__, OF_TOKENS, "REORDERED")
 )
+
+
+@on_ranks(2)
+def test_tokens_of_two_images_in_a_row(comm: Communicator) -> None:
+    torch.manual_seed(0)
+    image = torch.randn(2, 3, 4, 6)
+    x = spatial.shard(image, spatial.Grid(comm, rows=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = torch.cat([tokens(x), tokens(x) * 2], 1)
+    assert torch.equal(spatial.gather(found), torch.cat([tokens(image), tokens(image) * 2], 1))
+
+
+@on_ranks(4)
+def test_features_of_heads_that_ranks_share_are_gathered_for_a_square(comm: Communicator) -> None:
+    """A convolution over tokens and features of each head, where the features are cut."""
+    torch.manual_seed(0)
+    image, weight = torch.randn(2, 4, 4, 5), torch.randn(2, 1, 3, 3)
+    grid = spatial.Grid(comm, rows=2, cols=1, features=2)
+    y = heads(tokens(spatial.shard(image, grid)))
+    layout = y.layout
+    dims = (*layout.dims[:-1], 3)
+    cut = redistribute(y, replace(layout, dims=dims, tiling=layout.tiling.replace(3, Split.at([0, 1, 2]))))
+    found = F.conv2d(cut, weight, padding=1, groups=2)
+    expected = F.conv2d(heads(tokens(image)), weight, padding=1, groups=2)
+    assert_close(spatial.gather(found), expected)
 
 
 class Attention(nn.Module):

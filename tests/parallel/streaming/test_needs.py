@@ -115,6 +115,20 @@ def test_tiles_that_need_more_again_as_they_get_smaller(limit: int, expected: tu
         assert choose_tiles((1024, 1024), constraints, needs_for, bytes_of, limit).options.counts == expected
 
 
+@pytest.mark.parametrize("until", ["0", "1"])
+def test_outputs_are_those_of_the_rank_with_most_of_what_is_streamed(until: str) -> None:
+    """Of 50 rows three ranks have 16, 17 and 17."""
+
+    def build() -> nn.Module:
+        body = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 6, 3, 2, 1)
+        return nn.Sequential(*body, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 2))
+
+    cuttable, shape, image = Cuttable(outline(build)), Plan(((3, 1),)).shape(0), (1, 3, 50, 20)
+    part = choose_leading_part(cuttable, len(cuttable), StreamOptions((2, 1), until, "exact", 1), shape, image)
+    (segment,) = needs_of(part, cuttable.model, shape, image).segments
+    assert segment.output_bytes == (4 * 17 * 20 if until == "0" else 6 * 9 * 10) * torch.float32.itemsize
+
+
 def test_statistics_are_those_of_the_norms() -> None:
     """The stem, and two blocks of two norms each: five in a row."""
     (segment,) = foreseen(StreamOptions((2, 2), "stage1_block2", "exact"), Plan())[0].segments

@@ -485,10 +485,9 @@ def _merged_mask(mask: Tensor | None, padding: Tensor | None, num_heads: int, q:
     """The term added to scores (batch, heads, queries, keys), of a mask (queries, keys), or one for each head of each
     image, and of the keys (batch, keys) that are only padding.
     """
-
     found = None if mask is None else _added(mask, q)
     if found is not None and found.dim() == 3:
-        found = found.unflatten(0, (-1, num_heads)) if found.shape[0] != 1 else found.unsqueeze(0)
+        found = found.unflatten(0, (-1, num_heads))
     if padding is None:
         return found
     without = _added(gather_dim(padding, -1), q).unsqueeze(1).unsqueeze(1)
