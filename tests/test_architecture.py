@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,17 @@ FLOOR_1_MAY_IMPORT = {
 }
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget() -> Iterator[None]:
+    yield
+    parsed.cache_clear()
+
+
 def room_of(module: str) -> str:
     """The part of the package that a module belongs to; empty for `mpi4dl` itself."""
     return [*module.split("."), ""][1]
@@ -74,7 +86,7 @@ def room_of(module: str) -> str:
 
 def imported_modules(source: str, package: str) -> Iterator[str]:
     """Every module that the source names in an import, wherever it stands; `package` is what a leading dot means."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -90,7 +102,7 @@ def imported_for_types(source: str) -> set[str]:
     """What is imported under `if TYPE_CHECKING:` alone, which takes no time."""
     return {
         name
-        for node in ast.parse(source).body
+        for node in parsed(source).body
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         for name in imported_modules(ast.unparse(node), "mpi4dl")
     }
@@ -133,7 +145,7 @@ def python_files(*folders: str) -> list[Path]:
 
 def first_line_says_what_the_file_is_for(source: str) -> bool:
     """True for an empty file too, which says by its name alone that a folder is a package."""
-    return not source or (source.startswith('"""') and bool(ast.get_docstring(ast.parse(source))))
+    return not source or re.match(r'"""(?!""")\s*\S', source) is not None
 
 
 def test_every_module_imports_only_from_floors_below_its_own() -> None:
@@ -155,7 +167,7 @@ def circles(sources: dict[str, str]) -> list[list[str]]:
     reached: dict[str, set[str]] = {}
     for module, source in sources.items():
         reached[module] = set()
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             base = node.module if isinstance(node, ast.ImportFrom) else None
             for name in [base, *(f"{base}.{n}" for n in names)] if base else names:
@@ -197,7 +209,7 @@ def test_the_finder_of_circles_can_fail() -> None:
 def test_no_name_stands_for_two_things() -> None:
     found: dict[str, list[str]] = {}
     for path in python_files("mpi4dl"):
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found.setdefault(node.name, []).append(module_of(path))
     assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
@@ -347,7 +359,7 @@ def collective_functions(tree: ast.AST) -> set[str]:
 
 def doubtful_collectives(source: str) -> list[tuple[str, int, str]]:
     """Collectives that a rank may leave out which has found something alone: function, line and why."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     known = collective_functions(tree)
     found = []
 
@@ -449,7 +461,7 @@ def swallowers(source: str) -> list[tuple[str, int]]:
         for child in ast.iter_child_nodes(node):
             look(child, function)
 
-    look(ast.parse(source), "")
+    look(parsed(source), "")
     return found
 
 

@@ -36,14 +36,14 @@ from mpi4dl._torchvision import import_torchvision
 from torch import nn
 from torch.nn import functional as F
 
-resnet = import_torchvision().models.resnet
+shufflenet = import_torchvision().models.shufflenetv2
 
 class Double(nn.Module):
     """A torchvision model in float64."""
-    def __init__(self, num_classes, width=64):
+    def __init__(self, num_classes):
         super().__init__()
         self.stem = nn.Conv2d(2, 3, 1)
-        self.body = resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], num_classes=num_classes, width_per_group=width)
+        self.body = shufflenet.ShuffleNetV2([1, 2, 1], [8, 16, 32, 64, 64], num_classes)
         self.double()
 
     def forward(self, x):

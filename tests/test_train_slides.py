@@ -46,10 +46,11 @@ from tests.commands import losses_of
 from tests.datasets.slides.dicom import series
 from tests.pool.ranks import Ranks, RanksFailed
 from tests.short_runs import EXACT, write_mixed_cohort
+from tests.tiny import TINY_RESNET, tiny_resnet
 
 PATCH, MPP = 64, 0.5
 COMMON = (
-    f"--mpp {MPP} --patches {PATCH} --patches-at-once 40 --model small_resnet --model-options num_filters=4 "
+    f"--mpp {MPP} --patches {PATCH} --patches-at-once 40 --model {TINY_RESNET} "
     "--batch-size 2 --num-workers 1 --val-fraction 0.34 --optimizer SGD --lr 0.05 --lr-schedule constant --epochs 2 "
     "--log-interval 1 --no-tensorboard --seed 3"
 )
@@ -119,11 +120,11 @@ def test_training_is_that_of_a_plain_loop_over_whole_slides(
 
 
 class Precise(nn.Module):
-    """A small ResNet that computes in float64."""
+    """A tiny ResNet that computes in float64."""
 
-    def __init__(self, num_classes: int, **options: object) -> None:
+    def __init__(self, num_classes: int) -> None:
         super().__init__()
-        self.resnet = build("small_resnet", num_classes, **options).double()
+        self.resnet = tiny_resnet(num_classes).double()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.resnet(normalized(x.double()))  # type: ignore[no-any-return]
@@ -170,8 +171,9 @@ def test_whole_slides_of_their_own_sizes_are_those_of_a_plain_loop(
     ranks: Ranks, cohort: Path, tmp_path: Path, plan: str
 ) -> None:
     """Of six sizes, in three formats and two magnifications; in training, evaluation and prediction."""
-    more = ["--model", f"{__file__}:Precise", *AS_BYTES.split(), "--run-folder", str(tmp_path / "run"), *plan.split()]
-    flags = ["--slides", str(cohort / "slides.csv"), *OWN.split(), *more]
+    own = OWN.replace("small_resnet --model-options num_filters=4", f"{__file__}:Precise").split()
+    flags = ["--slides", str(cohort / "slides.csv"), *own, *AS_BYTES.split(), *plan.split()]
+    flags += ["--run-folder", str(tmp_path / "run")]
     config = with_frame(parse(flags))
     count = build_plan(config).num_ranks
     ranks(count).run(train, flags)
@@ -246,33 +248,12 @@ def test_the_patches_of_a_step_and_their_passes_are_counted_before_it(
     mean = rf"\(the mean of {len(counts)} slides\)"
     [ran, _] = ranks(2).run(told, *flags, "--dry-run")
     of = f"about {round(2 * sum(counts) / len(counts))} patches with tissue"
-    words = rf"{of}, (\d\d) x forward and \1 x backward {mean}.*--most-patches"
+    words = rf"{of}, (\d+) x forward and \1 x backward {mean}.*--most-patches"
     assert len(re.findall(words, ran)) == 1
     plan([*flags, "--stream-norm", "running", "--most-patches", str(most)])
     num_patches = 2 * sum(min(count, most) for count in counts) / len(counts)
     words = rf"about {round(num_patches)} patches with tissue, 1 x forward and 1 x backward {mean}$"
     assert re.search(words, capsys.readouterr().out, re.MULTILINE)
-
-
-def test_one_rank_and_two_predict_the_same_and_draw_the_same_maps(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
-    flags = flags_of(cohort, tmp_path / "run", "--tiles 1x2 --max-steps 2")
-    ranks(2).run(train, flags)
-    found = []
-    for count in (1, 2):
-        out = tmp_path / f"of{count}"
-        argv = [str(tmp_path / "run"), "--slides", str(cohort), "--out", str(out)]
-        told = ranks(count).run(said, *argv)
-        assert "6 slides looked at" in told[0]
-        found.append([json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()])
-    for one, two in zip(*found, strict=True):
-        assert one["image"] == two["image"]
-        assert one["probabilities"] == pytest.approx(two["probabilities"], abs=1e-5)
-        maps = [tifffile.imread(tmp_path / f"of{count}" / one["maps"][2]) for count in (1, 2)]
-        assert np.array_equal(np.isnan(maps[0]), np.isnan(maps[1]))
-        assert maps[0] == pytest.approx(maps[1], abs=1e-5, nan_ok=True)
-        assert np.nansum(maps[0]) == pytest.approx(1, abs=1e-4)
-    with (tmp_path / "of2" / "predictions.csv").open() as file:
-        assert [row["image"] for row in csv.DictReader(file)] == [each["image"] for each in found[1]]
 
 
 @pytest.fixture(scope="module")
@@ -289,6 +270,25 @@ def predicted(ranks: Ranks, cohort: Path, short_run: Path) -> Path:
     out = short_run.with_name("predicted")
     ranks(1).run(said, str(short_run), "--slides", str(cohort / "slides.csv"), "--out", str(out))
     return out
+
+
+def test_one_rank_and_two_predict_the_same_and_draw_the_same_maps(
+    ranks: Ranks, cohort: Path, short_run: Path, predicted: Path, tmp_path: Path
+) -> None:
+    argv = [str(short_run), "--slides", str(cohort), "--out", str(tmp_path / "out"), "--tiles", "1x2"]
+    told = ranks(2).run(said, *argv)
+    assert "6 slides looked at" in told[0]
+    folders = predicted, tmp_path / "out"
+    found = [[*map(json.loads, (out / "predictions.jsonl").read_text().splitlines())] for out in folders]
+    for one, two in zip(*found, strict=True):
+        assert one["image"] == two["image"]
+        assert one["probabilities"] == pytest.approx(two["probabilities"], abs=1e-5)
+        maps = [tifffile.imread(out / one["maps"][2]) for out in folders]
+        assert np.array_equal(np.isnan(maps[0]), np.isnan(maps[1]))
+        assert maps[0] == pytest.approx(maps[1], abs=1e-5, nan_ok=True)
+        assert np.nansum(maps[0]) == pytest.approx(1, abs=1e-4)
+    with (tmp_path / "out" / "predictions.csv").open() as file:
+        assert [row["image"] for row in csv.DictReader(file)] == [each["image"] for each in found[1]]
 
 
 def test_maps_lie_where_the_patches_are(cohort: Path, short_run: Path, predicted: Path) -> None:

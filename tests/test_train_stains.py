@@ -25,13 +25,14 @@ from tests.commands import losses_of
 from tests.interrupted import assert_the_same_run
 from tests.pool.ranks import Ranks
 from tests.short_runs import write_mixed_cohort
+from tests.tiny import TINY_RESNET
 
 VARIED = (
     "--flip all --rotate quarter --rotate-degrees 15 --scale 0.9,1.1 --stain-jitter 0.1 --jitter 0.2 "
     "--augment RandomPosterize(bits=5),ColorJitter(hue=0.05) --stain-norm macenko"
 )
 COMMON = (
-    "--mpp 1 --model small_resnet --model-options num_filters=4 --num-workers 1 --val-fraction 0.34 --optimizer SGD "
+    f"--mpp 1 --model {TINY_RESNET} --num-workers 1 --val-fraction 0.34 --optimizer SGD "
     "--lr 0.0001 --lr-schedule constant --log-interval 1 --no-tensorboard --seed 3 --eval-every none --batch-size 1"
 )
 PATCHES = "--patches 64 --patches-at-once 32 --stream-norm running"
@@ -133,7 +134,7 @@ def test_prediction_and_features_have_the_stains_of_training(
     new = ["--slides", str(tmp_path / "table.csv")]
     told = ranks(2).run(said, predict, [str(tmp_path / "run"), *new, "--out", str(tmp_path / "out"), "--no-maps"])
     assert "1 slide with too little stained tissue to normalize: glass.png" in told[0]
-    encoder = "--model small_resnet --model-options num_filters=4 --patches 64 --mpp 1 --weights".split()
+    encoder = f"--model {TINY_RESNET} --patches 64 --mpp 1 --weights".split()
     ranks(1).run(said, embed, [*new, *encoder, str(tmp_path / "run"), "--out", str(tmp_path / "features")])
     settings = settings_of(tmp_path / "features" / "slide.h5")
     assert settings["stains"] == {"macenko": list(stains.reference)}

@@ -28,6 +28,7 @@ from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tables.simulator import simulate
 from mpi4dl.plan import show
+from tests.tiny import TINY_RESNET, tiny_resnet
 
 CPU = torch.device("cpu")
 LINKS = (LinkLevel("node", 1e-6, 1e10, ranks=4), LinkLevel("network", 1e-5, 1e9, shared_by=4))
@@ -72,6 +73,10 @@ def resnet() -> torch.nn.Module:
     return models.build("small_resnet", 10)
 
 
+def tiny() -> torch.nn.Module:
+    return tiny_resnet(10)
+
+
 @pytest.mark.parametrize(
     "shape",
     [
@@ -106,7 +111,7 @@ def test_counts_of_large_sites_follow_from_small_ones(tmp_path: Path, shape: Gri
 )
 def test_few_ranks_wait_as_they_are_counted(tmp_path: Path, shape: tuple[int, ...]) -> None:
     """Norms of up to eight ranks go another way than those of more, and two tiles have one neighbour each."""
-    cuttable, plan = Cuttable(outline(resnet)), Plan.of(tiles=[shape[1:]], data=shape[0])
+    cuttable, plan = Cuttable(outline(tiny)), Plan.of(tiles=[shape[1:]], data=shape[0])
     site = Site.of(plan, 0, (2 * shape[0], 3, 256 * shape[1], 256 * shape[2]))
     found, exact = ScaledProfiler(TimingsFile(tmp_path / "none")).counts(cuttable, site), count_units(cuttable, site)
     stage = StageTraffic(MACHINE, plan, 0)
@@ -118,7 +123,7 @@ def test_few_ranks_wait_as_they_are_counted(tmp_path: Path, shape: tuple[int, ..
 
 @pytest.mark.parametrize("side", [64, pytest.param(96, marks=pytest.mark.exhaustive)])
 def test_tiles_smaller_than_usual_follow_from_smaller_ones(tmp_path: Path, side: int) -> None:
-    cuttable, shape = Cuttable(outline(resnet)), GridShape(1, 4, 4)
+    cuttable, shape = Cuttable(outline(tiny)), GridShape(1, 4, 4)
     site = Site((2, 3, 4 * side, 4 * side), shape, False, plain=False)
     found, exact = ScaledProfiler(TimingsFile(tmp_path / "none")).counts(cuttable, site), count_units(cuttable, site)
     for name in ("kept", "flops", "handed"):
@@ -131,7 +136,7 @@ def a_pixel(cuttable: Any, site: Site, *_: Any) -> Column:
 
 
 def test_seconds_of_large_sites_follow_from_small_ones(tmp_path: Path) -> None:
-    cuttable = Cuttable(outline(resnet))
+    cuttable = Cuttable(outline(tiny))
     site = Site((4, 3, 4096, 4096), GridShape(2, 4, 4), True, plain=False)
     (unit, *_) = ScaledProfiler(TimingsFile(tmp_path / "none"), a_pixel).column(cuttable, site, CPU)
     assert unit.forward == pytest.approx(0.5 + 1e-6 * 2 * 1024 * 1024)
@@ -144,7 +149,7 @@ def test_seconds_of_large_sites_follow_from_small_ones(tmp_path: Path) -> None:
 
 
 def test_timings_of_elsewhere_are_a_file(tmp_path: Path) -> None:
-    cuttable, path = Cuttable(outline(resnet)), tmp_path / "timings.json"
+    cuttable, path = Cuttable(outline(tiny)), tmp_path / "timings.json"
     site = Site((4, 3, 4096, 4096), GridShape(2, 4, 4), True, plain=False)
     file = TimingsFile(path, measured_on="elsewhere")
     timed = ScaledProfiler(file, a_pixel).column(cuttable, site, CPU)
@@ -211,7 +216,7 @@ def test_models_that_refuse_small_sites_are_looked_at_on_others(tmp_path: Path, 
 
 
 def test_the_ways_with_most_samples_decide(tmp_path: Path) -> None:
-    cuttable, profiler = Cuttable(outline(resnet)), ScaledProfiler(TimingsFile(tmp_path / "none"), a_pixel)
+    cuttable, profiler = Cuttable(outline(tiny)), ScaledProfiler(TimingsFile(tmp_path / "none"), a_pixel)
     few, even = (Site((samples, 3, 256, 256), GridShape(3, 1, 1), True, plain=False) for samples in (4, 6))
     assert profiler.column(cuttable, few, CPU) == profiler.column(cuttable, even, CPU)
     assert [unit.kept for unit in count_units(cuttable, few)] == [unit.kept for unit in count_units(cuttable, even)]
@@ -296,7 +301,7 @@ def test_a_kind_pays_as_long_as_twice_the_ranks_are_worth_it() -> None:
 def test_the_command_plans_for_another_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(machine_toml(MACHINE))
-    training = ["--model", "small_resnet", "--image-size", "1024", "--batch-size", "2"]
+    training = ["--model", TINY_RESNET, "--image-size", "1024", "--batch-size", "2"]
     on = ["--machine", str(path)]
     show([*training, *on, "--ranks", "4", "--search"])
     told = capsys.readouterr().out

@@ -99,7 +99,7 @@ def test_what_does_not_fit_lacks_memory(cuttable: Cuttable, profiler: ScaledProf
 
 def test_where_nothing_fits_few_schedules_are_looked_at(cuttable: Cuttable, profiler: ScaledProfiler) -> None:
     estimator = estimator_of(cuttable, profiler, 4096)
-    plans = [*islice(cycle(plans_of(estimator, 4, 8)), 1001)]
+    plans = [*islice(cycle(plans_of(estimator, 2, 8)), 1001)]
     found = promising(estimator, plans, 1.0)
     plain = sum(plan.schedule == "1f1b" and not plan.bidirectional for plan in plans)
     assert plain <= len(found) < len(plans)
@@ -118,8 +118,8 @@ def test_progress_names_ranks_tiles_and_plans(cuttable: Cuttable) -> None:
 
 def test_every_point_has_the_smallest_plan_beside_the_best(cuttable: Cuttable, profiler: ScaledProfiler) -> None:
     estimator = estimator_of(cuttable, profiler, 2048, 4)
-    points = scaling_points(estimator, partial(plans_of, estimator), [1, 4], False, 8 * GIB)
-    assert [(point.kind, point.num_ranks) for point in points] == [(kind, n) for n in (1, 4) for kind in KINDS]
+    points = scaling_points(estimator, partial(plans_of, estimator), [1, 2], False, 8 * GIB)
+    assert [(point.kind, point.num_ranks) for point in points] == [(kind, n) for n in (1, 2) for kind in KINDS]
     for point in points:
         if point.best is not None:
             assert point.smallest is not None

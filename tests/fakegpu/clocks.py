@@ -21,8 +21,10 @@ class Timeline:
         self.knows: dict[Timeline, int] = {self: 0}
 
     def learn(self, known: "dict[Timeline, int]") -> None:
+        knows = self.knows
         for timeline, count in known.items():
-            self.knows[timeline] = max(count, self.knows.get(timeline, 0))
+            if count > knows.get(timeline, -1):
+                knows[timeline] = count
 
     def snapshot(self) -> "dict[Timeline, int]":
         return dict(self.knows)

@@ -25,6 +25,7 @@ from mpi4dl.geometry import Interval
 from mpi4dl.predict import predict
 from mpi4dl.train import train
 from tests.pool.ranks import Ranks, RanksFailed
+from tests.tiny import TINY_RESNET
 
 MPP = 0.5
 BOTH = ("pen", "blur")
@@ -211,7 +212,7 @@ def test_features_are_those_of_what_is_left(ranks: Ranks, marked: Path, tmp_path
 def test_prediction_leaves_out_as_training_did(ranks: Ranks, marked: Path, tmp_path: Path) -> None:
     (tmp_path / "slides.csv").write_text("slide,label,split\ninked.png,a,train\nblurred.png,b,val\n")
     flags = ["--slides", str(tmp_path / "slides.csv"), "--slides-folder", str(marked), "--assume-mpp", str(MPP)]
-    encoder = "--model small_resnet --model-options num_filters=2 --patches 128 --leave-out blur".split()
+    encoder = f"--model {TINY_RESNET} --patches 128 --leave-out blur".split()
     run = "--no-tensorboard --max-steps 1 --batch-size 1 --eval-every none --run-folder".split()
     ranks(1).run(train, [*flags, *encoder, *run, str(tmp_path / "run")])
     ranks(1).run(predict, [str(tmp_path / "run"), "--slides", str(marked), "--out", str(tmp_path / "out")])

@@ -88,7 +88,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "regnet_y_400mf": {},
     "fcn_resnet50": {},
     "amoebanetd": {"num_layers": 3, "num_filters": 32},
-    "resnet_v2": {"depth": 110},
+    "resnet_v2": {"depth": 29},
     "unet": {"num_filters": 8},
     "small_resnet": {"pool": "max"},
     "swin_t": {},
