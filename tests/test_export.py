@@ -20,13 +20,13 @@ from tests.checkpoints.made import flip
 from tests.pool.ranks import Ranks
 from tests.pool.zygote import ROOT
 
-FLAGS = "--model resnet18 --image-size 32 --batch-size 2 --num-samples 4 --num-workers 0 --eval-every none --epochs 2"
+FLAGS = "--model shufflenet_v2_x0_5 --image-size 32 --batch-size 2 --num-samples 4 --num-workers 0 --eval-every none --epochs 2"
 
 
 @pytest.fixture(scope="module")
 def run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Trained on tiles and stages: two epochs of 2 steps."""
-    folder = tmp_path_factory.mktemp("runs") / "resnet18"
+    folder = tmp_path_factory.mktemp("runs") / "shufflenet"
     plan = ("--stages", "2", "--tiles", "1x2,1x1")
     ranks(3).run(train, [*FLAGS.split(), *plan, "--no-tensorboard", "--run-folder", str(folder)])
     return folder
@@ -34,7 +34,7 @@ def run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(file: Path) -> nn.Module:
     """torchvision's model with these weights."""
-    model: nn.Module = import_torchvision().models.resnet18(num_classes=10)
+    model: nn.Module = import_torchvision().models.shufflenet_v2_x0_5(num_classes=10)
     weights = torch.load(file) if file.suffix == ".pt" else load_file(file)
     assert list(model.load_state_dict(weights)) == [[], []]
     return model.eval()
@@ -45,7 +45,7 @@ def loaded(file: Path) -> nn.Module:
 def test_torchvision_loads_the_weights(run: Path, tmp_path: Path, name: str) -> None:
     newest = checkpoints_in(run / "checkpoints")[0]
     assert newest.name == "step-00000004"
-    assert export(run, tmp_path / name) == [f"{tmp_path / name}: 122 values of {newest / 'model.safetensors'}"]
+    assert export(run, tmp_path / name) == [f"{tmp_path / name}: 338 values of {newest / 'model.safetensors'}"]
     final = load_file(run / "model.safetensors")
     found = loaded(tmp_path / name).state_dict()
     assert all(torch.equal(found[key], value) for key, value in final.items())
@@ -56,13 +56,13 @@ def test_an_older_checkpoint_is_exported_by_its_path(run: Path, tmp_path: Path) 
     newest, older = checkpoints_in(run / "checkpoints")
     export(newest, tmp_path / "newest.pt")
     export(older, tmp_path / "older.pt")
-    two, four = (loaded(tmp_path / name).get_parameter("conv1.weight") for name in ("older.pt", "newest.pt"))
+    two, four = (loaded(tmp_path / name).get_parameter("conv1.0.weight") for name in ("older.pt", "newest.pt"))
     assert not torch.equal(two, four)
 
 
 def test_the_command_says_what_it_wrote(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(run), str(tmp_path / "weights.pt")])
-    assert capsys.readouterr().out.startswith(f"{tmp_path / 'weights.pt'}: 122 values of {run}")
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'weights.pt'}: 338 values of {run}")
 
 
 @pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])

@@ -84,7 +84,7 @@ FLAGS = (
     "--image-size 64x72 --batch-size 4 --optimizer SGD --lr 0.05 --optimizer-options momentum=0.9 "
     "--lr-schedule constant --num-workers 0 --mean 0 --std 1"
 )
-STAGES = {"stages": 2, "tiles": ((2, 2), (1, 1)), "data": 1}
+STAGES = {"stages": 2, "tiles": ((2, 1), (1, 2)), "data": 1}
 
 
 def module_at(path: Path) -> ModuleType:
@@ -145,8 +145,8 @@ def log_of(folder: Path) -> str:
 
 def test_own_model_data_and_loss_train_as_plain_pytorch_does(ranks: Ranks, own: Path, tmp_path: Path) -> None:
     flags = flags_of(own, tmp_path / "command")
-    ranks(5).run(train, [*flags, "--stages", "2", "--tiles", "2x2,1x1", "--data", "1"])
-    ranks(5).run(by_script, own, tmp_path / "script")
+    ranks(4).run(train, [*flags, "--stages", "2", "--tiles", "2x1,1x2", "--data", "1"])
+    ranks(4).run(by_script, own, tmp_path / "script")
     losses, weights = plainly(settled(flags), own)
     for folder in (tmp_path / "command", tmp_path / "script"):
         found = [each["loss"] for each in read_metrics(folder) if each["phase"] == "train"]
@@ -253,6 +253,7 @@ def test_threads_that_wait_for_cores_are_told(
             num_workers=0,
             tensorboard=False,
             log_interval=1,
+            epochs=4,
             threads=asked,
             run_folder=str(tmp_path / "run"),
         ).fit()

@@ -79,7 +79,7 @@ def everything() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("task", "plan"), list(everything()), ids=label)
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_every_combination_equals_plain_pytorch(ranks: Ranks, task: Task, plan: Plan) -> None:
     check(ranks, task, plan)
 
@@ -119,7 +119,7 @@ def further() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("plan", list(further()))
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_stages_of_any_grids_in_any_order_equal_plain_pytorch(ranks: Ranks, plan: Plan) -> None:
     check(ranks, RESNET, plan)
 

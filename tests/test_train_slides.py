@@ -26,7 +26,6 @@ from mpi4dl.datasets.slides.tissue import tissue_cells
 from mpi4dl.engine import Engine
 from mpi4dl.evaluate import evaluate
 from mpi4dl.geometry import Interval, ceil_div
-from mpi4dl.models import build
 from mpi4dl.models.patches import GatedAttention, PatchModel
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import ConfigError, parse

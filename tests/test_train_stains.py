@@ -96,7 +96,7 @@ def test_any_box_of_a_slide_has_the_colours_of_the_reference(cohort: Path, tmp_p
     config = with_frame(parse(flags_of(cohort, tmp_path, f"{PATCHES} --rotate none --stain-norm {method}")))
     slides, scanned = open_slides(config), open_slides(with_values(config, {"stain_norm": "none"}))
     random = np.random.default_rng(0)
-    for index in range(len(slides)):
+    for index in range(0, len(slides), 2):
         own, normalization = scanned.image(index), StainNormalization(method, METHODS[method][1])
         measured = normalization.measured(tissue_pixels(own))
         assert measured is not None

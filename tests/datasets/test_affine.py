@@ -66,6 +66,7 @@ def test_a_quarter_turn_is_that_of_numpy() -> None:
 @pytest.mark.parametrize("fit", ["resize", "crop", "pad"])
 @pytest.mark.parametrize("patch", [None, 16])
 @pytest.mark.parametrize("turns", [0, 1])
+@pytest.mark.sample(5)
 def test_every_box_has_the_pixels_of_the_whole(fit: Any, patch: int | None, turns: int) -> None:
     """Bit by bit, with flips and quarter turns after it, and in floating point."""
     view = View((320, 288) if not turns or patch else (320, 320), fit, patch=patch)

@@ -170,7 +170,7 @@ class FakeGpu(TorchDispatchMode):
             )
         if here:
             timeline = self.current
-            self.current.learn(self.host.snapshot())
+            self.current.learn(self.host.knows)
             elsewhere = [x for x in inputs if x.dim() and not self.on_device(x) and not x.is_meta and x.numel()]
             if elsewhere and not name.startswith(MIXING):
                 raise WrongPlace(f"{name} of device tensors and one of the host, of shape {tuple(elsewhere[0].shape)}")
@@ -189,7 +189,7 @@ class FakeGpu(TorchDispatchMode):
         places = [self.on_device(x) for x in (into, source)]
         timeline: Timeline = self.current if any(places) else self.host
         if any(places):
-            self.current.learn(self.host.snapshot())
+            self.current.learn(self.host.knows)
         result = function(*args, **kwargs)
         self.touch(timeline, source, False, "copy")
         self.touch(timeline, into, True, "copy")
@@ -214,7 +214,7 @@ class FakeGpu(TorchDispatchMode):
             self.touch(self.host, x, writes, what)  # which finds races before MPI is called
         self.counters.messages += len(tensors)
         pending = call()
-        timeline.learn(self.host.snapshot())
+        timeline.learn(self.host.knows)
         for x, writes in tensors:
             self.touch(timeline, x, writes, what)
         pending._deliveries.insert(0, lambda: self.host.learn(timeline.snapshot()))

@@ -104,9 +104,9 @@ def test_features_are_read_one_after_the_other(tmp_path: Path) -> None:
         assert len(read_annotations(written(tmp_path, content)).regions) == 1
     for content in ("[]", '{"features": []}'):
         assert not read_annotations(written(tmp_path, content)).regions
-    ring = [[1000.25 + n, 2000.75 + n % 7] for n in range(400)]
+    ring = [[1000.25 + n, 2000.75 + n % 7] for n in range(250)]
     feature = {"type": "Feature", "geometry": {"type": "Polygon", "coordinates": [ring]}}
-    path = written(tmp_path, [feature] * 400)
+    path = written(tmp_path, [feature] * 250)
     tracemalloc.start()
     read_annotations(path)
     peak = tracemalloc.get_traced_memory()[1]

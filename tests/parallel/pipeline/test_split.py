@@ -61,7 +61,7 @@ def test_stages_train_as_the_model_does(cuttable: Cuttable) -> None:
     assert_cuts_like_the_model(cuttable, balanced + by_chance, IMAGE)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 def test_stages_evaluate_as_the_model_does(cuttable: Cuttable) -> None:
     cuttable.model.eval()
     with torch.no_grad():
@@ -69,7 +69,7 @@ def test_stages_evaluate_as_the_model_does(cuttable: Cuttable) -> None:
     cuttable.model.train()
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 def test_stages_hold_the_models_tensors_under_its_names_in_its_order(cuttable: Cuttable) -> None:
     stages = cuttable.stages(random_counts(len(cuttable), 4, seed=2))
     held = {name: value for stage in stages for name, value in stage.state_dict(keep_vars=True).items()}

@@ -99,7 +99,7 @@ OURS = {
         name: Network(lambda name=name, options=options: models.build(name, 10, **options), (1, 3, 97, 131))
         for name, options in OPTIONS.items()
     },
-    "checkpointed": Network(checkpointed, (1, 3, 97, 131)),
+    "checkpointed": Network(checkpointed, (1, 3, 65, 99)),
     "compiled": Network(lambda: torch.compile(Classifier(), backend="eager"), (2, 3, 10, 9)),
 }
 
