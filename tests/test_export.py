@@ -20,7 +20,10 @@ from tests.checkpoints.made import flip
 from tests.pool.ranks import Ranks
 from tests.pool.zygote import ROOT
 
-FLAGS = "--model shufflenet_v2_x0_5 --image-size 32 --batch-size 2 --num-samples 4 --num-workers 0 --eval-every none --epochs 2"
+FLAGS = (
+    "--model shufflenet_v2_x0_5 --image-size 32 --batch-size 2 --num-samples 4 --num-workers 0 --eval-every none "
+    "--epochs 2"
+)
 
 
 @pytest.fixture(scope="module")
