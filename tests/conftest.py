@@ -41,7 +41,7 @@ def pytest_collection_finish() -> None:
     """What is there by now stays until the end: nobody need look through it for garbage."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000)  # so many objects of a test are looked through at a time
+    gc.set_threshold(zygote.GARBAGE)
     gc.enable()
 
 

@@ -24,7 +24,6 @@ from mpi4dl.embed import embed
 from mpi4dl.engine import Engine
 from mpi4dl.evaluate import evaluate
 from mpi4dl.inference.embedding import Embedding, Encoder
-from mpi4dl.models import build
 from mpi4dl.models.patches import GatedAttention, PatchModel, headless
 from mpi4dl.options.config import parse
 from mpi4dl.options.data import open_slides, split_slides, with_frame
@@ -40,6 +39,7 @@ from tests.pool.job import mpirun
 from tests.pool.ranks import Ranks, RanksFailed
 from tests.short_runs import EXACT
 from tests.test_train_slides import MPP, PATCH, patches_of, refused, said
+from tests.tiny import TINY_RESNET, tiny_resnet
 
 WIDTH = 6  # features of a patch, of the files that tests write
 ATTRIBUTES = ("patch_size", "patch_size_level0", "patch_level", "level0_magnification", "target_magnification")
@@ -62,12 +62,12 @@ def cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
         slides.write(folder, number)
     (folder / "slides.csv").write_text(slides.table())
     torch.manual_seed(2)
-    torch.save(build("small_resnet", 9, num_filters=4).state_dict(), folder / "weights.pt")
+    torch.save(tiny_resnet(9).state_dict(), folder / "weights.pt")
     return folder
 
 
 def embedding(cohort: Path, out: Path, more: str = "") -> list[str]:
-    flags = f"--mpp {MPP} --patches {PATCH} --patches-at-once 3 --model small_resnet --model-options num_filters=4"
+    flags = f"--mpp {MPP} --patches {PATCH} --patches-at-once 3 --model {TINY_RESNET} --model-options num_filters=4"
     return [*f"--slides {cohort / 'slides.csv'} --weights {cohort / 'weights.pt'} --out {out} {flags} {more}".split()]
 
 
@@ -82,7 +82,7 @@ def test_files_have_the_features_of_the_plain_encoder_by_any_number_of_ranks(
 ) -> None:
     for count in (1, 2):
         ranks(count).run(embed, embedding(cohort, tmp_path / f"of{count}"))
-    encoder = build("small_resnet", 9, num_filters=4)
+    encoder = tiny_resnet(9)
     encoder.load_state_dict(torch.load(cohort / "weights.pt", weights_only=True))
     headless(encoder.eval(), 9)
     slides = open_slides(
@@ -111,7 +111,7 @@ def test_files_have_the_features_of_the_plain_encoder_by_any_number_of_ranks(
 def test_the_encoder_of_a_run_sees_patches_as_the_run_did(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
     """The aggregator of the run makes of the features what the whole model makes of the slides."""
     common = (
-        f"--slides {cohort / 'slides.csv'} --mpp {MPP} --patches {PATCH} --model small_resnet "
+        f"--slides {cohort / 'slides.csv'} --mpp {MPP} --patches {PATCH} --model {TINY_RESNET} "
         "--model-options num_filters=4 --aggregator mean --mean 0.7 --std 0.2 --val-fraction 0.34 --batch-size 1 "
         "--max-steps 1 --no-tensorboard"
     )
@@ -126,7 +126,7 @@ def test_the_encoder_of_a_run_sees_patches_as_the_run_did(ranks: Ranks, cohort: 
         logits = features @ weights["aggregator.head.weight"].T + weights["aggregator.head.bias"]
         assert [*line["probabilities"].values()] == pytest.approx(logits.softmax(0).tolist(), abs=1e-5)
     other = embedding(cohort, tmp_path / "other", f"--weights {run} --model-options num_filters=8")
-    with pytest.raises(RanksFailed, match=r"trained .*small_resnet with .*num_filters=4: use these"):
+    with pytest.raises(RanksFailed, match=r"trained .*tiny_resnet with .*num_filters=4: use these"):
         ranks(2).run(embed, other)
 
 

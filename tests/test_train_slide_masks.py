@@ -39,7 +39,7 @@ from tests.short_runs import EXACT
 
 MPP = 2.0
 COMMON = (
-    f"--task segment --mpp {MPP} --model unet --model-options num_filters=4,depth=3 --num-workers 0 --flip none "
+    f"--task segment --mpp {MPP} --model unet --model-options num_filters=4,depth=2 --num-workers 0 --flip none "
     "--val-fraction 0.25 --optimizer SGD --lr 0.05 --lr-schedule constant --epochs 1 --no-tensorboard --seed 3"
 )
 

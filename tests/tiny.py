@@ -9,10 +9,12 @@ from mpi4dl.models.resnet import BasicBlock, ClassifierHead
 TINY_RESNET = f"{__file__}:tiny_resnet"  # as an option names it
 
 
-def tiny_resnet(num_classes: int) -> nn.Sequential:
+def tiny_resnet(num_classes: int, num_filters: int = 4) -> nn.Sequential:
     """Images (N, 3, H, W) to logits (N, num_classes); one position is left of 16 x 16 pixels."""
-    stem = nn.Conv2d(3, 4, 7, stride=4, padding=3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+    width = num_filters
+    first = nn.Conv2d(3, width, 7, stride=4, padding=3, bias=False)
+    stem = first, nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
     layers: OrderedDict[str, nn.Module] = OrderedDict(stem=nn.Sequential(*stem))
-    layers["stage1_block1"] = BasicBlock(4, 8, stride=2)
-    layers["head"] = ClassifierHead(8, num_classes, "max")
+    layers["stage1_block1"] = BasicBlock(width, 2 * width, stride=2)
+    layers["head"] = ClassifierHead(2 * width, num_classes, "max")
     return nn.Sequential(layers)

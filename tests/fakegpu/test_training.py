@@ -85,7 +85,7 @@ STREAMED = Task(
     "small_resnet",
     (50, 66),
     model_options=(("num_filters", 4),),
-    stream=StreamOptions((2, 2), "stage1_block1", segments=EACH_NORM),
+    stream=StreamOptions((1, 2), "stage1_block1", segments=EACH_NORM),
     balance=(9, 2),
     device="cuda",
 )

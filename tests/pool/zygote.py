@@ -50,6 +50,7 @@ BACKLOG = 64
 SHARED = "MPI4DL_TEST_PYTHON"  # in the environment: what `python` has returned in a process around this one
 AT_START = "MPI4DL_AT_START"  # in the environment: `module:function`, which a rank calls before its program
 HUGE_PAGE, MADV_COLLAPSE = 1 << 21, 25
+GARBAGE = 10_000  # so many new objects are looked through at a time, in place of 700
 SPARE_FILE = 300  # numbers from here on are nobody's
 
 
@@ -249,6 +250,7 @@ def main(server: str, executable: str, imported: str) -> Program:
     assert len(threads) == 1, "a fork has but one thread: an import must not have started others"
     leave_all_behind()
     gc.freeze()
+    gc.set_threshold(GARBAGE)
     into_large_pages()
     return Zygote(socket.socket(fileno=int(server))).serve()
 
