@@ -35,6 +35,7 @@ def put_in_from_environment() -> None:
 
 def _swap(mutant: Mutant, code: CodeType) -> int:
     importlib.import_module(mutant.module)
+    gc.unfreeze()  # what is frozen, as pytest's process is (tests.conftest), is not among the objects
     alike = [each for each in gc.get_objects() if type(each) is FunctionType and _same_place(each.__code__, code)]
     for function in alike:
         function.__code__ = code

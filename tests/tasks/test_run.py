@@ -253,25 +253,30 @@ class OverlapOfAll(BatchLoss):
 
     def sums(self, outputs: Any, targets: Any) -> Sequence[torch.Tensor]:
         inside = outputs[:, 1].sigmoid()
-        return (1 - (inside * targets).sum() / inside.amax() / inside.numel(),)
+        return (len(outputs) - (inside * targets).sum() / inside.amax() / inside[0].numel(),)
 
     def weights(self, targets: Any) -> Sequence[float]:
-        return (1.0,)
+        return (len(targets),)
 
 
-def evaluated_dense(comm: Communicator, plan: Plan) -> Evaluation:
+def dense() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    images, masks = torch.randn(5, 3, 12, 8), torch.randint(2, (5, 12, 8))
-    model = nn.Conv2d(3, 2, 3, padding=1)
+    return nn.Conv2d(3, 2, 3, padding=1), torch.randn(5, 3, 12, 8), torch.randint(2, (5, 12, 8))
+
+
+def evaluated_dense(comm: Communicator, plan: Plan) -> float:
+    model, images, masks = dense()
     engine = Engine(model, plan, torch.optim.SGD(model.parameters(), lr=0.1), OverlapOfAll(), comm=comm)
     parts = [slice(i, i + 2) for i in (0, 2, 4)]
-    return engine.evaluate([(tiles_of(images[part], engine, training=False), masks[part]) for part in parts], (12, 8))
+    batches = [(tiles_of(images[part], engine, training=False), masks[part]) for part in parts]
+    return engine.evaluate(batches, (12, 8)).loss
 
 
 def test_a_loss_of_all_samples_sees_dense_outputs_whole(ranks: Ranks) -> None:
-    expected = ranks(1).run(evaluated_dense, Plan())[0].loss
-    for found in ranks(4).run(evaluated_dense, Plan(((2, 2),))):
-        assert found.loss == pytest.approx(expected, rel=1e-6)
+    model, images, masks = dense()
+    expected = OverlapOfAll()(model(images), masks).item()
+    for plan in (Plan(), Plan(((2, 2),))):
+        assert ranks(plan.num_ranks).run(evaluated_dense, plan) == pytest.approx([expected] * plan.num_ranks, rel=1e-6)
 
 
 def test_what_counts_for_nothing_teaches_nothing() -> None:

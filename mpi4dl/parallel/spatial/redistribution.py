@@ -224,14 +224,14 @@ def in_grid_of(layout: Layout, dim: int, sizes: Sequence[int]) -> Layout | None:
 
 
 def as_image(x: SpatialTensor) -> Tensor:
-    """x with flat dims opened for an operator on images: each axis of space cuts one of its last dims, evenly.
+    """x (N, C, ...) with flat dims opened for an operator on images: each axis of space cuts one of its last dims.
 
     Gathered, where these dims are cut by other axes.
     """
     layout, grid = x.layout, x.layout.grid
     last = range(x.dim() - len(grid.space), x.dim())
     others = [axis for axis, dim in enumerate(layout.dims) if dim is not None and axis not in grid.space]
-    if not layout.flat or min(last) < 1 or any(layout.dims[axis] in last for axis in others):
+    if any(layout.dims[axis] in last for axis in others):
         return gather_axes(x, ())
     dims, tiling = list(layout.dims), layout.narrow.tiling
     for axis, dim in zip(grid.space, last, strict=True):

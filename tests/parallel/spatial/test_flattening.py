@@ -293,6 +293,8 @@ def column(x: Tensor) -> Tensor:
 
 REORDERED_SPREAD: dict[str, Function] = {
     "repeated": lambda x: squared(tokens(x)) * 2,
+    "both twice": lambda x: torch.cat([tokens(x), tokens(x)], 1),
+    "both behind a token": lambda x: torch.cat([with_token(tokens(x)), tokens(x) * 2, with_token(tokens(x))], 1),
     "repeated often": lambda x: torch.cat([tokens(x), tokens(x)[:, :9], tokens(x)[:, 3:20:4]], 1),
     "class token last": lambda x: F.layer_norm(with_last_token(tokens(x)), (4,)),
     "class token first": lambda x: F.linear(with_token(squared(tokens(x))), WEIGHT).relu(),
@@ -340,7 +342,6 @@ REORDERED_WHOLE: dict[str, Function] = {
         torch.einsum("nid,njd->nij", tokens(x)[:, :3], with_token(squared(tokens(x)))).softmax(-1)
         @ with_token(squared(tokens(x)))
     ),
-    "both twice": lambda x: torch.cat([tokens(x), tokens(x)], 1),
     "sums of landmarks": lambda x: heads(squared(tokens(x))).reshape(3, 2, 4, 9, 2).sum(3),
 }
 REORDERED: dict[str, Case] = {
@@ -353,11 +354,11 @@ test_tokens_in_another_order_equal_those_of_the_whole = pytest.mark.sample(2)(
 )
 
 
-@on_ranks(2)
+@on_ranks(4)
 def test_tokens_of_two_images_in_a_row(comm: Communicator) -> None:
     torch.manual_seed(0)
     image = torch.randn(2, 3, 4, 6)
-    x = spatial.shard(image, spatial.Grid(comm, rows=2))
+    x = spatial.shard(image, spatial.Grid(comm, rows=2, cols=2))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = torch.cat([tokens(x), tokens(x) * 2], 1)
@@ -369,7 +370,7 @@ def test_features_of_heads_that_ranks_share_are_gathered_for_a_square(comm: Comm
     """A convolution over tokens and features of each head, where the features are cut."""
     torch.manual_seed(0)
     image, weight = torch.randn(2, 4, 4, 5), torch.randn(2, 1, 3, 3)
-    grid = spatial.Grid(comm, rows=2, cols=1, features=2)
+    grid = spatial.Grid(comm, rows=1, cols=2, features=2)
     y = heads(tokens(spatial.shard(image, grid)))
     layout = y.layout
     dims = (*layout.dims[:-1], 3)

@@ -175,13 +175,13 @@ def _along_image(tensors: Sequence[Tensor], dim: int) -> Tensor:
 def _along_flat(tensors: Sequence[Tensor], dim: int) -> Tensor:
     """Entries that every rank has, such as a class token, in front of those that are spread, or behind them.
 
-    Where several tensors are spread along the dim, all is gathered.
+    Where several tensors are spread along the dim, every rank then has all of them but the first.
     """
     spread = [i for i, x in enumerate(tensors) if isinstance(x, SpatialTensor) and x.layout.axis(dim) is not None]
     middle = tensors[spread[0]]
     assert isinstance(middle, SpatialTensor)
     flat, layout = middle.layout.flat_at(dim), middle.layout
-    if len(spread) > 1 or flat is None:
+    if flat is None:
         return torch.cat([gather_axes(x, ()) for x in tensors], dim)
     before, after = tensors[: spread[0]], tensors[spread[0] + 1 :]
     beside = layout.with_dims(None if axis in layout.carried else known for axis, known in enumerate(layout.dims))
