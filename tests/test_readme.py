@@ -98,7 +98,7 @@ def test_all_scripts_are_found() -> None:
 
 
 @pytest.mark.parametrize("name", scripts())
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_script_runs_as_it_is_printed(name: str, tmp_path: Path) -> None:
     num_ranks, text = scripts()[name]
     script = tmp_path / f"{name}.py"

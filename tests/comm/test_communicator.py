@@ -263,7 +263,7 @@ def reduce_in_pieces(comm: Communicator, limit: int, dtype: torch.dtype) -> dict
         (384, torch.float64, 1),
         (383, torch.float64, 2),
         (100, torch.float64, 4),
-        (7, torch.float64, 48),
+        pytest.param(7, torch.float64, 48, marks=pytest.mark.exhaustive),
         (96, torch.bfloat16, 2),
         (10, torch.int16, 10),
     ],

@@ -12,7 +12,7 @@ import pytest
 
 from tests.damaged.kinds import kinds
 
-SOME, MANY, AT_ONCE = 3, 1000, 100
+SOME, MANY, AT_ONCE = 2, 1000, 100
 
 
 def problems(folder: Path, first: int, count: int, names: list[str]) -> list[str]:

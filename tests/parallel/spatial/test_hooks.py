@@ -79,6 +79,17 @@ def train(comm: Communicator, name: str, arrangement: Arrangement) -> list[str]:
 
 
 @on_ranks(2)
+def test_a_tile_that_asks_for_a_gradient_has_it(comm: Communicator) -> None:
+    torch.manual_seed(0)
+    image = torch.randn(2, 3, 4, 6)
+    x = spatial.shard(image, spatial.Grid(comm, rows=2)).requires_grad_()
+    assert x.grad is None
+    (spatial.gather(x.square()).sum() / comm.size).backward()
+    assert x.grad is not None
+    torch.testing.assert_close(spatial.gather(x.grad), 2 * image)
+
+
+@on_ranks(2)
 def test_a_hook_returns_a_gradient_of_the_same_shape(comm: Communicator) -> None:
     x = arrange(torch.randn(1, 2, 8, 8, requires_grad=True), comm, Arrangement(1, 2))
     y = x * 2
