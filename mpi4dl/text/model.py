@@ -18,7 +18,7 @@ from mpi4dl.parallel.inputs import Microbatch
 from mpi4dl.parallel.pipeline.executor import Executor
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, Part
 from mpi4dl.parallel.spatial import SpatialTensor
-from mpi4dl.text.products import LOGITS_LAYER, ROWS_OF_PRODUCTS, RowsApart, row_multiple, rows_alike
+from mpi4dl.text.products import LOGITS_LAYER, RowsApart, row_multiple, rows_alike
 
 # The tokens of all requests of a step, packed into one row for each data rank.
 #
@@ -233,7 +233,7 @@ class PagedModel:
         for router in routers:
             router.capacity_factor = None
         for experts, _ in self._experts:
-            experts.fewest_rows = ROWS_OF_PRODUCTS
+            experts.fewest_rows = self._row_multiple
         self._modes = stages.training
         stages.eval()
         self._rows_alike, self._num_tokens = rows_alike(stages), 0

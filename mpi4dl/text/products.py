@@ -2,8 +2,10 @@
 
 import math
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mpi4dl.models.experts import Router
+from mpi4dl.models.experts import Router, grouped_linear
 from mpi4dl.models.transformer import Attention
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.spatial import SpatialTensor
@@ -21,9 +23,12 @@ from mpi4dl.parallel.spatial import SpatialTensor
 #
 #     packed    oneDNN's product by a weight in an order of oneDNN's choice: from `fewest_rows` (1 or 2) to 16 rows each
 #               row has the same bits. More rows are multiplied 16 at a time.
-#     padded    PyTorch's own product of 8 rows or more, the last of which may be zeros.
+#     padded    PyTorch's own product of a multiple of 8, 16, 32 or 64 rows, the last of which may be zeros. Which of
+#               these it takes depends on the processor and the matrix: it is found out by trying (`rows_of_product`).
 
 ROWS_OF_PRODUCTS = 8
+MULTIPLES = (ROWS_OF_PRODUCTS, 16, 32, 64)
+MOST_ROWS = 512  # up to which products are tried
 BLOCK = 16  # rows
 LOGITS_LAYER = "lm_head"  # behind which there is no activation
 
@@ -192,17 +197,54 @@ def exchange(
         ]
 
 
+@cache
+def rows_of_product(shape: torch.Size, dtype: torch.dtype, device: torch.device, threads: int) -> int | None:
+    """The smallest of `MULTIPLES` from which on PyTorch's product gives each row the same bits in any number of rows.
+
+    The matrix is (outputs, inputs), or (experts, outputs, inputs), whose first expert is tried. None: of none of them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    row, weight = (torch.randn(n, generator=generator).to(device, dtype) for n in (shape[-1:], shape[-2:]))
+
+    def product(number: int) -> Tensor:
+        rows = row.expand(number, -1).contiguous()
+        if len(shape) == 2:
+            return F.linear(rows, weight)
+        return grouped_linear(rows, weight[None], torch.tensor([number], device=device))
+
+    expected = product(MOST_ROWS)[0]
+    most = MOST_ROWS
+    for fewest in reversed(MULTIPLES):
+        tried = {fewest, fewest + 1, fewest + 7, *range(2 * fewest, min(most, 8 * fewest) + 1, fewest), most // 2, most}
+        if not all(bool((product(number) == expected).all()) for number in sorted(tried)):
+            break
+        most = fewest
+    return most if most < MOST_ROWS else None
+
+
 def row_multiple(stages: LocalStages) -> int:
     """The number of rows of which a step has to have a multiple, so that no row's bits depend on how many there are."""
     weights = [p for p in stages.parameters() if isinstance(p, PackedWeight)]
     if any(weight.threads != torch.get_num_threads() for weight in weights):
         pack_weights(stages)
-    for module in stages.modules():
-        for parameter in module._parameters.values():
+    found = 1
+    for path, module in stages.named_modules():
+        for name, parameter in module._parameters.items():
             packed = isinstance(module, nn.Linear) and isinstance(parameter, PackedWeight)
-            if parameter is not None and parameter.dim() > 1 and not packed and not isinstance(module, nn.Embedding):
-                return ROWS_OF_PRODUCTS
-    return 1
+            if parameter is None or parameter.dim() < 2 or packed or isinstance(module, nn.Embedding):
+                continue
+            rows: int | None = ROWS_OF_PRODUCTS
+            if type(parameter) is nn.Parameter and parameter.numel():
+                rows = rows_of_product(parameter.shape, parameter.dtype, parameter.device, torch.get_num_threads())
+            if rows is None:
+                rows = ROWS_OF_PRODUCTS
+                warnings.warn(
+                    f"products by {path}.{name} {tuple(parameter.shape)} give a row other last bits in other numbers of "
+                    "rows on this processor: a text alone may differ from the same text in company, by rounding",
+                    stacklevel=2,
+                )
+            found = max(found, rows)
+    return found
 
 
 class RowsApart(TorchFunctionMode):

@@ -174,7 +174,8 @@ class FakeGpu(TorchDispatchMode):
             elsewhere = [x for x in inputs if x.dim() and not self.on_device(x) and not x.is_meta and x.numel()]
             if elsewhere and not name.startswith(MIXING):
                 raise WrongPlace(f"{name} of device tensors and one of the host, of shape {tuple(elsewhere[0].shape)}")
-        result = function(*args, **kwargs)
+        by_cuda = here and name.startswith("aten.native_batch_norm_backward") and not args[9][0]
+        result = batch_norm_sums(*args) if by_cuda else function(*args, **kwargs)
         views = not written and _is_view(function)
         for x in [] if views else inputs:
             self.touch(timeline, x, any(x is w for w in written), name)
@@ -228,6 +229,34 @@ active: list[FakeGpu] = []
 
 def gpu() -> FakeGpu:
     return active[-1]
+
+
+def batch_norm_sums(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    save_mean: Tensor,
+    save_invstd: Tensor,
+    train: bool,
+    eps: float,
+    mask: list[bool],
+) -> tuple[None, Tensor | None, Tensor | None]:
+    """aten::native_batch_norm_backward without the input's gradient, as CUDA's kernel finds it: by saved statistics,
+    if there are any, in evaluation mode too. CPUs ignore them there.
+    """
+    mean = save_mean if save_mean.numel() else running_mean
+    assert mean is not None
+    if save_invstd.numel():
+        invstd = save_invstd
+    else:
+        assert running_var is not None
+        invstd = (running_var + eps).rsqrt()
+    dims, shape = [d for d in range(x.dim()) if d != 1], (-1, *(1,) * (x.dim() - 2))
+    gradient, x = gradient.to(mean.dtype), x.to(mean.dtype)
+    scaled = ((x - mean.view(shape)) * gradient).sum(dims) * invstd if mask[1] else None
+    return None, scaled, gradient.sum(dims) if mask[2] else None
 
 
 def _is_view(function: Any) -> bool:

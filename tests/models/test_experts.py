@@ -40,13 +40,13 @@ def test_each_token_meets_those_chosen_for_it(activation: Any, dtype: torch.dtyp
                     inner = F.gelu(up, approximate="tanh") if gate is None else gate * up
                     expected[n, t] = expected[n, t] + weight * (layer.output[expert] @ inner)
     found = layer(x, chosen, weights)
-    torch.testing.assert_close(found, expected)
+    close = 1e-5 if dtype is torch.float32 else 1e-12  # of the largest: small elements are differences of large ones
     for one, other in zip(
-        torch.autograd.grad(found.square().sum(), list(layer.parameters())),
-        torch.autograd.grad(expected.square().sum(), list(layer.parameters())),
+        (found, *torch.autograd.grad(found.square().sum(), list(layer.parameters()))),
+        (expected, *torch.autograd.grad(expected.square().sum(), list(layer.parameters()))),
         strict=True,
     ):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one, other, rtol=0, atol=close * float(other.detach().abs().max()))
 
 
 @pytest.mark.parametrize("width", [3, 8])  # 3 is not of 16 bytes, which grouped_mm wants

@@ -21,7 +21,7 @@ from mpi4dl.text import products
 from mpi4dl.text.batcher import Batcher, Event
 from mpi4dl.text.loading import Precision, lower_weights
 from mpi4dl.text.options import Sampling
-from mpi4dl.text.products import BLOCK, ROWS_OF_PRODUCTS, PackedWeight, fewest_rows, pack_weights, row_multiple
+from mpi4dl.text.products import BLOCK, MULTIPLES, PackedWeight, fewest_rows, pack_weights, row_multiple
 from tests.pool.ranks import Ranks
 
 HERE = torch.backends.mkldnn.is_available() and fewest_rows(PackedWeight(torch.randn(64, 64))) is not None
@@ -136,21 +136,40 @@ def alone_and_in_company(comm: Communicator, options: dict[str, Any]) -> tuple[i
 
 
 @pytest.mark.parametrize(
-    ("options", "multiple"),
+    ("options", "multiples"),
     [
-        pytest.param({}, 1, marks=needs_packing),
+        pytest.param({}, (1,), marks=needs_packing),
         pytest.param(
-            {"positions": "rotary", "activation": "swiglu", "tied": False, "ff_dim": 96}, 1, marks=needs_packing
+            {"positions": "rotary", "activation": "swiglu", "tied": False, "ff_dim": 96}, (1,), marks=needs_packing
         ),
-        pytest.param({"ff_dim": 72}, 1, marks=needs_packing),  # activations of a row are no multiple of 32
-        ({"mixture": Mixture(4)}, ROWS_OF_PRODUCTS),
-        ({"dtype": torch.float64}, ROWS_OF_PRODUCTS),
+        pytest.param({"ff_dim": 72}, (1,), marks=needs_packing),  # activations of a row are no multiple of 32
+        ({"mixture": Mixture(4)}, MULTIPLES),
+        ({"dtype": torch.float64}, MULTIPLES),
     ],
 )
-def test_a_text_alone_and_in_company(options: dict[str, Any], multiple: int) -> None:
+def test_a_text_alone_and_in_company(options: dict[str, Any], multiples: tuple[int, ...]) -> None:
     rows, alone, together = alone_and_in_company(world(), options)
-    assert rows == multiple
+    assert rows in multiples
     assert alone == together
+
+
+@pytest.mark.parametrize(
+    ("changes_at", "expected"), [(0, 8), (5, 8), (8, 16), (10, 16), (33, 64), (100, None), (511, None)]
+)
+def test_the_number_of_rows_is_found_by_trying(
+    monkeypatch: pytest.MonkeyPatch, changes_at: int, expected: int | None
+) -> None:
+    """Of a product that adds in another order for up to `changes_at` rows, or of none that holds."""
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight.T + (1e-3 if len(x) <= changes_at else 0.0)
+
+    monkeypatch.setattr(products.F, "linear", product)
+    products.rows_of_product.cache_clear()
+    try:
+        assert products.rows_of_product(torch.Size((6, 4)), torch.float64, torch.device("cpu"), 1) == expected
+    finally:
+        products.rows_of_product.cache_clear()
 
 
 @needs_packing
@@ -192,7 +211,7 @@ def test_machines_without_such_products(monkeypatch: pytest.MonkeyPatch) -> None
             parameter.threads += 1
     for each in (held, plain):
         pack_weights(each)
-        assert row_multiple(each) == ROWS_OF_PRODUCTS
+        assert row_multiple(each) in MULTIPLES
         assert not any(isinstance(parameter, PackedWeight) for parameter in each.parameters())
     for name, value in plain.state_dict().items():
         assert torch.equal(held.state_dict()[name], value)

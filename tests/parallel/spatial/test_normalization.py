@@ -202,7 +202,7 @@ def test_moments_of_blocks_are_those_of_all_numbers(num_ranks: int) -> None:
     own = [
         torch.randn(1, 3, n, generator=generator, dtype=torch.float64) + 1000 * rank for rank, n in enumerate(counts)
     ]
-    every = torch.stack([normalization.sums_around(x, normalization.zeros_and_ones) for x in own])
+    every = torch.stack([normalization.sums_around(x, normalization.constants_of) for x in own])
     spans = blocks.BlockPlan.of(num_ranks).spans
     totals = [sum(counts[span.start : span.stop]) for span in spans]
     device = torch.device("cpu")

@@ -38,13 +38,14 @@ OTHERS = {ndim: ([d for d in range(ndim) if d != 1],) for ndim in range(2, 7)}  
 PER_CHANNEL = {ndim: (-1, *(1,) * (ndim - 2)) for ndim in range(2, 7)}  # the shape of a number for each, beside x
 
 
-Constants = Callable[[int, torch.dtype, torch.device], tuple[Tensor, Tensor]]
+Constants = Callable[[int, torch.dtype, torch.device], tuple[Tensor, Tensor, Tensor]]
 
 
-def zeros_and_ones(count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Noughts and ones for so many channels, which nobody writes to."""
+def constants_of(count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros and ones for so many channels, and a tensor without elements, which nobody writes to."""
     with torch.inference_mode(False):
-        return torch.zeros(count, dtype=dtype, device=device), torch.ones(count, dtype=dtype, device=device)
+        ones = torch.ones(count, dtype=dtype, device=device)
+        return torch.zeros_like(ones), ones, torch.empty(0, dtype=dtype, device=device)
 
 
 def sums_around(own: Tensor, constants: Constants) -> Tensor:
@@ -62,7 +63,7 @@ def sums_around(own: Tensor, constants: Constants) -> Tensor:
     own = own.float() if own.itemsize < 4 else own
     near = own.mean(*OTHERS[own.dim()])
     centred = own - near.view(PER_CHANNEL[own.dim()])
-    zeros, ones = constants(len(near), near.dtype, near.device)
+    zeros, ones, _ = constants(len(near), near.dtype, near.device)
     _, squares, rest = backward_of_batch_norm(
         centred, centred, ones, zeros, ones, None, None, False, 0.0, [False, True, True]
     )
@@ -193,7 +194,7 @@ class Norm:
         self.layout, self.output, self.among, self.eps = layout, output, among, eps
         self.wide = layout.wide
         self.count = sum(among.counts)
-        self.constants = cache(zeros_and_ones)
+        self.constants = cache(constants_of)
         counts = among.counts if among.blocks is None else (self.count,)
         self.shares = cache(partial(Shares.of, counts))  # of how many numbers each rank knows the sums: by device
         self.shares_of = cache(Shares.of)
@@ -429,15 +430,16 @@ def _parts(norm: Norm, gradient: Tensor, x: Tensor, strips: Sequence[Tensor]) ->
 
 def _sums(norm: Norm, parts: Sequence[tuple[Tensor, Tensor]], mean: Tensor, variance: Tensor) -> Tensor:
     """The gradients of weight and bias, (2, C)."""
-    _, ones = norm.constants(len(mean), mean.dtype, mean.device)
+    _, ones, nothing = norm.constants(len(mean), mean.dtype, mean.device)
     found: Tensor | None = None
     for gradient, x in parts:
         if x.numel():
             if 1 in x.shape and gradient.stride() != x.stride():
                 gradient, x = settled(gradient), settled(x)
-            # Saved statistics: kernels of CUDA ask for tensors, and look at none of these.
+            # As PyTorch calls it in evaluation mode: with saved statistics that are empty, since CUDA's kernel takes
+            # what it finds there for the mean and 1/std (aten/src/ATen/native/cuda/Normalization.cu).
             _, scaled, plain = backward_of_batch_norm(
-                gradient, x, ones, mean, variance, mean, mean, False, norm.eps, [False, True, True]
+                gradient, x, ones, mean, variance, nothing, nothing, False, norm.eps, [False, True, True]
             )
             sums = torch.stack((scaled, plain))
             found = sums if found is None else found.add_(sums)
