@@ -3,7 +3,8 @@
 Most scripts need only these names. Each is imported on first use, and `world()` starts MPI:
 
     world           all ranks of the MPI job, or this one process
-    tiles           exact spatial parallelism of a model in three calls
+    parallelize     a model on tiles, in your own training loop
+    tiles           the same in three calls
     Trainer         the command `mpi4dl train` as a class; Callback: its events
     TrainedModel    the result of a training: predict(), evaluate()
     Plan            which rank holds which stage, tile, and replica
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from mpi4dl.comm import Refusal, world
     from mpi4dl.engine import Engine
     from mpi4dl.inference.trained_model import TrainedModel
+    from mpi4dl.parallel.own_loop import parallelize
     from mpi4dl.parallel.pipeline.cut import split
     from mpi4dl.parallel.plan import Plan
     from mpi4dl.parallel.spatial.sharding import tiles
@@ -36,12 +38,25 @@ _HOMES = {
     "Refusal": "mpi4dl.comm",
     "TrainedModel": "mpi4dl.inference.trained_model",
     "Trainer": "mpi4dl.training.trainer",
+    "parallelize": "mpi4dl.parallel.own_loop",
     "split": "mpi4dl.parallel.pipeline.cut",
     "tiles": "mpi4dl.parallel.spatial.sharding",
     "world": "mpi4dl.comm",
 }
 
-__all__ = ["Callback", "Checkpoints", "Engine", "Plan", "Refusal", "TrainedModel", "Trainer", "split", "tiles", "world"]
+__all__ = [
+    "Callback",
+    "Checkpoints",
+    "Engine",
+    "Plan",
+    "Refusal",
+    "TrainedModel",
+    "Trainer",
+    "parallelize",
+    "split",
+    "tiles",
+    "world",
+]
 
 
 def __getattr__(name: str) -> Any:

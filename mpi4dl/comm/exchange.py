@@ -9,6 +9,7 @@ Halo exchange, tiling an image, gathering tiles, cutting a tensor anew: all of t
                     slabs that are sent, "strips" to the rank that receives them; outside the whole is `fill`
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -356,6 +357,46 @@ class _Adjoint(Exchange):
         into.add_(strip)
 
 
+TWICE = (
+    "second derivatives are not computed through a model on tiles, stages or streams: for a gradient penalty or MAML, "
+    'let each rank have the whole model and image, with DistributedDataParallel over the backend "mpi4dl"'
+)
+
+
+class _FirstDerivative(torch.autograd.Function):
+    """The identity, whose gradient is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise RuntimeError(TWICE)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward pass of an autograd.Function whose own gradient is refused, as it is computed without autograd."""
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *gradients: Tensor | None) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():  # which it is by create_graph=True
+            return found
+        # PyTorch's own decorator looks whether `gradients` require a gradient: that of a loss does not, and the
+        # second derivative by what was saved would be missing in silence.
+        results = found if isinstance(found, tuple) else (found,)
+        marked = tuple(_FirstDerivative.apply(x.detach().requires_grad_()) if _is_real(x) else x for x in results)
+        return marked if isinstance(found, tuple) else marked[0]
+
+    return once
+
+
+def _is_real(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
@@ -366,7 +407,7 @@ class _Exchange(torch.autograd.Function):
         return no_view(result, x) if result._is_view() else result
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.exchange.adjoint.bring(gradient), None
 
@@ -398,7 +439,7 @@ class _Linear(torch.autograd.Function):
         return no_view(y, x) if y._is_view() else y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.adjoint(gradient), None, None
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator
+from mpi4dl.comm.exchange import once_differentiable
 from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import even_cuts
 from mpi4dl.parallel.spatial.alignment import align
@@ -64,7 +65,7 @@ class Travel(torch.autograd.Function):
         return come
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         back = exchange_rows(ctx.comm, ctx.counts.adjoint, gradient)
         return *back, *(None for _ in ctx.needs_input_grad[1:])
@@ -203,7 +204,7 @@ class _Nothing(torch.autograd.Function):
         return torch.zeros_like(x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
         return tuple(torch.zeros_like(value) if needed else None for value, needed in pairs)

@@ -239,8 +239,8 @@ def row_multiple(stages: LocalStages) -> int:
             if rows is None:
                 rows = ROWS_OF_PRODUCTS
                 warnings.warn(
-                    f"products by {path}.{name} {tuple(parameter.shape)} give a row other last bits in other numbers of "
-                    "rows on this processor: a text alone may differ from the same text in company, by rounding",
+                    f"products by {path}.{name} {tuple(parameter.shape)} give a row other last bits in other numbers "
+                    "of rows on this processor: a text alone may differ from the same text in company, by rounding",
                     stacklevel=2,
                 )
             found = max(found, rows)

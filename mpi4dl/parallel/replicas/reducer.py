@@ -354,15 +354,6 @@ class Reducer(GradientSums):
             if self.zero:
                 owned.copy_(flat[self.layout.own(number)])
 
-    def reduce(self) -> None:
-        """Sum gradients that are there already. A rank that has none of a parameter counts as zero."""
-        found = [p.grad for p in self.parameters]
-        self.prepare()
-        for i in reversed(range(len(found))):
-            self.parameters[i].grad = found[i]
-            self._arrived(i, self.parameters[i])
-        self.finish()
-
 
 def _tell(reducer: "weakref.ref[Reducer]", i: int, parameter: Tensor) -> None:
     alive = reducer()

@@ -5,9 +5,8 @@ from mpi4dl.parallel import spatial
 
 grid = spatial.Grid(world(), rows=2, cols=2)
 logits = spatial.gather(model(spatial.shard(image, grid)))
-loss = F.cross_entropy(logits, labels) / grid.size      # every rank computes it, each contributes its share
-loss.backward()
-spatial.sum_gradients(model, grid)
+
+`mpi4dl.parallelize` trains such a model; see also `mpi4dl.tiles`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from mpi4dl.parallel.spatial.gathering import GatheredWarning, gathering
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import gather, retile, widen
 from mpi4dl.parallel.spatial.rules.hooks import whole_gradients
-from mpi4dl.parallel.spatial.sharding import from_tile, from_tiling, shard, shard_like, sum_gradients
+from mpi4dl.parallel.spatial.sharding import from_tile, from_tiling, shard, shard_like
 from mpi4dl.parallel.spatial.tensor import NoRule, SpatialTensor, register, wrap
 
 if TYPE_CHECKING:
@@ -39,7 +38,6 @@ __all__ = [
     "retile",
     "shard",
     "shard_like",
-    "sum_gradients",
     "whole_gradients",
     "widen",
     "wrap",

@@ -144,7 +144,10 @@ ALIASES = {
     "multigammaln": "mvlgamma", "matmul": "matmul",
 }  # fmt: skip
 
-NOT_DIFFERENTIATED = "the gradient of a custom function would not reach the local tensors behind it"
+NOT_DIFFERENTIATED = (
+    "the gradient of a custom function, such as torch.utils.checkpoint's with use_reentrant=True, would not reach the "
+    "local tensors behind it (checkpoint with use_reentrant=False)"
+)
 
 
 class NoRule(NotImplementedError):

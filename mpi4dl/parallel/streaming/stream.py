@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mpi4dl._progress import quietly
 from mpi4dl._randomness import RandomStates
 from mpi4dl.comm import Refusal
-from mpi4dl.comm.exchange import narrow
+from mpi4dl.comm.exchange import narrow, once_differentiable
 from mpi4dl.datasets import DatasetError
 from mpi4dl.parallel.blocks import Attributes
 from mpi4dl.parallel.disk import ON_DEVICE, Keep, NoRoom, let_go
@@ -433,7 +433,7 @@ class _Streamed(torch.autograd.Function):
         return tuple(found)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
         return (None, None, *ctx.streaming.backward(gradients))

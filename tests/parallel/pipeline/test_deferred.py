@@ -17,6 +17,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.models import build
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.split_backward import WeightGradients
+from tests.parallel.spatial.comparing import sum_gradients
 from tests.pool.ranks import Ranks
 
 F64 = torch.float64
@@ -387,7 +388,7 @@ def compare_on_tiles(comm: Communicator, name: str, rows: int, cols: int, autoca
     assert_close(gradients_of(deferring), gradients_of(at_once), 2**-7 if autocast else TOLERANCE)
     if autocast:
         return
-    spatial.sum_gradients(deferring, grid)
+    sum_gradients(deferring, grid.comm)
     plain_x = x.clone().requires_grad_()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's, of what padding="same" costs

@@ -25,6 +25,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.comm.exchange import narrow
 from mpi4dl.geometry import BATCH, GridShape, Split, Tiling
 from mpi4dl.parallel import spatial
+from mpi4dl.parallel.replicas.parameter_sums import summed
 from mpi4dl.parallel.spatial.sharding import image_dims
 from tests.pool.ranks import GRACE_SECONDS, Ranks
 
@@ -281,7 +282,7 @@ def compare(
 def compare_models(comm: Communicator, ours: nn.Module, plain: nn.Module) -> list[str]:
     """The gradients of the parameters, summed over ranks, and the buffers; all ranks have the same bits of them."""
     grid = spatial.Grid(comm, rows=comm.size)
-    spatial.sum_gradients(ours, grid)
+    sum_gradients(ours, grid.comm)
     found = [*(p.grad for p in ours.parameters() if p.grad is not None), *ours.buffers()]
     comm.agree(None, found=[float(value.double().nan_to_num().sum()) for value in found])
     wrong = []
@@ -298,6 +299,14 @@ def compare_models(comm: Communicator, ours: nn.Module, plain: nn.Module) -> lis
     for (name, a), b in zip(ours.named_buffers(), plain.buffers(), strict=True):
         wrong += difference(f"buffer {name}", a, b)
     return wrong
+
+
+def sum_gradients(model: nn.Module, comm: Communicator) -> None:
+    """Sum the gradients that a backward pass without `parallelize` left on each rank."""
+    parameters = [*model.parameters()]
+    wholes = summed(parameters, [p.grad for p in parameters], comm)
+    for p, whole in zip(parameters, wholes, strict=True):
+        p.grad = whole
 
 
 def all_arrive(comm: Communicator, seconds: float) -> bool:

@@ -15,6 +15,7 @@ from tests.parallel.spatial.comparing import (
     arrange,
     compare_models,
     on_ranks,
+    sum_gradients,
     table_test,
 )
 from tests.pool.ranks import Ranks
@@ -90,7 +91,7 @@ def train_in_low_precision(comm: Communicator, arrangement: Arrangement, dtype: 
     result = step(ours, arrange(image, comm, arrangement))
     reference, plain_result = step(exact, image.double()), step(plain, image)
     assert result.dtype == plain_result.dtype
-    spatial.sum_gradients(ours, spatial.Grid(comm, rows=comm.size))
+    sum_gradients(ours, comm)
     error, plain_error = ((r.double() - reference).abs().max() for r in (result, plain_result))
     assert error <= 2 * plain_error + 0.01, (error, plain_error)
     for (name, a), b, c in zip(ours.named_parameters(), plain.parameters(), exact.parameters(), strict=True):

@@ -21,7 +21,7 @@ from mpi4dl.models.resnet import resnet3d
 from mpi4dl.models.unet import UNet
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.costs.meter import SavedTensors
-from tests.parallel.spatial.comparing import Arrangement, Case, Shape, compare, grid_of, on_ranks, tiled
+from tests.parallel.spatial.comparing import Arrangement, Case, Shape, compare, grid_of, on_ranks, sum_gradients, tiled
 from tests.pool.ranks import Ranks
 
 import_torchvision()
@@ -303,7 +303,7 @@ def test_single_precision(comm: Communicator, network: str) -> None:
     losses = (found * weights.float()).sum(), (wanted * weights).sum()
     (losses[0] / comm.size).backward()
     losses[1].backward()
-    spatial.sum_gradients(ours, grid)
+    sum_gradients(ours, grid.comm)
     with torch.no_grad():
         assert abs(float(losses[0] - losses[1])) <= 1e-4 * float((wanted * weights).abs().sum())
     largest = max(float(p.grad.abs().max()) for p in exact.parameters() if p.grad is not None)

@@ -25,6 +25,7 @@ from tests.parallel.spatial.comparing import (
     compare_table,
     modules,
     on_ranks,
+    sum_gradients,
     table_test,
 )
 from tests.pool.ranks import Ranks
@@ -168,7 +169,7 @@ def trained_in_blocks(comm: Communicator, dtype: torch.dtype) -> tuple[int, byte
         image = torch.randn(2, 4, 2 * comm.size + 1, 3, dtype=dtype) * 5 + 100
         y = norm(spatial.shard(image, grid))
         (y.square().sum() / comm.size).backward()
-        spatial.sum_gradients(norm, grid)
+        sum_gradients(norm, grid.comm)
         known = [*norm.buffers(), *(p.grad for p in norm.parameters())]
         bits = b"".join(value.numpy().tobytes() for value in known)
         return sum(counted), bits, norm.running_var.tolist()

@@ -15,7 +15,7 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import Layout, SpatialTensor
 from mpi4dl.parallel.spatial.dry_run_grid import dry_run_grid
 from mpi4dl.parallel.spatial.wide import fetch_at_entries
-from tests.parallel.spatial.comparing import Traffic, compare_models, difference, on_ranks
+from tests.parallel.spatial.comparing import Traffic, compare_models, difference, on_ranks, sum_gradients
 from tests.pool.ranks import Ranks
 from tests.short_runs import DENSE, Task, TILES_1x2, TILES_2x2, check
 
@@ -171,7 +171,7 @@ def exchanges(comm: Communicator, halo: str) -> tuple[int, int, float]:
         y.square().sum().backward(torch.tensor(1.0 / grid.size, dtype=torch.float64))
     finally:
         Exchange.trade = trade  # type: ignore[method-assign]
-    spatial.sum_gradients(stage, grid)
+    sum_gradients(stage, grid.comm)
     error = max(
         float((p.grad - e).abs().max() / e.abs().max())
         for p, e in zip(stage.parameters(), expected, strict=True)

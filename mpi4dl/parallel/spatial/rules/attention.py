@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from mpi4dl.comm import Communicator
-from mpi4dl.comm.exchange import BACKWARD_TAG, FORWARD_TAG
+from mpi4dl.comm.exchange import BACKWARD_TAG, FORWARD_TAG, once_differentiable
 from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import Split
 from mpi4dl.parallel.spatial.alignment import part_of
@@ -160,7 +160,7 @@ class RingAttention(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, sums = ctx.saved_tensors
         found = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]

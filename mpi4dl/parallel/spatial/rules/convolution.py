@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from mpi4dl.comm import exchange
-from mpi4dl.comm.exchange import Cut, Dims, Exchange, ExchangePlan, Like, at
+from mpi4dl.comm.exchange import Cut, Dims, Exchange, ExchangePlan, Like, at, once_differentiable
 from mpi4dl.geometry import Box, Interval, Split, TransposedWindow, Window
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import HaloPlan, gather_axes
@@ -379,7 +379,7 @@ class Convolution(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *strips = ctx.saved_tensors
         way: Way = ctx.way

@@ -17,7 +17,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.blocks import Blocks
-from mpi4dl.comm.exchange import BACKWARD_TAG, FORWARD_TAG, Exchange, Like, narrow, shape_of
+from mpi4dl.comm.exchange import BACKWARD_TAG, FORWARD_TAG, Exchange, Like, narrow, once_differentiable, shape_of
 from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import BATCH, Box, Tiling, widest
 from mpi4dl.parallel.spatial.grid import Layout
@@ -313,7 +313,7 @@ class _Normalize(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         norms: Sequence[Norm] = ctx.norms
         norms[0].layout.grid.foresight.passed(forward=False)

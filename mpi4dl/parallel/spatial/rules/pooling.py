@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpi4dl.comm.exchange import Exchange
+from mpi4dl.comm.exchange import Exchange, once_differentiable
 from mpi4dl.geometry import Interval, Window, ceil_div
 from mpi4dl.parallel.spatial.rules.reductions import (
     NOWHERE,
@@ -235,7 +235,7 @@ class _Pool(torch.autograd.Function):
         return y, indices
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         exchange: Exchange | None = ctx.exchange
         pooling: _Pooling = ctx.pooling

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpi4dl.comm.exchange import Like, no_view
+from mpi4dl.comm.exchange import Like, no_view, once_differentiable
 from mpi4dl.geometry import BATCH, Interval, Tiling, TransposedWindow, Window, ceil_div
 from mpi4dl.parallel.spatial.alignment import part as part_of
 from mpi4dl.parallel.spatial.grid import Layout
@@ -97,7 +97,7 @@ class _Weigh(torch.autograd.Function):
         return no_view(y, x) if y._is_view() else y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return (
             _weighted_sum(gradient, ctx.last, [None if each is None else each.backward for each in ctx.weighings]),

@@ -1,0 +1,400 @@
+"""Training loops as users write them, each a function of what makes a model parallel: plainly, that is nothing.
+
+A loop returns what it found, as tensors: losses, gradients, weights, buffers.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+Wrap = Callable[[nn.Module], nn.Module]
+SHAPE = (4, 3, 18, 14)
+
+
+class Network(nn.Module):
+    """Convolutions, a batch norm, a layer that is used twice, a frozen one, and a linear head on pooled pixels."""
+
+    def __init__(self, in_channels: int = 3, classes: int = 3, recompute: bool | None = None) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(in_channels, 6, 3, padding=1)
+        self.norm = nn.BatchNorm2d(6)
+        self.again = nn.Conv2d(6, 6, 3, padding=1, bias=False)
+        self.frozen = nn.Conv2d(6, 6, 1).requires_grad_(False)
+        self.head = nn.Linear(6, classes)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.recompute = recompute
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.again(torch.tanh(self.again(x))) + self.frozen(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.norm(self.first(x)))
+        x = self.body(x) if self.recompute is None else checkpoint(self.body, x, use_reentrant=self.recompute)
+        return self.head(x.mean((2, 3)))
+
+
+class Dense(nn.Module):
+    """A picture of a picture, of any size."""
+
+    def __init__(self, in_channels: int = 3, channels: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(in_channels, 5, 3, padding=1),
+            nn.InstanceNorm2d(5, affine=True),
+            nn.Tanh(),
+            nn.Conv2d(5, channels, 3, 1, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def batches(count: int, samples: int = SHAPE[0]) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(count):
+        yield torch.randn(samples, *SHAPE[1:], generator=generator), torch.randint(3, (samples,), generator=generator)
+
+
+def made(kind: type[nn.Module] = Network, **options: object) -> nn.Module:
+    torch.manual_seed(3)
+    return kind(**options)
+
+
+def found_in(*models: nn.Module) -> list[Tensor]:
+    values = [value for model in models for value in model.state_dict().values()]
+    return values + [p.grad for model in models for p in model.parameters() if p.grad is not None]
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=0.9)
+
+
+# Adam divides by the size of a gradient. Where that is zero but for rounding, as of a bias before a batch norm, a small
+# `eps` would make steps of rounding.
+
+
+def steps(wrap: Wrap, model: nn.Module | None = None, samples: int = SHAPE[0]) -> list[Tensor]:
+    model = wrap(made() if model is None else model)
+    optimizer, losses = sgd(model), []
+    for images, labels in batches(3, samples):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *found_in(model)]
+
+
+def accumulation(wrap: Wrap) -> list[Tensor]:
+    model = wrap(made())
+    optimizer = sgd(model)
+    model.head.weight.grad = torch.ones_like(model.head.weight)  # that was there before
+    for images, labels in batches(4):
+        (F.cross_entropy(model(images), labels) / 4).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return [norm, *found_in(model)]
+
+
+def several_losses(wrap: Wrap) -> list[Tensor]:
+    model = wrap(made())
+    for images, labels in batches(1):
+        logits = model(images)
+        F.cross_entropy(logits, labels).backward(retain_graph=True)
+        logits.square().mean().backward(retain_graph=True)
+        penalty = sum(p.square().sum() for p in model.parameters())  # outside of the model: not a sum over ranks
+        (logits.exp().mean() + 0.01 * penalty).backward()
+    return found_in(model)
+
+
+def tensor_hooks(wrap: Wrap) -> list[Tensor]:
+    model, seen = wrap(made()), list[Tensor]()
+    model.first.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    model.again.weight.register_hook(lambda g: seen.append(g.clone()))
+    model.head.bias.register_hook(lambda g: 3 * g)
+    for images, labels in batches(2):
+        F.cross_entropy(model(images), labels).backward()
+    return [*seen, *found_in(model)]
+
+
+def optimizer_in_backward(wrap: Wrap) -> list[Tensor]:
+    model = wrap(made())
+    for p in model.parameters():
+        if p.requires_grad:
+            own = torch.optim.Adam([p], lr=0.01, eps=0.1)
+
+            def step(p: Tensor, own: torch.optim.Optimizer = own) -> None:
+                own.step()
+                own.zero_grad()
+
+            p.register_post_accumulate_grad_hook(step)
+    for images, labels in batches(3):
+        F.cross_entropy(model(images), labels).backward()
+    return found_in(model)
+
+
+def sam(wrap: Wrap) -> list[Tensor]:
+    model = wrap(made())
+    optimizer = sgd(model)
+    for images, labels in batches(2):
+        F.cross_entropy(model(images), labels).backward()
+        with torch.no_grad():
+            known = [p for p in model.parameters() if p.grad is not None]
+            norm = torch.stack([p.grad.norm() for p in known]).norm()
+            moved = [0.05 * p.grad / norm for p in known]
+            torch._foreach_add_(known, moved)
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        with torch.no_grad():
+            torch._foreach_sub_(known, moved)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found_in(model)
+
+
+def lbfgs(wrap: Wrap) -> list[Tensor]:
+    model = wrap(made().eval())
+    optimizer = torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad], lr=0.1, max_iter=3)
+    for images, labels in batches(1):
+
+        def closure(images: Tensor = images, labels: Tensor = labels) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return found_in(model)
+
+
+def scaled(wrap: Wrap) -> list[Tensor]:
+    model = wrap(made())
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for images, labels in batches(2):
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(images), labels)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        scaler.step(optimizer)
+        scaler.update()
+    return found_in(model)
+
+
+def ema(wrap: Wrap) -> list[Tensor]:
+    model = wrap(made())
+    averaged = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
+    for images, labels in batches(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        scheduler.step()
+        averaged.update_parameters(model)
+    with torch.no_grad():
+        logits = averaged.eval()(images)
+    return [logits, *found_in(model, averaged)]
+
+
+def gan(wrap: Wrap) -> list[Tensor]:
+    generator, critic = wrap(made(Dense)), wrap(made(Network, classes=1))
+    of_generator, of_critic = sgd(generator, 0.01), torch.optim.Adam(critic.parameters(), lr=0.01, eps=0.1)
+    for images, _ in batches(2):
+        fake = generator(images.flip(0))
+        of_critic.zero_grad()
+        (F.softplus(critic(fake.detach())) + F.softplus(-critic(images))).mean().backward()
+        of_critic.step()
+        of_generator.zero_grad()
+        F.softplus(-critic(fake)).mean().backward()
+        of_generator.step()
+    return found_in(generator, critic)
+
+
+class Contrast(nn.Module):
+    """MoCo: a teacher that follows the student within the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = Network()
+        self.teacher = copy.deepcopy(self.online).requires_grad_(False)
+
+    def forward(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            for p, q in zip(self.online.parameters(), self.teacher.parameters(), strict=True):
+                q.mul_(0.9).add_(p, alpha=0.1)
+            keys = self.teacher(other)
+        return self.online(x), keys
+
+
+def moco(wrap: Wrap) -> list[Tensor]:
+    model = wrap(made(Contrast))
+    optimizer = sgd(model)
+    for images, _ in batches(3):
+        optimizer.zero_grad()
+        queries, keys = model(images, images.flip(3))
+        F.cross_entropy(queries @ keys.T, torch.arange(len(images))).backward()
+        optimizer.step()
+    return found_in(model)
+
+
+def autograd_grad(wrap: Wrap) -> list[Tensor]:
+    model = wrap(made())
+    images, labels = next(batches(1))
+    images.requires_grad_()
+    loss = F.cross_entropy(model(images), labels)
+    some = [model.head.weight, model.first.bias]
+    found = torch.autograd.grad(loss, [images, *some], retain_graph=True)
+    return [*found, *torch.autograd.grad(loss, [model.again.weight])]
+
+
+def attack(wrap: Wrap) -> list[Tensor]:
+    """Projected gradient descent on the images, then a step on what it found."""
+    model = wrap(made())
+    images, labels = next(batches(1))
+    x = images.clone()
+    for _ in range(3):
+        x = x.detach().requires_grad_()
+        F.cross_entropy(model(x), labels).backward()
+        x = (x + 0.05 * x.grad.sign()).detach()
+    model.zero_grad()
+    F.cross_entropy(model(x), labels).backward()
+    return [x, *found_in(model)]
+
+
+def freezing(wrap: Wrap) -> list[Tensor]:
+    model = wrap(made())
+    model.first.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, (images, labels) in enumerate(batches(3)):
+        if number == 2:
+            model.first.requires_grad_(True)
+            model.head = nn.Linear(6, 3)
+            with torch.no_grad():
+                model.head.weight.fill_(0.1)
+                model.head.bias.fill_(0.2)
+            optimizer.add_param_group({"params": model.head.parameters()})
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    return found_in(model)
+
+
+def a_shared_module(wrap: Wrap) -> list[Tensor]:
+    first, second = made(), made(Network, classes=5)
+    second.first, second.norm = first.first, first.norm
+    first, second = wrap(first), wrap(second)
+    optimizer = torch.optim.SGD({*first.parameters(), *second.parameters()}, lr=0.1)
+    for images, labels in batches(2):
+        optimizer.zero_grad()
+        (F.cross_entropy(first(images), labels) + F.cross_entropy(second(images), labels)).backward()
+        optimizer.step()
+    return found_in(first, second)
+
+
+def a_chain(wrap: Wrap) -> list[Tensor]:
+    """A model behind a model, and a head that is not parallel, of two optimizers."""
+    front, back, head = wrap(made(Dense)), wrap(made()), nn.Linear(3, 3, bias=False)
+    nn.init.eye_(head.weight)
+    optimizers = [sgd(front), sgd(back), sgd(head)]
+    for images, labels in batches(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        F.cross_entropy(head(back(front(images))), labels).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return found_in(front, back, head)
+
+
+def recomputed(wrap: Wrap) -> list[Tensor]:
+    return steps(wrap, made(Network, recompute=False))
+
+
+def recomputed_reentrantly(wrap: Wrap) -> list[Tensor]:
+    return steps(wrap, made(Network, recompute=True))
+
+
+def last_batch(wrap: Wrap) -> list[Tensor]:
+    """Fewer samples than parts of the batch."""
+    return steps(wrap, samples=1)
+
+
+def dropped(wrap: Wrap) -> list[Tensor]:
+    model = nn.Sequential(made(Dense), nn.Dropout(0.3), made(), nn.Dropout(0.5))
+    torch.manual_seed(11)
+    return steps(wrap, model)
+
+
+def a_dense_loss(wrap: Wrap) -> list[Tensor]:
+    model = wrap(made(Dense, channels=3))
+    for images, _ in batches(2):
+        F.cross_entropy(model(images), images.argmax(1)).backward()
+    return found_in(model)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Conv2d(3, 4, 3, padding=1)
+        self.lstm = nn.LSTM(4, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.features(x).mean((2, 3))
+        return {"logits": self.lstm(torch.stack([y, y.sin()], 1))[0][:, -1]}
+
+
+def a_recurrent_layer(wrap: Wrap) -> list[Tensor]:
+    model = wrap(made(Recurrent))
+    for images, labels in batches(2):
+        F.cross_entropy(model(images)["logits"], labels).backward()
+    return found_in(model)
+
+
+def reparametrized(wrap: Wrap) -> list[Tensor]:
+    model = made()
+    nn.utils.parametrizations.weight_norm(model.first)
+    nn.utils.parametrizations.spectral_norm(model.again)
+    return steps(wrap, model)
+
+
+def reparametrized_by_hooks(wrap: Wrap) -> list[Tensor]:
+    model = made()
+    nn.utils.weight_norm(model.first)
+    nn.utils.spectral_norm(model.again)
+    model = wrap(model)
+    for images, labels in batches(2):
+        F.cross_entropy(model(images), labels).backward()
+    return found_in(model)
+
+
+LOOPS: dict[str, Callable[[Wrap], list[Tensor]]] = {
+    loop.__name__: loop
+    for loop in (
+        steps,
+        accumulation,
+        several_losses,
+        tensor_hooks,
+        optimizer_in_backward,
+        sam,
+        lbfgs,
+        scaled,
+        ema,
+        gan,
+        moco,
+        autograd_grad,
+        attack,
+        freezing,
+        a_shared_module,
+        a_chain,
+        recomputed,
+        last_batch,
+        dropped,
+        a_dense_loss,
+        a_recurrent_layer,
+        reparametrized,
+        reparametrized_by_hooks,
+    )
+}

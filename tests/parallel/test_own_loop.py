@@ -1,0 +1,243 @@
+"""`mpi4dl.parallelize`: users' own loops, against the same loops in plain PyTorch, in float64."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+import mpi4dl
+from mpi4dl.comm import Communicator
+from mpi4dl.parallel.own_loop import checksum
+from mpi4dl.parallel.spatial import NoRule, SpatialTensor
+from mpi4dl.parallel.spatial.sharding import Tiles
+from tests.parallel.own_loops import LOOPS, Network, Wrap, batches, made, sgd
+from tests.pool.ranks import Ranks
+
+GRIDS = {"1x2": ("1x2", 1), "2x2": ("2x2", 1), "data2": ("1x1", 2), "1x2-data2": ("1x2", 2)}
+EXACT = 1e-10
+
+
+IN_THREE_CALLS = [name for name in LOOPS if name not in ("autograd_grad", "attack", "a_chain")]  # whole images there
+
+
+class ThreeCalls:
+    """Makes of `loss.backward()` in a loop, and of calls of a model, those of `mpi4dl.tiles`."""
+
+    def __init__(self, tiles: Tiles) -> None:
+        self.tiles, self.models = tiles, nn.ModuleList()
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        if self.models and model is self.models[0]:
+            return model
+        for value in model.buffers():
+            assert not value.requires_grad
+        model.register_forward_pre_hook(self.cut)
+        model.register_forward_hook(self.whole)
+        self.models.append(model)
+        return model
+
+    def cut(self, model: nn.Module, images: Any) -> Any:
+        return tuple(x if isinstance(x, SpatialTensor) else self.tiles.cut(x) for x in images)
+
+    def whole(self, model: nn.Module, images: Any, outputs: Any) -> Any:
+        return pytree.tree_map(self.tiles.whole, outputs)
+
+    @contextmanager
+    def instead(self) -> Iterator[None]:
+        def backward(loss: Tensor, retain_graph: bool = False) -> None:
+            with patch.object(Tensor, "backward", plain):
+                self.tiles.backward(loss, self.models, retain_graph)
+
+        plain = Tensor.backward
+        with patch.object(Tensor, "backward", backward):
+            yield
+
+
+def compare_loops(comm: Communicator, tiles: str, data: int, how: str, names: list[str]) -> dict[str, str]:
+    torch.set_default_dtype(torch.float64)
+    wrong = {}
+    for name in names:
+        loop = LOOPS[name]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of the old weight_norm
+            plain = loop(lambda model: model)
+            try:
+                if how == "three calls":
+                    calls = ThreeCalls(mpi4dl.tiles(*map(int, tiles.split("x")), data=data, comm=comm))
+                    with calls.instead():
+                        ours = loop(calls.wrap)
+                else:
+                    ours = loop(lambda model: mpi4dl.parallelize(model, tiles, data, outputs=how, comm=comm))
+            except NoRule as refused:
+                wrong[name] = f"refused: {str(refused).partition(' has no')[0]}"
+                continue
+        assert len(ours) == len(plain), name
+        worst = max(
+            float((a - b).abs().max()) / max(1.0, float(b.abs().max())) for a, b in zip(ours, plain, strict=True)
+        )
+        if not worst <= EXACT:
+            wrong[name] = f"off by {worst:.1e}"
+    return wrong
+
+
+@pytest.mark.parametrize("how", ["whole", "spread", "three calls"])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_own_loops_are_those_of_one_process(ranks: Ranks, grid: str, how: str) -> None:
+    tiles, data = GRIDS[grid]
+    num_ranks = data * math.prod(map(int, tiles.split("x")))
+    names = {"whole": list(LOOPS), "spread": ["steps", "a_dense_loss"], "three calls": IN_THREE_CALLS}[how]
+    expected = {"a_recurrent_layer": "refused: torch.lstm in module lstm (LSTM)"} if data > 1 else {}
+    for wrong in ranks(num_ranks).run(compare_loops, tiles, data, how, names):
+        assert wrong == {name: why for name, why in expected.items() if name in names}
+
+
+def refused(comm: Communicator, loop: Callable[[Wrap], Any], **options: Any) -> str:
+    """The error of a loop of a model on a row of tiles."""
+    try:
+        loop(lambda model: mpi4dl.parallelize(model, (1, comm.size), comm=comm, **options))
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def unlike(comm: Communicator) -> Iterator[str]:
+    """What goes wrong on some ranks alone, or cannot be exact."""
+    images, labels = next(batches(1))
+
+    def other_images(wrap: Wrap) -> None:
+        wrap(made())(images.flip(3) if comm.rank else images)
+
+    def other_weights(wrap: Wrap) -> None:
+        model = wrap(made())
+        if comm.rank:
+            model.head.bias.data.add_(1)
+        model(images)
+
+    def other_draws(wrap: Wrap) -> None:
+        model = wrap(nn.Sequential(nn.Dropout(), made()))
+        torch.manual_seed(comm.rank)
+        model(images)
+
+    def a_parameter_that_is_no_attribute(wrap: Wrap) -> None:
+        hidden = nn.Parameter(torch.ones(()))
+        model = made()
+        model.again.register_forward_pre_hook(lambda module, inputs: inputs[0] * hidden)
+        model.hidden = hidden
+        model = wrap(model)
+        for _ in range(2):
+            F.cross_entropy(model(images), labels).backward()
+            sgd(model).step()
+
+    def a_backward_hook(wrap: Wrap) -> None:
+        model = made()
+        model.again.register_full_backward_hook(lambda module, inputs, outputs: None)
+        wrap(model)(images)
+
+    def a_small_image(wrap: Wrap) -> None:
+        wrap(made())(images[..., : comm.size - 1])
+
+    def an_object(wrap: Wrap) -> None:
+        class Returned(nn.Module):
+            def forward(self, x: Tensor) -> Any:
+                return SimpleNamespace(logits=x.mean())
+
+        wrap(Returned())(images)
+
+    def a_penalty(wrap: Wrap) -> None:
+        model, x = wrap(made()), images.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+
+    def twice(wrap: Wrap) -> None:
+        wrap(wrap(made()))
+
+    def checkpoints_of_the_old_kind(wrap: Wrap) -> None:
+        wrap(made(Network, recompute=True))(images)
+
+    def no_tiles_backward(wrap: Wrap) -> None:
+        tiles = mpi4dl.tiles(1, comm.size, comm=comm)
+        F.cross_entropy(tiles.whole(made()(tiles.cut(images))), labels).backward()
+
+    for loop in (
+        other_images,
+        other_weights,
+        other_draws,
+        a_parameter_that_is_no_attribute,
+        a_backward_hook,
+        a_small_image,
+        an_object,
+        a_penalty,
+        twice,
+        checkpoints_of_the_old_kind,
+        no_tiles_backward,
+    ):
+        yield refused(comm, loop)
+
+
+def all_refused(comm: Communicator) -> list[str]:
+    return list(unlike(comm))
+
+
+WORDS = (
+    "Refusal: rank 1 called the model with other inputs than rank 0",
+    "Refusal: the parameters or buffers of rank 1 are not those of rank 0",
+    "Refusal: the model draws random numbers, as for dropout, and the ranks drew different ones",
+    "Refusal: the parameters or buffers of rank 1 are not those of rank 0",
+    "Refusal: again has a backward hook, which would see the part of one rank",
+    "Refusal: the model got tensors of shapes [(4, 3, 18, 1)], none of which can be cut into 1 x 2 tiles",
+    "TypeError: a SimpleNamespace with tensors goes in or out of a model on tiles",
+    "RuntimeError: second derivatives are not computed through a model on tiles",
+    "ValueError: the model is parallelized already",
+    "NoRule: torch.autograd.Function in module Network has no exact rule",
+    "RuntimeError: loss.backward() would leave each rank with the gradients of its tile",
+)
+
+
+def test_ranks_that_are_not_alike_are_refused_together(ranks: Ranks) -> None:
+    for found in ranks(2).run(all_refused):
+        assert len(found) == len(WORDS)
+        for words, message in zip(WORDS, found, strict=True):
+            assert message.startswith(words)
+
+
+def outputs_of_all_kinds(comm: Communicator) -> None:
+    @dataclass(frozen=True)
+    class Result:
+        logits: Tensor
+        others: tuple[Any, ...]
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor, scale: float, *, shift: Tensor) -> Result:
+            return Result(x * scale + shift, (x.argmax(1), {"mean": x.mean(), "name": "x"}))
+
+    model = mpi4dl.parallelize(Model(), comm=comm)
+    images, shift = torch.randn(2, 3, 9, 8), torch.randn(3, 1, 1)
+    found = model(images, 2.0, shift=shift)
+    assert torch.equal(found.logits, images * 2 + shift)
+    assert torch.equal(found.others[0], images.argmax(1))
+    torch.testing.assert_close(found.others[1]["mean"], images.mean())
+    assert found.others[1]["name"] == "x"
+    assert list(mpi4dl.parallelize(made(), comm=comm).state_dict()) == list(made().state_dict())
+
+
+def test_inputs_and_outputs_may_be_nests(ranks: Ranks) -> None:
+    ranks(4).run(outputs_of_all_kinds)
+
+
+def test_checksums_see_other_values_flips_and_permutations() -> None:
+    x = torch.randn(2, 3, 5, 4)
+    others = [x.clone(), x.flip(0), x.flip(2), x.flip(3), x.transpose(0, 0) * (1 + 1e-7), x.double(), x[:1], x.view(-1)]
+    sums = [checksum([each]) for each in others]
+    assert sums[0] == checksum([x])
+    assert len(set(sums)) == len(sums)
+    assert checksum([torch.tensor(1)]) != checksum([torch.tensor(2)])
