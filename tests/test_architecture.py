@@ -436,6 +436,7 @@ KEEPERS = {
     ("mpi4dl.datasets.child_program", "main"): "a process of its own, which answers with the error",
     ("mpi4dl.datasets.loader", "_work"): "kept, and raised where the item is wanted",
     ("mpi4dl.estimate.dry_run", "looked_at"): "an estimate of rank 0, without which training goes on",
+    ("mpi4dl.parallel.pipeline.checking", "check_cut"): "a user's model, whose error is told to all ranks, or no error",
     ("mpi4dl.reports.page", "thumbnail"): "a picture of a report, which no other rank waits for",
     ("mpi4dl.text.serving.server", "run"): "kept as `error`, which the main thread raises",
     ("mpi4dl.tasks.measuring", "update"): "kept, and told to all ranks at the end",

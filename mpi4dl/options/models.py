@@ -3,7 +3,6 @@
 import tomllib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.data import normalisation
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import call, is_own, load
+from mpi4dl.parallel.inputs import copied
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import gathering
 
@@ -84,7 +84,7 @@ def own_model(part: Any, options: Mapping[str, Any], num_classes: int, channels:
     if isinstance(made, nn.Module):
         if options:
             raise ConfigError(f"`model_options` {dict(options)} are for what makes a model, but `model` is one already")
-        return deepcopy(made)
+        return copied(made)
     known = {"num_classes": num_classes, "in_channels": channels}
     model = call("model", part, known={n: v for n, v in known.items() if n not in options}, **options)
     if not isinstance(model, nn.Module):

@@ -1,15 +1,17 @@
 """Inputs of a model, by their shape alone; and how a batch is divided into microbatches and shares."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from mpi4dl.geometry import Box, Interval, even_cuts
 
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Shape = tuple[int, ...]
 
 
@@ -53,6 +55,18 @@ def made_up(model: nn.Module, shape: Sequence[int], whole: Sequence[int], device
         kinds = min(table.num_embeddings for table in _embeddings(model))
         return torch.randint(kinds, tuple(shape), generator=generator).to(device)
     return torch.rand(tuple(shape), dtype=input_dtype(model, whole), generator=generator).to(device)
+
+
+def computed_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Tensors that modules have as plain attributes, such as what the old `weight_norm` makes of its parameters."""
+    for module in model.modules():
+        yield from (value for value in vars(module).values() if isinstance(value, Tensor))
+
+
+def copied(model: ModuleT, memo: Mapping[int, Tensor] | None = None) -> ModuleT:
+    """A copy of a module, with tensors of `memo` by the ids of others. `deepcopy` refuses those that were computed."""
+    plain = {id(value): value.detach().clone() for value in computed_tensors(model) if value.grad_fn is not None}
+    return deepcopy(model, {**plain, **(memo or {})})
 
 
 # Parts of a batch: microbatches, how the first stage shares their samples, and which boxes a rank reads of them.

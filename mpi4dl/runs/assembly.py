@@ -157,6 +157,7 @@ def _cut_model(
             clockwork=replace(Profiler.of_user(), time=time_and_tidy),
             stream=stream,
             styles=tensor_styles(config),
+            check=config.parallel.check,
         )
     except ConfigError:
         raise

@@ -129,6 +129,11 @@ class Parallel:
         "memory, or by the number of units of each stage",
         either(COUNTS, "auto", "flops", "memory", "measured"),
     )
+    check: bool = option(
+        True,
+        "compare a model in stages, or streamed, with the plain model on small samples before the first step",
+        BOOLEAN,
+    )
     halo: str = option(
         "layer",
         "exchange halos for each layer, or once for all layers of a block",

@@ -5,7 +5,6 @@ once, with made-up ones.
 """
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from functools import partial
 from itertools import accumulate, pairwise
 from math import ceil
@@ -21,7 +20,7 @@ from mpi4dl.geometry import GridShape
 from mpi4dl.models.layers import Penalized
 from mpi4dl.parallel.costs.meter import KnownValues, SavedTensors, dry_run, made_up_part, needs_values
 from mpi4dl.parallel.costs.timing import Site, Units, as_received, cut_at, imagined, input_at, local_tensors, map_local
-from mpi4dl.parallel.inputs import of_tokens
+from mpi4dl.parallel.inputs import copied, of_tokens
 from mpi4dl.parallel.pipeline.program import pack
 from mpi4dl.parallel.pipeline.split import shapes_of
 from mpi4dl.parallel.pipeline.stage import made_up_stage
@@ -135,7 +134,7 @@ def count_units(
         values: tuple[Any, ...] = (input_at(site, grid, units.model, torch.device("meta")),)
         for i in range(len(units)):
             saved.turn, last = i, i == len(units) - 1
-            unit = cut_at(site, deepcopy(units.unit(i), {**empty}).train(), grid)
+            unit = cut_at(site, copied(units.unit(i), empty).train(), grid)
             try:
                 counts, tensors, results = count(unit, map_local(as_received, values), last)
             except (RuntimeError, ValueError, TypeError) as error:
@@ -143,7 +142,7 @@ def count_units(
                     raise
                 with forked():
                     torch.default_generator.manual_seed(0)
-                    unit = cut_at(site, made_up_stage(deepcopy(units.unit(i), {**empty}), torch.device("cpu")), grid)
+                    unit = cut_at(site, made_up_stage(copied(units.unit(i), empty), torch.device("cpu")), grid)
                     made = map_local(partial(made_up_part, known.value), values)
                     counts, tensors, results = count(unit, made, last)
             values = map_local(lambda t: t.detach().to("meta").requires_grad_(t.requires_grad), results)

@@ -4,6 +4,7 @@ stages = split(build, plan, comm, device=..., seed=..., image=(1, 3, 256, 256))
 optimizer = torch.optim.SGD(stages.parameters(), lr=0.1)
 """
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -13,11 +14,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from mpi4dl._progress import QUIET_SECONDS, ProgressLine
 from mpi4dl._randomness import forked, seed_python
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.costs.cost_model import ASSUMED, Profiler, StageCosts, measured_prices, prices_for
 from mpi4dl.parallel.costs.machine import Machine
 from mpi4dl.parallel.costs.units import count_bytes
+from mpi4dl.parallel.pipeline.checking import Checked, check_cut
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline
 from mpi4dl.parallel.plan import Plan
@@ -41,6 +44,7 @@ def split(
     clockwork: Profiler | None = None,
     stream: StreamOptions | ChooseStream | None = None,
     styles: Styles | None = None,
+    check: bool = True,
 ) -> LocalStages:
     """Cut the model that `build()` makes with this seed, and hold this rank's stages on `device`.
 
@@ -52,6 +56,8 @@ def split(
     that training keeps. `whole` are paths of modules not to be cut. With a `clockwork`, which times units, cuts by
     numbers are priced too. With `stream` the first stage begins with a part that is streamed, tile by tile; how, may be
     chosen once it is known how many units the stages have, on each rank by itself and alike. Collective.
+
+    With `check`, rank 0 first compares the cut model with the plain one, on small samples.
 
     Raises:
         ValueError: the model cannot be traced, or cannot be cut or streamed so; on all ranks alike.
@@ -75,6 +81,8 @@ def split(
         raise ValueError(
             f"copies in both directions share their statistics later: stream with exact norms, not {options.norms}"
         )
+    if check:
+        _check(cuttable, counts, build, seed, image, plan, comm, options is not None)
     own = sorted({stage for _, stage in plan.held_by(comm.rank)})
     uncut = "cpu" if plan.cuts_parameters else device
     modules = {stage: materialize(cuttable.stage(counts, stage), build, uncut, seed) for stage in own}
@@ -83,10 +91,48 @@ def split(
         if 0 in modules:
             modules[0].opening = leading
             leading.segments.watch(modules[0])
+        if check and leading.source is not cuttable:
+            _check(leading.source, (len(leading.source),), build, seed, image, plan, comm, True)
         options = replace(options, remark="; ".join(filter(None, (options.remark, leading.describe(cuttable.names)))))
     stages = LocalStages(modules, model, plan, comm, counts, cuttable.names, prices, options, styles, shared, device)
     stages.watch(model, cuttable.program.watched)
     return stages
+
+
+def _check(
+    cuttable: Cuttable,
+    counts: Sequence[int],
+    build: Callable[[], nn.Module],
+    seed: int,
+    image: tuple[int, ...],
+    plan: Plan,
+    comm: Communicator,
+    streams: bool,
+) -> None:
+    """Refuse a cut model that rank 0 finds to differ from the plain one. Collective."""
+    with comm.together():
+        found = None
+        if comm.rank == 0:
+            with ProgressLine(seconds=QUIET_SECONDS) as progress:
+                progress("comparing the cut model with the plain one (--no-check leaves this out)")
+                found = check_cut(cuttable, counts, build, seed, image)
+    checked: Checked = comm.broadcast_object(found)
+    name = type(cuttable.model).__name__
+    if checked.problem is not None:
+        raise ValueError(f"{name}: {checked.problem}")
+    if plan.bidirectional and checked.own_buffers:
+        raise ValueError(
+            f"{name} changes its buffer {checked.own_buffers[0]} as it runs, which is no batch norm's: its copies in "
+            "both directions would differ; leave out `bidirectional`"
+        )
+    if checked.recomputed and (streams or plan.num_microbatches > 1):
+        how = "streaming computes tiles again anyway" if streams else "stages do so after other microbatches"
+        raise ValueError(
+            f"{name} changes its buffer {checked.recomputed[0]} once more when torch.utils.checkpoint computes it "
+            f"again, and {how}: leave out checkpoint{'' if streams else ', or train with one of `microbatches`'}"
+        )
+    if checked.left_out is not None and comm.rank == 0:
+        warnings.warn(f"{name} in stages was not compared with the plain model: {checked.left_out}", stacklevel=3)
 
 
 class Counts(NamedTuple):

@@ -256,9 +256,8 @@ class Executor:
 
     def _refuse_changes(self) -> None:
         """Stages are right as long as what their model's forward read of attributes and globals is as it was."""
-        change = next(self.stages.changes(), None)
-        if change is not None:
-            raise Refusal(change)
+        if self.plan.num_stages > 1 or self.stages.stream is not None:
+            self.comm.agree(next(self.stages.changes(), None))
 
     def _copies(self, stage: int) -> RunningStatistics:
         plan, rank = self.plan, self.comm.rank

@@ -88,7 +88,7 @@ class LocalStages(nn.Module):
             self._describe(modules, outline, plan, comm)
         comm.agree(None, plan=plan)  # by which ranks form groups
         self.counts, self.names, self.prices, self.stream = counts, names, prices, stream
-        self.watched: list[tuple[Watch, Any]] = []
+        self.watched: list[tuple[Watch, Any, Any]] = []
         self.parts: dict[tuple[int, int], Part] = {}
         for direction in range(plan.num_directions):
             for stage in range(plan.num_stages):
@@ -241,11 +241,13 @@ class LocalStages(nn.Module):
         for watch in watched:
             if watch.place is None and not watch.path and not hasattr(self, watch.names[0]):
                 setattr(self, watch.names[0], getattr(model, watch.names[0]))
-                self.watched.append((watch, watch.now(self)))
+                self.watched.append((watch, None, watch.now(self)))
+                if watch.names[0] not in vars(model):  # an attribute of the class
+                    self.watched.append((watch, type(model), watch.now(type(model))))
 
     def changes(self) -> Iterator[str]:
         """Messages about values of Python that changed since the model was cut."""
-        yield from (changed(watch) for watch, found in self.watched if watch.now(self) != found)
+        yield from (changed(watch) for watch, place, found in self.watched if watch.now(place or self) != found)
         for module in self.modules_of.values():
             if isinstance(module, Stage):
                 yield from module.changes()

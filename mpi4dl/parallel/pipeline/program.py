@@ -41,10 +41,28 @@ class Question(TraceError):
         self.node = node
 
 
+@dataclass(frozen=True)
+class Applied:
+    """A torch.autograd.Function as a call: its `apply`, which fx would look through to its forward alone."""
+
+    function: type[torch.autograd.Function]
+
+    @property
+    def __name__(self) -> str:
+        return self.function.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+
+class OtherShape(ValueError):
+    """A program is given samples of which its model would make other calls."""
+
+
 def expect(asked: Any, answer: bool, where: str) -> None:
     """Stands in a program where its model asks a question, whose answer decided which calls the program has."""
     if bool(asked) != answer:
-        raise ValueError(
+        raise OtherShape(
             f"the model does other things with samples of this shape than with those that it was cut into stages for: "
             f"a condition was {answer} there, and is {bool(asked)} here{where}; keep `image_size` and the batch as "
             "they are, or train in one stage"
@@ -210,7 +228,8 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 LOOKS = FACTS - {"requires_grad", "layout"}  # what can be told of a tensor by its shape, type and device
 LOOK_METHODS = FACT_METHODS - {"stride"}
-Context = tuple[Any, ...]  # ("grad", enabled) and ("autocast", device, dtype, enabled), from the outermost on
+# ("grad", enabled), ("autocast", device, dtype, enabled) and ("recompute", preserve_rng_state), from the outermost on
+Context = tuple[Any, ...]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl._randomness import forked, seed_python
-from mpi4dl.parallel.inputs import of_tokens, shape_only
+from mpi4dl.parallel.inputs import computed_tensors, of_tokens, shape_only
 from mpi4dl.parallel.pipeline.decisions import CodeAccess, hidden_tensors, written_by_all
 from mpi4dl.parallel.pipeline.program import Aliasing, Value, references
 from mpi4dl.parallel.pipeline.stage import Recipe, Stage
@@ -390,9 +390,9 @@ def outline(build: Callable[[], nn.Module]) -> nn.Module:
 def shapes_of(model: nn.Module) -> dict[int, Tensor]:
     """By the id of each tensor of a model one on the meta device, for `deepcopy` to take: tied ones stay tied.
 
-    Tensors in the same memory are in the same memory there.
+    Tensors in the same memory are in the same memory there. Those that modules have as plain attributes are among them.
     """
-    values = [*model.parameters(), *model.buffers()]
+    values = [*model.parameters(), *model.buffers(), *computed_tensors(model)]
     many = {key for key, count in Counter(map(_storage, values)).items() if count > 1}
     storages: dict[int, Any] = {}
     shapes: dict[int, Tensor] = {}

@@ -7,14 +7,15 @@ the model's inputs                 -> first stage           last stage -> the mo
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
-from copy import deepcopy
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from mpi4dl.parallel.inputs import copied
 from mpi4dl.parallel.pipeline.decisions import Watch, changed
 from mpi4dl.parallel.pipeline.program import Attribute, Call, Value, map_leaves, perform
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
@@ -139,11 +140,17 @@ class Stage(nn.Module):
         contexts = call.contexts[not trains]
         if not contexts:
             return perform(call.kind, call.target, self, args, kwargs)
+        preserve = None
         with ExitStack() as stack:
             for kind, *how in contexts:
-                within = torch.autocast(how[0], how[1], how[2]) if kind == "autocast" else torch.set_grad_enabled(*how)
-                stack.enter_context(within)
-            return perform(call.kind, call.target, self, args, kwargs)
+                if kind == "recompute":
+                    (preserve,) = how
+                else:
+                    stack.enter_context(torch.autocast(*how) if kind == "autocast" else torch.set_grad_enabled(*how))
+            if preserve is None:
+                return perform(call.kind, call.target, self, args, kwargs)
+            module = self.get_submodule(call.target)
+            return checkpoint(module, *args, use_reentrant=False, preserve_rng_state=preserve, **kwargs)
 
     def _trains(self, call: Call) -> bool:
         """Whether the module that makes a call is in training mode: parts of a model may be frozen by `eval()`."""
@@ -178,6 +185,8 @@ def _seen(watch: Watch, model: nn.Module, stage: Stage) -> tuple[Any, ...]:
     found = watch.now(original)
     owners: list[Any] = [weakref.ref(original)]
     name = watch.names[0]
+    if name not in vars(original):  # an attribute of the class, which outlives the module
+        owners.append(weakref.ref(type(original)))
     try:
         folder = stage.get_submodule(watch.path)
     except AttributeError:
@@ -250,11 +259,11 @@ def made_up_stage(stage: nn.Module, device: torch.device) -> nn.Module:
     """A copy of a stage in training mode on this device; with made-up values if it has none."""
     values = [*stage.parameters(), *stage.buffers()]
     if not any(value.is_meta for value in values):
-        return deepcopy(stage).to(device).train()
-    copied = deepcopy(stage).to_empty(device=device).train()
+        return copied(stage).to(device).train()
+    made = copied(stage).to_empty(device=device).train()
     with torch.no_grad():
-        for parameter in copied.parameters():
+        for parameter in made.parameters():
             parameter.normal_(std=0.02)
-        for buffer in copied.buffers():
+        for buffer in made.buffers():
             buffer.fill_(1)
-    return copied
+    return made

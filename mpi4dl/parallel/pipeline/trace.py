@@ -35,6 +35,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import base_types
+from torch.utils import checkpoint as checkpoints
 
 from mpi4dl._randomness import forked
 from mpi4dl.parallel.pipeline.decisions import (
@@ -49,6 +50,7 @@ from mpi4dl.parallel.pipeline.decisions import (
 )
 from mpi4dl.parallel.pipeline.program import (
     INPLACE,
+    Applied,
     Attribute,
     Call,
     Context,
@@ -232,7 +234,7 @@ class _Tracer(fx.Tracer):
         self.opened = [""]
         self.scopes: dict[fx.Node, str] = {}
         self.contexts: dict[fx.Node, Context] = {}
-        self.autocast: list[Context] = []
+        self.within: list[Context] = []  # of autocast and of checkpoints
         self.result: Any = None
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -243,7 +245,11 @@ class _Tracer(fx.Tracer):
         return self.opened[-1]
 
     def is_leaf_module(self, module: nn.Module, path: str) -> bool:
-        return path in self.whole or not self.opens(module)
+        return path in self.whole or self._recomputes or not self.opens(module)
+
+    @property
+    def _recomputes(self) -> bool:
+        return any(kind == "recompute" for kind, *_ in self.within)
 
     def call_module(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         path = self.path_of_module(module)
@@ -265,35 +271,70 @@ class _Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
         self.scopes[node] = self.opened[-1]
-        self.contexts[node] = (*(() if torch.is_grad_enabled() else (("grad", False),)), *self.autocast)
+        self.contexts[node] = (*(() if torch.is_grad_enabled() else (("grad", False),)), *self.within)
         return node
 
     @contextmanager
     def noting_contexts(self) -> Iterator[None]:
-        """Within this context `torch.no_grad()` and `torch.autocast()` are seen when a forward enters them."""
+        """Within this context `torch.no_grad()`, `torch.autocast()` and `torch.utils.checkpoint` are seen when a
+        forward enters them, and functions of the user's own, `torch.autograd.Function`, when it applies them.
+        """
         kind = torch.amp.autocast_mode.autocast
         enter, leave = kind.__enter__, kind.__exit__
+        apply, recompute = vars(torch.autograd.Function)["apply"], checkpoints._checkpoint_without_reentrant_generator
 
         def noted_enter(context: Any) -> Any:
-            self.autocast.append(("autocast", context.device, context.fast_dtype, context._enabled))
+            self.within.append(("autocast", context.device, context.fast_dtype, context._enabled))
             return enter(context)
 
         def noted_leave(context: Any, *error: Any) -> Any:
-            self.autocast.pop()
+            self.within.pop()
             return leave(context, *error)
+
+        def noted_apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+            if not _has_proxies((args, kwargs)):
+                return apply.__get__(None, function)(*args, **kwargs)
+            if function is checkpoints.CheckpointFunction:
+                self._require_module(args[0])
+            return self.create_proxy("call_function", Applied(function), args, kwargs)
+
+        def noted_recompute(
+            function: Any, preserve: bool, context_fn: Any, check: Any, debug: Any, stop: Any, *args: Any, **kwargs: Any
+        ) -> Iterator[None]:
+            if not _has_proxies((args, kwargs)):
+                yield from recompute(function, preserve, context_fn, check, debug, stop, *args, **kwargs)
+                return
+            self._require_module(function)
+            self.within.append(("recompute", preserve))
+            yield
+            self.within.pop()
 
         with (
             torch.enable_grad(),
             patch.object(kind, "__enter__", noted_enter),
             patch.object(kind, "__exit__", noted_leave),
+            patch.object(torch.autograd.Function, "apply", classmethod(noted_apply)),
+            patch.object(checkpoints, "_checkpoint_without_reentrant_generator", noted_recompute),
         ):
             yield
+
+    def _require_module(self, function: Any) -> None:
+        if not isinstance(function, nn.Module):
+            raise ValueError(
+                "it gives torch.utils.checkpoint a function, of which only the calls within would be left (pass it a "
+                "module, or put the call of checkpoint into a module of its own)"
+            )
 
     def create_arg(self, value: Any) -> Any:
         if isinstance(value, Tensor) and not self._is_registered(value):
             raise ValueError(
                 f"it makes a tensor of shape {tuple(value.shape)} that does not depend on its input, which would be "
                 "the same one forever (register it as a buffer)"
+            )
+        if isinstance(value, torch.Generator):
+            raise ValueError(
+                "it draws from a torch.Generator, which would go on from where it was when the model was cut (put the "
+                "code that draws into a module of its own)"
             )
         if isinstance(value, fx.Proxy):
             self._own(value)
@@ -320,9 +361,9 @@ class _Tracer(fx.Tracer):
 
     def note(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of a function that is kept whole, if it has anything to do with the input."""
-        found: list[fx.Proxy] = []
-        map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, fx.Proxy) else None, (args, kwargs))
-        return self.create_proxy("call_function", function, args, kwargs) if found else function(*args, **kwargs)
+        if not _has_proxies((args, kwargs)):
+            return function(*args, **kwargs)
+        return self.create_proxy("call_function", function, args, kwargs)
 
     def _is_registered(self, tensor: Tensor) -> bool:
         registered = tensor in self.tensor_attrs or any(tensor is buffer for buffer in self.root.buffers())
@@ -340,6 +381,12 @@ class _Tracer(fx.Tracer):
             map_leaves(lambda leaf: self._own(leaf).node if isinstance(leaf, fx.Proxy) else None, self.result)
 
         return forward, [self.root, *inputs]
+
+
+def _has_proxies(nested: Any) -> bool:
+    found: list[fx.Proxy] = []
+    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, fx.Proxy) else None, nested)
+    return bool(found)
 
 
 def _opens(module: nn.Module) -> bool:
@@ -471,6 +518,7 @@ class _Reading:
         model = self.model
         draws = Draws(lambda scope: drawn.get(scope, 0.5))
         watched = [(watch, watch.now(), watch.keep()) for watch in self.globals(whole)]
+        versions = {name: value._version for name, value in self._values()}
 
         def restore() -> None:
             self.attributes.restore()
@@ -487,6 +535,15 @@ class _Reading:
         try:
             tracer, graph = self._answered(whole, draws, begin)
             written = self._written()
+            for name, value in self._values():
+                if value._version != versions.get(name, 0):
+                    written = (
+                        name.rpartition(".")[0],
+                        (
+                            f"it changes {name} as it runs, through a list or an iterator such as parameters(), which "
+                            "no stage would do (change it by its attribute, or between steps)"
+                        ),
+                    )
             for watch, before, _ in watched:
                 if watch.now() != before:
                     written = watch.path, f"it changes {watch.words} as it runs, which no stage would do"
@@ -506,6 +563,12 @@ class _Reading:
         nodes = [node for node in graph.nodes if node.op != "output"]
         names = _names(nodes, tracer.scopes)
         return _Record(nodes, tracer.scopes, names, tracer.result, tracer.contexts), draws
+
+    def _values(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters and buffers. Those of fx's proxies that a forward writes instead are in its record."""
+        for name, value in (*self.model.named_parameters(), *self.model.named_buffers()):
+            if type(value) in (Tensor, nn.Parameter, nn.Buffer) and not value.is_inference():
+                yield name, value
 
     def _answered(self, whole: Collection[str], draws: Draws, begin: Callable[[], None]) -> tuple[_Tracer, fx.Graph]:
         """Trace the model as it is, again and again, until all questions are answered that it asks about sizes.

@@ -326,6 +326,7 @@ class LeadingPart:
     units: tuple[tuple[int, int], ...]
     num_calls: int
     alive: tuple[str, ...]
+    source: Cuttable  # the model in the units that the segments are made of
 
     @property
     def num_units(self) -> int:
@@ -457,7 +458,8 @@ def choose_leading_part(
     programs = tuple(SegmentProgram.of(source, *span) for span in spans)
     units = tuple((bisect_right(stops, first), bisect_left(stops, end) + 1) for first, end in spans)
     num_calls = sum(len(unit.calls) for unit in cuttable.program.units[:count])
-    return LeadingPart(Segments(programs, options.norms, options.keep), options, units, num_calls, cuttable.live(count))
+    segments = Segments(programs, options.norms, options.keep)
+    return LeadingPart(segments, options, units, num_calls, cuttable.live(count), source)
 
 
 def within_blocks(cuttable: Cuttable, count: int, image: Sequence[int]) -> tuple[Cuttable, tuple[int, ...]] | None:

@@ -7,12 +7,14 @@ the statistics over the whole image, and finds out which norms can share a stati
 
 import copy
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from mpi4dl._randomness import forked
 from mpi4dl.comm import Pending
@@ -22,7 +24,7 @@ from mpi4dl.parallel.pipeline.split import shapes_of
 from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator, DryRunGrid, dry_run_grid
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo_prefetch import HaloPrefetch, Holding
-from mpi4dl.parallel.spatial.tensor import SpatialTensor
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, local_part
 from mpi4dl.parallel.streaming.stream_tiles import (
     Contribution,
     InputSpec,
@@ -127,15 +129,31 @@ def profile_with_margin(
 ) -> PartProfile | None:
     """The profile of a module on the meta device with this margin; None if the margin is too small."""
     grid = dry_run_of_tile(tiles, tiles.own[len(tiles.own) // 2], hints)
-    with torch.enable_grad(), forked():
+    # On the meta device are also tensors that the module makes as it runs.
+    with torch.enable_grad(), forked(), torch.device("meta"), _momentum(outline):
         try:
             outputs = outline(*(meta_input(spec, grid, margin, size) for spec in inputs))
             grid.foresight.pay()
+            for y in pytree.tree_leaves(outputs):  # what refuses to be looked at is refused now
+                local_part(y)
         except NeedsNeighbours:
             return None
     found = [(norm, waits, held) for norm, waits, held in grid.foresight.learned() if isinstance(norm, Tensor)]
     tilings = list({layout.tiling.narrow for layout in grid.layouts})
     return PartProfile(margin, grid.comm.counts["rounds"], found, outputs, tilings)
+
+
+@contextmanager
+def _momentum(outline: nn.Module) -> Iterator[None]:
+    """Within this context no batch norm asks how many batches it has seen, as those without a momentum do."""
+    norms = [m for m in outline.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.momentum is None]
+    for norm in norms:
+        norm.momentum = 0.1
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.momentum = None
 
 
 def dry_run_of_tile(tiles: StreamTiles, tile: int, hints: PrefetchHints = ()) -> DryRunGrid:

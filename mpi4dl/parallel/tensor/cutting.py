@@ -10,7 +10,6 @@ global shapes. Layers of experts see their part as it is, and tokens come to the
 
 import math
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from mpi4dl.geometry import Interval, Split, Tiling, ceil_div, even_cuts
 from mpi4dl.parallel.experts import lay_over
+from mpi4dl.parallel.inputs import copied
 from mpi4dl.parallel.replicas.groups import Elements
 from mpi4dl.parallel.spatial.grid import Factor, Flat, Grid, Layout, PartPlace
 from mpi4dl.parallel.spatial.tensor import wrap
@@ -111,7 +111,7 @@ def with_cuts(model: nn.Module, grid: Grid, cutting: Cutting) -> nn.Module:
     """A copy of the model with this rank's parts of its parameters; itself, if nothing of it is cut."""
     if not cutting:
         return model
-    own = deepcopy(model)
+    own = copied(model)
     cut_parameters(own, cutting, grid)
     return own
 

@@ -1,0 +1,209 @@
+"""Before the first step, the cut model beside the plain one: whether the calls that a trace noted are all there is.
+
+Two steps of both, in one process, on two small samples: outputs, gradients, buffers and random states. What a trace
+does not see differs there, such as what a forward hides in a global, a list, or in code outside of PyTorch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from mpi4dl._randomness import RandomStates, forked, seed_python
+from mpi4dl.parallel.inputs import made_up, of_tokens, space_of
+from mpi4dl.parallel.pipeline.program import OtherShape, map_leaves
+from mpi4dl.parallel.pipeline.split import Cuttable
+from mpi4dl.parallel.pipeline.stage import Stage
+
+SIDES = (32, 64, 128, 256)  # of images, or numbers of tokens, of which the smallest that the model takes is tried
+MOST_PARAMETERS = 100_000_000  # of larger models nobody waits for a second one
+CLOSE = {8: 1e-9, 4: 1e-4, 2: 3e-2}  # by the bytes of a number: both make the same calls in the same order
+NORMS = (nn.modules.batchnorm._NormBase,)
+
+
+class TriedStep(NamedTuple):
+    """What a step of a model gave: outputs, gradients by name, and buffers by name behind its forward pass, and behind
+    its backward pass.
+    """
+
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor | None]
+    between: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+class Checked(NamedTuple):
+    """What was found. `problem`: how the cut model differs. `left_out`: why nobody looked.
+
+    `own_buffers`: names of buffers that the model changes as it runs and that are no norm's. `recomputed`: names of
+    those that change once more as the model is computed again for its backward pass.
+    """
+
+    problem: str | None = None
+    left_out: str | None = None
+    own_buffers: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
+
+
+def check_cut(
+    cuttable: Cuttable, counts: Sequence[int], build: Callable[[], nn.Module], seed: int, image: Sequence[int]
+) -> Checked:
+    """Compare the stages of a model, of so many units each, with the model that `build()` makes with this seed.
+
+    `image` is the shape of a batch, (N, C, H, W) or (N, T).
+    """
+    if sum(p.numel() for p in cuttable.model.parameters()) > MOST_PARAMETERS:
+        return Checked(left_out=f"it has more than {MOST_PARAMETERS:,} parameters")
+    recipes = [stage.recipe for stage in cuttable.stages(counts)]
+
+    def plain(model: nn.Module) -> Callable[..., Any]:
+        return model
+
+    def cut(model: nn.Module) -> Callable[..., Any]:
+        stages = [Stage(recipe, model) for recipe in recipes]
+
+        def run(x: Tensor) -> Any:
+            values: Any = (x,)
+            for stage in stages:
+                values = stage(*values)
+            return values
+
+        return run
+
+    reason = f"it takes no images of up to {SIDES[-1]} px"
+    for shape in _small(image):
+        try:
+            theirs = _steps(build, plain, seed, shape)
+        except Exception as error:
+            reason = f"the model itself fails on samples of {' x '.join(map(str, shape[1:]))}: {error}"
+            continue
+        try:
+            ours = _steps(build, cut, seed, shape)
+        except OtherShape:
+            reason = "it does other things with small images than with those that it is cut for"
+            continue
+        except Exception as error:
+            return Checked(f"it runs in one piece, but its stages fail: {error}")
+        (model, plain_steps, plain_random), (_, cut_steps, cut_random) = theirs, ours
+        own_buffers = tuple(_own_buffers(model, plain_steps))
+        first = plain_steps[0]
+        recomputed = tuple(name for name, value in first.between.items() if differ(value, first.buffers.get(name)))
+        problem = next(_differences(plain_steps, cut_steps), None)
+        if problem is not None and plain_random != cut_random:
+            # Such as of a layer that is left out with a probability of 0, whatever it draws: what follows draws others.
+            (_, plain_steps, _), (_, cut_steps, _) = (_steps(build, run, seed, shape, False) for run in (plain, cut))
+            if next(_differences(plain_steps, cut_steps), None) is None:
+                return Checked(None, None, own_buffers, recomputed)
+            return Checked(None, "it draws other random numbers than its stages", own_buffers, recomputed)
+        if problem is not None:
+            problem = (
+                f"in stages it does not compute what it computes in one piece ({problem}): its own forward does what "
+                "cutting does not see; move that into a module of its own, which is kept whole"
+            )
+        return Checked(problem, None, own_buffers, recomputed)
+    return Checked(left_out=reason)
+
+
+def _small(image: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Shapes of two samples, from small ones to the model's own, if that is not large."""
+    channels, own = () if of_tokens(image) else (image[1],), space_of(image)
+    for side in (side for side in SIDES if side < max(own)):
+        yield 2, *channels, *(min(side, size) for size in own)
+    if max(own) <= SIDES[-1]:
+        yield 2, *channels, *own
+
+
+def _steps(
+    build: Callable[[], nn.Module],
+    runs: Callable[[nn.Module], Callable[..., Any]],
+    seed: int,
+    shape: Sequence[int],
+    dropping: bool = True,
+) -> tuple[nn.Module, list[TriedStep], Any]:
+    """Two steps of the model that `build` makes, between which chance changes the parameters; and the random states."""
+    found = []
+    with forked(), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        seed_python(seed)
+        model = build()
+        for module in () if dropping else model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = 0.0
+        run = runs(model)
+        generator = torch.Generator().manual_seed(seed + 1)
+        torch.default_generator.manual_seed(seed + 2)
+        seed_python(seed + 2)
+        for number in range(2):
+            x = made_up(model, shape, shape, torch.device("cpu")).flip(-1 - number)
+            outputs = [y for y in _leaves(run(x)) if isinstance(y, Tensor)]
+            terms = [
+                (y * torch.randn(y.shape, generator=generator).to(y.dtype)).sum() for y in outputs if y.requires_grad
+            ]
+            between = {name: value.clone() for name, value in model.named_buffers()}
+            if terms:
+                sum(terms[1:], terms[0]).backward()
+            gradients = {name: p.grad for name, p in model.named_parameters()}
+            buffers = {name: value.clone() for name, value in model.named_buffers()}
+            found.append(TriedStep([y.detach().clone() for y in outputs], gradients, between, buffers))
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.grad = None
+                    if p.requires_grad:
+                        p.add_(torch.randn(p.shape, generator=generator).to(p.dtype), alpha=0.02)
+        return model, found, RandomStates.now().digests()
+
+
+def _leaves(value: Any) -> list[Any]:
+    found: list[Any] = []
+    map_leaves(found.append, pytree.tree_leaves(value))
+    return found
+
+
+def _differences(plain: Sequence[TriedStep], cut: Sequence[TriedStep]) -> Iterator[str]:
+    for number, (theirs, ours) in enumerate(zip(plain, cut, strict=True), start=1):
+        where = f"in step {number} of two"
+        if len(theirs.outputs) != len(ours.outputs):
+            yield f"it returns {len(ours.outputs)} tensors, not {len(theirs.outputs)}"
+        for a, b in zip(theirs.outputs, ours.outputs, strict=False):
+            if differ(a, b):
+                yield f"an output differs {where}"
+        largest = max(
+            (float(g.abs().max()) for g in theirs.gradients.values() if g is not None and g.numel()), default=0.0
+        )
+        for name, gradient in theirs.gradients.items():
+            if differ(gradient, ours.gradients.get(name), 0.01 * largest):
+                yield f"the gradient of {name} differs {where}"
+        for name, value in theirs.buffers.items():
+            if differ(value, ours.buffers.get(name)):
+                yield f"the buffer {name} differs {where}"
+
+
+def differ(a: Tensor | None, b: Tensor | None, least: float = 0.0) -> bool:
+    """Whether two tensors differ by more than rounding does, of numbers as large as the largest, or `least`."""
+    if a is None or b is None:
+        return a is not b
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return True
+    if not (a.is_floating_point() or a.is_complex()):
+        return not torch.equal(a, b)
+    a, b = (torch.view_as_real(x) if x.is_complex() else x.to_dense() for x in (a, b))
+    close, known = CLOSE[max(2, a.itemsize)], a.isfinite()
+    if not torch.equal(known, b.isfinite()):
+        return True
+    a, b = a[known].double(), b[known].double()
+    return bool(a.numel()) and float((a - b).abs().max()) > close * max(float(a.abs().max()), least)
+
+
+def _own_buffers(model: nn.Module, steps: Sequence[TriedStep]) -> Iterator[str]:
+    first, second = steps
+    norms = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if isinstance(module, NORMS)
+        for name in module._buffers
+    }
+    for name, value in first.buffers.items():
+        if name not in norms and differ(value, second.buffers.get(name)):
+            yield name

@@ -1,0 +1,191 @@
+"""Models whose own forward does what a trace does not see, or saw wrongly."""
+
+import warnings
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+class Reversed(torch.autograd.Function):
+    """Gradient reversal."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -0.5 * gradient
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator with a scale."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        return torch.round(x * scale) / scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Base(nn.Module):
+    """Two convolutions with a norm, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
+        self.head = nn.Linear(4, 3)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.middle(torch.tanh(self.norm(self.first(x))))
+        return self.head(torch.tanh(self.second(x)).mean((2, 3)))
+
+
+class Reversing(Base):
+    def middle(self, x: Tensor) -> Tensor:
+        return Reversed.apply(x)
+
+
+class Rounding(Base):
+    def middle(self, x: Tensor) -> Tensor:
+        return Rounded.apply(x, 8.0)
+
+
+class Recomputing(Base):
+    """By a module, in whose recomputation the norm counts once more."""
+
+    reentrant: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Tanh())
+
+    def middle(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+
+class RecomputingReentrantly(Recomputing):
+    reentrant: ClassVar[bool] = True
+
+
+class RecomputingAFunction(Base):
+    def middle(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(x))
+
+
+class Following(Base):
+    """A teacher that follows by an iterator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Conv2d(3, 4, 3, padding=1).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for p, q in zip(self.first.parameters(), self.teacher.parameters(), strict=True):
+                q.mul_(0.9).add_(p, alpha=0.1)
+        return super().forward(x) + self.teacher(x).mean((2, 3))[:, :3]
+
+
+class OfAClass(Base):
+    scale: ClassVar[float] = 1.0
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Generating(Base):
+    def middle(self, x: Tensor) -> Tensor:
+        return x + torch.randn(x.shape, generator=torch.Generator().manual_seed(3)).to(x)
+
+
+class Remembering(Base):
+    """Python that no trace sees: the length of a list in an object of the module's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = SimpleNamespace(calls=iter(range(100)))
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x * (1 + next(self.seen.calls))
+
+
+class OldWeightNorm(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            nn.utils.weight_norm(self.second)
+
+
+class OldSpectralNorm(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.spectral_norm(self.second)
+
+
+class Making(Base):
+    """Plain tensors that the forward makes, or holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.std = torch.full((1, 3, 1, 1), 0.5), torch.tensor([2.0, 3.0, 4.0]).view(1, 3, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((x - self.mean.to(x)) / self.std.to(x))
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x * torch.ones(1, 4, 1, 1, dtype=x.dtype) + torch.linspace(0, 1, 4, dtype=x.dtype).view(1, 4, 1, 1)
+
+
+class Counting(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def middle(self, x: Tensor) -> Tensor:
+        if self.training:  # an evaluation has microbatches, too
+            self.count.add_(1)
+        return x
+
+
+class Cumulative(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(4, momentum=None)
+
+
+EXACT = [
+    Base,
+    Reversing,
+    Rounding,
+    Recomputing,
+    RecomputingReentrantly,
+    OldWeightNorm,
+    OldSpectralNorm,
+    Making,
+    Counting,
+    Cumulative,
+    OfAClass,
+]
+REFUSED = {
+    RecomputingAFunction: "gives torch.utils.checkpoint a function",
+    Following: "as it runs, through a list or an iterator",
+    Generating: "draws from a torch.Generator",
+    Remembering: "",
+}
+LOSS = F.cross_entropy
