@@ -5,7 +5,7 @@ the targets alone decide. The mean of the means of parts is another number; sums
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -309,7 +309,7 @@ class Heads(NamedTuple):
 
 
 def heads_of(outputs: Any, factor: float | None = None) -> Heads:
-    """The heads of a model: a tensor, a tuple whose first is the main one, or a mapping that names it.
+    """The heads of a model: a tensor, a tuple whose first is the main one, or a mapping or dataclass that names it.
 
     Of a mapping "out" or "logits" is the main one, or else the first, and those count whose names begin with "aux".
     `factor` is what auxiliary heads count by; None: as is customary. A head that is None, as of GoogLeNet in
@@ -317,6 +317,8 @@ def heads_of(outputs: Any, factor: float | None = None) -> Heads:
     """
     if isinstance(outputs, Penalized):
         return heads_of(outputs.outputs, factor)._replace(penalty=outputs.penalty)
+    if is_dataclass(outputs) and not isinstance(outputs, Mapping):  # as those of Hugging Face are too
+        outputs = {each.name: getattr(outputs, each.name) for each in fields(outputs)}
     if isinstance(outputs, Mapping) and outputs:
         name = next((name for name in MAIN if name in outputs), next(iter(outputs)))
         others = [value for key, value in outputs.items() if str(key).startswith("aux") and key != name]

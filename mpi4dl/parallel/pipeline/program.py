@@ -1,11 +1,12 @@
 """The forward pass of a model, as data: its calls, grouped to units, between any two of which it can be cut."""
 
 import builtins
+import copy
 import math
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -42,17 +43,23 @@ class Question(TraceError):
 
 
 @dataclass(frozen=True)
-class Applied:
-    """A torch.autograd.Function as a call: its `apply`, which fx would look through to its forward alone."""
+class Opaque:
+    """A function as one call that fx cannot look into, or would see wrongly: the `apply` of a torch.autograd.Function,
+    of which it would see the forward pass alone, or a script.
+    """
 
-    function: type[torch.autograd.Function]
+    function: Callable[..., Any]
+    name: str
 
     @property
     def __name__(self) -> str:
-        return self.function.__name__
+        return self.name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function.apply(*args, **kwargs)
+        return self.function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Opaque":
+        return self
 
 
 class OtherShape(ValueError):
@@ -207,7 +214,8 @@ def unpack(tensors: Sequence[Tensor], header: Header) -> tuple[Any, ...]:
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """`value` with the function's result for everything in it that is no tuple, list, dict or slice.
 
-    Nor a nest that its library has made known to PyTorch, such as the outputs of Hugging Face's models.
+    Nor a nest that its library has made known to PyTorch, such as the outputs of Hugging Face's models, nor a dataclass
+    with tensors.
     """
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_leaves(function, item) for item in value))
@@ -223,7 +231,20 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         kind = pytree.SUPPORTED_NODES[type(value)]
         items, context = kind.flatten_fn(value)
         return kind.unflatten_fn([map_leaves(function, item) for item in items], context)
+    if is_dataclass(value) and not isinstance(value, (type, Slot, Value, Attribute)) and _has_tensors(value):
+        made = copy.copy(value)
+        for each in fields(value):
+            object.__setattr__(made, each.name, map_leaves(function, getattr(value, each.name)))
+        return made
     return function(value)
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether a dataclass has tensors, or what stands for them, in its fields."""
+    found: list[bool] = []
+    for each in fields(value):
+        map_leaves(lambda leaf: found.append(isinstance(leaf, TENSORS)), getattr(value, each.name))
+    return any(found)
 
 
 LOOKS = FACTS - {"requires_grad", "layout"}  # what can be told of a tensor by its shape, type and device
@@ -315,6 +336,9 @@ class Program:
     output: tuple[Any, Any]
     kept_whole: Mapping[str, str] = field(default_factory=dict)
     watched: tuple[Watch, ...] = ()
+
+
+TENSORS = (Tensor, fx.Proxy, fx.Node, Slot, Value, Attribute)  # and what stands for tensors
 
 
 def references(nested: Any) -> set[Value | Attribute]:

@@ -28,7 +28,7 @@ from difflib import SequenceMatcher
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from types import CodeType, FunctionType, TracebackType
+from types import CodeType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any
 from unittest.mock import patch
 
@@ -50,10 +50,10 @@ from mpi4dl.parallel.pipeline.decisions import (
 )
 from mpi4dl.parallel.pipeline.program import (
     INPLACE,
-    Applied,
     Attribute,
     Call,
     Context,
+    Opaque,
     Program,
     Question,
     Unit,
@@ -87,25 +87,35 @@ class Global:
 
 
 def culprit(error: BaseException, module: nn.Module) -> Global | None:
-    """The function that the forward of `module` was in when it failed; None if it failed by itself."""
+    """The function that the forward of `module`, or a method of it, was in when it failed; None if it failed by itself.
+
+    It is found by a name of the caller's module, or of a module there: `rearrange`, or `einops.rearrange`.
+    """
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType):
         return None
-    codes = list(_codes(error.__traceback__))
+    frames = list(_frames(error.__traceback__))
+    codes = [frame.f_code for frame in frames]
     if forward.__code__ not in codes:
         return None
-    inside = codes[len(codes) - codes[::-1].index(forward.__code__) :]
-    own = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
-    for code in inside:
-        for name, found in own.items():
-            if isinstance(found, FunctionType) and code in _layers(found):
-                return Global(str(forward.__globals__.get("__name__")), name, found, forward.__globals__)
+    first = len(codes) - 1 - codes[::-1].index(forward.__code__)
+    for number, frame in enumerate(frames[first:], start=first):
+        if frame.f_locals.get("self") is not module:
+            break
+        names = frame.f_code.co_names
+        modules = [found for name in names if isinstance(found := frame.f_globals.get(name), ModuleType)]
+        for place in (frame.f_globals, *map(vars, modules)):
+            own = {name: found for name in names if isinstance(found := place.get(name), FunctionType)}
+            for code in codes[number + 1 :]:
+                for name, function in own.items():
+                    if code in _layers(function):
+                        return Global(str(place.get("__name__")), name, function, place)
     return None
 
 
-def _codes(trace: TracebackType | None) -> Iterator[CodeType]:
+def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
     while trace is not None:
-        yield trace.tb_frame.f_code
+        yield trace.tb_frame
         trace = trace.tb_next
 
 
@@ -277,10 +287,12 @@ class _Tracer(fx.Tracer):
     @contextmanager
     def noting_contexts(self) -> Iterator[None]:
         """Within this context `torch.no_grad()`, `torch.autocast()` and `torch.utils.checkpoint` are seen when a
-        forward enters them, and functions of the user's own, `torch.autograd.Function`, when it applies them.
+        forward enters them; and functions of the user's own, by `torch.autograd.Function` and `torch.jit.script`, when
+        it calls them.
         """
         kind = torch.amp.autocast_mode.autocast
         enter, leave = kind.__enter__, kind.__exit__
+        script = torch.jit.ScriptFunction.__call__
         apply, recompute = vars(torch.autograd.Function)["apply"], checkpoints._checkpoint_without_reentrant_generator
 
         def noted_enter(context: Any) -> Any:
@@ -296,7 +308,14 @@ class _Tracer(fx.Tracer):
                 return apply.__get__(None, function)(*args, **kwargs)
             if function is checkpoints.CheckpointFunction:
                 self._require_module(args[0])
-            return self.create_proxy("call_function", Applied(function), args, kwargs)
+            return self.create_proxy(
+                "call_function", Opaque(apply.__get__(None, function), function.__name__), args, kwargs
+            )
+
+        def noted_script(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if not _has_proxies((args, kwargs)):
+                return script(function, *args, **kwargs)
+            return self.create_proxy("call_function", Opaque(function, function.name), args, kwargs)
 
         def noted_recompute(
             function: Any, preserve: bool, context_fn: Any, check: Any, debug: Any, stop: Any, *args: Any, **kwargs: Any
@@ -314,6 +333,7 @@ class _Tracer(fx.Tracer):
             patch.object(kind, "__enter__", noted_enter),
             patch.object(kind, "__exit__", noted_leave),
             patch.object(torch.autograd.Function, "apply", classmethod(noted_apply)),
+            patch.object(torch.jit.ScriptFunction, "__call__", noted_script),
             patch.object(checkpoints, "_checkpoint_without_reentrant_generator", noted_recompute),
         ):
             yield

@@ -390,8 +390,29 @@ class SpatialTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if function is torch.ops.aten.detach.default:  # by which autograd gives back what checkpoints had saved
+            x: SpatialTensor = args[0]
+            assert x._local is not None
+            return SpatialTensor(x._local.detach().requires_grad_(x._local.requires_grad), x._layout)
         raise refusal(str(function))
 
+
+_script = torch.jit.ScriptFunction.__call__
+
+
+def _run_script(script: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of torch.jit.script. With tensors that are spread it runs as the Python that it was made of: as
+    compiled, it would pass their rules by.
+    """
+    if not any(isinstance(x, SpatialTensor) for x in (*args, *kwargs.values())):
+        return _script(script, *args, **kwargs)
+    python = getattr(script, "_torchdynamo_inline", None)
+    if python is None:
+        raise refusal(script.name, "it is compiled by torch.jit.script")
+    return python(*args, **kwargs)
+
+
+torch.jit.ScriptFunction.__call__ = _run_script  # type: ignore
 
 _ENTRY = SpatialTensor.__dict__["__torch_function__"].__func__.__code__
 HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))  # whose lines are none of a model's

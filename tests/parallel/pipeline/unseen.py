@@ -1,6 +1,7 @@
 """Models whose own forward does what a trace does not see, or saw wrongly."""
 
 import warnings
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -169,6 +170,50 @@ class Cumulative(Base):
         self.norm = nn.BatchNorm2d(4, momentum=None)
 
 
+def swish(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    scripted = torch.jit.script(swish)
+
+
+class Scripted(Base):
+    def middle(self, x: Tensor) -> Tensor:
+        return scripted(x)
+
+
+@dataclass
+class Named:
+    logits: Tensor
+    others: tuple[Tensor, ...] = ()
+
+
+class Naming(Base):
+    """A result that no trace knows."""
+
+    def forward(self, x: Tensor) -> Named:  # type: ignore[override]
+        logits = super().forward(x)
+        return Named(logits, (logits.exp(),))
+
+
+class Sampling(Base):
+    """A variational layer, of random numbers that one process would draw."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.noise(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = Noise()
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.distributions.Normal(x, x.exp()).rsample() * 0.1 + torch.randn_like(x) if self.training else x
+
+
 EXACT = [
     Base,
     Reversing,
@@ -181,6 +226,8 @@ EXACT = [
     Counting,
     Cumulative,
     OfAClass,
+    Scripted,
+    Naming,
 ]
 REFUSED = {
     RecomputingAFunction: "gives torch.utils.checkpoint a function",
@@ -188,4 +235,7 @@ REFUSED = {
     Generating: "draws from a torch.Generator",
     Remembering: "",
 }
-LOSS = F.cross_entropy
+
+
+def loss(outputs: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(getattr(outputs, "logits", outputs), targets)

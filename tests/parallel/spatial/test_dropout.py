@@ -1,15 +1,16 @@
 """Dropout on tiles: the mask of plain PyTorch; of what is large one of its own on every tile, of right statistics."""
 
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.spatial.rules import pointwise
+from mpi4dl.parallel.spatial.rules import draws
 from tests.parallel.spatial.comparing import SOME_ARRANGEMENTS, Arrangement, arrange, difference, on_ranks
 from tests.pool.ranks import Ranks
 
@@ -18,7 +19,7 @@ def drop_pixels(comm: Communicator, inplace: bool) -> dict[str, float]:
     """Statistics of what dropout does to ones, and of its gradient."""
     image = torch.ones(2, 8, 64, 64, requires_grad=True)
     tiles = arrange(image, comm, Arrangement(2, 2))
-    with mock.patch.object(pointwise, "DRAWN_WHOLE", 0):
+    with mock.patch.object(draws, "DRAWN_WHOLE", 0):
         dropped = spatial.gather(F.dropout(tiles * 1, 0.25, inplace=inplace))
     dropped.sum().backward()
     dropped = dropped.detach()
@@ -111,9 +112,75 @@ def test_dropout_of_what_holds_a_halo(comm: Communicator, in_place: bool) -> Non
     assert torch.equal(around.local, whole[..., held.start : held.stop])
 
 
-@on_ranks(2)
-def test_random_numbers_that_would_differ_between_holders_are_refused(comm: Communicator) -> None:
-    tiles = spatial.shard(torch.ones(2, 2, 8, 8), spatial.Grid(comm, cols=2))
-    for function in (torch.rand_like, torch.randn_like, torch.bernoulli, F.alpha_dropout, F.feature_alpha_dropout):
-        with pytest.raises(spatial.NoRule, match="random"):
-            function(tiles)
+def sampled(x: Tensor) -> Tensor:
+    return torch.distributions.Normal(x, x.exp()).rsample()
+
+
+def chosen(x: Tensor) -> Tensor:
+    """A class for each pixel."""
+    rows = x.softmax(1).permute(0, 2, 3, 1).flatten(0, 2)
+    return torch.multinomial(rows, 2, True)[:, 0].view(3, 6, 5) + 0 * x.sum(1)
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rand_like": lambda x: x * torch.rand_like(x),
+    "randn_like": lambda x: x + torch.randn_like(x) * x,
+    "randn_like of a turned image": lambda x: x + torch.randn_like(x.transpose(0, 1)).transpose(0, 1) * x,
+    "randint_like": lambda x: x * torch.randint_like(x, 2, 9),
+    "float32": lambda x: x * torch.rand_like(x, dtype=torch.float32).double(),
+    "tokens": lambda x: x * torch.randn_like(x.flatten(2)).unflatten(2, (6, 5)),
+    "normal_": lambda x: x * torch.empty_like(x).normal_(1.0, 2.0),
+    "exponential_": lambda x: x * torch.zeros_like(x).exponential_(3.0),
+    "a share": lambda x: x * torch.bernoulli(x.detach(), 0.3),
+    "bernoulli_": lambda x: x * torch.empty_like(x).bernoulli_(0.3),
+    "bernoulli": lambda x: x * torch.bernoulli(x.sigmoid()),
+    "poisson": lambda x: x * torch.poisson(x.exp()),
+    "normal": lambda x: x * torch.normal(x.detach(), 2.0),
+    "normal of both": lambda x: x * torch.normal(x.detach(), x.detach().exp()),
+    "rsample": sampled,
+    "gumbel": lambda x: F.gumbel_softmax(x, 0.7, dim=1),
+    "gumbel, hard": lambda x: F.gumbel_softmax(x, 0.7, hard=True, dim=1),
+    "gumbel of a turned image": lambda x: F.gumbel_softmax(x.transpose(0, 1), 0.7, dim=0).transpose(0, 1),
+    "multinomial": chosen,
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "rrelu in place": lambda x: F.rrelu(x * 1, training=True, inplace=True),
+    "rrelu in evaluation": lambda x: F.rrelu(x),
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.3, True),
+    "alpha dropout of channels": lambda x: F.feature_alpha_dropout(x, 0.3, True),
+    "alpha dropout of all": lambda x: F.alpha_dropout(x, 1.0, True),
+    "a generator": lambda x: x * x.detach().clone().normal_(generator=torch.Generator().manual_seed(5)),
+}
+
+
+@pytest.mark.parametrize("arrangement", SOME_ARRANGEMENTS, ids=str)
+@on_ranks()
+def test_random_pixels_are_those_of_plain_pytorch(comm: Communicator, arrangement: Arrangement) -> None:
+    wrong = []
+    for name, function in DRAWS.items():
+        image = torch.randn(3, 16, 6, 5, dtype=torch.float64)
+        plain, ours = image.clone().requires_grad_(), image.clone().requires_grad_()
+        torch.manual_seed(4)
+        expected, state = function(plain * 1), torch.get_rng_state()
+        torch.manual_seed(4)
+        found = spatial.gather(function(arrange(ours, comm, arrangement) * 1))
+        wrong += [] if torch.equal(state, torch.get_rng_state()) else [f"{name}: other numbers follow"]
+        weights = torch.randn_like(expected.detach())
+        (expected * weights).sum().backward()
+        (found * weights).sum().div(comm.size).backward()
+        wrong += difference(name, found.detach(), expected.detach())
+        wrong += difference(f"gradient of {name}", comm.all_reduce(ours.grad), plain.grad)
+    assert not wrong, wrong
+
+
+@on_ranks(4)
+def test_large_tiles_have_random_pixels_of_their_own(comm: Communicator) -> None:
+    x = spatial.shard(torch.zeros(1, 2, 64, 64), spatial.Grid(comm, 2, 2))
+    with mock.patch.object(draws, "DRAWN_WHOLE", 0):
+        pixels = spatial.gather(torch.randn_like(x))
+        wide = torch.randn_like(spatial.widen(x, 2))
+    assert abs(float(pixels.mean())) < 0.05
+    assert abs(float(pixels.std()) - 1) < 0.05
+    assert len(pixels.unique()) > 8000
+    held = wide.layout.held
+    assert wide.layout.wide
+    assert torch.equal(wide.local, spatial.gather(wide)[..., slice(*held.rows), slice(*held.cols)])

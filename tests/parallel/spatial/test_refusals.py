@@ -69,7 +69,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "trace": lambda x: x[0, 0].trace(),
     "diagonal": lambda x: x.diagonal(0, 2, 3),
     "as_strided": lambda x: x.as_strided((2, 2), (1, 1)),
-    "random": lambda x: torch.rand_like(x),
+    "its parameters are tensors": lambda x: x.clone().bernoulli_(torch.rand(8)),
 }
 
 

@@ -25,6 +25,11 @@ def reversed_dims(input: Tensor) -> Tensor:
     return input.permute(list(range(input.dim()))[::-1])
 
 
+def broadcast_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
+    shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+    return tuple(x.expand(shape) for x in tensors)
+
+
 def rot90(input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
     first, second = dims
     if k % 4 == 2:
@@ -91,6 +96,9 @@ OF_FLAT: Rules = [
     ([Tensor.view_as, Tensor.reshape_as], lambda input, other: input.reshape(other.shape)),
     ([Tensor.expand_as], lambda input, other: input.expand(*other.shape)),
     (named("unbind"), lambda input, dim=0: tuple(input.select(dim, i) for i in range(input.shape[dim]))),
+    (named("broadcast_tensors"), broadcast_tensors),
+    (named("_is_all_true"), lambda input: input.all()),
+    (named("_is_any_true"), lambda input: input.any()),
     (named("count_nonzero"), lambda input, dim=None: (input != 0).sum(dim)),
     (named("nanmean"), nanmean),
     (named("pairwise_distance"), pairwise_distance),
