@@ -108,7 +108,7 @@ def culprit(error: BaseException, module: nn.Module) -> Global | None:
             own = {name: found for name in names if isinstance(found := place.get(name), FunctionType)}
             for code in codes[number + 1 :]:
                 for name, function in own.items():
-                    if code in _layers(function):
+                    if code in _layers(function) and function is not checkpoints.checkpoint:  # the tracer sees it
                         return Global(str(place.get("__name__")), name, function, place)
     return None
 
