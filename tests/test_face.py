@@ -351,12 +351,40 @@ def of_example(comm: Communicator, name: str, folder: Path) -> Any:
         patch.setattr("mpi4dl.world", lambda: comm)
         patch.setattr("mpi4dl.comm.communicator.world", lambda: comm)
         patch.setattr("mpi4dl.training.trainer.world", lambda: comm)
-        patch.setattr("mpi4dl.parallel.spatial.sharding.world", lambda: comm)
+        patch.setattr("mpi4dl.parallel.own_loop.world", lambda: comm)
         patch.setattr(sys, "argv", [name])
         try:
-            return runpy.run_path(str(ROOT / "examples" / name), run_name="__main__").get("logits")
+            return runpy.run_path(str(ROOT / "examples" / name), run_name="__main__").get(
+                "loss" if name == "tiles.py" else ""
+            )
         finally:
             os.chdir(ROOT)
+
+
+def losses_of_own_loop(comm: Communicator, folder: Path) -> list[float]:
+    from examples import own_loop
+
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mpi4dl.world", lambda: comm)
+        patch.setattr("mpi4dl.parallel.own_loop.world", lambda: comm)
+        patch.setattr(sys, "argv", ["own_loop", "--size", "64", "--out", str(folder / f"{comm.size}.pt")])
+        torch.set_default_dtype(torch.float64)
+        return own_loop.main()
+
+
+def test_a_script_of_a_user_has_the_same_losses_on_tiles(ranks: Ranks, tmp_path: Path) -> None:
+    """Three of its lines are none of plain PyTorch's."""
+    source = (ROOT / "examples" / "own_loop.py").read_text()
+    assert sum(line.endswith("# mpi4dl") for line in source.splitlines()) == 3
+    alone, *tiles = *ranks(1).run(losses_of_own_loop, tmp_path), *ranks(4).run(losses_of_own_loop, tmp_path)
+    assert len(alone) == 24
+    for found in tiles:
+        assert found == pytest.approx(alone, rel=EXACT)
+    expected, saved = (torch.load(tmp_path / f"{number}.pt")["model"] for number in (1, 4))
+    assert list(saved) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(saved[name], value, rtol=EXACT, atol=EXACT)
 
 
 @pytest.mark.exhaustive

@@ -353,7 +353,7 @@ class _Tracer(fx.Tracer):
             )
         if isinstance(value, torch.Generator):
             raise ValueError(
-                "it draws from a torch.Generator, which would go on from where it was when the model was cut (put the "
+                "it draws from a torch.Generator, which stages would copy as it was when the model was cut (put the "
                 "code that draws into a module of its own)"
             )
         if isinstance(value, fx.Proxy):
