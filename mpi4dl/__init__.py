@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from mpi4dl.comm import Refusal, world
     from mpi4dl.engine import Engine
     from mpi4dl.inference.trained_model import TrainedModel
-    from mpi4dl.parallel.own_loop import parallelize
+    from mpi4dl.parallel.own_loop import parallelize, tiles
     from mpi4dl.parallel.pipeline.cut import split
     from mpi4dl.parallel.plan import Plan
-    from mpi4dl.parallel.spatial.sharding import tiles
     from mpi4dl.training.trainer import Callback, Trainer
 
 _HOMES = {
@@ -40,7 +39,7 @@ _HOMES = {
     "Trainer": "mpi4dl.training.trainer",
     "parallelize": "mpi4dl.parallel.own_loop",
     "split": "mpi4dl.parallel.pipeline.cut",
-    "tiles": "mpi4dl.parallel.spatial.sharding",
+    "tiles": "mpi4dl.parallel.own_loop",
     "world": "mpi4dl.comm",
 }
 

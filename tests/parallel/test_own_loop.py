@@ -17,9 +17,8 @@ from torch.utils import _pytree as pytree
 
 import mpi4dl
 from mpi4dl.comm import Communicator
-from mpi4dl.parallel.own_loop import checksum
+from mpi4dl.parallel.own_loop import Tiles, checksum
 from mpi4dl.parallel.spatial import NoRule, SpatialTensor
-from mpi4dl.parallel.spatial.sharding import Tiles
 from tests.parallel.own_loops import LOOPS, Network, Wrap, batches, made, sgd
 from tests.pool.ranks import Ranks
 

@@ -113,7 +113,7 @@ def _check(
     with comm.together():
         found = None
         if comm.rank == 0:
-            with ProgressLine(seconds=QUIET_SECONDS) as progress:
+            with ProgressLine(first=QUIET_SECONDS) as progress:
                 progress("comparing the cut model with the plain one (--no-check leaves this out)")
                 found = check_cut(cuttable, counts, build, seed, image)
     checked: Checked = comm.broadcast_object(found)

@@ -1,20 +1,14 @@
-"""How a tensor comes to be spread over a grid; and `Tiles`, the same in three calls."""
+"""How a tensor comes to be spread over a grid."""
 
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import accumulate
-from math import isqrt, prod
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mpi4dl.comm import Communicator, world
 from mpi4dl.comm.exchange import narrow
 from mpi4dl.comm.streams import carried
-from mpi4dl.geometry import BATCH, SPACE, GridShape, Split, Tiling
-from mpi4dl.parallel.replicas.parameter_sums import summed
+from mpi4dl.geometry import BATCH, Split, Tiling
 from mpi4dl.parallel.spatial import halo
 from mpi4dl.parallel.spatial.alignment import part as part_of
 from mpi4dl.parallel.spatial.grid import Dims, Grid, Layout
@@ -153,149 +147,3 @@ def _spread(tile: Tensor, grid: Grid, tiling: Tiling, has_samples: bool = False)
     dims = image_dims(grid, tile.dim(), has_samples)
     grid.foresight.enter()
     return SpatialTensor(tile, Layout(grid, _tiling(dims, tiling), dims))
-
-
-class Tiles:
-    """A grid of tiles, one for each rank, through which a plain PyTorch model sees the whole image; see `tiles`."""
-
-    def __init__(self, grid: Grid) -> None:
-        self.grid = grid
-        self._is_in_backward = False
-
-    def cut(self, images: Tensor) -> Tensor:
-        """This rank's tile of `images` (N, C, H, W), the same on every rank, as a tensor that a model takes as a whole.
-
-        Of volumes (N, C, D, H, W), of sequences (N, C, L). On one rank it is what it was.
-        """
-        return images if self.grid.size == 1 else shard(images, self.grid)
-
-    def join(self, tile: Tensor, size: Sequence[int]) -> Tensor:
-        """The same of a tile (N, C, h, w) that this rank has read itself, of images of `size`, such as (H, W).
-
-        Tiles are as `mpi4dl.geometry.Tiling.even(grid.shape, (N, *size))` cuts them: as even as can be.
-        """
-        return tile if self.grid.size == 1 else from_tile(tile, self.grid, size=tuple(size))
-
-    def whole(self, outputs: Tensor) -> Tensor:
-        """All of a model's outputs, on every rank. Collective.
-
-        Their gradients are for `backward`: `loss.backward()` would leave each rank with its tile's part.
-        """
-        found = halo.gather(outputs) if isinstance(outputs, SpatialTensor) else outputs
-        return found if self.grid.size == 1 or not found.requires_grad else _InBackward.apply(found, self)
-
-    def backward(self, loss: Tensor, model: nn.Module, retain_graph: bool = False) -> None:
-        """Add to the gradients of the parameters of `model`, and of others that `loss` depends on, what
-        `loss.backward()` would add on one device. Collective.
-
-        `loss` is one number, which every rank has computed alike of whole outputs, or of spread ones.
-
-        Hooks on parameters, and optimizers in such hooks, see the whole gradients.
-        """
-        if self.grid.size == 1:
-            loss.backward(retain_graph=retain_graph)
-            return
-        loss = self.whole(loss)
-        known = [p for p in model.parameters() if p.requires_grad]
-        others = {p for p in _leaves(loss) if isinstance(p, nn.Parameter)}.difference(known)
-        parameters = [*known, *sorted(others, key=lambda p: tuple(p.shape))]
-        self._is_in_backward = True
-        try:
-            with _set_aside(parameters):
-                (loss / self.grid.size).backward(retain_graph=retain_graph)
-                parts = [p.grad for p in parameters]
-        finally:
-            self._is_in_backward = False
-        wholes = summed(parameters, parts, self.grid.comm)
-        del parts
-        there = [(p, whole) for p, whole in zip(parameters, wholes, strict=True) if whole is not None]
-        # As if all of backward had ended here: autograd calls hooks and accumulates.
-        torch.autograd.backward([p for p, _ in there], [whole for _, whole in there])
-
-
-class _InBackward(torch.autograd.Function):
-    """The identity, of which the gradient is refused outside of `Tiles.backward`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tiles: Tiles) -> Tensor:
-        ctx.tiles = tiles
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if not ctx.tiles._is_in_backward:
-            raise RuntimeError(
-                "loss.backward() would leave each rank with the gradients of its tile: call tiles.backward(loss, "
-                "model), or let mpi4dl.parallelize(model) make loss.backward() whole"
-            )
-        return gradient, None
-
-
-def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """The leaves of the graph of `loss` that have gradients."""
-    pending, seen = [loss.grad_fn], set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        pending += [following for following, _ in node.next_functions]
-
-
-@contextmanager
-def _set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Within this context parameters have no gradients and no hooks on them."""
-    gradients = [p.grad for p in parameters]
-    hooks = [
-        (each, dict(each))
-        for p in parameters
-        for each in (p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None))
-        if each
-    ]
-    for p in parameters:
-        p.grad = None
-    for each, _ in hooks:
-        each.clear()
-    try:
-        yield
-    finally:
-        for each, known in hooks:
-            each.update(known)
-        for p, gradient in zip(parameters, gradients, strict=True):
-            p.grad = gradient
-
-
-def tiles(*counts: int, data: int = 1, comm: Communicator | None = None) -> Tiles:
-    """A grid of as many tiles as `comm` has ranks, of images: rows and columns; of volumes a depth before, or a length.
-
-    Without counts it has as many rows as go, up to as many as columns: 2 x 2 on 4 ranks, 1 x 5 on 5. `data` is into how
-    many parts the batch is cut, each of which has as many tiles.
-
-        tiles = mpi4dl.tiles()
-        outputs = tiles.whole(model(tiles.cut(images)))
-        tiles.backward(F.cross_entropy(outputs, labels), model)
-
-    Raises:
-        ValueError: the number of tiles is not that of ranks, or more axes than three.
-    """
-    return tiles_of(counts or None, data, world() if comm is None else comm)
-
-
-def tiles_of(counts: str | Sequence[int] | None, data: int, comm: Communicator) -> Tiles:
-    """The same by a text such as "2x2", or numbers; None: as many as there are ranks."""
-    if isinstance(counts, str):
-        if re.fullmatch(r"\d+(x\d+)*", counts) is None:
-            raise ValueError(f"tiles {counts!r} must be numbers such as 2x2, or 2x2x1 for volumes, or 4 for sequences")
-        counts = [int(number) for number in counts.split("x")]
-    size = comm.size // max(data, 1)
-    rows = next((n for n in range(isqrt(size), 0, -1) if size % n == 0), 1)
-    shape = tuple(counts or (rows, size // rows))
-    if len(shape) not in SPACE or data < 1 or min(shape) < 1 or data * prod(shape) != comm.size:
-        asked = f"{' x '.join(map(str, shape))} tiles x data({data}) = {data * prod(shape)} ranks"
-        raise ValueError(
-            f"{asked}, but there are {comm.size}: start with mpirun -n {data * prod(shape)}, or choose 1 to 3 numbers "
-            "of tiles whose product is that of ranks"
-        )
-    return Tiles(Grid.of(comm, GridShape(data, *shape)))

@@ -106,8 +106,9 @@ def test_a_network_saves_no_more_than_plain_pytorch_for_as_many_pixels(comm: Com
 
 @on_ranks(2)
 def test_nothing_outlives_the_step_but_the_tile(comm: Communicator) -> None:
+    others = len(alive(39)) + len(alive(20))  # of other tests in this process
     model = network()
     x = spatial.shard(torch.randn(2, 4, 78, 50), spatial.Grid(comm, rows=2))
     for _ in range(3):
         spatial.gather(model(x)).sum().backward()
-    assert len(alive(39)) + len(alive(20)) == 1
+    assert len(alive(39)) + len(alive(20)) - others == 1
