@@ -4,14 +4,14 @@ Two steps of both, in one process, on two small samples: outputs, gradients, buf
 does not see differs there, such as what a forward hides in a global, a list, or in code outside of PyTorch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mpi4dl._randomness import RandomStates, forked, seed_python
+from mpi4dl._randomness import forked, seed_python
 from mpi4dl.parallel.inputs import made_up, of_tokens, space_of
 from mpi4dl.parallel.pipeline.program import OtherShape, map_leaves
 from mpi4dl.parallel.pipeline.split import Cuttable
@@ -57,6 +57,7 @@ def check_cut(
     if sum(p.numel() for p in cuttable.model.parameters()) > MOST_PARAMETERS:
         return Checked(left_out=f"it has more than {MOST_PARAMETERS:,} parameters")
     recipes = [stage.recipe for stage in cuttable.stages(counts)]
+    called = {call.target for recipe in recipes for call in recipe.calls if call.kind == "call_module"}
 
     def plain(model: nn.Module) -> Callable[..., Any]:
         return model
@@ -75,28 +76,22 @@ def check_cut(
     reason = f"it takes no images of up to {SIDES[-1]} px"
     for shape in _small(image):
         try:
-            theirs = _steps(build, plain, seed, shape)
+            theirs = _steps(build, plain, seed, shape, called)
         except Exception as error:
             reason = f"the model itself fails on samples of {' x '.join(map(str, shape[1:]))}: {error}"
             continue
         try:
-            ours = _steps(build, cut, seed, shape)
+            ours = _steps(build, cut, seed, shape, called)
         except OtherShape:
             reason = "it does other things with small images than with those that it is cut for"
             continue
         except Exception as error:
             return Checked(f"it runs in one piece, but its stages fail: {error}")
-        (model, plain_steps, plain_random), (_, cut_steps, cut_random) = theirs, ours
+        (model, plain_steps), (_, cut_steps) = theirs, ours
         own_buffers = tuple(_own_buffers(model, plain_steps))
         first = plain_steps[0]
         recomputed = tuple(name for name, value in first.between.items() if differ(value, first.buffers.get(name)))
         problem = next(_differences(plain_steps, cut_steps), None)
-        if problem is not None and plain_random != cut_random:
-            # Such as of a layer that is left out with a probability of 0, whatever it draws: what follows draws others.
-            (_, plain_steps, _), (_, cut_steps, _) = (_steps(build, run, seed, shape, False) for run in (plain, cut))
-            if next(_differences(plain_steps, cut_steps), None) is None:
-                return Checked(None, None, own_buffers, recomputed)
-            return Checked(None, "it draws other random numbers than its stages", own_buffers, recomputed)
         if problem is not None:
             problem = (
                 f"in stages it does not compute what it computes in one piece ({problem}): its own forward does what "
@@ -120,17 +115,20 @@ def _steps(
     runs: Callable[[nn.Module], Callable[..., Any]],
     seed: int,
     shape: Sequence[int],
-    dropping: bool = True,
-) -> tuple[nn.Module, list[TriedStep], Any]:
-    """Two steps of the model that `build` makes, between which chance changes the parameters; and the random states."""
+    called: Collection[str],
+) -> tuple[nn.Module, list[TriedStep]]:
+    """Two steps of the model that `build` makes, between which chance changes the parameters.
+
+    Each call of a module that the stages call has random numbers of its own: what the model drew before, such as for a
+    layer that is left out with a probability of 0, does not count.
+    """
     found = []
     with forked(), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         seed_python(seed)
         model = build()
-        for module in () if dropping else model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
-                module.p = 0.0
+        for number, path in enumerate(sorted(called)):
+            model.get_submodule(path).register_forward_pre_hook(_Seeding(seed + 1000 * number))
         run = runs(model)
         generator = torch.Generator().manual_seed(seed + 1)
         torch.default_generator.manual_seed(seed + 2)
@@ -152,7 +150,19 @@ def _steps(
                     p.grad = None
                     if p.requires_grad:
                         p.add_(torch.randn(p.shape, generator=generator).to(p.dtype), alpha=0.02)
-        return model, found, RandomStates.now().digests()
+        return model, found
+
+
+class _Seeding:
+    """A hook that seeds all generators with another number for each call."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        torch.default_generator.manual_seed(self.seed)
+        seed_python(self.seed)
+        self.seed += 1
 
 
 def _leaves(value: Any) -> list[Any]:

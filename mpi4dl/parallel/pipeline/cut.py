@@ -131,8 +131,9 @@ def _check(
             f"{name} changes its buffer {checked.recomputed[0]} once more when torch.utils.checkpoint computes it "
             f"again, and {how}: leave out checkpoint{'' if streams else ', or train with one of `microbatches`'}"
         )
-    if checked.left_out is not None and comm.rank == 0:
-        warnings.warn(f"{name} in stages was not compared with the plain model: {checked.left_out}", stacklevel=3)
+    with comm.together(()):
+        if checked.left_out is not None and comm.rank == 0:
+            warnings.warn(f"{name} in stages was not compared with the plain model: {checked.left_out}", stacklevel=3)
 
 
 class Counts(NamedTuple):
