@@ -363,38 +363,20 @@ TWICE = (
 )
 
 
-class _FirstDerivative(torch.autograd.Function):
-    """The identity, whose gradient is refused."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise RuntimeError(TWICE)
-
-
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward pass of an autograd.Function whose own gradient is refused, as it is computed without autograd."""
+    """The backward pass of an autograd.Function that cannot be differentiated, as it is computed without autograd.
+
+    It is refused where it should be (create_graph=True). PyTorch's own decorator looks whether the gradients that come
+    in require a gradient: that of a loss does not, and what depends on saved tensors would be missing in silence.
+    """
 
     @functools.wraps(backward)
     def once(ctx: Any, *gradients: Tensor | None) -> Any:
-        with torch.no_grad():
-            found = backward(ctx, *gradients)
-        if not torch.is_grad_enabled():  # which it is by create_graph=True
-            return found
-        # PyTorch's own decorator looks whether `gradients` require a gradient: that of a loss does not, and the
-        # second derivative by what was saved would be missing in silence.
-        results = found if isinstance(found, tuple) else (found,)
-        marked = tuple(_FirstDerivative.apply(x.detach().requires_grad_()) if _is_real(x) else x for x in results)
-        return marked if isinstance(found, tuple) else marked[0]
+        if torch.is_grad_enabled():
+            raise RuntimeError(TWICE)
+        return backward(ctx, *gradients)
 
     return once
-
-
-def _is_real(x: Any) -> bool:
-    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 class _Exchange(torch.autograd.Function):

@@ -9,30 +9,35 @@ Parameters enter as images do: see `replicas.parameter_sums`.
 
 import copy
 import dataclasses
+import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import UserList
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from math import isqrt, prod
+from types import FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 from mpi4dl._randomness import RandomStates
 from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.comm.exchange import linear, once_differentiable
 from mpi4dl.geometry import SPACE, GridShape
 from mpi4dl.parallel.replicas.optimizer_traits import backward_hook_in
-from mpi4dl.parallel.replicas.parameter_sums import ForwardPass, GradientBuckets, SummedParameters, summed
+from mpi4dl.parallel.replicas.parameter_sums import ForwardPass, GradientBuckets, SummedParameters, _Sum, summed
 from mpi4dl.parallel.spatial.grid import Grid
-from mpi4dl.parallel.spatial.halo import gather
+from mpi4dl.parallel.spatial.halo import gather, gather_axes
 from mpi4dl.parallel.spatial.rules.hooks import whole_gradients
-from mpi4dl.parallel.spatial.sharding import from_tile, shard
-from mpi4dl.parallel.spatial.tensor import SpatialTensor
+from mpi4dl.parallel.spatial.sharding import from_tile, shard, spread_evenly
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, guards, refusal
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+INTERNAL = frozenset(vars(nn.Module()))
 FIRST = 3  # forward passes of training in which ranks compare what they have
 EVERY = 100  # and of those that follow every one of this number
 
@@ -66,8 +71,8 @@ def parallelize(
         comm: the ranks; all of the MPI job by default.
 
     Tensors with a batch, channels and the axes of the image, (N, C, H, W), are cut where the model takes them; others
-    are passed as they are, and so is what `tiles.cut` or `tiles.join` made. In the first forward passes, and then in
-    every 100th, ranks compare their inputs, parameters and random states.
+    are passed as they are, and so is what `tiles.cut` or `tiles.join` made. In every forward pass ranks compare their
+    inputs and modes; in the first ones, and then in every 100th, also parameters and random states.
 
     Raises:
         ValueError: the number of tiles is not that of ranks.
@@ -77,17 +82,21 @@ def parallelize(
         raise ValueError(f"outputs={outputs!r} must be 'whole' or 'spread'")
     if isinstance(model, _OnTiles):
         raise ValueError("the model is parallelized already: call parallelize once")
+    if "forward" in vars(model) or hasattr(model, "_orig_mod"):
+        raise ValueError("the model has a forward that is no method of its class: parallelize before torch.compile")
     cut = tiles if isinstance(tiles, Tiles) else tiles_of(tiles, data, world() if comm is None else comm)
-    comm = cut.grid.comm
+    comm, values = cut.grid.comm, [*model.named_parameters(), *model.named_buffers()]
     with comm.together((ValueError,)):
-        lazy = next((name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)), None)
+        lazy = next((name for name, x in values if nn.parameter.is_lazy(x)), None)
         if lazy is not None:
             raise ValueError(f"{lazy} of the model has no shape yet: call the model once before it is parallelized")
-        described = [(name, tuple(x.shape), str(x.dtype)) for name, x in model.state_dict().items()]
-    comm.agree(None, model=crc32(repr(described).encode()))
-    if comm.size > 1:
-        for value in [*model.parameters(), *model.buffers()]:
-            comm.broadcast(value.data)
+    comm.agree(None, model=crc32(repr([(name, tuple(x.shape), str(x.dtype)) for name, x in values]).encode()))
+    for _, x in values if comm.size > 1 else ():
+        if x.layout is torch.strided and not any(
+            n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True)
+        ):
+            comm.broadcast(x.data)  # others, such as expanded ones, are compared in the first forward pass
+    cut.grid.loop = outputs  # type: ignore[assignment]
     model.__class__ = _on_tiles(type(model))  # type: ignore[assignment]
     vars(model)["_loop"] = _Loop(cut, outputs == "spread")
     return model
@@ -99,21 +108,12 @@ class _OnTiles(nn.Module):
     _loop: "_Loop"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._loop.call(self, super().forward, args, kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        kind = type(self).__mro__[2]
-        return _rebuilt, (kind,), vars(self)
+        loop = vars(self).get("_loop")  # another object of this class has none
+        return super().forward(*args, **kwargs) if loop is None else loop.call(self, super().forward, args, kwargs)
 
 
 def _on_tiles(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (_OnTiles, kind), {"__module__": kind.__module__})
-
-
-def _rebuilt(kind: type[nn.Module]) -> nn.Module:
-    """A new object of the class of a parallelized model, for copy.deepcopy."""
-    made = _on_tiles(kind)
-    return made.__new__(made)
 
 
 class _Loop:
@@ -122,23 +122,27 @@ class _Loop:
     def __init__(self, tiles: "Tiles", spread: bool) -> None:
         self.tiles, self.spread = tiles, spread
         self._is_running = False
-        self._num_checked = 0
-        self._trained: tuple[int, ...] = ()
+        self._num_calls: dict[tuple[bool, bool], int] = {}  # in each mode
+        self._trained: tuple[Any, ...] = ()
         self._buckets: GradientBuckets | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Loop":
         return _Loop(self.tiles, self.spread)
 
     def call(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        grid = self.tiles.grid
+        grid, records = self.tiles.grid, torch.is_grad_enabled()
         if grid.size == 1 or self._is_running or ForwardPass.now() is not None:
             return forward(*args, **kwargs)
-        checks = self._is_due(model)
-        if checks:
-            self._compare(model, (args, kwargs))
+        if torch._C._are_functorch_transforms_active():
+            raise Refusal("torch.func transforms a model on tiles, which is not possible: use torch.autograd.grad")
+        mode = model.training, records
+        number = self._num_calls[mode] = self._num_calls.get(mode, 0) + 1
+        checks = number <= FIRST or number % EVERY == 0
+        parameters = self._prepare(model)
+        self._compare(model, parameters, (args, kwargs), checks)
         self._is_running = True
         try:
-            running = ForwardPass(self._buckets_of(model))
+            running = ForwardPass(self._buckets_of(parameters) if records else GradientBuckets([], grid.comm))
             entered = [0]
             args, kwargs = mapped((args, kwargs), lambda x: self._entered(x, entered))
             if not entered[0]:
@@ -147,37 +151,89 @@ class _Loop:
             with running.running(), whole_gradients(grid):
                 outputs = forward(*args, **kwargs)
             grid.foresight.pay()
+            self._look_at_what_stays(model, records)
             if checks:
                 self._compare_draws(drawn)
+                self._refuse_other_leaves(model, outputs)
         finally:
             self._is_running = False
         return mapped(outputs, self._left)
 
+    def _prepare(self, model: nn.Module) -> list[nn.Parameter]:
+        """Let modules, also new ones, have their parameters by `SummedParameters`. Returns those that are trained."""
+        found: dict[int, nn.Parameter] = {}
+        for module in model.modules():
+            if type(module._parameters) is not SummedParameters:
+                vars(module)["_parameters"] = SummedParameters(module._parameters)
+                if isinstance(module, nn.RNNBase):
+                    module.register_forward_pre_hook(_with_summed_weights)
+            if module._forward_hooks and self._seen_by_hooks not in module._forward_hooks.values():
+                module.register_forward_hook(self._seen_by_hooks, prepend=True)
+            for p in dict.values(module._parameters):
+                if p is not None and p.requires_grad:
+                    found[id(p)] = p
+        return list(found.values())
+
+    def _buckets_of(self, parameters: list[nn.Parameter]) -> GradientBuckets:
+        trained = tuple((id(p), p.dtype, p.shape, p.device) for p in parameters)
+        if self._buckets is None or trained != self._trained:
+            self._trained, self._buckets = trained, GradientBuckets(parameters, self.tiles.grid.comm)
+        return self._buckets
+
     def _entered(self, x: Tensor, count: list[int]) -> Tensor:
         """An input of the model from outside of it."""
-        grid = self.tiles.grid
+        grid, x = self.tiles.grid, outside(x)
         if isinstance(x, SpatialTensor):
             count[0] += 1
-            return x.like(linear(x.local, _same, lambda g: g * grid.size)) if x.requires_grad else x
+            if not (x.requires_grad and torch.is_grad_enabled()):
+                return x
+            if grid.loop != "spread":
+                raise Refusal("a spread input of the model requires a gradient: pass the whole tensor instead")
+            return x.like(_Regained.apply(x.local, grid.size))
         if x.requires_grad and torch.is_grad_enabled():
             x = _Summed.apply(x, grid.comm)
         space = len(grid.space)
         if x.dim() < space + 2 or any(n < k for n, k in zip(x.shape[-space:], grid.shape.space, strict=True)):
             return x
         count[0] += 1
-        return shard(x, grid)
+        return spread_evenly(x, grid)
 
     def _left(self, y: Tensor) -> Tensor:
         """An output of the model for outside of it."""
         size = self.tiles.grid.size
+        if isinstance(y, Kept):
+            return outside(y)
         if isinstance(y, SpatialTensor):
             if self.spread:
                 return y.like(_share(y.local, size))
-            y = gather(y)
+            y = gather_axes(y, y.layout.grid.axes)
         return _share(y, size)
 
+    def _kept(self, x: Tensor) -> Tensor:
+        plain = isinstance(x, Tensor) and not isinstance(x, (SpatialTensor, Kept, nn.Parameter))
+        return Kept.of(x, self.tiles.grid.size) if plain and x.requires_grad and x.grad_fn is not None else x
+
+    def _seen_by_hooks(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        """A forward hook before those of users, who may keep what they see."""
+        return mapped(outputs, self._kept) if self._is_running and torch.is_grad_enabled() else None
+
+    def _look_at_what_stays(self, model: nn.Module, records: bool) -> None:
+        """Mark tensors that modules keep as attributes; refuse buffers that became spread."""
+        for path, module in model.named_modules():
+            for name, value in module._buffers.items():
+                if isinstance(value, SpatialTensor):
+                    raise Refusal(
+                        f"the buffer {name} of {path or 'the model'} became a tensor that is spread over tiles: keep "
+                        "what mpi4dl.parallel.spatial.gather returns, or a number for each channel"
+                    )
+            for name, value in vars(module).items() if records else ():
+                if isinstance(value, Tensor | list | tuple | dict) and name not in INTERNAL:
+                    kept = mapped(value, self._kept)
+                    if kept is not value:
+                        vars(module)[name] = kept
+
     def _refuse_inputs(self, args: Any, kwargs: Any) -> None:
-        shapes = [tuple(x.shape) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        shapes = [tuple(x.shape) for x in tensors_in((args, kwargs))]
         names = self.tiles.grid.names[1 : 1 + len(self.tiles.grid.space)]
         cut = " x ".join(map(str, self.tiles.grid.shape.space))
         raise Refusal(
@@ -185,49 +241,52 @@ class _Loop:
             f"(batch, channels, {', '.join(names)}) that is at least as large, or what tiles.cut() returns"
         )
 
-    def _buckets_of(self, model: nn.Module) -> GradientBuckets:
-        comm = self.tiles.grid.comm
-        for module in model.modules():
-            if type(module._parameters) is not SummedParameters:
-                vars(module)["_parameters"] = SummedParameters(module._parameters, comm)
-                if isinstance(module, nn.RNNBase):
-                    module.register_forward_pre_hook(_with_summed_weights)
-        if not torch.is_grad_enabled():
-            return GradientBuckets([], comm)
-        found = [p for p in model.parameters() if p.requires_grad]
-        trained = tuple(map(id, found))
-        if self._buckets is None or trained != self._trained:
-            self._trained, self._buckets = trained, GradientBuckets(found, comm)
-        return self._buckets
+    def _refuse_other_leaves(self, model: nn.Module, outputs: Any) -> None:
+        """Refuse outputs with gradients that would not be summed over ranks on their way."""
+        pending = [(x.local if isinstance(x, SpatialTensor) else x).grad_fn for x in tensors_in(outputs)]
+        seen: set[Any] = set()
+        while pending:
+            node: Any = pending.pop()
+            if node is None or node in seen or getattr(node, "_forward_cls", None) in (_Sum, _Summed, _Regained):
+                continue
+            seen.add(node)
+            if getattr(node, "_forward_cls", None) is CheckpointFunction:
+                raise Refusal("torch.utils.checkpoint with use_reentrant=True is not exact on tiles: pass False")
+            if hasattr(node, "variable"):
+                x = node.variable
+                name = next((name for name, p in model.named_parameters() if p is x), f"a tensor {tuple(x.shape)}")
+                raise Refusal(
+                    f"{name} has a gradient and comes into the model by another way than an argument or a parameter of "
+                    "one of its modules: register it, make it before the model is called, or pass it as an argument"
+                )
+            pending += [following for following, _ in node.next_functions]
 
     # What ranks compare.
 
-    def _is_due(self, model: nn.Module) -> bool:
-        if not (torch.is_grad_enabled() and model.training):
-            return False
-        self._num_checked += 1
-        return self._num_checked <= FIRST or self._num_checked % EVERY == 0
-
-    def _compare(self, model: nn.Module, given: Any) -> None:
+    def _compare(self, model: nn.Module, parameters: Sequence[nn.Parameter], given: Any, checks: bool) -> None:
         comm = self.tiles.grid.comm
-        problem = backward_hook_in(model, comm.size)
-        tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor) and not isinstance(x, SpatialTensor)]
-        mine = problem, checksum(tensors), checksum([*model.parameters(), *model.buffers()])
-        found = comm.all_gather_object(mine)
-        for rank, (hooked, inputs, weights) in enumerate(found):
-            if hooked is not None:
-                raise Refusal(hooked)
-            if inputs != found[0][1]:
-                raise Refusal(
-                    f"rank {rank} called the model with other inputs than rank 0, but tiles are cut of one image that "
-                    "all ranks have: seed the shuffle and the augmentations of your data alike on all ranks "
-                    "(torch.manual_seed, or a generator for the DataLoader), and give no rank a part of the data alone"
-                )
-            if weights != found[0][2]:
-                raise Refusal(
-                    f"the parameters or buffers of rank {rank} are not those of rank 0: change them on all ranks "
-                    "alike, and let each parameter be used by its module's attribute, through a call of the model"
-                )
+        tensors = [x for x in tensors_in(given) if not isinstance(x, SpatialTensor)]
+        places = {id(p): number for number, p in enumerate(model.parameters())}
+        facts: dict[str, Any] = {
+            "modes": (
+                model.training,
+                torch.is_grad_enabled(),
+                crc32(repr([places[id(p)] for p in parameters]).encode()),
+            )
+        }
+        if checks or not any(x.is_cuda for x in tensors):
+            facts["inputs"] = checksum(tensors)
+        else:
+            facts["inputs"] = crc32(repr([(tuple(x.shape), str(x.dtype)) for x in tensors]).encode())
+        if checks:
+            facts["weights"] = checksum([*model.parameters(), *model.buffers()])
+            problem = backward_hook_in(model, comm.size) if torch.is_grad_enabled() else None
+            if problem is not None:
+                raise Refusal(problem)
+        for rank, theirs in enumerate(comm.all_gather_object(facts)):
+            for name, words in UNLIKE.items():
+                if theirs.get(name) != facts.get(name):
+                    raise Refusal(words.format(f"{min(rank, comm.rank)} and {max(rank, comm.rank)}"))
 
     def _compare_draws(self, before: Sequence[int]) -> None:
         drawn = tuple(a if a != b else 0 for a, b in zip(before, RandomStates.now().digests(), strict=True))
@@ -236,6 +295,82 @@ class _Loop:
                 "the model draws random numbers, as for dropout, and the ranks drew different ones: seed them alike "
                 "(torch.manual_seed, random.seed, numpy.random.seed), and draw on all of them or on none"
             )
+
+
+UNLIKE = {
+    "modes": "ranks {} call the model in other modes (train or eval, with or without gradients), or train other "
+    "parameters: do the same on all ranks",
+    "inputs": "ranks {} called the model with other inputs, but tiles are cut of one image that all ranks have: seed "
+    "the shuffle and the augmentations of your data alike on all ranks (torch.manual_seed, or a generator for the "
+    "DataLoader), and give no rank a part of the data alone",
+    "weights": "the parameters or buffers of ranks {} differ: change them on all ranks alike, and let each parameter "
+    "be used by its module's attribute, through a call of the model",
+}
+
+
+class Kept(Tensor):
+    """A plain tensor of within a model that somebody keeps. Within a forward pass it is what it was, and outside of it
+    an output of the model.
+    """
+
+    ranks: int
+
+    @staticmethod
+    def of(x: Tensor, ranks: int) -> "Kept":
+        kept = x.as_subclass(Kept)
+        kept.ranks = ranks
+        return kept
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map_only(Kept, outside, (tuple(args), kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def outside(x: Tensor) -> Tensor:
+    """What somebody kept of a model, as a plain tensor for where it is used now."""
+    if not isinstance(x, Kept):
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = x.as_subclass(Tensor)
+    within = ForwardPass.now() is not None or torch._C._current_graph_task_id() >= 0
+    return plain if within else _share(plain, x.ranks)
+
+
+HOOKS = (Tensor.register_hook, Tensor.retain_grad)
+READS = {"__get__", "detach", "__repr__", "__format__", "dim", "size"}
+
+
+def _guard(function: Any, args: Sequence[Any], options: dict[str, Any]) -> None:
+    """Refuse what would leave a rank with a part of a gradient: some uses of spread tensors outside of their model."""
+    if ForwardPass.now() is not None or torch._C._current_graph_task_id() >= 0 or not torch.is_grad_enabled():
+        return
+    if getattr(function, "__name__", "") in READS:
+        return
+    tensors = [x for x in pytree.tree_leaves((tuple(args), options)) if isinstance(x, Tensor)]
+    loops = {
+        x.layout.grid.loop
+        for x in tensors
+        if isinstance(x, SpatialTensor) and x._local is not None and x._local.requires_grad
+    }
+    if "whole" in loops:
+        raise refusal(
+            function_name(function),
+            "it is given a tensor that was kept beside what the model returns: return it, detach it, or parallelize "
+            "the model with outputs='spread'",
+        )
+    plain = any(x.requires_grad for x in tensors if not isinstance(x, SpatialTensor))
+    if "spread" in loops and (plain or function in HOOKS):
+        raise refusal(
+            function_name(function),
+            "outside of the model, a spread output meets a hook or a plain tensor that requires a gradient: do that in "
+            "the model, or leave out outputs='spread'",
+        )
+
+
+guards.append(_guard)
 
 
 def _with_summed_weights(module: nn.Module, inputs: Any) -> None:
@@ -266,29 +401,99 @@ class _Summed(torch.autograd.Function):
         return ctx.comm.all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
+class _Regained(torch.autograd.Function):
+    """The identity for a spread output of a model that becomes an input of another one: the inverse of `_share`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return x.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.size, None
+
+
+NESTS = (tuple, list, set, frozenset)
+
+
 def mapped(value: Any, of: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with `of(x)` for each tensor in tuples, lists, dicts, dataclasses, and what PyTorch knows as nests.
+    """`value` with `of(x)` for each tensor in tuples, lists, sets, mappings, dataclasses, and what PyTorch knows as
+    nests; itself, if nothing in it changed.
 
     Raises:
-        TypeError: some other object has tensors, which nobody would see.
+        TypeError: some other object has tensors, or may make them, which nobody would see.
     """
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return of(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        found = [mapped(x, of) for x in value]
+        return value if all(map(operator.is_, found, value)) else kind(*found)
+    if kind in NESTS:
+        before = list(value)
+        found = [mapped(x, of) for x in before]
+        return value if all(map(operator.is_, found, before)) else kind(found)
+    if isinstance(value, MutableMapping | MutableSequence) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    ):
+        return _mapped_object(value, of)
+    if kind in pytree.SUPPORTED_NODES:
+        leaves, structure = pytree.tree_flatten(value, is_leaf=lambda x: x is not value)
+        return pytree.tree_unflatten([mapped(x, of) for x in leaves], structure)
+    if isinstance(value, GeneratorType | FunctionType | MethodType) or next(_tensors_of(value), None) is not None:
+        raise TypeError(
+            f"a {kind.__name__} with tensors goes in or out of a model on tiles, or stays in it: use tensors, tuples, "
+            "lists, dicts, dataclasses, or make it known by torch.utils._pytree.register_pytree_node"
+        )
+    return value
 
-    def leaf(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return of(x)
-        if dataclasses.is_dataclass(x) and not isinstance(x, type):
-            other = copy.copy(x)
-            for each in dataclasses.fields(x):
-                object.__setattr__(other, each.name, mapped(getattr(x, each.name), of))
-            return other
-        if any(isinstance(each, Tensor) for each in getattr(x, "__dict__", {}).values()):
-            raise TypeError(
-                f"a {type(x).__name__} with tensors goes in or out of a model on tiles: use tensors, tuples, lists, "
-                "dicts, dataclasses, or make it known by torch.utils._pytree.register_pytree_node"
-            )
+
+def _mapped_object(value: Any, of: Callable[[Tensor], Tensor]) -> Any:
+    """The same of a mapping, a list of another class, or a dataclass: a copy with its items and attributes."""
+    names = [*getattr(value, "__dict__", {})]
+    if dataclasses.is_dataclass(value):
+        names += [each.name for each in dataclasses.fields(value) if each.name not in names]
+    keys = list(value) if isinstance(value, MutableMapping) else range(len(value)) if hasattr(value, "insert") else ()
+    items = {key: mapped(value[key], of) for key in keys}
+    attributes = {name: mapped(getattr(value, name), of) for name in names if hasattr(value, name)}
+    same = all(x is value[key] for key, x in items.items())
+    if same and all(x is getattr(value, name) for name, x in attributes.items()):
+        return value
+    other = copy.copy(value)
+    for key, x in items.items():
+        other[key] = x
+    for name, x in attributes.items():
+        object.__setattr__(other, name, x)
+    return other
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors that `mapped` finds."""
+    found: list[Tensor] = []
+
+    def note(x: Tensor) -> Tensor:
+        found.append(x)
         return x
 
-    return pytree.tree_map(leaf, value)
+    mapped(value, note)
+    return found
+
+
+def _tensors_of(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    """Tensors within an object of any kind."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and not isinstance(value, (str, bytes, int, float, type, ModuleType, nn.Module, torch.Generator)):
+        slots = (getattr(value, name, None) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+        inner = list(getattr(value, "__dict__", {}).values())
+        if isinstance(value, Mapping):
+            inner += list(value.values())
+        elif isinstance(value, (*NESTS, UserList)):
+            inner += list(value)
+        for x in (*inner, *slots):
+            yield from _tensors_of(x, depth - 1)
 
 
 def checksum(tensors: Sequence[Tensor]) -> int:
@@ -308,6 +513,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(x: Tensor) -> Tensor:
+    x = outside(x).resolve_conj().resolve_neg()
     x = torch.view_as_real(x) if x.is_complex() else x.to_dense() if x.layout is not torch.strided else x
     return x.contiguous().view(INTEGERS[x.itemsize])
 

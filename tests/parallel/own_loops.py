@@ -3,8 +3,10 @@
 A loop returns what it found, as tensors: losses, gradients, weights, buffers.
 """
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -370,6 +372,81 @@ def reparametrized_by_hooks(wrap: Wrap) -> list[Tensor]:
     return found_in(model)
 
 
+class Results(dict[str, Any]):
+    """A mapping of a class of one's own, which is also an object with attributes."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(values)
+        self.first = next(iter(values.values()))
+
+
+class Keeping(Network):
+    """Keeps a penalty and a state as attributes, and returns its results in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: Tensor | None = None
+        self.penalty: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Results:
+        features = torch.tanh(self.norm(self.first(x))).mean((2, 3))
+        self.state = features if self.state is None else torch.tanh(self.state + features)
+        self.penalty = features.square().mean()
+        return Results(logits=self.head(self.state), parts=[features, {"mean": features.mean()}])
+
+
+def kept_tensors(wrap: Wrap) -> list[Tensor]:
+    """A penalty that the model keeps, a state that it goes on with, and what a forward hook keeps."""
+    model, seen = made(Keeping), list[Tensor]()
+    model.head.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    model = wrap(model)
+    loss = torch.zeros(())
+    for images, labels in batches(2):
+        found = model(images)
+        loss = loss + F.cross_entropy(found["logits"], labels) + 0.1 * model.penalty + found["parts"][1]["mean"]
+    (loss + seen[0].square().mean() + found.first.std()).backward()
+    return found_in(model)
+
+
+def after_an_error(wrap: Wrap) -> list[Tensor]:
+    """A hook fails in a backward pass, which then is made again."""
+    model, fails = wrap(made()), [True]
+
+    def fail(gradient: Tensor) -> None:
+        if fails.pop() if fails else False:
+            raise ArithmeticError
+
+    model.first.weight.register_hook(fail)
+    for images, labels in batches(1):
+        loss = F.cross_entropy(model(images), labels)
+        with contextlib.suppress(ArithmeticError):
+            loss.backward(retain_graph=True)
+        model.zero_grad()
+        loss.backward()
+    return found_in(model)
+
+
+def in_other_types(wrap: Wrap) -> list[Tensor]:
+    """Parameters that change their type and shape between two calls."""
+    model = wrap(made().eval().float())
+    for number, (images, labels) in enumerate(batches(2)):
+        model.zero_grad()
+        F.cross_entropy(model(images.to(model.head.weight.dtype)), labels[: 3 + number].repeat(2)[:4]).backward()
+        if number == 0:
+            model.double()
+            model.head.weight.grad = model.head.bias.grad = None
+            model.head.weight.data, model.head.bias.data = torch.ones(5, 6), torch.zeros(5)
+    return found_in(model)
+
+
+def recomputed_outside(wrap: Wrap) -> list[Tensor]:
+    """The whole model is called again in a backward pass."""
+    model = wrap(made().eval())
+    for images, labels in batches(2):
+        F.cross_entropy(checkpoint(model, images.requires_grad_(), use_reentrant=True), labels).backward()
+    return found_in(model)
+
+
 LOOPS: dict[str, Callable[[Wrap], list[Tensor]]] = {
     loop.__name__: loop
     for loop in (
@@ -396,5 +473,9 @@ LOOPS: dict[str, Callable[[Wrap], list[Tensor]]] = {
         a_recurrent_layer,
         reparametrized,
         reparametrized_by_hooks,
+        kept_tensors,
+        after_an_error,
+        in_other_types,
+        recomputed_outside,
     )
 }

@@ -1,5 +1,6 @@
 """`mpi4dl.parallelize`: users' own loops, against the same loops in plain PyTorch, in float64."""
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,14 +20,16 @@ import mpi4dl
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.own_loop import Tiles, checksum
 from mpi4dl.parallel.spatial import NoRule, SpatialTensor
-from tests.parallel.own_loops import LOOPS, Network, Wrap, batches, made, sgd
+from tests.parallel.own_loops import LOOPS, Dense, Network, Wrap, batches, made, sgd
 from tests.pool.ranks import Ranks
 
 GRIDS = {"1x2": ("1x2", 1), "2x2": ("2x2", 1), "data2": ("1x1", 2), "1x2-data2": ("1x2", 2)}
 EXACT = 1e-10
 
 
-IN_THREE_CALLS = [name for name in LOOPS if name not in ("autograd_grad", "attack", "a_chain")]  # whole images there
+# Others want gradients of images, or leave out `tiles.whole`.
+OTHERS = ("autograd_grad", "attack", "a_chain", "kept_tensors", "recomputed_outside")
+IN_THREE_CALLS = [name for name in LOOPS if name not in OTHERS]
 
 
 class ThreeCalls:
@@ -95,7 +98,11 @@ def test_own_loops_are_those_of_one_process(ranks: Ranks, grid: str, how: str) -
     tiles, data = GRIDS[grid]
     num_ranks = data * math.prod(map(int, tiles.split("x")))
     names = {"whole": list(LOOPS), "spread": ["steps", "a_dense_loss"], "three calls": IN_THREE_CALLS}[how]
-    expected = {"a_recurrent_layer": "refused: torch.lstm in module lstm (LSTM)"} if data > 1 else {}
+    of_data = {
+        "a_recurrent_layer": "refused: torch.lstm in module lstm (LSTM)",
+        "kept_tensors": "refused: Tensor.square",
+    }
+    expected = of_data if data > 1 else {}
     for wrong in ranks(num_ranks).run(compare_loops, tiles, data, how, names):
         assert wrong == {name: why for name, why in expected.items() if name in names}
 
@@ -163,6 +170,56 @@ def unlike(comm: Communicator) -> Iterator[str]:
     def checkpoints_of_the_old_kind(wrap: Wrap) -> None:
         wrap(made(Network, recompute=True))(images)
 
+    def a_tensor_by_an_attribute(wrap: Wrap) -> None:
+        class Conditioned(Network):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x) * self.condition
+
+        model, encoder = wrap(made(Conditioned)), nn.Linear(3, 3)
+        model.condition = encoder(torch.ones(3))
+        model(images)
+
+    def spread_and_kept(wrap: Wrap) -> None:
+        model, seen = made(), list[Tensor]()
+        model.again.register_forward_hook(lambda module, inputs, output: seen.append(output))
+        wrap(model)(images)
+        seen[0].square().mean()
+
+    def another_mode(wrap: Wrap) -> None:
+        model = wrap(made())
+        for number in range(5):
+            model.train(comm.rank == 0 or number < 4)
+            model(images)
+
+    def other_trained(wrap: Wrap) -> None:
+        model = wrap(made())
+        for _ in range(4):
+            model(images)
+        model.first.requires_grad_(comm.rank == 0)
+        model(images)
+
+    def others_in_evaluation(wrap: Wrap) -> None:
+        model = wrap(made().eval())
+        with torch.no_grad():
+            for number in range(6):
+                model(images if comm.rank or number < 5 else images + 1)
+
+    def a_transform(wrap: Wrap) -> None:
+        model = wrap(made())
+        torch.func.grad(lambda x: model(x).sum())(images)
+
+    def a_hidden_result(wrap: Wrap) -> None:
+        class Distributed(Network):
+            def forward(self, x: Tensor) -> Any:
+                return torch.distributions.Independent(torch.distributions.Normal(super().forward(x), 1.0), 1)
+
+        wrap(made(Distributed))(images)
+
+    def before_compiling(wrap: Wrap) -> None:
+        model = made()
+        model.forward = model.body
+        wrap(model)
+
     def no_tiles_backward(wrap: Wrap) -> None:
         tiles = mpi4dl.tiles(1, comm.size, comm=comm)
         F.cross_entropy(tiles.whole(made()(tiles.cut(images))), labels).backward()
@@ -178,6 +235,14 @@ def unlike(comm: Communicator) -> Iterator[str]:
         a_penalty,
         twice,
         checkpoints_of_the_old_kind,
+        a_tensor_by_an_attribute,
+        spread_and_kept,
+        another_mode,
+        other_trained,
+        others_in_evaluation,
+        a_transform,
+        a_hidden_result,
+        before_compiling,
         no_tiles_backward,
     ):
         yield refused(comm, loop)
@@ -188,18 +253,62 @@ def all_refused(comm: Communicator) -> list[str]:
 
 
 WORDS = (
-    "Refusal: rank 1 called the model with other inputs than rank 0",
-    "Refusal: the parameters or buffers of rank 1 are not those of rank 0",
+    "Refusal: ranks 0 and 1 called the model with other inputs",
+    "Refusal: the parameters or buffers of ranks 0 and 1 differ",
     "Refusal: the model draws random numbers, as for dropout, and the ranks drew different ones",
-    "Refusal: the parameters or buffers of rank 1 are not those of rank 0",
+    "Refusal: hidden has a gradient and comes into the model by another way",
     "Refusal: again has a backward hook, which would see the part of one rank",
     "Refusal: the model got tensors of shapes [(4, 3, 18, 1)], none of which can be cut into 1 x 2 tiles",
     "TypeError: a SimpleNamespace with tensors goes in or out of a model on tiles",
     "RuntimeError: second derivatives are not computed through a model on tiles",
     "ValueError: the model is parallelized already",
     "NoRule: torch.autograd.Function in module Network has no exact rule",
+    "Refusal: a tensor (3, 3) has a gradient and comes into the model by another way",
+    "NoRule: Tensor.square has no exact rule for a tensor whose image is spread over ranks: it is given a tensor",
+    "Refusal: ranks 0 and 1 call the model in other modes",
+    "Refusal: ranks 0 and 1 call the model in other modes",
+    "Refusal: ranks 0 and 1 called the model with other inputs",
+    "Refusal: torch.func transforms a model on tiles",
+    "TypeError: a Independent with tensors goes in or out",
+    "ValueError: the model has a forward that is no method of its class",
     "RuntimeError: loss.backward() would leave each rank with the gradients of its tile",
 )
+
+
+def spread_outputs(comm: Communicator) -> list[str]:
+    """What may not be done outside with a spread output that has a gradient."""
+    model = mpi4dl.parallelize(made(Dense), (1, comm.size), outputs="spread", comm=comm)
+    scale, found = nn.Parameter(torch.ones(())), []
+    uses: tuple[Callable[[Tensor], Any], ...] = (
+        lambda y: y * scale,
+        lambda y: y.register_hook(lambda gradient: None),
+        lambda y: F.mse_loss(y, y.new_zeros(y.shape).requires_grad_()),
+    )
+    for use in uses:
+        y = model(next(batches(1))[0])
+        with pytest.raises(NoRule) as refused:
+            use(y)
+        found.append(str(refused.value))
+    return found
+
+
+def test_spread_outputs_and_plain_gradients_do_not_meet(ranks: Ranks) -> None:
+    for found in ranks(2).run(spread_outputs):
+        assert all("outside of the model, a spread output meets a hook or a plain tensor" in each for each in found)
+
+
+def unusual_buffers(comm: Communicator) -> None:
+    model = made(Dense)
+    model.register_buffer("expanded", torch.ones(1).expand(3))
+    model.register_buffer("conjugate", torch.ones(2, dtype=torch.complex128).conj())
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    copied = copy.deepcopy(mpi4dl.parallelize(model, comm=comm))
+    images = next(batches(1))[0]
+    torch.testing.assert_close(copied(images), made(Dense)(images))
+
+
+def test_models_with_unusual_buffers_and_copies_of_them(ranks: Ranks) -> None:
+    ranks(2).run(unusual_buffers)
 
 
 def test_ranks_that_are_not_alike_are_refused_together(ranks: Ranks) -> None:

@@ -26,18 +26,10 @@ _passes: ContextVar["ForwardPass | None"] = ContextVar("forward pass", default=N
 
 
 class SummedParameters(dict[str, "nn.Parameter | None"]):
-    """The `_parameters` of a module: within a `ForwardPass` each one is a tensor whose gradient is summed over ranks.
-
-    A reentrant checkpoint runs its part of the forward pass again during backward, with a backward pass of its own:
-    there each parameter is summed by itself.
-    """
-
-    def __init__(self, parameters: dict[str, nn.Parameter | None], comm: Communicator) -> None:
-        super().__init__(parameters)
-        self.comm = comm
+    """The `_parameters` of a module: within a `ForwardPass` each is a tensor whose gradient is summed over ranks."""
 
     def __reduce__(self) -> Any:
-        return SummedParameters, ({}, self.comm), None, None, iter(dict.items(self))
+        return SummedParameters, (), None, None, iter(dict.items(self))
 
     def __getitem__(self, name: str) -> Any:
         return self._summed(dict.__getitem__(self, name))
@@ -55,9 +47,7 @@ class SummedParameters(dict[str, "nn.Parameter | None"]):
         if p is None or not torch.is_grad_enabled() or not p.requires_grad:
             return p
         running = _passes.get()
-        if running is not None:
-            return running.use(p)
-        return _SumAlone.apply(p, self.comm) if torch._C._current_graph_task_id() >= 0 else p
+        return p if running is None else running.use(p)
 
 
 class GradientBuckets:
@@ -88,6 +78,7 @@ class BackwardPass:
 
     def __init__(self, buckets: GradientBuckets, expected: Sequence[int]) -> None:
         self.buckets, self.expected = buckets, expected
+        self.task = torch._C._current_graph_task_id()
         self._flat: dict[int, Tensor] = {}
         self._arrived: list[dict[int, bool]] = [{} for _ in expected]  # by slot: whether there was a gradient
         self._next = 0
@@ -148,6 +139,11 @@ class BackwardPass:
             for start, p, count in zip(bucket.offsets, self.buckets.members(number), used, strict=True)
         ]
 
+    def abandon(self) -> None:
+        """Wait for sums that nobody will collect."""
+        for pending in self._pending.values():
+            pending.wait()
+
     @property
     def done(self) -> bool:
         """Whether all sums that were started have been collected."""
@@ -185,7 +181,10 @@ class ForwardPass:
 
     def use(self, p: Tensor) -> Tensor:
         if id(p) not in self._sums:
-            return p
+            raise RuntimeError(
+                f"a parameter of shape {tuple(p.shape)} is used with a gradient in a forward pass that began without "
+                "it: call the model with gradients enabled, unfreeze before, and make layers before the call"
+            )
         if id(p) not in self._uses:
             number, slot = self.buckets.place[id(p)]
             self._uses[id(p)] = _Use.apply(self, number, slot, self._sums[id(p)])
@@ -193,12 +192,16 @@ class ForwardPass:
         return self._uses[id(p)]
 
     def add(self, number: int, slot: int, gradient: Tensor | None) -> None:
-        if self.backward is None:
+        if _passes.get() is not None:
+            raise RuntimeError("a gradient of parameters is taken within a forward pass: return what it is taken of")
+        if self.backward is None or self.backward.task != torch._C._current_graph_task_id():
+            if self.backward is not None:  # it was ended by an error
+                self.backward.abandon()
             self.backward = BackwardPass(self.buckets, self._expected)
         self.backward.add(number, slot, gradient)
 
     def collect(self, number: int) -> list[Tensor | None]:
-        if self.backward is None:
+        if self.backward is None or self.backward.task != torch._C._current_graph_task_id():
             return [None] * len(self.buckets.buckets[number].members)
         found = self.backward.collect(number)
         if self.backward.done:
@@ -231,18 +234,6 @@ class _Sum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, None, *ctx.running.collect(ctx.number)
-
-
-class _SumAlone(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, p: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm = comm
-        return p.detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.comm.all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
 def summed(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], comm: Communicator) -> list[Any]:

@@ -119,6 +119,7 @@ class Grid:
         self.foresight = HaloPrefetch()
         self.arrangement = Arrangement()
         self.attention: Literal["auto", "ring", "gather"] = "auto"  # how keys and values come to queries
+        self.loop: Literal["whole", "spread"] | None = None  # what models in users' own loops return (`own_loop`)
         self.known: dict[Hashable, Any] = {}  # what was found out once for all layers, with communicators of its own
         # Where blocks fetch their halos, by block and then by what it is given (`wide`); None: for each layer.
         self.choices: WeakKeyDictionary[Any, dict[Any, Any]] | None = WeakKeyDictionary()

@@ -20,6 +20,7 @@ from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo_prefetch import OfWindows
 from mpi4dl.parallel.spatial.tensor import (
     SpatialTensor,
+    guards,
     local_part,
     open_flat_dims,
     provided_by,
@@ -152,7 +153,11 @@ def widen(x: SpatialTensor, halo: int) -> SpatialTensor:
 
 def gather(x: Tensor) -> Tensor:
     """The whole of x on every rank; a plain tensor passes through. Gradients of all ranks' copies are summed."""
-    return gather_axes(x, x.layout.grid.axes) if isinstance(x, SpatialTensor) else x
+    if not isinstance(x, SpatialTensor):
+        return x
+    if guards:
+        guards[0](gather, (x,), {})
+    return gather_axes(x, x.layout.grid.axes)
 
 
 def gather_dim(x: Tensor, dim: int) -> Tensor:

@@ -46,6 +46,11 @@ def shard(image: Tensor, grid: Grid) -> SpatialTensor:
     over ranks.
     """
     _agree(grid, tuple(image.shape), str(image.dtype))
+    return spread_evenly(image, grid)
+
+
+def spread_evenly(image: Tensor, grid: Grid) -> SpatialTensor:
+    """The same of a tensor that is known to be alike on all ranks, and large enough."""
     layout = even_layout(grid, image.shape, has_samples=False)
     grid.foresight.enter()
     return SpatialTensor(narrow(image, layout.dims, layout.tiling.whole, layout.owned), layout)

@@ -128,6 +128,7 @@ _of_flat: set[Any] = set()  # the functions whose rules know of flat dims
 _fallbacks: list[Callable[[Any], Rule | None]] = []
 open_flat_dims: list[Callable[[Any], Tensor]] = []  # set by `halo`: a tensor with its flat dims gathered
 without_rule: list[Callable[..., Any]] = []  # set by `gathering`: computes a function whole, where it has no rule
+guards: list[Callable[[Any, Sequence[Any], dict[str, Any]], None]] = []  # set by `own_loop`: may refuse a call
 substitutes: list[Callable[..., Any]] = []  # the last one is called with a function, its rule, and their arguments
 
 # Other names that PyTorch has for its functions, and those by which rules know them.
@@ -361,6 +362,8 @@ class SpatialTensor(Tensor):
         cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         rule, options = find_rule(function) or functools.partial(_refuse, function), kwargs or {}
+        if guards:
+            guards[0](function, args, options)
         if Layout.any_flat and function in _rules and function not in _of_flat:
             args, options = _without_flat_dims(function, args, options)
             if not any(isinstance(x, SpatialTensor) for x in pytree.tree_leaves((tuple(args), options))):

@@ -125,9 +125,9 @@ class whole_gradients(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function is Tensor.register_hook and type(args[0]) is Tensor:
+        if function is Tensor.register_hook and not isinstance(args[0], SpatialTensor):
             return args[0].register_hook(_Gradient(self._layout).seen_by(*args[1:], **(kwargs or {})))
-        if function is Tensor.retain_grad and type(args[0]) is Tensor:
+        if function is Tensor.retain_grad and not isinstance(args[0], SpatialTensor):
             found = weakref.ref(args[0])
             return _Gradient(self._layout).keep(args[0], lambda whole: setattr(found(), "grad", whole))
         return function(*args, **(kwargs or {}))
