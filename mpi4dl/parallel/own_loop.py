@@ -201,7 +201,7 @@ class _Loop:
     def _left(self, y: Tensor) -> Tensor:
         """An output of the model for outside of it."""
         size = self.tiles.grid.size
-        if isinstance(y, Kept):
+        if isinstance(y, KeptTensor):
             return outside(y)
         if isinstance(y, SpatialTensor):
             if self.spread:
@@ -210,8 +210,8 @@ class _Loop:
         return _share(y, size)
 
     def _kept(self, x: Tensor) -> Tensor:
-        plain = isinstance(x, Tensor) and not isinstance(x, (SpatialTensor, Kept, nn.Parameter))
-        return Kept.of(x, self.tiles.grid.size) if plain and x.requires_grad and x.grad_fn is not None else x
+        plain = isinstance(x, Tensor) and not isinstance(x, (SpatialTensor, KeptTensor, nn.Parameter))
+        return KeptTensor.of(x, self.tiles.grid.size) if plain and x.requires_grad and x.grad_fn is not None else x
 
     def _seen_by_hooks(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
         """A forward hook before those of users, who may keep what they see."""
@@ -308,7 +308,7 @@ UNLIKE = {
 }
 
 
-class Kept(Tensor):
+class KeptTensor(Tensor):
     """A plain tensor of within a model that somebody keeps. Within a forward pass it is what it was, and outside of it
     an output of the model.
     """
@@ -316,8 +316,8 @@ class Kept(Tensor):
     ranks: int
 
     @staticmethod
-    def of(x: Tensor, ranks: int) -> "Kept":
-        kept = x.as_subclass(Kept)
+    def of(x: Tensor, ranks: int) -> "KeptTensor":
+        kept = x.as_subclass(KeptTensor)
         kept.ranks = ranks
         return kept
 
@@ -325,13 +325,13 @@ class Kept(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = pytree.tree_map_only(Kept, outside, (tuple(args), kwargs or {}))
+        args, kwargs = pytree.tree_map_only(KeptTensor, outside, (tuple(args), kwargs or {}))
         return function(*args, **kwargs)
 
 
 def outside(x: Tensor) -> Tensor:
     """What somebody kept of a model, as a plain tensor for where it is used now."""
-    if not isinstance(x, Kept):
+    if not isinstance(x, KeptTensor):
         return x
     with torch._C.DisableTorchFunctionSubclass():
         plain = x.as_subclass(Tensor)
