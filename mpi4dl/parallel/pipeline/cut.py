@@ -81,6 +81,9 @@ def split(
         raise ValueError(
             f"copies in both directions share their statistics later: stream with exact norms, not {options.norms}"
         )
+    with comm.together(()):
+        if not check and comm.rank == 0:
+            warnings.warn(f"{type(model).__name__} in stages is not compared with the plain model", stacklevel=2)
     if check:
         _check(cuttable, counts, build, seed, image, plan, comm, options is not None)
     own = sorted({stage for _, stage in plan.held_by(comm.rank)})

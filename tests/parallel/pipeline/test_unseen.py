@@ -10,6 +10,7 @@ from torch import nn
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.parallel.pipeline import checking
 from mpi4dl.parallel.pipeline.checking import check_cut
+from mpi4dl.parallel.pipeline.cut import split
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import NoRule
@@ -145,3 +146,19 @@ def test_differences_count_beside_the_largest_number() -> None:
     assert checking.differ(torch.tensor([1.0, torch.inf]), torch.tensor([1.0, 2.0]))
     assert not checking.differ(torch.tensor([1e-9]), torch.tensor([0.0]), 1.0)
     assert not checking.differ(None, None)
+
+
+def without_the_comparison(comm: Communicator) -> str:
+    """A model that the comparison would refuse is cut, with a warning."""
+    kind = unseen.Remembering
+    with pytest.raises(ValueError, match="does not compute what it computes in one piece"):
+        split(kind, Plan(TWO), comm, image=(2, 3, 20, 18))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        split(kind, Plan(TWO), comm, image=(2, 3, 20, 18), check=False)
+    return "".join(str(each.message) for each in caught)
+
+
+def test_without_the_comparison_there_is_a_warning(ranks: Ranks) -> None:
+    expected = "Remembering in stages is not compared with the plain model"
+    assert ranks(2).run(without_the_comparison) == [expected, ""]
