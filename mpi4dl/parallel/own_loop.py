@@ -15,7 +15,7 @@ from collections import UserList
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from math import isqrt, prod
-from types import FunctionType, GeneratorType, MethodType, ModuleType
+from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -215,7 +215,7 @@ class _Loop:
 
     def _seen_by_hooks(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
         """A forward hook before those of users, who may keep what they see."""
-        return mapped(outputs, self._kept) if self._is_running and torch.is_grad_enabled() else None
+        return mapped(outputs, self._kept, lenient=True) if self._is_running and torch.is_grad_enabled() else None
 
     def _look_at_what_stays(self, model: nn.Module, records: bool) -> None:
         """Mark tensors that modules keep as attributes; refuse buffers that became spread."""
@@ -228,7 +228,7 @@ class _Loop:
                     )
             for name, value in vars(module).items() if records else ():
                 if isinstance(value, Tensor | list | tuple | dict) and name not in INTERNAL:
-                    kept = mapped(value, self._kept)
+                    kept = mapped(value, self._kept, lenient=True)
                     if kept is not value:
                         vars(module)[name] = kept
 
@@ -347,7 +347,8 @@ def _guard(function: Any, args: Sequence[Any], options: dict[str, Any]) -> None:
     """Refuse what would leave a rank with a part of a gradient: some uses of spread tensors outside of their model."""
     if ForwardPass.now() is not None or torch._C._current_graph_task_id() >= 0 or not torch.is_grad_enabled():
         return
-    if getattr(function, "__name__", "") in READS:
+    first = next((x for x in args if type(x) is SpatialTensor), None)
+    if (first is not None and first._layout.grid.loop is None) or getattr(function, "__name__", "") in READS:
         return
     tensors = [x for x in pytree.tree_leaves((tuple(args), options)) if isinstance(x, Tensor)]
     loops = {
@@ -418,9 +419,9 @@ class _Regained(torch.autograd.Function):
 NESTS = (tuple, list, set, frozenset)
 
 
-def mapped(value: Any, of: Callable[[Tensor], Tensor]) -> Any:
+def mapped(value: Any, of: Callable[[Tensor], Tensor], lenient: bool = False) -> Any:
     """`value` with `of(x)` for each tensor in tuples, lists, sets, mappings, dataclasses, and what PyTorch knows as
-    nests; itself, if nothing in it changed.
+    nests; itself, if nothing in it changed. `lenient`: other objects pass as they are.
 
     Raises:
         TypeError: some other object has tensors, or may make them, which nobody would see.
@@ -429,20 +430,20 @@ def mapped(value: Any, of: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return of(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        found = [mapped(x, of) for x in value]
+        found = [mapped(x, of, lenient) for x in value]
         return value if all(map(operator.is_, found, value)) else kind(*found)
     if kind in NESTS:
         before = list(value)
-        found = [mapped(x, of) for x in before]
+        found = [mapped(x, of, lenient) for x in before]
         return value if all(map(operator.is_, found, before)) else kind(found)
     if isinstance(value, MutableMapping | MutableSequence) or (
         dataclasses.is_dataclass(value) and not isinstance(value, type)
     ):
-        return _mapped_object(value, of)
+        return _mapped_object(value, of, lenient)
     if kind in pytree.SUPPORTED_NODES:
         leaves, structure = pytree.tree_flatten(value, is_leaf=lambda x: x is not value)
-        return pytree.tree_unflatten([mapped(x, of) for x in leaves], structure)
-    if isinstance(value, GeneratorType | FunctionType | MethodType) or next(_tensors_of(value), None) is not None:
+        return pytree.tree_unflatten([mapped(x, of, lenient) for x in leaves], structure)
+    if not lenient and (isinstance(value, GeneratorType) or next(_tensors_of(value), None) is not None):
         raise TypeError(
             f"a {kind.__name__} with tensors goes in or out of a model on tiles, or stays in it: use tensors, tuples, "
             "lists, dicts, dataclasses, or make it known by torch.utils._pytree.register_pytree_node"
@@ -450,14 +451,14 @@ def mapped(value: Any, of: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _mapped_object(value: Any, of: Callable[[Tensor], Tensor]) -> Any:
+def _mapped_object(value: Any, of: Callable[[Tensor], Tensor], lenient: bool) -> Any:
     """The same of a mapping, a list of another class, or a dataclass: a copy with its items and attributes."""
     names = [*getattr(value, "__dict__", {})]
     if dataclasses.is_dataclass(value):
         names += [each.name for each in dataclasses.fields(value) if each.name not in names]
     keys = list(value) if isinstance(value, MutableMapping) else range(len(value)) if hasattr(value, "insert") else ()
-    items = {key: mapped(value[key], of) for key in keys}
-    attributes = {name: mapped(getattr(value, name), of) for name in names if hasattr(value, name)}
+    items = {key: mapped(value[key], of, lenient) for key in keys}
+    attributes = {name: mapped(getattr(value, name), of, lenient) for name in names if hasattr(value, name)}
     same = all(x is value[key] for key, x in items.items())
     if same and all(x is getattr(value, name) for name, x in attributes.items()):
         return value
@@ -477,7 +478,7 @@ def tensors_in(value: Any) -> list[Tensor]:
         found.append(x)
         return x
 
-    mapped(value, note)
+    mapped(value, note, lenient=True)
     return found
 
 
@@ -485,6 +486,9 @@ def _tensors_of(value: Any, depth: int = 4) -> Iterator[Tensor]:
     """Tensors within an object of any kind."""
     if isinstance(value, Tensor):
         yield value
+    elif depth and isinstance(value, MethodType | FunctionType):
+        cells = [cell for cell in getattr(value, "__closure__", None) or () if cell != CellType()]  # but empty ones
+        yield from _tensors_of([getattr(value, "__self__", None), *(cell.cell_contents for cell in cells)], depth - 1)
     elif depth and not isinstance(value, (str, bytes, int, float, type, ModuleType, nn.Module, torch.Generator)):
         slots = (getattr(value, name, None) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
         inner = list(getattr(value, "__dict__", {}).values())
