@@ -189,9 +189,9 @@ class _Loop:
                 return x
             if grid.loop != "spread":
                 raise Refusal("a spread input of the model requires a gradient: pass the whole tensor instead")
-            return x.like(_Regained.apply(x.local, grid.size))
+            return x.like(_Entered.apply(x.local, lambda g: g * grid.size))  # the inverse of `_share`
         if x.requires_grad and torch.is_grad_enabled():
-            x = _Summed.apply(x, grid.comm)
+            x = _Entered.apply(x, lambda g: grid.comm.all_reduce(g.clone(memory_format=torch.contiguous_format)))
         space = len(grid.space)
         if x.dim() < space + 2 or any(n < k for n, k in zip(x.shape[-space:], grid.shape.space, strict=True)):
             return x
@@ -247,7 +247,7 @@ class _Loop:
         seen: set[Any] = set()
         while pending:
             node: Any = pending.pop()
-            if node is None or node in seen or getattr(node, "_forward_cls", None) in (_Sum, _Summed, _Regained):
+            if node is None or node in seen or getattr(node, "_forward_cls", None) in (_Sum, _Entered):
                 continue
             seen.add(node)
             if getattr(node, "_forward_cls", None) is CheckpointFunction:
@@ -388,32 +388,18 @@ def _share(y: Tensor, size: int) -> Tensor:
     return linear(y, _same, lambda g: g / size) if y.requires_grad else y
 
 
-class _Summed(torch.autograd.Function):
-    """The identity, whose gradient is the sum of the ranks'."""
+class _Entered(torch.autograd.Function):
+    """The identity for an input of a model, whose gradient outside is `adjoint` of that within."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm = comm
+    def forward(ctx: Any, x: Tensor, adjoint: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.adjoint = adjoint
         return x.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.comm.all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
-
-
-class _Regained(torch.autograd.Function):
-    """The identity for a spread output of a model that becomes an input of another one: the inverse of `_share`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
-        ctx.size = size
-        return x.detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.size, None
+        return ctx.adjoint(gradient), None
 
 
 NESTS = (tuple, list, set, frozenset)
