@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mpi4dl.comm import Refusal
 from mpi4dl.comm.communicator import Communicator
 from mpi4dl.comm.packing import Piece
 from mpi4dl.comm.pending import Pending
@@ -361,19 +362,27 @@ TWICE = (
     "second derivatives are not computed through a model on tiles, stages or streams: for a gradient penalty or MAML, "
     'let each rank have the whole model and image, with DistributedDataParallel over the backend "mpi4dl"'
 )
+WITHIN = (
+    "the model takes a gradient within its own forward pass, where each rank has a part of it: return what it is taken "
+    "of, and take it outside of the model"
+)
+running_forward: list[object] = []  # the forward passes on tiles that run
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """The backward pass of an autograd.Function that cannot be differentiated, as it is computed without autograd.
 
-    It is refused where it should be (create_graph=True). PyTorch's own decorator looks whether the gradients that come
-    in require a gradient: that of a loss does not, and what depends on saved tensors would be missing in silence.
+    It is refused where it should be (create_graph=True), and within a forward pass. PyTorch's own decorator looks
+    whether the gradients that come in require a gradient: that of a loss does not, and what depends on saved tensors
+    would be missing in silence.
     """
 
     @functools.wraps(backward)
     def once(ctx: Any, *gradients: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(TWICE)
+        if running_forward:
+            raise Refusal(WITHIN)
         return backward(ctx, *gradients)
 
     return once

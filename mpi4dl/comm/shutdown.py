@@ -1,5 +1,6 @@
 """Where the ranks of a job speak of its end: plain MPI, without torch, on a communicator that nobody else uses."""
 
+import errno
 import os
 import sys
 import time
@@ -13,6 +14,8 @@ from mpi4dl._wording import to_install
 from mpi4dl.comm import Refusal
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from mpi4py import MPI
 
 TURN_SECONDS = 0.25
@@ -36,6 +39,8 @@ class Meeting:
         self.farewells: list[Callable[[], None]] = []  # what is called when this rank ends without an error
         self.closings: list[Callable[[], None]] = []  # what is called once all ranks have ended so
         self._arrival: MPI.Request | None = None
+        self._key = comm.bcast(os.urandom(8).hex() if self.rank == 0 else "")
+        self._floor: socket | None = None
 
     def close(self) -> None:
         """Shut MPI down: all ranks are at their end."""
@@ -66,7 +71,10 @@ class Meeting:
         return True
 
     def speaks(self) -> bool:
-        """Whether this rank is to say what went wrong: where all fail alike, the first does, and tells the others."""
+        """Whether this rank is to say what went wrong: where all fail alike, the first does, and tells the others.
+
+        Of those on one machine it is one; another machine's, if the first one's message does not come in time.
+        """
         if self.size == 1:
             return True
         from mpi4py import MPI
@@ -78,9 +86,23 @@ class Meeting:
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.005)
+        if not self._takes_the_floor():
+            return False
         for other in range(self.size):
             if other != self.rank:
                 self.comm.Isend([b"", MPI.BYTE], other, SPEAKING)
+        return True
+
+    def _takes_the_floor(self) -> bool:
+        """Whether no other rank of this machine has it: Linux gives an abstract name of a socket to one process."""
+        from socket import AF_UNIX, SOCK_DGRAM, socket
+
+        if self._floor is None:
+            self._floor = socket(AF_UNIX, SOCK_DGRAM)
+            try:
+                self._floor.bind(f"\0mpi4dl-{self._key}")
+            except OSError as error:
+                return error.errno != errno.EADDRINUSE
         return True
 
 

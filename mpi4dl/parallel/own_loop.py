@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import operator
 import re
+import weakref
 from collections import UserList
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager
@@ -125,6 +126,7 @@ class _Loop:
         self._num_calls: dict[tuple[bool, bool], int] = {}  # in each mode
         self._trained: tuple[Any, ...] = ()
         self._buckets: GradientBuckets | None = None
+        self._made: list[weakref.ref[Tensor]] = []  # plain tensors with a gradient of the call that runs, or ran last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Loop":
         return _Loop(self.tiles, self.spread)
@@ -142,14 +144,16 @@ class _Loop:
         self._compare(model, parameters, (args, kwargs), checks)
         self._is_running = True
         try:
+            self._made.clear()
             running = ForwardPass(self._buckets_of(parameters) if records else GradientBuckets([], grid.comm))
             entered = [0]
             args, kwargs = mapped((args, kwargs), lambda x: self._entered(x, entered))
             if not entered[0]:
                 self._refuse_inputs(args, kwargs)
             drawn = RandomStates.now().digests() if checks else ()
-            with running.running(), whole_gradients(grid):
+            with running.running(), whole_gradients(grid, self._made if records else None):
                 outputs = forward(*args, **kwargs)
+                self._made += map(weakref.ref, running.used())
             grid.foresight.pay()
             self._look_at_what_stays(model, records)
             if checks:
@@ -201,24 +205,20 @@ class _Loop:
     def _left(self, y: Tensor) -> Tensor:
         """An output of the model for outside of it."""
         size = self.tiles.grid.size
-        if isinstance(y, KeptTensor):
-            return outside(y)
+        y = _plain(y)
         if isinstance(y, SpatialTensor):
             if self.spread:
                 return y.like(_share(y.local, size))
             y = gather_axes(y, y.layout.grid.axes)
         return _share(y, size)
 
-    def _kept(self, x: Tensor) -> Tensor:
-        plain = isinstance(x, Tensor) and not isinstance(x, (SpatialTensor, KeptTensor, nn.Parameter))
-        return KeptTensor.of(x, self.tiles.grid.size) if plain and x.requires_grad and x.grad_fn is not None else x
-
-    def _seen_by_hooks(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    def _seen_by_hooks(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """A forward hook before those of users, who may keep what they see."""
-        return mapped(outputs, self._kept, lenient=True) if self._is_running and torch.is_grad_enabled() else None
+        if self._is_running and torch.is_grad_enabled():
+            self._made += map(weakref.ref, tensors_in(outputs))
 
     def _look_at_what_stays(self, model: nn.Module, records: bool) -> None:
-        """Mark tensors that modules keep as attributes; refuse buffers that became spread."""
+        """Mark tensors of the forward pass that anybody keeps. Refuse buffers that became spread."""
         for path, module in model.named_modules():
             for name, value in module._buffers.items():
                 if isinstance(value, SpatialTensor):
@@ -228,9 +228,12 @@ class _Loop:
                     )
             for name, value in vars(module).items() if records else ():
                 if isinstance(value, Tensor | list | tuple | dict) and name not in INTERNAL:
-                    kept = mapped(value, self._kept, lenient=True)
-                    if kept is not value:
-                        vars(module)[name] = kept
+                    self._made += map(weakref.ref, tensors_in(value))
+        for found in self._made:
+            x = found()
+            if type(x) is Tensor and x.requires_grad and x.grad_fn is not None:
+                x.__class__ = KeptTensor
+                x.ranks = self.tiles.grid.size  # type: ignore[attr-defined]
 
     def _refuse_inputs(self, args: Any, kwargs: Any) -> None:
         shapes = [tuple(x.shape) for x in tensors_in((args, kwargs))]
@@ -315,12 +318,6 @@ class KeptTensor(Tensor):
 
     ranks: int
 
-    @staticmethod
-    def of(x: Tensor, ranks: int) -> "KeptTensor":
-        kept = x.as_subclass(KeptTensor)
-        kept.ranks = ranks
-        return kept
-
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -331,12 +328,15 @@ class KeptTensor(Tensor):
 
 def outside(x: Tensor) -> Tensor:
     """What somebody kept of a model, as a plain tensor for where it is used now."""
+    within = ForwardPass.now() is not None or torch._C._current_graph_task_id() >= 0
+    return _share(_plain(x), x.ranks) if isinstance(x, KeptTensor) and not within else _plain(x)
+
+
+def _plain(x: Tensor) -> Tensor:
     if not isinstance(x, KeptTensor):
         return x
     with torch._C.DisableTorchFunctionSubclass():
-        plain = x.as_subclass(Tensor)
-    within = ForwardPass.now() is not None or torch._C._current_graph_task_id() >= 0
-    return plain if within else _share(plain, x.ranks)
+        return x.as_subclass(Tensor)
 
 
 HOOKS = (Tensor.register_hook, Tensor.retain_grad)

@@ -400,12 +400,14 @@ def kept_tensors(wrap: Wrap) -> list[Tensor]:
     """A penalty that the model keeps, a state that it goes on with, and what a forward hook keeps."""
     model, seen = made(Keeping), list[Tensor]()
     model.head.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    model.head.register_forward_hook(lambda module, inputs, output: seen.append(module.weight))
+    model.norm.register_forward_hook(lambda module, inputs, output: seen.append(output.mean((2, 3))))
     model = wrap(model)
     loss = torch.zeros(())
     for images, labels in batches(2):
         found = model(images, torch.tanh)
         loss = loss + F.cross_entropy(found["logits"], labels) + 0.1 * model.penalty + found["parts"][1]["mean"]
-    (loss + seen[0].square().mean() + found.first.std()).backward()
+    (loss + sum(x.square().mean() for x in seen) + found.first.std()).backward()
     return found_in(model)
 
 

@@ -204,6 +204,15 @@ def unlike(comm: Communicator) -> Iterator[str]:
             for number in range(6):
                 model(images if comm.rank or number < 5 else images + 1)
 
+    def a_gradient_within(wrap: Wrap) -> None:
+        class Weighted(Network):
+            def forward(self, x: Tensor) -> Tensor:
+                y = super().forward(x)
+                (gradient,) = torch.autograd.grad(y.sum(), self.first.weight, retain_graph=True)
+                return y * gradient.norm()
+
+        wrap(made(Weighted))(images)
+
     def a_transform(wrap: Wrap) -> None:
         model = wrap(made())
         torch.func.grad(lambda x: model(x).sum())(images)
@@ -240,6 +249,7 @@ def unlike(comm: Communicator) -> Iterator[str]:
         another_mode,
         other_trained,
         others_in_evaluation,
+        a_gradient_within,
         a_transform,
         a_hidden_result,
         before_compiling,
@@ -268,6 +278,7 @@ WORDS = (
     "Refusal: ranks 0 and 1 call the model in other modes",
     "Refusal: ranks 0 and 1 call the model in other modes",
     "Refusal: ranks 0 and 1 called the model with other inputs",
+    "Refusal: the model takes a gradient within its own forward pass",
     "Refusal: torch.func transforms a model on tiles",
     "TypeError: a Independent with tensors goes in or out",
     "ValueError: the model has a forward that is no method of its class",

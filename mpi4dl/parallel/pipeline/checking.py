@@ -18,6 +18,7 @@ from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.pipeline.stage import Stage
 
 SIDES = (32, 64, 128, 256)  # of images, or numbers of tokens, of which the smallest that the model takes is tried
+FEW, NUM_MEANS = 16_384, 4_096  # values and means of parts that are kept of a tensor
 MOST_PARAMETERS = 100_000_000  # of larger models nobody waits for a second one
 CLOSE = {8: 1e-9, 4: 1e-4, 2: 3e-2}  # by the bytes of a number: both make the same calls in the same order
 NORMS = (nn.modules.batchnorm._NormBase,)
@@ -25,7 +26,7 @@ NORMS = (nn.modules.batchnorm._NormBase,)
 
 class TriedStep(NamedTuple):
     """What a step of a model gave: outputs, gradients by name, and buffers by name behind its forward pass, and behind
-    its backward pass.
+    its backward pass. Of large tensors only a sketch is kept.
     """
 
     outputs: list[Tensor]
@@ -87,8 +88,8 @@ def check_cut(
             continue
         except Exception as error:
             return Checked(f"it runs in one piece, but its stages fail: {error}")
-        (model, plain_steps), (_, cut_steps) = theirs, ours
-        own_buffers = tuple(_own_buffers(model, plain_steps))
+        (norms, plain_steps), (_, cut_steps) = theirs, ours
+        own_buffers = tuple(_own_buffers(norms, plain_steps))
         first = plain_steps[0]
         recomputed = tuple(name for name, value in first.between.items() if differ(value, first.buffers.get(name)))
         problem = next(_differences(plain_steps, cut_steps), None)
@@ -116,8 +117,8 @@ def _steps(
     seed: int,
     shape: Sequence[int],
     called: Collection[str],
-) -> tuple[nn.Module, list[TriedStep]]:
-    """Two steps of the model that `build` makes, between which chance changes the parameters.
+) -> tuple[set[str], list[TriedStep]]:
+    """The buffers of norms, and two steps, of the model that `build` makes; between them chance changes the parameters.
 
     Each call of a module that the stages call has random numbers of its own: what the model drew before, such as for a
     layer that is left out with a probability of 0, does not count.
@@ -139,18 +140,46 @@ def _steps(
             terms = [
                 (y * torch.randn(y.shape, generator=generator).to(y.dtype)).sum() for y in outputs if y.requires_grad
             ]
-            between = {name: value.clone() for name, value in model.named_buffers()}
+            between = {name: _sketch(value) for name, value in model.named_buffers()}
+            gradients: dict[str, Tensor | None] = {name: None for name, _ in model.named_parameters()}
+            hooks = [_sketched(name, p, gradients) for name, p in model.named_parameters() if p.requires_grad]
             if terms:
                 sum(terms[1:], terms[0]).backward()
-            gradients = {name: p.grad for name, p in model.named_parameters()}
-            buffers = {name: value.clone() for name, value in model.named_buffers()}
-            found.append(TriedStep([y.detach().clone() for y in outputs], gradients, between, buffers))
+            for hook in hooks:
+                hook.remove()
+            buffers = {name: _sketch(value) for name, value in model.named_buffers()}
+            found.append(TriedStep(list(map(_sketch, outputs)), gradients, between, buffers))
             with torch.no_grad():
                 for p in model.parameters():
-                    p.grad = None
                     if p.requires_grad:
                         p.add_(torch.randn(p.shape, generator=generator).to(p.dtype), alpha=0.02)
-        return model, found
+        return {
+            f"{path}.{name}" if path else name
+            for path, module in model.named_modules()
+            if isinstance(module, NORMS)
+            for name in module._buffers
+        }, found
+
+
+def _sketched(name: str, p: Tensor, found: dict[str, Tensor | None]) -> Any:
+    """A hook that keeps a sketch of a gradient instead of it, or the sum if it comes in parts."""
+
+    def keep(p: Tensor) -> None:
+        assert p.grad is not None
+        before, sketch = found[name], _sketch(p.grad)
+        found[name], p.grad = sketch if before is None else before + sketch, None
+
+    return p.register_post_accumulate_grad_hook(keep)
+
+
+def _sketch(x: Tensor) -> Tensor:
+    """A copy of x, or of a large one some of its values, the means of all its parts, and what they lie between."""
+    x = x.detach()
+    if x.layout is not torch.strided or x.is_complex() or x.numel() <= FEW:
+        return x.clone()
+    flat = x.flatten()
+    means = [part.mean(dtype=torch.float64) for part in flat.chunk(NUM_MEANS)]
+    return torch.cat([flat[:: -(-len(flat) // FEW)], torch.stack([*means, flat.min(), flat.max()]).to(x.dtype)])
 
 
 class _Seeding:
@@ -206,14 +235,8 @@ def differ(a: Tensor | None, b: Tensor | None, least: float = 0.0) -> bool:
     return bool(a.numel()) and float((a - b).abs().max()) > close * max(float(a.abs().max()), least)
 
 
-def _own_buffers(model: nn.Module, steps: Sequence[TriedStep]) -> Iterator[str]:
+def _own_buffers(norms: Collection[str], steps: Sequence[TriedStep]) -> Iterator[str]:
     first, second = steps
-    norms = {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        if isinstance(module, NORMS)
-        for name in module._buffers
-    }
     for name, value in first.buffers.items():
         if name not in norms and differ(value, second.buffers.get(name)):
             yield name

@@ -10,7 +10,7 @@ as in one process: several backward passes, hooks, optimizers in hooks, `torch.a
 the forward pass, such as a penalty on weights, have gradients that every rank computes alike, and are not summed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -191,9 +191,11 @@ class ForwardPass:
             self._expected[number] += 1
         return self._uses[id(p)]
 
+    def used(self) -> Iterable[Tensor]:
+        """What `use` has returned."""
+        return self._uses.values()
+
     def add(self, number: int, slot: int, gradient: Tensor | None) -> None:
-        if _passes.get() is not None:
-            raise RuntimeError("a gradient of parameters is taken within a forward pass: return what it is taken of")
         if self.backward is None or self.backward.task != torch._C._current_graph_task_id():
             if self.backward is not None:  # it was ended by an error
                 self.backward.abandon()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mpi4dl.comm.exchange import narrow
+from mpi4dl.comm.exchange import narrow, running_forward
 from mpi4dl.parallel.spatial.flattening import among_copies, between_copies, copies_of, cut_out
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import retile
@@ -116,11 +116,23 @@ def grad(x: SpatialTensor) -> Tensor | None:
 
 
 class whole_gradients(TorchFunctionMode):
-    """Within this context, hooks on plain tensors of which every rank of `grid` has a copy see the whole gradient."""
+    """Within this context, hooks on plain tensors of which every rank of `grid` has a copy see the whole gradient.
 
-    def __init__(self, grid: Grid) -> None:
+    `made`, if given, gets references to those that are computed with one.
+    """
+
+    def __init__(self, grid: Grid, made: list[weakref.ref[Tensor]] | None = None) -> None:
         super().__init__()
         self._layout = Layout.of_copies(grid)
+        self._made = made
+
+    def __enter__(self) -> Any:
+        running_forward.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        running_forward.remove(self)
+        return super().__exit__(*error)
 
     def __torch_function__(
         self, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -130,7 +142,18 @@ class whole_gradients(TorchFunctionMode):
         if function is Tensor.retain_grad and not isinstance(args[0], SpatialTensor):
             found = weakref.ref(args[0])
             return _Gradient(self._layout).keep(args[0], lambda whole: setattr(found(), "grad", whole))
-        return function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
+        if self._made is not None:
+            self._note(result)
+        return result
+
+    def _note(self, result: Any) -> None:
+        if type(result) is Tensor:
+            if result.requires_grad:
+                self._made.append(weakref.ref(result))  # type: ignore[union-attr]
+        elif isinstance(result, tuple | list):
+            for each in result:
+                self._note(each)
 
 
 # Attributes of a tensor: shapes are those of the whole, autograd's state is that of the local part.
