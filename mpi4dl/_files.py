@@ -138,8 +138,8 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def lock(folder: Path) -> int | None:
-    """Lock a folder, which is there; `os.close` of what is returned lets it go.
+def lock(folder: Path, option: str = "run_folder") -> int | None:
+    """Lock a folder, which is there and was named by an option; `os.close` of what is returned lets it go.
 
     None, with a warning, if the file system has no locks: then nothing keeps another job out.
 
@@ -157,7 +157,7 @@ def lock(folder: Path) -> int | None:
             if time.monotonic() > deadline:
                 os.close(file)
                 raise ValueError(
-                    f"another job is writing to {folder}: wait for its end, or name another `run_folder`"
+                    f"another job is writing to {folder}: wait for its end, or name another `{option}`"
                 ) from None
             time.sleep(POLL_SECONDS)
         except OSError as error:

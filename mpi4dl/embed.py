@@ -5,7 +5,9 @@ It writes one HDF5 file a slide. Started again, it continues with the slides tha
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpi4dl._commands import runs
@@ -126,7 +128,7 @@ def embed(comm: "Communicator", asked: CommandLine[EmbedConfig]) -> None:
         if chosen.slides is None:
             raise ConfigError("`slides` is missing: a table with a line for each slide, or a folder of slides")
 
-    from mpi4dl.inference.embedding import Embedding, open_encoder, refuse_bad, summary, training_options
+    from mpi4dl.inference.embedding import Embedding, alone_in, open_encoder, refuse_bad, summary, training_options
     from mpi4dl.runs.stopping import Patience
 
     began = time.monotonic()
@@ -134,19 +136,21 @@ def embed(comm: "Communicator", asked: CommandLine[EmbedConfig]) -> None:
     patience = Patience(config.work.hang_timeout if comm.size > 1 else 0.0)
     with patience.working("start"):
         encoder, remarks = open_encoder(comm, config, training)
-        embedding = Embedding(comm, config, training, encoder, patience)
-    embedding.measure_stains()
-    if comm.rank == 0:
-        for line in (embedding.title(), *remarks, *embedding.slides.remarks, *embedding.unstained):
-            print(asked.spell(line), flush=True)
-    embedding.find_tissue()
-    if chosen.dry_run:
-        for line in embedding.listed() if comm.rank == 0 else ():
-            print(line)
-    else:
-        embedding.run()
+    with nullcontext() if chosen.dry_run else alone_in(Path(chosen.out), comm):
+        with patience.working("start"):
+            embedding = Embedding(comm, config, training, encoder, patience)
+        embedding.measure_stains()
         if comm.rank == 0:
-            print(summary(embedding, time.monotonic() - began), flush=True)
+            for line in (embedding.title(), *remarks, *embedding.slides.remarks, *embedding.unstained):
+                print(asked.spell(line), flush=True)
+        embedding.find_tissue()
+        if chosen.dry_run:
+            for line in embedding.listed() if comm.rank == 0 else ():
+                print(line)
+        else:
+            embedding.run()
+            if comm.rank == 0:
+                print(summary(embedding, time.monotonic() - began), flush=True)
     for problem in embedding.bad.values() if comm.rank == 0 else ():
         print(f"could not be read: {problem}")
     refuse_bad(embedding)

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpi4dl
+from mpi4dl._files import lock
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.loader import shuffled
 from mpi4dl.datasets.slides.compose import Cohort
@@ -141,8 +144,8 @@ def test_embedding_goes_on_where_it_ended_and_never_mixes_encoders(ranks: Ranks,
         assert "1 slide of 3" in found
     assert not out.exists()
     ranks(2).run(refused, embed, embedding(slides, out))
-    assert sorted(path.name for path in out.iterdir()) == ["slide_000.h5", "slide_002.h5"]
-    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    assert sorted(path.name for path in out.glob("*.*5")) == ["slide_000.h5", "slide_002.h5"]
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*.*5")}
     (slides / "slide_001.ome.tif").write_bytes((cohort / "slide_001.ome.tif").read_bytes())
     ranks(2).run(embed, embedding(slides, out))
     assert (out / "slide_001.ome.h5").is_file()
@@ -150,6 +153,41 @@ def test_embedding_goes_on_where_it_ended_and_never_mixes_encoders(ranks: Ranks,
     for more, words in (("--patches 32", ("patches 64", "patches 32")), ("--mean 0.4", ("mean [0.5", "mean [0.4"))):
         (found,) = ranks(1).run(refused, embed, embedding(slides, out, more))
         assert all(word in found for word in (*words, "slide_000.h5", "--out"))
+
+
+def test_features_are_of_the_slides_that_there_are(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
+    """Other pixels in as many bytes, with the same times, and other microns per pixel in the table, are embedded."""
+    slides, out = tmp_path / "slides", tmp_path / "out"
+    shutil.copytree(cohort, slides)
+    place, other = slides / "slide_000.tif", (slides / "slide_002.svs").read_bytes()
+    size = max(len(other), place.stat().st_size)
+    place.write_bytes(place.read_bytes().ljust(size, b"\0"))
+    ranks(2).run(embed, embedding(slides, out))
+    first = [read(out / f"slide_{name}.h5")[0] for name in ("000", "002")]
+    then = place.stat()
+    place.write_bytes(other.ljust(size, b"\0"))
+    os.utime(place, ns=(then.st_atime_ns, then.st_mtime_ns))
+    written = (out / "slide_002.h5").stat().st_mtime_ns
+    ranks(2).run(embed, embedding(slides, out))
+    assert np.array_equal(read(out / "slide_000.h5")[0], first[1])
+    assert not np.array_equal(*first)
+    assert (out / "slide_002.h5").stat().st_mtime_ns == written
+    table = (slides / "slides.csv").read_text().splitlines()
+    rows = [f"{line},{'mpp' if not number else 0.3 if '002' in line else ''}" for number, line in enumerate(table)]
+    (slides / "slides.csv").write_text("\n".join(rows))
+    ranks(2).run(embed, embedding(slides, out))
+    assert (out / "slide_002.h5").stat().st_mtime_ns != written
+
+
+def test_two_jobs_do_not_embed_into_one_folder(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    held = lock(tmp_path / "out")
+    try:
+        for found in ranks(2).run(refused, embed, embedding(cohort, tmp_path / "out")):
+            assert "another job" in found
+    finally:
+        os.close(held or 0)
+    ranks(2).run(embed, embedding(cohort, tmp_path / "out"))
 
 
 def watched(comm: Communicator, argv: list[str]) -> tuple[set[bool], set[bool]]:

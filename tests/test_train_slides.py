@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -290,6 +291,23 @@ def test_one_rank_and_two_predict_the_same_and_draw_the_same_maps(
         assert [row["image"] for row in csv.DictReader(file)] == [each["image"] for each in found[1]]
 
 
+def test_maps_that_are_gone_are_drawn_again_and_others_are_refused(
+    ranks: Ranks, cohort: Path, short_run: Path, predicted: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(predicted, out)
+    argv = [str(short_run), "--slides", str(cohort / "slides.csv"), "--out", str(out)]
+    (told,) = ranks(1).run(said, *argv)
+    assert "6 slides done before" in told
+    lost = next((out / "maps").glob("*001*.png"))
+    lost.unlink()
+    (told,) = ranks(1).run(said, *argv)
+    assert "5 slides done before" in told
+    assert lost.is_file()
+    (refusal,) = ranks(1).run(refused, predict, [*argv, "--no-maps"])
+    assert "maps 'attention', not 'none'" in refusal
+
+
 def test_maps_lie_where_the_patches_are(cohort: Path, short_run: Path, predicted: Path) -> None:
     """In pixels of the full level 0, in GeoJSON, and by their microns per pixel in OME-TIFF."""
     slides = open_slides(with_frame(parse(flags_of(cohort, short_run))), labelled=False)
@@ -561,6 +579,10 @@ def test_all_folds_go_on_and_are_summarised(ranks: Ranks, cohort: Path, tmp_path
     (told,) = ranks(1).run(trained, [*flags, "--all-folds", "--resume", "auto"])
     assert f"fold 1 of 2 is finished: {folder / 'fold_1'}" in told
     assert told.index("fold 0 of 2:") < told.index("fold 1 of 2 is")
+    for other in ("--lr 0.5", "--model-options num_filters=6", "--augment flip"):
+        (refusal,) = ranks(1).run(refused, train, [*flags, "--all-folds", "--resume", "auto", *other.split()])
+        assert other.split()[0] in refusal
+        assert "fold_0 was trained with" in refusal
     (of_train,) = folder.glob("evaluation-*.csv")
     ranks(2).run(evaluated, str(folder), "--out", str(tmp_path / "out"), "--resamples", "0")
     found = []
@@ -586,6 +608,10 @@ def test_all_folds_go_on_and_are_summarised(ranks: Ranks, cohort: Path, tmp_path
     assert "--resume" in refusal
     (refusal,) = ranks(1).run(refused, evaluate, [str(folder), "--threshold", "youden"])
     assert "youden" in refusal
+    config = folder / "fold_1" / "config.toml"
+    config.write_text(re.sub(r"\nseed = \d+", "\nseed = 77", config.read_text()))
+    (refusal,) = ranks(1).run(refused, evaluate, [str(folder)])
+    assert "seed" in refusal
 
 
 def all_said(comm: Communicator, lines: list[list[str]]) -> None:

@@ -145,6 +145,10 @@ class ListedFiles:
     def label(self, index: int) -> Any:
         return self.files[index].label
 
+    def told(self, index: int) -> dict[str, Any]:
+        """What decides the pixels of an image besides its file and the options, such as a column of a table."""
+        return {}
+
     def image(self, index: int) -> Image:
         """Image `index`, its header read and its pixels not.
 

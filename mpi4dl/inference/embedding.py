@@ -9,8 +9,10 @@ A batch has patches of one slide. Which ones does not depend on the number of ra
 
 import hashlib
 import math
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mpi4dl._files import lock
 from mpi4dl._progress import ProgressBar, ProgressOfImages
 from mpi4dl._wording import counted, duration
 from mpi4dl.comm import Communicator, Refusal
@@ -33,6 +36,7 @@ from mpi4dl.datasets.transform import NORMALISATIONS, View
 from mpi4dl.engine.precision import AUTOCAST
 from mpi4dl.geometry import Interval, ceil_div, even_cuts
 from mpi4dl.inference.masks import bases_of
+from mpi4dl.inference.records import Record, identity_of, is_same
 from mpi4dl.models.patches import headless
 from mpi4dl.models.registry import OWN_MODELS, TIMM
 from mpi4dl.options.config import Config, ConfigError
@@ -260,6 +264,21 @@ def shares_of(units: Sequence[PatchBatch], num_ranks: int) -> list[list[PatchBat
     return [list(units[a:b]) for a, b in pairwise(even_cuts(len(units), num_ranks))]
 
 
+@contextmanager
+def alone_in(folder: Path, comm: Communicator) -> Iterator[None]:
+    """Make a folder, and keep other jobs from writing into it. Collective; raises Refusal if one does already."""
+    held = None
+    with comm.together((ValueError, OSError)):
+        if comm.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            held = lock(folder, "out")
+    try:
+        yield
+    finally:
+        if held is not None:
+            os.close(held)
+
+
 class Embedding:
     """The slides that a configuration names, of which files of features are written into a folder. Collective.
 
@@ -268,6 +287,7 @@ class Embedding:
     Attributes:
         paths: the file of each slide.
         done: the slides that have a finished file with the same settings.
+        changed: those whose file is of other pixels, which were at their place before.
         bad: what is wrong with slides that cannot be embedded, by number.
 
     Raises:
@@ -305,35 +325,46 @@ class Embedding:
         self.bad: dict[int, str] = {}
         self.counts: dict[int, int] = {}
         self._places: dict[int, Patches] = {}
-        self.done = self._done()
+        self._identities: dict[int, Record] = {}
+        self.done, self.changed = self._found()
 
     def _settings_of(self, index: int) -> Settings:
         """The settings of a slide's file, as JSON gives them back."""
-        found = {**self.settings, "bytes": self.slides.files[index].num_bytes}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in self.settings.items()} | {
+            "file": self._identities[index]
+        }
 
-    def _done(self) -> set[int]:
-        mine: set[int] = set()
+    def _identify(self, index: int) -> None:
+        self._identities[index] = self.slides.told(index)
+        with suppress(OSError):  # which opening it will say
+            self._identities[index] |= identity_of(self.slides.path(index))
+
+    def _found(self) -> tuple[set[int], set[int]]:
+        """The slides that have a file with the same settings: of themselves, and of what was at their places before."""
+        mine: tuple[set[int], set[int]] = set(), set()
         with self.comm.together((ValueError, OSError)):
             for index in range(self.comm.rank, len(self.paths), self.comm.size):
                 if self.paths[index].exists():
-                    self._require_same(index)
-                    mine.add(index)
-        return set().union(*self.comm.all_gather_object(mine))
+                    mine[not self._is_same(index)].add(index)
+        same, changed = zip(*self.comm.all_gather_object(mine), strict=True)
+        return set().union(*same), set().union(*changed)
 
-    def _require_same(self, index: int) -> None:
-        """Raise ConfigError for a file that was made with other settings."""
-        path, now = self.paths[index], self._settings_of(index)
+    def _is_same(self, index: int) -> bool:
+        """Whether a file was made of the slide as it is now. Raises ConfigError if it was made with other settings."""
+        path = self.paths[index]
+        self._identify(index)
+        now = self._settings_of(index)
         try:
             was = settings_of(path)
         except BadImage as error:
             raise ConfigError(f"{error}: remove the file, or choose another `out`") from None
         if not was:
             raise ConfigError(f"{path}: was not written by mpi4dl embed: choose another `out`")
-        other = [name for name in now if was.get(name) != now[name]]
+        other = [name for name in now if name != "file" and was.get(name) != now[name]]
         if other:
             then, today = (", ".join(f"{name} {of.get(name)}" for name in other) for of in (was, now))
             raise ConfigError(f"{path}: has features by {then}, but now {today} is asked for: choose another `out`")
+        return is_same(was.get("file"), now["file"])
 
     @property
     def todo(self) -> list[int]:
@@ -344,6 +375,7 @@ class Embedding:
         """What is embedded by what, in a line."""
         encoder, settings = self.encoder, self.settings
         done = f", {len(self.done)} done before" if self.done else ""
+        done += f", {len(self.changed)} changed since and done again" if self.changed else ""
         mean, std = (",".join(f"{value:g}" for value in values) for values in (encoder.mean, encoder.std))
         return (
             f"{counted(len(self.slides), 'slide')}{done}; {encoder.num_features} features of patches of "
@@ -377,6 +409,7 @@ class Embedding:
                 if self.comm.rank < len(group):
                     index = group[self.comm.rank]
                     try:
+                        self._identify(index)
                         with self.patience.working("tissue"):
                             self._places[index] = self.slides.tissue_patches(index, self.encoder.patch)
                         count = len(self._places[index])
@@ -398,6 +431,8 @@ class Embedding:
         for first in range(0, len(wanted), self.comm.size):
             self._embed(wanted[first : first + self.comm.size])
         self._bar.close()
+        for index in self.changed & self.bad.keys() if self.comm.rank == 0 else ():
+            self.paths[index].unlink(missing_ok=True)  # features of what is no more
 
     def _embed(self, group: Sequence[int]) -> None:
         """Embed a group of slides, at most as many as ranks. Rank r found the patches of number r, and writes it."""

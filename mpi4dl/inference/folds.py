@@ -13,7 +13,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean, stdev
@@ -29,14 +29,16 @@ from mpi4dl.inference.model import Predictor
 from mpi4dl.inference.options import Inference
 from mpi4dl.inference.samples import UNDEFINED, Judging, Samples
 from mpi4dl.inference.scoring import Scores, beside, file_names, score, scores_of
-from mpi4dl.options.config import Config
-from mpi4dl.options.data import FOLDS
-from mpi4dl.options.declare import with_values, without_flags
+from mpi4dl.options.config import FORMERLY, Config, ConfigError, parse, shared_options
+from mpi4dl.options.data import FOLDS, with_frame
+from mpi4dl.options.declare import options_of, value_of, with_values, without_flags
+from mpi4dl.options.kinds import AUTO
+from mpi4dl.options.tasks import with_task
 from mpi4dl.runs.folder import BEST, default_path
 from mpi4dl.tasks.curves import is_rule
 from mpi4dl.training.resuming import command_to_go_on
 from mpi4dl.training.run import fit
-from mpi4dl.training.setup import set_up
+from mpi4dl.training.setup import open_samples, set_up
 
 _NAME = re.compile(r"fold_([0-9]{1,6})")
 
@@ -59,6 +61,12 @@ def train_folds(comm: Communicator, config: Config, spell: Callable[[str], str],
         comm.agree(f"`resume` {run.resume}: `all_folds` continues in `run_folder` by `resume` auto")
     asked = None if comm.rank else run.run_folder or str(default_path(config.model_name, datetime.now()))
     folder, num_folds = Path(comm.broadcast_object(asked)), chosen.folds or 0
+    if run.resume == "auto":
+        found = None
+        with comm.together((ValueError, OSError)):
+            if comm.rank == 0:
+                found = _as_trained(config, fold_folders(folder))
+        config = comm.broadcast_object(found)
     for fold in range(num_folds):
         path = folder / f"fold_{fold}"
         finished = _finished(comm, path)
@@ -76,6 +84,38 @@ def train_folds(comm: Communicator, config: Config, spell: Callable[[str], str],
             _say(comm, f"stopped in fold {fold} of {num_folds}; continue this fold and the others with: {go_on}")
             return
     summarise(comm, folder, Inference(), Judging(), spell=spell)
+
+
+def _as_trained(config: Config, runs: Mapping[int, Path]) -> Config:
+    """The configuration with what the folds in these folders were trained with, for options that are left open.
+
+    Raises ConfigError where it says something else than they had. DatasetError, OSError.
+    """
+    if not runs:
+        return config
+    there = _config_of(next(iter(runs.values())))
+    config = with_values(config, {name: value_of(there, name) for name in FORMERLY if value_of(config, name) == AUTO})
+    found = with_frame(with_values(config, {"fold": next(iter(runs)), "all_folds": False}))
+    _require_alike(runs.values(), with_task(found, open_samples(found).training), "this")
+    return config
+
+
+def _config_of(run: Path) -> Config:
+    return parse(["--config", str(run / "config.toml")])
+
+
+def _require_alike(runs: Iterable[Path], config: Config, whose: str) -> None:
+    """Raise ConfigError if runs were trained with other options than `config`, which is `whose`."""
+    free = {name for name, item in options_of(Config).items() if item.section in ("parallel", "run")} | {"fold"}
+    now = shared_options(config)
+    for path in runs:
+        before = shared_options(_config_of(path))
+        other = next((name for name in now if name not in free and now[name] != before[name]), None)
+        if other is not None:
+            raise ConfigError(
+                f"{path} was trained with `{other}` {before[other]}, but {whose} with {now[other]}, and all folds need "
+                "the same: keep the value, or train in another `run_folder`"
+            )
 
 
 def _finished(comm: Communicator, path: Path) -> bool:
@@ -115,7 +155,11 @@ def summarise(
         comm.agree(
             f"`threshold` {judging.threshold} chooses on validation slides, which folds are evaluated on: say a number"
         )
-    runs, asked, unfinished = comm.broadcast_object(None if comm.rank else _looked_at(folder, part))
+    looked = None
+    with comm.together((ValueError, OSError)):
+        if comm.rank == 0:
+            looked = _looked_at(folder, part)
+    runs, asked, unfinished = comm.broadcast_object(looked)
     if len(runs) < 2:
         comm.agree(f"{folder}: {counted(len(runs), 'fold')} finished, but a summary needs two: train more folds")
     _say(comm, f"{counted(len(runs), 'fold')} of {folder}: their {asked} slides" + (
@@ -142,9 +186,14 @@ def _both(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[s
 
 
 def _looked_at(folder: Path, part: str | None) -> tuple[dict[int, Path], str, list[int]]:
-    """The runs of folds that are finished, the part of slides that they predict, and the folds that are not."""
+    """The runs of folds that are finished, the part of slides that they predict, and the folds that are not.
+
+    Raises ConfigError if they were trained with other options.
+    """
     every = fold_folders(folder)
     runs = {fold: path for fold, path in every.items() if (path / MODEL).is_file()}
+    for first in [*runs.values()][:1]:
+        _require_alike(runs.values(), _config_of(first), str(first))
     if part is None:  # slides for tests that all folds share are seen by none, and so are no fold's own
         own = not (folder / FOLDS).is_file() and all(_has_tests(path / SPLIT) for path in runs.values())
         part = "test" if own else "val"

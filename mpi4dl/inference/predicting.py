@@ -41,8 +41,9 @@ from mpi4dl.inference.records import (
     columns_of,
     files_of,
     identity_of,
-    is_same_file,
+    is_same,
     is_undefined,
+    maps_of,
 )
 
 if TYPE_CHECKING:
@@ -126,8 +127,10 @@ class Predicting:
         names = [images.name(index) for index in range(len(images))]
         self._bases = dict(zip(names, bases_of(names, self.suffix), strict=True))
         self._paths: dict[str, Path] = {}
+        self._told: dict[str, Record] = {}
         if isinstance(images, ListedFiles):
             self._paths = {name: images.path(index) for index, name in enumerate(names)}
+            self._told = {name: images.told(index) for index, name in enumerate(names)}
         done: set[str] = set()
         if out is not None:
             columns = columns_of(type(task), model.classes, False, self.apart, self.coverage.crops)
@@ -215,7 +218,8 @@ class Predicting:
             "weights": " ".join(map(checksum, files)),
             "model": model.digest,
             "fit": model.fit,
-            **({} if self.cells is None else {"maps": self.cells.options.describe()}),
+            "maps": self.maps if self.cells is None else self.cells.options.describe(),
+            "min_area": self.min_area if self.of_slides else None,
         }
 
     def _record_slides(self, out: Path, images: Named) -> None:
@@ -229,14 +233,21 @@ class Predicting:
     def _keeps(self, record: Record) -> bool:
         """Whether the line of an image still holds: its file and its masks are those that it is of."""
         name = record["image"]
-        if name not in self._bases or (name in self._paths and not is_same_file(record.get("file"), self._paths[name])):
+        if name not in self._bases or (name in self._paths and not is_same(record.get("file"), self._identity(name))):
             return False
         assert self.out is not None
         written = files_of(record)
-        if self.dense or written:
-            expected = [path.relative_to(self.out).as_posix() for path in (*self._files(name), *self._beside(name))]
-            return written == expected and all((self.out / each).is_file() for each in expected)
-        return True
+        expected = [path.relative_to(self.out).as_posix() for path in (*self._files(name), *self._beside(name))]
+        if (self.dense or written) and written != expected:
+            return False
+        return all((self.out / each).is_file() for each in (*written, *maps_of(record)))
+
+    def _identity(self, name: str) -> Record:
+        """What an image is known by, of which nothing else may be predicted; empty if its file cannot be read."""
+        try:
+            return {**identity_of(self._paths[name]), **self._told[name]}
+        except OSError:
+            return {}
 
     def _files(self, name: str) -> list[Path]:
         """Where the masks of an image are written."""
@@ -284,11 +295,7 @@ class Predicting:
         return record
 
     def _of_file(self, record: Record, path: Path) -> Record:
-        begun = self._begun[record["image"]]
-        try:
-            now = identity_of(path)
-        except OSError:
-            now = {}
+        begun, now = self._begun[record["image"]], self._identity(record["image"])
         if begun is None or (now.get("bytes"), now.get("mtime_ns")) != begun:
             return {"image": record["image"], "error": f"{path}: was changed while the model looked at it"}
         return {**record, "file": now}

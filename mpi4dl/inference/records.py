@@ -8,6 +8,7 @@ predictions.csv      the same as a table, without `file`
 import csv
 import io
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,6 +21,7 @@ from torch import Tensor
 from mpi4dl._files import lock, naming, open_regular, write_durably
 from mpi4dl._wording import quoted
 from mpi4dl.datasets.listed import files_at
+from mpi4dl.inference.maps import FOLDER as MAPS
 from mpi4dl.inference.masks import FOLDER as MASKS
 from mpi4dl.options.config import ConfigError
 from mpi4dl.runs.folder import finite
@@ -113,16 +115,12 @@ def identity_of(path: Path) -> Record:
     return {"bytes": num_bytes, "mtime_ns": written, "crc32": f"{found:08x}"}
 
 
-def is_same_file(before: Any, path: Path) -> bool:
-    """Whether a file is what it was; a small one is compared whole, so that it may have been copied since."""
-    try:
-        now = identity_of(path)
-    except OSError:
+def is_same(before: Any, now: Record) -> bool:
+    """Whether two identities are of the same file; a small one was compared whole, so that it may have been copied."""
+    if not isinstance(before, Mapping):
         return False
-    whole = now["bytes"] <= SAMPLED_BYTES * SAMPLES
-    return isinstance(before, dict) and all(
-        before.get(key) == now[key] for key in now if not (whole and key == "mtime_ns")
-    )
+    times = ("mtime_ns",) if now.get("bytes", math.inf) <= SAMPLED_BYTES * SAMPLES else ()
+    return all(before.get(key) == now.get(key) for key in {*before, *now} - {*times})
 
 
 def checksum(path: Path) -> str:
@@ -134,8 +132,14 @@ def checksum(path: Path) -> str:
     return f"{size}-{found:08x}"
 
 
+def maps_of(record: Record) -> list[str]:
+    """The files of the heat map of a slide, from the folder of predictions on."""
+    found = record.get("maps")
+    return [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
+
+
 def files_of(record: Record) -> list[str]:
-    """The files that were written of an image, from the folder of predictions on."""
+    """The masks that were written of an image, from the folder of predictions on."""
     masks = record.get("masks")
     beside = record.get("beside")
     found = [record.get("mask"), record.get("prediction"), *(masks.values() if isinstance(masks, dict) else ())]
@@ -164,17 +168,14 @@ class Records:
         self.folder, self.columns = folder, list(columns)
         self._files: list[Any] = []
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            self._lock = lock(folder)
-        except ValueError:
-            raise ConfigError(f"another job is writing to {folder}: wait for its end, or name another `out`") from None
+        self._lock = lock(folder, "out")
         try:
             self._require_same(about)
             kept: list[Record] = []
             self.dropped: list[Record] = []
             for record in self._kept():
                 (kept if keeps(record) else self.dropped).append(record)
-            self._remove_files({name for record in kept for name in files_of(record)})
+            self._remove_files({name for record in kept for name in (*files_of(record), *maps_of(record))})
             self.done = {record["image"] for record in kept}
             write_durably(folder / LINES, b"".join(map(_line, kept)))
             write_durably(folder / TABLE, self._row(None) + b"".join(map(self._row, kept)))
@@ -191,10 +192,10 @@ class Records:
             except (ValueError, RecursionError):
                 before = {}
             before = before if isinstance(before, dict) else {}
-            other = [name for name in told if before.get(name) != told[name]]
+            other = [name for name in {**told, **before} if before.get(name) != told.get(name)]
             if other:
                 said = " and ".join(
-                    f"{name} {quoted(before.get(name))}, not {quoted(told[name])}" for name in other[:2]
+                    f"{name} {quoted(before.get(name))}, not {quoted(told.get(name))}" for name in other[:2]
                 )
                 raise ConfigError(f"`out` {self.folder} holds predictions with {said}: name another folder by `out`")
         elif any((self.folder / name).exists() for name in (LINES, TABLE)):
@@ -215,9 +216,9 @@ class Records:
 
     def _remove_files(self, kept: Collection[str]) -> None:
         """Remove what was written of images that are there no more, or are others now, and what is half written."""
-        for name in (name for record in self.dropped for name in files_of(record)):
+        for name in (name for record in self.dropped for name in (*files_of(record), *maps_of(record))):
             first, *inner = Path(name).parts
-            if name not in kept and first == MASKS and inner and ".." not in inner:
+            if name not in kept and first in (MASKS, MAPS) and inner and ".." not in inner:
                 (self.folder / name).unlink(missing_ok=True)
         for path in (self.folder / MASKS).rglob(".*.new"):
             path.unlink(missing_ok=True)

@@ -130,6 +130,10 @@ class SlideFolder(ListedFiles):
         """What is to be learnt of a slide; its mask is yet to be read. Raises BadImage, OtherFile."""
         return super().label(index) if self.masks is None else self.masks.mask(index, self.image(index))
 
+    def told(self, index: int) -> dict[str, Any]:
+        mpp = self.rows[index].mpp
+        return {} if mpp is None else {"mpp": mpp}
+
     def image(self, index: int) -> Slide:
         """A slide, its header read and its pixels not; the headers of the last ones are kept.
 
