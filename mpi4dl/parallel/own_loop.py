@@ -83,8 +83,11 @@ def parallelize(
         raise ValueError(f"outputs={outputs!r} must be 'whole' or 'spread'")
     if isinstance(model, _OnTiles):
         raise ValueError("the model is parallelized already: call parallelize once")
-    if "forward" in vars(model) or hasattr(model, "_orig_mod"):
-        raise ValueError("the model has a forward that is no method of its class: parallelize before torch.compile")
+    if "forward" in vars(model) or hasattr(model, "_orig_mod") or isinstance(model, torch.fx.GraphModule):
+        raise ValueError(
+            "the model has a forward that is no method of its class: parallelize before torch.compile, or put it into "
+            "an nn.Sequential"
+        )
     cut = tiles if isinstance(tiles, Tiles) else tiles_of(tiles, data, world() if comm is None else comm)
     comm, values = cut.grid.comm, [*model.named_parameters(), *model.named_buffers()]
     with comm.together((ValueError,)):
@@ -112,6 +115,19 @@ class _OnTiles(nn.Module):
         loop = vars(self).get("_loop")  # another object of this class has none
         return super().forward(*args, **kwargs) if loop is None else loop.call(self, super().forward, args, kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is on tiles too; what is pickled is the plain model."""
+        make, args, *state = super().__reduce_ex__(protocol)
+        kind = type(self).__mro__[2]
+        return _made_again, (vars(self).get("_loop"), kind, make, [kind if x is type(self) else x for x in args]), *state
+
+
+def _made_again(loop: "_Loop | None", kind: type[nn.Module], make: Callable[..., Any], args: Sequence[Any]) -> Any:
+    model = make(*args)
+    if loop is not None:
+        model.__class__ = _on_tiles(kind)
+    return model
+
 
 def _on_tiles(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (_OnTiles, kind), {"__module__": kind.__module__})
@@ -130,6 +146,9 @@ class _Loop:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Loop":
         return _Loop(self.tiles, self.spread)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
     def call(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         grid, records = self.tiles.grid, torch.is_grad_enabled()

@@ -1,6 +1,7 @@
 """`mpi4dl.parallelize`: users' own loops, against the same loops in plain PyTorch, in float64."""
 
 import copy
+import io
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -226,6 +227,8 @@ def unlike(comm: Communicator) -> Iterator[str]:
 
     def before_compiling(wrap: Wrap) -> None:
         model = made()
+        with pytest.raises(ValueError, match="Sequential"):
+            wrap(torch.fx.symbolic_trace(made(Dense)))
         model.forward = model.body
         wrap(model)
 
@@ -316,6 +319,14 @@ def unusual_buffers(comm: Communicator) -> None:
     copied = copy.deepcopy(mpi4dl.parallelize(model, comm=comm))
     images = next(batches(1))[0]
     torch.testing.assert_close(copied(images), made(Dense)(images))
+    file = io.BytesIO()
+    torch.save(copied, file)
+    file.seek(0)
+    plain = torch.load(file, weights_only=False)
+    assert type(plain) is Dense
+    torch.testing.assert_close(plain(images), made(Dense)(images))
+    wrapped = mpi4dl.parallelize(nn.Sequential(torch.fx.symbolic_trace(made(Dense))), comm=comm)
+    torch.testing.assert_close(wrapped(images), made(Dense)(images))
 
 
 def test_models_with_unusual_buffers_and_copies_of_them(ranks: Ranks) -> None:
