@@ -117,9 +117,14 @@ class _OnTiles(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is on tiles too; what is pickled is the plain model."""
-        make, args, *state = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, args, *state = reduced
         kind = type(self).__mro__[2]
-        return _made_again, (vars(self).get("_loop"), kind, make, [kind if x is type(self) else x for x in args]), *state
+        return (
+            _made_again,
+            (vars(self).get("_loop"), kind, make, [kind if x is type(self) else x for x in args]),
+            *state,
+        )
 
 
 def _made_again(loop: "_Loop | None", kind: type[nn.Module], make: Callable[..., Any], args: Sequence[Any]) -> Any:
