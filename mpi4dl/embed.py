@@ -141,7 +141,7 @@ def embed(comm: "Communicator", asked: CommandLine[EmbedConfig]) -> None:
             embedding = Embedding(comm, config, training, encoder, patience)
         embedding.measure_stains()
         if comm.rank == 0:
-            for line in (embedding.title(), *remarks, *embedding.slides.remarks, *embedding.unstained):
+            for line in (embedding.title(), *remarks, *embedding.remarks, *embedding.unstained):
                 print(asked.spell(line), flush=True)
         embedding.find_tissue()
         if chosen.dry_run:

@@ -18,15 +18,19 @@ Read = Callable[[Any], Answer]  # what is read of an open file
 
 
 def slide(path: str) -> Read:
-    """The levels and properties of a slide with its ICC profile, or the RGBA bytes of a box of a level.
+    """The vendor of a slide, its levels and properties with its ICC profile, or the RGBA bytes of a box of a level.
 
     A box is its left and upper side in pixels of level 0, its level, and its width and height in pixels of that.
     """
     import openslide
 
-    opened = openslide.OpenSlide(path)
+    opened: Any = None
 
-    def read(box: list[int] | None) -> Answer:
+    def read(box: list[int] | str | None) -> Answer:
+        nonlocal opened
+        if isinstance(box, str):
+            return {"vendor": openslide.OpenSlide.detect_format(path)}, b""
+        opened = opened or openslide.OpenSlide(path)
         if box is None:
             answer = {"levels": opened.level_dimensions, "downsamples": opened.level_downsamples}
             profile = getattr(opened, "color_profile", None)

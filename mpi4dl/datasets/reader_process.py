@@ -156,10 +156,22 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
 
 # Read boxes of slide scanners' formats (SVS, NDPI, MRXS, ...) with OpenSlide, in processes that may die.
 
+GENERIC = "generic-tiff"  # OpenSlide's name for TIFF of nobody's
 # OpenSlide hands out four bytes per pixel; strips keep what is alive beside the result small.
 STRIP_ROWS = 1024
 ALIGNED_PX = 512  # each side of the boxes that are read of levels which are no whole number of times smaller
 BYTES_PER_PIXEL = 4
+
+
+def vendor_of(path: Path) -> str | None:
+    """The scanner's format of a file as OpenSlide names it, such as aperio; None for other files, or without OpenSlide.
+
+    Raises BadImage.
+    """
+    if find_spec("openslide") is None:
+        return None
+    found = ask("openslide", path, "vendor")[0].get("vendor")
+    return None if found == GENERIC else found
 
 
 def open_with_openslide(path: Path) -> tuple[dict[str, Any], bytes]:

@@ -10,6 +10,10 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,6 +137,13 @@ MOST_PIXELS_AT_ONCE = 178_956_970
 DEADLY = (22610, 34934)
 LOSSY = (6, 7, *DEADLY, 33007, 34892)  # JPEG, JPEG XR, and JPEG under other numbers
 
+SCANNERS = ("svs", "philips", "bif", "ndpi", "scn")  # tifffile's names of formats that OpenSlide reads
+BESIDE = re.compile(r"\b(label|macro|thumbnail|overview)\b", re.IGNORECASE)
+MASK, MACRO = 4, 9  # of the tag NewSubfileType: a bit of TIFF 6.0, and what Aperio calls the overview
+# A page is compared with the next finer one at SPOTS x SPOTS spots. JPEG and other resampling change less than that.
+SPOTS, SPOT_PX, MOST_UNLIKE = 4, 32, 12.0
+BLANK = 225  # and brighter in each colour: glass
+
 # tifffile logs what it also raises, or what is checked here: without a handler, Python prints that for each reading.
 logging.getLogger("tifffile").addHandler(logging.NullHandler())
 
@@ -145,6 +156,17 @@ def open_tiff(path: Path, indices: bool = False) -> Image:
         BadImage: damaged, truncated, a stack of images, or with a number of channels that no colour image has.
         Unsupported: intact, but of colours that this reader leaves to Pillow.
     """
+    with _opened(path) as file:
+        first: Any = file.pages[0]
+        _check_segments(path, first)
+        _check_directories(path)
+        kind = _Indices if indices else _Tiff
+        return upright(kind(path, _planes(path, file), file.ome_metadata), first.tags.valueof(TAG))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A file by tifffile. What goes wrong in here is raised as BadImage, DatasetError or Unsupported."""
     try:
         import tifffile
     except ImportError as error:
@@ -152,11 +174,7 @@ def open_tiff(path: Path, indices: bool = False) -> Image:
         raise DatasetError(f"{path}: reading TIFF needs tifffile; run {remedy}") from error
     try:
         with tifffile.TiffFile(path, _multifile=False) as file:
-            first: Any = file.pages[0]
-            _check_segments(path, first)
-            _check_directories(path)
-            kind = _Indices if indices else _Tiff
-            return upright(kind(path, _planes(path, file), file.ome_metadata), first.tags.valueof(TAG))
+            yield file
     except (DatasetError, Unsupported):
         raise
     except Exception as error:  # a damaged header makes the parser stumble in many ways
@@ -164,9 +182,12 @@ def open_tiff(path: Path, indices: bool = False) -> Image:
 
 
 class PageFacts(NamedTuple):
-    """What a TIFF file says of its image: OME-XML, description, pixels per unit (x, y), the unit, an ICC profile."""
+    """What a TIFF file says of its image: OME-XML and which image of it, description, pixels per unit (x, y), the unit,
+    an ICC profile.
+    """
 
     ome: str
+    number: int
     description: str
     resolution: tuple[float, float] | None
     resolution_unit: int
@@ -176,36 +197,85 @@ class PageFacts(NamedTuple):
 def open_levels(path: Path) -> tuple[tuple[Image, ...], PageFacts]:
     """The levels of a pyramid in a TIFF file, as RGB bytes, from the finest on, and what the file says of them.
 
-    A level is any further page, or SubIFD of the first page, that shows the same picture with fewer pixels: of the
-    same samples, and of the same proportions to a pixel. A file without such pages has one level.
+    A level is any further page, or SubIFD of the slide's page, that shows the same picture with fewer pixels: of the
+    same samples, of the same proportions to a pixel, and, if it is a page, of about the same colours at the same
+    places. Labels and overviews of the whole glass are no slide. A file without such pages has one level.
 
     Raises:
-        BadImage, Unsupported, DatasetError: as `open_tiff`.
+        BadImage, Unsupported: as `open_tiff`. DatasetError: a scanner's format, which needs OpenSlide.
     """
-    found = open_tiff(path)
-    import tifffile
+    _check_directories(path)
+    with _opened(path) as file:
+        scanner = next(
+            (name for name in SCANNERS for page in list(file.pages)[:2] if getattr(page, f"is_{name}")), None
+        )
+        if scanner is not None and find_spec("openslide") is None:
+            remedy = to_install("openslide-python", "openslide-bin")
+            raise DatasetError(f"{path}: reading a scanner's TIFF ({scanner}) needs openslide; run {remedy}")
+        pages, number = _pages_of_slide(path, file)
+        first = pages[0]
+        tag = first.tags.valueof(TAG)
 
-    with tifffile.TiffFile(path, _multifile=False) as file:
-        first: Any = file.pages[0]
-        planes = _planes(path, file)
-        levels = [found]
-        if len(planes) == 1:
-            further = [page for pages in (first.pages or (), list(file.pages)[1:]) for page in pages]
-            smaller = sorted(filter(lambda page: _reduces(first, page), further), key=_pixels_of, reverse=True)
-            for page in smaller:
-                if _pixels_of(page) < prod(levels[-1].size):
-                    _check_segments(path, page)
-                    tag = first.tags.valueof(TAG)
-                    levels.append(upright(_Tiff(path, [page], file.ome_metadata), tag))
-        ratio = [_ratio(first.tags.valueof(name)) for name in ("XResolution", "YResolution")]
-        across, down = ratio
+        def image(pages: Sequence[Any]) -> Image:
+            _check_segments(path, pages[0])
+            return upright(_Tiff(path, pages, file.ome_metadata), tag)
+
+        levels = [image(pages)]
+        others = [page for page in file.pages if page.index != first.index and not _is_beside(page)]
+        inner = list(first.pages or ())
+        wanted = filter(partial(_reduces, first), (*inner, *others) if len(pages) == 1 else ())
+        for page in sorted(wanted, key=_pixels_of, reverse=True):
+            if _pixels_of(page) < prod(levels[-1].size):
+                smaller = image([page])
+                if page in inner or _shows_the_same(levels[-1], smaller):
+                    levels.append(smaller)
+        across, down = (_ratio(first.tags.valueof(name)) for name in ("XResolution", "YResolution"))
         return tuple(levels), PageFacts(
             file.ome_metadata or "",
+            number,
             first.description or "",
             (across, down) if across and down else None,
             int(first.tags.valueof("ResolutionUnit", 2)),
             first.tags.valueof("InterColorProfile"),
         )
+
+
+def _pages_of_slide(path: Path, file: Any) -> tuple[Sequence[Any], int]:
+    """The page that is the slide, or one for each of its colours; and the number of its image in OME-XML."""
+    first = file.pages[0]
+    if file.is_ome and len(file.series) > 1:
+        named = [number for number, each in enumerate(file.series) if not BESIDE.search(each.name or "")]
+        number = max(named or range(len(file.series)), key=lambda number: prod(file.series[number].keyframe.shape[:2]))
+        return _planes(path, file, number), number
+    page = next((page for page in file.pages if not _is_beside(page)), first)
+    if page is first or _pixels_of(page) < _pixels_of(first):  # no label is larger than its slide
+        return _planes(path, file), 0
+    return [page], 0
+
+
+def _is_beside(page: Any) -> bool:
+    """Whether a page says that it is a label, an overview, or a mask."""
+    kind = page.tags.valueof("NewSubfileType", 0) if hasattr(page, "tags") else 0
+    described = "" if getattr(page, "is_ome", False) else getattr(page, "description", "") or ""
+    return kind == MACRO or bool(kind & MASK) or bool(BESIDE.search(described))
+
+
+def _shows_the_same(finer: Image, coarser: Image) -> bool:
+    """Whether two images have about the same colours at the same places, which are not all blank."""
+    told: list[float] = []
+    for spot in product(range(1, 2 * SPOTS, 2), repeat=2):
+        colours = []
+        for image in (coarser, finer):
+            side = max(1, round(SPOT_PX * image.size[0] / coarser.size[0]))
+            starts = (
+                min(max(0, size * at // (2 * SPOTS) - side // 2), size)
+                for size, at in zip(image.size, spot, strict=True)
+            )
+            box = [Interval(start, min(start + side, size)) for start, size in zip(starts, image.size, strict=True)]
+            colours.append(image.read(*box).mean((0, 1)))
+        if min(map(np.min, colours)) < BLANK:
+            told.append(float(np.abs(colours[0] - colours[1]).max()))
+    return float(np.mean(told or [0.0])) <= MOST_UNLIKE
 
 
 def _pixels_of(page: Any) -> int:
@@ -346,13 +416,17 @@ def _slice(interval: Interval, origin: int) -> slice:
     return slice(interval.start - origin, interval.stop - origin)
 
 
-def _planes(path: Path, file: Any) -> Sequence[Any]:
-    """The page that is the image, or where channels are pages of their own (as OME's and ImageJ's CYX), these."""
+def _planes(path: Path, file: Any, number: int = 0) -> Sequence[Any]:
+    """The page that is the image of a series, or where channels are pages of their own (as OME's and ImageJ's CYX),
+    these.
+    """
     first = file.pages[0]
     if len(file.pages) == 1:
         return [first]
-    series = file.series[0]
-    if series.keyframe.index != first.index:
+    series = file.series[number]
+    if number:
+        first = series.keyframe
+    elif series.keyframe.index != first.index:
         return [first]
     lengths = dict(zip(series.axes, series.shape, strict=True))
     stacked = prod(length for axis, length in lengths.items() if axis not in "YXSC")

@@ -288,6 +288,7 @@ class Embedding:
         paths: the file of each slide.
         done: the slides that have a finished file with the same settings.
         changed: those whose file is of other pixels, which were at their place before.
+        remarks: on the slides, for people.
         bad: what is wrong with slides that cannot be embedded, by number.
 
     Raises:
@@ -327,6 +328,7 @@ class Embedding:
         self._places: dict[int, Patches] = {}
         self._identities: dict[int, Record] = {}
         self.done, self.changed = self._found()
+        self.remarks = (*self.slides.remarks, *self.slides.first_slide())
 
     def _settings_of(self, index: int) -> Settings:
         """The settings of a slide's file, as JSON gives them back."""

@@ -4,6 +4,7 @@ import copy
 import math
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._wording import counted, some
-from mpi4dl.datasets.base import BadImage, DatasetError, Pixels
+from mpi4dl.datasets.base import BadImage, DatasetError, Pixels, printable
 from mpi4dl.datasets.listed import UNKNOWN, File, ListedFiles, num_bytes_of
 from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks, Tell, quietly
 from mpi4dl.datasets.slides.slide import Cells, Resolution, Slide, open_slide
@@ -270,7 +271,7 @@ class SlideFolder(ListedFiles):
                 raise DatasetError(f"{self.root}: has no slide {lacks}: add slides, or change the split")
         counts = [len({whole.rows[i].patient for i in part.indices}) for part in parts]
         remarks += (f"{counted(counts[0], 'patient')} to train on + {counts[1]} to validate with",)
-        whole.remarks = (*self.remarks, self.described(), *remarks)
+        whole.remarks = (*self.remarks, self.described(), *self.first_slide(), *remarks)
         return parts[0], parts[1], remarks
 
     def split_as_text(self) -> str:
@@ -290,6 +291,13 @@ class SlideFolder(ListedFiles):
     @property
     def _table(self) -> SlideTable:
         return SlideTable(self.labels_of, tuple(self.classes), tuple(self.rows), self.columns)
+
+    def first_slide(self) -> tuple[str, ...]:
+        """The size, levels, resolution and vendor of one slide, for people to look at; nothing if none can be read."""
+        for index in range(min(len(self), MOST_OPEN)):
+            with suppress(DatasetError):
+                return (f"{printable(self.name(index))}: {self.image(index).file.described()}",)
+        return ()
 
     def described(self) -> str:
         """What was taken for what in the table, in one line."""

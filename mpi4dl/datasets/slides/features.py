@@ -348,6 +348,9 @@ class FeatureFolder(SlideFolder):
         root, slide = self.slides_root, self.slide_of(found.path.name)
         return Bag(**{**vars(found), "slide": None if root is None or slide is None else root / slide})
 
+    def first_slide(self) -> tuple[str, ...]:
+        return ()
+
     def slide_of(self, name: str) -> str | None:
         """The slide of a file of features, from `slides_root` on; None if it is not at hand."""
         return self._by_name.get(without_suffix(Path(name).name, FEATURE_SUFFIXES))

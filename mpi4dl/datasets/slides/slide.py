@@ -25,7 +25,7 @@ from mpi4dl._files import open_regular
 from mpi4dl.datasets import tiff
 from mpi4dl.datasets.base import BadImage, Image, Pixels
 from mpi4dl.datasets.files import DICOM, SLIDE_SUFFIXES, blaming, open_image
-from mpi4dl.datasets.reader_process import OpenSlideLevel, open_with_openslide
+from mpi4dl.datasets.reader_process import OpenSlideLevel, open_with_openslide, vendor_of
 from mpi4dl.datasets.slides import dicom
 from mpi4dl.datasets.stains import Recolour
 from mpi4dl.datasets.transform import Frame, resize
@@ -59,7 +59,7 @@ class SlideFile:
 
     `levels` begin with the finest. `mpp` are microns per pixel of level 0, `magnification` that of its objective; None
     where the file does not say. `bounds` are the rows and columns of level 0 that the scanner scanned. `profile` is an
-    ICC profile of its colours.
+    ICC profile of its colours. `vendor` is the scanner's format as OpenSlide names it, or that of a picture.
     """
 
     path: Path
@@ -68,11 +68,20 @@ class SlideFile:
     magnification: float | None = None
     bounds: tuple[Interval, Interval] | None = None
     profile: bytes | None = None
+    vendor: str = ""
 
     @property
     def size(self) -> tuple[int, ...]:
         """(height, width) of level 0, in pixels."""
         return self.levels[0].image.size
+
+    def described(self) -> str:
+        """Size, levels, resolution and vendor, in a line."""
+        height, width = self.size
+        levels = ", ".join(f"{level.downsample:.4g}" for level in self.levels)
+        mpp = "no microns per pixel" if self.mpp is None else f"{self.mpp:.4g} um per pixel"
+        power = "" if self.magnification is None else f", {self.magnification:g}x"
+        return f"{width} x {height} px, levels {levels}, {mpp}{power}, {self.vendor or 'an image'}"
 
 
 @dataclass(frozen=True)
@@ -277,9 +286,11 @@ def _opened(path: Path) -> SlideFile:
     if path.suffix.lower() in SLIDE_SUFFIXES:
         return _openslide_file(path, path)
     if magic in tiff.MAGIC:
+        if vendor_of(path) is not None:  # which knows its pages from labels, and the factors of its levels
+            return _openslide_file(path, path)
         with suppress(tiff.Unsupported):  # Pillow may read it
             return _tiff_file(path)
-    return SlideFile(path, (Level(open_image(path), 1.0),))
+    return SlideFile(path, (Level(open_image(path), 1.0),), vendor=path.suffix.lower().lstrip("."))
 
 
 def _openslide_file(path: Path, main: Path) -> SlideFile:
@@ -302,19 +313,20 @@ def _openslide_file(path: Path, main: Path) -> SlideFile:
         if height > 0 and width > 0 and Interval(0, whole[0]).covers(rows) and Interval(0, whole[1]).covers(cols):
             bounds = rows, cols
     power = _number(found.get("openslide.objective-power"))
-    return SlideFile(path, levels, plausible_mpp(mpp), power, bounds, bytes(profile) or None)
+    vendor = found.get("openslide.vendor", "")
+    return SlideFile(path, levels, plausible_mpp(mpp), power, bounds, bytes(profile) or None, vendor)
 
 
 def _tiff_file(path: Path) -> SlideFile:
     images, page = tiff.open_levels(path)
     height, width = images[0].size
     levels = (Level(image, math.sqrt((height / image.size[0]) * (width / image.size[1]))) for image in images)
-    return SlideFile(path, tuple(levels), *_described(page))
+    return SlideFile(path, tuple(levels), *_described(page), vendor="OME-TIFF" if page.ome else "TIFF")
 
 
 def _described(page: "tiff.PageFacts") -> tuple[float | None, float | None, None, bytes | None]:
     """Microns per pixel, magnification, no bounds, and the ICC profile of a TIFF page."""
-    mpp, power = _of_ome(page.ome) if page.ome else (None, None)
+    mpp, power = _of_ome(page.ome, page.number) if page.ome else (None, None)
     if mpp is None:
         said = re.search(r"\bMPP\s*=\s*([0-9.]+)", page.description)
         mpp = _number(said[1]) if said else None
@@ -327,15 +339,16 @@ def _described(page: "tiff.PageFacts") -> tuple[float | None, float | None, None
     return plausible_mpp(mpp), power, None, page.profile
 
 
-def _of_ome(ome: str) -> tuple[float | None, float | None]:
-    """Microns per pixel and magnification of the first image of OME-XML."""
+def _of_ome(ome: str, number: int) -> tuple[float | None, float | None]:
+    """Microns per pixel and magnification of an image of OME-XML."""
     if "<!DOCTYPE" in ome or "<!ENTITY" in ome:
         return None, None
     try:
         root = ElementTree.fromstring(ome)
     except ElementTree.ParseError:
         return None, None
-    pixels = next((each for each in root.iter() if each.tag.endswith("}Pixels") or each.tag == "Pixels"), None)
+    every = [each for each in root.iter() if each.tag.endswith("}Pixels") or each.tag == "Pixels"]
+    pixels = every[number] if number < len(every) else None
     lens = next((each for each in root.iter() if each.tag.endswith("}Objective") or each.tag == "Objective"), None)
     power = None if lens is None else _number(lens.get("NominalMagnification"))
     if pixels is None:

@@ -13,6 +13,7 @@ from mpi4dl.datasets.base import WholeImage
 from mpi4dl.datasets.slides.compose import FORMATS, Composition, Disc, composition, write_slide
 from mpi4dl.datasets.slides.slide import Level, Resolution, Slide, SlideFile, open_slide
 from mpi4dl.geometry import Interval
+from tests.datasets.slides.layouts import LAYOUTS, MPP, label_of, picture, pyramid
 
 SIDE = 2100  # px: two levels
 
@@ -76,6 +77,24 @@ def test_formats_and_levels_show_the_same(folder: Path) -> None:
         assert np.array_equal(other, shown[0])
     full = Slide(SlideFile(Path("x"), (open_slide(folder / "slide.tif").file.levels[0],), 0.5), 4.0)
     assert np.abs(whole(full).astype(int) - shown[0]).mean() < 1.5
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_slides_are_read_as_scanners_lay_them_out(name: str, tmp_path: Path) -> None:
+    """No label is a level, no overview is the slide, and padded levels have their true factors."""
+    layout = LAYOUTS[name]
+    levels, path = pyramid(picture(layout.size)), tmp_path / f"slide{layout.ending}"
+    layout.write(path, levels, label_of(layout.size))
+    found = open_slide(path)
+    assert (found.size, found.mpp, found.file.vendor) == (layout.size, pytest.approx(MPP), layout.vendor)
+    assert [level.downsample for level in found.file.levels][:3] == pytest.approx([1.0, 2.0, 4.0])
+    true = SlideFile(path, tuple(Level(WholeImage(level), 2.0**number) for number, level in enumerate(levels)), MPP)
+    for mpp in (0.5, 0.8, 2.0, 5.0):
+        resolution = Resolution(mpp=mpp)
+        read, expected = (whole(slide) for slide in (open_slide(path, resolution), Slide(true, mpp / MPP)))
+        assert read.shape == expected.shape
+        inner = np.abs(read.astype(int) - expected)[3:-3, 3:-3]  # beyond what Leica scanned it is white
+        assert inner.max() <= layout.tolerance, mpp
 
 
 def test_the_nearest_finer_level_is_read(folder: Path) -> None:
