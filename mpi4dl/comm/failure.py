@@ -233,7 +233,7 @@ def refuse(message: str) -> NoReturn:
     together = opened is not None and opened.gathers(MEETING_SECONDS)
     if not together:
         _wait_for_turn()
-    if opened is None or opened.rank == 0 or not together:
+    if opened is None or not together or opened.speaks():  # others may have come to a good end
         say(f"mpi4dl: {message}")
     if together:
         leave(USER_ERROR)

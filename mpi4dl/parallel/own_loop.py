@@ -27,10 +27,10 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from mpi4dl._randomness import RandomStates
 from mpi4dl.comm import Communicator, Refusal, world
-from mpi4dl.comm.exchange import linear, once_differentiable
+from mpi4dl.comm.exchange import once_differentiable, running_forward
 from mpi4dl.geometry import SPACE, GridShape
 from mpi4dl.parallel.replicas.optimizer_traits import backward_hook_in
-from mpi4dl.parallel.replicas.parameter_sums import ForwardPass, GradientBuckets, SummedParameters, _Sum, summed
+from mpi4dl.parallel.replicas.parameter_sums import ForwardPass, GradientBuckets, SummedParameters, _Sum, _Use, summed
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.halo import gather, gather_axes
 from mpi4dl.parallel.spatial.rules.hooks import whole_gradients
@@ -147,7 +147,6 @@ class _Loop:
         self._num_calls: dict[tuple[bool, bool], int] = {}  # in each mode
         self._trained: tuple[Any, ...] = ()
         self._buckets: GradientBuckets | None = None
-        self._made: list[weakref.ref[Tensor]] = []  # plain tensors with a gradient of the call that runs, or ran last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Loop":
         return _Loop(self.tiles, self.spread)
@@ -168,18 +167,16 @@ class _Loop:
         self._compare(model, parameters, (args, kwargs), checks)
         self._is_running = True
         try:
-            self._made.clear()
             running = ForwardPass(self._buckets_of(parameters) if records else GradientBuckets([], grid.comm))
             entered = [0]
-            args, kwargs = mapped((args, kwargs), lambda x: self._entered(x, entered))
+            args, kwargs = mapped((args, kwargs), lambda x: self._entered(x, entered, running))
             if not entered[0]:
                 self._refuse_inputs(args, kwargs)
             drawn = RandomStates.now().digests() if checks else ()
-            with running.running(), whole_gradients(grid, self._made if records else None):
+            with running.running(), _Border(grid, running) if records else whole_gradients(grid):
                 outputs = forward(*args, **kwargs)
-                self._made += map(weakref.ref, running.used())
             grid.foresight.pay()
-            self._look_at_what_stays(model, records)
+            self._refuse_spread_buffers(model)
             if checks:
                 self._compare_draws(drawn)
                 self._refuse_other_leaves(model, outputs)
@@ -195,8 +192,6 @@ class _Loop:
                 vars(module)["_parameters"] = SummedParameters(module._parameters)
                 if isinstance(module, nn.RNNBase):
                     module.register_forward_pre_hook(_with_summed_weights)
-            if module._forward_hooks and self._seen_by_hooks not in module._forward_hooks.values():
-                module.register_forward_hook(self._seen_by_hooks, prepend=True)
             for p in dict.values(module._parameters):
                 if p is not None and p.requires_grad:
                     found[id(p)] = p
@@ -208,7 +203,7 @@ class _Loop:
             self._trained, self._buckets = trained, GradientBuckets(parameters, self.tiles.grid.comm)
         return self._buckets
 
-    def _entered(self, x: Tensor, count: list[int]) -> Tensor:
+    def _entered(self, x: Tensor, count: list[int], running: ForwardPass) -> Tensor:
         """An input of the model from outside of it."""
         grid, x = self.tiles.grid, outside(x)
         if isinstance(x, SpatialTensor):
@@ -217,9 +212,11 @@ class _Loop:
                 return x
             if grid.loop != "spread":
                 raise Refusal("a spread input of the model requires a gradient: pass the whole tensor instead")
-            return x.like(_Entered.apply(x.local, lambda g: g * grid.size))  # the inverse of `_share`
+            return x.like(_Entered.apply(x.local, lambda g: g * grid.size, running))  # the inverse of `_share`
         if x.requires_grad and torch.is_grad_enabled():
-            x = _Entered.apply(x, lambda g: grid.comm.all_reduce(g.clone(memory_format=torch.contiguous_format)))
+            x = _Entered.apply(
+                x, lambda g: grid.comm.all_reduce(g.clone(memory_format=torch.contiguous_format)), running
+            )
         space = len(grid.space)
         if x.dim() < space + 2 or any(n < k for n, k in zip(x.shape[-space:], grid.shape.space, strict=True)):
             return x
@@ -229,20 +226,15 @@ class _Loop:
     def _left(self, y: Tensor) -> Tensor:
         """An output of the model for outside of it."""
         size = self.tiles.grid.size
-        y = _plain(y)
+        if isinstance(y, KeptTensor):
+            return y.outside()
         if isinstance(y, SpatialTensor):
             if self.spread:
                 return y.like(_share(y.local, size))
             y = gather_axes(y, y.layout.grid.axes)
         return _share(y, size)
 
-    def _seen_by_hooks(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """A forward hook before those of users, who may keep what they see."""
-        if self._is_running and torch.is_grad_enabled():
-            self._made += map(weakref.ref, tensors_in(outputs))
-
-    def _look_at_what_stays(self, model: nn.Module, records: bool) -> None:
-        """Mark tensors of the forward pass that anybody keeps. Refuse buffers that became spread."""
+    def _refuse_spread_buffers(self, model: nn.Module) -> None:
         for path, module in model.named_modules():
             for name, value in module._buffers.items():
                 if isinstance(value, SpatialTensor):
@@ -250,14 +242,6 @@ class _Loop:
                         f"the buffer {name} of {path or 'the model'} became a tensor that is spread over tiles: keep "
                         "what mpi4dl.parallel.spatial.gather returns, or a number for each channel"
                     )
-            for name, value in vars(module).items() if records else ():
-                if isinstance(value, Tensor | list | tuple | dict) and name not in INTERNAL:
-                    self._made += map(weakref.ref, tensors_in(value))
-        for found in self._made:
-            x = found()
-            if type(x) is Tensor and x.requires_grad and x.grad_fn is not None:
-                x.__class__ = KeptTensor
-                x.ranks = self.tiles.grid.size  # type: ignore[attr-defined]
 
     def _refuse_inputs(self, args: Any, kwargs: Any) -> None:
         shapes = [tuple(x.shape) for x in tensors_in((args, kwargs))]
@@ -335,25 +319,157 @@ UNLIKE = {
 }
 
 
-class KeptTensor(Tensor):
-    """A plain tensor of within a model that somebody keeps. Within a forward pass it is what it was, and outside of it
-    an output of the model.
+class _Border(whole_gradients):
+    """A forward pass, and what comes into it from outside, or stays outside, by other ways than arguments and results.
+
+    Plain tensors with a gradient that were made outside enter where a function takes them. Those that were made in the
+    pass, and that somebody keeps when it ends, are outputs of the model from then on.
     """
 
-    ranks: int
+    def __init__(self, grid: Grid, running: ForwardPass) -> None:
+        super().__init__(grid)
+        self._grid, self._running = grid, running
+        self._known: set[int] = set()
+        self._made: list[weakref.ref[Tensor]] = []
+        self._entered: dict[int, tuple[Tensor, Tensor]] = {}
+        self._apply = vars(torch.autograd.Function)["apply"]
+
+    def __enter__(self) -> Any:
+        def noted_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+            result = self._apply.__func__(function, *args, **kwargs)
+            if not function.__module__.startswith("mpi4dl."):
+                self._note(result)
+            return result
+
+        torch.autograd.Function.apply = classmethod(noted_apply)  # type: ignore[method-assign, assignment]
+        running_forward.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        torch.autograd.Function.apply = self._apply  # type: ignore[method-assign]
+        running_forward.remove(self)
+        result = super().__exit__(*error)
+        self._note([*self._running.used()])
+        self._entered.clear()
+        for found in self._made:
+            x = found()
+            if isinstance(x, SpatialTensor):
+                x.kept = True
+            elif type(x) is Tensor and x.requires_grad and x.grad_fn is not None:
+                x.__class__ = KeptTensor
+                x.grid = self._grid  # type: ignore[attr-defined]
+        return result
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not torch.is_grad_enabled() or (getattr(function, "__name__", "") == "__get__" and function not in VIEWS):
+            return super().__torch_function__(function, types, args, kwargs)
+        args = [self._within(x) for x in args]
+        kwargs = {name: self._within(x) for name, x in kwargs.items()} if kwargs else {}
+        result = super().__torch_function__(function, types, args, kwargs)
+        self._note(result)
+        if result is None and args:  # such as __setitem__
+            self._note(args[0])
+        return result
+
+    def _note(self, result: Any) -> None:
+        if isinstance(result, Tensor):
+            if result.requires_grad if type(result) is Tensor else isinstance(result, SpatialTensor):
+                self._known.add(id(result))
+                self._made.append(weakref.ref(result))
+        elif isinstance(result, tuple | list):
+            for each in result:
+                self._note(each)
+
+    def _within(self, x: Any) -> Any:
+        """An argument of a function in this pass."""
+        if isinstance(x, tuple | list):
+            found = [self._within(each) for each in x]
+            if all(map(operator.is_, found, x)):
+                return x
+            return type(x)(*found) if hasattr(x, "_fields") else type(x)(found)
+        if isinstance(x, KeptTensor):
+            x = x.outside()
+        elif not isinstance(x, Tensor) or isinstance(x, SpatialTensor) or id(x) in self._known or not x.requires_grad:
+            return x
+        if id(x) not in self._entered:
+            if self._is_of_this_pass(x.grad_fn):
+                self._known.add(id(x))
+                return x
+            total = _Entered.apply(
+                x, lambda g: self._grid.comm.all_reduce(g.clone(memory_format=torch.contiguous_format)), self._running
+            )
+            self._entered[id(x)] = x, total
+        return self._entered[id(x)][1]
+
+    def _is_of_this_pass(self, node: Any) -> bool:
+        pending, seen = [node], set[Any]()
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            kind = getattr(node, "_forward_cls", None)
+            if kind in (_Use, _Entered) and node.running is self._running:
+                return True
+            if kind is not _Left:
+                pending += [following for following, _ in node.next_functions]
+        return False
+
+
+class KeptTensor(Tensor):
+    """A plain tensor of within a model that somebody keeps: an output of the model, in all that is done with it."""
+
+    grid: Grid
+    shared: Tensor | None = None
+
+    def outside(self) -> Tensor:
+        """The output of the model that it is, the same each time."""
+        if self.shared is None:
+            with torch.enable_grad():
+                self.shared = _share(_plain(self), self.grid.size)
+        return self.shared
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = pytree.tree_map_only(KeptTensor, outside, (tuple(args), kwargs or {}))
+        if function in OF_GRADIENT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        if function in (Tensor.register_hook, Tensor.retain_grad):  # of all uses, within and outside
+            with torch._C.DisableTorchFunctionSubclass():
+                return whole_gradients(args[0].grid).__torch_function__(function, types, args, kwargs)
+        if function is torch.autograd.grad:
+            return _gradients(*args, **(kwargs or {}))
+        # Functions that a backward pass calls again see it as it was.
+        of = outside if torch._C._current_graph_task_id() < 0 else _plain
+        args, kwargs = pytree.tree_map_only(KeptTensor, of, (tuple(args), kwargs or {}))
         return function(*args, **kwargs)
 
 
+def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad`, where kept tensors may be among outputs and inputs."""
+    outputs, args, kwargs = pytree.tree_map_only(KeptTensor, outside, (outputs, args, kwargs))
+    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    with torch._C.DisableTorchFunctionSubclass():
+        found = torch.autograd.grad(outputs, inputs, *args, **kwargs)
+    return tuple(
+        x.grid.comm.all_reduce(g.clone(memory_format=torch.contiguous_format))
+        if isinstance(x, KeptTensor) and g is not None
+        else g
+        for x, g in zip(inputs, found, strict=True)
+    )
+
+
+VIEWS = tuple(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
+OF_GRADIENT = tuple(getattr(Tensor.grad, name) for name in ("__get__", "__set__", "__delete__"))
+
+
 def outside(x: Tensor) -> Tensor:
-    """What somebody kept of a model, as a plain tensor for where it is used now."""
-    within = ForwardPass.now() is not None or torch._C._current_graph_task_id() >= 0
-    return _share(_plain(x), x.ranks) if isinstance(x, KeptTensor) and not within else _plain(x)
+    """What somebody kept of a model as the output that it is; other tensors are what they are."""
+    return x.outside() if isinstance(x, KeptTensor) else x
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -380,11 +496,10 @@ def _guard(function: Any, args: Sequence[Any], options: dict[str, Any]) -> None:
         for x in tensors
         if isinstance(x, SpatialTensor) and x._local is not None and x._local.requires_grad
     }
-    if "whole" in loops:
+    if "whole" in loops or any(isinstance(x, SpatialTensor) and x.kept for x in tensors):
         raise refusal(
             function_name(function),
-            "it is given a tensor that was kept beside what the model returns: return it, detach it, or parallelize "
-            "the model with outputs='spread'",
+            "it is given a tensor that was kept beside what the model returns: return it, or detach it",
         )
     plain = any(x.requires_grad for x in tensors if not isinstance(x, SpatialTensor))
     if "spread" in loops and (plain or function in HOOKS):
@@ -403,27 +518,37 @@ def _with_summed_weights(module: nn.Module, inputs: Any) -> None:
     module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]  # type: ignore
 
 
-def _same(x: Tensor) -> Tensor:
-    return x.detach()
-
-
 def _share(y: Tensor, size: int) -> Tensor:
     """y, whose gradient is shared out over ranks that all have the whole of it."""
-    return linear(y, _same, lambda g: g / size) if y.requires_grad else y
+    return _Left.apply(y, size) if y.requires_grad else y
+
+
+class _Left(torch.autograd.Function):
+    """The identity for an output of a model, of whose gradient outside each rank gets a share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return x.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.size, None
 
 
 class _Entered(torch.autograd.Function):
     """The identity for an input of a model, whose gradient outside is `adjoint` of that within."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, adjoint: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.adjoint = adjoint
+    def forward(ctx: Any, x: Tensor, adjoint: Callable[[Tensor], Tensor], running: ForwardPass) -> Tensor:
+        ctx.adjoint, ctx.running = adjoint, running
         return x.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.adjoint(gradient), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.adjoint(gradient), None, None
 
 
 NESTS = (tuple, list, set, frozenset)

@@ -411,6 +411,74 @@ def kept_tensors(wrap: Wrap) -> list[Tensor]:
     return found_in(model)
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+def kept_by_all_means(wrap: Wrap) -> list[Tensor]:
+    """By writes into a buffer, a function's result, and an exception; with hooks and writes outside."""
+    seen, gradients = list[Tensor](), list[Tensor]()
+
+    class Stop(Exception):
+        pass
+
+    def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        pooled, buffer = output.mean((2, 3)), torch.zeros(len(output), output.shape[1] + 1)
+        buffer[:, 1:] = pooled
+        pooled.retain_grad()
+        seen.extend([pooled, buffer, Doubled.apply(pooled), pooled[:, 0]])
+
+    def stop(module: nn.Module, inputs: Any) -> None:
+        raise Stop
+
+    model = made()
+    model.again.register_forward_hook(keep)
+    ending = model.head.register_forward_pre_hook(stop)
+    model = wrap(model)
+    for images, labels in batches(1):
+        with contextlib.suppress(Stop):
+            model(images)
+        ending.remove()
+        first, seen[:] = seen[:], []
+        loss = F.cross_entropy(model(images), labels)
+        seen[0].register_hook(gradients.append)
+        seen[2].mul_(3)
+        for scale, x in enumerate((*first, *seen), start=1):
+            loss = loss + scale * x.square().mean()
+        gradients += torch.autograd.grad(loss, seen[0], retain_graph=True)
+        loss.backward()
+    return [*found_in(model), *gradients, seen[0].grad]
+
+
+def other_ways_in(wrap: Wrap) -> list[Tensor]:
+    """A parameter of no module, a tensor by an attribute, and results of the step before."""
+
+    class Conditioned(Network):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.condition + self.before
+
+    hidden, encoder = nn.Parameter(torch.full((), 1.2)), nn.Linear(3, 3)
+    nn.init.constant_(encoder.weight, 0.3)
+    nn.init.constant_(encoder.bias, 0.1)
+    model = made(Conditioned)
+    model.first.register_forward_pre_hook(lambda module, inputs: inputs[0] * hidden)
+    model = wrap(model)
+    model.before, loss = torch.zeros(()), torch.zeros(())
+    for images, labels in batches(5):  # the last without the comparisons of the first ones
+        model.condition = encoder(torch.ones(3))
+        found = model(images)
+        model.before = 0.5 * found
+        loss = loss + F.cross_entropy(found, labels)
+    loss.backward()
+    return [*found_in(model, encoder), hidden.grad]
+
+
 def after_an_error(wrap: Wrap) -> list[Tensor]:
     """A hook fails in a backward pass, which then is made again."""
     model, fails = wrap(made()), [True]
@@ -477,6 +545,8 @@ LOOPS: dict[str, Callable[[Wrap], list[Tensor]]] = {
         reparametrized,
         reparametrized_by_hooks,
         kept_tensors,
+        kept_by_all_means,
+        other_ways_in,
         after_an_error,
         in_other_types,
         recomputed_outside,

@@ -21,7 +21,7 @@ import mpi4dl
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.own_loop import Tiles, checksum
 from mpi4dl.parallel.spatial import NoRule, SpatialTensor
-from tests.parallel.own_loops import LOOPS, Dense, Network, Wrap, batches, made, sgd
+from tests.parallel.own_loops import LOOPS, Dense, Network, Wrap, batches, made
 from tests.pool.ranks import Ranks
 
 GRIDS = {"1x2": ("1x2", 1), "2x2": ("2x2", 1), "data2": ("1x1", 2), "1x2-data2": ("1x2", 2)}
@@ -29,7 +29,15 @@ EXACT = 1e-10
 
 
 # Others want gradients of images, or leave out `tiles.whole`.
-OTHERS = ("autograd_grad", "attack", "a_chain", "kept_tensors", "recomputed_outside")
+OTHERS = (
+    "autograd_grad",
+    "attack",
+    "a_chain",
+    "kept_tensors",
+    "recomputed_outside",
+    "kept_by_all_means",
+    "other_ways_in",
+)
 IN_THREE_CALLS = [name for name in LOOPS if name not in OTHERS]
 
 
@@ -102,6 +110,7 @@ def test_own_loops_are_those_of_one_process(ranks: Ranks, grid: str, how: str) -
     of_data = {
         "a_recurrent_layer": "refused: torch.lstm in module lstm (LSTM)",
         "kept_tensors": "refused: Tensor.square",
+        "kept_by_all_means": "refused: Tensor.register_hook",
     }
     expected = of_data if data > 1 else {}
     for wrong in ranks(num_ranks).run(compare_loops, tiles, data, how, names):
@@ -135,16 +144,6 @@ def unlike(comm: Communicator) -> Iterator[str]:
         torch.manual_seed(comm.rank)
         model(images)
 
-    def a_parameter_that_is_no_attribute(wrap: Wrap) -> None:
-        hidden = nn.Parameter(torch.ones(()))
-        model = made()
-        model.again.register_forward_pre_hook(lambda module, inputs: inputs[0] * hidden)
-        model.hidden = hidden
-        model = wrap(model)
-        for _ in range(2):
-            F.cross_entropy(model(images), labels).backward()
-            sgd(model).step()
-
     def a_backward_hook(wrap: Wrap) -> None:
         model = made()
         model.again.register_full_backward_hook(lambda module, inputs, outputs: None)
@@ -170,15 +169,6 @@ def unlike(comm: Communicator) -> Iterator[str]:
 
     def checkpoints_of_the_old_kind(wrap: Wrap) -> None:
         wrap(made(Network, recompute=True))(images)
-
-    def a_tensor_by_an_attribute(wrap: Wrap) -> None:
-        class Conditioned(Network):
-            def forward(self, x: Tensor) -> Tensor:
-                return super().forward(x) * self.condition
-
-        model, encoder = wrap(made(Conditioned)), nn.Linear(3, 3)
-        model.condition = encoder(torch.ones(3))
-        model(images)
 
     def spread_and_kept(wrap: Wrap) -> None:
         model, seen = made(), list[Tensor]()
@@ -240,14 +230,12 @@ def unlike(comm: Communicator) -> Iterator[str]:
         other_images,
         other_weights,
         other_draws,
-        a_parameter_that_is_no_attribute,
         a_backward_hook,
         a_small_image,
         an_object,
         a_penalty,
         twice,
         checkpoints_of_the_old_kind,
-        a_tensor_by_an_attribute,
         spread_and_kept,
         another_mode,
         other_trained,
@@ -269,14 +257,12 @@ WORDS = (
     "Refusal: ranks 0 and 1 called the model with other inputs",
     "Refusal: the parameters or buffers of ranks 0 and 1 differ",
     "Refusal: the model draws random numbers, as for dropout, and the ranks drew different ones",
-    "Refusal: hidden has a gradient and comes into the model by another way",
     "Refusal: again has a backward hook, which would see the part of one rank",
     "Refusal: the model got tensors of shapes [(4, 3, 18, 1)], none of which can be cut into 1 x 2 tiles",
     "TypeError: a SimpleNamespace with tensors goes in or out of a model on tiles",
     "RuntimeError: second derivatives are not computed through a model on tiles",
     "ValueError: the model is parallelized already",
     "NoRule: torch.autograd.Function in module Network has no exact rule",
-    "Refusal: a tensor (3, 3) has a gradient and comes into the model by another way",
     "NoRule: Tensor.square has no exact rule for a tensor whose image is spread over ranks: it is given a tensor",
     "Refusal: ranks 0 and 1 call the model in other modes",
     "Refusal: ranks 0 and 1 call the model in other modes",

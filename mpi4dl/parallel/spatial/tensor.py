@@ -255,6 +255,7 @@ class SpatialTensor(Tensor):
     _first_look: Callable[[], None] | None
     _memory: Memory | None
     retained: "Tensor | None"
+    kept = False  # by somebody beside what a model returns, see `own_loop`
     gathered: Any
     providers: tuple[Provider, ...]
 

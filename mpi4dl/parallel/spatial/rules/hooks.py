@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mpi4dl.comm.exchange import narrow, running_forward
+from mpi4dl.comm import Refusal
+from mpi4dl.comm.exchange import WITHIN, narrow, running_forward
 from mpi4dl.parallel.spatial.flattening import among_copies, between_copies, copies_of, cut_out
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import retile
@@ -38,6 +39,8 @@ class _Gradient:
 
     def whole(self, share: Tensor) -> Tensor:
         """The whole gradient, spread as the tensor is, from this rank's share of it."""
+        if running_forward:
+            raise Refusal(WITHIN)
         if self.layout.wide:
             halo = self.layout.narrow.exchange_to(self.layout.tiling)
             share = halo.adjoint.bring(share)
@@ -116,23 +119,11 @@ def grad(x: SpatialTensor) -> Tensor | None:
 
 
 class whole_gradients(TorchFunctionMode):
-    """Within this context, hooks on plain tensors of which every rank of `grid` has a copy see the whole gradient.
+    """Within this context, hooks on plain tensors of which every rank of `grid` has a copy see the whole gradient."""
 
-    `made`, if given, gets references to those that are computed with one.
-    """
-
-    def __init__(self, grid: Grid, made: list[weakref.ref[Tensor]] | None = None) -> None:
+    def __init__(self, grid: Grid) -> None:
         super().__init__()
         self._layout = Layout.of_copies(grid)
-        self._made = made
-
-    def __enter__(self) -> Any:
-        running_forward.append(self)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> Any:
-        running_forward.remove(self)
-        return super().__exit__(*error)
 
     def __torch_function__(
         self, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -140,20 +131,25 @@ class whole_gradients(TorchFunctionMode):
         if function is Tensor.register_hook and not isinstance(args[0], SpatialTensor):
             return args[0].register_hook(_Gradient(self._layout).seen_by(*args[1:], **(kwargs or {})))
         if function is Tensor.retain_grad and not isinstance(args[0], SpatialTensor):
-            found = weakref.ref(args[0])
-            return _Gradient(self._layout).keep(args[0], lambda whole: setattr(found(), "grad", whole))
-        result = function(*args, **(kwargs or {}))
-        if self._made is not None:
-            self._note(result)
-        return result
+            return _keep_of_copies(_Gradient(self._layout), args[0])
+        return function(*args, **(kwargs or {}))
 
-    def _note(self, result: Any) -> None:
-        if type(result) is Tensor:
-            if result.requires_grad:
-                self._made.append(weakref.ref(result))  # type: ignore[union-attr]
-        elif isinstance(result, tuple | list):
-            for each in result:
-                self._note(each)
+
+def _keep_of_copies(gradient: _Gradient, x: Tensor) -> None:
+    """Let `x.grad`, of which each rank has a copy, be the whole gradient, added up over backward passes."""
+    found, before = weakref.ref(x), list[Tensor | None]()
+
+    def begin(_: Tensor) -> None:
+        kept = found()
+        before[:] = [None if kept is None or kept.grad is None else kept.grad.clone()]
+
+    def store(whole: Tensor) -> None:
+        (known,), kept = before, found()
+        if kept is not None:  # what was there is whole already, and every rank has added it
+            kept.grad = whole if known is None else whole - (gradient.layout.grid.size - 1) * known
+
+    x.register_hook(begin)
+    gradient.keep(x, store)
 
 
 # Attributes of a tensor: shapes are those of the whole, autograd's state is that of the local part.
