@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpi4dl._files import lock, naming, open_regular, write_durably
+from mpi4dl._files import lock, naming, open_regular, read_regular, write_durably
 from mpi4dl._wording import quoted
 from mpi4dl.datasets.listed import files_at
 from mpi4dl.inference.masks import FOLDER as MASKS
@@ -128,7 +128,7 @@ def is_same_file(before: Any, path: Path) -> bool:
 def checksum(path: Path) -> str:
     """Of all bytes of a file. Raises OSError."""
     size, found = 0, 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(BLOCK_BYTES):
             size, found = size + len(block), zlib.crc32(block, found)
     return f"{size}-{found:08x}"
@@ -187,7 +187,7 @@ class Records:
         path, told = self.folder / ABOUT, json.loads(json.dumps(finite(about)))
         if path.exists():
             try:
-                before = json.loads(path.read_bytes())
+                before = json.loads(read_regular(path))
             except (ValueError, RecursionError):
                 before = {}
             before = before if isinstance(before, dict) else {}
@@ -204,7 +204,7 @@ class Records:
     def _kept(self) -> list[Record]:
         path = self.folder / LINES
         found: dict[str, Record] = {}
-        for line in path.read_bytes().split(b"\n") if path.exists() else ():
+        for line in read_regular(path).split(b"\n") if path.exists() else ():
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError):  # half of a line
