@@ -10,7 +10,7 @@ import stat
 import time
 import uuid
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import BufferedIOBase
 from pathlib import Path
@@ -38,6 +38,17 @@ def read_regular(path: Path) -> bytes:
     """All of a file. Raises OSError as `open_regular` does."""
     with open_regular(path) as file:
         return file.read()
+
+
+def leads_to(path: Path, folders: Sequence[Path]) -> bool:
+    """Whether there is something below one of these folders, where links lead. For paths in files from elsewhere, which
+    may lead anywhere: what they name outside is followed only if the user names it too.
+    """
+    try:
+        real = path.expanduser().resolve(strict=True)
+    except (OSError, ValueError, RuntimeError):  # such as a name too long for a file, with a zero in it, or a loop
+        return False
+    return any(real.is_relative_to(folder.resolve()) for folder in folders)
 
 
 def read_at_most(file: BinaryIO | BufferedIOBase, most: int) -> bytes:

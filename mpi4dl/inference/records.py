@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl._files import lock, naming, open_regular, read_regular, write_durably
+from mpi4dl._numbers import as_cell
 from mpi4dl._wording import quoted
 from mpi4dl.datasets.listed import files_at
 from mpi4dl.inference.masks import FOLDER as MASKS
@@ -248,5 +249,6 @@ def table_row(columns: Sequence[str], record: Record | None) -> bytes:
     """A line of the table, or its first line. Names of files that are no UTF-8 stay the bytes that they are."""
     text = io.StringIO()
     values = {} if record is None else flat(record)
-    csv.writer(text, lineterminator="\n").writerow(columns if record is None else [values.get(n, "") for n in columns])
+    cells = columns if record is None else [as_cell(values.get(name, "")) for name in columns]
+    csv.writer(text, lineterminator="\n").writerow(cells)
     return text.getvalue().encode(errors="surrogateescape")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from mpi4dl._numbers import as_cell
 from mpi4dl._palette import CURVES
 from mpi4dl._wording import counted, literal, some, to_install
 from mpi4dl.comm import Refusal
@@ -334,7 +335,9 @@ def _csv(columns: Sequence[str], rows: Iterator[tuple[Any, ...]]) -> bytes:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows(["" if isinstance(value, float) and math.isnan(value) else value for value in row] for row in rows)
+    writer.writerows(
+        ["" if isinstance(value, float) and math.isnan(value) else as_cell(value) for value in row] for row in rows
+    )
     return text.getvalue().encode(errors="surrogateescape")
 
 
