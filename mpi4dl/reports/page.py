@@ -18,7 +18,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from mpi4dl._files import leads_to, read_regular
+from mpi4dl._files import leads_to, read_regular, write_durably
 from mpi4dl._palette import CURVES, PURPOSES
 from mpi4dl._wording import counted
 from mpi4dl.options.config import Config, to_toml
@@ -231,7 +231,7 @@ def write(paths: Sequence[Path], out: Path, images: Path | None = None) -> list[
     Pictures are shown that lie below the folder of a run, the folder that it is in, the current one, or `images`.
     """
     runs = read_runs(paths)
-    out.write_text(page(runs, images), encoding="utf-8", errors="replace")
+    write_durably(out, page(runs, images).encode(errors="replace"))
     said = [f"{run.name}: {remark}" for run in runs for remark in run.remarks]
     return [*said, f"{out}: {counted(len(runs), 'run')}, {out.stat().st_size / 1024:.0f} KiB"]
 

@@ -17,6 +17,7 @@ from mpi4dl.datasets.slides.compose import Cohort
 from mpi4dl.datasets.slides.features import Embedded, write_features
 from mpi4dl.datasets.slides.slide import Slide, open_slide
 from mpi4dl.embed import embed
+from mpi4dl.evaluate import evaluate
 from mpi4dl.inference.class_maps import ClassMap, MapOptions
 from mpi4dl.inference.maps import PatchMap, write_map
 from mpi4dl.inference.masks import ArrayMask, PngMask
@@ -168,7 +169,11 @@ def tissue(comm: Communicator, argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "full", ["maps/.s2.png.new", "maps/.s2.ome.tif.new", ".predictions.csv.new", ".s0.h5.new", ".s0.tif.png.new"]
+    "full",
+    [
+        *("maps/.s2.png.new", "maps/.s2.ome.tif.new", ".predictions.csv.new", ".evaluation.csv.new", ".s0.h5.new"),
+        ".s0.tif.png.new",
+    ],
 )
 def test_commands_on_a_full_disk_end_all_ranks_by_its_name(ranks: Ranks, tmp_path: Path, full: str) -> None:
     """Not with exit code 0, and not as a slide that cannot be read."""
@@ -185,7 +190,10 @@ def test_commands_on_a_full_disk_end_all_ranks_by_its_name(ranks: Ranks, tmp_pat
         bags(tmp_path)
         ranks(1).run(train, flags_of(tmp_path, tmp_path / "run", "--max-steps 1"))
         act, argv = predict, [str(tmp_path / "run"), "--features", str(tmp_path / "features"), "--out", str(out)]
+        if "evaluation" in full:
+            table = ("--slides", str(tmp_path / "slides.csv"), "--resamples", "0")
+            act, argv = evaluate, [*argv, *table]
     (said,) = set(ranks(2).run(refused, act, argv))
     assert "No space left on device" in said
-    assert str(out / full).replace("/.s", "/s").replace("/.p", "/p").removesuffix(".new") in said
+    assert str(out / full).replace("/.s", "/s").replace("/.p", "/p").replace("/.e", "/e").removesuffix(".new") in said
     assert not [path for path in out.rglob("*.new")]
