@@ -253,6 +253,23 @@ def _pixels_in(data: bytes) -> int | None:
         return None
 
 
+def _checked_pixels(path: Path, index: int, data: bytes, sides: tuple[int, int]) -> int | None:
+    """The same. Raises BadImage for a picture that is far larger than the tile that it is to be."""
+    pixels = _pixels_in(data)
+    if pixels is not None and pixels > MOST_SPARE * prod(sides):
+        told = f"{sides[0]} x {sides[1]}"
+        raise BadImage(path, f"has a picture far larger than {told} pixels in tile {index}: it is damaged")
+    return pixels
+
+
+def check_pictures(path: Path, page: Any, descriptor: int) -> None:
+    """Raise BadImage if tiles of a page are far larger pictures than it says."""
+    down, *across = page.keyframe.chunks
+    if int(page.keyframe.compression) in PICTURES:
+        for index, (offset, num_bytes) in enumerate(zip(page.dataoffsets, page.databytecounts, strict=True)):
+            _checked_pixels(path, index, os.pread(descriptor, num_bytes, offset), (down, prod(across)))
+
+
 class _Tiff:
     """Its pages are one with all colours, or one of each colour."""
 
@@ -335,10 +352,8 @@ class _Tiff:
         data = os.pread(descriptor, num_bytes, offset)
         if len(data) < num_bytes:
             raise BadImage(self._path, f"is truncated: tile {index} has {len(data)} of {num_bytes} bytes")
-        pixels = _pixels_in(data) if self._pictures else 0
-        if pixels is not None and pixels > MOST_SPARE * self._tile_height * self._tile_width:
-            sides = f"{self._tile_height} x {self._tile_width}"
-            raise BadImage(self._path, f"has a picture far larger than {sides} pixels in tile {index}: it is damaged")
+        sides = self._tile_height, self._tile_width
+        pixels = _checked_pixels(self._path, index, data, sides) if self._pictures else 0
         if self._elsewhere or pixels is None:
             answer, content = ask("tifffile", self._path, (page.index, index))
             if "error" in answer:
