@@ -4,16 +4,17 @@ import errno
 import fcntl
 import glob
 import logging
+import math
 import os
 import stat
 import time
 import uuid
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import BufferedIOBase
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 LOCK = ".lock"
 BLOCK_BYTES = 1 << 20  # that are read at once
@@ -37,6 +38,17 @@ def read_regular(path: Path) -> bytes:
     """All of a file. Raises OSError as `open_regular` does."""
     with open_regular(path) as file:
         return file.read()
+
+
+def leads_to(path: Path, folders: Sequence[Path]) -> bool:
+    """Whether there is something below one of these folders, where links lead. For paths in files from elsewhere, which
+    may lead anywhere: what they name outside is followed only if the user names it too.
+    """
+    try:
+        real = path.expanduser().resolve(strict=True)
+    except (OSError, ValueError, RuntimeError):  # such as a name too long for a file, with a zero in it, or a loop
+        return False
+    return any(real.is_relative_to(folder.resolve()) for folder in folders)
 
 
 def read_at_most(file: BinaryIO | BufferedIOBase, most: int) -> bytes:
@@ -116,9 +128,9 @@ class Replacement:
             self.drop()
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Replace a small file as a whole: a reader finds the old one or the new one, also after a crash."""
-    with Replacement(path) as temporary, temporary.open("wb") as file:
+def write_durably(path: Path, data: bytes | memoryview) -> None:
+    """Replace a file as a whole: a reader finds the old one or the new one, also after a crash."""
+    with naming(path), Replacement(path) as temporary, temporary.open("wb") as file:
         file.write(data)
         flush(file)
 
@@ -127,6 +139,19 @@ def flush(file: BinaryIO) -> None:
     """Put what was written on disk."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def map_new(file: BinaryIO | BufferedIOBase, dtype: Any, shape: tuple[int, ...]) -> Any:
+    """An array, all 0, in a new file from its end on, mapped for writing. Raises OSError.
+
+    All of it is reserved first: on a full disk, writing to a hole of a mapped file ends the process by a signal.
+    """
+    import numpy as np
+
+    begin, num_bytes = file.tell(), math.prod(shape) * np.dtype(dtype).itemsize
+    file.flush()
+    os.posix_fallocate(file.fileno(), begin, max(1, num_bytes))
+    return np.memmap(file, dtype, "r+", begin, shape)
 
 
 @contextmanager

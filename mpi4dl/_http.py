@@ -3,7 +3,12 @@
 import socket
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from http import HTTPStatus
 from ipaddress import ip_address
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
 
 LOOPBACK = ("127.", "::1")
 
@@ -33,6 +38,14 @@ def url_of(listener: socket.socket) -> str:
     """Where clients find it."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def response_bytes(response: "Response") -> bytes:
+    """A whole response that is sent by hand, after which the connection is closed."""
+    status = HTTPStatus(response.status_code)
+    lines = [f"HTTP/1.1 {status} {status.phrase}".encode(), b"connection: close"]
+    lines += [name + b": " + value for name, value in response.raw_headers]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + bytes(response.body)
 
 
 class KnownHosts:

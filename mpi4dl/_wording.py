@@ -79,3 +79,9 @@ def printable(text: str) -> str:
     Anyone may give a file any name: with colours, with new lines, turned right to left, or in no encoding at all.
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def literal(text: str) -> str:
+    """Text that matplotlib shows as it is: without a formula between dollars, and in a legend also from a _ on."""
+    text = printable(text).replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text

@@ -63,6 +63,7 @@ def examine(comm: "Communicator", gpu_wire: str) -> None:
     for rank, (host, local, cores, threads, where, gpu) in enumerate(places):
         has = f"{counted(cores, 'core')} on the node, {counted(threads, 'thread')}"
         print(f"rank {rank}: {host}, local rank {local}, {has}, {where} ({gpu})")
+    print(shared_memory(node.local_size))
     first = "yield, since there are more ranks than cores," if node.oversubscribed else "spin a moment, then yield,"
     print(f"waiting ranks {first} and then sleep")
     print(f"GPU tensors go {wire}: {why}")
@@ -72,6 +73,22 @@ def examine(comm: "Communicator", gpu_wire: str) -> None:
     print(f"wire, rank 0 to rank 1, tensors on {device.type}:")
     for size, seconds in zip(MESSAGE_BYTES, measured, strict=True):
         print(f"  {size >> 10:>6} KiB  {1e6 * seconds:>9.1f} us one way  {size / seconds / 1e9:>7.2f} GB/s")
+
+
+def shared_memory(num_ranks: int) -> str:
+    """The line on the memory that ranks of a machine share."""
+    import os
+
+    from mpi4dl.comm.shutdown import SHARED_BYTES, SHARED_MEMORY, little_shared_memory
+
+    try:
+        found = os.statvfs(SHARED_MEMORY)
+    except OSError as error:
+        return f"shared memory: {SHARED_MEMORY} cannot be looked at: {error.strerror}"
+    there, free = (number * found.f_frsize / 2**20 for number in (found.f_blocks, found.f_bavail))
+    told = f"shared memory: {SHARED_MEMORY} has {there:,.0f} MiB, {free:,.0f} free"
+    problem = little_shared_memory(max(2, num_ranks))
+    return f"{told}; {problem}" if problem else f"{told}, enough for {there * 2**20 // SHARED_BYTES:,.0f} ranks"
 
 
 def save(comm: "Communicator", path: str, name: str) -> None:

@@ -23,12 +23,14 @@ def command(argv: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(prog=typed("report"), description=DESCRIPTION)
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="a run's folder; several are shown together")
     parser.add_argument("--out", metavar="FILE", type=Path, default=Path("report.html"), help="default: %(default)s")
+    where = "where pictures of images are, if not below the current folder or beside the runs"
+    parser.add_argument("--images", metavar="FOLDER", type=Path, help=where)
     options = parser.parse_args(argv)
-    for line in report(options.runs, options.out):
+    for line in report(options.runs, options.out, options.images):
         print(line)
 
 
-def report(runs: Sequence[Path], out: Path) -> list[str]:
+def report(runs: Sequence[Path], out: Path, images: Path | None = None) -> list[str]:
     """Write the page of these runs. Returns what there is to say. Raises ValueError for what is no run, and OSError."""
     from mpi4dl.reports import write
 
@@ -36,7 +38,9 @@ def report(runs: Sequence[Path], out: Path) -> list[str]:
         raise ValueError(f"--out {out}: there is no folder {out.parent}; make it first")
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder: name a file in it, such as {out / 'report.html'}")
-    return write(runs, out)
+    if images is not None and not images.is_dir():
+        raise ValueError(f"--images {images}: no such folder; name the one that the names of images begin in")
+    return write(runs, out, images)
 
 
 if __name__ == "__main__":

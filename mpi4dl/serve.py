@@ -168,9 +168,10 @@ def _token(file: str | None) -> str | None:
 
 
 def _answer(batcher: "Batcher", config: ServeConfig, name: str, listener: socket.socket, token: str | None) -> None:
+    from mpi4dl._connections import ConnectionLimits
     from mpi4dl.text.serving.admission import Admission, Limits, ServingStatistics
     from mpi4dl.text.serving.app import make_app
-    from mpi4dl.text.serving.server import ConnectionLimits, Timing, run_server
+    from mpi4dl.text.serving.server import Timing, run_server
 
     options = config.serving
     limits = Limits(batcher.context, batcher.max_batch, options.max_queue, options.max_tokens, options.max_body)

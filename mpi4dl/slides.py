@@ -130,7 +130,7 @@ def tissue(comm: "Communicator", options: Any) -> None:
             found = find_tissue(slide, threshold, leave_out)
             write_durably(out / f"{name}.png", found.picture(slide))
             write_durably(out / f"{name}.geojson", found.geojson().encode())
-        except (DatasetError, OSError) as error:
+        except DatasetError as error:
             return str(error)
         told = "".join(
             f", {ARTIFACTS[each].lower()} {100 * mask.mean():.1f} %" for each, mask in found.left_out.items()

@@ -4,6 +4,7 @@ It serves a page to this machine: a list of slides, deep zoom, maps over slides,
 """
 
 import argparse
+import asyncio
 import math
 import sys
 from collections.abc import Sequence
@@ -14,8 +15,6 @@ from mpi4dl._http import bind, is_loopback, url_of
 from mpi4dl._wording import counted, to_install
 
 DESCRIPTION = "Show slides with their predictions and maps in a browser. No MPI needed."
-IDLE_SECONDS = 30
-MOST_CONNECTIONS = 256
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -28,9 +27,7 @@ def command(argv: Sequence[str] | None) -> None:
     """Serve what a command line asks for, until a signal. Raises ValueError and OSError."""
     options = _parser().parse_args(argv)
     try:
-        import uvicorn
-
-        from mpi4dl.viewer.app import make_app
+        from mpi4dl.viewer.app import make_app, serve
     except ImportError as error:
         needed = to_install("fastapi", "uvicorn")
         raise ValueError(f"the viewer needs packages that are not installed ({error}); run {needed}") from None
@@ -50,20 +47,9 @@ def command(argv: Sequence[str] | None) -> None:
     with listener:
         for remark in results.remarks:
             print(remark)
+        listener.listen()  # so that a browser may ask as soon as it knows the address
         print(f"{counted(len(results.slides), 'slide')} of {options.folder} at {url_of(listener)}", flush=True)
-        config = uvicorn.Config(
-            app,
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_level="error",
-            access_log=False,
-            server_header=False,
-            limit_concurrency=MOST_CONNECTIONS,
-            timeout_keep_alive=IDLE_SECONDS,
-            timeout_graceful_shutdown=1,
-        )
-        uvicorn.Server(config).run(sockets=[listener])
+        asyncio.run(serve(app, listener))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -52,6 +52,8 @@ FLOORS = {
     "_compiler": 0,
     "_files": 0,
     "_http": 0,
+    "_connections": 0,
+    "_numbers": 0,
     "_randomness": 0,
     "_wording": 0,
     "_palette": 0,

@@ -32,6 +32,7 @@ def test_two_ranks_are_described_and_their_wire_is_measured() -> None:
             rf"rank {rank}: {re.escape(platform.node())}, local rank {rank}, \d+ cores? on the node, \d+ threads?, "
         )
         assert re.match(pattern, lines[rank])
+    assert re.match(r"shared memory: /dev/shm has [\d,]+ MiB, [\d,]+ free", lines.pop(2))
     assert re.fullmatch(r"waiting ranks (yield, since .*|spin a moment, then yield), and then sleep", lines[2])
     assert re.fullmatch(r"GPU tensors go (staged|direct): .+", lines[3])
     assert lines[4].startswith("wire, rank 0 to rank 1, tensors on ")

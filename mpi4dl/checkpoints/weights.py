@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mpi4dl._files import is_stored_zip
+from mpi4dl._files import is_stored_zip, open_regular
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl._wording import counted, printable, to_install
 from mpi4dl.checkpoints.json_values import Damaged
@@ -78,6 +78,12 @@ def open_weights(source: str, model: str = "") -> WeightSource:
         path = _of_run(path)
     elif not path.exists():
         path = _cached(source, model)
+    try:
+        open_regular(path).close()
+    except OSError as error:
+        raise ValueError(
+            f"`weights` {path} cannot be read: {error.strerror}: name a file, or the folder of a run"
+        ) from None
     return _of_safetensors(path) if path.suffix == ".safetensors" else _of_pickle(path)
 
 

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from mpi4dl.comm import RankFailed, Refusal
-from mpi4dl.comm.shutdown import Meeting, meeting, met, mpi_is_over
+from mpi4dl.comm.shutdown import Meeting, little_shared_memory, meeting, met, mpi_has_started, mpi_is_over
 from mpi4dl.comm.watchdog import (
     FAILURE,
     Watchdog,
@@ -38,6 +38,8 @@ from mpi4dl.comm.watchdog import (
 __all__ = ["Watchdog", "arm", "run", "start"]
 
 USER_ERROR = 2
+SIGNALLED = 128  # and the number of the signal
+RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")  # of launchers, before MPI starts
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as shells count Ctrl-C and a reader that has gone
 START_SECONDS = 600.0  # at least, for all ranks to have imported what starts MPI
 MEETING_SECONDS = 2.0
@@ -138,9 +140,21 @@ def _on_end(process: int, patience: float = 0.0, finalize: bool = False) -> None
 def start() -> Meeting:
     """Start MPI, guarded, without torch. Collective in the first call."""
     arm()
+    _require_shared_memory()
     opened = meeting()
     sentry()
     return opened
+
+
+def _require_shared_memory() -> None:
+    """Raise Refusal, in the first of the ranks that MPICH's mpirun started here, if MPI would die as it starts."""
+    rank, size = (int(os.environ.get(name) or 0) for name in ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
+    problem = little_shared_memory(size) if size > 1 and not mpi_has_started() else None
+    if problem is not None and rank > 0:
+        time.sleep(MEETING_SECONDS)
+        exit_now(USER_ERROR)
+    if problem is not None:
+        raise Refusal(problem)
 
 
 def die_by_ctrl_c() -> None:
@@ -149,12 +163,31 @@ def die_by_ctrl_c() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def _on_stop(number: int, frame: object) -> None:
+    """Say which signal ended the job, where no run is under way that hears it, saves, and stops after its step."""
+    opened = met()
+    rank = int(next(filter(None, map(os.environ.get, RANKS)), 0)) if opened is None else opened.rank
+    if rank > 0:
+        time.sleep(MEETING_SECONDS)  # for rank 0, which says it if it had the signal too
+    name = signal.Signals(number).name
+    say(f"mpi4dl: ended by {name}; what was written until then is whole")
+    exit_now(SIGNALLED + number)
+
+
+def hear_signals() -> None:
+    """Let signals that ask a job to stop end it with a message, from before it starts up to its end."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _on_stop)
+
+
 def run(main: Callable[[], None], patience: float = START_SECONDS) -> None:
     """Run a command, from before MPI starts and torch is imported: the job ends cleanly however `main()` ends.
 
     `patience`: the seconds that it may take all ranks to start, START_SECONDS at least, and to end. 0: for ever.
     """
     die_by_ctrl_c()
+    hear_signals()
     atexit.register(_on_end, arm().process, patience, finalize=True)
     watchdog = Watchdog(patience and max(patience, START_SECONDS))
     try:

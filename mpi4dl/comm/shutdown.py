@@ -131,6 +131,29 @@ def met() -> Meeting | None:
     return meeting() if meeting.cache_info().currsize and not mpi_is_over() else None
 
 
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_BYTES = 6 << 20  # that MPICH takes there for each rank of a node, measured with up to 8 ranks
+
+
+def little_shared_memory(num_ranks: int, folder: Path = SHARED_MEMORY) -> str | None:
+    """What to do where so many ranks of this machine have too little shared memory; None if it is enough, or unknown.
+
+    MPI maps files there without reserving them, and dies of a bus error where they do not fit.
+    """
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None
+    there, needed = found.f_blocks * found.f_frsize, SHARED_BYTES * num_ranks
+    if there >= needed or there == 0:  # of a file system that does not say
+        return None
+    return (
+        f"{folder} has {there / 2**20:.3g} MiB, and MPI takes up to {needed >> 20} MiB there for {num_ranks} ranks, or "
+        "dies of a bus error: start the container with --shm-size=1g, or make it larger by mount -o remount,size=1g "
+        f"{folder}"
+    )
+
+
 def mpi_has_started() -> bool:
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and mpi.Is_initialized()

@@ -6,6 +6,7 @@ It ends when its input does.
 """
 
 import json
+import math
 import os
 import resource
 import signal
@@ -41,6 +42,19 @@ def slide(path: str) -> Read:
     return read
 
 
+MOST_OF_TILE = 64  # bytes of memory for each sample of a tile while it is decoded
+SPARE_BYTES = 1 << 28
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Let this process take so many bytes more than it has, and some to spare: damaged tiles may ask for any number."""
+    with open("/proc/self/status") as status:
+        (held,) = (int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    most = held + SPARE_BYTES + num_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
 def tiff(path: str) -> Read:
     """The samples of one segment (a tile or a strip) of a page."""
     import tifffile
@@ -50,6 +64,7 @@ def tiff(path: str) -> Read:
         with tifffile.TiffFile(path, _multifile=False) as file:
             pages: Any = file.pages
             first, page = pages[0], pages[number]
+            limit_memory(MOST_OF_TILE * math.prod(page.keyframe.chunks))
             data = os.pread(file.filehandle.fileno(), page.databytecounts[index], page.dataoffsets[index])
             samples = first.decode(data, index, jpegtables=first.jpegtables)[0]
         return {"shape": samples.shape, "dtype": samples.dtype.str}, samples.tobytes()

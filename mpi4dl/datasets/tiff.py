@@ -4,11 +4,13 @@ tifffile parses the header, once; after that the file is closed, and each read o
 and closes it again. So no handle is ever shared between threads or carried over a fork.
 """
 
+import io
 import logging
 import math
 import os
 import re
 import struct
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import PIL.Image
 
 from mpi4dl._wording import to_install
 from mpi4dl.datasets.base import BadImage, DatasetError, Image, Pixels
@@ -135,6 +138,10 @@ MOST_PIXELS_AT_ONCE = 178_956_970
 
 # JPEG XR, by both of its numbers: at some damaged files its decoder ends the process.
 DEADLY = (22610, 34934)
+# Of these (LERC, JPEG XL) Pillow does not know the size before they are decoded: in a process with a limit too.
+UNMEASURED = (*DEADLY, 34887, 50002, 52546)
+PICTURES = (6, 7, 33003, 33004, 33005, 33007, 34712, 34892, 34933, 50001)  # JPEG, JPEG 2000, PNG, WebP
+MOST_SPARE = 4  # times as many pixels as its tile a picture may have
 LOSSY = (6, 7, *DEADLY, 33007, 34892)  # JPEG, JPEG XR, and JPEG under other numbers
 
 SCANNERS = ("svs", "philips", "bif", "ndpi", "scn")  # tifffile's names of formats that OpenSlide reads
@@ -305,6 +312,34 @@ def _ratio(value: Any) -> float | None:
         return None
 
 
+def _pixels_in(data: bytes) -> int | None:
+    """The pixels of a tile that is a picture: a few bytes may claim any number. None if Pillow cannot tell."""
+    try:
+        with PIL.Image.open(io.BytesIO(data)) as picture:
+            return prod(picture.size)
+    except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
+        return sys.maxsize
+    except (OSError, SyntaxError, ValueError, LookupError, TypeError, struct.error, EOFError, ArithmeticError):
+        return None
+
+
+def _checked_pixels(path: Path, index: int, data: bytes, sides: tuple[int, int]) -> int | None:
+    """The same. Raises BadImage for a picture that is far larger than the tile that it is to be."""
+    pixels = _pixels_in(data)
+    if pixels is not None and pixels > MOST_SPARE * prod(sides):
+        told = f"{sides[0]} x {sides[1]}"
+        raise BadImage(path, f"has a picture far larger than {told} pixels in tile {index}: it is damaged")
+    return pixels
+
+
+def check_pictures(path: Path, page: Any, descriptor: int) -> None:
+    """Raise BadImage if tiles of a page are far larger pictures than it says."""
+    down, *across = page.keyframe.chunks
+    if int(page.keyframe.compression) in PICTURES:
+        for index, (offset, num_bytes) in enumerate(zip(page.dataoffsets, page.databytecounts, strict=True)):
+            _checked_pixels(path, index, os.pread(descriptor, num_bytes, offset), (down, prod(across)))
+
+
 class _Tiff:
     """Its pages are one with all colours, or one of each colour."""
 
@@ -313,7 +348,7 @@ class _Tiff:
         first = pages[0]
         # Both are looked up in the file when first used, and it is closed by then.
         self._decode, self._jpegtables = first.decode, first.jpegtables
-        self._deadly = int(first.compression) in DEADLY
+        self._elsewhere, self._pictures = (int(first.compression) in kinds for kinds in (UNMEASURED, PICTURES))
         self._blank, self._colour = self._meaning(ome)
         self.height: int = first.imagelength
         self.width: int = first.imagewidth
@@ -384,14 +419,16 @@ class _Tiff:
         offset, num_bytes = page.dataoffsets[index], page.databytecounts[index]
         if offset == 0 or num_bytes == 0:
             return None
-        if self._deadly:
+        data = os.pread(descriptor, num_bytes, offset)
+        if len(data) < num_bytes:
+            raise BadImage(self._path, f"is truncated: tile {index} has {len(data)} of {num_bytes} bytes")
+        sides = self._tile_height, self._tile_width
+        pixels = _checked_pixels(self._path, index, data, sides) if self._pictures else 0
+        if self._elsewhere or pixels is None:
             answer, content = ask("tifffile", self._path, (page.index, index))
             if "error" in answer:
                 raise BadImage(self._path, f"tile {index} cannot be decoded: {answer['error']}")
             return np.frombuffer(content, answer["dtype"]).reshape(answer["shape"])[0]
-        data = os.pread(descriptor, num_bytes, offset)
-        if len(data) < num_bytes:
-            raise BadImage(self._path, f"is truncated: tile {index} has {len(data)} of {num_bytes} bytes")
         try:
             samples = self._decode(data, index, jpegtables=self._jpegtables)[0]
         except Exception as error:  # each codec has its own kinds of error for bytes that it cannot decode

@@ -24,6 +24,7 @@ from mpi4dl._files import open_regular
 from mpi4dl._wording import to_install
 from mpi4dl.datasets.base import BadImage, DatasetError, Values, unit_values
 from mpi4dl.datasets.files import blaming, check_unpacked
+from mpi4dl.datasets.tiff import check_pictures
 from mpi4dl.geometry import Interval
 
 AXES = 3
@@ -154,6 +155,8 @@ def _open_stack(path: Path) -> Opened:
         places = np.arange(prod(shape[:stacked])).reshape(shape[:stacked])[slices[:stacked]]
         with tifffile.TiffFile(path) as tiff:
             pages: Any = tiff.series[0].pages
+            for place in places.ravel().tolist():
+                check_pictures(path, pages[place], tiff.filehandle.fileno())
             found = [pages[place].asarray()[slices[stacked:]] for place in places.ravel().tolist()]
         if not found:
             return np.empty([len(range(*s.indices(n))) for s, n in zip(slices, shape, strict=True)], dtype)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from mpi4dl._palette import CURVES
 from mpi4dl._progress import Tell, quietly
-from mpi4dl._wording import aligned, counted
+from mpi4dl._wording import aligned, counted, literal
 from mpi4dl.estimate.plan_estimate import Estimator, PlanEstimate
 from mpi4dl.estimate.search import MANY_PLANS, promising
 from mpi4dl.geometry import ceil_div
@@ -241,7 +241,7 @@ def draw_scaling(points: Sequence[Point], title: str, path: Path, num_tokens: in
     axes.set_xticks(numbers, [str(number) for number in numbers])
     axes.set_xlabel("ranks (x: from here on twice as many give less than 1.4 times)")
     axes.set_ylabel(f"{'tokens' if num_tokens else 'images'}/s, estimated")
-    axes.set_title(title)
+    axes.set_title(literal(title))
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._files import Replacement, write_durably
+from mpi4dl._files import Replacement, map_new, naming, write_durably
 from mpi4dl._palette import CURVES, of_classes
-from mpi4dl._wording import to_install
+from mpi4dl._wording import literal, to_install
 from mpi4dl.datasets.base import DatasetError
 from mpi4dl.datasets.slides.geojson import collection, feature, outlines
 from mpi4dl.datasets.slides.masks import BACKGROUND
@@ -56,8 +56,12 @@ class ClassMap:
         self.path, self._slide, self._classes, self._options = path, slide, tuple(classes), options
         path.parent.mkdir(parents=True, exist_ok=True)
         self._rows = Replacement(path.with_name(f"{path.name}.rows"))
-        shape = (slide.size[0], slide.size[1])
-        self._map: Any = np.memmap(self._rows.temporary, np.uint8, "w+", shape=shape)
+        try:
+            with naming(path), self._rows.temporary.open("w+b") as file:
+                self._map: Any = map_new(file, np.uint8, (slide.size[0], slide.size[1]))
+        except OSError:
+            self._rows.drop()
+            raise
 
     def write(self, where: tuple[slice, ...], rows: npt.NDArray[Any]) -> None:
         """The classes of some rows, (rows, width)."""
@@ -102,6 +106,7 @@ def write_pyramid(path: Path, classes_of: npt.NDArray[np.uint8], slide: Slide, c
         "photometric": "minisblack",
     }
     with (
+        naming(path),
         Replacement(path) as temporary,
         temporary.open("wb") as file,
         tifffile.TiffWriter(file, bigtiff=True, ome=True) as writer,
@@ -174,10 +179,12 @@ def thumbnail_of(classes_of: npt.NDArray[np.uint8], slide: Slide, classes: Seque
     axes.imshow(pixels, extent=extent)
     axes.imshow(colours[small], extent=extent, interpolation="nearest")
     axes.set_axis_off()
-    axes.set_title(slide.file.path.name, fontsize=9)
+    axes.set_title(literal(slide.file.path.name), fontsize=9)
     shares = np.bincount(small.reshape(-1), minlength=len(classes)) / small.size
     patches = [
-        Patch(facecolor=colours[number], edgecolor="black", linewidth=0.5, label=f"{name}, {100 * share:.2g} %")
+        Patch(
+            facecolor=colours[number], edgecolor="black", linewidth=0.5, label=literal(f"{name}, {100 * share:.2g} %")
+        )
         for number, (name, share) in enumerate(zip(classes, shares, strict=True))
     ]
     figure.legend(handles=patches, loc="outside right upper", fontsize=8)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from mpi4dl._numbers import as_cell
 from mpi4dl._wording import aligned, counted
 from mpi4dl.datasets.base import printable
 from mpi4dl.inference.samples import UNDEFINED, Measured, Samples
@@ -101,7 +102,7 @@ class Comparison:
                 values = zip(_flat(one.outputs[n]), _flat(two.outputs[n]), strict=True)
                 changed = "" if found.changed is None else int(found.changed[n])
                 numbers = [round(value, 6) for pair in values for value in pair]
-                writer.writerow([name, *numbers, float(found.apart[n]), changed])
+                writer.writerow([as_cell(name), *numbers, float(found.apart[n]), changed])
         return text.getvalue().encode()
 
 

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._files import Replacement, write_durably
-from mpi4dl._wording import to_install
+from mpi4dl._files import Replacement, naming, write_durably
+from mpi4dl._wording import literal, to_install
 from mpi4dl.datasets.base import DatasetError
 from mpi4dl.datasets.slides.geojson import collection, feature, squares
 from mpi4dl.datasets.slides.slide import Slide
@@ -127,7 +127,7 @@ def _write_ome(path: Path, slide: Slide, found: PatchMap) -> None:
     if slide.mpp is not None:
         side = slide.mpp * found.patch
         about |= {"PhysicalSizeX": side, "PhysicalSizeY": side, "PhysicalSizeXUnit": "µm", "PhysicalSizeYUnit": "µm"}
-    with Replacement(path) as temporary, temporary.open("wb") as file:
+    with naming(path), Replacement(path) as temporary, temporary.open("wb") as file:
         tifffile.imwrite(file, grid_of(found), ome=True, metadata=about, compression="zlib")
 
 
@@ -161,10 +161,10 @@ def picture(slide: Slide, found: PatchMap) -> bytes:
     axes.imshow(pixels)
     axes.imshow(colours)
     axes.set_axis_off()
-    axes.set_title(f"{slide.file.path.name}: {found.title}", fontsize=9)
+    axes.set_title(literal(f"{slide.file.path.name}: {found.title}"), fontsize=9)
     bar = figure.colorbar(ScalarMappable(cmap=shown), ax=axes, shrink=0.6)
     unit = "as a share of the largest" if found.by_value else "rank among the patches"
-    bar.set_label(f"{found.title}, {unit}", fontsize=8)
+    bar.set_label(literal(f"{found.title}, {unit}"), fontsize=8)
     if view.mpp is not None:
         length = next((um for um in reversed(BAR_UM) if um / view.mpp < width / 4), BAR_UM[0])
         left, low = 0.03 * width, 0.96 * height

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._files import Replacement
+from mpi4dl._files import Replacement, map_new, naming
 from mpi4dl._palette import of_classes
 from mpi4dl._progress import ProgressLine, quietly
 from mpi4dl.comm import Communicator
@@ -312,7 +312,8 @@ class PngMask:
             self._chunk(b"PLTE", of_classes(max(2, num_classes)))
 
     def _chunk(self, name: bytes, data: bytes) -> None:
-        self._file.write(struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)))
+        with naming(self.path):
+            self._file.write(struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)))
 
     def write(self, where: tuple[slice, ...], rows: npt.NDArray[Any]) -> None:
         """The next rows, (rows, width)."""
@@ -324,11 +325,13 @@ class PngMask:
     def close(self) -> None:
         self._chunk(b"IDAT", self._packer.flush())
         self._chunk(b"IEND", b"")
-        self._file.close()
+        with naming(self.path):
+            self._file.close()
         self._new.keep()
 
     def drop(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # what is left to write has no room
+            self._file.close()
         self._new.drop()
 
 
@@ -339,7 +342,14 @@ class ArrayMask:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._new = Replacement(path)
-        self._array: Any = np.lib.format.open_memmap(self._new.temporary, "w+", dtype=np.dtype(dtype), shape=shape)
+        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+        try:
+            with naming(path), self._new.temporary.open("w+b") as file:
+                np.lib.format.write_array_header_1_0(file, header)
+                self._array: Any = map_new(file, dtype, shape)
+        except OSError:
+            self._new.drop()
+            raise
 
     def write(self, where: tuple[slice, ...], rows: npt.NDArray[Any]) -> None:
         """The values there."""

@@ -308,16 +308,18 @@ class Predicting:
             outputs = seen.outputs
             if outputs is not None and outputs.dense:
                 found |= self._dense(seen, outputs)
-            elif outputs is not None and outputs.whole is not None:
-                for position, (index, values) in enumerate(zip(seen.indices, outputs.whole, strict=True)):
-                    said = {"error": NOT_NUMBERS} if is_undefined(values) else task.answer(classes, values)
-                    found[index] = self._named(index, said)
-                    if self.maps != "none" and "error" not in said:
-                        found[index] = self._mapped(index, position, found[index])
+            elif outputs is not None:
+                whole = () if outputs.whole is None else zip(seen.indices, outputs.whole, strict=True)
+                with self.comm.together((OSError,)):
+                    for position, (index, values) in enumerate(whole):
+                        said = {"error": NOT_NUMBERS} if is_undefined(values) else task.answer(classes, values)
+                        found[index] = self._named(index, said)
+                        if self.maps != "none" and "error" not in said:
+                            found[index] = self._mapped(index, position, found[index])
             yield {index: self._with_share(index, record) for index, record in found.items()}
 
     def _mapped(self, index: int, position: int, record: Record) -> Record:
-        """Write the heat map of a slide, on rank 0; the record names its files, or the error."""
+        """Write the heat map of a slide, on rank 0; the record names its files, or the error. Raises OSError."""
         from mpi4dl.datasets.slides.features import Bag
         from mpi4dl.inference.maps import PatchMap, map_of_cells, write_map
 
@@ -341,7 +343,7 @@ class Predicting:
                     return record
                 slide, found = where[0], PatchMap(where[1], found.values, where[2], found.title)
             paths = write_map(self.out, self._bases[self.images.name(index)], slide, found)
-        except (DatasetError, OSError) as error:
+        except DatasetError as error:
             return self._named(index, {"error": printable(str(error))})
         return {**record, "maps": [path.relative_to(self.out).as_posix() for path in paths]}
 
@@ -397,16 +399,19 @@ class Predicting:
                     postponed = FailingLater()
                     if seen.outputs is not None:
                         self._stitch(windows, seen, seen.outputs, stitching, errors, postponed)
-                    if postponed.error is not None:
-                        for mask in stitching.values():
-                            mask.drop()
-                    postponed.settle()
                     ended = [windows.place(index) for index in (*seen.indices, *seen.errors)]
                     found = {}
-                    for position in sorted(position for position, _, last in ended if last):
-                        found[indices[position]] = self._finished(
-                            indices[position], stitching.pop(position, None), errors.get(position)
-                        )
+                    try:
+                        postponed.settle()
+                        for position in sorted(position for position, _, last in ended if last):
+                            found[indices[position]] = self._finished(
+                                indices[position], stitching.get(position), errors.get(position)
+                            )
+                            stitching.pop(position, None)
+                    except OSError:
+                        for mask in stitching.values():
+                            mask.drop()
+                        raise
                 yield found
 
     def _target(self, index: int) -> Target:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpi4dl._files import lock, naming, open_regular, write_durably
+from mpi4dl._files import lock, naming, open_regular, read_regular, write_durably
+from mpi4dl._numbers import as_cell
 from mpi4dl._wording import quoted
 from mpi4dl.datasets.listed import files_at
 from mpi4dl.inference.maps import FOLDER as MAPS
@@ -126,7 +127,7 @@ def is_same(before: Any, now: Record) -> bool:
 def checksum(path: Path) -> str:
     """Of all bytes of a file. Raises OSError."""
     size, found = 0, 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(BLOCK_BYTES):
             size, found = size + len(block), zlib.crc32(block, found)
     return f"{size}-{found:08x}"
@@ -188,7 +189,7 @@ class Records:
         path, told = self.folder / ABOUT, json.loads(json.dumps(finite(about)))
         if path.exists():
             try:
-                before = json.loads(path.read_bytes())
+                before = json.loads(read_regular(path))
             except (ValueError, RecursionError):
                 before = {}
             before = before if isinstance(before, dict) else {}
@@ -205,7 +206,7 @@ class Records:
     def _kept(self) -> list[Record]:
         path = self.folder / LINES
         found: dict[str, Record] = {}
-        for line in path.read_bytes().split(b"\n") if path.exists() else ():
+        for line in read_regular(path).split(b"\n") if path.exists() else ():
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError):  # half of a line
@@ -249,5 +250,6 @@ def table_row(columns: Sequence[str], record: Record | None) -> bytes:
     """A line of the table, or its first line. Names of files that are no UTF-8 stay the bytes that they are."""
     text = io.StringIO()
     values = {} if record is None else flat(record)
-    csv.writer(text, lineterminator="\n").writerow(columns if record is None else [values.get(n, "") for n in columns])
+    cells = columns if record is None else [as_cell(values.get(name, "")) for name in columns]
+    csv.writer(text, lineterminator="\n").writerow(cells)
     return text.getvalue().encode(errors="surrogateescape")

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from mpi4dl._numbers import as_cell
 from mpi4dl._palette import CURVES
-from mpi4dl._wording import counted, some, to_install
+from mpi4dl._wording import counted, literal, some, to_install
 from mpi4dl.comm import Refusal
 from mpi4dl.tasks.curves import (
     RATES,
@@ -334,7 +335,9 @@ def _csv(columns: Sequence[str], rows: Iterator[tuple[Any, ...]]) -> bytes:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows(["" if isinstance(value, float) and math.isnan(value) else value for value in row] for row in rows)
+    writer.writerows(
+        ["" if isinstance(value, float) and math.isnan(value) else as_cell(value) for value in row] for row in rows
+    )
     return text.getvalue().encode(errors="surrogateescape")
 
 
@@ -351,7 +354,8 @@ def draw_curves(levels: Sequence[Samples], judging: Judging) -> bytes:
         lines if not several else [each for each in lines if each[0] is levels[-1]]
     ):
         colour, curve = CURVES[number % len(CURVES)], curve_of(problem.scores, problem.positive)
-        name = " ".join(filter(None, (samples.level + "s" if not problem.name or several else "", problem.name)))
+        told = " ".join(filter(None, (samples.level + "s" if not problem.name or several else "", problem.name)))
+        name = literal(told)
         areas = [area(problem.scores, problem.positive) for area in (area_under_curve, average_precision)]
         for axes, across, up, area in (
             (roc, 1 - curve.specificity, curve.sensitivity, areas[0]),

@@ -18,7 +18,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from mpi4dl._files import read_regular
+from mpi4dl._files import leads_to, read_regular, write_durably
 from mpi4dl._palette import CURVES, PURPOSES
 from mpi4dl._wording import counted
 from mpi4dl.options.config import Config, to_toml
@@ -176,15 +176,10 @@ def image_folders(root: Path) -> list[Path]:
     return [folder for part in (*parts, root) for folder in (part / IMAGES, part)]
 
 
-def find(name: str, folders: Sequence[Path]) -> Path | None:
-    """The file that a report calls so, as it is or in one of these folders."""
-    for path in (*(folder / name for folder in folders), Path(name)):
-        try:
-            if path.is_file():
-                return path
-        except (OSError, ValueError):  # a name too long for a file, or with a zero in it
-            continue
-    return None
+def find(name: str, folders: Sequence[Path], homes: Sequence[Path]) -> Path | None:
+    """The file that a report calls so, as it is or in one of these folders, if it lies in one of the `homes`."""
+    paths = (*(folder / name for folder in folders), Path(name))
+    return next((path for path in paths if leads_to(path, homes) and path.is_file()), None)
 
 
 def thumbnail(path: Path) -> str | None:
@@ -230,16 +225,19 @@ class Row(NamedTuple):
     marked: bool
 
 
-def write(paths: Sequence[Path], out: Path) -> list[str]:
-    """Write the page of these runs; returns what there is to say. Raises ValueError for what is no run, and OSError."""
+def write(paths: Sequence[Path], out: Path, images: Path | None = None) -> list[str]:
+    """Write the page of these runs; returns what there is to say. Raises ValueError for what is no run, and OSError.
+
+    Pictures are shown that lie below the folder of a run, the folder that it is in, the current one, or `images`.
+    """
     runs = read_runs(paths)
-    out.write_text(page(runs), encoding="utf-8", errors="replace")
+    write_durably(out, page(runs, images).encode(errors="replace"))
     said = [f"{run.name}: {remark}" for run in runs for remark in run.remarks]
     return [*said, f"{out}: {counted(len(runs), 'run')}, {out.stat().st_size / 1024:.0f} KiB"]
 
 
-def page(runs: Sequence[FoundRun]) -> str:
-    """The page as HTML."""
+def page(runs: Sequence[FoundRun], images: Path | None = None) -> str:
+    """The page as HTML, with pictures as `write` says."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -255,7 +253,7 @@ def page(runs: Sequence[FoundRun]) -> str:
         learning=list(_charts(runs, operation=False)),
         operation=list(_charts(runs, operation=True)),
         speeds=list(speeds(runs)),
-        evaluations=[_evaluation(run, one) for run in runs for one in (run.evaluations or _validated(run))],
+        evaluations=[_evaluation(run, one, images) for run in runs for one in (run.evaluations or _validated(run))],
         memory=[found for run in runs if (found := _memory(run))],
         timelines=[_timeline(run) for run in runs if run.portrait is not None],
         models=[_model(run) for run in runs if run.portrait is not None],
@@ -397,8 +395,9 @@ def _validated(run: FoundRun) -> list[Evaluated]:
     return [Evaluated(where, run.path, "", {}, run.classes, matrix, ())]
 
 
-def _evaluation(run: FoundRun, one: Evaluated) -> dict[str, Any]:
-    folders = [Path(one.root)] if one.root else []
+def _evaluation(run: FoundRun, one: Evaluated, images: Path | None) -> dict[str, Any]:
+    homes = [Path(), run.path.resolve().parent, *([] if images is None else [images])]
+    folders = [*([] if images is None else image_folders(images)), *([Path(one.root)] if one.root else [])]
     for root in () if one.root or not one.images else (one.images_at, run.options.get("data.images", "")):
         folders += image_folders(Path(root)) if root and root != "none" else []
     folders += [one.folder, run.path]
@@ -410,7 +409,7 @@ def _evaluation(run: FoundRun, one: Evaluated) -> dict[str, Any]:
         "matrix": _matrix(one),
         "confusions": _confusions(one),
         "examples": [
-            (what, [_example(judged, folders) for judged in some])
+            (what, [_example(judged, find(judged.image, folders, homes)) for judged in some])
             for what, some in (("Best", best), ("Worst", worst))
             if some
         ],
@@ -423,8 +422,7 @@ def _between(metric: Scored) -> str:
     return f"{number_text(metric.low)} to {number_text(metric.high)}"
 
 
-def _example(judged: Judged, folders: Sequence[Path]) -> dict[str, Any]:
-    path = find(judged.image, folders)
+def _example(judged: Judged, path: Path | None) -> dict[str, Any]:
     return {
         "source": None if path is None else thumbnail(path),
         "judged": judged,

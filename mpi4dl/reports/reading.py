@@ -6,7 +6,6 @@ written by another version. All of that can be looked at.
 
 import csv
 import io
-import json
 import math
 import re
 import shlex
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpi4dl._files import read_regular
+from mpi4dl._numbers import number_in, of_cell, parse_json
 from mpi4dl._wording import counted
 from mpi4dl.options.kinds import dump
 from mpi4dl.runs.folder import METRICS, PORTRAIT, RunSnapshot
@@ -114,9 +114,10 @@ def _read_evaluation(stem: Path, name: str, faults: list[str]) -> Evaluated | No
         if file.exists():
             text = read_regular(file).decode(errors="surrogateescape")
             if suffix == ".json":
-                told = json.loads(text)
+                told = parse_json(text)
             else:
-                rows = list(csv.DictReader(io.StringIO(text, newline="")))
+                read = csv.DictReader(io.StringIO(text, newline=""))
+                rows = [{k: of_cell(v) if isinstance(v, str) else v for k, v in row.items()} for row in read]
     if isinstance(told, list):  # of images alone
         rows, told = rows or [{k: str(v) for k, v in row.items()} for row in told if isinstance(row, dict)], {}
     if not told and not (rows and "image" in rows[0]):
@@ -147,7 +148,7 @@ def _classes(rows: Sequence[Mapping[str, str]]) -> list[str]:
     if named:
         return named
     found = sorted({row.get(column) or "" for row in rows for column in ("label", "prediction")} - {""})
-    return found if any(_number(each) is None or each.lstrip("-").isdecimal() for each in found) else []
+    return found if any(number_in(each) is None or each.lstrip("-").isdecimal() for each in found) else []
 
 
 def _class_of(column: str | None) -> str | None:
@@ -164,22 +165,16 @@ def _images(rows: Sequence[Mapping[str, str]]) -> tuple[tuple[Judged, ...], list
         image, label, prediction = (row.get(column) or "" for column in ("image", "label", "prediction"))
         if row.get("error"):
             left_out.append(f"{image}: {row['error']}")
-        elif image and (alike := next((n for c in ALIKE if (n := _number(row.get(c))) is not None), None)) is not None:
+        elif (
+            image and (alike := next((n for c in ALIKE if (n := number_in(row.get(c))) is not None), None)) is not None
+        ):
             found.append(Judged(image, "", "", alike, 0.0))
         elif image and label and prediction:
-            probability = next((_number(row[c]) for c in row if _class_of(c) == label), None)
-            a, b = _number(label), _number(prediction)
+            probability = next((number_in(row[c]) for c in row if _class_of(c) == label), None)
+            a, b = number_in(label), number_in(prediction)
             far = float(label != prediction) if a is None or b is None else abs(a - b)
             found.append(Judged(image, label, prediction, probability, far))
     return tuple(found), left_out
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        number = float(text or "")
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
 
 
 def _counted(images: Sequence[Judged], classes: Sequence[str]) -> list[list[float]]:
@@ -195,7 +190,7 @@ def _metrics(values: Mapping[str, Any]) -> dict[str, Scored]:
     found = {}
     for name, told in values.items():
         several = told if isinstance(told, dict) else {"value": told}
-        value, low, high = (_number(str(several.get(key))) for key in ("value", "low", "high"))
+        value, low, high = (number_in(several.get(key)) for key in ("value", "low", "high"))
         if value is not None:
             known = low is not None and high is not None
             how = f"{100 * float(several.get('level', 0.95)):g} % of resamples" if known else ""
@@ -347,10 +342,10 @@ def _read(path: Path, name: str) -> FoundRun:
     remarks += damaged
     tail = read(LOG, _tail, ())
     said = [found[1] for line in tail if (found := LOG_LINE.match(line))]
-    portrait = read(PORTRAIT, lambda raw: RunSnapshot.of(json.loads(raw)), None, ": it has no timeline and no memory")
+    portrait = read(PORTRAIT, lambda raw: RunSnapshot.of(parse_json(raw)), None, ": it has no timeline and no memory")
     task, directions = "", {}
     if (path / DESCRIPTION).exists():
-        task = read(DESCRIPTION, lambda raw: str(json.loads(raw)["task"]), "")
+        task = read(DESCRIPTION, lambda raw: str(parse_json(raw)["task"]), "")
     if (path / MEASURES).exists():
         directions = read(MEASURES, read_directions, {})
     evaluations, faults = evaluations_in(path)
@@ -362,9 +357,9 @@ def _read(path: Path, name: str) -> FoundRun:
         portrait.title if portrait else options.get("model.model", ""),
         _state(path, said, records),
         options,
-        read(VERSIONS, lambda raw: flattened(json.loads(raw)), {}),
+        read(VERSIONS, lambda raw: flattened(parse_json(raw)), {}),
         records,
-        read(IMAGES, lambda raw: tuple(map(str, json.loads(raw)["classes"])), ()) if (path / IMAGES).exists() else (),
+        read(IMAGES, lambda raw: tuple(map(str, parse_json(raw)["classes"])), ()) if (path / IMAGES).exists() else (),
         portrait,
         tuple(evaluations),
         tail[-TAIL_LINES:],
@@ -405,7 +400,7 @@ def _records(raw: bytes) -> tuple[tuple[Recorded, ...], list[str]]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                found.append(_recorded(json.loads(line)))
+                found.append(_recorded(parse_json(line)))
             except DAMAGED:
                 damaged.append(number)
     if not damaged:

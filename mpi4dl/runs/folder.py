@@ -282,4 +282,6 @@ class RunSnapshot:
 def _span(kind: Any, direction: int, stage: int, microbatch: int, start: float, end: float) -> TimeSpan:
     if kind not in ("forward", "backward", "input", "weight") or direction not in (0, 1):
         raise ValueError(f"no action is {kind!r} in direction {direction!r}")
+    if not (math.isfinite(start) and math.isfinite(end)):
+        raise ValueError(f"no action is from {start} to {end}")
     return TimeSpan(Action(kind, int(direction), int(stage), int(microbatch)), float(start), float(end))

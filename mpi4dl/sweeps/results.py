@@ -20,9 +20,9 @@ from statistics import median
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpi4dl._files import write_durably
+from mpi4dl._files import read_regular, write_durably
 from mpi4dl._palette import BLUE, ORANGE
-from mpi4dl._wording import aligned
+from mpi4dl._wording import aligned, literal
 from mpi4dl.sweeps.job import Outcome
 from mpi4dl.sweeps.space import Space, Sweep, decided_flags
 
@@ -216,7 +216,7 @@ class Results:
 
     def _read(self) -> None:
         try:
-            there = json.loads(self.path.read_text())
+            there = json.loads(read_regular(self.path))
             before, found = there["results"]["settings"] | there["environment"], there["results"]
             self.tried = [Tried(**each) for each in found["plans"]]
         except (ValueError, KeyError, TypeError):
@@ -423,8 +423,8 @@ def plot(rows: Sequence[dict[str, Any]], heading: str) -> Any:
     against(figure.add_subplot(grid[1, 2]), there, "peak_bytes", "peak MiB", MIB)
     text = figure.add_subplot(right)
     text.axis("off")
-    text.text(0, 1, "\n".join(lines), va="top", family="monospace", fontsize=8, transform=text.transAxes)
-    figure.suptitle(heading, fontsize=9)
+    text.text(0, 1, "\n".join(map(literal, lines)), va="top", family="monospace", fontsize=8, transform=text.transAxes)
+    figure.suptitle(literal(heading), fontsize=9)
     return figure
 
 

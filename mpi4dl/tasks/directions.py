@@ -1,4 +1,4 @@
-"""Which losses and metrics are better when higher: the one declaration of it. It imports nothing, for reports.
+"""Which losses and metrics are better when higher: the one declaration of it. It imports no torch, for reports.
 
 measures.json     in the folder of a run, for reports: of each metric of its validations, whether higher is better
                   {"higher_is_better": {"loss": false, "auc": true, "own": null}}
@@ -8,6 +8,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from mpi4dl._files import write_durably
 
 MEASURES, KEY = "measures.json", "higher_is_better"
 # Of every loss and metric of ours, whether higher is better. Options, the best weights and reports read this alone.
@@ -53,7 +55,7 @@ def higher_is_better(name: str, metric: Any = None) -> bool | None:
 
 def write_directions(folder: Path, directions: Mapping[str, bool | None]) -> None:
     """Keep them in the folder of a run. Raises OSError."""
-    (folder / MEASURES).write_text(json.dumps({KEY: dict(directions)}, indent=1) + "\n", encoding="utf-8")
+    write_durably(folder / MEASURES, (json.dumps({KEY: dict(directions)}, indent=1) + "\n").encode())
 
 
 def read_directions(raw: bytes) -> dict[str, bool]:

@@ -4,11 +4,15 @@
     enveloped    any tag that torch.distributed takes: an envelope with the tag, and the number of the tag under which
                  the message itself comes. Under TORCH_DISTRIBUTED_DEBUG=DETAIL all messages have one, with the shape
 
+The tag of a plain message has the kind of its numbers beside the user's tag, since MPI does not compare them. A receive
+that waits looks now and then whether a message of another kind came in place of its own.
+
 The highest tags of MPI are kept for both. Envelopes are read as they come, and lie here until somebody asks for them.
 """
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cached_property
@@ -30,6 +34,9 @@ if TYPE_CHECKING:
     from mpi4dl.torch_backend.departure import Channel
 
 KEPT_TAGS = 1 << 12
+DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+KIND = {dtype: number for number, dtype in enumerate(DTYPES)}
+LOOK_SECONDS = 0.1  # between looks for messages of other kinds
 MOST = 2**31 - 1
 ENVELOPE_BYTES = 256
 
@@ -53,7 +60,8 @@ class Post:
         self.channel = channel
         self._in_full = in_full
         self._envelopes_under = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
-        self._plain_below = self._envelopes_under - KEPT_TAGS
+        self._numbered_from = self._envelopes_under - KEPT_TAGS
+        self._plain_below = self._numbered_from // len(DTYPES)
         self._numbers = itertools.cycle(range(KEPT_TAGS))
         self._read: list[Envelope] = []
         self._reading = threading.Lock()
@@ -63,8 +71,8 @@ class Post:
         if tensor.numel():
             self.channel.wrote(to)
         if tensor.numel() == 0 or not self._needs_envelope(tag):
-            return self.wire.isend(tensor, to, tag)
-        comes_under = self._plain_below + next(self._numbers)
+            return self.wire.isend(tensor, to, plain_tag(tensor.dtype, tag))
+        comes_under = self._numbered_from + next(self._numbers)
         page = f"{tag} {comes_under} {self._content(tensor)}".encode().ljust(ENVELOPE_BYTES)
         envelope = self.wire.mpi.Isend(page[:ENVELOPE_BYTES], to, self._envelopes_under)
         return Pending.all(
@@ -82,7 +90,11 @@ class Post:
         return self._in_full or tag >= self._plain_below
 
     def _content(self, tensor: Tensor) -> str:
-        text = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if self._in_full else f"{tensor.nbytes} bytes"
+        text = (
+            f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            if self._in_full
+            else f"{tensor.nbytes} bytes of {tensor.dtype}"
+        )
         return text[: ENVELOPE_BYTES // 2]
 
     def envelope(self, source: int | None, tag: int) -> Envelope | None:
@@ -102,6 +114,19 @@ class Post:
                     return found
         return None
 
+    def other_kind(self, source: int | None, tag: int, dtype: torch.dtype) -> torch.dtype | None:
+        """The kind of numbers of a plain message that waits here with this tag, if it is another one."""
+        from mpi4py import MPI
+
+        sender = MPI.ANY_SOURCE if source is None else source
+        others = (each for each in DTYPES if each is not dtype and self.wire.mpi.Iprobe(sender, plain_tag(each, tag)))
+        return next(others, None)
+
+
+def plain_tag(dtype: torch.dtype, tag: int) -> int:
+    """The tag of MPI of a message without an envelope."""
+    return tag * len(DTYPES) + KIND[dtype]
+
 
 def check_tag(tag: int) -> None:
     if not 0 <= tag <= MOST:
@@ -119,8 +144,9 @@ class Letter(Pending):
         self.source = source
         self._post, self._tensor, self._tag, self._content = post, tensor, tag, content
         self._requests = [Condition(self._comes)]
+        self._look_at = time.monotonic() + LOOK_SECONDS
         if content is None:
-            self._open(tag)
+            self._open(plain_tag(tensor.dtype, tag))
 
     def cancel(self) -> None:
         """Receive it no more, unless it has begun to arrive."""
@@ -140,7 +166,18 @@ class Letter(Pending):
                     f"{envelope.content}: the tensors must be the same at both ends"
                 )
             self._open(envelope.comes_under)
-        return self._parts[0].test()
+        if self._parts[0].test():
+            return True
+        if self._content is None and time.monotonic() > self._look_at:
+            self._look_at = time.monotonic() + LOOK_SECONDS
+            other = self._post.other_kind(self.source, self._tag, self._tensor.dtype)
+            if other is not None:
+                self.cancel()
+                raise Mismatch(
+                    f"rank {self._post.wire.rank} receives {self._tensor.dtype} with tag {self._tag}, but {other} was "
+                    "sent: the tensors must be the same at both ends"
+                )
+        return False
 
     def _open(self, tag: int) -> None:
         message = self._post.wire.irecv(self._tensor, self.source, tag, self._hear)

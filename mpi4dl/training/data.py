@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpi4dl import datasets
-from mpi4dl._files import Replacement, naming, write_durably
+from mpi4dl._files import Replacement, naming, read_regular, write_durably
 from mpi4dl._progress import ProgressOfImages
 from mpi4dl._wording import counted, some
 from mpi4dl.comm import Communicator
@@ -76,7 +76,7 @@ class ImageLists(NamedTuple):
     def read(cls, path: Path) -> "ImageLists":
         """Raises ConfigError for what is no such file."""
         try:
-            found = json.loads(path.read_bytes())
+            found = json.loads(read_regular(path))
             parts = [{str(name): size for name, size in found[part].items()} for part in ("training", "validation")]
             fit = as_fit(found["fit"])
             return cls(tuple(map(str, found["classes"])), fit, parts[0], parts[1], found.get("values"))

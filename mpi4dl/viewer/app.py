@@ -15,18 +15,22 @@ No name or path of a request reaches the file system: slides have numbers, and f
 
 import asyncio
 import os
+import socket
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mpi4dl._http import KnownHosts
+from mpi4dl._connections import BACKLOG, LIMITS, Connections, LimitedConnection
+from mpi4dl._http import KnownHosts, response_bytes
 from mpi4dl._palette import CURVES, LOADS
 from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.viewer.reading import FORMATS, Missing, SlideReader, as_json
@@ -86,6 +90,36 @@ class Guard:
 
 def _error(message: str, status: int) -> Response:
     return Response(as_json({"error": message}), status, media_type=JSON)
+
+
+async def serve(app: ASGIApp, listener: socket.socket) -> None:
+    """Serve the application until a signal, to as many connections as there may be."""
+
+    def say(line: str | None) -> None:
+        if line is not None:
+            print(line, flush=True)
+
+    full = _error("the viewer has no room for more connections: close some, or try again", 503)
+    connections = Connections(LIMITS.within_files(), response_bytes(full))
+    http: Any = partial(LimitedConnection, connections)
+    config = uvicorn.Config(
+        app,
+        http=http,
+        backlog=BACKLOG,
+        ws="none",
+        lifespan="off",
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=connections.limits.idle_seconds,  # type: ignore[arg-type]  # it is only added to the time
+        timeout_graceful_shutdown=1,
+    )
+    asyncio.get_running_loop().set_exception_handler(connections.on_loop_error)
+    watching = asyncio.create_task(connections.watch(say))
+    try:
+        await uvicorn.Server(config).serve(sockets=[listener])
+    finally:
+        watching.cancel()
 
 
 def make_app(results: SlideResults, hosts: Collection[str] = ()) -> ASGIApp:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpi4dl._numbers import as_cell
 from mpi4dl.datasets.base import BadImage, DatasetError, printable
 from mpi4dl.datasets.slides.annotations import RegionMask, read_annotations
 from mpi4dl.datasets.slides.masks import BACKGROUND, is_auxiliary
@@ -57,7 +58,8 @@ def csv_of(hits: Iterable[Hit]) -> bytes:
     for hit in hits:
         (row, col), (side, _) = hit.centre, hit.side
         classes = ";".join(map(printable, hit.names))
-        writer.writerow([hit.slide, hit.value, col, row, side, int(hit.overlaps), int(hit.inside), classes])
+        cells = (hit.slide, hit.value, col, row, side, int(hit.overlaps), int(hit.inside), classes)
+        writer.writerow(map(as_cell, cells))
     return text.getvalue().encode(errors="surrogateescape")
 
 

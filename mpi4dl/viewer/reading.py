@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpi4dl._files import read_regular
+from mpi4dl._numbers import parse_json
 from mpi4dl.datasets.base import BadImage, DatasetError, Pixels, printable
-from mpi4dl.datasets.slides.annotations import read_annotations
+from mpi4dl.datasets.slides.annotations import FARTHEST, read_annotations
 from mpi4dl.datasets.slides.slide import MPP_AT_1X, Resolution, Slide, open_slide
 from mpi4dl.geometry import Interval, ceil_div
 from mpi4dl.viewer.results import ViewedSlide
@@ -217,7 +218,7 @@ def encoded(pixels: Pixels, form: str) -> bytes:
 def read_map(path: Path) -> dict[str, Any]:
     """The map in a GeoJSON file, as `map_of` has it. Raises BadImage."""
     try:
-        return map_of(json.loads(read_regular(path)))
+        return map_of(parse_json(read_regular(path)))
     except OSError as error:
         raise BadImage(path, f"cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -245,9 +246,11 @@ def map_of(content: Any) -> dict[str, Any]:
     )
     if corners.shape != (len(features), 2) or opposite.shape != corners.shape or not np.isfinite(numbers).all():
         raise ValueError("has corners or values that are no numbers")
+    if not (np.abs([corners, opposite]) <= FARTHEST).all():
+        raise ValueError("has corners that are no places on a slide")
     origin, side = corners.min(0), float((opposite - corners).mean())
-    if not (np.isfinite(corners).all() and np.isfinite(side) and side > 0):
-        raise ValueError("has corners that are no places")
+    if side <= 0 or np.ptp(corners, 0).max() / side > FARTHEST:
+        raise ValueError("has patches without an area")
     places = np.rint((corners - origin) / side)
     off = max(np.abs(corners - origin - places * side).max(), np.abs(opposite - corners - side).max())
     if off > SAME_PLACE * side * max(1.0, places.max()):

@@ -9,14 +9,15 @@ files are data from elsewhere: names and paths in them lead nowhere but below th
 
 import csv
 import io
-import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from mpi4dl._files import read_regular
+from mpi4dl._files import leads_to, read_regular
+from mpi4dl._numbers import number_in, of_cell, parse_json
 from mpi4dl._wording import counted
 from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.datasets.files import WHOLE_SLIDES
@@ -28,6 +29,7 @@ PREDICTIONS, PREDICTED, EVALUATED = "predictions.jsonl", "predictions-*", "evalu
 ABOUT = "predictions.json"
 MAPS, MASKS, GEOJSON, CLASS_MAP = "maps", "masks", ".geojson", ".ome.tif"
 LEAST_PROBABILITY = 1e-12
+LONGEST_PLACE = 200  # characters of a remark
 NESTED = {"label": "labels", "prediction": "predictions", "probability": "probabilities"}  # columns "label NAME"
 
 Record = dict[str, Any]
@@ -108,7 +110,7 @@ def read_results(
         told = _object(predicted / SLIDES, remarks) or told or {"source": _object(predicted / ABOUT, []).get("images")}
         for name, record in _read_lines(predicted / PREDICTIONS, remarks).items():
             records[name] = records.get(name, {}) | record
-    place = _Place(told if isinstance(told, Mapping) else {}, slides, slides_folder, remarks)
+    place = _Place(told if isinstance(told, Mapping) else {}, slides, slides_folder, folder, remarks)
     records = {place.name_of(name): record for name, record in records.items()}
     found = tuple(
         _viewed(name, record, place, predicted, mpp)
@@ -141,7 +143,7 @@ def _newest(found: Sequence[Path], what: str, remarks: list[str]) -> Path | None
 def _object(path: Path, remarks: list[str]) -> dict[str, Any]:
     """The JSON object in a file; empty, with a remark if it is damaged, where there is none."""
     try:
-        found = json.loads(read_regular(path))
+        found = parse_json(read_regular(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
@@ -156,7 +158,7 @@ def _read_lines(path: Path, remarks: list[str]) -> dict[str, Record]:
     damaged = 0
     for line in read_regular(path).split(b"\n"):
         try:
-            record = json.loads(line) if line.strip() else None
+            record = parse_json(line) if line.strip() else None
         except (ValueError, RecursionError):  # such as half of a line, of a job that was killed
             damaged += 1
             continue
@@ -177,6 +179,7 @@ def _read_table(path: Path, remarks: list[str]) -> dict[str, Record]:
             for column, value in row.items():
                 if not isinstance(column, str) or not value:
                     continue
+                value = of_cell(value)
                 first, _, name = column.partition(" ")
                 if name and first in NESTED:
                     record.setdefault(NESTED[first], {})[name] = value
@@ -195,17 +198,25 @@ class _Place:
     """Where slides are, and their patients, labels and annotations: by what was recorded, and by the table itself."""
 
     def __init__(
-        self, told: Mapping[str, Any], slides: Path | None, slides_folder: Path | None, remarks: list[str]
+        self,
+        told: Mapping[str, Any],
+        slides: Path | None,
+        slides_folder: Path | None,
+        folder: Path,
+        remarks: list[str],
     ) -> None:
-        source = slides or _path(told.get("source"))
         self._listed = slides is not None  # by the user, who wants to see all of them
+        named_by_user = [each if each.is_dir() else each.parent for each in (slides, slides_folder) if each is not None]
+        self._named = bool(named_by_user)
+        self._homes = [Path(), folder.resolve().parent, *named_by_user]
+        source = slides or self._recorded_place(told.get("source"), remarks)
         columns = told.get("columns")
         recorded = told.get("slides")
         self._recorded: dict[str, Any] = recorded if isinstance(recorded, dict) else {}
         files = [each["file"] for each in self._recorded.values() if isinstance(each, dict) and "file" in each]
         only_features = slides is None and bool(files) and source is not None and source.is_dir()
         of_slides = not files or any(files)  # otherwise what was recorded is the folder of features
-        root = _path(told.get("root")) if slides is None and of_slides else None
+        root = self._recorded_place(told.get("root"), remarks) if slides is None and of_slides else None
         if source is not None and (of_slides or not only_features):
             root = root or (source if source.is_dir() else source.parent)
         self.root = slides_folder or root
@@ -223,6 +234,27 @@ class _Place:
             remarks.append("nothing says where the slides are: name their table or folder by --slides")
         elif not self.root.is_dir():
             remarks.append(f"the folder of slides {self.root} is gone: name it by --slides-folder")
+
+    def _recorded_place(self, text: Any, remarks: list[str]) -> Path | None:
+        """A place that was recorded; None, with a remark, if it is not there, or where nobody has said to look."""
+        if not isinstance(text, str) or not text:
+            return None
+        if leads_to(Path(text), self._homes):
+            return Path(text).expanduser()
+        remark = (
+            f"{printable(text)[:LONGEST_PLACE]}, where the slides were, is gone, or lies outside of this folder: name "
+            "the table or folder of the slides by --slides"
+        )
+        if remark not in remarks:
+            remarks.append(remark)
+        return None
+
+    def file(self, name: str) -> Path | None:
+        """The file of a slide; None if nobody says where it is. Links are followed in folders that the user named."""
+        if self.root is None:
+            return None
+        path = self.root / name
+        return path if self._named or leads_to(path, self._homes) or not os.path.lexists(path) else None
 
     def _read(self, source: Path, columns: Mapping[str, str], remarks: list[str]) -> None:
         folder = None if source.is_dir() else self.root
@@ -265,7 +297,7 @@ class _Place:
 
     def assumed_mpp(self, name: str) -> float | None:
         recorded = self._recorded.get(name)
-        mpp = _number(recorded.get("mpp")) if isinstance(recorded, dict) else None
+        mpp = number_in(recorded.get("mpp")) if isinstance(recorded, dict) else None
         return mpp if mpp is not None and mpp > 0 else None
 
     def label(self, name: str) -> Any:
@@ -282,14 +314,12 @@ class _Place:
 
     def annotation(self, name: str) -> Path | None:
         text = (self.row(name)[1] or "").replace("\\", "/")
+        own = self._listed and name in self._rows  # in a table that the user named
+        homes = [Path("/")] if own else self._homes
         for folder in (self._beside, self.root):
-            if text.lower().endswith(POLYGONS) and folder is not None and (folder / text).is_file():
+            if text.lower().endswith(POLYGONS) and folder is not None and leads_to(folder / text, homes):
                 return folder / text
         return None
-
-
-def _path(text: Any) -> Path | None:
-    return Path(text).expanduser() if isinstance(text, str) and text else None
 
 
 def is_below(name: str) -> bool:
@@ -310,15 +340,15 @@ def _viewed(name: str, record: Record, place: _Place, predicted: Path | None, mp
     label = place.label(name) if label is None else label
     prediction = record.get("prediction", record.get("predictions", record.get("risk", _shares(record.get("pixels")))))
     probabilities = record.get("probabilities")
-    alike = _number(record.get("dice"))
+    alike = number_in(record.get("dice"))
     if prediction is None and alike is not None:
         prediction = f"Dice {alike:.3f}"
-    numbers = {key: _number(each) for key, each in probabilities.items()} if isinstance(probabilities, dict) else {}
+    numbers = {key: number_in(each) for key, each in probabilities.items()} if isinstance(probabilities, dict) else {}
     error, path = _text(record.get("error")), None
     if not is_below(name):
         error = "its name leads out of the folder of slides, and is not followed"
-    elif place.root is not None:
-        path = place.root / name
+    else:
+        path = place.file(name)
     return ViewedSlide(
         name,
         path,
@@ -366,13 +396,13 @@ def _loss(label: Any, prediction: Any, probabilities: Mapping[str, float | None]
         return None if own is None else -math.log(max(own, LEAST_PROBABILITY))
     if isinstance(label, dict) and isinstance(prediction, dict):
         if probabilities:
-            pairs = [(_number(label[name]), probabilities.get(name)) for name in label]
+            pairs = [(number_in(label[name]), probabilities.get(name)) for name in label]
             losses = [_entropy(a, b) for a, b in pairs if a is not None and b is not None]
         else:
-            pairs = [(_number(label[name]), _number(prediction.get(name))) for name in label]
+            pairs = [(number_in(label[name]), number_in(prediction.get(name))) for name in label]
             losses = [abs(a - b) for a, b in pairs if a is not None and b is not None]
         return sum(losses) / len(losses) if losses else None
-    a, b = (None if isinstance(each, dict) else _number(each) for each in (label, prediction))
+    a, b = (None if isinstance(each, dict) else number_in(each) for each in (label, prediction))
     return None if a is None or b is None else abs(a - b)
 
 
@@ -382,7 +412,7 @@ def _entropy(label: float, probability: float) -> float:
 
 def _shares(pixels: Any) -> dict[str, str] | None:
     """The share of each class in a class map."""
-    counts = {name: _number(count) or 0.0 for name, count in pixels.items()} if isinstance(pixels, dict) else {}
+    counts = {name: number_in(count) or 0.0 for name, count in pixels.items()} if isinstance(pixels, dict) else {}
     total = sum(counts.values())
     return {name: f"{100 * count / total:.2g} %" for name, count in counts.items()} if total > 0 else None
 
@@ -391,16 +421,8 @@ def _numeric(value: Any) -> Any:
     """Text that is a number as one."""
     if isinstance(value, dict):
         return {name: _numeric(each) for name, each in value.items()}
-    number = _number(value)
+    number = number_in(value)
     return value if number is None else number
-
-
-def _number(value: Any) -> float | None:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return None
-    return number if math.isfinite(number) else None
 
 
 def _text(value: Any) -> str:

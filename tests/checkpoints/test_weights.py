@@ -1,5 +1,6 @@
 """Weights that others wrote: what matches is taken, on every rank its part, and the rest is named."""
 
+import os
 import tracemalloc
 import zipfile
 from argparse import Namespace
@@ -117,6 +118,13 @@ def test_files_without_weights(tmp_path: Path) -> None:
         open_weights(str(tmp_path))
     with pytest.raises(ValueError, match="there is no such file or folder"):
         open_weights(str(tmp_path / "nowhere.pt"))
+
+
+@pytest.mark.parametrize("name", ["pipe.pt", "pipe.safetensors"])
+def test_a_pipe_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name} cannot be read: it is no regular file"):
+        open_weights(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("old", [False, True])

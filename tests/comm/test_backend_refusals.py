@@ -46,6 +46,11 @@ else:
     dist.all_reduce(torch.ones(2))  # the error is not its own
     told(ValueError, work.wait)
     told(ValueError, work.wait)
+if rank == 0:
+    dist.send(torch.ones(3), 1, tag=7)
+else:
+    told(ValueError, lambda: dist.recv(torch.zeros(3, dtype=torch.int32), 0, tag=7))
+    told(ValueError, lambda: dist.recv(torch.zeros(3, dtype=torch.int32), tag=7))
 store = dist.group.WORLD.get_group_store()
 while hasattr(store, "underlying_store"):
     store = store.underlying_store
@@ -98,6 +103,7 @@ EXPECTED = [
     "ValueError: tag is -3, but must be from 0 to",
     "Mismatch: rank 1 receives 20 bytes from rank 0, which sent 12: the tensors must have the same size",
     *["Mismatch: rank 1 receives 8 bytes from rank 0, which sent more: the tensors must have the same size"] * 2,
+    *["Mismatch: rank 1 receives torch.int32 with tag 7, but torch.float32 was sent: the tensors must be the same"] * 2,
     *["TimedOut: all_reduce of MpiGroup(1, rank 1 of 2) was not complete in the timeout of 0:00:00.300000: rank 0"] * 2,
     "Mismatch: rank 0 calls all_reduce(SUM) of 5 x torch.float32, but rank 1 calls all_reduce(SUM) of 7 x",
     "Mismatch: rank 0 calls all_reduce(SUM) of 5 x torch.float32, but rank 1 calls all_reduce(SUM) of 5 x torch.int32",

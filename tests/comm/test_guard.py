@@ -3,7 +3,10 @@
 Without the guard most of these jobs hang, since the other ranks wait in MPI for the one that left.
 """
 
+import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -340,3 +343,49 @@ def test_without_mpi4py_there_is_one_message(command: str) -> None:
 def test_a_user_interrupt_is_no_traceback() -> None:
     job = mpirun(1, "-c", "from mpi4dl.comm import failure; failure.start(); raise KeyboardInterrupt")
     assert (job.code, job.stderr) == (130, "")
+
+
+SMALL = """
+import os, types
+os.statvfs = lambda path: types.SimpleNamespace(f_blocks={blocks}, f_frsize=4096, f_bavail={blocks})
+from mpi4dl.comm import failure
+failure.run(lambda: print("started"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("num_mib", "num_ranks", "code"), [(0.0625, 2, 2), (4, 2, 2), (64, 8, 0), (64, 16, 2), (4, 1, 0), (0, 8, 0)]
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_little_shared_memory_is_refused_before_mpi_dies_of_it(
+    num_mib: float, num_ranks: int, code: int, rank: int
+) -> None:
+    """By the first rank of a machine, as its launcher says."""
+    program = SMALL.format(blocks=int(num_mib * 256))
+    told = {"MPI_LOCALNRANKS": str(num_ranks), "MPI_LOCALRANKID": str(rank)}
+    done = subprocess.run([sys.executable, "-c", program], env=os.environ | told, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ("" if code else "started\n")
+    assert done.stderr.count("--shm-size") == (code == 2 and rank == 0)
+
+
+ASKED = """
+import time
+from mpi4dl.comm import failure
+def main():
+    from mpi4dl.comm.shutdown import meeting
+    if meeting().rank == 0:
+        print("here", flush=True)
+    while True:
+        time.sleep(0.1)
+failure.run(main)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_outside_of_steps_ends_the_job_with_one_message(number: signal.Signals) -> None:
+    """As in the start of a training, or just after its last line."""
+    job = mpirun(2, "-c", ASKED, sends=("here", number))
+    assert job.code != 0
+    assert job.stderr.count(f"ended by {number.name}") == 1
+    assert "Traceback" not in job.stderr

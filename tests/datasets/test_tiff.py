@@ -1,8 +1,12 @@
 """mpi4dl.datasets.tiff: boxes of TIFF files equal the same box of the whole, and only their tiles are decoded."""
 
 import os
+import subprocess
+import sys
 import threading
+from functools import partial
 
+import imagecodecs
 import numpy as np
 import PIL.Image
 import pytest
@@ -261,6 +265,46 @@ def test_a_tile_too_large_to_be_decoded_is_named(tmp_path, monkeypatch):
     path = write(tmp_path / "a.tif", noise_image(HEIGHT, WIDTH), **TILED)
     with pytest.raises(BadImage, match="stores 32 x 32 pixels that must be decoded at once, which is too many"):
         open_image(path)
+
+
+READING = """
+import resource, sys
+from pathlib import Path
+from mpi4dl.datasets import BadImage, open_image
+from mpi4dl.geometry import Interval
+
+small, large = map(Path, sys.argv[1:])
+open_image(small).read(Interval(0, 64), Interval(0, 64))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    open_image(large).read(Interval(0, 64), Interval(0, 64))
+except BadImage as error:
+    print(error)
+assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10
+"""
+PICTURES = {
+    "jpeg": (7, imagecodecs.jpeg_encode),
+    "jpeg 2000": (34712, partial(imagecodecs.jpeg2k_encode, codecformat="J2K")),
+    "png": (34933, imagecodecs.png_encode),
+    "webp": (50001, imagecodecs.webp_encode),
+    "jpeg xl": (50002, partial(imagecodecs.jpegxl_encode, lossless=True, effort=1)),
+}
+
+
+@pytest.mark.parametrize("kind", PICTURES)
+@pytest.mark.sample(2)
+def test_a_tile_that_is_a_far_larger_picture_is_refused_before_it_takes_memory(tmp_path, kind):
+    compression, encode = PICTURES[kind]
+    for name, side in (("small.tif", 64), ("large.tif", 4000)):
+        picture = encode(np.full((side, side, 3), 200, np.uint8))
+        tifffile.imwrite(
+            tmp_path / name, iter([picture]), shape=(64, 64, 3), dtype=np.uint8, tile=(64, 64), photometric="rgb",
+            compression=compression,
+        )  # fmt: skip
+    files = (str(tmp_path / "small.tif"), str(tmp_path / "large.tif"))
+    done = subprocess.run([sys.executable, "-c", READING, *files], capture_output=True, text=True, check=True)
+    assert "large.tif" in done.stdout
+    assert "tile 0" in done.stdout
 
 
 def test_of_a_file_whose_tiles_are_all_missing_nothing_is_shown(tmp_path):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import imagecodecs
 import nibabel
 import numpy as np
 import numpy.typing as npt
@@ -195,6 +196,17 @@ def test_what_is_no_volume_is_a_bad_image(tmp_path: Path, name: str) -> None:
 
 
 VARIED = Variation(crop=0.7, down=0.2, across=0.9, deep=0.4, flip_rows=True, flip_depth=True, contrast=1.2)
+
+
+def test_a_page_whose_tile_is_a_far_larger_picture_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
+    for name, side in (("good.tif", 64), ("bomb.tif", 600)):
+        picture = imagecodecs.jpeg2k_encode(np.full((side, side), 200, np.uint8), codecformat="J2K")
+        how = {"shape": (3, 64, 64), "dtype": np.uint8, "tile": (64, 64), "photometric": "minisblack"}
+        tifffile.imwrite(tmp_path / name, iter([picture] * 3), compression=34712, **how)
+    whole = (Interval(0, 3), Interval(0, 64), Interval(0, 64))
+    assert open_volume(tmp_path / "good.tif").read(*whole).shape[:3] == (3, 64, 64)
+    with pytest.raises(BadImage, match="far larger than 64 x 64"):
+        open_volume(tmp_path / "bomb.tif").read(*whole)
 
 
 @settings(max_examples=30, deadline=None)

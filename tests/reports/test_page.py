@@ -209,6 +209,26 @@ def test_a_damaged_folder_is_shown_as_far_as_it_can_be_read(tmp_path: Path, caps
         assert word in page.text, word
 
 
+ABSURD = ("9" * 400, "1e308", "-1e308", "1e-320", "NaN", "null")
+NUMBER = re.compile(r"-?\b[0-9]+(?:\.[0-9]+)?\b")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", PORTRAIT, "evaluation.json", "evaluation.csv"])
+def test_absurd_numbers_in_any_place_leave_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    run = write_run(tmp_path / "run")
+    told = {"metrics": {"auc": {"value": 0.75, "low": 0.5, "high": 0.875, "level": 0.9}}, "confusion": [[1, 2], [3, 4]]}
+    (run / "evaluation.json").write_text(json.dumps(told))
+    (run / "evaluation.csv").write_text("image,label,prediction,probability 1\na.png,1,1,0.75\nb.png,1,2,0.25\n")
+    text = (run / name).read_text()
+    places = [found.span() for found in NUMBER.finditer(text)]
+    for number in ABSURD:
+        for first, last in places[:: max(1, len(places) // 5)]:
+            (run / name).write_text(text[:first] + number + text[last:])
+            assert "title of run" in report(capsys, run).text or name == PORTRAIT
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
@@ -268,6 +288,26 @@ def test_the_best_is_of_one_task_and_in_the_direction_of_the_run(tmp_path: Path)
     assert best["validation strange"] == ["-"] * 4
     assert found["validation strange"]["direction"] == "no direction is known"
     assert best["validation dice"][3] == "0.7 at step 1"
+
+
+@pytest.mark.parametrize("name", ["private.png", "../../private/private.png", "ABSOLUTE", "link.png", "x" * 300])
+def test_pictures_outside_are_shown_only_where_the_user_names_their_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As of a run that somebody else sent: a report of it must not take pictures of this machine along."""
+    private, here = tmp_path / "private", tmp_path / "sent"
+    run = write_run(here / "run")
+    private.mkdir()
+    monkeypatch.chdir(here)
+    PIL.Image.fromarray(np.zeros((20, 30, 3), np.uint8)).save(private / "private.png")
+    (run / "link.png").symlink_to(private / "private.png")
+    name = str(private / "private.png") if name == "ABSOLUTE" else name
+    (run / "evaluation.csv").write_text(f"image,dice,error\n{name},0.5,\n")
+    for told in ({"root": str(private)}, {"images": str(private)}, {"root": str(private), "images": "/"}):
+        (run / "evaluation.json").write_text(json.dumps(told))
+        assert "img" not in [tag for tag, _ in report(capsys, run).tags]
+    main([str(run), "--out", str(here / "page.html"), "--images", str(private)])
+    assert ("<img" in (here / "page.html").read_text()) == (len(name) < 300)
 
 
 @pytest.mark.parametrize("part", ["val/images", "test/images", "images", "Validation/images", "val"])

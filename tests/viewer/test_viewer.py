@@ -7,9 +7,11 @@ import json
 import math
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,12 @@ from tests.viewer.browser import chromium, page
 PATCH = 64
 EVIL = "<img src=x onerror=alert(1)>.tif"
 TITLE = "attention"
+
+
+@pytest.fixture(autouse=True)
+def beside_the_slides(predicted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded places below the current folder are followed."""
+    monkeypatch.chdir(predicted.parent)
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +285,28 @@ def test_what_is_missing_or_damaged_is_an_error_of_that_slide_alone(predicted: P
         assert "slide_00" in value(app, f"/api/slides/{number}/map", 422)["error"]
 
 
+@pytest.mark.parametrize("name", ["predictions.jsonl", SLIDES, "maps/slide_000.geojson", "evaluation.csv"])
+def test_absurd_numbers_in_any_place_are_an_error_of_a_slide_at_most(
+    predicted: Path, tmp_path: Path, name: str
+) -> None:
+    out = copied(predicted, tmp_path)
+    line = {"image": "slide_000.tif", "prediction": {"a": 1.5}, "label": {"a": 2.5}, "dice": 0.5, "pixels": {"a": 7}}
+    if name == "predictions.jsonl":
+        (out / name).write_text(json.dumps(line) + "\n")
+    if name == "evaluation.csv":
+        (out / "predictions.jsonl").unlink()
+        (out / name).write_text("image,label,prediction,dice\nslide_000.tif,1.5,2.5,0.5\n")
+    text = (out / name).read_text()
+    places = [found.span() for found in re.finditer(r"(?<![\w.])-?[0-9]+(?:\.[0-9]+)?(?![\w.])|null", text)]
+    for number in ("9" * 400, "1e308", "1e-320", "NaN", "-1"):
+        for first, last in places[:: max(1, len(places) // 5)]:
+            (out / name).write_text(text[:first] + number + text[last:])
+            app = make_app(read_results(out))
+            assert len(value(app, "/api/slides")["slides"]) in (1, 4)
+            for path in ("", "/map"):
+                assert ask(app, f"/api/slides/0{path}")[0] in (200, 404, 422)
+
+
 @pytest.mark.parametrize("name", ["../outside.tif", "/etc/hostname", "a/../../outside.tif", "C:/outside.tif"])
 def test_names_and_paths_in_predictions_lead_nowhere_else(predicted: Path, tmp_path: Path, name: str) -> None:
     out = copied(predicted, tmp_path)
@@ -291,6 +321,41 @@ def test_names_and_paths_in_predictions_lead_nowhere_else(predicted: Path, tmp_p
         app = make_app(read_results(out))
         assert "leads out" in value(app, "/api/slides/0/tiles/0/0_0.png", 422)["error"]
         value(app, "/api/slides/0/map", 404)
+
+
+@pytest.mark.parametrize("key", ["root", "source", "annotation", "link"])
+def test_recorded_places_outside_are_followed_only_where_the_user_names_them(
+    predicted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """As in a folder of predictions that somebody else sent."""
+    slides, elsewhere = predicted.parent / "slides", tmp_path / "work" / "here"
+    elsewhere.mkdir(parents=True)
+    monkeypatch.chdir(elsewhere)
+    out = copied(predicted, elsewhere)
+    told = json.loads((out / SLIDES).read_text())
+    own = elsewhere / "slides"
+    own.mkdir()
+    (own / "slides.csv").write_text("slide\nslide_001.ome.tif\n")
+    annotation = next(slides.glob("annotations/*1.geojson"))
+    places = {"root": str(own), "source": str(own / "slides.csv")}
+    if key in places:
+        told |= places | {key: told[key], "slides": {}}
+    else:
+        for each in told["slides"].values():
+            each["annotation"] = str(annotation) if key == "annotation" else str(own / "link.geojson")
+        told |= {"root": str(own), "source": str(own)}
+    if key == "link":
+        (own / "link.geojson").symlink_to(annotation)
+        (own / "slide_001.ome.tif").symlink_to(slides / "slide_001.ome.tif")
+    (out / SLIDES).write_text(json.dumps(told))
+    for each in read_results(out).slides:
+        assert each.annotation is None
+        assert each.path is None or not each.path.exists()
+        assert each.label == ""
+    named = {each.name: each for each in read_results(out, slides / "slides.csv").slides}["slide_001.ome.tif"]
+    assert named.annotation == annotation
+    assert named.path is not None
+    assert named.path.samefile(slides / "slide_001.ome.tif")
 
 
 def test_no_path_leads_to_other_files_and_only_known_hosts_and_get_are_answered(predicted: Path) -> None:
@@ -372,11 +437,12 @@ def test_what_the_command_refuses(
     assert message.format(there=tmp_path) in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def address(predicted: Path) -> Iterator[str]:
-    """Where the command serves the predictions."""
-    command = [sys.executable, "-m", "mpi4dl.view", str(predicted), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+@contextmanager
+def viewing(predicted: Path, num_files: int = 1024, err: int | None = None) -> Iterator[str]:
+    """Where the command serves the predictions, with so many open files at most."""
+    viewer = [sys.executable, "-m", "mpi4dl.view", str(predicted), "--port", "0"]
+    command = ["sh", "-c", f'ulimit -n {num_files}; exec "$@"', "sh", *viewer]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, cwd=ROOT) as process:
         try:
             assert process.stdout is not None
             said = process.stdout.readline()
@@ -385,6 +451,26 @@ def address(predicted: Path) -> Iterator[str]:
             yield found[1]
         finally:
             process.terminate()
+
+
+@pytest.fixture(scope="module")
+def address(predicted: Path) -> Iterator[str]:
+    with viewing(predicted) as found:
+        yield found
+
+
+@pytest.mark.parametrize("num_files", [760, 300])
+def test_silent_connections_shut_out_nobody_also_with_few_files(
+    predicted: Path, tmp_path: Path, num_files: int
+) -> None:
+    with (tmp_path / "err").open("w+") as err, ExitStack() as within:
+        address = within.enter_context(viewing(predicted, num_files, err.fileno()))
+        host, port = address.removeprefix("http://").split(":")
+        for number in range(400):
+            within.enter_context(socket.create_connection((host, int(port)), 60))
+            if number % 100 == 99:
+                assert httpx.get(f"{address}/api/slides", timeout=60).status_code == 200
+    assert (tmp_path / "err").read_text() == ""
 
 
 def test_the_command_serves_slides_to_this_machine(address: str) -> None:

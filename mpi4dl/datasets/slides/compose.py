@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._files import write_durably
+from mpi4dl._files import map_new, naming, read_regular, write_durably
 from mpi4dl.datasets.base import DatasetError, Pixels
 from mpi4dl.datasets.slides.geojson import collection, feature
 
@@ -198,9 +198,8 @@ def write_slide(path: Path, slide: Composition, progress: Callable[[], object] =
     told = APERIO.format(width=width, height=height, tile=TILE, power=round(10 / slide.mpp), mpp=slide.mpp)
     with ExitStack() as stack:
         stores = [stack.enter_context(TemporaryFile(dir=path.parent)) for _ in sides[1:]]
-        smaller = [
-            np.memmap(store, np.uint8, "w+", shape=(*each, 3)) for store, each in zip(stores, sides[1:], strict=True)
-        ]
+        with naming(path):
+            smaller = [map_new(store, np.uint8, (*each, 3)) for store, each in zip(stores, sides[1:], strict=True)]
         writer = stack.enter_context(tifffile.TiffWriter(path, bigtiff=True, ome=ome))
         for number, level in enumerate(sides):
             read = slide.pixels if number == 0 else _reader(smaller[number - 1])
@@ -331,7 +330,7 @@ class Cohort:
             return
         ours, known = (self.record(), RECORD) if (folder / RECORD).exists() else (self.table(), TABLE)
         path = folder / known
-        if not path.exists() or path.read_text() != ours:
+        if not path.exists() or read_regular(path).decode() != ours:
             raise DatasetError(f"{folder} has other slides, or slides composed with other options: name another folder")
 
     def table(self) -> str:

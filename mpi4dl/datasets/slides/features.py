@@ -10,6 +10,7 @@ A leading axis of length 1 is dropped. Other datasets and missing attributes do 
 read as an image of one row, whose pixels are the patches, and whose channels are the features.
 """
 
+import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._files import Replacement, is_stored_zip, open_regular
+from mpi4dl._files import is_stored_zip, open_regular, write_durably
 from mpi4dl._wording import to_install
 from mpi4dl.datasets.base import BadImage, DatasetError
 from mpi4dl.datasets.files import WHOLE_SLIDES, blaming
@@ -288,13 +289,15 @@ def write_features(path: Path, found: Embedded, attributes: Mapping[str, Any], s
     h5py = _h5py()
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = max(1, min(len(found.features), CHUNK_BYTES // max(1, 4 * found.features.shape[1])))
-    with Replacement(path) as temporary, h5py.File(temporary, "w") as file:
+    content = io.BytesIO()  # HDF5 that writes to a full disk itself ends the process, by a signal
+    with h5py.File(content, "w") as file:
         file.attrs[SETTINGS] = json.dumps(settings, sort_keys=True)
         file.create_dataset(FEATURES, data=found.features, chunks=(rows, found.features.shape[1]))
         coords = file.create_dataset(COORDS, data=found.coords)
         for name, value in attributes.items():
             if value is not None:
                 coords.attrs[name] = value
+    write_durably(path, content.getbuffer())
 
 
 class FeatureFolder(SlideFolder):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._files import open_regular
+from mpi4dl._files import open_regular, read_regular
 from mpi4dl.datasets.base import DatasetError
 from mpi4dl.datasets.listed import files_below
 from mpi4dl.datasets.split import set_aside
@@ -155,7 +155,7 @@ class TokenFile:
     def __init__(self, header: Path) -> None:
         self.path = header.with_suffix(".npy")
         try:
-            said = json.loads(header.read_bytes())
+            said = json.loads(read_regular(header))
             self.vocabulary = int(said["vocabulary"])
             self.documents = tuple(Encoded(str(n), int(tokens), int(size)) for n, tokens, size in said["documents"])
             self._digest, dtype, known = str(said["digest"]), np.dtype(said["dtype"]), said["format"] == FORMAT
@@ -167,6 +167,7 @@ class TokenFile:
             raise _damaged(header, f"has another format than {FORMAT}")
         length = sum(document.num_tokens for document in self.documents)
         try:
+            open_regular(self.path).close()
             self.tokens: npt.NDArray[Any] = np.load(self.path, mmap_mode="r")
         except FileNotFoundError as error:
             raise _damaged(self.path, "is missing") from error

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._files import Replacement, flush
+from mpi4dl._files import Replacement, flush, read_regular
 from mpi4dl._wording import to_install
 from mpi4dl.datasets.base import DatasetError
 
@@ -132,7 +132,7 @@ class BPETokenizer:
         """
         package = _package()
         try:
-            return cls(package.Tokenizer.from_str(path.read_text(encoding="utf-8")))
+            return cls(package.Tokenizer.from_str(read_regular(path).decode()))
         except OSError as error:
             raise DatasetError(f"{path}: cannot be read: {error.strerror or error}") from error
         except Exception as error:  # the package has no class of errors of its own

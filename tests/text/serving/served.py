@@ -9,12 +9,13 @@ from typing import Any
 import httpx
 import openai
 
+from mpi4dl._connections import ConnectionLimits
 from mpi4dl._http import bind, url_of
 from mpi4dl.datasets.text import ByteTokenizer
 from mpi4dl.runs.stopping import StopSignals
 from mpi4dl.text.serving.admission import Admission, Limits, ServingStatistics
 from mpi4dl.text.serving.app import make_app
-from mpi4dl.text.serving.server import ConnectionLimits, HttpThread, Timing
+from mpi4dl.text.serving.server import HttpThread, Timing
 from tests.text.serving.standin import StandIn
 
 CONTEXT = 64

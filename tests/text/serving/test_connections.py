@@ -10,10 +10,10 @@ from typing import Any, cast
 import httpx
 import pytest
 
+from mpi4dl._connections import ConnectionLimits, Connections, address_of
 from mpi4dl.options.declare import ConfigError
 from mpi4dl.serve import TOKEN_VARIABLE, _token
 from mpi4dl.text.serving.admission import Limits
-from mpi4dl.text.serving.server import ConnectionLimits, Connections, address_of
 from tests.text.serving.served import CONTEXT, PATIENCE_SECONDS, Served, eventually, serving
 
 SLOW = (
@@ -122,7 +122,7 @@ class StandIn:
 
 def test_the_longest_silence_makes_room() -> None:
     clock = Clock()
-    known = Connections(ConnectionLimits(3, 2, head_seconds=5), clock)
+    known = Connections(ConnectionLimits(3, 2, head_seconds=5), b"", clock)
     a, b, c, d, e, first, last = made = [cast(Any, StandIn(address)) for address in "xxyzzxy"]
     for each in (a, b, c):
         known.admit(each)
