@@ -177,6 +177,7 @@ def framed_for(
 
     size = config.data.image_size if config.data.fit == "crop" else AUTO
     given = {"slides": slides or features, "slides_folder": folder, "features": features, "image_size": size}
+    given["on_bad_image"] = "skip"  # which the predictions say
     return framed(with_values(config, given), comm)
 
 

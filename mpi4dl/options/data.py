@@ -284,7 +284,8 @@ def with_frame(config: Config) -> Config:
     Of features it is the number of patches of the slide that has the most.
 
     Raises:
-        ConfigError, DatasetError: there are no such slides, or one is larger than the image size or `max_side`.
+        ConfigError, DatasetError: there are no such slides, one is larger than the image size or `max_side`, or one
+            cannot be read, unless `on_bad_image` is skip.
     """
     config = with_reference(with_features(config))
     if config.slides.slides is None:
@@ -311,7 +312,7 @@ def with_frame(config: Config) -> Config:
     tiles = config.parallel.tiles[0][-2:]
     unit = (1, 1) if config.model.patches else tiles
     multiple = [(config.model.patches or STRIDE_PX) * count for count in unit]
-    fitting, extremes = slides.frame(multiple)
+    fitting, extremes = slides.frame(multiple, config.data.on_bad_image == "skip")
     longest_first = sorted(extremes, key=lambda slide: -max(slide.size))
     _check_longest(longest_first[0], config)
     if asked == AUTO:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import BadImage, DatasetError, Pixels
-from mpi4dl.datasets.listed import UNKNOWN, File, ListedFiles, num_bytes_of
+from mpi4dl.datasets.listed import UNKNOWN, File, ListedFiles, mask_as_text, num_bytes_of, text_of
 from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks, Tell, quietly
 from mpi4dl.datasets.slides.slide import Cells, Resolution, Slide, open_slide
 from mpi4dl.datasets.slides.splits import split_rows, split_table
@@ -130,6 +130,14 @@ class SlideFolder(ListedFiles):
         """What is to be learnt of a slide; its mask is yet to be read. Raises BadImage, OtherFile."""
         return super().label(index) if self.masks is None else self.masks.mask(index, self.image(index))
 
+    def label_as_text(self, index: int) -> str | None:
+        """What is to be learnt of a slide, and the microns per pixel that the table says."""
+        row = self.rows[index]
+        found = text_of(row.label, self.classes)
+        if row.annotation is not None and self.masks is not None:
+            found = mask_as_text(row.annotation, self.masks.num_bytes(index))
+        return found if row.mpp is None else f"{found} at {row.mpp} um per pixel"
+
     def image(self, index: int) -> Slide:
         """A slide, its header read and its pixels not; the headers of the last ones are kept.
 
@@ -224,19 +232,21 @@ class SlideFolder(ListedFiles):
             return [(0, 0)]
         return [(row, col) for row, col in (np.unique(cells * side // size, axis=0) * size).tolist()]
 
-    def frame(self, multiple: Sequence[int]) -> tuple[tuple[int, int], tuple[Slide, Slide]]:
+    def frame(self, multiple: Sequence[int], skips: bool = True) -> tuple[tuple[int, int], tuple[Slide, Slide]]:
         """The least size (height, width) in which each slide fits, and the highest and the widest slide.
 
-        Its sides are multiples of these numbers of pixels. Slides that cannot be read are left out.
+        Its sides are multiples of these numbers of pixels. It `skips` slides that cannot be read.
 
         Raises:
-            DatasetError: no slide can be read.
+            DatasetError: no slide can be read, or one cannot that is not skipped.
         """
         slides, problem = [], None
         for index in range(len(self)):
             try:
                 slides.append(self.image(index))
             except BadImage as error:
+                if not skips:
+                    raise DatasetError(f"{error}; `on_bad_image` skip leaves such slides out") from error
                 problem = problem or error
         if not slides:
             raise DatasetError(f"{self.root}: no slide can be read: {problem}")
