@@ -445,6 +445,42 @@ def test_python_has_what_the_commands_have(ranks: Ranks, tmp_path: Path, written
         assert {name: scores[1][1][name] for name in metrics} == pytest.approx(metrics, abs=1e-5)
 
 
+def with_header(table: Path, header: str) -> Path:
+    """The same table with other names of columns."""
+    _, *rows = table.read_text().splitlines()
+    other = table.with_name(f"{header.replace(',', '-')}.csv")
+    other.write_text("\n".join([header, *rows]))
+    return other
+
+
+def test_another_table_may_have_other_columns_than_that_of_training(
+    ranks: Ranks, tmp_path: Path, written: dict[str, tuple[Any, Any]]
+) -> None:
+    """Those of training, the usual ones, or others that flags name: all with the same metrics and predictions."""
+    run, features = tmp_path / "run", tmp_path / "features"
+    table = with_header(tmp_path / "slides.csv", "Patient,Slide file,Diagnosis")
+    flags = flags_of(tmp_path, run, "--max-steps 2")
+    flags[flags.index("--slides") + 1] = str(table)
+    ranks(1).run(train, [*flags, "--slide-column", "Slide file", "--label-columns", "Diagnosis"])
+    named = ["--slide-column", "Bild", "--patient-column", "Fall"]
+    for header, columns, labels in (
+        ("Patient,Slide file,Diagnosis", [], []),
+        ("case_id,slide,label", [], []),
+        ("Fall,Bild,Befund", named, ["--label-columns", "Befund"]),
+    ):
+        others = ["--slides", str(with_header(table, header)), "--features", str(features), *columns]
+        out = tmp_path / header
+        ranks(2).run(evaluate, [str(run), *others, *labels, "--out", str(out), "--resamples", "0"])
+        expected = (tmp_path / "Patient,Slide file,Diagnosis" / "evaluation.csv").read_bytes()
+        assert (out / "evaluation.csv").read_bytes() == expected
+        told = ranks(2).run(said, str(run), *others, "--out", str(out / "predicted"), "--no-maps")
+        assert "6 slides looked at" in told[0]
+    for found in ranks(2).run(refused, evaluate, [str(run), *others, "--label-columns", "nothing"]):
+        assert "nothing" in found
+    for found in ranks(2).run(refused, evaluate, [str(run), "--slide-column", "Bild"]):
+        assert "--slides" in found
+
+
 def nothing(path: Path) -> None:
     path.unlink()
 
@@ -493,7 +529,7 @@ def test_a_bad_file_of_features_ends_training_with_its_name(
     [
         (("--mpp 1", "--mpp 2"), ("at 1 um", "at 2 um")),
         (("--mpp 1", "--magnification 5"), ("at 1 um", "at 2 um")),
-        (("", ""), ("at 0.5 um", "at 0.25")),  # level 0 of slides that differ
+        (("", ""), ("at 0.5", "at 0.25 um")),  # level 0 of slides that differ
     ],
 )
 @pytest.mark.sample(1)
