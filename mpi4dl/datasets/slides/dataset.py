@@ -19,7 +19,7 @@ from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks, Tell, quietly
 from mpi4dl.datasets.slides.slide import Cells, Resolution, Slide, open_slide
 from mpi4dl.datasets.slides.splits import split_rows, split_table
 from mpi4dl.datasets.slides.tables import SlideRow, SlideTable, read_slides
-from mpi4dl.datasets.slides.tissue import find_tissue, tissue_cells, tissue_pixels
+from mpi4dl.datasets.slides.tissue import NoTissue, find_tissue, tissue_cells, tissue_pixels
 from mpi4dl.datasets.split import Subset
 from mpi4dl.datasets.stains import Measured, Recolour, StainNormalization
 from mpi4dl.geometry import ceil_div
@@ -163,9 +163,11 @@ class SlideFolder(ListedFiles):
         return found.on_white(partial(self._cells_of, index)) if self.options.white_background else found
 
     def _cells_of(self, index: int, slide: Slide) -> Cells:
-        """The cells of a slide that are not white, which are found once."""
+        """The cells of a slide that are not white, which are found once. Raises BadImage if there are none."""
         if index not in self._cells:
             found = tissue_cells(slide, self.options.tissue, self.options.leave_out)
+            if not found.any():
+                raise NoTissue(slide)
             self._cells[index] = np.packbits(found), found.shape
         packed, shape = self._cells[index]
         return np.unpackbits(packed, count=math.prod(shape)).reshape(shape).astype(bool)
@@ -196,10 +198,10 @@ class SlideFolder(ListedFiles):
     def tissue_patches(self, index: int, patch: int, key: tuple[int, ...] = ()) -> Patches:
         """The patches of `patch` x `patch` px of a slide that show tissue, in the order of rows.
 
-        Of a slide without tissue it is the patch that has the most. With a `key` of random numbers, such as (seed,
+        If none has `min_tissue`, it is the one that has the most. With a `key` of random numbers, such as (seed,
         epoch, repeat), they are at most as many as the options say.
 
-        Raises BadImage, DatasetError.
+        Raises BadImage, also of a slide without tissue, and DatasetError.
         """
         found, most = self._all_patches(index, patch), self.options.most_patches
         if not key or most is None or len(found) <= most:
@@ -212,6 +214,8 @@ class SlideFolder(ListedFiles):
             slide = self.image(index)
             shares = find_tissue(slide, self.options.tissue, self.options.leave_out).shares(slide, patch)
             found = np.argwhere((shares > 0) & (shares >= self.options.min_tissue))
+            if not shares.any():
+                raise NoTissue(slide)
             if not len(found):
                 found = np.array([np.unravel_index(int(shares.argmax()), shares.shape)])
             self._patches[index, patch] = found.astype(np.int64)
@@ -220,7 +224,7 @@ class SlideFolder(ListedFiles):
     def grid(self, index: int, size: Sequence[int]) -> list[tuple[int, int]]:
         """The corners of the windows of `size` px of a slide that show tissue, row by row.
 
-        Of a slide that cannot be read it is the first one.
+        Of a slide that cannot be read it is the first one. A slide without tissue has none.
         """
         side = math.gcd(*size)
         try:
@@ -228,6 +232,8 @@ class SlideFolder(ListedFiles):
                 rows, cols = (range(0, most, each) for most, each in zip(self.image(index).size, size, strict=True))
                 return [(row, col) for row in rows for col in cols]
             cells = self._all_patches(index, side)
+        except NoTissue:  # which was logged
+            return []
         except BadImage:  # which reading it will say
             return [(0, 0)]
         return [(row, col) for row, col in (np.unique(cells * side // size, axis=0) * size).tolist()]
