@@ -167,8 +167,8 @@ def framed_for(comm: Communicator, asked: ToPredict | Evaluating, columns: Table
     """
     slides, features = asked.slides, asked.features
     if slides is None and features is None:
-        given = next((each.name for each in fields(columns) if getattr(columns, each.name) is not None), None)
-        comm.agree(None if given is None else f"`{given}` is for a table of other slides: name it by `slides`")
+        alone = next((each.name for each in fields(columns) if getattr(columns, each.name) is not None), None)
+        comm.agree(None if alone is None else f"`{alone}` is for a table of other slides: name it by `slides`")
         return config
     problem, on_features = None, config.slides.features is not None
     if config.slides.slides is None:
