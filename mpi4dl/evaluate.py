@@ -17,7 +17,7 @@ if runs(__name__):
     failure.arm()  # before anything else that may fail on one rank alone
 
 from mpi4dl._wording import counted
-from mpi4dl.inference.options import PRECISIONS, Evaluating, Inference, Inputs, Placing
+from mpi4dl.inference.options import PRECISIONS, Evaluating, Inference, Inputs, LabelledColumns, Placing
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.declare import option
 from mpi4dl.options.kinds import choice, optional
@@ -43,6 +43,7 @@ class Comparing:
 @dataclass(frozen=True)
 class EvaluateConfig:
     evaluating: Evaluating = field(default_factory=Evaluating)
+    columns: LabelledColumns = field(default_factory=LabelledColumns)
     comparing: Comparing = field(default_factory=Comparing)
     inputs: Inputs = field(default_factory=Inputs)
     placing: Placing = field(default_factory=Placing)
@@ -85,7 +86,7 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
         comm, asked.source, chosen, options.threshold, options.positive, options.patients,
         on_others=bool(others or options.images or options.part not in (None, "val")),
     )  # fmt: skip
-    framed = partial(framed_for, comm, options.slides, options.slides_folder, options.features)
+    framed = partial(framed_for, comm, options, config.columns)
     model = Predictor(asked.source, chosen, comm, framed)
     images, which = open_to_evaluate(
         comm, model.config, model.about, model.folder, options.images, others is not None, options.part

@@ -16,7 +16,7 @@ if runs(__name__):
     failure.arm()  # before anything else that may fail on one rank alone
 
 from mpi4dl._wording import counted
-from mpi4dl.inference.options import Inference, Inputs, Placing, ToPredict
+from mpi4dl.inference.options import Inference, Inputs, Placing, TableColumns, ToPredict
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.declare import ConfigError
 
@@ -32,6 +32,7 @@ DESCRIPTION = "Let a trained model predict of images without labels."
 @dataclass(frozen=True)
 class PredictConfig:
     predicting: ToPredict = field(default_factory=ToPredict)
+    columns: TableColumns = field(default_factory=TableColumns)
     inputs: Inputs = field(default_factory=Inputs)
     placing: Placing = field(default_factory=Placing)
 
@@ -55,7 +56,7 @@ def predict(comm: "Communicator", asked: CommandLine[PredictConfig]) -> None:
     from mpi4dl.inference.model import Predictor
     from mpi4dl.inference.predicting import MapsAsked, Predicting
 
-    framed = partial(framed_for, comm, chosen.slides, chosen.slides_folder, chosen.features)
+    framed = partial(framed_for, comm, chosen, config.columns)
     model = Predictor(asked.source, Inference(config.inputs, config.placing), comm, framed)
     images: Named
     if chosen.images is not None:

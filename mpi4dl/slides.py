@@ -37,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from mpi4dl.options.config import Config
+    from mpi4dl.options.declare import options_of
+
     parser = argparse.ArgumentParser(prog=f"mpirun -n RANKS {typed('slides')}", description=DESCRIPTION)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, act, what in (
@@ -50,6 +53,8 @@ def _parser() -> argparse.ArgumentParser:
         each.add_argument("--mpp", type=float, help="microns per pixel at which training will read them")
         each.add_argument("--magnification", type=float, help="or the magnification")
         each.add_argument("--assume-mpp", type=float, help="microns per pixel of level 0 of slides that do not say it")
+        for column in ("slide_column", "patient_column", "annotation_column"):
+            options_of(Config)[column].add_to(each, options_of(Config)[column].help)
         if name == "tissue":
             each.add_argument("--tissue", default="otsu", help="a threshold of saturation from 0 to 1, or otsu")
             each.add_argument(
@@ -79,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def check(comm: "Communicator", options: Any) -> None:
-    """Read every slide through, each on one rank, and print what is wrong. Collective."""
+    """Read all levels of every slide through, each on one rank, and print what is wrong. Collective."""
     from mpi4dl._wording import counted
     from mpi4dl.comm import Refusal
     from mpi4dl.datasets.base import DatasetError
@@ -90,11 +95,12 @@ def check(comm: "Communicator", options: Any) -> None:
     def problem_of(index: int, feed: Feed) -> str:
         try:
             slide = slides.image(index)
-            whole = slide.at(1.0)
-            rows, cols = whole.size
-            for top in range(0, rows, STRIP_PX):
-                whole.read(Interval(top, min(top + STRIP_PX, rows)), Interval(0, cols))
-                feed()
+            for level in slide.file.levels:
+                whole = slide.at(level.downsample)
+                rows, cols = whole.size
+                for top in range(0, rows, STRIP_PX):
+                    whole.read(Interval(top, min(top + STRIP_PX, rows)), Interval(0, cols))
+                    feed()
         except DatasetError as error:
             return str(error)
         return "" if slide.mpp is not None else f"{slide.file.path}: has no microns per pixel: use --assume-mpp"
@@ -103,7 +109,8 @@ def check(comm: "Communicator", options: Any) -> None:
     if problems:
         raise Refusal(f"{counted(problems, 'slide')} of {len(slides)} cannot be used as they are")
     if comm.rank == 0:
-        print(f"{counted(len(slides), 'slide')} read through, nothing wrong")
+        told = "no decoder found an error. JPEG has no checksums: a damaged tile that decodes is not found"
+        print(f"{counted(len(slides), 'slide')} read through, {told}")
 
 
 def tissue(comm: "Communicator", options: Any) -> None:
@@ -226,13 +233,18 @@ def _open(comm: "Communicator", options: Any) -> Any:
     """The slides that the options name, listed by rank 0 for all. Collective; raises Refusal."""
     from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
     from mpi4dl.datasets.slides.slide import Resolution
+    from mpi4dl.options.config import Config
+    from mpi4dl.options.data import named_columns
+    from mpi4dl.options.declare import speaking, spelling
 
     found = None
-    with comm.together((ValueError, OSError)):
+    with comm.together((ValueError, OSError)), speaking(spelling(Config)):
         if comm.rank == 0:
             resolution = Resolution(options.mpp, options.magnification, None, options.assume_mpp)
             folder = None if options.slides_folder is None else Path(options.slides_folder)
-            found = SlideFolder(Path(options.slides), SlideOptions(resolution), folder=folder)
+            columns = named_columns(options)
+            slides = SlideOptions(resolution)
+            found = SlideFolder(Path(options.slides), slides, folder=folder, label_columns=(), columns=columns)
     return comm.broadcast_object(found)
 
 

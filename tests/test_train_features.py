@@ -483,6 +483,42 @@ def test_python_has_what_the_commands_have(ranks: Ranks, tmp_path: Path, written
         assert {name: scores[1][1][name] for name in metrics} == pytest.approx(metrics, abs=1e-5)
 
 
+def with_header(table: Path, header: str) -> Path:
+    """The same table with other names of columns."""
+    _, *rows = table.read_text().splitlines()
+    other = table.with_name(f"{header.replace(',', '-')}.csv")
+    other.write_text("\n".join([header, *rows]))
+    return other
+
+
+def test_another_table_may_have_other_columns_than_that_of_training(
+    ranks: Ranks, tmp_path: Path, written: dict[str, tuple[Any, Any]]
+) -> None:
+    """Those of training, the usual ones, or others that flags name: all with the same metrics and predictions."""
+    run, features = tmp_path / "run", tmp_path / "features"
+    table = with_header(tmp_path / "slides.csv", "Patient,Slide file,Diagnosis")
+    flags = flags_of(tmp_path, run, "--max-steps 2")
+    flags[flags.index("--slides") + 1] = str(table)
+    ranks(1).run(train, [*flags, "--slide-column", "Slide file", "--label-columns", "Diagnosis"])
+    named = ["--slide-column", "Bild", "--patient-column", "Fall"]
+    for header, columns, labels in (
+        ("Patient,Slide file,Diagnosis", [], []),
+        ("case_id,slide,label", [], []),
+        ("Fall,Bild,Befund", named, ["--label-columns", "Befund"]),
+    ):
+        others = ["--slides", str(with_header(table, header)), "--features", str(features), *columns]
+        out = tmp_path / header
+        ranks(2).run(evaluate, [str(run), *others, *labels, "--out", str(out), "--resamples", "0"])
+        expected = (tmp_path / "Patient,Slide file,Diagnosis" / "evaluation.csv").read_bytes()
+        assert (out / "evaluation.csv").read_bytes() == expected
+        told = ranks(2).run(said, str(run), *others, "--out", str(out / "predicted"), "--no-maps")
+        assert "6 slides looked at" in told[0]
+    for found in ranks(2).run(refused, evaluate, [str(run), *others, "--label-columns", "nothing"]):
+        assert "nothing" in found
+    for found in ranks(2).run(refused, evaluate, [str(run), "--slide-column", "Bild"]):
+        assert "--slides" in found
+
+
 def nothing(path: Path) -> None:
     path.unlink()
 
@@ -496,7 +532,13 @@ def rewritten(features: Any, path: Path) -> None:
         file["features"] = features
 
 
+def at_two_microns(path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        file["coords"].attrs["target_magnification"] = 5
+
+
 BAD = {
+    "s2.h5: has features of patches of 256 px at 2 um per pixel, but s0.h5 has features of patches": at_two_microns,
     "s2 is no file of features": nothing,
     "s2.h5: cannot be read as HDF5": cut_off,
     "s2.h5: has no patches": lambda path: rewritten(np.zeros((0, WIDTH)), path),
@@ -513,9 +555,37 @@ BAD = {
 def test_a_bad_file_of_features_ends_training_with_its_name(
     ranks: Ranks, tmp_path: Path, written: dict[str, tuple[Any, Any]], message: str
 ) -> None:
+    """Before the first step, but for features that are no numbers, which nobody has read then."""
     BAD[message](tmp_path / "features" / "s2.h5")
     for found in ranks(2).run(refused, train, flags_of(tmp_path, tmp_path / "run", "--tiles 1x2 --val-fraction 0.2")):
         assert message in found
+    assert not (tmp_path / "run").exists() or "finite" in message
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (("--mpp 1", "--mpp 2"), ("at 1 um", "at 2 um")),
+        (("--mpp 1", "--magnification 5"), ("at 1 um", "at 2 um")),
+        (("", ""), ("at 0.5", "at 0.25 um")),  # level 0 of slides that differ
+    ],
+)
+@pytest.mark.sample(1)
+def test_features_of_two_resolutions_do_not_go_together(
+    ranks: Ranks, cohort: Path, tmp_path: Path, asked: tuple[str, str], words: tuple[str, str]
+) -> None:
+    header, *rows = (cohort / "slides.csv").read_text().splitlines()
+    for flags, some in zip(asked, (rows[:1], rows[1:]), strict=True):
+        (tmp_path / "part.csv").write_text("\n".join([header, *some]))
+        argv = embedding(cohort, tmp_path / "features", f"--slides-folder {cohort}")
+        argv[argv.index("--slides") + 1] = str(tmp_path / "part.csv")
+        place = argv.index("--mpp")
+        argv[place : place + 2] = flags.split()
+        ranks(2).run(embed, argv)
+    flags = f"--slides {cohort / 'slides.csv'} --features {tmp_path / 'features'} {TRAINING}"
+    for found in ranks(2).run(refused, train, [*flags.split(), "--run-folder", str(tmp_path / "run")]):
+        assert "slide_001.ome.h5: has features" in found
+        assert all(word in found for word in ("slide_000.h5", *words))
 
 
 @pytest.mark.parametrize(

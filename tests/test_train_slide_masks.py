@@ -163,7 +163,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
     "more",
     [
         pytest.param("", marks=pytest.mark.exhaustive),
-        "--fit crop --image-size 64 --crops-each 3 --crops-on-classes 0.5 --tissue 0.7",
+        "--fit crop --image-size 64 --crops-each 3 --crops-on-classes 0.5 --tissue 0.7 --on-bad-image skip",
     ],
 )
 def test_one_rank_and_two_predict_and_evaluate_the_same(ranks: Ranks, cohort: Path, tmp_path: Path, more: str) -> None:

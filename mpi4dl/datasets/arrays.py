@@ -16,6 +16,7 @@ from mpi4dl._files import open_regular
 from mpi4dl.datasets.base import DatasetError, Image, Pixels, WholeImage, unit_values
 from mpi4dl.datasets.colour import bytes_of
 from mpi4dl.datasets.files import check_unpacked
+from mpi4dl.datasets.listed import text_of
 from mpi4dl.geometry import Interval
 
 NPZ_LAYOUT = "expected arrays x_train, y_train, x_test, y_test, or x, y"
@@ -47,6 +48,10 @@ class ArrayDataset:
 
     def label(self, index: int) -> int:
         return int(self._labels[index])
+
+    def label_as_text(self, index: int) -> str | None:
+        """The class of an image."""
+        return text_of(self.label(index), self.classes)
 
     def image(self, index: int) -> Image:
         return WholeImage(self._images[index])

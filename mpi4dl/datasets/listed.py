@@ -149,6 +149,10 @@ class ListedFiles:
         """What decides the pixels of an image besides its file and the options, such as a column of a table."""
         return {}
 
+    def label_as_text(self, index: int) -> str | None:
+        """What is to be learnt of an image, without loss and without reading it; None if nothing is."""
+        return text_of(self.files[index].label, getattr(self, "classes", ()))
+
     def image(self, index: int) -> Image:
         """Image `index`, its header read and its pixels not.
 
@@ -250,6 +254,20 @@ class ListedFiles:
         except OSError:
             return None
         return found
+
+
+def text_of(label: Any, classes: Sequence[str]) -> str | None:
+    """A label as text without loss: the name of its class, or its numbers."""
+    if label is None:
+        return None
+    if isinstance(label, int):
+        return classes[label] if label < len(classes) else str(label)
+    return ", ".join(map(repr, label))
+
+
+def mask_as_text(name: str, num_bytes: int) -> str:
+    """The file of a mask as text."""
+    return f"{name} of {num_bytes} bytes"
 
 
 def files_at(path: Path) -> list[Path]:

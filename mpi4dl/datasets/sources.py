@@ -14,6 +14,7 @@ from mpi4dl.datasets.listed import (
     ListedFiles,
     class_folders,
     files_below,
+    mask_as_text,
     of_another_kind,
     parts,
     subfolders,
@@ -200,6 +201,10 @@ class SegmentedFolder(ListedFiles):
         """The mask of image `index`, its header read and its pixels not. Raises BadImage and OtherFile."""
         path = self.masks.checked(index)
         return Mask(path, open_stored(path, self.volumes), len(self.classes), self._ignored)
+
+    def label_as_text(self, index: int) -> str:
+        """The mask of an image, by its name and size."""
+        return mask_as_text(*self.masks.files[index][:2])
 
     def _values(self, indices: Sequence[int]) -> set[int]:
         found: set[int] = set()

@@ -3,6 +3,7 @@
 import csv
 import glob
 from collections.abc import Sequence
+from dataclasses import fields
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from mpi4dl.datasets.base import BadImage, DatasetError, task_of
 from mpi4dl.datasets.files import open_image
 from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.listed import TEST, UNKNOWN, VALIDATION, File, ListedFiles, files_below, subfolders, suffixes_of
+from mpi4dl.datasets.slides.tables import open_table
 from mpi4dl.datasets.sources import ImageFolder, LabelledFolder, SegmentedFolder, is_segmented
 from mpi4dl.datasets.split import Named, Subset
-from mpi4dl.datasets.table import TABLE
+from mpi4dl.datasets.table import TABLE, folded_column
 from mpi4dl.datasets.volumes import open_volume
+from mpi4dl.inference.options import Evaluating, TableColumns, ToPredict
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.declare import with_values
+from mpi4dl.options.declare import value_of, with_values
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.runs.description import Description
 from mpi4dl.tasks.task import TASKS
@@ -156,14 +159,16 @@ def open_any(comm: Communicator, config: Config, about: Description, source: str
     return found
 
 
-def framed_for(
-    comm: Communicator, slides: str | None, folder: str | None, features: str | None, config: Config
-) -> Config:
+def framed_for(comm: Communicator, asked: ToPredict | Evaluating, columns: TableColumns, config: Config) -> Config:
     """The configuration of training with other slides, and the image size in which these fit. Collective.
 
-    Raises Refusal on all ranks for slides where training saw none, and for features of slides likewise.
+    Raises Refusal on all ranks for slides where training saw none, for features of slides likewise, and for columns of
+    no other slides.
     """
+    slides, features = asked.slides, asked.features
     if slides is None and features is None:
+        alone = next((each.name for each in fields(columns) if getattr(columns, each.name) is not None), None)
+        comm.agree(None if alone is None else f"`{alone}` is for a table of other slides: name it by `slides`")
         return config
     problem, on_features = None, config.slides.features is not None
     if config.slides.slides is None:
@@ -176,8 +181,28 @@ def framed_for(
     from mpi4dl.training.setup import framed
 
     size = config.data.image_size if config.data.fit == "crop" else AUTO
-    given = {"slides": slides or features, "slides_folder": folder, "features": features, "image_size": size}
+    given: dict[str, Any] = {"slides": slides or features, "features": features, "image_size": size}
+    given["slides_folder"] = asked.slides_folder
+    with comm.together((ValueError, OSError)):
+        named = _columns_of_slides(config, columns, Path(slides or features or "")) if comm.rank == 0 else None
+    given |= comm.broadcast_object(named)
+    given["on_bad_image"] = "skip"  # which the predictions say
     return framed(with_values(config, given), comm)
+
+
+def _columns_of_slides(config: Config, columns: TableColumns, table: Path) -> dict[str, Any]:
+    """The columns of another table: those that were asked for, else those of training that it has. Raises DatasetError.
+
+    Other ones are found by the usual names.
+    """
+    table = table.expanduser()
+    asked = {each.name: getattr(columns, each.name) for each in fields(columns)}
+    trained = {name: value_of(config, name) for name in asked}
+    names = {name: (value,) if isinstance(value, str) else value or () for name, value in trained.items()}
+    header = open_table(table, {name for each in names.values() for name in each}).columns if table.is_file() else []
+    there = {folded_column(name) for name in header}
+    kept = {name: trained[name] if {*map(folded_column, names[name])} <= there else None for name in asked}
+    return {name: kept[name] if value is None else value for name, value in asked.items()}
 
 
 def _require_pictures(comm: Communicator, config: Config, source: str | None) -> None:

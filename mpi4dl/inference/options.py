@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields, replace
 from math import isqrt, prod
 from typing import Any
 
-from mpi4dl.options.config import Config, Parallel, Slides
+from mpi4dl.options.config import Config, Data, Parallel, Slides
 from mpi4dl.options.declare import ConfigError, instead, like, option, same_as
 from mpi4dl.options.kinds import (
     BOOLEAN,
@@ -116,6 +116,22 @@ class Inference:
 
     inputs: Inputs = field(default_factory=Inputs)
     placing: Placing = field(default_factory=Placing)
+
+
+@dataclass(frozen=True)
+class TableColumns:
+    """Columns of the table of --slides; none: as in training if the table has it, else by the usual names."""
+
+    slide_column: str | None = like(Slides, "slide_column")
+    patient_column: str | None = like(Slides, "patient_column")
+    annotation_column: str | None = like(Slides, "annotation_column")
+
+
+@dataclass(frozen=True)
+class LabelledColumns(TableColumns):
+    """Columns of the table of --slides; none: as in training if the table has it, else by the usual names."""
+
+    label_columns: tuple[str, ...] | None = like(Data, "label_columns")
 
 
 @dataclass(frozen=True)
@@ -243,6 +259,7 @@ class PredictionOptions:
     """What is predicted of, as Python asks for it."""
 
     predicting: ToPredict = field(default_factory=ToPredict)
+    columns: TableColumns = field(default_factory=TableColumns)
 
 
 @dataclass(frozen=True)
@@ -250,6 +267,7 @@ class EvaluationOptions:
     """What is evaluated on, as Python asks for it."""
 
     evaluating: Evaluating = field(default_factory=Evaluating)
+    columns: LabelledColumns = field(default_factory=LabelledColumns)
 
 
 def placed(config: Config, chosen: Inference, num_ranks: int) -> tuple[Config, str]:

@@ -11,7 +11,14 @@ from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.datasets.split import Named
 from mpi4dl.inference.images import framed_for, open_any, open_any_slides, open_to_evaluate, require_alike
 from mpi4dl.inference.model import Predictor
-from mpi4dl.inference.options import Evaluating, EvaluationOptions, Inference, PredictionOptions, ToPredict
+from mpi4dl.inference.options import (
+    Evaluating,
+    EvaluationOptions,
+    Inference,
+    PredictionOptions,
+    TableColumns,
+    ToPredict,
+)
 from mpi4dl.inference.predicting import MapsAsked, Predicting
 from mpi4dl.inference.records import Record
 from mpi4dl.inference.scoring import Scores, file_names, judging_by, score
@@ -57,9 +64,10 @@ class TrainedModel(Predictor):
         A model of slides takes `slides` instead, a table or a folder, and one of features `features`, a folder. The
         `options` are those of `mpi4dl predict`: also `slides_folder`, `maps`, `map_class`, `map_layer` and `min_area`.
         """
-        asked = self._asked(PredictionOptions, options).predicting
+        given = self._asked(PredictionOptions, options)
+        asked = given.predicting
         others = self._others(images, asked.slides, asked.features)
-        model = self._framed(asked)
+        model = self._framed(asked, given.columns)
         if others is not None:
             found = open_any_slides(self.comm, model.config, model.about)
         elif images is None:
@@ -82,13 +90,14 @@ class TrainedModel(Predictor):
         `options` are those of `mpi4dl evaluate`: also `part`, `threshold`, such as 0.3, "youden" or "sensitivity=0.95",
         `positive`, `patients`, `resamples` and `level`.
         """
-        asked = self._asked(EvaluationOptions, options).evaluating
+        given = self._asked(EvaluationOptions, options)
+        asked = given.evaluating
         others = self._others(images, asked.slides, asked.features)
         judging = judging_by(
             self.comm, str(self.source), self.chosen, asked.threshold, asked.positive, asked.patients,
             on_others=others is not None or images is not None or asked.part not in (None, "val"), speaks=False,
         )  # fmt: skip
-        model = self._framed(asked)
+        model = self._framed(asked, given.columns)
         if images is None or isinstance(images, str | Path):
             source = None if images is None else str(images)
             of = (model.config, model.about, self.folder, source, others is not None, asked.part)
@@ -120,11 +129,12 @@ class TrainedModel(Predictor):
             raise Refusal(f"`images` and `{'slides' if slides else 'features'}` were both given: choose one")
         return others
 
-    def _framed(self, asked: ToPredict | Evaluating) -> Predictor:
+    def _framed(self, asked: ToPredict | Evaluating, columns: TableColumns) -> Predictor:
         """This model, or the same one for slides of other sizes."""
+        framed = partial(framed_for, self.comm, asked, columns)
         if asked.slides is None and asked.features is None:
+            framed(self.config)  # refuses columns of no table
             return self
-        framed = partial(framed_for, self.comm, asked.slides, asked.slides_folder, asked.features)
         return Predictor(self.source, self.chosen, self.comm, framed)
 
     def _adapted(self, images: Any) -> Named:

@@ -75,9 +75,6 @@ def open_slides(
         raise ConfigError(str(error)) from None
     white = chosen.background == "white" or (chosen.background == "auto" and config.data.fit == "own")
     threshold = None if isinstance(chosen.tissue, str) else chosen.tissue
-    columns = {
-        "slide": chosen.slide_column, "patient": chosen.patient_column, "annotation": chosen.annotation_column
-    }  # fmt: skip
     masks = MaskOptions(
         chosen.unannotated == "ignore",
         chosen.annotation_origin == "bounds",
@@ -100,7 +97,7 @@ def open_slides(
         "label_columns": config.data.label_columns if labelled else (),
         "classes": classes,
         # A folder to predict of has no columns, whatever the table of training had.
-        "columns": {role: name for role, name in columns.items() if name is not None and (labelled or path.is_file())},
+        "columns": named_columns(chosen) if labelled or path.is_file() else {},
         "tell": tell,
     }
     if chosen.features is None:
@@ -108,6 +105,12 @@ def open_slides(
     from mpi4dl.datasets.slides.features import FeatureFolder
 
     return FeatureFolder(path, options, folder=Path(chosen.features).expanduser(), slides=folder, **common)
+
+
+def named_columns(chosen: Any) -> dict[str, str]:
+    """The column of each role that an option names."""
+    found = {role: getattr(chosen, f"{role}_column") for role in ("slide", "patient", "annotation")}
+    return {role: name for role, name in found.items() if name is not None}
 
 
 def stains_of(config: Config) -> "StainNormalization | None":
@@ -284,7 +287,8 @@ def with_frame(config: Config) -> Config:
     Of features it is the number of patches of the slide that has the most.
 
     Raises:
-        ConfigError, DatasetError: there are no such slides, or one is larger than the image size or `max_side`.
+        ConfigError, DatasetError: there are no such slides, one is larger than the image size or `max_side`, or one
+            cannot be read, unless `on_bad_image` is skip.
     """
     config = with_reference(with_features(config))
     if config.slides.slides is None:
@@ -311,7 +315,7 @@ def with_frame(config: Config) -> Config:
     tiles = config.parallel.tiles[0][-2:]
     unit = (1, 1) if config.model.patches else tiles
     multiple = [(config.model.patches or STRIDE_PX) * count for count in unit]
-    fitting, extremes = slides.frame(multiple)
+    fitting, extremes = slides.frame(multiple, config.data.on_bad_image == "skip")
     longest_first = sorted(extremes, key=lambda slide: -max(slide.size))
     _check_longest(longest_first[0], config)
     if asked == AUTO:

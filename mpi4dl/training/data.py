@@ -33,31 +33,43 @@ from mpi4dl.tasks.task import TASKS
 
 # Which images a run trains on and validates with, kept in its folder, so that going on moves none of them.
 #
-#     images.json     {"classes": [...], "fit": "resize", "training": {"cat/1.png": 3145, ...}, "validation": {...},
-#                      "values": null}
+#     images.json     {"classes": [...], "fit": "resize", "training": {"cat/1.png": [3145, "cat"], ...},
+#                      "validation": {...}, "values": null}
 #
-# A name is the path from the folder of images on, a number its size in bytes, or null where it has none. `values` says
-# what values of volumes are read as.
+# A name is the path from the folder of images on, a number its size in bytes, the text what is to be learnt of it, or
+# null where there is none. `values` says what values of volumes are read as.
 
 FILE = "images.json"
 MOST_NAMES = 3
 
-Sizes = Mapping[str, int | None]
+
+class Sample(NamedTuple):
+    """The size of an image in bytes, and its label as text."""
+
+    num_bytes: int | None
+    label: str | None = None
+
+    @classmethod
+    def of(cls, num_bytes: Any, label: Any) -> "Sample":
+        return cls(None if num_bytes is None else int(num_bytes), None if label is None else str(label))
+
+
+Samples = Mapping[str, Sample]
 
 
 class ImageLists(NamedTuple):
-    """The names and sizes of both parts of a run's images, their classes, and how they fill the image size."""
+    """The samples of both parts of a run by name, their classes, and how they fill the image size."""
 
     classes: tuple[str, ...]
     fit: Fit
-    training: Sizes
-    validation: Sizes
+    training: Samples
+    validation: Samples
     values: str | None = None
 
     @classmethod
     def of(cls, training: Named, validation: Named, fit: Fit) -> "ImageLists":
         values = getattr(training, "values", None)
-        return cls(training.classes, fit, _listed_sizes(training), _listed_sizes(validation), values)
+        return cls(training.classes, fit, _listed(training), _listed(validation), values)
 
     @classmethod
     def before(cls, config: Config) -> "ImageLists | None":
@@ -77,10 +89,13 @@ class ImageLists(NamedTuple):
         """Raises ConfigError for what is no such file."""
         try:
             found = json.loads(read_regular(path))
-            parts = [{str(name): size for name, size in found[part].items()} for part in ("training", "validation")]
+            parts = [
+                {str(name): Sample.of(*sample) for name, sample in found[part].items()}
+                for part in ("training", "validation")
+            ]
             fit = as_fit(found["fit"])
             return cls(tuple(map(str, found["classes"])), fit, parts[0], parts[1], found.get("values"))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ConfigError(
                 f"{path}: is not the list of a run's images, it is damaged ({type(error).__name__}): restore it, or "
                 "remove it to split the images anew"
@@ -104,7 +119,10 @@ class ImageLists(NamedTuple):
         for names, what in (
             ([name for name in before if name not in after], "is gone since"),
             ([name for name in after if name not in before], "is new"),
-            ([name for name in after if name in before and after[name] != before[name]], "has another size"),
+            (
+                [name for name in after if name in before and after[name].num_bytes != before[name].num_bytes],
+                "has another size",
+            ),
             ([name for name in after if name in before and new[name] > old[name]], "was trained on, and now validates"),
             ([name for name in after if name in before and new[name] < old[name]], "validated, and is now trained on"),
         ):
@@ -112,12 +130,43 @@ class ImageLists(NamedTuple):
                 more = f" and {counted(len(names) - MOST_NAMES, 'other')}" if len(names) > MOST_NAMES else ""
                 yield f"of the images, {', '.join(names[:MOST_NAMES])}{more} {what}"
 
+    def require_same_labels(self, now: "ImageLists") -> None:
+        """Raise ConfigError if a sample has another label than when these lists were made.
 
-def _listed_sizes(dataset: Named) -> Sizes:
+        In folders of classes the label is a part of the name. A file that is in another folder now is known by its own
+        name and its size, if no other file has both.
+        """
+        before, after = {**self.training, **self.validation}, {**now.training, **now.validation}
+        pairs = [(name, name) for name in before if name in after]
+        there, here = _by_file(before), _by_file(after)
+        pairs += [(name, here[key]) for key, name in there.items() if here.get(key, name) != name]
+        changed = [
+            f"{new} ({before[old].label}, now {after[new].label})"
+            for old, new in pairs
+            if before[old].label != after[new].label
+        ]
+        if changed:
+            raise ConfigError(
+                f"{counted(len(changed), 'sample')} with another label than when the run began: "
+                f"{some(changed, MOST_NAMES)}: put the labels back, or train with the new ones in another `run_folder`"
+            )
+
+
+def _by_file(samples: Samples) -> dict[tuple[str, int], str]:
+    """The names of the samples by file name and size, of those that share neither with another."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for name, sample in samples.items():
+        if sample.num_bytes is not None:
+            found.setdefault((name.rpartition("/")[2], sample.num_bytes), []).append(name)
+    return {key: names[0] for key, names in found.items() if len(names) == 1}
+
+
+def _listed(dataset: Named) -> Samples:
     whole: Any = dataset.whole if isinstance(dataset, Subset) else dataset
     indices = dataset.indices if isinstance(dataset, Subset) else range(len(dataset))
-    files = getattr(whole, "files", None)
-    return {whole.name(index): None if files is None else files[index].num_bytes for index in indices}
+    files, label = getattr(whole, "files", None), getattr(whole, "label_as_text", lambda _: None)
+    sizes = {index: None if files is None else files[index].num_bytes for index in indices}
+    return {whole.name(index): Sample(size, label(index)) for index, size in sizes.items()}
 
 
 SPLIT = "split.csv"  # of a run on slides: the part that each is for, as `split_file` takes it
@@ -368,7 +417,9 @@ def _describe(
         unlike = unlike_values(training, recorded.values)
         if unlike is not None:
             raise ConfigError(unlike)
-        remarks += recorded.changes(ImageLists.of(training, validation, fit))
+        now = ImageLists.of(training, validation, fit)
+        recorded.require_same_labels(now)
+        remarks += recorded.changes(now)
     largest = tuple(max(sides) for sides in zip(*sizes, strict=True)) if sizes else None
     return fit, tuple(datasets.printable(remark) for remark in remarks), largest
 

@@ -9,6 +9,7 @@ import zipfile
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -35,9 +36,9 @@ from mpi4dl.datasets.slides.tissue import find_tissue
 from mpi4dl.geometry import Interval
 from mpi4dl.inference.maps import PatchMap, geojson, grid_of
 from mpi4dl.inference.records import Records
-from mpi4dl.options.config import Config, parse, to_toml
+from mpi4dl.options.config import Config, ConfigError, parse, to_toml
 from mpi4dl.runs.description import Description
-from mpi4dl.training.data import ImageLists
+from mpi4dl.training.data import ImageLists, Sample
 from tests.datasets.boxes import smooth_image
 from tests.datasets.slides.dicom import series
 
@@ -520,14 +521,17 @@ def read_description(path: Path) -> None:
 
 
 def images_content() -> Any:
-    sizes = {"training": {"a/1.png": 3, "b/2.png": None}, "validation": {"a/3.png": 5}}
-    return {"classes": ["a", "b"], "fit": "resize", "values": None, **sizes}
+    samples = {"training": {"a/1.png": [3, "a"], "b/2.png": [None, None]}, "validation": {"a/3.png": [5, "a"]}}
+    return {"classes": ["a", "b"], "fit": "resize", "values": None, **samples}
 
 
 def read_images(path: Path) -> None:
     found = ImageLists.read(path)
     found.validating()
-    [*found.changes(ImageLists(("a", "b"), "resize", {"a/1.png": 4}, {"b/9.png": None}))]
+    now = ImageLists(("a", "b"), "resize", {"a/1.png": Sample(4, "a")}, {"b/9.png": Sample(None, "b")})
+    [*found.changes(now)]
+    with suppress(ConfigError):
+        found.require_same_labels(now)
 
 
 def records_content() -> Any:

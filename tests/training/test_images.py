@@ -2,17 +2,19 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import PIL.Image
 import pytest
+import tifffile
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import DatasetError
 from mpi4dl.options.config import parse
 from mpi4dl.training import data as images_of_runs
-from mpi4dl.training.data import ImageLists, open_images, open_together
+from mpi4dl.training.data import ImageLists, Sample, open_images, open_together
 from tests.commands import write_images
 from tests.pool.ranks import Ranks
 
@@ -280,9 +282,108 @@ def test_a_damaged_list_is_refused(ranks: Ranks, tmp_path: Path, content: bytes)
 
 
 def test_the_lists_of_a_run_are_found_from_its_checkpoints(tmp_path: Path) -> None:
-    ImageLists(("a",), "crop", {"a/1": 3}, {"a/2": None}).write(tmp_path)
+    lists = ImageLists(("a",), "crop", {"a/1": Sample(3, "a")}, {"a/2": Sample(None)})
+    lists.write(tmp_path)
     (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
     for path in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "step-1"):
         found = ImageLists.before(parse(["--resume", str(path)]))
-        assert found == ImageLists(("a",), "crop", {"a/1": 3}, {"a/2": None})
+        assert found == lists
     assert ImageLists.before(parse(["--run-folder", str(tmp_path)])) is None
+
+
+def swap(one: Path, other: Path) -> None:
+    mine, theirs = one.read_bytes(), other.read_bytes()
+    assert len(mine) != len(theirs)
+    one.write_bytes(theirs)
+    other.write_bytes(mine)
+
+
+def of_folders(root: Path, swapped: bool) -> list[str]:
+    """Two pictures in the folders of each other's class."""
+    write_images(root, count=10)
+    if swapped:
+        swap(root / "dark" / "3.png", root / "light" / "3.png")
+    return ["--images", str(root)]
+
+
+def of_table(
+    root: Path, swapped: bool, labels: tuple[str, str] = ("dark", "light"), header: str = "label"
+) -> list[str]:
+    write_images(root / "images", count=10)
+    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.png"))
+    rows = {name: labels["light" in name] for name in names}
+    if swapped:
+        rows["images/dark/3.png"], rows["images/light/4.png"] = labels[1], labels[0]
+    lines = [f"image,{header}", *(f"{name},{label}" for name, label in rows.items())]
+    (root / "labels.csv").write_text("\n".join(lines))
+    return ["--images", str(root)]
+
+
+def of_numbers(root: Path, swapped: bool) -> list[str]:
+    return [*of_table(root, swapped, ("0.1,2", "0.30000000000000004,1"), "dose,spread"), "--task", "regress"]
+
+
+def of_arrays(root: Path, swapped: bool) -> list[str]:
+    labels = np.arange(20) % 2
+    labels[[3, 4]] = labels[[4, 3]] if swapped else labels[[3, 4]]
+    root.mkdir(exist_ok=True)
+    np.savez(root / "all.npz", x=np.zeros((20, 8, 8, 3), np.uint8), y=labels)
+    return ["--images", str(root / "all.npz")]
+
+
+def of_masks(root: Path, swapped: bool) -> list[str]:
+    random = np.random.default_rng(1)
+    for folder in ("images", "masks"):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    for number in range(10):
+        values = random.integers(0, 2, (40, 40), np.uint8)
+        PIL.Image.fromarray(values).save(root / "masks" / f"{number}.png", compress_level=number)
+        PIL.Image.fromarray(values * 100).convert("RGB").save(root / "images" / f"{number}.png")
+    if swapped:
+        swap(root / "masks" / "0.png", root / "masks" / "9.png")
+    return ["--images", str(root), "--task", "segment"]
+
+
+def of_slides(root: Path, swapped: bool, column: str = "label", values: tuple[str, str] = ("a", "b")) -> list[str]:
+    root.mkdir(exist_ok=True)
+    rows = {f"s{number}": [values[number % 2], "ab"[number % 2]] for number in range(10)}
+    if swapped:
+        rows["s3"][0], rows["s4"][0] = rows["s4"][0], rows["s3"][0]
+    for name in rows:
+        tifffile.imwrite(root / f"{name}.tif", np.full((64, 64, 3), 200, np.uint8))
+    lines = [f"slide,{column},label", *(f"{name},{value},{label}" for name, (value, label) in rows.items())]
+    if column == "label":
+        lines = [line.rpartition(",")[0] for line in lines]
+    (root / "slides.csv").write_text("\n".join(lines))
+    return ["--slides", str(root / "slides.csv")]
+
+
+def of_resolutions(root: Path, swapped: bool) -> list[str]:
+    return of_slides(root, swapped, "mpp", ("0.25", "0.5"))
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        (of_slides, ("s3.tif (b, now a)", "s4.tif (a, now b)")),
+        (of_resolutions, ("s3.tif (b at 0.5", "now b at 0.25")),
+        (of_folders, ("light/3.png (dark, now light)", "dark/3.png (light, now dark)")),
+        (of_table, ("images/dark/3.png (dark, now light)", "images/light/4.png (light, now dark)")),
+        (of_numbers, ("images/dark/3.png", "0.30000000000000004")),
+        (of_arrays, ("3", "4")),
+        (of_masks, ("0.png", "9.png")),
+    ],
+)
+def test_a_run_does_not_go_on_with_other_labels(
+    ranks: Ranks, tmp_path: Path, source: Callable[[Path, bool], list[str]], names: tuple[str, str]
+) -> None:
+    root, run = tmp_path / "images", tmp_path / "run"
+    run.mkdir()
+    flags = [*source(root, False), "--run-folder", str(run), "--resume", "auto"]
+    ranks(1).run(recorded, str(run), *flags)
+    assert isinstance(ranks(1).run(described, *flags)[0], tuple)  # the same again goes on
+    shutil.rmtree(root)
+    source(root, True)
+    (found,) = ranks(1).run(described, *flags)
+    assert "2 samples with another label" in found
+    assert all(name in found for name in names)

@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import BadImage, DatasetError, Pixels, printable
-from mpi4dl.datasets.listed import UNKNOWN, File, ListedFiles, num_bytes_of
+from mpi4dl.datasets.listed import UNKNOWN, File, ListedFiles, mask_as_text, num_bytes_of, text_of
 from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks, Tell, quietly
 from mpi4dl.datasets.slides.slide import Cells, Resolution, Slide, open_slide
 from mpi4dl.datasets.slides.splits import split_rows, split_table
 from mpi4dl.datasets.slides.tables import SlideRow, SlideTable, read_slides
-from mpi4dl.datasets.slides.tissue import find_tissue, tissue_cells, tissue_pixels
+from mpi4dl.datasets.slides.tissue import NoTissue, find_tissue, tissue_cells, tissue_pixels
 from mpi4dl.datasets.split import Subset
 from mpi4dl.datasets.stains import Measured, Recolour, StainNormalization
 from mpi4dl.geometry import ceil_div
@@ -135,6 +135,14 @@ class SlideFolder(ListedFiles):
         mpp = self.rows[index].mpp
         return {} if mpp is None else {"mpp": mpp}
 
+    def label_as_text(self, index: int) -> str | None:
+        """What is to be learnt of a slide, and the microns per pixel that the table says."""
+        row = self.rows[index]
+        found = text_of(row.label, self.classes)
+        if row.annotation is not None and self.masks is not None:
+            found = mask_as_text(row.annotation, self.masks.num_bytes(index))
+        return found if row.mpp is None else f"{found} at {row.mpp} um per pixel"
+
     def image(self, index: int) -> Slide:
         """A slide, its header read and its pixels not; the headers of the last ones are kept.
 
@@ -160,9 +168,11 @@ class SlideFolder(ListedFiles):
         return found.on_white(partial(self._cells_of, index)) if self.options.white_background else found
 
     def _cells_of(self, index: int, slide: Slide) -> Cells:
-        """The cells of a slide that are not white, which are found once."""
+        """The cells of a slide that are not white, which are found once. Raises BadImage if there are none."""
         if index not in self._cells:
             found = tissue_cells(slide, self.options.tissue, self.options.leave_out)
+            if not found.any():
+                raise NoTissue(slide)
             self._cells[index] = np.packbits(found), found.shape
         packed, shape = self._cells[index]
         return np.unpackbits(packed, count=math.prod(shape)).reshape(shape).astype(bool)
@@ -193,10 +203,10 @@ class SlideFolder(ListedFiles):
     def tissue_patches(self, index: int, patch: int, key: tuple[int, ...] = ()) -> Patches:
         """The patches of `patch` x `patch` px of a slide that show tissue, in the order of rows.
 
-        Of a slide without tissue it is the patch that has the most. With a `key` of random numbers, such as (seed,
+        If none has `min_tissue`, it is the one that has the most. With a `key` of random numbers, such as (seed,
         epoch, repeat), they are at most as many as the options say.
 
-        Raises BadImage, DatasetError.
+        Raises BadImage, also of a slide without tissue, and DatasetError.
         """
         found, most = self._all_patches(index, patch), self.options.most_patches
         if not key or most is None or len(found) <= most:
@@ -209,6 +219,8 @@ class SlideFolder(ListedFiles):
             slide = self.image(index)
             shares = find_tissue(slide, self.options.tissue, self.options.leave_out).shares(slide, patch)
             found = np.argwhere((shares > 0) & (shares >= self.options.min_tissue))
+            if not shares.any():
+                raise NoTissue(slide)
             if not len(found):
                 found = np.array([np.unravel_index(int(shares.argmax()), shares.shape)])
             self._patches[index, patch] = found.astype(np.int64)
@@ -217,7 +229,7 @@ class SlideFolder(ListedFiles):
     def grid(self, index: int, size: Sequence[int]) -> list[tuple[int, int]]:
         """The corners of the windows of `size` px of a slide that show tissue, row by row.
 
-        Of a slide that cannot be read it is the first one.
+        Of a slide that cannot be read it is the first one. A slide without tissue has none.
         """
         side = math.gcd(*size)
         try:
@@ -225,23 +237,27 @@ class SlideFolder(ListedFiles):
                 rows, cols = (range(0, most, each) for most, each in zip(self.image(index).size, size, strict=True))
                 return [(row, col) for row in rows for col in cols]
             cells = self._all_patches(index, side)
+        except NoTissue:  # which was logged
+            return []
         except BadImage:  # which reading it will say
             return [(0, 0)]
         return [(row, col) for row, col in (np.unique(cells * side // size, axis=0) * size).tolist()]
 
-    def frame(self, multiple: Sequence[int]) -> tuple[tuple[int, int], tuple[Slide, Slide]]:
+    def frame(self, multiple: Sequence[int], skips: bool = True) -> tuple[tuple[int, int], tuple[Slide, Slide]]:
         """The least size (height, width) in which each slide fits, and the highest and the widest slide.
 
-        Its sides are multiples of these numbers of pixels. Slides that cannot be read are left out.
+        Its sides are multiples of these numbers of pixels. It `skips` slides that cannot be read.
 
         Raises:
-            DatasetError: no slide can be read.
+            DatasetError: no slide can be read, or one cannot that is not skipped.
         """
         slides, problem = [], None
         for index in range(len(self)):
             try:
                 slides.append(self.image(index))
             except BadImage as error:
+                if not skips:
+                    raise DatasetError(f"{error}; `on_bad_image` skip leaves such slides out") from error
                 problem = problem or error
         if not slides:
             raise DatasetError(f"{self.root}: no slide can be read: {problem}")

@@ -40,6 +40,7 @@ CHUNK_BYTES = 1 << 20  # of rows that HDF5 stores together
 MOST_PACKED = 4096  # times: no compression makes features so much smaller
 SMALL_BYTES = 1 << 26  # of datasets whose size is believed
 MOST_CELLS = 1 << 25  # of the grid that the patches of a slide lie in
+ALIKE = 1.25  # times: microns per pixel of one magnification differ less, from scanner to scanner
 
 Features = npt.NDArray[np.float32]
 Coords = npt.NDArray[np.int64]
@@ -85,13 +86,37 @@ class Bag:
 
     @property
     def encoder(self) -> str | None:
-        """The encoder that made the features, and a fingerprint of its weights; None if the file does not say it."""
+        """How the features were made; None if the file does not say it.
+
+        It is the encoder with a fingerprint of its weights, and the side and resolution of patches as they were asked
+        for.
+        """
         said = self.settings
-        if not said:
+        power, asked = _positive(said.get("magnification") or self._magnification), _positive(said.get("mpp"))
+        if not said and power is None:
             return None
+        by = f" by {said['model']} with weights {said['weights']}" if said else ""
         stains = " and ".join(said.get("stains") or ())
         normalized = f", stains by {stains}" if stains else ""
-        return f"features by {said['model']} with weights {said['weights']}{normalized}"
+        side = _positive(said.get("patches") or self.attributes.get("patch_size"))
+        patches = "" if side is None else f" of patches of {side:g} px"
+        mpp = asked or (MPP_AT_1X / power if power else None)
+        return f"features{by}{normalized}{patches}" + ("" if mpp is None else f" at {mpp:g} um per pixel")
+
+    @property
+    def _magnification(self) -> float | None:
+        """That of patches, of a file that something else than `mpi4dl embed` wrote."""
+        return None if self.settings else _positive(self.attributes.get("target_magnification"))
+
+    @property
+    def mpp(self) -> float | None:
+        """Microns per pixel of patches; None if the file does not say them."""
+        level0, side, side0 = (
+            _positive(self.attributes.get(name)) for name in ("level0_mpp", "patch_size", "patch_size_level0")
+        )
+        if None not in (level0, side, side0):
+            return level0 * side0 / side  # type: ignore[operator]
+        return MPP_AT_1X / self._magnification if self._magnification else None
 
     def places(self) -> tuple[Slide, list[tuple[float, float]], float] | None:
         """The slide at level 0, the row and the column of each patch in units of its side, and that side.
@@ -307,7 +332,7 @@ class FeatureFolder(SlideFolder):
 
     Attributes:
         channels: the number of features of a patch.
-        values: the encoder that made the features, if the files say it.
+        values: how the features were made, if the files say it.
         slides_root: the folder of the slides themselves; None if they are not at hand.
 
     Raises:
@@ -331,7 +356,7 @@ class FeatureFolder(SlideFolder):
             except BadImage as error:
                 problem = problem or error
                 continue
-            self.channels, self.values = first.channels, first.encoder
+            self.channels, self.values, self._first = first.channels, first.encoder, first
             self.remarks += (
                 f"{first.channels} features of each patch" + (f": {first.encoder}" if first.encoder else ""),
             )
@@ -347,7 +372,14 @@ class FeatureFolder(SlideFolder):
                 "by one model",
             )
         if None not in (self.values, found.encoder) and self.values != found.encoder:
-            raise BadImage(found.path, f"has {found.encoder}, but other slides have {self.values}")
+            raise BadImage(found.path, f"has {found.encoder}, but {self._first.path.name} has {self.values}")
+        mine, theirs = found.mpp, self._first.mpp
+        if mine and theirs and max(mine, theirs) > ALIKE * min(mine, theirs):
+            raise BadImage(
+                found.path,
+                f"has features of patches at {mine:.3g} um per pixel, but {self._first.path.name} at {theirs:.3g}: "
+                "embed all slides at one `mpp`",
+            )
         root, slide = self.slides_root, self.slide_of(found.path.name)
         return Bag(**{**vars(found), "slide": None if root is None or slide is None else root / slide})
 

@@ -172,6 +172,11 @@ class SlideMasks:
         found.require_on_slide()
         return found
 
+    def num_bytes(self, index: int) -> int:
+        """The size of the file with the annotation of a slide; 0 if it has none."""
+        number = self._places.get(index)
+        return 0 if number is None else self.files.files[number].num_bytes
+
     def _numbers(self, annotations: Annotations) -> dict[str, int]:
         numbers = {name: number for number, name in enumerate(self.classes)}
         numbers |= {name: 0 for name in annotations.names if name.casefold() == BACKGROUND}

@@ -14,7 +14,7 @@ Columns are found by the names in `ROLES` and `LABEL_COLUMNS`, or named by the u
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -152,14 +152,7 @@ def read_slides(
         return _read_folder(path, task, classes, label_columns is None, features)
     if task != "segment":
         check_task(path, task)
-    table = CsvTable(
-        path,
-        SURVIVAL,
-        lambda name: folded_column(name) in ROLES["slide"] or name == columns.get("slide"),
-        _LAYOUT,
-        "slide",
-        numbered=True,
-    )
+    table = open_table(path, columns.values())
     taken = _columns_taken(table, columns, label_columns or ())
     lines = table.lines()
     require_values(path, [taken["slide"]], lines)
@@ -195,6 +188,15 @@ def read_slides(
     if len(files) > len(rows):
         remarks += (f"{counted(len(files) - len(rows), 'slide')} below {root} not in the table",)
     return SlideTable(found_task, names, rows, taken, remarks)
+
+
+def open_table(path: Path, named: Collection[str] = ()) -> CsvTable:
+    """A table of slides, which may have columns that the user named. Raises DatasetError."""
+
+    def names_slides(column: str) -> bool:
+        return folded_column(column) in ROLES["slide"] or column in named
+
+    return CsvTable(path, SURVIVAL, names_slides, _LAYOUT, "slide", numbered=True)
 
 
 def _columns_taken(table: CsvTable, named: Mapping[str, str], labels: Sequence[str]) -> dict[str, str]:
@@ -255,6 +257,9 @@ def _labels(
     learnt = learnt_columns(table.path, others, task, asked, _LAYOUT)
     read = LabelColumns(table.path, learnt, lines, table.delimiter, CLASS_COLUMNS, "slide")
     found, names, label = read.labels(task, columns is not None, classes)
+    renamed = columns is not None and FORMS[found].named_by_column and not {*names} & {*(classes or names)}
+    if renamed and classes is not None and len(classes) == len(names):
+        names = classes  # the user named the columns of another table, in the order of those of training
     return found, names, learnt, [label(line) for line in lines]
 
 

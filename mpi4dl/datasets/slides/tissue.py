@@ -2,11 +2,13 @@
 
     thumbnail -> saturation -> median -> Otsu's threshold -> closing -> mask -> share of tissue of each patch
 
-Otsu, "A threshold selection method from gray-level histograms", 1979. CLAM and TIAToolbox work alike. Pen marks and
-regions out of focus may be left out.
+Otsu, "A threshold selection method from gray-level histograms", 1979. It parts any two peaks, also those of pale and
+of dark tissue where a picture shows no glass. So its threshold counts only if most pixels below it are as pale as
+glass. CLAM and TIAToolbox work alike. Pen marks and regions out of focus may be left out.
 """
 
 import io
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ import numpy.typing as npt
 import PIL.Image
 import PIL.ImageFilter
 
-from mpi4dl.datasets.base import Pixels
+from mpi4dl.datasets.base import BadImage, Pixels
 from mpi4dl.datasets.slides.artifacts import ARTIFACTS, BLUR, COLOURS, PEN, out_of_focus, pen_marks
 from mpi4dl.datasets.slides.geojson import collection, feature, outlines, package
 from mpi4dl.datasets.slides.slide import CELL_PX, Slide
@@ -27,6 +29,7 @@ SHORTEST, LONGEST = 512, 4096  # px, of the longer side of thumbnails
 WITHOUT_MPP = 2048  # px, of thumbnails of slides that do not say their resolution
 MEDIAN_PX = 5
 CLOSING_PX = 2  # radius
+GLASS_SATURATION = 0.1  # of a range of 1: the median of glass is less, also of tinted glass
 LEAST_SATURATION = 0.05  # of a range of 1: glass and paper have less, whatever Otsu's threshold is
 
 SAMPLED_MPP = 1.0  # um per pixel, at which nuclei can be told from what is between them
@@ -134,7 +137,7 @@ def _interpolated(sums: npt.NDArray[np.float64], places: npt.NDArray[np.float64]
 def find_tissue(slide: Slide, threshold: float | None = None, leave_out: Sequence[str] = ()) -> TissueMask:
     """The tissue of a slide, by its saturation on a thumbnail; `threshold` from 0 to 1, or None for Otsu's.
 
-    `leave_out`: of `ARTIFACTS`, what is not taken for tissue.
+    `leave_out`: of `ARTIFACTS`, what is not taken for tissue. A warning names a slide without tissue, or without glass.
 
     Raises:
         BadImage: the slide cannot be read.
@@ -142,7 +145,15 @@ def find_tissue(slide: Slide, threshold: float | None = None, leave_out: Sequenc
     """
     view, pixels = _read_thumbnail(slide)
     ink = pen_marks(pixels) if PEN in leave_out else None
-    mask = tissue_of(pixels, threshold, ink)
+    mask, glass = tissue_of(pixels, threshold, ink)
+    if not mask.any():
+        logging.getLogger(__name__).warning("%s", NoTissue(slide))
+    elif not glass:
+        logging.getLogger(__name__).warning(
+            "%s: shows no glass, so all of saturation above %g is taken for tissue; `tissue` says another threshold",
+            slide.file.path,
+            LEAST_SATURATION,
+        )
     left_out = {} if ink is None else {PEN: ink}
     if BLUR in leave_out:
         cells, side = out_of_focus(slide, TissueMask(mask, view.downsample).shares)
@@ -153,6 +164,14 @@ def find_tissue(slide: Slide, threshold: float | None = None, leave_out: Sequenc
         left_out[BLUR] = mask & cells[np.ix_(*places)]
         mask &= ~left_out[BLUR]
     return TissueMask(mask, view.downsample, view.origin, left_out)
+
+
+class NoTissue(BadImage):
+    """A slide shows no tissue."""
+
+    def __init__(self, slide: Slide) -> None:
+        remedy = "leave it out, or choose a lower threshold by `tissue`"
+        super().__init__(slide.file.path, f"shows no tissue by its saturation: {remedy}")
 
 
 def _read_thumbnail(slide: Slide) -> tuple[Slide, Pixels]:
@@ -194,8 +213,11 @@ def tissue_pixels(slide: Slide, threshold: float | None = None, leave_out: Seque
     return np.concatenate(parts)
 
 
-def tissue_of(pixels: Pixels, threshold: float | None = None, ink: Mask | None = None) -> Mask:
-    """Where a picture (height, width, 3), uint8, shows tissue: (height, width). There is none in `ink`."""
+def tissue_of(pixels: Pixels, threshold: float | None = None, ink: Mask | None = None) -> tuple[Mask, bool]:
+    """Where a picture (height, width, 3), uint8, shows tissue: (height, width); and whether the rest may be glass.
+
+    There is no tissue in `ink`.
+    """
     filters, morphology = package("skimage.filters"), package("skimage.morphology")
     most, least = pixels.max(2).astype(np.float32), pixels.min(2).astype(np.float32)
     saturation = np.where(most > 0, (most - least) / np.maximum(most, 1), 0)
@@ -203,11 +225,12 @@ def tissue_of(pixels: Pixels, threshold: float | None = None, ink: Mask | None =
         saturation[ink] = 0
     picture = PIL.Image.fromarray(np.rint(255 * saturation).astype(np.uint8))
     smooth = np.asarray(picture.filter(PIL.ImageFilter.MedianFilter(MEDIAN_PX)))
+    glass = True
     if threshold is None:
         seen = smooth if ink is None else smooth[~ink]
-        varied = seen.size > 0 and seen.min() < seen.max()
-        found = filters.threshold_otsu(seen) / 255 if varied else LEAST_SATURATION
-        threshold = max(float(found), LEAST_SATURATION)
+        found = float(filters.threshold_otsu(seen)) if seen.size else 0.0  # of one value, that value
+        glass = not seen.size or float(np.median(seen[seen <= found])) <= GLASS_SATURATION * 255
+        threshold = max(found / 255, LEAST_SATURATION) if glass else LEAST_SATURATION
     mask = smooth > threshold * 255
     closed: Mask = morphology.closing(mask, morphology.disk(CLOSING_PX))
-    return closed if ink is None else closed & ~ink
+    return (closed if ink is None else closed & ~ink), glass

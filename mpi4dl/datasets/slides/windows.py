@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl.datasets.base import IGNORED, Image, MaskImage, Values
+from mpi4dl.datasets.base import IGNORED, DatasetError, Image, MaskImage, Values
 from mpi4dl.datasets.slides.dataset import SlideFolder
 from mpi4dl.datasets.slides.masks import Tell, quietly
 from mpi4dl.datasets.slides.slide import Slide
@@ -124,6 +124,9 @@ class GridWindows(Subset):
 
     Those at the right and lower sides may reach beyond the slide. Slides that cannot be read have one window, which
     says so when it is read. `tell(doing, done, total)` hears of slides that were looked at.
+
+    Raises:
+        DatasetError: no slide shows tissue.
     """
 
     def __init__(self, whole: SlideFolder, indices: Sequence[int], size: tuple[int, ...], tell: Tell = quietly) -> None:
@@ -134,6 +137,8 @@ class GridWindows(Subset):
             self.corners += found
             kept += [index] * len(found)
             tell("finding tissue", number + 1, len(indices))
+        if not kept:
+            raise DatasetError(f"{whole.source}: none of {len(indices)} slides to validate with shows tissue")
         super().__init__(whole, kept)
         self._slides, self._size = whole, size
 

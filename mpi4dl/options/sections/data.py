@@ -164,7 +164,9 @@ class Data:
         "divisor of every pixel after that; none: that of a --mean by name, else 0.25",
         optional(DEVIATIONS),
     )
-    label_columns: tuple[str, ...] | None = option(None, "columns of labels.csv to learn; none: all", optional(NAMES))
+    label_columns: tuple[str, ...] | None = option(
+        None, "columns of the table that are labels; none: by the usual names, or all", optional(NAMES)
+    )
     ignore_index: int | None = option(
         255,
         "value of ignored pixels in masks; none: no pixel is ignored, and white is class 1 of 2",

@@ -452,3 +452,13 @@ def test_split_files_that_are_wrong(tmp_path: Path, text: str, parts: list[str])
     with pytest.raises(DatasetError) as caught:
         read_split_file(tmp_path / "splits_0.csv")
     assert [part for part in ["splits_0.csv", *parts] if part not in str(caught.value)] == [], caught.value
+
+
+def test_columns_of_numbers_that_the_user_names_are_those_of_training_in_order(slides: Path) -> None:
+    """Under other names. The same names in another order stay what they are."""
+    text = "slide,Dosis,Alter\ns1,1,2.5\ns2,3,4.5\n"
+    how: dict[str, Any] = {"task": "regress", "label_columns": ("Alter", "Dosis")}
+    found = read(slides, text, classes=("age", "dose"), **how)
+    assert found.classes == ("age", "dose")
+    assert [row.label for row in found.rows] == [(2.5, 1.0), (4.5, 3.0)]
+    assert read(slides, text, classes=("Dosis", "Alter"), **how).classes == ("Alter", "Dosis")

@@ -2,20 +2,25 @@
 
 import io
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
 import pytest
 import scipy.ndimage
+import tifffile
 
 from mpi4dl.comm import Communicator
-from mpi4dl.datasets.base import WholeImage
+from mpi4dl.datasets.base import BadImage, DatasetError, Pixels, WholeImage
 from mpi4dl.datasets.slides.compose import composition, write_slide
+from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
 from mpi4dl.datasets.slides.geojson import contains, polygons_of
 from mpi4dl.datasets.slides.slide import Level, Slide, SlideFile, open_slide
 from mpi4dl.datasets.slides.tissue import OUTLINE, TissueMask, find_tissue, tissue_of
+from mpi4dl.datasets.slides.windows import GridWindows, RandomWindows
 from mpi4dl.geometry import Interval
 from mpi4dl.slides import _parser
 from tests.pool.ranks import Ranks, RanksFailed
@@ -39,8 +44,63 @@ def test_shares_are_means_of_the_mask(downsample: float, patch: int) -> None:
 
 def test_glass_alone_has_no_tissue() -> None:
     glass = np.random.default_rng(0).integers(238, 246, (100, 120, 3), np.uint8)
-    assert not tissue_of(glass).any()
-    assert not tissue_of(np.full((50, 50, 3), 255, np.uint8)).any()
+    for picture in (glass, np.full((50, 50, 3), 255, np.uint8)):
+        mask, shows_glass = tissue_of(picture)
+        assert not mask.any()
+        assert shows_glass
+
+
+TISSUE, DARK, GLASS = (200, 140, 190), (110, 50, 140), (243, 241, 242)
+
+
+def noisy(colour: tuple[int, int, int], shape: tuple[int, int] = (500, 500), spread: float = 8) -> Pixels:
+    return np.random.default_rng(0).normal(colour, spread, (*shape, 3)).clip(0, 255).astype(np.uint8)
+
+
+@pytest.mark.parametrize("colour", [TISSUE, (235, 200, 222), (190, 160, 130)])
+def test_a_picture_full_of_tissue_is_tissue_throughout(
+    tmp_path: Path, colour: tuple[int, int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also with a dark square in it, or in an even tone."""
+    for square in (0, 100):
+        pixels = noisy(colour)
+        pixels[200:][:square, 200:][:, :square] = noisy(DARK, (square, square))
+        PIL.Image.fromarray(pixels).save(tmp_path / f"{square}.png")
+        assert find_tissue(open_slide(tmp_path / f"{square}.png")).share > 0.99
+        assert f"{square}.png: shows no glass" in caplog.text
+
+
+def test_real_tissue_without_glass_is_not_parted_by_its_stain() -> None:
+    """A part of the colon by immunohistochemistry that is brown and blue throughout; the whole shows glass, too."""
+    data = pytest.importorskip("skimage.data")
+    whole = data.immunohistochemistry()
+    mask, shows_glass = tissue_of(whole[:128, 128:256])
+    assert mask.mean() > 0.97
+    assert not shows_glass
+    mask, shows_glass = tissue_of(whole)
+    assert shows_glass
+    assert 0.3 < mask.mean() < 0.7
+
+
+def test_a_slide_without_tissue_is_named_and_has_no_patch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No patch, no window of a grid or at random, and no white picture in its place."""
+    PIL.Image.fromarray(noisy(GLASS, spread=1)).save(tmp_path / "empty.png")
+    slides = SlideFolder(tmp_path, SlideOptions(), label_columns=())
+    whole = SlideFolder(tmp_path, SlideOptions(white_background=True), label_columns=()).image(0)
+    reads: tuple[Callable[[], Any], ...] = (
+        lambda: slides.tissue_patches(0, 64),
+        lambda: RandomWindows(slides, [0], (64, 64), 1).image(0),
+        lambda: whole.read(Interval(0, 64), Interval(0, 64)),
+    )
+    for read in reads:
+        with pytest.raises(BadImage, match=r"empty\.png: shows no tissue"):
+            read()
+    assert "empty.png: shows no tissue" in caplog.text
+    with pytest.raises(DatasetError, match="none of 1 slides"):
+        GridWindows(slides, [0], (64, 64))
+    PIL.Image.fromarray(noisy(TISSUE)).save(tmp_path / "full.png")
+    both = SlideFolder(tmp_path, SlideOptions(), label_columns=())
+    assert {*GridWindows(both, [0, 1], (64, 64)).indices} == {1}
 
 
 def test_tissue_of_a_composed_slide(tmp_path: Path) -> None:
@@ -76,9 +136,44 @@ def test_holes_are_outside() -> None:
         assert contains(polygons, 100 + 2 * (row + 0.5), 50 + 2 * (col + 0.5)) == expected, (row, col)
 
 
-def compose(comm: Communicator, *argv: str) -> None:
-    options = _parser().parse_args(["compose", *argv])
+def slides_command(comm: Communicator, *argv: str) -> None:
+    options = _parser().parse_args(argv)
     options.act(comm, options)
+
+
+def compose(comm: Communicator, *argv: str) -> None:
+    slides_command(comm, "compose", *argv)
+
+
+def test_slides_are_checked_and_outlined_by_any_table_whatever_its_labels(ranks: Ranks, tmp_path: Path) -> None:
+    compose_here = (str(tmp_path), "--patients", "2", "--size", "512")
+    ranks(2).run(compose, *compose_here)
+    names = sorted(path.name for path in tmp_path.glob("*.tif"))
+    lines = ["Fall,Patient,Bild,label,class", *(f"{n},{n},{name},," for n, name in enumerate(names))]
+    (tmp_path / "other.csv").write_text("\n".join(lines))
+    columns = ("--slide-column", "Bild", "--patient-column", "Fall")
+    ranks(2).run(slides_command, "check", str(tmp_path / "other.csv"), *columns)
+    out = tmp_path / "outlines"
+    ranks(2).run(slides_command, "tissue", str(tmp_path / "other.csv"), *columns, "--out", str(out))
+    assert sorted(path.stem for path in out.glob("*.png")) == names
+    with pytest.raises(RanksFailed, match="--slide-column"):
+        ranks(2).run(slides_command, "check", str(tmp_path / "other.csv"))
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_check_reads_all_levels_through(ranks: Ranks, tmp_path: Path, level: int) -> None:
+    """A tile of JPEG is cut off, in the level that training would read at some resolution."""
+    write_slide(tmp_path / "slide.svs", composition(11, 2600, 0.5, True, 0.004))
+    (tmp_path / "slides.csv").write_text("slide\nslide.svs\n")
+    ranks(1).run(slides_command, "check", str(tmp_path / "slides.csv"))
+    with tifffile.TiffFile(tmp_path / "slide.svs") as file:
+        page = [page for page in file.pages if page.is_tiled][level]
+        start, count = page.dataoffsets[0], page.databytecounts[0]
+    content = bytearray((tmp_path / "slide.svs").read_bytes())
+    content[start + count // 2 : start + count] = bytes(count - count // 2)
+    (tmp_path / "slide.svs").write_bytes(content)
+    with pytest.raises(RanksFailed, match="1 slide of 1 cannot be used"):
+        ranks(1).run(slides_command, "check", str(tmp_path / "slides.csv"))
 
 
 def test_composing_with_other_options_never_mixes_with_slides_of_before(ranks: Ranks, tmp_path: Path) -> None:
