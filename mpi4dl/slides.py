@@ -3,17 +3,18 @@
 `compose` writes synthetic slides. `hits` compares maps of predictions with annotations.
 """
 
-import argparse
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpi4dl._commands import one_message, runs, typed
+from mpi4dl._commands import runs, typed
 from mpi4dl.comm import failure
 
 if runs(__name__):
     failure.arm()  # before anything else that may fail on one rank alone
+
+from mpi4dl.options.command import run_parsed
+from mpi4dl.options.declare import CommandParser
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -25,19 +26,11 @@ Feed = Callable[[], None]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    with one_message():
-        options = _parser().parse_args(sys.argv[1:] if argv is None else argv)
-
-    def begin() -> None:
-        from mpi4dl.comm import world
-
-        options.act(world(), options)
-
-    failure.run(begin)
+    run_parsed(_parser(), argv, lambda comm, options: options.act(comm, options))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"mpirun -n RANKS {typed('slides')}", description=DESCRIPTION)
+def _parser() -> CommandParser:
+    parser = CommandParser(prog=f"mpirun -n RANKS {typed('slides')}", description=DESCRIPTION)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, act, what in (
         ("check", check, "read all slides of a table or folder through, and list what is wrong with them"),
