@@ -184,19 +184,27 @@ def hits(comm: "Communicator", options: Any) -> None:
     for remark in results.remarks if comm.rank == 0 else ():
         print(remark)
     mine: list[Hit] = []
+    there: set[str] = set()  # classes of regions that do not count
 
     def look(index: int, feed: Feed) -> str:
         try:
             hit = hit_of(slides[index], classes)
         except DatasetError as error:
             return str(error)
-        if hit is None:
+        if not isinstance(hit, Hit):
+            there.update(hit)
             return f"{printable(slides[index].name)}: has no region of these classes"
         mine.append(hit)
         return str(hit)
 
     _each(comm, len(slides), look)
     found = sorted(hit for each in comm.all_gather_object(mine) for hit in each)
+    others = sorted({name for each in comm.all_gather_object(there) for name in each})
+    if not found and others:
+        asked = "no region counts" if options.classes is None else f"--classes {options.classes}: no region is of these"
+        raise Refusal(
+            f"{asked}; annotations have regions of {', '.join(map(printable, others))}: name them by --classes"
+        )
     if not found:
         raise Refusal(
             f"{options.folder}: no slide has a map and an annotation with polygons: name the table with a column "

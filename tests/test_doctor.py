@@ -4,7 +4,6 @@ import os
 import platform
 import re
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 

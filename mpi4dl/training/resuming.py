@@ -99,7 +99,16 @@ def as_it_began(comm: Communicator, config: Config) -> Config:
     known = comm.broadcast_object(known)
     if known is None:
         return config
-    return with_options(config, {name: known.get(_flag(name), dump(FORMERLY[name])) for name in names})
+    found = with_options(config, {name: known.get(_flag(name), dump(FORMERLY[name])) for name in names})
+    for name in ("model", "scheduler"):  # else its schedule meets another one, of which nobody asked for both
+        was, now = known.get(_flag(name)), shared_options(found)[name]
+        if was not in (None, now):
+            before, after = (str(each).strip('"') for each in (was, now))
+            raise Refusal(
+                f"`resume` {config.run.resume}: the run there has `{name}` {before}, but this is {after}: keep the "
+                "value of that run, or choose another `run_folder`"
+            )
+    return found
 
 
 def as_it_was_cut(comm: Communicator, config: Config, plan: Plan) -> Config:

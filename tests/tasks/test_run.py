@@ -194,6 +194,15 @@ def test_what_options_leave_open_follows_from_the_labels() -> None:
     assert with_task(parse(["--text", "stdlib"]), None).data.task == "language"
 
 
+def test_images_as_targets_are_refused_unless_a_task_is_named() -> None:
+    images = torch.rand(4, 3, 8, 8)
+    values, masks = (adapt(torch.utils.data.TensorDataset(images, each)) for each in (images, images.round()))
+    with pytest.raises(ConfigError, match=r"shape \(3, 8, 8\), and no mask: .* `task` regress"):
+        with_task(parse(["--dataset", "a.py:B"]), values)
+    assert with_task(parse(["--dataset", "a.py:B"]), masks).data.task == "segment"
+    assert with_task(parse(["--dataset", "a.py:B", "--task", "regress"]), values).data.task == "regress"
+
+
 @pytest.mark.parametrize(
     ("name", "outputs", "targets", "message"),
     [
