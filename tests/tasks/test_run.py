@@ -17,12 +17,12 @@ from torch import nn
 
 import mpi4dl
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.datasets import DatasetError
+from mpi4dl.datasets import DatasetError, adapt
 from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.table import read_table
 from mpi4dl.engine import Engine, Evaluation
 from mpi4dl.inference.records import columns_of
-from mpi4dl.options.config import parse
+from mpi4dl.options.config import ConfigError, parse
 from mpi4dl.options.declare import with_values
 from mpi4dl.options.tasks import build_metrics, build_task, directions, monitored, with_defaults, with_task
 from mpi4dl.parallel.plan import Plan
