@@ -25,7 +25,6 @@ QUICKLY = {  # by command, and by what one of its words contains
         "tissue": "--image-size 64",
     },
     "slides": {"compose": "--patients 8 --slides-each 1 --size 1024"},
-    "sweep": {},
 }
 
 
@@ -40,13 +39,11 @@ def pictures(path: str) -> Callable[[Path], None]:
 
 
 def scans(folder: Path) -> None:
-    for name in ("a", "b"):
-        (folder / "scans" / name).mkdir(parents=True)
-        for number in range(12):
-            np.save(
-                folder / "scans" / name / f"{number}.npy",
-                np.random.default_rng(number).random((96, 96, 64), np.float32),
-            )
+    for part in ("train", "val"):
+        for number, name in enumerate("aabb"):
+            (folder / "scans" / part / name).mkdir(parents=True, exist_ok=True)
+            values = np.random.default_rng(number).random((96, 96, 64), np.float32)
+            np.save(folder / "scans" / part / name / f"{number}.npy", values)
 
 
 def trained(name: str, *flags: str) -> Callable[[Path], None]:

@@ -110,6 +110,13 @@ def test_a_script_runs_as_it_is_printed(name: str, tmp_path: Path) -> None:
     assert ("accuracy 100.0 %" in job.stdout) == (name == "own")
 
 
+def test_ranks_of_scripts_on_tiles_draw_the_same_images() -> None:
+    for name in ("tiles", "grid", "stages"):
+        before, _, drawn = scripts()[name][1].partition("torch.randn(")
+        assert drawn
+        assert "torch.manual_seed(0)" in before
+
+
 @pytest.mark.parametrize("name", ["tiles", "own"])
 def test_the_examples_are_printed_as_they_are(name: str) -> None:
     example = (ROOT / "examples" / f"{name}.py").read_text().partition('"""\n\n')[2]
