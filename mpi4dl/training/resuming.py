@@ -100,14 +100,13 @@ def as_it_began(comm: Communicator, config: Config) -> Config:
     if known is None:
         return config
     found = with_options(config, {name: known.get(_flag(name), dump(FORMERLY[name])) for name in names})
-    for name in ("model", "scheduler"):  # else its schedule meets another one, of which nobody asked for both
-        was, now = known.get(_flag(name)), shared_options(found)[name]
-        if was not in (None, now):
-            before, after = (str(each).strip('"') for each in (was, now))
-            raise Refusal(
-                f"`resume` {config.run.resume}: the run there has `{name}` {before}, but this is {after}: keep the "
-                "value of that run, or choose another `run_folder`"
-            )
+    was, now = known.get("--scheduler"), shared_options(found)["scheduler"]
+    if was not in (None, now):  # else the schedule from there meets this one, and nobody asked for both
+        before, after = (str(each).strip('"') for each in (was, now))
+        raise Refusal(
+            f"`resume` {config.run.resume}: the run there was written with `scheduler` {before}, but this is {after}: keep "
+            "the value of that run, or choose another `run_folder`"
+        )
     return found
 
 

@@ -206,17 +206,16 @@ def test_what_nobody_gives_is_as_the_checkpoint_has_it(ranks: Ranks, tmp_path: P
     assert ranks(2).run(began, ["--run-folder", str(tmp_path / "other"), "--resume", "auto"])[0].optimizer.lr == "auto"
 
 
-@pytest.mark.parametrize("other", [("--scheduler", "CosineAnnealingLR"), ("--model", "small_resnet")])
-def test_another_run_does_not_get_the_schedule_of_the_one_in_its_folder(
-    ranks: Ranks, tmp_path: Path, other: tuple[str, str]
-) -> None:
+def test_another_run_does_not_get_the_schedule_of_the_one_in_its_folder(ranks: Ranks, tmp_path: Path) -> None:
     checkpoints = tmp_path / "run" / "checkpoints"
     checkpoints.mkdir(parents=True)
     were = {**OPTIONS, "lr_schedule": '"cosine"'}
     write(checkpoints, 1, extra=PROGRESS._replace(options=kept(were))._asdict())
     (tmp_path / "run" / "config.toml").touch()
-    for told in ranks(2).run(refused_to_begin, ["--run-folder", str(tmp_path / "run"), "--resume", "auto", *other]):
-        assert other[1] in told
+    flags = ["--run-folder", str(tmp_path / "run"), "--resume", "auto", "--scheduler", "CosineAnnealingLR"]
+    for told in ranks(2).run(refused_to_begin, flags):
+        assert "`scheduler`" in told
+        assert "CosineAnnealingLR" in told
         assert "`run_folder`" in told
 
 
