@@ -23,6 +23,7 @@ QUICKLY = {  # by command, and by what one of its words contains
         "": "--max-steps 2 --eval-every 2 --num-workers 0",
         "--text": "--val-fraction 0.01",
         "tissue": "--image-size 64",
+        "slides/ ": "--image-size 64",
     },
     "slides": {"compose": "--patients 8 --slides-each 1 --size 1024"},
 }
@@ -98,6 +99,7 @@ PAGES = {
     "docs/how-to/generate.md": Page([trained("mine", *GPT, "--batch-size", "8"), prompts]),
     "docs/tutorials/segmentation.md": Page(),
     "docs/tutorials/volumes.md": Page([scans]),
+    "docs/tutorials/own-images.md": Page([pictures("slides"), *TISSUE]),
     SLIDES: Page(without=["view"]),
     "docs/how-to/map-whole-slides.md": Page(after=SLIDES),
     "docs/how-to/augment-slides.md": Page(after=SLIDES),

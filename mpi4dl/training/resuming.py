@@ -104,8 +104,8 @@ def as_it_began(comm: Communicator, config: Config) -> Config:
     if was not in (None, now):  # else the schedule from there meets this one, and nobody asked for both
         before, after = (str(each).strip('"') for each in (was, now))
         raise Refusal(
-            f"`resume` {config.run.resume}: the run there was written with `scheduler` {before}, but this is {after}: keep "
-            "the value of that run, or choose another `run_folder`"
+            f"`resume` {config.run.resume}: the run there was written with `scheduler` {before}, but this is {after}: "
+            "keep the value of that run, or choose another `run_folder`"
         )
     return found
 
