@@ -19,6 +19,9 @@ class Slide:  # whatever has a size and reads a box of itself: each rank asks fo
 class Slides(list[Slide]):  # so many of them, and what is to be learnt of each
     classes, channels, image, label = ("fine", "coarse"), 1, list.__getitem__, lambda slides, index: index % 2
 
+    def __init__(self, count: int = 60) -> None:
+        super().__init__(map(Slide, range(count)))
+
 
 def build(num_classes: int) -> nn.Module:
     layers = [nn.Conv2d(1, 8, 5, 2, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1), nn.ReLU()]
@@ -29,9 +32,9 @@ def loss(outputs: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(outputs, labels, label_smoothing=0.05)
 
 
-plan = {1: {}, 4: {"tiles": "2x2"}, 5: {"stages": 2, "tiles": "2x2,1x1", "microbatches": 2}}[mpi4dl.world().size]
-trainer = mpi4dl.Trainer(
-    dataset=(Slides(map(Slide, range(48))), Slides(map(Slide, range(12)))), model=build, loss=loss, image_size=128,
-    batch_size=6, epochs=2, optimizer="AdamW", lr=0.02, save_every=8, **plan,
-)  # fmt: skip
-trainer.fit()
+if __name__ == "__main__":  # `mpi4dl train --dataset own.py:Slides` imports this file
+    plan = {1: {}, 4: {"tiles": "2x2"}, 5: {"stages": 2, "tiles": "2x2,1x1", "microbatches": 2}}[mpi4dl.world().size]
+    mpi4dl.Trainer(
+        dataset=(Slides(48), Slides(12)), model=build, loss=loss, image_size=128, batch_size=6, epochs=2,
+        optimizer="AdamW", lr=0.02, save_every=8, **plan,
+    ).fit()  # fmt: skip

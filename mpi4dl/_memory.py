@@ -33,8 +33,8 @@ def keep_freed_memory(keep: bool = True) -> bool:
 
     Returned memory is cleared page by page for the next tensor. That takes up to half of the CPU time of a small model,
     also with huge pages. Kept memory fragments: glibc leaves slivers between aligned tensors, and small objects in them
-    keep new tensors from the place of the last ones. So a process grows over its first hundreds of steps, up to about
-    1.7 times what it has in use at most, while the number and the bytes of its tensors stay as they are. Left alone,
+    keep new tensors from the place of the last ones. So a process grows over its first hundreds of steps, up to two or
+    three times what it has in use at most, while the number and the bytes of its tensors stay as they are. Left alone,
     glibc does a little of both, and grows too. One arena for all threads leaves less lying about.
 
     Measured after 50 steps on 2 cores that others used too, so that CPU time is a hint. ResNet-50, 512 px, 1x2 tiles:

@@ -4,8 +4,9 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from mpi4dl._commands import one_message, typed
-from mpi4dl.comm import failure
+from mpi4dl._commands import typed
+from mpi4dl.options.command import run_parsed
+from mpi4dl.options.declare import CommandParser
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -17,23 +18,19 @@ SAVED = "the description of this machine, for `mpi4dl plan --machine`"
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog=f"mpirun -n RANKS {typed('doctor')}", description=DESCRIPTION)
+    parser = CommandParser(prog=f"mpirun -n RANKS {typed('doctor')}", description=DESCRIPTION)
     parser.add_argument(
         "--gpu-wire", default="auto", choices=("auto", "direct", "staged", "nccl"), help="how GPU tensors travel"
     )
     parser.add_argument("--save", metavar="FILE.toml", help=f"write {SAVED}")
     parser.add_argument("--name", default="a machine", help="the name of the machine in that file")
-    with one_message():
-        options = parser.parse_args(argv)
 
-    def begin() -> None:
-        from mpi4dl.comm import world
-
-        examine(world(), options.gpu_wire)
+    def act(comm: "Communicator", options: argparse.Namespace) -> None:
+        examine(comm, options.gpu_wire)
         if options.save is not None:
-            save(world(), options.save, options.name)
+            save(comm, options.save, options.name)
 
-    failure.run(begin)
+    run_parsed(parser, argv, act)
 
 
 def examine(comm: "Communicator", gpu_wire: str) -> None:

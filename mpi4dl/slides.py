@@ -3,17 +3,18 @@
 `compose` writes synthetic slides. `hits` compares maps of predictions with annotations.
 """
 
-import argparse
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpi4dl._commands import one_message, runs, typed
+from mpi4dl._commands import runs, typed
 from mpi4dl.comm import failure
 
 if runs(__name__):
     failure.arm()  # before anything else that may fail on one rank alone
+
+from mpi4dl.options.command import run_parsed
+from mpi4dl.options.declare import CommandParser
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -25,22 +26,14 @@ Feed = Callable[[], None]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    with one_message():
-        options = _parser().parse_args(sys.argv[1:] if argv is None else argv)
-
-    def begin() -> None:
-        from mpi4dl.comm import world
-
-        options.act(world(), options)
-
-    failure.run(begin)
+    run_parsed(_parser(), argv, lambda comm, options: options.act(comm, options))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     from mpi4dl.options.config import Config
     from mpi4dl.options.declare import options_of
 
-    parser = argparse.ArgumentParser(prog=f"mpirun -n RANKS {typed('slides')}", description=DESCRIPTION)
+    parser = CommandParser(prog=f"mpirun -n RANKS {typed('slides')}", description=DESCRIPTION)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, act, what in (
         ("check", check, "read all slides of a table or folder through, and list what is wrong with them"),
@@ -198,19 +191,27 @@ def hits(comm: "Communicator", options: Any) -> None:
     for remark in results.remarks if comm.rank == 0 else ():
         print(remark)
     mine: list[Hit] = []
+    there: set[str] = set()  # classes of regions that do not count
 
     def look(index: int, feed: Feed) -> str:
         try:
             hit = hit_of(slides[index], classes)
         except DatasetError as error:
             return str(error)
-        if hit is None:
+        if not isinstance(hit, Hit):
+            there.update(hit)
             return f"{printable(slides[index].name)}: has no region of these classes"
         mine.append(hit)
         return str(hit)
 
     _each(comm, len(slides), look)
     found = sorted(hit for each in comm.all_gather_object(mine) for hit in each)
+    others = sorted({name for each in comm.all_gather_object(there) for name in each})
+    if not found and others:
+        asked = "no region counts" if options.classes is None else f"--classes {options.classes}: no region is of these"
+        raise Refusal(
+            f"{asked}; annotations have regions of {', '.join(map(printable, others))}: name them by --classes"
+        )
     if not found:
         raise Refusal(
             f"{options.folder}: no slide has a map and an annotation with polygons: name the table with a column "

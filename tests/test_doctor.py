@@ -4,7 +4,6 @@ import os
 import platform
 import re
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +12,7 @@ import torch
 
 import mpi4dl
 from mpi4dl.comm.shutdown import alone_of_several
+from tests.commands import refusal
 from tests.pool.job import mpirun
 from tests.pool.zygote import ROOT, python
 
@@ -52,15 +52,13 @@ def test_one_rank_says_what_it_takes_to_measure_the_wire() -> None:
     assert last == "wire: start at least 2 ranks to measure it, as in: mpirun -n 2 python -m mpi4dl.doctor"
 
 
-def test_a_wire_that_cannot_be_is_refused_without_starting_mpi() -> None:
-    program = (
-        "import sys; from mpi4dl.doctor import main\n"
-        "try:\n    main(['--gpu-wire', 'smoke'])\nexcept SystemExit as stop:\n    print(stop.code)\n"
-        "print(sorted({'mpi4py', 'torch'} & sys.modules.keys()))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert done.stdout.splitlines() == ["2", "[]"]
-    assert "invalid choice: 'smoke'" in done.stderr
+@pytest.mark.parametrize(
+    ("words", "about"),
+    [("doctor --gpu-wire smoke", "invalid choice: 'smoke'"), ("slides check", "SLIDES"), ("slides", "COMMAND")],
+)
+def test_a_wrong_command_line_is_refused_once_for_all_ranks(words: str, about: str) -> None:
+    name, *flags = words.split()
+    assert about in refusal(mpirun(2, "-m", f"mpi4dl.{name}", *flags))
 
 
 # What launchers say, whether standard input is a terminal, and the variable by which processes are found to be alone.

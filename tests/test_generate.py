@@ -130,7 +130,7 @@ def test_a_prompt_from_a_file_and_a_checkpoint(folder: Path) -> None:
     ("argv", "complaint"),
     [
         ([], "name the folder of a run, or a checkpoint first"),
-        (["nowhere"], "nowhere is neither a run of mpi4dl train with weights nor a checkpoint of one"),
+        (["nowhere"], "nowhere: there is no such file or folder"),
         (["bytes", "--tensor", "2"], "tensor(2) x data(1) = 2 ranks, but mpirun started 1"),
         (["bytes", "--tensr", "2"], "there is no flag --tensr; did you mean --tensor?"),
         (["bytes", "--top-p", "1.5"], "top_p=1.5 is not possible: it must be greater than 0 and at most 1"),

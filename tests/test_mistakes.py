@@ -75,7 +75,7 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("train --monitor accuracyy", ("--monitor accuracyy", "val_accuracy", "--metrics")),
     ("train --lr 1e30", ("the loss is not finite", "a smaller --lr")),
     ("predict --images flat", ("name the folder of a run", "RUN_OR_WEIGHTS --images FOLDER")),
-    ("predict nowhere --images flat", ("nowhere is neither a run", "no such file or folder")),
+    ("predict nowhere --images flat", ("nowhere", "no such file or folder")),
     ("evaluate photos", ("photos is neither a run", "--run-folder")),
     ("generate --prompt x", ("name the folder of a run, or a checkpoint first", "RUN_OR_CHECKPOINT")),
 ]

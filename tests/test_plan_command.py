@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import PIL.Image
 import pytest
@@ -52,6 +53,17 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("mpi4dl: ")
     return line.removeprefix("mpi4dl: ")
+
+
+@pytest.mark.parametrize("name", ["resnet999", "timm/resnet999", "smp/UNett"])
+def test_a_model_that_there_is_not_is_refused_before_data_is_read(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mpi4dl.training.setup.open_samples", lambda config: pytest.fail("read data"))
+    timm = SimpleNamespace(is_model=lambda name: False, list_models=lambda like="": ["resnet18"])
+    monkeypatch.setitem(sys.modules, "timm", timm)
+    monkeypatch.setitem(sys.modules, "segmentation_models_pytorch", SimpleNamespace(MODEL_ARCHITECTURES_MAPPING={}))
+    assert (name.partition("/")[2] or name) in refusal(capsys, "--model", name)
 
 
 def test_it_says_what_would_be_trained_and_how_to_start(capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,11 +93,11 @@ def scripts() -> dict[str, tuple[int, str]]:
 
 
 def test_all_scripts_are_found() -> None:
-    assert sorted(scripts()) == ["grid", "own", "program", "stages", "tiles"]
+    assert sorted(scripts()) == ["grid", "own", "program", "stages", "text", "tiles"]
     assert all(text.count("\n") > 8 for _, text in scripts().values())
 
 
-@pytest.mark.parametrize("name", scripts())
+@pytest.mark.parametrize("name", sorted(scripts().keys() - {"text"}))  # which test_pages runs, with a model
 @pytest.mark.sample(1)
 def test_a_script_runs_as_it_is_printed(name: str, tmp_path: Path) -> None:
     num_ranks, text = scripts()[name]
@@ -108,6 +108,13 @@ def test_a_script_runs_as_it_is_printed(name: str, tmp_path: Path) -> None:
     assert job.stdout.count("StepResult(loss=") == (5 if name == "stages" else 0)
     assert job.stdout.count("layer4.1.conv2") == (1 if name == "grid" else 0)
     assert ("accuracy 100.0 %" in job.stdout) == (name == "own")
+
+
+def test_ranks_of_scripts_on_tiles_draw_the_same_images() -> None:
+    for name in ("tiles", "grid", "stages"):
+        before, _, drawn = scripts()[name][1].partition("torch.randn(")
+        assert drawn
+        assert "torch.manual_seed(0)" in before
 
 
 @pytest.mark.parametrize("name", ["tiles", "own"])

@@ -383,7 +383,7 @@ class _OwnImage:
 
 def adapt(found: Any) -> OwnDataset | tuple[OwnDataset, OwnDataset]:
     """A dataset, or a pair of them to train on and to validate with. Raises DatasetError."""
-    if isinstance(found, tuple | list):
+    if type(found) in (tuple, list):  # a dataset of one's own may well be a list of its samples
         if len(found) != 2:
             raise DatasetError(f"{len(found)} datasets: expected one, or a pair to train on and to validate with")
         training, validation = OwnDataset(found[0]), OwnDataset(found[1])

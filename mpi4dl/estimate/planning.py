@@ -111,6 +111,11 @@ def planned(
             f"{plan} = {plan.num_ranks} ranks, but the machine of --machine has {on.num_ranks}: raise `nodes` in its "
             "file, or plan for fewer ranks"
         )
+    if config.model.patches is not None and on is not None and (on.machine is not None or on.timings is not None):
+        raise ConfigError(
+            f"`patches` {config.model.patches}: --machine and --timings are for models of whole images, whose layers "
+            "are counted on small tiles: leave them out to plan for this machine"
+        )
     check_text(config, plan)
     check_own_sizes(config, plan)
     optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(2, 2))])

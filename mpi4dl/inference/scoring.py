@@ -64,7 +64,7 @@ class LevelScores:
     metrics: Mapping[str, Measured]
     confusion: list[Any] | None = None
     calls: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    records: Sequence[Record] = ()
+    records: Sequence[Record] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Scores:
     count: int
     metrics: Mapping[str, Measured]
     confusion: list[Any] | None
-    records: Sequence[Record]
+    records: Sequence[Record] = field(repr=False)
     bad: Mapping[str, str]
     crops: bool = False
     remarks: tuple[str, ...] = ()

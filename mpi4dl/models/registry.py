@@ -165,10 +165,11 @@ def build(name: str, num_classes: int | None = None, **options: object) -> nn.Mo
 
 
 def require_known(name: str) -> None:
-    """Raises ValueError for a name that is none of ours or of torchvision's, and for models that are not built.
-
-    timm and segmentation_models_pytorch check their names when they build.
-    """
+    """Raises ValueError for a name that is none of ours or of its package, and for models that are not built."""
+    if name.startswith(TIMM):
+        _timm_with(name.removeprefix(TIMM))
+    elif name.startswith(SMP):
+        _smp_with(name.removeprefix(SMP))
     if name in OWN_MODELS or name.startswith((TIMM, SMP)):
         return
     known = names(torchvision=True)
@@ -198,20 +199,31 @@ def _build_own(name: str, entry: Entry, options: Mapping[str, object]) -> nn.Mod
     return entry.builder(**entry.fixed, **given)
 
 
-def _build_timm(name: str, options: Mapping[str, object]) -> nn.Module:
+def _timm_with(name: str) -> Any:
+    """The package timm, which has this model. Raises ValueError."""
     timm = _imported("timm", TIMM + name)
     if not timm.is_model(name):
         known = timm.list_models()
         raise ValueError(f"timm has no model {name!r}; {_nearest(name, known, timm.list_models('resnet?8'))}")
-    found: nn.Module = timm.create_model(name, **options)
-    return found
+    return timm
 
 
-def _build_smp(name: str, options: dict[str, object]) -> nn.Module:
+def _smp_with(name: str) -> tuple[Any, Callable[..., nn.Module]]:
+    """The package segmentation_models_pytorch, and its model of this name. Raises ValueError."""
     smp = _imported("segmentation_models_pytorch", SMP + name)
     known = {model.__name__: model for model in smp.MODEL_ARCHITECTURES_MAPPING.values()}
     if name not in known:
         raise ValueError(f"segmentation_models_pytorch has no model {name!r}; {_nearest(name, known, sorted(known))}")
+    return smp, known[name]
+
+
+def _build_timm(name: str, options: Mapping[str, object]) -> nn.Module:
+    found: nn.Module = _timm_with(name).create_model(name, **options)
+    return found
+
+
+def _build_smp(name: str, options: dict[str, object]) -> nn.Module:
+    smp, builder = _smp_with(name)
     if "num_classes" in options:
         options["classes"] = options.pop("num_classes")
     encoder = str(options.get("encoder_name", "resnet34"))
@@ -224,7 +236,7 @@ def _build_smp(name: str, options: dict[str, object]) -> nn.Module:
         )
     try:
         # Left to itself, it downloads the weights of the encoder.
-        found: nn.Module = known[name](**{"encoder_weights": None, **options})
+        found = builder(**{"encoder_weights": None, **options})
     except (TypeError, ValueError, KeyError) as error:
         raise ValueError(f"segmentation_models_pytorch refuses the options {options} for {name!r}: {error}") from error
     return found

@@ -3,6 +3,7 @@
 A page such as `mpi4dl.evaluate` declares the options, and one function that this makes into a command.
 """
 
+import argparse
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from mpi4dl._commands import one_message, typed
 from mpi4dl._compiler import defer_compiler
 from mpi4dl._memory import within_limits
 from mpi4dl.comm import failure
-from mpi4dl.options.declare import ConfigError, asked_topic, facts, parse_options, speaking, spelling
+from mpi4dl.options.declare import CommandParser, ConfigError, asked_topic, facts, parse_options, speaking, spelling
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -90,6 +91,26 @@ class Command(Generic[T]):
                 raise ConfigError(f"name {self.source} first: {self.usage}")
             source, *flags = argv
         return CommandLine(parse_options(self.config, flags, self.usage, self.description), source, argv, spell)
+
+
+def run_parsed(
+    parser: CommandParser, argv: Sequence[str] | None, act: Callable[["Communicator", argparse.Namespace], None]
+) -> None:
+    """Start MPI, parse a command line that has no configuration on all ranks, and `act` on it."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not {"-h", "--help"}.isdisjoint(arguments):
+        with one_message():
+            parser.parse_args(arguments)
+
+    def begin() -> None:
+        from mpi4dl.comm import world
+
+        comm = world()
+        with comm.together((ConfigError,)):
+            options = parser.parse_args(arguments)
+        act(comm, options)
+
+    failure.run(begin)
 
 
 def command(

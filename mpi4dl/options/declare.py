@@ -154,14 +154,16 @@ def options_of(config_type: type) -> dict[str, Option]:
     return options
 
 
-class _Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
+    """Raises ConfigError where argparse would print its usage, once on each rank, and leave."""
+
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        raise ConfigError(f"{message}; see {self.prog} --help" if self.add_help else message)
 
 
 def _parser(config_type: type, usage: str = "", description: str = "", section: str = "") -> argparse.ArgumentParser:
     """The parser of the flags of a config, or of one section."""
-    parser = _Parser(
+    parser = CommandParser(
         usage=usage, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False
     )
     if not section:

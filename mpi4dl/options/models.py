@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 RGB = ("red", "green", "blue")
 
 
+def require_model(config: Config) -> None:
+    """Raise ValueError for a name of a model that there is not, before data is read and anything is counted."""
+    if config.slides.features is None and not is_own(config.model.model):
+        require_known(config.model.model)
+
+
 def build_model(config: Config, num_classes: int, channels: int) -> nn.Module:
     """The whole model, the same on every rank that uses the same seed; for so many channels if it has the option.
 

@@ -2,10 +2,14 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from mpi4dl.comm import Communicator
+from mpi4dl.datasets.base import BadImage
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import nearest, value_of, with_values
 from mpi4dl.options.kinds import AUTO, part_name
@@ -28,11 +32,24 @@ def with_task(config: Config, dataset: Any) -> Config:
     _require_unit_scale(config)
     if asked == "auto":
         found = "language" if text else getattr(dataset, "task", "classify")
+        if found == "segment" and config.data.dataset is not None:
+            _require_masks(dataset)
         return with_defaults(with_values(config, {"task": found}))
     if TASKS[asked].of_text != text:
         wanted = " or ".join(name for name, task in TASKS.items() if task.of_text) if text else "one of images"
         raise ConfigError(f"`task` {asked} is not for {'text' if text else 'images'}: choose {wanted}, or auto")
     return with_defaults(config)
+
+
+def _require_masks(dataset: Any) -> None:
+    """Raise ConfigError if the targets of a dataset are images of values, for which no task follows."""
+    with suppress(BadImage):  # which the training skips, or names
+        target = dataset.label(0)
+        if not hasattr(target, "read") and bool((torch.as_tensor(target) % 1 != 0).any()):
+            raise ConfigError(
+                f"a target of the dataset is an image of values, of shape {tuple(target.shape)}, and no mask: give "
+                "masks whose values are numbers of classes, or choose `task` regress to learn each value"
+            )
 
 
 def _require_unit_scale(config: Config) -> None:

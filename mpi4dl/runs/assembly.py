@@ -19,7 +19,7 @@ from mpi4dl.options import parts
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.data import check_own_sizes
-from mpi4dl.options.models import build_model, check_text, patch_options, tensor_styles, without_rules
+from mpi4dl.options.models import build_model, check_text, patch_options, require_model, tensor_styles, without_rules
 from mpi4dl.parallel.inputs import batch_shape
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
@@ -85,6 +85,7 @@ def assemble(
                     prints[name, parts.part_name(each)] = parts.print_of(each)
     comm.agree(None, **{f"the file of `{name}` {part}": each for (name, part), each in prints.items()})
     with comm.together((ValueError,)):
+        require_model(config)
         plan = build_plan(config)
         check_own_sizes(config, plan)
     size = config.data.image_size

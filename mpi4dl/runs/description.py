@@ -38,7 +38,7 @@ from mpi4dl.datasets.transform import Fit, as_fit
 from mpi4dl.models.registry import without_loading
 from mpi4dl.options import parts
 from mpi4dl.options.config import Config, ConfigError, shared_options
-from mpi4dl.options.declare import options_of, with_options
+from mpi4dl.options.declare import nearest, options_of, with_options
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import is_own
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
@@ -315,10 +315,15 @@ def folder_of(comm: Communicator, source: Path) -> Path:
     with comm.together((ValueError, OSError)):
         if source.suffix in WEIGHTS and source.is_file():
             return source.absolute().parent
+        if not source.exists():
+            beside = [each.name for each in source.parent.iterdir()] if source.parent.is_dir() else []
+            raise ConfigError(f"{source}: there is no such file or folder{nearest(source.name, beside)}")
         folder = next((path for path in (source, *source.absolute().parents[:2]) if _is_run(path)), None)
         if folder is None:
-            why = "name the --run-folder of the training" if source.exists() else "there is no such file or folder"
-            raise ConfigError(f"{source} is neither a run of mpi4dl train with weights nor a checkpoint of one: {why}")
+            raise ConfigError(
+                f"{source} is neither a run of mpi4dl train with weights nor a checkpoint of one: name the "
+                "--run-folder of the training"
+            )
     assert folder is not None
     return folder
 

@@ -218,8 +218,11 @@ class LogInterval:
         return found
 
 
-def summary(evaluation: Any, monitor: str, num_steps: int, seconds: float, num_unreadable: int) -> str:
-    """The result of a run in one line: of the last `evaluation` the accuracy, else `monitor`, else the loss."""
+def summary(evaluation: Any, monitor: str, num_steps: int, earlier: int, seconds: float, num_unreadable: int) -> str:
+    """The result of a run in one line: of the last `evaluation` the accuracy, else `monitor`, else the loss.
+
+    Of `num_steps` an earlier start took `earlier`, and `seconds` are those of the others.
+    """
     if evaluation is None:
         result = ""
     elif evaluation.accuracy is not None:
@@ -229,7 +232,8 @@ def summary(evaluation: Any, monitor: str, num_steps: int, seconds: float, num_u
     else:
         result = f"validation loss {evaluation.loss:#.4g}, "
     skipped = f", {counted(num_unreadable, 'unreadable image')} skipped" if num_unreadable else ""
-    return f"{result}{counted(num_steps, 'step')} in {seconds:.0f} s{skipped}"
+    after = f" after {earlier} of an earlier start" if earlier else ""
+    return f"{result}{counted(num_steps - earlier, 'step')} in {seconds:.0f} s{after}{skipped}"
 
 
 def _rate(per_second: float) -> str:

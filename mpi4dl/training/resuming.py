@@ -99,7 +99,15 @@ def as_it_began(comm: Communicator, config: Config) -> Config:
     known = comm.broadcast_object(known)
     if known is None:
         return config
-    return with_options(config, {name: known.get(_flag(name), dump(FORMERLY[name])) for name in names})
+    found = with_options(config, {name: known.get(_flag(name), dump(FORMERLY[name])) for name in names})
+    was, now = known.get("--scheduler"), shared_options(found)["scheduler"]
+    if was not in (None, now):  # else the schedule from there meets this one, and nobody asked for both
+        before, after = (str(each).strip('"') for each in (was, now))
+        raise Refusal(
+            f"`resume` {config.run.resume}: the run there was written with `scheduler` {before}, but this is {after}: "
+            "keep the value of that run, or choose another `run_folder`"
+        )
+    return found
 
 
 def as_it_was_cut(comm: Communicator, config: Config, plan: Plan) -> Config:

@@ -322,7 +322,7 @@ class TrainingRun:
 
     def all_epochs(self) -> None:
         """Train, save, validate; keep the weights at the end."""
-        began, epochs = time.perf_counter(), self.config.training.epochs
+        began, epochs, earlier = time.perf_counter(), self.config.training.epochs, self.engine.num_steps
         # Ranks may have other callbacks: whether any has steps to look at, all know, so that all ask whether to stop.
         listening = any(hasattr(callback, "on_step_end") for callback in self.callbacks)
         self.waited_for_cores, self.began_steps = core_wait_seconds(), began
@@ -344,7 +344,7 @@ class TrainingRun:
                 save_model(self.engine, self.folder.path / AVERAGE, self.images.classes, self.about.metadata)
         self.write()
         seconds, skipped = time.perf_counter() - began, self.bad_images.skipped
-        found = summary(self.evaluation, self.task.monitor, self.engine.num_steps, seconds, skipped)
+        found = summary(self.evaluation, self.task.monitor, self.engine.num_steps, earlier, seconds, skipped)
         self.compare()
         self.tell("on_fit_end")
         self.say(f"done: {found}; see {self.folder.path}")

@@ -25,6 +25,7 @@ from mpi4dl.options import build
 from mpi4dl.options.config import Config, ConfigError, facts
 from mpi4dl.options.data import in_folder_of_fold, with_features, with_frame
 from mpi4dl.options.declare import value_of, with_values
+from mpi4dl.options.models import require_model
 from mpi4dl.options.optimizers import Schedule, build_optimizer, build_schedule, groups_of
 from mpi4dl.options.tasks import Monitor, build_metrics, build_task, monitored, with_task
 from mpi4dl.parallel.inputs import Shape, of_tokens, own_or
@@ -160,6 +161,7 @@ def with_samples(config: Config, tell: Tell = quietly) -> tuple[Config, "Trained
     from mpi4dl.estimate.passes import patches_of_slides
     from mpi4dl.estimate.planning import TrainedOn
 
+    require_model(config)
     config = with_frame(config)
     samples = open_samples(config)
     config = with_task(config, samples.training)

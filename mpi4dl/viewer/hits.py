@@ -63,8 +63,8 @@ def csv_of(hits: Iterable[Hit]) -> bytes:
     return text.getvalue().encode(errors="surrogateescape")
 
 
-def hit_of(slide: ViewedSlide, classes: Collection[str] | None = None) -> Hit | None:
-    """Where the map of a slide is highest; None if its annotation has no region of `classes`.
+def hit_of(slide: ViewedSlide, classes: Collection[str] | None = None) -> Hit | tuple[str, ...]:
+    """Where the map of a slide is highest; the classes of its regions if none of them is among `classes`.
 
     By default all classes count but background and those of QuPath with an asterisk, such as Ignore*.
 
@@ -83,7 +83,7 @@ def hit_of(slide: ViewedSlide, classes: Collection[str] | None = None) -> Hit | 
     else:
         counting = {*names} & {*classes}
     if not counting:
-        return None
+        return tuple(names)
     whole = open_slide(slide.path, Resolution(assumed_mpp=slide.mpp))
     numbers = {name: number if name in counting else OUTSIDE for number, name in enumerate(names)}
     mask = RegionMask(annotations, whole, numbers, OUTSIDE, whole.origin if slide.in_bounds else (0, 0))

@@ -315,6 +315,9 @@ def test_the_command_plans_for_another_machine(tmp_path: Path, capsys: pytest.Ca
     assert "all together: fit from 1 rank on" in told
     with pytest.raises(ConfigError, match="more than the machine has: 64"):
         show([*training, *on, "--ranks", "128", "--search"])
+    for patches in ("64", "256"):  # of which small tiles have none
+        with pytest.raises(ConfigError, match=rf"`patches` {patches}: --machine and --timings are for models of whole"):
+            show([*training, *on, "--patches", patches, "--tiles", "1x2"])
 
 
 @pytest.mark.parametrize("flags", ["--scaling weak --curves", "--time-only"])

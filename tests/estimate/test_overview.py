@@ -57,7 +57,7 @@ none recomputed):
         rank 0 |F0 F1        B0--- F2 B1--- F3  B2---     B3---
         rank 1 |F0 F1        B0--- F2 B1--- F3  B2---     B3---
         rank 2 |   F0 B0---- F1 B1--- F2- B2--- F3 B3----
-        0.02853 s, bubble 22.7 %, at most 8.135 MiB of activations on a rank"""
+        0.02853 s, bubble 22.7 % over all ranks, at most 8.135 MiB of activations on a rank"""
     assert str(planned(plan, command="mpirun -n 3 python -m mpi4dl.train")) == dedent(expected)
 
 
@@ -86,7 +86,7 @@ none recomputed):
         with gradients and optimizer 0.0277 s; of the rank that works longest: arithmetic 60 %, bubble 40 %
         rank 0 |F0---          B0-------- f0 b0--- F1--                B1-------- f1 b1---
         rank 1 |      F0 B0--- f0--                b0-------- F1 B1--- f1--                b1--------
-        0.02769 s, bubble 40.3 %, at most 4.05 MiB of activations on a rank"""
+        0.02769 s, bubble 40.3 % over all ranks, at most 4.05 MiB of activations on a rank"""
     assert str(planned(plan)) == dedent(expected)
 
 
@@ -106,7 +106,7 @@ none recomputed):
           rank 0: at most 1 microbatch with 46.4 MiB of activations, idle 0.0 %
         with gradients and optimizer 0.0661 s; of the rank that works longest: arithmetic 100 %
         rank 0 |F0 B0---
-        0.06613 s, bubble 0.0 %, at most 46.39 MiB of activations on a rank"""
+        0.06613 s, bubble 0.0 % over all ranks, at most 46.39 MiB of activations on a rank"""
     assert str(planned(Plan())) == dedent(expected)
 
 

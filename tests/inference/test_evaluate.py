@@ -134,6 +134,8 @@ def test_labels_of_tables(tmp_path: Path, task: str, columns: Any, lines: Any, m
     scores = mpi4dl.TrainedModel(tmp_path / "weights.pt").evaluate(tmp_path / "test", tmp_path / "out", resamples=30)
     found, rows = found_in(tmp_path / "out")
     assert found["metrics"][metric]["value"] == scores.metrics[metric].value
+    assert metric in str(scores)
+    assert not any(path.name in str(scores) for path in paths)  # one line, however many images there are
     assert [row["image"] for row in rows] == [path.relative_to(tmp_path / "test").as_posix() for path in paths]
     told = [[row[f"label {name}"] for name in columns] for row in rows] if task in ("regress", "multilabel") else None
     if told is not None:

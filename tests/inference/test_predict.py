@@ -181,7 +181,8 @@ def test_code_of_the_user_must_be_as_it_was(tmp_path: Path, monkeypatch: pytest.
     [
         ("", "name the folder of a run, a checkpoint, or weights first"),
         ("run", "--images is missing"),
-        ("nowhere --images new", "nowhere is neither a run of mpi4dl train with weights nor a checkpoint of one"),
+        ("nowhere --images new", "nowhere: there is no such file or folder"),
+        ("run/model.safetensor --images new", "there is no such file or folder; did you mean model.safetensors?"),
         ("run --images gone", "gone: no such file or folder"),
         ("run --images empty", "empty: has no images, which end in .png"),
         ("run --images *.jpeg", "*.jpeg: no file matches this"),

@@ -17,12 +17,12 @@ from torch import nn
 
 import mpi4dl
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.datasets import DatasetError
+from mpi4dl.datasets import DatasetError, adapt
 from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.table import read_table
 from mpi4dl.engine import Engine, Evaluation
 from mpi4dl.inference.records import columns_of
-from mpi4dl.options.config import parse
+from mpi4dl.options.config import ConfigError, parse
 from mpi4dl.options.declare import with_values
 from mpi4dl.options.tasks import build_metrics, build_task, directions, monitored, with_defaults, with_task
 from mpi4dl.parallel.plan import Plan
@@ -192,6 +192,15 @@ def test_what_options_leave_open_follows_from_the_labels() -> None:
     weights = task_by("--class-weights balanced", "segment")[0].loss_options["class_weights"]
     assert weights == pytest.approx((*(sum(with_class) / (2 * n) for n in with_class), 0.0))
     assert with_task(parse(["--text", "stdlib"]), None).data.task == "language"
+
+
+def test_images_as_targets_are_refused_unless_a_task_is_named() -> None:
+    images = torch.rand(4, 3, 8, 8)
+    values, masks = (adapt(torch.utils.data.TensorDataset(images, each)) for each in (images, images.round()))
+    with pytest.raises(ConfigError, match=r"shape \(3, 8, 8\), and no mask: .* `task` regress"):
+        with_task(parse(["--dataset", "a.py:B"]), values)
+    assert with_task(parse(["--dataset", "a.py:B"]), masks).data.task == "segment"
+    assert with_task(parse(["--dataset", "a.py:B", "--task", "regress"]), values).data.task == "regress"
 
 
 @pytest.mark.parametrize(

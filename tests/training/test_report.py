@@ -216,5 +216,6 @@ def test_a_step_that_takes_long_is_heard_of(
     ],
 )
 def test_the_last_line_of_a_run_has_its_result(evaluation: Evaluation | None, said: str) -> None:
-    assert summary(evaluation, "dice", 3, 2.0, 0) == said
-    assert summary(evaluation, "dice", 3, 2.0, 2) == f"{said}, 2 unreadable images skipped"
+    assert summary(evaluation, "dice", 3, 0, 2.0, 0) == said
+    assert summary(evaluation, "dice", 3, 0, 2.0, 2) == f"{said}, 2 unreadable images skipped"
+    assert summary(evaluation, "dice", 36, 33, 2.0, 0) == f"{said} after 33 of an earlier start"

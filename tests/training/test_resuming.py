@@ -185,6 +185,12 @@ def began(comm: Communicator, flags: list[str]) -> Config:
     return as_it_began(comm, parse(flags))
 
 
+def refused_to_begin(comm: Communicator, flags: list[str]) -> str:
+    with pytest.raises(Refusal) as raised:
+        began(comm, flags)
+    return str(raised.value)
+
+
 def test_what_nobody_gives_is_as_the_checkpoint_has_it(ranks: Ranks, tmp_path: Path) -> None:
     """Of a version before there was a warm-up, none."""
     were = {**OPTIONS, "optimizer": '"SGD"', "lr": "0.3", "lr_schedule": '"constant"', "epochs": "4", "flip": "true"}
@@ -198,6 +204,19 @@ def test_what_nobody_gives_is_as_the_checkpoint_has_it(ranks: Ranks, tmp_path: P
             assert (chosen.optimizer, chosen.lr, chosen.lr_schedule, chosen.warmup) == ("SGD", 0.3, "constant", 0)
             assert (config.training.epochs, config.data.flip) == (9, "all")
     assert ranks(2).run(began, ["--run-folder", str(tmp_path / "other"), "--resume", "auto"])[0].optimizer.lr == "auto"
+
+
+def test_another_run_does_not_get_the_schedule_of_the_one_in_its_folder(ranks: Ranks, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    were = {**OPTIONS, "lr_schedule": '"cosine"'}
+    write(checkpoints, 1, extra=PROGRESS._replace(options=kept(were))._asdict())
+    (tmp_path / "run" / "config.toml").touch()
+    flags = ["--run-folder", str(tmp_path / "run"), "--resume", "auto", "--scheduler", "CosineAnnealingLR"]
+    for told in ranks(2).run(refused_to_begin, flags):
+        assert "`scheduler`" in told
+        assert "CosineAnnealingLR" in told
+        assert "`run_folder`" in told
 
 
 def test_progress_comes_back(tmp_path: Path) -> None:

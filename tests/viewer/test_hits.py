@@ -119,8 +119,9 @@ def refused(comm: Communicator, *argv: str) -> str:
 def test_what_is_refused(ranks: Ranks, folder: Path) -> None:
     for told in ranks(2).run(refused, str(folder), "--slides", "nowhere.csv"):
         assert "nowhere.csv" in told
-    for told in ranks(2).run(refused, str(folder), "--classes", "what"):
-        assert "no slide has" in told
+    for told in ranks(2).run(refused, str(folder), "--classes", "Tumour"):  # the name of a class is as it is written
+        assert "--classes Tumour" in told
+        assert "regions of Ignore*, tumour" in told
 
 
 def test_names_in_no_encoding_reach_the_table_as_they_are() -> None:

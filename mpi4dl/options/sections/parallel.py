@@ -213,7 +213,8 @@ class Parallel:
     )
     keep_freed_memory: bool = option(
         True,
-        "keep the memory of freed tensors for the next step: faster on CPUs, but a process grows to 1.7 times its need",
+        "keep the memory of freed tensors for the next step: faster on CPUs, but a process may grow to three times its "
+        "need",
         BOOLEAN,
     )
     memory_check: str = option(

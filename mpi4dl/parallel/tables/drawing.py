@@ -49,7 +49,7 @@ def as_text(simulation: Simulation, max_columns: int = 240) -> str:
 def summary(simulation: Simulation) -> str:
     """Makespan, bubble and peak memory in one line."""
     return (
-        f"{simulation.makespan_seconds:.4g} s, bubble {100 * simulation.bubble:.1f} %, "
+        f"{simulation.makespan_seconds:.4g} s, bubble {100 * simulation.bubble:.1f} % over all ranks, "
         f"at most {_bytes(max(simulation.peak_bytes))} of activations on a rank"
     )
 

@@ -18,7 +18,7 @@ def test_a_backward_is_drawn_as_long_as_it_takes() -> None:
     drawn = """\
         rank 0 |F0 F1          B0--- B1---
         rank 1 |   F0 F1 B0--- B1---
-        9 s, bubble 33.3 %, at most 6 MiB of activations on a rank"""
+        9 s, bubble 33.3 % over all ranks, at most 6 MiB of activations on a rank"""
     assert as_text(simulation) == dedent(drawn)
 
 
@@ -28,7 +28,7 @@ def test_the_mirrored_copy_is_drawn_in_small_letters() -> None:
         rank 0 |F0       I0 W0    f0 i0 w0
         rank 1 |F0       I0 W0 f0       i0 w0
         rank 2 |   F0 I0 W0    f0       i0 w0
-        10 s, bubble 40.0 %, at most 1 B of activations on a rank"""
+        10 s, bubble 40.0 % over all ranks, at most 1 B of activations on a rank"""
     assert as_text(simulation) == dedent(drawn)
 
 

@@ -198,7 +198,7 @@ def test_a_rank_that_comes_no_further_ends_all(run: Path) -> None:
     ("flags", "said"),
     [
         ("", "name the folder of a run"),
-        ("nowhere", "nowhere is neither a run"),
+        ("nowhere", "nowhere: there is no such file or folder"),
         ("RUN --port 70000", "--port"),
         ("RUN --host 203.0.113.1", "cannot listen on 203.0.113.1:0: "),
         ("RUN --token-file /dev/null", "is no regular file"),
