@@ -83,9 +83,10 @@ def check(comm: "Communicator", options: Any) -> None:
     from mpi4dl.datasets.base import DatasetError
     from mpi4dl.geometry import Interval
 
-    slides = _open(comm, options)
+    slides, wrong = _open(comm, options), set[int]()
 
-    def problem_of(index: int, feed: Feed) -> str:
+    def look(index: int, feed: Feed) -> str:
+        wrong.add(index)
         try:
             slide = slides.image(index)
             for level in slide.file.levels:
@@ -96,9 +97,13 @@ def check(comm: "Communicator", options: Any) -> None:
                     feed()
         except DatasetError as error:
             return str(error)
-        return "" if slide.mpp is not None else f"{slide.file.path}: has no microns per pixel: use --assume-mpp"
+        if slide.mpp is None:
+            return f"{slide.file.path}: has no microns per pixel: use --assume-mpp"
+        wrong.remove(index)
+        return f"{slides.name(index)}: {slide.file.described()}"
 
-    problems = _each(comm, len(slides), problem_of)
+    _each(comm, len(slides), look)
+    problems = sum(map(len, comm.all_gather_object(wrong)))
     if problems:
         raise Refusal(f"{counted(problems, 'slide')} of {len(slides)} cannot be used as they are")
     if comm.rank == 0:

@@ -34,6 +34,7 @@ from mpi4dl.geometry import Interval
 MPP_AT_1X = 10.0  # um per pixel: 20x is 0.5, 40x is 0.25
 SAME = 0.01  # resolutions that differ by this share are one, and nothing is resampled
 MOST_ENLARGED = 0.9  # a slide may be this share of the resolution asked for, or finer
+MOST_OBLONG = 1 + SAME  # the longer side of a pixel over the shorter one
 LEAST_MPP, MOST_MPP = 0.01, 20.0  # um per pixel of slides; other values in a file are those of screens or printers
 
 CELL_PX = 32  # px of the resolution that is read, of cells that show tissue or white
@@ -303,7 +304,7 @@ def _openslide_file(path: Path, main: Path) -> SlideFile:
         for number, ((width, height), downsample) in enumerate(zip(sizes, downsamples, strict=True))
     )
     across, down = _number(found.get("openslide.mpp-x")), _number(found.get("openslide.mpp-y"))
-    mpp = math.sqrt(across * down) if across and down else None
+    mpp = _square(path, across, down)
     sides = [_number(found.get(f"openslide.bounds-{name}")) for name in ("y", "height", "x", "width")]
     bounds = None
     if all(side is not None for side in sides):
@@ -314,51 +315,66 @@ def _openslide_file(path: Path, main: Path) -> SlideFile:
             bounds = rows, cols
     power = _number(found.get("openslide.objective-power"))
     vendor = found.get("openslide.vendor", "")
-    return SlideFile(path, levels, plausible_mpp(mpp), power, bounds, bytes(profile) or None, vendor)
+    return SlideFile(path, levels, mpp, power, bounds, bytes(profile) or None, vendor)
 
 
 def _tiff_file(path: Path) -> SlideFile:
     images, page = tiff.open_levels(path)
     height, width = images[0].size
     levels = (Level(image, math.sqrt((height / image.size[0]) * (width / image.size[1]))) for image in images)
-    return SlideFile(path, tuple(levels), *_described(page), vendor="OME-TIFF" if page.ome else "TIFF")
+    return SlideFile(path, tuple(levels), *_described(path, page), vendor="OME-TIFF" if page.ome else "TIFF")
 
 
-def _described(page: "tiff.PageFacts") -> tuple[float | None, float | None, None, bytes | None]:
+def _described(path: Path, page: "tiff.PageFacts") -> tuple[float | None, float | None, None, bytes | None]:
     """Microns per pixel, magnification, no bounds, and the ICC profile of a TIFF page."""
-    mpp, power = _of_ome(page.ome, page.number) if page.ome else (None, None)
+    sides, power = _of_ome(page.ome, page.number) if page.ome else ((None, None), None)
+    mpp = _square(path, *sides)
     if mpp is None:
         said = re.search(r"\bMPP\s*=\s*([0-9.]+)", page.description)
-        mpp = _number(said[1]) if said else None
+        mpp = plausible_mpp(_number(said[1]) if said else None)
     if power is None:
         said = re.search(r"\bAppMag\s*=\s*([0-9.]+)", page.description)
         power = _number(said[1]) if said else None
     if mpp is None and page.resolution and page.resolution_unit in (_INCH, _CENTIMETRE):
         unit = _MICROMETRES["inch" if page.resolution_unit == _INCH else "cm"]
-        mpp = unit / math.sqrt(page.resolution[0] * page.resolution[1])
-    return plausible_mpp(mpp), power, None, page.profile
+        mpp = _square(path, unit / page.resolution[0], unit / page.resolution[1])
+    return mpp, power, None, page.profile
 
 
-def _of_ome(ome: str, number: int) -> tuple[float | None, float | None]:
-    """Microns per pixel and magnification of an image of OME-XML."""
+def _of_ome(ome: str, number: int) -> tuple[tuple[float | None, float | None], float | None]:
+    """Microns per pixel (x, y) and magnification of an image of OME-XML."""
     if "<!DOCTYPE" in ome or "<!ENTITY" in ome:
-        return None, None
+        return (None, None), None
     try:
         root = ElementTree.fromstring(ome)
     except ElementTree.ParseError:
-        return None, None
+        return (None, None), None
     every = [each for each in root.iter() if each.tag.endswith("}Pixels") or each.tag == "Pixels"]
     pixels = every[number] if number < len(every) else None
     lens = next((each for each in root.iter() if each.tag.endswith("}Objective") or each.tag == "Objective"), None)
     power = None if lens is None else _number(lens.get("NominalMagnification"))
     if pixels is None:
-        return None, power
+        return (None, None), power
     sides = []
     for axis in "XY":
         size = _number(pixels.get(f"PhysicalSize{axis}"))
         unit = _MICROMETRES.get(pixels.get(f"PhysicalSize{axis}Unit", "µm"))
         sides.append(None if size is None or unit is None else size * unit)
-    return (None if None in sides else math.sqrt(sides[0] * sides[1])), power  # type: ignore[operator]
+    return (sides[0], sides[1]), power
+
+
+def _square(path: Path, across: float | None, down: float | None) -> float | None:
+    """Microns per pixel; None where nobody says them, or says what no slide has. Raises BadImage for oblong pixels."""
+    across, down = plausible_mpp(across), plausible_mpp(down)
+    if across is None or down is None:
+        return None
+    if max(across, down) > MOST_OBLONG * min(across, down):
+        raise BadImage(
+            path,
+            f"has pixels of {across:.4g} x {down:.4g} um, and slides need square ones: resample it, or correct what it "
+            "says",
+        )
+    return math.sqrt(across * down)
 
 
 def _number(text: object) -> float | None:

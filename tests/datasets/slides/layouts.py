@@ -169,12 +169,12 @@ def hamamatsu(path: Path, levels: Sequence[Pixels], label: Pixels) -> None:
             file.write(level, extratags=tags, rowsperstrip=level.shape[0], **options, **resolution)
 
 
-def generic(path: Path, levels: Sequence[Pixels], label: Pixels, reduced: int = 1, across: float = 1.0) -> None:
-    """Tiles of nobody's, a label that does not say that it is one, and pixels that are `across` times as wide."""
+def generic(path: Path, levels: Sequence[Pixels], label: Pixels, reduced: int = 1) -> None:
+    """Tiles of nobody's, and a label that does not say that it is one."""
     per_cm = 1e4 / MPP
     with tifffile.TiffWriter(path) as file:
         for number, level in enumerate(levels):
-            resolution = {"resolution": (per_cm / across, per_cm), "resolutionunit": 3} if number == 0 else {}
+            resolution = {"resolution": (per_cm, per_cm), "resolutionunit": 3} if number == 0 else {}
             file.write(level, subfiletype=reduced * int(number > 0), **TILED, **resolution)
         file.write(label, subfiletype=0, **TILED)
 

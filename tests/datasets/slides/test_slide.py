@@ -1,6 +1,7 @@
 """Slides of several formats at any resolution: the same pixels in every box, and what is missing named."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -95,6 +96,22 @@ def test_slides_are_read_as_scanners_lay_them_out(name: str, tmp_path: Path) -> 
         assert read.shape == expected.shape
         inner = np.abs(read.astype(int) - expected)[3:-3, 3:-3]  # beyond what Leica scanned it is white
         assert inner.max() <= layout.tolerance, mpp
+
+
+@pytest.mark.parametrize("ending", [".tif", ".ome.tif"])
+def test_a_slide_of_oblong_pixels_is_refused(ending: str, tmp_path: Path) -> None:
+    """Whoever says it: the resolution of TIFF, or OME."""
+    metadata = {"axes": "YXS", "PhysicalSizeX": 0.25, "PhysicalSizeY": 0.5} if ending == ".ome.tif" else None
+    told: dict[str, Any] = {"resolution": (40000, 20000), "resolutionunit": "CENTIMETER"}
+    tifffile.imwrite(tmp_path / f"a{ending}", picture((64, 64)), photometric="rgb", metadata=metadata, **told)
+    with pytest.raises(BadImage, match=r"pixels of 0\.25 x 0\.5 um.*square"):
+        open_slide(tmp_path / f"a{ending}")
+
+
+def test_what_a_file_says_of_a_slide_is_told_in_a_line(tmp_path: Path) -> None:
+    layout = LAYOUTS["generic"]
+    layout.write(tmp_path / "a.tif", pyramid(picture(layout.size)), label_of(layout.size))
+    assert open_slide(tmp_path / "a.tif").file.described() == "512 x 768 px, levels 1, 2, 4, 0.5 um per pixel, TIFF"
 
 
 def test_the_nearest_finer_level_is_read(folder: Path) -> None:
