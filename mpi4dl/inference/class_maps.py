@@ -138,9 +138,9 @@ def _reduced(classes_of: npt.NDArray[np.uint8], longest: int) -> tuple[npt.NDArr
 def geojson(classes_of: npt.NDArray[np.uint8], slide: Slide, classes: Sequence[str], options: MapOptions) -> str:
     """The regions of each class but background as annotations of QuPath, of `min_area` or more."""
     small, step = _reduced(classes_of, OUTLINE_PX)
-    pixel = slide.downsample * step
+    pixel = (slide.scale[0] * step, slide.scale[1] * step)
     # Without microns per pixel, areas are those of pixels of level 0.
-    micron = 1.0 if slide.mpp is None else slide.downsample / slide.mpp
+    square_micron = 1.0 if slide.mpp is None else slide.scale[0] * slide.scale[1] / slide.mpp**2
     origin = (0, 0) if options.in_bounds else slide.origin
     features = []
     for number, name in enumerate(classes):
@@ -151,8 +151,8 @@ def geojson(classes_of: npt.NDArray[np.uint8], slide: Slide, classes: Sequence[s
         if not len(rows):
             continue
         part = mask[rows[0] : rows[-1] + 1, cols[0] : cols[-1] + 1]
-        corner = (origin[0] + rows[0] * pixel, origin[1] + cols[0] * pixel)
-        found = outlines(part, pixel, corner, options.min_area * micron**2)
+        corner = (origin[0] + rows[0] * pixel[0], origin[1] + cols[0] * pixel[1])
+        found = outlines(part, pixel, corner, options.min_area * square_micron)
         features += [feature(polygon, name) for polygon in found]
     return collection(features)
 

@@ -570,6 +570,7 @@ def _attributes(slide: Slide, patch: int, name: str) -> dict[str, Any]:
         "level0_width": width,
         "level0_height": height,
         "level0_mpp": mpp,
+        "level0_aspect": None if slide.file.aspect == (1.0, 1.0) else slide.file.aspect,
         "name": name,
     }
 

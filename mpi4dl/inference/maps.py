@@ -103,7 +103,7 @@ def geojson(slide: Slide, found: PatchMap) -> str:
         shown = shown[values[shown] != 0]
     rows, cols = np.asarray(found.places, np.float64).reshape(-1, 2)[shown].T * found.patch
     corners = np.stack(slide.in_level_0(rows, cols), 1)
-    rings = squares(corners, found.patch * slide.downsample)
+    rings = squares(corners, [found.patch * scale for scale in slide.scale])
     numbers = zip(values[shown].tolist(), found.ranks[shown].tolist(), strict=True)
     title, ranked = found.title, f"{found.title} rank"
     return collection(

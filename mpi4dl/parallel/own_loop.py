@@ -320,7 +320,7 @@ UNLIKE = {
 
 
 class _Border(whole_gradients):
-    """A forward pass, and what comes into it from outside, or stays outside, by other ways than arguments and results.
+    """A forward pass, and tensors that come into it, or stay outside, by other ways than arguments and results.
 
     Plain tensors with a gradient that were made outside enter where a function takes them. Those that were made in the
     pass, and that somebody keeps when it ends, are outputs of the model from then on.
@@ -336,9 +336,10 @@ class _Border(whole_gradients):
 
     def __enter__(self) -> Any:
         def noted_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-            result = self._apply.__func__(function, *args, **kwargs)
-            if not function.__module__.startswith("mpi4dl."):
-                self._note(result)
+            if function.__module__.startswith("mpi4dl."):
+                return self._apply.__func__(function, *args, **kwargs)
+            result = self._apply.__func__(function, *map(self._within, args), **kwargs)
+            self._note(result)
             return result
 
         torch.autograd.Function.apply = classmethod(noted_apply)  # type: ignore[method-assign, assignment]

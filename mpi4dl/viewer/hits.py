@@ -88,13 +88,14 @@ def hit_of(slide: ViewedSlide, classes: Collection[str] | None = None) -> Hit | 
     numbers = {name: number if name in counting else OUTSIDE for number, name in enumerate(names)}
     mask = RegionMask(annotations, whole, numbers, OUTSIDE, whole.origin if slide.in_bounds else (0, 0))
     mask.require_on_slide()
-    found = read_map(slide.map)
+    found = read_map(slide.map, whole.scale)
     best = int(np.argmax(found["values"]))
     side = found["side"]
     corner = [
         start + at[best] * side for start, at in zip(found["origin"][::-1], (found["rows"], found["cols"]), strict=True)
     ]
-    top, left = (start - origin for start, origin in zip(corner, whole.origin, strict=True))
+    origins = (origin / scale for origin, scale in zip(whole.origin, whole.scale, strict=True))
+    top, left = (start - origin for start, origin in zip(corner, origins, strict=True))
     box = [Interval(math.floor(start), max(math.floor(start) + 1, math.ceil(start + side))) for start in (top, left)]
     values = mask.read(*box)
     row, col = (math.floor(start + side / 2) for start in (top, left))
@@ -103,8 +104,8 @@ def hit_of(slide: ViewedSlide, classes: Collection[str] | None = None) -> Hit | 
     return Hit(
         slide.name,
         found["values"][best],
-        (corner[0] + side / 2, corner[1] + side / 2),
-        (side, side),
+        ((corner[0] + side / 2) * whole.scale[0], (corner[1] + side / 2) * whole.scale[1]),
+        (side * whole.scale[0], side * whole.scale[1]),
         bool(present),
         bool((at_centre != OUTSIDE).any()),
         tuple(names[number] for number in present),

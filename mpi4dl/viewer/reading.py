@@ -134,7 +134,7 @@ class SlideReader:
         return {
             "height": height,
             "width": width,
-            "origin": [slide.origin[1], slide.origin[0]],
+            "origin": [slide.origin[1] / slide.scale[1], slide.origin[0] / slide.scale[0]],
             "tile": TILE_PX,
             "levels": Pyramid(slide.size).last + 1,
             "mpp": slide.mpp,
@@ -165,10 +165,10 @@ class SlideReader:
         path = self.slide(number).map
         if path is None:
             raise Missing("this slide has no map")
-        return self._others.get((number, "map"), lambda: as_json(read_map(path)))
+        return self._others.get((number, "map"), lambda: as_json(read_map(path, self.view(number).scale)))
 
     def regions(self, number: int, what: str) -> bytes:
-        """The polygons of a slide's `annotation`, or of its predicted `classes`, of the full level 0, in JSON.
+        """The polygons of a slide's `annotation`, or of its predicted `classes`, in square pixels of level 0, in JSON.
 
         Of each it has the number of its name, and its rings of (x, y).
         """
@@ -180,9 +180,13 @@ class SlideReader:
         def make() -> bytes:
             found = read_annotations(path)
             corner = self.view(number).origin[::-1] if slide.in_bounds else (0, 0)
+            scale = self.view(number).scale[::-1]
             names = list(dict.fromkeys(region.name for region in found.regions))
             regions = [
-                {"name": names.index(each.name), "rings": [(ring + corner).round(2).tolist() for ring in each.rings]}
+                {
+                    "name": names.index(each.name),
+                    "rings": [((ring + corner) / scale).round(2).tolist() for ring in each.rings],
+                }
                 for each in found.regions
             ]
             return as_json({"names": names, "regions": regions})
@@ -215,20 +219,21 @@ def encoded(pixels: Pixels, form: str) -> bytes:
     return file.getvalue()
 
 
-def read_map(path: Path) -> dict[str, Any]:
+def read_map(path: Path, scale: Sequence[float] = (1, 1)) -> dict[str, Any]:
     """The map in a GeoJSON file, as `map_of` has it. Raises BadImage."""
     try:
-        return map_of(parse_json(read_regular(path)))
+        return map_of(parse_json(read_regular(path)), scale)
     except OSError as error:
         raise BadImage(path, f"cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise BadImage(path, f"is damaged: {printable(str(error))}") from error
 
 
-def map_of(content: Any) -> dict[str, Any]:
+def map_of(content: Any, scale: Sequence[float] = (1, 1)) -> dict[str, Any]:
     """A map from its GeoJSON: the grid of patches, and the value of each.
 
-    `origin` (x, y) is the upper left corner of the grid and `side` that of a patch, in pixels of the full level 0.
+    `origin` (x, y) is the upper left corner of the grid and `side` that of a patch, in pixels of the full level 0, or
+    in units of `scale` (down, across) of these.
     `rows`, `cols`, `values` and `ranks` are of each patch.
 
     Raises:
@@ -239,6 +244,7 @@ def map_of(content: Any) -> dict[str, Any]:
         raise ValueError("has no patches")
     corners = np.array([each["geometry"]["coordinates"][0][0] for each in features], np.float64)
     opposite = np.array([each["geometry"]["coordinates"][0][2] for each in features], np.float64)
+    corners, opposite = corners / scale[::-1], opposite / scale[::-1]
     names = [*features[0]["properties"]["measurements"]]
     title, rank = names[0], names[1]
     numbers = np.array(

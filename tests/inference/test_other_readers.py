@@ -124,7 +124,7 @@ def masks() -> dict[str, Any]:
 @pytest.mark.parametrize("name", masks())
 def test_outlines_are_valid_polygons_of_about_the_area_of_the_mask(name: str) -> None:
     mask = masks()[name]
-    polygons = [shapely.Polygon(outer, holes) for outer, *holes in outlines(mask, 1.0)]
+    polygons = [shapely.Polygon(outer, holes) for outer, *holes in outlines(mask)]
     wrong = [shapely.is_valid_reason(each) for each in polygons if not each.is_valid]
     assert wrong == []
     if name in ("smooth noise", "all", "spiral"):

@@ -43,7 +43,9 @@ def folder(tmp_path: Path) -> Path:
         description = f"Aperio |AppMag = 40|MPP = {MPP / 2}"
         tifffile.imwrite(tmp_path / f"s{number}.tif", pixels, tile=(64, 64), description=description, metadata=None)
         lesions = LESIONS[number] if number < len(PEAKS) else LESIONS[0]
-        text = collection(feature(squares(np.array([[row, col]]), side), name) for row, col, side, name in lesions)
+        text = collection(
+            feature(squares(np.array([[row, col]]), (side, side)), name) for row, col, side, name in lesions
+        )
         (tmp_path / f"s{number}.geojson").write_text(text)
         lines.append(f"s{number}.tif,{'' if number == len(PEAKS) else f's{number}.geojson'}")
     (tmp_path / "slides.csv").write_text("\n".join(lines))

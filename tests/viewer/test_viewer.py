@@ -201,7 +201,7 @@ def test_coordinates_are_those_of_level_0_where_the_scanner_left_out_a_part(
 def test_regions_of_predicted_classes_are_read_beside_their_maps(predicted: Path, tmp_path: Path) -> None:
     out = copied(predicted, tmp_path)
     (out / "masks").mkdir()
-    polygons = [squares(np.array([[64, 128]]), 32), squares(np.array([[0, 0]]), 16)]
+    polygons = [squares(np.array([[64, 128]]), (32, 32)), squares(np.array([[0, 0]]), (16, 16))]
     text = collection([feature(polygons[0], "tumour"), feature(polygons[1], "stroma")])
     (out / "masks" / "slide_000.geojson").write_text(text)
     record = {"image": "slide_000.tif", "mask": "masks/slide_000.ome.tif", "pixels": {"background": 300, "tumour": 100}}

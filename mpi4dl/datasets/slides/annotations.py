@@ -389,7 +389,7 @@ class RegionMask:
     def _placed(self, places: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Places (..., 2), x and y of regions, in pixels of the slide as it is read."""
         moved = np.array([self.corner[axis] - self.slide.origin[axis] for axis in (1, 0)], np.float64)
-        found: npt.NDArray[np.float64] = (places + moved) / self.slide.downsample
+        found: npt.NDArray[np.float64] = (places + moved) / self.slide.scale[::-1]
         return found
 
     @cached_property
@@ -490,7 +490,7 @@ class PictureMask:
     def _sources(self, axis: int, wanted: Interval) -> npt.NDArray[np.int64]:
         """Which row, or column, of the picture shows each one of the slide."""
         share = self.mask.size[axis] / self.slide.file.size[axis]
-        centres = self.slide.origin[axis] + (np.arange(*wanted) + 0.5) * self.slide.downsample
+        centres = self.slide.origin[axis] + (np.arange(*wanted) + 0.5) * self.slide.scale[axis]
         return np.clip(np.floor(centres * share), 0, self.mask.size[axis] - 1).astype(np.int64)
 
     def read(self, *space: Interval) -> npt.NDArray[np.int64]:

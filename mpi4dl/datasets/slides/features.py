@@ -39,6 +39,7 @@ PICKLED = ".pt"
 CHUNK_BYTES = 1 << 20  # of rows that HDF5 stores together
 MOST_PACKED = 4096  # times: no compression makes features so much smaller
 SMALL_BYTES = 1 << 26  # of datasets whose size is believed
+MOST_ASPECT = 100.0
 MOST_CELLS = 1 << 25  # of the grid that the patches of a slide lie in
 ALIKE = 1.25  # times: microns per pixel of one magnification differ less, from scanner to scanner
 
@@ -126,15 +127,16 @@ class Bag:
         """
         if self.coords is None or self.side is None:
             return None
-        rows, cols = (float(each) / self.side + 1 for each in self.coords.max(0)[::-1])
+        slide = self._white(self.side) if self.slide is None else open_slide(self.slide).at(1.0)
+        sides = self.side * np.asarray(slide.scale)
+        rows, cols = (self.coords.max(0)[::-1] / sides + 1).tolist()
         if rows * cols > MOST_CELLS:
             raise BadImage(
                 self.path,
                 f"has patches of {self.side:g} px in a grid of {rows:.0f} x {cols:.0f}, which is too large for a map: "
                 "its coords, or patch_size_level0, are damaged",
             )
-        slide = self._white(self.side) if self.slide is None else open_slide(self.slide).at(1.0)
-        rows_cols = (self.coords[:, ::-1] - np.asarray(slide.origin)) / self.side
+        rows_cols = (self.coords[:, ::-1] - np.asarray(slide.origin)) / sides
         return slide, [(row, col) for row, col in rows_cols.tolist()], self.side
 
     def _white(self, side: float) -> Slide:
@@ -149,7 +151,11 @@ class Bag:
             levels.append(Level(_White((-(-height // downsample), -(-width // downsample))), float(downsample)))
             downsample *= 2
         mpp, power = (_positive(self.attributes.get(f"level0_{name}")) for name in ("mpp", "magnification"))
-        return Slide(SlideFile(self.path, tuple(levels), plausible_mpp(mpp or (MPP_AT_1X / power if power else None))))
+        found = plausible_mpp(mpp or (MPP_AT_1X / power if power else None))
+        told: Any = self.attributes.get("level0_aspect")
+        known = isinstance(told, list) and len(told) == 2 and all(map(_positive, told)) and max(told) <= MOST_ASPECT
+        aspect = (float(told[0]), float(told[1])) if known else (1.0, 1.0)
+        return Slide(SlideFile(self.path, tuple(levels), found, aspect=aspect))
 
 
 @dataclass(frozen=True)

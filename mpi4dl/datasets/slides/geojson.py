@@ -18,22 +18,25 @@ TOLERANCE = 0.5  # pixels of a mask by which an outline may be simplified
 
 
 def outlines(
-    mask: npt.NDArray[np.bool_], downsample: float, origin: Sequence[float] = (0, 0), least_area: float = 0.0
+    mask: npt.NDArray[np.bool_],
+    scale: tuple[float, float] = (1, 1),
+    origin: Sequence[float] = (0, 0),
+    least_area: float = 0.0,
 ) -> list[list[Ring]]:
     """The regions of a mask as polygons: of each its outer ring and the rings of its holes.
 
-    A pixel of the mask is `downsample` pixels of level 0, and the first one begins at `origin` (row, column). Rings of
-    less than `least_area` pixels of level 0 are left out.
+    A pixel of the mask is `scale` (down, across) pixels of level 0, and the first one begins at `origin` (row, column).
+    Rings of less than `least_area` pixels of level 0 are left out.
     """
     measure = package("skimage.measure")
     outer: list[list[Ring]] = []
     holes: list[Ring] = []
     for line in measure.find_contours(np.pad(mask, 1).astype(np.float32), 0.5):
         area = _signed_area(line)
-        if abs(area) / 2 * downsample**2 < least_area:
+        if abs(area) / 2 * scale[0] * scale[1] < least_area:
             continue
         kept = measure.approximate_polygon(line, TOLERANCE)
-        ring = [[origin[1] + (x - 0.5) * downsample, origin[0] + (y - 0.5) * downsample] for y, x in kept.tolist()]
+        ring = [[origin[1] + (x - 0.5) * scale[1], origin[0] + (y - 0.5) * scale[0]] for y, x in kept.tolist()]
         if len(ring) >= LEAST_CORNERS:
             if area > 0:
                 outer.append([ring])
@@ -59,9 +62,9 @@ def _signed_area(line: npt.NDArray[np.float64]) -> float:
     return float(np.sum(x[:-1] * y[1:] - x[1:] * y[:-1]))
 
 
-def squares(corners: npt.NDArray[np.float64], side: float) -> list[Ring]:
-    """Squares with their upper left corners (n, 2) at places (row, column) of level 0."""
-    found: list[Ring] = (corners[:, None, ::-1] + side * CORNERS).tolist()
+def squares(corners: npt.NDArray[np.float64], sides: Sequence[float]) -> list[Ring]:
+    """Boxes of these sides (down, across) with their upper left corners (n, 2) at places (row, column) of level 0."""
+    found: list[Ring] = (corners[:, None, ::-1] + np.asarray(sides)[::-1] * CORNERS).tolist()
     return found
 
 

@@ -34,7 +34,6 @@ from mpi4dl.geometry import Interval
 MPP_AT_1X = 10.0  # um per pixel: 20x is 0.5, 40x is 0.25
 SAME = 0.01  # resolutions that differ by this share are one, and nothing is resampled
 MOST_ENLARGED = 0.9  # a slide may be this share of the resolution asked for, or finer
-MOST_OBLONG = 1 + SAME  # the longer side of a pixel over the shorter one
 LEAST_MPP, MOST_MPP = 0.01, 20.0  # um per pixel of slides; other values in a file are those of screens or printers
 
 CELL_PX = 32  # px of the resolution that is read, of cells that show tissue or white
@@ -61,6 +60,8 @@ class SlideFile:
     `levels` begin with the finest. `mpp` are microns per pixel of level 0, `magnification` that of its objective; None
     where the file does not say. `bounds` are the rows and columns of level 0 that the scanner scanned. `profile` is an
     ICC profile of its colours. `vendor` is the scanner's format as OpenSlide names it, or that of a picture.
+    Pixels that are not square are read as square ones of their longer side, which is `mpp`, and each of which has
+    `aspect` (down, across) pixels of level 0.
     """
 
     path: Path
@@ -70,6 +71,7 @@ class SlideFile:
     bounds: tuple[Interval, Interval] | None = None
     profile: bytes | None = None
     vendor: str = ""
+    aspect: tuple[float, float] = (1.0, 1.0)
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -149,7 +151,8 @@ class Slide:
 
     Attributes:
         size: (height, width) in pixels of this resolution, of what the scanner scanned.
-        downsample: pixels of level 0 for each pixel.
+        downsample: the resolution of level 0 over this one.
+        scale: pixels of level 0 for each pixel, (down, across): both `downsample`, if they are square.
         origin: the pixel of level 0 (row, column) at the upper left corner.
         mpp: microns per pixel of this resolution; None if nobody says it.
     """
@@ -167,7 +170,10 @@ class Slide:
         whole = tuple(Interval(0, side) for side in file.size)
         bounds = file.bounds or whole
         self.origin = (bounds[0].start, bounds[1].start)
-        self.size = tuple(max(1, round(interval.length / downsample)) for interval in bounds)
+        self.scale = (downsample * file.aspect[0], downsample * file.aspect[1])
+        self.size = tuple(
+            max(1, round(interval.length / scale)) for interval, scale in zip(bounds, self.scale, strict=True)
+        )
         mpp = file.mpp or assumed_mpp
         self.mpp = None if mpp is None else mpp * downsample
         fine_enough = [level for level in file.levels if level.downsample <= downsample * (1 + SAME / 2)]
@@ -199,14 +205,14 @@ class Slide:
         return pixels if self._recolour is None or not pixels.size else self._recolour(pixels)
 
     def _scanned(self, *space: Interval) -> Pixels:
-        level, factor = self._level, self.downsample / self._level.downsample
+        level, factors = self._level, [scale / self._level.downsample for scale in self.scale]
         starts = [first / level.downsample for first in self.origin]
         with blaming(self.file.path):
-            if abs(factor - 1) <= SAME / 2:
+            if all(abs(factor - 1) <= SAME / 2 for factor in factors):
                 inside = [interval.shift(round(start)) for interval, start in zip(space, starts, strict=True)]
                 pixels = _read_padded(level.image, inside)
             else:
-                frames = [Frame(size, start, factor) for size, start in zip(self.size, starts, strict=True)]
+                frames = [Frame(*each) for each in zip(self.size, starts, factors, strict=True)]
                 pixels = resize(level.image, frames, space)  # type: ignore[assignment]
             return self._managed(pixels)
 
@@ -229,7 +235,7 @@ class Slide:
 
     def in_level_0(self, row: Place, col: Place) -> tuple[Place, Place]:
         """The place (row, column) of the full level 0 of a place in pixels of this resolution; or of arrays of them."""
-        return self.origin[0] + row * self.downsample, self.origin[1] + col * self.downsample
+        return self.origin[0] + row * self.scale[0], self.origin[1] + col * self.scale[1]
 
     @cached_property
     def _colours(self) -> Any:
@@ -304,7 +310,7 @@ def _openslide_file(path: Path, main: Path) -> SlideFile:
         for number, ((width, height), downsample) in enumerate(zip(sizes, downsamples, strict=True))
     )
     across, down = _number(found.get("openslide.mpp-x")), _number(found.get("openslide.mpp-y"))
-    mpp = _square(path, across, down)
+    mpp, aspect = _square(across, down)
     sides = [_number(found.get(f"openslide.bounds-{name}")) for name in ("y", "height", "x", "width")]
     bounds = None
     if all(side is not None for side in sides):
@@ -315,20 +321,22 @@ def _openslide_file(path: Path, main: Path) -> SlideFile:
             bounds = rows, cols
     power = _number(found.get("openslide.objective-power"))
     vendor = found.get("openslide.vendor", "")
-    return SlideFile(path, levels, mpp, power, bounds, bytes(profile) or None, vendor)
+    return SlideFile(path, levels, mpp, power, bounds, bytes(profile) or None, vendor, aspect)
 
 
 def _tiff_file(path: Path) -> SlideFile:
     images, page = tiff.open_levels(path)
     height, width = images[0].size
     levels = (Level(image, math.sqrt((height / image.size[0]) * (width / image.size[1]))) for image in images)
-    return SlideFile(path, tuple(levels), *_described(path, page), vendor="OME-TIFF" if page.ome else "TIFF")
+    mpp, aspect, power = _described(page)
+    vendor = "OME-TIFF" if page.ome else "TIFF"
+    return SlideFile(path, tuple(levels), mpp, power, None, page.profile, vendor, aspect)
 
 
-def _described(path: Path, page: "tiff.PageFacts") -> tuple[float | None, float | None, None, bytes | None]:
-    """Microns per pixel, magnification, no bounds, and the ICC profile of a TIFF page."""
+def _described(page: "tiff.PageFacts") -> tuple[float | None, tuple[float, float], float | None]:
+    """Microns per pixel, aspect and magnification of a TIFF page."""
     sides, power = _of_ome(page.ome, page.number) if page.ome else ((None, None), None)
-    mpp = _square(path, *sides)
+    mpp, aspect = _square(*sides)
     if mpp is None:
         said = re.search(r"\bMPP\s*=\s*([0-9.]+)", page.description)
         mpp = plausible_mpp(_number(said[1]) if said else None)
@@ -337,8 +345,8 @@ def _described(path: Path, page: "tiff.PageFacts") -> tuple[float | None, float 
         power = _number(said[1]) if said else None
     if mpp is None and page.resolution and page.resolution_unit in (_INCH, _CENTIMETRE):
         unit = _MICROMETRES["inch" if page.resolution_unit == _INCH else "cm"]
-        mpp = _square(path, unit / page.resolution[0], unit / page.resolution[1])
-    return mpp, power, None, page.profile
+        mpp, aspect = _square(unit / page.resolution[0], unit / page.resolution[1])
+    return mpp, aspect, power
 
 
 def _of_ome(ome: str, number: int) -> tuple[tuple[float | None, float | None], float | None]:
@@ -363,18 +371,15 @@ def _of_ome(ome: str, number: int) -> tuple[tuple[float | None, float | None], f
     return (sides[0], sides[1]), power
 
 
-def _square(path: Path, across: float | None, down: float | None) -> float | None:
-    """Microns per pixel; None where nobody says them, or says what no slide has. Raises BadImage for oblong pixels."""
+def _square(across: float | None, down: float | None) -> tuple[float | None, tuple[float, float]]:
+    """Microns per pixel, and aspect; None where nobody says them, or says what no slide has."""
     across, down = plausible_mpp(across), plausible_mpp(down)
     if across is None or down is None:
-        return None
-    if max(across, down) > MOST_OBLONG * min(across, down):
-        raise BadImage(
-            path,
-            f"has pixels of {across:.4g} x {down:.4g} um, and slides need square ones: resample it, or correct what it "
-            "says",
-        )
-    return math.sqrt(across * down)
+        return None, (1.0, 1.0)
+    longer = max(across, down)
+    if longer <= (1 + SAME) * min(across, down):
+        return math.sqrt(across * down), (1.0, 1.0)
+    return longer, (longer / down, longer / across)
 
 
 def _number(text: object) -> float | None:

@@ -47,13 +47,13 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class TissueMask:
-    """Where a slide has tissue: `mask` (rows, columns), each of whose pixels is `downsample` pixels of level 0.
+    """Where a slide has tissue: `mask` (rows, columns), each of whose pixels is `scale` (down, across) of level 0.
 
     `left_out` are masks of what is not taken for tissue, by the names of `ARTIFACTS`.
     """
 
     mask: Mask
-    downsample: float
+    scale: tuple[float, float]
     origin: tuple[int, int] = (0, 0)
     left_out: Mapping[str, Mask] = field(default_factory=dict)
 
@@ -81,7 +81,7 @@ class TissueMask:
         return grown
 
     def _shares(self, mask: Mask, slide: Slide, patch: int) -> npt.NDArray[np.float32]:
-        scale = patch * slide.downsample / self.downsample
+        scale = patch * slide.scale[0] / self.scale[0]
         rows, cols = (ceil_div(side, patch) for side in slide.size)
         # Sums over all pixels above and left of a place, linear between pixels, give the area of tissue in any box.
         sums = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1))
@@ -121,7 +121,7 @@ class TissueMask:
         return collection(
             feature(polygon, name)
             for name, mask in masks.items()
-            for polygon in outlines(mask, self.downsample, self.origin)
+            for polygon in outlines(mask, self.scale, self.origin)
         )
 
 
@@ -156,14 +156,14 @@ def find_tissue(slide: Slide, threshold: float | None = None, leave_out: Sequenc
         )
     left_out = {} if ink is None else {PEN: ink}
     if BLUR in leave_out:
-        cells, side = out_of_focus(slide, TissueMask(mask, view.downsample).shares)
+        cells, side = out_of_focus(slide, TissueMask(mask, view.scale).shares)
         places = (
             np.minimum(((np.arange(length) + 0.5) * view.downsample // side).astype(int), most - 1)
             for length, most in zip(mask.shape, cells.shape, strict=True)
         )
         left_out[BLUR] = mask & cells[np.ix_(*places)]
         mask &= ~left_out[BLUR]
-    return TissueMask(mask, view.downsample, view.origin, left_out)
+    return TissueMask(mask, view.scale, view.origin, left_out)
 
 
 class NoTissue(BadImage):

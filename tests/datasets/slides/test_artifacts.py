@@ -64,7 +64,7 @@ def inked(pixels: Pixels, stroke: npt.NDArray[np.bool_], ink: tuple[int, int, in
 
 def at_pixels_of(mask: npt.NDArray[np.bool_], found: Any) -> npt.NDArray[np.bool_]:
     """A mask of level 0 at the middles of the pixels of a mask of tissue."""
-    places = [((np.arange(side) + 0.5) * found.downsample).astype(int) for side in found.mask.shape]
+    places = [((np.arange(side) + 0.5) * found.scale[0]).astype(int) for side in found.mask.shape]
     return mask[np.ix_(*(np.minimum(at, side - 1) for at, side in zip(places, mask.shape, strict=True)))]
 
 
@@ -119,7 +119,7 @@ def test_regions_out_of_focus_are_found(clean: Pixels, sigma_um: float) -> None:
     ]
     found = find_tissue(slide_of(pixels), None, BOTH)
     usual, cell = find_tissue(slide_of(clean)).mask, FOCUS_PX / MPP
-    inside, outside = (int((border + add) / found.downsample) for add in (-cell, cell))
+    inside, outside = (int((border + add) / found.scale[0]) for add in (-cell, cell))
     blurred = found.left_out["blur"]
     assert blurred[:, :inside].sum() > 0.95 * usual[:, :inside].sum()
     assert not blurred[:, outside:].any()

@@ -11,7 +11,9 @@ import tifffile
 
 from mpi4dl.datasets import BadImage
 from mpi4dl.datasets.base import WholeImage
+from mpi4dl.datasets.slides.annotations import RegionMask, read_annotations
 from mpi4dl.datasets.slides.compose import FORMATS, Composition, Disc, composition, write_slide
+from mpi4dl.datasets.slides.geojson import collection, feature, outlines, squares
 from mpi4dl.datasets.slides.slide import Level, Resolution, Slide, SlideFile, open_slide
 from mpi4dl.geometry import Interval
 from tests.datasets.slides.layouts import LAYOUTS, MPP, label_of, picture, pyramid
@@ -99,13 +101,33 @@ def test_slides_are_read_as_scanners_lay_them_out(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("ending", [".tif", ".ome.tif"])
-def test_a_slide_of_oblong_pixels_is_refused(ending: str, tmp_path: Path) -> None:
-    """Whoever says it: the resolution of TIFF, or OME."""
-    metadata = {"axes": "YXS", "PhysicalSizeX": 0.25, "PhysicalSizeY": 0.5} if ending == ".ome.tif" else None
-    told: dict[str, Any] = {"resolution": (40000, 20000), "resolutionunit": "CENTIMETER"}
-    tifffile.imwrite(tmp_path / f"a{ending}", picture((64, 64)), photometric="rgb", metadata=metadata, **told)
-    with pytest.raises(BadImage, match=r"pixels of 0\.25 x 0\.5 um.*square"):
-        open_slide(tmp_path / f"a{ending}")
+def test_oblong_pixels_are_read_as_square_ones(ending: str, tmp_path: Path) -> None:
+    """Whoever says it, the resolution of TIFF or OME; places in files are those of level 0."""
+    levels, path = pyramid(picture((768, 512))), tmp_path / f"a{ending}"
+    told: dict[str, Any] = {"resolution": (1e4 / MPP, 2e4 / MPP), "resolutionunit": 3}
+    sides = {"PhysicalSizeX": MPP, "PhysicalSizeY": MPP / 2} if ending == ".ome.tif" else {}
+    with tifffile.TiffWriter(path, ome=ending == ".ome.tif") as file:
+        file.write(levels[0].repeat(2, 0), subifds=2, tile=(128, 128), photometric="rgb", metadata=sides, **told)
+        for level in levels[1:]:
+            file.write(level.repeat(2, 0), subfiletype=1, tile=(128, 128), photometric="rgb", metadata=None)
+    slide = open_slide(path)
+    assert (slide.size, slide.mpp, slide.file.size) == ((768, 512), pytest.approx(MPP), (1536, 512))
+    assert [level.downsample for level in slide.file.levels] == [1.0, 2.0, 4.0]
+    assert slide.in_level_0(10, 5) == pytest.approx((20, 5))
+    true = SlideFile(path, tuple(Level(WholeImage(level), 2.0**number) for number, level in enumerate(levels)), MPP)
+    for mpp in (0.5, 0.8, 2.0):
+        read, expected = (whole(each) for each in (open_slide(path, Resolution(mpp=mpp)), Slide(true, mpp / MPP)))
+        assert read.shape == expected.shape
+        assert np.abs(read.astype(int) - expected).max() <= 4, mpp
+    (ring,) = squares(np.array([[200.0, 50.0]]), (200.0, 40.0))
+    (tmp_path / "a.geojson").write_text(collection([feature([ring], "Tumor")]))
+    mask = RegionMask(read_annotations(tmp_path / "a.geojson"), slide, {"Tumor": 1})
+    shown = mask.read(*(Interval(0, side) for side in slide.size)) == 1
+    assert np.array_equal(np.argwhere(shown)[[0, -1]], [[100, 50], [199, 89]])
+    assert shown.sum() == 100 * 40
+    ((outline,),) = outlines(shown, slide.scale)
+    corners = np.array(outline)
+    assert np.abs([*corners.min(0), *corners.max(0)] - np.array([50, 200, 90, 400])).max() <= 1
 
 
 def test_what_a_file_says_of_a_slide_is_told_in_a_line(tmp_path: Path) -> None:

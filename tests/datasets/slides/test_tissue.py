@@ -31,7 +31,7 @@ def test_shares_are_means_of_the_mask(downsample: float, patch: int) -> None:
     """The mask has a pixel for 8 x 8 of level 0, and patches of any size are made of parts of them."""
     mask = np.random.default_rng(3).random((20, 33)) < 0.4
     slide = Slide(SlideFile(Path("x"), (Level(WholeImage(np.zeros((160, 264, 3), np.uint8)), 1.0),)), downsample)
-    found = TissueMask(mask, 8.0).shares(slide, patch)
+    found = TissueMask(mask, (8.0, 8.0)).shares(slide, patch)
     side = int(patch * downsample)
     full = np.kron(mask, np.ones((8, 8)))
     rows, cols = (-(-length // side) for length in full.shape)
@@ -129,7 +129,7 @@ def test_holes_are_outside() -> None:
     mask[4:26, 5:35] = True
     mask[10:20, 12:24] = False
     mask[13:16, 15:20] = True  # an island in the hole
-    found = TissueMask(mask, 2.0, (100, 50))
+    found = TissueMask(mask, (2.0, 2.0), (100, 50))
     polygons = polygons_of(json.loads(found.geojson()))
     assert len(polygons) == 2
     for row, col, expected in ((5, 6, True), (11, 13, False), (14, 17, True), (2, 2, False), (25, 34, True)):
