@@ -47,7 +47,8 @@ CONFIGS: dict[str, Any] = {
 FOREIGN = {  # flags of other programs, by page
     "docs/how-to/migrate-from-mpi4dl.md": set(re.findall(r"--[\w-]+", PAGES["docs/how-to/migrate-from-mpi4dl.md"])),
     "docs/how-to/clusters.md": set("--allow-run-as-root --oversubscribe --bind-to --mca --nodes --mpi --signal".split())
-    | set("--hostfile --map-by --nv --ntasks-per-node --cpus-per-task --cpu-bind --no-binary --no-cache-dir".split()),
+    | set("--hostfile --map-by --nv --ntasks-per-node --cpus-per-task --cpu-bind --no-binary --no-cache-dir".split())
+    | {"--shm-size"},
     "docs/how-to/watch-a-run.md": {"--logdir"},
     "docs/how-to/debug-a-hang.md": {"--pid"},
     "docs/how-to/cross-validate.md": {"--array"},

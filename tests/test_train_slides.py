@@ -525,7 +525,7 @@ def test_a_damaged_slide_ends_training_and_not_a_prediction(
 
 
 def test_evaluation_reads_slides_as_training_did(
-    ranks: Ranks, cohort: Path, short_run: Path, predicted: Path, tmp_path: Path
+    ranks: Ranks, cohort: Path, short_run: Path, predicted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that validated, and others by a table, at the resolution of training; pictures as they are are refused."""
     found = {
@@ -544,6 +544,7 @@ def test_evaluation_reads_slides_as_training_did(
         with (out / "patients.csv").open() as file:
             assert [row["patient"] for row in csv.DictReader(file)] == [row["patient"] for row in rows]
         assert not more or [row["patient"] for row in rows] == patients
+        monkeypatch.chdir(cohort)  # recorded places elsewhere are not followed
         viewed = read_results(out).slides
         assert [(slide.path, slide.label) for slide in viewed] == [
             (cohort / row["image"], row["label"]) for row in rows

@@ -129,7 +129,9 @@ def test_prediction_and_features_have_the_stains_of_training(
     assert stains is not None
     assert stains.reference != METHODS["macenko"][1]
     reference.rename(tmp_path / "slide.png")
-    PIL.Image.fromarray(np.full((200, 200, 3), 240, np.uint8)).save(tmp_path / "glass.png")
+    glass = np.full((200, 200, 3), 240, np.uint8)
+    glass[96:104, 96:104] = 200, 120, 180
+    PIL.Image.fromarray(glass).save(tmp_path / "glass.png")
     (tmp_path / "table.csv").write_text("slide,mpp\nslide.png,1\nglass.png,1\n")
     new = ["--slides", str(tmp_path / "table.csv")]
     told = ranks(2).run(said, predict, [str(tmp_path / "run"), *new, "--out", str(tmp_path / "out"), "--no-maps"])

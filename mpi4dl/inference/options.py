@@ -120,7 +120,7 @@ class Inference:
 
 @dataclass(frozen=True)
 class TableColumns:
-    """Columns of the table of --slides; none: as in training if the table has it, else by the usual names."""
+    """Columns of the table of --slides; none: as in training, or the usual names."""
 
     slide_column: str | None = like(Slides, "slide_column")
     patient_column: str | None = like(Slides, "patient_column")
@@ -129,7 +129,7 @@ class TableColumns:
 
 @dataclass(frozen=True)
 class LabelledColumns(TableColumns):
-    """Columns of the table of --slides; none: as in training if the table has it, else by the usual names."""
+    """Columns of the table of --slides; none: as in training, or the usual names."""
 
     label_columns: tuple[str, ...] | None = like(Data, "label_columns")
 

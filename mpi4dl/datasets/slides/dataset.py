@@ -172,7 +172,7 @@ class SlideFolder(ListedFiles):
         if index not in self._cells:
             found = tissue_cells(slide, self.options.tissue, self.options.leave_out)
             if not found.any():
-                raise NoTissue(slide)
+                raise NoTissue.of(slide)
             self._cells[index] = np.packbits(found), found.shape
         packed, shape = self._cells[index]
         return np.unpackbits(packed, count=math.prod(shape)).reshape(shape).astype(bool)
@@ -220,7 +220,7 @@ class SlideFolder(ListedFiles):
             shares = find_tissue(slide, self.options.tissue, self.options.leave_out).shares(slide, patch)
             found = np.argwhere((shares > 0) & (shares >= self.options.min_tissue))
             if not shares.any():
-                raise NoTissue(slide)
+                raise NoTissue.of(slide)
             if not len(found):
                 found = np.array([np.unravel_index(int(shares.argmax()), shares.shape)])
             self._patches[index, patch] = found.astype(np.int64)

@@ -147,7 +147,7 @@ def find_tissue(slide: Slide, threshold: float | None = None, leave_out: Sequenc
     ink = pen_marks(pixels) if PEN in leave_out else None
     mask, glass = tissue_of(pixels, threshold, ink)
     if not mask.any():
-        logging.getLogger(__name__).warning("%s", NoTissue(slide))
+        logging.getLogger(__name__).warning("%s", NoTissue.of(slide))
     elif not glass:
         logging.getLogger(__name__).warning(
             "%s: shows no glass, so all of saturation above %g is taken for tissue; `tissue` says another threshold",
@@ -169,9 +169,10 @@ def find_tissue(slide: Slide, threshold: float | None = None, leave_out: Sequenc
 class NoTissue(BadImage):
     """A slide shows no tissue."""
 
-    def __init__(self, slide: Slide) -> None:
+    @classmethod
+    def of(cls, slide: Slide) -> "NoTissue":
         remedy = "leave it out, or choose a lower threshold by `tissue`"
-        super().__init__(slide.file.path, f"shows no tissue by its saturation: {remedy}")
+        return cls(slide.file.path, f"shows no tissue by its saturation: {remedy}")
 
 
 def _read_thumbnail(slide: Slide) -> tuple[Slide, Pixels]:
