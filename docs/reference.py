@@ -53,7 +53,7 @@ SMALL = """
 - `mpi4dl report RUN RUN` writes a page of these runs. `--out FILE` names it (default `report.html`). Pictures of
   images are shown that lie below the current folder or beside the runs; `--images FOLDER` names another place.
 - `mpi4dl view FOLDER` shows slides with predictions and maps in a browser. `--slides` and `--slides-folder` name slides
-  that have moved, or that lie neither below the current folder nor beside FOLDER. `--assume-mpp` gives the microns per
+  that have moved, and those of a FOLDER that somebody else's jobs wrote. `--assume-mpp` gives the microns per
   pixel of slides that do not say them. `--host`, `--port` and `--allowed-hosts` are as those of serve; `--port` is 8080
   by default.
 - `mpi4dl sweep` measures many plans. [Its page](../how-to/sweep.md) has its options.

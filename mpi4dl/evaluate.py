@@ -53,6 +53,7 @@ class EvaluateConfig:
 def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     """Measure the model that `asked.source` names. Collective."""
     from mpi4dl._files import write_durably
+    from mpi4dl._signatures import signature_of
     from mpi4dl.datasets.slides.record import record_of
     from mpi4dl.inference.comparing import TABLE, Comparison
     from mpi4dl.inference.images import framed_for, open_to_evaluate, seen_before
@@ -118,7 +119,7 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
         "precision": precision,
     }
     slides = record_of(images)
-    told |= {} if slides is None else {"slides": slides}
+    told |= {} if slides is None else {"slides": {**slides, "signature": signature_of(slides)}}
     with comm.together():
         if comm.rank == 0:
             if comparison is not None:

@@ -51,6 +51,7 @@ FLOORS = {
     "_commands": 0,
     "_compiler": 0,
     "_files": 0,
+    "_signatures": 1,
     "_http": 0,
     "_connections": 0,
     "_numbers": 0,

@@ -20,6 +20,7 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from mpi4dl._files import write_durably
+from mpi4dl._signatures import signature_of
 from mpi4dl._wording import aligned, counted, some
 from mpi4dl.checkpoints.manifest import MODEL
 from mpi4dl.comm import Communicator
@@ -314,7 +315,7 @@ def _written(
         "part": part,
         "folds": [each.fold for each in found],
         "unfinished": unfinished,
-        **({} if places is None else {"slides": places}),
+        **({} if places is None else {"slides": {**places, "signature": signature_of(places)}}),
     }
     of_all = summaries(found, level)
     told["cross_validation"] = {

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mpi4dl._files import write_durably
 from mpi4dl._progress import ProgressOfImages
+from mpi4dl._signatures import signature_of
 from mpi4dl._wording import counted, some
 from mpi4dl.comm import Refusal
 from mpi4dl.datasets.base import DatasetError, printable
@@ -228,6 +229,7 @@ class Predicting:
 
         record = record_of(images)
         if record is not None:
+            record["signature"] = signature_of(record)
             write_durably(out / SLIDES, (json.dumps(record, indent=1) + "\n").encode())
 
     def _keeps(self, record: Record) -> bool:

@@ -14,21 +14,15 @@ with a secret key that it keeps outside of all runs, in the user's state folder.
 if that signature is right, or if the user asks for it.
 """
 
-import hashlib
-import hmac
 import inspect
 import json
-import os
-import secrets
-import stat
-import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mpi4dl._files import naming, open_regular, read_regular, write_durably
+from mpi4dl._files import naming, read_regular, write_durably
+from mpi4dl._signatures import is_signed, signature_of
 from mpi4dl.checkpoints.checkpoints import refusing
 from mpi4dl.checkpoints.manifest import ABOUT, AVERAGE, MODEL
 from mpi4dl.checkpoints.weights import average_of, load_weights, open_weights, weights_in
@@ -52,7 +46,6 @@ MORE = ("loss", "loss_options", "stream_norm")
 OF_THE_TASK = ("task", "text")
 OWN = ("model", "transforms", "dataset")  # what may be code of the user's, by the section that has it
 HOMES = {"model": "model", "transforms": "data", "dataset": "data"}
-KEY_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -132,17 +125,15 @@ class Description:
 
     def signed(self) -> "Description":
         """The same with this user's signature, if it names code and the user has a place for a key."""
-        key = _key(create=True) if self.own else None
-        return self if key is None else replace(self, signature=self._sign(key))
+        return replace(self, signature=signature_of(self._unsigned)) if self.own else self
 
     def is_ours(self) -> bool:
         """Whether training by this user signed it."""
-        key = _key() if self.signature else None
-        return key is not None and hmac.compare_digest(self._sign(key), self.signature)
+        return is_signed(self._unsigned, self.signature)
 
-    def _sign(self, key: bytes) -> str:
-        text = json.dumps(asdict(replace(self, signature="")), sort_keys=True)
-        return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+    @property
+    def _unsigned(self) -> dict[str, Any]:
+        return asdict(replace(self, signature=""))
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -229,28 +220,6 @@ def _refused(problem: str) -> Callable[..., Any]:
         raise ConfigError(problem)
 
     return dataset
-
-
-def _key(create: bool = False) -> bytes | None:
-    """The secret by which this user's training signs; None if there is none, or others can read it."""
-    with suppress(OSError, RuntimeError):  # there is no home, or nothing can be written there
-        home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-        file = Path(home).expanduser() / "mpi4dl" / "key"
-        if create and not file.exists():
-            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=file.parent)
-            try:
-                with os.fdopen(handle, "wb") as written:
-                    written.write(secrets.token_bytes(KEY_BYTES))
-                with suppress(FileExistsError):  # another job was faster
-                    os.link(name, file)
-            finally:
-                Path(name).unlink()
-        with open_regular(file) as opened:
-            about, key = os.fstat(opened.fileno()), opened.read(KEY_BYTES)
-        private = about.st_uid == os.getuid() and not stat.S_IMODE(about.st_mode) & 0o077
-        return key if private and len(key) == KEY_BYTES else None
-    return None
 
 
 def _own(part: Any) -> dict[str, str | None] | None:

@@ -14,6 +14,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,7 +166,14 @@ class SlideReader:
         path = self.slide(number).map
         if path is None:
             raise Missing("this slide has no map")
-        return self._others.get((number, "map"), lambda: as_json(read_map(path, self.view(number).scale)))
+
+        def make() -> bytes:
+            scale = (1.0, 1.0)
+            with suppress(DatasetError):  # which showing the slide will say
+                scale = self.view(number).scale
+            return as_json(read_map(path, scale))
+
+        return self._others.get((number, "map"), make)
 
     def regions(self, number: int, what: str) -> bytes:
         """The polygons of a slide's `annotation`, or of its predicted `classes`, in square pixels of level 0, in JSON.

@@ -18,6 +18,7 @@ from typing import Any
 
 from mpi4dl._files import leads_to, read_regular
 from mpi4dl._numbers import number_in, of_cell, parse_json
+from mpi4dl._signatures import is_signed
 from mpi4dl._wording import counted
 from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.datasets.files import WHOLE_SLIDES
@@ -208,7 +209,8 @@ class _Place:
         self._listed = slides is not None  # by the user, who wants to see all of them
         named_by_user = [each if each.is_dir() else each.parent for each in (slides, slides_folder) if each is not None]
         self._named = bool(named_by_user)
-        self._homes = [Path(), folder.resolve().parent, *named_by_user]
+        own = is_signed({name: value for name, value in told.items() if name != "signature"}, told.get("signature"))
+        self._homes = [Path("/")] if own else [Path(), folder.resolve().parent, *named_by_user]
         source = slides or self._recorded_place(told.get("source"), remarks)
         columns = told.get("columns")
         recorded = told.get("slides")
