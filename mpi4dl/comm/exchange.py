@@ -366,7 +366,7 @@ WITHIN = (
     "the model takes a gradient within its own forward pass, where each rank has a part of it: return what it is taken "
     "of, and take it outside of the model"
 )
-running_forward: list[object] = []  # the forward passes on tiles that run
+running_forward: list[Any] = []  # the forward passes on tiles that run
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -100,6 +100,7 @@ def parallelize(
             n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True)
         ):
             comm.broadcast(x.data)  # others, such as expanded ones, are compared in the first forward pass
+    torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[method-assign, assignment]
     cut.grid.loop = outputs  # type: ignore[assignment]
     model.__class__ = _on_tiles(type(model))  # type: ignore[assignment]
     vars(model)["_loop"] = _Loop(cut, outputs == "spread")
@@ -332,22 +333,12 @@ class _Border(whole_gradients):
         self._known: set[int] = set()
         self._made: list[weakref.ref[Tensor]] = []
         self._entered: dict[int, tuple[Tensor, Tensor]] = {}
-        self._apply = vars(torch.autograd.Function)["apply"]
 
     def __enter__(self) -> Any:
-        def noted_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-            if function.__module__.startswith("mpi4dl."):
-                return self._apply.__func__(function, *args, **kwargs)
-            result = self._apply.__func__(function, *map(self._within, args), **kwargs)
-            self._note(result)
-            return result
-
-        torch.autograd.Function.apply = classmethod(noted_apply)  # type: ignore[method-assign, assignment]
         running_forward.append(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> Any:
-        torch.autograd.Function.apply = self._apply  # type: ignore[method-assign]
         running_forward.remove(self)
         result = super().__exit__(*error)
         self._note([*self._running.used()])
@@ -372,6 +363,12 @@ class _Border(whole_gradients):
         self._note(result)
         if result is None and args:  # such as __setitem__
             self._note(args[0])
+        return result
+
+    def apply(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A `torch.autograd.Function` of the user's within this pass."""
+        result = APPLY(function, *map(self._within, args), **kwargs)
+        self._note(result)
         return result
 
     def _note(self, result: Any) -> None:
@@ -444,9 +441,7 @@ class KeptTensor(Tensor):
                 return whole_gradients(args[0].grid).__torch_function__(function, types, args, kwargs)
         if function is torch.autograd.grad:
             return _gradients(*args, **(kwargs or {}))
-        # Functions that a backward pass calls again see it as it was.
-        of = outside if torch._C._current_graph_task_id() < 0 else _plain
-        args, kwargs = pytree.tree_map_only(KeptTensor, of, (tuple(args), kwargs or {}))
+        args, kwargs = pytree.tree_map_only(KeptTensor, _now, (tuple(args), kwargs or {}))
         return function(*args, **kwargs)
 
 
@@ -471,6 +466,23 @@ OF_GRADIENT = tuple(getattr(Tensor.grad, name) for name in ("__get__", "__set__"
 def outside(x: Tensor) -> Tensor:
     """What somebody kept of a model as the output that it is; other tensors are what they are."""
     return x.outside() if isinstance(x, KeptTensor) else x
+
+
+def _now(x: Tensor) -> Tensor:
+    """The same for a function that is called now: those that a backward pass calls again see it as it was."""
+    return outside(x) if torch._C._current_graph_task_id() < 0 else _plain(x)
+
+
+APPLY = vars(torch.autograd.Function)["apply"].__func__
+
+
+def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.autograd.Function.apply`, which asks no tensor: it would go past kept ones, and a forward pass."""
+    if function.__module__.startswith("mpi4dl."):
+        return APPLY(function, *args, **kwargs)
+    if running_forward:
+        return running_forward[-1].apply(function, args, kwargs)
+    return APPLY(function, *(_now(x) if isinstance(x, KeptTensor) else x for x in args), **kwargs)
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -450,7 +450,7 @@ def kept_by_all_means(wrap: Wrap) -> list[Tensor]:
         seen[0].register_hook(gradients.append)
         seen[2].mul_(3)
         for scale, x in enumerate((*first, *seen), start=1):
-            loss = loss + scale * x.square().mean()
+            loss = loss + scale * Doubled.apply(x).square().mean()
         gradients += torch.autograd.grad(loss, seen[0], retain_graph=True)
         loss.backward()
     return [*found_in(model), *gradients, seen[0].grad]
