@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from mpi4dl._files import naming, read_regular, write_durably
-from mpi4dl._signatures import is_signed, signature_of
 from mpi4dl.checkpoints.checkpoints import refusing
 from mpi4dl.checkpoints.manifest import ABOUT, AVERAGE, MODEL
 from mpi4dl.checkpoints.weights import average_of, load_weights, open_weights, weights_in
@@ -125,10 +124,16 @@ class Description:
 
     def signed(self) -> "Description":
         """The same with this user's signature, if it names code and the user has a place for a key."""
-        return replace(self, signature=signature_of(self._unsigned)) if self.own else self
+        if not self.own:
+            return self
+        from mpi4dl._signatures import signature_of
+
+        return replace(self, signature=signature_of(self._unsigned))
 
     def is_ours(self) -> bool:
         """Whether training by this user signed it."""
+        from mpi4dl._signatures import is_signed
+
         return is_signed(self._unsigned, self.signature)
 
     @property
