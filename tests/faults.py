@@ -8,8 +8,11 @@ import contextlib
 import importlib
 import inspect
 import os
+import resource
+import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +133,16 @@ def main(how: str, place: str, command: str, *flags: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+
+
+@contextmanager
+def file_limit(num_bytes: int) -> Iterator[None]:
+    """No file may become longer: writing beyond fails as it does on a full disk."""
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)

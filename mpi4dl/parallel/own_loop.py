@@ -15,6 +15,7 @@ import weakref
 from collections import UserList
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import isqrt, prod
 from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, TypeVar
@@ -38,7 +39,6 @@ from mpi4dl.parallel.spatial.sharding import from_tile, shard, spread_evenly
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, guards, refusal
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-INTERNAL = frozenset(vars(nn.Module()))
 FIRST = 3  # forward passes of training in which ranks compare what they have
 EVERY = 100  # and of those that follow every one of this number
 
@@ -215,9 +215,7 @@ class _Loop:
                 raise Refusal("a spread input of the model requires a gradient: pass the whole tensor instead")
             return x.like(_Entered.apply(x.local, lambda g: g * grid.size, running))  # the inverse of `_share`
         if x.requires_grad and torch.is_grad_enabled():
-            x = _Entered.apply(
-                x, lambda g: grid.comm.all_reduce(g.clone(memory_format=torch.contiguous_format)), running
-            )
+            x = _Entered.apply(x, partial(_total, grid.comm), running)
         space = len(grid.space)
         if x.dim() < space + 2 or any(n < k for n, k in zip(x.shape[-space:], grid.shape.space, strict=True)):
             return x
@@ -395,9 +393,7 @@ class _Border(whole_gradients):
             if self._is_of_this_pass(x.grad_fn):
                 self._known.add(id(x))
                 return x
-            total = _Entered.apply(
-                x, lambda g: self._grid.comm.all_reduce(g.clone(memory_format=torch.contiguous_format)), self._running
-            )
+            total = _Entered.apply(x, partial(_total, self._grid.comm), self._running)
             self._entered[id(x)] = x, total
         return self._entered[id(x)][1]
 
@@ -452,9 +448,7 @@ def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Te
     with torch._C.DisableTorchFunctionSubclass():
         found = torch.autograd.grad(outputs, inputs, *args, **kwargs)
     return tuple(
-        x.grid.comm.all_reduce(g.clone(memory_format=torch.contiguous_format))
-        if isinstance(x, KeptTensor) and g is not None
-        else g
+        _total(x.grid.comm, g) if isinstance(x, KeptTensor) and g is not None else g
         for x, g in zip(inputs, found, strict=True)
     )
 
@@ -529,6 +523,10 @@ guards.append(_guard)
 def _with_summed_weights(module: nn.Module, inputs: Any) -> None:
     """Recurrent layers have their weights in a list beside `_parameters`."""
     module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]  # type: ignore
+
+
+def _total(comm: Communicator, gradient: Tensor) -> Tensor:
+    return comm.all_reduce(gradient.clone(memory_format=torch.contiguous_format))
 
 
 def _share(y: Tensor, size: int) -> Tensor:

@@ -3,10 +3,8 @@
 import json
 import re
 import resource
-import signal
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
+from tests.faults import file_limit
 from tests.pool.ranks import Ranks
 from tests.short_runs import (
     BOTH,
@@ -376,19 +375,6 @@ def slow(comm: Communicator, folder: Path) -> tuple[list[bool], int]:
 def test_training_goes_on_while_a_checkpoint_is_written(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2).run(slow, tmp_path) == [([True, True], 2)] * 2
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000002"]
-
-
-@contextmanager
-def file_limit(num_bytes: int) -> Iterator[None]:
-    """No file may become longer: writing beyond fails as it does on a full disk."""
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
 
 
 def full_disk(comm: Communicator, folder: Path, failing: int) -> tuple[str, list[str], int]:

@@ -2,10 +2,7 @@
 
 import errno
 import re
-import resource
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +22,7 @@ from mpi4dl.inference.records import Records
 from mpi4dl.predict import predict
 from mpi4dl.slides import _parser
 from mpi4dl.train import train
+from tests.faults import file_limit
 from tests.pool.ranks import Ranks
 from tests.test_train_features import bags, embedding, flags_of
 from tests.tiny import tiny_resnet
@@ -36,19 +34,6 @@ SIDE = 700
 @pytest.fixture(scope="module")
 def slide(tmp_path_factory: pytest.TempPathFactory) -> Slide:
     return open_slide(Cohort(2, 1, SIDE, lesion_share=0.009).write(tmp_path_factory.mktemp("slides"), 1))
-
-
-@contextmanager
-def file_limit(num_bytes: int) -> Iterator[None]:
-    """No file may become longer: writing beyond fails as it does on a full disk."""
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
 
 
 def noise(*shape: int, most: int = 256) -> np.ndarray:
