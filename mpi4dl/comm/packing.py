@@ -80,13 +80,20 @@ def slots(pieces: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
 
 
 def pack(message: Message, flat: Tensor) -> None:
-    for slot, piece in zip(slots(message.pieces, flat), message.pieces, strict=True):
-        slot.copy_(piece.detach())
+    copy_all(slots(message.pieces, flat), [piece.detach() for piece in message.pieces])
 
 
 def unpack(message: Message, flat: Tensor) -> None:
-    for slot, piece in zip(slots(message.pieces, flat), message.pieces, strict=True):
-        piece.detach().copy_(slot)
+    copy_all([piece.detach() for piece in message.pieces], slots(message.pieces, flat))
+
+
+def copy_all(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy each of these values; on a GPU by one kernel, where dtypes and strides allow it."""
+    if len(into) > 1 and into[0].is_cuda:
+        torch._foreach_copy_(list(into), list(values))
+        return
+    for x, value in zip(into, values, strict=True):
+        x.copy_(value)
 
 
 def buffer_for(message: Message) -> Tensor:

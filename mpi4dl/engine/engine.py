@@ -63,18 +63,37 @@ class NotFinite(Refusal):
     """The loss or the gradient of a step is infinite or not a number. All ranks raise it together."""
 
 
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies, made by one call for all of a kind: a model has many small buffers."""
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for place, x in enumerate(tensors):
+        kinds.setdefault((x.device, x.dtype, x.layout), []).append(place)
+    copies = list(tensors)
+    for (_, _, layout), places in kinds.items():
+        if layout is not torch.strided:
+            made: Sequence[Tensor] = [tensors[place].clone() for place in places]
+        else:
+            flat = torch.cat([tensors[place].detach().reshape(-1) for place in places])
+            made = flat.split([tensors[place].numel() for place in places])
+        for place, copy in zip(places, made, strict=True):
+            copies[place] = copy.view(tensors[place].shape) if layout is torch.strided else copy
+    return copies
+
+
 class Undo:
     """The buffers of `model`, the states of the random number generators, and how often `executor` ran, as they are."""
 
     def __init__(self, model: nn.Module, executor: Executor) -> None:
         self._executor, self._num_runs = executor, executor.num_runs
         self._random = random_state()
-        self._buffers = [
-            (module._buffers, name, buffer, buffer._version, buffer.clone())
+        found = [
+            (module._buffers, name, buffer)
             for module in model.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        values = _copies([buffer for _, _, buffer in found])
+        self._buffers = [(*each, each[2]._version, value) for each, value in zip(found, values, strict=True)]
 
     @torch.no_grad()
     def undo(self) -> None:

@@ -11,6 +11,7 @@ on the current stream, so that a missing wait shows by `clocks`, not by luck. Ev
 """
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,15 +25,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mpi4dl.comm import Communicator, streams
-from mpi4dl.comm.packing import Message
+from mpi4dl.comm.packing import Message, is_dense
 from mpi4dl.comm.pending import Pending
 from mpi4dl.comm.transport import Messenger
-from mpi4dl.parallel.spatial.tensor import SpatialTensor
+from mpi4dl.parallel.spatial import tensor
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, _rules, find_rule
 from tests.fakegpu.clocks import Memory, Race, Timeline
+from tests.fakegpu.kernels import KERNELS
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 POISON = 0xA5
 FACTORIES = tuple("empty zeros ones full tensor rand randn arange randint empty_strided as_tensor".split())
+NO_KERNEL = ("aten.empty", "aten.new_empty", "aten.set_", "aten.resize_", "aten._local_scalar_dense")
 MIXING = ("aten.index", "aten._index_put_impl_", "aten.index_put")
 
 
@@ -42,8 +46,14 @@ class WrongPlace(AssertionError):
 
 @dataclass
 class Counters:
-    """What a GPU would have been asked for. `waits` counts what the host waited for: events, and what is blocking."""
+    """What a GPU would have been asked for. `waits` counts what the host waited for: events, and what is blocking.
 
+    `launches` counts operators that read or write device memory, each as one kernel, and `copies` those that only move
+    bytes, which the device's copy engine does: to, from and within the device.
+    """
+
+    launches: int = 0
+    copies: int = 0
     waits: int = 0
     blocking: int = 0
     to_host: int = 0
@@ -102,6 +112,7 @@ class FakeGpu(TorchDispatchMode):
         self.default = Stream()
         self.current = self.default
         self.counters = Counters()
+        self.constants_are_here = False  # tensors of the host that are older than this count as the device's, too
         self._memory: dict[int, Memory] = {}
 
     # What memory is where.
@@ -128,6 +139,10 @@ class FakeGpu(TorchDispatchMode):
     def on_device(self, x: Tensor) -> bool:
         memory = self.memory_of(x)
         return memory is not None and memory.place == "device"
+
+    def only_on_host(self, x: Tensor) -> bool:
+        memory = self.memory_of(x)
+        return not self.constants_are_here if memory is None else memory.place not in ("device", "anywhere")
 
     # Who touches it.
 
@@ -164,24 +179,28 @@ class FakeGpu(TorchDispatchMode):
             self.wait(self.current.snapshot(), blocking=True)
             self.counters.to_host += 1
         timeline: Timeline = self.host
-        if here and name.startswith("aten.native_batch_norm_backward") and None in args[5:7]:
-            raise AssertionError(
-                "save_mean and save_invstd should be defined, says an assertion in the kernel for GPUs"
-            )
         if here:
             timeline = self.current
             self.current.learn(self.host.knows)
-            elsewhere = [x for x in inputs if x.dim() and not self.on_device(x) and not x.is_meta and x.numel()]
+            elsewhere = [x for x in inputs if x.dim() and self.only_on_host(x) and not x.is_meta and x.numel()]
             if elsewhere and not name.startswith(MIXING):
                 raise WrongPlace(f"{name} of device tensors and one of the host, of shape {tuple(elsewhere[0].shape)}")
-        by_cuda = here and name.startswith("aten.native_batch_norm_backward") and not args[9][0]
-        result = batch_norm_sums(*args) if by_cuda else function(*args, **kwargs)
+        kernel = KERNELS.get(name.rpartition(".")[0]) if here else None
+        result = NotImplemented if kernel is None else kernel(*args, **kwargs)
+        result = function(*args, **kwargs) if result is NotImplemented else result
         views = not written and _is_view(function)
         for x in [] if views else inputs:
             self.touch(timeline, x, any(x is w for w in written), name)
+        if here and not views and not name.startswith(NO_KERNEL):
+            moved = name.startswith("aten.clone") and is_dense(inputs[0]) and is_dense(result)
+            self.counters.copies += moved
+            self.counters.launches += 0 if moved else kernels_of(name, args)
         for x in tree_leaves(result):
-            if isinstance(x, Tensor) and here and self.memory_of(x) is None and not x.is_meta:
-                self.touch(timeline, self.place(x, "device"), True, name)
+            if isinstance(x, Tensor) and self.memory_of(x) is None and not x.is_meta:
+                if here:
+                    self.touch(timeline, self.place(x, "device"), True, name)
+                elif self.constants_are_here and any(self.only_on_host(y) for y in inputs):
+                    self.place(x, "host")
         return result
 
     def _copy(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -191,6 +210,10 @@ class FakeGpu(TorchDispatchMode):
         timeline: Timeline = self.current if any(places) else self.host
         if any(places):
             self.current.learn(self.host.knows)
+        moved = places[0] != places[1] or (source.dtype == into.dtype and is_dense(source) and is_dense(into))
+        if any(places) and into.numel():
+            self.counters.copies += moved
+            self.counters.launches += not moved
         result = function(*args, **kwargs)
         self.touch(timeline, source, False, "copy")
         self.touch(timeline, into, True, "copy")
@@ -231,32 +254,13 @@ def gpu() -> FakeGpu:
     return active[-1]
 
 
-def batch_norm_sums(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    save_mean: Tensor,
-    save_invstd: Tensor,
-    train: bool,
-    eps: float,
-    mask: list[bool],
-) -> tuple[None, Tensor | None, Tensor | None]:
-    """aten::native_batch_norm_backward without the input's gradient, as CUDA's kernel finds it: by saved statistics,
-    if there are any, in evaluation mode too. CPUs ignore them there.
-    """
-    mean = save_mean if save_mean.numel() else running_mean
-    assert mean is not None
-    if save_invstd.numel():
-        invstd = save_invstd
-    else:
-        assert running_var is not None
-        invstd = (running_var + eps).rsqrt()
-    dims, shape = [d for d in range(x.dim()) if d != 1], (-1, *(1,) * (x.dim() - 2))
-    gradient, x = gradient.to(mean.dtype), x.to(mean.dtype)
-    scaled = ((x - mean.view(shape)) * gradient).sum(dims) * invstd if mask[1] else None
-    return None, scaled, gradient.sum(dims) if mask[2] else None
+def kernels_of(name: str, args: Any) -> int:
+    """How many kernels an operator takes: one, and one for each pair of a list whose dtypes or strides are unlike."""
+    if not name.startswith("aten._foreach_copy_"):
+        return 1
+    pairs = list(zip(*args[:2], strict=True))
+    one = all(x.stride() == y.stride() for x, y in pairs) and len({t.dtype for pair in pairs for t in pair}) == 1
+    return 1 if one else len(pairs)
 
 
 def _is_view(function: Any) -> bool:
@@ -279,12 +283,17 @@ def _plain(x: Tensor) -> Tensor:
 
 def _factory(make: Callable[..., Any]) -> Callable[..., Any]:
     def factory(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_code.co_filename
+        if device is None and gpu().constants_are_here and "/tests/parallel/spatial/test_" in caller:
+            device = CUDA  # what a test's own function makes, as under torch.set_default_device
         kind = None if device is None else torch.device(device)
         where = {} if kind is None else {"device": CPU if kind.type == "cuda" else kind}
         result = make(*args, **where, **kwargs)
         if pin_memory:
             gpu().counters.pinned += 1
             return gpu().place(result.fill_(POISON), "pinned")
+        if kind != CUDA and gpu().constants_are_here:
+            gpu().place(result, "host")
         if kind is not None and kind.type == "cuda":
             gpu().touch(gpu().current, gpu().place(result, "device"), True, make.__name__)
         return result
@@ -294,6 +303,12 @@ def _factory(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def _to(move: Callable[..., Any]) -> Callable[..., Any]:
     def to(self: Tensor, *args: Any, non_blocking: bool = False, **options: Any) -> Any:
+        if isinstance(self, SpatialTensor):  # its rule is asked, and calls this with the tile
+            return (
+                move(self, *args, non_blocking=non_blocking, **options)
+                if non_blocking
+                else move(self, *args, **options)
+            )
         target = options.pop("device", None)
         for x in args:
             if isinstance(x, Tensor):
@@ -317,17 +332,31 @@ def _to(move: Callable[..., Any]) -> Callable[..., Any]:
     return to
 
 
+def _cpu(move: Callable[..., Any]) -> Callable[..., Any]:
+    def cpu(self: Tensor, **options: Any) -> Any:
+        return move(self, **options) if isinstance(self, SpatialTensor) else self.to("cpu")
+
+    return cpu
+
+
 @contextlib.contextmanager
-def installed() -> Iterator[FakeGpu]:
+def installed(constants_are_here: bool = False) -> Iterator[FakeGpu]:
     """There is one GPU in this process, for the tensors that are made in this context."""
     fake = FakeGpu()
     fake.problems = []
+    fake.constants_are_here = constants_are_here
     patch = pytest.MonkeyPatch()
     _device_constructors()  # remembered by torch for `with torch.device(...)`, so not the functions of this context
     for name in FACTORIES:
         patch.setattr(torch, name, _factory(getattr(torch, name)))
-    patch.setattr(Tensor, "to", _to(Tensor.to))
-    patch.setattr(Tensor, "cpu", lambda x: x.to("cpu"))
+    for name, replace in (("to", _to), ("cpu", _cpu)):
+        original = getattr(Tensor, name)
+        replaced = replace(original)
+        rule = find_rule(original)
+        if rule is not None:
+            patch.setitem(_rules, replaced, rule)
+            patch.setattr(tensor, "_of_flat", {*tensor._of_flat, replaced})
+        patch.setattr(Tensor, name, replaced)
     patch.setattr(Tensor, "is_cuda", property(lambda x: fake.on_device(_plain(x))), raising=False)
     patch.setattr(Tensor, "is_cpu", property(lambda x: not x.is_meta and not fake.on_device(_plain(x))), raising=False)
     device_of = Tensor.device.__get__  # type: ignore[attr-defined]

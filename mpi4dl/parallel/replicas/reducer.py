@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Pending
+from mpi4dl.comm.packing import copy_all
 from mpi4dl.comm.transport import LOW_PRECISION
 from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, BucketLayout, plan_buckets, plan_cuts, seen_as
 
@@ -149,6 +150,7 @@ class Reducer(GradientSums):
         self._flat: dict[int, Tensor] = {}  # buckets that gradients go to, by number
         self._views: dict[int, list[Tensor]] = {}  # their parameters, as views of these, by slot
         self._filled: dict[int, set[int]] = {}  # which of their slots have something
+        self._late: dict[int, dict[int, Tensor]] = {}  # on GPUs, what goes into a bucket in one call once it is full
         self._owned: dict[int, Tensor] = {}  # what became of them
         self._missing: list[set[int]] = []  # in this pass
         self._next = len(buckets)
@@ -191,7 +193,7 @@ class Reducer(GradientSums):
         for p in self.parameters:
             p.grad = None
         self._spare = {} if self.zero > 1 else self._spare | self._flat
-        self._flat, self._filled, self._owned = {}, {}, {}
+        self._flat, self._filled, self._late, self._owned = {}, {}, {}, {}
         self.used = [False] * len(self.parameters)
         self.collecting = True
         if not accumulate:
@@ -233,10 +235,14 @@ class Reducer(GradientSums):
         """Move a gradient into its bucket, where autograd adds those of the passes that follow."""
         if number not in self._flat:
             self._open(number)
-        view, filled = self._views[number][slot], self._filled[number]
+        view, filled, late = self._views[number][slot], self._filled[number], self._late.setdefault(number, {})
         if gradient is view:
             return
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        if gradient.is_cuda and self._missing and (slot in late or slot not in filled):
+            late[slot] = gradient
+            filled.add(slot)
+            return
         if self.zero > 1 and slot in filled:
             view.add_(gradient)
         else:
@@ -268,7 +274,12 @@ class Reducer(GradientSums):
             return
         if number not in self._flat:
             self._open(number)
-        flat, filled = self._flat[number], self._filled[number]
+        flat, filled, late = self._flat[number], self._filled[number], self._late.pop(number, {})
+        if late:
+            views = [self._views[number][slot] for slot in late]
+            copy_all(views, list(late.values()))
+            for slot, view in zip(late, views, strict=True):
+                self.parameters[bucket.members[slot]].grad = None if self.zero > 1 else view
         if len(filled) < len(bucket.members):
             for slot, view in enumerate(self._views[number]):
                 if slot not in filled:

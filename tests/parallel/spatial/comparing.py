@@ -14,6 +14,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,6 +31,7 @@ from mpi4dl.parallel.spatial.sharding import image_dims
 from tests.pool.ranks import GRACE_SECONDS, Ranks
 
 RELATIVE, ABSOLUTE = 1e-10, 1e-13
+CPU = torch.device("cpu")
 IN_CUSTOM_FUNCTION = torch._C._autograd.CreationMeta.IN_CUSTOM_FUNCTION
 SIZES = ((13, 17), (5, 9))
 Shape = tuple[int, ...]
@@ -248,20 +250,26 @@ def compare_results(
             weight = torch.randn_like(whole.detach())
             products = [gathered * weight / comm.size, whole * weight]
             sums = [
-                total + (each.nan_to_num(0, 0, 0) if finite else each).sum()
+                total.to(each.device) + (each.nan_to_num(0, 0, 0) if finite else each).sum()
                 for total, each in zip(sums, products, strict=True)
             ]
     return wrong, *sums
 
 
 def compare(
-    comm: Communicator, case: Case, shape: Shape, arrangement: Arrangement, rehearsed: bool = False
+    comm: Communicator,
+    case: Case,
+    shape: Shape,
+    arrangement: Arrangement,
+    rehearsed: bool = False,
+    device: torch.device = CPU,
 ) -> list[str]:
     """Everything that differs between the function on tiles and on the whole image; perhaps after a rehearsal."""
     torch.manual_seed(1)
     function = case.make()
+    function = function.to(device) if isinstance(function, nn.Module) else function
     plain_function = copy.deepcopy(function) if isinstance(function, nn.Module) else function
-    image = case.image(torch.randn(shape))
+    image = case.image(torch.randn(shape)).to(device)
     plain_image, our_image = image.clone().requires_grad_(), image.clone().requires_grad_()
     grid = grid_of(comm, arrangement)
     with warnings.catch_warnings():
@@ -317,10 +325,17 @@ def all_arrive(comm: Communicator, seconds: float) -> bool:
     return arrived
 
 
-def compare_table(comm: Communicator, module: str, table: str, arrangement: Arrangement) -> dict[str, str]:
+def compare_table(
+    comm: Communicator,
+    module: str,
+    table: str,
+    arrangement: Arrangement,
+    device: torch.device = CPU,
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> dict[str, str]:
     """What is wrong with each case of a test module's table on this rank; nothing for those that are right.
 
-    It may be one table for each number of axes of space.
+    It may be one table for each number of axes of space. Each case is compared in a context that `within` makes.
     """
     torch.set_default_dtype(torch.float64)
     failures = {}
@@ -331,7 +346,8 @@ def compare_table(comm: Communicator, module: str, table: str, arrangement: Arra
         for shape in case.shapes:
             error = ""
             try:
-                wrong = compare(comm, case, shape, arrangement)
+                with within():
+                    wrong = compare(comm, case, shape, arrangement, device=device)
             except Exception:
                 error = traceback.format_exc(limit=-5)
                 wrong = [error]

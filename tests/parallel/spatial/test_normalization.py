@@ -15,7 +15,7 @@ from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.rules import normalization
-from mpi4dl.parallel.spatial.rules.normalization import Shares
+from mpi4dl.parallel.spatial.rules.norm_kernels import Shares, constants_of, joined, sums_around
 from tests.parallel.spatial.comparing import (
     ARRANGEMENTS,
     Arrangement,
@@ -203,15 +203,15 @@ def test_moments_of_blocks_are_those_of_all_numbers(num_ranks: int) -> None:
     own = [
         torch.randn(1, 3, n, generator=generator, dtype=torch.float64) + 1000 * rank for rank, n in enumerate(counts)
     ]
-    every = torch.stack([normalization.sums_around(x, normalization.constants_of) for x in own])
+    every = torch.stack([torch.stack(tuple(sums_around(x, constants_of))) for x in own])
     spans = blocks.BlockPlan.of(num_ranks).spans
     totals = [sum(counts[span.start : span.stop]) for span in spans]
     device = torch.device("cpu")
     of_blocks = [
-        normalization.joined(every[span.start : span.stop], Shares.of(counts[span.start : span.stop], device), total)
+        joined(every[span.start : span.stop], Shares.of(counts[span.start : span.stop], device), total)
         for span, total in zip(spans, totals, strict=True)
     ]
-    mean, squares, rest = normalization.joined(torch.stack(of_blocks), Shares.of(totals, device), sum(counts))
+    mean, squares, rest = joined(torch.stack(of_blocks), Shares.of(totals, device), sum(counts))
     assert not rest.any()
     whole = torch.cat([x.squeeze(0) for x in own], 1)
     assert_close(mean, whole.mean(1), EXACT, "mean")

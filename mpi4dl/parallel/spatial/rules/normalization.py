@@ -5,10 +5,9 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,142 +16,25 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.blocks import Blocks
-from mpi4dl.comm.exchange import BACKWARD_TAG, FORWARD_TAG, Exchange, Like, narrow, once_differentiable, shape_of
+from mpi4dl.comm.exchange import BACKWARD_TAG, FORWARD_TAG, Exchange, Like, narrow, once_differentiable
 from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import BATCH, Box, Tiling, widest
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import gather
 from mpi4dl.parallel.spatial.halo_prefetch import HaloPrefetch, Source
 from mpi4dl.parallel.spatial.rules.convolution import as_own, of_channels, own_channels
+from mpi4dl.parallel.spatial.rules.norm_kernels import (
+    PER_CHANNEL,
+    Shares,
+    constants_of,
+    counts_of,
+    gradient_of,
+    joined,
+    kernels_for,
+)
 from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
 from mpi4dl.parallel.spatial.sums import shared, with_all_features
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, substitutes, wrap
-
-# A few numbers for each channel: each rank's sums of its pixels, and the moments of all ranks' pixels made of them.
-#
-# An operator of PyTorch's takes a microsecond or two for them, whatever it does: so there are to be few operators, and
-# on CPUs it is numpy that calculates, which takes a quarter of that.
-
-backward_of_batch_norm = torch.ops.aten.native_batch_norm_backward.default
-OTHERS = {ndim: ([d for d in range(ndim) if d != 1],) for ndim in range(2, 7)}  # all dims but that of channels
-PER_CHANNEL = {ndim: (-1, *(1,) * (ndim - 2)) for ndim in range(2, 7)}  # the shape of a number for each, beside x
-
-
-Constants = Callable[[int, torch.dtype, torch.device], tuple[Tensor, Tensor, Tensor]]
-
-
-def constants_of(count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros and ones for so many channels, and a tensor without elements, which nobody writes to."""
-    with torch.inference_mode(False):
-        ones = torch.ones(count, dtype=dtype, device=device)
-        return torch.zeros_like(ones), ones, torch.empty(0, dtype=dtype, device=device)
-
-
-def sums_around(own: Tensor, constants: Constants) -> Tensor:
-    """Of each channel (dim 1) a number near its mean, and the sums of the squared distances to it and of the distances.
-
-    (3, C), in float32 or float64.
-    """
-    if own.is_meta or not own.numel():
-        return own.new_zeros(3, own.shape[1], dtype=torch.float64 if own.dtype == torch.float64 else torch.float32)
-    if not own.is_cpu:
-        mean, variance = torch.batch_norm_update_stats(own, None, None, 0.0)
-        return torch.stack((mean, variance * (own.numel() // own.shape[1]), torch.zeros_like(mean)))
-    # Several times faster than `var_mean`, and no less exact: shift by the rounded mean, then take both sums in one
-    # pass of the kernel that batch norm's backward takes its sums with.
-    own = own.float() if own.itemsize < 4 else own
-    near = own.mean(*OTHERS[own.dim()])
-    centred = own - near.view(PER_CHANNEL[own.dim()])
-    zeros, ones, _ = constants(len(near), near.dtype, near.device)
-    _, squares, rest = backward_of_batch_norm(
-        centred, centred, ones, zeros, ones, None, None, False, 0.0, [False, True, True]
-    )
-    return torch.stack((near, squares, rest))
-
-
-@lru_cache(maxsize=4096)
-def _usual_strides(shape: Sequence[int], memory_format: torch.memory_format) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta", memory_format=memory_format).stride()
-
-
-def settled(x: Tensor) -> Tensor:
-    """x, whose dims of one entry have the strides that its memory format gives them.
-
-    On CPUs the kernel of batch norm's backward pass finds the format of its arguments by those strides, too. Where it
-    finds other ones for a gradient and an image than they have, its results are wrong.
-    """
-    like = Like.of(x).memory_format
-    if not x.is_contiguous(memory_format=like):
-        return x
-    strides = _usual_strides(x.shape, like)
-    return x if x.stride() == strides else x.as_strided(x.shape, strides)
-
-
-class Shares(NamedTuple):
-    """One over how many numbers each rank has, (ranks, 1), and which share of all, (ranks,)."""
-
-    inverses: Any
-    shares: Any
-
-    @classmethod
-    def of(cls, counts: Sequence[int], device: torch.device) -> "Shares":
-        with torch.inference_mode(False):
-            each = torch.tensor(counts, dtype=torch.float64, device=device)
-            return cls(numbers(1 / each.clamp(min=1)[:, None]), numbers(each / max(sum(counts), 1)))
-
-
-def numbers(x: Tensor) -> Any:
-    """A few numbers in float64, to calculate with: on CPUs an array of numpy, of the same memory if x is float64."""
-    x = x.detach()
-    return x.numpy().astype(np.float64, copy=False) if x.is_cpu and x.dtype in EXACT else _as_numbers(x.double())
-
-
-EXACT = (torch.float32, torch.float64)  # what numpy has, too
-
-
-def _as_numbers(x: Tensor) -> Any:
-    return x.numpy() if x.is_cpu else x
-
-
-def merged(of_ranks: Tensor, shares: Shares, count: int, eps: float, weight: Tensor | None) -> Tensor:
-    """The moments for a norm of `count` numbers a channel, from each rank's `sums_around`, (ranks, 3, C).
-
-    In float64, (5, C): the mean, the biased and the unbiased variance, the slope, weight / sqrt(variance + eps), and
-    what the slope is for the mean, -slope / count.
-    """
-    moments = torch.empty(5, of_ranks.shape[2], dtype=torch.float64, device=of_ranks.device)
-    found, count = _as_numbers(moments), max(count, 1)
-    with np.errstate(all="ignore"):  # infinities are for the model to find, as in PyTorch
-        found[0], variance = _mean_and_variance(numbers(of_ranks), shares)
-        found[1] = variance
-        found[2] = variance * (count / max(count - 1, 1))
-        slope = ((variance + eps) ** 0.5) ** -1
-        found[3] = slope = slope if weight is None else slope * numbers(weight)
-        found[4] = slope * (-1 / count)
-    return moments
-
-
-def joined(of_ranks: Tensor, shares: Shares, count: int) -> Tensor:
-    """The `sums_around` of several ranks together, which have `count` numbers a channel: (3, C), in float64."""
-    sums = torch.zeros(3, of_ranks.shape[2], dtype=torch.float64, device=of_ranks.device)
-    found = _as_numbers(sums)
-    with np.errstate(all="ignore"):
-        found[0], variance = _mean_and_variance(numbers(of_ranks), shares)
-        found[1] = variance * count
-    return sums
-
-
-def _mean_and_variance(values: Any, shares: Shares) -> tuple[Any, Any]:
-    """Of all numbers of each channel, from each rank's (ranks, 3, C): by Chan, Golub and LeVeque (1979)."""
-    inverse, share = shares
-    rest = values[:, 2] * inverse
-    means = values[:, 0] + rest
-    mean = share @ means
-    means -= mean
-    variances = values[:, 1] * inverse
-    variances += means * means - rest * rest
-    return mean, share @ variances
-
 
 # Normalization by the mean and the variance of pixels that several ranks share out.
 #
@@ -198,9 +80,10 @@ class Norm:
         counts = among.counts if among.blocks is None else (self.count,)
         self.shares = cache(partial(Shares.of, counts))  # of how many numbers each rank knows the sums: by device
         self.shares_of = cache(Shares.of)
+        self.counts = cache(partial(counts_of, counts))
 
     def all_moments(self, mine: Tensor) -> Tensor:
-        """`sums_around` of all ranks, (ranks, 3, C); (1, 3, C), of all together, where there are too many of them."""
+        """What all ranks told, (ranks, rows, C); (1, rows, C), of all together, where there are too many of them."""
         blocks = self.among.blocks
         if blocks is None:
             return self.among.comm.all_gather(mine)
@@ -223,6 +106,11 @@ class Norm:
         layout, output = self.layout, self.output
         return None if output.tiling == layout.tiling else layout.exchange_to(output.tiling)
 
+    @cached_property
+    def alone(self) -> bool:
+        """Whether this rank has all that is normalized, and nothing to fetch."""
+        return self.among.comm.size == 1 and self.exchange is None and not self.wide
+
     def own(self, x: Tensor) -> Tensor:
         """The owned part of x."""
         layout = self.layout
@@ -238,13 +126,35 @@ class Norm:
         return [] if self.exchange is None else [slab.box for slab in self.exchange.plan.receives]
 
 
-def normalize(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+class Tracked(NamedTuple):
+    """Running statistics, of which there may be none, and the share of a new value in them."""
+
+    mean: Tensor | None = None
+    variance: Tensor | None = None
+    momentum: float = 0.0
+
+    def take(self, moments: Tensor | None) -> None:
+        """The mean and the unbiased variance of a step, (2, C), if they have not been taken in yet."""
+        tracked = [(row, running) for row, running in enumerate(self[:2]) if running is not None]
+        if tracked and moments is not None:
+            known = moments.to(tracked[0][1].dtype)
+            torch._foreach_lerp_(
+                [running.detach() for _, running in tracked], [known[row] for row, _ in tracked], self.momentum
+            )
+
+
+UNTRACKED = Tracked()
+
+
+def normalize(
+    norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, tracked: Tracked = UNTRACKED
+) -> tuple[Tensor, Tensor | None]:
     """(x - mean) / sqrt(variance + eps) * weight + bias with statistics over all dims but 1, and over all who share x.
 
-    Returns this rank's part of it, held as `norm.output` says, and what `merged` gives, (5, C), in float32 where x and
-    the weight are.
+    Returns this rank's part of it, held as `norm.output` says, and the mean and the unbiased variance, (2, C), or none
+    if `tracked` took them in.
     """
-    return _Normalize.apply((norm,), x, weight, bias)
+    return _Normalize.apply((norm,), (tracked,), x, weight, bias)
 
 
 @dataclass(frozen=True)
@@ -255,7 +165,8 @@ class WaitingNorm:
     x: Tensor
     weight: Tensor | None
     bias: Tensor | None
-    done: Callable[[Tensor, Tensor], None]
+    tracked: Tracked
+    done: Callable[[Tensor, Tensor | None], None]
     version: int
 
     def compute(self, waiting: Sequence["WaitingNorm"]) -> None:
@@ -266,7 +177,7 @@ class WaitingNorm:
                 )
         tensors = [t for task in waiting for t in (task.x, task.weight, task.bias)]
         with torch.inference_mode(False), torch.enable_grad():
-            found = _Normalize.apply([task.norm for task in waiting], *tensors)
+            found = _Normalize.apply([task.norm for task in waiting], [task.tracked for task in waiting], *tensors)
         for i, task in enumerate(waiting):
             task.done(*found[2 * i : 2 * i + 2])
 
@@ -286,27 +197,26 @@ class _Normalize(torch.autograd.Function):
     """Several norms in one exchange each way: of x, weight and bias for each."""
 
     @staticmethod
-    def forward(ctx: Any, norms: Sequence[Norm], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, norms: Sequence[Norm], tracked: Sequence[Tracked], *tensors: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         if any(ctx.needs_input_grad):
             norms[0].layout.grid.foresight.passed(forward=True)
-        xs, weights, biases = tensors[::3], tensors[1::3], tensors[2::3]
+        xs, weights, biases = [x for x in tensors[::3] if x is not None], tensors[1::3], tensors[2::3]
+        ctx.kernels = [kernels_for(norm, x) for norm, x in zip(norms, xs, strict=True)]
         told, strips = _Round(norms, FORWARD_TAG), []
-        for norm, x in zip(norms, xs, strict=True):
-            assert x is not None
+        for norm, kernels, x in zip(norms, ctx.kernels, xs, strict=True):
             own = norm.own(x) if norm.wide else x
-            strips.append(told.add(norm, sums_around(own, norm.constants), norm.exchange, x))
-        outputs, saved = [], []
-        for norm, x, weight, bias, around, theirs in zip(
-            norms, xs, weights, biases, strips, told.gather(Norm.all_moments), strict=True
+            strips.append(told.add(norm, kernels.told(norm, own), norm.exchange, x))
+        outputs: list[Tensor | None] = []
+        saved: list[Tensor | None] = []
+        for norm, kernels, running, x, weight, bias, around, theirs in zip(
+            norms, ctx.kernels, tracked, xs, weights, biases, strips, told.gather(Norm.all_moments), strict=True
         ):
-            assert x is not None
-            moments = merged(theirs, norm.shares(theirs.device), norm.count, norm.eps, weight)
-            kind = weight.dtype if weight is not None else torch.float64 if x.dtype == torch.float64 else torch.float32
-            short = moments.to(kind)
-            exact = moments if kind.itemsize < 4 else short
-            outputs += [_applied(norm, x, around, weight, bias, short[0], short[1]), exact]
-            saved += [x, weight, short, *around]
-        ctx.mark_non_differentiable(*outputs[1::2])
+            kept, moments = kernels.merged(norm, x, theirs, weight, running)
+            outputs += [kernels.applied(norm, x, around, kept, weight, bias), moments]
+            saved += [x, weight, *kept, *around]
+        ctx.mark_non_differentiable(*(moments for moments in outputs[1::2] if moments is not None))
         ctx.norms, ctx.biased = norms, [bias is not None for bias in biases]
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)  # a norm that nobody used gets no gradient, whomever it was computed with
@@ -318,25 +228,27 @@ class _Normalize(torch.autograd.Function):
         norms: Sequence[Norm] = ctx.norms
         norms[0].layout.grid.foresight.passed(forward=False)
         norms[0].layout.grid.foresight.pay()  # what nobody looked at, and has running statistics all the same
-        saved = iter(ctx.saved_tensors)
-        found: list[Tensor | None] = [None]
+        tensors = iter(ctx.saved_tensors)
+        found: list[Tensor | None] = [None, None]
         told, passing = _Round(norms, BACKWARD_TAG), []
-        for i, norm in enumerate(norms):
-            x, weight, short = next(saved), next(saved), next(saved)  # the weight only so that nobody changes it
-            strips, gradient = [next(saved) for _ in norm.boxes], gradients[2 * i]
+        for i, (norm, kernels) in enumerate(zip(norms, ctx.kernels, strict=True)):
+            x, weight = next(tensors), next(tensors)
+            saved = [next(tensors) for _ in range(kernels.SAVED)]
+            strips, gradient = [next(tensors) for _ in norm.boxes], gradients[2 * i]
             if gradient is None:
                 found += [None, None, None]
                 continue
-            parts = _parts(norm, gradient, x, strips)
-            mean, variance = short[0], short[1]
-            sums = _sums(norm, parts, mean, variance)
-            found += [None, sums[0] if weight is not None else None, sums[1] if ctx.biased[i] else None]
-            if ctx.needs_input_grad[1 + 3 * i]:
+            parts = kernels.parts(norm, gradient, x, strips)
+            sums, of_weight, of_bias = kernels.sums(norm, parts, saved)
+            found += [None, of_weight if weight is not None else None, of_bias if ctx.biased[i] else None]
+            if ctx.needs_input_grad[2 + 3 * i]:
                 back = None if norm.exchange is None else norm.exchange.adjoint
-                strips = told.add(norm, sums.double(), back, gradient)
-                passing.append((1 + 3 * i, norm, parts[0], short, strips))
-        for (place, norm, own, short, strips), theirs in zip(passing, told.gather(_reduced), strict=True):
-            found[place] = _gradient(norm, own, short, strips, theirs)
+                strips = told.add(norm, sums, back, gradient)
+                passing.append((2 + 3 * i, norm, kernels, parts[0], saved, weight, strips))
+        for (place, norm, kernels, own, saved, weight, strips), theirs in zip(
+            passing, told.gather(_reduced), strict=True
+        ):
+            found[place] = gradient_of(norm, kernels, own, saved, weight, strips, theirs)
         return tuple(found)
 
 
@@ -350,17 +262,18 @@ class _Round:
         self._receives: list[Piece] = []
         self._alone = len(norms) == 1 and norms[0].exchange is None
 
-    def add(self, norm: Norm, mine: Tensor, exchange: Exchange | None, x: Tensor) -> list[Tensor]:
-        """Tell `mine` to those who share the norm, and pass on strips of x: those that come are returned."""
+    def add(self, norm: Norm, rows: tuple[Tensor, ...], exchange: Exchange | None, x: Tensor) -> list[Tensor]:
+        """Tell these rows to those who share the norm, and pass on strips of x: those that come are returned."""
         among, theirs = norm.among, None
         if not self._alone and len(among.ranks) <= FEW:
-            theirs = mine.new_empty((len(among.ranks), *mine.shape))
+            theirs = rows[0].new_empty((len(among.ranks), len(rows), *rows[0].shape))
+            mine = torch.stack(rows, out=theirs[among.ranks.index(self._comm.rank)])
             for place, rank in enumerate(among.ranks):
-                if rank == self._comm.rank:
-                    theirs[place] = mine
-                else:
+                if rank != self._comm.rank:
                     self._sends.append(Piece(rank, mine))
                     self._receives.append(Piece(rank, theirs[place]))
+        else:
+            mine = torch.stack(rows)
         self._told.append((norm, mine, theirs))
         strips = []
         if exchange is not None:
@@ -390,90 +303,6 @@ def _reduced(norm: Norm, mine: Tensor) -> Tensor:
     return comm.all_gather(mine) if comm.size <= FEW else comm.all_reduce(mine.clone())[None]
 
 
-def _scaled(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
-) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias."""
-    if x.numel() == 0:
-        return torch.zeros_like(x)
-    return torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
-
-
-def _applied(
-    norm: Norm,
-    x: Tensor,
-    strips: Sequence[Tensor],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-) -> Tensor:
-    if norm.exchange is None:
-        return _scaled(x, weight, bias, mean, variance, norm.eps)
-    like = Like.of(x)
-    shape = shape_of(norm.output.held, norm.output.dims, x.shape)
-    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=like.memory_format)
-    for part, box in zip((norm.own(x), *strips), (norm.output.owned, *norm.boxes), strict=True):
-        # A kernel that writes with strides takes five times as long as a copy.
-        norm.within(y, box).copy_(_scaled(part, weight, bias, mean, variance, norm.eps))
-    return y
-
-
-def _parts(norm: Norm, gradient: Tensor, x: Tensor, strips: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """The owned parts of the gradient, to be changed, and of x; then the strips of both."""
-    if norm.exchange is None:
-        return [(gradient.contiguous(), x)]
-    own = norm.within(gradient, norm.output.owned).clone(memory_format=torch.contiguous_format)
-    around = (norm.within(gradient, box).contiguous() for box in norm.boxes)
-    return [(own, norm.own(x)), *zip(around, strips, strict=True)]
-
-
-def _sums(norm: Norm, parts: Sequence[tuple[Tensor, Tensor]], mean: Tensor, variance: Tensor) -> Tensor:
-    """The gradients of weight and bias, (2, C)."""
-    _, ones, nothing = norm.constants(len(mean), mean.dtype, mean.device)
-    found: Tensor | None = None
-    for gradient, x in parts:
-        if x.numel():
-            if 1 in x.shape and gradient.stride() != x.stride():
-                gradient, x = settled(gradient), settled(x)
-            # As PyTorch calls it in evaluation mode: with saved statistics that are empty, since CUDA's kernel takes
-            # what it finds there for the mean and 1/std (aten/src/ATen/native/cuda/Normalization.cu).
-            _, scaled, plain = backward_of_batch_norm(
-                gradient, x, ones, mean, variance, nothing, nothing, False, norm.eps, [False, True, True]
-            )
-            sums = torch.stack((scaled, plain))
-            found = sums if found is None else found.add_(sums)
-    return mean.new_zeros(2, len(mean)) if found is None else found
-
-
-def _gradient(
-    norm: Norm,
-    own: tuple[Tensor, Tensor],
-    short: Tensor,
-    strips: Sequence[Tensor],
-    of_ranks: Tensor,
-) -> Tensor:
-    """The gradient of x, this rank's part, once the strips of others have come and the sums of all ranks, (*, 2, C)."""
-    gradient, x = own
-    shape = PER_CHANNEL[x.dim()]
-    mean, variance, _, slope, of_sums = short.unbind()
-    factor, constant = (of_ranks.sum(0) * of_sums).to(short.dtype).unbind()
-    if norm.exchange is not None:
-        for slab, strip in zip(norm.exchange.plan.sends, strips, strict=True):
-            narrow(gradient, norm.layout.dims, norm.layout.owned, slab.box).add_(strip)
-    elif norm.layout.wide:  # a halo that somebody else brought here: its gradient is for them to take back
-        held = gradient * slope.view(shape).to(gradient.dtype)
-        norm.own(held).add_(_scaled(norm.own(x).contiguous(), factor, constant, mean, variance, norm.eps))
-        return held
-    result = _scaled(x, factor, constant, mean, variance, norm.eps)
-    result.addcmul_(gradient, slope.view(shape).to(gradient.dtype))
-    if not norm.layout.wide:
-        return result
-    held = result.new_zeros(shape_of(norm.layout.held, norm.layout.dims, x.shape))
-    norm.own(held).copy_(result)
-    return held
-
-
 @register(F.batch_norm)
 def batch_norm(
     input: SpatialTensor,
@@ -501,26 +330,25 @@ def batch_norm(
     norm = layout.known((batch_norm, x.shape, eps, held), lambda: _norm(layout, x.shape, eps, held))
     if norm.count < 2 and not x.is_meta:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(input.shape)}")
+    if x.is_cuda and norm.alone:
+        return wrap(F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps), layout)
     needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     result = SpatialTensor.promise(x, norm.output, needs_gradient)
 
-    def done(y: Tensor, moments: Tensor) -> None:
+    tracked = Tracked(running_mean, running_var, momentum)
+
+    def done(y: Tensor, moments: Tensor | None) -> None:
         result.fulfil(y)
-        tracked = [(running, row) for running, row in ((running_mean, 0), (running_var, 2)) if running is not None]
-        if tracked:
-            known = moments.to(tracked[0][0].dtype)
-            torch._foreach_lerp_(
-                [running.detach() for running, _ in tracked], [known[row] for _, row in tracked], momentum
-            )
+        tracked.take(moments)
 
     patient = foresight.reached(weight)
     if (patient or foresight.waiting) and may_wait(foresight, x, weight, bias):
-        foresight.wait(WaitingNorm(norm, x, weight, bias, done, x._version))
+        foresight.wait(WaitingNorm(norm, x, weight, bias, tracked, done, x._version))
         result.before_first_look(foresight.pay)
         if not patient:
             foresight.pay()
     else:
-        done(*normalize(norm, x, weight, bias))
+        done(*normalize(norm, x, weight, bias, tracked))
     if weight is None:
         return result
     if not patient:
@@ -618,7 +446,7 @@ def instance_norm(
 def _track(layout: Layout, running: tuple[Tensor, Tensor | None], moments: Tensor, momentum: float) -> None:
     """Running statistics of instance norm: the means, over the batch, of each sample's mean and unbiased variance."""
     channels = running[0].shape[0]
-    values = moments[:3:2].view(2, -1, channels)
+    values = moments.view(2, -1, channels)
     samples = torch.full((2, 1, channels), float(values.shape[1]), dtype=values.dtype, device=values.device)
     sums = torch.cat([values.sum(1, keepdim=True), samples], 1)
     if layout.cut(0):
@@ -632,7 +460,7 @@ def _track(layout: Layout, running: tuple[Tensor, Tensor | None], moments: Tenso
 def _by_sample(
     x: SpatialTensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, name: str
 ) -> tuple[Tensor, Tensor]:
-    """The normalized image; mean, biased and unbiased variance of each sample's groups, in this order, as rows."""
+    """The normalized image; mean and unbiased variance of each sample's groups, as rows."""
     if x.layout.axis(1) is not None or x.layout.dims[BATCH] not in (None, 0):
         raise refusal(name, "dims 0 and 1 are not batch and channels here")
     if x.shape[1] % groups:
@@ -645,6 +473,7 @@ def _by_sample(
     y, moments = normalize(norm, rows, None, None)
     shape = PER_CHANNEL[x.dim()]
     weight, bias = weight if weight is None else weight.view(shape), bias if bias is None else bias.view(shape)
+    assert moments is not None  # nothing takes them in
     return wrap(_affine(y.view(local.shape), weight, bias), layout), moments
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import count
-from math import floor, prod
-from typing import Any, Literal, NamedTuple, get_args
+from math import ceil, floor, prod
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -154,7 +154,9 @@ def _sum_along(x: Tensor, dim: int, sums: Sums) -> Tensor:
 LONGEST_PERIOD = 16
 EXACT_IN_FLOAT32 = 1 << 24
 
-Kernel = Literal["quick", "float32", "float64"]
+Kernel = Literal["quick", "float32", "float64", "cuda", "cuda backward"]
+OF_CPU: tuple[Kernel, ...] = ("quick", "float32", "float64")
+OF_CUDA: tuple[Kernel, ...] = ("cuda", "cuda backward")
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,8 @@ class Resampling:
     which finds the nearest rows: "quick", which copies and doubles rows where that makes the output's size, whatever
     the scale, and otherwise multiplies in float32; or the general one, which multiplies in float32 or in float64. On
     it depends which of the needed rows are taken, but nothing that ranks must agree on: a part of a pixel or of none
-    does not tell in which format the whole is.
+    does not tell in which format the whole is. CUDA's multiplies in float32, and finds the rows for its backward by the
+    reciprocal scale (aten/src/ATen/native/cuda/UpSample.cuh).
     """
 
     size: int
@@ -200,7 +203,7 @@ class Resampling:
     @property
     def backward(self) -> "Resampling":
         """The rows for PyTorch's backward: the nearest ones that the quick kernel would have found."""
-        return replace(self, kernel="quick")
+        return replace(self, kernel="quick" if self.kernel in OF_CPU else "cuda backward")
 
     @cached_property
     def period(self) -> tuple[int, int] | None:
@@ -217,6 +220,7 @@ class Resampling:
         if self.mode != "linear":
             # Products that are rounded are rounded differently in a part.
             rounded = ratio.denominator.bit_count() > 1 or 2 * self.output * ratio.numerator > EXACT_IN_FLOAT32
+            rounded |= self.kernel in OF_CUDA and ratio.numerator.bit_count() > 1
             shortcut = self.output in (self.size, 2 * self.size) and self.output * self.scale != self.size
             if rounded or shortcut:
                 return None
@@ -232,6 +236,11 @@ class Resampling:
             return [(source, 1 / len(rows)) for source in rows]
         if self.identity:
             return [(row, 1.0)]
+        if self.kernel == "cuda backward":
+            near = int((row if self.mode == "nearest" else row + 0.5) * self.scale)
+            return [(i, 1.0) for i in range(max(0, near - 2), near + 3) if self._begins(i) <= row < self._begins(i + 1)]
+        if self.kernel == "cuda" and self.size == self.output:
+            return [(row, 1.0)]
         if self.mode.startswith("nearest"):
             centre = row if self.mode == "nearest" else row + 0.5
             wide = self.kernel == "float64"
@@ -246,6 +255,11 @@ class Resampling:
         first = floor(position)
         return [(min(max(first + k, 0), last), _cubic(abs(position - first - k), -0.75)) for k in range(-1, 3)]
 
+    def _begins(self, row: int) -> int:
+        """The first output row whose gradient CUDA's kernel adds to that of an input row."""
+        place = np.float32(row) * np.float32(1 / self.scale) - np.float32(0.0 if self.mode == "nearest" else 0.5)
+        return min(ceil(place), self.output)
+
     def _filtered(self, row: int) -> list[tuple[int, float]]:
         """All rows under a filter that is as much wider as the image gets smaller, as Pillow has it."""
         width, centre = max(self.scale, 1.0), self.scale * (row + 0.5)
@@ -257,7 +271,8 @@ class Resampling:
         return [(source, weight / total) for source, weight in zip(rows, weights, strict=True)]
 
     def needs(self, output: Interval, size: int) -> Interval:
-        kernels = get_args(Kernel) if self.mode.startswith("nearest") else (self.kernel,)
+        of_device = OF_CPU if self.kernel in OF_CPU else OF_CUDA
+        kernels = of_device if self.mode.startswith("nearest") else (self.kernel,)
         mappings = [replace(self, kernel=kernel) for kernel in kernels]
         rows = [row for each in mappings for end in (output.start, output.stop - 1) for row, _ in each.taps(end)]
         start = min(rows)
@@ -323,6 +338,8 @@ def interpolate(
         factors = (None,) * count
     x = in_plain_dtype(x, lambda image: F.interpolate(image, scale_factor=2.0, mode=mode), count)
     kernel = _kernel(x.local, sizes, mode)
+    if kernel in OF_CUDA and sizes == tuple(x.shape[2:]):
+        factors = (None,) * count  # a copy, whatever the factors
     mappings = [
         _mapping(n, output, factor, one_axis, bool(align_corners), antialias, kernel)
         for n, output, factor in zip(x.shape[2:], sizes, factors, strict=True)
@@ -356,7 +373,9 @@ def _kernel(x: Tensor, output: Sequence[int], mode: str) -> Kernel:
     """By which PyTorch finds the nearest pixels of such an image; other modes do not care."""
     last = channels_last(x) if x.dim() == 4 else x.dim() == 5 and Like.of(x).memory_format == torch.channels_last_3d
     quick = x.dim() > 3 and ((last and x.shape[-3] > 3) or sum(output) <= 128)
-    if not mode.startswith("nearest") or not x.is_cpu or quick:
+    if mode.startswith("nearest") and x.is_cuda:
+        return "cuda"
+    if not mode.startswith("nearest") or quick:
         return "quick"
     return "float64" if x.dtype == torch.float64 else "float32"
 

@@ -1,0 +1,377 @@
+"""The arithmetic of a norm whose pixels several ranks share out: statistics, their merging, and gradients.
+
+    any device      a mean and sums of squares for each channel; merged in float64, on CPUs by numpy
+    CUDA            the kernels of PyTorch's own SyncBatchNorm
+
+Both are used in the same way: `told` is what ranks tell each other, `merged` makes of it what is saved, `applied` and
+`gradient` are the norm and its adjoint, and `sums` is what ranks tell each other in the backward pass.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpi4dl.comm.exchange import Like, narrow, shape_of
+
+if TYPE_CHECKING:
+    from mpi4dl.parallel.spatial.rules.normalization import Norm, Tracked
+
+# A few numbers for each channel: each rank's sums of its pixels, and the moments of all ranks' pixels made of them.
+#
+# An operator of PyTorch's takes a microsecond or two for them, whatever it does: so there are to be few operators, and
+# on CPUs it is numpy that calculates, which takes a quarter of that.
+
+backward_of_batch_norm = torch.ops.aten.native_batch_norm_backward.default
+OTHERS = {ndim: ([d for d in range(ndim) if d != 1],) for ndim in range(2, 7)}  # all dims but that of channels
+PER_CHANNEL = {ndim: (-1, *(1,) * (ndim - 2)) for ndim in range(2, 7)}  # the shape of a number for each, beside x
+
+
+Rows = tuple[Tensor, ...]  # numbers for each channel, each of (C,)
+Constants = Callable[[int, torch.dtype, torch.device], tuple[Tensor, Tensor, Tensor]]
+
+
+def constants_of(count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros and ones for so many channels, and a tensor without elements, which nobody writes to."""
+    with torch.inference_mode(False):
+        ones = torch.ones(count, dtype=dtype, device=device)
+        return torch.zeros_like(ones), ones, torch.empty(0, dtype=dtype, device=device)
+
+
+def counts_of(counts: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """How many pixels each rank has, as the kernels of CUDA take it forward and backward."""
+    with torch.inference_mode(False):
+        each = torch.tensor(counts, dtype=torch.int32, device=device)
+        return each.to(dtype), each
+
+
+def sums_around(own: Tensor, constants: Constants) -> Rows:
+    """Of each channel (dim 1) a number near its mean, and the sums of the squared distances to it and of the distances.
+
+    Three of (C,), in float32 or float64.
+    """
+    if own.is_meta or not own.numel():
+        return own.new_zeros(3, own.shape[1], dtype=torch.promote_types(own.dtype, torch.float32)).unbind()
+    if not own.is_cpu:
+        mean, variance = torch.batch_norm_update_stats(own, None, None, 0.0)
+        return mean, variance * (own.numel() // own.shape[1]), torch.zeros_like(mean)
+    # Several times faster than `var_mean`, and no less exact: shift by the rounded mean, then take both sums in one
+    # pass of the kernel that batch norm's backward takes its sums with.
+    own = own.float() if own.itemsize < 4 else own
+    near = own.mean(*OTHERS[own.dim()])
+    centred = own - near.view(PER_CHANNEL[own.dim()])
+    zeros, ones, _ = constants(len(near), near.dtype, near.device)
+    _, squares, rest = backward_of_batch_norm(
+        centred, centred, ones, zeros, ones, None, None, False, 0.0, [False, True, True]
+    )
+    return near, squares, rest
+
+
+@lru_cache(maxsize=4096)
+def _usual_strides(shape: Sequence[int], memory_format: torch.memory_format) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta", memory_format=memory_format).stride()
+
+
+def settled(x: Tensor) -> Tensor:
+    """x, whose dims of one entry have the strides that its memory format gives them.
+
+    On CPUs the kernel of batch norm's backward pass finds the format of its arguments by those strides, too. Where it
+    finds other ones for a gradient and an image than they have, its results are wrong.
+    """
+    like = Like.of(x).memory_format
+    if not x.is_contiguous(memory_format=like):
+        return x
+    strides = _usual_strides(x.shape, like)
+    return x if x.stride() == strides else x.as_strided(x.shape, strides)
+
+
+class Shares(NamedTuple):
+    """One over how many numbers each rank has, (ranks, 1), and which share of all, (ranks,)."""
+
+    inverses: Any
+    shares: Any
+
+    @classmethod
+    def of(cls, counts: Sequence[int], device: torch.device) -> "Shares":
+        with torch.inference_mode(False):
+            each = torch.tensor(counts, dtype=torch.float64, device=device)
+            return cls(numbers(1 / each.clamp(min=1)[:, None]), numbers(each / max(sum(counts), 1)))
+
+
+def numbers(x: Tensor) -> Any:
+    """A few numbers in float64, to calculate with: on CPUs an array of numpy, of the same memory if x is float64."""
+    x = x.detach()
+    return x.numpy().astype(np.float64, copy=False) if x.is_cpu and x.dtype in EXACT else _as_numbers(x.double())
+
+
+EXACT = (torch.float32, torch.float64)  # what numpy has, too
+
+
+def _as_numbers(x: Tensor) -> Any:
+    return x.numpy() if x.is_cpu else x
+
+
+def merged(of_ranks: Tensor, shares: Shares, count: int, eps: float, weight: Tensor | None) -> Tensor:
+    """The moments for a norm of `count` numbers a channel, from each rank's `sums_around`, (ranks, 3, C).
+
+    In float64, (5, C): the mean, the biased and the unbiased variance, the slope, weight / sqrt(variance + eps), and
+    what the slope is for the mean, -slope / count.
+    """
+    moments = torch.empty(5, of_ranks.shape[2], dtype=torch.float64, device=of_ranks.device)
+    found, count = _as_numbers(moments), max(count, 1)
+    with np.errstate(all="ignore"):  # infinities are for the model to find, as in PyTorch
+        found[0], variance = _mean_and_variance(numbers(of_ranks), shares)
+        found[1] = variance
+        found[2] = variance * (count / max(count - 1, 1))
+        slope = ((variance + eps) ** 0.5) ** -1
+        found[3] = slope = slope if weight is None else slope * numbers(weight)
+        found[4] = slope * (-1 / count)
+    return moments
+
+
+def joined(of_ranks: Tensor, shares: Shares, count: int) -> Tensor:
+    """The `sums_around` of several ranks together, which have `count` numbers a channel: (3, C), in float64."""
+    sums = torch.zeros(3, of_ranks.shape[2], dtype=torch.float64, device=of_ranks.device)
+    found = _as_numbers(sums)
+    with np.errstate(all="ignore"):
+        found[0], variance = _mean_and_variance(numbers(of_ranks), shares)
+        found[1] = variance * count
+    return sums
+
+
+def _mean_and_variance(values: Any, shares: Shares) -> tuple[Any, Any]:
+    """Of all numbers of each channel, from each rank's (ranks, 3, C): by Chan, Golub and LeVeque (1979)."""
+    inverse, share = shares
+    rest = values[:, 2] * inverse
+    means = values[:, 0] + rest
+    mean = share @ means
+    means -= mean
+    variances = values[:, 1] * inverse
+    variances += means * means - rest * rest
+    return mean, share @ variances
+
+
+class Kernels:
+    """Those that any device has."""
+
+    SAVED = 1  # tensors that `merged` returns to be saved
+
+    def told(self, norm: "Norm", own: Tensor) -> Rows:
+        """Numbers for each channel of what this rank owns: rows of (C,)."""
+        return sums_around(own, norm.constants)
+
+    def merged(
+        self, norm: "Norm", x: Tensor, theirs: Tensor, weight: Tensor | None, tracked: "Tracked"
+    ) -> tuple[Sequence[Tensor], Tensor | None]:
+        """Of what all ranks told, (ranks, rows, C): what is to be saved; then mean and unbiased variance, (2, C).
+
+        Or none, if `tracked` has taken them in.
+        """
+        moments = merged(theirs, norm.shares(theirs.device), norm.count, norm.eps, weight)
+        kind = torch.promote_types(x.dtype, torch.float32) if weight is None else weight.dtype
+        short = moments.to(kind)
+        return [short], (moments if kind.itemsize < 4 else short)[:3:2]
+
+    def scaled(self, norm: "Norm", x: Tensor, saved: Sequence[Tensor], weight: Any, bias: Any) -> Tensor:
+        """(x - mean) / sqrt(variance + eps) * weight + bias."""
+        return _scaled(x, weight, bias, saved[0][0], saved[0][1], norm.eps)
+
+    def applied(
+        self, norm: "Norm", x: Tensor, strips: Sequence[Tensor], saved: Sequence[Tensor], weight: Any, bias: Any
+    ) -> Tensor:
+        """This rank's part of the output: of x, and of strips that others own."""
+        if norm.exchange is None:
+            return self.scaled(norm, x, saved, weight, bias)
+        y = _held(norm, x)
+        for part, box in zip((norm.own(x), *strips), (norm.output.owned, *norm.boxes), strict=True):
+            # A kernel that writes with strides takes five times as long as a copy.
+            norm.within(y, box).copy_(self.scaled(norm, part, saved, weight, bias))
+        return y
+
+    def parts(self, norm: "Norm", gradient: Tensor, x: Tensor, strips: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """The owned parts of the gradient, to be changed, and of x; then the strips of both."""
+        if norm.exchange is None:
+            return [(gradient.contiguous(), x)]
+        own = norm.within(gradient, norm.output.owned).clone(memory_format=torch.contiguous_format)
+        around = (norm.within(gradient, box).contiguous() for box in norm.boxes)
+        return [(own, norm.own(x)), *zip(around, strips, strict=True)]
+
+    def sums(
+        self, norm: "Norm", parts: Sequence[tuple[Tensor, Tensor]], saved: Sequence[Tensor]
+    ) -> tuple[Rows, Tensor, Tensor]:
+        """What ranks tell each other, two rows of (C,); and the gradients of weight and bias."""
+        mean, variance = saved[0][:2]
+        _, ones, nothing = norm.constants(len(mean), mean.dtype, mean.device)
+        found: Tensor | None = None
+        for gradient, x in parts:
+            if x.numel():
+                if 1 in x.shape and gradient.stride() != x.stride():
+                    gradient, x = settled(gradient), settled(x)
+                # As PyTorch calls it in evaluation mode: with saved statistics that are empty, since CUDA's kernel
+                # takes what it finds there for the mean and 1/std (aten/src/ATen/native/cuda/Normalization.cu).
+                _, scaled, plain = backward_of_batch_norm(
+                    gradient, x, ones, mean, variance, nothing, nothing, False, norm.eps, [False, True, True]
+                )
+                sums = torch.stack((scaled, plain))
+                found = sums if found is None else found.add_(sums)
+        found = mean.new_zeros(2, len(mean)) if found is None else found
+        return found.double().unbind(), found[0], found[1]
+
+    def slope(self, saved: Sequence[Tensor], weight: Tensor | None) -> Tensor:
+        """weight / sqrt(variance + eps)."""
+        return saved[0][3]
+
+    def gradient(
+        self,
+        norm: "Norm",
+        gradient: Tensor,
+        x: Tensor,
+        saved: Sequence[Tensor],
+        weight: Tensor | None,
+        theirs: Tensor,
+    ) -> Tensor:
+        """The gradient of the owned x, from that of the output and what all ranks told, (*, 2, C)."""
+        mean, variance, _, slope, of_sums = saved[0].unbind()
+        factor, constant = (theirs.sum(0) * of_sums).to(slope.dtype).unbind()
+        result = _scaled(x.contiguous() if norm.layout.wide else x, factor, constant, mean, variance, norm.eps)
+        return result.addcmul_(gradient, slope.view(PER_CHANNEL[x.dim()]).to(gradient.dtype))
+
+
+class CudaKernels(Kernels):
+    """Those of torch.nn.SyncBatchNorm (torch/nn/modules/_functions.py), which read x once each.
+
+    They know no rank without pixels, and count pixels in 32 bits.
+    """
+
+    SAVED = 2
+    MOST_PIXELS = 2**31 - 1
+
+    def told(self, norm: "Norm", own: Tensor) -> Rows:
+        return torch.batch_norm_stats(own.contiguous(memory_format=Like.of(own).memory_format), norm.eps)
+
+    def merged(
+        self, norm: "Norm", x: Tensor, theirs: Tensor, weight: Tensor | None, tracked: "Tracked"
+    ) -> tuple[Sequence[Tensor], Tensor | None]:
+        counts, _ = norm.counts(theirs.dtype, theirs.device)
+        mean, variance, momentum = tracked
+        moments = None
+        if mean is None or variance is None or {mean.dtype, variance.dtype} != {theirs.dtype}:
+            moments = torch.zeros_like(theirs[0])
+            mean, variance, momentum = *moments, 1.0
+        saved = torch.batch_norm_gather_stats_with_counts(
+            x, theirs[:, 0], theirs[:, 1], mean, variance, momentum, norm.eps, counts
+        )
+        if moments is None:  # the kernel's schema does not say that it writes to them
+            for written in (mean, variance):
+                torch.autograd.graph.increment_version(written)
+        return saved, moments
+
+    def scaled(self, norm: "Norm", x: Tensor, saved: Sequence[Tensor], weight: Any, bias: Any) -> Tensor:
+        mean, invstd = saved
+        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, norm.eps)
+
+    def applied(
+        self, norm: "Norm", x: Tensor, strips: Sequence[Tensor], saved: Sequence[Tensor], weight: Any, bias: Any
+    ) -> Tensor:
+        if norm.exchange is not None:
+            held = _held(norm, x)
+            for part, box in zip((norm.own(x), *strips), (norm.output.owned, *norm.boxes), strict=True):
+                norm.within(held, box).copy_(part)
+            x = held
+        return self.scaled(norm, x, saved, weight, bias)
+
+    def parts(self, norm: "Norm", gradient: Tensor, x: Tensor, strips: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        like = Like.of(x).memory_format
+        if norm.exchange is None:
+            return [(gradient.contiguous(memory_format=like), x.contiguous(memory_format=like))]
+        own = norm.within(gradient, norm.output.owned).clone(memory_format=like)
+        around = (norm.within(gradient, box).contiguous(memory_format=like) for box in norm.boxes)
+        return [(own, norm.own(x).contiguous(memory_format=like)), *zip(around, strips, strict=True)]
+
+    def sums(
+        self, norm: "Norm", parts: Sequence[tuple[Tensor, Tensor]], saved: Sequence[Tensor]
+    ) -> tuple[Rows, Tensor, Tensor]:
+        mean, invstd = saved
+        _, ones, _ = norm.constants(len(mean), mean.dtype, mean.device)
+        found = [
+            torch.batch_norm_backward_reduce(gradient, x, mean, invstd, ones, True, True, True)
+            for gradient, x in parts
+            if x.numel()
+        ]
+        for more in found[1:]:
+            torch._foreach_add_(found[0], more)
+        plain, scaled, of_weight, of_bias = found[0]
+        return (plain, scaled), of_weight, of_bias
+
+    def slope(self, saved: Sequence[Tensor], weight: Tensor | None) -> Tensor:
+        return saved[1] if weight is None else saved[1] * weight
+
+    def gradient(
+        self,
+        norm: "Norm",
+        gradient: Tensor,
+        x: Tensor,
+        saved: Sequence[Tensor],
+        weight: Tensor | None,
+        theirs: Tensor,
+    ) -> Tensor:
+        _, counts = norm.counts(theirs.dtype, theirs.device)
+        like = Like.of(x).memory_format
+        gradient, x = (t.contiguous(memory_format=like) for t in (gradient, x))
+        weight = None if weight is None else weight.to(theirs.dtype)
+        mean, invstd = saved
+        plain, scaled = theirs.sum(0) if len(theirs) > 1 else theirs[0]
+        return torch.batch_norm_backward_elemt(gradient, x, mean, invstd, weight, plain, scaled, counts)
+
+
+ANYWHERE, ON_CUDA = Kernels(), CudaKernels()
+
+
+def kernels_for(norm: "Norm", x: Tensor) -> Kernels:
+    known = x.is_cuda and norm.among.blocks is None
+    return ON_CUDA if known and min(norm.among.counts) and norm.count <= CudaKernels.MOST_PIXELS else ANYWHERE
+
+
+def _held(norm: "Norm", x: Tensor) -> Tensor:
+    """Memory for this rank's part of the output, in the memory format of x."""
+    shape = shape_of(norm.output.held, norm.output.dims, x.shape)
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=Like.of(x).memory_format)
+
+
+def _scaled(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias."""
+    if x.numel() == 0:
+        return torch.zeros_like(x)
+    return torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
+
+
+def gradient_of(
+    norm: "Norm",
+    kernels: Kernels,
+    own: tuple[Tensor, Tensor],
+    saved: Sequence[Tensor],
+    weight: Tensor | None,
+    strips: Sequence[Tensor],
+    theirs: Tensor,
+) -> Tensor:
+    """The gradient of x, this rank's part, once the strips of others have come and the sums of all ranks, (*, 2, C)."""
+    gradient, x = own
+    if norm.exchange is None and norm.layout.wide:
+        # A halo that somebody else brought here: its gradient is for them to take back.
+        held = gradient * kernels.slope(saved, weight).view(PER_CHANNEL[x.dim()]).to(gradient.dtype)
+        norm.own(held).copy_(kernels.gradient(norm, norm.own(gradient), norm.own(x), saved, weight, theirs))
+        return held
+    if norm.exchange is not None:
+        for slab, strip in zip(norm.exchange.plan.sends, strips, strict=True):
+            narrow(gradient, norm.layout.dims, norm.layout.owned, slab.box).add_(strip)
+    result = kernels.gradient(norm, gradient, x, saved, weight, theirs)
+    if not norm.layout.wide:
+        return result
+    held = result.new_zeros(shape_of(norm.layout.held, norm.layout.dims, x.shape))
+    norm.own(held).copy_(result)
+    return held

@@ -1,0 +1,72 @@
+"""The rules of tiles on a GPU that is not there: the tables of tests/parallel/spatial/, by CUDA's contracts."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from mpi4dl.comm import Communicator
+from mpi4dl.parallel.spatial.rules import norm_kernels
+from tests.fakegpu.device import CUDA, installed
+from tests.parallel.spatial.comparing import Arrangement, compare_table
+from tests.pool.ranks import Ranks
+
+OF_CASES = (
+    *("attention", "contraction", "convolution", "flattening", "gathering", "indexing", "losses", "normalization"),
+    *("padding", "pointwise", "pooling", "reductions", "resampling", "views"),
+)
+TABLES = [
+    *(f"test_{name}.CASES" for name in OF_CASES),
+    *("test_attention.IN_EVALUATION", "test_convolution.TRANSPOSED", "test_flattening.ROWS"),
+    *("test_flattening.REORDERED", "test_indexing.CHOICES", "test_reductions.PREFIXES", "test_reductions.NORMS"),
+    "test_resampling.SAMPLES",
+]
+ARRANGEMENTS = [
+    Arrangement(1, 2),
+    Arrangement(2, 2, style="wide"),
+    Arrangement(4, 1, style="uneven"),
+    Arrangement(2, 1, batch=2),
+]
+
+
+def on_gpu(comm: Communicator, table: str, arrangement: Arrangement, patches: Any = ()) -> dict[str, str]:
+    module, _, name = table.partition(".")
+    comm.gpu_wire = "staged"
+    with pytest.MonkeyPatch.context() as context:
+        for place, value in patches:
+            context.setattr(place, value)
+        return compare_table(
+            comm, f"tests.parallel.spatial.{module}", name, arrangement, CUDA, partial(installed, True)
+        )
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.exhaustive
+def test_rules_on_a_gpu_equal_plain_pytorch(ranks: Ranks, table: str, arrangement: Arrangement) -> None:
+    assert ranks(arrangement.size).run(on_gpu, table, arrangement) == [{}] * arrangement.size
+
+
+NORMS, ANY_DEVICE = (
+    "test_normalization.CASES",
+    ("mpi4dl.parallel.spatial.rules.norm_kernels.CudaKernels.MOST_PIXELS", 0),
+)
+KERNEL = norm_kernels.backward_of_batch_norm
+
+
+@pytest.mark.parametrize("patches", [[], [ANY_DEVICE]], ids=["SyncBatchNorm's kernels", "those of any device"])
+@pytest.mark.parametrize("arrangement", [Arrangement(1, 2), Arrangement(3, 1, style="uneven")], ids=str)
+def test_norms_are_exact_by_both_sets_of_kernels(ranks: Ranks, arrangement: Arrangement, patches: Any) -> None:
+    assert ranks(arrangement.size).run(on_gpu, NORMS, arrangement, patches) == [{}] * arrangement.size
+
+
+def mean_as_saved(gradient: Any, x: Any, weight: Any, mean: torch.Tensor, variance: Any, *rest: Any) -> Any:
+    """As it was called once. CUDA's kernel takes what is saved for 1/std, in evaluation mode too; that of CPUs not."""
+    return KERNEL(gradient, x, weight, mean, variance, mean, mean, *rest[2:])
+
+
+def test_the_mean_as_saved_deviation_is_found(ranks: Ranks) -> None:
+    patches = [ANY_DEVICE, ("mpi4dl.parallel.spatial.rules.norm_kernels.backward_of_batch_norm", mean_as_saved)]
+    (found, *_) = ranks(2).run(on_gpu, NORMS, Arrangement(1, 2), patches)
+    assert any("gradient" in text for text in found.values())
