@@ -266,7 +266,7 @@ def random_state() -> dict[str, Any]:
         "python": [version, _text(np.array(words, np.uint32).tobytes()), gauss],
         "numpy": [kind, _text(np.asarray(keys, np.uint32).tobytes()), int(position), int(has_gauss), float(cached)],
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # asking for the state would make a context on a GPU that nobody uses
         found["cuda"] = _text(torch.cuda.get_rng_state().numpy().tobytes())
     return found
 
@@ -274,7 +274,7 @@ def random_state() -> dict[str, Any]:
 class Randomness:
     """States of all generators that can be gone on from; `set` does. Raises Damaged if `node` does not hold such.
 
-    The GPU's generator is set where both processes have a GPU.
+    The GPU's generator is set where both processes use a GPU.
     """
 
     def __init__(self, node: JsonValue) -> None:
@@ -282,7 +282,7 @@ class Randomness:
         self._torch = _read(node.at("torch"), _torch_state)
         self._python = _read(node.at("python"), _python_state)
         self._numpy = _read(node.at("numpy"), _numpy_state)
-        here = "cuda" in entries and torch.cuda.is_available()
+        here = "cuda" in entries and torch.cuda.is_initialized()
         self._cuda = _read(entries["cuda"], partial(_torch_state, device="cuda")) if here else None
 
     def set(self) -> None:

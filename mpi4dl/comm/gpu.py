@@ -7,9 +7,11 @@ always see the memory of the host, since Open MPI has no non-blocking ones for t
 that of `nccl`, which is taken only where it is asked for.
 """
 
+import contextlib
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from functools import cache
@@ -72,25 +74,29 @@ def claims(comm: "MPI.Comm") -> str | None:
 
 
 @cache
-def proves() -> bool:
-    """Send device memory from rank to rank, in a job of two ranks that may crash without harm."""
+def failed_proof() -> str | None:
+    """Send device memory from rank to rank, in a job of two ranks that may crash without harm; what went wrong."""
     launcher = next(filter(None, map(shutil.which, LAUNCHERS)), None)
     if launcher is None:
-        return False
+        return f"needs {' or '.join(LAUNCHERS)}, and neither is on the path: say --gpu-wire direct if it is right"
     kept = {k: v for k, v in os.environ.items() if k.startswith(LAUNCHER_SETTINGS)}
     environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)} | kept
-    try:
-        child = subprocess.run(
-            [launcher, "-n", "2", sys.executable, "-c", PROOF],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=PROOF_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    return child.returncode == 0 and child.stdout.count("proved") == 2
+    command, pipe = [launcher, "-n", "2", sys.executable, "-c", PROOF], subprocess.PIPE
+    # In a session of its own, which ends with all its ranks.
+    with subprocess.Popen(
+        command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as child:
+        try:
+            told, errors = child.communicate(timeout=PROOF_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"did not end within {PROOF_SECONDS:g} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+    if child.returncode == 0 and told.count("proved") == 2:
+        return None
+    last = errors.strip().rpartition("\n")[2]
+    return f"failed with exit code {child.returncode}" + (f": {last}" if last else "")
 
 
 def decide(comm: "MPI.Comm", local_rank: int, asked: str = "auto") -> tuple[str, str]:
@@ -104,7 +110,7 @@ def decide(comm: "MPI.Comm", local_rank: int, asked: str = "auto") -> tuple[str,
     claim = claims(comm)
     if not all(comm.allgather(claim is not None)):
         return "staged", "this MPI does not claim to be CUDA-aware"
-    proved = proves() if local_rank == 0 else True
-    if not all(comm.allgather(proved)):
-        return "staged", f"{claim} says CUDA-aware, but the self-test failed"
+    problem = failed_proof() if local_rank == 0 else None
+    if not all(comm.allgather(problem is None)):
+        return "staged", f"{claim} says CUDA-aware, but the self-test {problem or 'failed on another machine'}"
     return "direct", f"{claim} says CUDA-aware, and the self-test proved it"

@@ -12,6 +12,7 @@ earlier naps, or with ranks that wake each other, waits cost less, but work cost
 """
 
 import os
+import threading
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpi4dl.comm.requests import Driven, Request
-from mpi4dl.comm.watchdog import Waits
+from mpi4dl.comm.watchdog import Waits, sentry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,10 +42,9 @@ ALARM_SECONDS = 0.02
 class Node:
     """This rank's place on its machine, as MPI reports it: never read from a launcher's environment.
 
-    `wait_seconds` counts the time that this rank has spent waiting for others, in all communicators, of which it has
-    worked at waiting for `wait_cpu_seconds`; `waits` marks when it does. `underway` is the communication that this rank
-    has to drive forward while it waits for anything. `probe` makes MPI look after its messages, where some ranks are on
-    other nodes.
+    `wait_seconds` counts the time that this rank has spent waiting for others, in all communicators; `waits` marks when
+    it does. `underway` is the communication that this rank has to drive forward while it waits for anything. `probe`
+    makes MPI look after its messages, where some ranks are on other nodes.
     """
 
     local_rank: int
@@ -52,7 +52,7 @@ class Node:
     cores: int
     threads: int
     wait_seconds: float = 0.0
-    wait_cpu_seconds: float = 0.0
+    _waited: threading.local = field(default_factory=threading.local)  # `cpu`: seconds of work at waiting
     waits: Waits = field(default_factory=Waits)
     underway: list[Driven] = field(default_factory=list)
     probe: "Callable[[], Any] | None" = None
@@ -95,6 +95,7 @@ class Node:
             raise ValueError("device 'cuda' was asked for, but PyTorch sees no GPU here: use `device` cpu")
         device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        sentry().device = lambda: torch.cuda.set_device(device)  # of its thread, which calls MPI, too
         return device
 
     def wait(self, request: Request, alarm: "Callable[[float], None] | None" = None) -> None:
@@ -118,7 +119,7 @@ class Node:
                     looks, yields = 1, False
                     time.sleep(nap_seconds(waited, self.oversubscribed))
         self.wait_seconds += time.perf_counter() - begin
-        self.wait_cpu_seconds += time.thread_time() - begin_cpu
+        self._waited.cpu = self._waited_cpu() + time.thread_time() - begin_cpu
 
     def drive(self) -> None:
         """Drive messages between nodes forward while this rank computes, as `wait` does while it waits.
@@ -132,7 +133,11 @@ class Node:
 
     def work_seconds(self) -> float:
         """For how long this thread has worked, on a core, at anything but waiting: what others compute counts not."""
-        return time.thread_time() - self.wait_cpu_seconds
+        return time.thread_time() - self._waited_cpu()
+
+    def _waited_cpu(self) -> float:
+        seconds: float = getattr(self._waited, "cpu", 0.0)
+        return seconds
 
     def _look(self, request: Request, times: int, yields: bool) -> bool:
         """Drive forward all that is under way, some times; whether this is complete."""

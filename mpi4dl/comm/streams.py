@@ -28,6 +28,7 @@ The host looks for E2 before it puts anything on `S` that needs y; `Works.join` 
 until then, by us and by torch.
 """
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -94,6 +95,7 @@ class StagingBuffers:
         self._free: dict[int, list[Staging]] = {}
         self._begun = 0
         self._seen = 0
+        self._lock = threading.Lock()  # autograd's thread for this GPU takes and gives, too
 
     def begin(self) -> tuple[Any, Request]:
         """E0: what has been put on the current stream by now; and the host's wait for it."""
@@ -116,27 +118,30 @@ class StagingBuffers:
     def take(self, num_bytes: int, for_copy: bool = False) -> Tensor:
         """A staging buffer: so many bytes of pinned memory, for C to copy to, in its turn, or for MPI to write to."""
         size = max(SMALLEST_BYTES, 1 << (num_bytes - 1).bit_length())
-        free = self._free.setdefault(size, [])
-        for place, (buffer, done) in enumerate(free):
-            if for_copy or done is None or self._sees(done):
-                del free[place]
-                return buffer[:num_bytes]
+        with self._lock:
+            free = self._free.setdefault(size, [])
+            for place, (buffer, done) in enumerate(free):
+                if for_copy or done is None or self._sees(done):
+                    del free[place]
+                    return buffer[:num_bytes]
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)[:num_bytes]
 
     def give(self, buffer: Tensor, done: "Done | None" = None) -> None:
         """Take a staging buffer back: it is free once C has done that, or at once."""
         whole = buffer._base
         assert whole is not None
-        self._free[whole.numel()].append(Staging(whole, done))
+        with self._lock:
+            self._free[whole.numel()].append(Staging(whole, done))
 
     def _after(self, begun: Any, work: Callable[[], Any]) -> "Done":
-        self.stream.wait_event(begun)
-        with torch.cuda.stream(self.stream):
-            work()
-        event = torch.cuda.Event()
-        event.record(self.stream)
-        self._begun += 1
-        return Done(self._begun, event)
+        with self._lock:  # numbers rise in the order of C
+            self.stream.wait_event(begun)
+            with torch.cuda.stream(self.stream):
+                work()
+            event = torch.cuda.Event()
+            event.record(self.stream)
+            self._begun += 1
+            return Done(self._begun, event)
 
     def _sees(self, done: "Done") -> bool:
         if done.number > self._seen and done.event.query():

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from os import _exit as exit_now  # as it is before the guard puts its own there
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TextIO
@@ -308,8 +308,10 @@ class Waits:
     since = 0.0
     request: object = None
     limited = False
+    thread = 0  # which waits: autograd's, in the backward pass of a GPU
 
     def __enter__(self) -> None:
+        self.thread = threading.get_ident()
         self.since = time.perf_counter()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -336,6 +338,7 @@ class Sentry(threading.Thread):
         self._farewell: ExitNotification | None = None
         self._standing: RankState | None = None
         self._rests = threading.Event()
+        self.device: Callable[[], None] | None = None  # makes this rank's GPU the thread's, as MPI may need it
 
     def watch(self, dog: Watchdog | None) -> None:
         """From now on this one counts, as long as somebody holds it."""
@@ -349,6 +352,9 @@ class Sentry(threading.Thread):
     def run(self) -> None:
         pause = LOOK_SECONDS
         while not self._rests.wait(pause):
+            if self.device is not None:
+                self.device()
+                self.device = None
             pause = self._look_at_time()
             self._look_at_others()
 
@@ -390,7 +396,7 @@ class Sentry(threading.Thread):
             return None
         if self._standing is not None and self._standing.since == since:
             return self._standing
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        frame = sys._current_frames().get(self.waits.thread)
         place = "".join(traceback.format_stack(frame)[-STACK_FRAMES:])
         return RankState(False, since, place, failure=self.failure, limited=self.waits.limited)
 

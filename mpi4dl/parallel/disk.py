@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -111,9 +112,10 @@ ON_DEVICE = Keep()
 
 class _Move(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: object, x: Tensor, keep: Keep) -> Tensor:
+    def forward(ctx: Any, x: Tensor, keep: Keep) -> Tensor:
+        ctx.device = x.device
         return keep.empty(x.shape, x.dtype, x.device).copy_(x)
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.device), None

@@ -150,7 +150,7 @@ def lower_weights(stages: LocalStages, precision: Precision) -> None:
     """Let the model have weights of this precision, in place; those of float32 are packed where that keeps bits.
 
     Raises:
-        ValueError: 4 bits of a matrix whose inputs are no multiple of 32.
+        ValueError: 4 bits of a matrix whose inputs are no multiple of 32, or on a GPU.
     """
     if precision == "fp32":
         pack_weights(stages)
@@ -166,6 +166,10 @@ def lower_weights(stages: LocalStages, precision: Precision) -> None:
             whole = module._parameters.get(name)  # this rank's part, if it is cut
             if whole is None:
                 continue
+            if bits == 4 and not whole.is_cpu:
+                raise ValueError(
+                    "--precision int4 is for CPUs, whose kernels it uses: use int8 on a GPU, or --device cpu"
+                )
             if bits == 4 and whole.shape[-1] % GROUP:
                 raise ValueError(
                     f"{path} has {whole.shape[-1]} inputs on a rank, but --precision int4 takes multiples of {GROUP}: "

@@ -248,12 +248,15 @@ def row_multiple(stages: LocalStages) -> int:
 
 
 class RowsApart(TorchFunctionMode):
-    """Computes `INEXACT` functions of (N, T, ..) or (T, ..) for so few of T at once that none has other bits."""
+    """Computes `INEXACT` functions of (N, T, ..) or (T, ..) for so few of T at once that none has other bits.
+
+    On CPUs, whose vectors end where a thread's share does: on a GPU each number is computed alone.
+    """
 
     def __torch_function__(
         self, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function not in INEXACT:
+        if function not in INEXACT or not args[0].is_cpu:
             return function(*args, **kwargs or {})
         x, others = args[0], args[1:]
         if isinstance(x, SpatialTensor):

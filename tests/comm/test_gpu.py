@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,7 +67,7 @@ def on_a_machine(monkeypatch: pytest.MonkeyPatch, gpus: bool, claim: str | None,
     proofs: list[bool] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
     monkeypatch.setattr(gpu, "claims", lambda comm: claim)
-    monkeypatch.setattr(gpu, "proves", lambda: proofs.append(proof) or proof)
+    monkeypatch.setattr(gpu, "failed_proof", lambda: proofs.append(proof) or (None if proof else "failed"))
     return proofs
 
 
@@ -148,35 +149,48 @@ def test_communicators_split_off_inherit_the_choice(ranks: Ranks) -> None:
     assert ranks(2).run(split_after_choosing, "direct") == [("direct", "direct")] * 2
 
 
-def test_the_proof_fails_where_there_is_no_gpu_or_the_child_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dict[str, str]] = []
-
-    def run(command: list[str], env: dict[str, str], **options: Any) -> subprocess.CompletedProcess[str]:
-        assert command[1:3] == ["-n", "2"]
-        seen.append(env)
-        if len(seen) == 2:
-            raise subprocess.TimeoutExpired(command, 60)
-        return subprocess.CompletedProcess(
-            command, 0 if len(seen) != 3 else -11, "proved\n" * min(3 - len(seen) % 2, 2)
-        )
-
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+@pytest.mark.parametrize(
+    ("program", "problem"),
+    [
+        ("print('proved'); print('proved')", None),
+        ("print('proved')", "failed with exit code 0"),
+        ("import sys; print('proved'); print('proved'); sys.exit('no kernel image')", "exit code 1: no kernel image"),
+        ("import time; time.sleep(60)", "did not end within 1 s"),
+    ],
+)
+def test_a_proof_that_fails_says_why_and_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, problem: str | None
+) -> None:
+    launcher = tmp_path / "mpiexec"
+    launcher.write_text(
+        f'#!/bin/sh\nenv > {tmp_path}/environment\necho $$ > {tmp_path}/group\n{sys.executable} -c "$5"\n'
+    )
+    launcher.chmod(0o755)
     for name in ("PMI_RANK", "HOME", "OMPI_COMM_WORLD_RANK", "OMPI_ALLOW_RUN_AS_ROOT"):
         monkeypatch.setenv(name, "1")
-    try:
-        found = []
-        for _ in range(3):
-            gpu.proves.cache_clear()
-            found.append(gpu.proves())
-        assert found == [True, False, False]
-        assert all({"HOME", "OMPI_ALLOW_RUN_AS_ROOT"} <= environment.keys() for environment in seen)
-        assert not any({"PMI_RANK", "OMPI_COMM_WORLD_RANK"} & environment.keys() for environment in seen)
-        monkeypatch.setattr(shutil, "which", lambda name: None)
-        gpu.proves.cache_clear()
-        assert not gpu.proves()
-    finally:
-        gpu.proves.cache_clear()
+    monkeypatch.setattr(shutil, "which", lambda name: str(launcher))
+    monkeypatch.setattr(gpu, "PROOF", program)
+    monkeypatch.setattr(gpu, "PROOF_SECONDS", 1.0)
+    found = gpu.failed_proof.__wrapped__()
+    assert found is problem if problem is None else problem in (found or "")
+    names = {line.partition("=")[0] for line in (tmp_path / "environment").read_text().splitlines()}
+    assert {"HOME", "OMPI_ALLOW_RUN_AS_ROOT"} <= names
+    assert not {"PMI_RANK", "OMPI_COMM_WORLD_RANK"} & names
+    deadline = time.monotonic() + 60
+    while running(int((tmp_path / "group").read_text())) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not running(int((tmp_path / "group").read_text()))
+
+
+def running(group: int) -> bool:
+    """Whether a process of this group is no zombie."""
+    told = subprocess.run(["ps", "-e", "-o", "pgid=,stat="], capture_output=True, text=True, check=True).stdout
+    return any(int(of) == group and state[0] not in "ZX" for of, state in map(str.split, told.splitlines()))
+
+
+def test_a_proof_without_a_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "neither is on the path" in (gpu.failed_proof.__wrapped__() or "")
 
 
 @pytest.mark.exhaustive
@@ -188,14 +202,9 @@ def test_the_proof_runs_where_the_memory_is_that_of_the_host(monkeypatch: pytest
         host = host.replace(f"torch.cuda.{line}", "pass")
     monkeypatch.setattr(gpu, "PROOF", host)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    gpu.proves.cache_clear()
-    try:
-        assert gpu.proves()
-        monkeypatch.setattr(gpu, "PROOF", host.replace("+ other", "+ other + 1"))
-        gpu.proves.cache_clear()
-        assert not gpu.proves()
-    finally:
-        gpu.proves.cache_clear()
+    assert gpu.failed_proof.__wrapped__() is None
+    monkeypatch.setattr(gpu, "PROOF", host.replace("+ other", "+ other + 1"))
+    assert gpu.failed_proof.__wrapped__() is not None
 
 
 def send_from_the_gpu(comm: Communicator, wire: str) -> list[float]:

@@ -35,7 +35,9 @@ from tests.fakegpu.kernels import KERNELS
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 POISON = 0xA5
-FACTORIES = tuple("empty zeros ones full tensor rand randn arange randint empty_strided as_tensor".split())
+FACTORIES = tuple(
+    "empty zeros ones full tensor rand randn arange randint empty_strided empty_permuted as_tensor".split()
+)
 NO_KERNEL = ("aten.empty", "aten.new_empty", "aten.set_", "aten.resize_", "aten._local_scalar_dense")
 MIXING = ("aten.index", "aten._index_put_impl_", "aten.index_put")
 
@@ -60,6 +62,12 @@ class Counters:
     to_device: int = 0
     pinned: int = 0
     messages: int = 0
+
+    def since(self, step: Callable[[], Any]) -> dict[str, int]:
+        """What this step asks for."""
+        before = dict(vars(self))
+        step()
+        return {name: count - before[name] for name, count in vars(self).items()}
 
 
 class Stream(Timeline):
@@ -113,6 +121,7 @@ class FakeGpu(TorchDispatchMode):
         self.current = self.default
         self.counters = Counters()
         self.constants_are_here = False  # tensors of the host that are older than this count as the device's, too
+        self.making = False  # by a function of Python's, that says where
         self._memory: dict[int, Memory] = {}
 
     # What memory is where.
@@ -195,9 +204,12 @@ class FakeGpu(TorchDispatchMode):
             moved = name.startswith("aten.clone") and is_dense(inputs[0]) and is_dense(result)
             self.counters.copies += moved
             self.counters.launches += 0 if moved else kernels_of(name, args)
+        of_autograd = (
+            not inputs and not self.making and torch._C._current_graph_task_id() >= 0
+        )  # such as zeros for none
         for x in tree_leaves(result):
             if isinstance(x, Tensor) and self.memory_of(x) is None and not x.is_meta:
-                if here:
+                if here or of_autograd:
                     self.touch(timeline, self.place(x, "device"), True, name)
                 elif self.constants_are_here and any(self.only_on_host(y) for y in inputs):
                     self.place(x, "host")
@@ -288,7 +300,11 @@ def _factory(make: Callable[..., Any]) -> Callable[..., Any]:
             device = CUDA  # what a test's own function makes, as under torch.set_default_device
         kind = None if device is None else torch.device(device)
         where = {} if kind is None else {"device": CPU if kind.type == "cuda" else kind}
-        result = make(*args, **where, **kwargs)
+        gpu().making = True
+        try:
+            result = make(*args, **where, **kwargs)
+        finally:
+            gpu().making = False
         if pin_memory:
             gpu().counters.pinned += 1
             return gpu().place(result.fill_(POISON), "pinned")

@@ -74,12 +74,23 @@ def _kept(share: float) -> Fill:
     return lambda x, generator: x.bernoulli_(share, generator=generator)
 
 
+def _dropped(p: float) -> Fill:
+    """Which are kept, as plain dropout draws it: on GPUs by a kernel of its own."""
+    kept = _kept(1 - p)
+
+    def fill(x: Tensor, generator: torch.Generator | None) -> Any:
+        fused = x.is_cuda and generator is None and p < 1
+        return x.copy_(torch.native_dropout(x, p, True)[1]) if fused else kept(x, generator)
+
+    return fill
+
+
 @register(F.dropout, torch.dropout, flat=True)
 def dropout(input: SpatialTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """The halo that is held is dropped as its owner drops it."""
     if not training or p == 0:
         return input
-    keep = drawn(input, _kept(1 - p))
+    keep = drawn(input, _dropped(p))
     scaled = keep.div_(1 - p) if p < 1 else keep
     return wrap(input.local.mul_(scaled) if inplace else input.local * scaled, input.layout)
 

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import log, pi
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -149,6 +149,10 @@ def _of_cut_classes(
     -log softmax(x)[t] = log(sum(exp(x))) - x[t], of which x[t] is the sum over ranks of what each has of it, or 0.
     """
     weight, smoothing = options["weight"], options["label_smoothing"]
+    few = torch.ones(1, 2, dtype=input.dtype, device=input.device)
+    kind = F.cross_entropy(few, torch.zeros(1, dtype=torch.int64, device=input.device)).dtype  # as autocast has it
+    # A type that counts any number of pixels.
+    input = cast(SpatialTensor, input.to(torch.promote_types(kind, torch.float32)))
     ignored, shares = target == options["ignore_index"], _shares(target, options, input.dtype)
     log_sum = torch.logsumexp(input, classes)
     of_each = (log_sum - _chosen(input, torch.where(ignored, 0, target), classes)) * shares
@@ -158,7 +162,8 @@ def _of_cut_classes(
         smooth = log_sum * alike.sum() - (input * alike.view(shape)).sum(classes)
         smooth = torch.where(ignored, 0, smooth) / input.shape[classes]
         of_each = of_each * (1 - smoothing) + smooth * smoothing
-    return of_each.sum() / shares.sum() if reduction == "mean" else reduce_pixels(of_each, reduction)
+    found = of_each.sum() / shares.sum() if reduction == "mean" else reduce_pixels(of_each, reduction)
+    return found.to(kind)
 
 
 def _chosen(x: SpatialTensor, index: Tensor, dim: int) -> Tensor:
