@@ -342,7 +342,8 @@ def _to(move: Callable[..., Any]) -> Callable[..., Any]:
         on_device = target is not None and target.type == "cuda"
         if target is None or isinstance(self, SpatialTensor) or on_device == gpu().on_device(result):
             return result
-        moved = torch.empty_strided(result.size(), result.stride(), dtype=result.dtype, device=target)
+        strides = result.stride() if 0 not in result.stride() else result.contiguous().stride()
+        moved = torch.empty_strided(result.size(), strides, dtype=result.dtype, device=target)
         return moved.copy_(result, non_blocking=non_blocking)
 
     return to
@@ -373,6 +374,14 @@ def installed(constants_are_here: bool = False) -> Iterator[FakeGpu]:
             patch.setitem(_rules, replaced, rule)
             patch.setattr(tensor, "_of_flat", {*tensor._of_flat, replaced})
         patch.setattr(Tensor, name, replaced)
+    as_array = Tensor.numpy
+
+    def numpy(x: Tensor, **options: Any) -> Any:
+        if fake.on_device(x):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+        return as_array(x, **options)
+
+    patch.setattr(Tensor, "numpy", numpy)
     patch.setattr(Tensor, "is_cuda", property(lambda x: fake.on_device(_plain(x))), raising=False)
     patch.setattr(Tensor, "is_cpu", property(lambda x: not x.is_meta and not fake.on_device(_plain(x))), raising=False)
     device_of = Tensor.device.__get__  # type: ignore[attr-defined]

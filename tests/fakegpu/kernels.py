@@ -6,6 +6,7 @@ what is wrong in silence there is wrong here as well.
 
 import itertools
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -185,20 +186,45 @@ def nearest_backward(exact: bool) -> Callable[..., Tensor]:
     return backward
 
 
+def by_chance(function: Any, count: int) -> Callable[..., Any]:
+    """A function of `count` arguments, the last two dim and keepdim, which names any of equal values, on each rank
+    another one.
+    """
+    generator = torch.Generator().manual_seed(os.getpid())
+
+    def found(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != count or kwargs:
+            return NotImplemented
+        values, _ = function(x, *args)
+        dim, keepdim = args[-2:]
+        equal = x == (values if keepdim else values.unsqueeze(dim))
+        return values, torch.rand(x.shape, generator=generator).mul_(equal).argmax(dim, keepdim)
+
+    return found
+
+
+OF_CHANCE = {
+    "aten.kthvalue": by_chance(torch.ops.aten.kthvalue.default, 3),
+    "aten.median": by_chance(torch.ops.aten.median.dim, 2),
+}
 OF_NEAREST = {
     f"aten.{name}{n}d{suffix}": make(exact)
     for n in (1, 2, 3)
     for name, exact in (("upsample_nearest", False), ("_upsample_nearest_exact", True))
     for suffix, make in (("", nearest), ("_backward", nearest_backward))
 }
-KERNELS: dict[str, Callable[..., Any]] = OF_NEAREST | {
-    f"aten.{kernel.__name__}": kernel
-    for kernel in (
-        batch_norm_stats,
-        batch_norm_gather_stats_with_counts,
-        batch_norm_elemt,
-        batch_norm_backward_reduce,
-        batch_norm_backward_elemt,
-        native_batch_norm_backward,
-    )
-}
+KERNELS: dict[str, Callable[..., Any]] = (
+    OF_NEAREST
+    | OF_CHANCE
+    | {
+        f"aten.{kernel.__name__}": kernel
+        for kernel in (
+            batch_norm_stats,
+            batch_norm_gather_stats_with_counts,
+            batch_norm_elemt,
+            batch_norm_backward_reduce,
+            batch_norm_backward_elemt,
+            native_batch_norm_backward,
+        )
+    }
+)

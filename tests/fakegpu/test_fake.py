@@ -3,15 +3,18 @@
 import re
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from mpi4dl.checkpoints.json_values import random_state, set_random_state
 from mpi4dl.comm import Communicator, Pending, failure, streams, world
 from mpi4dl.comm.allreduce import pick
 from mpi4dl.comm.packing import Message, Piece
+from mpi4dl.parallel.disk import Keep
 from mpi4dl.torch_backend.work import MpiWork
 from tests.commands import mpirun
 from tests.fakegpu.clocks import Race
@@ -55,6 +58,31 @@ def test_what_is_blocking_is_counted_and_a_mix_of_places_refused() -> None:
         assert gpu.counters.blocking == 2
         with pytest.raises(WrongPlace):
             x + torch.ones(4)
+
+
+@pytest.mark.parametrize("where", ["device", "host", "disk"])
+def test_the_gradient_of_what_was_moved_is_where_the_value_was(tmp_path: Path, where: str) -> None:
+    with installed() as gpu:
+        x = torch.ones(4, device=CUDA, requires_grad=True)
+        Keep(where, tmp_path).moved(x).sum().backward()
+        assert x.grad is not None
+        assert gpu.on_device(x.grad)
+
+
+def test_the_generator_of_a_gpu_that_nobody_uses_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def makes_a_context() -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", makes_a_context)
+    state = random_state()
+    assert "cuda" not in state
+    set_random_state({**state, "cuda": state["torch"]})
+
+
+def test_an_array_of_device_memory_is_refused() -> None:
+    with installed(), pytest.raises(TypeError, match="can't convert cuda"):
+        torch.ones(4, device=CUDA).numpy()
 
 
 def move(comm: Communicator, wire: str, step: Callable[[Communicator], Any]) -> tuple[Any, dict[str, int]]:

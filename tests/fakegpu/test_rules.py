@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from mpi4dl.comm import Communicator
+from mpi4dl.geometry import GridShape
+from mpi4dl.parallel.spatial import gather
+from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.rules import norm_kernels
+from mpi4dl.parallel.spatial.sharding import shard
 from tests.fakegpu.device import CUDA, installed
 from tests.parallel.spatial.comparing import Arrangement, compare_table
 from tests.pool.ranks import Ranks
@@ -70,3 +74,20 @@ def test_the_mean_as_saved_deviation_is_found(ranks: Ranks) -> None:
     patches = [ANY_DEVICE, ("mpi4dl.parallel.spatial.rules.norm_kernels.backward_of_batch_norm", mean_as_saved)]
     (found, *_) = ranks(2).run(on_gpu, NORMS, Arrangement(1, 2), patches)
     assert any("gradient" in text for text in found.values())
+
+
+def places_of_equals(comm: Communicator, name: str) -> tuple[list[float], list[int]]:
+    comm.gpu_wire = "staged"
+    with installed():
+        image = torch.tensor([[3.0, 1, 2, 1, 1, 3, 2, 1]]).expand(1, 2, 3, 8).clone().to(CUDA)
+        x = shard(image, Grid.of(comm, GridShape(1, 1, comm.size)))
+        values, places = x.kthvalue(2, 3, True) if name == "kthvalue" else x.median(3, True)
+        whole = image.cpu().gather(3, gather(places).cpu())
+        assert torch.equal(whole, gather(values).cpu())
+        return gather(values).cpu().flatten().tolist(), gather(places).cpu().flatten().tolist()
+
+
+@pytest.mark.parametrize("name", ["kthvalue", "median"])
+def test_of_equal_values_all_ranks_take_the_same_one(ranks: Ranks, name: str) -> None:
+    first, *others = ranks(4).run(places_of_equals, name)
+    assert all(each == first for each in others)

@@ -121,12 +121,29 @@ def _by_order(function: Any) -> Shared:
     def shared(x: SpatialTensor, dim: int | None, /, *args: Any, **kwargs: Any) -> Any:
         if dim is None:
             return function(gather(x), *args, **kwargs)
-        results = _apply(function, gather_dim(x, dim), dim, *args, **kwargs)
+        whole = gather_dim(x, dim)
+        results = _apply(function, whole, dim, *args, **kwargs)
         if isinstance(results, Tensor):
             return _cut_again(results, x, dim)
+        if x.is_cuda:
+            results = type(results)(_agreed(whole, dim, *results, x.layout))
         return type(results)([_cut_again(y, x, dim) for y in results])
 
     return shared
+
+
+def _agreed(whole: Tensor, dim: int, values: Tensor, places: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Values along `dim` and their places, by one of the ranks that have all of them.
+
+    Which of equal values CUDA's kernels name is chance, and differs from rank to rank.
+    """
+    chosen = places.local if isinstance(places, SpatialTensor) else places
+    chosen.copy_(layout.grid.along(layout.axes_at([dim])).broadcast(chosen.contiguous(), 0))
+    if places.dim() < whole.dim():
+        found = whole.gather(dim, places.unsqueeze(dim)).squeeze(dim)
+    else:
+        found = whole.gather(dim, places)
+    return found, places
 
 
 def _cut_again(y: Tensor, x: SpatialTensor, dim: int) -> Tensor:
