@@ -4,6 +4,8 @@ The loss is scaled by the norm of the gradient, which all ranks know. PyTorch's 
 one rank: where stages differ, ranks would skip different steps.
 """
 
+import os
+
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +17,28 @@ SMALLEST_SCALE = 2.0**-24
 GROWTH_INTERVAL = 2000  # steps
 MAX_SKIPPED = 20  # steps in a row: by then it is no longer the scale that is wrong
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def choose_kernels(deterministic: bool, tf32: str) -> None:
+    """Let GPUs compute in TF32 what `tf32` says: "none", "convolutions" or "all"; and by no kernel that leaves bits to
+    chance.
+    """
+    torch.backends.cudnn.allow_tf32 = tf32 != "none"
+    torch.backends.cuda.matmul.allow_tf32 = tf32 == "all"
+    if deterministic:  # https://docs.pytorch.org/docs/stable/notes/randomness.html
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def kernels_chosen() -> str:
+    """What `choose_kernels` chose, for the first lines of a run."""
+    of = {(True, False): "convolutions", (True, True): "convolutions and products", (False, True): "products"}
+    chosen = of.get((torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32))
+    told = f"float32 {chosen} in TF32" if chosen else "float32 without TF32"
+    same = torch.are_deterministic_algorithms_enabled()
+    return f"{told}, {'the same bits in every run' if same else 'bits that may differ from run to run'}"
 
 
 def lower_precision(module: nn.Module, dtype: torch.dtype) -> None:

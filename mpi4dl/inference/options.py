@@ -106,6 +106,8 @@ class Placing:
     )
     threads: int | None = like(Parallel, "threads")
     device: str = like(Parallel, "device")
+    deterministic: bool = like(Parallel, "deterministic")
+    tf32: str = like(Parallel, "tf32")
     gpu_wire: str = like(Parallel, "gpu_wire")
     hang_timeout: float = like(Parallel, "hang_timeout")
 

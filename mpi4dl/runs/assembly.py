@@ -94,6 +94,10 @@ def assemble(
     keep_freed_memory(config.parallel.keep_freed_memory)
     with comm.together((ValueError,)):
         device = comm.node.device(config.parallel.device)
+    if device.type == "cuda":
+        from mpi4dl.engine.precision import choose_kernels
+
+        choose_kernels(config.parallel.deterministic, config.parallel.tf32)
     if device.type == "cuda" or config.parallel.gpu_wire == "nccl":
         comm.choose_gpu_wire(config.parallel.gpu_wire)
     return ModelAssembly(config, comm, plan, device, prints)

@@ -16,9 +16,11 @@ from mpi4dl._progress import ProgressBar
 from mpi4dl._wording import counted, duration
 from mpi4dl.comm.node import Node
 from mpi4dl.engine import Engine
+from mpi4dl.engine.precision import kernels_chosen
 from mpi4dl.options.build import batch_of, slides_of, title_of
 from mpi4dl.options.config import Config
 from mpi4dl.options.kinds import part_name
+from mpi4dl.options.sections.parallel import Parallel
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
 from mpi4dl.runs.folder import LOGGER_NAME, MetricsFile, RunFolder
@@ -38,7 +40,7 @@ def title(config: Config, engine: Engine) -> str:
     batch = batch_of(config, 0 if config.data.text is not None else 1)
     slides = slides_of(config) if config.source_noun == "slide" else ""
     told = title_of(config.model_name, engine.stages.num_parameters, engine.plan, batch, slides)
-    return f"{told}, {engine.device.type}"
+    return f"{told}, {engine.device.type}" + (f" ({kernels_chosen()})" if engine.device.type == "cuda" else "")
 
 
 def goal(config: Config, engine: Engine, task: Task, num_steps: int) -> str:
@@ -66,6 +68,10 @@ def without_effect(config: Config, engine: Engine) -> list[str]:
     chosen, plan = config.parallel, engine.plan
     shared = any(len(plan.holders(stage)) > 1 for stage in range(plan.num_stages))
     found = []
+    if engine.device.type == "cpu" and (chosen.deterministic or chosen.tf32 != Parallel.tf32):
+        found.append(
+            "`deterministic` and `tf32` have no effect on CPUs: they have no TF32, and leave no bits to chance"
+        )
     if chosen.offload == "cpu" and engine.device.type == "cpu":
         found.append("`offload` cpu has no effect: the model is on the CPU itself; `offload` disk saves memory there")
     if chosen.zero and not shared:

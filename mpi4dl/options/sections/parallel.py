@@ -205,6 +205,16 @@ class Parallel:
         | instead("use {option} cuda", "gpu cuda use-cuda")
         | instead("use {option} cpu", "cpu use-cpu no-cuda"),
     )
+    deterministic: bool = option(
+        False,
+        "on GPUs, only kernels that give the same bits in every run: slower, and an operator without one is refused",
+        BOOLEAN,
+    )
+    tf32: str = option(
+        "convolutions",
+        "what a GPU computes of float32 with 10 bits of mantissa (TF32): PyTorch's own default is convolutions",
+        choice("none", "convolutions", "all"),
+    )
     gpu_wire: str = option(
         "auto",
         "how GPU tensors travel: by MPI directly, by MPI with copies on the host (staged), or by NCCL where the order "

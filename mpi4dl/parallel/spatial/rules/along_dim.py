@@ -126,13 +126,13 @@ def _by_order(function: Any) -> Shared:
         if isinstance(results, Tensor):
             return _cut_again(results, x, dim)
         if x.is_cuda:
-            results = type(results)(_agreed(whole, dim, *results, x.layout))
+            results = type(results)(_agreed(whole, dim, results[1], x.layout))
         return type(results)([_cut_again(y, x, dim) for y in results])
 
     return shared
 
 
-def _agreed(whole: Tensor, dim: int, values: Tensor, places: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def _agreed(whole: Tensor, dim: int, places: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Values along `dim` and their places, by one of the ranks that have all of them.
 
     Which of equal values CUDA's kernels name is chance, and differs from rank to rank.

@@ -3,22 +3,25 @@
     any device      a mean and sums of squares for each channel; merged in float64, on CPUs by numpy
     CUDA            the kernels of PyTorch's own SyncBatchNorm
 
-Both are used in the same way: `told` is what ranks tell each other, `merged` makes of it what is saved, `applied` and
+A `Norm` says what is normalized, by whom. Both kinds of `Kernels` are used in the same way: `told` is what ranks tell each other, `merged` makes of it what is saved, `applied` and
 `gradient` are the norm and its adjoint, and `sums` is what ranks tell each other in the backward pass.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cache, cached_property, lru_cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mpi4dl.comm.exchange import Like, narrow, shape_of
-
-if TYPE_CHECKING:
-    from mpi4dl.parallel.spatial.rules.normalization import Norm, Tracked
+from mpi4dl.comm import Communicator
+from mpi4dl.comm.blocks import Blocks
+from mpi4dl.comm.exchange import Exchange, Like, narrow, shape_of
+from mpi4dl.geometry import Box
+from mpi4dl.parallel.spatial.grid import Layout
 
 # A few numbers for each channel: each rank's sums of its pixels, and the moments of all ranks' pixels made of them.
 #
@@ -154,17 +157,113 @@ def _mean_and_variance(values: Any, shares: Shares) -> tuple[Any, Any]:
     return mean, share @ variances
 
 
+class Sharers(NamedTuple):
+    """The ranks of a grid that share what is normalized, and how many numbers of a channel each owns."""
+
+    comm: Communicator
+    ranks: tuple[int, ...]
+    counts: tuple[int, ...]
+    blocks: Blocks | None
+
+
+def sharers(layout: Layout, axes: Sequence[int], each: int) -> Sharers:
+    """Those who share what is normalized along these axes, in which every pixel counts `each` times."""
+    axes = tuple(axis for axis in axes if layout.dims[axis] is not None)
+    splits = [layout.tiling.splits[axis] for axis in axes]
+    lengths = [[split.owned(part).length for part in range(split.parts)] for split in splits]
+    counts = tuple(each * math.prod(of_rank) for of_rank in itertools.product(*lengths))
+    comm = layout.grid.along(axes)
+    return Sharers(comm, layout.grid.ranks_along(axes), counts, comm.blocks)
+
+
+class Norm:
+    """One normalization: of tensors of `layout`, to be held as `output` says."""
+
+    def __init__(self, layout: Layout, output: Layout, among: Sharers, eps: float) -> None:
+        self.layout, self.output, self.among, self.eps = layout, output, among, eps
+        self.wide = layout.wide
+        self.count = sum(among.counts)
+        self.constants = cache(constants_of)
+        counts = among.counts if among.blocks is None else (self.count,)
+        self.shares = cache(partial(Shares.of, counts))  # of how many numbers each rank knows the sums: by device
+        self.shares_of = cache(Shares.of)
+        self.counts = cache(partial(counts_of, counts))
+
+    def all_moments(self, mine: Tensor) -> Tensor:
+        """What all ranks told, (ranks, rows, C); (1, rows, C), of all together, where there are too many of them."""
+        blocks = self.among.blocks
+        if blocks is None:
+            return self.among.comm.all_gather(mine)
+        return blocks.combine(mine, self._joined)[None]
+
+    def _joined(self, parts: Tensor, level: int) -> Tensor:
+        counts = self._counts[level]
+        return joined(parts, self.shares_of(counts, parts.device), sum(counts))
+
+    @cached_property
+    def _counts(self) -> list[tuple[int, ...]]:
+        """How many numbers a channel the parts have that are joined at each level."""
+        blocks, counts = self.among.blocks, self.among.counts
+        levels = () if blocks is None else blocks.spans
+        return [tuple(sum(counts[span.start : span.stop]) for span in spans) for spans in levels]
+
+    @cached_property
+    def exchange(self) -> Exchange | None:
+        """The exchange of strips of the input that this rank normalizes for the next layers."""
+        layout, output = self.layout, self.output
+        return None if output.tiling == layout.tiling else layout.exchange_to(output.tiling)
+
+    @cached_property
+    def alone(self) -> bool:
+        """Whether this rank has all that is normalized, and nothing to fetch."""
+        return self.among.comm.size == 1 and self.exchange is None and not self.wide
+
+    def own(self, x: Tensor) -> Tensor:
+        """The owned part of x."""
+        layout = self.layout
+        return narrow(x, layout.dims, layout.held, layout.owned) if layout.wide else x
+
+    def within(self, y: Tensor, box: Box) -> Tensor:
+        """This box of y, this rank's part of the output."""
+        return narrow(y, self.output.dims, self.output.held, box)
+
+    @property
+    def boxes(self) -> list[Box]:
+        """Where the strips lie."""
+        return [] if self.exchange is None else [slab.box for slab in self.exchange.plan.receives]
+
+
+class Tracked(NamedTuple):
+    """Running statistics, of which there may be none, and the share of a new value in them."""
+
+    mean: Tensor | None = None
+    variance: Tensor | None = None
+    momentum: float = 0.0
+
+    def take(self, moments: Tensor | None) -> None:
+        """The mean and the unbiased variance of a step, (2, C), if they have not been taken in yet."""
+        tracked = [(row, running) for row, running in enumerate(self[:2]) if running is not None]
+        if tracked and moments is not None:
+            known = moments.to(tracked[0][1].dtype)
+            torch._foreach_lerp_(
+                [running.detach() for _, running in tracked], [known[row] for row, _ in tracked], self.momentum
+            )
+
+
+UNTRACKED = Tracked()
+
+
 class Kernels:
     """Those that any device has."""
 
     SAVED = 1  # tensors that `merged` returns to be saved
 
-    def told(self, norm: "Norm", own: Tensor) -> Rows:
+    def told(self, norm: Norm, own: Tensor) -> Rows:
         """Numbers for each channel of what this rank owns: rows of (C,)."""
         return sums_around(own, norm.constants)
 
     def merged(
-        self, norm: "Norm", x: Tensor, theirs: Tensor, weight: Tensor | None, tracked: "Tracked"
+        self, norm: Norm, x: Tensor, theirs: Tensor, weight: Tensor | None, tracked: Tracked
     ) -> tuple[Sequence[Tensor], Tensor | None]:
         """Of what all ranks told, (ranks, rows, C): what is to be saved; then mean and unbiased variance, (2, C).
 
@@ -175,12 +274,12 @@ class Kernels:
         short = moments.to(kind)
         return [short], (moments if kind.itemsize < 4 else short)[:3:2]
 
-    def scaled(self, norm: "Norm", x: Tensor, saved: Sequence[Tensor], weight: Any, bias: Any) -> Tensor:
+    def scaled(self, norm: Norm, x: Tensor, saved: Sequence[Tensor], weight: Any, bias: Any) -> Tensor:
         """(x - mean) / sqrt(variance + eps) * weight + bias."""
         return _scaled(x, weight, bias, saved[0][0], saved[0][1], norm.eps)
 
     def applied(
-        self, norm: "Norm", x: Tensor, strips: Sequence[Tensor], saved: Sequence[Tensor], weight: Any, bias: Any
+        self, norm: Norm, x: Tensor, strips: Sequence[Tensor], saved: Sequence[Tensor], weight: Any, bias: Any
     ) -> Tensor:
         """This rank's part of the output: of x, and of strips that others own."""
         if norm.exchange is None:
@@ -191,7 +290,7 @@ class Kernels:
             norm.within(y, box).copy_(self.scaled(norm, part, saved, weight, bias))
         return y
 
-    def parts(self, norm: "Norm", gradient: Tensor, x: Tensor, strips: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def parts(self, norm: Norm, gradient: Tensor, x: Tensor, strips: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """The owned parts of the gradient, to be changed, and of x; then the strips of both."""
         if norm.exchange is None:
             return [(gradient.contiguous(), x)]
@@ -200,7 +299,7 @@ class Kernels:
         return [(own, norm.own(x)), *zip(around, strips, strict=True)]
 
     def sums(
-        self, norm: "Norm", parts: Sequence[tuple[Tensor, Tensor]], saved: Sequence[Tensor]
+        self, norm: Norm, parts: Sequence[tuple[Tensor, Tensor]], saved: Sequence[Tensor]
     ) -> tuple[Rows, Tensor, Tensor]:
         """What ranks tell each other, two rows of (C,); and the gradients of weight and bias."""
         mean, variance = saved[0][:2]
@@ -226,7 +325,7 @@ class Kernels:
 
     def gradient(
         self,
-        norm: "Norm",
+        norm: Norm,
         gradient: Tensor,
         x: Tensor,
         saved: Sequence[Tensor],
@@ -249,11 +348,11 @@ class CudaKernels(Kernels):
     SAVED = 2
     MOST_PIXELS = 2**31 - 1
 
-    def told(self, norm: "Norm", own: Tensor) -> Rows:
+    def told(self, norm: Norm, own: Tensor) -> Rows:
         return torch.batch_norm_stats(own.contiguous(memory_format=Like.of(own).memory_format), norm.eps)
 
     def merged(
-        self, norm: "Norm", x: Tensor, theirs: Tensor, weight: Tensor | None, tracked: "Tracked"
+        self, norm: Norm, x: Tensor, theirs: Tensor, weight: Tensor | None, tracked: Tracked
     ) -> tuple[Sequence[Tensor], Tensor | None]:
         counts, _ = norm.counts(theirs.dtype, theirs.device)
         mean, variance, momentum = tracked
@@ -269,12 +368,12 @@ class CudaKernels(Kernels):
                 torch.autograd.graph.increment_version(written)
         return saved, moments
 
-    def scaled(self, norm: "Norm", x: Tensor, saved: Sequence[Tensor], weight: Any, bias: Any) -> Tensor:
+    def scaled(self, norm: Norm, x: Tensor, saved: Sequence[Tensor], weight: Any, bias: Any) -> Tensor:
         mean, invstd = saved
         return torch.batch_norm_elemt(x, weight, bias, mean, invstd, norm.eps)
 
     def applied(
-        self, norm: "Norm", x: Tensor, strips: Sequence[Tensor], saved: Sequence[Tensor], weight: Any, bias: Any
+        self, norm: Norm, x: Tensor, strips: Sequence[Tensor], saved: Sequence[Tensor], weight: Any, bias: Any
     ) -> Tensor:
         if norm.exchange is not None:
             held = _held(norm, x)
@@ -283,7 +382,7 @@ class CudaKernels(Kernels):
             x = held
         return self.scaled(norm, x, saved, weight, bias)
 
-    def parts(self, norm: "Norm", gradient: Tensor, x: Tensor, strips: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def parts(self, norm: Norm, gradient: Tensor, x: Tensor, strips: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         like = Like.of(x).memory_format
         if norm.exchange is None:
             return [(gradient.contiguous(memory_format=like), x.contiguous(memory_format=like))]
@@ -292,7 +391,7 @@ class CudaKernels(Kernels):
         return [(own, norm.own(x).contiguous(memory_format=like)), *zip(around, strips, strict=True)]
 
     def sums(
-        self, norm: "Norm", parts: Sequence[tuple[Tensor, Tensor]], saved: Sequence[Tensor]
+        self, norm: Norm, parts: Sequence[tuple[Tensor, Tensor]], saved: Sequence[Tensor]
     ) -> tuple[Rows, Tensor, Tensor]:
         mean, invstd = saved
         _, ones, _ = norm.constants(len(mean), mean.dtype, mean.device)
@@ -311,7 +410,7 @@ class CudaKernels(Kernels):
 
     def gradient(
         self,
-        norm: "Norm",
+        norm: Norm,
         gradient: Tensor,
         x: Tensor,
         saved: Sequence[Tensor],
@@ -330,12 +429,12 @@ class CudaKernels(Kernels):
 ANYWHERE, ON_CUDA = Kernels(), CudaKernels()
 
 
-def kernels_for(norm: "Norm", x: Tensor) -> Kernels:
+def kernels_for(norm: Norm, x: Tensor) -> Kernels:
     known = x.is_cuda and norm.among.blocks is None
     return ON_CUDA if known and min(norm.among.counts) and norm.count <= CudaKernels.MOST_PIXELS else ANYWHERE
 
 
-def _held(norm: "Norm", x: Tensor) -> Tensor:
+def _held(norm: Norm, x: Tensor) -> Tensor:
     """Memory for this rank's part of the output, in the memory format of x."""
     shape = shape_of(norm.output.held, norm.output.dims, x.shape)
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=Like.of(x).memory_format)
@@ -351,7 +450,7 @@ def _scaled(
 
 
 def gradient_of(
-    norm: "Norm",
+    norm: Norm,
     kernels: Kernels,
     own: tuple[Tensor, Tensor],
     saved: Sequence[Tensor],

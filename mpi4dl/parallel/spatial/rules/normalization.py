@@ -1,12 +1,11 @@
 """Batch, group, instance, layer and root-mean-square norm with the statistics of the whole image."""
 
-import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,23 +13,21 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from mpi4dl.comm import Communicator
-from mpi4dl.comm.blocks import Blocks
-from mpi4dl.comm.exchange import BACKWARD_TAG, FORWARD_TAG, Exchange, Like, narrow, once_differentiable
+from mpi4dl.comm.exchange import BACKWARD_TAG, FORWARD_TAG, Exchange, Like, once_differentiable
 from mpi4dl.comm.packing import Piece
-from mpi4dl.geometry import BATCH, Box, Tiling, widest
+from mpi4dl.geometry import BATCH, Tiling, widest
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import gather
 from mpi4dl.parallel.spatial.halo_prefetch import HaloPrefetch, Source
 from mpi4dl.parallel.spatial.rules.convolution import as_own, of_channels, own_channels
 from mpi4dl.parallel.spatial.rules.norm_kernels import (
     PER_CHANNEL,
-    Shares,
-    constants_of,
-    counts_of,
+    UNTRACKED,
+    Norm,
+    Tracked,
     gradient_of,
-    joined,
     kernels_for,
+    sharers,
 )
 from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
 from mpi4dl.parallel.spatial.sums import shared, with_all_features
@@ -48,102 +45,6 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, sub
 # than one gather is for merge them in two levels. It saves the input, the strips, and five numbers for each channel.
 
 FEW = 8  # ranks up to which each tells each other beside the strips, rather than all in a collective of its own
-
-
-class Sharers(NamedTuple):
-    """The ranks of a grid that share what is normalized, and how many numbers of a channel each owns."""
-
-    comm: Communicator
-    ranks: tuple[int, ...]
-    counts: tuple[int, ...]
-    blocks: Blocks | None
-
-
-def sharers(layout: Layout, axes: Sequence[int], each: int) -> Sharers:
-    """Those who share what is normalized along these axes, in which every pixel counts `each` times."""
-    axes = tuple(axis for axis in axes if layout.dims[axis] is not None)
-    splits = [layout.tiling.splits[axis] for axis in axes]
-    lengths = [[split.owned(part).length for part in range(split.parts)] for split in splits]
-    counts = tuple(each * math.prod(of_rank) for of_rank in itertools.product(*lengths))
-    comm = layout.grid.along(axes)
-    return Sharers(comm, layout.grid.ranks_along(axes), counts, comm.blocks)
-
-
-class Norm:
-    """One normalization: of tensors of `layout`, to be held as `output` says."""
-
-    def __init__(self, layout: Layout, output: Layout, among: Sharers, eps: float) -> None:
-        self.layout, self.output, self.among, self.eps = layout, output, among, eps
-        self.wide = layout.wide
-        self.count = sum(among.counts)
-        self.constants = cache(constants_of)
-        counts = among.counts if among.blocks is None else (self.count,)
-        self.shares = cache(partial(Shares.of, counts))  # of how many numbers each rank knows the sums: by device
-        self.shares_of = cache(Shares.of)
-        self.counts = cache(partial(counts_of, counts))
-
-    def all_moments(self, mine: Tensor) -> Tensor:
-        """What all ranks told, (ranks, rows, C); (1, rows, C), of all together, where there are too many of them."""
-        blocks = self.among.blocks
-        if blocks is None:
-            return self.among.comm.all_gather(mine)
-        return blocks.combine(mine, self._joined)[None]
-
-    def _joined(self, parts: Tensor, level: int) -> Tensor:
-        counts = self._counts[level]
-        return joined(parts, self.shares_of(counts, parts.device), sum(counts))
-
-    @cached_property
-    def _counts(self) -> list[tuple[int, ...]]:
-        """How many numbers a channel the parts have that are joined at each level."""
-        blocks, counts = self.among.blocks, self.among.counts
-        levels = () if blocks is None else blocks.spans
-        return [tuple(sum(counts[span.start : span.stop]) for span in spans) for spans in levels]
-
-    @cached_property
-    def exchange(self) -> Exchange | None:
-        """The exchange of strips of the input that this rank normalizes for the next layers."""
-        layout, output = self.layout, self.output
-        return None if output.tiling == layout.tiling else layout.exchange_to(output.tiling)
-
-    @cached_property
-    def alone(self) -> bool:
-        """Whether this rank has all that is normalized, and nothing to fetch."""
-        return self.among.comm.size == 1 and self.exchange is None and not self.wide
-
-    def own(self, x: Tensor) -> Tensor:
-        """The owned part of x."""
-        layout = self.layout
-        return narrow(x, layout.dims, layout.held, layout.owned) if layout.wide else x
-
-    def within(self, y: Tensor, box: Box) -> Tensor:
-        """This box of y, this rank's part of the output."""
-        return narrow(y, self.output.dims, self.output.held, box)
-
-    @property
-    def boxes(self) -> list[Box]:
-        """Where the strips lie."""
-        return [] if self.exchange is None else [slab.box for slab in self.exchange.plan.receives]
-
-
-class Tracked(NamedTuple):
-    """Running statistics, of which there may be none, and the share of a new value in them."""
-
-    mean: Tensor | None = None
-    variance: Tensor | None = None
-    momentum: float = 0.0
-
-    def take(self, moments: Tensor | None) -> None:
-        """The mean and the unbiased variance of a step, (2, C), if they have not been taken in yet."""
-        tracked = [(row, running) for row, running in enumerate(self[:2]) if running is not None]
-        if tracked and moments is not None:
-            known = moments.to(tracked[0][1].dtype)
-            torch._foreach_lerp_(
-                [running.detach() for _, running in tracked], [known[row] for row, _ in tracked], self.momentum
-            )
-
-
-UNTRACKED = Tracked()
 
 
 def normalize(
