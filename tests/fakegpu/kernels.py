@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from mpi4dl.parallel.spatial.tensor import SpatialTensor
 
 INT32 = 2**31
 
@@ -228,3 +231,21 @@ KERNELS: dict[str, Callable[..., Any]] = (
         )
     }
 )
+
+
+SUMS = {getattr(of, name) for of in (torch, Tensor) for name in ("sum", "prod", "cumsum", "cumprod")}
+
+
+class Autocast(TorchFunctionMode):
+    """What CUDA's autocast does to sums of 16 bits, and that of CPUs does not: they are taken and given in float32."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function not in SUMS:
+            return function(*args, **kwargs)
+        if isinstance(args[0], SpatialTensor):
+            with self:  # for what its rule calls
+                return SpatialTensor.__torch_function__(function, types, args, kwargs)
+        if args[0].dtype in (torch.float16, torch.bfloat16) and kwargs.get("dtype") is None:
+            kwargs = kwargs | {"dtype": torch.float32}
+        return function(*args, **kwargs)

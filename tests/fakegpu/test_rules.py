@@ -13,6 +13,7 @@ from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.rules import norm_kernels
 from mpi4dl.parallel.spatial.sharding import shard
 from tests.fakegpu.device import CUDA, installed
+from tests.fakegpu.kernels import Autocast
 from tests.parallel.spatial.comparing import Arrangement, compare_table
 from tests.pool.ranks import Ranks
 
@@ -91,3 +92,18 @@ def places_of_equals(comm: Communicator, name: str) -> tuple[list[float], list[i
 def test_of_equal_values_all_ranks_take_the_same_one(ranks: Ranks, name: str) -> None:
     first, *others = ranks(4).run(places_of_equals, name)
     assert all(each == first for each in others)
+
+
+def sum_under_autocast(comm: Communicator) -> tuple[str, float]:
+    comm.gpu_wire = "staged"
+    with installed(), pytest.MonkeyPatch.context() as context:
+        context.setattr(torch, "is_autocast_enabled", lambda kind="cuda": kind == "cuda")
+        x = shard(torch.ones(1, 1, 512, 512, dtype=torch.float16).to(CUDA), Grid.of(comm, GridShape(1, 1, 2)))
+        with Autocast():
+            total = gather(x.sum())
+        return str(total.dtype), float(total.cpu())
+
+
+def test_sums_over_tiles_are_float32_under_autocast(ranks: Ranks) -> None:
+    """As CUDA's autocast has them: 262,144 is more than 16 bits hold."""
+    assert ranks(2).run(sum_under_autocast) == [("torch.float32", 512.0**2)] * 2

@@ -3,8 +3,9 @@
     any device      a mean and sums of squares for each channel; merged in float64, on CPUs by numpy
     CUDA            the kernels of PyTorch's own SyncBatchNorm
 
-A `Norm` says what is normalized, by whom. Both kinds of `Kernels` are used in the same way: `told` is what ranks tell each other, `merged` makes of it what is saved, `applied` and
-`gradient` are the norm and its adjoint, and `sums` is what ranks tell each other in the backward pass.
+A `Norm` says what is normalized, and by whom. Both kinds of `Kernels` are used in the same way: `told` is what ranks
+tell each other, `merged` makes of it what is saved, `applied` and `gradient` are the norm and its adjoint, and `sums`
+is what ranks tell each other in the backward pass.
 """
 
 import itertools
