@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpi4dl._commands import typed
@@ -94,7 +95,7 @@ def save(comm: "Communicator", path: str, name: str) -> None:
     Raises:
         Refusal: there is one rank, or the file cannot be written.
     """
-    from mpi4dl._files import unwritable
+    from mpi4dl._files import unwritable, write_durably
     from mpi4dl.estimate.machine_file import machine_toml
     from mpi4dl.estimate.measured_machine import measure_machine
 
@@ -105,8 +106,7 @@ def save(comm: "Communicator", path: str, name: str) -> None:
     problem = None
     if comm.rank == 0:
         try:
-            with open(path, "x", encoding="utf-8") as file:
-                file.write(machine_toml(machine))
+            write_durably(Path(path), machine_toml(machine).encode())
         except OSError as error:
             problem = f"--save {path}: {error.strerror}"
     comm.agree(problem)
