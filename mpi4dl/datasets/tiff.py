@@ -163,7 +163,7 @@ def open_tiff(path: Path, indices: bool = False) -> Image:
         BadImage: damaged, truncated, a stack of images, or with a number of channels that no colour image has.
         Unsupported: intact, but of colours that this reader leaves to Pillow.
     """
-    with _opened(path) as file:
+    with opened(path) as file:
         first: Any = file.pages[0]
         _check_segments(path, first)
         _check_directories(path)
@@ -172,7 +172,7 @@ def open_tiff(path: Path, indices: bool = False) -> Image:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def opened(path: Path) -> Iterator[Any]:
     """A file by tifffile. What goes wrong in here is raised as BadImage, DatasetError or Unsupported."""
     try:
         import tifffile
@@ -212,7 +212,7 @@ def open_levels(path: Path) -> tuple[tuple[Image, ...], PageFacts]:
         BadImage, Unsupported: as `open_tiff`. DatasetError: a scanner's format, which needs OpenSlide.
     """
     _check_directories(path)
-    with _opened(path) as file:
+    with opened(path) as file:
         scanner = next(
             (name for name in SCANNERS for page in list(file.pages)[:2] if getattr(page, f"is_{name}")), None
         )
@@ -332,12 +332,32 @@ def _checked_pixels(path: Path, index: int, data: bytes, sides: tuple[int, int])
     return pixels
 
 
-def check_pictures(path: Path, page: Any, descriptor: int) -> None:
-    """Raise BadImage if tiles of a page are far larger pictures than it says."""
-    down, *across = page.keyframe.chunks
-    if int(page.keyframe.compression) in PICTURES:
+def samples_of(path: Path, page: Any, descriptor: int) -> Samples:
+    """All samples of a page, in its own shape.
+
+    Raises BadImage, also if its tiles are pictures far larger than it says.
+    """
+    kind, (down, *across) = int(page.keyframe.compression), page.keyframe.chunks
+    elsewhere = kind in UNMEASURED
+    if kind in PICTURES:
         for index, (offset, num_bytes) in enumerate(zip(page.dataoffsets, page.databytecounts, strict=True)):
-            _checked_pixels(path, index, os.pread(descriptor, num_bytes, offset), (down, prod(across)))
+            data = os.pread(descriptor, num_bytes, offset)
+            elsewhere |= _checked_pixels(path, index, data, (down, prod(across))) is None
+    try:
+        return _elsewhere(path, page) if elsewhere else page.asarray()
+    except BadImage:
+        raise
+    except Exception as error:  # each codec has its own kinds of error
+        raise BadImage(path, f"has a page that cannot be decoded: {error}") from error
+
+
+def _elsewhere(path: Path, page: Any, index: int | None = None) -> Samples:
+    """The samples of a page, or of one of its tiles, decoded in a process with a limit. Raises BadImage."""
+    answer, content = ask("tifffile", path, (page.treeindex, index))
+    if "error" in answer:
+        what = f"a page of {_pixels_of(page.keyframe)} pixels" if index is None else f"tile {index}"
+        raise BadImage(path, f"{what} cannot be decoded: {answer['error']}")
+    return np.frombuffer(content, answer["dtype"]).reshape(answer["shape"])
 
 
 class _Tiff:
@@ -425,10 +445,7 @@ class _Tiff:
         sides = self._tile_height, self._tile_width
         pixels = _checked_pixels(self._path, index, data, sides) if self._pictures else 0
         if self._elsewhere or pixels is None:
-            answer, content = ask("tifffile", self._path, (page.index, index))
-            if "error" in answer:
-                raise BadImage(self._path, f"tile {index} cannot be decoded: {answer['error']}")
-            return np.frombuffer(content, answer["dtype"]).reshape(answer["shape"])[0]
+            return _elsewhere(self._path, page, index)[0]
         try:
             samples = self._decode(data, index, jpegtables=self._jpegtables)[0]
         except Exception as error:  # each codec has its own kinds of error for bytes that it cannot decode

@@ -100,6 +100,22 @@ def test_slides_are_read_as_scanners_lay_them_out(name: str, tmp_path: Path) -> 
         assert inner.max() <= layout.tolerance, mpp
 
 
+@pytest.mark.parametrize("compression", ["jpegxr", "lerc"])
+def test_levels_in_subifds_are_read_of_their_own_pages(tmp_path: Path, compression: str) -> None:
+    """Also of kinds that another process decodes, which has to find the page again."""
+    levels, path = pyramid(picture((512, 384))), tmp_path / "a.tif"
+    how: dict[str, Any] = {"tile": (128, 128), "photometric": "rgb", "compression": compression, "metadata": None}
+    with tifffile.TiffWriter(path) as file:
+        file.write(levels[0], subifds=2, **how)
+        for level in levels[1:]:
+            file.write(level, subfiletype=1, **how)
+    found = open_slide(path).file.levels
+    assert len(found) == 3
+    for level, expected in zip(found, levels, strict=True):
+        read = level.image.read(*(Interval(0, side) for side in level.image.size))
+        assert np.abs(read.astype(int) - expected).max() <= 4 * (compression == "jpegxr")
+
+
 @pytest.mark.parametrize("ending", [".tif", ".ome.tif"])
 def test_oblong_pixels_are_read_as_square_ones(ending: str, tmp_path: Path) -> None:
     """Whoever says it, the resolution of TIFF or OME; places in files are those of level 0."""
