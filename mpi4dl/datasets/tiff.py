@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -27,7 +26,7 @@ import PIL.Image
 from mpi4dl._wording import to_install
 from mpi4dl.datasets.base import BadImage, DatasetError, Image, Pixels
 from mpi4dl.datasets.colour import TAG, WHITE, bytes_of, rgb_of, rgb_of_inks, upright
-from mpi4dl.datasets.reader_process import ask
+from mpi4dl.datasets.reader_process import ask, has_openslide, needs_openslide
 from mpi4dl.geometry import Interval, ceil_div
 
 # The meaning of the samples of a TIFF page: scale, colours, and conversion to RGB bytes.
@@ -144,7 +143,12 @@ PICTURES = (6, 7, 33003, 33004, 33005, 33007, 34712, 34892, 34933, 50001)  # JPE
 MOST_SPARE = 4  # times as many pixels as its tile a picture may have
 LOSSY = (6, 7, *DEADLY, 33007, 34892)  # JPEG, JPEG XR, and JPEG under other numbers
 
-SCANNERS = ("svs", "philips", "bif", "ndpi", "scn")  # tifffile's names of formats that OpenSlide reads
+# Without OpenSlide, tifffile shows other pictures than there are: padded or overlapping tiles, the label as the slide,
+# levels of other factors. Aperio's pages it shows truly, except two kinds of JPEG 2000 whose colours are no RGB.
+SCANNERS = ("philips", "bif", "scn")  # by tifffile's names
+TRESTLE = "MedScan"  # how the tag Software begins
+HAMAMATSU = 65420  # a tag
+APERIO_YCC = (33003, 33004)
 BESIDE = re.compile(r"\b(label|macro|thumbnail|overview)\b", re.IGNORECASE)
 MASK, MACRO = 4, 9  # of the tag NewSubfileType: a bit of TIFF 6.0, and what Aperio calls the overview
 # A page is compared with the next finer one at SPOTS x SPOTS spots. JPEG and other resampling change less than that.
@@ -213,12 +217,9 @@ def open_levels(path: Path) -> tuple[tuple[Image, ...], PageFacts]:
     """
     _check_directories(path)
     with opened(path) as file:
-        scanner = next(
-            (name for name in SCANNERS for page in list(file.pages)[:2] if getattr(page, f"is_{name}")), None
-        )
-        if scanner is not None and find_spec("openslide") is None:
-            remedy = to_install("openslide-python", "openslide-bin")
-            raise DatasetError(f"{path}: reading a scanner's TIFF ({scanner}) needs openslide; run {remedy}")
+        scanner = next(filter(None, map(_scanner, list(file.pages)[:2])), None)
+        if scanner is not None and not has_openslide():
+            raise needs_openslide(path, f"a scanner's TIFF ({scanner})")
         pages, number = _pages_of_slide(path, file)
         first = pages[0]
         tag = first.tags.valueof(TAG)
@@ -258,6 +259,17 @@ def _pages_of_slide(path: Path, file: Any) -> tuple[Sequence[Any], int]:
     if page is first or _pixels_of(page) < _pixels_of(first):  # no label is larger than its slide
         return _planes(path, file), 0
     return [page], 0
+
+
+def _scanner(page: Any) -> str | None:
+    """The scanner's format of a page that only OpenSlide reads truly; None for others."""
+    if page.software.startswith(TRESTLE):
+        return "trestle"
+    if HAMAMATSU in page.tags:
+        return "hamamatsu"
+    if page.is_svs and int(page.compression) in APERIO_YCC:
+        return "svs"
+    return next((name for name in SCANNERS if getattr(page, f"is_{name}")), None)
 
 
 def _is_beside(page: Any) -> bool:
