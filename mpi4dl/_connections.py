@@ -6,11 +6,16 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from ipaddress import IPv6Address, IPv6Network, ip_address
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h11
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
 
 # Limits on connections, before anything looks at a token: how many there are, and how long one may keep the server
 # waiting.
@@ -243,3 +248,22 @@ class LimitedConnection(H11Protocol):
             self.head_since = None
         if self._waits != waited or not self._waits:
             self.known.wait(self, self._waits)
+
+
+def server_of(app: "ASGIApp", connections: Connections, last_words_seconds: int) -> uvicorn.Server:
+    """A server of HTTP alone, with these limits, which at its end lets clients take what they were sent for so long."""
+    connection: Any = partial(LimitedConnection, connections)
+    config = uvicorn.Config(
+        app,
+        http=connection,
+        backlog=BACKLOG,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=connections.limits.idle_seconds,  # type: ignore[arg-type]  # it is only added to the time
+        timeout_graceful_shutdown=last_words_seconds,
+    )
+    return uvicorn.Server(config)

@@ -112,6 +112,9 @@ class Replacement:
                     left.unlink()
 
     def keep(self) -> None:
+        """Put what was written on disk, then replace the file: after a crash there is the old one or the new one."""
+        with naming(self.path), self.temporary.open("rb") as file:
+            os.fsync(file.fileno())
         self.temporary.replace(self.path)
 
     def drop(self) -> None:
@@ -129,16 +132,9 @@ class Replacement:
 
 
 def write_durably(path: Path, data: bytes | memoryview) -> None:
-    """Replace a file as a whole: a reader finds the old one or the new one, also after a crash."""
-    with naming(path), Replacement(path) as temporary, temporary.open("wb") as file:
-        file.write(data)
-        flush(file)
-
-
-def flush(file: BinaryIO) -> None:
-    """Put what was written on disk."""
-    file.flush()
-    os.fsync(file.fileno())
+    """Replace a file as a whole, as `Replacement` does."""
+    with naming(path), Replacement(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def map_new(file: BinaryIO | BufferedIOBase, dtype: Any, shape: tuple[int, ...]) -> Any:

@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpi4dl._commands import typed
@@ -76,16 +77,19 @@ def shared_memory(num_ranks: int) -> str:
     """The line on the memory that ranks of a machine share."""
     import os
 
-    from mpi4dl.comm.shutdown import SHARED_BYTES, SHARED_MEMORY, little_shared_memory
+    from mpi4dl.comm import shutdown
 
+    folder, each, _ = shutdown.shared_memory()
+    if each == 0:
+        return f"shared memory: this MPI uses none, as {shutdown.TRANSPORTS} asks"
     try:
-        found = os.statvfs(SHARED_MEMORY)
+        found = os.statvfs(folder)
     except OSError as error:
-        return f"shared memory: {SHARED_MEMORY} cannot be looked at: {error.strerror}"
+        return f"shared memory: {folder} cannot be looked at: {error.strerror}"
     there, free = (number * found.f_frsize / 2**20 for number in (found.f_blocks, found.f_bavail))
-    told = f"shared memory: {SHARED_MEMORY} has {there:,.0f} MiB, {free:,.0f} free"
-    problem = little_shared_memory(max(2, num_ranks))
-    return f"{told}; {problem}" if problem else f"{told}, enough for {there * 2**20 // SHARED_BYTES:,.0f} ranks"
+    told = f"shared memory: {folder} has {there:,.0f} MiB, {free:,.0f} free"
+    problem = shutdown.little_shared_memory(max(2, num_ranks))
+    return f"{told}; {problem}" if problem else f"{told}, enough for {there * 2**20 // each:,.0f} ranks"
 
 
 def save(comm: "Communicator", path: str, name: str) -> None:
@@ -94,7 +98,7 @@ def save(comm: "Communicator", path: str, name: str) -> None:
     Raises:
         Refusal: there is one rank, or the file cannot be written.
     """
-    from mpi4dl._files import unwritable
+    from mpi4dl._files import unwritable, write_durably
     from mpi4dl.estimate.machine_file import machine_toml
     from mpi4dl.estimate.measured_machine import measure_machine
 
@@ -105,8 +109,7 @@ def save(comm: "Communicator", path: str, name: str) -> None:
     problem = None
     if comm.rank == 0:
         try:
-            with open(path, "x", encoding="utf-8") as file:
-                file.write(machine_toml(machine))
+            write_durably(Path(path), machine_toml(machine).encode())
         except OSError as error:
             problem = f"--save {path}: {error.strerror}"
     comm.agree(problem)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from mpi4dl.datasets.split import Named
 
 USAGE = "RUN_OR_WEIGHTS --images FOLDER [--FLAG VALUE ...]"
-END_SECONDS = 120.0  # for all ranks to come to the end, once all images are seen
 DESCRIPTION = "Let a trained model predict of images without labels."
 
 
@@ -70,19 +69,15 @@ def predict(comm: "Communicator", asked: CommandLine[PredictConfig]) -> None:
     for line in (*model.title(), *predicting.remarks) if comm.rank == 0 else ():
         print(asked.spell(line), flush=True)
     count = sum(1 for _ in predicting)
-    watchdog = failure.Watchdog(END_SECONDS)  # that of predicting has stopped
-    try:
-        if comm.rank == 0:
-            for problem in predicting.bad[:10]:
-                print(f"could not be read: {problem}")
-            for line in predicting.summary():
-                print(line)
-            bad = f", {len(predicting.bad)} of which could not be read" if predicting.bad else ""
-            print(f"{counted(count, predicting.noun)} looked at{bad}; see {out}", flush=True)
-        nothing = count > 0 and len(predicting.bad) == count == len(images)
-        comm.agree(f"none of {counted(count, predicting.noun)} can be read: {predicting.bad[0]}" if nothing else None)
-    finally:
-        watchdog.stop()
+    if comm.rank == 0:
+        for problem in predicting.bad[:10]:
+            print(f"could not be read: {problem}")
+        for line in predicting.summary():
+            print(line)
+        bad = f", {len(predicting.bad)} of which could not be read" if predicting.bad else ""
+        print(f"{counted(count, predicting.noun)} looked at{bad}; see {out}", flush=True)
+    nothing = count > 0 and len(predicting.bad) == count == len(images)
+    comm.agree(f"none of {counted(count, predicting.noun)} can be read: {predicting.bad[0]}" if nothing else None)
 
 
 main = predict.main

@@ -21,9 +21,10 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from mpi4dl.comm import RankFailed, Refusal
-from mpi4dl.comm.shutdown import Meeting, little_shared_memory, meeting, met, mpi_has_started, mpi_is_over
+from mpi4dl.comm.shutdown import LOCAL_RANKS, Meeting, little_shared_memory, meeting, met, mpi_has_started, mpi_is_over
 from mpi4dl.comm.watchdog import (
     FAILURE,
+    SILENT_SECONDS,
     Watchdog,
     end_job,
     end_within,
@@ -128,6 +129,8 @@ def _on_end(process: int, patience: float = 0.0, finalize: bool = False) -> None
     for farewell in opened.farewells:
         farewell()
     opened.gathers()
+    watchdog.seconds = min(patience, SILENT_SECONDS)  # no rank has anything left to do
+    watchdog.feed()
     for closing in opened.closings:
         closing()
     watchman.rest()
@@ -147,8 +150,9 @@ def start() -> Meeting:
 
 
 def _require_shared_memory() -> None:
-    """Raise Refusal, in the first of the ranks that MPICH's mpirun started here, if MPI would die as it starts."""
-    rank, size = (int(os.environ.get(name) or 0) for name in ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
+    """Raise Refusal, in the first of the ranks that mpirun started here, if MPI would die of a bus error."""
+    names = next((pair for pair in LOCAL_RANKS if pair[1] in os.environ), LOCAL_RANKS[0])
+    rank, size = (int(os.environ.get(name) or 0) for name in names)
     problem = little_shared_memory(size) if size > 1 and not mpi_has_started() else None
     if problem is not None and rank > 0:
         time.sleep(MEETING_SECONDS)
@@ -184,7 +188,8 @@ def hear_signals() -> None:
 def run(main: Callable[[], None], patience: float = START_SECONDS) -> None:
     """Run a command, from before MPI starts and torch is imported: the job ends cleanly however `main()` ends.
 
-    `patience`: the seconds that it may take all ranks to start, START_SECONDS at least, and to end. 0: for ever.
+    `patience`: the seconds that it may take all ranks to start, START_SECONDS at least, and to end. 0: for ever, also
+    where a rank no longer answers.
     """
     die_by_ctrl_c()
     hear_signals()
@@ -194,6 +199,7 @@ def run(main: Callable[[], None], patience: float = START_SECONDS) -> None:
         if sys.stdout is None:
             raise Refusal("standard output is closed: where nobody reads it, start with > /dev/null")
         start()
+        sentry().listens = patience > 0
         main()
         lost = flush()
         if lost is not None:

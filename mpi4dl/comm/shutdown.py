@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import gettempdir
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpi4dl._wording import to_install
 from mpi4dl.comm import Refusal
@@ -23,6 +25,7 @@ LAST_TURN_SECONDS = 1.0
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1e-3, 0.05
 # How many processes launchers say that they started, to libraries of their own MPI alone; and Slurm, to all.
 PMI, OPEN_MPI, SLURM = "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"
+OPEN_MPI_LOCAL = "OMPI_COMM_WORLD_LOCAL"  # and _RANK or _SIZE
 MAPS = Path("/proc/self/maps")
 SPEAKING = 1  # the tag of "I say what went wrong"
 
@@ -131,21 +134,53 @@ def met() -> Meeting | None:
     return meeting() if meeting.cache_info().currsize and not mpi_is_over() else None
 
 
+# What ranks of a node share.
+#
+#     MPICH       files in /dev/shm
+#     Open MPI    a file of each rank, by its transport sm (vader in Open MPI 4), in /dev/shm, or below the directory of
+#                 temporary files where /dev/shm cannot be written; it takes TCP where the file of a rank does not fit
+#
+# Both map the files without reserving them, and end by a bus error where all together do not fit.
+
 SHARED_MEMORY = Path("/dev/shm")
-SHARED_BYTES = 6 << 20  # that MPICH takes there for each rank of a node, measured with up to 8 ranks
+MPICH_BYTES = 6 << 20  # of each rank, measured with up to 8 ranks
+OPEN_MPI_BYTES = 4 << 20  # its default of btl_sm_segment_size
+TRANSPORTS = "OMPI_MCA_btl"  # its setting of which transports it uses, and the beginning of those of each
+LOCAL_RANKS = (("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), (f"{OPEN_MPI_LOCAL}_RANK", f"{OPEN_MPI_LOCAL}_SIZE"))
 
 
-def little_shared_memory(num_ranks: int, folder: Path = SHARED_MEMORY) -> str | None:
-    """What to do where so many ranks of this machine have too little shared memory; None if it is enough, or unknown.
+class SharedMemory(NamedTuple):
+    """The folder of the files that ranks of a node share, and how large they get for each rank; 0: there are none."""
 
-    MPI maps files there without reserving them, and dies of a bus error where they do not fit.
-    """
+    folder: Path
+    bytes_each: int
+    falls_back: bool = False  # where the file of one rank does not fit
+
+
+def shared_memory() -> SharedMemory:
+    """That of the MPI whose launcher started this process, as its variables say."""
+    if OPEN_MPI not in os.environ or LOCAL_RANKS[0][1] in os.environ:
+        return SharedMemory(SHARED_MEMORY, MPICH_BYTES)
+    transports, asked = {"sm", "vader"}, os.environ.get(TRANSPORTS, "")
+    if asked and transports.isdisjoint(asked.removeprefix("^").split(",")) != asked.startswith("^"):
+        return SharedMemory(SHARED_MEMORY, 0)
+    found: dict[str, str] = {}
+    for name, one in product(("backing_directory", "segment_size"), transports):
+        found[name] = os.environ.get(f"{TRANSPORTS}_{one}_{name}") or found.get(name, "")
+    default = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else gettempdir()
+    size = int(found["segment_size"]) if found["segment_size"].isdecimal() else OPEN_MPI_BYTES
+    return SharedMemory(Path(found["backing_directory"] or default), size, falls_back=True)
+
+
+def little_shared_memory(num_ranks: int) -> str | None:
+    """What to do where so many ranks of a node have too little shared memory; None if it is enough, or unknown."""
+    folder, each, falls_back = shared_memory()
     try:
         found = os.statvfs(folder)
     except OSError:
         return None
-    there, needed = found.f_blocks * found.f_frsize, SHARED_BYTES * num_ranks
-    if there >= needed or there == 0:  # of a file system that does not say
+    there, needed = found.f_blocks * found.f_frsize, each * num_ranks
+    if there >= needed or there == 0 or (falls_back and there < each):  # 0: of a file system that does not say
         return None
     return (
         f"{folder} has {there / 2**20:.3g} MiB, and MPI takes up to {needed >> 20} MiB there for {num_ranks} ranks, or "

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 STUCK_SECONDS = 5.0  # a wait for a small message may take as long on a slow network
 DEADLOCK_SECONDS = 300.0
-STANDING, ASKING = 3, 4  # tags
+STANDING, ASKING, BEATING = 3, 4, 5  # tags
 
 
 class RankState(NamedTuple):
@@ -165,6 +165,45 @@ def _of_all(stuck: list[int], standings: dict[int, RankState]) -> str:
 
 def _ranks(ranks: list[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+# Ranks that no longer answer: stopped by a signal, or on a machine that is gone.
+#
+# In a ring, each rank's thread tells the next rank that it lives, whatever its program does. A function of C that keeps
+# the interpreter's lock silences it, too. So a rank judges only where it has no watchdog: where it waits for slower
+# ranks, and at its end. It counts its own looks, not seconds: a job that was stopped as a whole goes on.
+
+SILENT_SECONDS = 120.0
+BEAT_SECONDS = 10.0
+
+
+class Heartbeat:
+    """One rank's part of it, for one thread."""
+
+    def __init__(self, meeting: "Meeting") -> None:
+        self.comm, self.size = meeting.comm, meeting.size
+        self.before, self.after = (meeting.rank - 1) % self.size, (meeting.rank + 1) % self.size
+        self._sent: MPI.Request | None = None
+        self._looks = 0
+        self._silent_looks = 0
+
+    def look(self, judges: bool) -> Verdict | None:
+        """Take part; call it every LOOK_SECONDS. Returns a verdict if this rank `judges`, and another is silent."""
+        from mpi4py import MPI
+
+        if self._looks % round(BEAT_SECONDS / LOOK_SECONDS) == 0 and (self._sent is None or self._sent.Test()):
+            self._sent = self.comm.Isend([b"", MPI.BYTE], self.after, BEATING)
+        self._looks += 1
+        self._silent_looks = self._silent_looks + 1 if judges else 0
+        while self.comm.Iprobe(self.before, BEATING):
+            self.comm.Recv([bytearray(), MPI.BYTE], self.before, BEATING)
+            self._silent_looks = 0
+        if self._silent_looks * LOOK_SECONDS < SILENT_SECONDS:
+            return None
+        return Verdict(
+            f"mpi4dl: rank {self.before} of {self.size} has given no sign of life for {SILENT_SECONDS:g} s: it was "
+            "stopped by a signal, or its machine is gone"
+        )
 
 
 # A rank's last words, and how it takes the job with it: nothing here raises, or waits for long, whatever is broken.
@@ -326,7 +365,8 @@ class Waits:
 class Sentry(threading.Thread):
     """The thread. `waits` is where this rank waits for others; `ended` says that its program has come to its end.
 
-    `failure`, a message and an exit code, is what this rank waits to tell the others.
+    `failure`, a message and an exit code, is what this rank waits to tell the others. `listens`: whether it ends the
+    job where another rank no longer answers.
     """
 
     def __init__(self) -> None:
@@ -334,8 +374,10 @@ class Sentry(threading.Thread):
         self.waits = Waits()
         self.ended = False
         self.failure: tuple[str, int] | None = None
+        self.listens = False
         self._fed: tuple[weakref.ref[Watchdog], float] | None = None
         self._farewell: ExitNotification | None = None
+        self._heartbeat: Heartbeat | None = None
         self._standing: RankState | None = None
         self._rests = threading.Event()
         self.device: Callable[[], None] | None = None  # makes this rank's GPU the thread's, as MPI may need it
@@ -383,6 +425,10 @@ class Sentry(threading.Thread):
         self._farewell = self._farewell or ExitNotification(meeting)
         self._standing = self._stand()
         verdict = self._farewell.look(self._standing)
+        if self.listens and verdict is None:
+            self._heartbeat = self._heartbeat or Heartbeat(meeting)
+            watched = self._fed is not None and self._fed[0]() is not None
+            verdict = self._heartbeat.look(self.ended or not watched)
         if verdict is not None:
             say(verdict.message)
             end_job(verdict.code)

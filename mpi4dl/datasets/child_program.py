@@ -56,17 +56,26 @@ def limit_memory(num_bytes: int) -> None:
 
 
 def tiff(path: str) -> Read:
-    """The samples of one segment (a tile or a strip) of a page."""
+    """The samples of one segment (a tile or a strip) of a page, or of all.
+
+    The page is named by its place in the tree of pages: [2] is the third one, [2, 0] its first SubIFD.
+    """
     import tifffile
 
-    def read(wanted: list[int]) -> Answer:
-        number, index = wanted
+    def read(wanted: tuple[list[int], int | None]) -> Answer:
+        place, index = wanted
         with tifffile.TiffFile(path, _multifile=False) as file:
             pages: Any = file.pages
-            first, page = pages[0], pages[number]
-            limit_memory(MOST_OF_TILE * math.prod(page.keyframe.chunks))
-            data = os.pread(file.filehandle.fileno(), page.databytecounts[index], page.dataoffsets[index])
-            samples = first.decode(data, index, jpegtables=first.jpegtables)[0]
+            for number in place:
+                page = pages[number]
+                pages = page.pages
+            whole = 0 if index is not None else page.nbytes
+            limit_memory(MOST_OF_TILE * math.prod(page.keyframe.chunks) + 2 * whole)
+            if index is None:
+                samples = page.asarray(maxworkers=1)
+            else:
+                data = os.pread(file.filehandle.fileno(), page.databytecounts[index], page.dataoffsets[index])
+                samples = page.decode(data, index, jpegtables=page.jpegtables)[0]
         return {"shape": samples.shape, "dtype": samples.dtype.str}, samples.tobytes()
 
     return read

@@ -168,10 +168,20 @@ def vendor_of(path: Path) -> str | None:
 
     Raises BadImage.
     """
-    if find_spec("openslide") is None:
+    if not has_openslide():
         return None
     found = ask("openslide", path, "vendor")[0].get("vendor")
     return None if found == GENERIC else found
+
+
+def has_openslide() -> bool:
+    return find_spec("openslide") is not None
+
+
+def needs_openslide(path: Path, what: str) -> DatasetError:
+    """The error where a file is `what` only OpenSlide reads, and it is not installed."""
+    remedy = to_install("openslide-python", "openslide-bin")
+    return DatasetError(f"{path}: reading {what} needs openslide; run {remedy}")
 
 
 def open_with_openslide(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -181,9 +191,8 @@ def open_with_openslide(path: Path) -> tuple[dict[str, Any], bytes]:
         BadImage: OpenSlide does not recognise the file.
         DatasetError: OpenSlide is not installed.
     """
-    if find_spec("openslide") is None:
-        remedy = to_install("openslide-python", "openslide-bin")
-        raise DatasetError(f"{path}: reading {path.suffix} needs openslide; run {remedy}")
+    if not has_openslide():
+        raise needs_openslide(path, path.suffix)
     answer, profile = ask("openslide", path)
     if "error" in answer:
         reason = "the file is damaged, or its extension is wrong"

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -27,7 +26,7 @@ import PIL.Image
 from mpi4dl._wording import to_install
 from mpi4dl.datasets.base import BadImage, DatasetError, Image, Pixels
 from mpi4dl.datasets.colour import TAG, WHITE, bytes_of, rgb_of, rgb_of_inks, upright
-from mpi4dl.datasets.reader_process import ask
+from mpi4dl.datasets.reader_process import ask, has_openslide, needs_openslide
 from mpi4dl.geometry import Interval, ceil_div
 
 # The meaning of the samples of a TIFF page: scale, colours, and conversion to RGB bytes.
@@ -144,7 +143,12 @@ PICTURES = (6, 7, 33003, 33004, 33005, 33007, 34712, 34892, 34933, 50001)  # JPE
 MOST_SPARE = 4  # times as many pixels as its tile a picture may have
 LOSSY = (6, 7, *DEADLY, 33007, 34892)  # JPEG, JPEG XR, and JPEG under other numbers
 
-SCANNERS = ("svs", "philips", "bif", "ndpi", "scn")  # tifffile's names of formats that OpenSlide reads
+# Without OpenSlide, tifffile shows other pictures than there are: padded or overlapping tiles, the label as the slide,
+# levels of other factors. Aperio's pages it shows truly, except two kinds of JPEG 2000 whose colours are no RGB.
+SCANNERS = ("philips", "bif", "scn")  # by tifffile's names
+TRESTLE = "MedScan"  # how the tag Software begins
+HAMAMATSU = 65420  # a tag
+APERIO_YCC = (33003, 33004)
 BESIDE = re.compile(r"\b(label|macro|thumbnail|overview)\b", re.IGNORECASE)
 MASK, MACRO = 4, 9  # of the tag NewSubfileType: a bit of TIFF 6.0, and what Aperio calls the overview
 # A page is compared with the next finer one at SPOTS x SPOTS spots. JPEG and other resampling change less than that.
@@ -163,7 +167,7 @@ def open_tiff(path: Path, indices: bool = False) -> Image:
         BadImage: damaged, truncated, a stack of images, or with a number of channels that no colour image has.
         Unsupported: intact, but of colours that this reader leaves to Pillow.
     """
-    with _opened(path) as file:
+    with opened(path) as file:
         first: Any = file.pages[0]
         _check_segments(path, first)
         _check_directories(path)
@@ -172,7 +176,7 @@ def open_tiff(path: Path, indices: bool = False) -> Image:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def opened(path: Path) -> Iterator[Any]:
     """A file by tifffile. What goes wrong in here is raised as BadImage, DatasetError or Unsupported."""
     try:
         import tifffile
@@ -212,13 +216,10 @@ def open_levels(path: Path) -> tuple[tuple[Image, ...], PageFacts]:
         BadImage, Unsupported: as `open_tiff`. DatasetError: a scanner's format, which needs OpenSlide.
     """
     _check_directories(path)
-    with _opened(path) as file:
-        scanner = next(
-            (name for name in SCANNERS for page in list(file.pages)[:2] if getattr(page, f"is_{name}")), None
-        )
-        if scanner is not None and find_spec("openslide") is None:
-            remedy = to_install("openslide-python", "openslide-bin")
-            raise DatasetError(f"{path}: reading a scanner's TIFF ({scanner}) needs openslide; run {remedy}")
+    with opened(path) as file:
+        scanner = next(filter(None, map(_scanner, list(file.pages)[:2])), None)
+        if scanner is not None and not has_openslide():
+            raise needs_openslide(path, f"a scanner's TIFF ({scanner})")
         pages, number = _pages_of_slide(path, file)
         first = pages[0]
         tag = first.tags.valueof(TAG)
@@ -258,6 +259,17 @@ def _pages_of_slide(path: Path, file: Any) -> tuple[Sequence[Any], int]:
     if page is first or _pixels_of(page) < _pixels_of(first):  # no label is larger than its slide
         return _planes(path, file), 0
     return [page], 0
+
+
+def _scanner(page: Any) -> str | None:
+    """The scanner's format of a page that only OpenSlide reads truly; None for others."""
+    if page.software.startswith(TRESTLE):
+        return "trestle"
+    if HAMAMATSU in page.tags:
+        return "hamamatsu"
+    if page.is_svs and int(page.compression) in APERIO_YCC:
+        return "svs"
+    return next((name for name in SCANNERS if getattr(page, f"is_{name}")), None)
 
 
 def _is_beside(page: Any) -> bool:
@@ -332,12 +344,32 @@ def _checked_pixels(path: Path, index: int, data: bytes, sides: tuple[int, int])
     return pixels
 
 
-def check_pictures(path: Path, page: Any, descriptor: int) -> None:
-    """Raise BadImage if tiles of a page are far larger pictures than it says."""
-    down, *across = page.keyframe.chunks
-    if int(page.keyframe.compression) in PICTURES:
+def samples_of(path: Path, page: Any, descriptor: int) -> Samples:
+    """All samples of a page, in its own shape.
+
+    Raises BadImage, also if its tiles are pictures far larger than it says.
+    """
+    kind, (down, *across) = int(page.keyframe.compression), page.keyframe.chunks
+    elsewhere = kind in UNMEASURED
+    if kind in PICTURES:
         for index, (offset, num_bytes) in enumerate(zip(page.dataoffsets, page.databytecounts, strict=True)):
-            _checked_pixels(path, index, os.pread(descriptor, num_bytes, offset), (down, prod(across)))
+            data = os.pread(descriptor, num_bytes, offset)
+            elsewhere |= _checked_pixels(path, index, data, (down, prod(across))) is None
+    try:
+        return _elsewhere(path, page) if elsewhere else page.asarray()
+    except BadImage:
+        raise
+    except Exception as error:  # each codec has its own kinds of error
+        raise BadImage(path, f"has a page that cannot be decoded: {error}") from error
+
+
+def _elsewhere(path: Path, page: Any, index: int | None = None) -> Samples:
+    """The samples of a page, or of one of its tiles, decoded in a process with a limit. Raises BadImage."""
+    answer, content = ask("tifffile", path, (page.treeindex, index))
+    if "error" in answer:
+        what = f"a page of {_pixels_of(page.keyframe)} pixels" if index is None else f"tile {index}"
+        raise BadImage(path, f"{what} cannot be decoded: {answer['error']}")
+    return np.frombuffer(content, answer["dtype"]).reshape(answer["shape"])
 
 
 class _Tiff:
@@ -425,10 +457,7 @@ class _Tiff:
         sides = self._tile_height, self._tile_width
         pixels = _checked_pixels(self._path, index, data, sides) if self._pictures else 0
         if self._elsewhere or pixels is None:
-            answer, content = ask("tifffile", self._path, (page.index, index))
-            if "error" in answer:
-                raise BadImage(self._path, f"tile {index} cannot be decoded: {answer['error']}")
-            return np.frombuffer(content, answer["dtype"]).reshape(answer["shape"])[0]
+            return _elsewhere(self._path, page, index)[0]
         try:
             samples = self._decode(data, index, jpegtables=self._jpegtables)[0]
         except Exception as error:  # each codec has its own kinds of error for bytes that it cannot decode

@@ -22,9 +22,9 @@ import numpy.typing as npt
 
 from mpi4dl._files import open_regular
 from mpi4dl._wording import to_install
+from mpi4dl.datasets import tiff
 from mpi4dl.datasets.base import BadImage, DatasetError, Values, unit_values
 from mpi4dl.datasets.files import blaming, check_unpacked
-from mpi4dl.datasets.tiff import check_pictures
 from mpi4dl.geometry import Interval
 
 AXES = 3
@@ -139,25 +139,24 @@ def _open_nifti(path: Path) -> Opened:
 
 
 def _open_stack(path: Path) -> Opened:
-    _require(path, "tifffile", "tifffile")
-    import tifffile
-
-    with tifffile.TiffFile(path) as tiff:
-        series = tiff.series[0]
+    with tiff.opened(path) as file:
+        series = file.series[0]
         shape, dtype, offset = series.shape, series.dtype, series.dataoffset
         page_dims = len(series.keyframe.shape)
+        if file.is_ome and series.kind != "ome" and " FileName=" in file.ome_metadata:
+            raise BadImage(path, "has pages in other files, which are not read: write the volume to one file")
         if offset is not None:
-            mapped = np.memmap(path, np.dtype(dtype).newbyteorder(tiff.byteorder), "r", offset, shape)
+            mapped = np.memmap(path, np.dtype(dtype).newbyteorder(file.byteorder), "r", offset, shape)
             return Opened(shape, mapped.__getitem__, dtype)
 
     def read_part(slices: Slices) -> npt.NDArray[Any]:
         stacked = len(shape) - page_dims  # dims of which each place is a page
         places = np.arange(prod(shape[:stacked])).reshape(shape[:stacked])[slices[:stacked]]
-        with tifffile.TiffFile(path) as tiff:
-            pages: Any = tiff.series[0].pages
-            for place in places.ravel().tolist():
-                check_pictures(path, pages[place], tiff.filehandle.fileno())
-            found = [pages[place].asarray()[slices[stacked:]] for place in places.ravel().tolist()]
+        with tiff.opened(path) as file:
+            pages, descriptor = file.series[0].pages, file.filehandle.fileno()
+            found = [
+                tiff.samples_of(path, pages[place], descriptor)[slices[stacked:]] for place in places.ravel().tolist()
+            ]
         if not found:
             return np.empty([len(range(*s.indices(n))) for s, n in zip(slices, shape, strict=True)], dtype)
         return np.stack(found).reshape(*places.shape, *found[0].shape)

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from mpi4dl import __version__
-from mpi4dl._files import LOCK, lock, naming
+from mpi4dl._files import LOCK, lock, naming, write_durably
 from mpi4dl.options.declare import ConfigError
 from mpi4dl.parallel.tables.schedules import Action
 from mpi4dl.parallel.tables.simulator import Simulation, TimeSpan
@@ -132,8 +132,7 @@ class RunFolder:
         self._write(f"versions{_since(step)}.json", text + "\n")
 
     def _write(self, name: str, text: str) -> None:
-        with naming(self.path / name):
-            (self.path / name).write_text(text, encoding="utf-8")
+        write_durably(self.path / name, text.encode())
 
     @property
     def metrics_bytes(self) -> int:

@@ -1,6 +1,7 @@
 """Results of a sweep: plans with their turns or failures in a file that it continues, as table, CSV and picture."""
 
 import csv
+import io
 import json
 import os
 import platform
@@ -370,10 +371,11 @@ def in_order(pairs: Sequence[tuple[float, float]]) -> float | None:
 def as_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Write a line for each plan, with all fields of its row."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]) if rows else ["plan"])
-        writer.writeheader()
-        writer.writerows(rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]) if rows else ["plan"])
+    writer.writeheader()
+    writer.writerows(rows)
+    write_durably(path, text.getvalue().encode())
 
 
 MOST_FAILED = 10

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mpi4dl._files import write_durably
 from mpi4dl._memory import MemoryMeter
 from mpi4dl._palette import GOOD, INK, PAPER, WRONG, of_classes
 from mpi4dl.engine import Engine
@@ -281,7 +282,7 @@ class Painter:
     def _write(self) -> None:
         path = self._folder.path / PORTRAIT
         try:
-            path.write_text(self.portrait.text(), encoding="utf-8")
+            write_durably(path, self.portrait.text().encode())
         except OSError as error:
             self._reporter.say(f"{path} cannot be written: {error.strerror}; the run goes on without")
 

@@ -18,18 +18,16 @@ import os
 import socket
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from importlib.resources import files
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mpi4dl._connections import BACKLOG, LIMITS, Connections, LimitedConnection
+from mpi4dl._connections import LIMITS, Connections, server_of
 from mpi4dl._http import KnownHosts, response_bytes
 from mpi4dl._palette import CURVES, LOADS
 from mpi4dl.datasets.base import DatasetError, printable
@@ -101,23 +99,11 @@ async def serve(app: ASGIApp, listener: socket.socket) -> None:
 
     full = _error("the viewer has no room for more connections: close some, or try again", 503)
     connections = Connections(LIMITS.within_files(), response_bytes(full))
-    http: Any = partial(LimitedConnection, connections)
-    config = uvicorn.Config(
-        app,
-        http=http,
-        backlog=BACKLOG,
-        ws="none",
-        lifespan="off",
-        log_level="error",
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=connections.limits.idle_seconds,  # type: ignore[arg-type]  # it is only added to the time
-        timeout_graceful_shutdown=1,
-    )
+    server = server_of(app, connections, 1)
     asyncio.get_running_loop().set_exception_handler(connections.on_loop_error)
     watching = asyncio.create_task(connections.watch(say))
     try:
-        await uvicorn.Server(config).serve(sockets=[listener])
+        await server.serve(sockets=[listener])
     finally:
         watching.cancel()
 

@@ -369,6 +369,38 @@ def test_little_shared_memory_is_refused_before_mpi_dies_of_it(
     assert done.stderr.count("--shm-size") == (code == 2 and rank == 0)
 
 
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("num_mib", "settings", "code"),
+    [
+        (9, {}, 2),
+        (16, {}, 0),
+        (3, {}, 0),  # Open MPI says it, and takes TCP
+        (16, {"OMPI_MCA_btl_vader_segment_size": "16000000"}, 2),
+        (9, {"OMPI_MCA_btl": "self,tcp"}, 0),
+        (9, {"OMPI_MCA_btl": "^vader"}, 0),
+        (9, {"OMPI_MCA_btl": "^openib"}, 2),
+        (9, {"OMPI_MCA_btl_sm_backing_directory": "/tmp"}, 2),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_little_shared_memory_is_refused_for_open_mpi_too(
+    num_mib: int, settings: dict[str, str], code: int, rank: int
+) -> None:
+    """In the window in which its file of each rank fits, but not all of them do."""
+    program = SMALL.format(blocks=int(num_mib * 256))
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MPI_LOCAL")}
+    told = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": str(rank)} | settings
+    # That this MPI is another one, whose processes are alone, is not what is asked here.
+    program = program.replace("failure.run(", "failure.start = failure._require_shared_memory\nfailure.run(")
+    done = subprocess.run([sys.executable, "-c", program], env=kept | told, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    folder = settings.get("OMPI_MCA_btl_sm_backing_directory", "/dev/shm")
+    assert done.stderr.count(f"mpi4dl: {folder} has {num_mib} MiB") == (code == 2 and rank == 0)
+
+
 ASKED = """
 import time
 from mpi4dl.comm import failure

@@ -85,3 +85,49 @@ ctypes.PyDLL(None).sleep(1000)
     job = mpirun(1, "-c", program, timeout=600.0)
     assert job.code == 1
     assert job.stderr.startswith("Timeout (0:00:01)!\n")
+
+
+SOON = "watchdog.SILENT_SECONDS, watchdog.BEAT_SECONDS = 2.0, 1.0"
+
+
+@pytest.mark.parametrize(("where", "named"), [("main", 1), ("end", 1), ("end", 0)])
+def test_a_rank_that_no_longer_answers_ends_the_job(where: str, named: int) -> None:
+    """Where others wait for it without a watchdog, and at the end."""
+    main = f"""
+Watchdog(1.0).stop()
+if comm.rank == {named}:
+    if "{where}" == "end":
+        sentry().ended = True  # as if it had just come there
+    os.kill(os.getpid(), signal.SIGSTOP)
+if "{where}" == "main":
+    wait(comm.Barrier)
+"""
+    job = ended(2, main, RUN, before=SOON)
+    assert job.code != 0
+    said = f"mpi4dl: rank {named} of 2 has given no sign of life for 2 s: it was stopped by a signal, or its machine"
+    assert job.stderr.count(said) == 1
+
+
+def test_ranks_that_are_slow_or_were_stopped_together_are_left_alone() -> None:
+    """Also one that was stopped while a watchdog looks after the other."""
+    main = """
+def stop_for_a_while(ranks):
+    child = os.fork() if comm.rank == 0 else None
+    if child == 0:
+        for number in signal.SIGSTOP, signal.SIGCONT:
+            for stopped in ranks:
+                os.kill(stopped, number)
+            time.sleep(6)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if child is not None:
+        os.waitpid(child, 0)
+    wait(comm.Barrier)
+Watchdog(1.0).stop()
+time.sleep(6 * comm.rank)
+ranks = comm.allgather(os.getpid())
+stop_for_a_while(ranks)
+dog = Watchdog(60.0)
+stop_for_a_while(ranks[1:])
+dog.stop()
+"""
+    assert ended(2, main, RUN, before=SOON.replace("2.0", "4.0")) == (0, "", "")

@@ -1,8 +1,10 @@
 """Volumes and sequences: every file kind, boxes of them, views that join without a seam, and damaged files."""
 
 import gzip
+import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +209,50 @@ def test_a_page_whose_tile_is_a_far_larger_picture_is_refused_before_it_is_decod
     assert open_volume(tmp_path / "good.tif").read(*whole).shape[:3] == (3, 64, 64)
     with pytest.raises(BadImage, match="far larger than 64 x 64"):
         open_volume(tmp_path / "bomb.tif").read(*whole)
+
+
+UNMEASURED: dict[str, tuple[int, Callable[..., bytes]]] = {
+    "jpeg xr": (34934, partial(imagecodecs.jpegxr_encode, level=1.0)),
+    "lerc": (34887, imagecodecs.lerc_encode),
+    "jpeg xl": (50002, partial(imagecodecs.jpegxl_encode, lossless=True, effort=1)),
+}
+
+
+@pytest.mark.parametrize("kind", UNMEASURED)
+def test_pages_whose_size_nobody_knows_are_decoded_in_a_process_with_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    compression, encode = UNMEASURED[kind]
+    volume = noise(3, 64, 64, dtype=np.uint8)
+    bomb = encode(np.zeros((6000, 6000), np.float64 if kind == "lerc" else np.uint8))
+    for name, pages in (("good.tif", map(encode, volume)), ("bomb.tif", iter([bomb] * 3))):
+        how = {"shape": (3, 64, 64), "dtype": np.uint8, "tile": (64, 64), "photometric": "minisblack"}
+        tifffile.imwrite(tmp_path / name, pages, compression=compression, **how)
+
+    def here(*ignored: Any, **options: Any) -> None:
+        raise AssertionError("decoded in this process")
+
+    monkeypatch.setattr(tifffile.TiffPage, "asarray", here)
+    monkeypatch.setattr(tifffile.TiffFrame, "asarray", here)
+    part = (Interval(1, 3), Interval(5, 40), Interval(0, 64))
+    assert np.array_equal(open_volume(tmp_path / "good.tif").stored(*part)[..., 0], volume[1:3, 5:40])
+    with pytest.raises(BadImage, match=r"bomb\.tif"):
+        open_volume(tmp_path / "bomb.tif").read(*part)
+
+
+def test_a_volume_leads_to_no_other_file(tmp_path: Path) -> None:
+    """Such as a pipe, at which a reader would wait for ever."""
+    path, other = tmp_path / "a.ome.tif", f"urn:uuid:{'1' * 8}{'-1111' * 3}-{'1' * 12}"
+    how: dict[str, Any] = {"photometric": "minisblack", "compression": "zlib", "metadata": {"axes": "ZYX"}}
+    tifffile.imwrite(path, noise(3, 64, 64, dtype=np.uint8), ome=True, **how)
+    with tifffile.TiffFile(path) as file:
+        told = file.ome_metadata
+    assert told is not None
+    elsewhere = f'<TiffData FirstZ="1" IFD="0" PlaneCount="1"><UUID FileName="pipe.tif">{other}</UUID></TiffData>'
+    tifffile.tiffcomment(path, told.replace("</Pixels>", f"{elsewhere}</Pixels>"))
+    os.mkfifo(tmp_path / "pipe.tif")
+    with pytest.raises(BadImage, match=r"a\.ome\.tif.* has pages in other files"):
+        open_volume(path)
 
 
 @settings(max_examples=30, deadline=None)

@@ -4,6 +4,7 @@ import errno
 import re
 from collections.abc import Callable
 from pathlib import Path
+from signal import SIGKILL
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from mpi4dl.predict import predict
 from mpi4dl.slides import _parser
 from mpi4dl.train import train
 from tests.faults import file_limit
+from tests.pool.job import mpirun
 from tests.pool.ranks import Ranks
 from tests.test_train_features import bags, embedding, flags_of
 from tests.tiny import tiny_resnet
@@ -85,7 +87,11 @@ def records(folder: Path, slide: Slide) -> None:
         made.close()
 
 
-WRITERS = (class_map, heat_map, picture, array, features, records)
+def composed(folder: Path, slide: Slide) -> None:
+    Cohort(2, 1, SIDE, lesion_share=0.009).write(folder, 1)
+
+
+WRITERS = (class_map, heat_map, picture, array, features, records, composed)
 LIMITS = (0, 1000, 40_000)
 
 
@@ -148,37 +154,121 @@ def refused(comm: Communicator, act: Callable[..., None], argv: list[str]) -> st
     return str(caught.value)
 
 
-def tissue(comm: Communicator, argv: list[str]) -> None:
-    options = _parser().parse_args(["tissue", *argv])
+@pytest.fixture(scope="module")
+def trained(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on bags of features, in a folder with what it trained on."""
+    folder = tmp_path_factory.mktemp("bags")
+    bags(folder)
+    ranks(1).run(train, flags_of(folder, folder / "run", "--max-steps 1"))
+    return folder
+
+
+def of_training(trained: Path, out: Path) -> list[str]:
+    (out / "config.toml").touch()  # of a run that ended before its first step, or the folder would be another's
+    return flags_of(trained, out, "--max-steps 1 --monitor val_loss --data 2 --resume auto")
+
+
+def of_prediction(trained: Path, out: Path) -> list[str]:
+    return [str(trained / "run"), "--features", str(trained / "features"), "--out", str(out)]
+
+
+def of_evaluation(trained: Path, out: Path) -> list[str]:
+    return [*of_prediction(trained, out), "--slides", str(trained / "slides.csv"), "--resamples", "0"]
+
+
+def of_slide(trained: Path, out: Path) -> list[str]:
+    """Those of an embedding."""
+    cohort = out.parent / "cohort"
+    Cohort(1, 1, 600).write(cohort, 0).rename(cohort / "s0.tif")
+    (cohort / "slides.csv").write_text("case_id,slide_id,label\np,s0.tif,a\n")
+    torch.save(tiny_resnet(9).state_dict(), cohort / "weights.pt")
+    return embedding(cohort, out)
+
+
+def of_tissue(trained: Path, out: Path) -> list[str]:
+    of_slide(trained, out)
+    return ["tissue", str(out.parent / "cohort"), "--out", str(out)]
+
+
+def of_compose(trained: Path, out: Path) -> list[str]:
+    return ["compose", str(out), *"--patients 2 --slides-each 1 --size 700 --lesion-share 0.009".split()]
+
+
+def slides_command(comm: Communicator, argv: list[str]) -> None:
+    options = _parser().parse_args(argv)
     options.act(comm, options)
 
 
-@pytest.mark.parametrize(
-    "full",
-    [
-        *("maps/.s2.png.new", "maps/.s2.ome.tif.new", ".predictions.csv.new", ".evaluation.csv.new", ".s0.h5.new"),
-        ".s0.tif.png.new",
-    ],
+JOBS: dict[str, tuple[Callable[..., None], Callable[[Path, Path], list[str]]]] = {
+    "train": (train, of_training),
+    "predict": (predict, of_prediction),
+    "evaluate": (evaluate, of_evaluation),
+    "embed": (embed, of_slide),
+    "tissue": (slides_command, of_tissue),
+    "compose": (slides_command, of_compose),
+}
+# Every file that a job writes as a whole. Lines that jobs append are those of `records`, and of metrics.jsonl.
+PLACES = {
+    "train": (
+        *("config.toml", "versions.json", "images.json", "split.csv", "model.json", "measures.json"),
+        *("best.safetensors", "model.safetensors"),
+    ),
+    "predict": (
+        *("maps/s2.png", "maps/s2.ome.tif", "maps/s2.geojson", "predictions.csv", "predictions.json", "slides.json"),
+    ),
+    "evaluate": (
+        *("evaluation.csv", "evaluation.json", "calibration.csv", "curves.csv", "curves.png", "patients.csv"),
+    ),
+    "embed": ("s0.h5",),
+    "tissue": ("s0.tif.png", "s0.tif.geojson"),
+    "compose": ("compose.json", "slide_000.tif", "slide_001.tif", "annotations/slide_001.geojson", "slides.csv"),
+}
+NO_PLACES = (
+    r"\.lock",
+    r"log-rank\d+\.txt",
+    r"portrait\.json",
+    r"metrics\.jsonl",
+    r"predictions\.jsonl",
+    "checkpoints/.*",
 )
-def test_commands_on_a_full_disk_end_all_ranks_by_its_name(ranks: Ranks, tmp_path: Path, full: str) -> None:
+
+
+@pytest.mark.parametrize("job", PLACES)
+def test_the_places_are_all_files_that_jobs_write(ranks: Ranks, trained: Path, tmp_path: Path, job: str) -> None:
+    (tmp_path / "out").mkdir()
+    act, options = JOBS[job]
+    ranks(2).run(act, options(trained, tmp_path / "out"))
+    found = {re.sub(r"s[0-9](?=\.(png|ome|geojson))", "s2", name) for name in contents(tmp_path / "out")}
+    assert {name for name in found if not any(re.fullmatch(each, name) for each in NO_PLACES)} == {*PLACES[job]}
+
+
+@pytest.mark.parametrize(("job", "place"), [(job, place) for job, places in PLACES.items() for place in places])
+def test_commands_on_a_full_disk_end_all_ranks_by_its_name(
+    ranks: Ranks, trained: Path, tmp_path: Path, job: str, place: str
+) -> None:
     """Not with exit code 0, and not as a slide that cannot be read."""
     out = tmp_path / "out"
-    (out / full).parent.mkdir(parents=True)
-    (out / full).symlink_to(FULL)
-    if full.endswith(".h5.new") or full.startswith(".s0.tif"):
-        cohort = tmp_path / "cohort"
-        Cohort(1, 1, 600).write(cohort, 0).rename(cohort / "s0.tif")
-        (cohort / "slides.csv").write_text("case_id,slide_id,label\np,s0.tif,a\n")
-        torch.save(tiny_resnet(9).state_dict(), cohort / "weights.pt")
-        act, argv = (embed, embedding(cohort, out)) if "h5" in full else (tissue, [str(cohort), "--out", str(out)])
-    else:
-        bags(tmp_path)
-        ranks(1).run(train, flags_of(tmp_path, tmp_path / "run", "--max-steps 1"))
-        act, argv = predict, [str(tmp_path / "run"), "--features", str(tmp_path / "features"), "--out", str(out)]
-        if "evaluation" in full:
-            table = ("--slides", str(tmp_path / "slides.csv"), "--resamples", "0")
-            act, argv = evaluate, [*argv, *table]
-    (said,) = set(ranks(2).run(refused, act, argv))
-    assert "No space left on device" in said
-    assert str(out / full).replace("/.s", "/s").replace("/.p", "/p").replace("/.e", "/e").removesuffix(".new") in said
+    path = out / place
+    path.parent.mkdir(parents=True)
+    path.with_name(f".{path.name}.new").symlink_to(FULL)
+    act, options = JOBS[job]
+    (said,) = set(ranks(2).run(refused, act, options(trained, out)))
+    # The length of weights is set first, and /dev/full has none.
+    assert ("Invalid argument" if place.endswith(".safetensors") else "No space left on device") in said
+    assert str(path) in said
+    assert place == "config.toml" or not path.exists()
     assert not [path for path in out.rglob("*.new")]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("job", ["train", "predict", "evaluate", "embed"])
+def test_a_job_on_a_full_disk_says_it_once_and_fails(trained: Path, tmp_path: Path, job: str) -> None:
+    out = tmp_path / "out"
+    path = out / PLACES[job][0]
+    path.parent.mkdir(parents=True)
+    path.with_name(f".{path.name}.new").symlink_to(FULL)
+    ended = mpirun(2, "-m", f"mpi4dl.{job}", *JOBS[job][1](trained, out))
+    assert ended.code in (2, SIGKILL)  # the launcher reports whom it saw go first
+    assert ended.stderr.count("No space left on device") == 1
+    assert str(path) in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -16,7 +16,6 @@ import mpi4dl
 from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.predict import predict
 from tests.inference.cases import CLASSES, shown, train_nothing, write_images
-from tests.pool.job import mpirun
 from tests.pool.ranks import Ranks
 
 TOLERANCE = 1e-5
@@ -122,29 +121,6 @@ def test_a_mask_that_cannot_be_written_ends_all_ranks(ranks: Ranks, tmp_path: Pa
     (tmp_path / "out" / "masks").touch()
     argv = [str(tmp_path / "run"), "--images", str(tmp_path / "new"), "--out", str(tmp_path / "out"), "--tiles", "2x2"]
     assert all("masks" in each for each in ranks(4).run(refused, *argv))
-
-
-FROZEN = """
-import os, signal, sys
-from mpi4dl import predict
-from mpi4dl.comm import Communicator
-predict.END_SECONDS, agree = 1.0, Communicator.agree
-def frozen(self, *arguments, **facts):
-    if self.rank == 1 and "Watchdog" in repr(sys._getframe(1).f_locals.get("watchdog")):
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return agree(self, *arguments, **facts)
-Communicator.agree = frozen
-predict.main()
-"""
-
-
-def test_a_rank_that_is_stopped_after_the_last_line_is_noticed(tmp_path: Path) -> None:
-    train_nothing(tmp_path / "run")
-    write_images(tmp_path / "new", 2)
-    job = mpirun(2, "-c", FROZEN, str(tmp_path / "run"), "--images", str(tmp_path / "new"), timeout=120)
-    assert "2 images looked at" in job.stdout
-    assert job.code != 0
-    assert "rank 0 of 2 came no further" in job.stderr
 
 
 def test_code_of_the_user_must_be_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,9 +39,11 @@ def append_metrics(folder: RunFolder) -> None:
     ],
 )
 def test_what_cannot_be_written_is_named(tmp_path: Path, name: str, write: Callable[[RunFolder], None]) -> None:
-    (tmp_path / name).symlink_to(FULL)
+    appended = name == METRICS
+    (tmp_path / (name if appended else f".{name}.new")).symlink_to(FULL)
     with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path / name}'"):
         write(RunFolder(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [name] * appended
 
 
 def test_a_log_that_cannot_be_written_is_no_flood_of_messages(

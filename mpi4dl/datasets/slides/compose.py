@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._files import map_new, naming, read_regular, write_durably
+from mpi4dl._files import Replacement, map_new, naming, read_regular, write_durably
 from mpi4dl.datasets.base import DatasetError, Pixels
 from mpi4dl.datasets.slides.geojson import collection, feature
 
@@ -184,7 +184,7 @@ def composition(seed: int, size: int, mpp: float, tumour: bool, lesion_share: fl
 def write_slide(path: Path, slide: Composition, progress: Callable[[], object] = lambda: None) -> None:
     """Write a slide as a pyramidal TIFF of tiles in JPEG, by its ending as plain TIFF, OME-TIFF or Aperio SVS.
 
-    `progress` is called before each row of tiles. Raises DatasetError if tifffile is not installed.
+    `progress` is called before each row of tiles. Raises OSError; the file is there once it is whole.
     """
     import tifffile
 
@@ -196,11 +196,10 @@ def write_slide(path: Path, slide: Composition, progress: Callable[[], object] =
     options |= {"compressionargs": {"level": 90}, "resolutionunit": "CENTIMETER", "software": "mpi4dl"}
     ome, aperio = path.name.endswith(".ome.tif"), path.suffix == ".svs"
     told = APERIO.format(width=width, height=height, tile=TILE, power=round(10 / slide.mpp), mpp=slide.mpp)
-    with ExitStack() as stack:
+    with naming(path), Replacement(path) as temporary, temporary.open("wb") as file, ExitStack() as stack:
         stores = [stack.enter_context(TemporaryFile(dir=path.parent)) for _ in sides[1:]]
-        with naming(path):
-            smaller = [map_new(store, np.uint8, (*each, 3)) for store, each in zip(stores, sides[1:], strict=True)]
-        writer = stack.enter_context(tifffile.TiffWriter(path, bigtiff=True, ome=ome))
+        smaller = [map_new(store, np.uint8, (*each, 3)) for store, each in zip(stores, sides[1:], strict=True)]
+        writer = stack.enter_context(tifffile.TiffWriter(file, bigtiff=True, ome=ome))
         for number, level in enumerate(sides):
             read = slide.pixels if number == 0 else _reader(smaller[number - 1])
             density = MICROMETRES_IN_CM / (slide.mpp * 2**number)
@@ -307,9 +306,7 @@ class Cohort:
         path, slide = folder / self.name(number), self.composition(number)
         if not path.exists():
             (folder / ANNOTATIONS).mkdir(parents=True, exist_ok=True)
-            begun = folder / f".{path.name.partition('.')[0]}.part{self.formats[number % len(self.formats)]}"
-            write_slide(begun, slide, progress)
-            begun.rename(path)
+            write_slide(path, slide, progress)
         if slide.lesions:
             write_durably(folder / self._annotation(number), annotations(slide).encode())
         return path

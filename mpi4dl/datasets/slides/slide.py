@@ -25,7 +25,7 @@ from mpi4dl._files import open_regular
 from mpi4dl.datasets import tiff
 from mpi4dl.datasets.base import BadImage, Image, Pixels
 from mpi4dl.datasets.files import DICOM, SLIDE_SUFFIXES, blaming, open_image
-from mpi4dl.datasets.reader_process import OpenSlideLevel, open_with_openslide, vendor_of
+from mpi4dl.datasets.reader_process import OpenSlideLevel, has_openslide, open_with_openslide, vendor_of
 from mpi4dl.datasets.slides import dicom
 from mpi4dl.datasets.stains import Recolour
 from mpi4dl.datasets.transform import Frame, resize
@@ -43,7 +43,7 @@ Place = TypeVar("Place", float, npt.NDArray[np.float64])
 
 _MICROMETRES = {"m": 1e6, "cm": 1e4, "mm": 1e3, "µm": 1.0, "\u03bcm": 1.0, "um": 1.0, "nm": 1e-3, "inch": 25400.0}
 _INCH, _CENTIMETRE = 2, 3  # of the TIFF tag ResolutionUnit
-_ICC_TAG = 34675
+APERIO = ".svs"  # which tifffile reads, too
 
 
 class Level(NamedTuple):
@@ -80,11 +80,13 @@ class SlideFile:
 
     def described(self) -> str:
         """Size, levels, resolution and vendor, in a line."""
-        height, width = self.size
+        size = "{1} x {0} px".format(*self.size)
+        if self.bounds is not None and tuple(each.length for each in self.bounds) != tuple(self.size):
+            size = f"{self.bounds[1].length} x {self.bounds[0].length} px scanned of {size}"
         levels = ", ".join(f"{level.downsample:.4g}" for level in self.levels)
         mpp = "no microns per pixel" if self.mpp is None else f"{self.mpp:.4g} um per pixel"
         power = "" if self.magnification is None else f", {self.magnification:g}x"
-        return f"{width} x {height} px, levels {levels}, {mpp}{power}, {self.vendor or 'an image'}"
+        return f"{size}, levels {levels}, {mpp}{power}, {self.vendor or 'an image'}"
 
 
 @dataclass(frozen=True)
@@ -290,7 +292,7 @@ def _opened(path: Path) -> SlideFile:
         magic = file.read(4)
     if not magic:
         raise BadImage(path, "is empty (0 bytes)")
-    if path.suffix.lower() in SLIDE_SUFFIXES:
+    if path.suffix.lower() in SLIDE_SUFFIXES and (has_openslide() or path.suffix.lower() != APERIO):
         return _openslide_file(path, path)
     if magic in tiff.MAGIC:
         if vendor_of(path) is not None:  # which knows its pages from labels, and the factors of its levels
@@ -329,7 +331,7 @@ def _tiff_file(path: Path) -> SlideFile:
     height, width = images[0].size
     levels = (Level(image, math.sqrt((height / image.size[0]) * (width / image.size[1]))) for image in images)
     mpp, aspect, power = _described(page)
-    vendor = "OME-TIFF" if page.ome else "TIFF"
+    vendor = "OME-TIFF" if page.ome else "aperio" if page.description.startswith("Aperio") else "TIFF"
     return SlideFile(path, tuple(levels), mpp, power, None, page.profile, vendor, aspect)
 
 

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._files import Replacement, flush, read_regular
+from mpi4dl._files import Replacement, read_regular
 from mpi4dl._wording import to_install
 from mpi4dl.datasets.base import DatasetError
 
@@ -72,7 +72,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         path.parent.mkdir(parents=True, exist_ok=True)
         with Replacement(path, shared=True) as temporary, temporary.open("x+b") as file:
             yield file
-            flush(file)
     except OSError as error:
         raise DatasetError(f"{path}: cannot be written: {error.strerror or error}") from error
 

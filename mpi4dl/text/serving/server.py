@@ -11,13 +11,10 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
-import uvicorn
 from starlette.types import ASGIApp
 
-from mpi4dl._connections import BACKLOG, LIMITS, ConnectionLimits, Connections, LimitedConnection
+from mpi4dl._connections import LIMITS, ConnectionLimits, Connections, server_of
 from mpi4dl._http import response_bytes, url_of
 from mpi4dl.comm.failure import Watchdog
 from mpi4dl.runs.stopping import StopSignals
@@ -68,21 +65,7 @@ class HttpThread(threading.Thread):
         if self.connections.limits.most < limits.most:
             most = self.connections.limits.most
             print(f"connections: at most {most:,}, not {limits.most:,}, as files are limited (ulimit -n)", flush=True)
-        connection: Any = partial(LimitedConnection, self.connections)
-        config = uvicorn.Config(
-            app,
-            http=connection,
-            backlog=BACKLOG,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=limits.idle_seconds,  # type: ignore[arg-type]  # it is only added to the time
-            timeout_graceful_shutdown=LAST_WORDS_SECONDS,
-        )
-        self._server = uvicorn.Server(config)
+        self._server = server_of(app, self.connections, LAST_WORDS_SECONDS)
 
     def run(self) -> None:
         logging.getLogger("asyncio").addFilter(_is_no_lost_client)

@@ -23,6 +23,7 @@ class Layout:
     vendor: str
     size: tuple[int, int] = (768, 512)
     tolerance: int = 0  # of colours
+    tifffile: str = ""  # its name of a scanner's format that it does not read truly
 
 
 def picture(size: Sequence[int]) -> Pixels:
@@ -169,6 +170,22 @@ def hamamatsu(path: Path, levels: Sequence[Pixels], label: Pixels) -> None:
             file.write(level, extratags=tags, rowsperstrip=level.shape[0], **options, **resolution)
 
 
+OVERLAP = TILE // 2
+
+
+def trestle(path: Path, levels: Sequence[Pixels], label: Pixels) -> None:
+    """Tiles overlap, as the description says of each level; XResolution is in microns per pixel."""
+    told = "Background Color=E6E6E6;White Balance=ECECEC;Objective Power=20;JPEG Quality=70;OverlapsXY="
+    told += f" {OVERLAP} {OVERLAP}" * len(levels)
+    options = TILED | {"description": told, "software": "MedScan 2.5", "resolution": (MPP, MPP), "resolutionunit": 1}
+    with tifffile.TiffWriter(path) as file:
+        for number, level in enumerate(levels):
+            starts = [range(0, side - OVERLAP, TILE - OVERLAP) for side in level.shape[:2]]
+            tiles = [level[top : top + TILE, left : left + TILE] for top in starts[0] for left in starts[1]]
+            shape = (TILE * len(starts[0]), TILE * len(starts[1]), 3)
+            file.write(iter(tiles), shape=shape, dtype=np.uint8, subfiletype=int(number > 0), **options)
+
+
 def generic(path: Path, levels: Sequence[Pixels], label: Pixels, reduced: int = 1) -> None:
     """Tiles of nobody's, and a label that does not say that it is one."""
     per_cm = 1e4 / MPP
@@ -186,12 +203,13 @@ def unmarked(path: Path, levels: Sequence[Pixels], label: Pixels) -> None:
 LAYOUTS: dict[str, Layout] = {
     "Aperio SVS": Layout(aperio, ".svs", "aperio"),
     "Aperio .tif": Layout(aperio, ".tif", "aperio"),
-    "Philips, square": Layout(philips, ".tiff", "philips", size=(640, 640)),
-    "Philips, oblong": Layout(philips, ".tiff", "philips", size=(1280, 384)),
-    "Ventana": Layout(ventana, ".tif", "ventana"),
-    "Leica": Layout(leica, ".tif", "leica", tolerance=2),
+    "Philips, square": Layout(philips, ".tiff", "philips", size=(640, 640), tifffile="philips"),
+    "Philips, oblong": Layout(philips, ".tiff", "philips", size=(1280, 384), tifffile="philips"),
+    "Ventana": Layout(ventana, ".tif", "ventana", tifffile="bif"),
+    "Leica": Layout(leica, ".tif", "leica", tolerance=2, tifffile="scn"),
     "OME-TIFF": Layout(ome, ".ome.tif", "OME-TIFF"),
-    "Hamamatsu": Layout(hamamatsu, ".tif", "hamamatsu", tolerance=6),
+    "Hamamatsu": Layout(hamamatsu, ".tif", "hamamatsu", tolerance=6, tifffile="hamamatsu"),
+    "Trestle": Layout(trestle, ".tif", "trestle", size=(1024, 512), tifffile="trestle"),
     "generic": Layout(generic, ".tif", "TIFF"),
     "generic without NewSubfileType": Layout(unmarked, ".tif", "TIFF"),
 }

@@ -9,7 +9,7 @@ import PIL.ImageCms
 import pytest
 import tifffile
 
-from mpi4dl.datasets import BadImage
+from mpi4dl.datasets import BadImage, DatasetError
 from mpi4dl.datasets.base import WholeImage
 from mpi4dl.datasets.slides.annotations import RegionMask, read_annotations
 from mpi4dl.datasets.slides.compose import FORMATS, Composition, Disc, composition, write_slide
@@ -17,6 +17,7 @@ from mpi4dl.datasets.slides.geojson import collection, feature, outlines, square
 from mpi4dl.datasets.slides.slide import Level, Resolution, Slide, SlideFile, open_slide
 from mpi4dl.geometry import Interval
 from tests.datasets.slides.layouts import LAYOUTS, MPP, label_of, picture, pyramid
+from tests.pool.job import mpirun
 
 SIDE = 2100  # px: two levels
 
@@ -100,6 +101,44 @@ def test_slides_are_read_as_scanners_lay_them_out(name: str, tmp_path: Path) -> 
         assert inner.max() <= layout.tolerance, mpp
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_without_openslide_slides_are_read_as_they_are_or_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = LAYOUTS[name]
+    path = tmp_path / f"slide{layout.ending}"
+    layout.write(path, pyramid(picture(layout.size)), label_of(layout.size))
+    with_openslide = open_slide(path)
+    expected = [whole(open_slide(path, Resolution(mpp=mpp))) for mpp in (0.5, 0.8, 2.0)]
+    monkeypatch.setattr("mpi4dl.datasets.reader_process.find_spec", lambda name: None)
+    if layout.tifffile:
+        said = rf"reading a scanner's TIFF \({layout.tifffile}\) needs openslide; run .* openslide-python openslide-bin"
+        with pytest.raises(DatasetError, match=said):
+            open_slide(path)
+        return
+    found = open_slide(path)
+    assert (found.size, found.mpp) == (with_openslide.size, with_openslide.mpp)
+    assert found.file.described() == with_openslide.file.described()
+    for mpp, pixels in zip((0.5, 0.8, 2.0), expected, strict=True):
+        assert np.array_equal(whole(open_slide(path, Resolution(mpp=mpp))), pixels)
+
+
+@pytest.mark.parametrize("compression", ["jpegxr", "lerc"])
+def test_levels_in_subifds_are_read_of_their_own_pages(tmp_path: Path, compression: str) -> None:
+    """Also of kinds that another process decodes, which has to find the page again."""
+    levels, path = pyramid(picture((512, 384))), tmp_path / "a.tif"
+    how: dict[str, Any] = {"tile": (128, 128), "photometric": "rgb", "compression": compression, "metadata": None}
+    with tifffile.TiffWriter(path) as file:
+        file.write(levels[0], subifds=2, **how)
+        for level in levels[1:]:
+            file.write(level, subfiletype=1, **how)
+    found = open_slide(path).file.levels
+    assert len(found) == 3
+    for level, expected in zip(found, levels, strict=True):
+        read = level.image.read(*(Interval(0, side) for side in level.image.size))
+        assert np.abs(read.astype(int) - expected).max() <= 4 * (compression == "jpegxr")
+
+
 @pytest.mark.parametrize("ending", [".tif", ".ome.tif"])
 def test_oblong_pixels_are_read_as_square_ones(ending: str, tmp_path: Path) -> None:
     """Whoever says it, the resolution of TIFF or OME; places in files are those of level 0."""
@@ -128,6 +167,34 @@ def test_oblong_pixels_are_read_as_square_ones(ending: str, tmp_path: Path) -> N
     ((outline,),) = outlines(shown, slide.scale)
     corners = np.array(outline)
     assert np.abs([*corners.min(0), *corners.max(0)] - np.array([50, 200, 90, 400])).max() <= 1
+
+
+LINES = {
+    "Aperio SVS": "512 x 768 px, levels 1, 2, 4, 0.5 um per pixel, 20x, aperio",
+    "Aperio .tif": "512 x 768 px, levels 1, 2, 4, 0.5 um per pixel, 20x, aperio",
+    "Philips, square": "640 x 640 px, levels 1, 2, 4, 0.5 um per pixel, philips",
+    "Philips, oblong": "384 x 1280 px, levels 1, 2, 4, 0.5 um per pixel, philips",
+    "Ventana": "512 x 768 px, levels 1, 2, 4, 0.5 um per pixel, 20x, ventana",
+    "Leica": "512 x 768 px scanned of 8192 x 12288 px, levels 1, 2, 4, 0.5 um per pixel, 20x, leica",
+    "OME-TIFF": "512 x 768 px, levels 1, 2, 4, 0.5 um per pixel, OME-TIFF",
+    "Hamamatsu": "512 x 768 px, levels 1, 2, 4, 8, 16, 32, 0.5 um per pixel, 20x, hamamatsu",
+    "Trestle": "512 x 1024 px, levels 1, 2, 4, 0.5 um per pixel, 20x, trestle",
+    "generic": "512 x 768 px, levels 1, 2, 4, 0.5 um per pixel, TIFF",
+    "generic without NewSubfileType": "512 x 768 px, levels 1, 2, 4, 0.5 um per pixel, TIFF",
+}
+
+
+def test_check_prints_what_each_layout_says(tmp_path: Path) -> None:
+    """Size, levels, microns per pixel, magnification and vendor."""
+    assert LINES.keys() == LAYOUTS.keys()
+    expected = set()
+    for number, (name, layout) in enumerate(LAYOUTS.items()):
+        path = tmp_path / f"slide{number}{layout.ending}"
+        layout.write(path, pyramid(picture(layout.size)), label_of(layout.size))
+        expected.add(f"{path.name}: {LINES[name]}")
+    job = mpirun(2, "-m", "mpi4dl.slides", "check", str(tmp_path))
+    assert job.code == 0, job.stderr
+    assert {line for line in job.stdout.splitlines() if line.startswith("slide")} == expected
 
 
 def test_what_a_file_says_of_a_slide_is_told_in_a_line(tmp_path: Path) -> None:

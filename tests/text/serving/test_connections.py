@@ -5,6 +5,7 @@ import resource
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any, cast
 
 import httpx
@@ -156,6 +157,12 @@ def test_the_longest_silence_makes_room() -> None:
     for each in made:
         known.forget(each)
     assert len(known) == 0
+
+
+def test_all_servers_have_the_same_limits() -> None:
+    package = Path(__file__).parents[3] / "mpi4dl"
+    made = [path.name for path in package.rglob("*.py") if "uvicorn.Config(" in path.read_text()]
+    assert made == ["_connections.py"]
 
 
 def test_networks_of_ipv6_count_as_one_address() -> None:
