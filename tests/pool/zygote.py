@@ -51,8 +51,12 @@ SHARED = "MPI4DL_TEST_PYTHON"  # in the environment: what `python` has returned 
 AT_START = "MPI4DL_AT_START"  # in the environment: `module:function`, which a rank calls before its program
 HUGE_PAGE, MADV_COLLAPSE = 1 << 21, 25
 GARBAGE = 10_000  # so many new objects are looked through at a time, in place of 700
-# OpenBLAS starts its threads when it is loaded, and its own variable wins.
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+# OpenBLAS starts its threads when it is loaded, and its own variable wins; pyarrow, which pandas loads, its allocator's.
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
 SPARE_FILE = 300  # numbers from here on are nobody's
 
 
