@@ -2,8 +2,11 @@
 
 import importlib
 import os
+from collections.abc import Iterable
+from contextlib import suppress
 
 from mpi4dl._torchvision import prepare_torchvision
+from tests.pool.zygote import require_one_thread
 
 SLOW = (
     "matplotlib.pyplot",
@@ -26,7 +29,16 @@ SLOW = (
     "tqdm",
 )
 
+
+
+def import_installed(names: Iterable[str]) -> None:
+    """Import those that are installed; a test that needs another one says so itself."""
+    for name in names:
+        with suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+        require_one_thread(name)
+
+
 prepare_torchvision()
 # Two processes start from both ends, so that each finds the bytecode of half of them.
-for name in SLOW if os.environ.get("PYTHONHASHSEED") == "1" else reversed(SLOW):
-    importlib.import_module(name)
+import_installed(SLOW if os.environ.get("PYTHONHASHSEED") == "1" else reversed(SLOW))

@@ -15,6 +15,7 @@ import sys
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 MAX_FILES = 250  # that one message can carry
+MAX_PRINTED = 4000  # characters of what a zygote has printed
 
 
 def main(even: str, odd: str, *arguments: str) -> None:
@@ -26,8 +27,11 @@ def main(even: str, odd: str, *arguments: str) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     files = [int(name) for name in os.listdir("/proc/self/fd")]
     files = [number for number in files if number <= 2 or is_inherited(number)][:MAX_FILES]
-    zygote = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    zygote.connect(odd if rank % 2 else even)
+    zygote, address = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), odd if rank % 2 else even
+    try:
+        zygote.connect(address)
+    except ConnectionRefusedError:
+        sys.exit(why_it_ended(address) or "The process that forks ranks for the tests was killed. Out of memory?")
     cores, open_files = list(os.sched_getaffinity(0)), resource.getrlimit(resource.RLIMIT_NOFILE)
     words = marshal.dumps((arguments, dict(os.environ), os.getcwd(), ignored, cores, open_files, files))
     socket.send_fds(zygote, [words], files)
@@ -35,7 +39,20 @@ def main(even: str, odd: str, *arguments: str) -> None:
         if number not in ignored:
             signal.signal(number, lambda number, _: zygote.send(marshal.dumps(number)))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    end_like(receive(zygote))
+    said = receive(zygote)
+    if not said:
+        sys.stderr.write(why_it_ended(address))
+    end_like(said)
+
+
+def why_it_ended(address: str) -> str:
+    """What the zygote of this address had printed when it ended; nothing if it was silent, as when pytest ends it."""
+    try:
+        with open(f"{address}.txt", errors="replace") as printed:
+            text = printed.read()[-MAX_PRINTED:]
+    except FileNotFoundError:  # pytest has gone
+        return ""
+    return f"The process that forks ranks for the tests ended. It had printed:\n{text}" if text else ""
 
 
 def receive(other: socket.socket) -> bytes:

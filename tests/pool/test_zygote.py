@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.pool.zygote import HASH_SEEDS, ROOT, end_all, stand_in, start
+from tests.pool.zygote import python as pool_python
 
 LIGHT = "json"  # what such a zygote imports: nothing that takes time
 PATIENCE = 600.0
@@ -108,6 +109,49 @@ def test_signals_go_to_the_program_and_it_ends_with_its_stub(python: str) -> Non
     wait_for_the_end(rank)
     stub.stdout.close()  # type: ignore[union-attr]
     assert run([python, "-c", "print(1)"]).stdout == "1\n"
+
+
+TROUBLE = {
+    "import no_such_module": "ModuleNotFoundError: No module named 'no_such_module'",
+    "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()": "troubled starts threads",
+    "import os; os.pidfd_open = lambda process: os.open('/no/such/place', 0)": "FileNotFoundError",
+    "import os; os.abort()": "killed",
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLE)
+def test_ranks_that_cannot_be_forked_say_why(trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of two says it where the zygote ended as it forked the first."""
+    (tmp_path / "troubled.py").write_text(trouble)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    zygote = start(tmp_path, HASH_SEEDS[0], "troubled")
+    python, program = stand_in(tmp_path), ["-c", "print(1)"]
+    if "pidfd" in trouble:
+        first = run([python, *program])
+        assert first.returncode == -signal.SIGKILL
+        assert TROUBLE[trouble] in first.stderr
+    zygote.wait(PATIENCE)
+    done = run([python, *program])
+    assert done.returncode == 1
+    assert TROUBLE[trouble] in done.stderr
+    assert "Connection refused" not in done.stderr
+    assert zygote.stdin is not None
+    zygote.stdin.close()
+
+
+def test_ranks_start_where_the_environment_gives_openblas_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
+    zygote = start(tmp_path, HASH_SEEDS[0], "numpy")
+    assert run([stand_in(tmp_path), "-c", "print(1)"]).stdout == "1\n"
+    zygote.communicate()
+
+
+def test_ranks_start_without_what_is_not_installed() -> None:
+    program = "from tests.pool.imports import import_installed as f; f(['tabnanny', 'no.such', 'json']); import sys"
+    done = run([pool_python(), "-c", f"{program}; print('tabnanny' in sys.modules)"], cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 def wait_for_the_end(process: int) -> None:

@@ -51,6 +51,12 @@ SHARED = "MPI4DL_TEST_PYTHON"  # in the environment: what `python` has returned 
 AT_START = "MPI4DL_AT_START"  # in the environment: `module:function`, which a rank calls before its program
 HUGE_PAGE, MADV_COLLAPSE = 1 << 21, 25
 GARBAGE = 10_000  # so many new objects are looked through at a time, in place of 700
+# OpenBLAS starts its threads when it is loaded, and its own variable wins; pyarrow, which pandas loads, its allocator's.
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
 SPARE_FILE = 300  # numbers from here on are nobody's
 
 
@@ -222,15 +228,20 @@ def launcher() -> str:
 
 
 def start(folder: Path, hash_seed: str, imported: str) -> subprocess.Popen[bytes]:
-    """A zygote to which stubs may connect at once; they wait until it is ready."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+    """A zygote to which stubs may connect at once; they wait until it is ready. If it ends they say what it printed."""
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server,
+        (folder / f"{hash_seed}.txt").open("wb") as printed,
+    ):
         server.bind(str(folder / hash_seed))
         server.listen(BACKLOG)
         return subprocess.Popen(
             [sys.executable, "-m", __name__, str(server.fileno()), str(folder / PYTHON), imported],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": hash_seed},
+            env={**os.environ, **ONE_THREAD, "PYTHONHASHSEED": hash_seed},
             stdin=subprocess.PIPE,  # held by this process alone: it closes when this process ends
+            stdout=printed,
+            stderr=subprocess.STDOUT,
             pass_fds=[server.fileno()],
             start_new_session=True,
         )
@@ -246,13 +257,19 @@ def main(server: str, executable: str, imported: str) -> Program:
     """What a rank is to run; the zygote itself never returns."""
     importlib.import_module(imported)
     sys.executable = executable
-    threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, "a fork has but one thread: an import must not have started others"
+    require_one_thread(imported)
     leave_all_behind()
     gc.freeze()
     gc.set_threshold(GARBAGE)
     into_large_pages()
     return Zygote(socket.socket(fileno=int(server))).serve()
+
+
+def require_one_thread(imported: str) -> None:
+    """A fork would miss all other threads, and what they had locked would stay locked."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    if len(names) > 1:
+        raise SystemExit(f"{imported} starts threads, and a fork has but one: {', '.join(names)}")
 
 
 def into_large_pages() -> None:
