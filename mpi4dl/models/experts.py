@@ -239,7 +239,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Rows (R, in) times the matrices (E, out, in) of their groups: the first counts[0] rows the first, and so on.
 
     By PyTorch's grouped matrix product, where there is one: not for float64, nor for rows that are not multiples of 16
-    bytes. Of tensors without values, which are there to be counted, every row meets the first matrix.
+    bytes, or begin at no such multiple on a GPU. Of tensors without values, which are there to be counted, every row
+    meets the first matrix.
     """
     if rows.is_meta:
         return F.linear(rows, weight[0])
@@ -247,6 +248,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         low = torch.get_autocast_dtype(rows.device.type)
         rows, weight = rows.to(low), weight.to(low)
     even = all(width * rows.itemsize % ALIGNED_BYTES == 0 for width in weight.shape[1:])
+    if rows.is_cuda:  # ZeRO's buckets begin a parameter at any element
+        even &= all(x.data_ptr() % ALIGNED_BYTES == 0 for x in (rows, weight))
     if rows.dtype == weight.dtype and rows.dtype in GROUPED and even and len(rows):
         return F.grouped_mm(rows, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
     parts = rows.split(counts.tolist())

@@ -14,7 +14,12 @@ from mpi4dl.checkpoints.json_values import random_state, set_random_state
 from mpi4dl.comm import Communicator, Pending, failure, streams, world
 from mpi4dl.comm.allreduce import pick
 from mpi4dl.comm.packing import Message, Piece
+from mpi4dl.geometry import GridShape
+from mpi4dl.models.experts import grouped_linear
 from mpi4dl.parallel.disk import Keep
+from mpi4dl.parallel.spatial.grid import Grid
+from mpi4dl.parallel.spatial.sharding import shard
+from mpi4dl.parallel.spatial.tensor import numbers_on
 from mpi4dl.torch_backend.work import MpiWork
 from tests.commands import mpirun
 from tests.fakegpu.clocks import Race
@@ -78,6 +83,49 @@ def test_the_generator_of_a_gpu_that_nobody_uses_is_not_asked_for(monkeypatch: p
     state = random_state()
     assert "cuda" not in state
     set_random_state({**state, "cuda": state["torch"]})
+
+
+def test_matrices_that_begin_between_16_bytes_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's grouped product takes no others, and ZeRO's buckets have such."""
+    with installed():
+        rows, counts = torch.randn(6, 8, device=CUDA), torch.tensor([2, 4], device=CUDA)
+        flat = torch.randn(1 + 2 * 4 * 8, device=CUDA)
+        weight = flat[1:].view(2, 4, 8)
+        expected = torch.cat([rows[:2] @ weight[0].T, rows[2:] @ weight[1].T])
+        monkeypatch.setattr(torch.nn.functional, "grouped_mm", None, raising=False)
+        assert torch.allclose(grouped_linear(rows, weight, counts), expected)
+
+
+def test_lists_of_indices_are_uploaded_once(ranks: Ranks) -> None:
+    for first, second in ranks(2).run(uploads_of_two_steps):
+        assert first
+        assert not second
+
+
+def uploads_of_two_steps(comm: Communicator) -> list[int]:
+    comm.gpu_wire = "direct"
+    image = torch.randn(1, 2, 8, 8)
+    with installed() as gpu:
+        x = shard(image.to(CUDA), Grid.of(comm, GridShape(1, 1, 2)))
+        pool = torch.nn.AvgPool2d(3, 1, 1, count_include_pad=False)
+
+        def step() -> None:
+            pool(torch.nn.functional.pad(x.roll(3, 3).flip(3), (2, 2, 2, 2), mode="reflect"))
+
+        made = [0]
+        upload = torch.tensor
+
+        def counted(*args: Any, **kwargs: Any) -> Tensor:
+            made[-1] += torch.device(kwargs.get("device") or "cpu").type == "cuda"
+            return upload(*args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "tensor", counted)
+            numbers_on.cache_clear()
+            gpu.counters.since(step)
+            made.append(0)
+            gpu.counters.since(step)
+        return made
 
 
 def test_an_array_of_device_memory_is_refused() -> None:

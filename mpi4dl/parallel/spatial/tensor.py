@@ -155,6 +155,13 @@ class NoRule(NotImplementedError):
     """A model called a function that has no rule for tensors that are spread over ranks."""
 
 
+@functools.lru_cache(maxsize=1024)
+def numbers_on(device: torch.device, numbers: tuple[Any, ...], dtype: torch.dtype = torch.int64) -> Tensor:
+    """These numbers on a device, which nobody writes to: uploaded once, not in every step."""
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=dtype, device=device)
+
+
 def register(*functions: Any, flat: bool = False) -> Callable[[RuleT], RuleT]:
     """Make the decorated function the rule of these PyTorch functions on a `SpatialTensor`.
 

@@ -28,6 +28,7 @@ from mpi4dl.parallel.spatial.tensor import (
     function_name,
     local_part,
     named,
+    numbers_on,
     owned,
     place_of,
     refusal,
@@ -77,7 +78,7 @@ def pick(x: SpatialTensor, dim: int, sources: Sequence[int], cuts: Sequence[int]
         tiling = layout.narrow.tiling.replace(axis, Split(split.cuts, needed))
         fetched = layout.exchange_to(tiling)(x.local)
         if list(side[mine]) != list(range(*needed[mine])):
-            index = torch.tensor(side[mine], dtype=torch.int64, device=fetched.device) - needed[mine].start
+            index = numbers_on(fetched.device, tuple(row - needed[mine].start for row in side[mine]))
             fetched = fetched.index_select(dim, index)
         pieces.append(fetched)
     y = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
@@ -96,7 +97,7 @@ def choose(x: Tensor, dim: int, index: Sequence[int], moved: Callable[[int], int
     sources = [row % size for row in index]
     axis = x.layout.axis(dim) if isinstance(x, SpatialTensor) else None
     if not isinstance(x, SpatialTensor) or axis is None:
-        local = local_part(x).index_select(dim, torch.tensor(sources, dtype=torch.int64, device=x.device))
+        local = local_part(x).index_select(dim, numbers_on(x.device, tuple(sources)))
         return x.like(local) if isinstance(x, SpatialTensor) else local
     _, *cuts, _ = x.layout.tiling.splits[axis].cuts
     inner = (cut * len(sources) // max(size, 1) if moved is None else moved(cut) for cut in cuts)

@@ -37,7 +37,7 @@ from mpi4dl.parallel.spatial.rules.windows import (
     places_of,
     slide,
 )
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, register, wrap
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, numbers_on, register, wrap
 
 # Pooling on CPUs by whole views, shifted against each other, one dim after the other.
 #
@@ -373,7 +373,7 @@ def _avg_pool(
     key = _counts, windows, count_include_pad, x.local.shape
     counts = x.layout.known(key, lambda: _counts(x.shape, windows, sliding.made, count_include_pad))
     if counts:
-        shares = [torch.tensor(numbers, dtype=y.dtype, device=y.device) for numbers in counts]
+        shares = [numbers_on(y.device, tuple(numbers), y.dtype) for numbers in counts]
         divisor = reduce(lambda done, share: done.unsqueeze(-1) * share, shares)
         y = y * (area / divisor)
     pooled = reached.result(x, y)
