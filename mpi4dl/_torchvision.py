@@ -47,7 +47,7 @@ def _compiled_operators_load() -> bool:
     if spec is None or not spec.submodule_search_locations:
         message = f"torchvision is not installed; run {to_install('torchvision')}"
         raise ModuleNotFoundError(message, name="torchvision")
-    libraries = [path for folder in spec.submodule_search_locations for path in Path(folder).glob("_C.*")]
+    libraries = [path for folder in spec.submodule_search_locations for path in Path(folder).glob("_C*.so")]
     try:
         for library in libraries:
             torch.ops.load_library(library)

@@ -67,7 +67,7 @@ class Contestant:
         if not select.select([self._process.stdout], [], [], ANSWER_SECONDS)[0]:
             self._process.terminate()
             raise SystemExit(f"{self.label} hangs: no answer for {ANSWER_SECONDS:.0f} s")
-        line = self._process.stdout.readline()
+        line = next((line for line in self._process.stdout if line.startswith("{")), "")  # libraries print there, too
         if not line:
             raise SystemExit(self._ended())
         answer: dict[str, Any] = json.loads(line)

@@ -29,9 +29,10 @@ def test_models_and_transforms_work_and_every_call_gives_the_same_package():
     assert model(torch.zeros(1, 3, 33, 47)).shape == (1, 3)
 
 
-def test_a_library_that_loads_needs_no_schema(monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", ["_C.so", "_C_stable.so"])
+def test_a_library_that_loads_needs_no_schema(monkeypatch, tmp_path, name):
     [loadable] = (Path(torch.__file__).parent / "lib").glob("libtorch_global_deps.*")
-    (tmp_path / "_C.so").symlink_to(loadable)
+    (tmp_path / name).symlink_to(loadable)
     install_fake(monkeypatch, tmp_path)
     assert _torchvision._compiled_operators_load()
 
