@@ -29,7 +29,8 @@ from mpi4dl.inference.images import SPLIT, open_slides_of_run
 from mpi4dl.inference.model import Predictor
 from mpi4dl.inference.options import Inference
 from mpi4dl.inference.samples import UNDEFINED, Judging, Samples
-from mpi4dl.inference.scoring import Scores, beside, file_names, score, scores_of
+
+from mpi4dl.inference.scoring import SUMMARY, Scores, beside, file_names, remove_others, score, scores_of
 from mpi4dl.options.config import FORMERLY, Config, ConfigError, parse, shared_options
 from mpi4dl.options.data import FOLDS, with_frame
 from mpi4dl.options.declare import options_of, value_of, with_values, without_flags
@@ -288,14 +289,15 @@ def _written(
 ) -> Iterator[str]:
     """Write what there is of all folds, and say it. Raises OSError, Refusal."""
     files = file_names(folder, out, datetime.now())
-    files[0].parent.mkdir(parents=True, exist_ok=True)
-    table = beside(files[0], "cross-validation.csv")
-    write_durably(table, summary_table(found, level))
+    table, content = beside(files[0], SUMMARY), summary_table(found, level)
     yield from summary_lines(found, level)
     lacking = [str(each.fold) for each in found if not each.scores.levels]
     slides = [name for each in found for samples in each.scores.levels[:1] for name in samples.names]
     if lacking or len({*slides}) < len(slides):
         why = f"no predictions of fold {some(lacking)}" if lacking else "a slide is in several folds"
+        files[0].parent.mkdir(parents=True, exist_ok=True)
+        remove_others(files[0], {table})
+        write_durably(table, content)
         yield f"predictions of all folds are not pooled: {why}"
         yield f"see {table}"
         return
@@ -321,7 +323,7 @@ def _written(
     told["cross_validation"] = {
         name: {metric: of._asdict() for metric, of in metrics.items()} for name, metrics in of_all.items()
     }
-    remarks = pooled.write(*files, told, level)
+    remarks = pooled.write(*files, told, level, {SUMMARY: content})
     yield "predictions of all folds together, each by the run that did not see its patient:"
     yield from pooled.table(level, resamples > 0)
     yield from remarks

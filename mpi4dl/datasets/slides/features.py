@@ -97,7 +97,7 @@ class Bag:
         if not said and power is None:
             return None
         by = f" by {said['model']} with weights {said['weights']}" if said else ""
-        stains = " and ".join(said.get("stains") or ())
+        stains = said.get("stain_norm")
         normalized = f", stains by {stains}" if stains else ""
         side = _positive(said.get("patches") or self.attributes.get("patch_size"))
         patches = "" if side is None else f" of patches of {side:g} px"
