@@ -271,7 +271,7 @@ def text_of(label: Any, classes: Sequence[str]) -> str | None:
         return None
     if isinstance(label, int):
         return classes[label] if label < len(classes) else str(label)
-    return ", ".join(map(repr, label))
+    return repr(label) if isinstance(label, float) else ", ".join(map(repr, label))
 
 
 def mask_as_text(name: str, masks: ListedFiles, index: int) -> str:

@@ -252,7 +252,7 @@ class Images(NamedTuple):
 
     def record(self, comm: Communicator, folder: Path) -> None:
         """Keep the lists in the folder of a run. Collective. Raises Refusal on all ranks if they cannot be written."""
-        with comm.together((OSError,)):
+        with comm.together((ValueError, OSError)):
             if comm.rank == 0:
                 ImageLists.of(self.training, self.validation, self.fit).write(folder)
                 write_split(self.training, folder)
@@ -440,6 +440,13 @@ def _describe(
         now = ImageLists.of(training, validation, fit)
         recorded.require_same_labels(now)
         remarks += recorded.changes(now)
+        own = [each for each in _wholes((training, validation)) if isinstance(each, OwnDataset)]
+        remarks += [
+            f"{each.kind} gives labels with its images alone: they are not compared with those that the run began with; "
+            "a list `targets`, or a method label(index), tells them"
+            for each in own
+            if not each.tells_labels
+        ]
     largest = tuple(max(sides) for sides in zip(*sizes, strict=True)) if sizes else None
     return fit, tuple(datasets.printable(remark) for remark in remarks), largest
 

@@ -24,7 +24,9 @@ from mpi4dl.checkpoints.weights import open_weights
 from mpi4dl.comm import Refusal, world
 from mpi4dl.embed import EmbedConfig, embed
 from mpi4dl.evaluate import EvaluateConfig, evaluate
+from mpi4dl.inference import folds
 from mpi4dl.options import parts
+from mpi4dl.options.config import Config, ConfigError, shared_options, to_toml
 from mpi4dl.options.declare import options_of
 from mpi4dl.predict import PredictConfig, predict
 from mpi4dl.train import train
@@ -34,7 +36,11 @@ from tests.test_train_features import bags
 h5py = pytest.importorskip("h5py")
 
 MODEL_CODE = """
+import torch
 from torch import nn
+
+class Plain(torch.optim.SGD):
+    pass
 
 class Net(nn.Module):
     def __init__(self, num_classes, width, pooled, gain):
@@ -259,6 +265,11 @@ def scale_features(path: Path) -> None:
     os.utime(path, ns=(then.st_atime_ns, then.st_mtime_ns))
 
 
+def add_bag(folder: Path) -> None:
+    shutil.copy(folder / "features" / "s4.h5", folder / "features" / "s4b.h5")
+    edit(folder / "slides.csv", "p4,s4,a\n", "p4,s4,a\nq,s4b,b\n")
+
+
 Change = str | Callable[[Path], Any]
 
 
@@ -428,6 +439,86 @@ def test_an_evaluation_leaves_no_files_of_another(work: Path, pristine: Path, fi
     before, anew = JOBS["scores"].run(work, "out", first), JOBS["scores"].run(work, "anew")
     assert before != anew
     assert JOBS["scores"].run(work, "out") == anew
+
+
+FOLDS = (
+    "--slides {work}/bags/slides.csv --features {work}/bags/features --weights {work}/bags-run/model.safetensors "
+    "--optimizer {work}/net.py:Plain --folds 2 --max-steps 1 --batch-size 2 --no-tensorboard --lr-schedule constant "
+    "--num-workers 0 --all-folds --resume auto --run-folder {work}/out-folds"
+)
+FOLDS_CHANGED: dict[str, tuple[Change, str | None]] = {
+    "nothing": ("", None),
+    "lr": ("--lr 0.5", "lr"),
+    "seed": ("--seed 4", "seed"),
+    "aggregator": ("--aggregator mean", "aggregator"),
+    "features by another option": ("--features {work}/bags/others", "features"),
+    "labels": (lambda work: edit(work / "bags" / "slides.csv", "p2,s2,a", "p2,s2,b"), "another label"),
+    "a slide less": (lambda work: edit(work / "bags" / "slides.csv", "p4,s4,a\n", ""), "s4.h5 is gone"),
+    "a slide more": (lambda work: add_bag(work / "bags"), "s4b.h5 is new"),
+    "features": (lambda work: scale_features(work / "bags" / "features" / "s0.h5"), "s0.h5 has other content"),
+    "weights": (lambda work: scale_weights(work / "bags-run" / MODEL), "the file of .*weights"),
+    "code": (lambda work: edit(work / "net.py", "FACTOR = 1", "FACTOR = 2"), "the file of .*optimizer"),
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("what", FOLDS_CHANGED)
+def test_folds_of_different_trainings_are_not_averaged(work: Path, pristine: Path, what: str) -> None:
+    def run(flags: str) -> None:
+        forget_code()
+        train(world(), f"{FOLDS} {flags}".replace("{work}", str(work)).split())
+
+    change, refused = FOLDS_CHANGED[what]
+    put_back(pristine, work)
+    if not (work / "out-folds").exists():
+        run("")
+        shutil.copytree(work / "out-folds", pristine / "out-folds")
+    before = {path: path.stat().st_mtime_ns for path in (work / "out-folds").glob("fold_*/*.safetensors")}
+    assert len(before) == 2
+    if not isinstance(change, str):
+        change(work)
+    if refused is None:
+        run("")
+    else:
+        with pytest.raises(Refusal, match=refused):
+            run(change if isinstance(change, str) else "")
+        assert len([*(work / "out-folds").glob("cross-validation*")]) == 1
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+@pytest.mark.parametrize("name", options_of(Config))
+def test_every_option_of_training_is_compared_between_folds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    """But for those of this start, the plan and what only reports."""
+    config = Config()
+    (tmp_path / "config.toml").write_text(to_toml(config))
+
+    def changed(of: Config) -> dict[str, str]:
+        found = shared_options(of)
+        return {**found, name: '"other"'} if of is config and name in found else found
+
+    monkeypatch.setattr(folds, "shared_options", changed)
+    item = options_of(Config)[name]
+    plan = item.section == "parallel" and name != "stream_norm"
+    if plan or item.section == "run" or item.per_rank or name == "fold":
+        folds._require_alike([tmp_path], config, "this")
+        return
+    with pytest.raises(ConfigError, match=f"`{name}`"):
+        folds._require_alike([tmp_path], config, "this")
+
+
+def test_code_of_the_user_that_changed_is_said_when_a_run_goes_on(
+    work: Path, pristine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_back(pristine, work)
+    (work / "out").mkdir()
+    flags = FOLDS.replace(" --all-folds", " --fold 0 --epochs 2").replace("out-folds", "out/fold_0")
+    for steps in ("1", "2"):
+        forget_code()
+        train(world(), f"{flags} --max-steps {steps}".replace("{work}", str(work)).split())
+        assert ("the file of --optimizer" in capsys.readouterr().out) == (steps == "2")
+        edit(work / "net.py", "FACTOR = 1", "FACTOR = 1 ")
 
 
 def put_back(pristine: Path, work: Path) -> None:
