@@ -52,14 +52,12 @@ class EvaluateConfig:
 @command(EvaluateConfig, USAGE, DESCRIPTION, source="the folder of a run, a checkpoint, or weights")
 def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     """Measure the model that `asked.source` names. Collective."""
-    from mpi4dl._files import write_durably
     from mpi4dl._signatures import signature_of
     from mpi4dl.datasets.slides.record import record_of
-    from mpi4dl.inference.comparing import TABLE, Comparison
+    from mpi4dl.inference.comparing import Comparison
     from mpi4dl.inference.images import framed_for, open_to_evaluate, seen_before
     from mpi4dl.inference.model import Predictor
-    from mpi4dl.inference.scoring import beside as named_beside
-    from mpi4dl.inference.scoring import file_names, judging_by, score
+    from mpi4dl.inference.scoring import COMPARISON, file_names, judging_by, score
 
     config, options = asked.config, asked.config.evaluating
     others = options.slides or options.features
@@ -124,9 +122,8 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
         if comm.rank == 0:
             if comparison is not None:
                 told["comparison"] = comparison.as_json()
-                files[0].parent.mkdir(parents=True, exist_ok=True)
-                write_durably(named_beside(files[0], TABLE), comparison.table())
-            remarks = scores.write(*files, told, options.level)
+            more = {} if comparison is None else {COMPARISON: comparison.table()}
+            remarks = scores.write(*files, told, options.level, more)
             lines = [*scores.table(options.level, intervals=options.resamples > 0), *remarks]
             lines += [] if comparison is None else ["", f"{precision} beside {beside}", *comparison.lines()]
             print("\n".join(lines))

@@ -139,7 +139,7 @@ def test_prediction_and_features_have_the_stains_of_training(
     encoder = f"--model {TINY_RESNET} --patches 64 --mpp 1 --weights".split()
     ranks(1).run(said, embed, [*new, *encoder, str(tmp_path / "run"), "--out", str(tmp_path / "features")])
     settings = settings_of(tmp_path / "features" / "slide.h5")
-    assert settings["stains"] == {"macenko": list(stains.reference)}
+    assert (settings["stain_norm"], settings["stain_reference"]) == ("macenko", list(stains.reference))
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,7 @@ class ListedFiles:
     def __init__(self, root: Path, files: Sequence[File], volumes: bool = False) -> None:
         self.root, self.files, self.volumes = root, tuple(files), volumes
         self._prints: Sequence[int | None] = ()
+        self._own_prints: dict[int, int | None] = {}
         self._reader = "here"
         self._divided = False
         self.channels, self.values = self._look() if volumes else (3, None)
@@ -224,6 +225,14 @@ class ListedFiles:
             self._check_size(index)
         return [self._print(index) for index in indices]
 
+    def fingerprint(self, index: int) -> int | None:
+        """The checksum of some bytes of a file, as all ranks know it or as it is here; None of what cannot be read."""
+        if self._prints:
+            return self._prints[index]
+        if index not in self._own_prints:
+            self._own_prints[index] = self._print(index)
+        return self._own_prints[index]
+
     def expect(self, prints: Sequence[int | None]) -> None:
         """From now on, accept only files with these checksums, one for each of the list."""
         self._prints = prints
@@ -262,12 +271,12 @@ def text_of(label: Any, classes: Sequence[str]) -> str | None:
         return None
     if isinstance(label, int):
         return classes[label] if label < len(classes) else str(label)
-    return ", ".join(map(repr, label))
+    return repr(label) if isinstance(label, float) else ", ".join(map(repr, label))
 
 
-def mask_as_text(name: str, num_bytes: int) -> str:
-    """The file of a mask as text."""
-    return f"{name} of {num_bytes} bytes"
+def mask_as_text(name: str, masks: ListedFiles, index: int) -> str:
+    """The file of a mask as text, with its size and a checksum of some of its bytes."""
+    return f"{name} of {masks.files[index].num_bytes} bytes, checksum {masks.fingerprint(index) or 0:08x}"
 
 
 def files_at(path: Path) -> list[Path]:

@@ -19,6 +19,7 @@ import torch
 from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError, Values, WholeImage, unit_values
 from mpi4dl.datasets.colour import rgb_of_pillow
 from mpi4dl.datasets.labels import FORMS
+from mpi4dl.datasets.listed import text_of
 from mpi4dl.datasets.masks import IGNORE_INDEX, indices_of
 from mpi4dl.datasets.randomness import DatasetRandomness
 from mpi4dl.geometry import Interval
@@ -47,12 +48,13 @@ class MappedSamples:
         self._key: tuple[int, ...] = ()
         self._of_key = lru_cache(_KEPT)(self._load)
         self._labels: dict[int, Any] = {}
+        self.knows_labels = False
         targets = getattr(whole, "targets", None)
         # A transform of targets would be left out.
         if isinstance(targets, list | np.ndarray | torch.Tensor) and not getattr(whole, "target_transform", None):
             given = targets.tolist() if isinstance(targets, np.ndarray | torch.Tensor) else targets
             if len(given) == len(whole) and all(type(target) is int for target in given):
-                self._labels = dict(enumerate(given))
+                self._labels, self.knows_labels = dict(enumerate(given)), True
         named = getattr(whole, "classes", None)
         if not named:
             counted = getattr(whole, "num_classes", 0)
@@ -260,6 +262,20 @@ class OwnDataset:
                     f"{_sized(label.shape)}: all must be alike"
                 )
         return found
+
+    @property
+    def tells_labels(self) -> bool:
+        """Whether labels are at hand without images, and are no masks."""
+        return not self.draws and self.task != "segment" and bool(getattr(self.whole, "knows_labels", True))
+
+    def label_as_text(self, index: int) -> str | None:
+        """What is to be learnt of a sample, if its label is at hand without its image; None if not, or of masks."""
+        if not self.tells_labels:
+            return None
+        try:
+            return text_of(self._numbers(self.label(index), index).tolist(), self.classes)
+        except BadImage:  # which reading it will say
+            return None
 
     def _numbers(self, found: Any, index: int) -> torch.Tensor:
         try:

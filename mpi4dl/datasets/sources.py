@@ -203,8 +203,8 @@ class SegmentedFolder(ListedFiles):
         return Mask(path, open_stored(path, self.volumes), len(self.classes), self._ignored)
 
     def label_as_text(self, index: int) -> str:
-        """The mask of an image, by its name and size."""
-        return mask_as_text(*self.masks.files[index][:2])
+        """The mask of an image, by its name, size and checksum."""
+        return mask_as_text(self.masks.name(index), self.masks, index)
 
     def _values(self, indices: Sequence[int]) -> set[int]:
         found: set[int] = set()

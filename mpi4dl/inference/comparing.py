@@ -21,8 +21,6 @@ from mpi4dl.inference.samples import UNDEFINED, Measured, Samples
 from mpi4dl.inference.scoring import Scores
 from mpi4dl.tasks.task import Classify, MultiLabel
 
-TABLE = "comparison.csv"
-
 
 class Differences(NamedTuple):
     """How far the predictions of a level are apart: of each sample the largest `apart` (N,), and who is `changed` (N,).

@@ -39,6 +39,7 @@ from mpi4dl.inference.masks import bases_of
 from mpi4dl.inference.records import Record, identity_of, is_same
 from mpi4dl.models.patches import headless
 from mpi4dl.models.registry import OWN_MODELS, TIMM
+from mpi4dl.options import parts
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.data import open_slides, stains_of, with_reference
 from mpi4dl.options.declare import value_of, with_options, with_values
@@ -307,15 +308,17 @@ class Embedding:
         self.at_once, self.num_workers = config.model.patches_at_once, options.work.num_workers
         with comm.together((ConfigError,)):
             stains = stains_of(config)
+        model = config.model.model
         self.settings: Settings = {
-            "model": part_name(config.model.model),
+            "model": part_name(model) + (f" (file {parts.print_of(model)})" if is_own(model) else ""),
             "weights": encoder.weights,
             "patches": encoder.patch,
             "mean": encoder.mean,
             "std": encoder.std,
             **{name: _told(value_of(config, name)) for name in SETTINGS},
             "leave_out": config.slides.leave_out or None,  # files of earlier versions have none
-            "stains": None if stains is None else {stains.method: list(stains.reference)},
+            "stain_norm": None if stains is None else stains.method,
+            "stain_reference": None if stains is None else list(stains.reference),
         }
         folder = Path(options.embedding.out)
         names = [self.slides.name(index) for index in range(len(self.slides))]
@@ -364,7 +367,7 @@ class Embedding:
             raise ConfigError(f"{path}: was not written by mpi4dl embed: choose another `out`")
         other = [name for name in now if name != "file" and was.get(name) != now[name]]
         if other:
-            then, today = (", ".join(f"{name} {of.get(name)}" for name in other) for of in (was, now))
+            then, today = (", ".join(f"`{name}` {of.get(name)}" for name in other) for of in (was, now))
             raise ConfigError(f"{path}: has features by {then}, but now {today} is asked for: choose another `out`")
         return is_same(was.get("file"), now["file"])
 

@@ -11,6 +11,7 @@ those of the last step. Where split files keep slides for tests in each fold, th
 
 import csv
 import io
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from mpi4dl._files import write_durably
+from mpi4dl._files import read_regular, write_durably
 from mpi4dl._signatures import signature_of
 from mpi4dl._wording import aligned, counted, some
 from mpi4dl.checkpoints.manifest import MODEL
@@ -29,15 +30,17 @@ from mpi4dl.inference.images import SPLIT, open_slides_of_run
 from mpi4dl.inference.model import Predictor
 from mpi4dl.inference.options import Inference
 from mpi4dl.inference.samples import UNDEFINED, Judging, Samples
-from mpi4dl.inference.scoring import Scores, beside, file_names, score, scores_of
+from mpi4dl.inference.scoring import SUMMARY, Scores, beside, file_names, remove_others, score, scores_of
 from mpi4dl.options.config import FORMERLY, Config, ConfigError, parse, shared_options
 from mpi4dl.options.data import FOLDS, with_frame
 from mpi4dl.options.declare import options_of, value_of, with_values, without_flags
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.tasks import with_task
-from mpi4dl.runs.folder import BEST, default_path
+from mpi4dl.runs.folder import BEST, VERSIONS, default_path
 from mpi4dl.tasks.curves import is_rule
-from mpi4dl.training.resuming import command_to_go_on
+from mpi4dl.training.data import FILE as IMAGES
+from mpi4dl.training.data import ImageLists, Images
+from mpi4dl.training.resuming import command_to_go_on, files_of
 from mpi4dl.training.run import fit
 from mpi4dl.training.setup import open_samples, set_up
 
@@ -72,6 +75,9 @@ def train_folds(comm: Communicator, config: Config, spell: Callable[[str], str],
         path = folder / f"fold_{fold}"
         finished = _finished(comm, path)
         if run.resume == "auto" and finished:
+            with comm.together((ValueError, OSError)):
+                if comm.rank == 0:
+                    _require_unchanged(with_values(config, {"fold": fold, "all_folds": False, "run_folder": str(path)}))
             _say(comm, f"fold {fold} of {num_folds} is finished: {path}")
             continue
         _say(comm, f"fold {fold} of {num_folds}: {path}")
@@ -101,13 +107,34 @@ def _as_trained(config: Config, runs: Mapping[int, Path]) -> Config:
     return config
 
 
+def _require_unchanged(config: Config) -> None:
+    """Raise ConfigError if the samples, the user's code or the first weights of a fold are others now.
+
+    Raises DatasetError, OSError.
+    """
+    path = Path(config.run.run_folder or "")
+    then = ImageLists.read(path / IMAGES)
+    samples = open_samples(with_frame(config))
+    assert isinstance(samples, Images)
+    now = ImageLists.of(samples.training, samples.validation, samples.fit)
+    then.require_same_labels(now)
+    before, files = json.loads(read_regular(path / VERSIONS)).get("files", {}), files_of(config)
+    changes = [f"{name} is another one" for name in {**before, **files} if before.get(name) != files.get(name)]
+    for change in (*then.changes(now), *changes):
+        raise ConfigError(
+            f"{path} is finished, and since then {change}: all folds need the same, so put it back, or train in "
+            "another `run_folder`"
+        )
+
+
 def _config_of(run: Path) -> Config:
     return parse(["--config", str(run / "config.toml")])
 
 
 def _require_alike(runs: Iterable[Path], config: Config, whose: str) -> None:
     """Raise ConfigError if runs were trained with other options than `config`, which is `whose`."""
-    free = {name for name, item in options_of(Config).items() if item.section in ("parallel", "run")} | {"fold"}
+    free = {name for name, item in options_of(Config).items() if item.section in ("parallel", "run")}
+    free = free - {"stream_norm"} | {"fold"}
     now = shared_options(config)
     for path in runs:
         before = shared_options(_config_of(path))
@@ -288,14 +315,15 @@ def _written(
 ) -> Iterator[str]:
     """Write what there is of all folds, and say it. Raises OSError, Refusal."""
     files = file_names(folder, out, datetime.now())
-    files[0].parent.mkdir(parents=True, exist_ok=True)
-    table = beside(files[0], "cross-validation.csv")
-    write_durably(table, summary_table(found, level))
+    table, content = beside(files[0], SUMMARY), summary_table(found, level)
     yield from summary_lines(found, level)
     lacking = [str(each.fold) for each in found if not each.scores.levels]
     slides = [name for each in found for samples in each.scores.levels[:1] for name in samples.names]
     if lacking or len({*slides}) < len(slides):
         why = f"no predictions of fold {some(lacking)}" if lacking else "a slide is in several folds"
+        files[0].parent.mkdir(parents=True, exist_ok=True)
+        remove_others(files[0], {table})
+        write_durably(table, content)
         yield f"predictions of all folds are not pooled: {why}"
         yield f"see {table}"
         return
@@ -321,7 +349,7 @@ def _written(
     told["cross_validation"] = {
         name: {metric: of._asdict() for metric, of in metrics.items()} for name, metrics in of_all.items()
     }
-    remarks = pooled.write(*files, told, level)
+    remarks = pooled.write(*files, told, level, {SUMMARY: content})
     yield "predictions of all folds together, each by the run that did not see its patient:"
     yield from pooled.table(level, resamples > 0)
     yield from remarks

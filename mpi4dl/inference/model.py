@@ -109,8 +109,10 @@ class Predictor:
         self._remarks += [why] if why else []
         self.assembly = assemble(self.config, comm, OWN, num_samples=self.config.data.batch_size)
         self.plan = self.assembly.plan
-        prints = {f"the file of `{name}`": found for (name, _), found in self.assembly.prints.items()}
-        self.digest = sha256(json.dumps([about.text, prints], sort_keys=True).encode()).hexdigest()[:16]
+        # Of code of the user's its name and its file, by option.
+        prints = self.assembly.prints.items()
+        self.own = {name: f"{part.rpartition(':')[2]} {found}" for (name, part), found in prints}
+        self.digest = sha256(json.dumps([about.text, self.own.get("model")]).encode()).hexdigest()[:16]
         with self._watched():
             held, remarks = hold_trained(self.assembly, found, about.num_outputs, about.channels)
             self._remarks += remarks

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpi4dl._files import write_durably
+from mpi4dl._files import checksum, write_durably
 from mpi4dl._progress import ProgressOfImages
 from mpi4dl._signatures import signature_of
 from mpi4dl._wording import counted, some
@@ -38,7 +38,6 @@ from mpi4dl.inference.records import (
     NOT_NUMBERS,
     Record,
     Records,
-    checksum,
     columns_of,
     files_of,
     identity_of,
@@ -216,8 +215,9 @@ class Predicting:
             "images": str(Path(where).absolute()) if isinstance(images, ListedFiles) else type(images).__name__,
             "task": model.about.task,
             "precision": model.precision,
-            "weights": " ".join(map(checksum, files)),
+            "weights": " ".join(f"{path.name} {checksum(path)}" for path in files),
             "model": model.digest,
+            "transforms": model.own.get("transforms"),
             "fit": model.fit,
             "maps": self.maps if self.cells is None else self.cells.options.describe(),
             "min_area": self.min_area if self.of_slides else None,

@@ -94,7 +94,6 @@ ABOUT, LINES, TABLE = "predictions.json", "predictions.jsonl", "predictions.csv"
 
 
 SAMPLED_BYTES, SAMPLES = 1 << 12, 16
-BLOCK_BYTES = 1 << 22
 
 
 def identity_of(path: Path) -> Record:
@@ -122,15 +121,6 @@ def is_same(before: Any, now: Record) -> bool:
         return False
     times = ("mtime_ns",) if now.get("bytes", math.inf) <= SAMPLED_BYTES * SAMPLES else ()
     return all(before.get(key) == now.get(key) for key in {*before, *now} - {*times})
-
-
-def checksum(path: Path) -> str:
-    """Of all bytes of a file. Raises OSError."""
-    size, found = 0, 0
-    with open_regular(path) as file:
-        while block := file.read(BLOCK_BYTES):
-            size, found = size + len(block), zlib.crc32(block, found)
-    return f"{size}-{found:08x}"
 
 
 def maps_of(record: Record) -> list[str]:

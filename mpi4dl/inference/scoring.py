@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -140,8 +140,18 @@ class Scores:
         except ImportError:
             return found, (WITHOUT_PICTURE,)
 
-    def write(self, json_path: Path, csv_path: Path, told: Mapping[str, Any], level: float) -> tuple[str, ...]:
-        """All files, each at once. Returns what is to be said of them. Raises OSError."""
+    def write(
+        self,
+        json_path: Path,
+        csv_path: Path,
+        told: Mapping[str, Any],
+        level: float,
+        more: Mapping[str, bytes] | None = None,
+    ) -> tuple[str, ...]:
+        """All files, each at once, and `more` by their names. Files of an evaluation that was there before are removed.
+
+        Returns what is to be said of them. Raises OSError.
+        """
         found = {**told, "task": self.task, "classes": self.classes, "count": self.count}
         found |= {"metrics": _as_json(self.metrics, level), "confusion": self.confusion, "calls": self.calls}
         if self.patients is not None:
@@ -154,17 +164,30 @@ class Scores:
             columns.insert(columns.index("patient") + 1, "fold")
         texts = {csv_path: _table(columns, self.records)}
         files, remarks = self.files()
-        for name, content in files.items():
+        for name, content in {**files, **(more or {})}.items():
             texts[beside(json_path, name)] = content
         if self.patients is not None:
             columns = columns_of(TASKS[self.task], self.classes, True)
             columns = ["patient", "slides", *(name for name in columns if name not in ("image", "error"))]
             texts[beside(json_path, "patients.csv")] = _table(columns, self.patients.records)
         json_path.parent.mkdir(parents=True, exist_ok=True)
+        remove_others(json_path, {json_path, *texts})
         for path, content in texts.items():
             write_durably(path, content)
         write_durably(json_path, (json.dumps(finite(found), indent=1, allow_nan=False) + "\n").encode())
         return remarks
+
+
+# Files that an evaluation may have beside its own two.
+COMPARISON, SUMMARY = "comparison.csv", "cross-validation.csv"
+BESIDE = ("curves.csv", "calibration.csv", "curves.png", "patients.csv", COMPARISON, SUMMARY)
+
+
+def remove_others(json_path: Path, kept: Collection[Path]) -> None:
+    """Remove the files of an evaluation that was there before, but for those to be written now. Raises OSError."""
+    every = {json_path, json_path.with_suffix(".csv"), *(beside(json_path, name) for name in BESIDE)}
+    for path in every - {*kept}:
+        path.unlink(missing_ok=True)
 
 
 def beside(evaluation: Path, name: str) -> Path:

@@ -41,6 +41,7 @@ from mpi4dl.parallel.tables.simulator import Simulation, TimeSpan
 
 LOGGER_NAME = "mpi4dl"
 METRICS = "metrics.jsonl"
+VERSIONS = "versions.json"
 BEST = "best.safetensors"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 RECORDED_PACKAGES = ("torch", "torchvision", "numpy", "mpi4py")
@@ -126,10 +127,16 @@ class RunFolder:
         """Record the options, as `to_toml` gives them, with which the run began, or went on from a step."""
         self._write(f"config{_since(step)}.toml", toml)
 
-    def write_versions(self, mpi_library: str, command: Sequence[str], step: int = 0) -> None:
-        """Record what the run ran on; `mpi_library` is what MPI says of itself, `command` is `sys.argv`."""
-        text = json.dumps(versions(mpi_library, command), indent=2, ensure_ascii=False)
-        self._write(f"versions{_since(step)}.json", text + "\n")
+    def write_versions(
+        self, mpi_library: str, command: Sequence[str], step: int = 0, files: Mapping[str, str] | None = None
+    ) -> None:
+        """Record what the run ran on; `mpi_library` is what MPI says of itself, `command` is `sys.argv`.
+
+        `files`: checksums of files of the user's, such as code and weights.
+        """
+        found = {**versions(mpi_library, command), "files": dict(files or {})}
+        text = json.dumps(found, indent=2, ensure_ascii=False)
+        self._write(VERSIONS if not step else f"versions{_since(step)}.json", text + "\n")
 
     def _write(self, name: str, text: str) -> None:
         write_durably(self.path / name, text.encode())

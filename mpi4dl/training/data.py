@@ -33,25 +33,32 @@ from mpi4dl.tasks.task import TASKS
 
 # Which images a run trains on and validates with, kept in its folder, so that going on moves none of them.
 #
-#     images.json     {"classes": [...], "fit": "resize", "training": {"cat/1.png": [3145, "cat"], ...},
+#     images.json     {"classes": [...], "fit": "resize", "training": {"cat/1.png": [3145, "cat", 2774910125], ...},
 #                      "validation": {...}, "values": null}
 #
-# A name is the path from the folder of images on, a number its size in bytes, the text what is to be learnt of it, or
-# null where there is none. `values` says what values of volumes are read as.
+# A name is the path from the folder of images on. Its size in bytes, what is to be learnt of it as text, and a checksum
+# of some of its bytes follow; null where there is none. `values` says what values of volumes are read as.
 
 FILE = "images.json"
 MOST_NAMES = 3
 
 
 class Sample(NamedTuple):
-    """The size of an image in bytes, and its label as text."""
+    """The size of an image in bytes, its label as text, and a checksum of some of its bytes."""
 
     num_bytes: int | None
     label: str | None = None
+    checksum: int | None = None
 
     @classmethod
-    def of(cls, num_bytes: Any, label: Any) -> "Sample":
-        return cls(None if num_bytes is None else int(num_bytes), None if label is None else str(label))
+    def of(cls, num_bytes: Any, label: Any, checksum: Any = None) -> "Sample":
+        size, found = (None if each is None else int(each) for each in (num_bytes, checksum))
+        return cls(size, None if label is None else str(label), found)
+
+    def differs(self, now: "Sample") -> bool:
+        """Whether a file of the same size has other bytes, as far as both are known."""
+        known = None not in (self.checksum, now.checksum)
+        return known and now.num_bytes == self.num_bytes and now.checksum != self.checksum
 
 
 Samples = Mapping[str, Sample]
@@ -106,6 +113,14 @@ class ImageLists(NamedTuple):
         with naming(folder / FILE):
             write_durably(folder / FILE, json.dumps(self._asdict(), indent=1).encode())
 
+    @property
+    def samples(self) -> Samples:
+        """All samples by name; those of two sets that call samples alike are called by their part, too."""
+        if self.training.keys().isdisjoint(self.validation):
+            return {**self.training, **self.validation}
+        parts = {"training": self.training, "validation": self.validation}
+        return {f"{part} {name}": sample for part, found in parts.items() for name, sample in found.items()}
+
     def validating(self) -> dict[str, bool]:
         """Of each image whether it validates."""
         return dict.fromkeys(self.training, False) | dict.fromkeys(self.validation, True)
@@ -114,7 +129,7 @@ class ImageLists(NamedTuple):
         """The message about images that came, went or changed since these lists were made."""
         if now.classes != self.classes:
             yield f"the classes were {', '.join(self.classes)}, and are {', '.join(now.classes)}"
-        before, after = {**self.training, **self.validation}, {**now.training, **now.validation}
+        before, after = self.samples, now.samples
         old, new = self.validating(), now.validating()
         for names, what in (
             ([name for name in before if name not in after], "is gone since"),
@@ -123,8 +138,9 @@ class ImageLists(NamedTuple):
                 [name for name in after if name in before and after[name].num_bytes != before[name].num_bytes],
                 "has another size",
             ),
-            ([name for name in after if name in before and new[name] > old[name]], "was trained on, and now validates"),
-            ([name for name in after if name in before and new[name] < old[name]], "validated, and is now trained on"),
+            ([name for name in after if name in before and before[name].differs(after[name])], "has other content"),
+            ([name for name in new if name in old and new[name] > old[name]], "was trained on, and now validates"),
+            ([name for name in new if name in old and new[name] < old[name]], "validated, and is now trained on"),
         ):
             if names:
                 more = f" and {counted(len(names) - MOST_NAMES, 'other')}" if len(names) > MOST_NAMES else ""
@@ -133,10 +149,10 @@ class ImageLists(NamedTuple):
     def require_same_labels(self, now: "ImageLists") -> None:
         """Raise ConfigError if a sample has another label than when these lists were made.
 
-        In folders of classes the label is a part of the name. A file that is in another folder now is known by its own
-        name and its size, if no other file has both.
+        In folders of classes the label is a part of the name. A file that is in another folder now is known by its
+        size and its checksum, if no other file has both.
         """
-        before, after = {**self.training, **self.validation}, {**now.training, **now.validation}
+        before, after = self.samples, now.samples
         pairs = [(name, name) for name in before if name in after]
         there, here = _by_file(before), _by_file(after)
         pairs += [(name, here[key]) for key, name in there.items() if here.get(key, name) != name]
@@ -152,12 +168,12 @@ class ImageLists(NamedTuple):
             )
 
 
-def _by_file(samples: Samples) -> dict[tuple[str, int], str]:
-    """The names of the samples by file name and size, of those that share neither with another."""
-    found: dict[tuple[str, int], list[str]] = {}
+def _by_file(samples: Samples) -> dict[tuple[int, int], str]:
+    """The names of the samples by size and checksum, of those that share them with no other."""
+    found: dict[tuple[int, int], list[str]] = {}
     for name, sample in samples.items():
-        if sample.num_bytes is not None:
-            found.setdefault((name.rpartition("/")[2], sample.num_bytes), []).append(name)
+        if sample.num_bytes is not None and sample.checksum is not None:
+            found.setdefault((sample.num_bytes, sample.checksum), []).append(name)
     return {key: names[0] for key, names in found.items() if len(names) == 1}
 
 
@@ -165,8 +181,12 @@ def _listed(dataset: Named) -> Samples:
     whole: Any = dataset.whole if isinstance(dataset, Subset) else dataset
     indices = dataset.indices if isinstance(dataset, Subset) else range(len(dataset))
     files, label = getattr(whole, "files", None), getattr(whole, "label_as_text", lambda _: None)
-    sizes = {index: None if files is None else files[index].num_bytes for index in indices}
-    return {whole.name(index): Sample(size, label(index)) for index, size in sizes.items()}
+    return {
+        whole.name(index): Sample(None, label(index))
+        if files is None
+        else Sample(files[index].num_bytes, label(index), whole.fingerprint(index))
+        for index in indices
+    }
 
 
 SPLIT = "split.csv"  # of a run on slides: the part that each is for, as `split_file` takes it
@@ -232,7 +252,7 @@ class Images(NamedTuple):
 
     def record(self, comm: Communicator, folder: Path) -> None:
         """Keep the lists in the folder of a run. Collective. Raises Refusal on all ranks if they cannot be written."""
-        with comm.together((OSError,)):
+        with comm.together((ValueError, OSError)):
             if comm.rank == 0:
                 ImageLists.of(self.training, self.validation, self.fit).write(folder)
                 write_split(self.training, folder)
@@ -420,6 +440,13 @@ def _describe(
         now = ImageLists.of(training, validation, fit)
         recorded.require_same_labels(now)
         remarks += recorded.changes(now)
+        own = [each for each in _wholes((training, validation)) if isinstance(each, OwnDataset)]
+        remarks += [
+            f"{each.kind} gives labels with its images alone: they are not compared with those that the run began with; "
+            "a list `targets`, or a method label(index), tells them"
+            for each in own
+            if not each.tells_labels
+        ]
     largest = tuple(max(sides) for sides in zip(*sizes, strict=True)) if sizes else None
     return fit, tuple(datasets.printable(remark) for remark in remarks), largest
 

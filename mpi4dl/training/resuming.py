@@ -8,19 +8,23 @@ from math import nan, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpi4dl._files import checksum
 from mpi4dl.checkpoints import Checkpoints
 from mpi4dl.checkpoints.checkpoints import refusing
 from mpi4dl.checkpoints.json_values import Damaged, JsonValue, Unreadable, unlike
-from mpi4dl.checkpoints.manifest import STATE, candidates_at
+from mpi4dl.checkpoints.manifest import MODEL, STATE, candidates_at
 from mpi4dl.checkpoints.saved import Saved, newest_whole
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.options.config import FORMERLY, Config, ConfigError, shared_options, to_toml
 from mpi4dl.options.declare import dump, value_of, with_options, with_values
 from mpi4dl.options.kinds import AUTO
+from mpi4dl.options.parts import is_own, load, print_of
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.runs.assembly import OWN_PARTS
 from mpi4dl.runs.folder import RunFolder, default_path
 
 NUM_IMAGES = "the number of training images"
+CODE = "the file of "  # before the name of an option with code of the user's
 BALANCE = "balance"
 TIMED = ("auto", "measured")  # cuts that may come out otherwise at the next start
 # The purpose of the weights, and the images that they have never seen.
@@ -169,7 +173,7 @@ def record(origin: Origin, step: int, config: Config, comm: Communicator, argv: 
                 folder.claim(or_beside=config.run.run_folder is None)
             since = step if origin.in_place else 0
             folder.write_config(to_toml(config), since)
-            folder.write_versions(comm.mpi_library, ["python", "-m", "mpi4dl.train", *argv], since)
+            folder.write_versions(comm.mpi_library, ["python", "-m", "mpi4dl.train", *argv], since, files_of(config))
     origin.folder.path = comm.broadcast_object(origin.folder.path)
 
 
@@ -219,7 +223,7 @@ def kept(options: Mapping[str, str]) -> dict[str, str]:
 
 
 def _flag(name: str) -> str:
-    return name if name == NUM_IMAGES else "--" + name.replace("_", "-")
+    return name if " " in name else "--" + name.replace("_", "-")
 
 
 def _name(flag: str) -> str:
@@ -251,7 +255,29 @@ def options_to_compare(config: Config, num_images: int, counts: Sequence[int] = 
     Of `balance` it is what it came to: `counts` units of each stage.
     """
     cut = {BALANCE: dump(",".join(map(str, counts)))} if counts else {}
-    return {**shared_options(config), **cut, NUM_IMAGES: str(num_images)}
+    return {**shared_options(config), **cut, **code_of(config), NUM_IMAGES: str(num_images)}
+
+
+def code_of(config: Config) -> dict[str, str]:
+    """Checksums of the files with code of the user's, by the option that names it."""
+    found = {}
+    for name, section in OWN_PARTS.items():
+        part = getattr(getattr(config, section), name)
+        own = [each for each in (part if isinstance(part, tuple) else (part,)) if each is not None and is_own(each)]
+        for each in own:
+            load(name, each)
+        if own:
+            found[f"{CODE}`{name}`"] = ",".join(str(print_of(each)) for each in own)
+    return found
+
+
+def files_of(config: Config) -> dict[str, str]:
+    """The same, and the checksum of the file of weights that a run begins with. Raises OSError."""
+    weights = None if config.tuning.weights is None else Path(config.tuning.weights).expanduser()
+    if weights is not None and weights.is_dir():
+        weights = weights / MODEL
+    first = {} if weights is None or not weights.is_file() else {f"{CODE}`weights`": checksum(weights)}
+    return {**code_of(config), **first}
 
 
 def compare(checkpoint: Path, there: Progress, options: Mapping[str, str]) -> list[str]:
@@ -263,6 +289,7 @@ def compare(checkpoint: Path, there: Progress, options: Mapping[str, str]) -> li
     before = {**shared_options(former), **there.options}
     with suppress(ConfigError):  # values as they are written now
         before |= shared_options(with_options(former, there.options))
+    before = {**{name: "unknown" for name in options if name.startswith(CODE)}, **before}
     missing = next((name for name in options if name not in before), None)
     if missing is not None:
         raise Refusal(f"{checkpoint}: {STATE} does not say what {_shown(missing)} was")
@@ -294,7 +321,7 @@ def _samples_per_step(options: Mapping[str, str]) -> int | float:
 
 
 def _shown(name: str) -> str:
-    return name if name == NUM_IMAGES else f"`{name}`"
+    return name if " " in name else f"`{name}`"
 
 
 def require_fit(checkpoint: Path, there: Progress, scheduler: Any, num_batches: int) -> None:

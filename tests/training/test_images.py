@@ -306,6 +306,58 @@ def of_folders(root: Path, swapped: bool) -> list[str]:
     return ["--images", str(root)]
 
 
+def of_alike(root: Path, swapped: bool) -> list[str]:
+    """The same of pictures with as many bytes and one time, which stay where they are."""
+    random = np.random.default_rng(3)
+    for name, most in (("dark", 100), ("light", 250)):
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for number in range(10):
+            pixels = random.integers(0, most, (20, 20, 3)).astype(np.uint8)
+            PIL.Image.fromarray(pixels).save(root / name / f"{number}.bmp")
+    if swapped:
+        one, other = root / "dark" / "3.bmp", root / "light" / "7.bmp"
+        contents = one.read_bytes(), other.read_bytes()
+        other.write_bytes(contents[0])
+        one.write_bytes(contents[1])
+    for path in root.rglob("*.bmp"):
+        os.utime(path, (1, 1))
+    return ["--images", str(root)]
+
+
+OWN = """
+from pathlib import Path
+
+import torch
+
+class Boxes:
+    def __init__(self):
+        self.labels = [*map(int, Path(__file__).with_name("labels.txt").read_text().split())]
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return torch.full((3, 20, 20), index / 20), self.labels[index]
+
+class Listed(Boxes):
+    classes = ("dark", "light")
+
+    @property
+    def targets(self):
+        return self.labels
+"""
+
+
+def of_own_dataset(root: Path, swapped: bool, kind: str = "Listed") -> list[str]:
+    labels = [0, 1] * 10
+    if swapped:
+        labels[3], labels[4] = labels[4], labels[3]
+    root.mkdir(exist_ok=True)
+    (root / "own.py").write_text(OWN)
+    (root / "labels.txt").write_text(" ".join(map(str, labels)))
+    return ["--dataset", f"{root / 'own.py'}:{kind}"]
+
+
 def of_table(
     root: Path, swapped: bool, labels: tuple[str, str] = ("dark", "light"), header: str = "label"
 ) -> list[str]:
@@ -344,6 +396,21 @@ def of_masks(root: Path, swapped: bool) -> list[str]:
     return ["--images", str(root), "--task", "segment"]
 
 
+def of_masks_alike(root: Path, swapped: bool) -> list[str]:
+    """Masks with as many bytes."""
+    flags = of_masks(root, False)
+    for path in [*(root / "masks").iterdir()]:
+        PIL.Image.open(path).save(path.with_suffix(".tif"))
+        path.unlink()
+    if swapped:
+        one, other = (root / "masks" / f"{number}.tif" for number in (0, 9))
+        contents = one.read_bytes(), other.read_bytes()
+        assert len(contents[0]) == len(contents[1])
+        one.write_bytes(contents[1])
+        other.write_bytes(contents[0])
+    return flags
+
+
 def of_slides(root: Path, swapped: bool, column: str = "label", values: tuple[str, str] = ("a", "b")) -> list[str]:
     root.mkdir(exist_ok=True)
     rows = {f"s{number}": [values[number % 2], "ab"[number % 2]] for number in range(10)}
@@ -367,11 +434,14 @@ def of_resolutions(root: Path, swapped: bool) -> list[str]:
     [
         (of_slides, ("s3.tif (b, now a)", "s4.tif (a, now b)")),
         (of_resolutions, ("s3.tif (b at 0.5", "now b at 0.25")),
+        (of_alike, ("light/7.bmp (dark, now light)", "dark/3.bmp (light, now dark)")),
+        (of_own_dataset, ("3 (light, now dark)", "4 (dark, now light)")),
         (of_folders, ("light/3.png (dark, now light)", "dark/3.png (light, now dark)")),
         (of_table, ("images/dark/3.png (dark, now light)", "images/light/4.png (light, now dark)")),
         (of_numbers, ("images/dark/3.png", "0.30000000000000004")),
         (of_arrays, ("3", "4")),
         (of_masks, ("0.png", "9.png")),
+        (of_masks_alike, ("0.png", "9.png")),
     ],
 )
 def test_a_run_does_not_go_on_with_other_labels(
@@ -387,3 +457,24 @@ def test_a_run_does_not_go_on_with_other_labels(
     (found,) = ranks(1).run(described, *flags)
     assert "2 samples with another label" in found
     assert all(name in found for name in names)
+
+
+def test_a_run_that_goes_on_says_that_pixels_changed(ranks: Ranks, tmp_path: Path) -> None:
+    """In as many bytes, and with the same times."""
+    root, run = tmp_path / "images", tmp_path / "run"
+    run.mkdir()
+    flags = [*of_alike(root, False), "--run-folder", str(run), "--resume", "auto"]
+    ranks(1).run(recorded, str(run), *flags)
+    (root / "dark" / "3.bmp").write_bytes((root / "dark" / "3.bmp").read_bytes()[:-1] + b"x")
+    os.utime(root / "dark" / "3.bmp", (1, 1))
+    (said,) = ranks(1).run(recorded, str(run), *flags)
+    assert said[-1] == "of the images, dark/3.bmp has other content"
+
+
+def test_labels_that_nobody_tells_are_said_not_to_be_compared(ranks: Ranks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    flags = [*of_own_dataset(tmp_path / "own", False, "Boxes"), "--run-folder", str(run), "--resume", "auto"]
+    ranks(1).run(recorded, str(run), *flags)
+    (said,) = ranks(1).run(recorded, str(run), *flags)
+    assert any("Boxes gives labels with its images alone" in line for line in said)

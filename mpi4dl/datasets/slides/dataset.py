@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import BadImage, DatasetError, Pixels, printable
-from mpi4dl.datasets.listed import UNKNOWN, File, ListedFiles, mask_as_text, num_bytes_of, text_of
+from mpi4dl.datasets.listed import UNKNOWN, File, ListedFiles, num_bytes_of, text_of
 from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks, Tell, quietly
 from mpi4dl.datasets.slides.slide import Cells, Resolution, Slide, open_slide
 from mpi4dl.datasets.slides.splits import split_rows, split_table
@@ -140,7 +140,7 @@ class SlideFolder(ListedFiles):
         row = self.rows[index]
         found = text_of(row.label, self.classes)
         if row.annotation is not None and self.masks is not None:
-            found = mask_as_text(row.annotation, self.masks.num_bytes(index))
+            found = self.masks.as_text(index, row.annotation)
         return found if row.mpp is None else f"{found} at {row.mpp} um per pixel"
 
     def image(self, index: int) -> Slide:

@@ -13,6 +13,7 @@ read as an image of one row, whose pixels are the patches, and whose channels ar
 import io
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from math import isfinite, prod
@@ -26,7 +27,7 @@ from mpi4dl._files import is_stored_zip, open_regular, write_durably
 from mpi4dl._wording import to_install
 from mpi4dl.datasets.base import BadImage, DatasetError
 from mpi4dl.datasets.files import WHOLE_SLIDES, blaming
-from mpi4dl.datasets.listed import files_below
+from mpi4dl.datasets.listed import LOOKED_AT, files_below
 from mpi4dl.datasets.reader_process import ask
 from mpi4dl.datasets.slides.annotations import FARTHEST
 from mpi4dl.datasets.slides.dataset import Patches, SlideFolder, SlideOptions
@@ -97,7 +98,7 @@ class Bag:
         if not said and power is None:
             return None
         by = f" by {said['model']} with weights {said['weights']}" if said else ""
-        stains = " and ".join(said.get("stains") or ())
+        stains = said.get("stain_norm")
         normalized = f", stains by {stains}" if stains else ""
         side = _positive(said.get("patches") or self.attributes.get("patch_size"))
         patches = "" if side is None else f" of patches of {side:g} px"
@@ -112,9 +113,11 @@ class Bag:
     @property
     def mpp(self) -> float | None:
         """Microns per pixel of patches; None if the file does not say them."""
-        level0, side, side0 = (
-            _positive(self.attributes.get(name)) for name in ("level0_mpp", "patch_size", "patch_size_level0")
+        level0, power, side, side0 = (
+            _positive(self.attributes.get(name))
+            for name in ("level0_mpp", "level0_magnification", "patch_size", "patch_size_level0")
         )
+        level0 = level0 or (MPP_AT_1X / power if power else None)
         if None not in (level0, side, side0):
             return level0 * side0 / side  # type: ignore[operator]
         return MPP_AT_1X / self._magnification if self._magnification else None
@@ -366,8 +369,22 @@ class FeatureFolder(SlideFolder):
             self.remarks += (
                 f"{first.channels} features of each patch" + (f": {first.encoder}" if first.encoder else ""),
             )
+            self.remarks += self._unknown()
             return
         raise DatasetError(f"{folder}: no file of features can be read: {problem}")
+
+    def _unknown(self) -> tuple[str, ...]:
+        """A warning of files that do not say their resolution, as far as some of them are looked at."""
+        count = min(LOOKED_AT, len(self))
+        for index in {number * (len(self) - 1) // max(1, count - 1) for number in range(count)}:
+            with suppress(BadImage):  # which reading it will say
+                bag = open_bag(self.path(index))
+                if bag.mpp is None:
+                    return (
+                        f"warning: {bag.path.name} does not say the resolution of its patches, by attributes of coords "
+                        "such as level0_magnification: that all slides were read at one is not checked",
+                    )
+        return ()
 
     def _opened(self, index: int) -> Any:
         found = open_bag(self.checked(index))

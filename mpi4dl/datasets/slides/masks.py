@@ -8,7 +8,7 @@ from typing import Any
 
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError
-from mpi4dl.datasets.listed import File, ListedFiles
+from mpi4dl.datasets.listed import File, ListedFiles, mask_as_text
 from mpi4dl.datasets.masks import IGNORE_INDEX, Mask, open_stored, values_in
 from mpi4dl.datasets.slides.annotations import (
     IGNORED_CLASS,
@@ -172,10 +172,9 @@ class SlideMasks:
         found.require_on_slide()
         return found
 
-    def num_bytes(self, index: int) -> int:
-        """The size of the file with the annotation of a slide; 0 if it has none."""
-        number = self._places.get(index)
-        return 0 if number is None else self.files.files[number].num_bytes
+    def as_text(self, index: int, name: str) -> str:
+        """The annotation of a slide that has one, called `name` in the table."""
+        return mask_as_text(name, self.files, self._places[index])
 
     def _numbers(self, annotations: Annotations) -> dict[str, int]:
         numbers = {name: number for number, name in enumerate(self.classes)}
