@@ -6,6 +6,7 @@ It serves a page to this machine: a list of slides, deep zoom, maps over slides,
 import argparse
 import asyncio
 import math
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,6 +48,8 @@ def command(argv: Sequence[str] | None) -> None:
     with listener:
         for remark in results.remarks:
             print(remark)
+        for number in (signal.SIGINT, signal.SIGTERM):  # also as uvicorn raises them again when it has stopped
+            signal.signal(number, lambda *_: sys.exit(0))
         listener.listen()  # so that a browser may ask as soon as it knows the address
         print(f"{counted(len(results.slides), 'slide')} of {options.folder} at {url_of(listener)}", flush=True)
         asyncio.run(serve(app, listener))

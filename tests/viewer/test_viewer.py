@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -438,8 +439,10 @@ def test_what_the_command_refuses(
 
 
 @contextmanager
-def viewing(predicted: Path, num_files: int = 1024, err: int | None = None) -> Iterator[str]:
-    """Where the command serves the predictions, with so many open files at most."""
+def viewing(
+    predicted: Path, num_files: int = 1024, err: int | None = None, end: signal.Signals = signal.SIGTERM
+) -> Iterator[str]:
+    """Where the command serves the predictions, with so many open files at most, until it is sent `end`."""
     viewer = [sys.executable, "-m", "mpi4dl.view", str(predicted), "--port", "0"]
     command = ["sh", "-c", f'ulimit -n {num_files}; exec "$@"', "sh", *viewer]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, cwd=ROOT) as process:
@@ -450,7 +453,8 @@ def viewing(predicted: Path, num_files: int = 1024, err: int | None = None) -> I
             assert found, said
             yield found[1]
         finally:
-            process.terminate()
+            process.send_signal(end)
+    assert process.returncode == 0
 
 
 @pytest.fixture(scope="module")
@@ -471,6 +475,12 @@ def test_silent_connections_shut_out_nobody_also_with_few_files(
             if number % 100 == 99:
                 assert httpx.get(f"{address}/api/slides", timeout=60).status_code == 200
     assert (tmp_path / "err").read_text() == ""
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_ends_as_a_success_when_it_is_stopped(predicted: Path, end: signal.Signals) -> None:
+    with viewing(predicted, end=end) as address:
+        assert httpx.get(f"{address}/api/slides", timeout=60).status_code == 200
 
 
 def test_the_command_serves_slides_to_this_machine(address: str) -> None:
