@@ -204,9 +204,8 @@ class FakeGpu(TorchDispatchMode):
             moved = name.startswith("aten.clone") and is_dense(inputs[0]) and is_dense(result)
             self.counters.copies += moved
             self.counters.launches += 0 if moved else kernels_of(name, args)
-        of_autograd = (
-            not inputs and not self.making and torch._C._current_graph_task_id() >= 0
-        )  # such as zeros for none
+        # Zeros that autograd makes by itself, for a gradient that is none, are where the others are.
+        of_autograd = name == "aten.zeros.default" and not self.making and torch._C._current_graph_task_id() >= 0
         for x in tree_leaves(result):
             if isinstance(x, Tensor) and self.memory_of(x) is None and not x.is_meta:
                 if here or of_autograd:
