@@ -30,7 +30,6 @@ SLOW = (
 )
 
 
-
 def import_installed(names: Iterable[str]) -> None:
     """Import those that are installed; a test that needs another one says so itself."""
     for name in names:
