@@ -14,7 +14,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[mpich,test]'
 	touch $@
 
-.PHONY: install train slides gpt moe docs test mutants fuzz soak test-gpu lint clean
+.PHONY: install train slides gpt moe docs test mutants fuzz soak test-gpu gpu-report lint clean
 install: $(STAMP)
 
 data/tissue: $(STAMP) examples/tissue_slides.py
@@ -75,6 +75,9 @@ test-gpu: $(STAMP)
 	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'PyTorch sees no GPU here'"
 	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4dl.doctor
 	$(BIN)/python -m pytest -rs tests/test_gpu_training.py tests/comm/test_gpu.py tests/test_memory.py tests/fakegpu
+
+gpu-report: $(STAMP)
+	$(BIN)/python -m benchmarks.gpu
 
 clean:
 	rm -rf .venv data runs results site

@@ -66,6 +66,7 @@ class Task:
     balance: str | tuple[int, ...] = "flops"
     num_steps: int = NUM_STEPS
     device: str = "cpu"
+    dtype: torch.dtype = torch.float64
     stream: StreamOptions | None = None
     styles: tuple[tuple[str, str], ...] = ()
     frozen_last: bool = False
@@ -283,7 +284,7 @@ def model_of(task: Task) -> nn.Module:
     options = dict(task.model_options)
     own = OWN.get(task.model) if isinstance(task.model, str) else task.model
     model = models.build(task.model, NUM_CLASSES, **options) if own is None else own()
-    return model.double()
+    return model.to(task.dtype)
 
 
 OPTIMIZERS: dict[str, Any] = {
@@ -310,13 +311,13 @@ def build(task: Task, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def batch_of(task: Task, number: int, count: int | None = None) -> tuple[Tensor, Tensor]:
-    """Images in float64, and the targets of all of them or of all of their pixels; or tokens, and the next ones."""
+    """Images, and the targets of all of them or of all of their pixels; or tokens, and the next ones."""
     generator = torch.Generator().manual_seed(100 + number)
     count = task.batch if count is None else count
     if task.tokens:
         tokens = torch.randint(1, task.tokens, (count, task.size[0] + 1), generator=generator)
         return tokens[:, :-1], tokens[:, 1:]
-    images = torch.randn(count, 3, *task.size, generator=generator, dtype=torch.float64)
+    images = torch.randn(count, 3, *task.size, generator=generator, dtype=torch.float64).to(task.dtype)
     shape = (count, *task.size) if task.dense else (count,)
     return images, torch.randint(NUM_CLASSES, shape, generator=generator)
 

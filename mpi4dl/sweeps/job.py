@@ -67,7 +67,7 @@ def run_job(ranks: int, arguments: Sequence[str], seconds: float) -> Outcome:
         except subprocess.TimeoutExpired:
             return Outcome(None, f"it took longer than the limit of {seconds:g} s")
         finally:
-            _stop(job)
+            stop(job)
         out.seek(0), errors.seek(0)
         lines = out.read().splitlines()
         if code == 0 and lines:
@@ -76,7 +76,7 @@ def run_job(ranks: int, arguments: Sequence[str], seconds: float) -> Outcome:
         return Outcome(None, reason(code, errors.read()))
 
 
-def _stop(job: "subprocess.Popen[bytes]") -> None:
+def stop(job: "subprocess.Popen[bytes]") -> None:
     """End a job and all of its ranks: by SIGTERM first, which mpirun hands on."""
     if job.poll() is None:
         job.terminate()

@@ -113,7 +113,7 @@ def test_signals_go_to_the_program_and_it_ends_with_its_stub(python: str) -> Non
 
 TROUBLE = {
     "import no_such_module": "ModuleNotFoundError: No module named 'no_such_module'",
-    "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()": "troubled starts threads",
+    "from threading import Timer as T; t = T(600, print); t.daemon = True; t.start()": "troubled starts threads",
     "import os; os.pidfd_open = lambda process: os.open('/no/such/place', 0)": "FileNotFoundError",
     "import os; os.abort()": "killed",
 }

@@ -51,7 +51,7 @@ SHARED = "MPI4DL_TEST_PYTHON"  # in the environment: what `python` has returned 
 AT_START = "MPI4DL_AT_START"  # in the environment: `module:function`, which a rank calls before its program
 HUGE_PAGE, MADV_COLLAPSE = 1 << 21, 25
 GARBAGE = 10_000  # so many new objects are looked through at a time, in place of 700
-# OpenBLAS starts its threads when it is loaded, and its own variable wins; pyarrow, which pandas loads, its allocator's.
+# OpenBLAS starts threads when it is loaded, and its own variable wins; so does pyarrow's allocator, which pandas loads.
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
