@@ -20,8 +20,11 @@ from torch.nn import functional as F
 import mpi4dl
 from mpi4dl._files import lock
 from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.datasets.base import BadImage
 from mpi4dl.datasets.loader import shuffled
 from mpi4dl.datasets.slides.compose import Cohort
+from mpi4dl.datasets.slides.dataset import SlideOptions
+from mpi4dl.datasets.slides.features import FeatureFolder
 from mpi4dl.datasets.slides.geojson import polygons_of
 from mpi4dl.embed import embed
 from mpi4dl.engine import Engine
@@ -586,6 +589,42 @@ def test_features_of_two_resolutions_do_not_go_together(
     for found in ranks(2).run(refused, train, [*flags.split(), "--run-folder", str(tmp_path / "run")]):
         assert "slide_001.ome.h5: has features" in found
         assert all(word in found for word in ("slide_000.h5", *words))
+
+
+CLAM = {"patch_size": 256, "patch_level": 0, "downsample": (1.0, 1.0), "name": "s"}
+TRIDENT = {"patch_size": 256, "patch_size_level0": 512, "level0_magnification": 40, "target_magnification": 20}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (TRIDENT, TRIDENT, None),
+        ({}, {}, "warning: s0.h5 does not say the resolution"),
+        (CLAM, CLAM, "warning: s0.h5 does not say the resolution"),
+        (TRIDENT, {}, "warning: s1.h5 does not say the resolution"),
+        (CLAM, {**CLAM, "patch_size": 512}, "s1.h5: has features of patches of 512 px"),
+        (
+            {"patch_size": 256, "patch_size_level0": 512, "level0_magnification": 40},
+            {"patch_size": 256, "patch_size_level0": 256, "level0_magnification": 10},
+            "s1.h5: has features of patches at 1 um per pixel, but s0.h5 at 0.5",
+        ),
+    ],
+)
+def test_the_resolution_of_features_is_that_of_their_attributes_or_unknown(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], words: str | None
+) -> None:
+    for number, attributes in enumerate((first, second)):
+        with h5py.File(tmp_path / f"s{number}.h5", "w") as file:
+            file["features"] = np.zeros((3, WIDTH), np.float32)
+            file["coords"] = np.arange(6).reshape(3, 2) * 512
+            file["coords"].attrs.update(attributes)
+    found = FeatureFolder(tmp_path, SlideOptions(), folder=tmp_path)
+    said = [line for line in found.remarks if "warning" in line]
+    try:
+        found.image(1)
+    except BadImage as error:
+        said = [str(error)]
+    assert (words is None and not said) or (words is not None and words in said[0])
 
 
 @pytest.mark.parametrize(

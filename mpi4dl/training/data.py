@@ -442,8 +442,8 @@ def _describe(
         remarks += recorded.changes(now)
         own = [each for each in _wholes((training, validation)) if isinstance(each, OwnDataset)]
         remarks += [
-            f"{each.kind} gives labels with its images alone: they are not compared with those that the run began with; "
-            "a list `targets`, or a method label(index), tells them"
+            f"{each.kind} gives labels with its images alone: they are not compared with those that the run began "
+            "with; a list `targets`, or a method label(index), tells them"
             for each in own
             if not each.tells_labels
         ]

@@ -396,6 +396,13 @@ class FeatureFolder(SlideFolder):
             )
         if None not in (self.values, found.encoder) and self.values != found.encoder:
             raise BadImage(found.path, f"has {found.encoder}, but {self._first.path.name} has {self.values}")
+        mine, theirs = (_positive(bag.attributes.get("patch_size")) for bag in (found, self._first))
+        if mine and theirs and mine != theirs:
+            raise BadImage(
+                found.path,
+                f"has features of patches of {mine:g} px, but {self._first.path.name} of {theirs:g} px: embed all "
+                "slides by patches of one size",
+            )
         mine, theirs = found.mpp, self._first.mpp
         if mine and theirs and max(mine, theirs) > ALIKE * min(mine, theirs):
             raise BadImage(
