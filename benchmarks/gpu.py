@@ -198,10 +198,10 @@ def run(options: Options) -> None:
                     results.end(name, job, LEFT_OUT, 0.0)
                 else:
                     results.take(name, job, every[name].seconds, errors)
-    save(options, results.content, results.figures())
     options.page.parent.mkdir(parents=True, exist_ok=True)
-    options.page.write_text(page(json.loads(Path(f"{options.out}.json").read_text())))
+    options.page.write_text(page(json.loads(results.path.read_text())))
     print(f"saved {options.page}")
+    save(options, results.content, results.figures())
     failed = [row["job"] for row in results.ended if row["outcome"] not in (DONE, LEFT_OUT)]
     if failed:
         raise SystemExit(f"not done, as {options.page} says: {'; '.join(failed)}")

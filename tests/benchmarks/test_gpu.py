@@ -16,7 +16,7 @@ from tests.benchmarks.checks import options_of
 from tests.benchmarks.test_benchmarks import benchmarks
 
 IN_TABLES = 1e-8  # of models with batch norms of few pixels
-CHEAP = ("profile",)
+CHEAP = ("environment", "norms")
 TIMED = ("steps", "attention", "stream", "profile")
 
 
