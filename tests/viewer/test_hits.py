@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -110,6 +111,9 @@ def test_predictions_of_features_are_shown_on_their_slides(ranks: Ranks, folder:
     ]
     (told,) = ranks(1).run(hits, str(folder), "--slides", str(folder.parent / "slides.csv"))
     assert "overlaps an annotation on 2 (50.0 %)" in told
+    before = of_features.told(0)
+    os.utime(folder.parent / "s0.tif", (1, 1))  # as if it was another one, which the map is to be drawn over
+    assert of_features.told(0) != before
 
 
 def refused(comm: Communicator, *argv: str) -> str:

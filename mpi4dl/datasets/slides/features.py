@@ -416,6 +416,14 @@ class FeatureFolder(SlideFolder):
     def first_slide(self) -> tuple[str, ...]:
         return ()
 
+    def told(self, index: int) -> dict[str, Any]:
+        """What decides the map of a slide besides its features: the slide that the map is drawn over."""
+        slide = self.slide_of(self.path(index).name)
+        if self.slides_root is None or slide is None:
+            return super().told(index)
+        of_slide = (self.slides_root / slide).stat()
+        return {**super().told(index), "slide": [of_slide.st_size, of_slide.st_mtime_ns]}
+
     def slide_of(self, name: str) -> str | None:
         """The slide of a file of features, from `slides_root` on; None if it is not at hand."""
         return self._by_name.get(without_suffix(Path(name).name, FEATURE_SUFFIXES))
