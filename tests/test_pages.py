@@ -38,7 +38,7 @@ QUICKLY = {  # by command, and by what one of its words contains: flags that com
         "bert": "--model-options num_layers=2,hidden=64,num_heads=2",
         "tissue": "--image-size 64",
         "slides/ ": "--image-size 64",
-        "photos": "--image-size 64 --batch-size 4",
+        "photos": "--image-size 64 --batch-size 4 --warmup 1",
         "data/gigapixel": "--image-size 1024 --patches-at-once 4",
         "vit_b_16": "--model vit --image-size 64 --batch-size 4",
         "mil": "--weights none --model small_resnet --patches 64 --mean 0.5 --std 0.5 --mpp 2 --patience 1",
