@@ -408,7 +408,7 @@ class TransformerForecaster:
         )
         more = CONTEXT / (6 * cell.hidden) + VOCABULARY / (16 * cell.layers * cell.hidden)
         flops = 96 * cell.batch_size * CONTEXT * cell.layers * cell.hidden**2 * (1 + more)
-        return flops / time.seconds / cell.gpus / 1e12, time.parts.bubble / time.seconds
+        return flops / time.seconds / cell.gpus / 1e12, time.parts.idle / time.seconds
 
 
 class ConfigurationForecaster:
@@ -449,7 +449,7 @@ class ConfigurationForecaster:
         speed = estimate.samples_per_second / (plan.num_ranks if self.told.each_rank else 1)
         if self.told.relative:
             speed /= self._first.setdefault(cell.size, speed)
-        return speed, estimate.time.parts.bubble / estimate.time.seconds
+        return speed, estimate.time.parts.idle / estimate.time.seconds
 
     def _forward(self, plan: "Plan") -> float:
         """The seconds of a forward pass from stage to stage, each of as many units as the others."""

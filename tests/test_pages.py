@@ -38,7 +38,7 @@ QUICKLY = {  # by command, and by what one of its words contains: flags that com
         "bert": "--model-options num_layers=2,hidden=64,num_heads=2",
         "tissue": "--image-size 64",
         "slides/ ": "--image-size 64",
-        "photos": "--image-size 64 --batch-size 4",
+        "photos": "--image-size 64 --batch-size 4 --warmup 1",
         "data/gigapixel": "--image-size 1024 --patches-at-once 4",
         "vit_b_16": "--model vit --image-size 64 --batch-size 4",
         "mil": "--weights none --model small_resnet --patches 64 --mean 0.5 --std 0.5 --mpp 2 --patience 1",
@@ -243,8 +243,11 @@ def of_the_makefile(command: Command) -> Command:
 
 def line(command: Command, folder: Path) -> list[str]:
     """The arguments of Python, with the flags that make the command short. `RUN` is the newest run."""
-    runs = sorted((folder / "runs").glob("*/config.toml"), key=os.path.getmtime)
-    words = [word.replace("runs/RUN", f"runs/{runs[-1].parent.name}" if runs else word) for word in command.words]
+    made = sorted((folder / "runs").glob("*/config.toml"), key=os.path.getmtime)
+    words = list(command.words)
+    for written, begin in (("RUN", ""), ("gpt-DATE-TIME", "gpt-")):
+        runs = [path.parent.name for path in made if path.parent.name.startswith(begin)]
+        words = [word.replace(f"runs/{written}", f"runs/{runs[-1]}") if runs else word for word in words]
     for about, flags in QUICKLY.get(command.name, {}).items():
         if about in " ".join(words):
             words += flags.split()

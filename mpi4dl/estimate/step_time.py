@@ -1,7 +1,7 @@
 """The time of a training step by a plan on a machine, and what it is spent on.
 
     of each group of ranks that do the same        its row of the table, simulated
-    | F0 F1 F2 | bubble | B0 F3 B1 F4 B2 | bubble | B3 B4 | sums of gradients | optimizer |
+    | F0 F1 F2 | idle | B0 F3 B1 F4 B2 | idle | B3 B4 | sums of gradients | optimizer |
 
 Of the actions, some seconds are arithmetic, and some are waits for halos, statistics, features and experts. Left out:
 reading the data, evaluation and checkpoints, and what links carry for others than this job.
@@ -26,8 +26,8 @@ DIRECT_UP_TO = 2  # ranks, as in comm.allreduce
 
 
 class StepParts(NamedTuple):
-    """The seconds of a step of the ranks that compute longest. `bubble` is idle time by the schedule, `messages` more
-    of it since stages hand on.
+    """The seconds of a step of the ranks that compute longest. `idle` is time without work by the schedule,
+    `messages` more of it since stages hand on.
     """
 
     arithmetic: float
@@ -36,7 +36,7 @@ class StepParts(NamedTuple):
     features: float
     experts: float
     messages: float
-    bubble: float
+    idle: float
     gradients: float
     optimizer: float
 

@@ -53,7 +53,7 @@ together
 none recomputed):
           ranks 0-1: at most 2 microbatches with 8.1 MiB of activations, idle 24.7 %
           rank 2: at most 1 microbatch with 3.5 MiB of activations, idle 18.8 %
-        with gradients and optimizer 0.0285 s; of the rank that works longest: arithmetic 81 %, bubble 19 %
+        with gradients and optimizer 0.0285 s; of the rank that works longest: arithmetic 81 %, idle 19 %
         rank 0 |F0 F1        B0--- F2 B1--- F3  B2---     B3---
         rank 1 |F0 F1        B0--- F2 B1--- F3  B2---     B3---
         rank 2 |   F0 B0---- F1 B1--- F2- B2--- F3 B3----
@@ -83,7 +83,7 @@ together
         a step, simulated (50 GFLOP/s a rank, a backward as two forwards; messages take no time; activations in fp32, \
 none recomputed):
           ranks 0-1: at most 1 microbatch with 4.1 MiB of activations, idle 40.3 %
-        with gradients and optimizer 0.0277 s; of the rank that works longest: arithmetic 60 %, bubble 40 %
+        with gradients and optimizer 0.0277 s; of the rank that works longest: arithmetic 60 %, idle 40 %
         rank 0 |F0---          B0-------- f0 b0--- F1--                B1-------- f1 b1---
         rank 1 |      F0 B0--- f0--                b0-------- F1 B1--- f1--                b1--------
         0.02769 s, bubble 40.3 % over all ranks, at most 4.05 MiB of activations on a rank"""
