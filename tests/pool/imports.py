@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import sys
 
 from mpi4dl._torchvision import prepare_torchvision
 
@@ -26,6 +27,7 @@ SLOW = (
     "tqdm",
 )
 
+sys.modules["triton"] = None  # type: ignore[assignment]  # each fork would end with a list of what it has not freed
 prepare_torchvision()
 # Two processes start from both ends, so that each finds the bytecode of half of them.
 for name in SLOW if os.environ.get("PYTHONHASHSEED") == "1" else reversed(SLOW):
