@@ -259,6 +259,12 @@ def test_the_reference_of_options_is_that_of_the_declarations() -> None:
     assert OPTIONS.read_text() == options_page(), "run python docs/reference.py"
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/how-to/clusters.md"])
+def test_the_oldest_pytorch_is_the_one_that_the_installation_asks_for(page: str) -> None:
+    [oldest] = re.findall(r"^    torch>=(\S+)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+    assert re.findall(r"PyTorch[\w ,]*? (\d\.\d+)", PAGES[page]) == [oldest]
+
+
 def test_the_readme_is_short() -> None:
     assert PAGES["README.md"].count("\n") <= 200
 
