@@ -6,15 +6,16 @@ MINUTES ?= 60
 MUTANTS ?= 40
 BIN := .venv/bin
 STAMP := .venv/.installed
+QUIETLY = --quiet --disable-pip-version-check --no-compile
 TWO = $(BIN)/mpirun -n 2 $(BIN)/python -m
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	@echo "installing PyTorch, MPI and the rest into .venv: some minutes"
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[mpich,test]'
+	$(BIN)/pip install $(QUIETLY) -c constraints.txt -e '.[mpich,test]'
 	touch $@
 
-.PHONY: install train slides gpt moe docs test mutants fuzz soak test-gpu gpu-report lint clean
+.PHONY: install train slides gpt moe docs test test-oldest test-newest mutants fuzz soak test-gpu gpu-report lint clean
 install: $(STAMP)
 
 data/tissue: $(STAMP) examples/tissue_slides.py
@@ -61,6 +62,18 @@ lint: $(STAMP)
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
+# The lower bounds of setup.cfg, beside newer packages that have deprecated what they call; and the newest of all.
+test-oldest:
+	python3.11 -m venv .venv-oldest
+	sed -n 's/^    \([A-Za-z0-9_-]*\)>=/\1==/p' setup.cfg > .venv-oldest/bounds.txt
+	.venv-oldest/bin/pip install $(QUIETLY) -c .venv-oldest/bounds.txt -e '.[mpich,test]'
+	.venv-oldest/bin/python -m pytest -n $(WORKERS) --dist worksteal -W ignore::DeprecationWarning
+
+test-newest:
+	python3.13 -m venv .venv-newest
+	.venv-newest/bin/pip install $(QUIETLY) --upgrade --upgrade-strategy eager -e '.[mpich,test]'
+	.venv-newest/bin/python -m pytest -n $(WORKERS) --dist worksteal
+
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutation see --workers $(WORKERS)
 	$(BIN)/python -m tests.mutation run --workers $(WORKERS) --sample $(MUTANTS)
@@ -80,4 +93,4 @@ gpu-report: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu
 
 clean:
-	rm -rf .venv data runs results site
+	rm -rf .venv .venv-oldest .venv-newest data runs results site

@@ -52,6 +52,7 @@ FOREIGN = {  # flags of other programs, by page
     | set("--hostfile --map-by --nv --ntasks-per-node --cpus-per-task --cpu-bind --no-binary --no-cache-dir".split())
     | {"--shm-size"},
     "docs/how-to/watch-a-run.md": {"--logdir"},
+    "docs/explanation/gpus.md": {"--openmpi", "--cpu", "--stages"},  # of benchmarks.gpu
     "docs/how-to/debug-a-hang.md": {"--pid"},
     "docs/how-to/cross-validate.md": {"--array"},
 }
@@ -271,6 +272,12 @@ def test_an_example_fits_a_workstation(words: list[str], monkeypatch: pytest.Mon
 
 def test_the_reference_of_options_is_that_of_the_declarations() -> None:
     assert OPTIONS.read_text() == options_page(), "run python docs/reference.py"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/how-to/clusters.md"])
+def test_the_oldest_pytorch_is_the_one_that_the_installation_asks_for(page: str) -> None:
+    [oldest] = re.findall(r"^    torch>=(\S+)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+    assert re.findall(r"PyTorch[\w ,]*? (\d\.\d+)", PAGES[page]) == [oldest]
 
 
 def test_the_readme_is_short() -> None:

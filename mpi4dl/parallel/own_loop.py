@@ -365,7 +365,7 @@ class _Border(whole_gradients):
 
     def apply(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A `torch.autograd.Function` of the user's within this pass."""
-        result = APPLY(function, *map(self._within, args), **kwargs)
+        result = APPLY.__get__(None, function)(*map(self._within, args), **kwargs)
         self._note(result)
         return result
 
@@ -467,16 +467,16 @@ def _now(x: Tensor) -> Tensor:
     return outside(x) if torch._C._current_graph_task_id() < 0 else _plain(x)
 
 
-APPLY = vars(torch.autograd.Function)["apply"].__func__
+APPLY = vars(torch.autograd.Function)["apply"]  # a class method, of Python or, since PyTorch 2.15, of C
 
 
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     """`torch.autograd.Function.apply`, which asks no tensor: it would go past kept ones, and a forward pass."""
     if function.__module__.startswith("mpi4dl."):
-        return APPLY(function, *args, **kwargs)
+        return APPLY.__get__(None, function)(*args, **kwargs)
     if running_forward:
         return running_forward[-1].apply(function, args, kwargs)
-    return APPLY(function, *(_now(x) if isinstance(x, KeptTensor) else x for x in args), **kwargs)
+    return APPLY.__get__(None, function)(*(_now(x) if isinstance(x, KeptTensor) else x for x in args), **kwargs)
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import _rendezvous_handlers as handlers
 
 from mpi4dl.comm.communicator import Communicator, world
@@ -146,6 +147,8 @@ def shared_store(comm: Communicator) -> dist.Store:
     return store
 
 
+# PyTorch 2.15's flight recorder asks C++ for the names of groups, which ours keep in Python: they go unrecorded.
+vars(distributed_c10d).get("_FR_SELF_RECORDING_BACKENDS", {""}).add("mpi4dl")
 dist.Backend.register_backend("mpi4dl", create_group, extended_api=True, devices=devices())
 meet_through_mpi()
 _LIBRARY = gather_into_given_tensors()

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -38,6 +39,7 @@ def import_installed(names: Iterable[str]) -> None:
         require_one_thread(name)
 
 
+sys.modules["triton"] = None  # type: ignore[assignment]  # each fork would end with a list of what it has not freed
 prepare_torchvision()
 # Two processes start from both ends, so that each finds the bytecode of half of them.
 import_installed(SLOW if os.environ.get("PYTHONHASHSEED") == "1" else reversed(SLOW))

@@ -175,7 +175,7 @@ def swish(x: Tensor) -> Tensor:
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.simplefilter("ignore")  # DeprecationWarning, and FutureWarning since PyTorch 2.15
     scripted = torch.jit.script(swish)
 
 
