@@ -26,6 +26,7 @@ from mpi4dl._wording import aligned, counted, some
 from mpi4dl.checkpoints.manifest import MODEL
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.slides.record import record_of
+from mpi4dl.datasets.split import Subset
 from mpi4dl.inference.images import SPLIT, open_slides_of_run
 from mpi4dl.inference.model import Predictor
 from mpi4dl.inference.options import Inference
@@ -120,6 +121,9 @@ def _require_unchanged(config: Config) -> None:
     then.require_same_labels(now)
     before, files = json.loads(read_regular(path / VERSIONS)).get("files", {}), files_of(config)
     changes = [f"{name} is another one" for name in {**before, **files} if before.get(name) != files.get(name)]
+    whole: Any = samples.training.whole if isinstance(samples.training, Subset) else samples.training
+    if config.slides.split_file is None:  # the folds that were made had all slides of the table
+        changes += [f"{row.slide} is new" for row in whole.rows if not row.part and row.fold is None]
     for change in (*then.changes(now), *changes):
         raise ConfigError(
             f"{path} is finished, and since then {change}: all folds need the same, so put it back, or train in "
