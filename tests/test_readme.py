@@ -52,7 +52,7 @@ FOREIGN = {  # flags of other programs, by page
     | set("--hostfile --map-by --nv --ntasks-per-node --cpus-per-task --cpu-bind --no-binary --no-cache-dir".split())
     | {"--shm-size"},
     "docs/how-to/watch-a-run.md": {"--logdir"},
-    "docs/explanation/gpus.md": {"--openmpi", "--cpu", "--stages"},  # of benchmarks.gpu
+    "docs/explanation/gpus.md": {"--openmpi", "--cpu", "--stages", "--page"},  # of benchmarks.gpu
     "docs/how-to/debug-a-hang.md": {"--pid"},
     "docs/how-to/cross-validate.md": {"--array"},
 }

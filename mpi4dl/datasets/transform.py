@@ -22,7 +22,6 @@ from mpi4dl.datasets.augment import TRANSFORM_STREAM, Augmentation, Variation, v
 from mpi4dl.datasets.base import IGNORED, DatasetError, Image, MaskImage, Values
 from mpi4dl.datasets.colour import WHITE
 from mpi4dl.datasets.randomness import DatasetRandomness
-from mpi4dl.datasets.stains import stain_variation
 from mpi4dl.geometry import Interval, ceil_div
 
 if TYPE_CHECKING:
@@ -365,6 +364,8 @@ class View:
                     f"stains need pictures of 3 channels of bytes, these have {pixels.shape[-1]} of {pixels.dtype}: "
                     "set stains=0"
                 )
+            from mpi4dl.datasets.stains import stain_variation
+
             pixels = stain_variation(variation.stains)(pixels)  # type: ignore[arg-type]
         if self.transform is not None:
             pixels = self.transform(pixels, variation.key)
