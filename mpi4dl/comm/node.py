@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +95,7 @@ class Node:
             raise ValueError("device 'cuda' was asked for, but PyTorch sees no GPU here: use `device` cpu")
         device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        sentry().device = lambda: torch.cuda.set_device(device)  # of its thread, which calls MPI, too
+        sentry().device = partial(torch.cuda.set_device, device)  # of its thread, which calls MPI, too
         return device
 
     def wait(self, request: Request, alarm: "Callable[[float], None] | None" = None) -> None:
@@ -119,7 +119,7 @@ class Node:
                     looks, yields = 1, False
                     time.sleep(nap_seconds(waited, self.oversubscribed))
         self.wait_seconds += time.perf_counter() - begin
-        self._waited.cpu = self._waited_cpu() + time.thread_time() - begin_cpu
+        self._waited.cpu = getattr(self._waited, "cpu", 0.0) + time.thread_time() - begin_cpu
 
     def drive(self) -> None:
         """Drive messages between nodes forward while this rank computes, as `wait` does while it waits.
@@ -133,11 +133,8 @@ class Node:
 
     def work_seconds(self) -> float:
         """For how long this thread has worked, on a core, at anything but waiting: what others compute counts not."""
-        return time.thread_time() - self._waited_cpu()
-
-    def _waited_cpu(self) -> float:
-        seconds: float = getattr(self._waited, "cpu", 0.0)
-        return seconds
+        waited: float = getattr(self._waited, "cpu", 0.0)
+        return time.thread_time() - waited
 
     def _look(self, request: Request, times: int, yields: bool) -> bool:
         """Drive forward all that is under way, some times; whether this is complete."""

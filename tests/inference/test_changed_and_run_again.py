@@ -403,6 +403,8 @@ NO_MATTER = {
     "device": ROUNDING,
     "hang_timeout": SPEED,
     "gpu_wire": SPEED,
+    "deterministic": ROUNDING,
+    "tf32": ROUNDING,
     "stream": ROUNDING,
     "stream_until": ROUNDING,
     "memory_limit": ROUNDING,

@@ -15,7 +15,7 @@ from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.rules import normalization
-from mpi4dl.parallel.spatial.rules.norm_kernels import Shares, constants_of, joined, sums_around
+from mpi4dl.parallel.spatial.rules.norm_kernels import ANYWHERE, Shares, constants_of, joined
 from tests.parallel.spatial.comparing import (
     ARRANGEMENTS,
     Arrangement,
@@ -195,6 +195,10 @@ def test_many_ranks_gather_few_parts_and_have_the_same_bits(
     assert found[0][2] == pytest.approx(norm.running_var.tolist(), rel=1e-12 if dtype == torch.float64 else 1e-5)
 
 
+class Constants:
+    constants = staticmethod(constants_of)
+
+
 @pytest.mark.parametrize("num_ranks", [9, 67, 130, 2048])
 def test_moments_of_blocks_are_those_of_all_numbers(num_ranks: int) -> None:
     """Of ranks of which some have nothing, others much, and each its own mean."""
@@ -203,7 +207,7 @@ def test_moments_of_blocks_are_those_of_all_numbers(num_ranks: int) -> None:
     own = [
         torch.randn(1, 3, n, generator=generator, dtype=torch.float64) + 1000 * rank for rank, n in enumerate(counts)
     ]
-    every = torch.stack([torch.stack(tuple(sums_around(x, constants_of))) for x in own])
+    every = torch.stack([torch.stack(ANYWHERE.told(Constants, x)) for x in own])  # type: ignore[arg-type]
     spans = blocks.BlockPlan.of(num_ranks).spans
     totals = [sum(counts[span.start : span.stop]) for span in spans]
     device = torch.device("cpu")

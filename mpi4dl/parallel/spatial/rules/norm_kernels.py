@@ -52,28 +52,6 @@ def counts_of(counts: Sequence[int], dtype: torch.dtype, device: torch.device) -
         return each.to(dtype), each
 
 
-def sums_around(own: Tensor, constants: Constants) -> Rows:
-    """Of each channel (dim 1) a number near its mean, and the sums of the squared distances to it and of the distances.
-
-    Three of (C,), in float32 or float64.
-    """
-    if own.is_meta or not own.numel():
-        return own.new_zeros(3, own.shape[1], dtype=torch.promote_types(own.dtype, torch.float32)).unbind()
-    if not own.is_cpu:
-        mean, variance = torch.batch_norm_update_stats(own, None, None, 0.0)
-        return mean, variance * (own.numel() // own.shape[1]), torch.zeros_like(mean)
-    # Several times faster than `var_mean`, and no less exact: shift by the rounded mean, then take both sums in one
-    # pass of the kernel that batch norm's backward takes its sums with.
-    own = own.float() if own.itemsize < 4 else own
-    near = own.mean(*OTHERS[own.dim()])
-    centred = own - near.view(PER_CHANNEL[own.dim()])
-    zeros, ones, _ = constants(len(near), near.dtype, near.device)
-    _, squares, rest = backward_of_batch_norm(
-        centred, centred, ones, zeros, ones, None, None, False, 0.0, [False, True, True]
-    )
-    return near, squares, rest
-
-
 @lru_cache(maxsize=4096)
 def _usual_strides(shape: Sequence[int], memory_format: torch.memory_format) -> tuple[int, ...]:
     return torch.empty(shape, device="meta", memory_format=memory_format).stride()
@@ -116,24 +94,6 @@ EXACT = (torch.float32, torch.float64)  # what numpy has, too
 
 def _as_numbers(x: Tensor) -> Any:
     return x.numpy() if x.is_cpu else x
-
-
-def merged(of_ranks: Tensor, shares: Shares, count: int, eps: float, weight: Tensor | None) -> Tensor:
-    """The moments for a norm of `count` numbers a channel, from each rank's `sums_around`, (ranks, 3, C).
-
-    In float64, (5, C): the mean, the biased and the unbiased variance, the slope, weight / sqrt(variance + eps), and
-    what the slope is for the mean, -slope / count.
-    """
-    moments = torch.empty(5, of_ranks.shape[2], dtype=torch.float64, device=of_ranks.device)
-    found, count = _as_numbers(moments), max(count, 1)
-    with np.errstate(all="ignore"):  # infinities are for the model to find, as in PyTorch
-        found[0], variance = _mean_and_variance(numbers(of_ranks), shares)
-        found[1] = variance
-        found[2] = variance * (count / max(count - 1, 1))
-        slope = ((variance + eps) ** 0.5) ** -1
-        found[3] = slope = slope if weight is None else slope * numbers(weight)
-        found[4] = slope * (-1 / count)
-    return moments
 
 
 def joined(of_ranks: Tensor, shares: Shares, count: int) -> Tensor:
@@ -234,24 +194,8 @@ class Norm:
         return [] if self.exchange is None else [slab.box for slab in self.exchange.plan.receives]
 
 
-class Tracked(NamedTuple):
-    """Running statistics, of which there may be none, and the share of a new value in them."""
-
-    mean: Tensor | None = None
-    variance: Tensor | None = None
-    momentum: float = 0.0
-
-    def take(self, moments: Tensor | None) -> None:
-        """The mean and the unbiased variance of a step, (2, C), if they have not been taken in yet."""
-        tracked = [(row, running) for row, running in enumerate(self[:2]) if running is not None]
-        if tracked and moments is not None:
-            known = moments.to(tracked[0][1].dtype)
-            torch._foreach_lerp_(
-                [running.detach() for _, running in tracked], [known[row] for row, _ in tracked], self.momentum
-            )
-
-
-UNTRACKED = Tracked()
+Tracked = tuple[Tensor | None, Tensor | None, float]  # running statistics, and the share of a new value in them
+UNTRACKED: Tracked = (None, None, 0.0)
 
 
 class Kernels:
@@ -260,35 +204,59 @@ class Kernels:
     SAVED = 1  # tensors that `merged` returns to be saved
 
     def told(self, norm: Norm, own: Tensor) -> Rows:
-        """Numbers for each channel of what this rank owns: rows of (C,)."""
-        return sums_around(own, norm.constants)
+        """Of each channel a number near its mean, and the sums of the squared distances to it and of the distances.
+
+        Rows of (C,), in float32 or float64.
+        """
+        if own.is_meta or not own.numel():
+            return own.new_zeros(3, own.shape[1], dtype=torch.promote_types(own.dtype, torch.float32)).unbind()
+        if not own.is_cpu:
+            mean, variance = torch.batch_norm_update_stats(own, None, None, 0.0)
+            return mean, variance * (own.numel() // own.shape[1]), torch.zeros_like(mean)
+        # Several times faster than `var_mean`, and no less exact: shift by the rounded mean, then take both sums in one
+        # pass of the kernel that batch norm's backward takes its sums with.
+        own = own.float() if own.itemsize < 4 else own
+        near = own.mean(*OTHERS[own.dim()])
+        centred = own - near.view(PER_CHANNEL[own.dim()])
+        zeros, ones, _ = norm.constants(len(near), near.dtype, near.device)
+        _, squares, rest = backward_of_batch_norm(
+            centred, centred, ones, zeros, ones, None, None, False, 0.0, [False, True, True]
+        )
+        return near, squares, rest
 
     def merged(
         self, norm: Norm, x: Tensor, theirs: Tensor, weight: Tensor | None, tracked: Tracked
     ) -> tuple[Sequence[Tensor], Tensor | None]:
-        """Of what all ranks told, (ranks, rows, C): what is to be saved; then mean and unbiased variance, (2, C).
+        """Of what all ranks told, (ranks, rows, C): what is to be saved; then moments, or none, if `tracked` has them.
 
-        Or none, if `tracked` has taken them in.
+        Their rows 0 and 2 are mean and unbiased variance. Saved in float64 or the type of the weight, (5, C): the mean,
+        the biased and the unbiased variance, the slope, weight / sqrt(variance + eps), and what the slope is for the
+        mean, -slope / count.
         """
-        moments = merged(theirs, norm.shares(theirs.device), norm.count, norm.eps, weight)
-        kind = torch.promote_types(x.dtype, torch.float32) if weight is None else weight.dtype
+        moments = torch.empty(5, theirs.shape[2], dtype=torch.float64, device=theirs.device)
+        found, count = _as_numbers(moments), max(norm.count, 1)
+        with np.errstate(all="ignore"):  # infinities are for the model to find, as in PyTorch
+            found[0], variance = _mean_and_variance(numbers(theirs), norm.shares(theirs.device))
+            found[1] = variance
+            found[2] = variance * (count / max(count - 1, 1))
+            slope = ((variance + norm.eps) ** 0.5) ** -1
+            found[3] = slope = slope if weight is None else slope * numbers(weight)
+            found[4] = slope * (-1 / count)
+        kind = weight.dtype if weight is not None else torch.float64 if x.dtype == torch.float64 else torch.float32
         short = moments.to(kind)
-        return [short], (moments if kind.itemsize < 4 else short)[:3:2]
-
-    def scaled(self, norm: Norm, x: Tensor, saved: Sequence[Tensor], weight: Any, bias: Any) -> Tensor:
-        """(x - mean) / sqrt(variance + eps) * weight + bias."""
-        return _scaled(x, weight, bias, saved[0][0], saved[0][1], norm.eps)
+        return [short], moments if kind.itemsize < 4 else short
 
     def applied(
         self, norm: Norm, x: Tensor, strips: Sequence[Tensor], saved: Sequence[Tensor], weight: Any, bias: Any
     ) -> Tensor:
         """This rank's part of the output: of x, and of strips that others own."""
+        mean, variance = saved[0][0], saved[0][1]
         if norm.exchange is None:
-            return self.scaled(norm, x, saved, weight, bias)
+            return _scaled(x, weight, bias, mean, variance, norm.eps)
         y = _held(norm, x)
         for part, box in zip((norm.own(x), *strips), (norm.output.owned, *norm.boxes), strict=True):
             # A kernel that writes with strides takes five times as long as a copy.
-            norm.within(y, box).copy_(self.scaled(norm, part, saved, weight, bias))
+            norm.within(y, box).copy_(_scaled(part, weight, bias, mean, variance, norm.eps))
         return y
 
     def parts(self, norm: Norm, gradient: Tensor, x: Tensor, strips: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -301,9 +269,9 @@ class Kernels:
 
     def sums(
         self, norm: Norm, parts: Sequence[tuple[Tensor, Tensor]], saved: Sequence[Tensor]
-    ) -> tuple[Rows, Tensor, Tensor]:
+    ) -> tuple[Rows | Tensor, Rows | Tensor]:
         """What ranks tell each other, two rows of (C,); and the gradients of weight and bias."""
-        mean, variance = saved[0][:2]
+        mean, variance = saved[0][0], saved[0][1]
         _, ones, nothing = norm.constants(len(mean), mean.dtype, mean.device)
         found: Tensor | None = None
         for gradient, x in parts:
@@ -318,7 +286,7 @@ class Kernels:
                 sums = torch.stack((scaled, plain))
                 found = sums if found is None else found.add_(sums)
         found = mean.new_zeros(2, len(mean)) if found is None else found
-        return found.double().unbind(), found[0], found[1]
+        return found.double(), found
 
     def slope(self, saved: Sequence[Tensor], weight: Tensor | None) -> Tensor:
         """weight / sqrt(variance + eps)."""
@@ -359,8 +327,8 @@ class CudaKernels(Kernels):
         mean, variance, momentum = tracked
         moments = None
         if mean is None or variance is None or {mean.dtype, variance.dtype} != {theirs.dtype}:
-            moments = torch.zeros_like(theirs[0])
-            mean, variance, momentum = *moments, 1.0
+            moments = theirs.new_zeros(3, theirs.shape[2])
+            mean, variance, momentum = moments[0], moments[2], 1.0
         saved = torch.batch_norm_gather_stats_with_counts(
             x, theirs[:, 0], theirs[:, 1], mean, variance, momentum, norm.eps, counts
         )
@@ -368,10 +336,6 @@ class CudaKernels(Kernels):
             for written in (mean, variance):
                 torch.autograd.graph.increment_version(written)
         return saved, moments
-
-    def scaled(self, norm: Norm, x: Tensor, saved: Sequence[Tensor], weight: Any, bias: Any) -> Tensor:
-        mean, invstd = saved
-        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, norm.eps)
 
     def applied(
         self, norm: Norm, x: Tensor, strips: Sequence[Tensor], saved: Sequence[Tensor], weight: Any, bias: Any
@@ -381,7 +345,8 @@ class CudaKernels(Kernels):
             for part, box in zip((norm.own(x), *strips), (norm.output.owned, *norm.boxes), strict=True):
                 norm.within(held, box).copy_(part)
             x = held
-        return self.scaled(norm, x, saved, weight, bias)
+        mean, invstd = saved
+        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, norm.eps)
 
     def parts(self, norm: Norm, gradient: Tensor, x: Tensor, strips: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         like = Like.of(x).memory_format
@@ -393,7 +358,7 @@ class CudaKernels(Kernels):
 
     def sums(
         self, norm: Norm, parts: Sequence[tuple[Tensor, Tensor]], saved: Sequence[Tensor]
-    ) -> tuple[Rows, Tensor, Tensor]:
+    ) -> tuple[Rows | Tensor, Rows | Tensor]:
         mean, invstd = saved
         _, ones, _ = norm.constants(len(mean), mean.dtype, mean.device)
         found = [
@@ -404,7 +369,7 @@ class CudaKernels(Kernels):
         for more in found[1:]:
             torch._foreach_add_(found[0], more)
         plain, scaled, of_weight, of_bias = found[0]
-        return (plain, scaled), of_weight, of_bias
+        return (plain, scaled), (of_weight, of_bias)
 
     def slope(self, saved: Sequence[Tensor], weight: Tensor | None) -> Tensor:
         return saved[1] if weight is None else saved[1] * weight
@@ -430,9 +395,10 @@ class CudaKernels(Kernels):
 ANYWHERE, ON_CUDA = Kernels(), CudaKernels()
 
 
-def kernels_for(norm: Norm, x: Tensor) -> Kernels:
-    known = x.is_cuda and norm.among.blocks is None
-    return ON_CUDA if known and min(norm.among.counts) and norm.count <= CudaKernels.MOST_PIXELS else ANYWHERE
+def kernels_for(norm: Norm) -> Kernels:
+    """Those for a norm on a GPU."""
+    few = norm.among.blocks is None and norm.count <= CudaKernels.MOST_PIXELS
+    return ON_CUDA if few and min(norm.among.counts) else ANYWHERE
 
 
 def _held(norm: Norm, x: Tensor) -> Tensor:

@@ -21,9 +21,11 @@ from mpi4dl.parallel.spatial.halo import gather
 from mpi4dl.parallel.spatial.halo_prefetch import HaloPrefetch, Source
 from mpi4dl.parallel.spatial.rules.convolution import as_own, of_channels, own_channels
 from mpi4dl.parallel.spatial.rules.norm_kernels import (
+    ANYWHERE,
     PER_CHANNEL,
     UNTRACKED,
     Norm,
+    Rows,
     Tracked,
     gradient_of,
     kernels_for,
@@ -52,10 +54,10 @@ def normalize(
 ) -> tuple[Tensor, Tensor | None]:
     """(x - mean) / sqrt(variance + eps) * weight + bias with statistics over all dims but 1, and over all who share x.
 
-    Returns this rank's part of it, held as `norm.output` says, and the mean and the unbiased variance, (2, C), or none
-    if `tracked` took them in.
+    Returns this rank's part of it, held as `norm.output` says; and moments, whose rows 0 and 2 are mean and unbiased
+    variance, or none if `tracked` took them in.
     """
-    return _Normalize.apply((norm,), (tracked,), x, weight, bias)
+    return _Normalize.apply(((norm, tracked),), x, weight, bias)
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class WaitingNorm:
                 )
         tensors = [t for task in waiting for t in (task.x, task.weight, task.bias)]
         with torch.inference_mode(False), torch.enable_grad():
-            found = _Normalize.apply([task.norm for task in waiting], [task.tracked for task in waiting], *tensors)
+            found = _Normalize.apply([(task.norm, task.tracked) for task in waiting], *tensors)
         for i, task in enumerate(waiting):
             task.done(*found[2 * i : 2 * i + 2])
 
@@ -98,26 +100,32 @@ class _Normalize(torch.autograd.Function):
     """Several norms in one exchange each way: of x, weight and bias for each."""
 
     @staticmethod
-    def forward(
-        ctx: Any, norms: Sequence[Norm], tracked: Sequence[Tracked], *tensors: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, jobs: Sequence[tuple[Norm, Tracked]], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        norms, tracked = zip(*jobs, strict=True)
         if any(ctx.needs_input_grad):
             norms[0].layout.grid.foresight.passed(forward=True)
-        xs, weights, biases = [x for x in tensors[::3] if x is not None], tensors[1::3], tensors[2::3]
-        ctx.kernels = [kernels_for(norm, x) for norm, x in zip(norms, xs, strict=True)]
+        xs, weights, biases = tensors[::3], tensors[1::3], tensors[2::3]
         told, strips = _Round(norms, FORWARD_TAG), []
-        for norm, kernels, x in zip(norms, ctx.kernels, xs, strict=True):
+        ctx.kernels = []
+        for norm, x in zip(norms, xs, strict=True):
+            assert x is not None
+            kernels = kernels_for(norm) if x.is_cuda else ANYWHERE
+            ctx.kernels.append(kernels)
             own = norm.own(x) if norm.wide else x
             strips.append(told.add(norm, kernels.told(norm, own), norm.exchange, x))
         outputs: list[Tensor | None] = []
         saved: list[Tensor | None] = []
+        known: list[Tensor] = []
         for norm, kernels, running, x, weight, bias, around, theirs in zip(
             norms, ctx.kernels, tracked, xs, weights, biases, strips, told.gather(Norm.all_moments), strict=True
         ):
+            assert x is not None
             kept, moments = kernels.merged(norm, x, theirs, weight, running)
+            if moments is not None:
+                known.append(moments)
             outputs += [kernels.applied(norm, x, around, kept, weight, bias), moments]
             saved += [x, weight, *kept, *around]
-        ctx.mark_non_differentiable(*(moments for moments in outputs[1::2] if moments is not None))
+        ctx.mark_non_differentiable(*known)
         ctx.norms, ctx.biased = norms, [bias is not None for bias in biases]
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)  # a norm that nobody used gets no gradient, whomever it was computed with
@@ -130,7 +138,7 @@ class _Normalize(torch.autograd.Function):
         norms[0].layout.grid.foresight.passed(forward=False)
         norms[0].layout.grid.foresight.pay()  # what nobody looked at, and has running statistics all the same
         tensors = iter(ctx.saved_tensors)
-        found: list[Tensor | None] = [None, None]
+        found: list[Tensor | None] = [None]
         told, passing = _Round(norms, BACKWARD_TAG), []
         for i, (norm, kernels) in enumerate(zip(norms, ctx.kernels, strict=True)):
             x, weight = next(tensors), next(tensors)
@@ -140,12 +148,12 @@ class _Normalize(torch.autograd.Function):
                 found += [None, None, None]
                 continue
             parts = kernels.parts(norm, gradient, x, strips)
-            sums, of_weight, of_bias = kernels.sums(norm, parts, saved)
-            found += [None, of_weight if weight is not None else None, of_bias if ctx.biased[i] else None]
-            if ctx.needs_input_grad[2 + 3 * i]:
+            sums, own = kernels.sums(norm, parts, saved)
+            found += [None, None if weight is None else own[0], own[1] if ctx.biased[i] else None]
+            if ctx.needs_input_grad[1 + 3 * i]:
                 back = None if norm.exchange is None else norm.exchange.adjoint
                 strips = told.add(norm, sums, back, gradient)
-                passing.append((2 + 3 * i, norm, kernels, parts[0], saved, weight, strips))
+                passing.append((1 + 3 * i, norm, kernels, parts[0], saved, weight, strips))
         for (place, norm, kernels, own, saved, weight, strips), theirs in zip(
             passing, told.gather(_reduced), strict=True
         ):
@@ -163,18 +171,23 @@ class _Round:
         self._receives: list[Piece] = []
         self._alone = len(norms) == 1 and norms[0].exchange is None
 
-    def add(self, norm: Norm, rows: tuple[Tensor, ...], exchange: Exchange | None, x: Tensor) -> list[Tensor]:
+    def add(self, norm: Norm, rows: Rows | Tensor, exchange: Exchange | None, x: Tensor) -> list[Tensor]:
         """Tell these rows to those who share the norm, and pass on strips of x: those that come are returned."""
         among, theirs = norm.among, None
         if not self._alone and len(among.ranks) <= FEW:
-            theirs = rows[0].new_empty((len(among.ranks), len(rows), *rows[0].shape))
-            mine = torch.stack(rows, out=theirs[among.ranks.index(self._comm.rank)])
+            like = rows if isinstance(rows, Tensor) else rows[0]
+            theirs = like.new_empty((len(among.ranks), len(rows), like.shape[-1]))
+            mine = theirs[among.ranks.index(self._comm.rank)]
+            if isinstance(rows, Tensor):
+                mine.copy_(rows)
+            else:
+                torch.stack(rows, out=mine)
             for place, rank in enumerate(among.ranks):
                 if rank != self._comm.rank:
                     self._sends.append(Piece(rank, mine))
                     self._receives.append(Piece(rank, theirs[place]))
         else:
-            mine = torch.stack(rows)
+            mine = rows if isinstance(rows, Tensor) else torch.stack(rows)
         self._told.append((norm, mine, theirs))
         strips = []
         if exchange is not None:
@@ -236,11 +249,13 @@ def batch_norm(
     needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     result = SpatialTensor.promise(x, norm.output, needs_gradient)
 
-    tracked = Tracked(running_mean, running_var, momentum)
+    tracked = running_mean, running_var, momentum
 
     def done(y: Tensor, moments: Tensor | None) -> None:
         result.fulfil(y)
-        tracked.take(moments)
+        if running_mean is not None and running_var is not None and moments is not None:
+            known = moments.to(running_mean.dtype)
+            torch._foreach_lerp_([running_mean.detach(), running_var.detach()], [known[0], known[2]], momentum)
 
     patient = foresight.reached(weight)
     if (patient or foresight.waiting) and may_wait(foresight, x, weight, bias):
@@ -347,7 +362,7 @@ def instance_norm(
 def _track(layout: Layout, running: tuple[Tensor, Tensor | None], moments: Tensor, momentum: float) -> None:
     """Running statistics of instance norm: the means, over the batch, of each sample's mean and unbiased variance."""
     channels = running[0].shape[0]
-    values = moments.view(2, -1, channels)
+    values = moments[:3:2].view(2, -1, channels)
     samples = torch.full((2, 1, channels), float(values.shape[1]), dtype=values.dtype, device=values.device)
     sums = torch.cat([values.sum(1, keepdim=True), samples], 1)
     if layout.cut(0):

@@ -102,19 +102,18 @@ def total(
     if not any(x.layout.grid.shape[axis] > 1 for axis in axes):
         y = add(part, tuple(dims), keepdim=keepdim, dtype=dtype)
     else:
-        kind = dtype or _dtype_of(add, x)
+        kind = dtype or _dtype_of(x, add is torch.sum)
         wide = torch.float32 if kind in (torch.float16, torch.bfloat16) else kind
         y = add(part, tuple(dims), keepdim=keepdim, dtype=wide)
         y = exchange.all_reduce(y, x.layout.grid.along(axes)).to(kind)
     return wrap(y, reduced_layout(x.layout, dims, keepdim))
 
 
-def _dtype_of(add: Any, x: Tensor) -> torch.dtype:
-    """The dtype of a plain sum of such numbers: CUDA's autocast gives float32 for those of 16 bits."""
+def _dtype_of(x: Tensor, plain: bool) -> torch.dtype:
+    """The dtype of a sum of such numbers: of a plain one of 16 bits, CUDA's autocast makes float32."""
     kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        found: torch.dtype = add(torch.ones(1, dtype=x.dtype, device=x.device), (0,)).dtype
-        return found
+    if plain and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.sum(torch.ones(1, dtype=x.dtype, device=x.device), 0).dtype
     return x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
 
 
