@@ -26,9 +26,6 @@ LEFT_SECONDS = 86_400.0  # after which nobody writes a temporary file any more
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # what file systems without locks answer
 
 
-BLOCK_BYTES = 1 << 22  # that are read at once
-
-
 def checksum(path: Path) -> str:
     """The size of a file and the CRC of all its bytes. Raises OSError."""
     size, found = 0, 0
