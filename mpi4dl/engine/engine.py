@@ -64,19 +64,16 @@ class NotFinite(Refusal):
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies, made by one call for all of a kind: a model has many small buffers."""
-    kinds: dict[tuple[Any, ...], list[int]] = {}
+    """Copies, made by one call for all of a kind: a model has many small buffers. Sparse ones are copied one by one."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    copies = [x.clone() if x.layout is not torch.strided else x for x in tensors]
     for place, x in enumerate(tensors):
-        kinds.setdefault((x.device, x.dtype, x.layout), []).append(place)
-    copies = list(tensors)
-    for (_, _, layout), places in kinds.items():
-        if layout is not torch.strided:
-            made: Sequence[Tensor] = [tensors[place].clone() for place in places]
-        else:
-            flat = torch.cat([tensors[place].detach().reshape(-1) for place in places])
-            made = flat.split([tensors[place].numel() for place in places])
-        for place, copy in zip(places, made, strict=True):
-            copies[place] = copy.view(tensors[place].shape) if layout is torch.strided else copy
+        if x.layout is torch.strided:
+            kinds.setdefault((x.device, x.dtype), []).append(place)
+    for places in kinds.values():
+        flat = torch.cat([tensors[place].reshape(-1) for place in places])
+        for place, copy in zip(places, flat.split([tensors[place].numel() for place in places]), strict=True):
+            copies[place] = copy.view(tensors[place].shape)
     return copies
 
 

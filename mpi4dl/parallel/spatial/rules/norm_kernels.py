@@ -202,6 +202,7 @@ class Kernels:
     """Those that any device has."""
 
     SAVED = 1  # tensors that `merged` returns to be saved
+    KEEP_FORMAT = False  # whether gradients are to lie in memory as x does
 
     def told(self, norm: Norm, own: Tensor) -> Rows:
         """Of each channel a number near its mean, and the sums of the squared distances to it and of the distances.
@@ -253,18 +254,17 @@ class Kernels:
         mean, variance = saved[0][0], saved[0][1]
         if norm.exchange is None:
             return _scaled(x, weight, bias, mean, variance, norm.eps)
-        y = _held(norm, x)
-        for part, box in zip((norm.own(x), *strips), (norm.output.owned, *norm.boxes), strict=True):
-            # A kernel that writes with strides takes five times as long as a copy.
-            norm.within(y, box).copy_(_scaled(part, weight, bias, mean, variance, norm.eps))
-        return y
+        # A kernel that writes with strides takes five times as long as a copy.
+        parts = [_scaled(part, weight, bias, mean, variance, norm.eps) for part in (norm.own(x), *strips)]
+        return _side_by_side(norm, x, parts)
 
     def parts(self, norm: Norm, gradient: Tensor, x: Tensor, strips: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """The owned parts of the gradient, to be changed, and of x; then the strips of both."""
+        like = Like.of(x).memory_format if self.KEEP_FORMAT else torch.contiguous_format
         if norm.exchange is None:
-            return [(gradient.contiguous(), x)]
-        own = norm.within(gradient, norm.output.owned).clone(memory_format=torch.contiguous_format)
-        around = (norm.within(gradient, box).contiguous() for box in norm.boxes)
+            return [(gradient.contiguous(memory_format=like), x)]
+        own = norm.within(gradient, norm.output.owned).clone(memory_format=like)
+        around = (norm.within(gradient, box).contiguous(memory_format=like) for box in norm.boxes)
         return [(own, norm.own(x)), *zip(around, strips, strict=True)]
 
     def sums(
@@ -314,7 +314,7 @@ class CudaKernels(Kernels):
     They know no rank without pixels, and count pixels in 32 bits.
     """
 
-    SAVED = 2
+    SAVED, KEEP_FORMAT = 2, True
     MOST_PIXELS = 2**31 - 1
 
     def told(self, norm: Norm, own: Tensor) -> Rows:
@@ -340,21 +340,9 @@ class CudaKernels(Kernels):
     def applied(
         self, norm: Norm, x: Tensor, strips: Sequence[Tensor], saved: Sequence[Tensor], weight: Any, bias: Any
     ) -> Tensor:
-        if norm.exchange is not None:
-            held = _held(norm, x)
-            for part, box in zip((norm.own(x), *strips), (norm.output.owned, *norm.boxes), strict=True):
-                norm.within(held, box).copy_(part)
-            x = held
+        x = x if norm.exchange is None else _side_by_side(norm, x, (norm.own(x), *strips))
         mean, invstd = saved
         return torch.batch_norm_elemt(x, weight, bias, mean, invstd, norm.eps)
-
-    def parts(self, norm: Norm, gradient: Tensor, x: Tensor, strips: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        like = Like.of(x).memory_format
-        if norm.exchange is None:
-            return [(gradient.contiguous(memory_format=like), x.contiguous(memory_format=like))]
-        own = norm.within(gradient, norm.output.owned).clone(memory_format=like)
-        around = (norm.within(gradient, box).contiguous(memory_format=like) for box in norm.boxes)
-        return [(own, norm.own(x).contiguous(memory_format=like)), *zip(around, strips, strict=True)]
 
     def sums(
         self, norm: Norm, parts: Sequence[tuple[Tensor, Tensor]], saved: Sequence[Tensor]
@@ -401,10 +389,13 @@ def kernels_for(norm: Norm) -> Kernels:
     return ON_CUDA if few and min(norm.among.counts) else ANYWHERE
 
 
-def _held(norm: Norm, x: Tensor) -> Tensor:
-    """Memory for this rank's part of the output, in the memory format of x."""
+def _side_by_side(norm: Norm, x: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """What belongs to the owned pixels, then to the strips, as it lies in this rank's part of the output."""
     shape = shape_of(norm.output.held, norm.output.dims, x.shape)
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=Like.of(x).memory_format)
+    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=Like.of(x).memory_format)
+    for part, box in zip(parts, (norm.output.owned, *norm.boxes), strict=True):
+        norm.within(y, box).copy_(part)
+    return y
 
 
 def _scaled(
