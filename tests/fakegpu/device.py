@@ -31,7 +31,7 @@ from mpi4dl.comm.transport import Messenger
 from mpi4dl.parallel.spatial import tensor
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, _rules, find_rule
 from tests.fakegpu.clocks import Memory, Race, Timeline
-from tests.fakegpu.kernels import KERNELS
+from tests.fakegpu.kernels import KERNELS, can_use_efficient_attention, can_use_flash_attention
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 POISON = 0xA5
@@ -402,6 +402,8 @@ def installed(constants_are_here: bool = False) -> Iterator[FakeGpu]:
         "set_rng_state": lambda state, device=None: torch.cuda.default_generators[0].set_state(state),
     }.items():
         patch.setattr(torch.cuda, name, value)
+    patch.setattr(torch.backends.cuda, "can_use_flash_attention", can_use_flash_attention)
+    patch.setattr(torch.backends.cuda, "can_use_efficient_attention", can_use_efficient_attention)
     post = Messenger._post
 
     def checked_post(self: Messenger, leaving: list[Message], arriving: list[Message], *rest: Any) -> Pending:

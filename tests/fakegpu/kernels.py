@@ -1,7 +1,8 @@
 """What kernels of CUDA do with their arguments, where that of the CPU does something else, or does not exist.
 
-From PyTorch's sources, aten/src/ATen/native/cuda/Normalization.cu and .cuh. Wrong types raise here as they do there;
-what is wrong in silence there is wrong here as well.
+From PyTorch's sources, aten/src/ATen/native/cuda/Normalization.cu and .cuh, and native/transformers/cuda/attention.cu,
+attention_backward.cu and sdp_utils.cpp. Wrong types raise here as they do there; what is wrong in silence there is
+wrong here as well.
 """
 
 import itertools
@@ -206,6 +207,120 @@ def by_chance(function: Any, count: int) -> Callable[..., Any]:
     return found
 
 
+HALVES = torch.float16, torch.bfloat16
+
+
+def can_use_flash_attention(given: Any, debug: bool = False) -> bool:
+    q, k, v = given.query, given.key, given.value
+    return q.dtype in HALVES and q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256 and given.attn_mask is None
+
+
+def can_use_efficient_attention(given: Any, debug: bool = False) -> bool:
+    """The features of a head come in whole vectors of 16 bytes."""
+    q, v = given.query, given.value
+    return q.dtype in (*HALVES, torch.float32) and q.shape[-1] * q.itemsize % 16 == v.shape[-1] * q.itemsize % 16 == 0
+
+
+def _checked(flash: bool, *tensors: Tensor) -> None:
+    """What both kernels ask of queries, keys, values, outputs and their gradients: (batch, heads, tokens, features)."""
+    name, dtypes = ("FlashAttention", HALVES) if flash else ("efficient attention", (*HALVES, torch.float32))
+    kind = tensors[0].dtype
+    if kind not in dtypes or any(x.dtype != kind for x in tensors):
+        raise RuntimeError(f"{name} takes tensors of one type of {dtypes}, not {[x.dtype for x in tensors]}")
+    if any(x.dim() != 4 or x.stride(-1) != 1 for x in tensors):
+        raise RuntimeError(f"{name} takes 4 dims, the last one contiguous")
+    if flash and (tensors[0].shape[-1] % 8 or tensors[0].shape[-1] > 256):
+        raise RuntimeError("head_size must be a multiple of 8, this is ensured by padding!")
+    if tensors[0].shape[1] > 65_535:
+        raise RuntimeError("CUDA error: invalid configuration argument")
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> Tensor:
+    scores = q.float() @ k.float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + k.shape[-2] - q.shape[-2])
+    return scores.masked_fill(later, -math.inf) if causal else scores
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, causal, scale)
+    return (scores.softmax(-1) @ v.float()).to(q.dtype), scores.logsumexp(-1)
+
+
+def _attend_back(
+    tensors: tuple[Tensor, ...], sums: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradient, q, k, v, y = (x.float() for x in tensors)
+    if sums.dtype != torch.float32 or not sums.is_contiguous():
+        raise RuntimeError("the logsumexp is float32 and contiguous")
+    weights = (_scores(q, k, causal, scale) - sums[..., : q.shape[-2], None]).exp()
+    of_scores = weights * (gradient @ v.mT - (gradient * y).sum(-1, keepdim=True))
+    of_scores = of_scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+    kind = tensors[0].dtype
+    return (of_scores @ k).to(kind), (of_scores.mT @ q).to(kind), (weights.mT @ gradient).to(kind)
+
+
+def _scaled_dot_product_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: float = 0,
+    causal: bool = False,
+    debug: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    _checked(True, q, k, v)
+    state, unused = torch.empty(2, dtype=torch.uint64), torch.empty((), dtype=torch.uint64)
+    return *_attend(q, k, v, causal, scale), None, None, q.shape[2], k.shape[2], state, unused, q.new_empty(0)
+
+
+def _scaled_dot_product_flash_attention_backward(*args: Any, scale: float | None = None) -> Any:
+    *tensors, sums, no_queries, no_keys, num_queries, num_keys, p, causal, state, _unused = args
+    _checked(True, *tensors)
+    assert no_queries is None
+    assert no_keys is None
+    assert p == 0
+    assert state.shape == (2,)
+    assert state.dtype == torch.uint64
+    assert (num_queries, num_keys) == (tensors[1].shape[2], tensors[2].shape[2])
+    assert sums.shape[2] == num_queries
+    return _attend_back(tuple(tensors), sums, causal, scale)
+
+
+def _scaled_dot_product_efficient_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Any,
+    sums: bool,
+    p: float = 0,
+    causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    """The logsumexp is of whole 32 queries, infinite for those that there are not."""
+    _checked(False, q, k, v)
+    y, found = _attend(q, k, v, causal, scale)
+    state = torch.empty((), dtype=torch.int64), torch.empty((), dtype=torch.int64)
+    return (
+        y,
+        torch.nn.functional.pad(found if sums else found[..., :0], (0, -found.shape[-1] % 32), value=math.inf),
+        *state,
+    )
+
+
+def _scaled_dot_product_efficient_attention_backward(*args: Any, scale: float | None = None) -> Any:
+    gradient, q, k, v, bias, y, sums, seed, offset, p, mask, causal = (*args, *[False] * (12 - len(args)))
+    _checked(False, gradient, q, k, v, y)
+    if sums.shape[-1] % 32 or not 0 <= sums.shape[-1] - q.shape[2] < 32:
+        raise RuntimeError("the logsumexp is not of whole 32 queries")
+    assert bias is None
+    assert p == 0
+    assert seed.dtype == offset.dtype == torch.int64
+    assert list(mask) == [True] * 3 + [False]
+    return *_attend_back((gradient, q, k, v, y), sums, causal, scale), None
+
+
 OF_CHANCE = {
     "aten.kthvalue": by_chance(torch.ops.aten.kthvalue.default, 3),
     "aten.median": by_chance(torch.ops.aten.median.dim, 2),
@@ -228,6 +343,10 @@ KERNELS: dict[str, Callable[..., Any]] = (
             batch_norm_backward_reduce,
             batch_norm_backward_elemt,
             native_batch_norm_backward,
+            _scaled_dot_product_flash_attention,
+            _scaled_dot_product_flash_attention_backward,
+            _scaled_dot_product_efficient_attention,
+            _scaled_dot_product_efficient_attention_backward,
         )
     }
 )

@@ -1,6 +1,7 @@
 """The rules of tiles on a GPU that is not there: the tables of tests/parallel/spatial/, by CUDA's contracts."""
 
 import importlib
+import itertools
 from functools import partial
 from typing import Any
 
@@ -8,13 +9,14 @@ import pytest
 import torch
 
 from mpi4dl.comm import Communicator
-from mpi4dl.geometry import GridShape
+from mpi4dl.geometry import GridShape, Split, Tiling
 from mpi4dl.parallel.spatial import gather
-from mpi4dl.parallel.spatial.grid import Grid
+from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.rules import norm_kernels
 from mpi4dl.parallel.spatial.sharding import shard
+from mpi4dl.parallel.spatial.tensor import SpatialTensor
 from tests.fakegpu.device import CUDA, installed
-from tests.fakegpu.kernels import Autocast
+from tests.fakegpu.kernels import KERNELS, Autocast
 from tests.parallel.spatial.comparing import Arrangement, compare_table
 from tests.pool.ranks import Ranks
 
@@ -114,3 +116,74 @@ def sum_under_autocast(comm: Communicator) -> tuple[str, float]:
 def test_sums_over_tiles_are_float32_under_autocast(ranks: Ranks) -> None:
     """As CUDA's autocast has them: 262,144 is more than 16 bits hold."""
     assert ranks(2).run(sum_under_autocast) == [("torch.float32", 512.0**2)] * 2
+
+
+LENGTHS = {2: [40, 33], 3: [24, 0, 50]}
+
+
+def ring_on_gpu(comm: Communicator, dtype: torch.dtype, features: int, causal: bool) -> tuple[set[str], list[float]]:
+    """The kernels that ran, and how far output and gradients are from attention in float64, over plain PyTorch's."""
+    comm.gpu_wire = "staged"
+    lengths = LENGTHS[comm.size]
+    torch.manual_seed(0)
+    whole = [torch.randn(1, 3, sum(lengths), features).to(dtype) for _ in range(3)]
+    direction = torch.randn(1, 3, sum(lengths), features).to(dtype)
+
+    def plain(kind: torch.dtype) -> list[torch.Tensor]:
+        given = [x.to(kind).requires_grad_() for x in whole]
+        y = torch.nn.functional.scaled_dot_product_attention(*given, is_causal=causal)
+        return [y.detach(), *torch.autograd.grad(y, given, direction.to(kind))]
+
+    exact, alone = plain(torch.float64), plain(dtype)
+    ran = set()
+
+    def counted(kernel: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            ran.add(kernel.__name__)
+            return kernel(*args, **options)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as context, installed():
+        for name, kernel in KERNELS.items():
+            if "attention" in name:
+                context.setitem(KERNELS, name, counted(kernel))
+        grid = Grid(comm, tokens=comm.size)
+        grid.attention = "ring"
+        cuts = [0, *itertools.accumulate(lengths)]
+        layout = Layout(grid, Tiling.even(grid.shape, (1, cuts[-1])).replace(1, Split.at(cuts)), (None, 2))
+        mine = slice(cuts[comm.rank], cuts[comm.rank + 1])
+        parts = [x[:, :, mine].clone().to(CUDA).requires_grad_() for x in whole]
+        y = torch.nn.functional.scaled_dot_product_attention(
+            *(SpatialTensor(x, layout) for x in parts), is_causal=causal
+        )
+        found = torch.autograd.grad(y.local, parts, direction[:, :, mine].clone().to(CUDA))
+        ours = [x.detach().cpu() for x in (y.local, *found)]
+    worst = []
+    for x, reference, single in zip(ours, exact, alone, strict=True):
+        error = float((x - reference[:, :, mine]).abs().amax()) if x.numel() else 0.0
+        worst.append(error / max(1e-12, float((single - reference).abs().amax())))
+    return ran, worst
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", LENGTHS)
+@pytest.mark.parametrize(
+    ("dtype", "features", "kernel"),
+    [
+        (torch.bfloat16, 16, "flash"),
+        (torch.float16, 12, "flash"),  # filled up to 16
+        (torch.float32, 16, "efficient"),
+        (torch.float32, 10, "efficient"),
+        (torch.bfloat16, 264, "efficient"),
+        (torch.float64, 16, None),
+    ],
+    ids=str,
+)
+def test_blocks_of_a_ring_go_to_the_kernels_of_cuda(
+    ranks: Ranks, dtype: torch.dtype, features: int, kernel: str | None, size: int, causal: bool
+) -> None:
+    expected = {f"_scaled_dot_product_{kernel}_attention{end}" for end in ("", "_backward")} if kernel else set()
+    for rank, (ran, worst) in enumerate(ranks(size).run(ring_on_gpu, dtype, features, causal)):
+        assert ran == (expected if LENGTHS[size][rank] else set())
+        assert max(worst) < 3

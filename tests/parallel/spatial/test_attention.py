@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from mpi4dl.comm import Communicator
 from mpi4dl.geometry import Split, Tiling
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.spatial.rules import attention
+from mpi4dl.parallel.spatial.rules import ring_attention
 from tests.parallel.spatial import comparing
 from tests.parallel.spatial.comparing import (
     Arrangement,
@@ -171,7 +171,7 @@ def in_a_ring(comm: Communicator, arrangement: Arrangement) -> spatial.Grid:
 def compare_round(comm: Communicator, arrangement: Arrangement, kernel: bool) -> int:
     """How often keys and values went round the ranks."""
     torch.set_default_dtype(torch.float64)
-    rounds, plain = [], attention.RingAttention
+    rounds, plain = [], ring_attention.RingAttention
 
     class Counted(plain):
         @staticmethod
@@ -180,9 +180,10 @@ def compare_round(comm: Communicator, arrangement: Arrangement, kernel: bool) ->
             return plain.forward(ctx, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "RingAttention", Counted)
-        patch.setattr(attention, "_has_kernel", lambda q: kernel)
-        patch.setattr(attention, "CHUNK", 2)
+        patch.setattr(ring_attention, "RingAttention", Counted)
+        if not kernel:
+            patch.setattr(ring_attention, "kernel_of", lambda *block: ring_attention.Explicit)
+        patch.setattr(ring_attention, "CHUNK", 2)
         patch.setattr(comparing, "grid_of", in_a_ring)
         wrong = [text for name in ROUND for text in compare(comm, CASES[name], SHAPE, arrangement)]
     assert not wrong, wrong
@@ -216,17 +217,17 @@ def sequences(comm: Communicator, lengths: list[int], causal: bool) -> tuple[lis
         heads = [each.unflatten(1, (3, 4)).transpose(2, 3) for each in x]
         return sdpa(*heads, is_causal=causal, scale=0.0 if lengths[0] == 0 and not causal else None)
 
-    ask = attention._ask
-
-    def counted(q: Tensor, k: Tensor, v: Tensor, diagonal: bool, scale: float) -> Any:
-        work.append(len(q) * q.shape[1] * k.shape[1] / (2 if diagonal else 1))
-        return ask(q, k, v, diagonal, scale)
+    class Counted(ring_attention.CpuFlash):
+        @staticmethod
+        def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
+            work.append(q.shape[1] * q.shape[2] * k.shape[2] / (2 if causal else 1))
+            return ring_attention.CpuFlash.forward(q, k, v, causal, scale)
 
     layout = spatial.Layout(grid, whole, (0, 2))
     parts = [own(x.detach()).clone().requires_grad_() for x in plain]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_ask", counted)
-        patch.setattr(attention, "BLOCK_BYTES", 2 * max(lengths) * 4 * 8)  # two heads at once
+        patch.setattr(ring_attention, "kernel_of", lambda *block: Counted)
+        patch.setattr(ring_attention, "BLOCK_BYTES", 2 * max(lengths) * 4 * 8)  # two heads at once
         ours = attend([spatial.SpatialTensor(x, layout) for x in parts])
     assert isinstance(ours, spatial.SpatialTensor)
     theirs = attend(plain)
