@@ -55,6 +55,9 @@ class Nowhere:
     def join(self) -> None:
         """Let what is put on the current stream come after it."""
 
+    def wait(self) -> None:
+        """Let the host wait until it is done."""
+
 
 class Here(Nowhere):
     """The stream that is current now: S."""
@@ -74,6 +77,10 @@ class Here(Nowhere):
         current = torch.cuda.current_stream()
         if self._event is not None and current != self._stream:
             current.wait_event(self._event)
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
 
 
 NOWHERE = Nowhere()
@@ -179,3 +186,12 @@ def carried(x: Tensor, device: torch.device) -> Tensor:
     host.copy_(as_bytes(x.detach()))
     dock.to_device(host, as_bytes(result), begun)
     return result
+
+
+def to_pinned(x: Tensor) -> Tensor:
+    """A copy of x, which is on a GPU, in pinned memory; the host waits for it."""
+    stream, host = here(), torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    stream.mark()
+    stream.wait()
+    return host

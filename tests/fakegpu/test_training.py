@@ -207,3 +207,32 @@ def test_rules_on_one_rank_launch_what_plain_pytorch_does(ranks: Ranks) -> None:
     ((plain, ours),) = ranks(1).run(counts_on_one_rank)
     assert ours["launches"] <= plain["launches"] + 10
     assert ours["copies"] == plain["copies"]
+
+
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+@pytest.mark.parametrize(
+    "plan", [Plan(data=2), Plan(data=2, zero=2), Plan(((1, 2), (1, 1)), data=2, zero=3, microbatches=2)], ids=str
+)
+@pytest.mark.sample(2)
+def test_what_the_optimizer_keeps_may_leave_the_gpu(ranks: Ranks, plan: Plan, offload: str) -> None:
+    task = ON_GPU.with_engine(**dict(SMALL.engine_options), offload=offload)
+    outcomes = [outcome for outcome, _ in ranks(plan.num_ranks).run(train, task, plan, "staged")]
+    short_runs.assert_like(outcomes[0], short_runs.plain(replace(ON_GPU, device="cpu"), plan.num_microbatches))
+
+
+def counts_of_offload(comm: Communicator, kind: torch.dtype) -> dict[str, int]:
+    """What the third step of a model of twelve parameters asks for, whose master weights are on the host."""
+    with on_gpus(comm, "staged") as (gpus, gpu, _):
+        layers = [nn.Conv2d(3, 3, 1) for _ in range(5)]
+        model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 4)).to(CUDA, kind)
+        trained = torch.optim.AdamW(model.parameters())
+        engine = Engine(model, Plan(), trained, F.cross_entropy, comm=gpus, offload="cpu")
+        images, targets = torch.randn(4, 3, 8, 8, dtype=kind), torch.zeros(4, dtype=torch.int64)
+        return [gpu.counters.since(lambda: engine.step([images], targets, (8, 8))) for _ in range(3)][-1]
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+def test_offload_waits_once_for_a_bucket_and_not_for_each_parameter(ranks: Ranks, kind: torch.dtype) -> None:
+    (counts,) = ranks(1).run(counts_of_offload, kind)
+    assert counts["to_host"] == 2  # the gradients, and the loss
+    assert counts["waits"] <= 5  # gradients, what was published before, the loss, the norm, the images

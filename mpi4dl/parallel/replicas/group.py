@@ -422,6 +422,7 @@ class ReplicaGroup:
     def swap(self) -> None:
         """The weights and their average change places. Collective."""
         if self.average is not None:
+            self.update.wait()
             with self._placing():
                 self.average.swap()
             self._share(self.update.publish)
@@ -470,6 +471,7 @@ class ReplicaGroup:
 
         It gives the values of these elements, flat, and the optimizer's state as in a Shard: {} before the first step.
         """
+        self.update.wait()
         for name, p in self.fixed:
             if p.numel():
                 p.copy_(read(name, 0, p.numel())[0].view(p.shape))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpi4dl.comm.streams import NOWHERE, Nowhere, here, to_pinned
 from mpi4dl.comm.transport import LOW_PRECISION
 from mpi4dl.parallel.disk import mapped
 from mpi4dl.parallel.replicas.buckets import BucketSegment, laid_out, seen_as
@@ -23,7 +24,7 @@ from mpi4dl.parallel.replicas.optimizer_traits import STEP_UNITS, step_unit
 # Where master weights and the optimizer's state live: on the device of the model, on the host, or on disk.
 
 OFFLOADS = ("none", "cpu", "disk")
-BLOCK_BYTES = 64 << 20  # of one file: each is open while it is in use
+BLOCK_BYTES = 64 << 20  # of one file, each is open while it is in use; and of pinned memory
 ALIGNMENT_BYTES = 64
 
 
@@ -42,16 +43,28 @@ class Device:
 class Host(Device):
     """In memory of the host, pinned if the model is on a GPU."""
 
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []  # the last one is being filled
+        self._filled_bytes = 0
+
     def place(self, value: Tensor) -> Tensor:
         if self.has(value):
             return value
-        return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value)
+        if not self._blocks or self._filled_bytes + value.nbytes > self._blocks[-1].nbytes:
+            self._blocks.append(self._block(max(BLOCK_BYTES, value.nbytes)))
+            self._filled_bytes = 0
+        room = self._blocks[-1][self._filled_bytes : self._filled_bytes + value.nbytes]
+        self._filled_bytes += -(-value.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return seen_as(room.view(value.dtype), value).copy_(value)
 
     def has(self, value: Tensor) -> bool:
         return value.device.type == "cpu"
 
+    def _block(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-class Disk(Device):
+
+class Disk(Host):
     """In files that are mapped into memory: the system keeps of them what it has room for.
 
     They have no names, so that nothing is left of them when the process ends, however it does. `folder` should be on a
@@ -62,22 +75,14 @@ class Disk(Device):
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
+        super().__init__()
         self.folder = folder
-        self._blocks: list[Tensor] = []  # the last one is being filled
-        self._filled_bytes = 0
-
-    def place(self, value: Tensor) -> Tensor:
-        if self.has(value):
-            return value
-        if not self._blocks or self._filled_bytes + value.nbytes > self._blocks[-1].nbytes:
-            self._blocks.append(mapped(max(BLOCK_BYTES, value.nbytes), self.folder))
-            self._filled_bytes = 0
-        room = self._blocks[-1][self._filled_bytes : self._filled_bytes + value.nbytes]
-        self._filled_bytes += -(-value.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return seen_as(room.view(value.dtype), value).copy_(value)
 
     def has(self, value: Tensor) -> bool:
         return any(block.data_ptr() <= value.data_ptr() < block.data_ptr() + block.nbytes for block in self._blocks)
+
+    def _block(self, num_bytes: int) -> Tensor:
+        return mapped(num_bytes, self.folder)
 
 
 def home_for(offload: str, folder: str | Path | None = None) -> Device:
@@ -135,6 +140,7 @@ class Update:
         home: Device,
     ) -> None:
         self.optimizer, self.masters, self.home = optimizer, masters, home
+        self._published: dict[int, Nowhere] = {}  # by bucket, where its copies from the host to a GPU are under way
         of: dict[int, list[nn.Parameter]] = {id(p): [] for p in parameters}
         begun = {id(p): dict(optimizer.state.pop(p, {})) for p in parameters}
         for master in (master for some in masters for master in some):
@@ -196,17 +202,20 @@ class Update:
         if factor != 1.0 and gradient.dtype not in LOW_PRECISION:
             gradient.mul_(factor)
             factor = 1.0
-        for master in self.masters[number]:
-            if used[master.segment.member]:
-                begin = master.segment.offset - offset
-                mine = seen_as(gradient[begin : begin + master.value.numel()], master.value)
-                master.value.grad = mine.to(master.value.device, master.value.dtype)
-                if factor != 1.0:
-                    master.value.grad.mul_(factor)
+        masters = [master for master in self.masters[number] if used[master.segment.member]]
+        if masters and gradient.is_cuda and masters[0].value.is_cpu:
+            gradient = to_pinned(gradient)
+        for master in masters:
+            begin = master.segment.offset - offset
+            mine = seen_as(gradient[begin : begin + master.value.numel()], master.value)
+            master.value.grad = mine.to(master.value.dtype)
+            if factor != 1.0:
+                master.value.grad.mul_(factor)
 
     def step(self, number: int, keep: bool = False) -> None:
         """Step on the masters of a bucket that have a gradient, which is gone then, unless they `keep` it."""
         masters = [master for master in self.masters[number] if master.value.grad is not None]
+        self.wait(number)
         with self._only(number):
             self.optimizer.step()
         for master in masters:
@@ -223,10 +232,18 @@ class Update:
 
     @torch.no_grad()
     def publish(self, number: int) -> None:
-        """Bring the master weights of a bucket to the model."""
-        for master in self.masters[number]:
-            if master.target is not None:
-                master.target.copy_(master.value)
+        """Bring the master weights of a bucket to the model. Pinned ones must not change before `wait()`."""
+        pairs = [(master.target, master.value) for master in self.masters[number] if master.target is not None]
+        for target, value in pairs:
+            target.copy_(value, non_blocking=True)
+        if any(target.is_cuda and value.is_cpu for target, value in pairs):
+            self._published[number] = here()
+            self._published[number].mark()
+
+    def wait(self, *numbers: int) -> None:
+        """Wait until the model has what was published of these buckets, or of all."""
+        for number in numbers or [*self._published]:
+            self._published.pop(number, NOWHERE).wait()
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from mpi4dl._progress import quietly
 from mpi4dl._randomness import RandomStates
 from mpi4dl.comm import Refusal
 from mpi4dl.comm.exchange import narrow, once_differentiable
+from mpi4dl.comm.streams import carried
 from mpi4dl.datasets import DatasetError
 from mpi4dl.parallel.blocks import Attributes
 from mpi4dl.parallel.disk import ON_DEVICE, Keep, NoRoom, let_go
@@ -79,7 +80,7 @@ class Input:
         layout = self._plan.layout(self.spec, grid)
         if not isinstance(self.values, Tensor):
             assert read is not None
-            return SpatialTensor(read.to(device), layout)
+            return SpatialTensor(carried(read, device), layout)
         assert self._layout is not None
         local = narrow(self.values.detach(), layout.dims, self._layout.held, layout.held).to(device, copy=True)
         return SpatialTensor(local.requires_grad_(self.values.requires_grad), layout)
