@@ -40,7 +40,7 @@ QUICKLY = {  # by command, and by what one of its words contains: flags that com
         "slides/ ": "--image-size 64",
         "photos": "--image-size 64 --batch-size 4 --warmup 1",
         "data/gigapixel": "--image-size 1024 --patches-at-once 4",
-        "vit_b_16": "--model vit --image-size 64 --batch-size 4",
+        "vit_b_16": "--model vit --image-size 32 --batch-size 4",
         "mil": "--weights none --model small_resnet --patches 64 --mean 0.5 --std 0.5 --mpp 2 --patience 1",
     },
     "slides": {"compose": "--patients 8 --slides-each 1 --size 1024"},
@@ -61,6 +61,7 @@ QUICKLY = {  # by command, and by what one of its words contains: flags that com
     },
     "examples/gigapixel_slide.py": {"": "--size 1024"},
     "benchmarks run halo": {"": "--sizes 64 --quick"},
+    "benchmarks run published": {"": "--quick"},
     "serve": {"": "--port 0"},
     "view": {"": "--port 0"},
 }
