@@ -11,6 +11,7 @@ on the current stream, so that a missing wait shows by `clocks`, not by luck. Ev
 """
 
 import contextlib
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -40,6 +42,14 @@ FACTORIES = tuple(
 )
 NO_KERNEL = ("aten.empty", "aten.new_empty", "aten.set_", "aten.resize_", "aten._local_scalar_dense")
 MIXING = ("aten.index", "aten._index_put_impl_", "aten.index_put")
+
+
+# Without a deterministic kernel: what torch.use_deterministic_algorithms lists as errors on CUDA tensors.
+BY_CHANCE = re.compile(
+    r"aten\.(_?adaptive_(avg|max)_pool[23]d_backward|(avg|max)_pool3d(_with_indices)?_backward|fractional_max_pool.*_backward"
+    r"|max_unpool.*|upsample_(linear|bilinear|bicubic|trilinear)[123]d_backward|(reflection|replication)_pad[123]d_backward"
+    r"|nll_loss2d_(forward|backward)|_ctc_loss_backward|grid_sampler_[23]d_backward|kthvalue|median|histc|_?cumsum|put_)\."
+)
 
 
 class WrongPlace(AssertionError):
@@ -194,6 +204,8 @@ class FakeGpu(TorchDispatchMode):
             elsewhere = [x for x in inputs if x.dim() and self.only_on_host(x) and not x.is_meta and x.numel()]
             if elsewhere and not name.startswith(MIXING):
                 raise WrongPlace(f"{name} of device tensors and one of the host, of shape {tuple(elsewhere[0].shape)}")
+        if here and torch.are_deterministic_algorithms_enabled() and BY_CHANCE.match(name):
+            raise RuntimeError(f"{name} does not have a deterministic implementation")
         kernel = KERNELS.get(name.rpartition(".")[0]) if here else None
         result = NotImplemented if kernel is None else kernel(*args, **kwargs)
         result = function(*args, **kwargs) if result is NotImplemented else result
@@ -286,6 +298,36 @@ def stream_context(stream: Stream) -> Iterator[None]:
         yield
     finally:
         gpu().current = before
+
+
+def _noting_inputs(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.autograd.Function.apply, which remembers for its backward pass where its inputs are."""
+
+    def noting(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        places = [x.device if isinstance(x, Tensor) else None for x in args]
+        result = apply(cls, *args, **kwargs)
+        for x in result if isinstance(result, tuple) else (result,):
+            if isinstance(x, Tensor) and isinstance(x.grad_fn, BackwardCFunction):
+                x.grad_fn.inputs_are_on = places
+        return result
+
+    return noting
+
+
+def _checking_gradients(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward pass of a Function, whose gradients are on the devices of its inputs, or autograd refuses them."""
+
+    def checking(node: Any, *gradients: Any) -> Any:
+        found = apply(node, *gradients)
+        places = getattr(node, "inputs_are_on", ())
+        for place, x in zip(places, found if isinstance(found, tuple) else (found,), strict=False):
+            if isinstance(x, Tensor) and x.dim() and place is not None and x.device != place:
+                raise RuntimeError(
+                    f"{node.name()} returned an invalid gradient: expected device {place} but got {x.device}"
+                )
+        return found
+
+    return checking
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -381,6 +423,8 @@ def installed(constants_are_here: bool = False) -> Iterator[FakeGpu]:
         return as_array(x, **options)
 
     patch.setattr(Tensor, "numpy", numpy)
+    patch.setattr(torch.autograd.Function, "apply", classmethod(_noting_inputs(torch.autograd.Function.apply.__func__)))
+    patch.setattr(BackwardCFunction, "apply", _checking_gradients(BackwardCFunction.apply))
     patch.setattr(Tensor, "is_cuda", property(lambda x: fake.on_device(_plain(x))), raising=False)
     patch.setattr(Tensor, "is_cpu", property(lambda x: not x.is_meta and not fake.on_device(_plain(x))), raising=False)
     device_of = Tensor.device.__get__  # type: ignore[attr-defined]

@@ -326,3 +326,37 @@ print("threads of autograd:", torch._C._is_multithreading_enabled())
 def test_backward_stays_on_its_thread_where_mpi_has_no_others(level: str, expected: bool) -> None:
     job = mpirun(1, "-c", WITHOUT_THREADS, level)
     assert job.stdout.split()[-1] == str(expected), job.stderr
+
+
+class OnTheHost(torch.autograd.Function):
+    """Gives back its gradient from where the values went."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.to("cpu")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def test_a_gradient_is_on_the_device_of_its_input() -> None:
+    with installed():
+        x = torch.ones(4, device=CUDA).requires_grad_()
+        with pytest.raises(RuntimeError, match=r"OnTheHost.* expected device cuda:0 but got cpu"):
+            OnTheHost.apply(x).sum().backward()
+        Keep("host").moved(x).sum().backward()
+        assert x.grad is not None
+        assert x.grad.is_cuda
+
+
+def test_what_has_no_deterministic_kernel_is_refused_when_that_is_asked_for() -> None:
+    with installed():
+        x = torch.ones(1, 1, 4, 4, device=CUDA).requires_grad_()
+        y = torch.nn.functional.interpolate(x, scale_factor=2, mode="bilinear").sum()
+        torch.use_deterministic_algorithms(True)
+        try:
+            with pytest.raises(RuntimeError, match=r"upsample_bilinear2d_backward.*deterministic"):
+                y.backward()
+        finally:
+            torch.use_deterministic_algorithms(False)

@@ -236,3 +236,17 @@ def test_offload_waits_once_for_a_bucket_and_not_for_each_parameter(ranks: Ranks
     (counts,) = ranks(1).run(counts_of_offload, kind)
     assert counts["to_host"] == 2  # the gradients, and the loss
     assert counts["waits"] <= 5  # gradients, what was published before, the loss, the norm, the images
+
+
+def train_deterministically(comm: Communicator, task: Task, plan: Plan) -> str:
+    torch.use_deterministic_algorithms(True)
+    try:
+        return short_runs.digest_of(train(comm, task, plan, "staged")[0].state)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("plan", [Plan(((1, 2),)), Plan(((2, 1), (1, 1)), microbatches=2)], ids=str)
+def test_tiles_call_nothing_without_a_deterministic_kernel(ranks: Ranks, plan: Plan) -> None:
+    first, again = (ranks(plan.num_ranks).run(train_deterministically, ON_GPU, plan) for _ in range(2))
+    assert first == again
