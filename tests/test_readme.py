@@ -111,7 +111,9 @@ def test_a_script_runs_as_it_is_printed(name: str, tmp_path: Path) -> None:
     script = tmp_path / f"{name}.py"
     script.write_text(text)
     job = mpirun(num_ranks, str(script), folder=tmp_path)
-    assert (job.code, job.stderr) == (0, ""), job.stdout + job.stderr
+    progress = re.compile(r"mpi4dl: .*, \d+0 s")  # on a machine that has other work
+    assert job.code == 0, job.stdout + job.stderr
+    assert [text for text in job.stderr.splitlines() if not progress.fullmatch(text)] == []
     assert job.stdout.count("StepResult(loss=") == (5 if name == "stages" else 0)
     assert job.stdout.count("layer4.1.conv2") == (1 if name == "grid" else 0)
     assert ("accuracy 100.0 %" in job.stdout) == (name == "own")
@@ -253,7 +255,7 @@ TRAINED = [
     for command in COMMANDS
     if command.name in ("train", "plan")
     and "--FLAG" not in command.words
-    and not any("my_code" in word or word in ("--search", "--ranks") for word in command.words)
+    and not any("my_code" in word or "own.py" in word or word in ("--search", "--ranks") for word in command.words)
 ]
 
 
