@@ -258,6 +258,15 @@ def options_to_compare(config: Config, num_images: int, counts: Sequence[int] = 
     return {**shared_options(config), **cut, **code_of(config), NUM_IMAGES: str(num_images)}
 
 
+def contents_of(training: Any) -> dict[str, str]:
+    """The digest of samples that are no files of their own, by the option that names them."""
+    whole = getattr(training, "whole", training)
+    text, arrays = getattr(whole, "stream", None), getattr(whole, "digest", None)
+    if text is not None:
+        return {f"{CODE}`text`": text.digest}
+    return {} if arrays is None else {f"{CODE}`images`": arrays()}
+
+
 def code_of(config: Config) -> dict[str, str]:
     """Checksums of the files with code of the user's, by the option that names it."""
     found = {}

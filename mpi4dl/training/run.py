@@ -41,7 +41,7 @@ from mpi4dl.training.report import (
     title,
     without_effect,
 )
-from mpi4dl.training.resuming import options_to_compare
+from mpi4dl.training.resuming import contents_of, options_to_compare
 from mpi4dl.training.setup import Setup, told_before
 from mpi4dl.training.tensorboard import Painter, Showing, remember
 
@@ -184,7 +184,8 @@ class TrainingRun:
         self.unfrozen: set[tuple[int, str]] = set()
         self.best = None if setup.monitor is None else Best(*setup.monitor, config.learning.patience)
         self.bad_images = BadImages(comm, config.data.on_bad_image)
-        self.options = options_to_compare(config, len(self.images.training), engine.stages.counts)
+        contents = contents_of(self.images.training)
+        self.options = options_to_compare(config, len(self.images.training), engine.stages.counts) | contents
         self.epoch, self.batch, self.due = 0, 0, False
         self.interval = self.new_interval()
         self.has_experts = any(name.endswith(".router.weight") for name in engine.stages.shapes)

@@ -523,6 +523,39 @@ def test_code_of_the_user_that_changed_is_said_when_a_run_goes_on(
         edit(work / "net.py", "FACTOR = 1", "FACTOR = 1 ")
 
 
+def write_arrays(path: Path, brightness: float) -> None:
+    images = np.random.default_rng(0).integers(0, 255, (8, 16, 16, 3)) * brightness
+    np.savez(path, x=images.astype(np.uint8), y=np.arange(8) % 2)
+
+
+def write_text(path: Path, word: str) -> None:
+    path.mkdir(exist_ok=True)
+    for name in "abcdefgh":
+        (path / f"{name}.txt").write_text(f"{word} is read " * 50)
+
+
+@pytest.mark.parametrize(
+    ("file", "write", "flags"),
+    [
+        ("arrays.npz", write_arrays, "--images {} --image-size 16 --model small_resnet --mean 0.5 --std 0.5"),
+        ("corpus", write_text, "--text {} --tokenizer bytes --context 16 --model gpt"),
+    ],
+    ids=["arrays", "text"],
+)
+def test_samples_that_changed_are_said_when_a_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, write: Callable[..., None], flags: str
+) -> None:
+    """Files of pixels and texts of equal sizes; unchanged ones say nothing."""
+    words = f"{flags.format(tmp_path / file)} --batch-size 2 --val-fraction 0.3 --lr-schedule constant".split()
+    words += ["--num-workers", "0", "--resume", "auto"]
+    words += ["--run-folder", str(tmp_path / "run"), "--model-options"]
+    words += ["num_filters=4" if "images" in flags else "num_layers=1,hidden=16,num_heads=2"]
+    for steps, value in enumerate(((0.5, "alpha"), (0.5, "alpha"), (0.4, "gamma")), 1):
+        write(tmp_path / file, value["text" in flags])
+        train(world(), [*words, "--max-steps", str(steps)])
+        assert ("the file of --" in capsys.readouterr().out) == (steps == 3)
+
+
 def put_back(pristine: Path, work: Path) -> None:
     shutil.rmtree(work)
     shutil.copytree(pristine, work)

@@ -158,7 +158,7 @@ class TokenFile:
             said = json.loads(read_regular(header))
             self.vocabulary = int(said["vocabulary"])
             self.documents = tuple(Encoded(str(n), int(tokens), int(size)) for n, tokens, size in said["documents"])
-            self._digest, dtype, known = str(said["digest"]), np.dtype(said["dtype"]), said["format"] == FORMAT
+            self.digest, dtype, known = str(said["digest"]), np.dtype(said["dtype"]), said["format"] == FORMAT
         except OSError as error:
             raise DatasetError(f"{header}: cannot be read: {error.strerror or error}") from error
         except (ValueError, KeyError, TypeError) as error:
@@ -191,7 +191,7 @@ class TokenFile:
         found = hashlib.blake2b()
         for start in range(0, len(self.tokens), HASHED_TOKENS):
             found.update(self.tokens[start : start + HASHED_TOKENS].tobytes())
-        return found.hexdigest() == self._digest
+        return found.hexdigest() == self.digest
 
 
 def encode_corpus(documents: Sequence[Document], tokenizer: Tokenizer, folder: Path) -> TokenFile:
@@ -271,6 +271,7 @@ class TokenStream:
         num_tokens: how many tokens they have, their ends included.
         num_bytes: how many bytes of text they are.
         vocabulary: the number of different tokens.
+        digest: differs where tokens of the file do.
     """
 
     def __init__(self, file: TokenFile, chosen: Sequence[int] | None = None) -> None:
@@ -284,7 +285,7 @@ class TokenStream:
         self.names = tuple(file.documents[number].name for number in numbers)
         self.num_tokens = int(lengths.sum())
         self.num_bytes = sum(file.documents[number].num_bytes for number in numbers)
-        self.vocabulary = file.vocabulary
+        self.vocabulary, self.digest = file.vocabulary, file.digest
 
     def read(self, interval: Interval) -> Tokens:
         """The tokens of an interval of the stream; no others are read. Raises DatasetError if the file is damaged."""
