@@ -61,7 +61,6 @@ FLOORS = {
     "_patterns": 0,
     "_progress": 1,
 }
-OLD_NAME = "mpi4dl.comm.backend"  # of mpi4dl.torch_backend, which it imports: nothing in the package imports it
 # What a room on floor 1 may import at all: not all of floor 0.
 FLOOR_1_MAY_IMPORT = {
     "geometry": set(),
@@ -121,8 +120,6 @@ def may_import(room: str, other: str) -> bool:
 
 def violations(module: str, source: str, is_package: bool = False) -> list[str]:
     """What the imports of one module break, in words."""
-    if module == OLD_NAME:
-        return []
     room = room_of(module)
     if room and room not in FLOORS:
         return [f"{module} has no floor: give {room} one in this test, as in DESIGN"]

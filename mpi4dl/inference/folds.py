@@ -32,7 +32,7 @@ from mpi4dl.inference.model import Predictor
 from mpi4dl.inference.options import Inference
 from mpi4dl.inference.samples import UNDEFINED, Judging, Samples
 from mpi4dl.inference.scoring import SUMMARY, Scores, beside, file_names, remove_others, score, scores_of
-from mpi4dl.options.config import FORMERLY, Config, ConfigError, parse, shared_options
+from mpi4dl.options.config import OF_THE_TASK, Config, ConfigError, parse, shared_options
 from mpi4dl.options.data import FOLDS, with_frame
 from mpi4dl.options.declare import options_of, value_of, with_values, without_flags
 from mpi4dl.options.kinds import AUTO
@@ -102,7 +102,8 @@ def _as_trained(config: Config, runs: Mapping[int, Path]) -> Config:
     if not runs:
         return config
     there = _config_of(next(iter(runs.values())))
-    config = with_values(config, {name: value_of(there, name) for name in FORMERLY if value_of(config, name) == AUTO})
+    left_open = [name for name in OF_THE_TASK if value_of(config, name) == AUTO]
+    config = with_values(config, {name: value_of(there, name) for name in left_open})
     found = with_frame(with_values(config, {"fold": next(iter(runs)), "all_folds": False}))
     _require_alike(runs.values(), with_task(found, open_samples(found).training), "this")
     return config

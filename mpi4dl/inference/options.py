@@ -174,7 +174,7 @@ class ToPredict:
         "auto",
         "write a heat map of each slide, PNG, GeoJSON and OME-TIFF: what patches count (attention), cells of the last "
         "feature map (activation), or pixels (gradient); auto: attention or activation, as the model is",
-        choice(*MAPS, formerly={True: "auto", False: "none"}, switch=("auto", "none")),
+        choice(*MAPS, switch=("auto", "none")),
     )
     map_class: str | None = option(
         None,

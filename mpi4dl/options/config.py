@@ -7,7 +7,7 @@ reads `run.toml`, whose tables are the sections below, and lets flags override i
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from mpi4dl._commands import typed
 from mpi4dl.options.declare import ConfigError, facts, parse_options, shared_options, to_toml
@@ -27,25 +27,15 @@ __all__ += ["Tuning", "facts", "parse", "shared_options", "to_toml"]
 USAGE = "[--config FILE] [--FLAG VALUE ...]"
 DESCRIPTION = "Train an unmodified PyTorch model on images or text, over the ranks of an MPI job."
 
-# What options that are AUTO now were before tasks had defaults: runs and checkpoints of that time go on with these.
-FORMERLY: Mapping[str, Any] = {
-    "flip": "all",
-    "optimizer": "SGD",
-    "lr": 0.01,
-    "optimizer_options": {},
-    "lr_schedule": "constant",
-    "warmup": 0,
-    "epochs": 1,
-}
+# Options that may be AUTO, which is what suits the task.
+OF_THE_TASK = ("flip", "optimizer", "lr", "optimizer_options", "lr_schedule", "warmup", "epochs")
 
 USUAL_SIZE = (224, 224)  # of images, where nobody says another one
 
 
 @dataclass(frozen=True)
 class Config:
-    """All options of a training run. Those of `FORMERLY` may be AUTO until `options.tasks.with_task` knows the task."""
-
-    removed: ClassVar[tuple[str, ...]] = ("moe_pieces",)  # options that old configurations have, and nothing reads
+    """All options of a training run. `OF_THE_TASK` may be AUTO until `options.tasks.with_task` knows the task."""
 
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)

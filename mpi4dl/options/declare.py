@@ -176,14 +176,7 @@ def _parser(config_type: type, usage: str = "", description: str = "", section: 
         if item.section not in groups:
             groups[item.section] = parser.add_argument_group(item.section)
         item.add_to(groups[item.section], f"{item.help} (default: {item.default_shown})".replace("%", "%%"))
-    for name in _removed(config_type):
-        parser.add_argument("--" + name.replace("_", "-"), help=argparse.SUPPRESS)
     return parser
-
-
-def _removed(config_type: type) -> tuple[str, ...]:
-    """Options that are no more: old files and command lines may have them, with any value, and nothing reads it."""
-    return getattr(config_type, "removed", ())
 
 
 def asked_topic(argv: Sequence[str]) -> str | None:
@@ -346,9 +339,7 @@ def config_from_tables(config_type: type[T], tables: Mapping[str, Any], file: st
     return _made(config_type, options, _values_from_tables(tables, options, file))
 
 
-def _values_from_tables(
-    tables: Mapping[str, Any], options: dict[str, Option], path: str, removed: Sequence[str] = ()
-) -> dict[str, Any]:
+def _values_from_tables(tables: Mapping[str, Any], options: dict[str, Option], path: str) -> dict[str, Any]:
     allowed = {name: item for name, item in options.items() if not item.flag_only}
     sections = list(dict.fromkeys(item.section for item in options.values()))
     values: dict[str, Any] = {}
@@ -361,8 +352,6 @@ def _values_from_tables(
         if not isinstance(table, dict):
             raise ConfigError(f"{path}: [{section}] must be a section, but is {_shown(table)} ({_type_name(table)})")
         for name, raw in table.items():
-            if name in removed:
-                continue
             if name in allowed and allowed[name].section == section:
                 values[name] = _value_from_file(allowed[name], raw, path)
             elif name in allowed:
@@ -398,7 +387,7 @@ def parse_options(config_type: type[T], argv: Sequence[str], usage: str, descrip
     file = flags.pop("config", None)
     values: dict[str, Any] = {}
     if file is not None:
-        values = _values_from_tables(tables_of_file(file, "--config"), options, file, _removed(config_type))
+        values = _values_from_tables(tables_of_file(file, "--config"), options, file)
     values |= {name: _value_from_flag(options[name], text) for name, text in flags.items() if name in options}
     values = _with_preset(config_type, options, values)
     return _made(config_type, options, values)
@@ -432,7 +421,6 @@ def from_keywords(config_type: type[T], values: Mapping[str, Any]) -> T:
     Raises ConfigError for what is unknown, or cannot be.
     """
     options = options_of(config_type)
-    values = {name: value for name, value in values.items() if name not in _removed(config_type)}
     unknown = next((name for name in values if name not in options), None)
     if unknown is not None:
         ours = in_our_words(unknown, str(values[unknown]), options, lambda item: f"`{item.name}`")

@@ -177,12 +177,12 @@ MEANS = per_channel(NUMBER, "imagenet", "half")
 DEVIATIONS = per_channel(POSITIVE, "imagenet", "half")
 
 
-def choice(*choices: str, formerly: Mapping[Any, str] | None = None, switch: tuple[str, str] | None = None) -> Kind:
-    """One of these words; a value of old configurations stands for the word that `formerly` maps it to."""
+def choice(*choices: str, switch: tuple[str, str] | None = None) -> Kind:
+    """One of these words. `switch`: those that the flag alone, or `true`, and `--no-FLAG`, or `false`, stand for."""
 
     def check(value: Any) -> str:
-        if isinstance(value, str | bool):
-            value = (formerly or {}).get(value, value)
+        if switch is not None and isinstance(value, bool):
+            value = switch[not value]
         if value not in choices:
             raise ValueError
         return value

@@ -15,8 +15,8 @@ from mpi4dl.checkpoints.json_values import Damaged, JsonValue, Unreadable, unlik
 from mpi4dl.checkpoints.manifest import MODEL, STATE, candidates_at
 from mpi4dl.checkpoints.saved import Saved, newest_whole
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.options.config import FORMERLY, Config, ConfigError, shared_options, to_toml
-from mpi4dl.options.declare import dump, value_of, with_options, with_values
+from mpi4dl.options.config import OF_THE_TASK, Config, ConfigError, shared_options, to_toml
+from mpi4dl.options.declare import dump, value_of, with_options
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.parts import is_own, load, print_of
 from mpi4dl.parallel.plan import Plan
@@ -96,15 +96,15 @@ def as_it_began(comm: Communicator, config: Config) -> Config:
     One that cannot be read says nothing here: what is wrong with it is found when it is loaded. Collective.
     """
     known = None
-    names = [name for name in FORMERLY if value_of(config, name) == AUTO]
+    names = [name for name in OF_THE_TASK if value_of(config, name) == AUTO]
     if comm.rank == 0 and names and config.run.resume != "none":
         with suppress(ConfigError, OSError):
             known = _options_of(_find(config, datetime.now()).candidates)
     known = comm.broadcast_object(known)
     if known is None:
         return config
-    found = with_options(config, {name: known.get(_flag(name), dump(FORMERLY[name])) for name in names})
-    was, now = known.get("--scheduler"), shared_options(found)["scheduler"]
+    found = with_options(config, {name: known[name] for name in names if name in known})
+    was, now = known.get("scheduler"), shared_options(found)["scheduler"]
     if was not in (None, now):  # else the schedule from there meets this one, and nobody asked for both
         before, after = (str(each).strip('"') for each in (was, now))
         raise Refusal(
@@ -124,17 +124,17 @@ def as_it_was_cut(comm: Communicator, config: Config, plan: Plan) -> Config:
     cut = None
     if comm.rank == 0 and plan.num_stages > 1 and config.parallel.balance in TIMED:
         with suppress(ConfigError, OSError):
-            cut = (_options_of(_find(config, datetime.now()).candidates, plan) or {}).get(_flag(BALANCE))
+            cut = (_options_of(_find(config, datetime.now()).candidates, plan) or {}).get(BALANCE)
     cut = comm.broadcast_object(cut)
     return config if cut is None else with_options(config, {BALANCE: cut})
 
 
 def _options_of(checkpoints: Sequence[Path], plan: Plan | None = None) -> dict[str, str] | None:
-    """The options, by flag, of the first checkpoint that can be read; None if it is not by `plan`."""
+    """The options of the first checkpoint that can be read; None if it is not by `plan`."""
     for checkpoint in checkpoints:
         with suppress(OSError, Damaged, Unreadable), Saved(checkpoint) as saved:
             options = JsonValue(saved.extra, str(checkpoint)).at("options").entries()
-            found = {flag: value.text() for flag, value in options.items()}
+            found = {name: value.text() for name, value in options.items()}
             return found if plan is None or plan.is_told_by(saved.plan) else None
     return None
 
@@ -209,7 +209,7 @@ class Progress(NamedTuple):
                     lambda node: {name: each.plain for name, each in node.entries().items()}
                 ),
                 extra.at("metrics_bytes").integer(),
-                {_name(flag): value.text() for flag, value in extra.at("options").entries().items()},
+                {name: value.text() for name, value in extra.at("options").entries().items()},
                 extra.at("due").flag(),
                 extra.at("best").optional(_best) if "best" in extra.entries() else None,
             )
@@ -217,24 +217,10 @@ class Progress(NamedTuple):
             raise Refusal(str(problem)) from None
 
 
-def kept(options: Mapping[str, str]) -> dict[str, str]:
-    """The options as a checkpoint keeps them, which is by flag."""
-    return {_flag(name): value for name, value in options.items()}
-
-
-def _flag(name: str) -> str:
-    return name if " " in name else "--" + name.replace("_", "-")
-
-
-def _name(flag: str) -> str:
-    """The name of an option that a checkpoint keeps by its flag."""
-    return flag[2:].replace("-", "_") if flag.startswith("--") else flag
-
-
 def _best(node: JsonValue) -> dict[str, Any]:
     return {
         "monitor": node.at("monitor").text(),
-        "mode": node.at("mode").text() if "mode" in node.entries() else None,
+        "mode": node.at("mode").text(),
         "value": node.at("value").optional(JsonValue.number),
         "step": node.at("step").integer(),
         "since": node.at("since").integer(),
@@ -294,11 +280,8 @@ def compare(checkpoint: Path, there: Progress, options: Mapping[str, str]) -> li
 
     Raises Refusal, alike on all ranks, where the run could not go on as it was begun.
     """
-    former = with_values(Config(), FORMERLY)  # an option that an earlier version did not have was so
-    before = {**shared_options(former), **there.options}
-    with suppress(ConfigError):  # values as they are written now
-        before |= shared_options(with_options(former, there.options))
-    before = {**{name: "unknown" for name in options if name.startswith(CODE)}, **before}
+    unknown = {name: "unknown" for name in options if name.startswith(CODE)}
+    before = {**shared_options(Config()), **unknown, **there.options}  # an option that it does not know has its default
     missing = next((name for name in options if name not in before), None)
     if missing is not None:
         raise Refusal(f"{checkpoint}: {STATE} does not say what {_shown(missing)} was")

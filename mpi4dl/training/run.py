@@ -25,7 +25,7 @@ from mpi4dl.parallel.inputs import OwnSizes, own_or
 from mpi4dl.runs.description import Description
 from mpi4dl.runs.folder import BEST
 from mpi4dl.runs.stopping import Stopped, StopSignals
-from mpi4dl.tasks.directions import HIGHER_IS_BETTER, write_directions
+from mpi4dl.tasks.directions import write_directions
 from mpi4dl.training import resuming
 from mpi4dl.training.input_pipeline import BadImages, ControlFlags, Divided, OfSamples, Reading, UnreadableImages
 from mpi4dl.training.report import (
@@ -139,14 +139,10 @@ class Best:
         return {"monitor": self.monitor, "mode": mode, "value": value, "step": self.step, "since": self.since}
 
     def go_on(self, state: dict[str, Any] | None) -> None:
-        """Take up from a checkpoint, if that monitored the same, in the same direction.
-
-        Checkpoints without a mode took all metrics for better when higher, but those known to be better when lower.
-        """
+        """Take up from a checkpoint, if that monitored the same, in the same direction."""
         if state is None or state["monitor"] != self.monitor:
             return
-        mode = state.get("mode") or ("min" if HIGHER_IS_BETTER.get(self.monitor) is False else "max")
-        if mode == ("max" if self.higher_is_better else "min"):
+        if state["mode"] == ("max" if self.higher_is_better else "min"):
             self.value = math.nan if state["value"] is None else state["value"]
             self.step, self.since = state["step"], state["since"]
 
@@ -282,7 +278,7 @@ class TrainingRun:
             "best": self.best and self.best.state(),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "metrics_bytes": self.folder.metrics_bytes,
-            "options": resuming.kept(self.options),
+            "options": self.options,
         }
 
     def save(self) -> None:

@@ -13,7 +13,8 @@ from mpi4dl._patterns import select
 from mpi4dl.checkpoints.checkpoints import Checkpoints
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.local_stages import LocalStages, names_by_first, split
+from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.pipeline.local_stages import LocalStages, names_by_first
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
 from tests.short_runs import EXACT, SKIPPING, Task, assert_close, batch_of, model_of, tiles_of

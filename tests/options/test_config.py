@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpi4dl.options.config import Config, ConfigError, parse, shared_options, to_toml
-from mpi4dl.options.declare import from_keywords, options_of
+from mpi4dl.options.declare import options_of
 from tests.brute_force import patient
 
 Write = Callable[[str], str]
@@ -260,17 +260,3 @@ def test_parsing_imports_neither_torch_nor_mpi() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=os.environ)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
-
-
-def test_a_way_that_is_no_more_stands_for_the_one_that_took_its_place(write: Write) -> None:
-    assert parse(["--halo", "auto"]).parallel.halo == "layer"
-    assert parse(["--config", write('[parallel]\nhalo = "auto"\n')]).parallel.halo == "layer"
-    assert "auto" not in refusal("--halo", "wide")
-    assert parse(["--allreduce", "measured"]).parallel.allreduce == "auto"
-
-
-def test_an_option_that_is_no_more_changes_nothing(write: Write) -> None:
-    for argv in (["--moe-pieces", "2"], ["--config", write("[parallel]\nmoe_pieces = 2\n")]):
-        assert parse(argv) == Config()
-    assert from_keywords(Config, {"moe_pieces": 2}) == Config()
-    assert "moe_pieces" not in to_toml(Config())

@@ -7,8 +7,8 @@ import PIL.Image
 import pytest
 import torch
 
-from mpi4dl.options.config import FORMERLY, Config, ConfigError, parse, to_toml
-from mpi4dl.options.declare import from_keywords, options_of, with_values
+from mpi4dl.options.config import OF_THE_TASK, Config, ConfigError, parse, to_toml
+from mpi4dl.options.declare import from_keywords, options_of
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.optimizers import by_steps
 from mpi4dl.options.presets import PRESETS
@@ -69,14 +69,7 @@ def test_what_nobody_gives_is_what_is_usual_for_the_task(flags: str) -> None:
     found = values(settled(flags.split()))
     expected = COSINE | USUAL[flags]
     assert {name: found[name] for name in expected} == expected
-    assert AUTO not in [found[name] for name in FORMERLY]
-
-
-def test_an_old_configuration_keeps_what_it_says(tmp_path: Path) -> None:
-    old = with_values(settled([]), FORMERLY)
-    text = to_toml(old).replace('flip = "all"', "flip = true")
-    (tmp_path / "run.toml").write_text(text)
-    assert settled(["--config", str(tmp_path / "run.toml")]) == old
+    assert AUTO not in [found[name] for name in OF_THE_TASK]
 
 
 @pytest.mark.parametrize(

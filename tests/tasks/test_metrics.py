@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine, Evaluation
-from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
+from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.losses import concordance
 from mpi4dl.tasks.metrics import make_metric, of_class

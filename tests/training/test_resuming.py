@@ -22,7 +22,6 @@ from mpi4dl.training.resuming import (
     command_to_go_on,
     compare,
     find_origin,
-    kept,
     options_to_compare,
     require_fit,
     with_its_own,
@@ -121,8 +120,6 @@ def test_a_checkpoint_remembers_every_option() -> None:
 
 def test_what_is_as_it_was_is_not_said() -> None:
     assert compare(PLACE, PROGRESS, OPTIONS) == []
-    older = {**OPTIONS, "flip": "true", "halo": '"auto"'}  # as earlier versions wrote them
-    assert compare(PLACE, PROGRESS._replace(options=older), {**OPTIONS, "flip": '"all"'}) == []
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -192,11 +189,10 @@ def refused_to_begin(comm: Communicator, flags: list[str]) -> str:
 
 
 def test_what_nobody_gives_is_as_the_checkpoint_has_it(ranks: Ranks, tmp_path: Path) -> None:
-    """Of a version before there was a warm-up, none."""
-    were = {**OPTIONS, "optimizer": '"SGD"', "lr": "0.3", "lr_schedule": '"constant"', "epochs": "4", "flip": "true"}
-    del were["warmup"]
+    were = {**OPTIONS, "optimizer": '"SGD"', "lr": "0.3", "lr_schedule": '"constant"', "epochs": "4", "flip": '"all"'}
+    were["warmup"] = "0"
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    write(tmp_path / "run" / "checkpoints", 1, extra=PROGRESS._replace(options=kept(were))._asdict())
+    write(tmp_path / "run" / "checkpoints", 1, extra=PROGRESS._replace(options=were)._asdict())
     (tmp_path / "run" / "config.toml").touch()
     for flags in (["--run-folder", str(tmp_path / "run"), "--resume", "auto"], ["--resume", str(tmp_path / "run")]):
         for config in ranks(2).run(began, [*flags, "--epochs", "9"]):
@@ -210,7 +206,7 @@ def test_another_run_does_not_get_the_schedule_of_the_one_in_its_folder(ranks: R
     checkpoints = tmp_path / "run" / "checkpoints"
     checkpoints.mkdir(parents=True)
     were = {**OPTIONS, "lr_schedule": '"cosine"'}
-    write(checkpoints, 1, extra=PROGRESS._replace(options=kept(were))._asdict())
+    write(checkpoints, 1, extra=PROGRESS._replace(options=were)._asdict())
     (tmp_path / "run" / "config.toml").touch()
     flags = ["--run-folder", str(tmp_path / "run"), "--resume", "auto", "--scheduler", "CosineAnnealingLR"]
     for told in ranks(2).run(refused_to_begin, flags):

@@ -89,7 +89,7 @@ class Data:
         AUTO,
         "mirror training images at random: from left to right (horizontal), or along each axis (all, or --flip alone); "
         "auto: horizontal for pictures, where labels are classes",
-        choice(AUTO, "none", "horizontal", "all", formerly={True: "all", False: "none"}, switch=("all", "none")),
+        choice(AUTO, "none", "horizontal", "all", switch=("all", "none")),
         known_as=instead("use {option} horizontal or --no-flip", "hflip")
         | instead("use {option}, which mirrors along each axis", "vflip"),
     )

@@ -121,7 +121,7 @@ class Parallel:
     allreduce: str = option(
         "auto",
         "algorithm that sums gradients over ranks; auto: by the number of ranks",
-        choice("auto", "library", "direct", "ring", "two-level", formerly={"measured": "auto"}),
+        choice("auto", "library", "direct", "ring", "two-level"),
     )
     balance: str | tuple[int, ...] = option(
         "auto",
@@ -137,7 +137,7 @@ class Parallel:
     halo: str = option(
         "layer",
         "exchange halos for each layer, or once for all layers of a block",
-        choice("layer", "block", formerly={"auto": "layer"}),
+        choice("layer", "block"),
     )
     stream: tuple[int, ...] | str | None = option(
         None,

@@ -1,6 +1,5 @@
 """The part of a model on one rank: its stages, each with the grid of the ranks that share it."""
 
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
@@ -270,10 +269,3 @@ def _ties(model: nn.Module) -> dict[str, str]:
     for name, value in model.state_dict(keep_vars=True).items():
         names.setdefault(id(value), []).append(name)
     return {name: min(same) for same in names.values() for name in same if name != min(same)}
-
-
-def __getattr__(name: str) -> Any:
-    """`split` was defined here, and scripts import it from here."""
-    if name not in ("choose_cut", "split"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("mpi4dl.parallel.pipeline.cut"), name)
