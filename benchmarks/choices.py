@@ -132,9 +132,9 @@ def estimated_step(case: Case, way: str, machine: "Machine") -> "StepTime":
 
     from mpi4dl.estimate.plan_estimate import Estimator, Uncut
     from mpi4dl.parallel.costs.cost_model import Profiler
-    from mpi4dl.parallel.pipeline.cut import partition
+    from mpi4dl.parallel.cut import partition
     from mpi4dl.parallel.pipeline.split import Cuttable, outline
-    from mpi4dl.parallel.spatial.wide import fetch_halos
+    from mpi4dl.parallel.streaming.wide_halos import fetch_halos
 
     model = outline(builder(case.model, case.size)).train()
     units: Any = Cuttable(model)

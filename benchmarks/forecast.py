@@ -161,7 +161,7 @@ def estimator_of(options: Options, name: str, num_ranks: int) -> "Estimator":
 def chosen(options: Options, name: str, num_ranks: int) -> "list[Case]":
     """Plans from the fastest to the slowest by the estimate."""
     from mpi4dl.estimate.search import candidates, outlooks
-    from mpi4dl.parallel.pipeline.cut import partition
+    from mpi4dl.parallel.cut import partition
 
     estimator = estimator_of(options, name, num_ranks)
     plans = list(candidates(num_ranks, len(estimator.cuttable), estimator.image))
@@ -188,7 +188,7 @@ def plain_ms(estimator: "Estimator") -> float:
 
 def of_each_kind(options: Options, name: str) -> "Iterator[Case]":
     """A plan of each kind that the model can be trained by."""
-    from mpi4dl.parallel.pipeline.cut import partition
+    from mpi4dl.parallel.cut import partition
     from mpi4dl.parallel.plan import Plan
 
     estimator = estimator_of(options, name, 2)

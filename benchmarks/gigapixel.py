@@ -115,7 +115,7 @@ def step_of(options: Options, kind: Kind, size: int, comm: Any) -> Callable[[], 
     from mpi4dl import models
     from mpi4dl.engine import Engine
     from mpi4dl.models.patches import GatedAttention, PatchModel, headless
-    from mpi4dl.parallel.pipeline.cut import split
+    from mpi4dl.parallel.cut import split
     from mpi4dl.parallel.pipeline.local_stages import LocalStages
     from mpi4dl.parallel.plan import Plan
     from mpi4dl.parallel.streaming.leading_part import StreamOptions

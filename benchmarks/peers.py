@@ -187,7 +187,7 @@ class Task:
         """How many layers each stage has, by FLOPs."""
         import torch
 
-        from mpi4dl.parallel.pipeline.cut import choose_cut
+        from mpi4dl.parallel.cut import choose_cut
         from mpi4dl.parallel.pipeline.split import Cuttable
         from mpi4dl.parallel.plan import Plan
 
@@ -296,7 +296,7 @@ def engine(task: Task, method: str, counts: Sequence[int], comm: "Communicator")
     from torch.nn import functional as F
 
     from mpi4dl.engine import Engine
-    from mpi4dl.parallel.pipeline.cut import split
+    from mpi4dl.parallel.cut import split
 
     plan = plan_of(method, comm.size, task.num_microbatches)
     size = (task.size_px, task.size_px)

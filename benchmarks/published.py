@@ -319,7 +319,7 @@ class Forecaster:
         from mpi4dl.estimate.step_time import StepTime
         from mpi4dl.parallel.costs.cost_model import StageCosts, stages_on
         from mpi4dl.parallel.costs.timing import sites_of
-        from mpi4dl.parallel.pipeline.cut import partition
+        from mpi4dl.parallel.cut import partition
         from mpi4dl.parallel.plan import Plan
 
         simulated = min(cell.microbatches, MOST_SIMULATED)
@@ -373,7 +373,7 @@ class TransformerForecaster:
         from mpi4dl.parallel.costs.cost_model import StageCosts, stages_on
         from mpi4dl.parallel.costs.scaled import ScaledProfiler, TimingsFile
         from mpi4dl.parallel.costs.timing import sites_of
-        from mpi4dl.parallel.pipeline.cut import partition
+        from mpi4dl.parallel.cut import partition
         from mpi4dl.parallel.pipeline.split import Cuttable, outline
         from mpi4dl.parallel.plan import Plan
 

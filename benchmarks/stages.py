@@ -250,7 +250,7 @@ def engine_trainer(options: Options, case: Case, device: "torch.device", plan: "
     from torch.nn import functional as F
 
     from mpi4dl.engine import Engine
-    from mpi4dl.parallel.pipeline.cut import split
+    from mpi4dl.parallel.cut import split
 
     size = (case.size_px, case.size_px)
     sleeps = case.model == SLEEP

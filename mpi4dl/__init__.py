@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from mpi4dl.comm import Refusal, world
     from mpi4dl.engine import Engine
     from mpi4dl.inference.trained_model import TrainedModel
+    from mpi4dl.parallel.cut import split
     from mpi4dl.parallel.own_loop import parallelize, tiles
-    from mpi4dl.parallel.pipeline.cut import split
     from mpi4dl.parallel.plan import Plan
     from mpi4dl.training.trainer import Callback, Trainer
 
@@ -38,7 +38,7 @@ _HOMES = {
     "TrainedModel": "mpi4dl.inference.trained_model",
     "Trainer": "mpi4dl.training.trainer",
     "parallelize": "mpi4dl.parallel.own_loop",
-    "split": "mpi4dl.parallel.pipeline.cut",
+    "split": "mpi4dl.parallel.cut",
     "tiles": "mpi4dl.parallel.own_loop",
     "world": "mpi4dl.comm",
 }

@@ -19,7 +19,7 @@ from mpi4dl.checkpoints import Checkpoints, save_model
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.slides.compose import Cohort
 from mpi4dl.engine import Engine, Evaluation, Runner, StepResult
-from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions

@@ -70,6 +70,12 @@ FLOOR_1_MAY_IMPORT = {
 }
 
 
+# Within mpi4dl.parallel, from below: each may import those before it.
+OF_PARALLEL = (
+    "disk tables inputs replicas spatial experts tensor plan pipeline blocks costs streaming cut own_loop".split()
+)
+
+
 @cache
 def parsed(source: str) -> ast.Module:
     return ast.parse(source)
@@ -136,6 +142,10 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
             found.append(f"{module} imports {name}, but importing the package must stay instant")
         elif room and not may_import(room, other):
             found.append(f"{module} (floor {FLOORS[room]}) imports {name} (floor {FLOORS[other]})")
+        elif room == other == "parallel" and name not in imported_for_types(source):
+            mine, theirs = ([*path.split("."), "", ""][2] for path in (module, name))
+            if mine and theirs and OF_PARALLEL.index(theirs) > OF_PARALLEL.index(mine):
+                found.append(f"{module} imports {name}, but parallel.{theirs} is above parallel.{mine}")
     return found
 
 
@@ -271,6 +281,11 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
             "imports mpi4py.MPI, which only mpi4dl.comm and torch_backend may",
         ),
         ("mpi4dl", "from mpi4dl.engine import Engine", "must stay instant"),
+        (
+            "mpi4dl.parallel.spatial.halo",
+            "from mpi4dl.parallel.streaming import margins",
+            "streaming is above parallel.sp",
+        ),
     ],
 )
 def test_the_checker_finds_what_breaks_the_floors(module: str, source: str, complaint: str) -> None:

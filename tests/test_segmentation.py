@@ -13,7 +13,7 @@ from mpi4dl import models
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine, Evaluation
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks

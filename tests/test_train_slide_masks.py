@@ -29,7 +29,7 @@ from mpi4dl.geometry import Box, Interval
 from mpi4dl.models import build
 from mpi4dl.options.config import parse
 from mpi4dl.options.data import build_views, open_slides, split_slides, with_frame
-from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
 from mpi4dl.predict import predict

@@ -55,7 +55,7 @@ from mpi4dl.comm.requests import Driven, Request
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.costs.cost_model import MESSAGE_SECONDS, Link
 from mpi4dl.parallel.costs.machine import LinkLevel, Machine
-from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
 

@@ -29,8 +29,8 @@ from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
 from mpi4dl.engine.recompute import recompute_blocks
 from mpi4dl.parallel import spatial
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.disk import Keep
-from mpi4dl.parallel.pipeline.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import EACH_NORM, StreamOptions

@@ -447,7 +447,7 @@ class Runner:
             for buffer in module.buffers():
                 stages.groups[stage].broadcast(buffer.data)
         if halo != "layer":
-            from mpi4dl.parallel.spatial.wide import fetch_halos
+            from mpi4dl.parallel.streaming.wide_halos import fetch_halos
 
             fetch_halos(stages.modules_of.values(), halo)
         self._streamed: Callable[..., Any] | None = None

@@ -34,8 +34,8 @@ from mpi4dl.options.tasks import with_defaults
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.costs.cost_model import Profiler, flop_seconds
 from mpi4dl.parallel.costs.timing import machine, planned_cuts, versions
+from mpi4dl.parallel.cut import ChooseStream
 from mpi4dl.parallel.disk import Keep, byte_seconds
-from mpi4dl.parallel.pipeline.cut import ChooseStream
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan

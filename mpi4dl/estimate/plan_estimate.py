@@ -40,8 +40,8 @@ from mpi4dl.parallel.costs.cost_model import (
 from mpi4dl.parallel.costs.machine import Machine
 from mpi4dl.parallel.costs.timing import Site, planned_cuts
 from mpi4dl.parallel.costs.units import UnitCounts, bytes_of_stages, count_flops, count_units, on_one_rank
+from mpi4dl.parallel.cut import ChooseStream, partition
 from mpi4dl.parallel.inputs import of_tokens
-from mpi4dl.parallel.pipeline.cut import ChooseStream, partition
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import ZERO_STAGES, Plan, grid_name
 from mpi4dl.parallel.streaming.leading_part import EACH_NORM, StreamOptions, choose_leading_part

@@ -18,8 +18,8 @@ from mpi4dl.options.build import title_of
 from mpi4dl.parallel.costs.cost_model import Profiler, prices_for
 from mpi4dl.parallel.costs.timing import Units
 from mpi4dl.parallel.costs.units import count_units, on_one_rank
+from mpi4dl.parallel.cut import ChooseStream, choose_cut
 from mpi4dl.parallel.inputs import of_tokens, space_of
-from mpi4dl.parallel.pipeline.cut import ChooseStream, choose_cut
 from mpi4dl.parallel.pipeline.split import outline, unfit
 from mpi4dl.parallel.plan import Plan, grid_name
 from mpi4dl.parallel.streaming.leading_part import StreamOptions

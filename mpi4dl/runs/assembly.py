@@ -141,7 +141,7 @@ def _cut_model(
     """A model of several stages, or of one whose images are streamed."""
     from mpi4dl.parallel.costs.cost_model import Profiler
     from mpi4dl.parallel.costs.timing import Column, time_column
-    from mpi4dl.parallel.pipeline.cut import split
+    from mpi4dl.parallel.cut import split
     from mpi4dl.parallel.streaming.margins import CannotStream
 
     def time_and_tidy(*site: Any) -> Column:

@@ -22,7 +22,7 @@ from mpi4dl.checkpoints import checkpoints as checkpoint_face
 from mpi4dl.checkpoints.manifest import MODEL, OPTIMIZER, STATE
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from tests.faults import file_limit

@@ -22,7 +22,7 @@ from mpi4dl.datasets.base import BadImage
 from mpi4dl.datasets.slides.features import open_bag
 from mpi4dl.engine import Engine
 from mpi4dl.models import build
-from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from mpi4dl.checkpoints import Checkpoints, load
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
 from tests.short_runs import EXACT, NUM_CLASSES, Task, TILES_1x2, assert_close, batch_of, digest_of, tiles_of

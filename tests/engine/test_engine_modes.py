@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
 from tests.short_runs import BOTH, FROZEN, NUM_CLASSES, TILES_2x2, batch_of, check, tiles_of

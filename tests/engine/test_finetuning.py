@@ -13,7 +13,7 @@ from mpi4dl._patterns import select
 from mpi4dl.checkpoints.checkpoints import Checkpoints
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, names_by_first
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks

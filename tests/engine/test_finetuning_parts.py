@@ -12,7 +12,7 @@ from mpi4dl import models
 from mpi4dl._patterns import select
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, names_by_first
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.losses import token_loss

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine, StepResult
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.inputs import Microbatch, OwnSizes
-from mpi4dl.parallel.pipeline.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions

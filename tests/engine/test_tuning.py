@@ -7,7 +7,7 @@ from torch import nn
 
 from mpi4dl.comm import Communicator
 from mpi4dl.engine.tuning import freeze, keep_in_evaluation, parameter_groups
-from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
 

@@ -17,8 +17,8 @@ from mpi4dl.engine import Engine
 from mpi4dl.estimate.memory import Allocator, count_state
 from mpi4dl.estimate.summary import overview
 from mpi4dl.parallel.costs.timing import planned_cuts
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.inputs import of_tokens, space_of
-from mpi4dl.parallel.pipeline.cut import split
 from mpi4dl.parallel.pipeline.split import outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.losses import token_loss

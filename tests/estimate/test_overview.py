@@ -16,7 +16,7 @@ from mpi4dl.parallel.costs import cost_model
 from mpi4dl.parallel.costs.cost_model import LINK, MESSAGE_SECONDS, PYTHON, Link, Profiler
 from mpi4dl.parallel.costs.timing import Column, Remembered, Site, UnitSeconds
 from mpi4dl.parallel.costs.units import count_bytes, count_flops
-from mpi4dl.parallel.pipeline.cut import choose_cut
+from mpi4dl.parallel.cut import choose_cut
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 

@@ -12,7 +12,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.engine import Runner
 from mpi4dl.geometry import Box
 from mpi4dl.inference.cell_maps import CellMaps, CellOptions, side_of_cells
-from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import Grid, shard
 from mpi4dl.parallel.streaming.leading_part import StreamOptions

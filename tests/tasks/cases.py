@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.formulas import BatchLoss, OfHeads

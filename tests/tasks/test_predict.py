@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine, Runner
-from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
 from tests.pool.ranks import Ranks

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpi4dl import models
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine, Runner
-from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.formulas import Counting, CrossEntropy, OfHeads

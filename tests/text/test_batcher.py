@@ -13,7 +13,7 @@ from mpi4dl.datasets.text import ByteTokenizer
 from mpi4dl.models.bert import BERT
 from mpi4dl.models.experts import Mixture
 from mpi4dl.models.gpt import GPT
-from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.text.batcher import Batcher, Event, Usage

@@ -12,7 +12,7 @@ from mpi4dl._palette import WRONG
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
 from mpi4dl.options.config import parse
-from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.runs.folder import RunFolder
 from mpi4dl.tasks.task import Classify, MultiLabel, Regress, Segment, Task

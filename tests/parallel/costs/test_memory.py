@@ -10,7 +10,7 @@ from mpi4dl.engine import Engine
 from mpi4dl.models import build
 from mpi4dl.parallel.costs.timing import Site, sites_of
 from mpi4dl.parallel.costs.units import StageBytes, UnitCounts, bytes_of_stages, count_bytes, count_units
-from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks

@@ -26,7 +26,7 @@ from mpi4dl.parallel.costs.cost_model import (
 from mpi4dl.parallel.costs.machine import Machine
 from mpi4dl.parallel.costs.stage_traffic import WaitSeconds
 from mpi4dl.parallel.costs.timing import Column, Remembered, Site, UnitSeconds
-from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks

@@ -13,7 +13,7 @@ from mpi4dl.engine.precision import lower_precision
 from mpi4dl.geometry import BATCH, Tiling
 from mpi4dl.models import build
 from mpi4dl.parallel.costs.units import count_flops
-from mpi4dl.parallel.pipeline.cut import choose_cut, partition, shared_out
+from mpi4dl.parallel.cut import choose_cut, partition, shared_out
 from mpi4dl.parallel.pipeline.program import Slot, TensorSpec, pack
 from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, materialize, outline, unfit
 from mpi4dl.parallel.plan import Plan

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline import checking
 from mpi4dl.parallel.pipeline.checking import check_cut
-from mpi4dl.parallel.pipeline.cut import split
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import NoRule

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from mpi4dl.comm import Communicator, blocks
 from mpi4dl.engine import Engine
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.rules import normalization

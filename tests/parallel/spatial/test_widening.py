@@ -14,7 +14,7 @@ from mpi4dl.parallel import spatial
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import Layout, SpatialTensor
 from mpi4dl.parallel.spatial.dry_run_grid import dry_run_grid
-from mpi4dl.parallel.spatial.wide import fetch_at_entries
+from mpi4dl.parallel.streaming.wide_halos import fetch_at_entries
 from tests.parallel.spatial.comparing import Traffic, compare_models, difference, on_ranks, sum_gradients
 from tests.pool.ranks import Ranks
 from tests.short_runs import DENSE, Task, TILES_1x2, TILES_2x2, check

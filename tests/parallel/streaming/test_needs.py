@@ -14,8 +14,8 @@ from mpi4dl.geometry import Box
 from mpi4dl.parallel.costs.meter import OperatorMeter
 from mpi4dl.parallel.costs.timing import Site, UnitSeconds
 from mpi4dl.parallel.costs.units import StageBytes, count_flops, count_units
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.disk import Keep
-from mpi4dl.parallel.pipeline.cut import split
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions, choose_leading_part

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpi4dl import models
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.cut import split
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from tests.parallel.tensor.test_cut_parameters import FUSED, GROUPED, HEADS, VOCABULARY, build
 from tests.pool.ranks import Ranks
