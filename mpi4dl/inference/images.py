@@ -290,27 +290,36 @@ def open_to_evaluate(
     return open_labelled(comm, config, about, images)
 
 
-def patients_seen(folder: Path) -> dict[str, str]:
-    """Of each patient of the slides of a run the part that it was in; empty where the run keeps none.
+def _parts_of_run(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """The part, such as train, of each patient and of each slide of a run; empty where the run keeps none.
 
     Raises OSError, ValueError.
     """
     kept = folder / SPLIT
     if not kept.is_file():
-        return {}
+        return {}, {}
     with kept.open(newline="", encoding="utf-8-sig") as file:
-        return {row.get("case_id", ""): row.get("split", "") for row in csv.DictReader(file)}
+        rows = [*csv.DictReader(file)]
+    of_patient, of_slide = ({row.get(key, ""): row.get("split", "") for row in rows} for key in ("case_id", "slide_id"))
+    return of_patient, of_slide
 
 
 def seen_before(images: Any, folder: Path) -> list[str]:
-    """Warnings about patients that the run in this folder trained on, or chose its weights by. Raises as above."""
+    """Warnings about patients that the run in this folder trained on, or chose its weights by; and about slides, where
+    a table does not name the patients as that of training did. Raises as above.
+    """
     whole: Any = images.whole if isinstance(images, Subset) else images
-    patients = {whole.rows[i].patient for i in (images.indices if whole is not images else range(len(images)))}
-    parts, found = patients_seen(folder), []
+    rows = [whole.rows[i] for i in (images.indices if whole is not images else range(len(images)))]
+    of_patient, of_slide = _parts_of_run(folder)
+    found = []
     for part, what in (("train", "trained on"), ("val", "used for validation")):
-        seen = sorted(patient for patient in patients if parts.get(patient) == part)
-        if seen:
-            found.append(f"warning: {counted(len(seen), 'patient was', 'patients were')} {what}: {some(seen, 5)}")
+        patients = sorted({row.patient for row in rows if of_patient.get(row.patient) == part})
+        others = (row.slide for row in rows if row.patient not in of_patient)
+        slides = sorted({slide for slide in others if of_slide.get(slide) == part})
+        for kind, names in (("patient", patients), ("slide", slides)):
+            if names:
+                seen = counted(len(names), f"{kind} was", f"{kind}s were")
+                found.append(f"warning: {seen} {what}: {some(names, 5)}")
     return found
 
 
