@@ -221,13 +221,13 @@ def own_launcher() -> str:
     said = f"the mpirun of {vendor} {'.'.join(map(str, version))}"
     with suppress(OSError):
         loaded = {Path(line.split(maxsplit=5)[5]) for line in MAPS.read_text().splitlines() if "/libmpi" in line}
-        for library in sorted(path for path in loaded if path.name.startswith("libmpi")):
-            names = [f"mpirun.{vendor.replace(' ', '').lower()}"]  # as Debian calls them
-            for folder in library.parents[:3]:
-                # In /usr/bin mpirun is that of any library.
-                for name in names if folder == Path("/usr") else (*names, "mpirun"):
-                    if (folder / "bin" / name).exists():
-                        return f"{folder / 'bin' / name}, {said}"
+        libraries = sorted(path for path in loaded if path.name.startswith("libmpi"))
+        for folder in (folder for library in libraries for folder in library.parents[:3]):
+            of_vendor = f"mpirun.{vendor.replace(' ', '').lower()}"  # as Debian calls them
+            # In /usr/bin mpirun is that of any library.
+            for name in (of_vendor,) if folder == Path("/usr") else (of_vendor, "mpirun"):
+                if (folder / "bin" / name).exists():
+                    return f"{folder / 'bin' / name}, {said}"
     return said
 
 

@@ -177,12 +177,7 @@ class Engine(Runner):
             all_reduce=all_reduce,
             bucket_bytes=bucket_bytes,
         )
-        unlike = None
-        for group, mine in zip(self.stages.together, trained, strict=True):  # all ranks have the same groups
-            for other in group.comm.all_gather_object(mine):
-                if mine != other:
-                    unlike = f"the optimizer has {min(mine ^ other)} on some ranks alone: pass it the same on all"
-        comm.agree(unlike)
+        self._require_alike(trained)
         self._share_values(halo)
         if recompute:
             from mpi4dl.engine.recompute import recompute_stages
@@ -191,10 +186,7 @@ class Engine(Runner):
         # Ranks of one stage may hold others too, and see other parameters in the optimizer.
         whole = bool(comm.all_reduce(torch.tensor([unit != "element"]).int(), "max"))
         groups: list[tuple[tuple[int, ...], ReplicaGroup]] = []
-        self._across: list[PartsOf | None] = []
-        for stages, alike, parameters, zero, copies, across in self.stages.together:
-            looks = gradient_hook is not None and len(across) > 1 and parameters
-            self._across.append(PartsOf(comm.subset(across), self.stages.shapes) if looks else None)
+        for stages, alike, parameters, zero, copies, _ in self.stages.together:
             summing = None if zero else pick(alike, all_reduce, device=self.device)
             apart = plan.num_directions == 2 or len(stages) > 1
             how = (home, zero, copies, summing, bucket_bytes, apart, whole, ema)
@@ -202,7 +194,23 @@ class Engine(Runner):
         self.groups = self.executor.parameters = ReplicaGroups(groups, self.stages.runs)
         partial = plan.zero > 0 or plan.num_stages > 1 or plan.cuts_parameters
         self._stepping = Stepping(optimizer, tuple(self.groups), comm, partial)
+        self._across = [self._parts_of(each.parameters, each.across) for each in self.stages.together]
         self._table = plan.table()
+
+    def _require_alike(self, trained: Sequence[frozenset[str]]) -> None:
+        """Refuse an optimizer that does not train the same parameters of each group on all of its ranks. Collective."""
+        unlike = None
+        for group, mine in zip(self.stages.together, trained, strict=True):  # all ranks have the same groups
+            for other in group.comm.all_gather_object(mine):
+                if mine != other:
+                    unlike = f"the optimizer has {min(mine ^ other)} on some ranks alone: pass it the same on all"
+        self.comm.agree(unlike)
+
+    def _parts_of(self, parameters: Sequence[Any], across: Sequence[int]) -> PartsOf | None:
+        """The ranks that have the other parts of these, for a hook that sees whole gradients. Collective."""
+        if self.gradient_hook is None or len(across) < 2 or not parameters:
+            return None
+        return PartsOf(self.comm.subset(across), self.stages.shapes)
 
     def _problem(self, unit: StepUnit, turns: bool) -> str | None:
         """Why this rank's part of the model cannot be trained by the optimizer; None if it can. Asks no other rank."""

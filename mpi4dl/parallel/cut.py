@@ -5,7 +5,8 @@ optimizer = torch.optim.SGD(stages.parameters(), lr=0.1)
 """
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -29,6 +30,22 @@ from mpi4dl.parallel.tensor.styles import Styles
 
 ChooseStream = Callable[[Cuttable, Sequence[int]], StreamOptions]
 BALANCES = ("auto", "flops", "memory", "measured")
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Within this context all generators of random numbers have this seed; behind it they go on as before."""
+    with forked():
+        torch.default_generator.manual_seed(seed)
+        seed_python(seed)
+        yield
+
+
+def _require_exact_norms(options: StreamOptions | None, plan: Plan) -> None:
+    if options is not None and plan.bidirectional and options.norms != "exact":
+        raise ValueError(
+            f"copies in both directions share their statistics later: stream with exact norms, not {options.norms}"
+        )
 
 
 def split(
@@ -55,20 +72,16 @@ def split(
     the tiles of each stage and caches; "measured", by seconds that all ranks time together; or "memory", by the bytes
     that training keeps. `whole` are paths of modules not to be cut. With a `clockwork`, which times units, cuts by
     numbers are priced too. With `stream` the first stage begins with a part that is streamed, tile by tile; how, may be
-    chosen once it is known how many units the stages have, on each rank by itself and alike. Collective.
-
-    With `check`, rank 0 first compares the cut model with the plain one, on small samples.
+    chosen once it is known how many units the stages have, on each rank by itself and alike. With `check`, rank 0 first
+    compares the cut model with the plain one, on small samples. Collective.
 
     Raises:
         ValueError: the model cannot be traced, or cannot be cut or streamed so; on all ranks alike.
     """
-    with forked():
-        seed_python(seed)
+    with _seeded(seed):
         model = outline(build)
     if plan.num_stages == 1 and stream is None:
-        with forked():
-            torch.default_generator.manual_seed(seed)
-            seed_python(seed)
+        with _seeded(seed):
             return LocalStages.whole(build(), plan, comm, styles=styles, device=device)
     cuttable = Cuttable(model, whole, image)
     counts, prices = Counts((len(cuttable),), None)
@@ -77,17 +90,13 @@ def split(
     options = stream(cuttable, counts) if callable(stream) else stream
     shared = cuttable.shared(counts)
     cuttable.require_one_owner(counts, shared)
-    if options is not None and plan.bidirectional and options.norms != "exact":
-        raise ValueError(
-            f"copies in both directions share their statistics later: stream with exact norms, not {options.norms}"
-        )
+    _require_exact_norms(options, plan)
     with comm.together(()):
         if not check and comm.rank == 0:
             warnings.warn(f"{type(model).__name__} in stages is not compared with the plain model", stacklevel=2)
     if check:
         _check(cuttable, counts, build, seed, image, plan, comm, options is not None)
-    own = sorted({stage for _, stage in plan.held_by(comm.rank)})
-    uncut = "cpu" if plan.cuts_parameters else device
+    own, uncut = sorted({stage for _, stage in plan.held_by(comm.rank)}), "cpu" if plan.cuts_parameters else device
     modules = {stage: materialize(cuttable.stage(counts, stage), build, uncut, seed) for stage in own}
     if options is not None:
         leading = choose_leading_part(cuttable, counts[0], options, plan.shape(0), image)

@@ -43,6 +43,10 @@ FIRST = 3  # forward passes of training in which ranks compare what they have
 EVERY = 100  # and of those that follow every one of this number
 
 
+def _is_expanded(x: Tensor) -> bool:
+    return any(n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True))
+
+
 def parallelize(
     model: ModelT,
     tiles: "str | Sequence[int] | Tiles | None" = None,
@@ -96,10 +100,8 @@ def parallelize(
             raise ValueError(f"{lazy} of the model has no shape yet: call the model once before it is parallelized")
     comm.agree(None, model=crc32(repr([(name, tuple(x.shape), str(x.dtype)) for name, x in values]).encode()))
     for _, x in values if comm.size > 1 else ():
-        if x.layout is torch.strided and not any(
-            n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True)
-        ):
-            comm.broadcast(x.data)  # others, such as expanded ones, are compared in the first forward pass
+        if x.layout is torch.strided and not _is_expanded(x):  # others are compared in the first forward pass
+            comm.broadcast(x.data)
     torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[method-assign, assignment]
     cut.grid.loop = outputs  # type: ignore[assignment]
     model.__class__ = _on_tiles(type(model))  # type: ignore[assignment]

@@ -150,9 +150,8 @@ def _steps(
             buffers = {name: _sketch(value) for name, value in model.named_buffers()}
             found.append(TriedStep(list(map(_sketch, outputs)), gradients, between, buffers))
             with torch.no_grad():
-                for p in model.parameters():
-                    if p.requires_grad:
-                        p.add_(torch.randn(p.shape, generator=generator).to(p.dtype), alpha=0.02)
+                for p in filter(lambda p: p.requires_grad, model.parameters()):
+                    p.add_(torch.randn(p.shape, generator=generator).to(p.dtype), alpha=0.02)
         return {
             f"{path}.{name}" if path else name
             for path, module in model.named_modules()

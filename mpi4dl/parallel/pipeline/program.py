@@ -374,25 +374,24 @@ class Aliasing:
         self.parents: dict[str, str] = {}  # of what value another is a view
         self.same = same = {name: name for name in program.inputs}  # the first value that is the same tensor
         memory: dict[str, Value | Attribute] = {name: Value(name) for name in program.inputs}  # of which it is a view
-        for i, unit in enumerate(program.units):
-            for call in unit.calls:
-                firsts = {args[0] for args, _ in (call.training, call.evaluation) if args and _is_reference(args[0])}
-                same[call.name], memory[call.name] = call.name, Value(call.name)
-                for first in firsts:
-                    place = first if isinstance(first, Attribute) else memory[first.name]
-                    if isinstance(first, Value) and (self._changes(call) or self._views(call)):
-                        self.parents[call.name] = first.name
-                    if self._changes(call):
-                        if isinstance(place, Attribute):
-                            self.written.setdefault(place.path, set()).add(i)
-                        if isinstance(first, Value):
-                            own = same[first.name]
-                            views = {same[name] for name, where in memory.items() if where == place} - {own}
-                            self.changes.append((i, own, tuple(sorted(views - {call.name}))))
-                            same[call.name] = own
-                        memory[call.name] = place
-                    elif self._views(call):
-                        memory[call.name] = place
+        for i, call in ((i, call) for i, unit in enumerate(program.units) for call in unit.calls):
+            firsts = {args[0] for args, _ in (call.training, call.evaluation) if args and _is_reference(args[0])}
+            same[call.name], memory[call.name] = call.name, Value(call.name)
+            for first in firsts:
+                place = first if isinstance(first, Attribute) else memory[first.name]
+                if isinstance(first, Value) and (self._changes(call) or self._views(call)):
+                    self.parents[call.name] = first.name
+                if self._changes(call):
+                    if isinstance(place, Attribute):
+                        self.written.setdefault(place.path, set()).add(i)
+                    if isinstance(first, Value):
+                        own = same[first.name]
+                        views = {same[name] for name, where in memory.items() if where == place} - {own}
+                        self.changes.append((i, own, tuple(sorted(views - {call.name}))))
+                        same[call.name] = own
+                    memory[call.name] = place
+                elif self._views(call):
+                    memory[call.name] = place
 
     def came(self, name: str, made: Mapping[str, int], start: int) -> str:
         """The value that a stage receives of which this one is a view, or the first of those that it makes itself.

@@ -302,39 +302,36 @@ class Cuttable:
 
     def _refuse_shared_state(self, bounds: Sequence[int]) -> None:
         """Refuse modules that are kept whole and keep count in Python of what several stages do."""
-        stages: dict[int, dict[str, nn.Module]] = {}
-        of_module: dict[int, dict[int, str]] = {}
-        for k, (low, high) in enumerate(pairwise(bounds)):
-            for unit in self.program.units[low:high]:
-                for call in unit.calls:
-                    if call.kind == "call_module":
-                        module = self.model.get_submodule(call.target)
-                        stages.setdefault(k, {})[call.target] = module
-                        for each in module.modules():
-                            of_module.setdefault(id(each), {})[k] = call.target
-        known: dict[str, CodeAccess] = {}
-        for named in stages.values():
-            for path, module in named.items():
-                known[path] = self._access(module)
-        for k, named in stages.items():
-            for path, module in named.items():
-                for each in module.modules():
-                    written = self._access(each, within=False).attributes_written
-                    names = [name for name in written if name not in (*each._buffers, *each._parameters)]
-                    if names and len(of_module[id(each)]) > 1:
-                        raise ValueError(
-                            f"{path} is used in several stages and writes its attribute {names[0]} as it runs, of "
-                            "which each has its own: keep count in a buffer, or put all that uses it into one stage"
-                        )
-                for name in known[path].globals_written:
-                    for other, theirs in stages.items():
-                        for beside in theirs:
-                            read = {watch.names[0] for watch in known[beside].reads.values()}
-                            if other != k and (name in read or name in known[beside].globals_written):
-                                raise ValueError(
-                                    f"{path} (stage {k}) writes the global {name}, which {beside} (stage {other}) uses "
-                                    "too, but each rank has its own: keep count in a buffer, or put both into one stage"
-                                )
+        uses = [
+            (stage, call.target, self.model.get_submodule(call.target))
+            for stage, (low, high) in enumerate(pairwise(bounds))
+            for unit in self.program.units[low:high]
+            for call in unit.calls
+            if call.kind == "call_module"
+        ]
+        stages_of: dict[int, set[int]] = {}
+        for stage, _, module in uses:
+            for each in module.modules():
+                stages_of.setdefault(id(each), set()).add(stage)
+        for _, path, module in uses:
+            for each in (each for each in module.modules() if len(stages_of[id(each)]) > 1):
+                written = self._access(each, within=False).attributes_written
+                names = [name for name in written if name not in (*each._buffers, *each._parameters)]
+                if names:
+                    raise ValueError(
+                        f"{path} is used in several stages and writes its attribute {names[0]} as it runs, of "
+                        "which each has its own: keep count in a buffer, or put all that uses it into one stage"
+                    )
+        writers = [(*use[:2], name) for use in uses for name in self._access(use[2]).globals_written]
+        for stage, path, name in writers:
+            for other, beside, module in uses:
+                access = self._access(module)
+                names = [*access.globals_written, *(watch.names[0] for watch in access.reads.values())]
+                if other != stage and name in names:
+                    raise ValueError(
+                        f"{path} (stage {stage}) writes the global {name}, which {beside} (stage {other}) uses "
+                        "too, but each rank has its own: keep count in a buffer, or put both into one stage"
+                    )
 
     def require_one_owner(self, counts: Sequence[int], shared: Mapping[str, tuple[int, ...]]) -> None:
         """Raise unless each parameter and buffer is in just those stages that are known to share it.

@@ -26,7 +26,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import partial
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any
@@ -105,11 +105,10 @@ def culprit(error: BaseException, module: nn.Module) -> Global | None:
         names = frame.f_code.co_names
         modules = [found for name in names if isinstance(found := frame.f_globals.get(name), ModuleType)]
         for place in (frame.f_globals, *map(vars, modules)):
-            own = {name: found for name in names if isinstance(found := place.get(name), FunctionType)}
-            for code in codes[number + 1 :]:
-                for name, function in own.items():
-                    if code in _layers(function) and function is not checkpoints.checkpoint:  # the tracer sees it
-                        return Global(str(place.get("__name__")), name, function, place)
+            own = [(name, found) for name in names if isinstance(found := place.get(name), FunctionType)]
+            for code, (name, function) in product(codes[number + 1 :], own):
+                if code in _layers(function) and function is not checkpoints.checkpoint:  # the tracer sees it
+                    return Global(str(place.get("__name__")), name, function, place)
     return None
 
 

@@ -182,10 +182,10 @@ def _under_one_label(
     for wanted in (True, False):
         for x, names in zip(operands, labels, strict=True):
             for axis, label in _places(x, names).items():
-                if label in result or not wanted:
-                    size = x.shape[names.index(label)]
-                    if axis not in kept or (wanted and axis in length and size > length[axis]):
-                        kept[axis], length[axis] = label, size
+                size = x.shape[names.index(label)]
+                longer = axis not in kept or (wanted and axis in length and size > length[axis])
+                if longer and (label in result or not wanted):
+                    kept[axis], length[axis] = label, size
     found = []
     for x, names in zip(operands, labels, strict=True):
         axes = [axis for axis, label in _places(x, names).items() if label != kept[axis]]

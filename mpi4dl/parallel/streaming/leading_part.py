@@ -394,6 +394,16 @@ def in_memory(images: StreamedImages) -> StreamedImages:
     return replace(found, source=_source(found))
 
 
+def _num_units_until(until: str, names: Sequence[str], most: int) -> int:
+    """How many units of a first stage, of these names, end with the module `until`. Raises CannotStream."""
+    ends = [i + 1 for i, name in enumerate(names) if f"{name}.".startswith(f"{until}.")]
+    if not ends:
+        raise CannotStream(f"there is no {until!r} in the first stage, whose parts are {', '.join(names)}")
+    if ends[-1] > most:
+        raise CannotStream(f"the whole model would be streamed, up to {names[ends[-1] - 1]}: end it before that")
+    return ends[-1]
+
+
 def choose_leading_part(
     cuttable: Cuttable, num_units: int, options: StreamOptions, grid: GridShape, image: Sequence[int]
 ) -> LeadingPart:
@@ -419,18 +429,7 @@ def choose_leading_part(
 
     most = min(num_units, len(cuttable) - 1)  # the last unit returns the model's result, which is not streamed
     if options.until is not None:
-        names = [f"{name}." for name in cuttable.names[:num_units]]
-        ends = [i + 1 for i, name in enumerate(names) if name.startswith(f"{options.until}.")]
-        if not ends:
-            raise CannotStream(
-                f"there is no {options.until!r} in the first stage, whose parts are "
-                f"{', '.join(cuttable.names[:num_units])}"
-            )
-        count = ends[-1]
-        if count > most:
-            raise CannotStream(
-                f"the whole model would be streamed, up to {cuttable.names[count - 1]}: end it before that"
-            )
+        count = _num_units_until(options.until, cuttable.names[:num_units], most)
         if ends_flat(count):
             raise CannotStream(
                 f"the streamed part would end with {cuttable.names[count - 1]}, where several axes of the image are "
