@@ -8,7 +8,7 @@ step:   the plan's table, action by action: tiles -> stages -> outputs -> loss, 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -100,23 +100,66 @@ class Undo:
         self._executor.num_runs = self._num_runs
 
 
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an `Engine` trains. All ranks have the same, but for `offload_folder`.
+
+    Attributes:
+        precision: "fp32" (the model's own dtype), "bf16" or "fp16" (autocast, which scales the loss).
+        recompute: whether to keep only the inputs of the model's blocks, or of a stage.
+        halo: whether halos are fetched by each "layer", or at the entry of each "block".
+        clip_norm: the most that the norm of the whole gradient may be; None: anything.
+        clip_value: the most that each of its elements may be.
+        ema: the decay of an average of the weights, such as 0.999; see `Engine.averaged`.
+        gradient_hook: `hook(name, gradient)` sees the whole gradient of each parameter, once a step, before it is
+            clipped, on every rank that holds the parameter; it changes it in place, or returns another one. All ranks
+            must do the same.
+        low_precision_weights: whether parameters are kept in the type that `precision` names. Those in bfloat16 or
+            float16 have float32 masters, on which the optimizer works.
+        all_reduce: how ranks sum gradients without ZeRO, a choice of `mpi4dl.comm.allreduce.pick`.
+        offload: where masters and the optimizer's state are: "none" (on the device), "cpu", or "disk".
+        offload_folder: the folder of their files; None: the system's for temporary ones.
+        bucket_bytes: the size of buckets of gradients; None: what suits the device.
+
+    Raises:
+        ValueError: two of them contradict each other.
+    """
+
+    precision: str = "fp32"
+    recompute: bool = False
+    halo: str = "layer"
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    ema: float | None = None
+    gradient_hook: GradientHook | None = None
+    low_precision_weights: bool = False
+    all_reduce: str = "auto"
+    offload: str = "none"
+    offload_folder: str | None = None
+    bucket_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        norm, value, ema = self.clip_norm, self.clip_value, self.ema
+        if norm is not None and value is not None:
+            raise ValueError(f"`clip_norm` is {norm} and `clip_value` {value}, but one of them clips: choose one")
+        if ema is not None and not 0 <= ema < 1:
+            raise ValueError(f"`ema` is {ema}, but must be at least 0 and less than 1, such as 0.999")
+        if self.low_precision_weights and self.precision == "fp32":
+            raise ValueError("low_precision_weights needs precision bf16 or fp16, in which the weights are kept")
+
+    def to_agree_on(self) -> dict[str, Any]:
+        """What must be the same on all ranks, by name."""
+        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "offload_folder"}
+        return found | {"gradient_hook": self.gradient_hook is not None}
+
+
 class Engine(Runner):
     """Trains `model` by `plan` as one device would on the whole images and the whole batch.
 
-    `model`, `plan`, `loss`, `precision` and `halo` are those of a `Runner`; fp16 scales the loss. `optimizer` is any
-    torch.optim optimizer of the model's parameters, or several of them with parameters of their own. `recompute` keeps
-    only the inputs of the model's blocks, or of a stage. `clip_norm` limits the gradient's norm, `clip_value` each of
-    its elements. With `ema`, such as 0.999, there is an average of the weights, as `averaged` says. Modes are the
-    user's: call `model.train()`, and `eval()` for what is frozen. Frozen parameters that the optimizer knows may
-    be trained later: see `unfreeze`.
-
-    `gradient_hook(name, gradient)` sees the whole gradient of each parameter, once a step, before it is clipped, on
-    every rank that holds the parameter; it changes it in place, or returns another one. All ranks must do the same.
-
-    Parameters in bfloat16 or float16 have float32 masters, on which the optimizer works; `low_precision_weights` makes
-    them so, in the type that `precision` names. `offload` is where masters and the optimizer's state are: "none" (on
-    the device), "cpu", or "disk" (in `offload_folder`). `all_reduce` is how ranks sum gradients without ZeRO: a
-    choice of mpi4dl.comm.allreduce.pick.
+    `model`, `plan` and `loss` are those of a `Runner`. `optimizer` is any torch.optim optimizer of the model's
+    parameters, or several of them with parameters of their own. `options` are those of `EngineOptions`. Modes are the
+    user's: call `model.train()`, and `eval()` for what is frozen. Frozen parameters that the optimizer knows may be
+    trained later: see `unfreeze`.
     """
 
     def __init__(
@@ -127,34 +170,23 @@ class Engine(Runner):
         loss: Loss,
         *,
         comm: Communicator,
-        precision: str = "fp32",
-        recompute: bool = False,
-        halo: str = "layer",
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
-        ema: float | None = None,
-        gradient_hook: GradientHook | None = None,
-        low_precision_weights: bool = False,
-        all_reduce: str = "auto",
-        offload: str = "none",
-        offload_folder: str | None = None,
-        bucket_bytes: int | None = None,
+        **options: Any,
     ) -> None:
         with comm.together((ValueError,)):
-            _require_options(loss, plan, clip_norm, clip_value, ema, low_precision_weights and precision == "fp32")
-        self._place(model, plan, loss, comm, precision, halo)
-        self.clip_norm, self.clip_value, self.gradient_hook = clip_norm, clip_value, gradient_hook
+            _require_one_batch(loss, plan)
+            chosen = EngineOptions(**options)
+        self._place(model, plan, loss, comm, chosen.precision, chosen.halo)
+        bucket_bytes = bucket_bytes_on(self.device.type) if chosen.bucket_bytes is None else chosen.bucket_bytes
+        self.options = chosen = replace(chosen, bucket_bytes=bucket_bytes)
         self.is_averaged = False
         self.num_steps = 0
-        self.scaler = LossScaler(enabled=precision == "fp16")
+        self.scaler = LossScaler(enabled=chosen.precision == "fp16")
         with comm.together((ValueError,)):  # what may go wrong on one rank alone, before any waits for another
             self.optimizer = optimizer = as_one(optimizer)
-            bucket_bytes = bucket_bytes_on(self.device.type) if bucket_bytes is None else bucket_bytes
-            home = home_for(offload, offload_folder)
-            lowered = AUTOCAST[precision]
-            if low_precision_weights and lowered is not None:
-                for module in self.stages.modules_of.values():
-                    lower_precision(module, lowered)
+            home, lowered = home_for(chosen.offload, chosen.offload_folder), AUTOCAST[chosen.precision]
+            for module in self.stages.modules_of.values() if chosen.low_precision_weights else ():
+                assert lowered is not None
+                lower_precision(module, lowered)
             learnt = trainable(self.stages.named_parameters(), optimizer)
             turns = plan.zero > 0 or not all(stays(p, home) for _, p in learnt)
             on_parts = turns or plan.num_stages > 1 or plan.cuts_parameters
@@ -164,22 +196,10 @@ class Engine(Runner):
             trained = [
                 frozenset(name for name, _ in trainable(each.parameters, optimizer)) for each in self.stages.together
             ]
-        comm.agree(
-            problem,
-            optimizer=settings,
-            recompute=recompute,
-            clip_norm=clip_norm,
-            clip_value=clip_value,
-            ema=ema,
-            gradient_hook=gradient_hook is not None,
-            low=low_precision_weights,
-            offload=offload,
-            all_reduce=all_reduce,
-            bucket_bytes=bucket_bytes,
-        )
+        comm.agree(problem, optimizer=settings, **chosen.to_agree_on())
         self._require_alike(trained)
-        self._share_values(halo)
-        if recompute:
+        self._share_values(chosen.halo)
+        if chosen.recompute:
             from mpi4dl.engine.recompute import recompute_stages
 
             recompute_stages(self.stages.modules_of.values(), plan.num_stages > 1)
@@ -187,9 +207,9 @@ class Engine(Runner):
         whole = bool(comm.all_reduce(torch.tensor([unit != "element"]).int(), "max"))
         groups: list[tuple[tuple[int, ...], ReplicaGroup]] = []
         for stages, alike, parameters, zero, copies, _ in self.stages.together:
-            summing = None if zero else pick(alike, all_reduce, device=self.device)
+            summing = None if zero else pick(alike, chosen.all_reduce, device=self.device)
             apart = plan.num_directions == 2 or len(stages) > 1
-            how = (home, zero, copies, summing, bucket_bytes, apart, whole, ema)
+            how = (home, zero, copies, summing, bucket_bytes, apart, whole, chosen.ema)
             groups.append((stages, ReplicaGroup(parameters, alike, optimizer, *how)))
         self.groups = self.executor.parameters = ReplicaGroups(groups, self.stages.runs)
         partial = plan.zero > 0 or plan.num_stages > 1 or plan.cuts_parameters
@@ -208,7 +228,7 @@ class Engine(Runner):
 
     def _parts_of(self, parameters: Sequence[Any], across: Sequence[int]) -> PartsOf | None:
         """The ranks that have the other parts of these, for a hook that sees whole gradients. Collective."""
-        if self.gradient_hook is None or len(across) < 2 or not parameters:
+        if self.options.gradient_hook is None or len(across) < 2 or not parameters:
             return None
         return PartsOf(self.comm.subset(across), self.stages.shapes)
 
@@ -264,9 +284,9 @@ class Engine(Runner):
         self.groups.call_hooks(self.executor.drawing_alike)
         loss, norm, told = self._sum_up(batch, drawn, () if tell is None else tell(), unlike)
         self.executor.drew_alike()
-        if self.gradient_hook is not None and math.isfinite(norm):
+        if self.options.gradient_hook is not None and math.isfinite(norm):
             alike = self.executor.drawing_alike
-            self.groups.change_gradients(self.gradient_hook, self.scaler.scale, alike, self._across)
+            self.groups.change_gradients(self.options.gradient_hook, self.scaler.scale, alike, self._across)
             loss, norm, _ = self._sum_up(batch)
         finite = math.isfinite(norm)
         if not math.isfinite(loss) or not (finite or self.scaler.enabled):
@@ -280,9 +300,9 @@ class Engine(Runner):
                 f"step {self.num_steps}: the gradient of {MAX_SKIPPED} steps in a row was not finite in fp16, down to "
                 f"a loss scale of {self.scaler.scale:g}; the weights are as before them: try `precision` bf16 or fp32"
             )
-        if finite and self.clip_value is not None:
-            self.groups.clamp(self.clip_value * self.scaler.scale)
-        clip = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (norm + NORM_EPS))
+        if finite and self.options.clip_value is not None:
+            self.groups.clamp(self.options.clip_value * self.scaler.scale)
+        clip = 1.0 if self.options.clip_norm is None else min(1.0, self.options.clip_norm / (norm + NORM_EPS))
         if finite:  # else fp16 overflowed
             self._stepping.step(clip / self.scaler.scale)
         self.scaler.update(finite)
@@ -404,19 +424,11 @@ class Engine(Runner):
         }
 
 
-def _require_options(
-    loss: Loss, plan: Plan, clip_norm: float | None, clip_value: float | None, ema: float | None, lowered_fp32: bool
-) -> None:
-    """Raise ValueError where what an engine is given contradicts itself."""
+def _require_one_batch(loss: Loss, plan: Plan) -> None:
+    """Refuse a loss that compares all samples of a batch where the plan cuts it."""
     if isinstance(loss, SummedLoss) and loss.whole_batch and plan.num_microbatches_of_all > 1:
         raise Refusal(
             f"the loss compares all samples of a batch with each other, but {plan.describe()} cuts it into "
             f"{plan.num_microbatches_of_all}: leave out `microbatches`, `accumulate`, `bidirectional` and, with "
             "`fit` own, `data`, or choose another `loss`"
         )
-    if clip_norm is not None and clip_value is not None:
-        raise ValueError(f"`clip_norm` is {clip_norm} and `clip_value` {clip_value}, but one of them clips: choose one")
-    if ema is not None and not 0 <= ema < 1:
-        raise ValueError(f"`ema` is {ema}, but must be at least 0 and less than 1, such as 0.999")
-    if lowered_fp32:
-        raise ValueError("low_precision_weights needs precision bf16 or fp16, in which the weights are kept")

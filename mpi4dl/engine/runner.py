@@ -396,7 +396,7 @@ class Runner:
     """Runs `model` by `plan`, forward only, as one device would on the whole images and the whole batch.
 
     `model` is an unmodified nn.Module, the same on every rank, whose values on rank 0 count; or, for a plan of several
-    stages, what `pipeline.local_stages.split` returns. `loss(outputs, targets)` is the mean over the samples that it is
+    stages, what `mpi4dl.parallel.cut.split` returns. `loss(outputs, targets)` is the mean over the samples that it is
     given: a whole microbatch; one with `sums` and `weights` (`tasks.formulas.SummedLoss`) adds up to that of the whole
     batch instead. `evaluate` needs one. `precision` is "fp32" (the model's own dtype), "bf16" or "fp16" (autocast).
     Halos are fetched by each "layer", or at the entry of each "block", as `halo` says. Collective.
