@@ -613,7 +613,15 @@ class MpiGroup(GROUP):
     ) -> MpiWork:
         node = self._collectives.node
         pending = Pending.all(node, parts)
-        work = MpiWork(name, self, pending, node, list(results), self._timeout, alarm, receives)
+
+        def look() -> None:
+            try:
+                alarm()
+            except Departed:
+                if not pending.test():  # else it was what came last of all, and was found as others were looked at
+                    raise
+
+        work = MpiWork(name, self, pending, node, list(results), self._timeout, look, receives)
         return self._keep(work, pending)
 
     def _start_coalescing(self, device: torch.device) -> None:
