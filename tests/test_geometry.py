@@ -199,29 +199,6 @@ def test_a_window_needs_exactly_the_rows_from_its_first_tap_to_its_last(
 
 
 @thorough
-@given(windows(), st.integers(-20, 20), st.integers(1, 20))
-def test_the_readers_of_rows_are_the_windows_that_reach_into_them(window: Window, start: int, length: int) -> None:
-    source, span = range(start, start + length), 60 + max(window.before, window.after)
-    reach = [(row, window_taps(window, row)) for row in range(-span, span)]
-    found = {row for row, taps in reach if taps[0] <= source[-1] and taps[-1] >= source[0]}
-    assert set(range(*window.readers(Interval(start, start + length)))) == found
-
-
-@thorough
-@given(windows(), intervals, st.integers(-20, 20), st.integers(1, 20))
-def test_the_taps_on_rows_are_those_of_the_windows_that_fall_on_them(
-    window: Window, output: Interval, start: int, length: int
-) -> None:
-    assume(not output.empty)
-    source = range(start, start + length)
-    found = set(range(*window.taps(output, Interval(start, start + length))))
-    hit = {k for row in range(*output) for k, tap in enumerate(window_taps(window, row)) if tap in source}
-    assert found >= hit
-    if window.stride == 1:  # windows skip no row between them
-        assert found == hit
-
-
-@thorough
 @given(transposed_windows(), sizes)
 def test_output_size_is_that_of_conv_transpose2d(window: TransposedWindow, size: int) -> None:
     assume(window.output_size(size) >= 1)

@@ -65,11 +65,6 @@ class ExchangePlan:
     def adjoint(self) -> "ExchangePlan":
         return ExchangePlan(self.needed, self.held, self.receives, self.sends, self.kept, self.silent)
 
-    @cached_property
-    def inert(self) -> bool:
-        """Whether this rank needs just what it holds, and nobody needs anything of it."""
-        return not self.sends and not self.receives and self.held == self.needed == self.kept
-
     def moves(self, dims: "Dims", shape: Sequence[int]) -> "Moves":
         """The same for tensors that are `shape` but for the dims of axes."""
         key = dims, tuple(shape)
@@ -255,16 +250,8 @@ class Exchange:
 
     def start(self, x: Tensor) -> Incoming:
         """Send what others need of x, and expect what this rank needs of them."""
-        moves = self.moves(x.shape)
-        return self.trade([Piece(peer, at(x, cut)) for peer, cut in moves.leaving], Like.of(x), moves)
-
-    def start_with(self, slabs: Sequence[Tensor], like: Like) -> Incoming:
-        """The same for who has the slabs of the plan's `sends` apart, of an x that were `like`."""
-        leaving = [Piece(slab.peer, x) for slab, x in zip(self.plan.sends, slabs, strict=True)]
-        return self.trade(leaving, like, self.moves(like.shape))
-
-    def trade(self, leaving: list[Piece], like: Like, moves: Moves) -> Incoming:
-        strips = self.strips(like)
+        moves, like = self.moves(x.shape), Like.of(x)
+        leaving, strips = [Piece(peer, at(x, cut)) for peer, cut in moves.leaving], self.strips(like)
         pending = self.comm.iexchange(leaving, self.arriving(strips), self.tag, collective=not self.plan.silent)
         return Incoming(strips, pending, like, moves)
 
@@ -303,11 +290,11 @@ class Exchange:
     def assemble(self, x: Tensor | None, incoming: Incoming) -> Tensor:
         """The needed box: what is kept of x, the strips, once they have come, and `fill` outside the whole.
 
-        A rank that holds nothing has no x.
+        A rank that holds nothing has no x. Where x is all that this rank needs, it is that, or a view of it.
         """
-        if x is not None and self.plan.inert:
-            return x
         strips, pending, like, moves = incoming
+        if x is not None and not strips and self.plan.kept == self.plan.needed:
+            return at(x, moves.kept)
         if moves.bare:
             pending.wait()
             return strips[0]
@@ -315,19 +302,15 @@ class Exchange:
         self._begin(result, moves)
         if x is not None and moves.keeps:
             at(result, moves.kept_into).copy_(at(x, moves.kept))
-        return self.put(incoming, result)
+        pending.wait()
+        for strip, cut in zip(strips, moves.into, strict=True):
+            self._put(strip, at(result, cut))
+        return result
 
     def memory(self, like: Like, moves: Moves | None = None) -> Tensor:
         """Memory for the needed box."""
         shape = (moves or self.moves(like.shape)).shape
         return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=like.memory_format)
-
-    def put(self, incoming: Incoming, result: Tensor) -> Tensor:
-        """`result`, the needed box, with the strips in it once they have come."""
-        incoming.pending.wait()
-        for strip, cut in zip(incoming.strips, incoming.moves.into, strict=True):
-            self._put(strip, at(result, cut))
-        return result
 
     def _begin(self, result: Tensor, moves: Moves) -> None:
         """Fill the parts of the result that no rank sends."""
@@ -344,11 +327,6 @@ class Exchange:
 
 class _Adjoint(Exchange):
     tag = BACKWARD_TAG
-
-    def assemble(self, x: Tensor | None, incoming: Incoming) -> Tensor:
-        if x is not None and not self.plan.receives and self.plan.kept == self.plan.needed:
-            return at(x, incoming.moves.kept)  # what lay outside the whole goes nowhere
-        return super().assemble(x, incoming)
 
     def _begin(self, result: Tensor, moves: Moves) -> None:
         if self.plan.kept != self.plan.needed:
@@ -393,9 +371,8 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
         result = exchange.bring(x)
-        if result is x:
-            return result.clone()  # nobody may find itself writing to x
-        return no_view(result, x) if result._is_view() else result
+        own = not torch._C._is_alias_of(result, x)  # type: ignore[attr-defined]
+        return result if own else result.clone()  # nobody may find itself writing to x
 
     @staticmethod
     @once_differentiable

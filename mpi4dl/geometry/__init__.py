@@ -15,7 +15,7 @@ from mpi4dl.geometry.boxes import (
     suffices,
     widest,
 )
-from mpi4dl.geometry.windows import AxisMap, AxisPlan, TransposedWindow, Window, check_window, plan_axis
+from mpi4dl.geometry.windows import AxisMap, AxisPlan, OfPart, TransposedWindow, Window, check_window, plan_axis
 
 __all__ = [
     "BATCH",
@@ -26,6 +26,7 @@ __all__ = [
     "FeatureGridShape",
     "GridShape",
     "Interval",
+    "OfPart",
     "Split",
     "Tiling",
     "TransposedWindow",

@@ -7,7 +7,7 @@
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -78,17 +78,14 @@ class Window(_Kernel):
         start = output.start * self.stride - self.before
         return Interval(start, start + (output.length - 1) * self.stride + self.extent)
 
-    def readers(self, source: Interval) -> Interval:
-        """The output rows whose windows reach into these input rows."""
-        first = ceil_div(source.start + self.before - self.extent + 1, self.stride)
-        return Interval(first, (source.stop - 1 + self.before) // self.stride + 1)
-
-    def taps(self, output: Interval, source: Interval) -> Interval:
-        """Which of the kernel's rows may fall on these input rows, of the windows of these output rows."""
-        first = output.start * self.stride - self.before
-        last = first + (output.length - 1) * self.stride
-        hit = Interval(ceil_div(source.start - last, self.dilation), (source.stop - 1 - first) // self.dilation + 1)
-        return hit.intersect(Interval(0, self.kernel))
+    def unpadded(self, needed: Interval, output: Interval, size: int) -> Interval:
+        """The needed rows without those beyond the image, if equal padding of both sides then gives the same output."""
+        inside = needed.intersect(Interval(0, size))
+        around = inside.start - needed.start
+        same = replace(self, before=around, after=around).output_size(inside.length) == output.length
+        return (
+            inside if same and inside.length >= self.extent else needed
+        )  # PyTorch refuses some images that are smaller
 
 
 @dataclass(frozen=True)
@@ -116,6 +113,36 @@ class TransposedWindow(_Kernel):
         """The output rows that these input rows add to, from the first to the last. It may reach into the padding."""
         start = source.start * self.stride - self.padding
         return Interval(start, start if source.empty else start + (source.length - 1) * self.stride + self.extent)
+
+
+@dataclass(frozen=True)
+class OfPart:
+    """An operator that is called on a part as on the whole: the part begins where windows do, and ends with the image.
+
+    Of its output, rows that an edge of the part changes are not among those that are asked for.
+    """
+
+    window: Window | TransposedWindow
+
+    def output_size(self, size: int) -> int:
+        return self.window.output_size(size)
+
+    def output_cut(self, cut: int) -> int:
+        return self.window.output_cut(cut)
+
+    def needs(self, output: Interval, size: int) -> Interval:
+        start, stop = self.window.needs(output, size).intersect(Interval(0, size))
+        return Interval(start - start % self._period[0], stop)
+
+    def begins(self, row: int) -> int:
+        """The output row with which the output of a part begins whose first row this is."""
+        inputs, outputs = self._period
+        return row // inputs * outputs
+
+    @property
+    def _period(self) -> tuple[int, int]:
+        stride = self.window.stride
+        return (stride, 1) if isinstance(self.window, Window) else (1, stride)
 
 
 def _computable(mapping: AxisMap, held: Interval, size: int, output: Interval) -> Interval:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from mpi4dl.parallel.spatial.rules.convolution import Convolution, ConvolutionOptions, Later, Way, convolve, gradients
-from mpi4dl.parallel.spatial.rules.windows import cast
+from mpi4dl.parallel.spatial.rules.convolution import ConvolutionOptions, convolve, gradients
+from mpi4dl.parallel.spatial.rules.windows import Later, Windowed, WithHalo, cast
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
 
 
@@ -246,9 +246,9 @@ def _plain(input: Tensor, options: ConvolutionOptions) -> Layer:
     return Layer(input, partial(_watched, forward, gradients_of))
 
 
-def _tiles(input: Tensor, weight: Tensor, bias: Tensor | None, way: Way, shape: Sequence[int]) -> Layer:
+def _tiles(input: Tensor, weight: Tensor, bias: Tensor | None, operator: WithHalo) -> Layer:
     def apply(x: Tensor, weight: Tensor, bias: Tensor | None, later: Later, anchor: Tensor) -> Tensor:
-        return Convolution.apply(x, weight, bias, way, shape, later, anchor)
+        return Windowed.apply(x, operator, weight, bias, later, anchor)[0]
 
     return Layer(input, apply)
 

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from torch import Tensor
 
 from mpi4dl.comm.exchange import Cut, Exchange, at, cut_of
-from mpi4dl.geometry import AxisMap, Box, Interval, Split, Tiling, plan_axis, widest
+from mpi4dl.geometry import AxisMap, AxisPlan, Box, Interval, Split, Tiling, Window, plan_axis, widest
 from mpi4dl.parallel.spatial.flattening import among_copies, close_dims, open_dims, opened
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo_prefetch import OfWindows
@@ -75,20 +75,20 @@ class HaloPlan:
         return provided_by(wrap(local, self.output), tuple(OfWindows(o, *tilings, self.maps) for o in x.providers))
 
 
-def reach(x: SpatialTensor, maps: Mapping[int, AxisMap], fill: float = 0.0, itself: tuple[int, ...] = ()) -> HaloPlan:
+def reach(x: SpatialTensor, maps: Mapping[int, AxisMap], fill: float = 0.0, pads: bool = False) -> HaloPlan:
     """Plan an operator that depends on neighbours along the axes in `maps`, and on nothing but itself along others.
 
-    Along the axes in `itself`, which are not cut, the operator does its own padding. Elsewhere `fill` is what it finds
-    beyond the edge of the image.
+    Beyond the edge of the image it finds `fill`; but an operator that `pads` does so itself where both sides get the
+    same padding, and takes all of an axis that is not cut.
     """
     layout, of_axes = x.layout, tuple(maps.items())
-    reached = layout.known((reach, of_axes, fill, itself), lambda: _reach(layout, of_axes, fill, itself))
+    reached = layout.known((reach, of_axes, fill, pads), lambda: _reach(layout, of_axes, fill, pads))
     reached.ask(x)
     return reached
 
 
-def _reach(layout: Layout, maps: Maps, fill: float, itself: tuple[int, ...]) -> HaloPlan:
-    needed, output, exchange, lacking = _plan(layout.tiling, maps, itself)
+def _reach(layout: Layout, maps: Maps, fill: float, pads: bool) -> HaloPlan:
+    needed, output, exchange, lacking = _plan(layout.tiling, maps, pads)
     reached = layout.grid.the_one(Layout(layout.grid, output, layout.dims))
     if not exchange:
         return HaloPlan(layout, reached, needed.held(layout.grid.rank), None, maps, lacking)
@@ -97,29 +97,37 @@ def _reach(layout: Layout, maps: Maps, fill: float, itself: tuple[int, ...]) -> 
 
 
 @lru_cache(maxsize=4096)
-def _plan(tiling: Tiling, maps: Maps, itself: tuple[int, ...]) -> tuple[Tiling, Tiling, bool, Tiling | None]:
+def _plan(tiling: Tiling, maps: Maps, pads: bool) -> tuple[Tiling, Tiling, bool, Tiling | None]:
     """The input that each rank will hold, the tiling of the output, and whether anything is exchanged.
 
     And what ranks would have to hold of the input so that nothing had to be sent, if they do not.
     """
     plans = {axis: plan_axis(axis_map, tiling.splits[axis]) for axis, axis_map in maps}
-    exchange = moved = False
-    for axis, plan in plans.items():
-        whole = Interval(0, tiling.splits[axis].size)
-        if axis not in itself:
-            moved = moved or plan.exchange
-            exchange = exchange or plan.exchange or not all(whole.covers(needed) for needed in plan.needed)
+    if pads:
+        plans = {axis: _unpadded(axis_map, tiling.splits[axis], plans[axis]) for axis, axis_map in maps}
+    moved = any(plan.exchange for plan in plans.values())
+    wholes = {axis: Interval(0, tiling.splits[axis].size) for axis in plans}
+    exchange = moved or not all(wholes[axis].covers(rows) for axis, plan in plans.items() for rows in plan.needed)
     needed, output = tiling, tiling
     for axis, split in enumerate(tiling.splits):
         if axis in plans:
-            held = split.held if axis in itself else plans[axis].needed
-            needed = needed.replace(axis, Split(split.cuts, held))
+            needed = needed.replace(axis, Split(split.cuts, plans[axis].needed))
             output = output.replace(axis, plans[axis].output)
         elif moved:  # what lies beyond the image comes from nobody
             needed = needed.replace(axis, split.narrow())
             output = output.replace(axis, split.narrow())
     enough = widest(tiling, needed) if exchange else tiling
     return needed, output, exchange, enough if enough != tiling else None
+
+
+def _unpadded(axis_map: AxisMap, split: Split, plan: AxisPlan) -> AxisPlan:
+    """The plan without the padding that an operator does itself."""
+    if split.parts == 1 and not (isinstance(axis_map, Window) and axis_map.before != axis_map.after):
+        return plan._replace(needed=split.held)
+    if not isinstance(axis_map, Window):
+        return plan
+    parts = zip(plan.needed, plan.output.held, strict=True)
+    return plan._replace(needed=tuple(axis_map.unpadded(*part, split.size) for part in parts))
 
 
 def retile(x: SpatialTensor, tiling: Tiling) -> SpatialTensor:

@@ -1,19 +1,8 @@
 """Convolutions on tiles of many kernels, strides, paddings and groups, also transposed ones, are those of the whole."""
 
-from typing import Any
+from torch import nn
 
-import pytest
-import torch
-from torch import Tensor, nn
-
-from mpi4dl.comm import Communicator
-from mpi4dl.comm.exchange import Exchange
-from mpi4dl.geometry import Window
-from mpi4dl.parallel import spatial
-from mpi4dl.parallel.spatial.halo import reach
-from mpi4dl.parallel.spatial.rules import convolution
-from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, chosen, compare_table, modules, table_test
-from tests.pool.ranks import Ranks
+from tests.parallel.spatial.comparing import ARRANGEMENTS, chosen, modules, table_test
 
 CASES = {
     **modules(
@@ -91,54 +80,6 @@ CASES = {
 }
 
 test_convolutions_equal_those_of_the_whole_image = table_test(__name__, chosen(ARRANGEMENTS))
-
-
-def always(exchange: Exchange, x: Tensor, weight: Tensor) -> bool:
-    return True
-
-
-def compare_apart(comm: Communicator, arrangement: Arrangement) -> tuple[dict[str, str], int, int]:
-    """The table, strips kept apart where they can be: what is wrong, and how many convolutions were in each way."""
-    ways, plain = [], convolution.choose
-
-    def choose(*args: Any) -> convolution.Way:
-        ways.append(plain(*args))
-        return ways[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(convolution, "_pays", always)
-        patch.setattr(convolution, "choose", choose)
-        wrong = compare_table(comm, __name__, "CASES", arrangement)
-    apart = sum(isinstance(way, convolution.Apart) for way in ways)
-    return wrong, apart, len(ways) - apart
-
-
-def ways(comm: Communicator, cases: list[tuple[int, int, torch.dtype]]) -> list[str]:
-    """How images of so many channels and pixels are convolved on two tiles."""
-    found = []
-    for channels, size, dtype in cases:
-        tile = torch.empty(1, channels, size, size // 2, dtype=dtype)
-        x = spatial.from_tile(tile, spatial.Grid(comm, cols=2), (size, size))
-        window, kernel = Window(3, 1, 1, 1), torch.empty(channels, channels, 3, 3, dtype=dtype)
-        options = convolution.ConvolutionOptions((1, 1), (1, 0), (1, 1), False, (0, 0), 1)
-        reached = reach(x, {1: window, 2: window}, itself=(1,))
-        found.append(type(convolution.choose(reached, x, tile, kernel, (window, window), options)).__name__)
-    return found
-
-
-@pytest.mark.parametrize("arrangement", chosen(ARRANGEMENTS), ids=str)
-@pytest.mark.sample(1)
-def test_convolutions_that_keep_their_strips_apart_are_the_same(ranks: Ranks, arrangement: Arrangement) -> None:
-    results = ranks(arrangement.size).run(compare_apart, arrangement)
-    assert [wrong for wrong, _, _ in results] == [{}] * arrangement.size
-    if arrangement.style == "even" and arrangement.batch == 1:
-        assert sum(apart for _, apart, _ in results) > 20 * arrangement.size
-
-
-def test_the_way_of_a_convolution_is_chosen_by_what_copies_cost(ranks: Ranks) -> None:
-    """Large tiles are not copied; small ones are, those of many channels, and halves, that would be rounded twice."""
-    cases = [(8, 512, torch.float32), (8, 64, torch.float32), (512, 64, torch.float32), (8, 512, torch.bfloat16)]
-    assert ranks(2).run(ways, cases) == [["Apart", "Joined", "Joined", "Joined"]] * 2
 
 
 TRANSPOSED = modules(

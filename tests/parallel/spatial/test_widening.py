@@ -154,14 +154,14 @@ def exchanges(comm: Communicator, halo: str) -> tuple[int, int, float]:
     if halo != "layer":
         fetch_at_entries(stage)
     counts: list[bool] = []
-    trade = Exchange.trade
+    start = Exchange.start
 
     def counted(self: Exchange, *args: Any) -> Any:
         counts.append(bool(self.plan.sends or self.plan.receives))
-        return trade(self, *args)
+        return start(self, *args)
 
     grid = spatial.Grid(comm, rows=2, cols=2)
-    Exchange.trade = counted  # type: ignore[method-assign]
+    Exchange.start = counted  # type: ignore[method-assign]
     try:
         x = spatial.shard(image.requires_grad_(), grid) * 1  # whose gradient the first exchange brings home, too
         stage(x)  # rehearses, which asks for pixels in vain
@@ -170,7 +170,7 @@ def exchanges(comm: Communicator, halo: str) -> tuple[int, int, float]:
         forward = sum(counts)
         y.square().sum().backward(torch.tensor(1.0 / grid.size, dtype=torch.float64))
     finally:
-        Exchange.trade = trade  # type: ignore[method-assign]
+        Exchange.start = start  # type: ignore[method-assign]
     sum_gradients(stage, grid.comm)
     error = max(
         float((p.grad - e).abs().max() / e.abs().max())

@@ -1,13 +1,8 @@
-"""Convolution on tiles, transposed or not, in 1, 2 and 3 dims; overlapped with its halo; with cut channels.
+"""Convolution on tiles, transposed or not, in 1, 2 and 3 dims; with cut channels."""
 
-The backward pass needs only the activation itself, which its producer keeps alive anyway, and the strips that came from
-the neighbours. The input with its halo lives only while a convolution runs, if at all.
-"""
-
-import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial, wraps
-from typing import Any, NamedTuple, Protocol
+from functools import partial, wraps
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,33 +10,24 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from mpi4dl.comm import exchange
-from mpi4dl.comm.exchange import Cut, Dims, Exchange, ExchangePlan, Like, at, once_differentiable
-from mpi4dl.geometry import Box, Interval, Split, TransposedWindow, Window
+from mpi4dl.geometry import Interval, Split, TransposedWindow, Window
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import HaloPlan, gather_axes
 from mpi4dl.parallel.spatial.redistribution import as_image
-from mpi4dl.parallel.spatial.rules.windows import axes_of, cast, check_image, each, hashable, slide
+from mpi4dl.parallel.spatial.rules.windows import (
+    Gradients,
+    Mask,
+    Windowed,
+    WithHalo,
+    axes_of,
+    cast,
+    check_image,
+    each,
+    hashable,
+    slide,
+)
 from mpi4dl.parallel.spatial.sums import shared, with_all_features
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, local_part, refusal, register, wrap
-
-# How a convolution takes its halo: joined to the tile, in a copy of both, or apart from it.
-#
-#     joined   [ strip | tile | strip ]  -> convolution      any convolution; the copy lives only while it runs
-#
-#     apart    [  0    | tile |   0   ]  -> convolution      PyTorch pads itself; meanwhile the strips travel
-#              [ strip |  0  ]           -> convolution   +  a convolution is linear in its input, so what each strip
-#                        [  0  | strip ] -> convolution   +  makes of a tile of zeros is added at the border
-#
-# Apart, the gradients of the strips are computed first, and travel while that of the tile is. It saves a copy of the
-# tile in forward and two in backward, and costs a small convolution for each strip, which reads the weights again.
-
-# The cost of the convolution of a strip, in bytes of the tile that could be copied meanwhile, measured on CPUs:
-# whatever its size; for each byte of the weights; and one for each byte of the strip and pixel of the kernel.
-PER_STRIP, PER_WEIGHT = 2 << 20, 8
-HALVES = (torch.float16, torch.bfloat16)
-
-Gradients = tuple[Tensor, Tensor, Tensor]
-Mask = tuple[bool, bool, bool]
 
 
 class ConvolutionOptions(NamedTuple):
@@ -55,196 +41,23 @@ class ConvolutionOptions(NamedTuple):
     groups: int
 
 
-class Joined(NamedTuple):
-    """The convolution of a new tensor, the tile with its halo. Without an exchange, of the tile as it is.
+class Convolution(NamedTuple):
+    """`torch.convolution` of an input, a weight and a bias, to an output of `shape`: a function of `Windowed`."""
 
-    `x` is what this rank holds, strips are what came for it.
-    """
-
-    exchange: Exchange | None
     options: ConvolutionOptions
+    shape: Sequence[int]
+    reads: Mask = (False, True, False)
 
-    def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shape: Sequence[int]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The output, of this shape, and the strips."""
-        strips: list[Tensor] = []
-        if self.exchange is not None:
-            incoming = self.exchange.start(x)
-            strips, x = incoming.strips, self.exchange.assemble(x, incoming)
-        if 0 in shape or not x.numel():
-            y = x.new_zeros(shape)
-            return y if bias is None else y + bias.view(-1, *(1,) * (y.dim() - 2)), strips
-        return torch.convolution(x, weight, bias, *self.options), strips
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[tuple[Tensor], tuple[Tensor]]:
+        if 0 in self.shape or not x.numel():
+            y = x.new_zeros(self.shape)
+            y = y if bias is None else y + bias.view(-1, *(1,) * (y.dim() - 2))
+        else:
+            y = torch.convolution(x, weight, bias, *self.options)
+        return (y,), (weight,)
 
-    def of_input(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-        """A wait for the gradient of x, whose strips travel from here on."""
-        exchange = self.exchange
-        padded = x if exchange is None else exchange.memory(Like.of(x))  # its values do not matter
-        whole = gradients(gradient, padded, weight, self.options, (True, False, False))[0]
-        if exchange is None:
-            return lambda: whole
-        back = exchange.adjoint.start(whole)
-        return lambda: exchange.adjoint.assemble(whole, back)
-
-    def of_parameters(
-        self, gradient: Tensor, x: Tensor, strips: list[Tensor], weight: Tensor, mask: Mask
-    ) -> tuple[Tensor, Tensor]:
-        """The gradients of weight and bias, those of them that the mask asks for."""
-        return gradients(gradient, self._padded(x, strips), weight, self.options, mask)[1:]
-
-    def in_one_call(
-        self, gradient: Tensor, x: Tensor, strips: list[Tensor], weight: Tensor, mask: Mask
-    ) -> tuple[Tensor | None, ...]:
-        """The gradients of x, weight and bias, those of them that the mask asks for: strips leave after all of them."""
-        whole, *rest = gradients(gradient, self._padded(x, strips), weight, self.options, mask)
-        return (whole if self.exchange is None or not mask[0] else self.exchange.adjoint.bring(whole)), *rest
-
-    def _padded(self, x: Tensor, strips: list[Tensor]) -> Tensor:
-        return x if self.exchange is None else self.exchange.again(x, strips)
-
-
-class Border(NamedTuple):
-    """The contribution of a strip to the output: its place, its part of the kernel, and its padding."""
-
-    where: Cut
-    taps: Cut
-    around: list[int]
-
-    def extended(self, strip: Tensor) -> Tensor:
-        return F.pad(strip, self.around) if any(self.around) else strip
-
-    def trimmed(self, gradient: Tensor) -> Tensor:
-        """The adjoint of `extended`."""
-        return F.pad(gradient, [-each for each in self.around]) if any(self.around) else gradient
-
-
-class Apart(NamedTuple):
-    """The convolution of the tile in PyTorch's own padding, and that of each strip, added at the border.
-
-    `of_strips` are the options of the latter: `Border.extended` has done their padding.
-    """
-
-    exchange: Exchange
-    options: ConvolutionOptions
-    of_strips: ConvolutionOptions
-    borders: tuple[Border, ...]
-
-    def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shape: Sequence[int]
-    ) -> tuple[Tensor, list[Tensor]]:
-        incoming = self.exchange.start(x)
-        y = torch.convolution(x, weight, bias, *self.options)
-        incoming.pending.wait()
-        for strip, border in zip(incoming.strips, self.borders, strict=True):
-            kernel = at(weight, border.taps)
-            at(y, border.where).add_(torch.convolution(border.extended(strip), kernel, None, *self.of_strips))
-        return y, incoming.strips
-
-    def of_input(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-        like, adjoint = Like.of(x), self.exchange.adjoint
-        mask = (True, False, False)
-        slabs = []
-        for strip, border in zip(self.exchange.strips(like), self.borders, strict=True):
-            kernel, extended = at(weight, border.taps), border.extended(strip)  # its values do not matter
-            part = gradients(at(gradient, border.where), extended, kernel, self.of_strips, mask)[0]
-            slabs.append(border.trimmed(part))
-        back = adjoint.start_with(slabs, like)
-        of_tile = gradients(gradient, x, weight, self.options, mask)[0]
-        return lambda: adjoint.put(back, of_tile)
-
-    def of_parameters(
-        self, gradient: Tensor, x: Tensor, strips: list[Tensor], weight: Tensor, mask: Mask
-    ) -> tuple[Tensor, Tensor]:
-        of_weight, of_bias = gradients(gradient, x, weight, self.options, mask)[1:]
-        if mask[1]:
-            for strip, border in zip(strips, self.borders, strict=True):
-                kernel, extended = at(weight, border.taps), border.extended(strip)
-                part = gradients(at(gradient, border.where), extended, kernel, self.of_strips, (False, True, False))
-                at(of_weight, border.taps).add_(part[1])
-        return of_weight, of_bias
-
-
-Way = Joined | Apart  # how a rank's part of a convolution is computed
-
-
-def choose(
-    reached: HaloPlan,
-    x: SpatialTensor,
-    local: Tensor,
-    weight: Tensor,
-    windows: Sequence[Window],
-    options: ConvolutionOptions,
-) -> Way:
-    """The faster way to a convolution of `windows` along the last dims of x, of which this rank has `local`."""
-    exchange = reached.exchange
-    if exchange is None or not _pays(exchange, local, weight):
-        return Joined(exchange, options)
-    axes = axes_of(x, len(windows))
-    if None in axes:
-        return Joined(exchange, options)
-    along = tuple((axis, window) for axis, window in zip(axes, windows, strict=True) if axis is not None)
-    found = _borders(exchange.plan, exchange.dims, reached.output.held, along)
-    if found is None:
-        return Joined(exchange, options)
-    padding, borders = found
-    return Apart(exchange, options._replace(padding=padding), options._replace(padding=(0,) * len(padding)), borders)
-
-
-def _pays(exchange: Exchange, x: Tensor, weight: Tensor) -> bool:
-    """Whether copies of the tile cost more than the convolutions of the strips; and these round as one would.
-
-    Of halves the sums at the border would be rounded twice.
-    """
-    strips = exchange.plan.moves(exchange.dims, x.shape).strips
-    spare = x.nbytes - len(strips) * (PER_STRIP + PER_WEIGHT * weight.nbytes)
-    if x.dtype in HALVES or spare <= 0:
-        return False
-    return spare > weight[0, 0].numel() * x.itemsize * sum(math.prod(shape) for shape in strips)
-
-
-@lru_cache(maxsize=4096)
-def _borders(
-    plan: ExchangePlan, dims: Dims, output: Box, windows: tuple[tuple[int, Window], ...]
-) -> tuple[tuple[int, ...], tuple[Border, ...]] | None:
-    """The padding of the tile, and the border that each strip makes; None where PyTorch's padding would not do.
-
-    PyTorch pads both sides by the same, so what it makes of the tile must be of the output's size.
-    """
-    others = [axis for axis in range(len(dims)) if axis not in dict(windows)]
-    if plan.kept != plan.held or plan.kept.empty or output.empty:
-        return None
-    if any(plan.kept[axis] != plan.needed[axis] for axis in others):
-        return None
-    padding = []
-    for axis, window in windows:
-        lead = plan.kept[axis].start - window.needs(output[axis], 0).start
-        made = (plan.kept[axis].length + 2 * lead - window.extent) // window.stride + 1
-        if lead < 0 or made != output[axis].length:
-            return None
-        padding.append(lead)
-    borders = []
-    for slab in plan.receives:
-        where = [
-            (dim, slab.box[axis].start - output[axis].start, slab.box[axis].length)
-            for axis, dim in enumerate(dims)
-            if axis in others and dim is not None and slab.box[axis] != output[axis]
-        ]
-        taps: list[tuple[int, int, int]] = []
-        around: list[int] = []
-        for axis, window in windows:
-            rows = window.readers(slab.box[axis]).intersect(output[axis])
-            hit = window.taps(rows, slab.box[axis])
-            dim = dims[axis]
-            if rows.empty or hit.empty or dim is None:
-                return None
-            first = rows.start * window.stride - window.before + hit.start * window.dilation
-            read = (rows.length - 1) * window.stride + (hit.length - 1) * window.dilation + 1
-            where.append((dim, rows.start - output[axis].start, rows.length))
-            taps.append((2 + len(taps), hit.start, hit.length))
-            around = [slab.box[axis].start - first, first + read - slab.box[axis].stop, *around]
-        borders.append(Border(tuple(where), tuple(taps), around))
-    return tuple(padding), tuple(borders)
+    def backward(self, gradient: Tensor, x: Tensor, kept: Sequence[Tensor], mask: Mask) -> Gradients:
+        return gradients(gradient, x, kept[0], self.options, mask)
 
 
 def gradients(gradient: Tensor, x: Tensor, weight: Tensor, options: ConvolutionOptions, mask: Mask) -> Gradients:
@@ -252,7 +65,7 @@ def gradients(gradient: Tensor, x: Tensor, weight: Tensor, options: ConvolutionO
     if gradient.numel() == 0 or x.numel() == 0:
         of_bias = gradient.sum(dim=[dim for dim in range(gradient.dim()) if dim != 1])
         found = x.new_zeros(x.shape), weight.new_zeros(weight.shape), of_bias
-        return tuple(each if asked else None for each, asked in zip(found, mask, strict=True))  # type: ignore[return-value]
+        return tuple(each if asked else None for each, asked in zip(found, mask, strict=True))
     bias_sizes = [gradient.shape[1]] if mask[2] else None
     return torch.ops.aten.convolution_backward(gradient, x, weight, bias_sizes, *options, mask)
 
@@ -345,65 +158,6 @@ def _these(x: Tensor, split: Split, dim: int, grid: Grid) -> Tensor:
 
 
 WORTH_ONEDNN = 1 << 22  # multiplications
-ONE_CALL = 1 << 22  # multiplications up to which one call finds all gradients: strips leave later, but it costs less
-
-
-class Later(Protocol):
-    """Takes note of `gradients`: called with `held`, it computes the gradients of a layer's weight and bias."""
-
-    def __call__(self, gradients: Callable[..., tuple[Tensor | None, ...]], *held: Tensor) -> None: ...
-
-
-class Convolution(torch.autograd.Function):
-    """A convolution by one `Way`. It saves the tile itself and the strips that came.
-
-    With `later`, weight and bias come without a graph of their own, and backward tells `later` how to compute their
-    gradients. `anchor` is then any tensor that requires a gradient, of which it gets none: it makes this a part of the
-    graph even if x is not.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        way: Way,
-        shape: Sequence[int],
-        later: Later | None = None,
-        anchor: Tensor | None = None,
-    ) -> Tensor:
-        ctx.way, ctx.has_bias, ctx.later = way, bias is not None, later
-        y, strips = way.forward(x, weight, bias, shape)
-        ctx.save_for_backward(x, weight, *strips)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *strips = ctx.saved_tensors
-        way: Way = ctx.way
-        mask = need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        if isinstance(way, Joined) and ctx.later is None and _is_small(gradient, weight):
-            return *way.in_one_call(gradient, x, strips, weight, mask), *(None,) * 4
-        of_x = of_weight = of_bias = None
-        if ctx.later is not None:
-            of_all = False, True, ctx.has_bias
-            ctx.later(lambda g, x: way.of_parameters(g, x, strips, weight, of_all), gradient, x.detach())
-        if need_x:
-            of_x = way.of_input(gradient, x, weight)
-        if need_weight or need_bias:
-            of_weight, of_bias = way.of_parameters(gradient, x, strips, weight, (False, need_weight, need_bias))
-        return (
-            of_x() if of_x is not None else None,
-            of_weight if need_weight else None,
-            of_bias if need_bias else None,
-            *(None,) * 4,
-        )
-
-
-def _is_small(gradient: Tensor, weight: Tensor) -> bool:
-    return gradient.is_cpu and gradient.numel() * weight.numel() <= ONE_CALL * len(weight)
 
 
 def _check(input: Tensor, weight: Tensor, bias: Tensor | None, options: ConvolutionOptions) -> None:
@@ -420,27 +174,28 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None, options: Convolut
         )
 
 
-def convolve(input: Tensor, weight: Tensor, bias: Tensor | None, way: Way, shape: Sequence[int]) -> Tensor:
-    """Convolve this rank's part in that way, to an output of `shape`.
+def convolve(input: Tensor, weight: Tensor, bias: Tensor | None, operator: WithHalo) -> Tensor:
+    """Convolve this rank's part.
 
     It can be overridden with `__torch_function__`, as PyTorch's own operators can.
     """
     if has_torch_function_variadic(input, weight, bias):
-        tensors = (input, weight, bias)
-        return handle_torch_function(convolve, tensors, *tensors, way, shape)
+        return handle_torch_function(convolve, (input, weight, bias), input, weight, bias, operator)
     input, weight, bias = cast(input, weight, bias)
-    _check(input, weight, bias, way.options)
-    if way.exchange is None and 0 not in shape and input.numel():
-        return torch.convolution(input, weight, bias, *way.options)
-    return Convolution.apply(input, weight, bias, way, shape)
+    exchange, function = operator
+    assert isinstance(function, Convolution)
+    options, shape, _ = function
+    _check(input, weight, bias, options)
+    if exchange is None and 0 not in shape and input.numel():
+        return torch.convolution(input, weight, bias, *options)
+    return Windowed.apply(input, operator, weight, bias)[0]
 
 
 class _Planned(NamedTuple):
-    """How a convolution is computed: in which way, to which shape; or of an image that is padded first."""
+    """How a convolution is computed; or, of an image that is padded `first`, by how much."""
 
     reached: HaloPlan
-    way: Way
-    shape: list[int]
+    operator: WithHalo
     first: list[int] | None
 
 
@@ -464,11 +219,11 @@ def _convolution(
     planned = x.layout.known(key, lambda: _plan(count, x, weight, *options))
     if planned.first is not None:
         return _convolution(count, F.pad(x, planned.first), weight, bias, stride, 0, dilation, groups)
-    reached, way, shape, _ = planned
+    reached, operator, _ = planned
     reached.ask(x)
     if reached.exchange is None:
         local = reached.crop(local)
-    return wrap(convolve(local, weight, bias, way, shape), reached.output)
+    return wrap(convolve(local, weight, bias, operator), reached.output)
 
 
 def _plan(
@@ -490,18 +245,16 @@ def _plan(
         around = [(n, n) for n in each(0 if padding == "valid" else padding, count)]
     windows = [Window(kernel[i], stride[i], *around[i], dilation[i]) for i in range(count)]
     sliding, sides = slide(x, windows), None
-    if any(itself and before != after for itself, (before, after) in zip(sliding.own, around, strict=True)):
-        # An even kernel with padding "same" on an axis that is not cut: the operator cannot pad one side alone.
+    if any(axis is None and before != after for axis, (before, after) in zip(axes_of(x, count), around, strict=True)):
+        # An even kernel with padding "same" along a dim that is no axis: the operator cannot pad one side alone.
         sides = [side for pair in reversed(around) for side in pair]
-    remaining = tuple(before if itself else 0 for itself, (before, _) in zip(sliding.own, around, strict=True))
     if kernel == (1,) * count and weight.is_cpu and x.local.numel() * weight.shape[0] >= WORTH_ONEDNN:
         # Dilation means nothing to a kernel of one pixel, except that PyTorch then takes it to oneDNN on a rank of one
         # thread too, and not to an older kernel, which takes twice the time, or, of little work, half of it.
         dilation = (2,) * count
-    options = ConvolutionOptions(stride, remaining, dilation, False, (0,) * count, groups)
-    local = sliding.reached.begin(x)
-    way = choose(sliding.reached, x, local, weight, windows, options)
-    return _Planned(sliding.reached, way, sliding.shape(local, weight.shape[0]), sides)
+    options = ConvolutionOptions(stride, sliding.padding, dilation, False, (0,) * count, groups)
+    shape = sliding.shape(sliding.reached.begin(x), weight.shape[0])
+    return _Planned(sliding.reached, WithHalo(sliding.reached.exchange, Convolution(options, shape)), sides)
 
 
 def _transposed_convolution(
@@ -524,7 +277,8 @@ def _transposed_convolution(
         TransposedWindow(*numbers)
         for numbers in zip(weight.shape[2:], stride, padding, output_padding, dilation, strict=True)
     ]
-    reached, own, needed, made = sliding = slide(x, windows)
+    reached, _, needed, made = sliding = slide(x, windows)
+    own = [axis is None or x.layout.grid.shape[axis] == 1 for axis in axes_of(x, count)]
     kept = [both if itself else (0, 0) for itself, *both in zip(own, padding, output_padding, strict=True)]
     options = ConvolutionOptions(
         stride, tuple(before for before, _ in kept), dilation, True, tuple(after for _, after in kept), groups
@@ -536,7 +290,7 @@ def _transposed_convolution(
         touched, wanted = made[i] if own[i] else windows[i].adds_to(needed[i]), made[i]
         covered[i - count] = touched.length
         crop += [touched.start - wanted.start, wanted.stop - touched.stop] if touched.length else [0, wanted.length]
-    y = convolve(local, weight, None, Joined(reached.exchange, options), covered)
+    y = convolve(local, weight, None, WithHalo(reached.exchange, Convolution(options, covered)))
     if any(crop):
         y = F.pad(y, crop)
     if bias is not None:

@@ -1,22 +1,18 @@
-"""Max, average and Lp pooling on tiles, and adaptive pooling, in 1, 2 and 3 dims; only indices are saved.
-
-Large images on CPUs are pooled by shifted views, all else by PyTorch's kernels.
-"""
+"""Max, average and Lp pooling on tiles, and adaptive pooling, in 1, 2 and 3 dims."""
 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial, reduce
+from functools import lru_cache, partial, reduce
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpi4dl.comm.exchange import Exchange, once_differentiable
 from mpi4dl.geometry import Interval, Window, ceil_div
+from mpi4dl.parallel.spatial.halo import HaloPlan
 from mpi4dl.parallel.spatial.rules.reductions import (
     NOWHERE,
     first_of,
@@ -28,134 +24,21 @@ from mpi4dl.parallel.spatial.rules.reductions import (
     worst,
 )
 from mpi4dl.parallel.spatial.rules.windows import (
+    Gradients,
+    Mask,
     Sliding,
+    WithHalo,
     axes_of,
     check_image,
+    described,
     each,
     flat_index,
     hashable,
+    operate,
     places_of,
     slide,
 )
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, numbers_on, register, wrap
-
-# Pooling on CPUs by whole views, shifted against each other, one dim after the other.
-#
-#     image         a b c d e        windows of three, one after the other: PyTorch's own kernels (contiguous images)
-#     shifted by 1  b c d e          all first pixels, all second ones and all third ones, as vectors: here
-#     shifted by 2  c d e            max pooling of 64 x 64 px in 64 channels: 0.4 ms instead of 5.6
-#
-# Of equal pixels the first one of a window, in the order of rows, is its maximum, as in PyTorch: the last dim is pooled
-# first, and each pass keeps its own earliest maximum. The backward pass needs a byte for each pass, the index within
-# the window.
-
-WORTH = 1 << 15  # pixels looked at from which this is faster
-MOST_TAPS = 127  # what a byte can say
-
-
-def shifts_pay(x: Tensor, shape: Sequence[int], windows: Sequence[Window]) -> bool:
-    """Whether pooling x to this shape is faster here than by PyTorch's kernels."""
-    kernels = [window.kernel for window in windows]
-    return (
-        x.is_cpu
-        and x.dtype in (torch.float32, torch.float64)
-        and math.prod(shape) * math.prod(kernels) >= WORTH
-        and max(kernels) <= MOST_TAPS
-        and x.is_contiguous()
-    )
-
-
-def margins_for_shifts(
-    size: Sequence[int], shape: Sequence[int], windows: Sequence[Window], before: Sequence[int]
-) -> list[int]:
-    """How an image of that size is padded, as `F.pad` takes it, so that as many windows fit exactly as `shape` says.
-
-    `before` it come so many pixels along each dim; behind it what is missing, or is too much.
-    """
-    around = []
-    for length, number, window, front in zip(size, shape, windows, before, strict=True):
-        reached = (number - 1) * window.stride + window.extent
-        around.append((front, reached - front - length))
-    return [side for pair in reversed(around) for side in pair]
-
-
-def maxima_by_shifts(x: Tensor, windows: Sequence[Window]) -> tuple[Tensor, list[Tensor]] | None:
-    """The maxima of windows that fit x exactly, and what `of_maxima` needs; None if one is lowest of all, or NaN."""
-    chosen = []
-    for dim, window in _last_first(x, windows):
-        views = _views(x, dim, window)
-        if window.stride > 1 and dim == x.dim() - 1:
-            views = [view.contiguous() for view in views]  # comparing what lies apart takes thirty times as long
-        x, choice = views[0], torch.zeros((), dtype=torch.int8)
-        for tap, view in enumerate(views[1:], 1):
-            later = torch.gt(view, x, out=torch.empty(view.shape, dtype=view.dtype))
-            x = torch.maximum(x, view)
-            choice = torch.maximum(choice, later.to(torch.int8).mul_(tap))
-        chosen.append(choice)
-    # The first pixel of a window may be padding, and comparisons do not find NaN.
-    return (x.contiguous(), chosen) if float(x.amin()) > float("-inf") else None
-
-
-def gradient_of_maxima(gradient: Tensor, chosen: Sequence[Tensor], windows: Sequence[Window]) -> Tensor:
-    """The gradient of an image, which the windows fit, from that of its maxima."""
-    finite = bool(gradient.sum().isfinite())
-    for (dim, window), choice in reversed(list(zip(_last_first(gradient, windows), chosen, strict=True))):
-        spread = _lengthened(gradient, dim, window)
-        for tap, view in enumerate(_views(spread, dim, window)):
-            its = torch.eq(choice, tap, out=torch.empty_like(choice))  # bytes, since booleans take ten times as long
-            if finite:
-                view.addcmul_(gradient, its.to(gradient.dtype))
-            else:
-                view.add_(torch.where(its.bool(), gradient, 0.0))
-        gradient = spread
-    return gradient
-
-
-def means_by_shifts(x: Tensor, windows: Sequence[Window], divisor: int) -> Tensor:
-    """The sums of windows that fit x exactly, over `divisor`."""
-    for dim, window in _last_first(x, windows):
-        first, *others = _views(x, dim, window)
-        x = first + others[0] if others else first
-        for view in others[1:]:
-            x += view
-    return x / divisor
-
-
-def gradient_of_means(gradient: Tensor, windows: Sequence[Window], divisor: int) -> Tensor:
-    """The gradient of an image, which the windows fit, from that of its means."""
-    gradient = gradient / divisor
-    for dim, window in reversed(_last_first(gradient, windows)):
-        spread = _lengthened(gradient, dim, window)
-        for view in _views(spread, dim, window):
-            view += gradient
-        gradient = spread
-    return gradient
-
-
-def with_margins(x: Tensor, around: Sequence[int], fill: float) -> Tensor:
-    return F.pad(x, list(around), value=fill) if any(around) else x
-
-
-def window_area(windows: Sequence[Window]) -> int:
-    return math.prod(window.kernel for window in windows)
-
-
-def _last_first(x: Tensor, windows: Sequence[Window]) -> list[tuple[int, Window]]:
-    return list(enumerate(windows, x.dim() - len(windows)))[::-1]
-
-
-def _views(x: Tensor, dim: int, window: Window) -> list[Tensor]:
-    """All first pixels of windows along that dim, all second ones and so on."""
-    unfolded = x.unfold(dim, window.extent, window.stride)
-    return [unfolded.select(-1, tap) for tap in range(0, window.extent, window.dilation)]
-
-
-def _lengthened(x: Tensor, dim: int, window: Window) -> Tensor:
-    """Zeros of the shape of x, but along this dim as long as what so many windows reach."""
-    shape = list(x.shape)
-    shape[dim] = (shape[dim] - 1) * window.stride + window.extent
-    return x.new_zeros(shape)
-
 
 aten = torch.ops.aten
 Size = int | Sequence[int]
@@ -165,107 +48,113 @@ MAXIMA = {
     3: (aten.max_pool3d_with_indices, aten.max_pool3d_with_indices_backward),
 }
 MEANS = {2: (aten.avg_pool2d, aten.avg_pool2d_backward), 3: (aten.avg_pool3d, aten.avg_pool3d_backward)}
+SHORT = 1 << 12  # so many indices on a CPU are kept as 2 bytes each, where PyTorch keeps 8
+WORTH = 1 << 15  # pixels looked at from which sums of shifted views are faster
 
 
-@dataclass(frozen=True)
-class _Pooling:
-    """A pooling: the maximum or the mean of each window, and the place of its output, which is of this `shape`.
+class _Maxima(NamedTuple):
+    """Max pooling to an output of `shape`: a function of `Windowed`. With `places` the indices of maxima are results.
 
-    `padding` is that of dims that are not cut, which the operator adds. With `places` the index of each maximum is
-    asked for.
+    Along each dim `margins` pixels before the image are padding that the input has.
     """
 
-    windows: Sequence[Window]
-    maximum: bool
-    places: bool
-    sliding: Sliding
+    kernel: list[int]
+    stride: list[int]
     padding: list[int]
+    dilation: list[int]
+    ceil_mode: bool
     shape: list[int]
+    margins: list[int]
+    places: bool
+    reads: Mask = (False, False, False)
 
-    @cached_property
-    def options(self) -> tuple[Any, ...]:
-        """The arguments of PyTorch's kernel, for max pooling, or for average pooling over whole windows."""
-        kernel, stride, dilation = (
-            [getattr(w, name) for w in self.windows] for name in ("kernel", "stride", "dilation")
+    def forward(self, x: Tensor, weight: None, bias: None) -> tuple[tuple[Tensor, ...], tuple[Tensor]]:
+        if 0 in self.shape:
+            y, indices = x.new_zeros(self.shape), torch.zeros(self.shape, dtype=torch.int64, device=x.device)
+            return (y, indices) if self.places else (y,), (indices,)
+        size = x.shape[-len(self.kernel) :]
+        y, indices = MAXIMA[len(size)][0](x, *self[:5])
+        if any(self.margins):
+            indices = _inside(y, indices, size, self.margins, self.dilation)
+        if self.places:
+            return (y, indices), (indices,)
+        rows = (self.kernel[0] - 1) * self.dilation[0] + 1  # of which all pixels of a window are
+        if indices.is_cpu and indices.numel() >= SHORT and rows * math.prod(size[1:]) <= 1 << 15:
+            indices = torch.sub(indices, self._first(size), out=torch.empty_like(indices, dtype=torch.int16))
+        return (y,), (indices,)
+
+    def backward(self, gradient: Tensor, x: Tensor, kept: Sequence[Tensor], mask: Mask) -> Gradients:
+        (indices,), size = kept, x.shape[-len(self.kernel) :]
+        if gradient.numel() == 0:
+            return x.zero_(), None, None
+        if indices.dtype == torch.int16:
+            indices = indices + self._first(size)
+        return MAXIMA[len(size)][1](gradient, x, *self[:5], indices), None, None
+
+    def _first(self, size: Sequence[int]) -> Tensor:
+        """The index of the first pixel of each window, as if there were one in the padding."""
+        numbers = zip(self.shape[-len(size) :], self.stride, self.padding, strict=True)
+        starts = [torch.arange(-padding, n * stride - padding, stride) for n, stride, padding in numbers]
+        return flat_index(torch.meshgrid(*starts, indexing="ij"), size)
+
+
+class _Means(NamedTuple):
+    """Average pooling over whole windows to an output of `shape`: a function of `Windowed`."""
+
+    kernel: list[int]
+    stride: list[int]
+    padding: list[int]
+    ceil_mode: bool
+    shape: list[int]
+    reads: Mask = (False, False, False)
+
+    def forward(self, x: Tensor, weight: None, bias: None) -> tuple[tuple[Tensor], tuple[()]]:
+        if 0 in self.shape:
+            return (x.new_zeros(self.shape),), ()
+        area = math.prod(self.kernel)
+        if self._by_shifts(x):
+            return (sums_by_shifts(x, self.kernel, self.padding).div_(area),), ()
+        return (MEANS[len(self.kernel)][0](x, *self[:4], True, area),), ()
+
+    def backward(self, gradient: Tensor, x: Tensor, kept: Sequence[Tensor], mask: Mask) -> Gradients:
+        area = math.prod(self.kernel)
+        if gradient.numel() == 0:
+            return x.zero_(), None, None
+        if self._by_shifts(x):
+            around = [k - 1 - padding for k, padding in zip(self.kernel, self.padding, strict=True)]
+            return sums_by_shifts(gradient / area, self.kernel, around), None, None
+        return MEANS[len(self.kernel)][1](gradient, x, *self[:4], True, area), None, None
+
+    def _by_shifts(self, x: Tensor) -> bool:
+        """Whether that is faster: PyTorch's kernels on CPUs pool contiguous images one output after the other."""
+        return (
+            x.is_cpu
+            and x.dtype in (torch.float32, torch.float64)
+            and set(self.stride) == {1}
+            and max(self.kernel) > 1
+            and math.prod(self.shape) * math.prod(self.kernel) >= WORTH
+            and x.is_contiguous()
         )
-        ceil_mode = self.windows[0].ceil_mode
-        if self.maximum:
-            return kernel, stride, self.padding, dilation, ceil_mode
-        return kernel, stride, self.padding, ceil_mode, True, window_area(self.windows)
 
 
-class _Pool(torch.autograd.Function):
-    """Fetch the halo and pool. Max pooling may also give the index of each maximum in the input with its halo."""
+def sums_by_shifts(x: Tensor, kernel: Sequence[int], padding: Sequence[int]) -> Tensor:
+    """Sums over windows at each place, along one dim after the other: of views that are shifted against each other.
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        exchange: Exchange | None,
-        pooling: _Pooling,
-    ) -> tuple[Tensor, Tensor | None]:
-        padded = x if exchange is None else exchange.bring(x)
-        shape, maximum = pooling.shape, pooling.maximum
-        ctx.exchange, ctx.pooling = exchange, pooling
-        ctx.like = padded.new_empty(0), padded.shape
-        ctx.count = len(pooling.windows)
-        ctx.around = None
-        if 0 in shape:
-            return x.new_zeros(shape), torch.zeros(shape, dtype=torch.int64, device=x.device) if maximum else None
-        if not pooling.places and shifts_pay(padded, shape, pooling.windows):
-            around = margins_for_shifts(
-                padded.shape[-ctx.count :], shape[-ctx.count :], pooling.windows, pooling.padding
-            )
-            fitting = with_margins(padded, around, worst(x, True) if maximum else 0.0)
-            if not maximum:
-                ctx.around = around
-                return means_by_shifts(fitting, pooling.windows, window_area(pooling.windows)), None
-            found = maxima_by_shifts(fitting, pooling.windows)
-            if found is not None:
-                ctx.around = around
-                ctx.save_for_backward(*found[1])
-                return found[0], None
-        options = pooling.options
-        if not maximum:
-            return MEANS[ctx.count][0](padded, *options), None
-        y, indices = MAXIMA[ctx.count][0](padded, *options)
-        indices = _inside(y, indices, padded.shape[-ctx.count :], pooling.sliding.needed, options[3])
-        ctx.mark_non_differentiable(indices)
-        ctx.save_for_backward(indices)
-        return y, indices
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        exchange: Exchange | None = ctx.exchange
-        pooling: _Pooling = ctx.pooling
-        kind, shape = ctx.like
-        if ctx.around is not None:
-            if pooling.maximum:
-                gradient = gradient_of_maxima(gradient, ctx.saved_tensors, pooling.windows)
-            else:
-                gradient = gradient_of_means(gradient, pooling.windows, window_area(pooling.windows))
-            gradient = with_margins(gradient, [-side for side in ctx.around], 0.0)
-        else:
-            padded = kind.new_empty(shape)  # the backward passes of both read the shape of their input, not its values
-            if gradient.numel() == 0:
-                gradient = padded.zero_()
-            elif pooling.maximum:
-                (indices,) = ctx.saved_tensors
-                gradient = MAXIMA[ctx.count][1](gradient, padded, *pooling.options, indices)
-            else:
-                gradient = MEANS[ctx.count][1](gradient, padded, *pooling.options)
-        if exchange is not None:
-            gradient = exchange.adjoint.bring(gradient)
-        return gradient, None, None
+    They are their own adjoint, but for how much padding there is.
+    """
+    if any(padding):
+        x = F.pad(x, [side for side in reversed(padding) for _ in range(2)])
+    for dim, taps in reversed(list(enumerate(kernel, x.dim() - len(kernel)))):
+        first, *others = (x.narrow(dim, tap, x.shape[dim] - taps + 1) for tap in range(taps))
+        x = first + others[0] if others else first
+        for view in others[1:]:
+            x += view
+    return x
 
 
-def _inside(
-    y: Tensor, indices: Tensor, size: Sequence[int], needed: Sequence[Interval], dilation: Sequence[int]
-) -> Tensor:
+def _inside(y: Tensor, indices: Tensor, size: Sequence[int], margins: Sequence[int], dilation: Sequence[int]) -> Tensor:
     """Indices of pixels of the image: where all of a window is as low as padding is, PyTorch takes its first pixel."""
-    margins = [max(0, -rows.start) for rows in needed]
-    if not any(margins) or y.is_meta or (y.is_cpu and not bool((y == worst(y, True)).any())):
+    if y.is_meta or (y.is_cpu and not bool((y == worst(y, True)).any())):
         return indices  # to ask a GPU would stop it
     return flat_index(
         [
@@ -289,29 +178,32 @@ def windows_of(
     )
 
 
-def _pool(
-    x: SpatialTensor, windows: tuple[Window, ...], maximum: bool, places: bool = False
-) -> tuple[Tensor, Tensor, Sliding]:
-    """The pooled part, the `places` of its maxima in the whole image if they are asked for, and what it reached."""
-    local = x.local
-    key = _pool, windows, maximum, places, local.shape, local.dtype
-    pooling = x.layout.known(key, lambda: _plan(x, windows, maximum, places))
-    sliding, reached = pooling.sliding, pooling.sliding.reached
-    reached.ask(x)
-    if reached.exchange is None:
-        local = reached.crop(local)
-    y, indices = _Pool.apply(local, reached.exchange, pooling)
-    if places:
-        found = places_of(indices, [rows.length for rows in sliding.needed])
-        in_image = [at + rows.start for at, rows in zip(found, sliding.needed, strict=True)]
-        indices = flat_index(in_image, x.shape[-len(windows) :])
-    return y, indices, sliding
+def _plan_maxima(x: SpatialTensor, windows: Sequence[Window], places: bool) -> tuple[Sliding, WithHalo]:
+    sliding = slide(x, windows, worst(x, True))
+    margins = [max(0, -rows.start) for rows in sliding.needed]
+    padding, dilation = list(sliding.padding), [window.dilation for window in windows]
+    shape = sliding.shape(sliding.reached.begin(x))
+    function = _Maxima(*_numbers(windows), padding, dilation, windows[0].ceil_mode, shape, margins, places)
+    return sliding, WithHalo(sliding.reached.exchange, function)
 
 
-def _plan(x: SpatialTensor, windows: Sequence[Window], maximum: bool, places: bool) -> _Pooling:
-    sliding = slide(x, windows, worst(x, True) if maximum else 0.0)
-    padding = [window.before if itself else 0 for window, itself in zip(windows, sliding.own, strict=True)]
-    return _Pooling(windows, maximum, places, sliding, padding, sliding.shape(sliding.reached.begin(x)))
+def _plan_means(
+    x: SpatialTensor, windows: Sequence[Window], count_include_pad: bool
+) -> tuple[HaloPlan, WithHalo, list[list[int]]]:
+    sliding = slide(x, windows)
+    padding, shape = list(sliding.padding), sliding.shape(sliding.reached.begin(x))
+    function = _Means(*_numbers(windows), padding, windows[0].ceil_mode, shape)
+    counts = _counts(x.shape, windows, sliding.made, count_include_pad)
+    return sliding.reached, WithHalo(sliding.reached.exchange, function), counts
+
+
+def _area(windows: Sequence[Window]) -> int:
+    return math.prod(window.kernel for window in windows)
+
+
+def _numbers(windows: Sequence[Window]) -> tuple[list[int], list[int]]:
+    """Kernel and stride along each dim."""
+    return [window.kernel for window in windows], [window.stride for window in windows]
 
 
 def _max_pool(
@@ -328,8 +220,15 @@ def _max_pool(
     x = check_image(input, f"torch.nn.functional.max_pool{count}d", count, True)
     numbers = hashable(kernel_size), hashable(stride), hashable(padding), hashable(dilation)
     x, windows = _of_rows(x, windows_of(count, ceil_mode, *numbers))
-    y, indices, (reached, *_) = _pool(x, windows, True, return_indices)
-    found = [reached.result(x, y), *([wrap(indices, reached.output)] if return_indices else [])]
+    local = x.local
+    key = _plan_maxima, windows, return_indices, local.shape, local.dtype
+    (reached, _, needed, _), operator = x.layout.known(key, lambda: _plan_maxima(x, windows, return_indices))
+    y, *indices = operate(x, local, reached, operator)
+    found = [reached.result(x, y)]
+    if return_indices:
+        at = zip(places_of(indices[0], [rows.length for rows in needed]), needed, strict=True)
+        in_image = flat_index([place + rows.start for place, rows in at], x.shape[-len(needed) :])
+        found.append(wrap(in_image, reached.output))
     found = [each.squeeze(-2) for each in found] if count == 1 else found
     return tuple(found) if return_indices else found[0]
 
@@ -363,19 +262,18 @@ def _avg_pool(
     x, windows = _of_rows(
         x, windows_of(count, ceil_mode, hashable(kernel_size), hashable(stride), hashable(padding), 1)
     )
-    y, _, sliding = _pool(x, windows, maximum=False)
-    reached = sliding.reached
-    area = window_area(windows)
+    local = x.local
+    key = _plan_means, windows, count_include_pad, local.shape
+    reached, operator, counts = x.layout.known(key, lambda: _plan_means(x, windows, count_include_pad))
+    (y,) = operate(x, local, reached, operator)
     if divisor_override == 0:
         raise RuntimeError("divisor must be not zero")
     if divisor_override is not None:
-        return reached.result(x, y * (area / divisor_override))
-    key = _counts, windows, count_include_pad, x.local.shape
-    counts = x.layout.known(key, lambda: _counts(x.shape, windows, sliding.made, count_include_pad))
+        return reached.result(x, y * (_area(windows) / divisor_override))
     if counts:
         shares = [numbers_on(y.device, tuple(numbers), y.dtype) for numbers in counts]
         divisor = reduce(lambda done, share: done.unsqueeze(-1) * share, shares)
-        y = y * (area / divisor)
+        y = y * (_area(windows) / divisor)
     pooled = reached.result(x, y)
     return pooled.squeeze(-2) if count == 1 else pooled
 
@@ -393,18 +291,10 @@ def _counts(
     return counts if odd else []
 
 
-def _lp_pool(
-    count: int,
-    input: Tensor,
-    norm_type: float,
-    kernel_size: Size,
-    stride: Size | None = None,
-    ceil_mode: bool = False,
-) -> Tensor:
-    """(sum of x^p)^(1/p) over each window, with the sign convention of PyTorch's own."""
-    area = math.prod(each(kernel_size, count))
-    mean = _avg_pool(count, input.pow(norm_type), kernel_size, stride, 0, ceil_mode)
-    return (torch.sign(mean) * F.relu(torch.abs(mean))).mul(area).pow(1.0 / norm_type)
+def _lp_windows(
+    count: int, norm_type: float, kernel_size: Size, stride: Size | None = None, ceil_mode: bool = False
+) -> tuple[Window, ...]:
+    return windows_of(count, ceil_mode, hashable(kernel_size), hashable(stride), 0, 1)
 
 
 for count in (1, 2, 3):
@@ -412,9 +302,10 @@ for count in (1, 2, 3):
         ("max_pool{}d", _max_pool),
         ("max_pool{}d_with_indices", _with_indices(_max_pool)),
         ("avg_pool{}d", _avg_pool),
-        ("lp_pool{}d", _lp_pool),
     ):
         register(*named(kind.format(count)))(partial(rule, count))
+    lp_pool = getattr(F, f"lp_pool{count}d")
+    register(lp_pool)(described(lp_pool, count, partial(_lp_windows, count), each_channel=True))
 
 # Adaptive pooling: means and maxima over bins of pixels, which every rank then has in full. In 1, 2 and 3 dims.
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpi4dl.comm.exchange import Like, no_view, once_differentiable
+from mpi4dl.comm.exchange import Like, linear
 from mpi4dl.geometry import BATCH, Interval, Tiling, TransposedWindow, Window, ceil_div
 from mpi4dl.parallel.spatial.alignment import part as part_of
 from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.halo import gather, gather_axes, gather_dim, reach
-from mpi4dl.parallel.spatial.rules.windows import check_image, each, in_plain_dtype, slide
+from mpi4dl.parallel.spatial.halo import gather_axes, gather_dim, reach
+from mpi4dl.parallel.spatial.rules.windows import check_image, described, each, in_plain_dtype
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
 
 # Weighted sums of the rows and of the columns of this rank's part of an image, and their adjoint, which is such sums.
@@ -85,25 +85,12 @@ def channels_last(x: Tensor) -> bool:
 
 def weigh(x: Tensor, rows: Weighing | None, cols: Weighing | None) -> Tensor:
     """The sums of rows, and of columns, of x (N, C, H, W), in its memory format; None leaves them as they are."""
-    y: Tensor = _Weigh.apply(x, rows, cols)
-    return y
-
-
-class _Weigh(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Weighing | None, cols: Weighing | None) -> Tensor:
-        ctx.last, ctx.weighings = channels_last(x), (rows, cols)
-        y = _weighted_sum(x, ctx.last, [None if each is None else each.forward for each in ctx.weighings])
-        return no_view(y, x) if y._is_view() else y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return (
-            _weighted_sum(gradient, ctx.last, [None if each is None else each.backward for each in ctx.weighings]),
-            None,
-            None,
-        )
+    last, both = channels_last(x), (rows, cols)
+    return linear(
+        x,
+        lambda x: _weighted_sum(x, last, [each and each.forward for each in both]),
+        lambda gradient: _weighted_sum(gradient, last, [each and each.backward for each in both]),
+    )
 
 
 def _weighted_sum(x: Tensor, last: bool, both: Sequence[Sums | None]) -> Tensor:
@@ -525,30 +512,9 @@ def affine_grid(theta: SpatialTensor, size: Sequence[int], align_corners: bool |
 # Pixel shuffle and its inverse: channels become blocks of pixels, blocks of pixels become channels.
 
 
-@register(F.pixel_shuffle, torch.pixel_shuffle)
-def pixel_shuffle(input: SpatialTensor, upscale_factor: int) -> Tensor:
-    x, r = check_image(input, "torch.nn.functional.pixel_shuffle"), upscale_factor
-    if 0 in x.shape[-2:]:
-        return F.pixel_shuffle(gather(x), r)
-    reached, _, needed, made = slide(x, (TransposedWindow(r, r),) * 2)
-    local = reached.fetch(x.local)
-    *n, c, h, w = local.shape
-    blocks = local.reshape(*n, c // r**2, r, r, h, w).movedim((-4, -3), (-3, -1))  # (N, C, H, r, W, r)
-    y = blocks.reshape(*n, c // r**2, h * r, w * r)  # PyTorch's own fails where a tile has no pixels
-    for dim, rows, wanted in zip((-2, -1), needed, made, strict=True):
-        y = y.narrow(dim, wanted.start - rows.start * r if wanted.length else 0, wanted.length)
-    return wrap(y, reached.output)
-
-
-@register(F.pixel_unshuffle, torch.pixel_unshuffle)
-def pixel_unshuffle(input: SpatialTensor, downscale_factor: int) -> Tensor:
-    x, r = check_image(input, "torch.nn.functional.pixel_unshuffle"), downscale_factor
-    if x.shape[-2] % r or x.shape[-1] % r:
-        raise ValueError(f"height and width {tuple(x.shape[-2:])} must be divisible by `downscale_factor` (={r})")
-    if 0 in x.shape[-2:]:
-        return F.pixel_unshuffle(gather(x), r)
-    reached = slide(x, (Window(r, r),) * 2).reached
-    local = reached.fetch(x.local)
-    *n, c, h, w = local.shape
-    blocks = local.reshape(*n, c, h // r, r, w // r, r).movedim((-3, -1), (-4, -3))  # (N, C, r, r, H, W)
-    return wrap(blocks.reshape(*n, c * r**2, h // r, w // r), reached.output)
+register(F.pixel_shuffle, torch.pixel_shuffle)(
+    described(F.pixel_shuffle, 2, lambda upscale_factor: (TransposedWindow(upscale_factor, upscale_factor),) * 2)
+)
+register(F.pixel_unshuffle, torch.pixel_unshuffle)(
+    described(F.pixel_unshuffle, 2, lambda downscale_factor: (Window(downscale_factor, downscale_factor),) * 2)
+)

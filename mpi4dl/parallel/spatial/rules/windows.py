@@ -1,24 +1,36 @@
-"""Common parts of sliding windows; fold and unfold.
+"""The operator on windows, which fetches a halo and calls PyTorch's function; fold and unfold.
 
 Windows slide along the last dims of a tensor: one of sequences, two of images, three of volumes.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from operator import and_
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl.comm import exchange
-from mpi4dl.comm.exchange import Dims
-from mpi4dl.geometry import BATCH, AxisMap, Interval, Split, TransposedWindow, Window, plan_axis
+from mpi4dl.comm.exchange import Dims, Exchange, Like, at, no_view, once_differentiable
+from mpi4dl.geometry import BATCH, AxisMap, Interval, OfPart, Split, TransposedWindow, Window, plan_axis
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import HaloPlan, gather_axes, reach
 from mpi4dl.parallel.spatial.sums import shared
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, copied, owned, place_of, refusal, register, same_memory, wrap
+from mpi4dl.parallel.spatial.tensor import (
+    SpatialTensor,
+    copied,
+    function_name,
+    owned,
+    place_of,
+    refusal,
+    register,
+    same_memory,
+    wrap,
+)
 
 
 def each(value: Any, count: int) -> tuple[Any, ...]:
@@ -68,12 +80,12 @@ def _axes_of(dims: Dims, ndim: int, count: int) -> tuple[int | None, ...]:
 class Sliding(NamedTuple):
     """Windows that slide along the last dims of a tensor: which rows along each of them this rank computes from what.
 
-    A dim that is not cut is the operator's `own`: there it adds its own padding, and nothing is copied. Along others
-    the rows `needed` may reach beyond the image. `made` are the rows of the output.
+    `needed` are the rows of the input, from the first that the operator's own `padding` leaves; along dims that are cut
+    they may reach beyond the image. `made` are the rows of the output.
     """
 
     reached: HaloPlan
-    own: tuple[bool, ...]
+    padding: tuple[int, ...]
     needed: tuple[Interval, ...]
     made: tuple[Interval, ...]
 
@@ -86,17 +98,16 @@ class Sliding(NamedTuple):
 
 
 def slide(x: SpatialTensor, windows: Sequence[AxisMap], fill: float = 0.0) -> Sliding:
-    """The reach of windows that slide along the last dims of x."""
-    axes, parts = axes_of(x, len(windows)), x.layout.grid.shape
-    own = tuple(axis is None or parts[axis] == 1 for axis in axes)
+    """The reach of windows that slide along the last dims of x, of an operator that pads where it can."""
+    axes = axes_of(x, len(windows))
     maps = {axis: window for axis, window in zip(axes, windows, strict=True) if axis is not None}
-    uncut = tuple(axis for axis, itself in zip(axes, own, strict=True) if itself and axis is not None)
-    reached = reach(x, maps, fill, uncut)
-    needed, made = [], []
-    for size, axis, itself, window in zip(x.shape[-len(windows) :], axes, own, windows, strict=True):
-        needed.append(Interval(0, size) if itself or axis is None else reached.needed[axis])
+    reached = reach(x, maps, fill, pads=True)
+    padding, needed, made = [], [], []
+    for size, axis, window in zip(x.shape[-len(windows) :], axes, windows, strict=True):
+        needed.append(Interval(0, size) if axis is None else reached.needed[axis])
         made.append(Interval(0, window.output_size(size)) if axis is None else reached.output.held[axis])
-    return Sliding(reached, own, tuple(needed), tuple(made))
+        padding.append(0 if made[-1].empty else max(0, needed[-1].start - window.needs(made[-1], size).start))
+    return Sliding(reached, tuple(padding), tuple(needed), tuple(made))
 
 
 def places_of(indices: Tensor, size: Sequence[int]) -> list[Tensor]:
@@ -111,8 +122,8 @@ def places_of(indices: Tensor, size: Sequence[int]) -> list[Tensor]:
 def flat_index(places: Sequence[Tensor], size: Sequence[int]) -> Tensor:
     """The numbers of the pixels at these places, as they are counted in an image of such a size."""
     found = places[0]
-    for at, length in zip(places[1:], size[1:], strict=True):
-        found = found * length + at
+    for place, length in zip(places[1:], size[1:], strict=True):
+        found = found * length + place
     return found
 
 
@@ -136,6 +147,184 @@ def in_plain_dtype(x: SpatialTensor, probe: Callable[[Tensor], Tensor], count: i
         return x
     dtype = probe(torch.ones(1, 1, *(2,) * count, dtype=x.dtype, device=x.device)).dtype
     return x if dtype == x.dtype else SpatialTensor(x.local.to(dtype), x.layout)
+
+
+# One operator computes convolutions, transposed ones too, and pooling.
+#
+#     forward     tile  -> [ strip | tile | strip ] -> y      by PyTorch's function; kept are the tile and the strips,
+#                                                             or what PyTorch keeps instead of its input: not the copy
+#     backward    tile  <- [ strip | tile | strip ] <- y      the gradients of strips travel while those of parameters
+#                                                             are computed
+
+ONE_CALL = 1 << 22  # multiplications up to which one call finds all gradients: strips leave later, but it costs less
+
+Gradients = tuple[Tensor | None, ...]
+Mask = tuple[bool, ...]  # of the gradients of input, weight and bias those that are asked for
+
+
+class Function(Protocol):
+    """A function of PyTorch: of an input that has its halo, of a weight and a bias, which may be None.
+
+    `reads`: which gradients depend on the values of the input, and not only on its shape.
+    """
+
+    @property
+    def reads(self) -> Mask: ...
+
+    def forward(self, x: Tensor, weight: Any, bias: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The results, of which the first is differentiable; and what `backward` needs beside the input."""
+
+    def backward(self, gradient: Tensor, x: Tensor, kept: Sequence[Tensor], mask: Mask) -> Gradients:
+        """The gradients of input, weight and bias, those that the mask asks for."""
+
+
+class WithHalo(NamedTuple):
+    """A function on windows, and the exchange that brings the halo of its input, unless this rank holds all of it."""
+
+    exchange: Exchange | None
+    function: Function
+
+
+class Later(Protocol):
+    """Takes note of `gradients`: called with `held`, it computes the gradients of a layer's weight and bias."""
+
+    def __call__(self, gradients: Callable[..., Gradients], *held: Tensor) -> None: ...
+
+
+class Windowed(torch.autograd.Function):
+    """An operator on x and its halo. If backward reads its input, it saves x itself and the strips that came.
+
+    With `later`, weight and bias come without a graph of their own, and backward tells `later` how to compute their
+    gradients. `anchor` is then any tensor that requires a gradient, of which it gets none: it makes this a part of the
+    graph even if x is not.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        operator: WithHalo,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        later: Later | None = None,
+        anchor: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        exchange, function = operator
+        padded, like, strips = x, None, list[Tensor]()
+        if exchange is not None:
+            strips, _, like, _ = incoming = exchange.start(x)
+            padded = exchange.assemble(x, incoming)
+        results, kept = function.forward(padded, weight, bias)
+        ctx.operator, ctx.like, ctx.later = operator, like or Like.of(x), later
+        ctx.has_bias, ctx.num_kept = bias is not None, len(kept)
+        ctx.save_for_backward(*kept, *((x, *strips) if True in function.reads else ()))
+        if len(results) > 1:
+            ctx.mark_non_differentiable(*results[1:])
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> Gradients:
+        (exchange, function), like, saved = ctx.operator, ctx.like, ctx.saved_tensors
+        kept, (x, *strips) = saved[: ctx.num_kept], saved[ctx.num_kept :] or (gradient,)
+
+        def gradients(gradient: Tensor, x: Tensor, mask: Mask) -> Gradients:
+            values = any(map(and_, mask, function.reads))
+            if exchange is not None:
+                x = exchange.again(x, strips) if values else exchange.memory(like)
+            elif not values:
+                x = torch.empty(like.shape, dtype=like.dtype, device=like.device, memory_format=like.memory_format)
+            return function.backward(gradient, x, kept, mask)
+
+        needs_x, _, *others = (*ctx.needs_input_grad, False, False)[:4]
+        if ctx.later is not None:
+            parameters = False, True, ctx.has_bias
+            ctx.later(lambda gradient, x: gradients(gradient, x, parameters)[1:], gradient, x.detach())
+        together = not needs_x or True not in others or _is_small(gradient, *kept)
+        of_x, *rest = gradients(gradient, x, (needs_x, *others) if together else (True, False, False))
+        if exchange is not None and needs_x:
+            back = exchange.adjoint.start(of_x)
+            if not together:
+                rest = list(gradients(gradient, x, (False, *others))[1:])
+            of_x = exchange.adjoint.assemble(of_x, back)
+        return of_x, None, *rest, None, None
+
+
+def operate(x: SpatialTensor, local: Tensor, reached: HaloPlan, operator: WithHalo) -> tuple[Tensor, ...]:
+    """The results of an operator without a weight on x, of which this rank has `local`."""
+    reached.ask(x)
+    results: tuple[Tensor, ...] = Windowed.apply(reached.crop(local) if reached.exchange is None else local, operator)
+    return results
+
+
+def _is_small(gradient: Tensor, weight: Tensor) -> bool:
+    return gradient.is_cpu and gradient.numel() * weight.numel() <= ONE_CALL * len(weight)
+
+
+class _Again(NamedTuple):
+    """A function of x alone that backward calls again, so that nothing but x is kept: a function of `Windowed`."""
+
+    function: Callable[[Tensor], Tensor]
+    reads: Mask = (True, False, False)
+
+    def forward(self, x: Tensor, weight: None, bias: None) -> tuple[tuple[Tensor], tuple[()]]:
+        y = self.function(x)
+        return (no_view(y, x) if y._is_view() else y,), ()
+
+    def backward(self, gradient: Tensor, x: Tensor, kept: Sequence[Tensor], mask: Mask) -> Gradients:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return *torch.autograd.grad(self.function(x), x, gradient), None, None
+
+
+def described(
+    function: Callable[..., Tensor],
+    count: int,
+    windows: Callable[..., Sequence[Window | TransposedWindow]],
+    each_channel: bool = False,
+) -> Callable[..., Tensor]:
+    """The rule of a function of PyTorch that looks through windows along the last `count` dims of its input.
+
+    It is called with its own arguments, of which `windows` makes a window for each of these dims: on the rows that this
+    rank's part of the output needs, of which the first is where a window begins. `each_channel`: each channel alone.
+    """
+    name = function_name(function)
+
+    def plan(
+        x: SpatialTensor, autocast: Any, args: Any, kwargs: Any
+    ) -> tuple[HaloPlan, Callable[[Tensor], Tensor], bool]:
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: x):
+            y = function(torch.empty(x.shape, device="meta", requires_grad=True), *args, **kwargs)  # raises as PyTorch
+        maps = [OfPart(window) for window in windows(*args, **kwargs)]
+        reached, _, needed, made = slide(x, maps)
+        shape = reached.output.local_shape(y.shape)
+        first = [rows.start - each.begins(source.start) for each, source, rows in zip(maps, needed, made, strict=True)]
+        crop = tuple((i - count, first[i], rows.length) for i, rows in enumerate(made))
+
+        def of_part(part: Tensor) -> Tensor:
+            if 0 in shape:
+                return part.new_zeros(shape) * part.sum().to(part.dtype)
+            with torch.autocast(*autocast) if autocast else nullcontext():  # in backward too
+                return at(function(part, *args, **kwargs), crop)
+
+        return reached, of_part, bool(kept)
+
+    def rule(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        x = check_image(input, name, count, each_channel)
+        if 0 in x.shape[-count:]:
+            return function(gather_axes(x, x.layout.grid.axes), *args, **kwargs)
+        kind = x.local.device.type
+        known = torch.amp.is_autocast_available(kind)
+        autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) if known else None
+        given = *map(hashable, args), *((key, hashable(value)) for key, value in kwargs.items())
+        key = described, function, autocast, given, x.local.shape
+        reached, of_part, keeps = x.layout.known(key, lambda: plan(x, autocast, args, kwargs))
+        if keeps:
+            return wrap(operate(x, x.local, reached, WithHalo(reached.exchange, _Again(of_part)))[0], reached.output)
+        return wrap(of_part(reached.fetch(x.local)), reached.output)
+
+    return rule
 
 
 # Columns folded into an image, where each adds its window: the adjoint of unfolding.
