@@ -33,7 +33,8 @@ from mpi4dl.options.optimizers import build_optimizer
 from mpi4dl.options.tasks import with_defaults
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.costs.cost_model import Profiler, flop_seconds
-from mpi4dl.parallel.costs.timing import machine, planned_cuts, versions
+from mpi4dl.parallel.costs.sites import planned_cuts
+from mpi4dl.parallel.costs.store import machine, versions
 from mpi4dl.parallel.disk import Keep, byte_seconds
 from mpi4dl.parallel.pipeline.cut import ChooseStream
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
@@ -150,7 +151,7 @@ def explain(
 ) -> Iterator[str]:
     """The messages of each operator of a model in one stage, or the ranks of each stage; and the memory of a rank."""
     stages = engine.stages
-    clockwork, balance = Profiler.of_user(), stages.counts if stages.plan.num_stages > 1 else "flops"
+    profiler, balance = Profiler.of_user(), stages.counts if stages.plan.num_stages > 1 else "flops"
     found = look_ahead(
         config,
         stages.plan,
@@ -158,7 +159,7 @@ def explain(
         channels,
         of_slides,
         balance=balance,
-        clockwork=clockwork,
+        profiler=profiler,
         stream=stages.stream,
     )
     if engine.plan.num_stages == 1 and config.model.patches is None:
@@ -178,13 +179,13 @@ def explain(
         yield from (*found.streaming(), *found.memory(), *found.ranks())
 
 
-def build_forecaster(
-    config: Config, num_classes: int, channels: int, clockwork: Profiler, device: torch.device
+def build_estimator(
+    config: Config, num_classes: int, channels: int, profiler: Profiler, device: torch.device
 ) -> Estimator:
     """An estimator of plans of this configuration. Raises ValueError where they are not of whole images."""
     if config.model.patches is not None:
         raise ConfigError(f"plans are searched for models that see whole images, not `patches` {config.model.patches}")
-    return replace(estimator_of(config, None, num_classes, channels, device), clockwork=clockwork)
+    return replace(estimator_of(config, None, num_classes, channels, device), profiler=profiler)
 
 
 def estimator_of(config: Config, plan: Plan | None, num_classes: int, channels: int, device: torch.device) -> Estimator:
@@ -230,11 +231,11 @@ def stream_of(
         return StreamOptions(asked, chosen.stream_until, chosen.stream_norm, segments, _keep(config))
     if plan.bidirectional and chosen.stream_norm != "exact":
         raise ConfigError("copies in both directions share their statistics later: stream with `stream_norm` exact")
-    forecaster = build_forecaster(config, num_classes, channels, Profiler.of_user(), device)
-    forecaster.speeds = speeds or measured_speeds(config, device)
+    estimator = build_estimator(config, num_classes, channels, Profiler.of_user(), device)
+    estimator.speeds = speeds or measured_speeds(config, device)
 
     def choose(cuttable: Cuttable, counts: Sequence[int]) -> StreamOptions:
-        found = forecaster.choose_tiles(plan, counts, limit or 0, any_zero=False)
+        found = estimator.choose_tiles(plan, counts, limit or 0, any_zero=False)
         estimated = f"estimated {mebibytes(found.num_bytes)} of {mebibytes(limit or 0)}"
         return replace(found.options, remark=f"`stream` auto: {describe(found)}, {estimated}")
 
@@ -251,13 +252,13 @@ def measured_speeds(config: Config, device: torch.device, local_size: int = 1) -
     if chosen.stream != "auto" or chosen.memory_limit is None:
         return ASSUMED_SPEEDS
     cached = max(0.0, memory_of_node() / local_size - chosen.memory_limit) / 2
-    remembered, facts = Profiler.of_user().remembered, {"what": "speeds", "folder": str(chosen.offload_folder)}
+    store, facts = Profiler.of_user().store, {"what": "speeds", "folder": str(chosen.offload_folder)}
     facts |= {**machine(device), **versions()}
-    found = remembered.get(facts)
+    found = store.get(facts)
     if found is None:
         found = [flop_seconds(device), *byte_seconds(chosen.offload_folder)]
         if isfinite(found[-1]):  # or else there was no room
-            remembered.put(facts, found)
+            store.put(facts, found)
     flop, cached_byte, disk_byte = found
     return Speeds(flop, cached_byte, disk_byte, cached)
 
@@ -411,6 +412,6 @@ def memory_of_command(config: Config, plan: Plan, num_classes: int = 2, channels
     device = torch.device("cpu")
     stream = stream_of(config, plan, num_classes, channels, device)
     found = look_ahead(
-        config, plan, num_classes, channels, balance="flops", clockwork=Profiler.of_user(), stream=stream, device=device
+        config, plan, num_classes, channels, balance="flops", profiler=Profiler.of_user(), stream=stream, device=device
     )
     return sum(found.rank_memory.of_ranks(plan.zero, config.parallel.offload == "disk")) * plan.replicas

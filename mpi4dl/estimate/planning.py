@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, NamedTuple
 from mpi4dl._progress import Tell, quietly
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import option, same_as, with_values
-from mpi4dl.options.kinds import BOOLEAN, BYTES, COUNT, NAME, POSITIVE, optional
+from mpi4dl.options.kinds import BOOLEAN, BYTES, COUNT, NAME, POSITIVE, choice, optional
+from mpi4dl.parallel.costs import GFLOPS
 
 if TYPE_CHECKING:
     from mpi4dl.estimate.passes import SlidePatches
     from mpi4dl.estimate.plan_estimate import Estimator
     from mpi4dl.estimate.summary import PlanSummary
-    from mpi4dl.estimate.target import PlanTarget
+    from mpi4dl.parallel.costs.cost_model import Profiler
     from mpi4dl.parallel.plan import Plan
+
+FEW = 64  # ranks of this machine, up to which each shape of tile is looked at as it is
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Shown:
         brief="FILE.png or FILE.txt for the timeline of a step",
     )
     rank_gflops: float = option(
-        50.0, "assumed speed of a rank in GFLOP per second, where it is not measured", POSITIVE, flag_only=True
+        GFLOPS, "assumed speed of a rank in GFLOP per second, where it is not measured", POSITIVE, flag_only=True
     )
 
 
@@ -74,6 +77,36 @@ class Searched:
 
 
 @dataclass(frozen=True)
+class OnMachine:
+    """Another machine, and what is known of computation there."""
+
+    machine: str | None = option(
+        None,
+        "TOML file that describes the machine, as `mpi4dl doctor --save` writes it; none: this one",
+        optional(NAME),
+        flag_only=True,
+    )
+    timings: str | None = option(
+        None,
+        "file of the times of the model's layers, made elsewhere by --time-only; none: timed here, or by the machine's "
+        "rates",
+        optional(NAME),
+        flag_only=True,
+    )
+    time_only: str | None = option(
+        None, "time the model's layers on small tiles, write them to this file, and end", optional(NAME), flag_only=True
+    )
+    scaling: str | None = option(
+        None,
+        "curves of the fastest plans from few ranks to --ranks: strong, of the same batch, or weak, whose batch grows "
+        "with the ranks; none: no curves",
+        optional(choice("strong", "weak")),
+        flag_only=True,
+    )
+    curves: str = option("scaling.png", "file for the picture of --scaling", NAME, flag_only=True)
+
+
+@dataclass(frozen=True)
 class TrainedOn:
     """The samples of an estimate; `num_batches` are those of an epoch, and `patches` those with tissue of slides."""
 
@@ -83,13 +116,26 @@ class TrainedOn:
     patches: "SlidePatches | None" = None
 
 
+def profiler_of(on: OnMachine, gflops: float) -> "Profiler":
+    """What finds costs on the machine that is planned for.
+
+    Raises ConfigError, or ValueError, for files that cannot be read, or describe no machine or no timings.
+    """
+    from mpi4dl.estimate.machine_file import load_machine
+    from mpi4dl.parallel.costs.cost_model import Profiler
+    from mpi4dl.parallel.costs.store import Store
+
+    found = Profiler.of_user(machine=None if on.machine is None else load_machine(on.machine), gflops=gflops)
+    if on.timings is None:
+        return found
+    try:
+        return replace(found, store=Store.load(on.timings), small=True)
+    except OSError as error:
+        raise ConfigError(f"--timings {on.timings}: {error.strerror}") from None
+
+
 def planned(
-    config: Config,
-    samples: TrainedOn,
-    rank_gflops: float,
-    flags: Sequence[str],
-    tell: Tell = quietly,
-    on: "PlanTarget | None" = None,
+    config: Config, samples: TrainedOn, profiler: "Profiler", flags: Sequence[str], tell: Tell = quietly
 ) -> "PlanSummary":
     """The overview of what `flags` would train, of which `config` was made.
 
@@ -103,18 +149,17 @@ def planned(
     from mpi4dl.options.data import check_own_sizes
     from mpi4dl.options.models import check_text, without_rules
     from mpi4dl.options.optimizers import build_optimizer, build_schedule
-    from mpi4dl.parallel.costs.cost_model import Profiler
 
     plan, num_classes, channels = build.build_plan(config), samples.num_classes, samples.channels
-    if on is not None and on.num_ranks is not None and plan.num_ranks > on.num_ranks:
+    if profiler.machine is not None and plan.num_ranks > profiler.machine.num_ranks:
         raise ConfigError(
-            f"{plan} = {plan.num_ranks} ranks, but the machine of --machine has {on.num_ranks}: raise `nodes` in its "
-            "file, or plan for fewer ranks"
+            f"{plan} = {plan.num_ranks} ranks, but the machine of --machine has {profiler.machine.num_ranks}: raise "
+            "`nodes` in its file, or plan for fewer ranks"
         )
-    if config.model.patches is not None and on is not None and (on.machine is not None or on.timings is not None):
+    if config.model.patches is not None and profiler.store.path is not None:
         raise ConfigError(
-            f"`patches` {config.model.patches}: --machine and --timings are for models of whole images, whose layers "
-            "are counted on small tiles: leave them out to plan for this machine"
+            f"`patches` {config.model.patches}: --timings is for models of whole images: leave it out, to time layers "
+            "here or count them by the rates of --machine"
         )
     check_text(config, plan)
     check_own_sizes(config, plan)
@@ -123,7 +168,6 @@ def planned(
     tell("looking for operators without a rule", 0, 0)
     with without_rules(config):
         require_rules(config, plan, num_classes, channels)
-    profiler = replace(Profiler.of_user(), rank_gflops=rank_gflops)
     tell("counting what each stage computes and keeps, and timing it", 0, 0)
     with as_a_rank(config, plan.num_ranks) as device:
         return look_ahead(
@@ -134,8 +178,7 @@ def planned(
             samples.patches,
             balance=config.parallel.balance,
             device=device,
-            clockwork=profiler if on is None else on.profiler(profiler, plan.num_ranks),
-            machine=None if on is None else on.told,
+            profiler=profiler,
             stream=stream_of(config, plan, num_classes, channels, torch.device(device)),
             command=shlex.join(["mpirun", "-n", str(plan.num_ranks), "python", "-m", "mpi4dl.train", *flags]),
         )
@@ -168,53 +211,45 @@ class Candidates(NamedTuple):
 
 
 def candidates_for(
-    config: Config,
-    asked: Searched,
-    on: "PlanTarget",
-    samples: TrainedOn,
-    rank_gflops: float,
-    num_ranks: int,
-    device: str,
+    config: Config, asked: Searched, profiler: "Profiler", samples: TrainedOn, num_ranks: int, device: str
 ) -> Candidates:
     """What is searched for a number of ranks, on this machine or another one. Raises ValueError."""
     import torch
 
-    from mpi4dl.estimate.dry_run import build_forecaster
-    from mpi4dl.parallel.costs.cost_model import Profiler
+    from mpi4dl.estimate.dry_run import build_estimator
 
-    clockwork = on.profiler(replace(Profiler.of_user(), rank_gflops=rank_gflops), num_ranks)
-    found = build_forecaster(config, samples.num_classes, samples.channels, clockwork, torch.device(device))
-    found.machine = on.told
-    machine = on.machine
+    machine = profiler.machine
+    profiler = replace(profiler, small=profiler.small or machine is not None or num_ranks > FEW)
+    found = build_estimator(config, samples.num_classes, samples.channels, profiler, torch.device(device))
     return Candidates(config, found, asked.ranks_per_node or (None if machine is None else machine.ranks_per_node))
 
 
 def searched(
     config: Config,
     asked: Searched,
-    on: "PlanTarget",
+    profiler: "Profiler",
     samples: TrainedOn,
-    rank_gflops: float,
     flags: Sequence[str],
     tell: Tell = quietly,
 ) -> list[str]:
     """A table of the fastest plans, and the command that starts each. Raises ValueError."""
+    import torch
+
     from mpi4dl.estimate.search import ranked, search
 
-    num_ranks = require_ranks(asked, on.num_ranks)
-    most_bytes = on.most_bytes(asked.memory)
+    machine = profiler.machine
+    num_ranks, limit = require_ranks(asked, profiler), most_bytes(asked, profiler)
     tell("building the model", 0, 0)
     with as_a_rank(config, num_ranks) as device:
-        found = candidates_for(config, asked, on, samples, rank_gflops, num_ranks, device)
-        ranking = search(
-            found.estimator,
-            found.plans(num_ranks),
-            float("inf") if most_bytes is None else most_bytes,
-            tell,
-        )
+        found = candidates_for(config, asked, profiler, samples, num_ranks, device)
+        ranking = search(found.estimator, found.plans(num_ranks), limit, tell)
+        source = found.estimator.profiler.source(torch.device(device))
     tokens = None if config.data.text is None else config.data.context
-    timed_on = found.estimator.clockwork.timed_on if found.estimator.clockwork is not None else ""
-    return [*on.words(), *ranked(ranking, num_ranks, most_bytes, flags, tokens, on.machine, timed_on)]
+    described = [] if machine is None else [machine.describe()]
+    return [
+        *described,
+        *ranked(ranking, num_ranks, None if limit == float("inf") else int(limit), flags, tokens, machine, source),
+    ]
 
 
 def _as_trained(config: Config, plan: "Plan") -> "Plan":
@@ -228,8 +263,9 @@ def _as_trained(config: Config, plan: "Plan") -> "Plan":
     return found
 
 
-def require_ranks(asked: Searched, most: int | None = None) -> int:
+def require_ranks(asked: Searched, profiler: "Profiler") -> int:
     """For how many ranks to search, of those that a machine has. Raises ConfigError where that cannot be."""
+    most = None if profiler.machine is None else profiler.machine.num_ranks
     ranks = asked.ranks or most
     if ranks is None:
         raise ConfigError("--search, --scaling and --time-only need --ranks: for how many ranks to look")
@@ -243,6 +279,14 @@ def require_ranks(asked: Searched, most: int | None = None) -> int:
             f"--ranks {ranks} are no multiple of --ranks-per-node {asked.ranks_per_node}: all nodes must have as many"
         )
     return ranks
+
+
+def most_bytes(asked: Searched, profiler: "Profiler") -> float:
+    """The memory of a rank, infinite without a limit."""
+    limit = asked.memory
+    if limit is None and profiler.machine is not None:
+        limit = profiler.machine.memory
+    return float("inf") if limit is None else limit
 
 
 @contextmanager

@@ -140,12 +140,12 @@ class StepTime:
 
 
 def step_time(
-    plan: Plan, prices: StageCosts, counts: Sequence[int], kept: Sequence[int], states: Sequence[StageState]
+    plan: Plan, costs: StageCosts, counts: Sequence[int], kept: Sequence[int], states: Sequence[StageState]
 ) -> StepTime:
-    """The time of a step of stages that have so many units, of which `prices` are known."""
-    machine = prices.stages[0].machine
-    seconds, messages = prices.of_stages(counts), prices.messages(counts)
-    return StepTime(plan, machine, seconds, messages, kept, states, prices.overhead)
+    """The time of a step of stages that have so many units, of which `costs` are known."""
+    machine = costs.stages[0].machine
+    seconds, messages = costs.of_stages(counts), costs.messages(counts)
+    return StepTime(plan, machine, seconds, messages, kept, states, costs.overhead)
 
 
 def gradient_seconds(

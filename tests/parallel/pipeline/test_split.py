@@ -535,10 +535,10 @@ class Large(nn.Sequential):
 
 def test_units_that_take_no_small_images_are_timed_on_their_own() -> None:
     cuttable, plan = Cuttable(Large(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 1, 3)).to("meta")), Plan.of(stages=2)
-    counts, prices = choose_cut(cuttable, plan, None, "auto", (1, 1, 300, 300))
+    counts, costs = choose_cut(cuttable, plan, None, "auto", (1, 1, 300, 300))
     assert sum(counts) == len(cuttable)
-    assert prices is not None
-    assert prices.timed
+    assert costs is not None
+    assert costs.timed
     with pytest.raises(ValueError, match=r"cannot take images of 1 x 299 x 10 .*: 300 rows wanted"):
         choose_cut(cuttable, plan, None, "auto", (1, 1, 299, 10))
 
