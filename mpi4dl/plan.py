@@ -11,8 +11,16 @@ from pathlib import Path
 
 from mpi4dl._commands import one_message, typed
 from mpi4dl._progress import ProgressLine
-from mpi4dl.estimate.on_machine import scaled, time_layers
-from mpi4dl.estimate.planning import OnMachine, Searched, Shown, planned, profiler_of, searched
+from mpi4dl.estimate.planning import (
+    OnMachine,
+    Searched,
+    Shown,
+    planned,
+    profiler_of,
+    scaled,
+    searched,
+    time_layers,
+)
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import parse_options, spelling, without_flags
 
@@ -56,7 +64,7 @@ def show(argv: Sequence[str]) -> None:
         progress("reading the data")
         trained, samples = with_samples(config, progress)
         if on.time_only is not None:
-            lines = [time_layers(trained, asked, on.time_only, profiler, samples, progress)]
+            lines = time_layers(trained, asked, on.time_only, profiler, samples, progress)
         elif on.scaling is not None:
             lines = scaled(trained, asked, on, profiler, samples, progress)
         elif searches:

@@ -27,10 +27,8 @@ from mpi4dl.estimate.plan_estimate import Estimator, units_of
 from mpi4dl.estimate.summary import PlanSummary, overview, samples_of
 from mpi4dl.options.build import batch_of, engine_options
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.declare import with_values
 from mpi4dl.options.models import build_model, patch_options, tensor_styles
 from mpi4dl.options.optimizers import build_optimizer
-from mpi4dl.options.tasks import with_defaults
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.costs.cost_model import Profiler, flop_seconds
 from mpi4dl.parallel.costs.sites import planned_cuts
@@ -399,19 +397,3 @@ def smaller(batch_size: int, least: int) -> Iterator[int]:
 
 def gibibytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:,.1f} GiB"
-
-
-def memory_of_command(config: Config, plan: Plan, num_classes: int = 2, channels: int = 3) -> int:
-    """The bytes that all ranks of a training need together, if its samples are as these numbers say.
-
-    Labels are unknown here, so that outputs of any shape are taken.
-    """
-    if config.data.task == "auto":
-        config = with_values(config, {"task": "regress" if config.data.text is None else "language"})
-    config = with_defaults(config)
-    device = torch.device("cpu")
-    stream = stream_of(config, plan, num_classes, channels, device)
-    found = look_ahead(
-        config, plan, num_classes, channels, balance="flops", profiler=Profiler.of_user(), stream=stream, device=device
-    )
-    return sum(found.rank_memory.of_ranks(plan.zero, config.parallel.offload == "disk")) * plan.replicas

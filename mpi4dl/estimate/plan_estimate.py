@@ -22,7 +22,7 @@ from torch import nn
 
 from mpi4dl._wording import counted
 from mpi4dl.estimate.memory import HEAP_KEPT, OF_TENSORS, Allocator, BuildOptimizer, PlanMemory, StageState, count_state
-from mpi4dl.estimate.step_time import StepTime, step_time
+from mpi4dl.estimate.step_time import StepTime
 from mpi4dl.geometry import ceil_div
 from mpi4dl.options.build import options_of_plan
 from mpi4dl.options.config import Config, parse
@@ -54,7 +54,6 @@ from mpi4dl.parallel.streaming.memory_limit import (
     choose_tiles,
     needs_of,
 )
-from mpi4dl.parallel.tables.simulator import Costs
 from mpi4dl.parallel.tensor.styles import Cutting, Degrees, Styles
 
 MOST_TILES = 6  # along an axis, of a part of an image that is looked at instead of the whole
@@ -134,13 +133,12 @@ class Step(NamedTuple):
     recompute: bool = False
     needs: StreamNeeds | None = None
 
-    def simulated_costs(self) -> Costs:
-        return self.costs.step(self.counts, [stage.kept for stage in self.memory.stages])
-
     def time(self, plan: Plan) -> StepTime:
         """The time of the step, by this plan, which may have another ZeRO stage."""
-        kept = [stage.kept for stage in self.memory.stages]
-        return step_time(plan, self.costs, self.counts, kept, self.memory.states)
+        found, kept = self.costs, [stage.kept for stage in self.memory.stages]
+        machine, states = found.stages[0].machine, self.memory.states
+        seconds, messages = found.of_stages(self.counts), found.messages(self.counts)
+        return StepTime(plan, machine, seconds, messages, kept, states, found.overhead)
 
 
 class Uncut:

@@ -1,15 +1,18 @@
-"""The output of the planning command: an overview of one plan, or a table of the fastest plans for a number of ranks.
+"""The output of the planning command: an overview of one plan; the fastest plans for a number of ranks, or for several.
 
-Neither needs MPI, nor the model's values; what a training would refuse is refused as far as one process can see it.
+None needs MPI, nor the model's values; what a training would refuse is refused as far as one process can see it.
 """
 
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from mpi4dl._files import unwritable
 from mpi4dl._progress import Tell, quietly
+from mpi4dl._wording import counted, to_install
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import option, same_as, with_values
 from mpi4dl.options.kinds import BOOLEAN, BYTES, COUNT, NAME, POSITIVE, choice, optional
@@ -185,15 +188,29 @@ def planned(
 
 
 class Candidates(NamedTuple):
-    """What is searched: an estimator, and which plans of so many ranks there are for a configuration."""
+    """What is searched: plans of up to `num_ranks` ranks for a configuration, of which each has `most_bytes`."""
 
     config: Config
     estimator: "Estimator"
+    num_ranks: int
     ranks_per_node: int | None
+    most_bytes: float
+
+    @property
+    def described(self) -> list[str]:
+        """A line about the other machine, if there is one."""
+        machine = self.estimator.profiler.machine
+        return [] if machine is None else [machine.describe()]
+
+    @property
+    def num_tokens(self) -> int | None:
+        return None if self.config.data.text is None else self.config.data.context
 
     def plans(self, num_ranks: int, batch_size: int | None = None) -> "list[Plan]":
         """Those that a training by them would take; `batch_size` is another one than that of the configuration."""
         from mpi4dl.estimate.search import candidates, degrees_of
+        from mpi4dl.options.build import build_plan, options_of_plan
+        from mpi4dl.options.data import check_own_sizes
         from mpi4dl.parallel.plan import Plan
 
         config, found = self.config, self.estimator
@@ -205,23 +222,32 @@ class Candidates(NamedTuple):
         image = (batch_size or found.image[0], *found.image[1:])
         plans = []
         for each in candidates(num_ranks, len(found.cuttable), image, degrees, kept, config.training.accumulate):
+            asked = with_values(config, options_of_plan(each, config.training.accumulate))
             with suppress(ConfigError):  # images of their own sizes share no microbatch
-                plans.append(_as_trained(config, each))
+                plan = build_plan(asked)
+                check_own_sizes(asked, plan)
+                plans.append(plan)
         return plans
 
 
-def candidates_for(
-    config: Config, asked: Searched, profiler: "Profiler", samples: TrainedOn, num_ranks: int, device: str
-) -> Candidates:
-    """What is searched for a number of ranks, on this machine or another one. Raises ValueError."""
+@contextmanager
+def searching(
+    config: Config, asked: Searched, profiler: "Profiler", samples: TrainedOn, tell: Tell
+) -> Iterator[Candidates]:
+    """Search in here, on this machine or another one, as a rank would compute. Raises ValueError."""
     import torch
 
     from mpi4dl.estimate.dry_run import build_estimator
 
-    machine = profiler.machine
+    machine, num_ranks = profiler.machine, require_ranks(asked, profiler)
     profiler = replace(profiler, small=profiler.small or machine is not None or num_ranks > FEW)
-    found = build_estimator(config, samples.num_classes, samples.channels, profiler, torch.device(device))
-    return Candidates(config, found, asked.ranks_per_node or (None if machine is None else machine.ranks_per_node))
+    limit, ranks_per_node = asked.memory, asked.ranks_per_node
+    if machine is not None:
+        limit, ranks_per_node = limit or machine.memory, ranks_per_node or machine.ranks_per_node
+    tell("building the model", 0, 0)
+    with as_a_rank(config, num_ranks) as device:
+        found = build_estimator(config, samples.num_classes, samples.channels, profiler, torch.device(device))
+        yield Candidates(config, found, num_ranks, ranks_per_node, float("inf") if limit is None else limit)
 
 
 def searched(
@@ -233,34 +259,75 @@ def searched(
     tell: Tell = quietly,
 ) -> list[str]:
     """A table of the fastest plans, and the command that starts each. Raises ValueError."""
-    import torch
-
     from mpi4dl.estimate.search import ranked, search
 
-    machine = profiler.machine
-    num_ranks, limit = require_ranks(asked, profiler), most_bytes(asked, profiler)
-    tell("building the model", 0, 0)
-    with as_a_rank(config, num_ranks) as device:
-        found = candidates_for(config, asked, profiler, samples, num_ranks, device)
-        ranking = search(found.estimator, found.plans(num_ranks), limit, tell)
-        source = found.estimator.profiler.source(torch.device(device))
-    tokens = None if config.data.text is None else config.data.context
-    described = [] if machine is None else [machine.describe()]
-    return [
-        *described,
-        *ranked(ranking, num_ranks, None if limit == float("inf") else int(limit), flags, tokens, machine, source),
-    ]
+    with searching(config, asked, profiler, samples, tell) as found:
+        ranking = search(found.estimator, found.plans(found.num_ranks), found.most_bytes, tell)
+        how = (found.num_tokens, profiler.machine, found.estimator.profiler.source(found.estimator.device))
+        return [*found.described, *ranked(ranking, found.num_ranks, found.most_bytes, flags, *how)]
 
 
-def _as_trained(config: Config, plan: "Plan") -> "Plan":
-    """The plan that a training by the options of `plan` has. Raises ConfigError if it refuses them."""
-    from mpi4dl.options.build import build_plan, options_of_plan
-    from mpi4dl.options.data import check_own_sizes
+def scaled(
+    config: Config, asked: Searched, on: OnMachine, profiler: "Profiler", samples: TrainedOn, tell: Tell = quietly
+) -> list[str]:
+    """Curves of the fastest plans from one rank on, as a table, and as a picture in `on.curves`. Raises ValueError."""
+    from mpi4dl.estimate.scaling import draw_scaling, numbers_of_ranks, scaling_lines, scaling_points
 
-    asked = with_values(config, options_of_plan(plan, config.training.accumulate))
-    found = build_plan(asked)
-    check_own_sizes(asked, found)
-    return found
+    if Path(on.curves).suffix != ".png":
+        raise ConfigError(f"--curves {on.curves}: the name must end in .png")
+    require_new("--curves", on.curves)
+    with searching(config, asked, profiler, samples, tell) as found:
+        numbers, limit = numbers_of_ranks(found.num_ranks), found.most_bytes
+        points = scaling_points(found.estimator, found.plans, numbers, on.scaling == "weak", limit, tell)
+    tokens = found.num_tokens
+    lines = [*found.described, *scaling_lines(points, found.ranks_per_node, tokens, limit)]
+    size = f"{tokens} tokens" if tokens else f"{'x'.join(map(str, found.estimator.image[2:]))} px"
+    title = f"{config.model_name}, {size}: {on.scaling} scaling"
+    try:
+        draw_scaling(points, title, Path(on.curves), tokens)
+    except ImportError:
+        return [*lines, f"the curves are not drawn: install matplotlib by {to_install('matplotlib')}"]
+    except OSError as error:
+        raise ConfigError(f"--curves {on.curves}: {error.strerror}") from None
+    return [*lines, f"curves: {on.curves}"]
+
+
+def time_layers(
+    config: Config, asked: Searched, path: str, profiler: "Profiler", samples: TrainedOn, tell: Tell = quietly
+) -> list[str]:
+    """Time the layers of a model on the small tiles that plans for up to so many ranks need, and write the file."""
+    from mpi4dl.estimate.scaling import numbers_of_ranks
+    from mpi4dl.parallel.costs.store import Store, machine
+
+    require_new("--time-only", path)
+    store = Store()
+    with searching(config, asked, replace(profiler, store=store, small=True), samples, tell) as found:
+        estimator = found.estimator
+        on = machine(estimator.device)["on"]
+        store.measured_on = on if isinstance(on, str) else f"{on[0]}, {counted(on[1], 'thread')}"
+        plans = (plan for ranks in numbers_of_ranks(found.num_ranks) for plan in found.plans(ranks))
+        sites, refused = {site: None for plan in plans for site in estimator.sites(plan)}, []
+        for number, site in enumerate(sites):
+            tell("shapes of tiles that were timed", number, len(sites))
+            try:
+                estimator.profiler.costs(estimator.cuttable, site, estimator.device)
+            except (RuntimeError, ValueError, AssertionError) as error:  # as a search leaves such plans out
+                refused.append(str(error).partition("\n")[0])
+        if len(refused) == len(sites):
+            why = refused[0] if refused else "there is no plan for so many ranks and such batches"
+            raise ConfigError(f"{config.model_name} cannot be timed: {why}")
+    try:
+        store.save(path)
+    except OSError as error:
+        raise ConfigError(f"--time-only {path}: {error.strerror}") from None
+    return [f"timings of the layers of {config.model_name} on small tiles: {path}"]
+
+
+def require_new(flag: str, path: str) -> None:
+    """Raise ConfigError, before minutes are spent, where a flag names a file that is there, or cannot be made."""
+    problem = unwritable(flag, path)
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 def require_ranks(asked: Searched, profiler: "Profiler") -> int:
@@ -279,14 +346,6 @@ def require_ranks(asked: Searched, profiler: "Profiler") -> int:
             f"--ranks {ranks} are no multiple of --ranks-per-node {asked.ranks_per_node}: all nodes must have as many"
         )
     return ranks
-
-
-def most_bytes(asked: Searched, profiler: "Profiler") -> float:
-    """The memory of a rank, infinite without a limit."""
-    limit = asked.memory
-    if limit is None and profiler.machine is not None:
-        limit = profiler.machine.memory
-    return float("inf") if limit is None else limit
 
 
 @contextmanager

@@ -217,7 +217,7 @@ SHOWN = 10
 def ranked(
     found: Ranking,
     num_ranks: int,
-    most_bytes: int | None,
+    most_bytes: float | None,
     flags: Sequence[str],
     num_tokens: int | None = None,
     machine: Machine | None = None,
@@ -228,7 +228,8 @@ def ranked(
     Samples of text have so many tokens, of which its users count those that are trained each second. With another
     `machine` there is the time of a step, and what it costs and is spent on. `timed_on` says where units were timed.
     """
-    too_large = f", {found.num_too_large} of which need more than {_mebibytes(most_bytes)}" if most_bytes else ""
+    limited = most_bytes is not None and most_bytes < float("inf")
+    too_large = f", {found.num_too_large} of which need more than {_mebibytes(most_bytes)}" if limited else ""
     lines = [f"{counted(found.num_plans, 'plan')} for {counted(num_ranks, 'rank')} looked at{too_large}"]
     if not found.best:
         return [
@@ -270,5 +271,5 @@ def _spent(best: Sequence[PlanEstimate], nodes: int) -> Iterator[str]:
             yield f"{i + 1}: {seconds:.3g} s, {hours:.3g} node-hours for 1,000 steps: {each.time.parts.words()}"
 
 
-def _mebibytes(num_bytes: int | None) -> str:
+def _mebibytes(num_bytes: float | None) -> str:
     return f"{(num_bytes or 0) / 2**20:,.0f} MiB"

@@ -263,22 +263,22 @@ def overview(
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     step = estimator.step(plan, counts, costs, recompute, needs, exact=True)
-    table, seconds = plan.table(), step.simulated_costs()
+    table, time = plan.table(), step.time(plan)
     return PlanSummary(
         name,
         plan,
         image,
         sum(p.numel() for p in model.parameters()),
         work,
-        seconds,
+        time.costs,
         check(table, plan.placement),
-        simulate(table, plan.placement, seconds),
+        simulate(table, plan.placement, time.costs),
         costs.source,
         step.memory,
         command,
         needs,
         recompute=recompute,
-        time=step.time(plan),
+        time=time,
     )
 
 

@@ -19,10 +19,11 @@ from mpi4dl.parallel.costs.meter import UnitCosts
 from mpi4dl.parallel.costs.sites import Site
 from mpi4dl.parallel.costs.store import Store
 from mpi4dl.parallel.costs.timing import Seconds
-from mpi4dl.parallel.costs.units import count_bytes, count_flops
+from mpi4dl.parallel.costs.units import count_bytes
 from mpi4dl.parallel.pipeline.local_stages import choose_cut
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
+from tests.counting import count_flops
 
 IMAGE = (8, 3, 64, 64)
 

@@ -26,6 +26,7 @@ from mpi4dl._progress import Tell
 from mpi4dl._randomness import forked
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.node import cores
+from mpi4dl.comm.packing import Piece
 from mpi4dl.comm.traffic import traffic_of
 from mpi4dl.parallel.blocks import blocks
 from mpi4dl.parallel.costs import GFLOPS
@@ -45,8 +46,8 @@ from mpi4dl.parallel.tensor.styles import Styles
 
 # The link between ranks as a straight line: a message takes a latency, and so many seconds for each of its bytes.
 
-SMALL_BYTES, LARGE_BYTES = 64, 1 << 21
-LINK_REPEATS = {SMALL_BYTES: 40, LARGE_BYTES: 5}
+SMALL_BYTES, LARGE_BYTES = 64, 4 << 20
+LINK_REPEATS = {SMALL_BYTES: 100, LARGE_BYTES: 8}
 LINK_TAG = 3
 
 
@@ -69,30 +70,35 @@ class Link(NamedTuple):
 ASSUMED = Link(20e-6, 1 / 4e9)  # between processes of one machine, which share memory
 
 
-def measure_link(comm: Communicator, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Link:
-    """The link between the first and the last rank, the fastest of a few messages. Collective; alike on all ranks."""
+def measure_link(comm: Communicator, device: torch.device, clock: Clock = time.perf_counter) -> Link:
+    """The link between the first and the last rank. Collective; alike on all ranks."""
     if comm.size == 1:
         return ASSUMED
-    small, large = (_one_way(comm, num_bytes, device, clock) for num_bytes in (SMALL_BYTES, LARGE_BYTES))
-    found = None
-    if comm.rank == 0:
-        found = Link(max(small, 1e-7), max((large - small) / (LARGE_BYTES - SMALL_BYTES), 1e-13))
-    link: Link = comm.broadcast_object(found)
-    return link
+    small, large = (one_way(comm, size, comm.size - 1, 1, device, clock) for size in (SMALL_BYTES, LARGE_BYTES))
+    return Link(max(small, 1e-7), max((large - small) / (LARGE_BYTES - SMALL_BYTES), 1e-13))
 
 
-def _one_way(comm: Communicator, num_bytes: int, device: torch.device, clock: Callable[[], float]) -> float:
-    there, seconds = torch.zeros(num_bytes, dtype=torch.uint8, device=device), []
-    for _ in range(LINK_REPEATS[num_bytes]):
+def one_way(
+    comm: Communicator, size: int, apart: int, pairs: int, device: torch.device, clock: Clock = time.perf_counter
+) -> float:
+    """Seconds of a message of so many bytes from the first `pairs` ranks to those so far `apart`, the median.
+
+    All pairs send at once, and the slowest one counts. Collective; the same on all ranks.
+    """
+    times = []
+    first, second = comm.rank < pairs, apart <= comm.rank < apart + pairs
+    other = comm.rank + apart if first else comm.rank - apart
+    message = torch.zeros(size, dtype=torch.uint8, device=device)
+    for _ in range(LINK_REPEATS[size] + 1):
+        if pairs > 1:
+            comm.barrier()
         start = clock()
-        if comm.rank == 0:
-            comm.send(there, comm.size - 1, LINK_TAG)
-            comm.recv(there, comm.size - 1, LINK_TAG)
-        elif comm.rank == comm.size - 1:
-            comm.recv(there, 0, LINK_TAG)
-            comm.send(there, 0, LINK_TAG)
-        seconds.append((clock() - start) / 2)
-    return min(seconds)
+        for sends in (first, second) if first or second else ():
+            piece = [Piece(other, message)]
+            comm.iexchange(piece if sends else [], [] if sends else piece, LINK_TAG).wait()
+        times.append((clock() - start) / 2)
+    found: float = max(comm.all_gather_object(float(np.median(times[1:])) if first else 0.0))
+    return found
 
 
 BUDGET_SECONDS = 8.0  # for all tile shapes of a plan together
@@ -197,11 +203,8 @@ class StageCosts:
 
     def simulated(self, plan: Plan, counts: Sequence[int]) -> Simulation:
         """A step of a replica whose stages have so many units; what it keeps is not counted."""
-        return simulate(plan.table(), plan.placement, self.step(counts))
-
-    def step(self, counts: Sequence[int], kept: Sequence[int] = ()) -> Costs:
-        """The costs of a microbatch on each rank of stages of that many units, which keep `kept` bytes of it."""
-        return costs_of(self.of_stages(counts), self.messages(counts), tuple(kept) or (0,) * len(counts))
+        costs = costs_of(self.of_stages(counts), self.messages(counts), (0,) * len(counts))
+        return simulate(plan.table(), plan.placement, costs)
 
     def messages(self, counts: Sequence[int]) -> tuple[float, ...]:
         """The seconds in which a stage of so many units hands on to the next one, each rank to whom it reaches."""

@@ -100,11 +100,6 @@ def count_units(
     )
 
 
-def count_flops(units: Units, image: tuple[int, ...]) -> list[float]:
-    """The FLOPs of each unit's forward pass, on all of a microbatch of this shape: of products and convolutions."""
-    return [unit.flops for unit in count_units(units, on_one_rank(image), backward=False)]
-
-
 def count_bytes(units: Units, image: tuple[int, ...]) -> list[float]:
     """The bytes that training keeps for each unit: of the forward pass, parameters, and buffers of real numbers.
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from mpi4dl.engine.precision import lower_precision
 from mpi4dl.geometry import BATCH, Tiling
 from mpi4dl.models import build
-from mpi4dl.parallel.costs.units import count_flops
 from mpi4dl.parallel.pipeline.cut import partition, shared_out
 from mpi4dl.parallel.pipeline.local_stages import choose_cut
 from mpi4dl.parallel.pipeline.program import Slot, TensorSpec, pack
@@ -20,6 +19,7 @@ from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, materialize, o
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import Grid, Layout, SpatialTensor
 from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator
+from tests.counting import count_flops
 from tests.parallel.pipeline.cutting import assert_cuts_like_the_model, random_counts
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

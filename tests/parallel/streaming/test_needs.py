@@ -13,7 +13,7 @@ from mpi4dl.engine import Engine
 from mpi4dl.geometry import Box
 from mpi4dl.parallel.costs.meter import OperatorMeter, UnitCosts
 from mpi4dl.parallel.costs.sites import Site
-from mpi4dl.parallel.costs.units import StageBytes, count_flops, count_units
+from mpi4dl.parallel.costs.units import StageBytes, count_units
 from mpi4dl.parallel.disk import Keep
 from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
@@ -28,6 +28,7 @@ from mpi4dl.parallel.streaming.memory_limit import (
     needs_of,
 )
 from mpi4dl.parallel.streaming.stream import TOUCHED_BYTES
+from tests.counting import count_flops
 from tests.pool.ranks import Ranks
 
 IMAGE = (1, 3, 640, 640)
