@@ -12,7 +12,7 @@ take the time of --latency-us and --megabytes. In each case there are some ways 
 The choice is right if the way that is estimated to be the fastest is measured to be so, or takes at most 5 % longer.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -141,25 +141,16 @@ def estimated_step(case: Case, way: str, machine: "Machine") -> "StepTime":
     if case.ways == ("layer", "block"):  # both as one unit: blocks are more than units
         fetch_halos([model], way)
         units = Uncut(model)
-    clockwork = replace(Profiler.of_user(), remembered=Forgetful()) if way == "block" else Profiler.of_user()
+    # Costs that are kept do not say how a model fetches halos.
+    profiler = Profiler(machine=machine) if way == "block" else Profiler.of_user(machine=machine)
     sgd = partial(torch.optim.SGD, lr=0.01)
     image = (BATCH, 3, case.size, case.size)
-    found = Estimator(units, image, clockwork, torch.device("cpu"), optimizer=sgd, machine=(machine, "emulated"))
+    found = Estimator(units, image, profiler, torch.device("cpu"), optimizer=sgd)
     plan = plan_of(case)
-    prices = found.prices(plan)
-    if not prices.timed:
+    costs = found.costs(plan)
+    if not costs.timed:
         raise SystemExit(f"{case.name}, {way}: it cannot be timed")
-    return found.step(plan, partition(prices.matrix), prices).time(plan)
-
-
-class Forgetful:
-    """Remembers no times: those of a model do not say how it fetches halos."""
-
-    def get(self, facts: Any) -> None:
-        return None
-
-    def put(self, facts: Any, value: Any) -> None:
-        pass
+    return found.step(plan, partition(costs.matrix), costs).time(plan)
 
 
 def plan_of(case: Case) -> "Plan":

@@ -146,13 +146,13 @@ def estimator_of(options: Options, name: str, num_ranks: int) -> "Estimator":
     from mpi4dl.parallel.pipeline.split import Cuttable, outline
 
     image = (options.batch_size, 3, options.image_size, options.image_size)
+    machine = machine_of(options, num_ranks) if options.clock != "wall" else None
     found = Estimator(
         Cuttable(outline(builder(name, options.image_size)).train()),
         image,
-        Profiler.of_user(),
+        Profiler.of_user(machine=machine),
         torch.device("cpu"),
         optimizer=partial(torch.optim.SGD, lr=0.01),
-        machine=(machine_of(options, num_ranks), "emulated") if options.clock != "wall" else None,
     )
     found.streams = False
     return found
@@ -160,18 +160,18 @@ def estimator_of(options: Options, name: str, num_ranks: int) -> "Estimator":
 
 def chosen(options: Options, name: str, num_ranks: int) -> "list[Case]":
     """Plans from the fastest to the slowest by the estimate."""
-    from mpi4dl.estimate.search import candidates, outlooks
+    from mpi4dl.estimate.search import candidates, estimates
     from mpi4dl.parallel.cut import partition
 
     estimator = estimator_of(options, name, num_ranks)
     plans = list(candidates(num_ranks, len(estimator.cuttable), estimator.image))
-    found = [each for each in outlooks(estimator, plans) if each is not None]
+    found = [each for each in estimates(estimator, plans) if each is not None]
     found.sort(key=lambda each: -each.samples_per_second)
     count = min(options.plans, len(found))
     places = {round(i * (len(found) - 1) / max(1, count - 1)) for i in range(count)}
     cases = []
     for i in sorted(places):
-        counts, time = partition(estimator.prices(found[i].plan).matrix), found[i].time
+        counts, time = partition(estimator.costs(found[i].plan).matrix), found[i].time
         assert time is not None
         described = found[i].plan.describe()
         cases.append(Case(name, described, found[i].plan, counts, time, plain_ms(estimator), found[i].num_bytes))
@@ -182,8 +182,8 @@ def plain_ms(estimator: "Estimator") -> float:
     """The milliseconds of the units of a whole batch on one rank, on plain tensors."""
     from mpi4dl.parallel.plan import Plan
 
-    (column,) = estimator.prices(Plan.of()).columns
-    return 1e3 * sum(unit.forward + unit.backward for unit in column)
+    (column,) = estimator.costs(Plan.of()).columns
+    return 1e3 * sum(unit.forward_seconds + unit.backward_seconds for unit in column)
 
 
 def of_each_kind(options: Options, name: str) -> "Iterator[Case]":
@@ -199,10 +199,10 @@ def of_each_kind(options: Options, name: str) -> "Iterator[Case]":
             continue
         plan = Plan.of(**asked)
         try:
-            prices = estimator.prices(plan)
-            counts = partition(prices.matrix)
+            costs = estimator.costs(plan)
+            counts = partition(costs.matrix)
             needs = estimator.streaming(plan, counts, stream_options()) if kind == STREAMED else None
-            step = estimator.step(plan, counts, prices, needs=needs, exact=True)
+            step = estimator.step(plan, counts, costs, needs=needs, exact=True)
         except (ValueError, RuntimeError) as error:
             print(f"{name}: {kind} is left out: {error}")
             continue

@@ -305,12 +305,13 @@ class Forecaster:
     """Step times of a published table, by rates and one factor."""
 
     def __init__(self, told: Published) -> None:
-        from mpi4dl.parallel.costs.scaled import ScaledProfiler, TimingsFile
+
+        from mpi4dl.parallel.costs.cost_model import Profiler
         from mpi4dl.parallel.pipeline.split import Cuttable, outline
 
         self.told, self.factor = told, 1.0
         self.cuttable = Cuttable(outline(told.build).train())
-        self.profiler = ScaledProfiler(TimingsFile("none"), rates=told.machine)
+        self.profiler = Profiler(machine=told.machine, small=True)
 
     def of(self, cell: Cell) -> tuple[float, float]:
         """Samples a second, and the share of time in which ranks are idle."""
@@ -318,27 +319,27 @@ class Forecaster:
 
         from mpi4dl.estimate.step_time import StepTime
         from mpi4dl.parallel.costs.cost_model import StageCosts, stages_on
-        from mpi4dl.parallel.costs.timing import sites_of
+        from mpi4dl.parallel.costs.sites import sites_of
         from mpi4dl.parallel.cut import partition
         from mpi4dl.parallel.plan import Plan
 
         simulated = min(cell.microbatches, MOST_SIMULATED)
         plan = Plan.of(stages=cell.stages, microbatches=simulated, schedule="gpipe")
         samples = max(1, round(cell.batch_size / cell.microbatches))
-        column = self.profiler.column(
+        column = self.profiler.costs(
             self.cuttable, sites_of(self.cuttable, plan, (samples, 3, PIXELS, PIXELS))[0], torch.device("cpu")
         )
         column = tuple(
             unit._replace(
-                forward=self.factor * unit.forward,
-                backward=self.factor * (unit.backward + cell.recomputed * unit.forward),
+                forward_seconds=self.factor * unit.forward_seconds,
+                backward_seconds=self.factor * (unit.backward_seconds + cell.recomputed * unit.forward_seconds),
             )
             for unit in column
         )
-        prices = StageCosts((column,) * cell.stages, stages_on(self.told.machine, plan), "", timed=False)
-        counts = partition(prices.matrix) if cell.balance is None else self.units(cell.balance)
+        costs = StageCosts((column,) * cell.stages, stages_on(self.told.machine, plan), "", timed=False)
+        counts = partition(costs.matrix) if cell.balance is None else self.units(cell.balance)
         time = StepTime(
-            plan, self.told.machine, prices.of_stages(counts), prices.messages(counts), (0,) * cell.stages, ()
+            plan, self.told.machine, costs.of_stages(counts), costs.messages(counts), (0,) * cell.stages, ()
         )
         seconds = time.seconds
         if cell.microbatches > simulated:  # each further one takes as long as on the slowest stage
@@ -370,9 +371,8 @@ class TransformerForecaster:
         from mpi4dl import models
         from mpi4dl.estimate.memory import StateBytes
         from mpi4dl.estimate.step_time import StepTime
-        from mpi4dl.parallel.costs.cost_model import StageCosts, stages_on
-        from mpi4dl.parallel.costs.scaled import ScaledProfiler, TimingsFile
-        from mpi4dl.parallel.costs.timing import sites_of
+        from mpi4dl.parallel.costs.cost_model import Profiler, StageCosts, stages_on
+        from mpi4dl.parallel.costs.sites import sites_of
         from mpi4dl.parallel.cut import partition
         from mpi4dl.parallel.pipeline.split import Cuttable, outline
         from mpi4dl.parallel.plan import Plan
@@ -382,27 +382,27 @@ class TransformerForecaster:
         cuttable = Cuttable(outline(build).train().bfloat16())
         data = cell.gpus // (cell.tensor * cell.stages)
         plan = Plan(((1,),) * cell.stages, tensor=cell.tensor, data=data, microbatches=cell.batch_size // data)
-        profiler = ScaledProfiler(TimingsFile("none"), rates=self.told.machine)
+        profiler = Profiler(machine=self.told.machine, small=True)
         site = sites_of(cuttable, plan, (data, CONTEXT))[0]
         embedding, _, layer, _, *head = (
             unit._replace(
-                forward=self.factor * unit.forward,
-                backward=self.factor * (unit.backward + unit.forward),
+                forward_seconds=self.factor * unit.forward_seconds,
+                backward_seconds=self.factor * (unit.backward_seconds + unit.forward_seconds),
                 back=(*unit.there, *unit.back),
             )
-            for unit in profiler.column(cuttable, site, torch.device("cpu"))
+            for unit in profiler.costs(cuttable, site, torch.device("cpu"))
         )
         column = (embedding, *[layer] * cell.layers, *head)
-        prices = StageCosts((column,) * cell.stages, stages_on(self.told.machine, plan), "", timed=False)
-        counts = partition(prices.matrix)
+        costs = StageCosts((column,) * cell.stages, stages_on(self.told.machine, plan), "", timed=False)
+        counts = partition(costs.matrix)
         layers = 12 * cell.layers * cell.hidden**2
         of_rank = (layers + (VOCABULARY + CONTEXT) * cell.hidden) // (cell.tensor * cell.stages)
         state = StateBytes(4 * of_rank, 12 * of_rank, 0, 32 << 20, ("features",) if cell.tensor > 1 else ())
         time = StepTime(
             plan,
             self.told.machine,
-            prices.of_stages(counts),
-            prices.messages(counts),
+            costs.of_stages(counts),
+            costs.messages(counts),
             (0,) * cell.stages,
             ((state,),) * cell.stages,
         )
@@ -419,7 +419,6 @@ class ConfigurationForecaster:
 
         from mpi4dl.estimate.plan_estimate import Estimator
         from mpi4dl.parallel.costs.cost_model import Profiler
-        from mpi4dl.parallel.costs.scaled import for_machine
         from mpi4dl.parallel.pipeline.split import Cuttable, outline
 
         self.told, self.factor = told, 1.0
@@ -429,10 +428,9 @@ class ConfigurationForecaster:
         self.estimator = Estimator(
             self.cuttable,
             (1, 3, told.cells[0].size, told.cells[0].size),
-            for_machine(Profiler.of_user(), told.machine, None),
+            Profiler.of_user(machine=told.machine, small=True),
             torch.device("cpu"),
             partial(torch.optim.SGD, lr=0.01),
-            machine=(told.machine, told.machine.name),
             streams=False,
         )
 
@@ -444,7 +442,7 @@ class ConfigurationForecaster:
         self.estimator.image = (cell.batch_size, 3, cell.size, cell.size)
         if not self.told.trains:
             return 1 / self._forward(plan), 0.0
-        estimate = self.estimator.outlook(plan, float("inf"))
+        estimate = self.estimator.estimate(plan, float("inf"))
         assert estimate.time is not None
         speed = estimate.samples_per_second / (plan.num_ranks if self.told.each_rank else 1)
         if self.told.relative:
@@ -453,11 +451,11 @@ class ConfigurationForecaster:
 
     def _forward(self, plan: "Plan") -> float:
         """The seconds of a forward pass from stage to stage, each of as many units as the others."""
-        prices = self.estimator.prices(plan)
+        costs = self.estimator.costs(plan)
         each, more = divmod(len(self.cuttable), plan.num_stages)
         counts = [each + (stage < more) for stage in range(plan.num_stages)]
-        stages = prices.of_stages(counts)
-        return sum(self.factor * stage.forward + sum(stage.there) for stage in stages) + sum(prices.messages(counts))
+        stages = costs.of_stages(counts)
+        return sum(self.factor * stage.forward + sum(stage.there) for stage in stages) + sum(costs.messages(counts))
 
 
 def run(options: Options) -> None:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from mpi4dl.estimate.plan_estimate import PlanEstimate
     from mpi4dl.estimate.scaling import Point
+    from mpi4dl.parallel.costs.cost_model import Profiler
     from mpi4dl.parallel.costs.machine import Machine
-    from mpi4dl.parallel.costs.scaled import ScaledProfiler
 
 NUM_CLASSES = 1000
 MODELS: dict[str, dict[str, Any]] = {
@@ -90,10 +90,10 @@ def builder(name: str) -> "partial[nn.Module]":
 
 
 def run(options: Options) -> None:
+
     from mpi4dl._progress import ProgressLine
     from mpi4dl.estimate.machine_file import load_machine
     from mpi4dl.parallel.costs.cost_model import Profiler
-    from mpi4dl.parallel.costs.scaled import for_machine
     from mpi4dl.parallel.pipeline.split import Cuttable, outline
 
     found: dict[Case, list[Point]] = {}
@@ -106,7 +106,7 @@ def run(options: Options) -> None:
                 cuttable = Cuttable(whole.bfloat16() if name in LOW_PRECISION else whole)
                 machine = load_machine(str(FOLDER / f"{name}.toml"))
                 limits[name] = float("inf") if machine.memory is None else machine.memory
-                profiler = for_machine(Profiler.of_user(), machine, None)
+                profiler = Profiler.of_user(machine=machine, small=True)
                 for size in options.sizes:
                     for way in WAYS:
                         case = Case(model, name, way, size)
@@ -128,7 +128,7 @@ def _tell(progress: Any, case: Case, doing: str, done: int = 0, total: int = 0) 
 
 
 def points_of(
-    options: Options, case: Case, cuttable: Any, machine: "Machine", profiler: "ScaledProfiler", tell: Any
+    options: Options, case: Case, cuttable: Any, machine: "Machine", profiler: "Profiler", tell: Any
 ) -> "list[Point]":
     """The fastest plans of a curve, of one kind and of all kinds together."""
     import torch
@@ -140,9 +140,7 @@ def points_of(
     images = options.batch_size if case.way == "strong" else 1
     image = (images, 3, case.size, case.size)
     optimizer = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
-    estimator = Estimator(
-        cuttable, image, profiler, torch.device("cpu"), optimizer, machine=(machine, machine.name), streams=False
-    )
+    estimator = Estimator(cuttable, image, profiler, torch.device("cpu"), optimizer, streams=False)
 
     def plans(num_ranks: int, batch_size: int) -> list[Any]:
         return list(candidates(num_ranks, len(cuttable), (batch_size, *image[1:])))

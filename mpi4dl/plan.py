@@ -11,9 +11,16 @@ from pathlib import Path
 
 from mpi4dl._commands import one_message, typed
 from mpi4dl._progress import ProgressLine
-from mpi4dl.estimate.on_machine import scaled, time_layers
-from mpi4dl.estimate.planning import Searched, Shown, planned, searched
-from mpi4dl.estimate.target import OnMachine, PlanTarget
+from mpi4dl.estimate.planning import (
+    OnMachine,
+    Searched,
+    Shown,
+    planned,
+    profiler_of,
+    scaled,
+    searched,
+    time_layers,
+)
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import parse_options, spelling, without_flags
 
@@ -43,12 +50,12 @@ def show(argv: Sequence[str]) -> None:
         print(to_print(Config(**{section.name: getattr(config, section.name) for section in fields(Config)})), end="")
         return
     asked, shown, flags = config.searched, config.shown, training_flags(argv)
-    target = PlanTarget.of(config.on_machine)
-    searches = asked.search or asked.ranks is not None
     on = config.on_machine
+    profiler = profiler_of(on, shown.rank_gflops)
+    searches = asked.search or asked.ranks is not None
     if on.time_only is not None and (on.scaling is not None or on.timings is not None or on.machine is not None):
         raise ConfigError("--time-only times layers here, and ends: leave out --machine, --timings and --scaling")
-    if asked.memory is not None and asked.ranks is None and (target.machine is None or not (searches or on.scaling)):
+    if asked.memory is not None and asked.ranks is None and (profiler.machine is None or not (searches or on.scaling)):
         raise ConfigError("--memory is what each of --ranks ranks has: say how many there are")
     timeline = None if shown.timeline is None else timeline_of(shown.timeline)
     from mpi4dl.training.setup import with_samples
@@ -57,13 +64,13 @@ def show(argv: Sequence[str]) -> None:
         progress("reading the data")
         trained, samples = with_samples(config, progress)
         if on.time_only is not None:
-            lines = [time_layers(trained, asked, on, samples, shown.rank_gflops, progress)]
+            lines = time_layers(trained, asked, on.time_only, profiler, samples, progress)
         elif on.scaling is not None:
-            lines = scaled(trained, asked, on, target, samples, shown.rank_gflops, progress)
+            lines = scaled(trained, asked, on, profiler, samples, progress)
         elif searches:
-            lines = searched(trained, asked, target, samples, shown.rank_gflops, flags, progress)
+            lines = searched(trained, asked, profiler, samples, flags, progress)
         else:
-            found = planned(trained, samples, shown.rank_gflops, flags, progress, target)
+            found = planned(trained, samples, profiler, flags, progress)
     if searches or on.time_only is not None or on.scaling is not None:
         print(spelling(PlanConfig)("\n".join(lines)))
         return

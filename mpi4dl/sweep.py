@@ -77,10 +77,10 @@ def _estimated_for(sweep: Sweep, num_ranks: int) -> list[Tried]:
     """The plans for so many ranks."""
     import torch
 
-    from mpi4dl.estimate.dry_run import build_forecaster
+    from mpi4dl.estimate.dry_run import build_estimator
     from mpi4dl.estimate.plan_estimate import PlanEstimate
     from mpi4dl.estimate.planning import as_a_rank
-    from mpi4dl.estimate.search import candidates, outlooks, search
+    from mpi4dl.estimate.search import candidates, estimates, search
     from mpi4dl.parallel.costs.cost_model import Profiler
     from mpi4dl.training.setup import with_samples
 
@@ -91,16 +91,16 @@ def _estimated_for(sweep: Sweep, num_ranks: int) -> list[Tried]:
     config, samples = with_samples(config)
     print("estimating: units are timed, once for each shape of tile", file=sys.stderr, flush=True)
     with as_a_rank(config, num_ranks) as device:
-        forecaster = build_forecaster(
+        estimator = build_estimator(
             config, samples.num_classes, samples.channels, Profiler.of_user(), torch.device(device)
         )
         if sweep.best is not None:
-            every = candidates(num_ranks, len(forecaster.cuttable), forecaster.image)
-            best = search(forecaster, every, float("inf") if sweep.memory is None else sweep.memory).best
+            every = candidates(num_ranks, len(estimator.cuttable), estimator.image)
+            best = search(estimator, every, float("inf") if sweep.memory is None else sweep.memory).best
             return [Tried.by(each.plan, each) for each in best[: sweep.best]]
         known: list[PlanEstimate | None] = [None] * len(plans)
         if not (config.training.recompute or config.parallel.stream):  # which estimates of given plans leave out
-            known = outlooks(forecaster, plans)
+            known = estimates(estimator, plans)
     return [Tried.by(plan, each) for plan, each in zip(plans, known, strict=True)]
 
 

@@ -338,7 +338,7 @@ ALIKE = {
     ("mpi4dl.options.tasks", "build_task"): "an option, on which all have agreed",
     (
         "mpi4dl.parallel.costs.cost_model",
-        "measured_prices",
+        "measured_costs",
     ): "collective over the ranks of the stage alone, by the plan",
     ("mpi4dl.parallel.pipeline.local_stages", "__init__"): "collective over the ranks of the stage alone, by the plan",
     ("mpi4dl.parallel.pipeline.local_stages", "sharing"): "the plan alone decides",

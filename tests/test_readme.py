@@ -13,7 +13,6 @@ from docs.check_prose import average, pages, problems, problems_of_code, sentenc
 from docs.reference import OPTIONS, options_page
 from mpi4dl._commands import command_names
 from mpi4dl.embed import EmbedConfig
-from mpi4dl.estimate.dry_run import memory_of_command
 from mpi4dl.evaluate import EvaluateConfig
 from mpi4dl.generate import GenerateConfig
 from mpi4dl.inference.options import Inference, placed
@@ -23,6 +22,7 @@ from mpi4dl.options.declare import options_of, parse_options, with_values
 from mpi4dl.plan import PlanConfig
 from mpi4dl.predict import PredictConfig
 from mpi4dl.serve import ServeConfig
+from tests.counting import memory_of_command
 from tests.pool.job import mpirun
 from tests.pool.zygote import ROOT
 

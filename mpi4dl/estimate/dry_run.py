@@ -27,13 +27,12 @@ from mpi4dl.estimate.plan_estimate import Estimator, units_of
 from mpi4dl.estimate.summary import PlanSummary, overview, samples_of
 from mpi4dl.options.build import batch_of, engine_options
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.declare import with_values
 from mpi4dl.options.models import build_model, patch_options, tensor_styles
 from mpi4dl.options.optimizers import build_optimizer
-from mpi4dl.options.tasks import with_defaults
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.costs.cost_model import Profiler, flop_seconds
-from mpi4dl.parallel.costs.timing import machine, planned_cuts, versions
+from mpi4dl.parallel.costs.sites import planned_cuts
+from mpi4dl.parallel.costs.store import machine, versions
 from mpi4dl.parallel.cut import ChooseStream
 from mpi4dl.parallel.disk import Keep, byte_seconds
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
@@ -150,7 +149,7 @@ def explain(
 ) -> Iterator[str]:
     """The messages of each operator of a model in one stage, or the ranks of each stage; and the memory of a rank."""
     stages = engine.stages
-    clockwork, balance = Profiler.of_user(), stages.counts if stages.plan.num_stages > 1 else "flops"
+    profiler, balance = Profiler.of_user(), stages.counts if stages.plan.num_stages > 1 else "flops"
     found = look_ahead(
         config,
         stages.plan,
@@ -158,7 +157,7 @@ def explain(
         channels,
         of_slides,
         balance=balance,
-        clockwork=clockwork,
+        profiler=profiler,
         stream=stages.stream,
     )
     if engine.plan.num_stages == 1 and config.model.patches is None:
@@ -178,13 +177,13 @@ def explain(
         yield from (*found.streaming(), *found.memory(), *found.ranks())
 
 
-def build_forecaster(
-    config: Config, num_classes: int, channels: int, clockwork: Profiler, device: torch.device
+def build_estimator(
+    config: Config, num_classes: int, channels: int, profiler: Profiler, device: torch.device
 ) -> Estimator:
     """An estimator of plans of this configuration. Raises ValueError where they are not of whole images."""
     if config.model.patches is not None:
         raise ConfigError(f"plans are searched for models that see whole images, not `patches` {config.model.patches}")
-    return replace(estimator_of(config, None, num_classes, channels, device), clockwork=clockwork)
+    return replace(estimator_of(config, None, num_classes, channels, device), profiler=profiler)
 
 
 def estimator_of(config: Config, plan: Plan | None, num_classes: int, channels: int, device: torch.device) -> Estimator:
@@ -230,11 +229,11 @@ def stream_of(
         return StreamOptions(asked, chosen.stream_until, chosen.stream_norm, segments, _keep(config))
     if plan.bidirectional and chosen.stream_norm != "exact":
         raise ConfigError("copies in both directions share their statistics later: stream with `stream_norm` exact")
-    forecaster = build_forecaster(config, num_classes, channels, Profiler.of_user(), device)
-    forecaster.speeds = speeds or measured_speeds(config, device)
+    estimator = build_estimator(config, num_classes, channels, Profiler.of_user(), device)
+    estimator.speeds = speeds or measured_speeds(config, device)
 
     def choose(cuttable: Cuttable, counts: Sequence[int]) -> StreamOptions:
-        found = forecaster.choose_tiles(plan, counts, limit or 0, any_zero=False)
+        found = estimator.choose_tiles(plan, counts, limit or 0, any_zero=False)
         estimated = f"estimated {mebibytes(found.num_bytes)} of {mebibytes(limit or 0)}"
         return replace(found.options, remark=f"`stream` auto: {describe(found)}, {estimated}")
 
@@ -251,13 +250,13 @@ def measured_speeds(config: Config, device: torch.device, local_size: int = 1) -
     if chosen.stream != "auto" or chosen.memory_limit is None:
         return ASSUMED_SPEEDS
     cached = max(0.0, memory_of_node() / local_size - chosen.memory_limit) / 2
-    remembered, facts = Profiler.of_user().remembered, {"what": "speeds", "folder": str(chosen.offload_folder)}
+    store, facts = Profiler.of_user().store, {"what": "speeds", "folder": str(chosen.offload_folder)}
     facts |= {**machine(device), **versions()}
-    found = remembered.get(facts)
+    found = store.get(facts)
     if found is None:
         found = [flop_seconds(device), *byte_seconds(chosen.offload_folder)]
         if isfinite(found[-1]):  # or else there was no room
-            remembered.put(facts, found)
+            store.put(facts, found)
     flop, cached_byte, disk_byte = found
     return Speeds(flop, cached_byte, disk_byte, cached)
 
@@ -398,19 +397,3 @@ def smaller(batch_size: int, least: int) -> Iterator[int]:
 
 def gibibytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:,.1f} GiB"
-
-
-def memory_of_command(config: Config, plan: Plan, num_classes: int = 2, channels: int = 3) -> int:
-    """The bytes that all ranks of a training need together, if its samples are as these numbers say.
-
-    Labels are unknown here, so that outputs of any shape are taken.
-    """
-    if config.data.task == "auto":
-        config = with_values(config, {"task": "regress" if config.data.text is None else "language"})
-    config = with_defaults(config)
-    device = torch.device("cpu")
-    stream = stream_of(config, plan, num_classes, channels, device)
-    found = look_ahead(
-        config, plan, num_classes, channels, balance="flops", clockwork=Profiler.of_user(), stream=stream, device=device
-    )
-    return sum(found.rank_memory.of_ranks(plan.zero, config.parallel.offload == "disk")) * plan.replicas

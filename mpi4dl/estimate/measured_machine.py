@@ -10,6 +10,7 @@ import datetime
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +21,12 @@ from mpi4dl._memory import memory_of_node
 from mpi4dl.comm import Communicator, Pending
 from mpi4dl.comm.allreduce import ALGORITHMS, pick
 from mpi4dl.comm.packing import Piece
+from mpi4dl.parallel.costs.cost_model import LARGE_BYTES, SMALL_BYTES, one_way
 from mpi4dl.parallel.costs.machine import CollectiveCost, LinkLevel, Machine
 
-SMALL_BYTES, LARGE_BYTES = 64, 8 << 20
 SUMMED_BYTES = 4 << 20
 TOUCHED_NUMBERS = 1 << 24  # more than caches hold
-REPEATS = {SMALL_BYTES: 200, LARGE_BYTES: 8}
+SUM_REPEATS = 8
 TAG = 11
 
 
@@ -67,14 +68,8 @@ def measure_machine(comm: Communicator, device: torch.device, name: str) -> Mach
     for algorithm in ALGORITHMS:
         expected = CollectiveCost(found, groups).all_reduce_seconds(SUMMED_BYTES, algorithm)
         factors[algorithm] = max(0.001, round(_sum_seconds(comm, algorithm, device) / expected, 3))
-    described: Machine = comm.broadcast_object(_with(found, factors))
+    described: Machine = comm.broadcast_object(replace(found, collectives=factors))
     return described
-
-
-def _with(machine: Machine, factors: dict[str, float]) -> Machine:
-    from dataclasses import replace
-
-    return replace(machine, collectives=factors)
 
 
 def _length(places: Sequence[object]) -> int | None:
@@ -109,10 +104,10 @@ def _device_name(device: torch.device) -> str:
 
 def _link(comm: Communicator, level: str, inside: int, ranks: int, device: torch.device) -> LinkLevel:
     """The link between neighbouring groups of `inside` ranks: by one pair of ranks, and by all pairs at once."""
-    alone = {size: _one_way(comm, size, inside, 1, device) for size in (SMALL_BYTES, LARGE_BYTES)}
+    alone = {size: one_way(comm, size, inside, 1, device) for size in (SMALL_BYTES, LARGE_BYTES)}
     seconds = max(alone[LARGE_BYTES] - alone[SMALL_BYTES], 1e-12)
     rate = (LARGE_BYTES - SMALL_BYTES) / seconds
-    together = _one_way(comm, LARGE_BYTES, inside, inside, device)
+    together = one_way(comm, LARGE_BYTES, inside, inside, device)
     sharing = min(inside, max(1, round(together / alone[LARGE_BYTES])))
     while inside % sharing:
         sharing -= 1
@@ -120,30 +115,10 @@ def _link(comm: Communicator, level: str, inside: int, ranks: int, device: torch
     return LinkLevel(level, round(alone[SMALL_BYTES], 9), round(rate), joined, sharing)
 
 
-def _one_way(comm: Communicator, size: int, inside: int, pairs: int, device: torch.device) -> float:
-    """Seconds of a message one way between the first `pairs` ranks of two neighbouring groups, the median."""
-    times = []
-    first, turn = comm.rank < pairs, inside <= comm.rank < inside + pairs
-    other = comm.rank + inside if first else comm.rank - inside
-    message = torch.zeros(size, dtype=torch.uint8, device=device)
-    for _ in range(REPEATS[size] + 1):
-        if pairs > 1:
-            comm.barrier()
-        start = time.perf_counter()
-        if first or turn:
-            for sends in (first, turn):
-                piece = [Piece(other, message)]
-                comm.iexchange(piece if sends else [], [] if sends else piece, TAG).wait()
-        times.append((time.perf_counter() - start) / 2)
-    middle = float(np.median(times[1:]))
-    found: float = max(comm.all_gather_object(middle if first else 0.0))
-    return found
-
-
 def _sum_seconds(comm: Communicator, algorithm: str, device: torch.device) -> float:
     """Seconds of an all-reduce of a large buffer over all ranks, the median. Collective."""
     add_up, times = pick(comm, algorithm, device=device), []
-    for _ in range(REPEATS[LARGE_BYTES] + 1):
+    for _ in range(SUM_REPEATS + 1):
         buffer = torch.ones(SUMMED_BYTES // 4, device=device)
         comm.barrier()
         start = time.perf_counter()

@@ -211,7 +211,7 @@ class PlanMemory:
             of_groups.append(part.together + self.process(rank) - offloaded * part.optimizer)
         return [of_groups[group] for group in self.group_of]
 
-    def anatomy(self) -> Iterator[tuple[int, int, Share]]:
+    def breakdown(self) -> Iterator[tuple[int, int, Share]]:
         """For each ZeRO stage the rank that needs most, and its share."""
         for zero in ZERO_STAGES:
             shares = {rank: self.share(rank, zero) for rank, *_ in self.plan.placement.alike}

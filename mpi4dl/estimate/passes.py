@@ -51,11 +51,6 @@ class Passes:
         return self.forward + self.backward
 
     @property
-    def step_tiles(self) -> int:
-        """How many times a rank runs a tile in a step, over all passes and segments."""
-        return sum(self.tiles * (2 + each.forward_statistics + each.backward_statistics) for each in self.segments)
-
-    @property
     def repeats(self) -> bool:
         """Whether there are statistics passes."""
         return self.each_step > 2

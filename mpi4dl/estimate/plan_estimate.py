@@ -22,7 +22,7 @@ from torch import nn
 
 from mpi4dl._wording import counted
 from mpi4dl.estimate.memory import HEAP_KEPT, OF_TENSORS, Allocator, BuildOptimizer, PlanMemory, StageState, count_state
-from mpi4dl.estimate.step_time import StepTime, step_time
+from mpi4dl.estimate.step_time import StepTime
 from mpi4dl.geometry import ceil_div
 from mpi4dl.options.build import options_of_plan
 from mpi4dl.options.config import Config, parse
@@ -31,15 +31,14 @@ from mpi4dl.parallel.costs.cost_model import (
     Group,
     Profiler,
     StageCosts,
-    counts_recomputed,
+    costs_for,
     groups_of,
     image_bytes,
-    prices_for,
-    seconds_recomputed,
+    recomputed,
 )
-from mpi4dl.parallel.costs.machine import Machine
-from mpi4dl.parallel.costs.timing import Site, planned_cuts
-from mpi4dl.parallel.costs.units import UnitCounts, bytes_of_stages, count_flops, count_units, on_one_rank
+from mpi4dl.parallel.costs.meter import Column
+from mpi4dl.parallel.costs.sites import Site, planned_cuts
+from mpi4dl.parallel.costs.units import bytes_of_stages
 from mpi4dl.parallel.cut import ChooseStream, partition
 from mpi4dl.parallel.inputs import of_tokens
 from mpi4dl.parallel.pipeline.split import Cuttable
@@ -55,10 +54,8 @@ from mpi4dl.parallel.streaming.memory_limit import (
     choose_tiles,
     needs_of,
 )
-from mpi4dl.parallel.tables.simulator import Costs
 from mpi4dl.parallel.tensor.styles import Cutting, Degrees, Styles
 
-COUNTED_SAMPLES = 2  # batch norm of a single value is refused
 MOST_TILES = 6  # along an axis, of a part of an image that is looked at instead of the whole
 
 
@@ -131,18 +128,17 @@ class Step(NamedTuple):
     """
 
     counts: tuple[int, ...]
-    prices: StageCosts
+    costs: StageCosts
     memory: PlanMemory
     recompute: bool = False
     needs: StreamNeeds | None = None
 
-    def costs(self) -> Costs:
-        return self.prices.step(self.counts, [stage.kept for stage in self.memory.stages])
-
     def time(self, plan: Plan) -> StepTime:
         """The time of the step, by this plan, which may have another ZeRO stage."""
-        kept = [stage.kept for stage in self.memory.stages]
-        return step_time(plan, self.prices, self.counts, kept, self.memory.states)
+        found, kept = self.costs, [stage.kept for stage in self.memory.stages]
+        machine, states = found.stages[0].machine, self.memory.states
+        seconds, messages = found.of_stages(self.counts), found.messages(self.counts)
+        return StepTime(plan, machine, seconds, messages, kept, states, found.overhead)
 
 
 class Uncut:
@@ -171,17 +167,17 @@ def units_of(model: nn.Module, image: tuple[int, ...], cut: bool) -> Any:
 
 @dataclass
 class Estimator:
-    """Foresees plans for one model and batches of one shape; what is found for a shape of tile is used again.
+    """Estimates plans for one model and batches of one shape; what is found for a shape of tile is used again.
 
-    `cuttable` is a Cuttable, or Uncut. `optimizer` makes one for some parameters; without it nothing is counted of
-    these and their state. Weights are of `low_precision`, if it is given, and `averaged` beside. `constraints` are
-    the options of streaming that the user fixed, `styles` those in which parameters are cut. `machine` is another one
-    than this, with words about it. Without `streams` nothing is streamed to save memory.
+    `cuttable` is a Cuttable, or Uncut, whose costs `profiler` finds. `optimizer` makes one for some parameters; without
+    it nothing is counted of these and their state. Weights are of `low_precision`, if it is given, and `averaged`
+    beside. `constraints` are the options of streaming that the user fixed, `styles` those in which parameters are cut.
+    Without `streams` nothing is streamed to save memory.
     """
 
     cuttable: Any
     image: tuple[int, ...]
-    clockwork: Profiler | None
+    profiler: Profiler
     device: torch.device
     optimizer: BuildOptimizer | None = None
     allocator: Allocator = HEAP_KEPT
@@ -190,16 +186,13 @@ class Estimator:
     constraints: StreamConstraints = field(default_factory=StreamConstraints)
     speeds: Speeds = ASSUMED_SPEEDS
     styles: Styles | None = None
-    machine: tuple[Machine, str] | None = None
     streams: bool = True
     _cuts: dict[Degrees | None, Cutting] = field(default_factory=dict)
     _cut_before: set[tuple[int, ...]] = field(default_factory=set)
     _states: dict[tuple[int, int, Degrees], StageState] = field(default_factory=dict)
-    _counts: dict[Site, tuple[UnitCounts, ...]] = field(default_factory=dict)
-    _prices: dict[Any, StageCosts] = field(default_factory=dict)
+    _costs: dict[Any, StageCosts] = field(default_factory=dict)
     _stream_choices: dict[Any, StreamChoice] = field(default_factory=dict)
     _needs: dict[Any, StreamNeeds] = field(default_factory=dict)
-    _flops: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
 
     def sites(self, plan: Plan) -> tuple[Site, ...]:
         """The site of each stage."""
@@ -216,18 +209,18 @@ class Estimator:
         """The shape of one, over all replicas and ways."""
         return max(1, self.image[0] // plan.num_microbatches_of_all), *self.image[1:]
 
-    def outlook(self, plan: Plan, most_bytes: float) -> PlanEstimate:
+    def estimate(self, plan: Plan, most_bytes: float) -> PlanEstimate:
         """With the first that fits of these, or else what needs least: as it is, blocks recomputed, streamed.
 
         Each under the lowest ZeRO stage with which it fits, the plan's own or a higher one.
         """
-        prices = self.prices(plan)
-        counts = partition(prices.matrix)
+        costs = self.costs(plan)
+        counts = partition(costs.matrix)
         if counts not in self._cut_before:
             self.cuttable.stage(counts, 0)  # raises ValueError where two stages would need the same parameter
             self._cut_before.add(counts)
         smallest: tuple[int, Plan, Step] | None = None
-        for step in self._ways(plan, counts, prices, most_bytes):
+        for step in self._ways(plan, counts, costs, most_bytes):
             for chosen, needed in self._by_zero(step):
                 if needed <= most_bytes:
                     return self._estimate(chosen, needed, step)
@@ -237,32 +230,29 @@ class Estimator:
         needed, chosen, step = smallest
         return self._estimate(chosen, needed, step)
 
-    def prices(self, plan: Plan) -> StageCosts:
+    def costs(self, plan: Plan) -> StageCosts:
         sites = self.sites(plan)
         key = (sites, plan.chunks, plan.num_ranks)  # on which it depends where the ranks of each site are
-        if key not in self._prices:
-            how = (self.device, self.clockwork, self.machine, self.styles, sites)
-            self._prices[key] = prices_for(self.cuttable, plan, sites[0].image, "auto", *how)
-        return self._prices[key]
+        if key not in self._costs:
+            self._costs[key] = costs_for(self.cuttable, plan, sites, "auto", self.device, self.profiler)
+        return self._costs[key]
 
     def step(
         self,
         plan: Plan,
         counts: tuple[int, ...],
-        prices: StageCosts,
+        costs: StageCosts,
         recompute: bool = False,
         needs: StreamNeeds | None = None,
         exact: bool = False,
     ) -> Step:
-        """A step of stages that have so many units, of which `prices` are those without anything to save memory."""
+        """A step of stages that have so many units, of which `costs` are those without anything to save memory."""
         memory = self.memory(plan, counts, recompute, needs, exact)
         if recompute:
-            groups = self._groups(counts)
-            prices = replace(prices, columns=tuple(seconds_recomputed(column, groups) for column in prices.columns))
+            costs = replace(costs, columns=self._recomputed(plan, counts, costs.columns))
         if needs is not None:
-            counts_there = self._counts_at(self.sites(plan)[0])
-            prices = needs.prices(prices, self._flops_of(self.microbatch(plan)), counts_there)
-        return Step(counts, prices, memory, recompute, needs)
+            costs = needs.costs(costs, plan.shape(0).size)
+        return Step(counts, costs, memory, recompute, needs)
 
     def memory(
         self,
@@ -277,13 +267,9 @@ class Estimator:
         Raises:
             RuntimeError: an operator has no rule; `exact` then has an even part of what one rank would take.
         """
-        sites = self.sites(plan)
-        columns = [self._counts_at(site, exact) for site in sites]
+        columns = self._counted(plan, exact)
         if recompute:
-            columns = [
-                counts_recomputed(column, self._groups(counts), image_bytes(self.cuttable, site))
-                for site, column in zip(sites, columns, strict=True)
-            ]
+            columns = self._recomputed(plan, counts, columns)
         stages = bytes_of_stages(counts, columns)
         if needs is not None:
             stages = (needs.stage(columns[0], counts[0]), *stages[1:])
@@ -296,16 +282,16 @@ class Estimator:
         leading = choose_leading_part(self.cuttable, counts[0], options, grid, image)
         return needs_of(leading, self.cuttable.model, grid, image)
 
-    def _ways(self, plan: Plan, counts: tuple[int, ...], prices: StageCosts, most_bytes: float) -> Iterator[Step]:
-        yield self.step(plan, counts, prices)
+    def _ways(self, plan: Plan, counts: tuple[int, ...], costs: StageCosts, most_bytes: float) -> Iterator[Step]:
+        yield self.step(plan, counts, costs)
         if most_bytes == float("inf"):
             return
         if self._groups(counts):
-            yield self.step(plan, counts, prices, recompute=True)
+            yield self.step(plan, counts, costs, recompute=True)
         streams = plan.schedule == "1f1b" and not plan.bidirectional and plan.tensor == 1
         if streams and self.streams and not of_tokens(self.image):
             with suppress(CannotStream):
-                yield self.step(plan, counts, prices, needs=self.choose_tiles(plan, counts, most_bytes).needs)
+                yield self.step(plan, counts, costs, needs=self.choose_tiles(plan, counts, most_bytes).needs)
 
     def _by_zero(self, step: Step) -> Iterator[tuple[Plan, int]]:
         """The bytes of the rank that needs most, by the plan's own ZeRO stage and higher ones."""
@@ -318,14 +304,14 @@ class Estimator:
         stream = None if step.needs is None else step.needs.options
         time = step.time(plan)
         speed = self.image[0] / time.seconds
-        return PlanEstimate(plan, speed, num_bytes, step.prices.timed, step.recompute, stream, time)
+        return PlanEstimate(plan, speed, num_bytes, step.costs.timed, step.recompute, stream, time)
 
     def choose_tiles(self, plan: Plan, counts: Sequence[int], most_bytes: float, any_zero: bool = True) -> StreamChoice:
         """How the first stage is streamed within so many bytes; `any_zero`: by any ZeRO stage. Raises CannotStream."""
         sites = self.sites(plan)
         key = (replace(plan, zero=0), plan.zero * (not any_zero), tuple(counts), most_bytes)
         if key not in self._stream_choices:
-            states, columns = self.states(plan, counts), [self._counts_at(site) for site in sites]
+            states, columns = self.states(plan, counts), self._counted(plan)
             _, *others = bytes_of_stages(counts, columns)
 
             def bytes_of(needs: StreamNeeds) -> int:
@@ -374,7 +360,8 @@ class Estimator:
 
     @property
     def _allocator(self) -> Allocator:
-        return OF_TENSORS if self.machine is not None and self.machine[0].has_gpus else self.allocator
+        machine = self.profiler.machine
+        return OF_TENSORS if machine is not None and machine.has_gpus else self.allocator
 
     @cached_property
     def _blocks(self) -> tuple[Group, ...]:
@@ -384,24 +371,11 @@ class Estimator:
         """The units that recomputation runs again as a whole: blocks of a single stage, or each of several stages."""
         return self._blocks if len(counts) == 1 else tuple(pairwise(accumulate(counts, initial=0)))
 
-    def _flops_of(self, image: tuple[int, ...]) -> list[float]:
-        if image not in self._flops:
-            self._flops[image] = count_flops(self.cuttable, image)
-        return self._flops[image]
+    def _recomputed(self, plan: Plan, counts: Sequence[int], columns: Sequence[Column]) -> tuple[Column, ...]:
+        groups = self._groups(counts)
+        both = zip(columns, self.sites(plan), strict=True)
+        return tuple(recomputed(column, groups, image_bytes(self.cuttable, site)) for column, site in both)
 
-    def _counts_at(self, site: Site, exact: bool = False) -> tuple[UnitCounts, ...]:
-        """Unless `exact`, counted for a few samples on each way, of which a microbatch is a multiple."""
-        if self.clockwork is not None and self.clockwork.counts_at_once and not exact:
-            return self.clockwork.counts(self.cuttable, site)
-        samples = site.image[0] if exact else min(site.image[0], COUNTED_SAMPLES * site.shape.batch)
-        few = site._replace(image=(samples, *site.image[1:]), splits=False)
-        count = count_units if self.clockwork is None else self.clockwork.counts
-        if few not in self._counts:
-            try:
-                self._counts[few] = count(self.cuttable, few)
-            except RuntimeError:
-                if not exact:
-                    raise
-                whole, parts = on_one_rank(site.image), site.shape.batch * prod(site.shape.space)
-                self._counts[few] = tuple(unit.times(1 / parts) for unit in count(self.cuttable, whole))
-        return tuple(unit.times(site.image[0] / samples) for unit in self._counts[few])
+    def _counted(self, plan: Plan, exact: bool = False) -> tuple[Column, ...]:
+        """The counts of units on a rank of each stage."""
+        return tuple(self.profiler.counts(self.cuttable, site, exact) for site in self.sites(plan))

@@ -1,25 +1,31 @@
-"""The output of the planning command: an overview of one plan, or a table of the fastest plans for a number of ranks.
+"""The output of the planning command: an overview of one plan; the fastest plans for a number of ranks, or for several.
 
-Neither needs MPI, nor the model's values; what a training would refuse is refused as far as one process can see it.
+None needs MPI, nor the model's values; what a training would refuse is refused as far as one process can see it.
 """
 
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from mpi4dl._files import unwritable
 from mpi4dl._progress import Tell, quietly
+from mpi4dl._wording import counted, to_install
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import option, same_as, with_values
-from mpi4dl.options.kinds import BOOLEAN, BYTES, COUNT, NAME, POSITIVE, optional
+from mpi4dl.options.kinds import BOOLEAN, BYTES, COUNT, NAME, POSITIVE, choice, optional
+from mpi4dl.parallel.costs import GFLOPS
 
 if TYPE_CHECKING:
     from mpi4dl.estimate.passes import SlidePatches
     from mpi4dl.estimate.plan_estimate import Estimator
     from mpi4dl.estimate.summary import PlanSummary
-    from mpi4dl.estimate.target import PlanTarget
+    from mpi4dl.parallel.costs.cost_model import Profiler
     from mpi4dl.parallel.plan import Plan
+
+FEW = 64  # ranks of this machine, up to which each shape of tile is looked at as it is
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class Shown:
         brief="FILE.png or FILE.txt for the timeline of a step",
     )
     rank_gflops: float = option(
-        50.0, "assumed speed of a rank in GFLOP per second, where it is not measured", POSITIVE, flag_only=True
+        GFLOPS, "assumed speed of a rank in GFLOP per second, where it is not measured", POSITIVE, flag_only=True
     )
 
 
@@ -74,6 +80,36 @@ class Searched:
 
 
 @dataclass(frozen=True)
+class OnMachine:
+    """Another machine, and what is known of computation there."""
+
+    machine: str | None = option(
+        None,
+        "TOML file that describes the machine, as `mpi4dl doctor --save` writes it; none: this one",
+        optional(NAME),
+        flag_only=True,
+    )
+    timings: str | None = option(
+        None,
+        "file of the times of the model's layers, made elsewhere by --time-only; none: timed here, or by the machine's "
+        "rates",
+        optional(NAME),
+        flag_only=True,
+    )
+    time_only: str | None = option(
+        None, "time the model's layers on small tiles, write them to this file, and end", optional(NAME), flag_only=True
+    )
+    scaling: str | None = option(
+        None,
+        "curves of the fastest plans from few ranks to --ranks: strong, of the same batch, or weak, whose batch grows "
+        "with the ranks; none: no curves",
+        optional(choice("strong", "weak")),
+        flag_only=True,
+    )
+    curves: str = option("scaling.png", "file for the picture of --scaling", NAME, flag_only=True)
+
+
+@dataclass(frozen=True)
 class TrainedOn:
     """The samples of an estimate; `num_batches` are those of an epoch, and `patches` those with tissue of slides."""
 
@@ -83,13 +119,26 @@ class TrainedOn:
     patches: "SlidePatches | None" = None
 
 
+def profiler_of(on: OnMachine, gflops: float) -> "Profiler":
+    """What finds costs on the machine that is planned for.
+
+    Raises ConfigError, or ValueError, for files that cannot be read, or describe no machine or no timings.
+    """
+    from mpi4dl.estimate.machine_file import load_machine
+    from mpi4dl.parallel.costs.cost_model import Profiler
+    from mpi4dl.parallel.costs.store import Store
+
+    found = Profiler.of_user(machine=None if on.machine is None else load_machine(on.machine), gflops=gflops)
+    if on.timings is None:
+        return found
+    try:
+        return replace(found, store=Store.load(on.timings), small=True)
+    except OSError as error:
+        raise ConfigError(f"--timings {on.timings}: {error.strerror}") from None
+
+
 def planned(
-    config: Config,
-    samples: TrainedOn,
-    rank_gflops: float,
-    flags: Sequence[str],
-    tell: Tell = quietly,
-    on: "PlanTarget | None" = None,
+    config: Config, samples: TrainedOn, profiler: "Profiler", flags: Sequence[str], tell: Tell = quietly
 ) -> "PlanSummary":
     """The overview of what `flags` would train, of which `config` was made.
 
@@ -103,18 +152,17 @@ def planned(
     from mpi4dl.options.data import check_own_sizes
     from mpi4dl.options.models import check_text, without_rules
     from mpi4dl.options.optimizers import build_optimizer, build_schedule
-    from mpi4dl.parallel.costs.cost_model import Profiler
 
     plan, num_classes, channels = build.build_plan(config), samples.num_classes, samples.channels
-    if on is not None and on.num_ranks is not None and plan.num_ranks > on.num_ranks:
+    if profiler.machine is not None and plan.num_ranks > profiler.machine.num_ranks:
         raise ConfigError(
-            f"{plan} = {plan.num_ranks} ranks, but the machine of --machine has {on.num_ranks}: raise `nodes` in its "
-            "file, or plan for fewer ranks"
+            f"{plan} = {plan.num_ranks} ranks, but the machine of --machine has {profiler.machine.num_ranks}: raise "
+            "`nodes` in its file, or plan for fewer ranks"
         )
-    if config.model.patches is not None and on is not None and (on.machine is not None or on.timings is not None):
+    if config.model.patches is not None and profiler.store.path is not None:
         raise ConfigError(
-            f"`patches` {config.model.patches}: --machine and --timings are for models of whole images, whose layers "
-            "are counted on small tiles: leave them out to plan for this machine"
+            f"`patches` {config.model.patches}: --timings is for models of whole images: leave it out, to time layers "
+            "here or count them by the rates of --machine"
         )
     check_text(config, plan)
     check_own_sizes(config, plan)
@@ -123,7 +171,6 @@ def planned(
     tell("looking for operators without a rule", 0, 0)
     with without_rules(config):
         require_rules(config, plan, num_classes, channels)
-    profiler = replace(Profiler.of_user(), rank_gflops=rank_gflops)
     tell("counting what each stage computes and keeps, and timing it", 0, 0)
     with as_a_rank(config, plan.num_ranks) as device:
         return look_ahead(
@@ -134,23 +181,36 @@ def planned(
             samples.patches,
             balance=config.parallel.balance,
             device=device,
-            clockwork=profiler if on is None else on.profiler(profiler, plan.num_ranks),
-            machine=None if on is None else on.told,
+            profiler=profiler,
             stream=stream_of(config, plan, num_classes, channels, torch.device(device)),
             command=shlex.join(["mpirun", "-n", str(plan.num_ranks), "python", "-m", "mpi4dl.train", *flags]),
         )
 
 
 class Candidates(NamedTuple):
-    """What is searched: an estimator, and which plans of so many ranks there are for a configuration."""
+    """What is searched: plans of up to `num_ranks` ranks for a configuration, of which each has `most_bytes`."""
 
     config: Config
     estimator: "Estimator"
+    num_ranks: int
     ranks_per_node: int | None
+    most_bytes: float
+
+    @property
+    def described(self) -> list[str]:
+        """A line about the other machine, if there is one."""
+        machine = self.estimator.profiler.machine
+        return [] if machine is None else [machine.describe()]
+
+    @property
+    def num_tokens(self) -> int | None:
+        return None if self.config.data.text is None else self.config.data.context
 
     def plans(self, num_ranks: int, batch_size: int | None = None) -> "list[Plan]":
         """Those that a training by them would take; `batch_size` is another one than that of the configuration."""
         from mpi4dl.estimate.search import candidates, degrees_of
+        from mpi4dl.options.build import build_plan, options_of_plan
+        from mpi4dl.options.data import check_own_sizes
         from mpi4dl.parallel.plan import Plan
 
         config, found = self.config, self.estimator
@@ -162,74 +222,117 @@ class Candidates(NamedTuple):
         image = (batch_size or found.image[0], *found.image[1:])
         plans = []
         for each in candidates(num_ranks, len(found.cuttable), image, degrees, kept, config.training.accumulate):
+            asked = with_values(config, options_of_plan(each, config.training.accumulate))
             with suppress(ConfigError):  # images of their own sizes share no microbatch
-                plans.append(_as_trained(config, each))
+                plan = build_plan(asked)
+                check_own_sizes(asked, plan)
+                plans.append(plan)
         return plans
 
 
-def candidates_for(
-    config: Config,
-    asked: Searched,
-    on: "PlanTarget",
-    samples: TrainedOn,
-    rank_gflops: float,
-    num_ranks: int,
-    device: str,
-) -> Candidates:
-    """What is searched for a number of ranks, on this machine or another one. Raises ValueError."""
+@contextmanager
+def searching(
+    config: Config, asked: Searched, profiler: "Profiler", samples: TrainedOn, tell: Tell
+) -> Iterator[Candidates]:
+    """Search in here, on this machine or another one, as a rank would compute. Raises ValueError."""
     import torch
 
-    from mpi4dl.estimate.dry_run import build_forecaster
-    from mpi4dl.parallel.costs.cost_model import Profiler
+    from mpi4dl.estimate.dry_run import build_estimator
 
-    clockwork = on.profiler(replace(Profiler.of_user(), rank_gflops=rank_gflops), num_ranks)
-    found = build_forecaster(config, samples.num_classes, samples.channels, clockwork, torch.device(device))
-    found.machine = on.told
-    machine = on.machine
-    return Candidates(config, found, asked.ranks_per_node or (None if machine is None else machine.ranks_per_node))
+    machine, num_ranks = profiler.machine, require_ranks(asked, profiler)
+    profiler = replace(profiler, small=profiler.small or machine is not None or num_ranks > FEW)
+    limit, ranks_per_node = asked.memory, asked.ranks_per_node
+    if machine is not None:
+        limit, ranks_per_node = limit or machine.memory, ranks_per_node or machine.ranks_per_node
+    tell("building the model", 0, 0)
+    with as_a_rank(config, num_ranks) as device:
+        found = build_estimator(config, samples.num_classes, samples.channels, profiler, torch.device(device))
+        yield Candidates(config, found, num_ranks, ranks_per_node, float("inf") if limit is None else limit)
 
 
 def searched(
     config: Config,
     asked: Searched,
-    on: "PlanTarget",
+    profiler: "Profiler",
     samples: TrainedOn,
-    rank_gflops: float,
     flags: Sequence[str],
     tell: Tell = quietly,
 ) -> list[str]:
     """A table of the fastest plans, and the command that starts each. Raises ValueError."""
     from mpi4dl.estimate.search import ranked, search
 
-    num_ranks = require_ranks(asked, on.num_ranks)
-    most_bytes = on.most_bytes(asked.memory)
-    tell("building the model", 0, 0)
-    with as_a_rank(config, num_ranks) as device:
-        found = candidates_for(config, asked, on, samples, rank_gflops, num_ranks, device)
-        ranking = search(
-            found.estimator,
-            found.plans(num_ranks),
-            float("inf") if most_bytes is None else most_bytes,
-            tell,
-        )
-    tokens = None if config.data.text is None else config.data.context
-    timed_on = found.estimator.clockwork.timed_on if found.estimator.clockwork is not None else ""
-    return [*on.words(), *ranked(ranking, num_ranks, most_bytes, flags, tokens, on.machine, timed_on)]
+    with searching(config, asked, profiler, samples, tell) as found:
+        ranking = search(found.estimator, found.plans(found.num_ranks), found.most_bytes, tell)
+        how = (found.num_tokens, profiler.machine, found.estimator.profiler.source(found.estimator.device))
+        return [*found.described, *ranked(ranking, found.num_ranks, found.most_bytes, flags, *how)]
 
 
-def _as_trained(config: Config, plan: "Plan") -> "Plan":
-    """The plan that a training by the options of `plan` has. Raises ConfigError if it refuses them."""
-    from mpi4dl.options.build import build_plan, options_of_plan
-    from mpi4dl.options.data import check_own_sizes
+def scaled(
+    config: Config, asked: Searched, on: OnMachine, profiler: "Profiler", samples: TrainedOn, tell: Tell = quietly
+) -> list[str]:
+    """Curves of the fastest plans from one rank on, as a table, and as a picture in `on.curves`. Raises ValueError."""
+    from mpi4dl.estimate.scaling import draw_scaling, numbers_of_ranks, scaling_lines, scaling_points
 
-    asked = with_values(config, options_of_plan(plan, config.training.accumulate))
-    found = build_plan(asked)
-    check_own_sizes(asked, found)
-    return found
+    if Path(on.curves).suffix != ".png":
+        raise ConfigError(f"--curves {on.curves}: the name must end in .png")
+    require_new("--curves", on.curves)
+    with searching(config, asked, profiler, samples, tell) as found:
+        numbers, limit = numbers_of_ranks(found.num_ranks), found.most_bytes
+        points = scaling_points(found.estimator, found.plans, numbers, on.scaling == "weak", limit, tell)
+    tokens = found.num_tokens
+    lines = [*found.described, *scaling_lines(points, found.ranks_per_node, tokens, limit)]
+    size = f"{tokens} tokens" if tokens else f"{'x'.join(map(str, found.estimator.image[2:]))} px"
+    title = f"{config.model_name}, {size}: {on.scaling} scaling"
+    try:
+        draw_scaling(points, title, Path(on.curves), tokens)
+    except ImportError:
+        return [*lines, f"the curves are not drawn: install matplotlib by {to_install('matplotlib')}"]
+    except OSError as error:
+        raise ConfigError(f"--curves {on.curves}: {error.strerror}") from None
+    return [*lines, f"curves: {on.curves}"]
 
 
-def require_ranks(asked: Searched, most: int | None = None) -> int:
+def time_layers(
+    config: Config, asked: Searched, path: str, profiler: "Profiler", samples: TrainedOn, tell: Tell = quietly
+) -> list[str]:
+    """Time the layers of a model on the small tiles that plans for up to so many ranks need, and write the file."""
+    from mpi4dl.estimate.scaling import numbers_of_ranks
+    from mpi4dl.parallel.costs.store import Store, machine
+
+    require_new("--time-only", path)
+    store = Store()
+    with searching(config, asked, replace(profiler, store=store, small=True), samples, tell) as found:
+        estimator = found.estimator
+        on = machine(estimator.device)["on"]
+        store.measured_on = on if isinstance(on, str) else f"{on[0]}, {counted(on[1], 'thread')}"
+        plans = (plan for ranks in numbers_of_ranks(found.num_ranks) for plan in found.plans(ranks))
+        sites, refused = {site: None for plan in plans for site in estimator.sites(plan)}, []
+        for number, site in enumerate(sites):
+            tell("shapes of tiles that were timed", number, len(sites))
+            try:
+                estimator.profiler.costs(estimator.cuttable, site, estimator.device)
+            except (RuntimeError, ValueError, AssertionError) as error:  # as a search leaves such plans out
+                refused.append(str(error).partition("\n")[0])
+        if len(refused) == len(sites):
+            why = refused[0] if refused else "there is no plan for so many ranks and such batches"
+            raise ConfigError(f"{config.model_name} cannot be timed: {why}")
+    try:
+        store.save(path)
+    except OSError as error:
+        raise ConfigError(f"--time-only {path}: {error.strerror}") from None
+    return [f"timings of the layers of {config.model_name} on small tiles: {path}"]
+
+
+def require_new(flag: str, path: str) -> None:
+    """Raise ConfigError, before minutes are spent, where a flag names a file that is there, or cannot be made."""
+    problem = unwritable(flag, path)
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def require_ranks(asked: Searched, profiler: "Profiler") -> int:
     """For how many ranks to search, of those that a machine has. Raises ConfigError where that cannot be."""
+    most = None if profiler.machine is None else profiler.machine.num_ranks
     ranks = asked.ranks or most
     if ranks is None:
         raise ConfigError("--search, --scaling and --time-only need --ranks: for how many ranks to look")

@@ -141,10 +141,10 @@ class Ranking(NamedTuple):
 
 
 def search(
-    forecaster: Estimator, plans: Iterable[Plan], most_bytes: float = float("inf"), tell: Tell = quietly
+    estimator: Estimator, plans: Iterable[Plan], most_bytes: float = float("inf"), tell: Tell = quietly
 ) -> Ranking:
     """All plans by samples a second; of those that are equally fast, the one that needs less memory first."""
-    found = promising(forecaster, list(plans), most_bytes, tell)
+    found = promising(estimator, list(plans), most_bytes, tell)
     if not found:
         raise ValueError("no plan is for so many ranks and such batches: raise `batch_size`, or choose fewer `ranks`")
     fitting = sorted(
@@ -154,19 +154,19 @@ def search(
 
 
 def promising(
-    forecaster: Estimator, plans: Sequence[Plan], most_bytes: float = float("inf"), tell: Tell = quietly
+    estimator: Estimator, plans: Sequence[Plan], most_bytes: float = float("inf"), tell: Tell = quietly
 ) -> list[PlanEstimate]:
     """The estimates of plans. Of many, other schedules and mirrored copies are looked at for promising stages alone.
 
     Then images are streamed only if nothing else fits.
     """
     if len(plans) <= MANY_PLANS:
-        return [each for each in outlooks(forecaster, plans, most_bytes, tell) if each is not None]
+        return [each for each in estimates(estimator, plans, most_bytes, tell) if each is not None]
     plain = [plan for plan in plans if plan.schedule == "1f1b" and not plan.bidirectional]
-    known, streams = {*plain}, forecaster.streams
-    forecaster.streams = False
+    known, streams = {*plain}, estimator.streams
+    estimator.streams = False
     try:
-        found = [each for each in outlooks(forecaster, plain, most_bytes, tell) if each is not None]
+        found = [each for each in estimates(estimator, plain, most_bytes, tell) if each is not None]
         speeds: dict[Any, float] = {}
         for each in found:
             if each.num_bytes <= most_bytes:
@@ -177,11 +177,11 @@ def promising(
             speeds = {_stages_of(each.plan): 1.0 for each in found if each.num_bytes <= near}
         least = max(speeds.values(), default=0.0) / PROMISING
         others = [plan for plan in plans if plan not in known and speeds.get(_stages_of(plan), -1.0) >= least]
-        found += [each for each in outlooks(forecaster, others, most_bytes, tell) if each is not None]
+        found += [each for each in estimates(estimator, others, most_bytes, tell) if each is not None]
     finally:
-        forecaster.streams = streams
+        estimator.streams = streams
     if streams and all(each.num_bytes > most_bytes for each in found):
-        found += [each for each in outlooks(forecaster, plain, most_bytes, tell) if each is not None]
+        found += [each for each in estimates(estimator, plain, most_bytes, tell) if each is not None]
     return found
 
 
@@ -189,24 +189,23 @@ def _stages_of(plan: Plan) -> tuple[Any, ...]:
     return plan.tiles, plan.batch_ways, plan.data, plan.degrees
 
 
-def outlooks(
-    forecaster: Estimator, plans: Sequence[Plan], most_bytes: float = float("inf"), tell: Tell = quietly
+def estimates(
+    estimator: Estimator, plans: Sequence[Plan], most_bytes: float = float("inf"), tell: Tell = quietly
 ) -> list[PlanEstimate | None]:
     """The estimate of each of these plans; None for one that is refused. All are timed in TIMING_SECONDS.
 
     With less than `most_bytes` of memory, a plan may come back with more to save memory than it had.
     """
-    shapes = {site for plan in plans for site in forecaster.sites(plan)}
+    shapes = {site for plan in plans for site in estimator.sites(plan)}
     seconds = max(LEAST_SECONDS, TIMING_SECONDS / max(1, len(shapes)))
-    if forecaster.clockwork is not None:
-        forecaster.clockwork = replace(forecaster.clockwork, site_seconds=seconds)
-        forecaster.clockwork.prepare(forecaster.cuttable, shapes, tell)
+    estimator.profiler = replace(estimator.profiler, site_seconds=seconds)
+    estimator.profiler.prepare(estimator.cuttable, shapes, tell)
     found: list[PlanEstimate | None] = []
     for number, plan in enumerate(plans):
         tell("plans that were timed and simulated", number, len(plans))
         found.append(None)
         with suppress(ValueError, RuntimeError):  # a schedule, or batch norm, that cannot be
-            found[-1] = forecaster.outlook(plan, most_bytes)
+            found[-1] = estimator.estimate(plan, most_bytes)
     return found
 
 
@@ -218,7 +217,7 @@ SHOWN = 10
 def ranked(
     found: Ranking,
     num_ranks: int,
-    most_bytes: int | None,
+    most_bytes: float | None,
     flags: Sequence[str],
     num_tokens: int | None = None,
     machine: Machine | None = None,
@@ -229,7 +228,8 @@ def ranked(
     Samples of text have so many tokens, of which its users count those that are trained each second. With another
     `machine` there is the time of a step, and what it costs and is spent on. `timed_on` says where units were timed.
     """
-    too_large = f", {found.num_too_large} of which need more than {_mebibytes(most_bytes)}" if most_bytes else ""
+    limited = most_bytes is not None and most_bytes < float("inf")
+    too_large = f", {found.num_too_large} of which need more than {_mebibytes(most_bytes)}" if limited else ""
     lines = [f"{counted(found.num_plans, 'plan')} for {counted(num_ranks, 'rank')} looked at{too_large}"]
     if not found.best:
         return [
@@ -271,5 +271,5 @@ def _spent(best: Sequence[PlanEstimate], nodes: int) -> Iterator[str]:
             yield f"{i + 1}: {seconds:.3g} s, {hours:.3g} node-hours for 1,000 steps: {each.time.parts.words()}"
 
 
-def _mebibytes(num_bytes: int | None) -> str:
+def _mebibytes(num_bytes: float | None) -> str:
     return f"{(num_bytes or 0) / 2**20:,.0f} MiB"

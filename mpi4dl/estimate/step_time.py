@@ -14,7 +14,7 @@ from itertools import product
 from typing import NamedTuple
 
 from mpi4dl.estimate.memory import StageState, StateBytes
-from mpi4dl.parallel.costs.cost_model import NO_OVERHEAD, Overhead, StageCosts, StageSeconds, costs_of
+from mpi4dl.parallel.costs.cost_model import NO_OVERHEAD, Overhead, StageSeconds, costs_of
 from mpi4dl.parallel.costs.machine import CollectiveCost, Machine
 from mpi4dl.parallel.costs.stage_traffic import NO_WAITS
 from mpi4dl.parallel.plan import Plan
@@ -137,15 +137,6 @@ class StepTime:
             return found.backward, *found.back
         later = self.costs.weight_seconds[action.stage]
         return (later, *NO_WAITS) if action.kind == "weight" else (found.backward - later, *found.back)
-
-
-def step_time(
-    plan: Plan, prices: StageCosts, counts: Sequence[int], kept: Sequence[int], states: Sequence[StageState]
-) -> StepTime:
-    """The time of a step of stages that have so many units, of which `prices` are known."""
-    machine = prices.stages[0].machine
-    seconds, messages = prices.of_stages(counts), prices.messages(counts)
-    return StepTime(plan, machine, seconds, messages, kept, states, prices.overhead)
 
 
 def gradient_seconds(

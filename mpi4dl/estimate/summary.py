@@ -15,9 +15,9 @@ from mpi4dl.estimate.plan_estimate import Estimator, units_of
 from mpi4dl.estimate.step_time import StepTime
 from mpi4dl.geometry import SPACE, Interval
 from mpi4dl.options.build import title_of
-from mpi4dl.parallel.costs.cost_model import Profiler, prices_for
-from mpi4dl.parallel.costs.timing import Units
-from mpi4dl.parallel.costs.units import count_units, on_one_rank
+from mpi4dl.parallel.costs.cost_model import Profiler, costs_for
+from mpi4dl.parallel.costs.sites import Units, on_one_rank
+from mpi4dl.parallel.costs.units import count_units
 from mpi4dl.parallel.cut import ChooseStream, choose_cut
 from mpi4dl.parallel.inputs import of_tokens, space_of
 from mpi4dl.parallel.pipeline.split import outline, unfit
@@ -199,7 +199,7 @@ class PlanSummary:
             return []
         head = ["zero", "rank", "parameters", "gradients", "optimizer", "activations", "buffers", "process", "together"]
         rows = [head]
-        for zero, rank, part in self.rank_memory.anatomy():
+        for zero, rank, part in self.rank_memory.breakdown():
             name = f"--zero {zero}{' (this plan)' if zero == self.plan.zero else ''}"
             beside = self.rank_memory.process(rank)
             sizes = [*part[:-1], beside, part.together + beside]
@@ -219,7 +219,7 @@ def overview(
     *,
     balance: str | Sequence[int] = "flops",
     device: torch.device | str = "cpu",
-    clockwork: Profiler | None = None,
+    profiler: Profiler | None = None,
     command: str = "",
     accept: Callable[[Any], None] = lambda outputs: None,
     stream: StreamOptions | ChooseStream | None = None,
@@ -228,7 +228,7 @@ def overview(
 ) -> PlanSummary:
     """The summary of training the model `name`, which `build()` makes, by this plan, with batches of shape `image`.
 
-    `clockwork` times units on `device`, if `balance` is "auto"; else nothing is allocated, and a rank is assumed to
+    `profiler` times units on `device`, if `balance` is "auto"; else nothing is allocated, and a rank is assumed to
     compute so many GFLOP per second. A plan of one stage needs no model that can be traced. The first stage may
     `stream` its images, and blocks `recompute`. `accept` raises ValueError for outputs of the model that the loss would
     not take. `trained` are the `optimizer` and other fields of `Estimator`. Not collective: no MPI is used.
@@ -244,16 +244,15 @@ def overview(
     microbatch = (samples_of(plan, image), *image[1:])
     try:
         units = units_of(model, microbatch, plan.num_stages > 1 or stream is not None)
-        estimator = Estimator(units, image, clockwork, device, **trained)
+        estimator = Estimator(units, image, profiler or Profiler(), device, **trained)
         counts: tuple[int, ...] = (len(units),)
-        prices = None
+        costs = None
         if plan.num_stages > 1:
-            how = (device, clockwork, estimator.styles, estimator.machine)
-            counts, prices = choose_cut(units, plan, None, balance, microbatch, *how)
+            counts, costs = choose_cut(units, plan, None, balance, microbatch, device, profiler, estimator.styles)
             units.shared(counts)  # raises ValueError where two stages would need the same buffer
-        if prices is None:
+        if costs is None:
             kind = balance if isinstance(balance, str) else "flops"
-            prices = prices_for(units, plan, microbatch, kind, device, clockwork, estimator.machine, estimator.styles)
+            costs = costs_for(units, plan, estimator.sites(plan), kind, device, estimator.profiler)
         work = count_work(units, counts, microbatch, accept)
         needs = None if stream is None else estimator.streaming(plan, counts, stream)
     except (RuntimeError, AssertionError) as error:
@@ -263,23 +262,23 @@ def overview(
         raise ValueError(f"{name}: {reason}") from error
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    step = estimator.step(plan, counts, prices, recompute, needs, exact=True)
-    table, costs = plan.table(), step.costs()
+    step = estimator.step(plan, counts, costs, recompute, needs, exact=True)
+    table, time = plan.table(), step.time(plan)
     return PlanSummary(
         name,
         plan,
         image,
         sum(p.numel() for p in model.parameters()),
         work,
-        costs,
+        time.costs,
         check(table, plan.placement),
-        simulate(table, plan.placement, costs),
-        prices.source,
+        simulate(table, plan.placement, time.costs),
+        costs.source,
         step.memory,
         command,
         needs,
         recompute=recompute,
-        time=step.time(plan),
+        time=time,
     )
 
 
@@ -291,9 +290,9 @@ def count_work(
     for start, stop in pairwise(accumulate(counts, initial=0)):
         own, last = counted[start:stop], stop == len(units)
         parameters = {id(p): p.numel() for i in range(start, stop) for p in units.unit(i).parameters()}
-        flops, kept = sum(unit.flops for unit in own), sum(unit.kept for unit in own)
+        flops, kept = sum(unit.flops for unit in own), sum(unit.kept_bytes for unit in own)
         size = sum(parameters.values())
-        found.append(Work(units.names[start:stop], size, flops, kept, 0 if last else own[-1].handed))
+        found.append(Work(units.names[start:stop], size, flops, kept, 0 if last else own[-1].handed_bytes))
     return tuple(found)
 
 

@@ -18,8 +18,8 @@ from torch import nn
 from mpi4dl._progress import QUIET_SECONDS, ProgressLine
 from mpi4dl._randomness import forked, seed_python
 from mpi4dl.comm import Communicator
-from mpi4dl.parallel.costs.cost_model import ASSUMED, Profiler, StageCosts, measured_prices, prices_for
-from mpi4dl.parallel.costs.machine import Machine
+from mpi4dl.parallel.costs.cost_model import ASSUMED, Profiler, StageCosts, costs_for, measured_costs
+from mpi4dl.parallel.costs.sites import sites_of
 from mpi4dl.parallel.costs.units import count_bytes
 from mpi4dl.parallel.pipeline.checking import Checked, check_cut
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
@@ -58,7 +58,7 @@ def split(
     balance: str | Sequence[int] = "flops",
     image: tuple[int, ...],
     whole: Collection[str] = (),
-    clockwork: Profiler | None = None,
+    profiler: Profiler | None = None,
     stream: StreamOptions | ChooseStream | None = None,
     styles: Styles | None = None,
     check: bool = True,
@@ -70,8 +70,8 @@ def split(
     `balance` decides how many units of the model each stage gets, for images of shape `image`. It is a number
     for each stage; "flops", by counted FLOPs, which are the same everywhere; "auto", by seconds that rank 0 times on
     the tiles of each stage and caches; "measured", by seconds that all ranks time together; or "memory", by the bytes
-    that training keeps. `whole` are paths of modules not to be cut. With a `clockwork`, which times units, cuts by
-    numbers are priced too. With `stream` the first stage begins with a part that is streamed, tile by tile; how, may be
+    that training keeps. `whole` are paths of modules not to be cut. With a `profiler` there are costs of cuts by
+    numbers too. With `stream` the first stage begins with a part that is streamed, tile by tile; how, may be
     chosen once it is known how many units the stages have, on each rank by itself and alike. With `check`, rank 0 first
     compares the cut model with the plain one, on small samples. Collective.
 
@@ -84,9 +84,9 @@ def split(
         with _seeded(seed):
             return LocalStages.whole(build(), plan, comm, styles=styles, device=device)
     cuttable = Cuttable(model, whole, image)
-    counts, prices = Counts((len(cuttable),), None)
+    counts, costs = Counts((len(cuttable),), None)
     if plan.num_stages > 1:
-        counts, prices = choose_cut(cuttable, plan, comm, balance, image, device, clockwork, styles)
+        counts, costs = choose_cut(cuttable, plan, comm, balance, image, device, profiler, styles)
     options = stream(cuttable, counts) if callable(stream) else stream
     shared = cuttable.shared(counts)
     cuttable.require_one_owner(counts, shared)
@@ -106,7 +106,7 @@ def split(
         if check and leading.source is not cuttable:
             _check(leading.source, (len(leading.source),), build, seed, image, plan, comm, True)
         options = replace(options, remark="; ".join(filter(None, (options.remark, leading.describe(cuttable.names)))))
-    stages = LocalStages(modules, model, plan, comm, counts, cuttable.names, prices, options, styles, shared, device)
+    stages = LocalStages(modules, model, plan, comm, counts, cuttable.names, costs, options, styles, shared, device)
     stages.watch(model, cuttable.program.watched)
     return stages
 
@@ -152,7 +152,7 @@ class Counts(NamedTuple):
     """How many units each stage gets, and what they cost; the latter is None where nobody asked."""
 
     counts: tuple[int, ...]
-    prices: StageCosts | None
+    costs: StageCosts | None
 
 
 def choose_cut(
@@ -162,15 +162,14 @@ def choose_cut(
     balance: str | Sequence[int],
     image: tuple[int, ...],
     device: torch.device | str = "cpu",
-    clockwork: Profiler | None = None,
+    profiler: Profiler | None = None,
     styles: Styles | None = None,
-    machine: tuple[Machine, str] | None = None,
 ) -> Counts:
-    """The cut by `balance`, the same on all ranks of `comm`. Collective. Without it, `machine` may be another one."""
+    """The cut by `balance`, the same on all ranks of `comm`. Collective. Without it, it may be for another machine."""
     counts = None
     if not isinstance(balance, str):
         counts = by_hand(cuttable, balance, plan.num_stages)
-        if clockwork is None:
+        if profiler is None:
             return Counts(counts, None)
     elif balance not in BALANCES:
         raise ValueError(f"balance {balance!r} must be one of {', '.join(BALANCES)}, or one number for each stage")
@@ -179,46 +178,40 @@ def choose_cut(
             f"{type(cuttable.model).__name__} has {len(cuttable)} units, too few for {plan.num_stages} stages"
             f"{cuttable.hint()}"
         )
-    prices = stage_prices(cuttable, plan, comm, balance, image, torch.device(device), clockwork, styles, machine)
+    how = balance if isinstance(balance, str) else "auto"
+    profiler = profiler or Profiler.of_user()
+    costs = stage_costs(cuttable, plan, comm, how, image, torch.device(device), profiler, styles)
     if counts is None:
-        counts = partition(costs_by(balance, cuttable, plan, image, prices))
-    return Counts(counts, prices)
+        by_memory = balance == "memory"
+        matrix = shared_out(count_bytes(cuttable, image), plan.sharing) if by_memory else costs.matrix
+        counts = partition(matrix)
+    return Counts(counts, costs)
 
 
-def stage_prices(
+def stage_costs(
     cuttable: Cuttable,
     plan: Plan,
     comm: Communicator | None,
-    balance: str | Sequence[int],
+    how: str,
     image: tuple[int, ...],
     device: torch.device,
-    clockwork: Profiler | None,
+    profiler: Profiler,
     styles: Styles | None,
-    machine: tuple[Machine, str] | None = None,
 ) -> StageCosts:
     """Costs of units on each stage: found by rank 0, or by all ranks, and the same on all of `comm`. Collective."""
-    how = balance if isinstance(balance, str) else "auto"
     if comm is None:
-        return prices_for(cuttable, plan, image, how, device, clockwork, machine, styles)
+        return costs_for(cuttable, plan, sites_of(cuttable, plan, image, styles), how, device, profiler)
     if how == "measured":
-        return measured_prices(cuttable, plan, comm, image, device, styles=styles)
-    link = (clockwork or Profiler.of_user()).link_of(comm, device) if how == "auto" else ASSUMED
+        return measured_costs(cuttable, plan, comm, image, device, styles=styles)
+    link = profiler.link_of(comm, device) if how == "auto" else ASSUMED
     with comm.together():
         found = None
         if comm.rank == 0:
-            said = link.machine(plan.num_ranks), f"{link}, {'assumed' if link == ASSUMED else 'as measured'}"
-            found = prices_for(cuttable, plan, image, how, device, clockwork, said, styles)
-    prices: StageCosts = comm.broadcast_object(found)
-    return prices
-
-
-def costs_by(
-    balance: str | Sequence[int], cuttable: Cuttable, plan: Plan, image: tuple[int, ...], prices: StageCosts
-) -> list[list[float]]:
-    """The costs for `partition`: seconds, or the bytes that training keeps."""
-    if balance != "memory":
-        return prices.matrix
-    return shared_out(count_bytes(cuttable, image), plan.sharing)
+            machine = link.machine(plan.num_ranks, "assumed" if link == ASSUMED else "as measured")
+            sites = sites_of(cuttable, plan, image, styles)
+            found = costs_for(cuttable, plan, sites, how, device, replace(profiler, machine=machine))
+    costs: StageCosts = comm.broadcast_object(found)
+    return costs
 
 
 def partition(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:

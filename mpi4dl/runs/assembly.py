@@ -6,7 +6,7 @@ model = assembly.hold(num_outputs, channels)   built, cut by the plan, on the de
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -140,13 +140,13 @@ def _cut_model(
 ) -> LocalStages:
     """A model of several stages, or of one whose images are streamed."""
     from mpi4dl.parallel.costs.cost_model import Profiler
-    from mpi4dl.parallel.costs.timing import Column, time_column
+    from mpi4dl.parallel.costs.timing import Seconds, time_units
     from mpi4dl.parallel.cut import split
     from mpi4dl.parallel.streaming.margins import CannotStream
 
-    def time_and_tidy(*site: Any) -> Column:
+    def time_and_tidy(*site: Any) -> Seconds:
         """Time units, and leave no trace of that in the memory of this rank, which is to be that of training."""
-        found = time_column(*site)
+        found = time_units(*site)
         return_freed_memory()
         return found
 
@@ -159,7 +159,7 @@ def _cut_model(
             seed=config.training.seed,
             balance=config.parallel.balance,
             image=_microbatch(config, plan, channels),
-            clockwork=replace(Profiler.of_user(), time=time_and_tidy),
+            profiler=Profiler.of_user(time=time_and_tidy),
             stream=stream,
             styles=tensor_styles(config),
             check=config.parallel.check,

@@ -473,8 +473,8 @@ class Forecast:
     idle: tuple[float, ...]
 
     @classmethod
-    def of(cls, plan: Plan, prices: "StageCosts", counts: Sequence[int]) -> "Forecast":
-        found = prices.simulated(plan, counts)
+    def of(cls, plan: Plan, costs: "StageCosts", counts: Sequence[int]) -> "Forecast":
+        found = costs.simulated(plan, counts)
         busy = [sum(span.end_seconds - span.start_seconds for span in row) for row in found.rows]
         return cls(shares(busy), found.bubbles)
 

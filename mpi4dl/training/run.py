@@ -186,7 +186,7 @@ class TrainingRun:
         self.interval = self.new_interval()
         self.has_experts = any(name.endswith(".router.weight") for name in engine.stages.shapes)
         # Measures the work of stages that was estimated.
-        self.work = None if engine.stages.prices is None else WorkMeter(comm.node)
+        self.work = None if engine.stages.costs is None else WorkMeter(comm.node)
         self.waited_for_cores: float | None = None  # until the first step
         self.began_steps = 0.0
         self.evaluation: Evaluation | None = None
@@ -363,12 +363,12 @@ class TrainingRun:
     def compare(self) -> None:
         """Report estimated and measured work of each rank, for a plan of several stages. Collective."""
         stages, plan = self.engine.stages, self.engine.plan
-        if self.work is None or stages.prices is None:
+        if self.work is None or stages.costs is None:
             return
         of_ranks = self.comm.all_gather_object(self.work.worked)
         if self.engine.device.type != "cpu" or not any(rank.seconds for rank in of_ranks):
             return  # of a GPU, whose work the host does not wait for, it would say nothing
-        forecast = Forecast.of(plan, stages.prices, stages.counts)
+        forecast = Forecast.of(plan, stages.costs, stages.counts)
         for line in compared(forecast, of_ranks, self.comm.node.oversubscribed):
             self.say(line)
 

@@ -258,8 +258,8 @@ class Painter:
         self, reporter: Any, folder: RunFolder, config: Config, engine: Engine, title: str, num_steps: int
     ) -> None:
         self._reporter, self._folder, self._step = reporter, folder, engine.num_steps
-        prices, plan = engine.stages.prices, engine.plan.describe()
-        source, timeline = "" if prices is None else prices.source, timeline_of(engine)
+        costs, plan = engine.stages.costs, engine.plan.describe()
+        source, timeline = "" if costs is None else costs.source, timeline_of(engine)
         modules = tuple(modules_of(engine))
         self.portrait = RunSnapshot(title, plan, num_steps, modules, (), source, timeline)
         reporter.text("run/options", to_toml(config), self._step)
@@ -299,9 +299,9 @@ def remember(painter: Painter | None, config: Config, engine: Engine, meter: Mem
 def timeline_of(engine: Engine) -> Simulation | None:
     """The simulated timeline of a step of several stages, where the cost of the units is known."""
     stages, plan = engine.stages, engine.plan
-    if stages.prices is None or plan.num_stages == 1:
+    if stages.costs is None or plan.num_stages == 1:
         return None
-    found = stages.prices.simulated(plan, stages.counts)
+    found = stages.costs.simulated(plan, stages.counts)
     return found if sum(map(len, found.rows)) <= MOST_SPANS else None
 
 

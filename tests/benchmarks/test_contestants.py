@@ -22,7 +22,7 @@ from benchmarks.zero import NAMES, PLAIN, VARIANTS, LiveTensors, count_bytes
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.geometry import even_cuts
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.costs.timing import sites_of
+from mpi4dl.parallel.costs.sites import sites_of
 from mpi4dl.parallel.costs.units import count_units
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
@@ -332,5 +332,5 @@ def test_the_bytes_that_ranks_add_up_are_those_of_the_formula_and_of_the_planner
     options, plan = options_of("tensor_parallel", "--quick"), Plan(((1,),), tensor=2, sequence=sequence)
     cuttable = Cuttable(outline(lambda: build(options)))
     (site,) = sites_of(cuttable, plan, (options.batch_size, options.context))
-    planned = sum(unit.summed for unit in count_units(cuttable, site))
+    planned = sum(unit.summed_bytes for unit in count_units(cuttable, site))
     assert ranks(2).run(summed_body, sequence) == [formula_bytes(options, 2)] * 2 == [planned] * 2

@@ -15,6 +15,7 @@ from mpi4dl.parallel.streaming.stream import Streaming
 from mpi4dl.train import train
 from mpi4dl.training.run import fit
 from mpi4dl.training.setup import set_up, told_before
+from tests.counting import memory_of_command
 from tests.pool.ranks import Ranks
 
 RUN = "--no-tensorboard --num-samples 4 --max-steps 1 --eval-every none --save-every none --num-workers 1"
@@ -38,7 +39,7 @@ def begun(comm: Communicator, flags: str, num_bytes: float, folder: Path) -> str
 
 def needs(flags: str) -> int:
     config = parse(flags.split())
-    return dry_run.memory_of_command(config, build_plan(config), 10)
+    return memory_of_command(config, build_plan(config), 10)
 
 
 @pytest.mark.parametrize("more", [UNSTREAMED, pytest.param("--image-size 1024", marks=pytest.mark.exhaustive)])
@@ -122,7 +123,11 @@ def tiles_of_a_step(comm: Communicator, flags: str, folder: Path) -> tuple[int, 
         Streaming._run_tile = run_tile  # type: ignore[method-assign]
     passes = dry_run.passes_of(setup.config, setup.engine.stages, 10, 3)
     assert passes is not None
-    return len(made), passes.step_tiles, "".join(told)
+    return (
+        len(made),
+        passes.tiles * sum(2 + s.forward_statistics + s.backward_statistics for s in passes.segments),
+        "".join(told),
+    )
 
 
 @pytest.mark.parametrize("name", STREAMED_RUNS)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,16 +15,17 @@ from mpi4dl.estimate.machine_file import load_machine, machine_toml
 from mpi4dl.estimate.memory import StateBytes
 from mpi4dl.estimate.plan_estimate import Estimator
 from mpi4dl.estimate.scaling import PAYS, Point, numbers_of_ranks, stops_paying
-from mpi4dl.estimate.search import outlooks
+from mpi4dl.estimate.search import estimates
 from mpi4dl.estimate.step_time import StepTime, behind_backward
 from mpi4dl.geometry import GridShape
 from mpi4dl.options.declare import ConfigError
-from mpi4dl.parallel.costs.cost_model import MissingTimings, Overhead, StageSeconds
+from mpi4dl.parallel.costs.cost_model import MissingTimings, Overhead, Profiler, StageSeconds
 from mpi4dl.parallel.costs.machine import LinkLevel, Machine
-from mpi4dl.parallel.costs.scaled import ScaledProfiler, TimingsFile, base_sites
+from mpi4dl.parallel.costs.sites import Site, base_choices
 from mpi4dl.parallel.costs.stage_traffic import NO_WAITS, StageTraffic, WaitSeconds
-from mpi4dl.parallel.costs.timing import Column, Site, UnitSeconds, time_column
-from mpi4dl.parallel.costs.units import UnitCounts, count_units
+from mpi4dl.parallel.costs.store import Store
+from mpi4dl.parallel.costs.timing import Seconds, time_units
+from mpi4dl.parallel.costs.units import count_units
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tables.simulator import simulate
@@ -92,11 +94,13 @@ def test_counts_of_large_sites_follow_from_small_ones(tmp_path: Path, shape: Gri
     """Of a rank in the middle: bytes within 3 %, as many rounds, and what they send."""
     cuttable = Cuttable(outline(resnet))
     site = Site((2 * shape.batch, 3, 256 * shape[1], 512 * shape[2]), shape, shape.batch > 1, plain=shape.size == 1)
-    profiler = ScaledProfiler(TimingsFile(tmp_path / "none"))
+    profiler = Profiler(small=True)
     found, exact = profiler.counts(cuttable, site), count_units(cuttable, site)
-    assert sum(unit.touched for unit in found) == pytest.approx(sum(unit.touched for unit in exact), rel=0.3)
+    assert sum(unit.touched_bytes for unit in found) == pytest.approx(
+        sum(unit.touched_bytes for unit in exact), rel=0.3
+    )
     for unit, right in zip(found, exact, strict=True):
-        for name, least in {"kept": 1 << 14, "handed": 0, "flops": 1 << 12}.items():
+        for name, least in {"kept_bytes": 1 << 14, "handed_bytes": 0, "flops": 1 << 12}.items():
             assert getattr(unit, name) == pytest.approx(getattr(right, name), rel=0.03, abs=least), name
         for way, of_right in ((unit.there, right.there), (unit.back, right.back)):
             assert {each.alike: each.times for each in way} == {each.alike: each.times for each in of_right}
@@ -113,7 +117,7 @@ def test_few_ranks_wait_as_they_are_counted(tmp_path: Path, shape: tuple[int, ..
     """Norms of up to eight ranks go another way than those of more, and two tiles have one neighbour each."""
     cuttable, plan = Cuttable(outline(tiny)), Plan.of(tiles=[shape[1:]], data=shape[0])
     site = Site.of(plan, 0, (2 * shape[0], 3, 256 * shape[1], 256 * shape[2]))
-    found, exact = ScaledProfiler(TimingsFile(tmp_path / "none")).counts(cuttable, site), count_units(cuttable, site)
+    found, exact = Profiler(small=True).counts(cuttable, site), count_units(cuttable, site)
     stage = StageTraffic(MACHINE, plan, 0)
     for name in ("there", "back"):
         ours, theirs = (stage.waits_of([getattr(unit, name) for unit in units]) for units in (found, exact))
@@ -125,66 +129,70 @@ def test_few_ranks_wait_as_they_are_counted(tmp_path: Path, shape: tuple[int, ..
 def test_tiles_smaller_than_usual_follow_from_smaller_ones(tmp_path: Path, side: int) -> None:
     cuttable, shape = Cuttable(outline(tiny)), GridShape(1, 4, 4)
     site = Site((2, 3, 4 * side, 4 * side), shape, False, plain=False)
-    found, exact = ScaledProfiler(TimingsFile(tmp_path / "none")).counts(cuttable, site), count_units(cuttable, site)
-    for name in ("kept", "flops", "handed"):
+    found, exact = Profiler(small=True).counts(cuttable, site), count_units(cuttable, site)
+    for name in ("kept_bytes", "flops", "handed_bytes"):
         ours, right = (sum(getattr(unit, name) for unit in units) for units in (found, exact))
         assert ours == pytest.approx(right, rel=0.03), name
 
 
-def a_pixel(cuttable: Any, site: Site, *_: Any) -> Column:
-    return tuple(UnitSeconds(0.5 + 1e-6 * site.pixels, 1.0) for _ in range(len(cuttable)))
+def a_pixel(cuttable: Any, site: Site, *_: Any) -> Seconds:
+    return np.array([(0.5 + 1e-6 * site.pixels, 1.0, 0.0) for _ in range(len(cuttable))])
 
 
 def test_seconds_of_large_sites_follow_from_small_ones(tmp_path: Path) -> None:
     cuttable = Cuttable(outline(tiny))
     site = Site((4, 3, 4096, 4096), GridShape(2, 4, 4), True, plain=False)
-    (unit, *_) = ScaledProfiler(TimingsFile(tmp_path / "none"), a_pixel).column(cuttable, site, CPU)
-    assert unit.forward == pytest.approx(0.5 + 1e-6 * 2 * 1024 * 1024)
-    assert unit.backward == 1.0
-    assert {each.shape for each in base_sites(site)} == {GridShape(2, 3, 3)}
-    by_rates = ScaledProfiler(TimingsFile(tmp_path / "none"), rates=MACHINE)
-    counts: UnitCounts = by_rates.counts(cuttable, site)[0]
-    (unit, *_) = by_rates.column(cuttable, site, CPU)
-    assert unit.forward == pytest.approx(counts.flops / 1e13 + counts.touched / 1e11)
+    (unit, *_) = Profiler(time=a_pixel, small=True).costs(cuttable, site, CPU)
+    assert unit.forward_seconds == pytest.approx(0.5 + 1e-6 * 2 * 1024 * 1024)
+    assert unit.backward_seconds == 1.0
+    assert {each.shape for each in next(base_choices(site, small=True))} == {GridShape(2, 3, 3)}
+    by_rates = Profiler(machine=MACHINE, small=True)
+    counts = by_rates.counts(cuttable, site)[0]
+    (unit, *_) = by_rates.costs(cuttable, site, CPU)
+    assert unit.forward_seconds == pytest.approx(counts.flops / 1e13 + counts.touched_bytes / 1e11)
 
 
 def test_timings_of_elsewhere_are_a_file(tmp_path: Path) -> None:
     cuttable, path = Cuttable(outline(tiny)), tmp_path / "timings.json"
     site = Site((4, 3, 4096, 4096), GridShape(2, 4, 4), True, plain=False)
-    file = TimingsFile(path, measured_on="elsewhere")
-    timed = ScaledProfiler(file, a_pixel).column(cuttable, site, CPU)
-    file.save()
+    store = Store(measured_on="elsewhere")
+    timed = Profiler(store, a_pixel, small=True).costs(cuttable, site, CPU)
+    store.save(path)
 
-    def fail(*_: Any) -> Column:
+    def fail(*_: Any) -> Seconds:
         raise AssertionError("timed here")
 
-    known = TimingsFile.load(path)
+    known = Store.load(path)
     assert known.measured_on == "elsewhere"
-    there = ScaledProfiler(known, fail, given=known)
-    assert there.column(cuttable, site, CPU) == timed
+    there = Profiler(known, fail, small=True)
+    assert there.costs(cuttable, site, CPU) == timed
     with pytest.raises(MissingTimings, match="no timings of this model on 4x1 tiles"):
-        there.column(cuttable, site._replace(shape=GridShape(2, 4, 1)), CPU)
+        there.costs(cuttable, site._replace(shape=GridShape(2, 4, 1)), CPU)
     path.write_text("{}")
     with pytest.raises(ValueError, match="no file of timings"):
-        TimingsFile.load(path)
+        Store.load(path)
 
 
-def estimator_of(build: Any, image: tuple[int, ...], profiler: ScaledProfiler) -> Estimator:
-    return Estimator(Cuttable(outline(build)), image, profiler, CPU, machine=(MACHINE, MACHINE.name))
+def estimator_of(build: Any, image: tuple[int, ...], profiler: Profiler) -> Estimator:
+    return Estimator(Cuttable(outline(build)), image, profiler, CPU)
 
 
 def test_timings_of_another_model_are_not_replaced_by_counted_flops(tmp_path: Path) -> None:
-    file = TimingsFile(tmp_path / "other.json")
-    estimator = estimator_of(resnet, (2, 3, 256, 256), ScaledProfiler(file, given=file))
+    Store().save(tmp_path / "other.json")
+    store = Store.load(tmp_path / "other.json")
+    estimator = estimator_of(resnet, (2, 3, 256, 256), Profiler(store, machine=replace(MACHINE, flops_per_second=None)))
     with pytest.raises(MissingTimings, match=r"other\.json"):
-        outlooks(estimator, [Plan.of(tiles=[(1, 2)])])
+        estimates(estimator, [Plan.of(tiles=[(1, 2)])])
 
 
 def test_counts_of_another_version_are_not_taken_from_a_file(tmp_path: Path) -> None:
-    file = TimingsFile(tmp_path / "older.json")
+    store = Store()
     seconds, counts = {"what": ["seconds"], "on": "a GPU", "mpi4dl": "0.1"}, {"what": ["counts"], "mpi4dl": "0.1"}
     for facts in (seconds, counts):
-        file.put(facts, 1)
+        store.put(facts, 1)
+    assert store.get({**seconds, "mpi4dl": "0.2"}) is None  # of this machine, other versions take other times
+    store.save(tmp_path / "older.json")
+    file = Store.load(tmp_path / "older.json")
     assert file.get({**seconds, "on": "CPU", "mpi4dl": "0.2"}) == 1
     assert file.get({**counts, "mpi4dl": "0.2"}) is None
 
@@ -208,18 +216,20 @@ class OneSize(nn.Module):
 def test_models_that_refuse_small_sites_are_looked_at_on_others(tmp_path: Path, build: type[nn.Module]) -> None:
     """Batch norm takes no single value, and parameters for each position take images of one size."""
     cuttable, site = Cuttable(outline(build)), Site((4, 3, 192, 192), GridShape(1, 1, 1), False, plain=True)
-    found = ScaledProfiler(TimingsFile(tmp_path / "none"), rates=MACHINE).counts(cuttable, site)
+    found = Profiler(machine=MACHINE, small=True).counts(cuttable, site)
     for unit, right in zip(found, count_units(cuttable, site), strict=True):
         assert unit.flops == pytest.approx(right.flops, rel=0.01)
-        assert unit.handed == pytest.approx(right.handed, rel=0.01)
-    assert all(unit.forward > 0 for unit in time_column(cuttable, site, CPU, 0.01))
+        assert unit.handed_bytes == pytest.approx(right.handed_bytes, rel=0.01)
+    assert (time_units(cuttable, site, CPU, 0.01)[:, 0] > 0).all()
 
 
 def test_the_ways_with_most_samples_decide(tmp_path: Path) -> None:
-    cuttable, profiler = Cuttable(outline(tiny)), ScaledProfiler(TimingsFile(tmp_path / "none"), a_pixel)
+    cuttable, profiler = Cuttable(outline(tiny)), Profiler(time=a_pixel, small=True)
     few, even = (Site((samples, 3, 256, 256), GridShape(3, 1, 1), True, plain=False) for samples in (4, 6))
-    assert profiler.column(cuttable, few, CPU) == profiler.column(cuttable, even, CPU)
-    assert [unit.kept for unit in count_units(cuttable, few)] == [unit.kept for unit in count_units(cuttable, even)]
+    assert profiler.costs(cuttable, few, CPU) == profiler.costs(cuttable, even, CPU)
+    assert [unit.kept_bytes for unit in count_units(cuttable, few)] == [
+        unit.kept_bytes for unit in count_units(cuttable, even)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -268,20 +278,20 @@ def test_sums_hide_behind_the_backward_pass() -> None:
 
 def test_the_same_sites_on_other_ranks_have_their_own_messages() -> None:
     """Stages 0 to 3 on four ranks each, or dealt out over two ranks in two chunks: these hand on to other ranks."""
-    estimator = estimator_of(resnet, (4, 3, 256, 256), ScaledProfiler(TimingsFile("none"), rates=MACHINE))
+    estimator = estimator_of(resnet, (4, 3, 256, 256), Profiler(machine=MACHINE, small=True))
     whole = Plan.of(stages=4, tiles=[(1, 2)], microbatches=2)
     chunks = Plan.of(stages=4, tiles=[(1, 2)], microbatches=2, chunks=2, schedule="interleaved")
     assert estimator.sites(whole) == estimator.sites(chunks)
     for plan in (whole, chunks):
-        ranks = [stage.ranks.tolist() for stage in estimator.prices(plan).stages]
+        ranks = [stage.ranks.tolist() for stage in estimator.costs(plan).stages]
         assert ranks == [list(plan.ranks(0, stage)) for stage in range(4)]
 
 
 def test_on_gpus_tensors_alone_count() -> None:
-    plan, profiler = Plan.of(tiles=[(1, 2)]), ScaledProfiler(TimingsFile("none"), rates=MACHINE)
+    plan, profiler = Plan.of(tiles=[(1, 2)]), Profiler(machine=MACHINE, small=True)
     estimator = estimator_of(resnet, (2, 3, 256, 256), profiler)
     assert estimator.memory(plan, (len(estimator.cuttable),)).process(0) == 0
-    estimator.machine = (replace(MACHINE, device="CPU"), "")
+    estimator.profiler = replace(estimator.profiler, machine=replace(MACHINE, device="CPU"))
     assert estimator.memory(plan, (len(estimator.cuttable),)).process(0) > 0
 
 
@@ -315,9 +325,25 @@ def test_the_command_plans_for_another_machine(tmp_path: Path, capsys: pytest.Ca
     assert "all together: fit from 1 rank on" in told
     with pytest.raises(ConfigError, match="more than the machine has: 64"):
         show([*training, *on, "--ranks", "128", "--search"])
-    for patches in ("64", "256"):  # of which small tiles have none
-        with pytest.raises(ConfigError, match=rf"`patches` {patches}: --machine and --timings are for models of whole"):
-            show([*training, *on, "--patches", patches, "--tiles", "1x2"])
+
+
+@pytest.mark.parametrize("patch", ["64", "256"])
+def test_patches_are_planned_for_another_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], patch: str
+) -> None:
+    """Patches have no rules for tiles: ranks have even parts of their FLOPs, here by the rate of the machine's file."""
+    path, timings = tmp_path / "cluster.toml", tmp_path / "timings.json"
+    path.write_text(machine_toml(MACHINE))
+    flags = ["--model", TINY_RESNET, "--image-size", "512", "--batch-size", "2", "--patches", patch, "--tiles", "1x2"]
+    told = []
+    for on in (["--machine", str(path)], ["--rank-gflops", "10000", "--balance", "flops"]):
+        show([*flags, *on])
+        told.append(capsys.readouterr().out.splitlines())
+    assert any("10000 GFLOP/s a rank" in line for line in told[0])
+    assert told[0][-3:] == told[1][-3:]
+    Store().save(timings)
+    with pytest.raises(ConfigError, match=rf"`patches` {patch}: --timings is for models of whole images"):
+        show([*flags, "--timings", str(timings)])
 
 
 @pytest.mark.parametrize("flags", ["--scaling weak --curves", "--time-only"])
@@ -342,7 +368,7 @@ def test_timings_for_many_ranks_are_for_fewer_too(tmp_path: Path, capsys: pytest
         told["out"] = capsys.readouterr().out
         return told["out"]
 
-    with patch("mpi4dl.parallel.costs.scaled.ScaledProfiler.time", staticmethod(a_pixel)):
+    with patch("mpi4dl.parallel.costs.cost_model.Profiler.time", staticmethod(a_pixel)):
         of("--ranks", "2", "--time-only", str(path))
     found = of("--ranks", "2", "--timings", str(path), "--scaling", "strong", "--curves", str(tmp_path / "curves.png"))
     assert "replicas: fit from 1 rank on" in found

@@ -5,6 +5,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,11 +15,15 @@ from mpi4dl.comm.traffic import Round
 from mpi4dl.estimate.summary import PlanSummary, overview
 from mpi4dl.parallel.costs import cost_model
 from mpi4dl.parallel.costs.cost_model import LINK, MESSAGE_SECONDS, PYTHON, Link, Profiler
-from mpi4dl.parallel.costs.timing import Column, Remembered, Site, UnitSeconds
-from mpi4dl.parallel.costs.units import count_bytes, count_flops
+from mpi4dl.parallel.costs.meter import UnitCosts
+from mpi4dl.parallel.costs.sites import Site
+from mpi4dl.parallel.costs.store import Store
+from mpi4dl.parallel.costs.timing import Seconds
+from mpi4dl.parallel.costs.units import count_bytes
 from mpi4dl.parallel.cut import choose_cut
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
+from tests.counting import count_flops
 
 IMAGE = (8, 3, 64, 64)
 
@@ -195,13 +200,13 @@ def test_ranks_share_the_work_of_a_stage_over_tiles_ways_and_replicas() -> None:
     assert shared.work == alone.work
 
 
-def clockwork(tmp_path: Path, **options: Any) -> Profiler:
-    return Profiler(Remembered(tmp_path), **options)
+def profiler(tmp_path: Path, **options: Any) -> Profiler:
+    return Profiler(Store(tmp_path), **options)
 
 
 def test_seconds_follow_the_speed_of_a_rank(tmp_path: Path) -> None:
     plan = Plan.of(stages=2, microbatches=4)
-    slow, fast = (planned(plan, clockwork=clockwork(tmp_path, rank_gflops=gflops)) for gflops in (1.0, 4.0))
+    slow, fast = (planned(plan, profiler=profiler(tmp_path, gflops=gflops)) for gflops in (1.0, 4.0))
     assert slow.simulation.makespan_seconds == pytest.approx(4 * fast.simulation.makespan_seconds)
     assert slow.costs.forward_seconds[0] == pytest.approx(slow.work[0].forward_flops / 1e9)
     assert slow.costs.backward_seconds == tuple(2 * seconds for seconds in slow.costs.forward_seconds)
@@ -211,14 +216,15 @@ def test_timed_seconds_cut_the_model_and_make_the_timeline(tmp_path: Path, monke
     """On a third of an image the first units take as long as on all of it; a unit makes two exchanges of 1 s."""
     exchanges = (Round("exchange", (0, 1, 2), 2, (((0, 0, 1), 8),)),)
 
-    def time_column(cuttable: Cuttable, site: Site, *_: Any) -> Column:
+    def time_units(cuttable: Cuttable, site: Site, *_: Any) -> Seconds:
         first = 9.0 if site.shape.size == 1 else 8.0
-        return tuple(UnitSeconds(n, 2 * n, exchanges, exchanges) for n in (first, 1, 1, 1, 3, 2, 1))
+        return np.array([(n, 2 * n, 0) for n in (first, 1, 1, 1, 3, 2, 1)])
 
     monkeypatch.setattr(cost_model, "cores", lambda: 4)
-    timing = clockwork(tmp_path, time=time_column)
-    timing.remembered.put(LINK, Link(1.0, 0.0))
-    found = planned(Plan.of(stages=2, tiles=[(1, 1), (1, 3)], microbatches=2), balance="auto", clockwork=timing)
+    monkeypatch.setattr(cost_model, "count_units", lambda *_: (UnitCosts(there=exchanges, back=exchanges),) * 7)
+    timing = profiler(tmp_path, time=time_units)
+    timing.store.put(LINK, Link(1.0, 0.0))
+    found = planned(Plan.of(stages=2, tiles=[(1, 1), (1, 3)], microbatches=2), balance="auto", profiler=timing)
     assert [len(work.units) for work in found.work] == [4, 3]
     alone = PYTHON.action_seconds + 4 * 2 * PYTHON.round_seconds
     shared = PYTHON.action_seconds + 3 * 2 * (PYTHON.round_seconds + MESSAGE_SECONDS)
@@ -270,7 +276,7 @@ def test_what_does_not_fit_is_refused(plan: Plan, image: tuple[int, int, int, in
 
 def test_too_few_units_to_time_are_refused_before_they_are_timed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="7 units, too few for 8 stages"):
-        planned(Plan.of(stages=8), balance="auto", clockwork=clockwork(tmp_path, time=lambda *_: pytest.fail("timed")))
+        planned(Plan.of(stages=8), balance="auto", profiler=profiler(tmp_path, time=lambda *_: pytest.fail("timed")))
 
 
 def test_nothing_is_allocated() -> None:

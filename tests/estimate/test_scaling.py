@@ -11,9 +11,9 @@ import torch
 from mpi4dl import models
 from mpi4dl.estimate.plan_estimate import Estimator
 from mpi4dl.estimate.scaling import ALL, KINDS, Point, near, numbers_of_ranks, scaling_lines, scaling_points
-from mpi4dl.estimate.search import candidates, outlooks, promising
+from mpi4dl.estimate.search import candidates, estimates, promising
+from mpi4dl.parallel.costs.cost_model import Profiler
 from mpi4dl.parallel.costs.machine import LinkLevel, Machine
-from mpi4dl.parallel.costs.scaled import ScaledProfiler, TimingsFile
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 
@@ -28,14 +28,14 @@ def cuttable() -> Cuttable:
 
 
 @pytest.fixture(scope="module")
-def profiler() -> ScaledProfiler:
-    return ScaledProfiler(TimingsFile("none"), rates=MACHINE)
+def profiler() -> Profiler:
+    return Profiler(machine=MACHINE, small=True)
 
 
-def estimator_of(cuttable: Cuttable, profiler: ScaledProfiler, side: int, images: int = 8) -> Estimator:
+def estimator_of(cuttable: Cuttable, profiler: Profiler, side: int, images: int = 8) -> Estimator:
     optimizer = partial(torch.optim.SGD, lr=0.01)
-    how: dict[str, Any] = {"machine": (MACHINE, ""), "streams": False}
-    return Estimator(cuttable, (images, 3, side, side), profiler, torch.device("cpu"), optimizer, **how)
+    image = (images, 3, side, side)
+    return Estimator(cuttable, image, profiler, torch.device("cpu"), optimizer, streams=False)
 
 
 def plans_of(estimator: Estimator, num_ranks: int, batch_size: int) -> list[Plan]:
@@ -53,7 +53,7 @@ def best_of(estimator: Estimator, plans: list[Plan], limit: float) -> float:
 )
 @pytest.mark.exhaustive
 def test_plans_near_the_best_of_fewer_ranks_have_the_best(
-    cuttable: Cuttable, profiler: ScaledProfiler, most: int, weak: bool
+    cuttable: Cuttable, profiler: Profiler, most: int, weak: bool
 ) -> None:
     """As fast, within 2 %, as the best of all plans."""
     estimator = estimator_of(cuttable, profiler, 16384, 1 if weak else 16)
@@ -83,21 +83,21 @@ def test_near_plans_are_those_of_one_kind_and_like_good_ones() -> None:
     assert near(far, [], 1.0) == []
 
 
-def test_what_does_not_fit_lacks_memory(cuttable: Cuttable, profiler: ScaledProfiler) -> None:
+def test_what_does_not_fit_lacks_memory(cuttable: Cuttable, profiler: Profiler) -> None:
     estimator = estimator_of(cuttable, profiler, 16384, images=1)
     points = scaling_points(estimator, partial(plans_of, estimator), [1, 2], False, GIB / 8)
     assert {point.best for point in points} == {None}
     (last,) = (point for point in points if (point.kind, point.num_ranks) == (ALL, 2))
     assert last.smallest is not None
     plans = plans_of(estimator, 2, 1)
-    assert last.smallest.num_bytes == min(each.num_bytes for each in outlooks(estimator, plans, GIB / 8) if each)
+    assert last.smallest.num_bytes == min(each.num_bytes for each in estimates(estimator, plans, GIB / 8) if each)
     lines = list(scaling_lines(points, 4, most_bytes=GIB / 8))
     lacks = (last.smallest.num_bytes - GIB / 8) / 2**20
     assert lines[0] == "no plan fits on any of these numbers of ranks"
     assert f"{lacks:,.0f} MiB more than the 128 MiB of a rank: {last.smallest}" in lines[1]
 
 
-def test_where_nothing_fits_few_schedules_are_looked_at(cuttable: Cuttable, profiler: ScaledProfiler) -> None:
+def test_where_nothing_fits_few_schedules_are_looked_at(cuttable: Cuttable, profiler: Profiler) -> None:
     estimator = estimator_of(cuttable, profiler, 4096)
     plans = [*islice(cycle(plans_of(estimator, 2, 8)), 1001)]
     found = promising(estimator, plans, 1.0)
@@ -108,7 +108,7 @@ def test_where_nothing_fits_few_schedules_are_looked_at(cuttable: Cuttable, prof
 @pytest.mark.exhaustive
 def test_progress_names_ranks_tiles_and_plans(cuttable: Cuttable) -> None:
     told: list[str] = []
-    estimator = estimator_of(cuttable, ScaledProfiler(TimingsFile("none"), rates=MACHINE), 512, 2)
+    estimator = estimator_of(cuttable, Profiler(machine=MACHINE, small=True), 512, 2)
     tell: Any = lambda doing, done=0, total=0: told.append(doing)  # noqa: E731
     scaling_points(estimator, partial(plans_of, estimator), [1, 2], False, tell=tell)
     assert {words.partition(": ")[0] for words in told} == {"1 of 2 ranks", "2 of 2 ranks"}
@@ -116,7 +116,7 @@ def test_progress_names_ranks_tiles_and_plans(cuttable: Cuttable) -> None:
     assert doings == {"listing plans", "kinds of tiles that were counted", "plans that were timed and simulated"}
 
 
-def test_every_point_has_the_smallest_plan_beside_the_best(cuttable: Cuttable, profiler: ScaledProfiler) -> None:
+def test_every_point_has_the_smallest_plan_beside_the_best(cuttable: Cuttable, profiler: Profiler) -> None:
     estimator = estimator_of(cuttable, profiler, 2048, 4)
     points = scaling_points(estimator, partial(plans_of, estimator), [1, 2], False, 8 * GIB)
     assert [(point.kind, point.num_ranks) for point in points] == [(kind, n) for n in (1, 2) for kind in KINDS]
@@ -128,15 +128,15 @@ def test_every_point_has_the_smallest_plan_beside_the_best(cuttable: Cuttable, p
 
 
 @pytest.mark.exhaustive
-def test_waits_of_many_units_are_those_of_each(cuttable: Cuttable, profiler: ScaledProfiler) -> None:
+def test_waits_of_many_units_are_those_of_each(cuttable: Cuttable, profiler: Profiler) -> None:
     """Exchanges are priced together, and sums are remembered for the same ranks."""
     estimator = estimator_of(cuttable, profiler, 2048, 4)
     for plan in (Plan.of(tiles=[(2, 4)], data=2), Plan.of(stages=2, tiles=[(2, 2), (1, 2)], microbatches=2)):
-        prices = estimator.prices(plan)
+        costs = estimator.costs(plan)
         alone = replace(MACHINE)  # which remembers nothing yet
-        for stage, column in zip(prices.stages, prices.columns, strict=True):
+        for stage, column in zip(costs.stages, costs.columns, strict=True):
             ways = [unit.there for unit in column]
-            fresh = type(stage)(alone, plan, prices.stages.index(stage))
+            fresh = type(stage)(alone, plan, costs.stages.index(stage))
             for together, way in zip(stage.waits_of(ways), ways, strict=True):
                 assert together == pytest.approx(fresh.waits(way))
             assert sum(map(sum, stage.waits_of(ways))) > 0

@@ -6,6 +6,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,7 +20,9 @@ from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import Config, parse
 from mpi4dl.options.declare import options_of, to_toml
 from mpi4dl.parallel.costs.cost_model import Profiler
-from mpi4dl.parallel.costs.timing import Column, Remembered, Site, UnitSeconds
+from mpi4dl.parallel.costs.sites import Site
+from mpi4dl.parallel.costs.store import Store
+from mpi4dl.parallel.costs.timing import Seconds
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tensor.styles import Degrees
@@ -31,17 +34,17 @@ def build() -> nn.Module:
     return models.build("small_resnet", 10)
 
 
-def forecaster(tmp_path: Path, tile_seconds: float) -> Estimator:
+def estimator_of(tmp_path: Path, tile_seconds: float) -> Estimator:
     """A unit takes a second for each sample, shared by all ranks, and so much more on tiles."""
 
-    def time_column(cuttable: Cuttable, site: Site, *_: Any) -> Column:
+    def time_units(cuttable: Cuttable, site: Site, *_: Any) -> Seconds:
         seconds = site.image[0] / site.shape.size + tile_seconds * (prod(site.shape.space) > 1)
-        return tuple(UnitSeconds(seconds, 2 * seconds) for _ in cuttable.names)
+        return np.array([(seconds, 2 * seconds, 0.0) for _ in cuttable.names])
 
-    clockwork = Profiler(Remembered(tmp_path), time_column)
+    profiler = Profiler(Store(tmp_path), time_units)
     optimizer = partial(torch.optim.Adam, lr=0.1)
     cuttable = Cuttable(outline(build).train(), image=IMAGE)
-    return Estimator(cuttable, IMAGE, clockwork, torch.device("cpu"), optimizer, OF_TENSORS)
+    return Estimator(cuttable, IMAGE, profiler, torch.device("cpu"), optimizer, OF_TENSORS)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
@@ -79,16 +82,16 @@ def test_experts_are_shared_by_as_many_ranks_as_can() -> None:
 @pytest.mark.exhaustive
 def test_the_fastest_plan_that_fits_is_first(tmp_path: Path) -> None:
     plans = [Plan(data=2), Plan(((1, 2),)), Plan(((1, 1), (1, 1)), microbatches=2)]
-    slow_tiles = search(forecaster(tmp_path / "a", 1.0), plans)
+    slow_tiles = search(estimator_of(tmp_path / "a", 1.0), plans)
     assert [each.plan for each in slow_tiles.best] == [plans[0], plans[1], plans[2]]
     assert (slow_tiles.num_plans, slow_tiles.num_too_large) == (3, 0)
     sizes = {each.plan: each.num_bytes for each in slow_tiles.best}
     limit = sizes[plans[0]] - 1
-    sharing = search(forecaster(tmp_path / "a", 1.0), plans[:1], limit)
+    sharing = search(estimator_of(tmp_path / "a", 1.0), plans[:1], limit)
     assert [each.plan.zero for each in sharing.best] == [1]  # the lowest with which it fits
     own = replace(plans[0], zero=2)
-    assert forecaster(tmp_path / "a", 1.0).outlook(own, limit).plan == own  # or its own
-    nothing = search(forecaster(tmp_path / "a", 1.0), plans, 1000)
+    assert estimator_of(tmp_path / "a", 1.0).estimate(own, limit).plan == own  # or its own
+    nothing = search(estimator_of(tmp_path / "a", 1.0), plans, 1000)
     assert (nothing.best, nothing.num_too_large) == ((), 3)
     assert "none fits; the smallest needs" in "\n".join(ranked(nothing, 2, 1000, []))
 
@@ -96,12 +99,12 @@ def test_the_fastest_plan_that_fits_is_first(tmp_path: Path) -> None:
 def test_no_plan_at_all_is_one_message(tmp_path: Path) -> None:
     small = (1, 3, 2, 2)
     with pytest.raises(ValueError, match="no plan is for so many ranks and such batches: raise `batch_size`"):
-        search(forecaster(tmp_path, 0.0), candidates(61, 3, small))
+        search(estimator_of(tmp_path, 0.0), candidates(61, 3, small))
 
 
 @pytest.mark.exhaustive
 def test_each_plan_is_started_by_flags_that_make_it(tmp_path: Path) -> None:
-    found = search(forecaster(tmp_path, 0.1), candidates(4, 11, IMAGE))
+    found = search(estimator_of(tmp_path, 0.1), candidates(4, 11, IMAGE))
     for outlook in found.best:
         assert build_plan(parse(outlook.flags())) == outlook.plan
     lines = ranked(found, 4, None, ["--model", "small_resnet", "--stages", "3", "--data=2"])
@@ -182,10 +185,10 @@ def test_what_the_plan_decides_is_taken_out_of_the_flags() -> None:
 @pytest.mark.parametrize("plan", [Plan(microbatches=4), Plan(((1, 2), (1, 1)), microbatches=4)])
 def test_the_overview_and_the_search_need_the_same_bytes(tmp_path: Path, plan: Plan) -> None:
     """Of a plan as it is, and with blocks that are recomputed, which takes as long in both."""
-    estimator = forecaster(tmp_path, 0.0)
-    how = {"clockwork": estimator.clockwork, "optimizer": estimator.optimizer, "allocator": OF_TENSORS}
-    usual = estimator.outlook(plan, float("inf"))
-    for found in (usual, estimator.outlook(plan, usual.num_bytes - 1)):
+    estimator = estimator_of(tmp_path, 0.0)
+    how = {"profiler": estimator.profiler, "optimizer": estimator.optimizer, "allocator": OF_TENSORS}
+    usual = estimator.estimate(plan, float("inf"))
+    for found in (usual, estimator.estimate(plan, usual.num_bytes - 1)):
         recompute, chosen = found.recompute, found.plan
         seen = overview("small_resnet", build, chosen, IMAGE, balance="auto", recompute=recompute, **how)
         assert max(seen.rank_memory.of_ranks(chosen.zero)) == found.num_bytes

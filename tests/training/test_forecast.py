@@ -5,19 +5,19 @@ from typing import Any
 
 from mpi4dl.parallel.costs.cost_model import StageCosts, stages_on
 from mpi4dl.parallel.costs.machine import Machine
-from mpi4dl.parallel.costs.timing import UnitSeconds
+from mpi4dl.parallel.costs.meter import UnitCosts
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.training.report import Forecast, Worked, WorkMeter, compared
 
 PLAN = Plan.of(stages=2, tiles=[(1, 2), (1, 1)], microbatches=2)
 # On stage 0 a unit takes 1 s forward and 2 s backward, on stage 1 twice as long.
-COLUMNS = tuple((UnitSeconds(n, 2 * n),) * 3 for n in (1.0, 2.0))
-PRICES = StageCosts(COLUMNS, stages_on(Machine.of_link(0.0, math.inf, 3, message_seconds=0.0), PLAN), "", True)
+COLUMNS = tuple((UnitCosts(forward_seconds=n, backward_seconds=2 * n),) * 3 for n in (1.0, 2.0))
+COSTS = StageCosts(COLUMNS, stages_on(Machine.of_link(0.0, math.inf, 3, message_seconds=0.0), PLAN), "", True)
 
 
 def test_shares_of_work_and_idle_time_follow_from_the_table() -> None:
     """F0 to 1 s, F1 to 2 s; the last stage works from 1 s to 25 s; then the last backward, to 27 s."""
-    found = Forecast.of(PLAN, PRICES, (1, 2))
+    found = Forecast.of(PLAN, COSTS, (1, 2))
     assert found.work == (6 / 36, 6 / 36, 24 / 36)
     assert found.idle == (1 - 6 / 27, 1 - 6 / 27, 1 - 24 / 27)
 

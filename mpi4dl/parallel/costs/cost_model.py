@@ -1,20 +1,24 @@
 """Costs of every unit on a rank of every stage, and so of the stages: the numbers that cuts and plans use.
 
           unit 0   unit 1   unit 2           forward and backward seconds of unit i on the tiles of stage s:
-stage 0   1.1 2.0  0.4 0.9  0.3 0.5          timed there, or counted FLOPs over an assumed speed
+stage 0   1.1 2.0  0.4 0.9  0.3 0.5          timed there, or counts over rates
 stage 1   2.0 4.1  0.7 1.6  0.5 1.0
+
+Rates are those of a machine: FLOPs over those that a rank reaches, the bytes of all other operators over its memory's
+rate, and a time for each operator to start (after Williams, Waterman and Patterson, "Roofline", 2009).
 """
 
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -22,35 +26,28 @@ from mpi4dl._progress import Tell
 from mpi4dl._randomness import forked
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.node import cores
+from mpi4dl.comm.packing import Piece
+from mpi4dl.comm.traffic import traffic_of
 from mpi4dl.parallel.blocks import blocks
+from mpi4dl.parallel.costs import GFLOPS
 from mpi4dl.parallel.costs.machine import Machine
+from mpi4dl.parallel.costs.meter import SECONDS, Column, UnitCosts
+from mpi4dl.parallel.costs.sites import Fit, Site, Units, base_choices, extrapolate, on_one_rank, sites_of
 from mpi4dl.parallel.costs.stage_traffic import NO_WAITS, StageTraffic, WaitSeconds
-from mpi4dl.parallel.costs.timing import (
-    Clock,
-    Column,
-    Remembered,
-    Site,
-    Units,
-    UnitSeconds,
-    cache_folder,
-    clock_on,
-    machine,
-    sites_of,
-    time_column,
-    versions,
-)
-from mpi4dl.parallel.costs.units import UnitCounts, count_flops, count_units
+from mpi4dl.parallel.costs.store import Store, cache_folder, machine, versions
+from mpi4dl.parallel.costs.timing import Clock, Seconds, clock_on, time_units
+from mpi4dl.parallel.costs.units import count_units
 from mpi4dl.parallel.inputs import input_dtype, of_tokens
 from mpi4dl.parallel.pipeline.split import unfit
-from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.plan import Plan, grid_name
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
 from mpi4dl.parallel.tensor.styles import Styles
 
 # The link between ranks as a straight line: a message takes a latency, and so many seconds for each of its bytes.
 
-SMALL_BYTES, LARGE_BYTES = 64, 1 << 21
-LINK_REPEATS = {SMALL_BYTES: 40, LARGE_BYTES: 5}
+SMALL_BYTES, LARGE_BYTES = 64, 4 << 20
+LINK_REPEATS = {SMALL_BYTES: 100, LARGE_BYTES: 8}
 LINK_TAG = 3
 
 
@@ -63,48 +60,53 @@ class Link(NamedTuple):
     def __str__(self) -> str:
         return f"{self.latency_seconds * 1e6:.0f} us and {self.byte_seconds * 2**20 * 1e3:.2g} ms/MiB a message"
 
-    def machine(self, num_ranks: int) -> Machine:
+    def machine(self, num_ranks: int, remark: str = "assumed") -> Machine:
         """One node of so many ranks, of which each two are joined by such a link."""
         rate = 1 / self.byte_seconds if self.byte_seconds else math.inf
-        return Machine.of_link(self.latency_seconds, rate, num_ranks, message_seconds=MESSAGE_SECONDS)
+        how: dict[str, Any] = {"message_seconds": MESSAGE_SECONDS, "source": f"{self}, {remark}"}
+        return Machine.of_link(self.latency_seconds, rate, num_ranks, **how)
 
 
 ASSUMED = Link(20e-6, 1 / 4e9)  # between processes of one machine, which share memory
 
 
-def measure_link(comm: Communicator, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Link:
-    """The link between the first and the last rank, the fastest of a few messages. Collective; alike on all ranks."""
+def measure_link(comm: Communicator, device: torch.device, clock: Clock = time.perf_counter) -> Link:
+    """The link between the first and the last rank. Collective; alike on all ranks."""
     if comm.size == 1:
         return ASSUMED
-    small, large = (_one_way(comm, num_bytes, device, clock) for num_bytes in (SMALL_BYTES, LARGE_BYTES))
-    found = None
-    if comm.rank == 0:
-        found = Link(max(small, 1e-7), max((large - small) / (LARGE_BYTES - SMALL_BYTES), 1e-13))
-    link: Link = comm.broadcast_object(found)
-    return link
+    small, large = (one_way(comm, size, comm.size - 1, 1, device, clock) for size in (SMALL_BYTES, LARGE_BYTES))
+    return Link(max(small, 1e-7), max((large - small) / (LARGE_BYTES - SMALL_BYTES), 1e-13))
 
 
-def _one_way(comm: Communicator, num_bytes: int, device: torch.device, clock: Callable[[], float]) -> float:
-    there, seconds = torch.zeros(num_bytes, dtype=torch.uint8, device=device), []
-    for _ in range(LINK_REPEATS[num_bytes]):
+def one_way(
+    comm: Communicator, size: int, apart: int, pairs: int, device: torch.device, clock: Clock = time.perf_counter
+) -> float:
+    """Seconds of a message of so many bytes from the first `pairs` ranks to those so far `apart`, the median.
+
+    All pairs send at once, and the slowest one counts. Collective; the same on all ranks.
+    """
+    times = []
+    first, second = comm.rank < pairs, apart <= comm.rank < apart + pairs
+    other = comm.rank + apart if first else comm.rank - apart
+    message = torch.zeros(size, dtype=torch.uint8, device=device)
+    for _ in range(LINK_REPEATS[size] + 1):
+        if pairs > 1:
+            comm.barrier()
         start = clock()
-        if comm.rank == 0:
-            comm.send(there, comm.size - 1, LINK_TAG)
-            comm.recv(there, comm.size - 1, LINK_TAG)
-        elif comm.rank == comm.size - 1:
-            comm.recv(there, 0, LINK_TAG)
-            comm.send(there, 0, LINK_TAG)
-        seconds.append((clock() - start) / 2)
-    return min(seconds)
+        for sends in (first, second) if first or second else ():
+            piece = [Piece(other, message)]
+            comm.iexchange(piece if sends else [], [] if sends else piece, LINK_TAG).wait()
+        times.append((clock() - start) / 2)
+    found: float = max(comm.all_gather_object(float(np.median(times[1:])) if first else 0.0))
+    return found
 
 
 BUDGET_SECONDS = 8.0  # for all tile shapes of a plan together
-RANK_GFLOPS = 50.0
 LINK = {"what": "link"}
 TIMED = ("auto", "measured")  # what can be measured between ranks is timed where there are none
+BACKWARD = 2  # times as many FLOPs and bytes as forward
 
-T = TypeVar("T")
-TimeColumn = Callable[[Any, Site, torch.device, float], Column]
+TimeUnits = Callable[[Any, Site, torch.device, float], Seconds]
 
 
 class Overhead(NamedTuple):
@@ -170,9 +172,10 @@ class StageCosts:
     def _units(self) -> tuple[tuple[StageSeconds, ...], ...]:
         each = self.overhead.round_seconds
 
-        def seconds(unit: UnitSeconds, there: WaitSeconds, back: WaitSeconds) -> StageSeconds:
+        def seconds(unit: UnitCosts, there: WaitSeconds, back: WaitSeconds) -> StageSeconds:
             forward, backward = (each * sum(found.times for found in way) for way in (unit.there, unit.back))
-            return StageSeconds(unit.forward + forward, unit.backward + backward, there, back, unit.weight)
+            both = unit.forward_seconds + forward, unit.backward_seconds + backward
+            return StageSeconds(*both, there, back, unit.weight_seconds)
 
         found = []
         for stage, column in zip(self.stages, self.columns, strict=True):
@@ -200,11 +203,8 @@ class StageCosts:
 
     def simulated(self, plan: Plan, counts: Sequence[int]) -> Simulation:
         """A step of a replica whose stages have so many units; what it keeps is not counted."""
-        return simulate(plan.table(), plan.placement, self.step(counts))
-
-    def step(self, counts: Sequence[int], kept: Sequence[int] = ()) -> Costs:
-        """The costs of a microbatch on each rank of stages of that many units, which keep `kept` bytes of it."""
-        return costs_of(self.of_stages(counts), self.messages(counts), tuple(kept) or (0,) * len(counts))
+        costs = costs_of(self.of_stages(counts), self.messages(counts), (0,) * len(counts))
+        return simulate(plan.table(), plan.placement, costs)
 
     def messages(self, counts: Sequence[int]) -> tuple[float, ...]:
         """The seconds in which a stage of so many units hands on to the next one, each rank to whom it reaches."""
@@ -223,66 +223,141 @@ class MissingTimings(LookupError):
     """A file of timings has none of a model's units, which are not to be timed, nor assumed, instead."""
 
 
-class TimingStore(Protocol):
-    """Keeps values of JSON by facts of JSON."""
-
-    def get(self, facts: Mapping[str, Any]) -> Any: ...
-
-    def put(self, facts: Mapping[str, Any], value: Any) -> None: ...
-
-
 @dataclass(frozen=True)
 class Profiler:
-    """How units are timed on this machine: each site once, and remembered. Where they are not, a speed is assumed."""
+    """Finds the costs of units at sites: counts by dry runs, and seconds timed here, from a file, or by rates.
 
-    remembered: TimingStore
-    time: TimeColumn = time_column
+    What was found is kept in the `store`; timings of one that was loaded from a file are not replaced by others.
+
+    Args:
+        budget_seconds: for the timing of all sites together, of which each gets its part.
+        site_seconds: for each site, instead.
+        gflops: the assumed speed of a rank, for costs by FLOPs alone.
+        machine: another one than this. Its links count, and if it has `flops_per_second`, nothing is timed.
+        small: large sites follow from few small ones, so that thousands of plans can be looked at.
+    """
+
+    store: Store = field(default_factory=Store)
+    time: TimeUnits = time_units
     budget_seconds: float = BUDGET_SECONDS
-    site_seconds: float | None = None  # for each site, instead of its part of the budget
-    rank_gflops: float = RANK_GFLOPS
-    timed_on: str = ""  # where units were timed, if that was not here
-    counts_at_once: ClassVar[bool] = False  # whether many samples are counted as quickly as few
+    site_seconds: float | None = None
+    gflops: float = GFLOPS
+    machine: Machine | None = None
+    small: bool = False
+    _fits: dict[Any, Fit | Exception] = field(default_factory=dict)
+    _known: dict[Any, Column] = field(default_factory=dict)
 
     @classmethod
-    def of_user(cls) -> "Profiler":
-        return cls(Remembered(cache_folder()))
+    def of_user(cls, **options: Any) -> "Profiler":
+        return cls(Store(cache_folder()), **options)
 
-    def column(self, cuttable: Units, site: Site, device: torch.device, num_sites: int = 1) -> Column:
-        facts = self.facts_of_seconds(cuttable, site, device)
-        seconds = self.site_seconds or self.budget_seconds / num_sites
-        return self._once(facts, UnitSeconds.of, lambda: self.time(cuttable, site, device, seconds))
+    def costs(self, cuttable: Units, site: Site, device: torch.device, num_sites: int = 1) -> Column:
+        """The costs of all units on a rank at a site, one of so many that are timed within the budget."""
+        key = (cuttable, site, device)
+        if key not in self._known:
+            rates = self.machine
+            if rates is not None and rates.flops_per_second is not None:
+                each = rates.flops_per_second, rates.bytes_per_second, rates.operator_seconds
+                found = tuple(by_rates(unit, *each) for unit in self.counts(cuttable, site))
+            else:
+                fit = self._fit(cuttable, site._replace(norms_bring_halos=device.type == "cuda"))
+                bases = [base._replace(splits=site.splits) for base in (fit.bases if self.small else (site,))]
+                timed = [self._timed(cuttable, base, device, num_sites * len(bases)) for base in bases]
+                rows = np.asarray(extrapolate(bases, timed, site)).tolist()
+                found = tuple(
+                    unit._replace(**dict(zip(SECONDS, row, strict=True)))
+                    for unit, row in zip(fit.at(site), rows, strict=True)
+                )
+            self._known[key] = found
+        return self._known[key]
+
+    def counts(self, cuttable: Units, site: Site, exact: bool = False) -> Column:
+        """The costs without seconds. Unless they shall be `exact`, they follow from few samples, or small sites.
+
+        Raises:
+            RuntimeError: an operator has no rule; `exact` then has an even part of what one rank would take.
+        """
+        if not exact:
+            key = (cuttable, site)
+            if key not in self._known:
+                self._known[key] = self._fit(cuttable, site).at(site)
+            return self._known[key]
+        try:
+            return self._counted(cuttable, site)
+        except RuntimeError:
+            whole, parts = on_one_rank(site.image), site.shape.batch * math.prod(site.shape.space)
+            return tuple(unit.part(parts) for unit in self._counted(cuttable, whole))
 
     def prepare(self, cuttable: Units, sites: Iterable[Site], tell: Tell) -> None:
-        """Do beforehand what many of these sites share: nothing, where each is looked at by itself."""
+        """Count all small sites that these need, which is most of the work of a search. Sites may be refused later."""
+        of_bases = {next(base_choices(site, self.small)): site for site in sites if self.small}
+        missing = [site for bases, site in of_bases.items() if (cuttable, _unsplit(bases)) not in self._fits]
+        for number, site in enumerate(missing):
+            tell("kinds of tiles that were counted", number, len(missing))
+            with suppress(RuntimeError, ValueError, AssertionError):
+                self.counts(cuttable, site)
 
-    @staticmethod
-    def facts_of_seconds(cuttable: Units, site: Site, device: torch.device) -> dict[str, Any]:
-        """What the seconds of units depend on."""
-        return {"what": ["seconds of units", *UnitSeconds._fields], **_facts(cuttable, site), **machine(device)}
+    def _fit(self, cuttable: Units, site: Site) -> Fit:
+        """By the first base sites that the model takes. Raises what it raises at the site itself if it takes none."""
+        problem: Exception | None = None
+        for bases in map(_unsplit, base_choices(site, self.small)):
+            key = (cuttable, bases)
+            if key not in self._fits:
+                try:
+                    self._fits[key] = Fit(bases, [self._counted(cuttable, base) for base in bases])
+                except (RuntimeError, ValueError, AssertionError) as error:
+                    self._fits[key] = error
+            found = self._fits[key]
+            if isinstance(found, Fit):
+                return found
+            problem = found
+        assert problem is not None
+        raise problem
 
-    def counts(self, cuttable: Units, site: Site) -> tuple[UnitCounts, ...]:
-        """Memory and FLOPs of units on a rank at a site: counted once, and cached."""
+    def _counted(self, cuttable: Units, site: Site) -> Column:
         site = site._replace(splits=False)
-        facts = {"what": ["counts of units", *UnitCounts._fields], **_facts(cuttable, site)}
-        return self._once(facts, UnitCounts.of, lambda: count_units(cuttable, site))
+        facts = {"what": ["counts of units", *UnitCosts._fields], **_facts(cuttable, site), **versions()}
+        known = self.store.get(facts)
+        if known is None:
+            found = count_units(cuttable, site)
+            self.store.put(facts, found)
+            return found
+        column = (UnitCosts(*unit) for unit in known)
+        return tuple(unit._replace(there=traffic_of(unit.there), back=traffic_of(unit.back)) for unit in column)
 
-    def _once(self, facts: dict[str, Any], kind: Callable[..., T], find: Callable[[], tuple[T, ...]]) -> tuple[T, ...]:
-        facts |= versions()
-        known = self.remembered.get(facts)
-        if known is not None:
-            return tuple(kind(*unit) for unit in known)
-        found = find()
-        self.remembered.put(facts, found)
-        return found
+    def _timed(self, cuttable: Units, site: Site, device: torch.device, num_sites: int) -> Seconds:
+        facts = {"what": ["seconds of units", *SECONDS], **_facts(cuttable, site), **machine(device), **versions()}
+        known = self.store.get(facts)
+        if known is None:
+            if self.store.path is not None:
+                raise MissingTimings(
+                    f"--timings {self.store.path} has no timings of this model on {grid_name(site.shape.space)} tiles: "
+                    "make the file by --time-only with the same model and options, and at least as many --ranks"
+                )
+            seconds = self.site_seconds or self.budget_seconds / num_sites
+            known = np.asarray(self.time(cuttable, site, device, seconds)).tolist()
+            self.store.put(facts, known)
+        return np.array(known)
 
-    def machine(self, num_ranks: int) -> tuple[Machine, str]:
-        """This machine, with the link that the last job measured, and words about it.
+    def source(self, device: torch.device) -> str:
+        """Where the seconds of units come from, in words."""
+        if self.store.path is not None:
+            return f"units timed on {self.store.measured_on}, by {self.store.path.name}"
+        if self.machine is not None and self.machine.flops_per_second is not None:
+            return f"by the rates of {self.machine.name}"
+        threads = torch.get_num_threads()
+        on = "a GPU" if device.type == "cuda" else f"{threads} thread{'s' * (threads > 1)}"
+        return f"units timed on {'small' if self.small else 'their'} tiles, on {on} here"
+
+    def machine_of(self, num_ranks: int) -> Machine:
+        """The other machine, or this one, with the link that the last job measured.
 
         The link is assumed if there was none, or where `link_of` assumes it.
         """
-        known = None if num_ranks > cores() else self.remembered.get(LINK)
-        link, said = (ASSUMED, "assumed") if known is None else (Link(*known), "as in the last job")
-        return link.machine(num_ranks), f"{link}, {said}"
+        if self.machine is not None:
+            return self.machine
+        known = None if num_ranks > cores() else self.store.get(LINK)
+        return ASSUMED.machine(num_ranks) if known is None else Link(*known).machine(num_ranks, "as in the last job")
 
     def link_of(self, comm: Communicator, device: torch.device) -> Link:
         """Measured between the ranks once, and remembered, so that the same job is cut alike again. Collective.
@@ -292,27 +367,31 @@ class Profiler:
         if comm.all_reduce(torch.tensor([comm.node.oversubscribed]).int(), "max"):
             return ASSUMED
         facts = {**LINK, "device": device.type, "ranks": comm.size, "on one machine": comm.node.local_size}
-        known = comm.broadcast_object(self.remembered.get(facts) if comm.rank == 0 else None)
+        known = comm.broadcast_object(self.store.get(facts) if comm.rank == 0 else None)
         if known is not None:
             return Link(*known)
         link = measure_link(comm, device)
         if comm.rank == 0 and comm.size > 1:
-            self.remembered.put(facts, link)
-            self.remembered.put(LINK, link)
+            self.store.put(facts, link)
+            self.store.put(LINK, link)
         return link
+
+
+def _unsplit(bases: Iterable[Site]) -> tuple[Site, ...]:
+    return tuple(base._replace(splits=False) for base in bases)
 
 
 def _facts(cuttable: Units, site: Site) -> dict[str, Any]:
     return {
-        "model": print_of(cuttable),
+        "model": fingerprint(cuttable),
         "image": list(site.image),
         "grid": list(site.shape),
-        "modes": [site.tracks_batch, site.plain, *["splits"] * site.splits],
+        "modes": [site.tracks_batch, site.plain, site.splits, site.norms_bring_halos],
         "cuts": [repr(site.cutting), *site.arrangement],
     }
 
 
-def print_of(cuttable: Units) -> str:
+def fingerprint(cuttable: Units) -> str:
     """A word that differs for models that compute differently, as far as their modules tell."""
     model = cuttable.model
     tensors = [(name, tuple(t.shape), str(t.dtype)) for name, t in model.state_dict(keep_vars=True).items()]
@@ -321,28 +400,14 @@ def print_of(cuttable: Units) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def timed_prices(
-    cuttable: Units,
-    plan: Plan,
-    image: tuple[int, ...],
-    device: torch.device,
-    clockwork: Profiler,
-    machine: tuple[Machine, str] | None = None,
-    styles: Styles | None = None,
-    sites: Sequence[Site] | None = None,
-) -> StageCosts:
-    """Times of units here, each on the tiles of its stage. Raises RuntimeError and the like."""
-    sites = sites_of(cuttable, plan, image, styles) if sites is None else sites
-    different = dict.fromkeys(sites)
-    columns: Mapping[Site, Column] = {
-        site: clockwork.column(cuttable, site, device, len(different)) for site in different
-    }
-    found, said = clockwork.machine(plan.num_ranks) if machine is None else machine
-    threads = torch.get_num_threads()
-    on = f"{threads} thread{'s' * (threads > 1)}" if device.type == "cpu" else "a GPU"
-    source = f"{clockwork.timed_on or f'units timed on their tiles, on {on} here'}; {said}"
-    beside = PYTHON if device.type == "cpu" else NO_OVERHEAD
-    return StageCosts(tuple(columns[site] for site in sites), stages_on(found, plan), source, True, beside)
+def by_rates(
+    unit: UnitCosts, flops_per_second: float, bytes_per_second: float = math.inf, operator_seconds: float = 0.0
+) -> UnitCosts:
+    """The unit with seconds of its FLOPs, its bytes and the start of its operators, one after the other."""
+    flops = unit.flops / flops_per_second
+    forward = flops + unit.touched_bytes / bytes_per_second + unit.operators * operator_seconds
+    # Gradients of weights are half of the FLOPs of the backward pass.
+    return unit._replace(forward_seconds=forward, backward_seconds=BACKWARD * forward, weight_seconds=flops)
 
 
 def stages_on(machine: Machine, plan: Plan) -> tuple[StageTraffic, ...]:
@@ -350,57 +415,52 @@ def stages_on(machine: Machine, plan: Plan) -> tuple[StageTraffic, ...]:
     return tuple(StageTraffic(machine, plan, stage) for stage in range(plan.num_stages))
 
 
-def counted_prices(
-    cuttable: Units,
-    plan: Plan,
-    image: tuple[int, ...],
-    rank_gflops: float = RANK_GFLOPS,
-    machine: Machine | None = None,
+def costs_by_site(
+    cuttable: Units, plan: Plan, sites: Sequence[Site], device: torch.device, profiler: Profiler
 ) -> StageCosts:
-    """Times of units if a rank computes this many GFLOP a second, and only FLOPs take time.
+    """Costs of units, each on the tiles of its stage. Raises RuntimeError and the like."""
+    num_sites, there = len({*sites}), profiler.machine_of(plan.num_ranks)
+    columns = tuple(profiler.costs(cuttable, site, device, num_sites) for site in sites)
+    links = f"the links of {there.name}{f': {there.source}' if there.source else ''}"
+    overhead = PYTHON if device.type == "cpu" else NO_OVERHEAD
+    return StageCosts(columns, stages_on(there, plan), f"{profiler.source(device)}; {links}", True, overhead)
 
-    Another `machine` has rates of its own, if it has any, and its links for what follows the units.
+
+def costs_by_flops(cuttable: Units, plan: Plan, image: tuple[int, ...], profiler: Profiler) -> StageCosts:
+    """Costs if only FLOPs take time, of which each rank of a stage has an even part, the same everywhere.
+
+    Another machine has rates of its own, if it has any, and its links for what follows the units.
     """
-    if machine is not None and machine.flops_per_second is not None:
-        rank_gflops = machine.flops_per_second / 1e9
-    flops = count_flops(cuttable, image)
-    columns = []
-    for stage in range(plan.num_stages):
-        forward = [each / plan.shape(stage).size / (rank_gflops * 1e9) for each in flops]
-        columns.append(tuple(UnitSeconds(seconds, 2 * seconds) for seconds in forward))
-    free = Machine.of_link(0.0, math.inf, plan.num_ranks, message_seconds=0.0)
-    there = free if machine is None else machine
-    left_out = "messages" if machine is None else "halos"
-    source = f"{rank_gflops:g} GFLOP/s a rank, a backward as two forwards; {left_out} take no time"
-    return StageCosts(tuple(columns), stages_on(there, plan), source, timed=False)
+    there, flops = profiler.machine, profiler.gflops * 1e9
+    if there is not None and there.flops_per_second is not None:
+        flops = there.flops_per_second
+    whole = count_units(cuttable, on_one_rank(image), backward=False)
+    columns = tuple(
+        tuple(by_rates(unit.part(plan.shape(stage).size), flops) for unit in whole) for stage in range(plan.num_stages)
+    )
+    left_out = "messages" if there is None else "halos"
+    there = there or Machine.of_link(0.0, math.inf, plan.num_ranks, message_seconds=0.0)
+    source = f"{flops / 1e9:g} GFLOP/s a rank, a backward as two forwards; {left_out} take no time"
+    return StageCosts(columns, stages_on(there, plan), source, timed=False)
 
 
-def prices_for(
-    cuttable: Units,
-    plan: Plan,
-    image: tuple[int, ...],
-    balance: str,
-    device: torch.device,
-    clockwork: Profiler | None = None,
-    machine: tuple[Machine, str] | None = None,
-    styles: Styles | None = None,
-    sites: Sequence[Site] | None = None,
+def costs_for(
+    cuttable: Units, plan: Plan, sites: Sequence[Site], balance: str, device: torch.device, profiler: Profiler
 ) -> StageCosts:
-    """By "auto" timed, where that can be done; else counted. `sites` are those of the stages, if they are known.
+    """Costs of units on each stage, at its site: by "auto" timed, or by rates, where that can be done; else by FLOPs.
 
     Raises:
         ValueError: the model cannot take the images.
         MissingTimings: the file of timings is of another model.
     """
-    clockwork = clockwork or Profiler.of_user()
     if balance in TIMED:
         # It may look at values, or take no smaller images; what else is wrong with it is found where it is counted.
         with suppress(RuntimeError, AssertionError, ValueError, MemoryError):
-            return timed_prices(cuttable, plan, image, device, clockwork, machine, styles, sites)
+            return costs_by_site(cuttable, plan, sites, device, profiler)
     try:
-        return counted_prices(cuttable, plan, image, clockwork.rank_gflops, None if machine is None else machine[0])
+        return costs_by_flops(cuttable, plan, sites[0].image, profiler)
     except (RuntimeError, AssertionError) as error:
-        reason = unfit(cuttable.model, image)
+        reason = unfit(cuttable.model, sites[0].image)
         if reason is None:
             raise
         raise ValueError(reason) from error
@@ -414,7 +474,7 @@ def prices_for(
 STAGE_BUDGET_SECONDS = 4.0  # for each stage that a rank has
 
 
-def measured_prices(
+def measured_costs(
     cuttable: Units,
     plan: Plan,
     comm: Communicator,
@@ -423,9 +483,9 @@ def measured_prices(
     clock: Clock | None = None,
     styles: Styles | None = None,
 ) -> StageCosts:
-    """Times of units on each stage, the mean of its ranks. Collective; the same on all ranks."""
-    crowded = bool(comm.all_reduce(torch.tensor([comm.node.oversubscribed]).int(), "max"))
-    link = ASSUMED if crowded else measure_link(comm, device)  # with too few cores a message waits for one
+    """Costs of units on each stage, with the mean of the times of its ranks. Collective; the same on all ranks."""
+    oversubscribed = bool(comm.all_reduce(torch.tensor([comm.node.oversubscribed]).int(), "max"))
+    link = ASSUMED if oversubscribed else measure_link(comm, device)  # with too few cores a message waits for one
     if clock is None:
         alone = torch.get_num_threads() == 1 and device.type == "cpu"
         clock = comm.node.work_seconds if alone else clock_on(device)
@@ -434,38 +494,26 @@ def measured_prices(
         for stage, site in enumerate(sites_of(cuttable, plan, image, styles)):
             ranks = plan.partners(comm.rank, 0, stage)
             if comm.rank in ranks:
-                found[stage] = _column(cuttable, site, comm.subset(ranks), device, clock)
+                own = comm.subset(ranks)
+                how: Any = (partial(_grid_of, own), partial(_most, own))
+                seconds = time_units(cuttable, site, device, STAGE_BUDGET_SECONDS, clock, *how)
+                found[stage] = count_units(cuttable, site), seconds
     of_ranks = comm.all_gather_object(found)
-    columns = [[known[stage] for known in of_ranks if stage in known] for stage in range(plan.num_stages)]
+    columns = []
+    for stage in range(plan.num_stages):
+        counted, timed = zip(*(known[stage] for known in of_ranks if stage in known), strict=True)
+        rows = zip(counted[0], np.mean(timed, axis=0).tolist(), strict=True)
+        columns.append(tuple(u._replace(there=(), back=(), **dict(zip(SECONDS, row, strict=True))) for u, row in rows))
     source = f"units timed on their ranks before the first step; {link}"
-    return StageCosts(tuple(map(_mean, columns)), stages_on(link.machine(plan.num_ranks), plan), source, True)
+    return StageCosts(tuple(columns), stages_on(link.machine(plan.num_ranks), plan), source, True)
 
 
-def _column(cuttable: Units, site: Site, comm: Communicator, device: torch.device, clock: Clock) -> Column:
-    def grid_of(smaller: Site) -> Grid:
-        return Grid.of(comm, smaller.shape, smaller.tracks_batch)
-
-    most: Callable[[float], float] = partial(_most, comm)
-    return time_column(cuttable, site, device, STAGE_BUDGET_SECONDS, clock, grid_of, most)
+def _grid_of(comm: Communicator, site: Site) -> Grid:
+    return Grid.of(comm, site.shape, site.tracks_batch)
 
 
 def _most(comm: Communicator, seconds: float) -> float:
     return float(comm.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max"))
-
-
-def _mean(columns: list[Column]) -> Column:
-    def mean(units: Sequence[UnitSeconds], name: str) -> float:
-        return sum(getattr(unit, name) for unit in units) / len(units)
-
-    return tuple(
-        UnitSeconds(
-            mean(units, "forward"),
-            mean(units, "backward"),
-            handed_bytes=round(mean(units, "handed_bytes")),
-            weight=mean(units, "weight"),
-        )
-        for units in zip(*columns, strict=True)
-    )
 
 
 # Costs of units if blocks of them keep only their inputs, and run again in the backward pass.
@@ -494,29 +542,25 @@ def image_bytes(cuttable: Units, site: Site) -> int:
     return site.pixels * channels * input_dtype(cuttable.model, site.image).itemsize
 
 
-def counts_recomputed(
-    column: Sequence[UnitCounts], groups: Sequence[Group], image_bytes: int
-) -> tuple[UnitCounts, ...]:
-    """The bytes of units on a rank whose part of the images has so many."""
+def recomputed(column: Column, groups: Sequence[Group], image_bytes: int) -> Column:
+    """The costs of units on a rank whose part of the images has so many bytes.
+
+    The forward pass of a group comes again among its backward pass.
+    """
     found = list(column)
     for first, end in groups:
-        given = column[first - 1].handed if first else image_bytes
-        again = sum(unit.kept for unit in column[first:end])
+        given = column[first - 1].handed_bytes if first else image_bytes
+        again = sum(unit.kept_bytes for unit in column[first:end])
         for i in range(first, end):
             unit = column[i]
-            kept, back = (given if i == first else 0), (again if i == end - 1 else 0)
-            found[i] = unit._replace(kept=kept, unkept=unit.handed, backward=unit.backward + back)
-    return tuple(found)
-
-
-def seconds_recomputed(column: Column, groups: Sequence[Group]) -> Column:
-    """The seconds of units on a rank, that of the forward pass which comes again among those of the backward pass."""
-    found = list(column)
-    for first, end in groups:
-        for i in range(first, end):
-            unit = column[i]
-            # What is recomputed has its gradients at once.
-            found[i] = unit._replace(backward=unit.backward + unit.forward, back=(*unit.there, *unit.back), weight=0.0)
+            found[i] = unit._replace(
+                kept_bytes=given if i == first else 0,
+                unkept_bytes=unit.handed_bytes,
+                backward_bytes=unit.backward_bytes + (again if i == end - 1 else 0),
+                back=(*unit.there, *unit.back),
+                backward_seconds=unit.backward_seconds + unit.forward_seconds,
+                weight_seconds=0.0,  # what is recomputed has its gradients at once
+            )
     return tuple(found)
 
 

@@ -1,12 +1,13 @@
 """A dry run of a part of a model: it runs on shapes on one rank of a grid, and its work and messages are counted.
 
-Nothing is computed, nothing allocated, nothing sent. All estimates of a plan are sums over the counts of such runs:
-FLOPs, bytes kept and at work, messages, rounds of statistics.
+Nothing is computed, nothing allocated, nothing sent. All estimates of a plan are sums over the records of such runs,
+`UnitCosts`: FLOPs, bytes kept and at work, messages, rounds of statistics. Seconds are these times rates, or are timed.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from mpi4dl._randomness import forked
 from mpi4dl.comm.traffic import Traffic
 from mpi4dl.parallel.spatial.dry_run_grid import DryRunGrid
-from mpi4dl.parallel.spatial.tensor import SpatialTensor
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
 
 FLASH, FLASH_ON_CPUS = (
     getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{where}") for where in ("", "_for_cpu")
@@ -297,27 +298,65 @@ def _attention(
     return attended
 
 
-class Counted(NamedTuple):
-    """The counts of a dry run: `results` of the forward pass, and its FLOPs, bytes, operators and communication.
+class UnitCosts(NamedTuple):
+    """The costs of a unit on a rank for a microbatch: what a dry run counts, and seconds that follow or are timed.
 
-    `kept_bytes` is what autograd saves, each storage once. `forward_bytes` and `backward_bytes` are the most that was
-    there at a time of what either pass made, or was left of the forward pass, and `largest_bytes` the largest tensor.
-    `sent` are the counts of the communicator, forward, `there` and `back` the rounds of both passes, and `summed_bytes`
-    are over features, in both.
+    Args:
+        kept_bytes: what autograd keeps of the forward pass, each storage once.
+        handed_bytes: what is needed behind the unit, of which no unit from there on keeps `unkept_bytes`.
+        forward_bytes, backward_bytes: the most memory of either pass at a time, beside what is kept.
+        largest_bytes: the largest tensor.
+        summed_bytes: what ranks that share features sum up, forward and backward.
+        flops: those of convolutions, matrix products and attention, forward.
+        touched_bytes: what operators without FLOPs read and write, forward.
+        operators: how many there are, with FLOPs or without, forward.
+        there, back: what ranks send each other in the forward and the backward pass.
+        forward_seconds, backward_seconds: the time of either pass, without waits for other ranks.
+        weight_seconds: of the backward pass, those of gradients of weights, where a schedule takes them later.
+    """
+
+    kept_bytes: int = 0
+    handed_bytes: int = 0
+    unkept_bytes: int = 0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    largest_bytes: int = 0
+    summed_bytes: int = 0
+    flops: float = 0.0
+    touched_bytes: int = 0
+    operators: int = 0
+    there: Traffic = ()
+    back: Traffic = ()
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    weight_seconds: float = 0.0
+
+    def part(self, num_ranks: int) -> "UnitCosts":
+        """An even part of the counts for each of so many ranks, which send each other nothing."""
+        parts = {name: ceil(getattr(self, name) / num_ranks) for name in COUNTS if name.endswith("_bytes")}
+        return UnitCosts(**parts, flops=self.flops / num_ranks, operators=self.operators)
+
+
+COUNTS = UnitCosts._fields[: UnitCosts._fields.index("there")]
+SECONDS = UnitCosts._fields[-3:]
+Column = tuple[UnitCosts, ...]  # of all units, at one site
+
+
+def local_tensors(results: Any) -> list[Tensor]:
+    """A rank's parts of the tensors in these values, each once."""
+    leaves = {id(leaf): leaf for leaf in _tensors(results)}
+    return [owned(leaf) if isinstance(leaf, SpatialTensor) else leaf for leaf in leaves.values()]
+
+
+class DryRun(NamedTuple):
+    """The results of a part of a model, what it was counted to cost, and by kind what was `sent` forward.
+
+    Of what it hands on, `unkept_bytes` are not known.
     """
 
     results: Any
-    flops: float
-    touched_bytes: int
-    kept_bytes: int
-    forward_bytes: int
-    backward_bytes: int
-    largest_bytes: int
+    costs: UnitCosts
     sent: dict[str, int]
-    summed_bytes: int
-    there: Traffic
-    back: Traffic
-    operators: int
 
 
 def dry_run(
@@ -325,9 +364,12 @@ def dry_run(
     part: Callable[[], Any],
     backward: Callable[[Any], Any] = lambda results: None,
     saved: SavedTensors | None = None,
-) -> Counted:
-    """Run a part of a model, and what `backward` does with its results. What is `saved` stays alive meanwhile."""
-    counts, kept, meter = grid.comm.counts, 0 if saved is None else saved.num_bytes, OperatorMeter()
+) -> DryRun:
+    """Run a part of a model, and what `backward` does with its results. What is `saved` stays alive meanwhile.
+
+    Without `saved` nothing counts as kept, and all memory is that of the passes.
+    """
+    counts, meter, kept = grid.comm.counts, OperatorMeter(), 0 if saved is None else saved.num_bytes
     before = dict(counts)
     grid.foresight.begin()
     grid.comm.recorder.take()
@@ -335,13 +377,22 @@ def dry_run(
         with nullcontext() if saved is None else saved.counting():
             results = part()
             grid.foresight.pay()
-        flops, touched, forward, operators = meter.flops, meter.touched_bytes, meter.peak_bytes, meter.operators
         sent, there = {name: number - before[name] for name, number in counts.items()}, grid.comm.recorder.take()
-        meter.peak_bytes = meter.live_bytes
+        kept = 0 if saved is None else saved.num_bytes - kept
+        handed = sum(tensor.nbytes for tensor in local_tensors(results))
+        work = {"flops": meter.flops, "touched_bytes": meter.touched_bytes, "operators": meter.operators}
+        forward, meter.peak_bytes = meter.peak_bytes, meter.live_bytes
         backward(results)
     grid.foresight.settle()
-    summed = counts["over_features"] - before["over_features"]
-    kept = 0 if saved is None else saved.num_bytes - kept
-    largest, back = meter.largest_bytes, grid.comm.recorder.take()
-    most = meter.peak_bytes
-    return Counted(results, flops, touched, kept, forward, most, largest, sent, summed, there, back, operators)
+    costs = UnitCosts(
+        kept,
+        handed,
+        forward_bytes=max(0, forward - kept),
+        backward_bytes=max(0, meter.peak_bytes - kept),
+        largest_bytes=meter.largest_bytes,
+        summed_bytes=counts["over_features"] - before["over_features"],
+        **work,  # type: ignore[arg-type]
+        there=there,
+        back=grid.comm.recorder.take(),
+    )
+    return DryRun(results, costs, sent)

@@ -7,7 +7,6 @@ once, with made-up ones.
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -15,57 +14,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl._randomness import forked
-from mpi4dl.comm.traffic import Traffic, traffic_of
-from mpi4dl.geometry import GridShape
 from mpi4dl.models.layers import Penalized
-from mpi4dl.parallel.costs.meter import KnownValues, SavedTensors, dry_run, made_up_part, needs_values
-from mpi4dl.parallel.costs.timing import Site, Units, as_received, cut_at, imagined, input_at, local_tensors, map_local
+from mpi4dl.parallel.costs.meter import (
+    Column,
+    DryRun,
+    KnownValues,
+    SavedTensors,
+    UnitCosts,
+    dry_run,
+    local_tensors,
+    made_up_part,
+    needs_values,
+)
+from mpi4dl.parallel.costs.sites import Site, Units, as_received, cut_at, imagined, input_at, map_local, on_one_rank
 from mpi4dl.parallel.inputs import copied, of_tokens
 from mpi4dl.parallel.pipeline.program import pack
 from mpi4dl.parallel.pipeline.split import shapes_of
 from mpi4dl.parallel.pipeline.stage import made_up_stage
-
-
-class UnitCounts(NamedTuple):
-    """The memory of a unit on a rank for a microbatch, in bytes, and the FLOPs of its forward pass.
-
-    `kept` is what autograd keeps of its forward pass, and `handed` what is needed behind it, of which `unkept` is kept
-    by no unit from there on. `forward` and `backward` are the most that it has beside what is kept while it computes,
-    and `largest` the largest tensor of all. Those who share features sum up `summed` of them, forward and backward.
-    Of all `operators` of the forward pass those without FLOPs read and write `touched` bytes. `there` and `back` is
-    what ranks send each other in both passes.
-    """
-
-    kept: int
-    handed: int
-    unkept: int
-    forward: int
-    backward: int
-    largest: int = 0
-    summed: int = 0
-    flops: float = 0.0
-    touched: int = 0
-    operators: int = 0
-    there: Traffic = ()
-    back: Traffic = ()
-
-    @classmethod
-    def of(cls, *values: Any) -> "UnitCounts":
-        """What came back from JSON."""
-        found = cls(*values)
-        return found._replace(there=traffic_of(found.there), back=traffic_of(found.back))
-
-    def times(self, factor: float) -> "UnitCounts":
-        """Those of so many times as many samples: as many rounds, of larger messages."""
-        there, back = (tuple(each.times_as_large(factor) for each in way) for way in (self.there, self.back))
-        return self.changed(
-            lambda name: ceil(factor * getattr(self, name)), operators=self.operators, there=there, back=back
-        )
-
-    def changed(self, number: Callable[[str], int], **others: Any) -> "UnitCounts":
-        """The same with other numbers, by their names, but for `others`."""
-        values: dict[str, Any] = {name: others[name] if name in others else number(name) for name in self._fields}
-        return UnitCounts(**values)
 
 
 class StageBytes(NamedTuple):
@@ -82,53 +47,35 @@ class StageBytes(NamedTuple):
     summed: int = 0
 
 
-def on_one_rank(image: tuple[int, ...]) -> Site:
-    """The site of one rank with all of a microbatch of this shape, (N, C, H, W) or (N, T), as plain tensors."""
-    return Site(image, GridShape(1, *(1 for _ in image[2:] or image[1:])), tracks_batch=False, plain=True)
-
-
 def count_units(
     units: Units, site: Site, accept: Callable[[Any], None] = lambda outputs: None, backward: bool = True
-) -> tuple[UnitCounts, ...]:
+) -> Column:
     """The counts of every unit at a site, the last one with the loss of tokens. Tensors of two count for the first.
 
+    Rounds are those of any step but the first, before which norms do not know which of them wait for the next one.
     `accept` is called with the model's outputs, on shapes. Without `backward` nothing is counted of that pass.
     """
     grid, empty = imagined(site), shapes_of(units.model)
     saved = SavedTensors(empty.values())
-    found: list[UnitCounts] = []
+    found: list[UnitCosts] = []
     handed_on: list[list[torch.UntypedStorage]] = []
 
-    def count(unit: nn.Module, received: tuple[Any, ...], last: bool) -> tuple[UnitCounts, list[Tensor], Any]:
+    def count(unit: nn.Module, receive: Callable[[], tuple[Any, ...]], last: bool) -> DryRun:
         def run() -> Any:
-            results = unit(*received)
+            results = unit(*receive())
             if last:
                 accept(results)
             else:
                 pack((results,))  # raises ValueError for what no stage can hand to the next
             return _with_loss(results) if last and of_tokens(site.image) else results
 
+        if grid.size > 1:
+            dry_run(grid, run)
         saved.disregard(unit.parameters())
-        run_back = _differentiate if backward else lambda results: None
-        counted = dry_run(grid, run, run_back, saved)
+        counted = dry_run(grid, run, _differentiate if backward else lambda results: None, saved)
         for parameter in unit.parameters():
             parameter.grad = None
-        tensors, kept = local_tensors(counted.results), counted.kept_bytes
-        own = UnitCounts(
-            kept,
-            handed=sum(tensor.nbytes for tensor in tensors),
-            unkept=0,
-            forward=max(0, counted.forward_bytes - kept),
-            backward=max(0, counted.backward_bytes - kept),
-            largest=counted.largest_bytes,
-            summed=counted.summed_bytes,
-            flops=counted.flops,
-            touched=counted.touched_bytes,
-            operators=counted.operators,
-            there=counted.there,
-            back=counted.back,
-        )
-        return own, tensors, counted.results
+        return counted
 
     with KnownValues() as known:
         values: tuple[Any, ...] = (input_at(site, grid, units.model, torch.device("meta")),)
@@ -136,27 +83,21 @@ def count_units(
             saved.turn, last = i, i == len(units) - 1
             unit = cut_at(site, copied(units.unit(i), empty).train(), grid)
             try:
-                counts, tensors, results = count(unit, map_local(as_received, values), last)
+                counted = count(unit, partial(map_local, as_received, values), last)
             except (RuntimeError, ValueError, TypeError) as error:
                 if not needs_values(error) and not of_tokens(site.image):
                     raise
                 with forked():
                     torch.default_generator.manual_seed(0)
                     unit = cut_at(site, made_up_stage(copied(units.unit(i), empty), torch.device("cpu")), grid)
-                    made = map_local(partial(made_up_part, known.value), values)
-                    counts, tensors, results = count(unit, made, last)
-            values = map_local(lambda t: t.detach().to("meta").requires_grad_(t.requires_grad), results)
-            found.append(counts)
-            handed_on.append([tensor.untyped_storage() for tensor in tensors])
+                    counted = count(unit, partial(map_local, partial(made_up_part, known.value), values), last)
+            values = map_local(lambda t: t.detach().to("meta").requires_grad_(t.requires_grad), counted.results)
+            found.append(counted.costs)
+            handed_on.append([tensor.untyped_storage() for tensor in local_tensors(counted.results)])
     return tuple(
-        unit._replace(unkept=sum(s.nbytes() for s in storages if saved.turns.get(s._cdata, place) <= place))
+        unit._replace(unkept_bytes=sum(s.nbytes() for s in storages if saved.turns.get(s._cdata, place) <= place))
         for place, (unit, storages) in enumerate(zip(found, handed_on, strict=True))
     )
-
-
-def count_flops(units: Units, image: tuple[int, ...]) -> list[float]:
-    """The FLOPs of each unit's forward pass, on all of a microbatch of this shape: of products and convolutions."""
-    return [unit.flops for unit in count_units(units, on_one_rank(image), backward=False)]
 
 
 def count_bytes(units: Units, image: tuple[int, ...]) -> list[float]:
@@ -169,7 +110,7 @@ def count_bytes(units: Units, image: tuple[int, ...]) -> list[float]:
     for i, counts in enumerate(count_units(units, on_one_rank(image), backward=False)):
         unit = units.unit(i)
         own = {id(t): t.nbytes for t in (*unit.parameters(), *unit.buffers()) if t.is_floating_point()}
-        found.append(float(counts.kept + sum(size for key, size in own.items() if key not in seen)))
+        found.append(float(counts.kept_bytes + sum(size for key, size in own.items() if key not in seen)))
         seen |= own.keys()
     return found
 
@@ -190,20 +131,20 @@ def _with_loss(outputs: Any) -> Any:
     return F.cross_entropy(outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1))
 
 
-def stage_bytes(units: Sequence[UnitCounts], before: UnitCounts | None, is_last: bool) -> StageBytes:
+def stage_bytes(units: Sequence[UnitCosts], before: UnitCosts | None, is_last: bool) -> StageBytes:
     """What a stage of these units takes, to which the unit `before` them hands what they need.
 
     While a unit computes, forward or backward, only those before it are kept of the same microbatch.
     """
-    kept = list(accumulate(unit.kept for unit in units))
-    most = max(sofar + max(unit.forward, unit.backward) for sofar, unit in zip(kept, units, strict=True))
-    received, unkept = (0, 0) if before is None else (before.handed, before.unkept)
-    handed = 0 if is_last else units[-1].handed
-    largest, summed = max(unit.largest for unit in units), sum(unit.summed for unit in units)
+    kept = list(accumulate(unit.kept_bytes for unit in units))
+    most = max(sofar + max(unit.forward_bytes, unit.backward_bytes) for sofar, unit in zip(kept, units, strict=True))
+    received, unkept = (0, 0) if before is None else (before.handed_bytes, before.unkept_bytes)
+    handed = 0 if is_last else units[-1].handed_bytes
+    largest, summed = max(unit.largest_bytes for unit in units), sum(unit.summed_bytes for unit in units)
     return StageBytes(kept[-1] + unkept, max(0, most - kept[-1]) + received + 2 * handed, largest, summed)
 
 
-def bytes_of_stages(counts: Sequence[int], columns: Sequence[tuple[UnitCounts, ...]]) -> tuple[StageBytes, ...]:
+def bytes_of_stages(counts: Sequence[int], columns: Sequence[Column]) -> tuple[StageBytes, ...]:
     """Those of stages of so many units; `columns[s]` are all units' on a rank of stage s."""
     bounds = pairwise(accumulate(counts, initial=0))
     return tuple(

@@ -76,7 +76,7 @@ class LocalStages(nn.Module):
         comm: Communicator,
         counts: tuple[int, ...] = (),
         names: tuple[str, ...] = (),
-        prices: "StageCosts | None" = None,
+        costs: "StageCosts | None" = None,
         stream: Any = None,
         styles: Styles | None = None,
         shared: Mapping[str, tuple[int, ...]] | None = None,
@@ -86,7 +86,7 @@ class LocalStages(nn.Module):
         with comm.together((ValueError,)):
             self._describe(modules, outline, plan, comm)
         comm.agree(None, plan=plan)  # by which ranks form groups
-        self.counts, self.names, self.prices, self.stream = counts, names, prices, stream
+        self.counts, self.names, self.costs, self.stream = counts, names, costs, stream
         self.watched: list[tuple[Watch, Any, Any]] = []
         self.parts: dict[tuple[int, int], Part] = {}
         for direction in range(plan.num_directions):

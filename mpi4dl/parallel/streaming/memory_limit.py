@@ -16,10 +16,10 @@ from torch import nn
 
 from mpi4dl._wording import counted, mebibytes
 from mpi4dl.geometry import BATCH, GridShape, ceil_div
+from mpi4dl.parallel.costs import GFLOPS
 from mpi4dl.parallel.costs.cost_model import StageCosts
-from mpi4dl.parallel.costs.meter import dry_run
-from mpi4dl.parallel.costs.timing import Column, UnitSeconds
-from mpi4dl.parallel.costs.units import StageBytes, UnitCounts, stage_bytes
+from mpi4dl.parallel.costs.meter import Column, UnitCosts, dry_run
+from mpi4dl.parallel.costs.units import StageBytes, stage_bytes
 from mpi4dl.parallel.disk import ON_DEVICE, Keep
 from mpi4dl.parallel.plan import grid_name
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
@@ -120,7 +120,7 @@ class StreamNeeds:
         """The pixels of the images that a tile reads on each side."""
         return self.segments[0].margin
 
-    def stage(self, column: Sequence[UnitCounts], stop: int, rest: StageBytes | None = None) -> StageBytes:
+    def stage(self, column: Sequence[UnitCosts], stop: int, rest: StageBytes | None = None) -> StageBytes:
         """The memory of a rank of the first stage, of `stop` units.
 
         `column` are the counts of all units on its part of the images. `rest` is the memory of the units that are not
@@ -131,7 +131,7 @@ class StreamNeeds:
             rest = StageBytes(0, 2 * self.segments[-1].output_bytes)
             if done < stop:
                 rest = stage_bytes(column[done:stop], column[done - 1], stop == len(column))
-                rest = rest._replace(working=rest.working - column[done - 1].handed)  # its gradient is not sent
+                rest = rest._replace(working=rest.working - column[done - 1].handed_bytes)  # its gradient is not sent
         in_files = self.options.uses_files
         inputs = 0 if in_files else sum(segment.input_bytes for segment in self.segments)
         inputs_so_far, previous, most = 0, 0, inputs + rest.kept + rest.working
@@ -148,21 +148,22 @@ class StreamNeeds:
         return StageBytes(inputs + rest.kept, most - inputs - rest.kept)
 
     def column(
-        self, column: Column, flops: Sequence[float], byte_seconds: float = 0.0, python: Sequence[float] = ()
+        self, column: Column, num_ranks: int, byte_seconds: float = 0.0, operator_seconds: float = 0.0
     ) -> Column:
-        """The seconds of units on a rank, from those without streaming; `flops` are those of each unit, on all ranks.
+        """The costs of units on one of so many ranks, from those without streaming, with other seconds.
 
         Streamed units take longer by the FLOPs of margins, and by their passes. What tiles copy takes `byte_seconds`
-        for each byte that is read or written, and Python takes the seconds of `python` for each unit whenever a tile
+        for each byte that is read or written, and Python takes `operator_seconds` for each operator whenever a tile
         runs. Communication of statistics is not included.
         """
         found, tiles = list(column), prod(self.options.counts)
         for (first, end), members in groupby(zip(self.units, self.segments, strict=True), key=lambda each: each[0]):
             inside = [segment for _, segment in members]
             whole = sum(segment.flops for segment in inside)
-            without = sum(flops[first:end]) or whole or 1.0
+            without = num_ranks * sum(unit.flops for unit in column[first:end]) or whole or 1.0
             passes, beside = [0.0, 0.0, 0.0], [0.0, 0.0]
-            of_python = tiles * sum(python[first:end]) / len(inside)
+            operators = sum(unit.operators for unit in column[first:end])
+            of_python = tiles * operators * operator_seconds / len(inside)
             for segment in inside:
                 ways = zip(segment.copied_bytes, (segment.forward_passes, segment.backward_passes[0]), strict=True)
                 for way, (num_bytes, times) in enumerate(ways):
@@ -172,10 +173,13 @@ class StreamNeeds:
                 for i, n in enumerate((segment.forward_passes, again, back)):
                     passes[i] += wider * n
             for i in range(first, end):
-                found[i] = UnitSeconds(
-                    column[i].forward * passes[0] + beside[0],
-                    column[i].forward * passes[1] + column[i].backward * passes[2] + beside[1],
-                    handed_bytes=column[i].handed_bytes,
+                forward, backward = column[i].forward_seconds, column[i].backward_seconds
+                found[i] = column[i]._replace(
+                    forward_seconds=forward * passes[0] + beside[0],
+                    backward_seconds=forward * passes[1] + backward * passes[2] + beside[1],
+                    weight_seconds=0.0,
+                    there=(),
+                    back=(),
                 )
         return tuple(found)
 
@@ -198,16 +202,11 @@ class StreamNeeds:
         """The needs besides those of the tile that is run."""
         return replace(self, segments=tuple(each._replace(read_bytes=0, tile_bytes=0) for each in self.segments))
 
-    def prices(self, prices: StageCosts, flops: Sequence[float], counts: Sequence[UnitCounts] = ()) -> StageCosts:
-        """The costs of a plan whose first stage is streamed; `flops` are those of each unit, on all ranks, and `counts`
-        those on one.
-        """
-        byte_seconds, python = 0.0, [0.0]
-        if prices.timed:
-            byte_seconds = 1 / prices.stages[0].machine.bytes_per_second
-            python = [unit.operators * prices.overhead.rule_seconds for unit in counts]
-        first = self.column(prices.columns[0], flops, byte_seconds, python)
-        return replace(prices, columns=(first, *prices.columns[1:]))
+    def costs(self, costs: StageCosts, num_ranks: int) -> StageCosts:
+        """The costs of a plan whose first stage, of so many ranks, is streamed."""
+        byte_seconds = 1 / costs.stages[0].machine.bytes_per_second if costs.timed else 0.0
+        first = self.column(costs.columns[0], num_ranks, byte_seconds, costs.timed * costs.overhead.rule_seconds)
+        return replace(costs, columns=(first, *costs.columns[1:]))
 
     def work(self) -> float:
         """The FLOPs of the streamed part in a training step on all ranks, to compare choices."""
@@ -276,12 +275,12 @@ def _segment(
     return SegmentNeeds(
         margin,
         read_bytes=input_bytes * (1 + READ_AHEAD) if reads else 0,
-        tile_bytes=max(found.forward_bytes, found.backward_bytes) + (0 if reads else input_bytes),
+        tile_bytes=max(found.costs.forward_bytes, found.costs.backward_bytes) + (0 if reads else input_bytes),
         input_bytes=kept,
         output_bytes=sum(_rank_bytes(InputSpec.like(y), tiles, 0, size) for y in profile.outputs),
         forward_statistics=forward_statistics,
         backward_statistics=grid.comm.counts["rounds"] - forward_statistics,
-        flops=found.flops * tiles.grid.size,
+        flops=found.costs.flops * tiles.grid.size,
     )
 
 
@@ -363,7 +362,7 @@ class Speeds(NamedTuple):
         return self.cached_bytes * self.cached_byte_seconds + rest * self.disk_byte_seconds
 
 
-ASSUMED_SPEEDS = Speeds(1 / 50e9, 2 / 1e9, 2 / 1e9, 0)  # 50 GFLOP/s; 1 GB/s each way
+ASSUMED_SPEEDS = Speeds(1e-9 / GFLOPS, 2 / 1e9, 2 / 1e9, 0)  # a disk with 1 GB/s each way
 
 
 class StreamChoice(NamedTuple):

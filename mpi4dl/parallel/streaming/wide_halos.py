@@ -50,8 +50,8 @@ def tally(run: Callable[[DryRunGrid], Any], grid: Grid, norms_bring_halos: bool)
     middle.choices = None
     middle.foresight.everywhere, middle.foresight.steps = norms_bring_halos, True
     for _ in range(1 + norms_bring_halos):
-        counted = dry_run(middle, lambda: run(middle))
-    return RankWork(counted.sent["exchanges"], counted.sent["halo_bytes"], counted.flops, counted.touched_bytes)
+        _, costs, sent = dry_run(middle, lambda: run(middle))
+    return RankWork(sent["exchanges"], sent["halo_bytes"], costs.flops, costs.touched_bytes)
 
 
 HALOS = ("layer", "block")

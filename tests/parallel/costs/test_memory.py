@@ -8,8 +8,9 @@ from mpi4dl._memory import ActivationMeter
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
 from mpi4dl.models import build
-from mpi4dl.parallel.costs.timing import Site, sites_of
-from mpi4dl.parallel.costs.units import StageBytes, UnitCounts, bytes_of_stages, count_bytes, count_units
+from mpi4dl.parallel.costs.meter import UnitCosts
+from mpi4dl.parallel.costs.sites import Site, sites_of
+from mpi4dl.parallel.costs.units import StageBytes, bytes_of_stages, count_bytes, count_units
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
@@ -31,7 +32,7 @@ def test_on_one_rank_it_is_what_the_model_keeps(name: str) -> None:
     model = cuttable.model
     kept_anyway = [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
     expected = sum(count_bytes(cuttable, image)) - sum(t.nbytes for t in kept_anyway)
-    assert sum(unit.kept for unit in units) == expected
+    assert sum(unit.kept_bytes for unit in units) == expected
 
 
 def kept_by_training(comm: Communicator, name: str, counts: tuple[int, ...]) -> int:
@@ -51,14 +52,14 @@ def test_on_tiles_it_is_what_ranks_keep(ranks: Ranks, name: str) -> None:
     cuttable = cuttable_of(name)
     counts = (3, len(cuttable) - 3)
     columns = [count_units(cuttable, Site.of(PLAN, stage, (2, 3, *SIZE))) for stage in (0, 1)]
-    first, last = (sum(unit.kept for unit in part) for part in (columns[0][:3], columns[1][3:]))
+    first, last = (sum(unit.kept_bytes for unit in part) for part in (columns[0][:3], columns[1][3:]))
     found = ranks(3).run(kept_by_training, name, counts)
     assert found == pytest.approx([2 * first, 2 * first, last], rel=0.05)  # two microbatches are under way there
 
 
 def test_stages_keep_what_is_handed_to_them() -> None:
     """The second unit's 900 bytes come when the third's are let go of; what is handed on counts with its gradient."""
-    units = (UnitCounts(9, 8, 6, 10, 5), UnitCounts(70, 4, 0, 10, 900), UnitCounts(400, 2, 2, 10, 3))
+    units = (UnitCosts(9, 8, 6, 10, 5), UnitCosts(70, 4, 0, 10, 900), UnitCosts(400, 2, 2, 10, 3))
     first, last = bytes_of_stages((1, 2), (units, units))
     assert first == StageBytes(9, 10 + 2 * 8)
     assert last == StageBytes(470 + 6, 70 + 900 - 470 + 8)
@@ -70,6 +71,6 @@ def test_sums_over_features_are_counted_forward_and_backward() -> None:
     cuttable = Cuttable(outline(lambda: build("gpt", None, **sizes)))
     (site,) = sites_of(cuttable, Plan(((1,),), tensor=2), (3, 8))
     *units, _ = count_units(cuttable, site)
-    assert [unit.summed / (3 * 8 * 8 * 4) for unit in units] == [2, 4, 4, 0]
+    assert [unit.summed_bytes / (3 * 8 * 8 * 4) for unit in units] == [2, 4, 4, 0]
     (alone,) = sites_of(cuttable, Plan(((1,),)), (3, 8))
-    assert {unit.summed for unit in count_units(cuttable, alone)} == {0}
+    assert {unit.summed_bytes for unit in count_units(cuttable, alone)} == {0}

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,15 +18,18 @@ from mpi4dl.parallel.costs.cost_model import (
     Profiler,
     StageCosts,
     StageSeconds,
+    costs_for,
     costs_of,
     measure_link,
-    measured_prices,
-    prices_for,
+    measured_costs,
     stages_on,
 )
 from mpi4dl.parallel.costs.machine import Machine
+from mpi4dl.parallel.costs.meter import UnitCosts
+from mpi4dl.parallel.costs.sites import Site, sites_of
 from mpi4dl.parallel.costs.stage_traffic import WaitSeconds
-from mpi4dl.parallel.costs.timing import Column, Remembered, Site, UnitSeconds
+from mpi4dl.parallel.costs.store import Store
+from mpi4dl.parallel.costs.timing import Seconds
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import Plan
@@ -41,47 +45,52 @@ def model() -> nn.Sequential:
     return nn.Sequential(*convolutions)
 
 
+def costs_of_model(cuttable: Cuttable, plan: Plan, image: tuple[int, ...], profiler: Profiler) -> StageCosts:
+    return costs_for(cuttable, plan, sites_of(cuttable, plan, image), "auto", CPU, profiler)
+
+
 class Stopwatch:
     """Says that unit i takes 10 ** i seconds on each rank, and counts how often it was asked."""
 
     def __init__(self) -> None:
         self.sites: list[Site] = []
 
-    def __call__(self, cuttable: Cuttable, site: Site, device: torch.device, budget_seconds: float) -> Column:
+    def __call__(self, cuttable: Cuttable, site: Site, device: torch.device, budget_seconds: float) -> Seconds:
         self.sites.append(site)
-        return tuple(UnitSeconds(10.0**i / site.shape.size, 0.0) for i in range(len(cuttable)))
+        return np.array([(10.0**i / site.shape.size, 0.0, 0.0) for i in range(len(cuttable))])
 
 
 def test_every_site_is_timed_once(tmp_path: Path) -> None:
     timer = Stopwatch()
-    clockwork = Profiler(Remembered(tmp_path), timer)
-    first = prices_for(Cuttable(model()), PLAN, IMAGE, "auto", CPU, clockwork)
+    profiler = Profiler(Store(tmp_path), timer)
+    first = costs_of_model(Cuttable(model()), PLAN, IMAGE, profiler)
     assert [site.shape.size for site in timer.sites] == [2, 1]
-    assert prices_for(Cuttable(model()), PLAN, IMAGE, "auto", CPU, clockwork) == first
+    assert costs_of_model(Cuttable(model()), PLAN, IMAGE, profiler) == first
     assert len(timer.sites) == 2
-    prices_for(Cuttable(model()[:3]), PLAN, IMAGE, "auto", CPU, clockwork)
-    prices_for(Cuttable(model()), PLAN, (4, *IMAGE[1:]), "auto", CPU, clockwork)
+    costs_of_model(Cuttable(model()[:3]), PLAN, IMAGE, profiler)
+    costs_of_model(Cuttable(model()), PLAN, (4, *IMAGE[1:]), profiler)
     assert len(timer.sites) == 6
     for file in tmp_path.iterdir():
         file.write_text("{")
-    assert prices_for(Cuttable(model()), PLAN, IMAGE, "auto", CPU, clockwork) == first
+    profiler = Profiler(Store(tmp_path), timer)
+    assert costs_of_model(Cuttable(model()), PLAN, IMAGE, profiler) == first
     assert len(timer.sites) == 8
     assert first.timed
     assert first.stages[0].machine == ASSUMED.machine(3)
 
 
 def test_what_cannot_be_timed_is_counted(tmp_path: Path) -> None:
-    def fail(*_: Any) -> Column:
+    def fail(*_: Any) -> Seconds:
         raise RuntimeError("it looks at values")
 
-    clockwork = Profiler(Remembered(tmp_path), fail, rank_gflops=1e-3)
-    found = prices_for(Cuttable(model()), PLAN, IMAGE, "auto", CPU, clockwork)
+    profiler = Profiler(Store(tmp_path), fail, gflops=1e-3)
+    found = costs_of_model(Cuttable(model()), PLAN, IMAGE, profiler)
     flops = 2 * 2 * 16 * 16 * 3 * 3 * 9
     assert not found.timed
     seconds = [stage.forward for stage in found.of_stages((1, 3))]
     assert seconds == pytest.approx([flops / 2 / 1e6, 3 * flops / 1e6])
     with pytest.raises(ValueError, match="cannot take images of 4 x 16 x 16"):
-        prices_for(Cuttable(model()), PLAN, (2, 4, 16, 16), "auto", CPU, clockwork)
+        costs_of_model(Cuttable(model()), PLAN, (2, 4, 16, 16), profiler)
 
 
 def test_messages_cost_what_the_link_says() -> None:
@@ -90,14 +99,17 @@ def test_messages_cost_what_the_link_says() -> None:
         Round("exchange", (0, 1, 2), 3, (((0, 0, 1), 100),)),
         Round("exchange", (0, 1, 2), 1, (((0, 0, -1), 50),)),
     )
-    unit, plan = UnitSeconds(1.0, 2.0, (there,), (back,)), Plan.of(tiles=[(1, 2)])
+    unit, plan = (
+        UnitCosts(there=(there,), back=(back,), forward_seconds=1.0, backward_seconds=2.0),
+        Plan.of(tiles=[(1, 2)]),
+    )
     machine = Machine.of_link(0.5, 100.0, 2, message_seconds=0.0)
-    prices = StageCosts(((unit, unit),), stages_on(machine, plan), "", True)
-    (found,) = prices.of_stages((2,))
+    costs = StageCosts(((unit, unit),), stages_on(machine, plan), "", True)
+    (found,) = costs.of_stages((2,))
     assert found.both == pytest.approx((2 * (1.0 + 1.5 + 1.0), 2 * (2.0 + 0.5 + 0.5)))
     assert found.there == pytest.approx(WaitSeconds(halos=5.0))
-    assert prices.matrix == [pytest.approx([6.5, 6.5])]
-    (found,) = replace(prices, overhead=Overhead(action_seconds=0.25, round_seconds=0.5)).of_stages((2,))
+    assert costs.matrix == [pytest.approx([6.5, 6.5])]
+    (found,) = replace(costs, overhead=Overhead(action_seconds=0.25, round_seconds=0.5)).of_stages((2,))
     assert (found.forward, found.backward) == (2 * (1.0 + 3 * 0.5) + 0.25, 2 * (2.0 + 0.5) + 0.25)
 
 
@@ -105,18 +117,18 @@ def test_gradients_of_weights_are_timed_apart_where_a_schedule_splits_them(tmp_p
     plan = Plan.of(stages=2, schedule="zero-bubble", microbatches=4)
     assert plan.split_stages == {1}  # the first has nobody to send gradients to
     assert Plan.of(stages=2, microbatches=4).split_stages == frozenset()
-    clockwork = Profiler(Remembered(tmp_path))
     for _ in range(2):  # timed, and remembered
-        whole, split_up = prices_for(Cuttable(model()), plan, IMAGE, "auto", CPU, clockwork).columns
-        assert not any(unit.weight for unit in whole)
-        assert all(0 < unit.weight < unit.backward for unit in split_up)
+        profiler = Profiler(Store(tmp_path))
+        whole, split_up = costs_of_model(Cuttable(model()), plan, IMAGE, profiler).columns
+        assert not any(unit.weight_seconds for unit in whole)
+        assert all(0 < unit.weight_seconds < unit.backward_seconds for unit in split_up)
     with_weights = StageSeconds(1.0, 3.0, WaitSeconds(1.0), WaitSeconds(0.5), weight=1.0)
     costs = costs_of([with_weights, with_weights._replace(weight=0.0)], (0.0,), (1, 1))
     assert (costs.backward_seconds, costs.weight_seconds) == ((3.5, 3.5), (1.0, 1.5))
 
 
 def test_what_many_write_at_once_is_read_whole(tmp_path: Path) -> None:
-    kept = Remembered(tmp_path)
+    kept = Store(tmp_path)
 
     def work(number: int) -> list[Any]:
         kept.put({"fact": number % 2}, [number] * 2000)
@@ -132,7 +144,7 @@ def test_what_many_write_at_once_is_read_whole(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_no_fault(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    kept = Remembered(tmp_path / "file" / "folder")
+    kept = Store(tmp_path / "file" / "folder")
     kept.put({"a": 1}, 2)
     assert kept.get({"a": 1}) is None
 
@@ -142,9 +154,9 @@ def on_ranks(comm: Communicator) -> tuple[Any, ...]:
     ticks = iter(range(10**6))
     cuttable, image = Cuttable(model()), (2, 3, 32, 32)
     before = torch.get_rng_state()
-    prices = measured_prices(cuttable, PLAN, comm, image, CPU, lambda: float(next(ticks)))
+    costs = measured_costs(cuttable, PLAN, comm, image, CPU, lambda: float(next(ticks)))
     held = split(model, PLAN, comm, balance="measured", image=image)
-    return prices.of_stages((2, 2)), held.counts, torch.equal(before, torch.get_rng_state()), measure_link(comm, CPU)
+    return costs.of_stages((2, 2)), held.counts, torch.equal(before, torch.get_rng_state()), measure_link(comm, CPU)
 
 
 def test_all_ranks_time_their_own_tiles_and_know_the_same(ranks: Ranks) -> None:

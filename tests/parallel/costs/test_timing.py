@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from mpi4dl.geometry import GridShape
 from mpi4dl.models import build
-from mpi4dl.parallel.costs.timing import REPEATS, Site, _halved, time_column
+from mpi4dl.parallel.costs.cost_model import Profiler
+from mpi4dl.parallel.costs.sites import Site
+from mpi4dl.parallel.costs.timing import REPEATS, Seconds, _halved, time_units
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 
 CPU = torch.device("cpu")
@@ -52,13 +54,13 @@ def plain(image: tuple[int, ...]) -> Site:
 
 
 @pytest.mark.parametrize(("budget", "largest"), [(1e6, 256), (6000.0, 256), (600.0, 128), (0.0, 128)])
-def test_seconds_of_large_images_are_drawn_out_of_those_of_small_ones(budget: float, largest: int) -> None:
+def test_seconds_of_large_images_follow_from_those_of_small_ones(budget: float, largest: int) -> None:
     seen.clear()
     pixels = 2 * 256 * 256
-    for unit in time_column(slow(), plain((2, 1, 256, 256)), CPU, budget, clock=lambda: now[0]):
-        assert unit.forward == pytest.approx(FIXED + PIXEL * pixels)
-        assert unit.backward == pytest.approx(BACKWARD * PIXEL * pixels)
-        assert unit.handed_bytes == 4 * pixels
+    for forward, backward, weight in time_units(slow(), plain((2, 1, 256, 256)), CPU, budget, clock=lambda: now[0]):
+        assert forward == pytest.approx(FIXED + PIXEL * pixels)
+        assert backward == pytest.approx(BACKWARD * PIXEL * pixels)
+        assert weight == 0.0
     assert max(seen) == 2 * largest**2
     assert 2 * (REPEATS + 1 + 2) <= len(seen) <= 2 * 2 * (REPEATS + 2)
 
@@ -68,16 +70,20 @@ def counting() -> Callable[[], float]:
     return lambda: float(next(ticks))
 
 
+def by_ticks(cuttable: Cuttable, site: Site, device: torch.device, budget_seconds: float) -> Seconds:
+    return time_units(cuttable, site, device, 1e6, counting())
+
+
 @pytest.mark.parametrize("shape", [GridShape(1, 1, 2), GridShape(2, 2, 2), GridShape(1, 1, 1)])
 @pytest.mark.sample(1)
 def test_a_tile_exchanges_what_others_need_of_it(shape: GridShape) -> None:
     cuttable = Cuttable(outline(lambda: build("resnet_v2", 10, depth=11)))
     state = torch.get_rng_state()
     site = Site((2, 3, 64, 64), shape, shape.batch > 1, plain=False)
-    column = time_column(cuttable, site, CPU, 1e6, clock=counting())
+    column = Profiler(time=by_ticks).costs(cuttable, site, CPU)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.is_meta for parameter in cuttable.model.parameters())
-    assert [(unit.forward, unit.backward) for unit in column] == [(1.0, 1.0)] * len(cuttable)
+    assert [(unit.forward_seconds, unit.backward_seconds) for unit in column] == [(1.0, 1.0)] * len(cuttable)
     assert any(unit.there for unit in column) == (shape.size > 1)
     assert column[0].handed_bytes * shape.size == 2 * 16 * 64 * 64 * 4
 
@@ -94,8 +100,8 @@ def test_tokens_are_timed(shape: GridShape) -> None:
     assert site.pixels * shape.size == 8 * 4096
     assert [each.image[0] for each in _halved(site)] == [n for n in (8, 4, 2, 1) if n >= shape.batch]
     assert {each.image[1:] for each in _halved(site)} == {(4096,)}
-    column = time_column(cuttable, site._replace(image=(2, 64)), CPU, 1e6, clock=counting())
-    assert [(unit.forward, unit.backward) for unit in column] == [(1.0, 1.0)] * len(cuttable)
+    column = Profiler(time=by_ticks).costs(cuttable, site._replace(image=(2, 64)), CPU)
+    assert [(unit.forward_seconds, unit.backward_seconds) for unit in column] == [(1.0, 1.0)] * len(cuttable)
     assert column[0].handed_bytes * shape.size == 2 * 64 * 8 * 4
 
 
@@ -104,4 +110,4 @@ def test_a_unit_without_gradients_takes_time_too() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.argsort(dim=1) * 2
 
-    assert min(a.forward for a in time_column(Cuttable(Ranked()), plain((2, 3, 8, 8)), CPU, 1.0, counting())) == 1.0
+    assert min(time_units(Cuttable(Ranked()), plain((2, 3, 8, 8)), CPU, 1.0, counting())[:, 0]) == 1.0

@@ -11,7 +11,7 @@ from torch import nn
 from mpi4dl.comm import Communicator
 from mpi4dl.models.experts import Router, Routing
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.costs.timing import planned_cuts
+from mpi4dl.parallel.costs.sites import planned_cuts
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.sharding import even_layout

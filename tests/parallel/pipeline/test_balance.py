@@ -14,9 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpi4dl.models import build
 from mpi4dl.parallel.costs.meter import KnownValues, OperatorMeter
-from mpi4dl.parallel.costs.units import count_bytes, count_flops
+from mpi4dl.parallel.costs.units import count_bytes
 from mpi4dl.parallel.cut import by_hand, partition, shared_out
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
+from tests.counting import count_flops
 
 
 def slowest(costs: Sequence[Sequence[float]], counts: Sequence[int]) -> float:

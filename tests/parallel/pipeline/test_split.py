@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from mpi4dl.engine.precision import lower_precision
 from mpi4dl.geometry import BATCH, Tiling
 from mpi4dl.models import build
-from mpi4dl.parallel.costs.units import count_flops
 from mpi4dl.parallel.cut import choose_cut, partition, shared_out
 from mpi4dl.parallel.pipeline.program import Slot, TensorSpec, pack
 from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, materialize, outline, unfit
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import Grid, Layout, SpatialTensor
 from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator
+from tests.counting import count_flops
 from tests.parallel.pipeline.cutting import assert_cuts_like_the_model, random_counts
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -534,10 +534,10 @@ class Large(nn.Sequential):
 
 def test_units_that_take_no_small_images_are_timed_on_their_own() -> None:
     cuttable, plan = Cuttable(Large(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 1, 3)).to("meta")), Plan.of(stages=2)
-    counts, prices = choose_cut(cuttable, plan, None, "auto", (1, 1, 300, 300))
+    counts, costs = choose_cut(cuttable, plan, None, "auto", (1, 1, 300, 300))
     assert sum(counts) == len(cuttable)
-    assert prices is not None
-    assert prices.timed
+    assert costs is not None
+    assert costs.timed
     with pytest.raises(ValueError, match=r"cannot take images of 1 x 299 x 10 .*: 300 rows wanted"):
         choose_cut(cuttable, plan, None, "auto", (1, 1, 299, 10))
 

@@ -11,9 +11,9 @@ from mpi4dl import models
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
 from mpi4dl.geometry import Box
-from mpi4dl.parallel.costs.meter import OperatorMeter
-from mpi4dl.parallel.costs.timing import Site, UnitSeconds
-from mpi4dl.parallel.costs.units import StageBytes, count_flops, count_units
+from mpi4dl.parallel.costs.meter import OperatorMeter, UnitCosts
+from mpi4dl.parallel.costs.sites import Site
+from mpi4dl.parallel.costs.units import StageBytes, count_units
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.disk import Keep
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
@@ -28,6 +28,7 @@ from mpi4dl.parallel.streaming.memory_limit import (
     needs_of,
 )
 from mpi4dl.parallel.streaming.stream import TOUCHED_BYTES
+from tests.counting import count_flops
 from tests.pool.ranks import Ranks
 
 IMAGE = (1, 3, 640, 640)
@@ -147,19 +148,21 @@ def test_phases_of_a_step_are_not_added_up() -> None:
 def test_seconds_grow_by_margins_and_passes() -> None:
     one, other = SegmentNeeds(9, 0, 0, 0, 0, 0, 0, 8.0), SegmentNeeds(3, 0, 0, 0, 0, 2, 4, 4.0)
     needs = StreamNeeds((one, other), ((0, 2), (2, 3)), StreamOptions((2, 2)), spread=True)
-    column = needs.column([UnitSeconds(1.0, 2.0, (), (), 7)] * 4, [3.0, 1.0, 4.0, 9.0])
-    assert column[0] == column[1] == UnitSeconds(2.0, 2.0 + 4.0, handed_bytes=7)
-    assert column[2] == UnitSeconds(2.0, 5.0 + 3 * 2.0, handed_bytes=7)
-    assert column[3] == UnitSeconds(1.0, 2.0, handed_bytes=7)
+    flops = [3.0, 1.0, 4.0, 9.0]  # of both ranks together
+    unit = UnitCosts(handed_bytes=7, forward_seconds=1.0, backward_seconds=2.0)
+    column = needs.column(tuple(unit._replace(flops=each / 2) for each in flops), 2)
+    assert [each.forward_seconds for each in column] == [2.0, 2.0, 2.0, 1.0]
+    assert [each.backward_seconds for each in column] == [2.0 + 4.0, 2.0 + 4.0, 5.0 + 3 * 2.0, 2.0]
+    assert {each.handed_bytes for each in column} == {7}
 
 
 def test_segments_within_a_unit_share_its_seconds() -> None:
     """Three quarters of a unit's FLOPs are without statistics; a norm of a quarter makes two passes more."""
     layers, norm = SegmentNeeds(0, 0, 0, 0, 0, 0, 0, 6.0), SegmentNeeds(0, 0, 0, 0, 0, 2, 2, 2.0)
     needs = StreamNeeds((layers, norm), ((0, 1), (0, 1)), StreamOptions((2, 2)), spread=False)
-    (unit,) = needs.column([UnitSeconds(1.0, 2.0)], [8.0])
+    (unit,) = needs.column((UnitCosts(flops=8.0, forward_seconds=1.0, backward_seconds=2.0),), 1)
     forward = 0.75 + 0.25 * 2
-    assert (unit.forward, unit.backward) == (forward, 0.75 + 0.25 * 3 + 2.0 * forward)
+    assert (unit.forward_seconds, unit.backward_seconds) == (forward, 0.75 + 0.25 * 3 + 2.0 * forward)
 
 
 def test_outputs_in_files_take_no_memory() -> None:
