@@ -19,5 +19,6 @@ def test_too_large_for_one_rank_fits_two() -> None:
 
     shared, on_disk = limited(2, zero=3), limited(1, zero=0, offload="disk")
     assert (shared.code, on_disk.code) == (0, 0), shared.stderr + on_disk.stderr
-    assert "parameters, loss" in shared.stdout
-    assert shared.stdout == on_disk.stdout
+    (parameters, loss), (others, other) = (done.stdout.split(" parameters, loss ") for done in (shared, on_disk))
+    assert parameters == others
+    assert float(loss) == pytest.approx(float(other), rel=1e-5)  # in float32, of gradients summed in another order
