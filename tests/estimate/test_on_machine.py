@@ -150,6 +150,8 @@ def test_seconds_of_large_sites_follow_from_small_ones(tmp_path: Path) -> None:
     counts = by_rates.counts(cuttable, site)[0]
     (unit, *_) = by_rates.costs(cuttable, site, CPU)
     assert unit.forward_seconds == pytest.approx(counts.flops / 1e13 + counts.touched_bytes / 1e11)
+    (slow, *_) = replace(by_rates, machine=replace(MACHINE, flops_per_second=1e10)).costs(cuttable, site, CPU)
+    assert slow.forward_seconds == pytest.approx(counts.flops / 1e10 + counts.touched_bytes / 1e11)
 
 
 def test_timings_of_elsewhere_are_a_file(tmp_path: Path) -> None:

@@ -244,8 +244,6 @@ class Profiler:
     gflops: float = GFLOPS
     machine: Machine | None = None
     small: bool = False
-    _fits: dict[Any, Fit | Exception] = field(default_factory=dict)
-    _known: dict[Any, Column] = field(default_factory=dict)
 
     @classmethod
     def of_user(cls, **options: Any) -> "Profiler":
@@ -253,23 +251,25 @@ class Profiler:
 
     def costs(self, cuttable: Units, site: Site, device: torch.device, num_sites: int = 1) -> Column:
         """The costs of all units on a rank at a site, one of so many that are timed within the budget."""
-        key = (cuttable, site, device)
-        if key not in self._known:
-            rates = self.machine
-            if rates is not None and rates.flops_per_second is not None:
-                each = rates.flops_per_second, rates.bytes_per_second, rates.operator_seconds
-                found = tuple(by_rates(unit, *each) for unit in self.counts(cuttable, site))
+        rates, there = None, self.machine
+        if there is not None and there.flops_per_second is not None:
+            rates = there.flops_per_second, there.bytes_per_second, there.operator_seconds
+        key = (cuttable, site, device, self.small, rates)
+        if key not in self.store.found:
+            if rates is not None:
+                column = tuple(by_rates(unit, *rates) for unit in self.counts(cuttable, site))
             else:
                 fit = self._fit(cuttable, site._replace(norms_bring_halos=device.type == "cuda"))
                 bases = [base._replace(splits=site.splits) for base in (fit.bases if self.small else (site,))]
                 timed = [self._timed(cuttable, base, device, num_sites * len(bases)) for base in bases]
                 rows = np.asarray(extrapolate(bases, timed, site)).tolist()
-                found = tuple(
+                column = tuple(
                     unit._replace(**dict(zip(SECONDS, row, strict=True)))
                     for unit, row in zip(fit.at(site), rows, strict=True)
                 )
-            self._known[key] = found
-        return self._known[key]
+            self.store.found[key] = column
+        known: Column = self.store.found[key]
+        return known
 
     def counts(self, cuttable: Units, site: Site, exact: bool = False) -> Column:
         """The costs without seconds. Unless they shall be `exact`, they follow from few samples, or small sites.
@@ -278,10 +278,10 @@ class Profiler:
             RuntimeError: an operator has no rule; `exact` then has an even part of what one rank would take.
         """
         if not exact:
-            key = (cuttable, site)
-            if key not in self._known:
-                self._known[key] = self._fit(cuttable, site).at(site)
-            return self._known[key]
+            key = (cuttable, site, self.small)
+            known: Column = self.store.found.get(key) or self._fit(cuttable, site).at(site)
+            self.store.found[key] = known
+            return known
         try:
             return self._counted(cuttable, site)
         except RuntimeError:
@@ -291,7 +291,7 @@ class Profiler:
     def prepare(self, cuttable: Units, sites: Iterable[Site], tell: Tell) -> None:
         """Count all small sites that these need, which is most of the work of a search. Sites may be refused later."""
         of_bases = {next(base_choices(site, self.small)): site for site in sites if self.small}
-        missing = [site for bases, site in of_bases.items() if (cuttable, _unsplit(bases)) not in self._fits]
+        missing = [site for bases, site in of_bases.items() if (cuttable, _unsplit(bases)) not in self.store.found]
         for number, site in enumerate(missing):
             tell("kinds of tiles that were counted", number, len(missing))
             with suppress(RuntimeError, ValueError, AssertionError):
@@ -302,12 +302,12 @@ class Profiler:
         problem: Exception | None = None
         for bases in map(_unsplit, base_choices(site, self.small)):
             key = (cuttable, bases)
-            if key not in self._fits:
+            if key not in self.store.found:
                 try:
-                    self._fits[key] = Fit(bases, [self._counted(cuttable, base) for base in bases])
+                    self.store.found[key] = Fit(bases, [self._counted(cuttable, base) for base in bases])
                 except (RuntimeError, ValueError, AssertionError) as error:
-                    self._fits[key] = error
-            found = self._fits[key]
+                    self.store.found[key] = error
+            found = self.store.found[key]
             if isinstance(found, Fit):
                 return found
             problem = found

@@ -49,6 +49,7 @@ class Store:
     def __init__(self, folder: Path | None = None, measured_on: str = "", path: Path | None = None) -> None:
         self.folder, self.measured_on, self.path = folder, measured_on, path
         self._entries: dict[str, Any] = {}
+        self.found: dict[Any, Any] = {}  # of this process, by keys that are no JSON
 
     @classmethod
     def load(cls, path: str | Path) -> "Store":
