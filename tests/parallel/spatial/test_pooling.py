@@ -5,6 +5,9 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mpi4dl.geometry import Window
+from mpi4dl.parallel import spatial
+from mpi4dl.parallel.spatial.rules.windows import described
 from tests.parallel.spatial.comparing import (
     ARRANGEMENTS,
     Case,
@@ -37,6 +40,17 @@ def large(*makes: Callable[[], nn.Module]) -> dict[str, Case]:
         for name, image in images.items()
         if name in ("drawn", "equal pixels") or isinstance(make(), nn.MaxPool2d)
     }
+
+
+def contrast(x: Tensor, kernel: int, stride: int, padding: int) -> Tensor:
+    """The maximum of each window, less the mean of its squares, which counts padding: a function without a rule."""
+    return F.max_pool2d(x, kernel, stride, padding) - F.avg_pool2d(x.square(), kernel, stride, padding)
+
+
+def on_tiles(x: Tensor, *numbers: int) -> Tensor:
+    """The same by a description of its windows, where x is spread."""
+    rule = described(contrast, 2, lambda k, s, p: (Window(k, s, p, p),) * 2, each_channel=True)
+    return rule(x, *numbers) if isinstance(x, spatial.SpatialTensor) else contrast(x, *numbers)
 
 
 CASES = {
@@ -90,6 +104,9 @@ CASES = {
     ),
     **functions(
         {
+            "a description of windows, stride 1": lambda x: on_tiles(x, 3, 1, 1),
+            "a description of windows, stride 2": lambda x: on_tiles(x, 5, 2, 2),
+            "a description of windows, stride 3": lambda x: on_tiles(x, 2, 3, 1),
             "average pooling, a stride of none": lambda x: F.avg_pool2d(x, 2, ()),
             "unfold rows": lambda x: x.unfold(2, 3, 2),
             "unfold columns and rows": lambda x: x.unfold(3, 2, 1).unfold(2, 3, 3),

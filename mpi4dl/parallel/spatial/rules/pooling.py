@@ -294,7 +294,7 @@ def _counts(
 def _lp_windows(
     count: int, norm_type: float, kernel_size: Size, stride: Size | None = None, ceil_mode: bool = False
 ) -> tuple[Window, ...]:
-    return windows_of(count, ceil_mode, hashable(kernel_size), hashable(stride), 0, 1)
+    return windows_of(count, ceil_mode, kernel_size, stride, 0, 1)
 
 
 for count in (1, 2, 3):

@@ -317,8 +317,8 @@ def described(
         kind = x.local.device.type
         known = torch.amp.is_autocast_available(kind)
         autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) if known else None
-        given = *map(hashable, args), *((key, hashable(value)) for key, value in kwargs.items())
-        key = described, function, autocast, given, x.local.shape
+        args, kwargs = tuple(map(hashable, args)), {key: hashable(value) for key, value in kwargs.items()}
+        key = described, function, autocast, args, *kwargs.items(), x.local.shape
         reached, of_part, keeps = x.layout.known(key, lambda: plan(x, autocast, args, kwargs))
         if keeps:
             return wrap(operate(x, x.local, reached, WithHalo(reached.exchange, _Again(of_part)))[0], reached.output)
