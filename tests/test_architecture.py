@@ -499,3 +499,55 @@ def test_nobody_catches_everything_to_learn_a_fact() -> None:
 def test_the_finder_of_those_who_catch_everything_can_fail(source: str) -> None:
     assert swallowers(source)
     assert not swallowers("try:\n    f()\nexcept Exception as e:\n    raise ValueError() from e")
+
+
+CORE = ("parallel", "comm", "geometry", "engine", "checkpoints", "estimate", "torch_backend")
+MOST_LINES, MOST_NESTED, MOST_PARAMETERS = 60, 4, 7
+# Functions with more parameters, which are to become fewer. Rules have those of PyTorch's own functions.
+MANY_PARAMETERS = {
+    *("cut.split", "cut.choose_cut", "cut.stage_costs", "cut._check", "work.__init__", "grid.__init__"),
+    *("group.__init__", "local_stages.__init__", "stream.__init__", "memory_limit._segment", "summary.overview"),
+}
+BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match)
+
+
+def nested(node: ast.AST, depth: int = 0) -> int:
+    """How many blocks stand within each other in a function; a chain of elif is one."""
+    deepest = depth
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
+            chained = isinstance(child, ast.If) and isinstance(node, ast.If) and node.orelse == [child]
+            deepest = max(deepest, nested(child, depth + (isinstance(child, BLOCKS) and not chained)))
+    return deepest
+
+
+def too_large(source: str, module: str) -> Iterator[str]:
+    """The functions of a module that are too long, too deep, or take too many arguments."""
+    for node in ast.walk(parsed(source)):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        name, length = f"{module}.{node.name}", (node.end_lineno or 0) - node.lineno + 1
+        if length > MOST_LINES:
+            yield f"{name} has {length} lines"
+        if nested(node) > MOST_NESTED:
+            yield f"{name} nests {nested(node)} blocks"
+        names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        count = len([each for each in names if each not in ("self", "cls", "ctx")])
+        if count > MOST_PARAMETERS and name not in MANY_PARAMETERS:
+            yield f"{name} takes {count} arguments"
+
+
+def test_functions_of_the_core_are_small() -> None:
+    files = [path for path in python_files(*(f"mpi4dl/{room}" for room in CORE)) if path.parent.name != "rules"]
+    found = [each for path in files for each in too_large(path.read_text(), path.stem)]
+    assert [each for each in found if "split_backward" not in each] == []  # which has PyTorch's own arguments, too
+    rules = [path for path in python_files("mpi4dl/parallel/spatial/rules")]
+    assert [each for path in rules for each in too_large(path.read_text(), path.stem) if "takes" not in each] == []
+
+
+def test_the_checker_of_sizes_can_fail() -> None:
+    deep = "def f():\n" + "".join(f"{' ' * 4 * n}if {n}:\n" for n in range(1, 6)) + " " * 24 + "return 1\n"
+    assert list(too_large(deep, "a")) == ["a.f nests 5 blocks"]
+    assert list(too_large("def f(a, b, c, d, e, f, g, h):\n    pass\n", "a")) == ["a.f takes 8 arguments"]
+    assert list(too_large("def f():\n" + "    pass\n" * 60, "a")) == ["a.f has 61 lines"]
+    assert nested(ast.parse("if a:\n    pass\nelif b:\n    pass\nelif c:\n    pass")) == 1

@@ -56,11 +56,17 @@ def candidates(
         each, rest = divmod(num_ranks, tensor * experts)
         for data in _divisors(each) if rest == 0 else ():
             for places in _places(each // data, min(num_units, MOST_STAGES), len(size)):
-                for options in (o for m in powers for o in _schedules(len(places), m, num_units)):
-                    with suppress(ValueError):
-                        plan = Plan(places, data=data, **fixed, **options)
-                        if batch_size % plan.num_microbatches == 0 and not plan.problem(num_ranks, size, batch_size):
-                            yield plan
+                options = [fixed | each for m in powers for each in _schedules(len(places), m, num_units)]
+                yield from _possible([{**each, "tiles": places, "data": data} for each in options], num_ranks, image)
+
+
+def _possible(options: Iterable[Mapping[str, Any]], num_ranks: int, image: Sequence[int]) -> Iterator[Plan]:
+    """Those of plans with these fields that there can be, for so many ranks and such batches."""
+    for fields in options:
+        with suppress(ValueError):
+            plan = Plan(**fields)
+            if image[0] % plan.num_microbatches == 0 and not plan.problem(num_ranks, space_of(image), image[0]):
+                yield plan
 
 
 def _divisors(number: int) -> list[int]:

@@ -15,10 +15,10 @@ from mpi4dl.estimate.plan_estimate import Estimator, units_of
 from mpi4dl.estimate.step_time import StepTime
 from mpi4dl.geometry import SPACE, Interval
 from mpi4dl.options.build import title_of
-from mpi4dl.parallel.costs.cost_model import Profiler, costs_for
+from mpi4dl.parallel.costs.cost_model import Profiler, StageCosts, costs_for
 from mpi4dl.parallel.costs.sites import Units, on_one_rank
 from mpi4dl.parallel.costs.units import count_units
-from mpi4dl.parallel.cut import ChooseStream, choose_cut
+from mpi4dl.parallel.cut import ChooseStream, Counts, choose_cut
 from mpi4dl.parallel.inputs import of_tokens, space_of
 from mpi4dl.parallel.pipeline.split import outline, unfit
 from mpi4dl.parallel.plan import Plan, grid_name
@@ -211,6 +211,23 @@ class PlanSummary:
         ]
 
 
+def _cut(
+    estimator: Estimator,
+    plan: Plan,
+    balance: str | Sequence[int],
+    microbatch: tuple[int, ...],
+    profiler: Profiler | None,
+) -> tuple[tuple[int, ...], StageCosts]:
+    """How many units each stage gets, and what they cost. Raises ValueError where the model cannot be cut so."""
+    units, device = estimator.cuttable, estimator.device
+    counts, costs = Counts((len(units),), None)
+    if plan.num_stages > 1:
+        counts, costs = choose_cut(units, plan, None, balance, microbatch, device, profiler, estimator.styles)
+        units.shared(counts)  # raises ValueError where two stages would need the same buffer
+    kind = balance if isinstance(balance, str) else "flops"
+    return counts, costs or costs_for(units, plan, estimator.sites(plan), kind, device, estimator.profiler)
+
+
 def overview(
     name: str,
     build: Callable[[], nn.Module],
@@ -236,23 +253,14 @@ def overview(
     Raises:
         ValueError: the plan does not fit the images, or the model cannot be cut so, or cannot run on such images.
     """
-    problem = plan.problem(plan.num_ranks, space_of(image), image[0])
-    if problem:
+    if problem := plan.problem(plan.num_ranks, space_of(image), image[0]):
         raise ValueError(problem)
-    device = torch.device(device)
-    model = outline(build).train()
+    device, model = torch.device(device), outline(build).train()
     microbatch = (samples_of(plan, image), *image[1:])
     try:
         units = units_of(model, microbatch, plan.num_stages > 1 or stream is not None)
         estimator = Estimator(units, image, profiler or Profiler(), device, **trained)
-        counts: tuple[int, ...] = (len(units),)
-        costs = None
-        if plan.num_stages > 1:
-            counts, costs = choose_cut(units, plan, None, balance, microbatch, device, profiler, estimator.styles)
-            units.shared(counts)  # raises ValueError where two stages would need the same buffer
-        if costs is None:
-            kind = balance if isinstance(balance, str) else "flops"
-            costs = costs_for(units, plan, estimator.sites(plan), kind, device, estimator.profiler)
+        counts, costs = _cut(estimator, plan, balance, microbatch, profiler)
         work = count_work(units, counts, microbatch, accept)
         needs = None if stream is None else estimator.streaming(plan, counts, stream)
     except (RuntimeError, AssertionError) as error:

@@ -91,9 +91,8 @@ def split(
     shared = cuttable.shared(counts)
     cuttable.require_one_owner(counts, shared)
     _require_exact_norms(options, plan)
-    with comm.together(()):
-        if not check and comm.rank == 0:
-            warnings.warn(f"{type(model).__name__} in stages is not compared with the plain model", stacklevel=2)
+    if not check:
+        _warn(comm, f"{type(model).__name__} in stages is not compared with the plain model")
     if check:
         _check(cuttable, counts, build, seed, image, plan, comm, options is not None)
     own, uncut = sorted({stage for _, stage in plan.held_by(comm.rank)}), "cpu" if plan.cuts_parameters else device
@@ -143,9 +142,15 @@ def _check(
             f"{name} changes its buffer {checked.recomputed[0]} once more when torch.utils.checkpoint computes it "
             f"again, and {how}: leave out checkpoint{'' if streams else ', or train with one of `microbatches`'}"
         )
+    if checked.left_out is not None:
+        _warn(comm, f"{name} in stages was not compared with the plain model: {checked.left_out}")
+
+
+def _warn(comm: Communicator, message: str) -> None:
+    """Warn on rank 0; all ranks learn if that is an error there. Collective."""
     with comm.together(()):
-        if checked.left_out is not None and comm.rank == 0:
-            warnings.warn(f"{name} in stages was not compared with the plain model: {checked.left_out}", stacklevel=3)
+        if comm.rank == 0:
+            warnings.warn(message, stacklevel=3)
 
 
 class Counts(NamedTuple):

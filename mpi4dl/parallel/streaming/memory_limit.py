@@ -405,9 +405,7 @@ def choose_tiles(
     Raises:
         CannotStream: nothing fits; the message has the least memory that does.
     """
-    counts = list(tile_counts(sides))
-    tried: list[StreamChoice] = []
-    fitting: list[StreamChoice] = []
+    counts, tried, fitting = list(tile_counts(sides)), list[StreamChoice](), list[StreamChoice]()
     problem: CannotStream | None = None
     for segments, keep in constraints.ways():
 
