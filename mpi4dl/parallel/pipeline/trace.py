@@ -161,6 +161,12 @@ def line_of(frames: Sequence[traceback.FrameSummary]) -> str:
     return f" (line {own[-1].lineno} of {Path(own[-1].filename).name}: `{own[-1].line}`)" if own else ""
 
 
+# What torch.utils.checkpoint calls unless it is reentrant: the first since PyTorch 2.15, the other before.
+RECOMPUTE = next(
+    name
+    for name in ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+    if hasattr(checkpoints, name)
+)
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 Shape = tuple[int, ...] | None
 Opens = Callable[[nn.Module], bool]  # whether a module is opened
@@ -292,7 +298,7 @@ class _Tracer(fx.Tracer):
         kind = torch.amp.autocast_mode.autocast
         enter, leave = kind.__enter__, kind.__exit__
         script = torch.jit.ScriptFunction.__call__
-        apply, recompute = vars(torch.autograd.Function)["apply"], checkpoints._checkpoint_without_reentrant_generator
+        apply, recompute = vars(torch.autograd.Function)["apply"], getattr(checkpoints, RECOMPUTE)
 
         def noted_enter(context: Any) -> Any:
             self.within.append(("autocast", context.device, context.fast_dtype, context._enabled))
@@ -316,13 +322,12 @@ class _Tracer(fx.Tracer):
                 return script(function, *args, **kwargs)
             return self.create_proxy("call_function", Opaque(function, function.name), args, kwargs)
 
-        def noted_recompute(
-            function: Any, preserve: bool, context_fn: Any, check: Any, debug: Any, stop: Any, *args: Any, **kwargs: Any
-        ) -> Iterator[None]:
-            if not _has_proxies((args, kwargs)):
-                yield from recompute(function, preserve, context_fn, check, debug, stop, *args, **kwargs)
+        def noted_recompute(function: Any, *given: Any, **options: Any) -> Iterator[None]:
+            if not _has_proxies((given, options)):
+                yield from recompute(function, *given, **options)
                 return
             self._require_module(function)
+            preserve = options["preserve_rng_state"] if RECOMPUTE.endswith("_impl") else given[0]
             self.within.append(("recompute", preserve))
             yield
             self.within.pop()
@@ -333,7 +338,7 @@ class _Tracer(fx.Tracer):
             patch.object(kind, "__exit__", noted_leave),
             patch.object(torch.autograd.Function, "apply", classmethod(noted_apply)),
             patch.object(torch.jit.ScriptFunction, "__call__", noted_script),
-            patch.object(checkpoints, "_checkpoint_without_reentrant_generator", noted_recompute),
+            patch.object(checkpoints, RECOMPUTE, noted_recompute),
         ):
             yield
 
