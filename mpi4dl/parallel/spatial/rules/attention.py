@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,11 @@ from mpi4dl.geometry import Split
 from mpi4dl.parallel.spatial.alignment import part_of
 from mpi4dl.parallel.spatial.grid import Factor, Flat, Layout
 from mpi4dl.parallel.spatial.halo import gather_dim
-from mpi4dl.parallel.spatial.rules.ring_attention import Ring, ring_attention
 from mpi4dl.parallel.spatial.rules.windows import cast
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, local_part, refusal, register, wrap
+
+if TYPE_CHECKING:  # loaded where tokens go around
+    from mpi4dl.parallel.spatial.rules.ring_attention import Ring
 
 # So many tokens are not gathered, unless `Grid.attention` says so.
 MANY_TOKENS = 4096
@@ -53,7 +55,7 @@ def scaled_dot_product_attention(
     if around is not None and isinstance(query, SpatialTensor):
         local = cast(*(x.local for x in (query, key, value) if isinstance(x, SpatialTensor)))
         q, k, v = (x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]) for x in local)
-        return query.like(ring_attention(q, k, v, around).reshape(local[0].shape))
+        return query.like(around.attend(q, k, v).reshape(local[0].shape))
     num_queries, num_keys = query.shape[-2], key.shape[-2]
     spread = isinstance(query, SpatialTensor) and query.layout.cut(query.dim() - 2)
     if is_causal and (spread or dropout_p):
@@ -95,7 +97,7 @@ def scaled_dot_product_attention(
     return wrap(outputs, asking)
 
 
-def _ring(query: Tensor, key: Tensor, value: Tensor, causal: bool, options: dict[str, Any]) -> Ring | None:
+def _ring(query: Tensor, key: Tensor, value: Tensor, causal: bool, options: dict[str, Any]) -> "Ring | None":
     """The ranks round which keys and values go, where that is possible and asked for, or there are many tokens."""
     if not isinstance(query, SpatialTensor):
         return None
@@ -116,6 +118,8 @@ def _ring(query: Tensor, key: Tensor, value: Tensor, causal: bool, options: dict
     boxes = [layout.tiling.owned(rank) for rank in ranks]
     factors = flat.factors if flat is not None else (Factor(layout.axis(tokens)),)
     lengths = tuple(math.prod(Flat(tokens, factors).sizes(box)) for box in boxes)
+    from mpi4dl.parallel.spatial.rules.ring_attention import Ring
+
     return Ring(layout.grid.along(axes), ranks.index(layout.grid.rank), lengths, _scale(query, **options), causal)
 
 

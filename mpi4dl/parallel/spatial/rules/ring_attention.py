@@ -48,6 +48,14 @@ class Ring(NamedTuple):
     scale: float
     causal: bool
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention to the keys of all ranks, of this rank's (batch and heads, tokens, features)."""
+        spare = -q.shape[-1] % ALIGNED if q.is_cuda else 0
+        if spare:  # features of zeros change no score
+            q, k, v = (F.pad(x, (0, spare)) for x in (q, k, v))
+        y: Tensor = RingAttention.apply(q, k, v, self)
+        return y[..., :-spare] if spare else y
+
     @property
     def mirror(self) -> int:
         return len(self.lengths) - 1 - self.place
@@ -129,15 +137,6 @@ class Ring(NamedTuple):
         block_bytes = BLOCK_BYTES if k.is_cpu else GPU_BLOCK_BYTES
         count = min(MOST_HEADS, max(1, block_bytes // max(1, bytes_of_head)))
         return (slice(start, start + count) for start in range(0, max(1, k.shape[0]), count))
-
-
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
-    """Attention to the keys of all ranks, of this rank's (batch and heads, tokens, features)."""
-    spare = -q.shape[-1] % ALIGNED if q.is_cuda else 0
-    if spare:  # features of zeros change no score
-        q, k, v = (F.pad(x, (0, spare)) for x in (q, k, v))
-    y: Tensor = RingAttention.apply(q, k, v, ring)
-    return y[..., :-spare] if spare else y
 
 
 class RingAttention(torch.autograd.Function):
