@@ -54,7 +54,6 @@ class ExchangePlan:
     receives: tuple[Slab, ...]
     kept: Box
     silent: bool = field(default=False, compare=False)
-    _moves: "dict[tuple[Dims, tuple[int, ...]], Moves]" = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def silence(cls, held: Box, needed: Box) -> "ExchangePlan":
@@ -65,14 +64,6 @@ class ExchangePlan:
     def adjoint(self) -> "ExchangePlan":
         return ExchangePlan(self.needed, self.held, self.receives, self.sends, self.kept, self.silent)
 
-    def moves(self, dims: "Dims", shape: Sequence[int]) -> "Moves":
-        """The same for tensors that are `shape` but for the dims of axes."""
-        key = dims, tuple(shape)
-        found = self._moves.get(key)
-        if found is None:
-            found = self._moves[key] = Moves.of(self, dims, shape)
-        return found
-
 
 class Moves(NamedTuple):
     """A plan, as what is done to tensors of one shape.
@@ -82,7 +73,7 @@ class Moves(NamedTuple):
     """
 
     shape: list[int]
-    strips: tuple[list[int], ...]
+    arriving: tuple[tuple[int, list[int]], ...]
     leaving: tuple[tuple[int, Cut], ...]
     into: tuple[Cut, ...]
     kept: Cut
@@ -95,7 +86,7 @@ class Moves(NamedTuple):
     def of(cls, plan: ExchangePlan, dims: "Dims", shape: Sequence[int]) -> "Moves":
         return cls(
             shape_of(plan.needed, dims, shape),
-            tuple(shape_of(slab.box, dims, shape) for slab in plan.receives),
+            tuple((slab.peer, shape_of(slab.box, dims, shape)) for slab in plan.receives),
             tuple((slab.peer, cut_of(dims, plan.held, slab.box)) for slab in plan.sends),
             tuple(cut_of(dims, plan.needed, slab.box) for slab in plan.receives),
             cut_of(dims, plan.held, plan.kept),
@@ -219,12 +210,12 @@ class Like(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """Posted receives: the strips, one for each slab of the plan's, and the wait for them. They are of tensors `like`
-    these, which are moved so.
+    """Posted receives: the strips, one for each slab of the plan's, and the wait for them, unless they have come. They
+    are of tensors `like` these, which are moved so.
     """
 
     strips: list[Tensor]
-    pending: Pending
+    pending: Pending | None
     like: Like
     moves: Moves
 
@@ -237,12 +228,14 @@ class Exchange:
     """
 
     tag = FORWARD_TAG
+    adds = False  # the strips to what is there
 
     def __init__(self, plan: ExchangePlan, comm: Communicator, dims: Dims, fill: float = 0.0) -> None:
         self.plan = plan
         self.comm = comm
         self.dims = dims
         self.fill = fill
+        self._moves: dict[Sequence[int], Moves] = {}
 
     @cached_property
     def adjoint(self) -> "Exchange":
@@ -250,10 +243,10 @@ class Exchange:
 
     def start(self, x: Tensor) -> Incoming:
         """Send what others need of x, and expect what this rank needs of them."""
-        moves, like = self.moves(x.shape), Like.of(x)
-        leaving, strips = [Piece(peer, at(x, cut)) for peer, cut in moves.leaving], self.strips(like)
-        pending = self.comm.iexchange(leaving, self.arriving(strips), self.tag, collective=not self.plan.silent)
-        return Incoming(strips, pending, like, moves)
+        leaving = self.leaving(x)
+        strips, arriving = self.arriving(x)
+        pending = self.comm.iexchange(leaving, arriving, self.tag, collective=not self.plan.silent)
+        return Incoming(strips, pending, Like.of(x), self.moves(x.shape))
 
     def bring(self, x: Tensor) -> Tensor:
         """The needed box of the whole that x is this rank's part of."""
@@ -263,29 +256,35 @@ class Exchange:
         return self.comm.iexchange(self.leaving(x), [], tag)
 
     def expect(self, like: Like, tag: int) -> Incoming:
-        strips = self.strips(like)
-        return Incoming(strips, self.comm.iexchange([], self.arriving(strips), tag), like, self.moves(like.shape))
+        strips, arriving = self.arriving(like)
+        return Incoming(strips, self.comm.iexchange([], arriving, tag), like, self.moves(like.shape))
 
     def again(self, x: Tensor, strips: list[Tensor]) -> Tensor:
         """The needed box, of x and strips that came before."""
-        return self.assemble(x, Incoming(strips, Pending(self.comm.node), Like.of(x), self.moves(x.shape)))
+        return self.assemble(x, Incoming(strips, None, Like.of(x), self.moves(x.shape)))
 
     def moves(self, shape: Sequence[int]) -> Moves:
         """How tensors of this shape are moved."""
-        return self.plan.moves(self.dims, shape)
+        found = self._moves.get(shape)
+        if found is None:
+            found = self._moves[tuple(shape)] = Moves.of(self.plan, self.dims, shape)
+        return found
 
     def leaving(self, x: Tensor) -> list[Piece]:
         """The pieces of x that this rank sends."""
-        return [Piece(peer, at(x, cut)) for peer, cut in self.moves(x.shape).leaving]
+        pieces = []
+        for peer, cut in self.moves(x.shape).leaving:
+            pieces.append(Piece(peer, at(x, cut)))
+        return pieces
 
-    def arriving(self, strips: list[Tensor]) -> list[Piece]:
-        """The strips as what this rank receives."""
-        return [Piece(slab.peer, strip) for slab, strip in zip(self.plan.receives, strips, strict=True)]
-
-    def strips(self, like: Like) -> list[Tensor]:
-        """Memory for what this rank receives: one strip for each slab."""
-        shapes = self.moves(like.shape).strips
-        return [torch.empty(shape, dtype=like.dtype, device=like.device) for shape in shapes]
+    def arriving(self, like: "Tensor | Like") -> tuple[list[Tensor], list[Piece]]:
+        """Memory for what this rank receives, one strip for each slab; and the strips as pieces."""
+        strips, pieces = [], []
+        for peer, shape in self.moves(like.shape).arriving:
+            strip = torch.empty(shape, dtype=like.dtype, device=like.device)
+            strips.append(strip)
+            pieces.append(Piece(peer, strip))
+        return strips, pieces
 
     def assemble(self, x: Tensor | None, incoming: Incoming) -> Tensor:
         """The needed box: what is kept of x, the strips, once they have come, and `fill` outside the whole.
@@ -295,30 +294,34 @@ class Exchange:
         strips, pending, like, moves = incoming
         if x is not None and not strips and self.plan.kept == self.plan.needed:
             return at(x, moves.kept)
-        if moves.bare:
+        result = None if moves.bare else self._begun(x, like, moves)
+        if pending is not None:
             pending.wait()
+        if result is None:
             return strips[0]
-        result = self.memory(like, moves)
-        self._begin(result, moves)
-        if x is not None and moves.keeps:
-            at(result, moves.kept_into).copy_(at(x, moves.kept))
-        pending.wait()
         for strip, cut in zip(strips, moves.into, strict=True):
-            self._put(strip, at(result, cut))
+            if self.adds:
+                at(result, cut).add_(strip)
+            else:
+                at(result, cut).copy_(strip)
         return result
 
-    def memory(self, like: Like, moves: Moves | None = None) -> Tensor:
+    def memory(self, like: Like) -> Tensor:
         """Memory for the needed box."""
-        shape = (moves or self.moves(like.shape)).shape
+        shape = self.moves(like.shape).shape
         return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=like.memory_format)
 
-    def _begin(self, result: Tensor, moves: Moves) -> None:
-        """Fill the parts of the result that no rank sends."""
-        for cut in ((),) if moves.edges is None else moves.edges:
-            at(result, cut).fill_(self.fill)
-
-    def _put(self, strip: Tensor, into: Tensor) -> None:
-        into.copy_(strip)
+    def _begun(self, x: Tensor | None, like: Like, moves: Moves) -> Tensor:
+        """The needed box, with what is kept of x, and with `fill` where no rank sends anything: zeros to add to."""
+        result = torch.empty(moves.shape, dtype=like.dtype, device=like.device, memory_format=like.memory_format)
+        if not self.adds:
+            for cut in ((),) if moves.edges is None else moves.edges:
+                at(result, cut).fill_(self.fill)
+        elif self.plan.kept != self.plan.needed:
+            result.zero_()
+        if x is not None and moves.keeps:
+            at(result, moves.kept_into).copy_(at(x, moves.kept))
+        return result
 
     def __call__(self, x: Tensor) -> Tensor:
         """`bring`, differentiable."""
@@ -327,13 +330,7 @@ class Exchange:
 
 class _Adjoint(Exchange):
     tag = BACKWARD_TAG
-
-    def _begin(self, result: Tensor, moves: Moves) -> None:
-        if self.plan.kept != self.plan.needed:
-            result.zero_()
-
-    def _put(self, strip: Tensor, into: Tensor) -> None:
-        into.add_(strip)
+    adds = True
 
 
 TWICE = (

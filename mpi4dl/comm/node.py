@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpi4dl.comm.requests import Driven, Request
-from mpi4dl.comm.watchdog import Waits, sentry
+from mpi4dl.comm.requests import Driven, Request, Waits
+from mpi4dl.comm.watchdog import sentry
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -35,9 +35,12 @@ class Message(NamedTuple):
 
 def messages_of(pieces: Sequence[Piece]) -> list[Message]:
     """The messages that these pieces make up; those without elements make none."""
-    if len(pieces) < 2 or len({peer for peer, _ in pieces}) == len(pieces):
-        return [Message(peer, (tensor,), tensor.nbytes) for peer, tensor in pieces if tensor.numel()]
     messages: list[Message] = []
+    if len(pieces) < 2 or len({peer for peer, _ in pieces}) == len(pieces):
+        for peer, tensor in pieces:
+            if tensor.numel():
+                messages.append(Message(peer, (tensor,), tensor.nbytes))
+        return messages
     open_at: dict[int | None, int] = {}  # where the message is that the next small piece of a rank joins
     for peer, tensor in pieces:
         num_bytes = tensor.nbytes

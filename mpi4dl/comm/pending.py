@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mpi4dl.comm.node import Node
 from mpi4dl.comm.requests import Receives, Request
-from mpi4dl.comm.streams import here
+from mpi4dl.comm.streams import NOWHERE, here
 
 # The work of a rank as events of torch.profiler, and as ranges of NVTX under its `emit_nvtx`.
 #
@@ -24,14 +24,9 @@ from mpi4dl.comm.streams import here
 # mpi4dl:all_reduce, mpi4dl:wait(all_reduce)   an operation of torch.distributed starts; somebody waits for it
 
 
-def profiling() -> bool:
-    """Whether a profiler runs."""
-    return torch.autograd.profiler._is_profiler_enabled
-
-
 def as_event(name: object, tensors: Sequence[Tensor] = ()) -> contextlib.AbstractContextManager[Any]:
     """A context that is an event while a profiler runs, with the shapes of these tensors, and else costs nothing."""
-    if not profiling():
+    if not torch.autograd.profiler._is_profiler_enabled:
         return contextlib.nullcontext()
     return torch._C._profiler._RecordFunctionFast(f"mpi4dl:{name}", list(tensors), {})
 
@@ -79,13 +74,14 @@ class Pending:
 
     def wait(self) -> None:
         if self._requests:
-            if profiling():
+            if torch.autograd.profiler._is_profiler_enabled:
                 with as_event("wait"):
                     self.node.wait(self)
             else:
                 self.node.wait(self)
         self.conclude()
-        self._stream.join()
+        if self._stream is not NOWHERE:
+            self._stream.join()
 
     def test(self) -> bool:
         """Let MPI and the phases make progress, without waiting; whether all is complete."""

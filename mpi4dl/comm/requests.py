@@ -3,8 +3,10 @@
 A message of MPI, a copy that a GPU makes, a work of NCCL, and several of them in a row all are such requests.
 """
 
+import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from mpi4dl.comm import Mismatch
 
@@ -23,6 +25,25 @@ class Driven(Protocol):
     """Something that a rank has to move forward, whatever it waits for. Errors are raised in the wait."""
 
     def advance(self) -> None: ...
+
+
+class Waits:
+    """Marks where this rank waits for others: `with waits: ...`. `since`: when, by time.perf_counter; 0 at work.
+
+    `request`: what it waits for, where that is known; `limited`: the wait has a limit of its own.
+    """
+
+    since = 0.0
+    request: object = None
+    limited = False
+    thread = 0  # which waits: autograd's, in the backward pass of a GPU
+
+    def __enter__(self) -> None:
+        self.thread = threading.get_ident()
+        self.since = time.perf_counter()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.since, self.request, self.limited = 0.0, None, False
 
 
 class Calls:
@@ -58,9 +79,20 @@ class Receives:
         self._heard = heard
 
     def test(self) -> bool:
-        while self._open and self._arrived(self._open[0]):
-            pass
-        return not self._open
+        while self._open:
+            posted = self._open[0]
+            try:
+                if not posted.request.Test(self._status):
+                    return False
+            except RuntimeError as error:
+                self._raise(error)
+            del self._open[0]
+            source, count = self._status.source, self._status.Get_count()
+            if self._heard is not None:
+                self._heard(source)
+            if count != posted.num_bytes:
+                raise Mismatch(self._complaint(posted.num_bytes, source, f"{count}"))
+        return True
 
     def cancel(self) -> None:
         """Receive no more of what has not begun to arrive. MPI writes to no buffer any longer."""
@@ -71,24 +103,14 @@ class Receives:
             if not self._status.Is_cancelled() and self._heard is not None:
                 self._heard(self._status.source)
 
-    def _arrived(self, posted: Posted) -> bool:
-        try:
-            if not posted.request.Test(self._status):
-                return False
-        except RuntimeError as error:
-            from mpi4py import MPI
+    def _raise(self, error: RuntimeError) -> NoReturn:
+        """What it means that the first of the open receives failed."""
+        from mpi4py import MPI
 
-            if not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE:
-                raise
-            del self._open[0]
-            raise Mismatch(self._complaint(posted.num_bytes, posted.source, "more")) from None
-        del self._open[0]
-        source, count = self._status.source, self._status.Get_count()
-        if self._heard is not None:
-            self._heard(source)
-        if count != posted.num_bytes:
-            raise Mismatch(self._complaint(posted.num_bytes, source, f"{count}"))
-        return True
+        if not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE:
+            raise error
+        posted = self._open.pop(0)
+        raise Mismatch(self._complaint(posted.num_bytes, posted.source, "more")) from None
 
     def _complaint(self, expected: int, source: int | None, arrived: str) -> str:
         name = "any rank" if source is None else f"rank {source}"

@@ -145,7 +145,10 @@ class Messenger:
                 if buffer is not message.pieces[0]:
                     deliveries.append(partial(unpack, message, buffer))
                 buffers.append(buffer)
-                receives += self._receive(buffer, message.peer, tag)
+                sender = self._any if message.peer is None else message.peer
+                for start, stop in self._chunks(buffer.nbytes, self.max_message_bytes):
+                    request = self.mpi.Irecv(self._memory(buffer, start, stop), sender, tag)
+                    receives.append(Posted(request, stop - start, message.peer))
             requests.append(Receives(self.rank, receives, self._status, heard))
         if leaving:
             sends = []
@@ -157,13 +160,6 @@ class Messenger:
                     sends.append(self.mpi.Isend(self._memory(buffer, start, stop), message.peer, tag))
             requests.append(Calls(sends))
         return Pending(self.node, requests, buffers, deliveries)
-
-    def _receive(self, buffer: Tensor, source: int | None, tag: int) -> list[Posted]:
-        sender = self._any if source is None else source
-        return [
-            Posted(self.mpi.Irecv(self._memory(buffer, start, stop), sender, tag), stop - start, source)
-            for start, stop in self._chunks(buffer.nbytes, self.max_message_bytes)
-        ]
 
     def _memory(self, tensor: Tensor, start: int = 0, stop: int | None = None) -> list[Any]:
         """The bytes from `start` to `stop` of a dense tensor, as MPI takes them."""

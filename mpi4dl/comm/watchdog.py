@@ -18,6 +18,7 @@ from functools import cache
 from os import _exit as exit_now  # as it is before the guard puts its own there
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TextIO
 
+from mpi4dl.comm.requests import Waits
 from mpi4dl.comm.shutdown import met, mpi_has_started
 
 if TYPE_CHECKING:
@@ -338,30 +339,6 @@ class Watchdog:
         sentry().watch(None)
 
 
-class Waits:
-    """Marks where this rank waits for others: `with waits: ...`. `since`: when, by time.perf_counter; 0 at work.
-
-    `request`: what it waits for, where that is known; `limited`: the wait has a limit of its own.
-    """
-
-    since = 0.0
-    request: object = None
-    limited = False
-    thread = 0  # which waits: autograd's, in the backward pass of a GPU
-
-    def __enter__(self) -> None:
-        self.thread = threading.get_ident()
-        self.since = time.perf_counter()
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self.since, self.request, self.limited = 0.0, None, False
-
-    def patience(self) -> float:
-        """How many seconds this wait may take on a slow network, without anything being wrong."""
-        num_bytes = getattr(self.request, "num_bytes", None)
-        return STUCK_SECONDS + (0 if num_bytes is None else num_bytes() / SLOW_BYTES_PER_SECOND)
-
-
 class Sentry(threading.Thread):
     """The thread. `waits` is where this rank waits for others; `ended` says that its program has come to its end.
 
@@ -438,7 +415,9 @@ class Sentry(threading.Thread):
         if self.ended:
             return RankState(True, 0.0, "")
         since = self.waits.since
-        if not since or time.perf_counter() - since < self.waits.patience():
+        # A large message may take long on a slow network, without anything being wrong.
+        num_bytes = getattr(self.waits.request, "num_bytes", int)()
+        if not since or time.perf_counter() - since < STUCK_SECONDS + num_bytes / SLOW_BYTES_PER_SECOND:
             return None
         if self._standing is not None and self._standing.since == since:
             return self._standing

@@ -497,7 +497,7 @@ def _guard(function: Any, args: Sequence[Any], options: dict[str, Any]) -> None:
     if ForwardPass.now() is not None or torch._C._current_graph_task_id() >= 0 or not torch.is_grad_enabled():
         return
     first = next((x for x in args if type(x) is SpatialTensor), None)
-    if (first is not None and first._layout.grid.loop is None) or getattr(function, "__name__", "") in READS:
+    if (first is not None and first.layout.grid.loop is None) or getattr(function, "__name__", "") in READS:
         return
     tensors = [x for x in pytree.tree_leaves((tuple(args), options)) if isinstance(x, Tensor)]
     loops = {

@@ -20,7 +20,7 @@ import torch
 
 from mpi4dl._memory import MemoryMeter, load_libraries
 from mpi4dl.comm import Communicator
-from mpi4dl.comm.watchdog import Waits
+from mpi4dl.comm.requests import Waits
 
 
 class ClockedWaits(Waits):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mpi4dl.comm import Communicator
-from mpi4dl.comm.watchdog import Waits
+from mpi4dl.comm.requests import Waits
 from mpi4dl.sweeps.meter import ClockedWaits, Meter
 from tests.pool.ranks import Ranks
 

@@ -224,6 +224,10 @@ class Flat(NamedTuple):
         return [factor.size if factor.axis is None else box[factor.axis].length for factor in self.factors]
 
 
+def _without_lists(key: Any) -> Any:
+    return tuple(map(_without_lists, key)) if isinstance(key, list | tuple) else key
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where this rank's part of a tensor lies in the whole: its tiling, and for each axis the tensor's dim of it.
@@ -251,11 +255,14 @@ class Layout:
         return {}
 
     def known(self, key: Hashable, find: Callable[[], T]) -> T:
-        """The result of `find()` for this layout, cached by this key.
+        """The result of `find()` for this layout, cached by this key, in which lists count as tuples.
 
         All that an operator needs to know before it computes follows from the layout and its arguments.
         """
-        found: T | None = self._known.get(key)
+        try:
+            found: T | None = self._known.get(key)
+        except TypeError:
+            return self.known(_without_lists(key), find)
         if found is None:
             if len(self._known) >= KNOWN:
                 self._known.clear()

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from mpi4dl._compiler import compiler_is_there
+from mpi4dl._compiler import PART
 from mpi4dl.comm.exchange import narrow
 from mpi4dl.geometry import Tiling
 from mpi4dl.parallel.spatial.grid import Layout
@@ -256,9 +256,10 @@ class SpatialTensor(Tensor):
     norms that it was made of and that may be asked to hold more. `gathered` is what `sums` gathered of it.
     """
 
+    # Asked for several times in every rule: they do not go through the table of rules, and never change.
+    shape: torch.Size = torch.Size()
+    layout: Layout = None  # type: ignore[assignment]
     _local: Tensor | None
-    _shape: torch.Size
-    _layout: Layout
     _first_look: Callable[[], None] | None
     _memory: Memory | None
     retained: "Tensor | None"
@@ -267,30 +268,28 @@ class SpatialTensor(Tensor):
     providers: tuple[Provider, ...]
 
     @staticmethod
-    def __new__(cls, local: Tensor, layout: Layout) -> "SpatialTensor":
-        self = cls.promise(local, layout, local.requires_grad)
-        self._local = local
+    def __new__(cls, local: Tensor, layout: Layout, promised: bool | None = None) -> "SpatialTensor":
+        if PART in sys.modules:
+            _run_eagerly()
+        if not layout.settled:
+            layout = layout.grid.the_one(layout)
+        shape = layout.known(local.shape, lambda: layout.global_shape(local.shape))
+        # requires_grad lets a wrapper notice that a custom autograd.Function took it: see `local` and the hook.
+        requires_grad = local.requires_grad if promised is None else promised
+        self = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+        )
+        self._local = local if promised is None else None
+        self._first_look = self._memory = self.retained = self.gathered = None
+        self.shape, self.layout, self.providers = shape, layout, ()
+        if requires_grad:
+            _refuse_gradients(self)
         return self
 
     @classmethod
     def promise(cls, like: Tensor, layout: Layout, requires_grad: bool) -> "SpatialTensor":
         """A tensor whose local part, of the kind of `like`, is to come by `fulfil`, at the latest at the first look."""
-        if compiler_is_there():
-            _run_eagerly()
-        if not layout.settled:
-            layout = layout.grid.the_one(layout)
-        shape = layout.known(like.shape, lambda: layout.global_shape(like.shape))
-        # requires_grad lets a wrapper notice that a custom autograd.Function took it: see `local` and the hook.
-        self = Tensor._make_wrapper_subclass(
-            cls, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad
-        )
-        self._local = self._first_look = self._memory = None
-        self._shape, self._layout = shape, layout
-        self.retained = self.gathered = None
-        self.providers = ()
-        if requires_grad:
-            _refuse_gradients(self)
-        return self
+        return cls(like, layout, requires_grad)
 
     @property
     def memory(self) -> Memory:
@@ -327,40 +326,31 @@ class SpatialTensor(Tensor):
         assert self._local is not None
         return self._local
 
-    # Asked for several times in every rule: so they do not go through the table of rules. They never change.
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        return self._shape
-
     def dim(self) -> int:
-        return len(self._shape)
-
-    @property
-    def layout(self) -> Layout:  # type: ignore[override]
-        return self._layout
+        return len(self.shape)
 
     def like(self, local: Tensor) -> "SpatialTensor":
         """A tensor of the same layout whose part on this rank is `local`."""
-        return SpatialTensor(local, self._layout)
+        return SpatialTensor(local, self.layout)
 
     def hold_less(self, tiling: Tiling) -> None:
         """Forget what is held beyond `tiling`, of the same cuts, in all views of this memory: it is to be written to
         where that is held alone.
         """
-        self._layout.grid.foresight.pay()
+        self.layout.grid.foresight.pay()
         for known in self.memory.tensors:
             x = known()
             if x is not None and x._local is not None:
                 splits = [
                     wanted if split.cuts == wanted.cuts else split.narrow()
-                    for split, wanted in zip(x._layout.tiling.splits, tiling.splits, strict=True)
+                    for split, wanted in zip(x.layout.tiling.splits, tiling.splits, strict=True)
                 ]
-                less = replace(x._layout, tiling=Tiling(tuple(splits)))
-                x._local, x._layout = narrow(x._local, less.dims, x._layout.held, less.held), less
+                less = replace(x.layout, tiling=Tiling(tuple(splits)))
+                x._local, x.layout = narrow(x._local, less.dims, x.layout.held, less.held), less
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
-            return f"SpatialTensor(shape={tuple(self.shape)}, held={self._layout.held}, dtype={self.dtype})"
+            return f"SpatialTensor(shape={tuple(self.shape)}, held={self.layout.held}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SpatialTensor":
         return SpatialTensor(self.local.detach().clone(), self.layout)
@@ -390,11 +380,12 @@ class SpatialTensor(Tensor):
             if not (without_rule and _is_uncut(args, options)):
                 raise
             return without_rule[0](function, args, options, refused)
-        source = next((x for x in args if isinstance(x, SpatialTensor)), None)
-        if source is not None:
-            for y in result if isinstance(result, tuple | list) else (result,):
-                if isinstance(y, SpatialTensor):
-                    _share_memory(y, source)
+        for source in args:
+            if isinstance(source, SpatialTensor):
+                for y in result if isinstance(result, tuple | list) else (result,):
+                    if isinstance(y, SpatialTensor):
+                        _share_memory(y, source)
+                break
         return result
 
     @classmethod
@@ -404,7 +395,7 @@ class SpatialTensor(Tensor):
         if function is torch.ops.aten.detach.default:  # by which autograd gives back what checkpoints had saved
             x: SpatialTensor = args[0]
             assert x._local is not None
-            return SpatialTensor(x._local.detach().requires_grad_(x._local.requires_grad), x._layout)
+            return SpatialTensor(x._local.detach().requires_grad_(x._local.requires_grad), x.layout)
         raise refusal(str(function))
 
 

@@ -23,7 +23,6 @@ from mpi4dl.parallel.spatial.rules.windows import (
     cast,
     check_image,
     each,
-    hashable,
     slide,
 )
 from mpi4dl.parallel.spatial.sums import shared, with_all_features
@@ -106,11 +105,21 @@ BEHIND_BIAS = (
 
 
 def with_cut_channels(function: Any, convolution: Convolve, out: int = 0) -> Convolve:
-    """The rule `convolution` of this function, for weights too that are cut; `out` is the weight's dim of outputs."""
+    """The rule `convolution` of this function, for weights too that are cut; `out` is the weight's dim of outputs.
+
+    Tokens (N, heads, tokens, features) are cut as the rows and columns of an image first.
+    """
 
     @wraps(convolution)
     def rule(input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **options: Any) -> Tensor:
-        dim = input.dim() - weight.dim() + 1
+        layout = input.layout if isinstance(input, SpatialTensor) else None
+        if layout is not None and layout.flat:
+            image = input.dim() == weight.dim() == len(layout.grid.space) + 2
+            x = as_image(input) if image else gather_axes(input, ())  # type: ignore[arg-type]
+            return function(x, weight, bias, *args, **options)
+        dim = len(input.shape) - len(weight.shape) + 1
+        if layout is not None and layout.grid.features is None and not isinstance(weight, SpatialTensor):
+            return convolution(input, weight, bias, *args, **options)
         if not isinstance(weight, SpatialTensor) and not shared(input, dim):
             return convolution(input, weight, bias, *args, **options)
         if isinstance(weight, SpatialTensor) and not shared(weight, 0) and not shared(weight, 1):
@@ -214,13 +223,14 @@ def _convolution(
     if local.dim() == count + 1:
         y = _convolution(count, x.unsqueeze(0), weight, bias, stride, padding, dilation, groups)
         return y.squeeze(0)
-    options = hashable(stride), hashable(padding), hashable(dilation), groups
+    options = stride, padding, dilation, groups
     key = _convolution, count, options, local.shape, local.dtype, weight.shape, weight.dtype, weight.device
     planned = x.layout.known(key, lambda: _plan(count, x, weight, *options))
     if planned.first is not None:
         return _convolution(count, F.pad(x, planned.first), weight, bias, stride, 0, dilation, groups)
     reached, operator, _ = planned
-    reached.ask(x)
+    if reached.lacking is not None:
+        reached.ask(x)
     if reached.exchange is None:
         local = reached.crop(local)
     return wrap(convolve(local, weight, bias, operator), reached.output)
@@ -298,23 +308,10 @@ def _transposed_convolution(
     return wrap(y, reached.output)
 
 
-def _along_tokens(function: Callable[..., Tensor], rule: Callable[..., Tensor], count: int) -> Callable[..., Tensor]:
-    """The rule; tokens (N, heads, tokens, features) are cut as the rows and columns of an image first."""
-
-    def opened(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not isinstance(input, SpatialTensor) or not input.layout.flat:
-            return rule(input, *args, **kwargs)
-        image = input.dim() == count + 2 and len(input.layout.grid.space) == count
-        return function(as_image(input) if image else gather_axes(input, ()), *args, **kwargs)
-
-    return opened
-
-
 for count in (1, 2, 3):
     for name, rule, out in (
         (f"conv{count}d", _convolution, 0),
         (f"conv_transpose{count}d", _transposed_convolution, 1),
     ):
         function = getattr(torch, name)
-        rule = with_cut_channels(function, partial(rule, count), out)
-        register(function, flat=out == 0)(_along_tokens(function, rule, count) if out == 0 else rule)
+        register(function, flat=out == 0)(with_cut_channels(function, partial(rule, count), out))

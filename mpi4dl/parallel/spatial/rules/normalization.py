@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from mpi4dl.comm.exchange import BACKWARD_TAG, FORWARD_TAG, Exchange, Like, once_differentiable
+from mpi4dl.comm.exchange import BACKWARD_TAG, FORWARD_TAG, Exchange, once_differentiable
 from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import BATCH, Tiling, widest
 from mpi4dl.parallel.spatial.grid import Layout
@@ -189,11 +189,11 @@ class _Round:
         else:
             mine = rows if isinstance(rows, Tensor) else torch.stack(rows)
         self._told.append((norm, mine, theirs))
-        strips = []
+        strips: list[Tensor] = []
         if exchange is not None:
-            strips = exchange.strips(Like.of(x))
+            strips, arriving = exchange.arriving(x)
             self._sends += exchange.leaving(x)
-            self._receives += exchange.arriving(strips)
+            self._receives += arriving
         return strips
 
     def gather(self, collect: Callable[[Norm, Tensor], Tensor]) -> list[Tensor]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import lru_cache, partial, reduce
+from functools import partial, reduce
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -33,7 +33,6 @@ from mpi4dl.parallel.spatial.rules.windows import (
     described,
     each,
     flat_index,
-    hashable,
     operate,
     places_of,
     slide,
@@ -165,7 +164,6 @@ def _inside(y: Tensor, indices: Tensor, size: Sequence[int], margins: Sequence[i
     )
 
 
-@lru_cache(maxsize=1024)
 def windows_of(
     count: int, ceil_mode: bool, kernel: Size, stride: Size | None, padding: Size, dilation: Size
 ) -> tuple[Window, ...]:
@@ -178,7 +176,8 @@ def windows_of(
     )
 
 
-def _plan_maxima(x: SpatialTensor, windows: Sequence[Window], places: bool) -> tuple[Sliding, WithHalo]:
+def _plan_maxima(x: SpatialTensor, places: bool, *options: Any) -> tuple[Sliding, WithHalo]:
+    windows = _of_images(*options)
     sliding = slide(x, windows, worst(x, True))
     margins = [max(0, -rows.start) for rows in sliding.needed]
     padding, dilation = list(sliding.padding), [window.dilation for window in windows]
@@ -188,17 +187,14 @@ def _plan_maxima(x: SpatialTensor, windows: Sequence[Window], places: bool) -> t
 
 
 def _plan_means(
-    x: SpatialTensor, windows: Sequence[Window], count_include_pad: bool
-) -> tuple[HaloPlan, WithHalo, list[list[int]]]:
+    x: SpatialTensor, count_include_pad: bool, *options: Any
+) -> tuple[HaloPlan, WithHalo, list[list[int]], int]:
+    windows = _of_images(*options)
     sliding = slide(x, windows)
     padding, shape = list(sliding.padding), sliding.shape(sliding.reached.begin(x))
     function = _Means(*_numbers(windows), padding, windows[0].ceil_mode, shape)
     counts = _counts(x.shape, windows, sliding.made, count_include_pad)
-    return sliding.reached, WithHalo(sliding.reached.exchange, function), counts
-
-
-def _area(windows: Sequence[Window]) -> int:
-    return math.prod(window.kernel for window in windows)
+    return sliding.reached, WithHalo(sliding.reached.exchange, function), counts, math.prod(function.kernel)
 
 
 def _numbers(windows: Sequence[Window]) -> tuple[list[int], list[int]]:
@@ -217,12 +213,10 @@ def _max_pool(
     return_indices: bool = False,
 ) -> Any:
     """Maxima, of equal pixels the first; their indices, if they are asked for, are those of the whole image."""
-    x = check_image(input, f"torch.nn.functional.max_pool{count}d", count, True)
-    numbers = hashable(kernel_size), hashable(stride), hashable(padding), hashable(dilation)
-    x, windows = _of_rows(x, windows_of(count, ceil_mode, *numbers))
-    local = x.local
-    key = _plan_maxima, windows, return_indices, local.shape, local.dtype
-    (reached, _, needed, _), operator = x.layout.known(key, lambda: _plan_maxima(x, windows, return_indices))
+    x = _as_image(check_image(input, f"torch.nn.functional.max_pool{count}d", count, True), count)
+    local, options = x.local, (return_indices, count, ceil_mode, kernel_size, stride, padding, dilation)
+    key = _plan_maxima, options, local.shape, local.dtype
+    (reached, _, needed, _), operator = x.layout.known(key, lambda: _plan_maxima(x, *options))
     y, *indices = operate(x, local, reached, operator)
     found = [reached.result(x, y)]
     if return_indices:
@@ -233,13 +227,15 @@ def _max_pool(
     return tuple(found) if return_indices else found[0]
 
 
-def _of_rows(x: SpatialTensor, windows: tuple[Window, ...]) -> tuple[SpatialTensor, tuple[Window, ...]]:
+def _as_image(x: SpatialTensor, count: int) -> SpatialTensor:
     """Sequences as images of one row."""
-    if len(windows) > 1:
-        return x, windows
-    row = x.unsqueeze(-2)
-    assert isinstance(row, SpatialTensor)
-    return row, (Window(1, ceil_mode=windows[0].ceil_mode), *windows)
+    return x if count > 1 else x.unsqueeze(-2)  # type: ignore[return-value]
+
+
+def _of_images(count: int, ceil_mode: bool, *numbers: Any) -> tuple[Window, ...]:
+    """The windows of `windows_of`; those of sequences as such images."""
+    windows = windows_of(count, ceil_mode, *numbers)
+    return windows if count > 1 else (Window(1, ceil_mode=ceil_mode), *windows)
 
 
 def _with_indices(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -258,22 +254,19 @@ def _avg_pool(
     divisor_override: int | None = None,
 ) -> Tensor:
     """The mean of each window, put right where PyTorch counts other than a whole window's pixels, as at the edges."""
-    x = check_image(input, f"torch.nn.functional.avg_pool{count}d", count, True)
-    x, windows = _of_rows(
-        x, windows_of(count, ceil_mode, hashable(kernel_size), hashable(stride), hashable(padding), 1)
-    )
-    local = x.local
-    key = _plan_means, windows, count_include_pad, local.shape
-    reached, operator, counts = x.layout.known(key, lambda: _plan_means(x, windows, count_include_pad))
+    x = _as_image(check_image(input, f"torch.nn.functional.avg_pool{count}d", count, True), count)
+    local, options = x.local, (count_include_pad, count, ceil_mode, kernel_size, stride, padding, 1)
+    key = _plan_means, options, local.shape
+    reached, operator, counts, area = x.layout.known(key, lambda: _plan_means(x, *options))
     (y,) = operate(x, local, reached, operator)
     if divisor_override == 0:
         raise RuntimeError("divisor must be not zero")
     if divisor_override is not None:
-        return reached.result(x, y * (_area(windows) / divisor_override))
+        return reached.result(x, y * (area / divisor_override))
     if counts:
         shares = [numbers_on(y.device, tuple(numbers), y.dtype) for numbers in counts]
         divisor = reduce(lambda done, share: done.unsqueeze(-1) * share, shares)
-        y = y * (_area(windows) / divisor)
+        y = y * (area / divisor)
     pooled = reached.result(x, y)
     return pooled.squeeze(-2) if count == 1 else pooled
 

@@ -15,7 +15,7 @@ from mpi4dl.parallel.spatial.flattening import between_copies
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import gather, gather_axes, retile
 from mpi4dl.parallel.spatial.rules.pointwise import pointwise
-from mpi4dl.parallel.spatial.rules.windows import hashable, in_plain_dtype
+from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, place_of, refusal, register, wrap
 
 DimsArgument = int | Sequence[int] | None
@@ -83,7 +83,7 @@ def check_reduction(function: Any, x: SpatialTensor, *args: Any, **kwargs: Any) 
     """Raise what PyTorch raises for these arguments, as of an extremum of nothing."""
     # Of a few pixels: for a reduction of a meta tensor PyTorch imports sympy, which takes a second.
     few, dtype = tuple(min(n, 2) for n in x.shape), x.dtype
-    key = check_reduction, function, few, dtype, args and hashable(args[0]), args[1:], tuple(kwargs.items())
+    key = check_reduction, function, few, dtype, args, tuple(kwargs.items())
     x.layout.known(key, lambda: function(torch.zeros(few, dtype=dtype), *args, **kwargs))
 
 

@@ -40,11 +40,6 @@ def each(value: Any, count: int) -> tuple[Any, ...]:
     return tuple(value) * count if len(value) == 1 else tuple(value[:count])
 
 
-def hashable(value: Any) -> Any:
-    """The same argument, such as a list of numbers, as something that can be looked up by."""
-    return tuple(value) if isinstance(value, list) else value
-
-
 def check_image(x: Tensor, function: str, count: int = 2, each_channel: bool = False) -> SpatialTensor:
     """x, if windows along its last `count` dims are along axes of space, and no other dim is one; refuse it otherwise.
 
@@ -52,16 +47,16 @@ def check_image(x: Tensor, function: str, count: int = 2, each_channel: bool = F
     """
     if not isinstance(x, SpatialTensor):
         raise refusal(function, "an argument other than the input is a SpatialTensor")
-    layout, first = x.layout, x.dim() - count
-    dims = layout.dims[:-1] if each_channel and shared(x, first - 1) else layout.dims
-    if not layout.known((check_image, first, each_channel), lambda: _slides(dims, first)):
+    layout, first = x.layout, len(x.shape) - count
+    if not layout.known((check_image, first, each_channel), lambda: _slides(x, first, each_channel)):
         raise refusal(
             function, f"it slides along the last {count} dims, but those of {layout.grid.names} are {layout.dims}"
         )
     return x
 
 
-def _slides(dims: Dims, first: int) -> bool:
+def _slides(x: SpatialTensor, first: int, each_channel: bool) -> bool:
+    dims = x.layout.dims[:-1] if each_channel and shared(x, first - 1) else x.layout.dims
     return not any(
         dim is not None and (dim != 0 or first == 0 if axis == BATCH else dim < first) for axis, dim in enumerate(dims)
     )
@@ -129,7 +124,8 @@ def flat_index(places: Sequence[Tensor], size: Sequence[int]) -> Tensor:
 
 def cast(*tensors: Tensor | None) -> list[Any]:
     """Tensors in the dtype that autocast wants for convolutions and matrix products; as they are without autocast."""
-    kind = next(t for t in tensors if t is not None).device.type
+    first = tensors[0]
+    kind = first.device.type  # type: ignore[union-attr]
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return list(tensors)
     dtype = torch.get_autocast_dtype(kind)
@@ -317,7 +313,6 @@ def described(
         kind = x.local.device.type
         known = torch.amp.is_autocast_available(kind)
         autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) if known else None
-        args, kwargs = tuple(map(hashable, args)), {key: hashable(value) for key, value in kwargs.items()}
         key = described, function, autocast, args, *kwargs.items(), x.local.shape
         reached, of_part, keeps = x.layout.known(key, lambda: plan(x, autocast, args, kwargs))
         if keeps:
