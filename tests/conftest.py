@@ -70,6 +70,15 @@ def _no_cache_left() -> Iterator[None]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture(autouse=True)
+def _signals_as_before() -> Iterator[None]:
+    """A run that is stopped within a test leaves signals ignored, also for the processes of later tests."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     pool = Ranks()

@@ -110,7 +110,7 @@ def test_the_folder_holds_everything_about_the_run(recorded: Recorded) -> None:
         assert 0 <= rank["parameters and buffers"] - 4 * sum(shapes.values()) < 4096
         assert rank["activations and the rest"] > 0
     versions = json.loads((folder / "versions.json").read_text())
-    assert versions["torch"] == torch.__version__
+    assert versions["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert versions["mpi"]
     assert versions["command"][3:] == [*flags, *TILES_2x2, "--run-folder", str(folder)]
     log = (folder / "log-rank0.txt").read_text()

@@ -472,9 +472,12 @@ def _now(x: Tensor) -> Tensor:
 APPLY = vars(torch.autograd.Function)["apply"]  # a class method, of Python or, since PyTorch 2.15, of C
 
 
+OF_CHECKPOINTS = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)  # before PyTorch 2.13: it computes nothing
+
+
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     """`torch.autograd.Function.apply`, which asks no tensor: it would go past kept ones, and a forward pass."""
-    if function.__module__.startswith("mpi4dl."):
+    if function.__module__.startswith("mpi4dl.") or function is OF_CHECKPOINTS:
         return APPLY.__get__(None, function)(*args, **kwargs)
     if running_forward:
         return running_forward[-1].apply(function, args, kwargs)

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.comm.backend_collectives import numbers, values
 from tests.comm.backend_training import batch, network, parameters, train
+from tests.comm.single import all_gather_single, reduce_scatter_single
 
 MINUTE = datetime.timedelta(minutes=1)
 
@@ -42,7 +43,7 @@ def methods_of_groups(rank: int, size: int) -> list[Any]:
     summed = torch.zeros(5)
     group.reduce_scatter(summed, [values(rank + to) for to in range(size)]).wait()
     joined, part, swapped = torch.zeros(5 * size), torch.zeros(5), torch.zeros(size)
-    group.all_gather_single(joined, values(rank)).wait()
+    group._allgather_base(joined, values(rank)).wait()
     group._reduce_scatter_base(part, values(rank, 5 * size)).wait()
     group.alltoall_base(swapped, values(rank, size), [], []).wait()
     group.barrier().wait()
@@ -59,8 +60,8 @@ def scalars(rank: int, size: int) -> list[Tensor]:
     dist.all_gather(everyone, torch.tensor(float(rank)))
     joined, part = torch.zeros(size), torch.tensor(0.0)
     if ours():
-        dist.all_gather_single(joined, torch.tensor(float(rank)))
-        dist.reduce_scatter_single(part, torch.arange(float(size)))
+        all_gather_single(joined, torch.tensor(float(rank)))
+        reduce_scatter_single(part, torch.arange(float(size)))
     else:
         joined, part = torch.arange(float(size)), torch.tensor(float(rank * size))
     return [x, total, *everyone, joined, part]

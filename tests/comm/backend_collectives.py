@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.comm.single import all_gather_single, reduce_scatter_single
+
 DTYPES = [
     torch.float64,
     torch.float32,
@@ -124,12 +126,12 @@ def coalesced(rank: int, size: int) -> list[Tensor]:
     gathered = [torch.zeros(n * size) for n in (2, 3)]
     with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
         for out, n in zip(gathered, (2, 3), strict=True):
-            dist.all_gather_single(out, values(rank, n))
+            all_gather_single(out, values(rank, n))
     manager.wait()
     scattered = [torch.zeros(n) for n in (2, 3)]
     with dist.distributed_c10d._coalescing_manager():
         for out, n in zip(scattered, (2, 3), strict=True):
-            dist.reduce_scatter_single(out, values(rank, n * size))
+            reduce_scatter_single(out, values(rank, n * size))
     return [*xs, *gathered, *scattered]
 
 
@@ -150,11 +152,11 @@ def all_gathers(rank: int, size: int) -> list[Tensor]:
         results += outputs
     stacked, joined = torch.zeros(size, 2, 3), torch.zeros(2 * size, 3)
     into = stacked if dist.get_backend() == "mpi4dl" else stacked.view(-1, 3)  # gloo cannot stack
-    dist.all_gather_single(into, numbers(rank, 6).view(2, 3))
+    all_gather_single(into, numbers(rank, 6).view(2, 3))
     dist.all_gather_into_tensor(joined, numbers(rank, 6).view(2, 3))
     in_place = torch.zeros(size, 4)
     in_place[rank] = float(rank + 1)
-    dist.all_gather_single(in_place.view(-1), in_place[rank])
+    all_gather_single(in_place.view(-1), in_place[rank])
     return [*results, stacked, joined, in_place]
 
 
@@ -192,7 +194,7 @@ def reduce_scatters(rank: int, size: int) -> list[Tensor]:
         x = torch.zeros(3, dtype=dtype)
         dist.reduce_scatter(x, [values(rank + 7 * to, 3, dtype) for to in range(size)])
         y = torch.zeros(2, 2, dtype=dtype)
-        dist.reduce_scatter_single(y, values(rank, 4 * size, dtype).view(2 * size, 2))
+        reduce_scatter_single(y, values(rank, 4 * size, dtype).view(2 * size, 2))
         z = torch.zeros(3, dtype=dtype)
         dist.reduce_scatter(z, [values(rank + 7 * to, 3, dtype) for to in range(size)], dist.ReduceOp.MAX)
         results += [x, y, z]
@@ -314,7 +316,7 @@ def in_pieces(rank: int, size: int) -> list[Any]:
     if rank == 1:
         dist.recv(y, 0)
     dist.all_reduce(numbers(rank, 50))
-    dist.reduce_scatter_single(z, numbers(rank, 50 * size))
+    reduce_scatter_single(z, numbers(rank, 50 * size))
     results = [x, y, z, *all_gathers(rank, size), *all_to_alls(rank, size)]
     for wire, limit in zip(wires, limits, strict=True):
         wire.max_message_bytes, wire.max_reduction_bytes = limit, 1 << 21

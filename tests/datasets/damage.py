@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import imagecodecs
 import numpy as np
 import PIL.Image
 import tifffile
@@ -11,6 +12,8 @@ import tifffile
 from mpi4dl.datasets import BadImage, open_image
 from mpi4dl.geometry import Interval
 from tests.datasets.boxes import smooth_image
+
+FAXES = ("group3", "group4", "tiff_ccitt") if hasattr(imagecodecs, "CCITTFAX4") else ()
 
 Write = Callable[[Path], None]
 
@@ -44,7 +47,7 @@ def kinds() -> dict[str, tuple[str, Write]]:
     picture("webp", ".webp", rgb)
     picture("bmp", ".bmp", rgb)
     picture("tiff palette", ".tif", rgb.quantize(16), tiffinfo={274: 6})
-    for code in ("group3", "group4", "tiff_ccitt"):
+    for code in FAXES:
         picture(f"tiff {code}", ".tif", rgb.convert("1"), compression=code)
     picture("tiff YCbCr", ".tif", rgb.convert("YCbCr"))
     for compression in (*LOSSLESS, *LOSSY):

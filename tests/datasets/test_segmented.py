@@ -4,6 +4,7 @@ import re
 import struct
 import zlib
 
+import imagecodecs
 import numpy as np
 import PIL.Image
 import pytest
@@ -113,6 +114,7 @@ def with_alpha(path, mask, opacity):
     PIL.Image.merge("LA", [PIL.Image.fromarray(mask), PIL.Image.new("L", mask.shape[::-1], opacity)]).save(path)
 
 
+FAX = "group4" if hasattr(imagecodecs, "CCITTFAX4") else None
 MASKS = {
     "grey of 1 bit": (".png", 2, lambda path, mask: grey_png(path, mask, 1)),
     "grey of 2 bits": (".png", 4, lambda path, mask: grey_png(path, mask, 2)),
@@ -126,7 +128,7 @@ MASKS = {
     "palette of 8 bits": (".png", 255, lambda path, mask: palette(path, mask, 8)),
     "GIF": (".gif", 16, lambda path, mask: PIL.Image.fromarray(mask, "P").save(path)),
     "BMP": (".bmp", 255, lambda path, mask: PIL.Image.fromarray(mask).save(path)),
-    "TIFF of 1 bit": (".tif", 2, lambda path, mask: PIL.Image.fromarray(mask > 0).save(path, compression="group4")),
+    "TIFF of 1 bit": (".tif", 2, lambda path, mask: PIL.Image.fromarray(mask > 0).save(path, compression=FAX)),
     "TIFF of 8 bits": (".tif", 255, lambda path, mask: tifffile.imwrite(path, mask)),
     "TIFF of 32 bits": (".tif", 255, lambda path, mask: tifffile.imwrite(path, mask.astype(np.int32))),
     "TIFF, white is 0": (".tif", 255, lambda path, mask: tifffile.imwrite(path, mask, photometric="miniswhite")),

@@ -194,7 +194,10 @@ SCALED = {
 def test_samples_are_scaled_by_the_range_that_the_file_declares(tmp_path, kind):
     pixels, options = SCALED[kind]
     options = {"photometric": "minisblack", **options}
-    tifffile.imwrite(tmp_path / "a.tif", pixels[..., 0], rowsperstrip=40, **options)
+    try:
+        tifffile.imwrite(tmp_path / "a.tif", pixels[..., 0], rowsperstrip=40, **options)
+    except NotImplementedError as error:
+        pytest.skip(f"imagecodecs: {error}")
     found = open_image(tmp_path / "a.tif").read(*whole(HEIGHT, WIDTH))
     assert np.abs(found.astype(int) - GREY).max() <= (kind.startswith("12"))
 
@@ -215,6 +218,7 @@ def test_one_bit(tmp_path):
         assert np.array_equal(open_image(tmp_path / "a.tif").read(*whole(HEIGHT, WIDTH))[..., 1], expected)
 
 
+@pytest.mark.skipif(not hasattr(imagecodecs, "CCITTFAX4"), reason="this imagecodecs reads no faxes")
 @pytest.mark.parametrize("compression", ["group3", "group4", "tiff_ccitt"])
 def test_faxes(tmp_path, compression):
     image = PIL.Image.fromarray(smooth_image(HEIGHT, WIDTH)).convert("1")

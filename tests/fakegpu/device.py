@@ -446,6 +446,7 @@ def installed(constants_are_here: bool = False) -> Iterator[FakeGpu]:
         "set_rng_state": lambda state, device=None: torch.cuda.default_generators[0].set_state(state),
     }.items():
         patch.setattr(torch.cuda, name, value)
+    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     patch.setattr(torch.backends.cuda, "can_use_flash_attention", can_use_flash_attention)
     patch.setattr(torch.backends.cuda, "can_use_efficient_attention", can_use_efficient_attention)
     post = Messenger._post

@@ -74,7 +74,7 @@ def test_versions_say_what_the_run_ran_on(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "versions.json").read_text())
     assert found["python"] == platform.python_version()
     assert found["mpi4dl"] == mpi4dl.__version__
-    assert found["torch"] == torch.__version__
+    assert found["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert found["numpy"] == np.__version__
     assert found["mpi"] == "MPICH Version: 5.0.2"
     assert found["host"] == platform.node()

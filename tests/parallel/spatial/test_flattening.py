@@ -177,6 +177,8 @@ BESIDE: dict[str, Function] = {
         lambda x: F.mse_loss(x, x.flip(-1), reduction="none") * F.kl_div(x, (2 * x).exp(), reduction="none")
     ),
 }
+if torch.__version__ < "2.13":  # it has no derivative there
+    BESIDE = {name: each for name, each in BESIDE.items() if not name.startswith("aminmax")}
 ALONG: dict[str, Function] = {
     "extrema": lambda x: (rows(x).amax(0), rows(x).max(0), tokens(x).min(1), x.flatten(1).argmax(1), rows(x).max()),
     "sums": lambda x: (rows(x).logsumexp(0), tokens(x).prod(1) * 1e3, torch.linalg.norm(rows(x)), rows(x).nansum()),

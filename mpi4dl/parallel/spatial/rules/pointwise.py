@@ -25,10 +25,11 @@ from mpi4dl.parallel.spatial.tensor import (
     writes,
 )
 
-# Pointwise too, but composed of others or not computing anything, so that PyTorch does not tag them.
+# Pointwise too, but composed of others or not computing anything, so that PyTorch does not tag them; `leaky_relu` not
+# in 2.10.
 UNTAGGED = (
-    "softsign tanhshrink logsigmoid hardswish clone detach contiguous float double half bfloat16 int long bool type "
-    "cpu cuda zeros_like ones_like full_like empty_like positive isclose copy_ conj resolve_conj resolve_neg"
+    "leaky_relu softsign tanhshrink logsigmoid hardswish clone detach contiguous float double half bfloat16 int long "
+    "bool type cpu cuda zeros_like ones_like full_like empty_like positive isclose copy_ conj resolve_conj resolve_neg"
 ).split()
 SPELLED = {
     "truediv": "div",
