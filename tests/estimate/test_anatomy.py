@@ -45,7 +45,7 @@ def peak_bytes(comm: Communicator, plan: Plan, image: tuple[int, ...], trace: st
     """The most bytes that PyTorch had allocated at one time in two steps of training."""
     of_text, batch, size = of_tokens(image), image[0], space_of(image)
     channels = image[1 : -len(size)]
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
         model, loss = (build_text, token_loss) if of_text else (build, F.cross_entropy)
         held = split(model, plan, comm, image=(batch // plan.num_microbatches, *image[1:]))
         optimizer = torch.optim.Adam(held.parameters(), lr=1e-3)

@@ -203,7 +203,7 @@ def ranges_of_a_step(comm: Communicator, plan: Plan) -> tuple[list[str], list[st
     """The actions of this rank's row, and the ranges in a profile of a step that are named after actions; any waits."""
     engine = engine_of(comm, plan, 0.0, 8)
     step(engine, 8, 8)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         step(engine, 8, 8)
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
     names = [event.name.removeprefix("mpi4dl:") for event in events if event.name.startswith("mpi4dl:")]
