@@ -49,7 +49,7 @@ class Pending:
         self._requests = list(requests)
         self._buffers = list(buffers)
         self._deliveries = list(deliveries)
-        self._stream = here()
+        self._stream = here() if torch.cuda.is_initialized() else NOWHERE
         self._parts: Sequence[Pending] = ()
 
     @classmethod
