@@ -1,4 +1,4 @@
-"""The way of a steady convolution through the package: how many calls, and the files that the architecture page lists."""
+"""The way of a steady convolution through the package: how many calls, and the files that the architecture lists."""
 
 import re
 import sys
