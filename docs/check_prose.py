@@ -2,7 +2,7 @@
 
 It fails on a sentence of more than 40 words, on a page whose sentences have more than 18 words on average, and on a
 sentence that starts with a relative clause. It also fails on words of this project that the field does not use, also in
-docstrings, messages and the help of options in the package.
+identifiers, docstrings, messages and the help of options in the package.
 `--counts` prints the lines, sentences and means of all pages.
 """
 
@@ -30,6 +30,11 @@ BANNED = {  # words of this project, and what the field says
     r"go(?:es)? on (?:with|under|in|on|from)": "continue, resume",
     r"lies? over ranks|laid over ranks": "is distributed over ranks",
 }
+BANNED_NAMES = {  # the same for words of identifiers: of functions, classes, arguments, variables and attributes
+    "atom": "unit", "dock": "staging", "farewell": "exit_notification", "foreseen": "estimate", "foresight": "prefetch",
+    "ledger": "dry_run", "messenger": "point_to_point", "outlook": "estimate", "recipe": "stage_program",
+    "residence": "placement", "sentry": "watchdog", "unkept": "unsaved", "lacking": "missing",
+}  # fmt: skip
 START = re.compile(r"What\b(?!.*\?$)|Who\b(?!.*\?$)|Whose\b(?!.*\?$)")
 BLOCKS_END = re.compile(r"^\s*(?:[-*+]|\d+\.) |^\s*$|^#|^\s*\||^\s*!!! |^=== ")
 
@@ -101,17 +106,34 @@ def strings(source: str) -> Iterator[tuple[int, str, bool]]:
             yield node.lineno, node.value, id(node) in docstrings
 
 
+def identifiers(source: str) -> Iterator[tuple[int, str]]:
+    """The line and the name of all that some code defines."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+
+
 def _has_docstring(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return ast.get_docstring(node, clean=False) is not None
 
 
-def problems_of_code(name: str, source: str) -> Iterator[str]:
-    """A line for each thing that is wrong with the docstrings, messages and help texts of a file."""
+def problems_of_code(file: str, source: str) -> Iterator[str]:
+    """A line for each thing that is wrong with the names, docstrings, messages and help texts of a file."""
+    for line, name in identifiers(source):
+        for word in re.findall(r"[A-Z]?[a-z]+", name):
+            if better := BANNED_NAMES.get(word.lower().removesuffix("s")):
+                yield f"{file}:{line}: {name!r}, write {better}"
     for line, text, is_docstring in strings(source):
         for _, sentence in sentences(inspect.cleandoc(text)) if is_docstring else [(False, text)]:
             for pattern, better in BANNED.items():
                 if found := re.search(rf"\b(?:{pattern})\b", sentence):
-                    yield f"{name}:{line}: {found[0]!r}, write {better}: {sentence}"
+                    yield f"{file}:{line}: {found[0]!r}, write {better}: {sentence}"
 
 
 def pages() -> dict[str, str]:

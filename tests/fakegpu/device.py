@@ -423,7 +423,9 @@ def installed(constants_are_here: bool = False) -> Iterator[FakeGpu]:
         return as_array(x, **options)
 
     patch.setattr(Tensor, "numpy", numpy)
-    patch.setattr(torch.autograd.Function, "apply", classmethod(_noting_inputs(torch.autograd.Function.apply.__func__)))
+    apply = vars(torch.autograd.Function)["apply"]  # of Python or, since PyTorch 2.15, of C
+    noting = _noting_inputs(lambda function, *args, **options: apply.__get__(None, function)(*args, **options))
+    patch.setattr(torch.autograd.Function, "apply", classmethod(noting))
     patch.setattr(BackwardCFunction, "apply", _checking_gradients(BackwardCFunction.apply))
     patch.setattr(Tensor, "is_cuda", property(lambda x: fake.on_device(_plain(x))), raising=False)
     patch.setattr(Tensor, "is_cpu", property(lambda x: not x.is_meta and not fake.on_device(_plain(x))), raising=False)
@@ -446,7 +448,8 @@ def installed(constants_are_here: bool = False) -> Iterator[FakeGpu]:
         "set_rng_state": lambda state, device=None: torch.cuda.default_generators[0].set_state(state),
     }.items():
         patch.setattr(torch.cuda, name, value)
-    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for name in ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"):  # before, since 2.14
+        patch.setattr(torch.optim.Optimizer, name, lambda self: None, raising=False)
     patch.setattr(torch.backends.cuda, "can_use_flash_attention", can_use_flash_attention)
     patch.setattr(torch.backends.cuda, "can_use_efficient_attention", can_use_efficient_attention)
     post = Messenger._post
