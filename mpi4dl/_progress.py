@@ -29,9 +29,7 @@ class ProgressLine:
     It prints to standard error, so that the output of the command stays as it is, from `first` seconds on; None: soon.
     """
 
-    def __init__(
-        self, stream: TextIO | None = None, seconds: float | None = None, first: float | None = None
-    ) -> None:
+    def __init__(self, stream: TextIO | None = None, seconds: float | None = None, first: float | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._terminal = bool(getattr(self._stream, "isatty", lambda: False)())
         self._seconds = (TERMINAL_SECONDS if self._terminal else QUIET_SECONDS) if seconds is None else seconds

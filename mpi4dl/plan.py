@@ -62,15 +62,15 @@ def show(argv: Sequence[str]) -> None:
 
     with ProgressLine() as progress, _as_a_message():
         progress("reading the data")
-        trained, samples = with_samples(config, progress)
+        work = with_samples(config, progress)
         if on.time_only is not None:
-            lines = time_layers(trained, asked, on.time_only, profiler, samples, progress)
+            lines = time_layers(work, asked, on.time_only, profiler, progress)
         elif on.scaling is not None:
-            lines = scaled(trained, asked, on, profiler, samples, progress)
+            lines = scaled(work, asked, on, profiler, progress)
         elif searches:
-            lines = searched(trained, asked, profiler, samples, flags, progress)
+            lines = searched(work, asked, profiler, flags, progress)
         else:
-            found = planned(trained, samples, profiler, flags, progress)
+            found = planned(work, profiler, flags, progress)
     if searches or on.time_only is not None or on.scaling is not None:
         print(spelling(PlanConfig)("\n".join(lines)))
         return

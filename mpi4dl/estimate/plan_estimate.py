@@ -196,7 +196,7 @@ class Estimator:
 
     def sites(self, plan: Plan) -> tuple[Site, ...]:
         """The site of each stage."""
-        image, cuts = self.microbatch(plan), self._cuts_of(plan)
+        image, cuts = plan.microbatch(self.image), self._cuts_of(plan)
         return tuple(Site.of(plan, stage, image, cuts) for stage in range(plan.num_stages))
 
     def _cuts_of(self, plan: Plan) -> Cutting:
@@ -204,10 +204,6 @@ class Estimator:
         if key not in self._cuts:
             self._cuts[key] = planned_cuts(self.cuttable.model, plan, self.styles)
         return self._cuts[key]
-
-    def microbatch(self, plan: Plan) -> tuple[int, ...]:
-        """The shape of one, over all replicas and ways."""
-        return max(1, self.image[0] // plan.num_microbatches_of_all), *self.image[1:]
 
     def estimate(self, plan: Plan, most_bytes: float) -> PlanEstimate:
         """With the first that fits of these, or else what needs least: as it is, blocks recomputed, streamed.
@@ -278,7 +274,7 @@ class Estimator:
     def streaming(self, plan: Plan, counts: Sequence[int], stream: StreamOptions | ChooseStream) -> StreamNeeds:
         """Memory and time of streaming the first of these stages. Raises CannotStream."""
         options = stream(self.cuttable, counts) if callable(stream) else stream
-        image, grid = self.microbatch(plan), plan.shape(0)
+        image, grid = plan.microbatch(self.image), plan.shape(0)
         leading = choose_leading_part(self.cuttable, counts[0], options, grid, image)
         return needs_of(leading, self.cuttable.model, grid, image)
 

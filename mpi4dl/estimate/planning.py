@@ -19,9 +19,11 @@ from mpi4dl.options.kinds import BOOLEAN, BYTES, COUNT, NAME, POSITIVE, choice, 
 from mpi4dl.parallel.costs import GFLOPS
 
 if TYPE_CHECKING:
-    from mpi4dl.estimate.passes import SlidePatches
+    import torch
+
     from mpi4dl.estimate.plan_estimate import Estimator
     from mpi4dl.estimate.summary import PlanSummary
+    from mpi4dl.estimate.workload import Workload
     from mpi4dl.parallel.costs.cost_model import Profiler
     from mpi4dl.parallel.plan import Plan
 
@@ -109,16 +111,6 @@ class OnMachine:
     curves: str = option("scaling.png", "file for the picture of --scaling", NAME, flag_only=True)
 
 
-@dataclass(frozen=True)
-class TrainedOn:
-    """The samples of an estimate; `num_batches` are those of an epoch, and `patches` those with tissue of slides."""
-
-    num_classes: int
-    channels: int
-    num_batches: int
-    patches: "SlidePatches | None" = None
-
-
 def profiler_of(on: OnMachine, gflops: float) -> "Profiler":
     """What finds costs on the machine that is planned for.
 
@@ -137,10 +129,8 @@ def profiler_of(on: OnMachine, gflops: float) -> "Profiler":
         raise ConfigError(f"--timings {on.timings}: {error.strerror}") from None
 
 
-def planned(
-    config: Config, samples: TrainedOn, profiler: "Profiler", flags: Sequence[str], tell: Tell = quietly
-) -> "PlanSummary":
-    """The overview of what `flags` would train, of which `config` was made.
+def planned(work: "Workload", profiler: "Profiler", flags: Sequence[str], tell: Tell = quietly) -> "PlanSummary":
+    """The overview of what `flags` would train, of which `work` was made.
 
     Raises ValueError for what the training would refuse, as far as that can be seen without its ranks.
     """
@@ -153,7 +143,8 @@ def planned(
     from mpi4dl.options.models import check_text, without_rules
     from mpi4dl.options.optimizers import build_optimizer, build_schedule
 
-    plan, num_classes, channels = build.build_plan(config), samples.num_classes, samples.channels
+    config = work.config
+    plan = build.build_plan(config)
     if profiler.machine is not None and plan.num_ranks > profiler.machine.num_ranks:
         raise ConfigError(
             f"{plan} = {plan.num_ranks} ranks, but the machine of --machine has {profiler.machine.num_ranks}: raise "
@@ -167,22 +158,19 @@ def planned(
     check_text(config, plan)
     check_own_sizes(config, plan)
     optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(2, 2))])
-    build_schedule(config, optimizer).begin(build.number_of_steps(config, samples.num_batches))
+    build_schedule(config, optimizer).begin(build.number_of_steps(config, work.num_batches))
     tell("looking for operators without a rule", 0, 0)
     with without_rules(config):
-        require_rules(config, plan, num_classes, channels)
+        require_rules(work, plan)
     tell("counting what each stage computes and keeps, and timing it", 0, 0)
     with as_a_rank(config, plan.num_ranks) as device:
         return look_ahead(
-            config,
+            work,
             plan,
-            num_classes,
-            channels,
-            samples.patches,
+            device,
+            stream_of(work, plan, device),
             balance=config.parallel.balance,
-            device=device,
             profiler=profiler,
-            stream=stream_of(config, plan, num_classes, channels, torch.device(device)),
             command=shlex.join(["mpirun", "-n", str(plan.num_ranks), "python", "-m", "mpi4dl.train", *flags]),
         )
 
@@ -231,58 +219,45 @@ class Candidates(NamedTuple):
 
 
 @contextmanager
-def searching(
-    config: Config, asked: Searched, profiler: "Profiler", samples: TrainedOn, tell: Tell
-) -> Iterator[Candidates]:
+def searching(work: "Workload", asked: Searched, profiler: "Profiler", tell: Tell) -> Iterator[Candidates]:
     """Search in here, on this machine or another one, as a rank would compute. Raises ValueError."""
-    import torch
-
-    from mpi4dl.estimate.dry_run import build_estimator
-
     machine, num_ranks = profiler.machine, require_ranks(asked, profiler)
     profiler = replace(profiler, small=profiler.small or machine is not None or num_ranks > FEW)
     limit, ranks_per_node = asked.memory, asked.ranks_per_node
     if machine is not None:
         limit, ranks_per_node = limit or machine.memory, ranks_per_node or machine.ranks_per_node
     tell("building the model", 0, 0)
-    with as_a_rank(config, num_ranks) as device:
-        found = build_estimator(config, samples.num_classes, samples.channels, profiler, torch.device(device))
-        yield Candidates(config, found, num_ranks, ranks_per_node, float("inf") if limit is None else limit)
+    with as_a_rank(work.config, num_ranks) as device:
+        found = work.estimator(None, device, profiler)
+        yield Candidates(work.config, found, num_ranks, ranks_per_node, float("inf") if limit is None else limit)
 
 
 def searched(
-    config: Config,
-    asked: Searched,
-    profiler: "Profiler",
-    samples: TrainedOn,
-    flags: Sequence[str],
-    tell: Tell = quietly,
+    work: "Workload", asked: Searched, profiler: "Profiler", flags: Sequence[str], tell: Tell = quietly
 ) -> list[str]:
     """A table of the fastest plans, and the command that starts each. Raises ValueError."""
     from mpi4dl.estimate.search import ranked, search
 
-    with searching(config, asked, profiler, samples, tell) as found:
+    with searching(work, asked, profiler, tell) as found:
         ranking = search(found.estimator, found.plans(found.num_ranks), found.most_bytes, tell)
         how = (found.num_tokens, profiler.machine, found.estimator.profiler.source(found.estimator.device))
         return [*found.described, *ranked(ranking, found.num_ranks, found.most_bytes, flags, *how)]
 
 
-def scaled(
-    config: Config, asked: Searched, on: OnMachine, profiler: "Profiler", samples: TrainedOn, tell: Tell = quietly
-) -> list[str]:
+def scaled(work: "Workload", asked: Searched, on: OnMachine, profiler: "Profiler", tell: Tell = quietly) -> list[str]:
     """Curves of the fastest plans from one rank on, as a table, and as a picture in `on.curves`. Raises ValueError."""
     from mpi4dl.estimate.scaling import draw_scaling, numbers_of_ranks, scaling_lines, scaling_points
 
     if Path(on.curves).suffix != ".png":
         raise ConfigError(f"--curves {on.curves}: the name must end in .png")
     require_new("--curves", on.curves)
-    with searching(config, asked, profiler, samples, tell) as found:
+    with searching(work, asked, profiler, tell) as found:
         numbers, limit = numbers_of_ranks(found.num_ranks), found.most_bytes
         points = scaling_points(found.estimator, found.plans, numbers, on.scaling == "weak", limit, tell)
     tokens = found.num_tokens
     lines = [*found.described, *scaling_lines(points, found.ranks_per_node, tokens, limit)]
     size = f"{tokens} tokens" if tokens else f"{'x'.join(map(str, found.estimator.image[2:]))} px"
-    title = f"{config.model_name}, {size}: {on.scaling} scaling"
+    title = f"{work.name}, {size}: {on.scaling} scaling"
     try:
         draw_scaling(points, title, Path(on.curves), tokens)
     except ImportError:
@@ -292,16 +267,14 @@ def scaled(
     return [*lines, f"curves: {on.curves}"]
 
 
-def time_layers(
-    config: Config, asked: Searched, path: str, profiler: "Profiler", samples: TrainedOn, tell: Tell = quietly
-) -> list[str]:
+def time_layers(work: "Workload", asked: Searched, path: str, profiler: "Profiler", tell: Tell = quietly) -> list[str]:
     """Time the layers of a model on the small tiles that plans for up to so many ranks need, and write the file."""
     from mpi4dl.estimate.scaling import numbers_of_ranks
     from mpi4dl.parallel.costs.store import Store, machine
 
     require_new("--time-only", path)
     store = Store()
-    with searching(config, asked, replace(profiler, store=store, small=True), samples, tell) as found:
+    with searching(work, asked, replace(profiler, store=store, small=True), tell) as found:
         estimator = found.estimator
         on = machine(estimator.device)["on"]
         store.measured_on = on if isinstance(on, str) else f"{on[0]}, {counted(on[1], 'thread')}"
@@ -315,12 +288,12 @@ def time_layers(
                 refused.append(str(error).partition("\n")[0])
         if len(refused) == len(sites):
             why = refused[0] if refused else "there is no plan for so many ranks and such batches"
-            raise ConfigError(f"{config.model_name} cannot be timed: {why}")
+            raise ConfigError(f"{work.name} cannot be timed: {why}")
     try:
         store.save(path)
     except OSError as error:
         raise ConfigError(f"--time-only {path}: {error.strerror}") from None
-    return [f"timings of the layers of {config.model_name} on small tiles: {path}"]
+    return [f"timings of the layers of {work.name} on small tiles: {path}"]
 
 
 def require_new(flag: str, path: str) -> None:
@@ -349,7 +322,7 @@ def require_ranks(asked: Searched, profiler: "Profiler") -> int:
 
 
 @contextmanager
-def as_a_rank(config: Config, num_ranks: int) -> Iterator[str]:
+def as_a_rank(config: Config, num_ranks: int) -> "Iterator[torch.device]":
     """Compute in here as a rank of the training would: on which device, with the threads and the memory that it has.
 
     Ranks are taken to share this machine. Where a GPU was asked for and is not here, it cannot be timed.
@@ -363,6 +336,6 @@ def as_a_rank(config: Config, num_ranks: int) -> Iterator[str]:
     torch.set_num_threads(config.parallel.threads or asked_threads() or max(1, cores() // num_ranks))
     keep_freed_memory(config.parallel.keep_freed_memory)
     try:
-        yield "cuda" if config.parallel.device != "cpu" and torch.cuda.is_available() else "cpu"
+        yield torch.device("cuda" if config.parallel.device != "cpu" and torch.cuda.is_available() else "cpu")
     finally:
         torch.set_num_threads(before)

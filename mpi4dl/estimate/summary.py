@@ -5,22 +5,19 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
-
 from mpi4dl._wording import aligned, counted, mebibytes, runs
 from mpi4dl.estimate.memory import PlanMemory
 from mpi4dl.estimate.passes import Passes, passes_of_needs
-from mpi4dl.estimate.plan_estimate import Estimator, units_of
+from mpi4dl.estimate.plan_estimate import Estimator
 from mpi4dl.estimate.step_time import StepTime
 from mpi4dl.geometry import SPACE, Interval
 from mpi4dl.options.build import title_of
-from mpi4dl.parallel.costs.cost_model import Profiler, StageCosts, costs_for
+from mpi4dl.parallel.costs.cost_model import costs_for
 from mpi4dl.parallel.costs.sites import Units, on_one_rank
 from mpi4dl.parallel.costs.units import count_units
 from mpi4dl.parallel.cut import ChooseStream, Counts, choose_cut
 from mpi4dl.parallel.inputs import of_tokens, space_of
-from mpi4dl.parallel.pipeline.split import outline, unfit
+from mpi4dl.parallel.pipeline.split import unfit
 from mpi4dl.parallel.plan import Plan, grid_name
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
 from mpi4dl.parallel.streaming.memory_limit import StreamNeeds
@@ -105,7 +102,7 @@ class PlanSummary:
                 cells.append(mebibytes(work.handed_bytes) if stage + 1 < plan.num_stages else "-")
             rows.append(cells)
         lines = list(aligned(rows, left={"tiles", "units"}))
-        samples = samples_of(plan, self.image)
+        samples, *_ = plan.microbatch(self.image)
         cost = "; cost/mean: of a rank's time; hands on: from all ranks of the stage together" if staged else ""
         lines.append(f"a microbatch of {samples}: {total / 1e9:.4g} GFLOP forward{cost}")
         if plan.replicas > 1:
@@ -211,56 +208,45 @@ class PlanSummary:
         ]
 
 
-def _cut(
-    estimator: Estimator,
-    plan: Plan,
-    balance: str | Sequence[int],
-    microbatch: tuple[int, ...],
-    profiler: Profiler | None,
-) -> tuple[tuple[int, ...], StageCosts]:
+def _cut(estimator: Estimator, plan: Plan, balance: str | Sequence[int]) -> Counts:
     """How many units each stage gets, and what they cost. Raises ValueError where the model cannot be cut so."""
-    units, device = estimator.cuttable, estimator.device
-    counts, costs = Counts((len(units),), None)
-    if plan.num_stages > 1:
-        counts, costs = choose_cut(units, plan, None, balance, microbatch, device, profiler, estimator.styles)
-        units.shared(counts)  # raises ValueError where two stages would need the same buffer
-    kind = balance if isinstance(balance, str) else "flops"
-    return counts, costs or costs_for(units, plan, estimator.sites(plan), kind, device, estimator.profiler)
+    units, device, profiler = estimator.cuttable, estimator.device, estimator.profiler
+    if plan.num_stages == 1:
+        kind = balance if isinstance(balance, str) else "flops"
+        costs = costs_for(units, plan, estimator.sites(plan), kind, device, profiler)
+        return Counts((len(units),), costs)
+    image = plan.microbatch(estimator.image)
+    found = choose_cut(units, plan, None, balance, image, device, profiler, estimator.styles)
+    units.shared(found.counts)  # raises ValueError where two stages would need the same buffer
+    return found
 
 
 def overview(
     name: str,
-    build: Callable[[], nn.Module],
+    estimator: Estimator,
     plan: Plan,
-    image: tuple[int, ...],
     *,
     balance: str | Sequence[int] = "flops",
-    device: torch.device | str = "cpu",
-    profiler: Profiler | None = None,
     command: str = "",
     accept: Callable[[Any], None] = lambda outputs: None,
     stream: StreamOptions | ChooseStream | None = None,
     recompute: bool = False,
-    **trained: Any,
 ) -> PlanSummary:
-    """The summary of training the model `name`, which `build()` makes, by this plan, with batches of shape `image`.
+    """The summary of training the model `name` by this plan, as `estimator` says of its units and batches.
 
-    `profiler` times units on `device`, if `balance` is "auto"; else nothing is allocated, and a rank is assumed to
-    compute so many GFLOP per second. A plan of one stage needs no model that can be traced. The first stage may
+    Units are timed if `balance` is "auto", or a number for each stage; else nothing is allocated. The first stage may
     `stream` its images, and blocks `recompute`. `accept` raises ValueError for outputs of the model that the loss would
-    not take. `trained` are the `optimizer` and other fields of `Estimator`. Not collective: no MPI is used.
+    not take. Not collective: no MPI is used.
 
     Raises:
         ValueError: the plan does not fit the images, or the model cannot be cut so, or cannot run on such images.
     """
+    units, image = estimator.cuttable, estimator.image
     if problem := plan.problem(plan.num_ranks, space_of(image), image[0]):
         raise ValueError(problem)
-    device, model = torch.device(device), outline(build).train()
-    microbatch = (samples_of(plan, image), *image[1:])
+    microbatch, model = plan.microbatch(image), units.model
     try:
-        units = units_of(model, microbatch, plan.num_stages > 1 or stream is not None)
-        estimator = Estimator(units, image, profiler or Profiler(), device, **trained)
-        counts, costs = _cut(estimator, plan, balance, microbatch, profiler)
+        counts, costs = _cut(estimator, plan, balance)
         work = count_work(units, counts, microbatch, accept)
         needs = None if stream is None else estimator.streaming(plan, counts, stream)
     except (RuntimeError, AssertionError) as error:
@@ -270,6 +256,7 @@ def overview(
         raise ValueError(f"{name}: {reason}") from error
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+    assert costs is not None
     step = estimator.step(plan, counts, costs, recompute, needs, exact=True)
     table, time = plan.table(), step.time(plan)
     return PlanSummary(
@@ -316,11 +303,6 @@ def streaming_words(needs: StreamNeeds) -> str:
         f"first {counted(num_units, 'unit')} in {counted(len(needs.segments), 'segment')}; a tile reads "
         f"{needs.margin} px around itself and takes at most {most}{kept}"
     )
-
-
-def samples_of(plan: Plan, image: tuple[int, ...]) -> int:
-    """How many images a microbatch has, over all replicas that share it, and ways."""
-    return max(1, image[0] // plan.num_microbatches_of_all)
 
 
 def _box(space: Sequence[Interval], samples: Sequence[Interval]) -> str:
