@@ -259,23 +259,21 @@ class MemoryNeed:
 
     def remedies(self) -> Iterator[str]:
         """Remedies that fit, in words; each was counted."""
-        config, plan, own = self.config, self.plan, self.config.data.batch_size
-        tries = [(config.training.recompute, "")]
-        if not config.training.recompute and config.model.patches is None:
-            tries.append((True, "`recompute`"))
-        for recompute, word in tries:
-            for size in smaller(own, self.least_batch):
-                if (word, size) != ("", own) and self.fits(size, recompute, self.stream):
+        config, own = self.config, self.config.data.batch_size
+        limit = int(0.9 * self.place.num_bytes / len(self.ranks[self.place]))
+        by_limit = replace(config, parallel=replace(config.parallel, stream="auto", memory_limit=limit))
+        streams = not config.streams_images
+        speeds = measured_speeds(by_limit, self.device) if streams else ASSUMED_SPEEDS
+        estimator = replace(self.estimator, streams=streams, speeds=speeds)
+        for again, needs in estimator.ways(self.plan, self.counts, limit, any_zero=False):
+            if again and (config.training.recompute or config.model.patches is not None):
+                continue
+            word = f"`stream` auto with `memory_limit` {max(1, limit >> 20)}MiB" if needs else "`recompute`" * again
+            recompute, stream = again or config.training.recompute, self.stream if needs is None else needs.options
+            for size in smaller(own, self.least_batch) if needs is None else (own,):
+                if (word or size != own) and self.fits(size, recompute, stream):
                     yield " with ".join(filter(None, (f"`batch_size` {size}" * (size != own), word)))
                     break
-        streams = plan.schedule == "1f1b" and not plan.bidirectional and not plan.cuts_parameters
-        if streams and config.data.text is None and not config.streams_images:
-            limit = int(0.9 * self.place.num_bytes / len(self.ranks[self.place]))
-            chosen = replace(config, parallel=replace(config.parallel, stream="auto", memory_limit=limit))
-            with suppress(ValueError):
-                by_limit = stream_of(replace(self.work, config=chosen), plan, self.device)
-                if self.fits(own, config.training.recompute, by_limit):
-                    yield f"`stream` auto with `memory_limit` {max(1, limit >> 20)}MiB"
 
     @property
     def least_batch(self) -> int:

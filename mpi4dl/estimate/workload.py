@@ -89,7 +89,7 @@ class Workload:
 
     def estimator(self, plan: Plan | None, device: torch.device, profiler: Profiler) -> Estimator:
         """An estimator of any plan, or of one: then a model of one stage need not be traceable. Raises ValueError."""
-        config, batch = self.config, self.batch
+        config, batch, model = self.config, self.batch, self.model()
         chosen, engine = config.parallel, engine_options(config)
         if plan is None and config.model.patches is not None:
             raise ConfigError(
@@ -97,7 +97,7 @@ class Workload:
             )
         cut = plan is None or plan.num_stages > 1 or chosen.stream is not None
         try:
-            units = units_of(self.model(), batch if plan is None else plan.microbatch(batch), cut)
+            units = units_of(model, batch if plan is None else plan.microbatch(batch), cut)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error
         asked = None if chosen.stream_segments is None else segments_of(chosen.stream_segments)

@@ -183,21 +183,6 @@ class StreamNeeds:
                 )
         return tuple(found)
 
-    def times(self, images: int, tiles: float = 1.0) -> "StreamNeeds":
-        """The needs of so many times as many images, with so many times as many tiles in each."""
-
-        def larger(segment: SegmentNeeds) -> SegmentNeeds:
-            whole = images * tiles
-            return segment._replace(
-                read_bytes=segment.read_bytes * images,
-                tile_bytes=segment.tile_bytes * images,
-                input_bytes=round(segment.input_bytes * whole),
-                output_bytes=round(segment.output_bytes * whole),
-                flops=segment.flops * whole,
-            )
-
-        return replace(self, segments=tuple(map(larger, self.segments)))
-
     def without_tiles(self) -> "StreamNeeds":
         """The needs besides those of the tile that is run."""
         return replace(self, segments=tuple(each._replace(read_bytes=0, tile_bytes=0) for each in self.segments))

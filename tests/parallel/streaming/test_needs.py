@@ -1,6 +1,7 @@
 """What streaming is said to take, against what the tensors of a real training step come to."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch.nn import functional as F
 from mpi4dl import models
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
+from mpi4dl.estimate.plan_estimate import Estimator
 from mpi4dl.geometry import Box
+from mpi4dl.parallel.costs.cost_model import Profiler
 from mpi4dl.parallel.costs.meter import OperatorMeter, UnitCosts
 from mpi4dl.parallel.costs.sites import Site
 from mpi4dl.parallel.costs.units import StageBytes, count_units
@@ -136,6 +139,16 @@ def test_statistics_are_those_of_the_norms() -> None:
     assert (segment.forward_statistics, segment.backward_statistics) == (5, 5)
     (segment,) = foreseen(StreamOptions((2, 2), "stage1_block2", "running"), Plan())[0].segments
     assert (segment.forward_statistics, segment.backward_statistics) == (0, 0)
+
+
+def test_what_tiles_are_chosen_by_is_what_they_take() -> None:
+    """Of four images: gradients of parameters, which are large here beside a tile, do not grow with them."""
+    cuttable, image = Cuttable(outline(partial(models.build, "resnet_v2", 10, depth=11))), (4, 3, 64, 64)
+    sgd, one = partial(torch.optim.SGD, lr=0.1), StreamConstraints(segments=1)
+    estimator = Estimator(cuttable, image, Profiler(), torch.device("cpu"), sgd, constraints=one)
+    chosen = estimator.choose_tiles(Plan(), (len(cuttable),), float("inf"))
+    part = choose_leading_part(cuttable, len(cuttable), chosen.options, Plan().shape(0), image)
+    assert chosen.needs == needs_of(part, cuttable.model, Plan().shape(0), image)
 
 
 def test_phases_of_a_step_are_not_added_up() -> None:
