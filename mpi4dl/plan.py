@@ -11,16 +11,7 @@ from pathlib import Path
 
 from mpi4dl._commands import one_message, typed
 from mpi4dl._progress import ProgressLine
-from mpi4dl.estimate.planning import (
-    OnMachine,
-    Searched,
-    Shown,
-    planned,
-    profiler_of,
-    scaled,
-    searched,
-    time_layers,
-)
+from mpi4dl.estimate.plan_options import OnMachine, Searched, Shown
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import parse_options, spelling, without_flags
 
@@ -49,6 +40,8 @@ def show(argv: Sequence[str]) -> None:
 
         print(to_print(Config(**{section.name: getattr(config, section.name) for section in fields(Config)})), end="")
         return
+    from mpi4dl.estimate.planning import planned, profiler_of, scaled, searched, time_layers
+
     asked, shown, flags = config.searched, config.shown, training_flags(argv)
     on = config.on_machine
     profiler = profiler_of(on, shown.rank_gflops)

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
 from mpi4dl._wording import aligned, counted, mebibytes, runs
 from mpi4dl.estimate.memory import PlanMemory
 from mpi4dl.estimate.passes import Passes, passes_of_needs
-from mpi4dl.estimate.plan_estimate import Estimator
+from mpi4dl.estimate.plan_estimate import Estimator, Step
 from mpi4dl.estimate.step_time import StepTime
 from mpi4dl.geometry import SPACE, Interval
 from mpi4dl.options.build import title_of
@@ -22,20 +23,18 @@ from mpi4dl.parallel.plan import Plan, grid_name
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
 from mpi4dl.parallel.streaming.memory_limit import StreamNeeds
 from mpi4dl.parallel.tables.drawing import as_text
-from mpi4dl.parallel.tables.simulator import Costs, Report, Simulation, check, simulate
+from mpi4dl.parallel.tables.simulator import Costs, Simulation, check, simulate
 
 
 class Work(NamedTuple):
     """The work of one stage for a microbatch, over all its ranks together: counted, not measured.
 
-    `forward_flops` of convolutions and matrix products; `activation_bytes` that autograd keeps for the backward pass,
-    and `handed_bytes` of what goes to the next stage.
+    `forward_flops` of convolutions and matrix products, and `handed_bytes` of what goes to the next stage.
     """
 
     units: tuple[str, ...]
     num_parameters: int
     forward_flops: float
-    activation_bytes: int
     handed_bytes: int
 
 
@@ -48,9 +47,8 @@ MOST_INTERVALS = 4
 class PlanSummary:
     """A plan for a model and a batch of images, or tokens, of shape `image`, and what it comes to; `str` writes it.
 
-    `work` has one entry a stage; `costs`, `report`, `simulation` and `rank_memory` are those of the ranks of one
-    replica. `assumption` says where the seconds come from, `command` what starts the training, and `remark` how images
-    are streamed.
+    `work` has one entry a stage. `costs` are those of the table of `step`, whose `time` is that with all that follows.
+    `command` is what starts the training, and `remark` says how images are streamed.
     """
 
     name: str
@@ -58,17 +56,21 @@ class PlanSummary:
     image: tuple[int, ...]
     num_parameters: int
     work: tuple[Work, ...]
+    step: Step
     costs: Costs
-    report: Report
-    simulation: Simulation
-    assumption: str
-    rank_memory: PlanMemory
-    command: str = ""
-    stream: StreamNeeds | None = None
-    remark: str = ""
-    recompute: bool = False
-    passes: Passes | None = None
     time: StepTime | None = None
+    command: str = ""
+    remark: str = ""
+    passes: Passes | None = None
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The table of the ranks of one replica."""
+        return simulate(self.plan.table(), self.plan.placement, self.costs)
+
+    @property
+    def rank_memory(self) -> PlanMemory:
+        return self.step.memory
 
     def __str__(self) -> str:
         parts = (self.title(), self.stages(), self.sums(), self.images(), self.streaming(), self.memory(), self.ranks())
@@ -149,13 +151,13 @@ class PlanSummary:
 
     def ranks(self) -> list[str]:
         """Memory and idle time of each rank, and the timeline."""
-        found = []
+        found, report = [], check(self.plan.table(), self.plan.placement)
         for rank, bubble in enumerate(self.simulation.bubbles):
-            live = counted(self.report.peak_live[rank], "microbatch", "microbatches")
+            live = counted(report.peak_live[rank], "microbatch", "microbatches")
             kept = mebibytes(self.simulation.peak_bytes[rank])
             found.append(f"at most {live} with {kept} of activations, idle {100 * bubble:.1f} %")
-        again = "those of blocks recomputed" if self.recompute else "none recomputed"
-        lines = [f"a step, simulated ({self.assumption}; activations in fp32, {again}):"]
+        again = "those of blocks recomputed" if self.step.recompute else "none recomputed"
+        lines = [f"a step, simulated ({self.step.costs.source}; activations in fp32, {again}):"]
         for what, group in groupby(enumerate(found), key=lambda item: item[1]):
             ranks = [rank for rank, _ in group]
             lines.append(f"  {'rank' if len(ranks) == 1 else 'ranks'} {runs(ranks)}: {what}")
@@ -168,8 +170,9 @@ class PlanSummary:
 
     def streaming(self) -> list[str]:
         """Lines about streaming: the tiles, their memory, and the passes over them."""
-        passes = passes_of_needs(self.stream, self.plan) if self.stream is not None else self.passes
-        streamed = "" if self.stream is None else streaming_words(self.stream)
+        needs = self.step.needs
+        passes = passes_of_needs(needs, self.plan) if needs is not None else self.passes
+        streamed = "" if needs is None else streaming_words(needs)
         slow = "" if passes is None or not passes.repeats else passes.words()
         return [*filter(None, (self.remark, streamed, slow))]
 
@@ -186,9 +189,7 @@ class PlanSummary:
         backward = tuple(tiles * (again * f + back * b) for f, b in both)
         costs = replace(self.costs, forward_seconds=forward, backward_seconds=backward)
         work = tuple(each._replace(forward_flops=each.forward_flops / share) for each in self.work)
-        simulation = simulate(self.plan.table(), self.plan.placement, costs)
-        found = replace(self, image=image, passes=passes, remark=remark)
-        return replace(found, costs=costs, work=work, simulation=simulation, time=None)
+        return replace(self, image=image, passes=passes, remark=remark, costs=costs, work=work, time=None)
 
     def memory(self) -> list[str]:
         """What the rank that needs most has in its memory, for each ZeRO stage."""
@@ -258,23 +259,8 @@ def overview(
         raise ValueError(f"{name}: {error}") from error
     assert costs is not None
     step = estimator.step(plan, counts, costs, recompute, needs, exact=True)
-    table, time = plan.table(), step.time(plan)
-    return PlanSummary(
-        name,
-        plan,
-        image,
-        sum(p.numel() for p in model.parameters()),
-        work,
-        time.costs,
-        check(table, plan.placement),
-        simulate(table, plan.placement, time.costs),
-        costs.source,
-        step.memory,
-        command,
-        needs,
-        recompute=recompute,
-        time=time,
-    )
+    time, num_parameters = step.time(plan), sum(p.numel() for p in model.parameters())
+    return PlanSummary(name, plan, image, num_parameters, work, step, time.costs, time, command)
 
 
 def count_work(
@@ -285,9 +271,8 @@ def count_work(
     for start, stop in pairwise(accumulate(counts, initial=0)):
         own, last = counted[start:stop], stop == len(units)
         parameters = {id(p): p.numel() for i in range(start, stop) for p in units.unit(i).parameters()}
-        flops, kept = sum(unit.flops for unit in own), sum(unit.kept_bytes for unit in own)
-        size = sum(parameters.values())
-        found.append(Work(units.names[start:stop], size, flops, kept, 0 if last else own[-1].handed_bytes))
+        flops, handed = sum(unit.flops for unit in own), 0 if last else own[-1].handed_bytes
+        found.append(Work(units.names[start:stop], sum(parameters.values()), flops, handed))
     return tuple(found)
 
 

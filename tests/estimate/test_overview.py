@@ -152,9 +152,9 @@ def test_work_is_counted_as_the_balance_counts_it() -> None:
     assert [stage.num_parameters for stage in work] == [
         sum(p.numel() for p in stage.parameters()) for stage in cuttable.stages((2, 2, 3))
     ]
-    (whole,) = planned(Plan.of(microbatches=4)).work
+    (whole,) = planned(Plan.of(microbatches=4)).rank_memory.stages
     kept_anyway = [*cuttable.model.parameters(), *(b for b in cuttable.model.buffers() if b.is_floating_point())]
-    assert whole.activation_bytes == sum(count_bytes(cuttable, image)) - sum(t.nbytes for t in kept_anyway)
+    assert whole.kept == sum(count_bytes(cuttable, image)) - sum(t.nbytes for t in kept_anyway)
 
 
 class Overlapping(nn.Module):
@@ -182,11 +182,13 @@ def by_name(first_of_second: str, make: Callable[[], nn.Module]) -> tuple[int, i
 
 
 def test_a_stage_without_parameters_keeps_what_the_backward_of_others_needs() -> None:
+    """And what the stage before handed on."""
+
     def make() -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 2, 1), nn.Tanh(), nn.Flatten())
 
     found = summary_of("small", make, Plan.of(stages=2), (1, 3, 2, 2), balance=(1, 2))
-    assert [work.activation_bytes for work in found.work] == [4 * 3 * 2 * 2, 4 * 2 * 2 * 2]
+    assert [stage.kept for stage in found.rank_memory.stages] == [4 * 3 * 2 * 2, 4 * (2 + 2) * 2 * 2]
 
 
 def test_ranks_share_the_work_of_a_stage_over_tiles_ways_and_replicas() -> None:
@@ -292,4 +294,4 @@ def test_nothing_is_allocated() -> None:
     with Watch():
         found = planned(Plan.of(stages=2, microbatches=2), (2, 3, 32768, 32768))
     assert set(seen) == {"meta"}
-    assert found.work[0].activation_bytes > 2**34
+    assert found.rank_memory.stages[0].kept > 2**34

@@ -155,7 +155,8 @@ def test_phases_of_a_step_are_not_added_up() -> None:
     one, other = SegmentNeeds(9, 40, 60, 0, 10, 0, 0, 8.0), SegmentNeeds(3, 0, 50, 12, 4, 2, 4, 4.0)
     needs = StreamNeeds((one, other), ((0, 2), (2, 3)), StreamOptions((2, 2)), spread=False)
     assert needs.stage((), 3) == StageBytes(12, 12 + 10 + 100 - 12)
-    assert needs.stage((), 3, StageBytes(200, 30)) == StageBytes(212, 30)
+    rest = UnitCosts(kept_bytes=200, forward_bytes=30)  # of the unit behind
+    assert needs.stage((*[UnitCosts(handed_bytes=4)] * 3, rest), 4) == StageBytes(212, 30)
 
 
 def test_seconds_grow_by_margins_and_passes() -> None:
