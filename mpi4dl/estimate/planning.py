@@ -111,7 +111,6 @@ class Candidates(NamedTuple):
 
     def plans(self, num_ranks: int, batch_size: int | None = None) -> list[Plan]:
         """Those that a training by them would take; `batch_size` is another one than that of the configuration."""
-
         config, found = self.config, self.estimator
         if batch_size is not None:
             config = with_values(config, {"batch_size": batch_size})
