@@ -26,16 +26,14 @@ def quietly(doing: str, done: int = 0, total: int = 0) -> None:
 class ProgressLine:
     """Within `with ProgressLine() as progress:` a thread prints what `progress(doing, done, total)` said last.
 
-    It prints to standard error, so that the output of the command stays as it is, from `first` seconds on.
+    It prints to standard error, so that the output of the command stays as it is, from `first` seconds on; None: soon.
     """
 
-    def __init__(
-        self, stream: TextIO | None = None, seconds: float | None = None, first: float = FIRST_SECONDS
-    ) -> None:
+    def __init__(self, stream: TextIO | None = None, seconds: float | None = None, first: float | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._terminal = bool(getattr(self._stream, "isatty", lambda: False)())
         self._seconds = (TERMINAL_SECONDS if self._terminal else QUIET_SECONDS) if seconds is None else seconds
-        self._first = first
+        self._first = min(FIRST_SECONDS, self._seconds) if first is None else first
         self._began = time.monotonic()
         self._doing = "starting"
         self._over = threading.Event()
@@ -55,7 +53,7 @@ class ProgressLine:
             self._print(CLEAR)
 
     def _tell(self) -> None:
-        seconds = self._first if self._first > FIRST_SECONDS else min(self._first, self._seconds)
+        seconds = self._first
         while not self._over.wait(seconds):
             seconds = self._seconds
             line = f"mpi4dl: {self._doing}, {time.monotonic() - self._began:.0f} s"

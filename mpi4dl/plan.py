@@ -11,16 +11,7 @@ from pathlib import Path
 
 from mpi4dl._commands import one_message, typed
 from mpi4dl._progress import ProgressLine
-from mpi4dl.estimate.planning import (
-    OnMachine,
-    Searched,
-    Shown,
-    planned,
-    profiler_of,
-    scaled,
-    searched,
-    time_layers,
-)
+from mpi4dl.estimate.plan_options import OnMachine, Searched, Shown
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import parse_options, spelling, without_flags
 
@@ -49,6 +40,8 @@ def show(argv: Sequence[str]) -> None:
 
         print(to_print(Config(**{section.name: getattr(config, section.name) for section in fields(Config)})), end="")
         return
+    from mpi4dl.estimate.planning import planned, profiler_of, scaled, searched, time_layers
+
     asked, shown, flags = config.searched, config.shown, training_flags(argv)
     on = config.on_machine
     profiler = profiler_of(on, shown.rank_gflops)
@@ -62,15 +55,15 @@ def show(argv: Sequence[str]) -> None:
 
     with ProgressLine() as progress, _as_a_message():
         progress("reading the data")
-        trained, samples = with_samples(config, progress)
+        work = with_samples(config, progress)
         if on.time_only is not None:
-            lines = time_layers(trained, asked, on.time_only, profiler, samples, progress)
+            lines = time_layers(work, asked, on.time_only, profiler, progress)
         elif on.scaling is not None:
-            lines = scaled(trained, asked, on, profiler, samples, progress)
+            lines = scaled(work, asked, on, profiler, progress)
         elif searches:
-            lines = searched(trained, asked, profiler, samples, flags, progress)
+            lines = searched(work, asked, profiler, flags, progress)
         else:
-            found = planned(trained, samples, profiler, flags, progress)
+            found = planned(work, profiler, flags, progress)
     if searches or on.time_only is not None or on.scaling is not None:
         print(spelling(PlanConfig)("\n".join(lines)))
         return

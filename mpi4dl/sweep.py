@@ -75,9 +75,6 @@ def _nothing_legal(space: Space, batch_size: int) -> str:
 
 def _estimated_for(sweep: Sweep, num_ranks: int) -> list[Tried]:
     """The plans for so many ranks."""
-    import torch
-
-    from mpi4dl.estimate.dry_run import build_estimator
     from mpi4dl.estimate.plan_estimate import PlanEstimate
     from mpi4dl.estimate.planning import as_a_rank
     from mpi4dl.estimate.search import candidates, estimates, search
@@ -88,12 +85,10 @@ def _estimated_for(sweep: Sweep, num_ranks: int) -> list[Tried]:
     plans = legal(replace(sweep.space, ranks=(num_ranks,)), config.data.image_size, config.samples_per_step)
     if not plans and sweep.best is None:
         return []
-    config, samples = with_samples(config)
+    work = with_samples(config)
     print("estimating: units are timed, once for each shape of tile", file=sys.stderr, flush=True)
     with as_a_rank(config, num_ranks) as device:
-        estimator = build_estimator(
-            config, samples.num_classes, samples.channels, Profiler.of_user(), torch.device(device)
-        )
+        estimator = work.estimator(None, device, Profiler.of_user())
         if sweep.best is not None:
             every = candidates(num_ranks, len(estimator.cuttable), estimator.image)
             best = search(estimator, every, float("inf") if sweep.memory is None else sweep.memory).best

@@ -13,48 +13,36 @@ from mpi4dl._memory import NodeMemory, memory_of_node
 from mpi4dl._randomness import forked
 from mpi4dl._wording import counted, mebibytes
 from mpi4dl.engine import Engine
-from mpi4dl.engine.precision import AUTOCAST
-from mpi4dl.estimate.memory import HEAP_KEPT, HEAP_RETURNED, OF_TENSORS
-from mpi4dl.estimate.passes import (
-    SLOW_PASSES,
-    Passes,
-    SlidePatches,
-    passes_of_needs,
-    passes_of_patches,
-    patches_each,
-)
-from mpi4dl.estimate.plan_estimate import Estimator, units_of
-from mpi4dl.estimate.summary import PlanSummary, overview, samples_of
-from mpi4dl.options.build import batch_of, engine_options
+from mpi4dl.estimate.passes import SLOW_PASSES, Passes, passes_of_needs, passes_of_patches, patches_words
+from mpi4dl.estimate.summary import PlanSummary, overview
+from mpi4dl.estimate.workload import Workload, kept_outputs
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.models import build_model, patch_options, tensor_styles
-from mpi4dl.options.optimizers import build_optimizer
+from mpi4dl.options.models import patch_options, tensor_styles
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.costs.cost_model import Profiler, flop_seconds
 from mpi4dl.parallel.costs.sites import planned_cuts
 from mpi4dl.parallel.costs.store import machine, versions
 from mpi4dl.parallel.cut import ChooseStream
-from mpi4dl.parallel.disk import Keep, byte_seconds
+from mpi4dl.parallel.disk import byte_seconds
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
-from mpi4dl.parallel.pipeline.split import Cuttable, outline
+from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions, segments_of
-from mpi4dl.parallel.streaming.memory_limit import ASSUMED_SPEEDS, Speeds, StreamConstraints, describe
+from mpi4dl.parallel.streaming.memory_limit import ASSUMED_SPEEDS, Speeds, describe
 from mpi4dl.parallel.tensor.cutting import with_cuts
 from mpi4dl.tasks.task import TASKS, Classify, Task
 
 
-def passes_of(
-    config: Config, stages: LocalStages, num_classes: int, channels: int, patches: SlidePatches | None = None
-) -> Passes | None:
+def passes_of(work: Workload, stages: LocalStages) -> Passes | None:
     """The passes of a step over streamed tiles; None without streaming, or if norms need no statistics passes."""
+    config = work.config
     if config.parallel.stream_norm != "exact" or not config.streams_images:
         return None
     if config.model.patches is not None:
-        return passes_of_patches(config, stages.plan, num_classes, channels, patches)
+        return passes_of_patches(work, stages.plan)
     if not isinstance(stages.stream, StreamOptions):
         return None
-    estimator = estimator_of(config, stages.plan, num_classes, channels, stages.device)
+    estimator = work.estimator(stages.plan, stages.device, Profiler.of_user())
     return passes_of_needs(estimator.streaming(stages.plan, stages.counts, stages.stream), stages.plan)
 
 
@@ -62,159 +50,82 @@ FORMS: Mapping[str, type[Task]] = {**TASKS, "auto": Classify}
 
 
 def look_ahead(
-    config: Config,
-    plan: Plan,
-    num_classes: int,
-    channels: int,
-    of_slides: SlidePatches | None = None,
-    **options: Any,
+    work: Workload, plan: Plan, device: torch.device, stream: StreamOptions | ChooseStream | None, **options: Any
 ) -> PlanSummary:
-    """The summary of a training by this configuration; `options` are others of `overview`.
+    """The summary of a training by this plan; `options` are others of `overview`, and the `profiler`.
 
-    With patches it estimates the patches that each rank runs at once, as one image, and multiplies by their number,
-    which is `of_slides` where patches with tissue were counted.
+    With patches it estimates the patches that each rank runs at once, as one image, and multiplies by their number.
     """
-    shown, patches = one_tile(config, plan), patch_options(config, plan)
-    if patches is not None:
-        options["stream"] = None
+    config, shown, patches = work.config, work.one_tile(plan), patch_options(work.config, plan)
+    profiler = options.pop("profiler", None) or Profiler.of_user()
     found = overview(
-        config.model_name,
-        lambda: build_model(shown, num_classes, channels),
+        work.name,
+        shown.estimator(plan, device, profiler),
         plan,
-        batch_of(shown, channels),
         accept=Task.require_form if config.data.text is not None else FORMS[config.data.task].require_form,
         recompute=config.training.recompute,
-        **_trained(config, str(options.get("device", "cpu"))),
+        stream=stream if patches is None else None,
         **options,
     )
     if patches is None:
         return found
-    passes = passes_of_patches(config, plan, num_classes, channels, of_slides)
-    of_tile = shown.samples_per_step * patches_each(shown, None)
-    of_all = config.samples_per_step * patches_each(config, of_slides)
+    passes = passes_of_patches(work, plan)
+    of_tile = shown.config.samples_per_step * shown.patches_each
+    of_all = config.samples_per_step * work.patches_each
     remark = f"{patches.remark}; {counted(passes.tiles, 'tile')} of each rank in every pass over them"
-    if of_slides is not None:
-        remark += f"\n{of_slides.words(config, passes)}"
-    return found.of_patches(batch_of(config, channels), passes, of_tile / of_all, remark)
+    if work.patches is not None:
+        remark += f"\n{patches_words(work, passes)}"
+    return found.of_patches(work.batch, passes, of_tile / of_all, remark)
 
 
-def one_tile(config: Config, plan: Plan) -> Config:
-    """The configuration for the patches that each rank runs at once, as one image; unchanged without patches."""
-    options, patch = patch_options(config, plan), config.model.patches
-    if options is None or patch is None:
-        return config
-    rows, cols = plan.shape(0).space
-    size, samples = (rows * patch, cols * patch * options.at_once), plan.shape(0).batch * plan.num_microbatches
-    return replace(
-        config,
-        data=replace(config.data, image_size=size, batch_size=samples),
-        training=replace(config.training, accumulate=1),
-        model=replace(config.model, min_tissue=0.0),
-    )
-
-
-def _trained(config: Config, device: str) -> dict[str, Any]:
-    """The fields of an `Estimator` about parameters, and about the memory there."""
-    chosen = engine_options(config)
-    heap = HEAP_KEPT if config.parallel.keep_freed_memory else HEAP_RETURNED
-    return {
-        "optimizer": partial(build_optimizer, config),
-        "allocator": OF_TENSORS if device.startswith("cuda") else heap,
-        "low_precision": AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
-        "averaged": config.tuning.ema is not None,
-        "styles": tensor_styles(config),
-    }
-
-
-def require_rules(config: Config, plan: Plan, num_classes: int, channels: int) -> None:
+def require_rules(work: Workload, plan: Plan) -> None:
     """Raise ValueError if a model in one stage calls what has no rule, on tiles or a batch that ranks share.
 
     A model in several stages is not looked at: which of its stages share what is known to their ranks.
     """
-    if plan.num_stages > 1 or plan.is_plain(0) or config.model.patches is not None:
+    if plan.num_stages > 1 or plan.is_plain(0) or work.config.model.patches is not None:
         return
-    batch = batch_of(config, channels)
     try:
-        model = outline(lambda: build_model(config, num_classes, channels))
-        cuts = planned_cuts(model, plan, tensor_styles(config))
-        spatial.require_rules(
-            model, (samples_of(plan, batch), *batch[1:]), plan.shape(0), partial(with_cuts, cutting=cuts)
-        )
+        model = work.model()
+        cuts = planned_cuts(model, plan, tensor_styles(work.config))
+        spatial.require_rules(model, plan.microbatch(work.batch), plan.shape(0), partial(with_cuts, cutting=cuts))
     except (spatial.NoRule, ValueError) as problem:
-        raise ValueError(f"`model` {config.model_name}: {problem}") from problem
+        raise ValueError(f"`model` {work.name}: {problem}") from problem
 
 
-def explain(
-    config: Config, engine: Engine, num_classes: int, channels: int, of_slides: SlidePatches | None = None
-) -> Iterator[str]:
+def explain(work: Workload, engine: Engine) -> Iterator[str]:
     """The messages of each operator of a model in one stage, or the ranks of each stage; and the memory of a rank."""
-    stages = engine.stages
-    profiler, balance = Profiler.of_user(), stages.counts if stages.plan.num_stages > 1 else "flops"
-    found = look_ahead(
-        config,
-        stages.plan,
-        num_classes,
-        channels,
-        of_slides,
-        balance=balance,
-        profiler=profiler,
-        stream=stages.stream,
-    )
-    if engine.plan.num_stages == 1 and config.model.patches is None:
-        model = stages.modules_of[0]
-        if stages.cutting:  # of which the rank has no more than its part
-            model = outline(lambda: build_model(config, num_classes, channels))
+    stages, patches = engine.stages, work.config.model.patches
+    balance = stages.counts if stages.plan.num_stages > 1 else "flops"
+    found = look_ahead(work, stages.plan, torch.device("cpu"), stages.stream, balance=balance)
+    if engine.plan.num_stages == 1 and patches is None:
+        # With cut parameters the rank has no more than its part of the model.
+        model = work.model() if stages.cutting else stages.modules_of[0].train()
         try:
             as_held = partial(with_cuts, cutting=stages.cutting)
-            yield str(spatial.explain(model.train(), batch_of(config, channels), stages.parts[0, 0].grid, as_held))
+            yield str(spatial.explain(model, work.batch, stages.parts[0, 0].grid, as_held))
         except spatial.NoRule as problem:
-            raise ValueError(f"`model` {config.model_name}: {problem}") from problem
+            raise ValueError(f"`model` {work.name}: {problem}") from problem
         yield from (*found.sums(), *found.streaming(), *found.memory())
-    elif config.model.patches is not None:
+    elif patches is not None:
         yield from (*found.streaming(), *found.memory())
     else:
         yield from (*found.stages(), *found.sums(), *found.images())
         yield from (*found.streaming(), *found.memory(), *found.ranks())
 
 
-def build_estimator(
-    config: Config, num_classes: int, channels: int, profiler: Profiler, device: torch.device
-) -> Estimator:
-    """An estimator of plans of this configuration. Raises ValueError where they are not of whole images."""
-    if config.model.patches is not None:
-        raise ConfigError(f"plans are searched for models that see whole images, not `patches` {config.model.patches}")
-    return replace(estimator_of(config, None, num_classes, channels, device), profiler=profiler)
-
-
-def estimator_of(config: Config, plan: Plan | None, num_classes: int, channels: int, device: torch.device) -> Estimator:
-    """An estimator of plans of this configuration, or of one: then a model of one stage need not be traceable."""
-    batch, chosen = batch_of(config, channels), config.parallel
-    model = outline(lambda: build_model(config, num_classes, channels)).train()
-    cut = plan is None or plan.num_stages > 1 or chosen.stream is not None
-    asked = None if chosen.stream_segments is None else segments_of(chosen.stream_segments)
-    disk = Keep("disk", chosen.offload_folder) if chosen.stream_keep is None else None
-    constraints = StreamConstraints(chosen.stream_until, chosen.stream_norm, asked, _keep(config), disk)
-    how = _trained(config, device.type)
-    return Estimator(units_of(model, batch, cut), batch, Profiler.of_user(), device, constraints=constraints, **how)
-
-
-def _keep(config: Config) -> Keep:
-    """Where the outputs of segments are kept."""
-    return Keep(config.parallel.stream_keep or "device", config.parallel.offload_folder)
-
-
 # How the images of a run are streamed, as the flags say, or as the limit of memory does.
 
 
 def stream_of(
-    config: Config, plan: Plan, num_classes: int, channels: int, device: torch.device, speeds: Speeds | None = None
+    work: Workload, plan: Plan, device: torch.device, speeds: Speeds | None = None
 ) -> StreamOptions | ChooseStream | None:
     """How the images are streamed; None if they are not. Raises ConfigError where options contradict each other.
 
     Where that is to be chosen, it is what chooses for stages of so many units, alike on all ranks if they are given the
     same `speeds`; these are measured if they are left out.
     """
-    chosen, limit = config.parallel, config.parallel.memory_limit
+    chosen, limit = work.config.parallel, work.config.parallel.memory_limit
     asked = chosen.stream
     if asked is None and chosen.stream_until is not None:
         raise ConfigError(f"`stream_until` {chosen.stream_until} says where streaming ends, but `stream` is missing")
@@ -226,11 +137,11 @@ def stream_of(
         return None
     if not isinstance(asked, str):
         segments = segments_of(chosen.stream_segments)
-        return StreamOptions(asked, chosen.stream_until, chosen.stream_norm, segments, _keep(config))
+        return StreamOptions(asked, chosen.stream_until, chosen.stream_norm, segments, kept_outputs(work.config))
     if plan.bidirectional and chosen.stream_norm != "exact":
         raise ConfigError("copies in both directions share their statistics later: stream with `stream_norm` exact")
-    estimator = build_estimator(config, num_classes, channels, Profiler.of_user(), device)
-    estimator.speeds = speeds or measured_speeds(config, device)
+    estimator = work.estimator(None, device, Profiler.of_user())
+    estimator.speeds = speeds or measured_speeds(work.config, device)
 
     def choose(cuttable: Cuttable, counts: Sequence[int]) -> StreamOptions:
         found = estimator.choose_tiles(plan, counts, limit or 0, any_zero=False)
@@ -264,30 +175,23 @@ def measured_speeds(config: Config, device: torch.device, local_size: int = 1) -
 REFUSED = 1.25  # times the memory: estimates are within that of what was measured
 
 
-def looked_at(
-    config: Config,
-    engine: Engine,
-    num_classes: int,
-    channels: int,
-    places: Sequence[NodeMemory],
-    of_slides: SlidePatches | None = None,
-) -> tuple[list[str], str | None]:
+def looked_at(work: Workload, engine: Engine, places: Sequence[NodeMemory]) -> tuple[list[str], str | None]:
     """Remarks on a run, and the reason of a refusal, if any. No other rank is asked.
 
-    `places` are where ranks compute; if there are none, memory is not counted. `of_slides` are their patches.
+    `places` are where ranks compute; if there are none, memory is not counted.
     """
     remarks: list[str] = []
     try:
         with forked([engine.device]):  # other ranks draw nothing meanwhile
-            passes = passes_of(config, engine.stages, num_classes, channels, of_slides)
-            if of_slides is not None:
-                remarks.append(of_slides.words(config, passes))
+            passes = passes_of(work, engine.stages)
+            if work.patches is not None:
+                remarks.append(patches_words(work, passes))
             if passes is not None and passes.each_step >= SLOW_PASSES:
                 remarks.append(passes.words(flop_seconds(engine.device)))
             if places:
-                need = MemoryNeed(config, engine, num_classes, channels, places)
+                need = MemoryNeed(work, engine, places)
                 problem = need.problem()
-                refuses = config.parallel.memory_check == "error" and not config.run.dry_run
+                refuses = work.config.parallel.memory_check == "error" and not work.config.run.dry_run
                 if problem is not None and refuses and need.impossible:
                     return remarks, problem
                 remarks += [] if problem is None else [f"warning: {problem}"]
@@ -301,28 +205,22 @@ def looked_at(
 class MemoryNeed:
     """The memory that a run needs on its nodes, and other ways to run that need less."""
 
-    def __init__(
-        self, config: Config, engine: Engine, num_classes: int, channels: int, places: Sequence[NodeMemory]
-    ) -> None:
-        self.config, self.plan, self.device = config, engine.plan, engine.device
-        self.num_classes, self.channels = num_classes, channels
+    def __init__(self, work: Workload, engine: Engine, places: Sequence[NodeMemory]) -> None:
+        self.work, self.config, self.plan, self.device = work, work.config, engine.plan, engine.device
         self.ranks: dict[NodeMemory, list[int]] = {}
         for rank, place in enumerate(places):
             self.ranks.setdefault(place, []).append(rank)
-        shown = one_tile(config, self.plan)
-        self.estimator = estimator_of(shown, self.plan, num_classes, channels, self.device)
+        self.estimator = work.one_tile(self.plan).estimator(self.plan, self.device, Profiler.of_user())
         self.counts = engine.stages.counts if self.plan.num_stages > 1 else (len(self.estimator.cuttable),)
-        self.stream = engine.stages.stream if config.model.patches is None else None
-        needs = self.of_ranks(batch_of(shown, channels), config.training.recompute, self.stream)
+        self.stream = engine.stages.stream if self.config.model.patches is None else None
+        needs = self.of_ranks(self.config.data.batch_size, self.config.training.recompute, self.stream)
         self.place = max(self.ranks, key=lambda place: self.on_place(place, needs) / place.num_bytes)
         self.most = max(needs)
         self.needed = self.on_place(self.place, needs)
 
-    def of_ranks(
-        self, batch: tuple[int, ...], recompute: bool, stream: StreamOptions | ChooseStream | None
-    ) -> list[int]:
-        """The memory of each rank of a replica for batches of this shape, with the cut of this run."""
-        estimator = replace(self.estimator, image=batch)
+    def of_ranks(self, size: int, recompute: bool, stream: StreamOptions | ChooseStream | None) -> list[int]:
+        """The memory of each rank of a replica for batches of this size, with the cut of this run."""
+        estimator = replace(self.estimator, image=self.work.of_batches(size).one_tile(self.plan).batch)
         needs = None if stream is None else estimator.streaming(self.plan, self.counts, stream)
         memory = estimator.memory(self.plan, self.counts, recompute, needs, exact=True)
         return memory.of_ranks(self.plan.zero, self.config.parallel.offload == "disk")
@@ -333,10 +231,8 @@ class MemoryNeed:
 
     def fits(self, size: int, recompute: bool, stream: StreamOptions | ChooseStream | None = None) -> bool:
         """Whether batches of this size do."""
-        shown = replace(self.config, data=replace(self.config.data, batch_size=size))
-        batch = batch_of(one_tile(shown, self.plan), self.channels)
         with suppress(ValueError, RuntimeError):
-            return self.on_place(self.place, self.of_ranks(batch, recompute, stream)) <= self.place.num_bytes
+            return self.on_place(self.place, self.of_ranks(size, recompute, stream)) <= self.place.num_bytes
         return False
 
     @property
@@ -363,23 +259,21 @@ class MemoryNeed:
 
     def remedies(self) -> Iterator[str]:
         """Remedies that fit, in words; each was counted."""
-        config, plan, own = self.config, self.plan, self.config.data.batch_size
-        tries = [(config.training.recompute, "")]
-        if not config.training.recompute and config.model.patches is None:
-            tries.append((True, "`recompute`"))
-        for recompute, word in tries:
-            for size in smaller(own, self.least_batch):
-                if (word, size) != ("", own) and self.fits(size, recompute, self.stream):
+        config, own = self.config, self.config.data.batch_size
+        limit = int(0.9 * self.place.num_bytes / len(self.ranks[self.place]))
+        by_limit = replace(config, parallel=replace(config.parallel, stream="auto", memory_limit=limit))
+        streams = not config.streams_images
+        speeds = measured_speeds(by_limit, self.device) if streams else ASSUMED_SPEEDS
+        estimator = replace(self.estimator, streams=streams, speeds=speeds)
+        for again, needs in estimator.ways(self.plan, self.counts, limit, any_zero=False):
+            if again and (config.training.recompute or config.model.patches is not None):
+                continue
+            word = f"`stream` auto with `memory_limit` {max(1, limit >> 20)}MiB" if needs else "`recompute`" * again
+            recompute, stream = again or config.training.recompute, self.stream if needs is None else needs.options
+            for size in smaller(own, self.least_batch) if needs is None else (own,):
+                if (word or size != own) and self.fits(size, recompute, stream):
                     yield " with ".join(filter(None, (f"`batch_size` {size}" * (size != own), word)))
                     break
-        streams = plan.schedule == "1f1b" and not plan.bidirectional and not plan.cuts_parameters
-        if streams and config.data.text is None and not config.streams_images:
-            limit = int(0.9 * self.place.num_bytes / len(self.ranks[self.place]))
-            chosen = replace(config, parallel=replace(config.parallel, stream="auto", memory_limit=limit))
-            with suppress(ValueError):
-                by_limit = stream_of(chosen, plan, self.num_classes, self.channels, self.device)
-                if self.fits(own, config.training.recompute, by_limit):
-                    yield f"`stream` auto with `memory_limit` {max(1, limit >> 20)}MiB"
 
     @property
     def least_batch(self) -> int:

@@ -21,7 +21,7 @@ from mpi4dl._memory import memory_of_node
 from mpi4dl.comm import Communicator, Pending
 from mpi4dl.comm.allreduce import ALGORITHMS, pick
 from mpi4dl.comm.packing import Piece
-from mpi4dl.parallel.costs.cost_model import LARGE_BYTES, SMALL_BYTES, one_way
+from mpi4dl.parallel.costs.cost_model import LARGE_BYTES, measure_link, one_way
 from mpi4dl.parallel.costs.machine import CollectiveCost, LinkLevel, Machine
 
 SUMMED_BYTES = 4 << 20
@@ -104,15 +104,13 @@ def _device_name(device: torch.device) -> str:
 
 def _link(comm: Communicator, level: str, inside: int, ranks: int, device: torch.device) -> LinkLevel:
     """The link between neighbouring groups of `inside` ranks: by one pair of ranks, and by all pairs at once."""
-    alone = {size: one_way(comm, size, inside, 1, device) for size in (SMALL_BYTES, LARGE_BYTES)}
-    seconds = max(alone[LARGE_BYTES] - alone[SMALL_BYTES], 1e-12)
-    rate = (LARGE_BYTES - SMALL_BYTES) / seconds
+    alone = measure_link(comm, device, apart=inside)
     together = one_way(comm, LARGE_BYTES, inside, inside, device)
-    sharing = min(inside, max(1, round(together / alone[LARGE_BYTES])))
+    sharing = min(inside, max(1, round(together / (alone.latency_seconds + LARGE_BYTES * alone.byte_seconds))))
     while inside % sharing:
         sharing -= 1
     joined = 0 if level == "network" else ranks  # further nodes are not joined by what is within one
-    return LinkLevel(level, round(alone[SMALL_BYTES], 9), round(rate), joined, sharing)
+    return LinkLevel(level, round(alone.latency_seconds, 9), round(1 / alone.byte_seconds), joined, sharing)
 
 
 def _sum_seconds(comm: Communicator, algorithm: str, device: torch.device) -> float:

@@ -4,22 +4,18 @@ Norms with the statistics of the whole batch need one more pass each, in which a
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any
 
 import torch
 
-from mpi4dl._progress import Tell, quietly
 from mpi4dl._wording import counted, duration
-from mpi4dl.datasets import DatasetError
+from mpi4dl.estimate.workload import Workload
 from mpi4dl.geometry import GridShape, even_cuts
-from mpi4dl.models.patches import PatchModel, patches_in
-from mpi4dl.options.config import Config
-from mpi4dl.options.models import build_model, patch_options
-from mpi4dl.parallel.pipeline.split import image_dtype, outline
+from mpi4dl.models.patches import PatchModel
+from mpi4dl.options.models import patch_options
+from mpi4dl.parallel.pipeline.split import image_dtype
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.memory_limit import SegmentNeeds, StreamNeeds, needs_of_segments
 from mpi4dl.parallel.streaming.patches import PatchStream, patch_tiles
@@ -96,63 +92,29 @@ def _passes(tiles: int, segments: Sequence[SegmentNeeds], plan: Plan) -> Passes:
     return Passes(tiles, tuple(each._replace(flops=each.flops * share) for each in segments))
 
 
-MOST_LOOKED_AT = 16
+def patches_words(work: Workload, passes: Passes | None = None) -> str:
+    """How often a step runs how many patches of slides; without `passes` there are no statistics passes."""
+    assert work.patches is not None
+    forward, backward = (1, 1) if passes is None else (passes.forward, passes.backward)
+    each, config = work.patches, work.config
+    found = (
+        f"a step runs about {counted(round(each.mean * config.samples_per_step), 'patch', 'patches')} with tissue, "
+        f"{forward} x forward and {backward} x backward (the mean of {counted(each.looked_at, 'slide')})"
+    )
+    if forward + backward >= SLOW_PASSES and config.slides.most_patches is None:
+        found += f"; `most_patches` {max(1, round(each.mean / 2))} would draw half of them in each epoch"
+    return found
 
 
-@dataclass(frozen=True)
-class SlidePatches:
-    """How many patches training takes of a slide, as the `mean` over `looked_at` slides."""
-
-    mean: float
-    looked_at: int
-
-    def words(self, config: Config, passes: Passes | None = None) -> str:
-        """How often a step runs how many patches; without `passes` there are no statistics passes."""
-        forward, backward = (1, 1) if passes is None else (passes.forward, passes.backward)
-        found = (
-            f"a step runs about {counted(round(self.mean * config.samples_per_step), 'patch', 'patches')} with tissue, "
-            f"{forward} x forward and {backward} x backward (the mean of {counted(self.looked_at, 'slide')})"
-        )
-        if forward + backward >= SLOW_PASSES and config.slides.most_patches is None:
-            found += f"; `most_patches` {max(1, round(self.mean / 2))} would draw half of them in each epoch"
-        return found
-
-
-def patches_of_slides(config: Config, training: Any, tell: Tell = quietly) -> SlidePatches | None:
-    """The patches with tissue of slides all over the list; None without slides, or if none of them can be read."""
-    patch, most = config.model.patches, config.slides.most_patches
-    if patch is None or config.slides.slides is None or config.slides.features is not None:
-        return None
-    chosen = even_cuts(len(training), min(len(training), MOST_LOOKED_AT))[:-1]
-    counts = []
-    for number, index in enumerate(chosen):
-        tell("counting patches with tissue", number, len(chosen))
-        with suppress(DatasetError, OSError):  # training says what is wrong with a slide
-            counts.append(len(training.tissue_patches(index, patch)))
-    taken = [count if most is None else min(count, most) for count in counts]
-    return SlidePatches(sum(taken) / len(taken), len(taken)) if taken else None
-
-
-def patches_each(config: Config, patches: SlidePatches | None) -> float:
-    """The patches of a sample: those with tissue if they were counted, else all of an image."""
-    return patches_in(config.data.image_size, config.model.patches or 1) if patches is None else patches.mean
-
-
-def passes_of_patches(
-    config: Config, plan: Plan, num_classes: int, channels: int, patches: SlidePatches | None = None
-) -> Passes:
-    """The passes over all patches, of slides over `patches` of each.
-
-    Segments are cut as in the run, because norms of branches may share a pass.
-    """
-    model, options = outline(lambda: build_model(config, num_classes, channels)).train(), patch_options(config, plan)
+def passes_of_patches(work: Workload, plan: Plan) -> Passes:
+    """The passes over all patches. Segments are cut as in the run, because norms of branches may share a pass."""
+    model, options = work.model(), patch_options(work.config, plan)
     assert isinstance(model, PatchModel)
     assert options is not None
     encoder, size, grid = model.encoder, (model.patch, model.patch), plan.shape(0)
-    samples = max(1, config.samples_per_step // plan.num_microbatches)
-    each = patches_each(config, patches)
-    cuts = [round(cut * each) for cut in even_cuts(samples, grid.batch)]
-    counts, shape = [stop - start for start, stop in pairwise(cuts)], torch.Size((cuts[-1], channels, *size))
+    samples = max(1, work.config.samples_per_step // plan.num_microbatches)
+    cuts = [round(cut * work.patches_each) for cut in even_cuts(samples, grid.batch)]
+    counts, shape = [stop - start for start, stop in pairwise(cuts)], torch.Size((cuts[-1], work.channels, *size))
     tiles, spec = patch_tiles(shape, image_dtype(encoder), counts, GridShape(grid.size, 1, 1), 0, options.at_once)
-    segments = needs_of_segments(PatchStream(model, options, channels).segments, encoder, tiles, spec, size)
+    segments = needs_of_segments(PatchStream(model, options, work.channels).segments, encoder, tiles, spec, size)
     return _passes(tiles.batch * plan.num_microbatches, segments, plan)

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -55,8 +54,6 @@ from mpi4dl.parallel.streaming.memory_limit import (
     needs_of,
 )
 from mpi4dl.parallel.tensor.styles import Cutting, Degrees, Styles
-
-MOST_TILES = 6  # along an axis, of a part of an image that is looked at instead of the whole
 
 
 class PlanEstimate(NamedTuple):
@@ -196,7 +193,7 @@ class Estimator:
 
     def sites(self, plan: Plan) -> tuple[Site, ...]:
         """The site of each stage."""
-        image, cuts = self.microbatch(plan), self._cuts_of(plan)
+        image, cuts = plan.microbatch(self.image), self._cuts_of(plan)
         return tuple(Site.of(plan, stage, image, cuts) for stage in range(plan.num_stages))
 
     def _cuts_of(self, plan: Plan) -> Cutting:
@@ -204,10 +201,6 @@ class Estimator:
         if key not in self._cuts:
             self._cuts[key] = planned_cuts(self.cuttable.model, plan, self.styles)
         return self._cuts[key]
-
-    def microbatch(self, plan: Plan) -> tuple[int, ...]:
-        """The shape of one, over all replicas and ways."""
-        return max(1, self.image[0] // plan.num_microbatches_of_all), *self.image[1:]
 
     def estimate(self, plan: Plan, most_bytes: float) -> PlanEstimate:
         """With the first that fits of these, or else what needs least: as it is, blocks recomputed, streamed.
@@ -220,7 +213,8 @@ class Estimator:
             self.cuttable.stage(counts, 0)  # raises ValueError where two stages would need the same parameter
             self._cut_before.add(counts)
         smallest: tuple[int, Plan, Step] | None = None
-        for step in self._ways(plan, counts, costs, most_bytes):
+        for recompute, needs in self.ways(plan, counts, most_bytes):
+            step = self.step(plan, counts, costs, recompute, needs)
             for chosen, needed in self._by_zero(step):
                 if needed <= most_bytes:
                     return self._estimate(chosen, needed, step)
@@ -278,20 +272,29 @@ class Estimator:
     def streaming(self, plan: Plan, counts: Sequence[int], stream: StreamOptions | ChooseStream) -> StreamNeeds:
         """Memory and time of streaming the first of these stages. Raises CannotStream."""
         options = stream(self.cuttable, counts) if callable(stream) else stream
-        image, grid = self.microbatch(plan), plan.shape(0)
-        leading = choose_leading_part(self.cuttable, counts[0], options, grid, image)
-        return needs_of(leading, self.cuttable.model, grid, image)
+        image, grid = plan.microbatch(self.image), plan.shape(0)
+        key = (image, grid, counts[0], options)
+        if key not in self._needs:
+            leading = choose_leading_part(self.cuttable, counts[0], options, grid, image)
+            self._needs[key] = needs_of(leading, self.cuttable.model, grid, image)
+        return self._needs[key]
 
-    def _ways(self, plan: Plan, counts: tuple[int, ...], costs: StageCosts, most_bytes: float) -> Iterator[Step]:
-        yield self.step(plan, counts, costs)
+    def ways(
+        self, plan: Plan, counts: tuple[int, ...], most_bytes: float, any_zero: bool = True
+    ) -> Iterator[tuple[bool, StreamNeeds | None]]:
+        """What may save memory: nothing, blocks that are computed again, or a first stage that is streamed.
+
+        With so many bytes at most; `any_zero` is that of `choose_tiles`.
+        """
+        yield False, None
         if most_bytes == float("inf"):
             return
         if self._groups(counts):
-            yield self.step(plan, counts, costs, recompute=True)
-        streams = plan.schedule == "1f1b" and not plan.bidirectional and plan.tensor == 1
+            yield True, None
+        streams = plan.schedule == "1f1b" and not plan.bidirectional and not plan.cuts_parameters
         if streams and self.streams and not of_tokens(self.image):
             with suppress(CannotStream):
-                yield self.step(plan, counts, costs, needs=self.choose_tiles(plan, counts, most_bytes).needs)
+                yield False, self.choose_tiles(plan, counts, most_bytes, any_zero).needs
 
     def _by_zero(self, step: Step) -> Iterator[tuple[Plan, int]]:
         """The bytes of the rank that needs most, by the plan's own ZeRO stage and higher ones."""
@@ -308,7 +311,6 @@ class Estimator:
 
     def choose_tiles(self, plan: Plan, counts: Sequence[int], most_bytes: float, any_zero: bool = True) -> StreamChoice:
         """How the first stage is streamed within so many bytes; `any_zero`: by any ZeRO stage. Raises CannotStream."""
-        sites = self.sites(plan)
         key = (replace(plan, zero=0), plan.zero * (not any_zero), tuple(counts), most_bytes)
         if key not in self._stream_choices:
             states, columns = self.states(plan, counts), self._counted(plan)
@@ -321,28 +323,12 @@ class Estimator:
 
             _, _, *size = self.image
             sides = [ceil_div(pixels, parts) for pixels, parts in zip(size, plan.shape(0).space, strict=True)]
-            needs_for = partial(self._needs_for, sites[0], counts[0])
+            needs_for = partial(self.streaming, plan, counts)
             seconds_of = partial(self.speeds.of_step, num_ranks=plan.shape(0).size)
             self._stream_choices[key] = choose_tiles(
                 sides, self.constraints, needs_for, bytes_of, most_bytes, seconds_of
             )
         return self._stream_choices[key]
-
-    def _needs_for(self, site: Site, num_units: int, options: StreamOptions) -> StreamNeeds:
-        """Found for one image on each way, and for a part of it with tiles of the same size, but few of them."""
-        key, few = (site.shape, num_units, options), site.shape.batch
-        space, (_, channels, *size) = site.shape.space, site.image
-        counts = tuple(min(n, max(1, MOST_TILES // ranks)) for n, ranks in zip(options.counts, space, strict=True))
-        if key not in self._needs:
-            smaller = (
-                side if n == all_of_them else ceil_div(side, ranks * all_of_them) * ranks * n
-                for side, ranks, n, all_of_them in zip(size, space, counts, options.counts, strict=True)
-            )
-            image = (few, channels, *smaller)
-            leading = choose_leading_part(self.cuttable, num_units, replace(options, counts=counts), site.shape, image)
-            self._needs[key] = needs_of(leading, self.cuttable.model, site.shape, image)
-        found = self._needs[key].times(ceil_div(site.image[0], few), prod(options.counts) / prod(counts))
-        return replace(found, options=options)
 
     def states(self, plan: Plan, counts: Sequence[int]) -> tuple[StageState, ...]:
         if self.optimizer is None:

@@ -6,128 +6,44 @@ None needs MPI, nor the model's values; what a training would refuse is refused 
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
+from torch import nn
 
 from mpi4dl._files import unwritable
+from mpi4dl._memory import keep_freed_memory
 from mpi4dl._progress import Tell, quietly
 from mpi4dl._wording import counted, to_install
+from mpi4dl.comm.node import asked_threads, cores
+from mpi4dl.estimate.dry_run import look_ahead, require_rules, stream_of
+from mpi4dl.estimate.machine_file import load_machine
+from mpi4dl.estimate.plan_estimate import Estimator
+from mpi4dl.estimate.plan_options import OnMachine, Searched
+from mpi4dl.estimate.scaling import draw_scaling, numbers_of_ranks, scaling_lines, scaling_points
+from mpi4dl.estimate.search import candidates, degrees_of, ranked, search
+from mpi4dl.estimate.summary import PlanSummary
+from mpi4dl.estimate.workload import Workload
+from mpi4dl.options.build import build_plan, number_of_steps, options_of_plan
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.declare import option, same_as, with_values
-from mpi4dl.options.kinds import BOOLEAN, BYTES, COUNT, NAME, POSITIVE, choice, optional
-from mpi4dl.parallel.costs import GFLOPS
-
-if TYPE_CHECKING:
-    from mpi4dl.estimate.passes import SlidePatches
-    from mpi4dl.estimate.plan_estimate import Estimator
-    from mpi4dl.estimate.summary import PlanSummary
-    from mpi4dl.parallel.costs.cost_model import Profiler
-    from mpi4dl.parallel.plan import Plan
+from mpi4dl.options.data import check_own_sizes
+from mpi4dl.options.declare import with_values
+from mpi4dl.options.models import check_text, without_rules
+from mpi4dl.options.optimizers import build_optimizer, build_schedule
+from mpi4dl.parallel.costs.cost_model import Profiler
+from mpi4dl.parallel.costs.store import Store, machine
+from mpi4dl.parallel.plan import Plan
 
 FEW = 64  # ranks of this machine, up to which each shape of tile is looked at as it is
 
 
-@dataclass(frozen=True)
-class Shown:
-    """Options of the overview."""
-
-    timeline: str | None = option(
-        None,
-        "file for a drawing of the timeline of a step, FILE.png or FILE.txt; none: no file",
-        optional(NAME),
-        flag_only=True,
-        brief="FILE.png or FILE.txt for the timeline of a step",
-    )
-    rank_gflops: float = option(
-        GFLOPS, "assumed speed of a rank in GFLOP per second, where it is not measured", POSITIVE, flag_only=True
-    )
-
-
-@dataclass(frozen=True)
-class Searched:
-    """The search for the fastest plan."""
-
-    search: bool = option(
-        False,
-        "search for the fastest plans for --ranks ranks, instead of showing one plan; --ranks alone does the same",
-        BOOLEAN,
-        flag_only=True,
-        brief="show the fastest of all plans for --ranks",
-    )
-    ranks: int | None = option(
-        None,
-        "number of ranks of the search",
-        optional(COUNT),
-        flag_only=True,
-        brief="number of ranks of the search",
-        known_as=same_as("n np gpus devices num-gpus world-size nproc"),
-    )
-    ranks_per_node: int | None = option(
-        None,
-        "number of ranks on a node, within which ranks share features; none: all",
-        optional(COUNT),
-        flag_only=True,
-    )
-    memory: int | None = option(
-        None,
-        "memory of each rank, such as 4GiB; none: no limit",
-        optional(BYTES),
-        flag_only=True,
-        brief="how much memory each rank has, such as 4GiB",
-        known_as=same_as("memory-per-gpu gpu-memory max-memory"),
-    )
-
-
-@dataclass(frozen=True)
-class OnMachine:
-    """Another machine, and what is known of computation there."""
-
-    machine: str | None = option(
-        None,
-        "TOML file that describes the machine, as `mpi4dl doctor --save` writes it; none: this one",
-        optional(NAME),
-        flag_only=True,
-    )
-    timings: str | None = option(
-        None,
-        "file of the times of the model's layers, made elsewhere by --time-only; none: timed here, or by the machine's "
-        "rates",
-        optional(NAME),
-        flag_only=True,
-    )
-    time_only: str | None = option(
-        None, "time the model's layers on small tiles, write them to this file, and end", optional(NAME), flag_only=True
-    )
-    scaling: str | None = option(
-        None,
-        "curves of the fastest plans from few ranks to --ranks: strong, of the same batch, or weak, whose batch grows "
-        "with the ranks; none: no curves",
-        optional(choice("strong", "weak")),
-        flag_only=True,
-    )
-    curves: str = option("scaling.png", "file for the picture of --scaling", NAME, flag_only=True)
-
-
-@dataclass(frozen=True)
-class TrainedOn:
-    """The samples of an estimate; `num_batches` are those of an epoch, and `patches` those with tissue of slides."""
-
-    num_classes: int
-    channels: int
-    num_batches: int
-    patches: "SlidePatches | None" = None
-
-
-def profiler_of(on: OnMachine, gflops: float) -> "Profiler":
+def profiler_of(on: OnMachine, gflops: float) -> Profiler:
     """What finds costs on the machine that is planned for.
 
     Raises ConfigError, or ValueError, for files that cannot be read, or describe no machine or no timings.
     """
-    from mpi4dl.estimate.machine_file import load_machine
-    from mpi4dl.parallel.costs.cost_model import Profiler
-    from mpi4dl.parallel.costs.store import Store
-
     found = Profiler.of_user(machine=None if on.machine is None else load_machine(on.machine), gflops=gflops)
     if on.timings is None:
         return found
@@ -137,23 +53,13 @@ def profiler_of(on: OnMachine, gflops: float) -> "Profiler":
         raise ConfigError(f"--timings {on.timings}: {error.strerror}") from None
 
 
-def planned(
-    config: Config, samples: TrainedOn, profiler: "Profiler", flags: Sequence[str], tell: Tell = quietly
-) -> "PlanSummary":
-    """The overview of what `flags` would train, of which `config` was made.
+def planned(work: Workload, profiler: Profiler, flags: Sequence[str], tell: Tell = quietly) -> PlanSummary:
+    """The overview of what `flags` would train, of which `work` was made.
 
     Raises ValueError for what the training would refuse, as far as that can be seen without its ranks.
     """
-    import torch
-    from torch import nn
-
-    from mpi4dl.estimate.dry_run import look_ahead, require_rules, stream_of
-    from mpi4dl.options import build
-    from mpi4dl.options.data import check_own_sizes
-    from mpi4dl.options.models import check_text, without_rules
-    from mpi4dl.options.optimizers import build_optimizer, build_schedule
-
-    plan, num_classes, channels = build.build_plan(config), samples.num_classes, samples.channels
+    config = work.config
+    plan = build_plan(config)
     if profiler.machine is not None and plan.num_ranks > profiler.machine.num_ranks:
         raise ConfigError(
             f"{plan} = {plan.num_ranks} ranks, but the machine of --machine has {profiler.machine.num_ranks}: raise "
@@ -167,22 +73,19 @@ def planned(
     check_text(config, plan)
     check_own_sizes(config, plan)
     optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(2, 2))])
-    build_schedule(config, optimizer).begin(build.number_of_steps(config, samples.num_batches))
+    build_schedule(config, optimizer).begin(number_of_steps(config, work.num_batches))
     tell("looking for operators without a rule", 0, 0)
     with without_rules(config):
-        require_rules(config, plan, num_classes, channels)
+        require_rules(work, plan)
     tell("counting what each stage computes and keeps, and timing it", 0, 0)
     with as_a_rank(config, plan.num_ranks) as device:
         return look_ahead(
-            config,
+            work,
             plan,
-            num_classes,
-            channels,
-            samples.patches,
+            device,
+            stream_of(work, plan, device),
             balance=config.parallel.balance,
-            device=device,
             profiler=profiler,
-            stream=stream_of(config, plan, num_classes, channels, torch.device(device)),
             command=shlex.join(["mpirun", "-n", str(plan.num_ranks), "python", "-m", "mpi4dl.train", *flags]),
         )
 
@@ -191,7 +94,7 @@ class Candidates(NamedTuple):
     """What is searched: plans of up to `num_ranks` ranks for a configuration, of which each has `most_bytes`."""
 
     config: Config
-    estimator: "Estimator"
+    estimator: Estimator
     num_ranks: int
     ranks_per_node: int | None
     most_bytes: float
@@ -206,13 +109,8 @@ class Candidates(NamedTuple):
     def num_tokens(self) -> int | None:
         return None if self.config.data.text is None else self.config.data.context
 
-    def plans(self, num_ranks: int, batch_size: int | None = None) -> "list[Plan]":
+    def plans(self, num_ranks: int, batch_size: int | None = None) -> list[Plan]:
         """Those that a training by them would take; `batch_size` is another one than that of the configuration."""
-        from mpi4dl.estimate.search import candidates, degrees_of
-        from mpi4dl.options.build import build_plan, options_of_plan
-        from mpi4dl.options.data import check_own_sizes
-        from mpi4dl.parallel.plan import Plan
-
         config, found = self.config, self.estimator
         if batch_size is not None:
             config = with_values(config, {"batch_size": batch_size})
@@ -231,58 +129,41 @@ class Candidates(NamedTuple):
 
 
 @contextmanager
-def searching(
-    config: Config, asked: Searched, profiler: "Profiler", samples: TrainedOn, tell: Tell
-) -> Iterator[Candidates]:
+def searching(work: Workload, asked: Searched, profiler: Profiler, tell: Tell) -> Iterator[Candidates]:
     """Search in here, on this machine or another one, as a rank would compute. Raises ValueError."""
-    import torch
-
-    from mpi4dl.estimate.dry_run import build_estimator
-
     machine, num_ranks = profiler.machine, require_ranks(asked, profiler)
     profiler = replace(profiler, small=profiler.small or machine is not None or num_ranks > FEW)
     limit, ranks_per_node = asked.memory, asked.ranks_per_node
     if machine is not None:
         limit, ranks_per_node = limit or machine.memory, ranks_per_node or machine.ranks_per_node
     tell("building the model", 0, 0)
-    with as_a_rank(config, num_ranks) as device:
-        found = build_estimator(config, samples.num_classes, samples.channels, profiler, torch.device(device))
-        yield Candidates(config, found, num_ranks, ranks_per_node, float("inf") if limit is None else limit)
+    with as_a_rank(work.config, num_ranks) as device:
+        found = work.estimator(None, device, profiler)
+        yield Candidates(work.config, found, num_ranks, ranks_per_node, float("inf") if limit is None else limit)
 
 
 def searched(
-    config: Config,
-    asked: Searched,
-    profiler: "Profiler",
-    samples: TrainedOn,
-    flags: Sequence[str],
-    tell: Tell = quietly,
+    work: Workload, asked: Searched, profiler: Profiler, flags: Sequence[str], tell: Tell = quietly
 ) -> list[str]:
     """A table of the fastest plans, and the command that starts each. Raises ValueError."""
-    from mpi4dl.estimate.search import ranked, search
-
-    with searching(config, asked, profiler, samples, tell) as found:
+    with searching(work, asked, profiler, tell) as found:
         ranking = search(found.estimator, found.plans(found.num_ranks), found.most_bytes, tell)
         how = (found.num_tokens, profiler.machine, found.estimator.profiler.source(found.estimator.device))
         return [*found.described, *ranked(ranking, found.num_ranks, found.most_bytes, flags, *how)]
 
 
-def scaled(
-    config: Config, asked: Searched, on: OnMachine, profiler: "Profiler", samples: TrainedOn, tell: Tell = quietly
-) -> list[str]:
+def scaled(work: Workload, asked: Searched, on: OnMachine, profiler: Profiler, tell: Tell = quietly) -> list[str]:
     """Curves of the fastest plans from one rank on, as a table, and as a picture in `on.curves`. Raises ValueError."""
-    from mpi4dl.estimate.scaling import draw_scaling, numbers_of_ranks, scaling_lines, scaling_points
-
     if Path(on.curves).suffix != ".png":
         raise ConfigError(f"--curves {on.curves}: the name must end in .png")
     require_new("--curves", on.curves)
-    with searching(config, asked, profiler, samples, tell) as found:
+    with searching(work, asked, profiler, tell) as found:
         numbers, limit = numbers_of_ranks(found.num_ranks), found.most_bytes
         points = scaling_points(found.estimator, found.plans, numbers, on.scaling == "weak", limit, tell)
     tokens = found.num_tokens
     lines = [*found.described, *scaling_lines(points, found.ranks_per_node, tokens, limit)]
     size = f"{tokens} tokens" if tokens else f"{'x'.join(map(str, found.estimator.image[2:]))} px"
-    title = f"{config.model_name}, {size}: {on.scaling} scaling"
+    title = f"{work.name}, {size}: {on.scaling} scaling"
     try:
         draw_scaling(points, title, Path(on.curves), tokens)
     except ImportError:
@@ -292,16 +173,11 @@ def scaled(
     return [*lines, f"curves: {on.curves}"]
 
 
-def time_layers(
-    config: Config, asked: Searched, path: str, profiler: "Profiler", samples: TrainedOn, tell: Tell = quietly
-) -> list[str]:
+def time_layers(work: Workload, asked: Searched, path: str, profiler: Profiler, tell: Tell = quietly) -> list[str]:
     """Time the layers of a model on the small tiles that plans for up to so many ranks need, and write the file."""
-    from mpi4dl.estimate.scaling import numbers_of_ranks
-    from mpi4dl.parallel.costs.store import Store, machine
-
     require_new("--time-only", path)
     store = Store()
-    with searching(config, asked, replace(profiler, store=store, small=True), samples, tell) as found:
+    with searching(work, asked, replace(profiler, store=store, small=True), tell) as found:
         estimator = found.estimator
         on = machine(estimator.device)["on"]
         store.measured_on = on if isinstance(on, str) else f"{on[0]}, {counted(on[1], 'thread')}"
@@ -315,12 +191,12 @@ def time_layers(
                 refused.append(str(error).partition("\n")[0])
         if len(refused) == len(sites):
             why = refused[0] if refused else "there is no plan for so many ranks and such batches"
-            raise ConfigError(f"{config.model_name} cannot be timed: {why}")
+            raise ConfigError(f"{work.name} cannot be timed: {why}")
     try:
         store.save(path)
     except OSError as error:
         raise ConfigError(f"--time-only {path}: {error.strerror}") from None
-    return [f"timings of the layers of {config.model_name} on small tiles: {path}"]
+    return [f"timings of the layers of {work.name} on small tiles: {path}"]
 
 
 def require_new(flag: str, path: str) -> None:
@@ -330,7 +206,7 @@ def require_new(flag: str, path: str) -> None:
         raise ConfigError(problem)
 
 
-def require_ranks(asked: Searched, profiler: "Profiler") -> int:
+def require_ranks(asked: Searched, profiler: Profiler) -> int:
     """For how many ranks to search, of those that a machine has. Raises ConfigError where that cannot be."""
     most = None if profiler.machine is None else profiler.machine.num_ranks
     ranks = asked.ranks or most
@@ -349,20 +225,15 @@ def require_ranks(asked: Searched, profiler: "Profiler") -> int:
 
 
 @contextmanager
-def as_a_rank(config: Config, num_ranks: int) -> Iterator[str]:
+def as_a_rank(config: Config, num_ranks: int) -> Iterator[torch.device]:
     """Compute in here as a rank of the training would: on which device, with the threads and the memory that it has.
 
     Ranks are taken to share this machine. Where a GPU was asked for and is not here, it cannot be timed.
     """
-    import torch
-
-    from mpi4dl._memory import keep_freed_memory
-    from mpi4dl.comm.node import asked_threads, cores
-
     before = torch.get_num_threads()
     torch.set_num_threads(config.parallel.threads or asked_threads() or max(1, cores() // num_ranks))
     keep_freed_memory(config.parallel.keep_freed_memory)
     try:
-        yield "cuda" if config.parallel.device != "cpu" and torch.cuda.is_available() else "cpu"
+        yield torch.device("cuda" if config.parallel.device != "cpu" and torch.cuda.is_available() else "cpu")
     finally:
         torch.set_num_threads(before)

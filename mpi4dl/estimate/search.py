@@ -205,7 +205,6 @@ def estimates(
     shapes = {site for plan in plans for site in estimator.sites(plan)}
     seconds = max(LEAST_SECONDS, TIMING_SECONDS / max(1, len(shapes)))
     estimator.profiler = replace(estimator.profiler, site_seconds=seconds)
-    estimator.profiler.prepare(estimator.cuttable, shapes, tell)
     found: list[PlanEstimate | None] = []
     for number, plan in enumerate(plans):
         tell("plans that were timed and simulated", number, len(plans))

@@ -2,43 +2,39 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
-
-import torch
-from torch import nn
 
 from mpi4dl._wording import aligned, counted, mebibytes, runs
 from mpi4dl.estimate.memory import PlanMemory
 from mpi4dl.estimate.passes import Passes, passes_of_needs
-from mpi4dl.estimate.plan_estimate import Estimator, units_of
+from mpi4dl.estimate.plan_estimate import Estimator, Step
 from mpi4dl.estimate.step_time import StepTime
 from mpi4dl.geometry import SPACE, Interval
 from mpi4dl.options.build import title_of
-from mpi4dl.parallel.costs.cost_model import Profiler, StageCosts, costs_for
+from mpi4dl.parallel.costs.cost_model import costs_for
 from mpi4dl.parallel.costs.sites import Units, on_one_rank
 from mpi4dl.parallel.costs.units import count_units
 from mpi4dl.parallel.cut import ChooseStream, Counts, choose_cut
 from mpi4dl.parallel.inputs import of_tokens, space_of
-from mpi4dl.parallel.pipeline.split import outline, unfit
+from mpi4dl.parallel.pipeline.split import unfit
 from mpi4dl.parallel.plan import Plan, grid_name
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
 from mpi4dl.parallel.streaming.memory_limit import StreamNeeds
 from mpi4dl.parallel.tables.drawing import as_text
-from mpi4dl.parallel.tables.simulator import Costs, Report, Simulation, check, simulate
+from mpi4dl.parallel.tables.simulator import Costs, Simulation, check, simulate
 
 
 class Work(NamedTuple):
     """The work of one stage for a microbatch, over all its ranks together: counted, not measured.
 
-    `forward_flops` of convolutions and matrix products; `activation_bytes` that autograd keeps for the backward pass,
-    and `handed_bytes` of what goes to the next stage.
+    `forward_flops` of convolutions and matrix products, and `handed_bytes` of what goes to the next stage.
     """
 
     units: tuple[str, ...]
     num_parameters: int
     forward_flops: float
-    activation_bytes: int
     handed_bytes: int
 
 
@@ -51,9 +47,8 @@ MOST_INTERVALS = 4
 class PlanSummary:
     """A plan for a model and a batch of images, or tokens, of shape `image`, and what it comes to; `str` writes it.
 
-    `work` has one entry a stage; `costs`, `report`, `simulation` and `rank_memory` are those of the ranks of one
-    replica. `assumption` says where the seconds come from, `command` what starts the training, and `remark` how images
-    are streamed.
+    `work` has one entry a stage. `costs` are those of the table of `step`, whose `time` is that with all that follows.
+    `command` is what starts the training, and `remark` says how images are streamed.
     """
 
     name: str
@@ -61,17 +56,21 @@ class PlanSummary:
     image: tuple[int, ...]
     num_parameters: int
     work: tuple[Work, ...]
+    step: Step
     costs: Costs
-    report: Report
-    simulation: Simulation
-    assumption: str
-    rank_memory: PlanMemory
-    command: str = ""
-    stream: StreamNeeds | None = None
-    remark: str = ""
-    recompute: bool = False
-    passes: Passes | None = None
     time: StepTime | None = None
+    command: str = ""
+    remark: str = ""
+    passes: Passes | None = None
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The table of the ranks of one replica."""
+        return simulate(self.plan.table(), self.plan.placement, self.costs)
+
+    @property
+    def rank_memory(self) -> PlanMemory:
+        return self.step.memory
 
     def __str__(self) -> str:
         parts = (self.title(), self.stages(), self.sums(), self.images(), self.streaming(), self.memory(), self.ranks())
@@ -105,7 +104,7 @@ class PlanSummary:
                 cells.append(mebibytes(work.handed_bytes) if stage + 1 < plan.num_stages else "-")
             rows.append(cells)
         lines = list(aligned(rows, left={"tiles", "units"}))
-        samples = samples_of(plan, self.image)
+        samples, *_ = plan.microbatch(self.image)
         cost = "; cost/mean: of a rank's time; hands on: from all ranks of the stage together" if staged else ""
         lines.append(f"a microbatch of {samples}: {total / 1e9:.4g} GFLOP forward{cost}")
         if plan.replicas > 1:
@@ -152,13 +151,13 @@ class PlanSummary:
 
     def ranks(self) -> list[str]:
         """Memory and idle time of each rank, and the timeline."""
-        found = []
+        found, report = [], check(self.plan.table(), self.plan.placement)
         for rank, bubble in enumerate(self.simulation.bubbles):
-            live = counted(self.report.peak_live[rank], "microbatch", "microbatches")
+            live = counted(report.peak_live[rank], "microbatch", "microbatches")
             kept = mebibytes(self.simulation.peak_bytes[rank])
             found.append(f"at most {live} with {kept} of activations, idle {100 * bubble:.1f} %")
-        again = "those of blocks recomputed" if self.recompute else "none recomputed"
-        lines = [f"a step, simulated ({self.assumption}; activations in fp32, {again}):"]
+        again = "those of blocks recomputed" if self.step.recompute else "none recomputed"
+        lines = [f"a step, simulated ({self.step.costs.source}; activations in fp32, {again}):"]
         for what, group in groupby(enumerate(found), key=lambda item: item[1]):
             ranks = [rank for rank, _ in group]
             lines.append(f"  {'rank' if len(ranks) == 1 else 'ranks'} {runs(ranks)}: {what}")
@@ -171,8 +170,9 @@ class PlanSummary:
 
     def streaming(self) -> list[str]:
         """Lines about streaming: the tiles, their memory, and the passes over them."""
-        passes = passes_of_needs(self.stream, self.plan) if self.stream is not None else self.passes
-        streamed = "" if self.stream is None else streaming_words(self.stream)
+        needs = self.step.needs
+        passes = passes_of_needs(needs, self.plan) if needs is not None else self.passes
+        streamed = "" if needs is None else streaming_words(needs)
         slow = "" if passes is None or not passes.repeats else passes.words()
         return [*filter(None, (self.remark, streamed, slow))]
 
@@ -189,9 +189,7 @@ class PlanSummary:
         backward = tuple(tiles * (again * f + back * b) for f, b in both)
         costs = replace(self.costs, forward_seconds=forward, backward_seconds=backward)
         work = tuple(each._replace(forward_flops=each.forward_flops / share) for each in self.work)
-        simulation = simulate(self.plan.table(), self.plan.placement, costs)
-        found = replace(self, image=image, passes=passes, remark=remark)
-        return replace(found, costs=costs, work=work, simulation=simulation, time=None)
+        return replace(self, image=image, passes=passes, remark=remark, costs=costs, work=work, time=None)
 
     def memory(self) -> list[str]:
         """What the rank that needs most has in its memory, for each ZeRO stage."""
@@ -211,56 +209,45 @@ class PlanSummary:
         ]
 
 
-def _cut(
-    estimator: Estimator,
-    plan: Plan,
-    balance: str | Sequence[int],
-    microbatch: tuple[int, ...],
-    profiler: Profiler | None,
-) -> tuple[tuple[int, ...], StageCosts]:
+def _cut(estimator: Estimator, plan: Plan, balance: str | Sequence[int]) -> Counts:
     """How many units each stage gets, and what they cost. Raises ValueError where the model cannot be cut so."""
-    units, device = estimator.cuttable, estimator.device
-    counts, costs = Counts((len(units),), None)
-    if plan.num_stages > 1:
-        counts, costs = choose_cut(units, plan, None, balance, microbatch, device, profiler, estimator.styles)
-        units.shared(counts)  # raises ValueError where two stages would need the same buffer
-    kind = balance if isinstance(balance, str) else "flops"
-    return counts, costs or costs_for(units, plan, estimator.sites(plan), kind, device, estimator.profiler)
+    units, device, profiler = estimator.cuttable, estimator.device, estimator.profiler
+    if plan.num_stages == 1:
+        kind = balance if isinstance(balance, str) else "flops"
+        costs = costs_for(units, plan, estimator.sites(plan), kind, device, profiler)
+        return Counts((len(units),), costs)
+    image = plan.microbatch(estimator.image)
+    found = choose_cut(units, plan, None, balance, image, device, profiler, estimator.styles)
+    units.shared(found.counts)  # raises ValueError where two stages would need the same buffer
+    return found
 
 
 def overview(
     name: str,
-    build: Callable[[], nn.Module],
+    estimator: Estimator,
     plan: Plan,
-    image: tuple[int, ...],
     *,
     balance: str | Sequence[int] = "flops",
-    device: torch.device | str = "cpu",
-    profiler: Profiler | None = None,
     command: str = "",
     accept: Callable[[Any], None] = lambda outputs: None,
     stream: StreamOptions | ChooseStream | None = None,
     recompute: bool = False,
-    **trained: Any,
 ) -> PlanSummary:
-    """The summary of training the model `name`, which `build()` makes, by this plan, with batches of shape `image`.
+    """The summary of training the model `name` by this plan, as `estimator` says of its units and batches.
 
-    `profiler` times units on `device`, if `balance` is "auto"; else nothing is allocated, and a rank is assumed to
-    compute so many GFLOP per second. A plan of one stage needs no model that can be traced. The first stage may
+    Units are timed if `balance` is "auto", or a number for each stage; else nothing is allocated. The first stage may
     `stream` its images, and blocks `recompute`. `accept` raises ValueError for outputs of the model that the loss would
-    not take. `trained` are the `optimizer` and other fields of `Estimator`. Not collective: no MPI is used.
+    not take. Not collective: no MPI is used.
 
     Raises:
         ValueError: the plan does not fit the images, or the model cannot be cut so, or cannot run on such images.
     """
+    units, image = estimator.cuttable, estimator.image
     if problem := plan.problem(plan.num_ranks, space_of(image), image[0]):
         raise ValueError(problem)
-    device, model = torch.device(device), outline(build).train()
-    microbatch = (samples_of(plan, image), *image[1:])
+    microbatch, model = plan.microbatch(image), units.model
     try:
-        units = units_of(model, microbatch, plan.num_stages > 1 or stream is not None)
-        estimator = Estimator(units, image, profiler or Profiler(), device, **trained)
-        counts, costs = _cut(estimator, plan, balance, microbatch, profiler)
+        counts, costs = _cut(estimator, plan, balance)
         work = count_work(units, counts, microbatch, accept)
         needs = None if stream is None else estimator.streaming(plan, counts, stream)
     except (RuntimeError, AssertionError) as error:
@@ -270,24 +257,10 @@ def overview(
         raise ValueError(f"{name}: {reason}") from error
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+    assert costs is not None
     step = estimator.step(plan, counts, costs, recompute, needs, exact=True)
-    table, time = plan.table(), step.time(plan)
-    return PlanSummary(
-        name,
-        plan,
-        image,
-        sum(p.numel() for p in model.parameters()),
-        work,
-        time.costs,
-        check(table, plan.placement),
-        simulate(table, plan.placement, time.costs),
-        costs.source,
-        step.memory,
-        command,
-        needs,
-        recompute=recompute,
-        time=time,
-    )
+    time, num_parameters = step.time(plan), sum(p.numel() for p in model.parameters())
+    return PlanSummary(name, plan, image, num_parameters, work, step, time.costs, time, command)
 
 
 def count_work(
@@ -298,9 +271,8 @@ def count_work(
     for start, stop in pairwise(accumulate(counts, initial=0)):
         own, last = counted[start:stop], stop == len(units)
         parameters = {id(p): p.numel() for i in range(start, stop) for p in units.unit(i).parameters()}
-        flops, kept = sum(unit.flops for unit in own), sum(unit.kept_bytes for unit in own)
-        size = sum(parameters.values())
-        found.append(Work(units.names[start:stop], size, flops, kept, 0 if last else own[-1].handed_bytes))
+        flops, handed = sum(unit.flops for unit in own), 0 if last else own[-1].handed_bytes
+        found.append(Work(units.names[start:stop], sum(parameters.values()), flops, handed))
     return tuple(found)
 
 
@@ -316,11 +288,6 @@ def streaming_words(needs: StreamNeeds) -> str:
         f"first {counted(num_units, 'unit')} in {counted(len(needs.segments), 'segment')}; a tile reads "
         f"{needs.margin} px around itself and takes at most {most}{kept}"
     )
-
-
-def samples_of(plan: Plan, image: tuple[int, ...]) -> int:
-    """How many images a microbatch has, over all replicas that share it, and ways."""
-    return max(1, image[0] // plan.num_microbatches_of_all)
 
 
 def _box(space: Sequence[Interval], samples: Sequence[Interval]) -> str:

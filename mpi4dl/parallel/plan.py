@@ -201,6 +201,10 @@ class Plan:
         """Into how many microbatches all replicas together cut a training batch."""
         return self.num_microbatches * (self.replicas if self.local_batches else 1)
 
+    def microbatch(self, batch: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a microbatch, over all replicas that share it, and ways, of a batch (N, ...) of all replicas."""
+        return max(1, batch[0] // self.num_microbatches_of_all), *batch[1:]
+
     @property
     def replicas_together(self) -> int:
         """How many replicas share a microbatch."""

@@ -16,11 +16,10 @@ from mpi4dl._randomness import seed_python
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import DatasetError
 from mpi4dl.options import parts
-from mpi4dl.options.build import build_plan
+from mpi4dl.options.build import batch_of, build_plan
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.data import check_own_sizes
 from mpi4dl.options.models import build_model, check_text, patch_options, require_model, tensor_styles, without_rules
-from mpi4dl.parallel.inputs import batch_shape
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import NoRule
@@ -110,10 +109,11 @@ def hold_model(
     chosen, stream = config.parallel, None
     if (chosen.stream, chosen.stream_until, chosen.memory_limit) != (None, None, None):
         from mpi4dl.estimate.dry_run import measured_speeds, stream_of
+        from mpi4dl.estimate.workload import Workload
 
         own = measured_speeds(config, device, comm.node.local_size) if comm.rank == 0 else None
         speeds = comm.broadcast_object(own)
-        stream = stream_of(config, plan, num_outputs, channels, device, speeds)
+        stream = stream_of(Workload(config, num_outputs, channels), plan, device, speeds)
     torch.manual_seed(config.training.seed)
     seed_python(config.training.seed)
     check_text(config, plan)
@@ -158,7 +158,7 @@ def _cut_model(
             device=device,
             seed=config.training.seed,
             balance=config.parallel.balance,
-            image=_microbatch(config, plan, channels),
+            image=plan.microbatch(batch_of(config, channels)),
             profiler=Profiler.of_user(time=time_and_tidy),
             stream=stream,
             styles=tensor_styles(config),
@@ -174,12 +174,6 @@ def _cut_model(
         raise ConfigError(f"`model` {config.model_name}: {error}") from error
 
 
-def _microbatch(config: Config, plan: Plan, channels: int) -> tuple[int, ...]:
-    """The shape of a microbatch: (N, C, H, W) of images, (N, T) of tokens."""
-    samples = max(1, config.samples_per_step // plan.num_microbatches_of_all)
-    return batch_shape(samples, channels, config.data.image_size)
-
-
 @contextmanager
 def blaming_the_model(config: Config, plan: Plan, num_outputs: int, channels: int) -> Iterator[None]:
     """Train in here: errors of operators without a rule, or that the plain model makes too, become a Refusal."""
@@ -193,7 +187,7 @@ def blaming_the_model(config: Config, plan: Plan, num_outputs: int, channels: in
         from mpi4dl.parallel.pipeline.split import outline, unfit
 
         model = outline(lambda: build_model(config, num_outputs, channels))
-        reason = unfit(model, _microbatch(config, plan, channels))
+        reason = unfit(model, plan.microbatch(batch_of(config, channels)))
         if reason is None and not isinstance(problem, NoRule | ValueError):
             raise
         raise Refusal(f"`model` {config.model_name}: {reason or problem}") from problem

@@ -51,11 +51,11 @@ def fit(setup: Setup) -> Evaluation | None:
 
     Returns the last validation. Collective.
     """
-    config, engine, place = setup.config, setup.engine, (setup.num_outputs, setup.channels)
+    config, place = setup.config, (setup.num_outputs, setup.channels)
     with ExitStack() as closing:
         closing.callback(setup.patience.stop)
         with without_rules(config):
-            told = told_before(config, engine, *place, setup.images.training)
+            told = told_before(setup)
             setup.patience.feed()
             if config.run.dry_run:
                 dry_run(setup, told)
@@ -69,13 +69,11 @@ def fit(setup: Setup) -> Evaluation | None:
 def dry_run(setup: Setup, told: Sequence[str]) -> None:
     """Print what training would take, from rank 0. Collective."""
     from mpi4dl.estimate.dry_run import explain
-    from mpi4dl.estimate.passes import patches_of_slides
 
     config, engine = setup.config, setup.engine
     with engine.comm.together((ValueError,)):
         if engine.comm.rank == 0:
-            patches = patches_of_slides(config, setup.images.training)
-            found = [*explain(config, engine, setup.num_outputs, setup.channels, patches)]
+            found = [*explain(setup.workload(), engine)]
             told = [line for line in told if line not in "\n".join(found).splitlines()]
             lines = (title(config, engine), *found, *setup.images.remarks, *setup.remarks, *told)
             print(setup.spell("\n".join(lines)))

@@ -36,7 +36,7 @@ from mpi4dl.training.data import ImageLists, Images, open_alone, open_images
 from mpi4dl.training.resuming import as_it_began, as_it_was_cut
 
 if TYPE_CHECKING:
-    from mpi4dl.estimate.planning import TrainedOn
+    from mpi4dl.estimate.workload import Workload
     from mpi4dl.training.texts import Texts
 
 
@@ -76,6 +76,13 @@ class Setup:
     @property
     def channels(self) -> int:
         return self.images.channels
+
+    def workload(self, tell: Tell = quietly) -> "Workload":
+        """What is estimated. Patches of slides are counted."""
+        from mpi4dl.estimate.workload import Workload, patches_of_slides
+
+        patches = patches_of_slides(self.config, self.images.training, tell)
+        return Workload(self.config, self.num_outputs, self.channels, patches, len(self.training))
 
 
 def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str, argv: Sequence[str] = ()) -> Setup:
@@ -153,13 +160,12 @@ def open_samples(config: Config, comm: Communicator | None = None) -> "Images | 
     return open_text_alone(config) if comm is None else open_texts(comm, config)
 
 
-def with_samples(config: Config, tell: Tell = quietly) -> tuple[Config, "TrainedOn"]:
-    """The configuration with the task of its samples, and what an estimate needs to know of them.
+def with_samples(config: Config, tell: Tell = quietly) -> "Workload":
+    """What an estimate needs to know of a training: the configuration with the task of its samples, and these.
 
     For a process that is no rank of a job. Raises ValueError and OSError.
     """
-    from mpi4dl.estimate.passes import patches_of_slides
-    from mpi4dl.estimate.planning import TrainedOn
+    from mpi4dl.estimate.workload import Workload, patches_of_slides
 
     require_model(config)
     config = with_frame(config)
@@ -168,32 +174,31 @@ def with_samples(config: Config, tell: Tell = quietly) -> tuple[Config, "Trained
     num_batches = len(samples.loaders(config, lambda _: [], lambda _: [])[0])
     task = build_task(config, samples.training, samples.number_of_classes(config))
     patches = patches_of_slides(config, samples.training, tell)
-    return config, TrainedOn(task.num_outputs, samples.channels, num_batches, patches)
+    return Workload(config, task.num_outputs, samples.channels, patches, num_batches)
 
 
 SMALL = 0.25  # of the memory: a run that needs no more by a generous guess is not looked at
 GUESSED_PER_VALUE, GUESSED_PER_WEIGHT = 2000, 20  # bytes of a value of an image, and of a weight, are four times that
 
 
-def told_before(config: Config, engine: Engine, num_classes: int, channels: int, training: Any = None) -> list[str]:
-    """The lines about a run before it starts; of `training`, if it is of slides, it counts patches. Collective.
+def told_before(setup: Setup) -> list[str]:
+    """The lines about a run before it starts. Collective.
 
     Raises:
         Refusal: the run clearly does not fit into the memory of a node; on all ranks. A dry run only warns.
     """
-    comm = engine.comm
+    config, engine, comm = setup.config, setup.engine, setup.engine.comm
     told: tuple[list[str], str | None] = ([], None)
     places = comm.all_gather_object(place_of(engine.device))
     if comm.rank == 0:
         least = min(place.num_bytes for place in places)
-        counts = config.parallel.memory_check != "none" and not is_small(config, engine, channels, least)
+        counts = config.parallel.memory_check != "none" and not is_small(config, engine, setup.channels, least)
         if counts or config.streams_images:
             from mpi4dl.estimate.dry_run import looked_at
-            from mpi4dl.estimate.passes import patches_of_slides
 
             with ProgressLine() as tell:
-                patches = None if training is None else patches_of_slides(config, training, tell)
-            told = looked_at(config, engine, num_classes, channels, places if counts else (), patches)
+                work = setup.workload(tell)
+            told = looked_at(work, engine, places if counts else ())
     remarks, refusal = comm.broadcast_object(told)
     if refusal is not None:
         raise Refusal(refusal)

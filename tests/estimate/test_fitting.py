@@ -117,11 +117,11 @@ def tiles_of_a_step(comm: Communicator, flags: str, folder: Path) -> tuple[int, 
     try:
         argv = [*flags.split(), *RUN.split(), "--run-folder", str(folder)]
         setup = set_up(parse(argv), comm, argv=argv)
-        told = told_before(setup.config, setup.engine, 10, 3)
+        told = told_before(setup)
         fit(setup)
     finally:
         Streaming._run_tile = run_tile  # type: ignore[method-assign]
-    passes = dry_run.passes_of(setup.config, setup.engine.stages, 10, 3)
+    passes = dry_run.passes_of(setup.workload(), setup.engine.stages)
     assert passes is not None
     return (
         len(made),

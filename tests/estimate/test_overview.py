@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mpi4dl import models
 from mpi4dl.comm.traffic import Round
-from mpi4dl.estimate.summary import PlanSummary, overview
+from mpi4dl.estimate.summary import PlanSummary
 from mpi4dl.parallel.costs import cost_model
 from mpi4dl.parallel.costs.cost_model import LINK, MESSAGE_SECONDS, PYTHON, Link, Profiler
 from mpi4dl.parallel.costs.meter import UnitCosts
@@ -23,7 +23,7 @@ from mpi4dl.parallel.costs.units import count_bytes
 from mpi4dl.parallel.cut import choose_cut
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
-from tests.counting import count_flops
+from tests.counting import count_flops, summary_of
 
 IMAGE = (8, 3, 64, 64)
 
@@ -33,7 +33,7 @@ def build() -> nn.Module:
 
 
 def planned(plan: Plan, image: tuple[int, int, int, int] = IMAGE, **options: Any) -> PlanSummary:
-    return overview("resnet_v2", build, plan, image, **options)
+    return summary_of("resnet_v2", build, plan, image, **options)
 
 
 def test_stages_on_tiles() -> None:
@@ -129,7 +129,7 @@ class Undecided(nn.Module):
 def test_one_stage_needs_no_model_that_can_be_traced() -> None:
     with pytest.raises(ValueError, match="traced"):
         Cuttable(outline(Undecided))
-    lines = str(overview("undecided", Undecided, Plan(), (2, 3, 4, 4))).splitlines()
+    lines = str(summary_of("undecided", Undecided, Plan(), (2, 3, 4, 4))).splitlines()
     assert lines[2:4] == [
         "stage  ranks  tiles  ways  parameters    FLOPs",
         "    0      0  1x1       1           8  100.0 %",
@@ -152,9 +152,9 @@ def test_work_is_counted_as_the_balance_counts_it() -> None:
     assert [stage.num_parameters for stage in work] == [
         sum(p.numel() for p in stage.parameters()) for stage in cuttable.stages((2, 2, 3))
     ]
-    (whole,) = planned(Plan.of(microbatches=4)).work
+    (whole,) = planned(Plan.of(microbatches=4)).rank_memory.stages
     kept_anyway = [*cuttable.model.parameters(), *(b for b in cuttable.model.buffers() if b.is_floating_point())]
-    assert whole.activation_bytes == sum(count_bytes(cuttable, image)) - sum(t.nbytes for t in kept_anyway)
+    assert whole.kept == sum(count_bytes(cuttable, image)) - sum(t.nbytes for t in kept_anyway)
 
 
 class Overlapping(nn.Module):
@@ -170,7 +170,7 @@ class Overlapping(nn.Module):
 
 
 def test_what_is_handed_on_is_counted_once_whoever_needs_it() -> None:
-    found = overview(
+    found = summary_of(
         "overlapping", Overlapping, Plan.of(stages=2), (1, 3, 2, 2), balance=by_name("second", Overlapping)
     )
     assert [work.handed_bytes for work in found.work] == [4 * (12 + 3), 0]
@@ -182,11 +182,13 @@ def by_name(first_of_second: str, make: Callable[[], nn.Module]) -> tuple[int, i
 
 
 def test_a_stage_without_parameters_keeps_what_the_backward_of_others_needs() -> None:
+    """And what the stage before handed on."""
+
     def make() -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 2, 1), nn.Tanh(), nn.Flatten())
 
-    found = overview("small", make, Plan.of(stages=2), (1, 3, 2, 2), balance=(1, 2))
-    assert [work.activation_bytes for work in found.work] == [4 * 3 * 2 * 2, 4 * 2 * 2 * 2]
+    found = summary_of("small", make, Plan.of(stages=2), (1, 3, 2, 2), balance=(1, 2))
+    assert [stage.kept for stage in found.rank_memory.stages] == [4 * 3 * 2 * 2, 4 * (2 + 2) * 2 * 2]
 
 
 def test_ranks_share_the_work_of_a_stage_over_tiles_ways_and_replicas() -> None:
@@ -292,4 +294,4 @@ def test_nothing_is_allocated() -> None:
     with Watch():
         found = planned(Plan.of(stages=2, microbatches=2), (2, 3, 32768, 32768))
     assert set(seen) == {"meta"}
-    assert found.work[0].activation_bytes > 2**34
+    assert found.rank_memory.stages[0].kept > 2**34

@@ -15,7 +15,6 @@ from mpi4dl import models
 from mpi4dl.estimate.memory import OF_TENSORS
 from mpi4dl.estimate.plan_estimate import Estimator, PlanEstimate, plan_flags
 from mpi4dl.estimate.search import candidates, degrees_of, ranked, search
-from mpi4dl.estimate.summary import overview
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import Config, parse
 from mpi4dl.options.declare import options_of, to_toml
@@ -26,6 +25,7 @@ from mpi4dl.parallel.costs.timing import Seconds
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tensor.styles import Degrees
+from tests.counting import summary_of
 
 IMAGE = (8, 3, 32, 32)
 
@@ -190,7 +190,7 @@ def test_the_overview_and_the_search_need_the_same_bytes(tmp_path: Path, plan: P
     usual = estimator.estimate(plan, float("inf"))
     for found in (usual, estimator.estimate(plan, usual.num_bytes - 1)):
         recompute, chosen = found.recompute, found.plan
-        seen = overview("small_resnet", build, chosen, IMAGE, balance="auto", recompute=recompute, **how)
+        seen = summary_of("small_resnet", build, chosen, IMAGE, balance="auto", recompute=recompute, **how)
         assert max(seen.rank_memory.of_ranks(chosen.zero)) == found.num_bytes
         assert found.time is not None
         assert found.time.simulation.makespan_seconds == pytest.approx(seen.simulation.makespan_seconds)

@@ -137,7 +137,7 @@ def test_a_process_that_was_killed_may_have_been_out_of_memory() -> None:
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[str]]:
     """Runs sweeps whose jobs answer at once, or not; returns the plans whose jobs were started."""
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
-    monkeypatch.setattr("mpi4dl.estimate.dry_run.build_estimator", lambda *_: None)
+    monkeypatch.setattr("mpi4dl.estimate.workload.Workload.estimator", lambda *_: None)
     monkeypatch.setattr("mpi4dl.estimate.search.estimates", lambda estimator, plans: [None] * len(plans))
     monkeypatch.setattr(sweep, "plot", lambda *_: None)
     monkeypatch.setattr(sweep, "save_figure", lambda *_: None)

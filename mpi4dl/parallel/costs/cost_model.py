@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from mpi4dl._progress import Tell
 from mpi4dl._randomness import forked
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.node import cores
@@ -70,11 +69,14 @@ class Link(NamedTuple):
 ASSUMED = Link(20e-6, 1 / 4e9)  # between processes of one machine, which share memory
 
 
-def measure_link(comm: Communicator, device: torch.device, clock: Clock = time.perf_counter) -> Link:
-    """The link between the first and the last rank. Collective; alike on all ranks."""
+def measure_link(
+    comm: Communicator, device: torch.device, clock: Clock = time.perf_counter, apart: int | None = None
+) -> Link:
+    """The link between the first rank and one so far from it, or the last one. Collective; alike on all ranks."""
     if comm.size == 1:
         return ASSUMED
-    small, large = (one_way(comm, size, comm.size - 1, 1, device, clock) for size in (SMALL_BYTES, LARGE_BYTES))
+    apart = apart or comm.size - 1
+    small, large = (one_way(comm, size, apart, 1, device, clock) for size in (SMALL_BYTES, LARGE_BYTES))
     return Link(max(small, 1e-7), max((large - small) / (LARGE_BYTES - SMALL_BYTES), 1e-13))
 
 
@@ -101,7 +103,7 @@ def one_way(
     return found
 
 
-BUDGET_SECONDS = 8.0  # for all tile shapes of a plan together
+SITE_SECONDS = 4.0  # for the timing of a tile shape
 LINK = {"what": "link"}
 TIMED = ("auto", "measured")  # what can be measured between ranks is timed where there are none
 BACKWARD = 2  # times as many FLOPs and bytes as forward
@@ -230,8 +232,7 @@ class Profiler:
     What was found is kept in the `store`; timings of one that was loaded from a file are not replaced by others.
 
     Args:
-        budget_seconds: for the timing of all sites together, of which each gets its part.
-        site_seconds: for each site, instead.
+        site_seconds: for the timing of each site.
         gflops: the assumed speed of a rank, for costs by FLOPs alone.
         machine: another one than this. Its links count, and if it has `flops_per_second`, nothing is timed.
         small: large sites follow from few small ones, so that thousands of plans can be looked at.
@@ -239,8 +240,7 @@ class Profiler:
 
     store: Store = field(default_factory=Store)
     time: TimeUnits = time_units
-    budget_seconds: float = BUDGET_SECONDS
-    site_seconds: float | None = None
+    site_seconds: float = SITE_SECONDS
     gflops: float = GFLOPS
     machine: Machine | None = None
     small: bool = False
@@ -249,8 +249,8 @@ class Profiler:
     def of_user(cls, **options: Any) -> "Profiler":
         return cls(Store(cache_folder()), **options)
 
-    def costs(self, cuttable: Units, site: Site, device: torch.device, num_sites: int = 1) -> Column:
-        """The costs of all units on a rank at a site, one of so many that are timed within the budget."""
+    def costs(self, cuttable: Units, site: Site, device: torch.device) -> Column:
+        """The costs of all units on a rank at a site."""
         rates, there = None, self.machine
         if there is not None and there.flops_per_second is not None:
             rates = there.flops_per_second, there.bytes_per_second, there.operator_seconds
@@ -261,7 +261,7 @@ class Profiler:
             else:
                 fit = self._fit(cuttable, site._replace(norms_bring_halos=device.type == "cuda"))
                 bases = [base._replace(splits=site.splits) for base in (fit.bases if self.small else (site,))]
-                timed = [self._timed(cuttable, base, device, num_sites * len(bases)) for base in bases]
+                timed = [self._timed(cuttable, base, device, self.site_seconds / len(bases)) for base in bases]
                 rows = np.asarray(extrapolate(bases, timed, site)).tolist()
                 column = tuple(
                     unit._replace(**dict(zip(SECONDS, row, strict=True)))
@@ -287,15 +287,6 @@ class Profiler:
         except RuntimeError:
             whole, parts = on_one_rank(site.image), site.shape.batch * math.prod(site.shape.space)
             return tuple(unit.part(parts) for unit in self._counted(cuttable, whole))
-
-    def prepare(self, cuttable: Units, sites: Iterable[Site], tell: Tell) -> None:
-        """Count all small sites that these need, which is most of the work of a search. Sites may be refused later."""
-        of_bases = {next(base_choices(site, self.small)): site for site in sites if self.small}
-        missing = [site for bases, site in of_bases.items() if (cuttable, _unsplit(bases)) not in self.store.found]
-        for number, site in enumerate(missing):
-            tell("kinds of tiles that were counted", number, len(missing))
-            with suppress(RuntimeError, ValueError, AssertionError):
-                self.counts(cuttable, site)
 
     def _fit(self, cuttable: Units, site: Site) -> Fit:
         """By the first base sites that the model takes. Raises what it raises at the site itself if it takes none."""
@@ -325,7 +316,7 @@ class Profiler:
         column = (UnitCosts(*unit) for unit in known)
         return tuple(unit._replace(there=traffic_of(unit.there), back=traffic_of(unit.back)) for unit in column)
 
-    def _timed(self, cuttable: Units, site: Site, device: torch.device, num_sites: int) -> Seconds:
+    def _timed(self, cuttable: Units, site: Site, device: torch.device, budget_seconds: float) -> Seconds:
         facts = {"what": ["seconds of units", *SECONDS], **_facts(cuttable, site), **machine(device), **versions()}
         known = self.store.get(facts)
         if known is None:
@@ -334,8 +325,7 @@ class Profiler:
                     f"--timings {self.store.path} has no timings of this model on {grid_name(site.shape.space)} tiles: "
                     "make the file by --time-only with the same model and options, and at least as many --ranks"
                 )
-            seconds = self.site_seconds or self.budget_seconds / num_sites
-            known = np.asarray(self.time(cuttable, site, device, seconds)).tolist()
+            known = np.asarray(self.time(cuttable, site, device, budget_seconds)).tolist()
             self.store.put(facts, known)
         return np.array(known)
 
@@ -419,8 +409,8 @@ def costs_by_site(
     cuttable: Units, plan: Plan, sites: Sequence[Site], device: torch.device, profiler: Profiler
 ) -> StageCosts:
     """Costs of units, each on the tiles of its stage. Raises RuntimeError and the like."""
-    num_sites, there = len({*sites}), profiler.machine_of(plan.num_ranks)
-    columns = tuple(profiler.costs(cuttable, site, device, num_sites) for site in sites)
+    there = profiler.machine_of(plan.num_ranks)
+    columns = tuple(profiler.costs(cuttable, site, device) for site in sites)
     links = f"the links of {there.name}{f': {there.source}' if there.source else ''}"
     overhead = PYTHON if device.type == "cpu" else NO_OVERHEAD
     return StageCosts(columns, stages_on(there, plan), f"{profiler.source(device)}; {links}", True, overhead)
@@ -471,8 +461,6 @@ def costs_for(
 # That is a rehearsal of the first steps, with throw-away copies: random states and the model stay as they are, and what
 # is trained then is trained as if it had been cut so from the beginning.
 
-STAGE_BUDGET_SECONDS = 4.0  # for each stage that a rank has
-
 
 def measured_costs(
     cuttable: Units,
@@ -496,7 +484,7 @@ def measured_costs(
             if comm.rank in ranks:
                 own = comm.subset(ranks)
                 how: Any = (partial(_grid_of, own), partial(_most, own))
-                seconds = time_units(cuttable, site, device, STAGE_BUDGET_SECONDS, clock, *how)
+                seconds = time_units(cuttable, site, device, SITE_SECONDS, clock, *how)
                 found[stage] = count_units(cuttable, site), seconds
     of_ranks = comm.all_gather_object(found)
     columns = []

@@ -120,18 +120,13 @@ class StreamNeeds:
         """The pixels of the images that a tile reads on each side."""
         return self.segments[0].margin
 
-    def stage(self, column: Sequence[UnitCosts], stop: int, rest: StageBytes | None = None) -> StageBytes:
-        """The memory of a rank of the first stage, of `stop` units.
-
-        `column` are the counts of all units on its part of the images. `rest` is the memory of the units that are not
-        streamed, if it is not that of the column.
-        """
+    def stage(self, column: Sequence[UnitCosts], stop: int) -> StageBytes:
+        """The memory of a rank of the first stage, of `stop` units; `column` are all units on its part of images."""
         done = self.num_units
-        if rest is None:
-            rest = StageBytes(0, 2 * self.segments[-1].output_bytes)
-            if done < stop:
-                rest = stage_bytes(column[done:stop], column[done - 1], stop == len(column))
-                rest = rest._replace(working=rest.working - column[done - 1].handed_bytes)  # its gradient is not sent
+        rest = StageBytes(0, 2 * self.segments[-1].output_bytes)
+        if done < stop:
+            rest = stage_bytes(column[done:stop], column[done - 1], stop == len(column))
+            rest = rest._replace(working=rest.working - column[done - 1].handed_bytes)  # its gradient is not sent
         in_files = self.options.uses_files
         inputs = 0 if in_files else sum(segment.input_bytes for segment in self.segments)
         inputs_so_far, previous, most = 0, 0, inputs + rest.kept + rest.working
@@ -182,21 +177,6 @@ class StreamNeeds:
                     back=(),
                 )
         return tuple(found)
-
-    def times(self, images: int, tiles: float = 1.0) -> "StreamNeeds":
-        """The needs of so many times as many images, with so many times as many tiles in each."""
-
-        def larger(segment: SegmentNeeds) -> SegmentNeeds:
-            whole = images * tiles
-            return segment._replace(
-                read_bytes=segment.read_bytes * images,
-                tile_bytes=segment.tile_bytes * images,
-                input_bytes=round(segment.input_bytes * whole),
-                output_bytes=round(segment.output_bytes * whole),
-                flops=segment.flops * whole,
-            )
-
-        return replace(self, segments=tuple(map(larger, self.segments)))
 
     def without_tiles(self) -> "StreamNeeds":
         """The needs besides those of the tile that is run."""

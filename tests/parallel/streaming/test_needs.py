@@ -1,6 +1,7 @@
 """What streaming is said to take, against what the tensors of a real training step come to."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch.nn import functional as F
 from mpi4dl import models
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
+from mpi4dl.estimate.plan_estimate import Estimator
 from mpi4dl.geometry import Box
+from mpi4dl.parallel.costs.cost_model import Profiler
 from mpi4dl.parallel.costs.meter import OperatorMeter, UnitCosts
 from mpi4dl.parallel.costs.sites import Site
 from mpi4dl.parallel.costs.units import StageBytes, count_units
@@ -138,11 +141,22 @@ def test_statistics_are_those_of_the_norms() -> None:
     assert (segment.forward_statistics, segment.backward_statistics) == (0, 0)
 
 
+def test_what_tiles_are_chosen_by_is_what_they_take() -> None:
+    """Of four images: gradients of parameters, which are large here beside a tile, do not grow with them."""
+    cuttable, image = Cuttable(outline(partial(models.build, "resnet_v2", 10, depth=11))), (4, 3, 64, 64)
+    sgd, one = partial(torch.optim.SGD, lr=0.1), StreamConstraints(segments=1)
+    estimator = Estimator(cuttable, image, Profiler(), torch.device("cpu"), sgd, constraints=one)
+    chosen = estimator.choose_tiles(Plan(), (len(cuttable),), float("inf"))
+    part = choose_leading_part(cuttable, len(cuttable), chosen.options, Plan().shape(0), image)
+    assert chosen.needs == needs_of(part, cuttable.model, Plan().shape(0), image)
+
+
 def test_phases_of_a_step_are_not_added_up() -> None:
     one, other = SegmentNeeds(9, 40, 60, 0, 10, 0, 0, 8.0), SegmentNeeds(3, 0, 50, 12, 4, 2, 4, 4.0)
     needs = StreamNeeds((one, other), ((0, 2), (2, 3)), StreamOptions((2, 2)), spread=False)
     assert needs.stage((), 3) == StageBytes(12, 12 + 10 + 100 - 12)
-    assert needs.stage((), 3, StageBytes(200, 30)) == StageBytes(212, 30)
+    rest = UnitCosts(kept_bytes=200, forward_bytes=30)  # of the unit behind
+    assert needs.stage((*[UnitCosts(handed_bytes=4)] * 3, rest), 4) == StageBytes(212, 30)
 
 
 def test_seconds_grow_by_margins_and_passes() -> None:
