@@ -19,6 +19,7 @@ auxiliary heads do:
 """
 
 import inspect
+import operator
 import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -45,11 +46,10 @@ from mpi4dl.parallel.pipeline.decisions import (
     Reads,
     Watch,
     WrittenAttributes,
+    globals_read,
     opened_paths,
-    scan,
 )
 from mpi4dl.parallel.pipeline.program import (
-    INPLACE,
     Attribute,
     Call,
     Context,
@@ -74,6 +74,7 @@ from mpi4dl.parallel.pipeline.program import (
 #     for block in self.blocks: ...
 
 NESTS = (tuple, list, dict, set, frozenset, slice, range)
+INPLACE = [getattr(operator, f"i{name}") for name in "add sub mul truediv floordiv mod pow and or xor".split()]
 
 
 @dataclass(frozen=True)
@@ -506,16 +507,16 @@ class _Reading:
         self.model, self.functions, self.image, self.attributes = model, functions, image, attributes
         self.opens = opens
         self.reads = Reads()
-        self._scanned: dict[str, dict[Any, Watch]] = {}
+        self._globals: dict[str, list[Watch]] = {}
 
     def globals(self, whole: Collection[str]) -> list[Watch]:
         """The globals that the code of all opened modules reads."""
         found: dict[Any, Watch] = {}
         modules = dict(self.model.named_modules(remove_duplicate=False))
         for path in opened_paths(self.model, lambda module, path: path in whole or not self.opens(module)):
-            if path not in self._scanned:
-                self._scanned[path] = scan(modules[path], path).reads
-            found |= self._scanned[path]
+            if path not in self._globals:
+                self._globals[path] = globals_read(modules[path], path)
+            found |= {watch.key: watch for watch in self._globals[path]}
         return list(found.values())
 
     def watches(self, whole: Collection[str]) -> tuple[Watch, ...]:
@@ -542,7 +543,6 @@ class _Reading:
         model = self.model
         draws = Draws(lambda scope: drawn.get(scope, 0.5))
         watched = [(watch, watch.now(), watch.keep()) for watch in self.globals(whole)]
-        versions = {name: value._version for name, value in self._values()}
 
         def restore() -> None:
             self.attributes.restore()
@@ -559,15 +559,6 @@ class _Reading:
         try:
             tracer, graph = self._answered(whole, draws, begin)
             written = self._written()
-            for name, value in self._values():
-                if value._version != versions.get(name, 0):
-                    written = (
-                        name.rpartition(".")[0],
-                        (
-                            f"it changes {name} as it runs, through a list or an iterator such as parameters(), which "
-                            "no stage would do (change it by its attribute, or between steps)"
-                        ),
-                    )
             for watch, before, _ in watched:
                 if watch.now() != before:
                     written = watch.path, f"it changes {watch.words} as it runs, which no stage would do"
@@ -587,12 +578,6 @@ class _Reading:
         nodes = [node for node in graph.nodes if node.op != "output"]
         names = _names(nodes, tracer.scopes)
         return _Record(nodes, tracer.scopes, names, tracer.result, tracer.contexts), draws
-
-    def _values(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters and buffers. Those of fx's proxies that a forward writes instead are in its record."""
-        for name, value in (*self.model.named_parameters(), *self.model.named_buffers()):
-            if type(value) in (Tensor, nn.Parameter, nn.Buffer) and not value.is_inference():
-                yield name, value
 
     def _answered(self, whole: Collection[str], draws: Draws, begin: Callable[[], None]) -> tuple[_Tracer, fx.Graph]:
         """Trace the model as it is, again and again, until all questions are answered that it asks about sizes.
