@@ -159,11 +159,14 @@ class _InParts:
         return found
 
     def _state(self, number: int, part: Stage) -> dict[str, Any]:
-        """What this part can change of Python that parts of other processes use too: attributes and globals."""
+        """What this part can change of Python that parts of other processes use too: attributes and globals.
+
+        Lists and dicts are the same whatever is in them: many are caches, of which each process may have its own.
+        """
         modules = [(path, module) for path, module in part.named_modules() if path in self.in_several]
-        found = {f"{path}.{name}": value for path, each in modules for name, value in attributes_of(each).items()}
+        found = {f"{path}.{name}": value for path, each in modules for name, value in attributes_of(each, 0).items()}
         others = [watch for other, watches in enumerate(self.globals) if other != number for watch in watches]
-        return found | {watch.words: watch.now() for watch in others}
+        return found | {watch.words: watch.now(depth=0) for watch in others}
 
     def _note_views(self, recipe: Recipe, values: Mapping[str, Any]) -> None:
         """Note which different tensors among the values before a part are in the same memory."""

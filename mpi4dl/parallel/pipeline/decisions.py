@@ -114,10 +114,10 @@ class Watch:
         """The same for watches of one place."""
         return id(self.place), self.names
 
-    def now(self, place: Any = None) -> Any:
+    def now(self, place: Any = None, depth: int = DEPTH) -> Any:
         """The fingerprint of the value as it is now; None if it is gone."""
         try:
-            return fingerprint(self._at(self.names, self.place if place is None else place))
+            return fingerprint(self._at(self.names, self.place if place is None else place), depth)
         except (AttributeError, KeyError, ValueError):
             return None
 
@@ -242,10 +242,10 @@ class WrittenAttributes:
             refill(value, was)
 
 
-def attributes_of(module: nn.Module) -> dict[str, Any]:
+def attributes_of(module: nn.Module, depth: int = 1) -> dict[str, Any]:
     """Fingerprints of what modules of other libraries than PyTorch have as attributes: of counters, say."""
     return {
-        f"{path}.{name}" if path else name: fingerprint(value, 1)
+        f"{path}.{name}" if path else name: fingerprint(value, depth)
         for path, each in module.named_modules()
         if not type(each).__module__.startswith(("torch.nn.", f"{__package__}."))
         for name, value in vars(each).items()

@@ -149,22 +149,26 @@ def changed_in_place(cuttable: Cuttable, end: int, image: Sequence[int]) -> list
     """The values that each of the first `end` units changes in place, in either mode, of those alive before it.
 
     A run on the meta device shows it for images of this shape (N, C, H, W): PyTorch counts the writes to a tensor, and
-    its views have the same count.
+    its views have the same count. A model that cannot run there may change all.
     """
     found: list[set[str]] = [set() for _ in range(end)]
     model = cuttable.model
     modes = {module: module.training for module in model.modules()}
-    with torch.no_grad(), forked(), torch.device("meta"), _momentum(model):
-        for mode in (True, False):
-            values: Any = [shape_only(model, image)]
-            for i, changed in enumerate(found):
-                before = [_writes(value) for value in values]
-                behind = cuttable.unit(i).train(mode)(*values)
-                named = zip(cuttable.live(i), before, values, strict=True)
-                changed |= {name for name, writes, value in named if _writes(value) != writes}
-                values = behind
-    for module, mode in modes.items():
-        module.training = mode
+    try:
+        with torch.no_grad(), forked(), torch.device("meta"), _momentum(model):
+            for mode in (True, False):
+                values: Any = [shape_only(model, image)]
+                for i, changed in enumerate(found):
+                    before = [_writes(value) for value in values]
+                    behind = cuttable.unit(i).train(mode)(*values)
+                    named = zip(cuttable.live(i), before, values, strict=True)
+                    changed |= {name for name, writes, value in named if _writes(value) != writes}
+                    values = behind
+    except (RuntimeError, TypeError, ValueError, AssertionError):
+        return [set(cuttable.live(i)) for i in range(end)]
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
     return found
 
 
