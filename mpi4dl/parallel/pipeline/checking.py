@@ -28,7 +28,8 @@ from mpi4dl.parallel.tensor.styles import names_by_first
 SIDES = (32, 64, 128, 256)  # of images, or numbers of tokens, of which the smallest that the model takes is tried
 FEW, NUM_MEANS = 16_384, 4_096  # values and means of parts that are kept of a tensor
 MOST_PARAMETERS = 100_000_000  # of larger models nobody waits for a second one
-CLOSE = {8: 1e-9, 4: 1e-4, 2: 3e-2}  # by the bytes of a number: both make the same calls in the same order
+# By the bytes of a number: both make the same calls, but add gradients up in another order, of values in other places.
+CLOSE = {8: 1e-9, 4: 1e-4, 2: 3e-2}
 NORMS = (nn.modules.batchnorm._NormBase,)
 UNSEEN = "its own forward does what cutting does not see; move that into a module of its own, which is kept whole"
 COPIES = "stages have copies of them: clone one, or put what uses them into one stage"
@@ -181,9 +182,7 @@ class _InParts:
 def _copy(copies: dict[int, Any], leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    if id(leaf) not in copies:
-        copies[id(leaf)] = leaf.clone(memory_format=torch.contiguous_format)
-    return copies[id(leaf)]
+    return copies[id(leaf)] if id(leaf) in copies else copies.setdefault(id(leaf), leaf.clone())
 
 
 class _Trial:

@@ -12,7 +12,7 @@ import itertools
 import random
 import weakref
 from collections import ChainMap, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -122,17 +122,17 @@ class Watch:
             return None
 
     def keep(self) -> Callable[[], None]:
-        """A function that restores the present value."""
+        """A function that restores the present value, if it is another one then."""
         value, holder = self._at(self.names, self.place), self._at(self.names[:-1], self.place)
-        contents = value.copy() if isinstance(value, list | dict | set | deque) else None
+        before, put_contents = self.now(), keep_contents([value])
 
         def restore() -> None:
-            if isinstance(holder, dict):
-                holder[self.names[-1]] = value
-            else:
-                setattr(holder, self.names[-1], value)
-            if contents is not None:
-                refill(value, contents)
+            if self.now() != before:
+                if isinstance(holder, dict):
+                    holder[self.names[-1]] = value
+                else:
+                    setattr(holder, self.names[-1], value)
+                put_contents()
 
         return restore
 
@@ -143,10 +143,19 @@ class Watch:
         return value
 
 
-def refill(value: Any, contents: Any) -> None:
-    """Give a list, dict, set or deque these contents."""
-    value.clear()
-    value.extend(contents) if isinstance(value, list | deque) else value.update(contents)
+def keep_contents(values: Iterable[Any]) -> Callable[[], None]:
+    """A function that gives the lists, dicts and sets in these values the contents that they have now."""
+    found: dict[int, Any] = {}
+    for value in values:
+        _find_changeable(value, found)
+    contents = [(container, container.copy()) for container in found.values()]
+
+    def restore() -> None:
+        for container, before in contents:
+            container.clear()
+            container.extend(before) if isinstance(container, list | deque) else container.update(before)
+
+    return restore
 
 
 def changed(watch: Watch) -> str:
@@ -201,12 +210,8 @@ class WrittenAttributes:
             for path, module in model.named_modules()
         }
         self.prints = {path: self._prints(own, inner) for path, (own, inner) in self.before.items()}
-        found: dict[int, Any] = {}
-        for own, _ in self.before.values():
-            for name, value in own.items():
-                if name not in INTERNAL:
-                    _find_changeable(value, found)
-        self.contents = [(value, value.copy()) for value in found.values()]
+        attributes = [item for own, _ in self.before.values() for item in own.items()]
+        self.put_contents = keep_contents(value for name, value in attributes if name not in INTERNAL)
 
     @staticmethod
     def _prints(own: dict[str, Any], inner: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -238,8 +243,7 @@ class WrittenAttributes:
                 for key, values in inner.items():
                     module.__dict__[key].clear()
                     module.__dict__[key].update(values)
-        for value, was in self.contents:
-            refill(value, was)
+        self.put_contents()
 
 
 def attributes_of(module: nn.Module, depth: int = 1) -> dict[str, Any]:

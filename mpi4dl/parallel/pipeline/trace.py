@@ -543,9 +543,8 @@ class _Reading:
 
         def restore() -> None:
             self.attributes.restore()
-            for watch, before, put in watched:
-                if watch.now() != before:
-                    put()
+            for _, _, put in watched:
+                put()
 
         def begin() -> None:
             restore()
