@@ -24,6 +24,7 @@ from mpi4dl.parallel.costs.units import count_bytes
 from mpi4dl.parallel.pipeline.checking import Checked, check_cut
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline
+from mpi4dl.parallel.pipeline.stage import Recipe
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions, choose_leading_part
 from mpi4dl.parallel.tensor.styles import Styles
@@ -89,12 +90,12 @@ def split(
         counts, costs = choose_cut(cuttable, plan, comm, balance, image, device, profiler, styles)
     options = stream(cuttable, counts) if callable(stream) else stream
     shared = cuttable.shared(counts)
-    cuttable.require_one_owner(counts, shared)
     _require_exact_norms(options, plan)
     if not check:
         _warn(comm, f"{type(model).__name__} in stages is not compared with the plain model")
     if check:
-        _check(cuttable, counts, build, seed, image, plan, comm, options is not None)
+        processes = [[stage.recipe] for stage in cuttable.stages(counts)]
+        _check(cuttable, processes, build, seed, image, plan, comm, options is not None)
     own, uncut = sorted({stage for _, stage in plan.held_by(comm.rank)}), "cpu" if plan.cuts_parameters else device
     modules = {stage: materialize(cuttable.stage(counts, stage), build, uncut, seed) for stage in own}
     if options is not None:
@@ -102,8 +103,8 @@ def split(
         if 0 in modules:
             modules[0].opening = leading
             leading.segments.watch(modules[0])
-        if check and leading.source is not cuttable:
-            _check(leading.source, (len(leading.source),), build, seed, image, plan, comm, True)
+        if check and (leading.source is not cuttable or len(leading.segments.programs) > 1):
+            _check(leading.source, [leading.recipes()], build, seed, image, plan, comm, True)
         options = replace(options, remark="; ".join(filter(None, (options.remark, leading.describe(cuttable.names)))))
     stages = LocalStages(modules, model, plan, comm, counts, cuttable.names, costs, options, styles, shared, device)
     stages.watch(model, cuttable.program.watched)
@@ -112,7 +113,7 @@ def split(
 
 def _check(
     cuttable: Cuttable,
-    counts: Sequence[int],
+    processes: Sequence[Sequence[Recipe]],
     build: Callable[[], nn.Module],
     seed: int,
     image: tuple[int, ...],
@@ -126,7 +127,7 @@ def _check(
         if comm.rank == 0:
             with ProgressLine(first=QUIET_SECONDS) as progress:
                 progress("comparing the cut model with the plain one (--no-check leaves this out)")
-                found = check_cut(cuttable, counts, build, seed, image)
+                found = check_cut(cuttable, processes, build, seed, image)
     checked: Checked = comm.broadcast_object(found)
     name = type(cuttable.model).__name__
     if checked.problem is not None:

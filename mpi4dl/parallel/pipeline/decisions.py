@@ -11,10 +11,11 @@ import dis
 import itertools
 import random
 import weakref
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -32,6 +33,7 @@ STANDARD = Path(dis.__file__).parent  # Python's own library
 LIBRARIES = "site-packages"
 CONTAINERS = (list, dict, tuple, set, frozenset, deque, np.ndarray)
 ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
+OUTSIDE = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 DEPTH, LONGEST = 4, 10_000
 QUANTILES = (0.0, 0.25, 0.75, 1 - 2.0**-24)  # draws of `rand` at which a decision by a threshold shows
@@ -107,25 +109,30 @@ class Watch:
         """Copies of a stage watch the same place."""
         return self
 
-    def now(self, place: Any = None) -> Any:
+    @property
+    def key(self) -> tuple[int, tuple[str, ...]]:
+        """The same for watches of one place."""
+        return id(self.place), self.names
+
+    def now(self, place: Any = None, depth: int = DEPTH) -> Any:
         """The fingerprint of the value as it is now; None if it is gone."""
         try:
-            return fingerprint(self._at(self.names, self.place if place is None else place))
+            return fingerprint(self._at(self.names, self.place if place is None else place), depth)
         except (AttributeError, KeyError, ValueError):
             return None
 
     def keep(self) -> Callable[[], None]:
-        """A function that restores the present value."""
+        """A function that restores the present value, if it is another one then."""
         value, holder = self._at(self.names, self.place), self._at(self.names[:-1], self.place)
-        contents = value.copy() if isinstance(value, list | dict | set | deque) else None
+        before, put_contents = self.now(), keep_contents([value])
 
         def restore() -> None:
-            if isinstance(holder, dict):
-                holder[self.names[-1]] = value
-            else:
-                setattr(holder, self.names[-1], value)
-            if contents is not None:
-                refill(value, contents)
+            if self.now() != before:
+                if isinstance(holder, dict):
+                    holder[self.names[-1]] = value
+                else:
+                    setattr(holder, self.names[-1], value)
+                put_contents()
 
         return restore
 
@@ -136,10 +143,19 @@ class Watch:
         return value
 
 
-def refill(value: Any, contents: Any) -> None:
-    """Give a list, dict, set or deque these contents."""
-    value.clear()
-    value.extend(contents) if isinstance(value, list | deque) else value.update(contents)
+def keep_contents(values: Iterable[Any]) -> Callable[[], None]:
+    """A function that gives the lists, dicts and sets in these values the contents that they have now."""
+    found: dict[int, Any] = {}
+    for value in values:
+        _find_changeable(value, found)
+    contents = [(container, container.copy()) for container in found.values()]
+
+    def restore() -> None:
+        for container, before in contents:
+            container.clear()
+            container.extend(before) if isinstance(container, list | deque) else container.update(before)
+
+    return restore
 
 
 def changed(watch: Watch) -> str:
@@ -194,12 +210,8 @@ class WrittenAttributes:
             for path, module in model.named_modules()
         }
         self.prints = {path: self._prints(own, inner) for path, (own, inner) in self.before.items()}
-        found: dict[int, Any] = {}
-        for own, _ in self.before.values():
-            for name, value in own.items():
-                if name not in INTERNAL:
-                    _find_changeable(value, found)
-        self.contents = [(value, value.copy()) for value in found.values()]
+        attributes = [item for own, _ in self.before.values() for item in own.items()]
+        self.put_contents = keep_contents(value for name, value in attributes if name not in INTERNAL)
 
     @staticmethod
     def _prints(own: dict[str, Any], inner: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -231,14 +243,13 @@ class WrittenAttributes:
                 for key, values in inner.items():
                     module.__dict__[key].clear()
                     module.__dict__[key].update(values)
-        for value, was in self.contents:
-            refill(value, was)
+        self.put_contents()
 
 
-def attributes_of(module: nn.Module) -> dict[str, Any]:
+def attributes_of(module: nn.Module, depth: int = 1) -> dict[str, Any]:
     """Fingerprints of what modules of other libraries than PyTorch have as attributes: of counters, say."""
     return {
-        f"{path}.{name}" if path else name: fingerprint(value, 1)
+        f"{path}.{name}" if path else name: fingerprint(value, depth)
         for path, each in module.named_modules()
         if not type(each).__module__.startswith(("torch.nn.", f"{__package__}."))
         for name, value in vars(each).items()
@@ -291,32 +302,63 @@ class Draws:
             yield
 
 
-@dataclass
-class CodeAccess:
-    """The reads and writes of a forward's code outside of its arguments."""
+def globals_read(module: nn.Module, path: str = "") -> list[Watch]:
+    """The globals that are data, and that the code of a module's forward reads, or that of functions it calls."""
+    found: dict[Any, Watch] = {}
+    seen: set[CodeType] = set()
+    own = ChainMap(vars(module), *map(vars, type(module).__mro__))  # type: ignore[arg-type]
+    pending = [own.get("forward")]
 
-    reads: dict[tuple[int, tuple[str, ...]], Watch] = field(default_factory=dict)
-    globals_written: dict[str, None] = field(default_factory=dict)
-    attributes_written: dict[str, None] = field(default_factory=dict)
+    def look(code: CodeType, place: Any, names: tuple[str, ...], words: str, value: Any) -> None:
+        kinds = PLAIN if LIBRARIES in code.co_filename else (*PLAIN, np.generic, *CONTAINERS)
+        if isinstance(value, kinds):
+            where = (
+                f"{words}, which {code.co_name} (line {code.co_firstlineno} of {Path(code.co_filename).name}) reads,"
+            )
+            watch = Watch(where, path, names, place, fingerprint(value))
+            found.setdefault(watch.key, watch)
+            return
+        pending.append(value)
+        if isinstance(value, (nn.Module, Tensor)) or _is_library(value) or len(names) > DEPTH:
+            return
+        inner = getattr(value, "__dict__", {})
+        for name in names_read(code)[1] & inner.keys():
+            look(code, place, (*names, name), f"{words}.{name}", inner[name])
 
-
-def scan(module: nn.Module, path: str = "") -> CodeAccess:
-    """Look through the code of a module's forward, and of the functions and methods of its own that it calls."""
-    found = CodeAccess()
-    forward = vars(module).get("forward", getattr(type(module), "forward", None))
-    pending: list[Any] = [forward]
-    seen: set[int] = set()
     while pending:
         function = pending.pop()
         for name in ("fget", "__func__", "__wrapped__"):
             function = getattr(function, name, function)
-        if not isinstance(function, FunctionType) or id(function.__code__) in seen or _is_hidden(function.__code__):
+        code = getattr(function, "__code__", None)
+        if not isinstance(function, FunctionType) or code is None or code in seen or _is_hidden(code):
             continue
-        seen.add(id(function.__code__))
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        for code in _codes(function.__code__):
-            pending += _look(code, function.__globals__, cells, module, path, found)
-    return found
+        seen.add(code)
+        cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+        names, attributes = names_read(code)
+        pending += [own[name] for name in attributes if name in own]
+        for name in names:
+            place, first = (cells[name], "cell_contents") if name in cells else (function.__globals__, name)
+            try:
+                value = place[first] if isinstance(place, dict) else getattr(place, first)
+            except (KeyError, ValueError):  # a builtin, or a cell that is empty
+                continue
+            look(code, place, (first,), name, value)
+    return list(found.values())
+
+
+@cache
+def names_read(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that code reads from outside of it, with the functions within it, and the names of attributes."""
+    outside, attributes, pending = set[str](), set[str](), [code]
+    while pending:
+        code = pending.pop()
+        pending += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        for each in dis.get_instructions(code):
+            if each.opname in OUTSIDE:
+                outside.add(each.argval)
+            elif each.opname in ATTRIBUTE:
+                attributes.add(each.argval)
+    return frozenset(outside), frozenset(attributes)
 
 
 def _is_hidden(code: CodeType) -> bool:
@@ -324,77 +366,9 @@ def _is_hidden(code: CodeType) -> bool:
     return bool(set(HIDDEN) & parents) or (STANDARD in parents and LIBRARIES not in code.co_filename)
 
 
-def _is_library(module: ModuleType) -> bool:
-    return module.__name__.partition(".")[0] in ("torch", "numpy", "math")
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
-def _look(
-    code: CodeType, names: dict[str, Any], cells: Mapping[str, Any], module: nn.Module, path: str, found: CodeAccess
-) -> Iterable[Any]:
-    """Note what one piece of code reads and writes; functions that it may call."""
-    calls: list[Any] = []
-    instructions = list(dis.get_instructions(code))
-    for i, each in enumerate(instructions):
-        name = each.argval
-        if each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") or (each.opname == "STORE_DEREF" and name in cells):
-            found.globals_written[name] = None
-        elif each.opname == "STORE_ATTR":
-            found.attributes_written[name] = None
-        elif each.opname in ATTRIBUTE:
-            calls += [vars(each)[name] for each in (module, *type(module).__mro__) if name in vars(each)]
-        elif each.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"):
-            place = names if "DEREF" not in each.opname else {name: cells.get(name)}
-            first = name if place is names else "cell_contents"
-            behind = itertools.takewhile(lambda one: one.opname in ATTRIBUTE, instructions[i + 1 :])
-            chain, value = _follow(cells.get(name) if place is not names else names, first, [b.argval for b in behind])
-            calls.append(value)
-            kinds = PLAIN if LIBRARIES in code.co_filename else (*PLAIN, np.generic, *CONTAINERS)
-            if chain and isinstance(value, kinds):
-                words = ".".join([name, *chain[1:]])
-                where = f"{code.co_name} (line {code.co_firstlineno} of {Path(code.co_filename).name})"
-                start = names if place is names else cells[name]
-                watch = Watch(f"{words}, which {where} reads,", path, chain, start, fingerprint(value))
-                found.reads.setdefault((id(start), chain), watch)
-    return calls
-
-
-def _follow(place: Any, first: str, names: Sequence[str]) -> tuple[tuple[str, ...], Any]:
-    """The object behind a name and attributes, as far as a look without calls finds it."""
-    try:
-        value = place[first] if isinstance(place, dict) else getattr(place, first)
-    except (AttributeError, KeyError, ValueError):
-        return (), None
-    chain = [first]
-    for name in names:
-        if isinstance(value, (nn.Module, Tensor, *PLAIN, *CONTAINERS)):
-            break
-        inner = getattr(value, "__dict__", {})
-        if name not in inner or (isinstance(value, ModuleType) and _is_library(value)):
-            break
-        chain.append(name)
-        value = inner[name]
-    return tuple(chain), value
-
-
-def written_by_all(modules: Sequence[nn.Module], within: bool = True) -> CodeAccess:
-    """Reads and writes of the code of these modules, and of all `within` them."""
-    found = CodeAccess()
-    every = {id(each): each for outer in modules for each in (outer.modules() if within else (outer,))}
-    for module in every.values():
-        if type(module).__module__.startswith("torch.nn."):
-            continue
-        one = scan(module)
-        found.reads |= one.reads
-        found.globals_written |= one.globals_written
-        found.attributes_written |= one.attributes_written
-    return found
+def _is_library(value: Any) -> bool:
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
+    return name.partition(".")[0] in ("torch", "numpy", "math")
 
 
 def hidden_tensors(module: nn.Module) -> Iterator[Tensor]:

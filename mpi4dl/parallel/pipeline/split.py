@@ -7,7 +7,7 @@ stage = materialize(stage, build, device, seed)          # with the values of it
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from operator import attrgetter
@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from mpi4dl._randomness import forked, seed_python
 from mpi4dl.parallel.inputs import computed_tensors, of_tokens, shape_only
-from mpi4dl.parallel.pipeline.decisions import CodeAccess, hidden_tensors, written_by_all
-from mpi4dl.parallel.pipeline.program import Aliasing, Value, references
+from mpi4dl.parallel.pipeline.program import Value, references
 from mpi4dl.parallel.pipeline.stage import Recipe, Stage
 from mpi4dl.parallel.pipeline.trace import trace
 
@@ -66,11 +65,7 @@ class Cuttable:
                 self._needed[leaf.name] = len(self.names)
             else:
                 self._paths.setdefault(leaf.path, set()).add(len(self.names) - 1)
-        self._aliasing = Aliasing(self.model, self.program)
-        for path, units in self._aliasing.written.items():
-            self._paths.setdefault(path, set()).update(units)
-        self._names, self._users = self._storages()
-        self._accesses: dict[tuple[int, bool], CodeAccess] = {}
+        self._names, self._users = self._uses()
         self._paths |= self._aliases()
 
     def __len__(self) -> int:
@@ -105,26 +100,22 @@ class Cuttable:
         """Units `first` to `end` - 1 as a program; it returns the values that are alive behind them, or the result."""
         return self._recipe(first, end, first, first + 1 if end == len(self) else len(self))
 
-    def segment(self, first: int, end: int) -> Recipe:
+    def segment(self, first: int, end: int, changes: Sequence[Collection[str]]) -> Recipe:
         """The same, for a caller that keeps values by their names: it takes what the units read, and returns what they
-        make or change, of the values that are alive behind them.
+        make or change, of the values that are alive behind them. `changes` are those that each unit
+        changes in place.
         """
-        part, aliasing = self.part(first, end), self._aliasing
-        changed: set[str] = set()
-        for unit, value, others in aliasing.changes:
-            if first <= unit < end:
-                changed |= {value, *others}
+        part = self.part(first, end)
+        changed = {name for names in changes[first:end] for name in names}
         read = {name for call in part.calls for name in call.reads}
         read |= {leaf.name for leaf in references(part.result) if isinstance(leaf, Value)}
         made = {call.name for call in part.calls}
-        inputs = [name for name in part.inputs if name in read or aliasing.same[name] in changed] or part.inputs[:1]
-        outputs = [name for name in part.outputs if name in made or aliasing.same[name] in changed]
-        forget = [tuple(name for name in names if name in made or name in inputs) for names in part.forget]
-        kept = [tuple(name for name in names if name not in outputs) for names in forget]
-        unused = [name for name in inputs if name not in outputs and not any(name in names for names in kept)]
-        if kept and unused:
-            kept[-1] = (*kept[-1], *unused)
-        return replace(part, inputs=tuple(inputs), outputs=tuple(outputs), forget=tuple(kept))
+        inputs = tuple(name for name in part.inputs if name in read | changed) or part.inputs[:1]
+        outputs = tuple(name for name in part.outputs if name in made | changed)
+        forget = [[name for name in names if name in made or name in inputs] for names in part.forget]
+        gone = {*outputs, *(name for names in forget for name in names)}
+        forget[-1] += [name for name in inputs if name not in gone]
+        return replace(part, inputs=inputs, outputs=outputs, forget=tuple(map(tuple, forget)))
 
     def check(self, counts: Sequence[int]) -> None:
         """Refuse counts of units that do not add up, or are not positive."""
@@ -188,20 +179,17 @@ class Cuttable:
         yield from self.model.named_parameters(remove_duplicate=False)
         yield from self.model.named_buffers(remove_duplicate=False)
 
-    def _storages(self) -> tuple[dict[int, list[str]], dict[int, set[int]]]:
-        """By the storage of each parameter and buffer all its names, and the units that use it, by whatever name."""
+    def _uses(self) -> tuple[dict[int, list[str]], dict[int, set[int]]]:
+        """By the id of each parameter and buffer all its names, and the units that use it, by whatever name."""
         names: dict[int, list[str]] = {}
         for name, tensor in self._tensors():
-            names.setdefault(_storage(tensor), []).append(name)
+            names.setdefault(id(tensor), []).append(name)
         users: dict[int, set[int]] = {key: set() for key in names}
         for path, units in self._paths.items():
             found = attrgetter(path)(self.model)
-            within = [found]
-            if isinstance(found, nn.Module):
-                within = [*found.parameters(), *found.buffers(), *hidden_tensors(found)]
-            for tensor in within:
-                if isinstance(tensor, Tensor) and _storage(tensor) in users:
-                    users[_storage(tensor)] |= units
+            for tensor in [*found.parameters(), *found.buffers()] if isinstance(found, nn.Module) else [found]:
+                if id(tensor) in users:
+                    users[id(tensor)] |= units
         return names, users
 
     def _aliases(self) -> dict[str, set[int]]:
@@ -229,12 +217,14 @@ class Cuttable:
     def shared(self, counts: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """The stages of each parameter that several use, by the first of its names in the model.
 
+        What else they have in common is compared by running them (see `checking`).
+
         Raises:
-            ValueError: several stages use one buffer, whose copies would drift apart, or what else they cannot share.
+            ValueError: several stages use one buffer, of which a checkpoint has one.
         """
         self.check(counts)
         bounds = [0, *accumulate(counts)]
-        parameters = {_storage(parameter) for parameter in self.model.parameters()}
+        parameters = set(map(id, self.model.parameters()))
         found: dict[str, tuple[int, ...]] = {}
         for key, users in self._users.items():
             units = sorted(users)
@@ -248,112 +238,11 @@ class Cuttable:
                     f"{' = '.join(names)} is used by {uses}, but a buffer can only be in one stage: "
                     f"put units {units[0]} to {units[-1]} (counted from 0) into the same stage"
                 )
-            self._refuse_unshareable(names, units)
             found[names[0]] = tuple(dict.fromkeys(stages))
-        self._refuse_shared_state(bounds)
-        self._refuse_parted_views(bounds)
         return found
 
-    def _refuse_unshareable(self, names: Sequence[str], units: Sequence[int]) -> None:
-        """Refuse a parameter of several stages that has other tensors in its memory, or hides, or is written to."""
-        tensors = dict(self._tensors())
-        if len({id(tensors[name]) for name in names}) > 1:
-            raise ValueError(
-                f"{' and '.join(names)} are different tensors in the same memory, which several stages use: make them "
-                f"one parameter, or put units {units[0]} to {units[-1]} (counted from 0) into the same stage"
-            )
-        key = _storage(tensors[names[0]])
-        for i in units:
-            for call in self.program.units[i].calls:
-                module = self.model.get_submodule(call.target) if call.kind == "call_module" else None
-                if module is not None and key in map(_storage, hidden_tensors(module)):
-                    raise ValueError(
-                        f"{call.target} uses {names[0]} of another stage by an attribute that is no submodule, so that "
-                        "each stage would train a copy: register it as a parameter or a submodule, or put units "
-                        f"{units[0]} to {units[-1]} (counted from 0) into the same stage"
-                    )
-        written = [i for name in names for i in self._aliasing.written.get(name, ())]
-        if written:
-            raise ValueError(
-                f"{self.names[written[0]]} changes {names[0]} in place, which several stages use, so that their copies "
-                f"would differ: put units {units[0]} to {units[-1]} (counted from 0) into the same stage"
-            )
 
-    def _refuse_parted_views(self, bounds: Sequence[int]) -> None:
-        """Refuse cuts behind which a tensor is changed in place, and a view of it is used, which is a copy there."""
-        for i, changed, views in self._aliasing.changes:
-            start = max(bound for bound in bounds if bound <= i)
-            for view in views:
-                ours, theirs = (self._aliasing.came(name, self._made, start) for name in (changed, view))
-                if ours != theirs and self._needed.get(view, -1) >= i:
-                    low = min(self._made[ours], self._made[theirs])
-                    raise ValueError(
-                        f"{self.names[i]} changes {changed} in place, and {view}, which is used later, is in the same "
-                        f"memory, but stages have copies: put units {max(low, 0)} to {i} (counted from 0) into the "
-                        "same stage, or clone it"
-                    )
-
-    def _access(self, module: nn.Module, within: bool = True) -> CodeAccess:
-        """What a module's code reads and writes, found once for all cuts."""
-        key = id(module), within
-        if key not in self._accesses:
-            self._accesses[key] = written_by_all([module], within)
-        return self._accesses[key]
-
-    def _refuse_shared_state(self, bounds: Sequence[int]) -> None:
-        """Refuse modules that are kept whole and keep count in Python of what several stages do."""
-        uses = [
-            (stage, call.target, self.model.get_submodule(call.target))
-            for stage, (low, high) in enumerate(pairwise(bounds))
-            for unit in self.program.units[low:high]
-            for call in unit.calls
-            if call.kind == "call_module"
-        ]
-        stages_of: dict[int, set[int]] = {}
-        for stage, _, module in uses:
-            for each in module.modules():
-                stages_of.setdefault(id(each), set()).add(stage)
-        for _, path, module in uses:
-            for each in (each for each in module.modules() if len(stages_of[id(each)]) > 1):
-                written = self._access(each, within=False).attributes_written
-                names = [name for name in written if name not in (*each._buffers, *each._parameters)]
-                if names:
-                    raise ValueError(
-                        f"{path} is used in several stages and writes its attribute {names[0]} as it runs, of "
-                        "which each has its own: keep count in a buffer, or put all that uses it into one stage"
-                    )
-        writers = [(*use[:2], name) for use in uses for name in self._access(use[2]).globals_written]
-        for stage, path, name in writers:
-            for other, beside, module in uses:
-                access = self._access(module)
-                names = [*access.globals_written, *(watch.names[0] for watch in access.reads.values())]
-                if other != stage and name in names:
-                    raise ValueError(
-                        f"{path} (stage {stage}) writes the global {name}, which {beside} (stage {other}) uses "
-                        "too, but each rank has its own: keep count in a buffer, or put both into one stage"
-                    )
-
-    def require_one_owner(self, counts: Sequence[int], shared: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise unless each parameter and buffer is in just those stages that are known to share it.
-
-        It looks at the stages as they are made, by whatever names they have what they hold.
-        """
-        holders: dict[int, set[int]] = {key: set() for key in self._names}
-        bounds = [0, *accumulate(counts)]
-        for k, (low, high) in enumerate(pairwise(bounds)):
-            stage = Stage(self._recipe(low, high, k, len(counts)), self.model)
-            for tensor in [*stage.parameters(), *stage.buffers()]:
-                holders.setdefault(_storage(tensor), set()).add(k)
-        for key, names in self._names.items():
-            known = set(next((shared[name] for name in names if name in shared), ()))
-            if holders[key] != known and (known or len(holders[key]) != 1):
-                raise ValueError(
-                    f"{' = '.join(names)} is in stages {sorted(holders[key])}, but stages {sorted(known)} share it: "
-                    "this is an error of the splitting, please report the model; until then train it in one stage"
-                )
-
-
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     """A key of the storage that tensors share, on the meta device too."""
     if nn.parameter.is_lazy(tensor):
         return id(tensor)
@@ -390,12 +279,12 @@ def shapes_of(model: nn.Module) -> dict[int, Tensor]:
     Tensors in the same memory are in the same memory there. Those that modules have as plain attributes are among them.
     """
     values = [*model.parameters(), *model.buffers(), *computed_tensors(model)]
-    many = {key for key, count in Counter(map(_storage, values)).items() if count > 1}
+    many = {key for key, count in Counter(map(storage_of, values)).items() if count > 1}
     storages: dict[int, Any] = {}
     shapes: dict[int, Tensor] = {}
     for value in values:
         shape = torch.empty_like(value, device="meta")
-        if (key := _storage(value)) in many:
+        if (key := storage_of(value)) in many:
             if key not in storages:
                 storages[key] = torch.empty(value.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
             place = storages[key].untyped_storage()

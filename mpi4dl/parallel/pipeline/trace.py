@@ -19,6 +19,7 @@ auxiliary heads do:
 """
 
 import inspect
+import operator
 import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -45,11 +46,10 @@ from mpi4dl.parallel.pipeline.decisions import (
     Reads,
     Watch,
     WrittenAttributes,
+    globals_read,
     opened_paths,
-    scan,
 )
 from mpi4dl.parallel.pipeline.program import (
-    INPLACE,
     Attribute,
     Call,
     Context,
@@ -74,6 +74,7 @@ from mpi4dl.parallel.pipeline.program import (
 #     for block in self.blocks: ...
 
 NESTS = (tuple, list, dict, set, frozenset, slice, range)
+INPLACE = [getattr(operator, f"i{name}") for name in "add sub mul truediv floordiv mod pow and or xor".split()]
 
 
 @dataclass(frozen=True)
@@ -466,7 +467,7 @@ class _Record:
     @property
     def skeleton(self) -> list[Any]:
         """The calls with all that they refer to, but without the numbers among their arguments; then the result."""
-        calls = [(n.op, n.target, self.names[n], references(self.arguments(n))) for n in self.nodes]
+        calls = [(self.names[n], self.scopes[n], (n.op, n.target, references(self.arguments(n)))) for n in self.nodes]
         return [*calls, self.filled(self.result)]
 
     def arguments(self, node: fx.Node) -> Any:
@@ -506,21 +507,17 @@ class _Reading:
         self.model, self.functions, self.image, self.attributes = model, functions, image, attributes
         self.opens = opens
         self.reads = Reads()
-        self._scanned: dict[str, dict[Any, Watch]] = {}
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self.globals = [watch for path in self._opened() for watch in globals_read(modules[path], path)]
 
-    def globals(self, whole: Collection[str]) -> list[Watch]:
-        """The globals that the code of all opened modules reads."""
-        found: dict[Any, Watch] = {}
-        modules = dict(self.model.named_modules(remove_duplicate=False))
-        for path in opened_paths(self.model, lambda module, path: path in whole or not self.opens(module)):
-            if path not in self._scanned:
-                self._scanned[path] = scan(modules[path], path).reads
-            found |= self._scanned[path]
-        return list(found.values())
+    def _opened(self, whole: Collection[str] = ()) -> Collection[str]:
+        return opened_paths(self.model, lambda module, path: path in whole or not self.opens(module))
 
     def watches(self, whole: Collection[str]) -> tuple[Watch, ...]:
-        """The globals and the attributes that were read."""
-        return (*self.globals(whole), *self.reads.watches(self.model))
+        """The globals that the code of opened modules reads, and the attributes that were read."""
+        opened = self._opened(whole)
+        found = {watch.key: watch for watch in self.globals if watch.path in opened}
+        return (*found.values(), *self.reads.watches(self.model))
 
     def record(self, whole: Collection[str], training: bool, inner: bool) -> _Record:
         """Trace the model in one mode, with all modules in it in the mode `inner`; and leave all as it was.
@@ -541,14 +538,13 @@ class _Reading:
     ) -> tuple[_Record, Draws]:
         model = self.model
         draws = Draws(lambda scope: drawn.get(scope, 0.5))
-        watched = [(watch, watch.now(), watch.keep()) for watch in self.globals(whole)]
-        versions = {name: value._version for name, value in self._values()}
+        opened = self._opened(whole)
+        watched = [(watch, watch.now(), watch.keep()) for watch in self.globals if watch.path in opened]
 
         def restore() -> None:
             self.attributes.restore()
-            for watch, before, put in watched:
-                if watch.now() != before:
-                    put()
+            for _, _, put in watched:
+                put()
 
         def begin() -> None:
             restore()
@@ -559,15 +555,6 @@ class _Reading:
         try:
             tracer, graph = self._answered(whole, draws, begin)
             written = self._written()
-            for name, value in self._values():
-                if value._version != versions.get(name, 0):
-                    written = (
-                        name.rpartition(".")[0],
-                        (
-                            f"it changes {name} as it runs, through a list or an iterator such as parameters(), which "
-                            "no stage would do (change it by its attribute, or between steps)"
-                        ),
-                    )
             for watch, before, _ in watched:
                 if watch.now() != before:
                     written = watch.path, f"it changes {watch.words} as it runs, which no stage would do"
@@ -582,17 +569,13 @@ class _Reading:
                 max(draws.others, key=len), f"it draws random numbers in Python as it is traced, {DECIDES}"
             )
         if written is not None:
-            path, words = written
-            raise _Untraceable(self._opened_above(path, whole), words)
+            path = written[0]
+            while path not in opened:
+                path = path.rpartition(".")[0]
+            raise _Untraceable(path, written[1])
         nodes = [node for node in graph.nodes if node.op != "output"]
         names = _names(nodes, tracer.scopes)
         return _Record(nodes, tracer.scopes, names, tracer.result, tracer.contexts), draws
-
-    def _values(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters and buffers. Those of fx's proxies that a forward writes instead are in its record."""
-        for name, value in (*self.model.named_parameters(), *self.model.named_buffers()):
-            if type(value) in (Tensor, nn.Parameter, nn.Buffer) and not value.is_inference():
-                yield name, value
 
     def _answered(self, whole: Collection[str], draws: Draws, begin: Callable[[], None]) -> tuple[_Tracer, fx.Graph]:
         """Trace the model as it is, again and again, until all questions are answered that it asks about sizes.
@@ -632,12 +615,6 @@ class _Reading:
                     "does so into a module of its own, which is kept whole)"
                 )
         return None
-
-    def _opened_above(self, path: str, whole: Collection[str]) -> str:
-        opened = opened_paths(self.model, lambda module, path: path in whole or not self.opens(module))
-        while path not in opened:
-            path = path.rpartition(".")[0]
-        return path
 
 
 def _is_in_place(node: fx.Node, path: str) -> bool:
@@ -778,20 +755,14 @@ def _names(nodes: list[fx.Node], scopes: Mapping[fx.Node, str]) -> dict[fx.Node,
 
 def _other_path(training: _Record, evaluation: _Record) -> _Untraceable:
     """The error about two records that differ, and should not."""
-    for here, there in zip_longest(training.nodes, evaluation.nodes):
-        found = [
-            ("nothing", "", None)
-            if node is None
-            else (record.names[node], record.scopes[node], (node.op, node.target, references(record.arguments(node))))
-            for node, record in ((here, training), (there, evaluation))
-        ]
-        (in_training, scope, mine), (in_evaluation, other_scope, other) = found
-        if (in_training, mine) != (in_evaluation, other):
+    paired = zip_longest(training.skeleton[:-1], evaluation.skeleton[:-1], fillvalue=("nothing", "", None))
+    for (name, scope, call), (other_name, other_scope, other) in paired:
+        if (name, call) != (other_name, other):
             # The inner module first: if it was not the culprit, its caller's calls will differ once it is whole.
             return _Untraceable(
                 max(scope, other_scope, key=len),
-                f"it makes other calls in training than in evaluation (first {in_training} in training, "
-                f"{in_evaluation} in evaluation)",
+                f"it makes other calls in training than in evaluation (first {name} in training, {other_name} in "
+                "evaluation)",
             )
     results = [record.filled(record.result) for record in (training, evaluation)]
     return _Untraceable("", f"it returns {results[0]} in training and {results[1]} in evaluation")

@@ -26,7 +26,13 @@ from mpi4dl.parallel.pipeline.stage import Recipe, Stage
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.sharding import from_tiling
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
-from mpi4dl.parallel.streaming.margins import CannotStream, PartProfile, StreamPlan, profile_with_margin
+from mpi4dl.parallel.streaming.margins import (
+    CannotStream,
+    PartProfile,
+    StreamPlan,
+    changed_in_place,
+    profile_with_margin,
+)
 from mpi4dl.parallel.streaming.norms import MODES, RunningNorms
 from mpi4dl.parallel.streaming.stream import Progress, Streaming
 from mpi4dl.parallel.streaming.stream_tiles import ImageSource, InputSpec, OwnSamples, StreamTiles
@@ -131,9 +137,12 @@ class SegmentProgram(NamedTuple):
     alive: tuple[str, ...]
 
     @classmethod
-    def of(cls, cuttable: Cuttable, first: int, end: int) -> "SegmentProgram":
-        """Units `first` to `end` - 1."""
-        return cls(cuttable.segment(first, end), cuttable.live(end))
+    def all_of(
+        cls, cuttable: Cuttable, spans: Sequence[tuple[int, int]], image: Sequence[int]
+    ) -> "tuple[SegmentProgram, ...]":
+        """Of each span the units `first` to `end` - 1, for images of this shape (N, C, H, W)."""
+        changes = changed_in_place(cuttable, spans[-1][1], image)
+        return tuple(cls(cuttable.segment(*span, changes), cuttable.live(span[1])) for span in spans)
 
 
 class StreamSegment(nn.Module):
@@ -327,11 +336,16 @@ class LeadingPart:
     num_calls: int
     alive: tuple[str, ...]
     source: Cuttable  # the model in the units that the segments are made of
+    rest: Recipe  # what follows them
 
     @property
     def num_units(self) -> int:
         """How many units of the model are streamed."""
         return self.units[-1][1]
+
+    def recipes(self) -> list[Recipe]:
+        """The programs of the segments, and of what follows them."""
+        return [*(each.recipe for each in self.segments.programs), self.rest]
 
     def __call__(self, stage: Stage, *values: Any) -> tuple[int, dict[str, Any]]:
         """The number of calls of the stage that ran here, and the values with which the stage continues, by name."""
@@ -454,11 +468,12 @@ def choose_leading_part(
         return None if found is None else found.num_statistics
 
     spans = segment_spans(stops[-1], options.segments, statistics_of)
-    programs = tuple(SegmentProgram.of(source, *span) for span in spans)
+    programs = SegmentProgram.all_of(source, spans, image)
     units = tuple((bisect_right(stops, first), bisect_left(stops, end) + 1) for first, end in spans)
     num_calls = sum(len(unit.calls) for unit in cuttable.program.units[:count])
     segments = Segments(programs, options.norms, options.keep)
-    return LeadingPart(segments, options, units, num_calls, cuttable.live(count), source)
+    rest = source.part(stops[-1], len(source))
+    return LeadingPart(segments, options, units, num_calls, cuttable.live(count), source, rest)
 
 
 def within_blocks(cuttable: Cuttable, count: int, image: Sequence[int]) -> tuple[Cuttable, tuple[int, ...]] | None:

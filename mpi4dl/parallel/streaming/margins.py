@@ -20,7 +20,9 @@ from mpi4dl._randomness import forked
 from mpi4dl.comm import Pending
 from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import BATCH, Box, Interval, Tiling
-from mpi4dl.parallel.pipeline.split import shapes_of
+from mpi4dl.parallel.inputs import shape_only
+from mpi4dl.parallel.pipeline.program import map_leaves
+from mpi4dl.parallel.pipeline.split import Cuttable, shapes_of
 from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator, DryRunGrid, dry_run_grid
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo_prefetch import HaloPrefetch, Holding
@@ -141,6 +143,40 @@ def profile_with_margin(
     found = [(norm, waits, held) for norm, waits, held in grid.foresight.learned() if isinstance(norm, Tensor)]
     tilings = list({layout.tiling.narrow for layout in grid.layouts})
     return PartProfile(margin, grid.comm.counts["rounds"], found, outputs, tilings)
+
+
+def changed_in_place(cuttable: Cuttable, end: int, image: Sequence[int]) -> list[set[str]]:
+    """The values that each of the first `end` units changes in place, in either mode, of those alive before it.
+
+    A run on the meta device shows it for images of this shape (N, C, H, W): PyTorch counts the writes to a tensor, and
+    its views have the same count. A model that cannot run there may change all.
+    """
+    found: list[set[str]] = [set() for _ in range(end)]
+    model = cuttable.model
+    modes = {module: module.training for module in model.modules()}
+    try:
+        with torch.no_grad(), forked(), torch.device("meta"), _momentum(model):
+            for mode in (True, False):
+                values: Any = [shape_only(model, image)]
+                for i, changed in enumerate(found):
+                    before = [_writes(value) for value in values]
+                    behind = cuttable.unit(i).train(mode)(*values)
+                    named = zip(cuttable.live(i), before, values, strict=True)
+                    changed |= {name for name, writes, value in named if _writes(value) != writes}
+                    values = behind
+    except (RuntimeError, TypeError, ValueError, AssertionError):
+        return [set(cuttable.live(i)) for i in range(end)]
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return found
+
+
+def _writes(value: Any) -> list[int]:
+    """How often each tensor in a value was written to."""
+    found: list[int] = []
+    map_leaves(lambda leaf: found.append(leaf._version) if isinstance(leaf, Tensor) else None, value)
+    return found
 
 
 @contextmanager

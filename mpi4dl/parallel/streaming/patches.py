@@ -220,9 +220,8 @@ class PatchStream:
             return None if found is None else found.num_statistics
 
         spans = segment_spans(len(cuttable), self._options.segments, statistics_of)
-        self.segments = Segments(
-            tuple(SegmentProgram.of(cuttable, *span) for span in spans), self._options.norms, self._options.keep
-        )
+        programs = SegmentProgram.all_of(cuttable, spans, shape)
+        self.segments = Segments(programs, self._options.norms, self._options.keep)
         self.segments.watch(encoder)
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpi4dl.parallel.pipeline.checking import check_cut
 from mpi4dl.parallel.pipeline.program import map_leaves, pack, unpack
-from mpi4dl.parallel.pipeline.split import Cuttable
+from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.pipeline.stage import Stage
 
 SEED = 7
@@ -89,6 +90,16 @@ def staged_step(stages: Sequence[Stage], *inputs: Tensor) -> tuple[Any, dict[str
             pairs = [(t, c.grad) for t, c in zip(outputs, copies, strict=True) if c.grad is not None]
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
     return output, values_of(stages)
+
+
+def problem_of(build: Callable[[], nn.Module], cut: int | str, image: tuple[int, ...]) -> str:
+    """How the model cut before a unit differs from the plain one, by running both; '' if it does not."""
+    cuttable = Cuttable(outline(build), image=image)
+    at = cuttable.names.index(cut) if isinstance(cut, str) else cut
+    parts = [[stage.recipe] for stage in cuttable.stages((at, len(cuttable) - at))]
+    found = check_cut(cuttable, parts, build, SEED, image)
+    assert found.left_out is None
+    return found.problem or ""
 
 
 def values_of(modules: Sequence[nn.Module]) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Stages run one after the other are the model: outputs, gradients, buffers and names, wherever it is cut."""
 
 import functools
+import re
 import weakref
 from collections.abc import Callable
 
@@ -19,7 +20,7 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import Grid, Layout, SpatialTensor
 from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator
 from tests.counting import count_flops
-from tests.parallel.pipeline.cutting import assert_cuts_like_the_model, random_counts
+from tests.parallel.pipeline.cutting import assert_cuts_like_the_model, problem_of, random_counts
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "amoebanetd": functools.partial(build, "amoebanetd", num_layers=3, num_filters=16, num_classes=4),
@@ -332,8 +333,16 @@ USES: dict[str, tuple[Callable[[Uses, Tensor], Tensor], dict[str, tuple[int, ...
     "looked at": (lambda self, x: x.to(self.words.weight.dtype) * self.words.weight.shape[1], {}),
     "buffer looked at": (lambda self, x: x * self.norm.running_mean.size(0), {}),
     "buffer": (lambda self, x: x * self.norm.running_mean.mean(), "a buffer can only be in one stage"),
-    "hidden": (lambda self, x: self.hidden(x), "by an attribute that is no submodule"),
-    "written": (lambda self, x: x + self.words.weight.data.mul_(0.5).mean(), "changes words.weight in place"),
+}
+PARTED: dict[str, tuple[Callable[[Uses, Tensor], Tensor], str]] = {
+    "hidden": (
+        lambda self, x: self.hidden(x),
+        r"the gradient of attention.out_proj.\w+ differs .* register shared weigh",
+    ),
+    "written": (
+        lambda self, x: x + self.words.weight.data.mul_(0.5).mean(),
+        "the parameter words.weight differs .* change none of them in place",
+    ),
 }
 
 
@@ -348,15 +357,21 @@ def test_whatever_way_stages_use_one_tensor_it_is_known(name: str) -> None:
             cuttable.shared(counts)
         return
     assert cuttable.shared(counts) == wanted
-    cuttable.require_one_owner(counts, wanted)
-    for wrong in ({}, {"middle.weight": (0, 1)}):
-        if wrong != wanted:
-            with pytest.raises(ValueError, match="error of the splitting"):
-                cuttable.require_one_owner(counts, wrong)
     if name.startswith("tied"):  # each stage has its own name for it, as `cutting` does not expect
         return
     model = Uses(second)
     assert_cuts_like_the_model(Cuttable(model), [counts], torch.tensor([[1, 2, 3], [4, 0, 1]]))
+
+
+@pytest.mark.parametrize("name", [name for name, (_, wanted) in USES.items() if not isinstance(wanted, str)])
+def test_what_stages_share_is_no_difference_to_the_plain_model(name: str) -> None:
+    assert problem_of(lambda: Uses(USES[name][0]), "middle", (2, 3)) == ""
+
+
+@pytest.mark.parametrize("name", PARTED)
+def test_a_weight_of_several_stages_of_which_they_have_copies_is_refused_by_its_name(name: str) -> None:
+    second, wanted = PARTED[name]
+    assert re.search(wanted, problem_of(lambda: Uses(second), "middle", (2, 3)))
 
 
 def test_what_is_looked_at_has_the_type_of_the_stage() -> None:
@@ -413,24 +428,72 @@ class Parted(nn.Module):
 
 
 def test_a_view_is_not_parted_from_what_is_changed_in_place() -> None:
+    problem = problem_of(Parted, "middle", (2, 4))
+    assert re.search(r"an output differs .*first and view are in the same memory before middle.*: clone one", problem)
     cuttable = Cuttable(Parted())
-    middle = cuttable.names.index("middle")
-    with pytest.raises(ValueError, match=r"relu changes first in place, and \w+, which is used later"):
-        cuttable.stages((middle, len(cuttable) - middle))
     assert_cuts_like_the_model(cuttable, [(len(cuttable) - 1, 1)], torch.randn(2, 4))
 
 
-def test_a_module_that_counts_in_python_stays_in_one_stage() -> None:
-    class Counting(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls = getattr(self, "calls", 0) + 1
-            return super().forward(x) * self.calls
+class Counting(nn.Linear):
+    """Counts in Python, and does what it does but once in a thousand calls."""
 
-    counting = Counting(2, 2)
-    cuttable = Cuttable(nn.Sequential(counting, nn.ReLU(), counting))
-    with pytest.raises(ValueError, match="writes its attribute calls as it runs"):
-        cuttable.stages((1, 2))
-    assert len(cuttable.stages((3,))) == 1
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * (2 if self.calls % 1000 == 0 else 1)
+
+
+def test_a_module_that_counts_in_python_stays_in_one_stage() -> None:
+    def repeated() -> nn.Module:
+        counting = Counting(2, 2)
+        return nn.Sequential(nn.Linear(2, 2), counting, nn.ReLU(), counting)
+
+    problem = problem_of(repeated, 2, (3, 2))
+    assert re.search(r"stage 0 changes 1.calls as it runs, which another stage uses.*keep count in a buf", problem)
+    assert problem_of(repeated, 1, (3, 2)) == ""
+
+
+STEPS = 0
+SCALES: dict[int, float] = {}  # a cache, of which each process may have its own
+
+
+class Stepping(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        global STEPS
+        STEPS += 1
+        return super().forward(x) * SCALES.setdefault(x.shape[-1], 2.0)
+
+
+class Stepped(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * SCALES.setdefault(x.shape[-1], 2.0) * (2 if STEPS > 1000 else 1)
+
+
+def test_a_global_that_a_stage_writes_and_another_one_reads_is_refused() -> None:
+    def both() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), Stepping(2, 2), Stepped(2, 2))
+
+    problem = problem_of(both, 2, (3, 2))
+    assert re.search(r"stage 0 changes STEPS, which forward \(line \d+ of test_split.py\) reads, as it runs", problem)
+    assert problem_of(both, 1, (3, 2)) == ""
+    assert (STEPS, SCALES) == (0, {})
+
+
+class Overlapping(nn.Module):
+    """Two parameters in the same memory, each of which a stage trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        self.last.weight = nn.Parameter(self.first.weight.data[:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+def test_parameters_in_the_same_memory_stay_in_one_stage() -> None:
+    assert "the parameter first.weight differs" in problem_of(Overlapping, 1, (3, 2))
 
 
 def test_a_buffer_stays_in_one_stage() -> None:

@@ -203,6 +203,12 @@ def test_what_is_decided_in_python_is_kept_live_or_refused_whatever_is_drawn(nam
     assert "calls" not in vars(inside[0])
 
 
+@pytest.mark.parametrize("name", ["a global", "an attribute", "torch.rand"])
+def test_two_that_decide_in_python_are_both_kept_whole(name: str) -> None:
+    decide = DECISIONS[name]
+    assert names(nn.Sequential(Deciding(decide), nn.ReLU(), Deciding(decide))) == ["0", "1", "2"]
+
+
 def test_draws_that_decide_nothing_are_no_obstacle() -> None:
     for draw in (lambda: torch.rand([]), lambda: random.uniform(0, 1), lambda: random.random()):
         model = nn.Sequential(Deciding(lambda self, x, draw=draw: bool(draw() < 0)), nn.Linear(2, 2))

@@ -1,12 +1,15 @@
 """What a trace does not see of a model's own forward: exact in stages and streamed, or refused before a step."""
 
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from mpi4dl._randomness import RandomStates
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline import checking
@@ -17,6 +20,7 @@ from mpi4dl.parallel.spatial import NoRule
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
 from tests import short_runs
 from tests.parallel.pipeline import unseen
+from tests.parallel.pipeline.cutting import problem_of
 from tests.pool.ranks import Ranks
 from tests.short_runs import Task
 
@@ -121,18 +125,63 @@ class Deciding(unseen.Base):
 @pytest.mark.parametrize("kind", [unseen.Base, Large, Deciding])
 def test_the_smallest_samples_that_a_model_takes_are_tried(kind: type[nn.Module], monkeypatch: Any) -> None:
     tried: list[tuple[int, ...]] = []
-    steps = checking._steps
-    monkeypatch.setattr(checking, "_steps", lambda *args: tried.append(args[3]) or steps(*args))
-    cuttable = Cuttable(outline(kind), image=(4, 3, 200, 180))
-    assert check_cut(cuttable, (2, len(cuttable) - 2), kind, 0, (4, 3, 200, 180)).left_out is None
+    made_up = checking.made_up
+    monkeypatch.setattr(checking, "made_up", lambda *args: tried.append(args[1]) or made_up(*args))
+    assert problem_of(kind, 2, (4, 3, 200, 180)) == ""
     assert tried[-1] == (2, 3, *{unseen.Base: (32, 32), Large: (128, 128), Deciding: (64, 64)}[kind])
 
 
 def test_a_large_model_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checking, "MOST_PARAMETERS", 10)
     cuttable = Cuttable(outline(unseen.Base), image=(4, 3, 20, 18))
-    found = check_cut(cuttable, (len(cuttable),), unseen.Base, 0, (4, 3, 20, 18))
+    found = check_cut(cuttable, [[cuttable.part(0, len(cuttable))]], unseen.Base, 0, (4, 3, 20, 18))
     assert found.left_out == "it has more than 10 parameters"
+
+
+class Evaluating(unseen.Remembering):
+    """Python that no trace sees, in evaluation alone."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.training else super().middle(x)
+
+
+class Failing(unseen.Base):
+    """Cannot evaluate."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.training else x.view(7)
+
+
+class Drawing(unseen.Base):
+    """Draws where it is cut open, and in modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise, self.drop = unseen.Noise(), nn.Dropout(0.5)
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.drop(self.noise(x)), 0.5, self.training)
+
+
+def test_evaluation_is_compared_too() -> None:
+    assert "an output differs in evaluation" in problem_of(Evaluating, 2, (4, 3, 20, 18))
+    assert problem_of(Failing, 2, (4, 3, 20, 18)) == ""
+
+
+def test_random_draws_are_no_difference_and_nothing_is_changed_or_held() -> None:
+    made: list[weakref.ref[nn.Module]] = []
+
+    def build() -> nn.Module:
+        model = Drawing()
+        made.append(weakref.ref(model))
+        return model
+
+    before = RandomStates.now().digests()
+    assert problem_of(build, "second", (4, 3, 20, 18)) == ""
+    assert RandomStates.now().digests() == before
+    gc.collect()
+    assert len(made) == 4  # on the meta device, plain, and for each of two stages
+    assert not any(each() is not None for each in made)
 
 
 def test_differences_count_beside_the_largest_number() -> None:

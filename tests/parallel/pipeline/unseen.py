@@ -231,7 +231,7 @@ EXACT = [
 ]
 REFUSED = {
     RecomputingAFunction: "gives torch.utils.checkpoint a function",
-    Following: "as it runs, through a list or an iterator",
+    Following: "the parameter teacher.weight differs behind step 1",
     Generating: "draws from a torch.Generator",
     Remembering: "",
 }
