@@ -169,7 +169,7 @@ def restore(engine: Kept, saved: Saved) -> dict[str, Any]:
     saved.ranks[engine.comm.rank if same_plan else 0].set()
     engine.executor.draw_alike()  # a checkpoint may be of ranks that did not
     if same_plan:
-        saved.foreseen[engine.comm.rank].set(engine)
+        saved.learned_halos[engine.comm.rank].set(engine)
     return saved.extra
 
 

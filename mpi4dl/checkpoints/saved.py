@@ -71,7 +71,7 @@ def learned(engine: Kept) -> list[Any]:
     found = []
     for place, part in engine.stages.parts.items():
         names = {id(value): name for name, value in part.module.named_parameters()}
-        for norm, waits, known in part.grid.foresight.learned():
+        for norm, waits, known in part.grid.halo_prefetch.learned():
             if id(norm) in names:
                 tilings = [[_encoded(owned), _encoded(held)] for owned, held in known.items()]
                 found.append([list(place), names[id(norm)], waits, tilings])
@@ -82,7 +82,7 @@ def _encoded(tiling: Tiling) -> list[Any]:
     return [[list(split.cuts), [list(rows) for rows in split.held]] for split in tiling.splits]
 
 
-class Foreseen:
+class LearnedHalos:
     """Saved halo prefetches of a rank's norms; `set` restores them. Raises Damaged if `node` does not hold such."""
 
     def __init__(self, node: JsonValue) -> None:
@@ -93,7 +93,7 @@ class Foreseen:
         for norm in self.norms:
             known = weights.get(norm.part, {}).get(norm.name)
             if known is not None:
-                engine.stages.parts[norm.part].grid.foresight.learn(known, norm.waits, norm.held)
+                engine.stages.parts[norm.part].grid.halo_prefetch.learn(known, norm.waits, norm.held)
 
 
 def _read(part: JsonValue, name: JsonValue, waits: JsonValue, held: JsonValue) -> Learned:
@@ -115,9 +115,9 @@ def _split(node: JsonValue) -> Split:
 class Saved:
     """A checkpoint, opened for reading; its values are read when they are wanted, all else is here.
 
-    `ranks` are the random states of the ranks that wrote it, `foreseen` is what their norms had learned, `extra` what
-    the training loop wanted to be kept, and `groups` are the options of the optimizer's groups. Raises OSError, and
-    Damaged if it is not of one piece.
+    `ranks` are the random states of the ranks that wrote it, `learned_halos` is what their norms had learned, `extra`
+    what the training loop wanted to be kept, and `groups` are the options of the optimizer's groups. Raises OSError,
+    and Damaged if it is not of one piece.
     """
 
     def __init__(self, path: Path) -> None:
@@ -135,7 +135,7 @@ class Saved:
         self.groups = [_options(group) for group in optimizer.at("groups").items()]
         self.extra = _options(state.at("extra"))
         self.ranks = [Randomness(rank) for rank in state.at("ranks").items()]
-        self.foreseen = [Foreseen(rank.at("norms")) for rank in state.at("ranks").items()]
+        self.learned_halos = [LearnedHalos(rank.at("norms")) for rank in state.at("ranks").items()]
         if not self.ranks:
             raise state.at("ranks").wrong("the random states of at least one rank")
         with ExitStack() as closing:

@@ -19,8 +19,8 @@ from mpi4dl.comm.packing import Piece, as_bytes, dumps, is_dense, loads
 from mpi4dl.comm.pending import Pending
 from mpi4dl.comm.requests import Calls
 from mpi4dl.comm.shutdown import alone_of_several
-from mpi4dl.comm.transport import LOW_PRECISION, Messenger
-from mpi4dl.comm.watchdog import sentry
+from mpi4dl.comm.transport import LOW_PRECISION, PointToPoint
+from mpi4dl.comm.watchdog import watchdog_thread
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -150,19 +150,19 @@ def world() -> "Communicator":
         raise Refusal(problem)
     from mpi4py import MPI
 
-    waits = sentry().waits
+    waits = watchdog_thread().waits
     with waits:
         comm = Communicator(MPI.COMM_WORLD.Dup(), Node.of(MPI.COMM_WORLD), objects=MPI.COMM_WORLD.Dup())
         comm.choose_gpu_wire()
     if torch.cuda.is_available() and MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         # Backward passes on a GPU run on a thread of autograd's, which may not call such an MPI.
         torch.autograd.set_multithreading_enabled(False)
-    comm.node.waits, comm.farewells = waits, meeting.farewells
+    comm.node.waits, comm.exit_notifications = waits, meeting.exit_notifications
     return comm
 
 
-class Communicator(Messenger):
-    """A group of ranks that exchange tensors: what `Messenger` does, and collectives, by the host or by `nccl`.
+class Communicator(PointToPoint):
+    """A group of ranks that exchange tensors: what `PointToPoint` does, and collectives, by the host or by `nccl`.
 
     Meta tensors are accepted everywhere and move nothing.
     """
@@ -181,7 +181,9 @@ class Communicator(Messenger):
         self._objects = mpi if objects is None else objects
         self.family = Family() if family is None else family
         self.max_reduction_bytes = MAX_REDUCTION_BYTES
-        self.farewells: list[Callable[[], None]] = []  # what the guard calls when this rank ends without an error
+        self.exit_notifications: list[
+            Callable[[], None]
+        ] = []  # what the guard calls when this rank ends without an error
         self._num_met = 0  # collectives of objects so far
 
     def __repr__(self) -> str:

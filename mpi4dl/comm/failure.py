@@ -33,7 +33,7 @@ from mpi4dl.comm.watchdog import (
     leave,
     output_is_lost,
     say,
-    sentry,
+    watchdog_thread,
 )
 
 __all__ = ["Watchdog", "arm", "run", "start"]
@@ -124,10 +124,10 @@ def _on_end(process: int, patience: float = 0.0, finalize: bool = False) -> None
     opened = met()
     if opened is None or os.getpid() != process:
         return
-    watchdog, watchman = Watchdog(patience), sentry()
+    watchdog, watchman = Watchdog(patience), watchdog_thread()
     watchman.ended = True
-    for farewell in opened.farewells:
-        farewell()
+    for exit_notification in opened.exit_notifications:
+        exit_notification()
     opened.gathers()
     watchdog.seconds = min(patience, SILENT_SECONDS)  # no rank has anything left to do
     watchdog.feed()
@@ -145,7 +145,7 @@ def start() -> Meeting:
     arm()
     _require_shared_memory()
     opened = meeting()
-    sentry()
+    watchdog_thread()
     return opened
 
 
@@ -199,7 +199,7 @@ def run(main: Callable[[], None], patience: float = START_SECONDS) -> None:
         if sys.stdout is None:
             raise Refusal("standard output is closed: where nobody reads it, start with > /dev/null")
         start()
-        sentry().listens = patience > 0
+        watchdog_thread().listens = patience > 0
         main()
         lost = flush()
         if lost is not None:
@@ -223,7 +223,7 @@ def failing(error: Exception | None) -> Iterator[None]:
     if error is None:
         yield
         return
-    watchman = sentry() if met() is not None else None
+    watchman = watchdog_thread() if met() is not None else None
     if watchman is not None:
         watchman.failure = last_words(error)
     late = threading.Timer(LATE_SECONDS, lambda: fail(error) if _others_may_wait() else None)

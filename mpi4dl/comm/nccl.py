@@ -12,7 +12,7 @@ in such an order ("Order" and "A table cannot deadlock" in docs/explanation/desi
 have no such order: two stages send to each other at once, and post receives ahead of time. Nor do the second phases of
 our own all-reduces, which start when the first are found to be complete, nor sums over both directions of GEMS, whose
 ranks end their stages in opposite orders. So the call decides, both ends of which are one,
-`Messenger.iexchange(collective=True)`, on a communicator that is `ordered`; nothing about a message does, its size
+`PointToPoint.iexchange(collective=True)`, on a communicator that is `ordered`; nothing about a message does, its size
 least of all.
 
 Groups are connected where communicators are made, by all of their ranks: in a first message, NCCL would keep a host

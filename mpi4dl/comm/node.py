@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpi4dl.comm.requests import Driven, Request, Waits
-from mpi4dl.comm.watchdog import sentry
+from mpi4dl.comm.watchdog import watchdog_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,7 +95,7 @@ class Node:
             raise ValueError("device 'cuda' was asked for, but PyTorch sees no GPU here: use `device` cpu")
         device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        sentry().device = partial(torch.cuda.set_device, device)  # of its thread, which calls MPI, too
+        watchdog_thread().device = partial(torch.cuda.set_device, device)  # of its thread, which calls MPI, too
         return device
 
     def wait(self, request: Request, alarm: "Callable[[float], None] | None" = None) -> None:

@@ -39,7 +39,7 @@ class Meeting:
         self.comm = comm
         self.rank, self.size = comm.rank, comm.size
         self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE  # whether a thread beside the main one may use MPI
-        self.farewells: list[Callable[[], None]] = []  # what is called when this rank ends without an error
+        self.exit_notifications: list[Callable[[], None]] = []  # what is called when this rank ends without an error
         self.closings: list[Callable[[], None]] = []  # what is called once all ranks have ended so
         self._arrival: MPI.Request | None = None
         self._key = comm.bcast(os.urandom(8).hex() if self.rank == 0 else "")

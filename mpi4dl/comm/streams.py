@@ -171,7 +171,7 @@ class Staging(NamedTuple):
 
 
 @cache
-def dock_of(device: torch.device) -> StagingBuffers:
+def staging_buffers_of(device: torch.device) -> StagingBuffers:
     """The dock of a GPU."""
     return StagingBuffers(device)
 
@@ -180,11 +180,11 @@ def carried(x: Tensor, device: torch.device) -> Tensor:
     """x on a device. It goes to a GPU by pinned memory, so that the host need not stop until it is there."""
     if device.type != "cuda" or not x.is_cpu or not is_dense(x) or not x.numel():
         return x.to(device, non_blocking=True)
-    dock = dock_of(device)
-    host, result = dock.take(x.nbytes), torch.empty(x.shape, dtype=x.dtype, device=device)
-    begun, _ = dock.begin()
+    staging = staging_buffers_of(device)
+    host, result = staging.take(x.nbytes), torch.empty(x.shape, dtype=x.dtype, device=device)
+    begun, _ = staging.begin()
     host.copy_(as_bytes(x.detach()))
-    dock.to_device(host, as_bytes(result), begun)
+    staging.to_device(host, as_bytes(result), begun)
     return result
 
 

@@ -34,7 +34,7 @@ from mpi4dl.comm.packing import (
 )
 from mpi4dl.comm.pending import Pending
 from mpi4dl.comm.requests import Calls, Condition, Posted, Receives, Request
-from mpi4dl.comm.streams import dock_of
+from mpi4dl.comm.streams import staging_buffers_of
 from mpi4dl.geometry import even_cuts
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ Heard = Callable[[int], None] | None
 MAX_MESSAGE_BYTES = 1 << 30  # some MPI libraries fail beyond 2^31 - 1
 
 
-class Messenger:
+class PointToPoint:
     """One rank of a group whose ranks send each other tensors. `gpu_wire` is how those on a GPU travel."""
 
     def __init__(self, mpi: "MPI.Comm", node: Node, gpu_wire: str = "staged", nccl: "Nccl | None" = None) -> None:
@@ -199,22 +199,22 @@ class Messenger:
         """
         like = into if out is None else out
         assert like is not None
-        dock = dock_of(like.device)
-        begun, _ = dock.begin()
+        staging = staging_buffers_of(like.device)
+        begun, _ = staging.begin()
         before: list[Request] = []
         host_out = host_in = None
         if out is not None:
-            host_out, copied = dock.to_host(out, begun)
+            host_out, copied = staging.to_host(out, begun)
             before.append(copied)
         if into is not None:
-            host_in = host_out if into is out else dock.take(into.numel())
+            host_in = host_out if into is out else staging.take(into.numel())
 
         def phases() -> Iterator[Pending]:
             yield from self._turn(lambda: post(host_out, host_in), *before, uses=out)
             if host_out is not None and host_out is not host_in:
-                dock.give(host_out)
+                staging.give(host_out)
             if host_in is not None and into is not None:
-                dock.to_device(host_in, into, begun)
+                staging.to_device(host_in, into, begun)
                 if unpack is not None:
                     unpack()
 
@@ -235,8 +235,8 @@ class Messenger:
         out = [message._replace(pieces=(packed(message),)) for message in leaving]
         into = [message._replace(pieces=(buffer_for(message),)) for message in arriving]
         pieces = (out or into)[0].pieces
-        dock = dock_of(pieces[0].device)
-        _, reached = dock.begin()
+        staging = staging_buffers_of(pieces[0].device)
+        _, reached = staging.begin()
 
         def phases() -> Iterator[Pending]:
             yield from self._turn(lambda: self._post(out, into, tag, heard), reached)
@@ -294,12 +294,12 @@ def parts_by_rank(flat: Tensor, size: int, cuts: Sequence[int] | None = None) ->
 
 
 def swap_parts(
-    comm: Messenger, parts: list[Tensor], tag: int, collective: bool = False
+    comm: PointToPoint, parts: list[Tensor], tag: int, collective: bool = False
 ) -> tuple[Pending, Callable[[], Tensor]]:
     """Send every rank its part; when that is complete, the second result adds up what came for this rank.
 
     The sum is in float32 for values of low precision, and otherwise in this rank's own part. `collective` is that of
-    `Messenger.iexchange`.
+    `PointToPoint.iexchange`.
     """
     own = parts[comm.rank]
     arrived = [own if source == comm.rank else torch.empty_like(own) for source in range(comm.size)]
@@ -327,7 +327,7 @@ def swap_parts(
     return pending, add_up
 
 
-def share_parts(comm: Messenger, parts: list[Tensor], tag: int, collective: bool = False) -> Pending:
+def share_parts(comm: PointToPoint, parts: list[Tensor], tag: int, collective: bool = False) -> Pending:
     """Send this rank's own part to all others, and receive theirs in place."""
     others = _others(comm)
     own = parts[comm.rank]
@@ -341,6 +341,6 @@ def put(total: Tensor, into: Tensor) -> None:
         into.copy_(total)
 
 
-def _others(comm: Messenger) -> list[int]:
+def _others(comm: PointToPoint) -> list[int]:
     """All other ranks, the one below this one first, so that not all of them turn to the same rank at once."""
     return [(comm.rank - step) % comm.size for step in range(1, comm.size)]

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 STUCK_SECONDS = 5.0  # a wait for a small message may take as long on a slow network
 DEADLOCK_SECONDS = 300.0
-STANDING, ASKING, BEATING = 3, 4, 5  # tags
+RANK_STATE, ASKING, BEATING = 3, 4, 5  # tags
 
 
 class RankState(NamedTuple):
@@ -81,46 +81,46 @@ class ExitNotification:
         self._asked_since = 0.0
         self._question = 0
 
-    def look(self, standing: RankState | None) -> Verdict | None:
+    def look(self, rank_state: RankState | None) -> Verdict | None:
         """Take part, as long as this rank's standing is worth to be told (None: it is at work). Call it now and then.
 
         Returns a verdict, on rank 0, if the job can never end.
         """
-        if standing != self._said:
-            self._said = standing
-            self._tell(standing)
+        if rank_state != self._said:
+            self._said = rank_state
+            self._tell(rank_state)
         if self.rank == 0:
-            return None if standing is None else self._judge()
-        while standing is not None and self.comm.Iprobe(0, ASKING):
+            return None if rank_state is None else self._judge()
+        while rank_state is not None and self.comm.Iprobe(0, ASKING):
             question = self.comm.recv(source=0, tag=ASKING)
-            if not standing.ended:
-                self._tell(standing._replace(answer=question))
+            if not rank_state.ended:
+                self._tell(rank_state._replace(answer=question))
         return None
 
-    def _tell(self, standing: RankState | None) -> None:
+    def _tell(self, rank_state: RankState | None) -> None:
         if self.rank == 0:
-            self._note(0, standing)
+            self._note(0, rank_state)
         else:
-            self._send(standing, 0, STANDING)
+            self._send(rank_state, 0, RANK_STATE)
 
     def _send(self, value: RankState | int | None, to: int, tag: int) -> None:
         self._sent = [request for request in self._sent if not request.Test()]
         self._sent.append(self.comm.isend(value, to, tag))
 
-    def _note(self, rank: int, standing: RankState | None) -> None:
-        if standing is None:
+    def _note(self, rank: int, rank_state: RankState | None) -> None:
+        if rank_state is None:
             self._standings.pop(rank, None)
         else:
-            self._standings[rank] = standing
+            self._standings[rank] = rank_state
 
     def _judge(self) -> Verdict | None:
         from mpi4py import MPI
 
         status = MPI.Status()
-        while self.comm.Iprobe(tag=STANDING, status=status):
-            self._note(status.source, self.comm.recv(source=status.source, tag=STANDING))
-        ended = [rank for rank, standing in sorted(self._standings.items()) if standing.ended]
-        stuck = [rank for rank, standing in sorted(self._standings.items()) if not standing.ended]
+        while self.comm.Iprobe(tag=RANK_STATE, status=status):
+            self._note(status.source, self.comm.recv(source=status.source, tag=RANK_STATE))
+        ended = [rank for rank, rank_state in sorted(self._standings.items()) if rank_state.ended]
+        stuck = [rank for rank, rank_state in sorted(self._standings.items()) if not rank_state.ended]
         waits = {rank: self._standings[rank].since for rank in stuck}
         if len(self._standings) < self.size or not stuck:
             self._asked = {}
@@ -134,12 +134,14 @@ class ExitNotification:
             return None
         if any(self._standings[rank].answer != self._question for rank in stuck if rank != 0):
             return None
-        failed = [standing.failure for _, standing in sorted(self._standings.items()) if standing.failure is not None]
+        failed = [
+            rank_state.failure for _, rank_state in sorted(self._standings.items()) if rank_state.failure is not None
+        ]
         if failed:
             return Verdict(*failed[0])
         if ended:
             return Verdict(_of_ended(ended, stuck, self._standings))
-        limited = any(standing.limited for standing in self._standings.values())
+        limited = any(rank_state.limited for rank_state in self._standings.values())
         if limited or time.monotonic() - self._asked_since < DEADLOCK_SECONDS:
             return None
         return Verdict(_of_all(stuck, self._standings))
@@ -332,14 +334,14 @@ class Watchdog:
     def feed(self) -> None:
         if self.seconds > 0:
             faulthandler.dump_traceback_later(self.seconds + GRACE_SECONDS, exit=True, file=stderr())
-            sentry().watch(self)
+            watchdog_thread().watch(self)
 
     def stop(self) -> None:
         faulthandler.cancel_dump_traceback_later()
-        sentry().watch(None)
+        watchdog_thread().watch(None)
 
 
-class Sentry(threading.Thread):
+class WatchdogThread(threading.Thread):
     """The thread. `waits` is where this rank waits for others; `ended` says that its program has come to its end.
 
     `failure`, a message and an exit code, is what this rank waits to tell the others. `listens`: whether it ends the
@@ -347,15 +349,15 @@ class Sentry(threading.Thread):
     """
 
     def __init__(self) -> None:
-        super().__init__(name="sentry", daemon=True)
+        super().__init__(name="watchdog", daemon=True)
         self.waits = Waits()
         self.ended = False
         self.failure: tuple[str, int] | None = None
         self.listens = False
         self._fed: tuple[weakref.ref[Watchdog], float] | None = None
-        self._farewell: ExitNotification | None = None
+        self._exit_notification: ExitNotification | None = None
         self._heartbeat: Heartbeat | None = None
-        self._standing: RankState | None = None
+        self._rank_state: RankState | None = None
         self._rests = threading.Event()
         self.device: Callable[[], None] | None = None  # makes this rank's GPU the thread's, as MPI may need it
 
@@ -399,9 +401,9 @@ class Sentry(threading.Thread):
         meeting = met()
         if meeting is None or meeting.size == 1 or not meeting.threads:
             return
-        self._farewell = self._farewell or ExitNotification(meeting)
-        self._standing = self._stand()
-        verdict = self._farewell.look(self._standing)
+        self._exit_notification = self._exit_notification or ExitNotification(meeting)
+        self._rank_state = self._stand()
+        verdict = self._exit_notification.look(self._rank_state)
         if self.listens and verdict is None:
             self._heartbeat = self._heartbeat or Heartbeat(meeting)
             watched = self._fed is not None and self._fed[0]() is not None
@@ -419,16 +421,16 @@ class Sentry(threading.Thread):
         num_bytes = getattr(self.waits.request, "num_bytes", int)()
         if not since or time.perf_counter() - since < STUCK_SECONDS + num_bytes / SLOW_BYTES_PER_SECOND:
             return None
-        if self._standing is not None and self._standing.since == since:
-            return self._standing
+        if self._rank_state is not None and self._rank_state.since == since:
+            return self._rank_state
         frame = sys._current_frames().get(self.waits.thread)
         place = "".join(traceback.format_stack(frame)[-STACK_FRAMES:])
         return RankState(False, since, place, failure=self.failure, limited=self.waits.limited)
 
 
 @cache
-def sentry() -> Sentry:
-    """The sentry of this process, who begins with the first call."""
-    new = Sentry()
+def watchdog_thread() -> WatchdogThread:
+    """The watchdog thread of this process, which begins with the first call."""
+    new = WatchdogThread()
     new.start()
     return new

@@ -171,10 +171,10 @@ class SegmentedFolder(ListedFiles):
         masks = _by_name(root / MASKS, mask_suffixes(volumes))
         if not images:
             raise DatasetError(f"{root / IMAGES}: has no {'volumes' if volumes else 'images'}; {LAYOUT_OF_MASKS}")
-        lacking = [found for name, found in images.items() if name not in masks]
-        if lacking:
-            more = f", and {len(lacking) - 1} others have none" if len(lacking) > 1 else ""
-            path, asked = root / IMAGES / lacking[0].name, root / MASKS / Path(lacking[0].name).with_suffix(".png")
+        missing = [found for name, found in images.items() if name not in masks]
+        if missing:
+            more = f", and {len(missing) - 1} others have none" if len(missing) > 1 else ""
+            path, asked = root / IMAGES / missing[0].name, root / MASKS / Path(missing[0].name).with_suffix(".png")
             raise DatasetError(f"{path}: has no mask{more}: add {asked}, or a TIFF file of this name")
         self.masks = ListedFiles(root / MASKS, [masks[name] for name in images])
         self._ignored = ignore_index

@@ -272,14 +272,14 @@ class Engine(Runner):
     def _step(self, batch: BatchFeed, tell: Tell | None) -> StepResult:
         self._refuse_hooks()
         for part in self.stages.parts.values():
-            part.grid.foresight.begin()
+            part.grid.halo_prefetch.begin()
         self.groups.prepare(len(batch.microbatches), self.plan.cuts_parameters)
         self.executor.drawn = 0
         with self.executor.watching_draws():
             self._run(self._table, batch)
             unlike = self.groups.finish()
             for part in self.stages.parts.values():
-                part.grid.foresight.settle()
+                part.grid.halo_prefetch.commit()
         drawn = self.executor.drawn
         self.groups.call_hooks(self.executor.drawing_alike)
         loss, norm, told = self._sum_up(batch, drawn, () if tell is None else tell(), unlike)

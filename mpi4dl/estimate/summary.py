@@ -29,13 +29,13 @@ from mpi4dl.parallel.tables.simulator import Costs, Simulation, check, simulate
 class Work(NamedTuple):
     """The work of one stage for a microbatch, over all its ranks together: counted, not measured.
 
-    `forward_flops` of convolutions and matrix products, and `handed_bytes` of what goes to the next stage.
+    `forward_flops` of convolutions and matrix products, and `output_bytes` of what goes to the next stage.
     """
 
     units: tuple[str, ...]
     num_parameters: int
     forward_flops: float
-    handed_bytes: int
+    output_bytes: int
 
 
 TEXT_COLUMNS = 120
@@ -101,7 +101,7 @@ class PlanSummary:
             cells += [f"{work.num_parameters:,}", f"{100 * work.forward_flops / total:.1f} %"]
             if staged:
                 cells.append(f"{seconds[stage] / mean:.2f}")
-                cells.append(mebibytes(work.handed_bytes) if stage + 1 < plan.num_stages else "-")
+                cells.append(mebibytes(work.output_bytes) if stage + 1 < plan.num_stages else "-")
             rows.append(cells)
         lines = list(aligned(rows, left={"tiles", "units"}))
         samples, *_ = plan.microbatch(self.image)
@@ -271,7 +271,7 @@ def count_work(
     for start, stop in pairwise(accumulate(counts, initial=0)):
         own, last = counted[start:stop], stop == len(units)
         parameters = {id(p): p.numel() for i in range(start, stop) for p in units.unit(i).parameters()}
-        flops, handed = sum(unit.flops for unit in own), 0 if last else own[-1].handed_bytes
+        flops, handed = sum(unit.flops for unit in own), 0 if last else own[-1].output_bytes
         found.append(Work(units.names[start:stop], sum(parameters.values()), flops, handed))
     return tuple(found)
 

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mpi4dl.comm import Refusal
 from mpi4dl.geometry import ceil_div
-from mpi4dl.parallel.pipeline.stage import Opening, Stage, enter
+from mpi4dl.parallel.pipeline.stage import Stage, StreamedPrefix, enter
 from mpi4dl.parallel.spatial import SpatialTensor, gather
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.tensor import owned
@@ -76,10 +76,10 @@ def side_of_cells(size: Sequence[int], cells: Sequence[int]) -> float:
             for side in sides:
                 if all(rounded(pixels, side) == count for pixels, count in axes):
                     return float(side)
-    lacking = {side: max(abs(pixels / side - count) for pixels, count in axes) for side in powers}
-    nearest = min(powers, key=lambda side: lacking[side])
+    off = {side: max(abs(pixels / side - count) for pixels, count in axes) for side in powers}
+    nearest = min(powers, key=lambda side: off[side])
     ratio = math.prod(pixels / count for pixels, count in axes) ** 0.5
-    return float(nearest) if lacking[nearest] <= OFF else ratio
+    return float(nearest) if off[nearest] <= OFF else ratio
 
 
 class CellMaps:
@@ -270,7 +270,7 @@ class _Watch(TorchFunctionMode):
         finally:
             self._pauses = False
 
-    def streaming(self, act: Opening, stage: Stage, *values: Any) -> Any:
+    def streaming(self, act: StreamedPrefix, stage: Stage, *values: Any) -> Any:
         """Let gradients begin at images that are streamed. A rank then has its part of them in memory. Collective."""
         from mpi4dl.parallel.streaming.leading_part import StreamedImages, in_memory
 

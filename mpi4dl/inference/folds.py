@@ -322,10 +322,10 @@ def _written(
     files = file_names(folder, out, datetime.now())
     table, content = beside(files[0], SUMMARY), summary_table(found, level)
     yield from summary_lines(found, level)
-    lacking = [str(each.fold) for each in found if not each.scores.levels]
+    missing = [str(each.fold) for each in found if not each.scores.levels]
     slides = [name for each in found for samples in each.scores.levels[:1] for name in samples.names]
-    if lacking or len({*slides}) < len(slides):
-        why = f"no predictions of fold {some(lacking)}" if lacking else "a slide is in several folds"
+    if missing or len({*slides}) < len(slides):
+        why = f"no predictions of fold {some(missing)}" if missing else "a slide is in several folds"
         files[0].parent.mkdir(parents=True, exist_ok=True)
         remove_others(files[0], {table})
         write_durably(table, content)

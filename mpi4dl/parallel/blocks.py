@@ -37,7 +37,7 @@ def _called(stage: Stage) -> list[list[nn.Module]]:
     rows: list[list[nn.Module]] = []
     known: set[nn.Module] = set()
     last = ""  # whose call was just before
-    for call in stage.recipe.calls:
+    for call in stage.stage_program.calls:
         block = stage.get_submodule(call.target) if call.kind == "call_module" else None
         if block is None or block in known or next(block.children(), None) is None:
             last = ""

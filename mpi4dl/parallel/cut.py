@@ -24,7 +24,7 @@ from mpi4dl.parallel.costs.units import count_bytes
 from mpi4dl.parallel.pipeline.checking import Checked, check_cut
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline
-from mpi4dl.parallel.pipeline.stage import Recipe
+from mpi4dl.parallel.pipeline.stage import StageProgram
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions, choose_leading_part
 from mpi4dl.parallel.tensor.styles import Styles
@@ -94,7 +94,7 @@ def split(
     if not check:
         _warn(comm, f"{type(model).__name__} in stages is not compared with the plain model")
     if check:
-        processes = [[stage.recipe] for stage in cuttable.stages(counts)]
+        processes = [[stage.stage_program] for stage in cuttable.stages(counts)]
         _check(cuttable, processes, build, seed, image, plan, comm, options is not None)
     own, uncut = sorted({stage for _, stage in plan.held_by(comm.rank)}), "cpu" if plan.cuts_parameters else device
     modules = {stage: materialize(cuttable.stage(counts, stage), build, uncut, seed) for stage in own}
@@ -104,7 +104,7 @@ def split(
             modules[0].opening = leading
             leading.segments.watch(modules[0])
         if check and (leading.source is not cuttable or len(leading.segments.programs) > 1):
-            _check(leading.source, [leading.recipes()], build, seed, image, plan, comm, True)
+            _check(leading.source, [leading.programs()], build, seed, image, plan, comm, True)
         options = replace(options, remark="; ".join(filter(None, (options.remark, leading.describe(cuttable.names)))))
     stages = LocalStages(modules, model, plan, comm, counts, cuttable.names, costs, options, styles, shared, device)
     stages.watch(model, cuttable.program.watched)
@@ -113,7 +113,7 @@ def split(
 
 def _check(
     cuttable: Cuttable,
-    processes: Sequence[Sequence[Recipe]],
+    processes: Sequence[Sequence[StageProgram]],
     build: Callable[[], nn.Module],
     seed: int,
     image: tuple[int, ...],

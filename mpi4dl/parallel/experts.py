@@ -142,7 +142,7 @@ def by_nodes(
     return node_of[owners], torch.where(node_of[owners] == node, place_of[owners], NOBODY), across, within
 
 
-class Residence:
+class ExpertPlacement:
     """Where the experts of a layer are: `axes` are those over which whole experts are shared out. Collective."""
 
     def __init__(self, num_experts: int, axes: Sequence[str], grid: Grid) -> None:
@@ -217,7 +217,9 @@ def _on(owners: Tensor, comm: Communicator, work: Work) -> Work:
 def lay_over(module: nn.Module, num_experts: int, axes: Sequence[str], grid: Grid) -> None:
     """Let a layer of experts, of which this rank has its part, work on all ranks of `grid`. Collective."""
     key = (num_experts, tuple(axes))
-    residence = grid.known[key] if key in grid.known else grid.known.setdefault(key, Residence(num_experts, axes, grid))
+    placement = (
+        grid.known[key] if key in grid.known else grid.known.setdefault(key, ExpertPlacement(num_experts, axes, grid))
+    )
     kind = type(module)
 
     def forward(self: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -225,10 +227,10 @@ def lay_over(module: nn.Module, num_experts: int, axes: Sequence[str], grid: Gri
             made: Tensor = kind.forward(self, x, chosen, weights)
             return made
 
-        return _on_grid(residence.work(run), x, chosen, weights, grid)
+        return _on_grid(placement.work(run), x, chosen, weights, grid)
 
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-    module.num_experts = len(residence.own)  # type: ignore[assignment]
+    module.num_experts = len(placement.own)  # type: ignore[assignment]
 
 
 def _on_grid(work: Work, x: Any, chosen: Any, weights: Any, grid: Grid) -> Tensor:

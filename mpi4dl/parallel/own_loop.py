@@ -178,7 +178,7 @@ class _Loop:
             drawn = RandomStates.now().digests() if checks else ()
             with running.running(), _Border(grid, running) if records else whole_gradients(grid):
                 outputs = forward(*args, **kwargs)
-            grid.foresight.pay()
+            grid.halo_prefetch.flush()
             self._refuse_spread_buffers(model)
             if checks:
                 self._compare_draws(drawn)

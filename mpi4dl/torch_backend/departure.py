@@ -166,7 +166,7 @@ def departures() -> Departures:
     """Those of this job. From the first call on, this rank tells the others when it leaves."""
     comm = world()
     known = Departures(comm)
-    comm.farewells.append(known.leave)
+    comm.exit_notifications.append(known.leave)
     _tell_also_before_leaving_at_once(known.leave)
     return known
 

@@ -62,7 +62,7 @@ def engine_of(comm: Communicator, task: Task, plan: Plan, seed: int = 0, **optio
     optimizer = optimizer_of(task, model)
     engine = Engine(model, plan, optimizer, F.cross_entropy, comm=comm, **{**dict(task.engine_options), **options})
     for part in engine.stages.parts.values():
-        part.grid.foresight.everywhere = True  # as on GPUs: what norms learn decides in which order sums are made
+        part.grid.halo_prefetch.everywhere = True  # as on GPUs: what norms learn decides in which order sums are made
     return engine
 
 

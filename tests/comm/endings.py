@@ -8,12 +8,12 @@ PROGRAM = """
 import os, signal, sys, threading, time, types
 from mpi4dl.comm import watchdog, failure
 from mpi4dl.comm import Refusal
-from mpi4dl.comm.watchdog import Watchdog, sentry
+from mpi4dl.comm.watchdog import Watchdog, watchdog_thread
 watchdog.LAST_WORDS_SECONDS = 5.0
 watchdog.STUCK_SECONDS = 0.5
 sys.modules["mpi4dl.comm.communicator"] = types.SimpleNamespace(world=lambda: comm)
 def wait(step):
-    with sentry().waits:
+    with watchdog_thread().waits:
         step()
 def wait_for_next():
     wait(lambda: comm.recv(source=(comm.rank + 1) % comm.size))

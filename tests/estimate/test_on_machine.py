@@ -100,7 +100,7 @@ def test_counts_of_large_sites_follow_from_small_ones(tmp_path: Path, shape: Gri
         sum(unit.touched_bytes for unit in exact), rel=0.3
     )
     for unit, right in zip(found, exact, strict=True):
-        for name, least in {"kept_bytes": 1 << 14, "handed_bytes": 0, "flops": 1 << 12}.items():
+        for name, least in {"kept_bytes": 1 << 14, "output_bytes": 0, "flops": 1 << 12}.items():
             assert getattr(unit, name) == pytest.approx(getattr(right, name), rel=0.03, abs=least), name
         for way, of_right in ((unit.there, right.there), (unit.back, right.back)):
             assert {each.alike: each.times for each in way} == {each.alike: each.times for each in of_right}
@@ -130,7 +130,7 @@ def test_tiles_smaller_than_usual_follow_from_smaller_ones(tmp_path: Path, side:
     cuttable, shape = Cuttable(outline(tiny)), GridShape(1, 4, 4)
     site = Site((2, 3, 4 * side, 4 * side), shape, False, plain=False)
     found, exact = Profiler(small=True).counts(cuttable, site), count_units(cuttable, site)
-    for name in ("kept_bytes", "flops", "handed_bytes"):
+    for name in ("kept_bytes", "flops", "output_bytes"):
         ours, right = (sum(getattr(unit, name) for unit in units) for units in (found, exact))
         assert ours == pytest.approx(right, rel=0.03), name
 
@@ -221,7 +221,7 @@ def test_models_that_refuse_small_sites_are_looked_at_on_others(tmp_path: Path, 
     found = Profiler(machine=MACHINE, small=True).counts(cuttable, site)
     for unit, right in zip(found, count_units(cuttable, site), strict=True):
         assert unit.flops == pytest.approx(right.flops, rel=0.01)
-        assert unit.handed_bytes == pytest.approx(right.handed_bytes, rel=0.01)
+        assert unit.output_bytes == pytest.approx(right.output_bytes, rel=0.01)
     assert (time_units(cuttable, site, CPU, 0.01)[:, 0] > 0).all()
 
 

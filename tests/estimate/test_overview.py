@@ -173,7 +173,7 @@ def test_what_is_handed_on_is_counted_once_whoever_needs_it() -> None:
     found = summary_of(
         "overlapping", Overlapping, Plan.of(stages=2), (1, 3, 2, 2), balance=by_name("second", Overlapping)
     )
-    assert [work.handed_bytes for work in found.work] == [4 * (12 + 3), 0]
+    assert [work.output_bytes for work in found.work] == [4 * (12 + 3), 0]
 
 
 def by_name(first_of_second: str, make: Callable[[], nn.Module]) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from mpi4dl.comm import Communicator, streams
 from mpi4dl.comm.packing import Message, is_dense
 from mpi4dl.comm.pending import Pending
-from mpi4dl.comm.transport import Messenger
+from mpi4dl.comm.transport import PointToPoint
 from mpi4dl.parallel.spatial import tensor
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, _rules, find_rule
 from tests.fakegpu.clocks import Memory, Race, Timeline
@@ -452,9 +452,9 @@ def installed(constants_are_here: bool = False) -> Iterator[FakeGpu]:
         patch.setattr(torch.optim.Optimizer, name, lambda self: None, raising=False)
     patch.setattr(torch.backends.cuda, "can_use_flash_attention", can_use_flash_attention)
     patch.setattr(torch.backends.cuda, "can_use_efficient_attention", can_use_efficient_attention)
-    post = Messenger._post
+    post = PointToPoint._post
 
-    def checked_post(self: Messenger, leaving: list[Message], arriving: list[Message], *rest: Any) -> Pending:
+    def checked_post(self: PointToPoint, leaving: list[Message], arriving: list[Message], *rest: Any) -> Pending:
         pieces = [(x, False) for m in leaving for x in m.pieces] + [(x, True) for m in arriving for x in m.pieces]
         return fake.hand_over(pieces, lambda: post(self, leaving, arriving, *rest), self.gpu_wire == "direct")
 
@@ -465,10 +465,10 @@ def installed(constants_are_here: bool = False) -> Iterator[FakeGpu]:
 
         return call
 
-    patch.setattr(Messenger, "_post", checked_post)
+    patch.setattr(PointToPoint, "_post", checked_post)
     for name in ("_reduce", "_broadcast", "_gather"):
         patch.setattr(Communicator, name, checked(getattr(Communicator, name)))
-    streams.dock_of.cache_clear()
+    streams.staging_buffers_of.cache_clear()
     active.append(fake)
     try:
         with fake:
@@ -477,5 +477,5 @@ def installed(constants_are_here: bool = False) -> Iterator[FakeGpu]:
             raise Race(fake.problems[0])
     finally:
         active.pop()
-        streams.dock_of.cache_clear()
+        streams.staging_buffers_of.cache_clear()
         patch.undo()

@@ -193,24 +193,24 @@ def test_everything_arrives_and_waits_for_what_it_has_to(ranks: Ranks, wire: str
             assert torch.equal(ours, theirs)
 
 
-def without_e0(dock: Any, begun: Any, work: Callable[[], Any]) -> Any:
-    return AFTER(dock, Event(), work)
+def without_e0(staging: Any, begun: Any, work: Callable[[], Any]) -> Any:
+    return AFTER(staging, Event(), work)
 
 
-def without_e1(dock: Any, packed: Tensor, begun: Any) -> tuple[Tensor, Any]:
-    return TO_HOST(dock, packed, begun)[0], streams.Condition(lambda: True)
+def without_e1(staging: Any, packed: Tensor, begun: Any) -> tuple[Tensor, Any]:
+    return TO_HOST(staging, packed, begun)[0], streams.Condition(lambda: True)
 
 
-def without_e2(dock: Any, host: Tensor, packed: Tensor, begun: Any) -> None:
-    dock.give(host, AFTER(dock, begun, lambda: packed.copy_(host, non_blocking=True)))
+def without_e2(staging: Any, host: Tensor, packed: Tensor, begun: Any) -> None:
+    staging.give(host, AFTER(staging, begun, lambda: packed.copy_(host, non_blocking=True)))
 
 
-def given_at_once(dock: Any, buffer: Tensor, event: Any = None) -> None:
-    GIVE(dock, buffer)
+def given_at_once(staging: Any, buffer: Tensor, event: Any = None) -> None:
+    GIVE(staging, buffer)
 
 
-def begun_already(dock: Any) -> tuple[Any, Any]:
-    return BEGIN(dock)[0], streams.Condition(lambda: True)
+def begun_already(staging: Any) -> tuple[Any, Any]:
+    return BEGIN(staging)[0], streams.Condition(lambda: True)
 
 
 AFTER, TO_HOST, GIVE, BEGIN = (

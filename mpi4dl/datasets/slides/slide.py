@@ -269,7 +269,7 @@ def _read_padded(image: Image, space: Sequence[Interval]) -> Pixels:
     missing = [interval.length - part.length for interval, part in zip(space, inside, strict=True)]
     if not any(missing):
         return pixels  # type: ignore[return-value]
-    return np.pad(pixels, [(0, lacking) for lacking in missing] + [(0, 0)], constant_values=255)
+    return np.pad(pixels, [(0, count) for count in missing] + [(0, 0)], constant_values=255)
 
 
 def open_slide(path: Path, resolution: Resolution | None = None) -> Slide:

@@ -309,9 +309,9 @@ def _by_fold(
     free = [n for n, row in enumerate(rows) if row.part != "test" and not left_out[n]]
     given = {rows[n].fold for n in free}
     if None in given and len(given) > 1:
-        lacking = [rows[n].slide for n in free if rows[n].fold is None]
+        missing = [rows[n].slide for n in free if rows[n].fold is None]
         raise DatasetError(
-            f"{where}: {counted(len(lacking), 'slide')} without a fold, and others have one: {some(lacking)}"
+            f"{where}: {counted(len(missing), 'slide')} without a fold, and others have one: {some(missing)}"
         )
     if given == {None}:
         patients = [rows[n].patient for n in free]
@@ -358,11 +358,11 @@ def check_parts(rows: Sequence[SlideRow], task: str | None = None, classes: Sequ
     expected = {*range(len(classes))}.union(*(_shown(row.label, task) for row in rows))
     warnings: list[str] = []
     for part in (each for each in _PARTS if each in has):
-        lacking = sorted(expected - has[part])
+        missing = sorted(expected - has[part])
         if task == "survival":
-            warnings += [f"{part} has no slide with an event"] * bool(lacking)
+            warnings += [f"{part} has no slide with an event"] * bool(missing)
         else:
-            names = [repr(classes[number]) if classes else str(number) for number in lacking]
+            names = [repr(classes[number]) if classes else str(number) for number in missing]
             warnings += [f"{part} has no slide of class {', '.join(names)}"] * bool(names)
     return tuple(warnings)
 

@@ -211,7 +211,7 @@ class StageCosts:
     def messages(self, counts: Sequence[int]) -> tuple[float, ...]:
         """The seconds in which a stage of so many units hands on to the next one, each rank to whom it reaches."""
         ends = zip(self.columns, accumulate(counts), pairwise(self.stages), strict=False)
-        return tuple(here.handing_seconds(there, column[end - 1].handed_bytes) for column, end, (here, there) in ends)
+        return tuple(here.handing_seconds(there, column[end - 1].output_bytes) for column, end, (here, there) in ends)
 
 
 def costs_of(stages: Sequence[StageSeconds], messages: Sequence[float], kept: Sequence[int]) -> Costs:
@@ -537,13 +537,13 @@ def recomputed(column: Column, groups: Sequence[Group], image_bytes: int) -> Col
     """
     found = list(column)
     for first, end in groups:
-        given = column[first - 1].handed_bytes if first else image_bytes
+        given = column[first - 1].output_bytes if first else image_bytes
         again = sum(unit.kept_bytes for unit in column[first:end])
         for i in range(first, end):
             unit = column[i]
             found[i] = unit._replace(
                 kept_bytes=given if i == first else 0,
-                unkept_bytes=unit.handed_bytes,
+                unsaved_output_bytes=unit.output_bytes,
                 backward_bytes=unit.backward_bytes + (again if i == end - 1 else 0),
                 back=(*unit.there, *unit.back),
                 backward_seconds=unit.backward_seconds + unit.forward_seconds,

@@ -303,7 +303,7 @@ class UnitCosts(NamedTuple):
 
     Args:
         kept_bytes: what autograd keeps of the forward pass, each storage once.
-        handed_bytes: what is needed behind the unit, of which no unit from there on keeps `unkept_bytes`.
+        output_bytes: what is needed behind the unit, of which no unit from there on keeps `unsaved_output_bytes`.
         forward_bytes, backward_bytes: the most memory of either pass at a time, beside what is kept.
         largest_bytes: the largest tensor.
         summed_bytes: what ranks that share features sum up, forward and backward.
@@ -316,8 +316,8 @@ class UnitCosts(NamedTuple):
     """
 
     kept_bytes: int = 0
-    handed_bytes: int = 0
-    unkept_bytes: int = 0
+    output_bytes: int = 0
+    unsaved_output_bytes: int = 0
     forward_bytes: int = 0
     backward_bytes: int = 0
     largest_bytes: int = 0
@@ -351,7 +351,7 @@ def local_tensors(results: Any) -> list[Tensor]:
 class DryRun(NamedTuple):
     """The results of a part of a model, what it was counted to cost, and by kind what was `sent` forward.
 
-    Of what it hands on, `unkept_bytes` are not known.
+    Of what it hands on, `unsaved_output_bytes` are not known.
     """
 
     results: Any
@@ -371,19 +371,19 @@ def dry_run(
     """
     counts, meter, kept = grid.comm.counts, OperatorMeter(), 0 if saved is None else saved.num_bytes
     before = dict(counts)
-    grid.foresight.begin()
+    grid.halo_prefetch.begin()
     grid.comm.recorder.take()
     with torch.enable_grad(), forked(), meter, FusedAttention():
         with nullcontext() if saved is None else saved.counting():
             results = part()
-            grid.foresight.pay()
+            grid.halo_prefetch.flush()
         sent, there = {name: number - before[name] for name, number in counts.items()}, grid.comm.recorder.take()
         kept = 0 if saved is None else saved.num_bytes - kept
         handed = sum(tensor.nbytes for tensor in local_tensors(results))
         work = {"flops": meter.flops, "touched_bytes": meter.touched_bytes, "operators": meter.operators}
         forward, meter.peak_bytes = meter.peak_bytes, meter.live_bytes
         backward(results)
-    grid.foresight.settle()
+    grid.halo_prefetch.commit()
     costs = UnitCosts(
         kept,
         handed,

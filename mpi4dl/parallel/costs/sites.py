@@ -118,7 +118,7 @@ def cut_at(site: Site, unit: nn.Module, grid: Grid) -> nn.Module:
 def imagined(site: Site) -> DryRunGrid:
     """The grid as the rank in the middle sees it, who has most neighbours, on a way with most samples."""
     grid = dry_run_grid(site.shape, rank_in_the_middle(site.shape, site.image[0]), site.tracks_batch)
-    grid.arrangement, grid.foresight.everywhere = site.arrangement, site.norms_bring_halos
+    grid.arrangement, grid.halo_prefetch.everywhere = site.arrangement, site.norms_bring_halos
     return grid
 
 

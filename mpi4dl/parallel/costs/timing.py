@@ -142,7 +142,7 @@ def _measure(
     cuttable: Units, site: Site, device: torch.device, clock: Clock, grid_of: Callable[[Site], Grid], repeats: int
 ) -> Seconds:
     grid = grid_of(site)
-    grid.foresight.steps = True
+    grid.halo_prefetch.steps = True
     values: tuple[Any, ...] = (input_at(site, grid, cuttable.model, device),)
     found = []
     with forked((device,)):
@@ -160,12 +160,12 @@ def _time(
     times = []
     for _ in range(repeats + 1):
         received = map_local(_fresh, values)  # some units overwrite what they receive
-        grid.foresight.begin()
+        grid.halo_prefetch.begin()
         weights = WeightGradients()
         start = clock()
         with weights.deferred() if splits else nullcontext():
             results = unit(*received)
-        grid.foresight.pay()
+        grid.halo_prefetch.flush()
         forward = clock() - start
         roots = [t for t in local_tensors(results) if t.requires_grad]
         gradients = [torch.ones_like(t) for t in roots]
@@ -177,7 +177,7 @@ def _time(
         start = clock()
         weights.compute()
         times.append((forward, backward, clock() - start if splits else 0.0))
-        grid.foresight.settle()
+        grid.halo_prefetch.commit()
     forward, backward, weight = np.min(times[1:], axis=0)
     return (forward, backward + weight, weight), map_local(as_received, results)
 

@@ -95,7 +95,9 @@ def count_units(
             found.append(counted.costs)
             handed_on.append([tensor.untyped_storage() for tensor in local_tensors(counted.results)])
     return tuple(
-        unit._replace(unkept_bytes=sum(s.nbytes() for s in storages if saved.turns.get(s._cdata, place) <= place))
+        unit._replace(
+            unsaved_output_bytes=sum(s.nbytes() for s in storages if saved.turns.get(s._cdata, place) <= place)
+        )
         for place, (unit, storages) in enumerate(zip(found, handed_on, strict=True))
     )
 
@@ -138,10 +140,10 @@ def stage_bytes(units: Sequence[UnitCosts], before: UnitCosts | None, is_last: b
     """
     kept = list(accumulate(unit.kept_bytes for unit in units))
     most = max(sofar + max(unit.forward_bytes, unit.backward_bytes) for sofar, unit in zip(kept, units, strict=True))
-    received, unkept = (0, 0) if before is None else (before.handed_bytes, before.unkept_bytes)
-    handed = 0 if is_last else units[-1].handed_bytes
+    received, unsaved = (0, 0) if before is None else (before.output_bytes, before.unsaved_output_bytes)
+    handed = 0 if is_last else units[-1].output_bytes
     largest, summed = max(unit.largest_bytes for unit in units), sum(unit.summed_bytes for unit in units)
-    return StageBytes(kept[-1] + unkept, max(0, most - kept[-1]) + received + 2 * handed, largest, summed)
+    return StageBytes(kept[-1] + unsaved, max(0, most - kept[-1]) + received + 2 * handed, largest, summed)
 
 
 def bytes_of_stages(counts: Sequence[int], columns: Sequence[Column]) -> tuple[StageBytes, ...]:

@@ -22,7 +22,7 @@ from mpi4dl.parallel.inputs import made_up, of_tokens, space_of
 from mpi4dl.parallel.pipeline.decisions import Watch, attributes_of, globals_read
 from mpi4dl.parallel.pipeline.program import OtherShape, map_leaves
 from mpi4dl.parallel.pipeline.split import Cuttable, storage_of
-from mpi4dl.parallel.pipeline.stage import Recipe, Stage
+from mpi4dl.parallel.pipeline.stage import Stage, StageProgram
 from mpi4dl.parallel.tensor.styles import names_by_first
 
 SIDES = (32, 64, 128, 256)  # of images, or numbers of tokens, of which the smallest that the model takes is tried
@@ -66,7 +66,7 @@ class Checked(NamedTuple):
 
 def check_cut(
     cuttable: Cuttable,
-    processes: Sequence[Sequence[Recipe]],
+    processes: Sequence[Sequence[StageProgram]],
     build: Callable[[], nn.Module],
     seed: int,
     image: Sequence[int],
@@ -124,16 +124,18 @@ class _InParts:
     """
 
     def __init__(
-        self, cuttable: Cuttable, processes: Sequence[Sequence[Recipe]], make: Callable[[], nn.Module]
+        self, cuttable: Cuttable, processes: Sequence[Sequence[StageProgram]], make: Callable[[], nn.Module]
     ) -> None:
         self.remarks: dict[str, None] = {}
         self.parts: list[tuple[int, Stage]] = []
         self.globals: list[list[Watch]] = []  # that the code of each process reads
         users: dict[nn.Module, set[int]] = {}
-        for number, recipes in enumerate(processes):
+        for number, programs in enumerate(processes):
             model = make()
-            self.parts += [(number, Stage(recipe, model)) for recipe in recipes]
-            calls = {call.target for recipe in recipes for call in recipe.calls if call.kind == "call_module"}
+            self.parts += [(number, Stage(stage_program, model)) for stage_program in programs]
+            calls = {
+                call.target for stage_program in programs for call in stage_program.calls if call.kind == "call_module"
+            }
             within = {each for path in calls for each in cuttable.model.get_submodule(path).modules()}
             self.globals.append([watch for each in within for watch in globals_read(each)])
             for each in within:
@@ -143,11 +145,11 @@ class _InParts:
         self.in_several = {path for path, module in paths if len(users.get(module, ())) > 1}
 
     def __call__(self, x: Tensor) -> Any:
-        known: dict[str, Any] = dict(zip(self.parts[0][1].recipe.inputs, (x,), strict=False))
+        known: dict[str, Any] = dict(zip(self.parts[0][1].stage_program.inputs, (x,), strict=False))
         found = None
         for number, part in self.parts:
-            values = {name: known[name] for name in part.recipe.inputs if name in known}
-            self._note_views(part.recipe, values)
+            values = {name: known[name] for name in part.stage_program.inputs if name in known}
+            self._note_views(part.stage_program, values)
             before, copies = self._state(number, part), dict[int, Any]()
             found = part(*(map_leaves(partial(_copy, copies), value) for value in values.values()))
             for words, value in self._state(number, part).items():
@@ -156,7 +158,7 @@ class _InParts:
                         f"stage {number} changes {words} as it runs, which another stage uses too, but each has its "
                         "own: keep count in a buffer, or put all that uses it into one stage"
                     )
-            known |= zip(part.recipe.outputs, () if part.recipe.is_last else found, strict=True)
+            known |= zip(part.stage_program.outputs, () if part.stage_program.is_last else found, strict=True)
         return found
 
     def _state(self, number: int, part: Stage) -> dict[str, Any]:
@@ -169,14 +171,14 @@ class _InParts:
         others = [watch for other, watches in enumerate(self.globals) if other != number for watch in watches]
         return found | {watch.words: watch.now(depth=0) for watch in others}
 
-    def _note_views(self, recipe: Recipe, values: Mapping[str, Any]) -> None:
+    def _note_views(self, stage_program: StageProgram, values: Mapping[str, Any]) -> None:
         """Note which different tensors among the values before a part are in the same memory."""
         places: dict[int, dict[int, str]] = {}
         for name, value in values.items():
             for leaf in (leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)):
                 places.setdefault(storage_of(leaf), {}).setdefault(id(leaf), name)
         for names in (place.values() for place in places.values() if len(place) > 1):
-            self.remarks[f"{' and '.join(names)} are in the same memory before {recipe.calls[0].name}"] = None
+            self.remarks[f"{' and '.join(names)} are in the same memory before {stage_program.calls[0].name}"] = None
 
 
 def _copy(copies: dict[int, Any], leaf: Any) -> Any:
@@ -196,7 +198,7 @@ class _Trial:
         self.batches = [x.flip(-1), x.flip(-2)]
         self.first = {name: first for first, names in names_by_first(cuttable.model).items() for name in names}
 
-    def problem(self, plain: Sequence[TriedStep], processes: Sequence[Sequence[Recipe]]) -> str | None:
+    def problem(self, plain: Sequence[TriedStep], processes: Sequence[Sequence[StageProgram]]) -> str | None:
         """How the parts differ from the plain model; None if they do not."""
         in_parts: list[_InParts] = []
 

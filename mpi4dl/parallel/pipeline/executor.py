@@ -458,7 +458,7 @@ class _Run:
             renewing = executor.renewing(action) if self.training and executor.plan.num_stages > 1 else nullcontext()
             with executor.collecting(action), renewing, executor.context(), deferred, executor.driving():
                 outputs = part.module(*arrival.values)
-                part.grid.foresight.pay()
+                part.grid.halo_prefetch.flush()
             del arrival
             loss = self.feed.loss(part, microbatch, outputs) if behind is None else None
         if behind is None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 #                |________ tied _________|                      of both: embedding = head, on 0 2 1 3
 
 
-class Together(NamedTuple):
+class ParameterGroup(NamedTuple):
     """Parameters, by name, that the ranks of `comm` hold alike, since each of them works on some of `stages`.
 
     `zero` and `copies` are how these ranks share them out, as Plan.zero_at says. Where parameters are cut, `across` are
@@ -56,7 +56,7 @@ class Part:
     @property
     def outputs(self) -> tuple[str, ...]:
         """Names of the values that it hands on."""
-        return self.module.recipe.outputs if isinstance(self.module, Stage) else ()
+        return self.module.stage_program.outputs if isinstance(self.module, Stage) else ()
 
 
 class LocalStages(nn.Module):
@@ -94,7 +94,7 @@ class LocalStages(nn.Module):
                 ranks = plan.partners(comm.rank, direction, stage)
                 if comm.rank in ranks:
                     grid = plan.grid_of(stage, comm.subset(ranks))
-                    grid.foresight.steps = True
+                    grid.halo_prefetch.steps = True
                     part = Part(direction, stage, self.modules_of[stage], grid, plan.is_plain(stage))
                     self.parts[direction, stage] = part
         for part in self.parts.values():
@@ -158,7 +158,7 @@ class LocalStages(nn.Module):
             grid = next(part.grid for (_, number), part in self.parts.items() if number == stage)
             self.layouts |= cut_parameters(module, self.cutting, grid)
 
-    def _sharing(self) -> Iterator[Together]:
+    def _sharing(self) -> Iterator[ParameterGroup]:
         """This rank's parameters, in an order in which all ranks come to those they have in common. Collective."""
         axes, place, shared = self.cutting.axes, self._place, self.shared
         several = {name for first in shared for name in self.names_of[first]}
@@ -177,7 +177,7 @@ class LocalStages(nn.Module):
 
     def _with_holders(
         self, stages: tuple[int, ...], along: Sequence[str], named: list[tuple[str, nn.Parameter]]
-    ) -> Together:
+    ) -> ParameterGroup:
         """Parameters of these stages, cut along these axes, with the ranks that have this rank's part of them."""
         every = product(*(range(getattr(self._place, axis)[1]) for axis in along))
         parts = {numbers: dict(zip(along, numbers, strict=True)) for numbers in every}
@@ -189,7 +189,7 @@ class LocalStages(nn.Module):
             comm = self.groups[stages[0]]
         else:
             comm = self.comm.subset(holders[own], ordered=not self.plan.bidirectional)
-        return Together(stages, comm, named, *self.plan.zero_at(*stages, part=parts[own]), across)
+        return ParameterGroup(stages, comm, named, *self.plan.zero_at(*stages, part=parts[own]), across)
 
     def _become_one(self, first: str) -> nn.Parameter | None:
         """Let all stages of this rank that use a parameter, by whatever name, have the same; None if none does."""

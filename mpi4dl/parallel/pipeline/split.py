@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mpi4dl._randomness import forked, seed_python
 from mpi4dl.parallel.inputs import computed_tensors, of_tokens, shape_only
 from mpi4dl.parallel.pipeline.program import Value, references
-from mpi4dl.parallel.pipeline.stage import Recipe, Stage
+from mpi4dl.parallel.pipeline.stage import Stage, StageProgram
 from mpi4dl.parallel.pipeline.trace import trace
 
 
@@ -94,13 +94,13 @@ class Cuttable:
         """
         self.shared(counts)
         bounds = [0, *accumulate(counts)]
-        return Stage(self._recipe(bounds[index], bounds[index + 1], index, len(counts)), self.model)
+        return Stage(self._stage_program(bounds[index], bounds[index + 1], index, len(counts)), self.model)
 
-    def part(self, first: int, end: int) -> Recipe:
+    def part(self, first: int, end: int) -> StageProgram:
         """Units `first` to `end` - 1 as a program; it returns the values that are alive behind them, or the result."""
-        return self._recipe(first, end, first, first + 1 if end == len(self) else len(self))
+        return self._stage_program(first, end, first, first + 1 if end == len(self) else len(self))
 
-    def segment(self, first: int, end: int, changes: Sequence[Collection[str]]) -> Recipe:
+    def segment(self, first: int, end: int, changes: Sequence[Collection[str]]) -> StageProgram:
         """The same, for a caller that keeps values by their names: it takes what the units read, and returns what they
         make or change, of the values that are alive behind them. `changes` are those that each unit
         changes in place.
@@ -127,14 +127,14 @@ class Cuttable:
 
     def unit(self, i: int) -> Stage:
         """Unit `i` alone, as a stage; what is tied to other units is shared with them."""
-        return Stage(self._recipe(i, i + 1, i, len(self)), self.model)
+        return Stage(self._stage_program(i, i + 1, i, len(self)), self.model)
 
     def hint(self) -> str:
         """Which modules would have given more units, for errors about too few of them."""
         kept = [f"{path} ({reason})" for path, reason in self.program.kept_whole.items()]
         return f"; kept whole: {'; '.join(kept)}" if kept else ""
 
-    def _recipe(self, first: int, end: int, index: int, num_stages: int) -> Recipe:
+    def _stage_program(self, first: int, end: int, index: int, num_stages: int) -> StageProgram:
         calls = tuple(call for unit in self.program.units[first:end] for call in unit.calls)
         inputs, outputs = self.live(first), self.live(end)
         is_last = end == len(self)
@@ -152,7 +152,7 @@ class Cuttable:
         if is_last:
             holds |= self._unused()
         looked = {path for path, users in self._looks.items() if any(first <= user < end for user in users)}
-        return Recipe(
+        return StageProgram(
             index,
             num_stages,
             inputs,
@@ -334,7 +334,7 @@ def materialize(stage: Stage, build: Callable[[], nn.Module], device: torch.devi
         torch.default_generator.manual_seed(seed)  # as torch.manual_seed, but leaves the GPUs' generators alone
         seed_python(seed)
         model = build()
-    made = Stage(stage.recipe, model)
+    made = Stage(stage.stage_program, model)
     wanted, got = _shapes(stage), _shapes(made)
     if wanted != got:
         name = min(name for name in {*wanted, *got} if wanted.get(name) != got.get(name))

@@ -22,7 +22,7 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor
 
 
 @dataclass(frozen=True)
-class Recipe:
+class StageProgram:
     """The calls of a stage, without its modules.
 
     `inputs` and `outputs` name the values that come and go; `forget[i]` those that are not needed after `calls[i]`;
@@ -54,7 +54,7 @@ class Recipe:
         return self.index == self.num_stages - 1
 
 
-class Looked:
+class ShapeProxy:
     """Stands for a tensor of another stage: of its shape, type and device, in the memory of one number."""
 
     def __init__(self, original: Tensor, follows: bool) -> None:
@@ -72,29 +72,31 @@ class Looked:
 
 
 # Makes the first calls of a stage in another way: (stage, *values) -> the number of calls, and the values alive then.
-Opening = Callable[..., tuple[int, dict[str, Any]]]
+StreamedPrefix = Callable[..., tuple[int, dict[str, Any]]]
 
 
 class Stage(nn.Module):
-    """Some of a model's units: `stage(*values)` takes the values of `recipe.inputs`, and returns those of `outputs`.
+    """Some of a model's units: `stage(*values)` takes the values of `stage_program.inputs`, and returns its `outputs`.
 
     It always returns a tuple, except the last stage, which returns just what the model returns. A value is a tensor, a
     number, or a nest of them (`pack` and `unpack` take them apart for sending), or None if the mode does not make it.
     The stage shares the modules of `model` that it runs. An `opening` makes its first calls instead of it.
     """
 
-    def __init__(self, recipe: Recipe, model: nn.Module) -> None:
+    def __init__(self, stage_program: StageProgram, model: nn.Module) -> None:
         super().__init__()
-        self.recipe = recipe
+        self.stage_program = stage_program
         self.training = model.training
-        self.opening: Opening | None = None
-        _adopt(self, model, recipe.holds)
+        self.opening: StreamedPrefix | None = None
+        _adopt(self, model, stage_program.holds)
         norms = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-        self.looked: dict[str, Looked] = {}
-        for path in sorted(recipe.looks):
+        self.looked: dict[str, ShapeProxy] = {}
+        for path in sorted(stage_program.looks):
             owner, original = model.get_submodule(path.rpartition(".")[0]), attrgetter(path)(model)
-            self.looked[path] = Looked(original, isinstance(original, nn.Parameter) and not isinstance(owner, norms))
-        self._watched = [(watch, *_seen(watch, model, self)) for watch in recipe.watched if watch.place is None]
+            self.looked[path] = ShapeProxy(
+                original, isinstance(original, nn.Parameter) and not isinstance(owner, norms)
+            )
+        self._watched = [(watch, *_seen(watch, model, self)) for watch in stage_program.watched if watch.place is None]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Stage":
         super()._apply(fn, recurse)
@@ -104,7 +106,7 @@ class Stage(nn.Module):
 
     def changes(self) -> Iterator[str]:
         """Messages about values of Python that changed since the model was cut."""
-        for watch in self.recipe.watched:
+        for watch in self.stage_program.watched:
             if watch.place is not None and watch.now() != watch.found:
                 yield changed(watch)
         for watch, found, *owners in self._watched:
@@ -113,25 +115,29 @@ class Stage(nn.Module):
         yield from getattr(self.opening, "changes", tuple)()
 
     def forward(self, *values: Any) -> Any:
-        recipe = self.recipe
-        if len(values) != len(recipe.inputs):
+        stage_program = self.stage_program
+        if len(values) != len(stage_program.inputs):
             raise ValueError(
-                f"stage {recipe.index} of {recipe.num_stages} got {len(values)} values, but takes "
-                f"{len(recipe.inputs)}: {', '.join(recipe.inputs)}"
+                f"stage {stage_program.index} of {stage_program.num_stages} got {len(values)} values, but takes "
+                f"{len(stage_program.inputs)}: {', '.join(stage_program.inputs)}"
             )
         if self.opening is not None:
             done, known = self.opening(self, *values)
         else:
-            done, known = 0, dict(zip(recipe.inputs, values if recipe.is_first else enter(values), strict=True))
+            done, known = (
+                0,
+                dict(zip(stage_program.inputs, values if stage_program.is_first else enter(values), strict=True)),
+            )
         del values
-        for call, forget in zip(recipe.calls[done:], recipe.forget[done:], strict=True):
+        for call, forget in zip(stage_program.calls[done:], stage_program.forget[done:], strict=True):
             known[call.name] = self._result(call, known) if call.made[not self.training] else None
             for name in forget:
                 del known[name]
-        if recipe.is_last:
-            return self._filled(recipe.result[not self.training], known)
+        if stage_program.is_last:
+            return self._filled(stage_program.result[not self.training], known)
         return tuple(
-            map_leaves(_detached, known[name]) if name in recipe.aside else known[name] for name in recipe.outputs
+            map_leaves(_detached, known[name]) if name in stage_program.aside else known[name]
+            for name in stage_program.outputs
         )
 
     def _result(self, call: Call, known: dict[str, Any]) -> Any:
@@ -173,10 +179,8 @@ class Stage(nn.Module):
         return map_leaves(part, arguments)
 
     def extra_repr(self) -> str:
-        recipe = self.recipe
-        return (
-            f"{recipe.index} of {recipe.num_stages}: {', '.join(recipe.inputs)} -> {', '.join(recipe.outputs) or 'out'}"
-        )
+        known = self.stage_program
+        return f"{known.index} of {known.num_stages}: {', '.join(known.inputs)} -> {', '.join(known.outputs) or 'out'}"
 
 
 def _seen(watch: Watch, model: nn.Module, stage: Stage) -> tuple[Any, ...]:

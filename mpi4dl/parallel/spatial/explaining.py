@@ -80,18 +80,18 @@ def _cells(value: Callable[[str], int]) -> tuple[str, ...]:
 
 
 class _Recorder(TorchFunctionMode):
-    """Notes every function that the model calls on a SpatialTensor, with what it made the ledger count."""
+    """Notes every function that the model calls on a SpatialTensor, with what it made the communicator count."""
 
-    def __init__(self, ledger: DryRunCommunicator, path: list[str]) -> None:
+    def __init__(self, counting: DryRunCommunicator, path: list[str]) -> None:
         super().__init__()
-        self.ledger = ledger
+        self.counting = counting
         self.path = path
         self.operators: list[Operator] = []
 
     def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Note what a module sent by itself, in none of its functions; and leave it."""
         noted = {count: sum(getattr(operator, count) for operator in self.operators) for count in COUNTS}
-        counts = {count: self.ledger.counts[count] - noted[count] for count in COUNTS}
+        counts = {count: self.counting.counts[count] - noted[count] for count in COUNTS}
         if isinstance(output, Tensor) and any(counts.values()):
             self.operators.append(Operator(self.path[-1], type(module).__name__, tuple(output.shape), **counts))
         self.path.pop()
@@ -99,13 +99,13 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        before = dict(self.ledger.counts)
+        before = dict(self.counting.counts)
         result = function(*args, **(kwargs or {}))
         name = function_name(function).removeprefix("torch.nn.functional.").removeprefix("torch.")
         bare = name.removeprefix("Tensor.")
         name = name if hasattr(Tensor, bare) else bare
         if isinstance(result, Tensor) and any(issubclass(kind, SpatialTensor) for kind in types):
-            counts = {count: self.ledger.counts[count] - before[count] for count in COUNTS}
+            counts = {count: self.counting.counts[count] - before[count] for count in COUNTS}
             self.operators.append(Operator(self.path[-1], name, tuple(result.shape), **counts))
         return result
 

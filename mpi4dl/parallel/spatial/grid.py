@@ -116,7 +116,7 @@ class Grid:
         self.comm = comm
         self.tracks_batch = tracks_batch or shape.batch > 1
         self.coordinates = shape.coordinates(comm.rank)
-        self.foresight = HaloPrefetch()
+        self.halo_prefetch = HaloPrefetch()
         self.arrangement = Arrangement()
         self.attention: Literal["auto", "ring", "gather"] = "auto"  # how keys and values come to queries
         self.loop: Literal["whole", "spread"] | None = None  # what models in users' own loops return (`own_loop`)
@@ -139,7 +139,7 @@ class Grid:
     def size(self) -> int:
         return self.comm.size
 
-    def the_one(self, layout: "Layout") -> "Layout":
+    def intern(self, layout: "Layout") -> "Layout":
         """Of all layouts equal to this one the one that tensors have, so that what is known of it is known once."""
         if layout.settled:
             return layout
@@ -238,7 +238,7 @@ class Layout:
     """
 
     any_flat: ClassVar[bool] = False  # whether there was such a dim in this process
-    settled: ClassVar[bool] = False  # whether it is `Grid.the_one`
+    settled: ClassVar[bool] = False  # whether it is `Grid.intern`
 
     grid: Grid
     tiling: Tiling
@@ -289,7 +289,7 @@ class Layout:
     @cached_property
     def narrow(self) -> "Layout":
         """The same layout, holding what it owns and no more."""
-        return self.grid.the_one(replace(self, tiling=self.tiling.narrow)) if self.wide else self
+        return self.grid.intern(replace(self, tiling=self.tiling.narrow)) if self.wide else self
 
     def axis(self, dim: int) -> int | None:
         """Which axis a tensor's dim is, or None for an ordinary dim."""

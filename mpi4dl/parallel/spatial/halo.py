@@ -23,9 +23,9 @@ from mpi4dl.parallel.spatial.tensor import (
     guards,
     local_part,
     open_flat_dims,
-    provided_by,
     refusal,
     tell_gathered,
+    with_halo_sources,
     wrap,
 )
 
@@ -45,7 +45,7 @@ class HaloPlan:
     needed: Box
     exchange: Exchange | None
     maps: Maps
-    lacking: Tiling | None = None  # what ranks would have to hold so that nothing had to be sent
+    missing_halo: Tiling | None = None  # what ranks would have to hold so that nothing had to be sent
 
     def fetch(self, x: Tensor) -> Tensor:
         """The needed box of x, this rank's part; differentiable."""
@@ -63,37 +63,39 @@ class HaloPlan:
     def _cut(self) -> Cut:
         return cut_of(self.source.dims, self.source.held, self.needed)
 
-    def ask(self, x: SpatialTensor) -> None:
-        """Ask those who made x to hold what is lacking, where messages take longer than that."""
-        if self.lacking is not None and (self.source.grid.foresight.everywhere or x.local.is_cuda):
-            for provider in x.providers:
-                provider.ask(self.lacking)
+    def request_halo(self, x: SpatialTensor) -> None:
+        """Ask those who made x to hold what is missing, where messages take longer than that."""
+        if self.missing_halo is not None and (self.source.grid.halo_prefetch.everywhere or x.local.is_cuda):
+            for halo_source in x.halo_sources:
+                halo_source.request_halo(self.missing_halo)
 
     def result(self, x: SpatialTensor, local: Tensor) -> Tensor:
         """This rank's part `local` of what was made of x, whose norms can be asked so that more of it is held."""
         tilings = self.source.tiling, self.output.tiling
-        return provided_by(wrap(local, self.output), tuple(OfWindows(o, *tilings, self.maps) for o in x.providers))
+        return with_halo_sources(
+            wrap(local, self.output), tuple(OfWindows(o, *tilings, self.maps) for o in x.halo_sources)
+        )
 
 
-def reach(x: SpatialTensor, maps: Mapping[int, AxisMap], fill: float = 0.0, pads: bool = False) -> HaloPlan:
+def plan_halo(x: SpatialTensor, maps: Mapping[int, AxisMap], fill: float = 0.0, pads: bool = False) -> HaloPlan:
     """Plan an operator that depends on neighbours along the axes in `maps`, and on nothing but itself along others.
 
     Beyond the edge of the image it finds `fill`; but an operator that `pads` does so itself where both sides get the
     same padding, and takes all of an axis that is not cut.
     """
     layout, of_axes = x.layout, tuple(maps.items())
-    reached = layout.known((reach, of_axes, fill, pads), lambda: _reach(layout, of_axes, fill, pads))
-    reached.ask(x)
-    return reached
+    halo_plan = layout.known((plan_halo, of_axes, fill, pads), lambda: _plan_of_halo(layout, of_axes, fill, pads))
+    halo_plan.request_halo(x)
+    return halo_plan
 
 
-def _reach(layout: Layout, maps: Maps, fill: float, pads: bool) -> HaloPlan:
-    needed, output, exchange, lacking = _plan(layout.tiling, maps, pads)
-    reached = layout.grid.the_one(Layout(layout.grid, output, layout.dims))
+def _plan_of_halo(layout: Layout, maps: Maps, fill: float, pads: bool) -> HaloPlan:
+    needed, output, exchange, missing_halo = _plan(layout.tiling, maps, pads)
+    made = layout.grid.intern(Layout(layout.grid, output, layout.dims))
     if not exchange:
-        return HaloPlan(layout, reached, needed.held(layout.grid.rank), None, maps, lacking)
+        return HaloPlan(layout, made, needed.held(layout.grid.rank), None, maps, missing_halo)
     plan = layout.exchange_to(needed, fill)
-    return HaloPlan(layout, reached, plan.plan.needed, plan, maps, lacking)
+    return HaloPlan(layout, made, plan.plan.needed, plan, maps, missing_halo)
 
 
 @lru_cache(maxsize=4096)
@@ -192,7 +194,7 @@ def gather_axes(x: Tensor, axes: Sequence[int], tell: bool = True) -> Tensor:
 
 def _gathered(x: SpatialTensor, axes: Sequence[int]) -> Tensor:
     layout, tiling = x.layout, x.layout.tiling
-    layout.grid.foresight.pay()  # nobody may look at a grid's tensors after this
+    layout.grid.halo_prefetch.flush()  # nobody may look at a grid's tensors after this
     if layout.flat:
         carried = tuple(layout.carried)
         # Entries of every rank are cut along other axes, such as the batch, as the rest is: those come afterwards.

@@ -33,10 +33,10 @@ SIZES = 64
 Holding = dict[Tiling, Tiling]  # what is to be held, by what is owned
 
 
-class Provider(Protocol):
+class HaloSource(Protocol):
     """The source of a tensor, pixel by pixel or window by window, which may hold more on request."""
 
-    def ask(self, tiling: Tiling) -> None:
+    def request_halo(self, tiling: Tiling) -> None:
         """From the next step on, let the tensor be held as this tiling, of its cuts, says."""
 
 
@@ -58,7 +58,7 @@ class HaloPrefetch:
         self.steps = self.everywhere = False
         self.repeats = repeats
         self._held: Any = WeakIdKeyDictionary()  # a `Holding` for each source, by what it is known by
-        self._wished: Any = WeakIdKeyDictionary()  # the same, from the next step on
+        self._requested: Any = WeakIdKeyDictionary()  # the same, from the next step on
         self._between = False
         self._patient: Any = WeakIdKeyDictionary()  # norms that are not needed before the next one is reached
         self._unseen: Tensor | None = None  # the last norm, as long as nobody has looked at its result
@@ -69,9 +69,9 @@ class HaloPrefetch:
         known = self._held.get(key) if key is not None else None
         return tiling if known is None else known.get(tiling, tiling)
 
-    def wish(self, key: object, tiling: Tiling, wanted: Tiling) -> None:
+    def request(self, key: object, tiling: Tiling, wanted: Tiling) -> None:
         if is_worth_holding(wanted):
-            _widen(self._wished.setdefault(key, {}), tiling, wanted)
+            _widen(self._requested.setdefault(key, {}), tiling, wanted)
 
     def learned(self) -> Iterator[tuple[object, bool, Holding]]:
         """Of each source: whether it waits for the next one, and what it holds, by what ranks own."""
@@ -84,18 +84,18 @@ class HaloPrefetch:
         if waits:
             self._patient[norm] = True
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """From now on all is held as it was asked for.
 
         Not while the graph of an earlier forward pass is to be computed again: it would find other shapes.
         """
-        for key, wished in self._wished.items():
-            for tiling, wanted in wished.items():
+        for key, requested in self._requested.items():
+            for tiling, wanted in requested.items():
                 _widen(self._held.setdefault(key, {}), tiling, wanted)
-        self._wished.clear()
-        self.pay()
+        self._requested.clear()
+        self.flush()
 
-    def reached(self, norm: Tensor | None) -> bool:
+    def can_wait(self, norm: Tensor | None) -> bool:
         """A norm is reached, known by its weight if any; whether it can wait for the next one."""
         if self._unseen is not None:
             self._patient[self._unseen] = True
@@ -119,7 +119,7 @@ class HaloPrefetch:
     def wait(self, norm: Waiting) -> None:
         self._waiting.append(norm)
 
-    def pay(self) -> None:
+    def flush(self) -> None:
         """Compute what waits."""
         if self._waiting:
             waiting, self._waiting = self._waiting, []
@@ -127,9 +127,9 @@ class HaloPrefetch:
 
     def enter(self) -> None:
         """An image is spread: a forward pass begins, if all before were followed by their backward passes."""
-        self.pay()
+        self.flush()
         if self._between and not self.steps:
-            self.settle()
+            self.commit()
 
     def passed(self, forward: bool) -> None:
         """Take note of a norm's forward, or backward, pass."""
@@ -143,25 +143,25 @@ class Source:
     Ranks own of it what `tiling` says.
     """
 
-    foresight: HaloPrefetch
+    halo_prefetch: HaloPrefetch
     key: object
     tiling: Tiling
 
-    def ask(self, tiling: Tiling) -> None:
+    def request_halo(self, tiling: Tiling) -> None:
         if cut_alike(tiling, self.tiling):
-            self.foresight.wish(self.key, self.tiling, tiling)
+            self.halo_prefetch.request(self.key, self.tiling, tiling)
 
 
 @dataclass(frozen=True, eq=False)
 class OfWindows:
     """The output of windows over a tensor that ranks hold by `tiling`."""
 
-    provider: Provider
+    halo_source: HaloSource
     tiling: Tiling
     output: Tiling
     maps: tuple[tuple[int, AxisMap], ...]
 
-    def ask(self, tiling: Tiling) -> None:
+    def request_halo(self, tiling: Tiling) -> None:
         if not cut_alike(tiling, self.output):
             return
         wanted = self.tiling
@@ -169,7 +169,7 @@ class OfWindows:
             split = self.tiling.splits[axis]
             needs = (axis_map.needs(rows, split.size) for rows in tiling.splits[axis].held)
             wanted = wanted.replace(axis, Split(split.cuts, tuple(needs)))
-        self.provider.ask(widest(self.tiling, wanted))
+        self.halo_source.request_halo(widest(self.tiling, wanted))
 
 
 def _widen(held: Holding, tiling: Tiling, wanted: Tiling) -> None:

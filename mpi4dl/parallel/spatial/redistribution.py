@@ -194,7 +194,7 @@ def entries_on_all(x: SpatialTensor, dim: int, start: int, stop: int, step: int 
     """These entries of a flat dim on every rank: nothing but they travels. Where they are many, users get a warning."""
     layout = x.layout.narrow
     gone = layout.moved(lambda known: None if known == dim else known)
-    x.layout.grid.foresight.pay()  # nobody may look at a grid's tensors after this
+    x.layout.grid.halo_prefetch.flush()  # nobody may look at a grid's tensors after this
     local = _travel(x, Cuts.of(gone)._replace(only=(dim, start, stop, step)))
     if local is None:
         return gather_axes(x, ())[(slice(None),) * dim + (slice(start, stop, step),)]

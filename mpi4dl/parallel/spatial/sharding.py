@@ -52,7 +52,7 @@ def shard(image: Tensor, grid: Grid) -> SpatialTensor:
 def spread_evenly(image: Tensor, grid: Grid) -> SpatialTensor:
     """The same of a tensor that is known to be alike on all ranks, and large enough."""
     layout = even_layout(grid, image.shape, has_samples=False)
-    grid.foresight.enter()
+    grid.halo_prefetch.enter()
     return SpatialTensor(narrow(image, layout.dims, layout.tiling.whole, layout.owned), layout)
 
 
@@ -142,13 +142,13 @@ def from_tiling(tile: Tensor, grid: Grid, tiling: Tiling, device: torch.device |
     if device is None:
         return x
     owned = x.layout.tiling
-    held = halo.retile(x, grid.foresight.held(grid, owned))
+    held = halo.retile(x, grid.halo_prefetch.held(grid, owned))
     brought = held.like(carried(held.local, device))
-    brought.providers = (Source(grid.foresight, grid, owned),)
+    brought.halo_sources = (Source(grid.halo_prefetch, grid, owned),)
     return brought
 
 
 def _spread(tile: Tensor, grid: Grid, tiling: Tiling, has_samples: bool = False) -> SpatialTensor:
     dims = image_dims(grid, tile.dim(), has_samples)
-    grid.foresight.enter()
+    grid.halo_prefetch.enter()
     return SpatialTensor(tile, Layout(grid, _tiling(dims, tiling), dims))

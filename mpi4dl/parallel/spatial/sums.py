@@ -145,7 +145,7 @@ def _gathered(x: SpatialTensor) -> Tensor:
         tiling = tiling.replace(tokens, Split.at([cut * size for cut in tiling.splits[tokens].cuts]))
     gone = Layout(layout.grid, tiling.drop(features), (*layout.dims[:-1], None))
     if gone.whole:
-        layout.grid.foresight.pay()  # nobody may look at a grid's tensors after this
+        layout.grid.halo_prefetch.flush()  # nobody may look at a grid's tensors after this
     return wrap(local, gone)
 
 

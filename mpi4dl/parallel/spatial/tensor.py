@@ -32,7 +32,7 @@ from mpi4dl._compiler import PART
 from mpi4dl.comm.exchange import narrow
 from mpi4dl.geometry import Tiling
 from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.halo_prefetch import Provider
+from mpi4dl.parallel.spatial.halo_prefetch import HaloSource
 
 # The shared record of tensors that share memory: these tensors, and the copies that PyTorch would have made views.
 #
@@ -252,8 +252,8 @@ class SpatialTensor(Tensor):
 
     `x.shape` is the shape of the whole, `x.local` this rank's part of it, `x.layout` where that part lies. Make one
     with `shard` or `from_tile`, and the whole of one with `gather`. Its views share its `memory`. `retained` is the
-    gradient of the whole, spread in the same way, once backward has found it after `retain_grad`. `providers` are the
-    norms that it was made of and that may be asked to hold more. `gathered` is what `sums` gathered of it.
+    gradient of the whole, spread in the same way, once backward has found it after `retain_grad`. `halo_sources` are
+    the norms that it was made of and that may be asked to hold more. `gathered` is what `sums` gathered of it.
     """
 
     # Asked for several times in every rule: they do not go through the table of rules, and never change.
@@ -265,14 +265,14 @@ class SpatialTensor(Tensor):
     retained: "Tensor | None"
     kept = False  # by somebody beside what a model returns, see `own_loop`
     gathered: Any
-    providers: tuple[Provider, ...]
+    halo_sources: tuple[HaloSource, ...]
 
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout, promised: bool | None = None) -> "SpatialTensor":
         if PART in sys.modules:
             _run_eagerly()
         if not layout.settled:
-            layout = layout.grid.the_one(layout)
+            layout = layout.grid.intern(layout)
         shape = layout.known(local.shape, lambda: layout.global_shape(local.shape))
         # requires_grad lets a wrapper notice that a custom autograd.Function took it: see `local` and the hook.
         requires_grad = local.requires_grad if promised is None else promised
@@ -281,7 +281,7 @@ class SpatialTensor(Tensor):
         )
         self._local = local if promised is None else None
         self._first_look = self._memory = self.retained = self.gathered = None
-        self.shape, self.layout, self.providers = shape, layout, ()
+        self.shape, self.layout, self.halo_sources = shape, layout, ()
         if requires_grad:
             _refuse_gradients(self)
         return self
@@ -337,7 +337,7 @@ class SpatialTensor(Tensor):
         """Forget what is held beyond `tiling`, of the same cuts, in all views of this memory: it is to be written to
         where that is held alone.
         """
-        self.layout.grid.foresight.pay()
+        self.layout.grid.halo_prefetch.flush()
         for known in self.memory.tensors:
             x = known()
             if x is not None and x._local is not None:
@@ -490,7 +490,7 @@ def _write(function: Any, rule: Rule, args: Sequence[Any], options: dict[str, An
         return rule(*args, **options)
     if problem := target.memory.problem_of_writing():
         raise refusal(function_name(function), problem)
-    target.layout.grid.foresight.pay()  # norms that wait may be of what is written
+    target.layout.grid.halo_prefetch.flush()  # norms that wait may be of what is written
     result = rule(*args, **options)
     # Written values may have a gradient: from now on all views notice if a custom function takes them.
     with torch._C.DisableTorchFunctionSubclass():
@@ -541,18 +541,18 @@ def wrap(local: Tensor, layout: Layout) -> Tensor:
     return local if layout.whole else SpatialTensor(local, layout)
 
 
-def providers_of(operands: Iterable[Any]) -> tuple[Provider, ...]:
+def halo_sources_of(operands: Iterable[Any]) -> tuple[HaloSource, ...]:
     """Whom to ask so that what is made of these pixels can hold more: somebody for each of them, or nobody."""
-    found = [x.providers for x in operands if isinstance(x, SpatialTensor)]
+    found = [x.halo_sources for x in operands if isinstance(x, SpatialTensor)]
     if len(found) == 1:
         return found[0]
-    return tuple(dict.fromkeys(provider for each in found for provider in each)) if all(found) else ()
+    return tuple(dict.fromkeys(halo_source for each in found for halo_source in each)) if all(found) else ()
 
 
-def provided_by(result: Any, providers: tuple[Provider, ...]) -> Any:
+def with_halo_sources(result: Any, halo_sources: tuple[HaloSource, ...]) -> Any:
     """`result`, which these were asked to let hold more."""
     if isinstance(result, SpatialTensor):
-        result.providers = providers
+        result.halo_sources = halo_sources
     return result
 
 

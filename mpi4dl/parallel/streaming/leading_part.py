@@ -22,7 +22,7 @@ from mpi4dl.datasets import DatasetError
 from mpi4dl.geometry import BATCH, GridShape, Split, Tiling, even_cuts
 from mpi4dl.parallel.disk import ON_DEVICE, Keep
 from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype
-from mpi4dl.parallel.pipeline.stage import Recipe, Stage
+from mpi4dl.parallel.pipeline.stage import Stage, StageProgram
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.sharding import from_tiling
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
@@ -88,8 +88,8 @@ class Segments:
         found, paths = list[StreamSegment](), {path for path, _ in module.named_modules()}
         for number, each in enumerate(self.programs):
             # The first one watches what all depend on; what belongs to other stages is theirs to watch.
-            watched = tuple(watch for watch in each.recipe.watched if watch.path in paths) if number == 0 else ()
-            found.append(StreamSegment(Stage(replace(each.recipe, watched=watched), module), each))
+            watched = tuple(watch for watch in each.stage_program.watched if watch.path in paths) if number == 0 else ()
+            found.append(StreamSegment(Stage(replace(each.stage_program, watched=watched), module), each))
         return found or [StreamSegment(module, None)]
 
     def watch(self, module: nn.Module) -> None:
@@ -133,7 +133,7 @@ class Segments:
 class SegmentProgram(NamedTuple):
     """The calls of a segment, and the names of the values that are `alive` behind it."""
 
-    recipe: Recipe
+    stage_program: StageProgram
     alive: tuple[str, ...]
 
     @classmethod
@@ -179,7 +179,11 @@ class ValuesBetween:
         return _Nest().take([self._known[name] for name in names])
 
     def _inputs(self, segment: StreamSegment) -> tuple[str, ...]:
-        return () if segment.program is None or segment.program.recipe.is_first else segment.program.recipe.inputs
+        return (
+            ()
+            if segment.program is None or segment.program.stage_program.is_first
+            else segment.program.stage_program.inputs
+        )
 
     def before(self, segment: StreamSegment) -> list[Any]:
         """The leaves of the arguments of a segment."""
@@ -192,8 +196,8 @@ class ValuesBetween:
         """Take the leaves of the results of a segment. `result` is what the segment returned, or all that is alive."""
         self.result = segment.outputs.of(leaves)
         program = segment.program
-        if program is not None and not program.recipe.is_last:
-            known = self._known | dict(zip(program.recipe.outputs, self.result, strict=True))
+        if program is not None and not program.stage_program.is_last:
+            known = self._known | dict(zip(program.stage_program.outputs, self.result, strict=True))
             self._known = {name: known[name] for name in program.alive}
             self.result = tuple(self._known.values())
 
@@ -336,22 +340,22 @@ class LeadingPart:
     num_calls: int
     alive: tuple[str, ...]
     source: Cuttable  # the model in the units that the segments are made of
-    rest: Recipe  # what follows them
+    rest: StageProgram  # what follows them
 
     @property
     def num_units(self) -> int:
         """How many units of the model are streamed."""
         return self.units[-1][1]
 
-    def recipes(self) -> list[Recipe]:
+    def programs(self) -> list[StageProgram]:
         """The programs of the segments, and of what follows them."""
-        return [*(each.recipe for each in self.segments.programs), self.rest]
+        return [*(each.stage_program for each in self.segments.programs), self.rest]
 
     def __call__(self, stage: Stage, *values: Any) -> tuple[int, dict[str, Any]]:
         """The number of calls of the stage that ran here, and the values with which the stage continues, by name."""
         images = values[0]
         if not isinstance(images, StreamedImages):  # such as meta tensors: the stage makes all calls itself
-            return 0, dict(zip(stage.recipe.inputs, values, strict=True))
+            return 0, dict(zip(stage.stage_program.inputs, values, strict=True))
         source, grid = _source(images), images.grid
         tiles = StreamTiles(grid.shape, grid.rank, self.options.counts, grid.tracks_batch)
         spec = tiles.image_spec(source.shape, source.dtype, images.samples)

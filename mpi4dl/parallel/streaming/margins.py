@@ -135,12 +135,12 @@ def profile_with_margin(
     with torch.enable_grad(), forked(), torch.device("meta"), _momentum(outline):
         try:
             outputs = outline(*(meta_input(spec, grid, margin, size) for spec in inputs))
-            grid.foresight.pay()
+            grid.halo_prefetch.flush()
             for y in pytree.tree_leaves(outputs):  # what refuses to be looked at is refused now
                 local_part(y)
         except NeedsNeighbours:
             return None
-    found = [(norm, waits, held) for norm, waits, held in grid.foresight.learned() if isinstance(norm, Tensor)]
+    found = [(norm, waits, held) for norm, waits, held in grid.halo_prefetch.learned() if isinstance(norm, Tensor)]
     tilings = list({layout.tiling.narrow for layout in grid.layouts})
     return PartProfile(margin, grid.comm.counts["rounds"], found, outputs, tilings)
 
@@ -202,9 +202,9 @@ def dry_run_of_tile(tiles: StreamTiles, tile: int, hints: PrefetchHints = ()) ->
 
 def _set_hints(grid: Grid, hints: PrefetchHints) -> None:
     """Give all tiles the same hints for halo prefetch, so that they come to the same statistics."""
-    grid.foresight = HaloPrefetch(repeats=True)
+    grid.halo_prefetch = HaloPrefetch(repeats=True)
     for norm, waits, held in hints:
-        grid.foresight.learn(norm, waits, held)
+        grid.halo_prefetch.learn(norm, waits, held)
 
 
 def meta_input(spec: InputSpec, grid: Grid, margin: int, size: Sequence[int]) -> Tensor:

@@ -126,7 +126,7 @@ class StreamNeeds:
         rest = StageBytes(0, 2 * self.segments[-1].output_bytes)
         if done < stop:
             rest = stage_bytes(column[done:stop], column[done - 1], stop == len(column))
-            rest = rest._replace(working=rest.working - column[done - 1].handed_bytes)  # its gradient is not sent
+            rest = rest._replace(working=rest.working - column[done - 1].output_bytes)  # its gradient is not sent
         in_files = self.options.uses_files
         inputs = 0 if in_files else sum(segment.input_bytes for segment in self.segments)
         inputs_so_far, previous, most = 0, 0, inputs + rest.kept + rest.working

@@ -333,7 +333,7 @@ class Streaming:
             with self._autocast(), torch.set_grad_enabled(self._differentiable), norms as moments:
                 with check if compare else nullcontext():
                     outputs = self._part(*values)
-                grid.foresight.pay()
+                grid.halo_prefetch.flush()
                 use(values, outputs)
             if compare:
                 comparable = [owned(y).detach() for y in outputs]

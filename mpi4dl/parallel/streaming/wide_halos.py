@@ -36,7 +36,7 @@ from mpi4dl.parallel.streaming.stream_tiles import InputSpec, StreamGrid, Stream
 
 def outline_of(x: SpatialTensor, grid: Grid) -> SpatialTensor:
     """A tensor like x on that grid, on shapes alone."""
-    layout = grid.the_one(Layout(grid, x.layout.tiling, x.layout.dims))
+    layout = grid.intern(Layout(grid, x.layout.tiling, x.layout.dims))
     return SpatialTensor(torch.empty(layout.local_shape(tuple(x.shape)), dtype=x.dtype, device="meta"), layout)
 
 
@@ -48,7 +48,7 @@ def tally(run: Callable[[DryRunGrid], Any], grid: Grid, norms_bring_halos: bool)
     middle = dry_run_grid(grid.shape, rank_in_the_middle(grid.shape), grid.tracks_batch)
     middle.arrangement = grid.arrangement
     middle.choices = None
-    middle.foresight.everywhere, middle.foresight.steps = norms_bring_halos, True
+    middle.halo_prefetch.everywhere, middle.halo_prefetch.steps = norms_bring_halos, True
     for _ in range(1 + norms_bring_halos):
         _, costs, sent = dry_run(middle, lambda: run(middle))
     return RankWork(sent["exchanges"], sent["halo_bytes"], costs.flops, costs.touched_bytes)

@@ -85,7 +85,7 @@ def test_a_tile_exchanges_what_others_need_of_it(shape: GridShape) -> None:
     assert all(parameter.is_meta for parameter in cuttable.model.parameters())
     assert [(unit.forward_seconds, unit.backward_seconds) for unit in column] == [(1.0, 1.0)] * len(cuttable)
     assert any(unit.there for unit in column) == (shape.size > 1)
-    assert column[0].handed_bytes * shape.size == 2 * 16 * 64 * 64 * 4
+    assert column[0].output_bytes * shape.size == 2 * 16 * 64 * 64 * 4
 
 
 @pytest.mark.parametrize("shape", [GridShape(1, 1), GridShape(2, 2)])
@@ -102,7 +102,7 @@ def test_tokens_are_timed(shape: GridShape) -> None:
     assert {each.image[1:] for each in _halved(site)} == {(4096,)}
     column = Profiler(time=by_ticks).costs(cuttable, site._replace(image=(2, 64)), CPU)
     assert [(unit.forward_seconds, unit.backward_seconds) for unit in column] == [(1.0, 1.0)] * len(cuttable)
-    assert column[0].handed_bytes * shape.size == 2 * 64 * 8 * 4
+    assert column[0].output_bytes * shape.size == 2 * 64 * 8 * 4
 
 
 def test_a_unit_without_gradients_takes_time_too() -> None:

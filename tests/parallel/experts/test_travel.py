@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.packing import Piece
 from mpi4dl.models.experts import Experts
-from mpi4dl.parallel.experts import NOBODY, Residence, Traffic, Travel, lay_over, through
+from mpi4dl.parallel.experts import NOBODY, ExpertPlacement, Traffic, Travel, lay_over, through
 from mpi4dl.parallel.spatial.grid import Arrangement, Grid
 from tests.pool.ranks import Ranks
 from tests.short_runs import EXACT
@@ -51,7 +51,7 @@ def compare(comm: Communicator, nodes: list[list[int]] | None) -> None:
     grid.arrangement = Arrangement(experts=comm.size)
     if nodes is not None:
         Communicator.nodes = lambda self: nodes  # type: ignore[method-assign]
-    residence = Residence(EXPERTS, ("experts",), grid)
+    residence = ExpertPlacement(EXPERTS, ("experts",), grid)
     assert len(residence.paths) == (2 if nodes else 1)
     layer = experts()
     x, chosen, weights = tokens_of(comm.rank)

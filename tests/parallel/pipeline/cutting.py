@@ -73,7 +73,7 @@ def staged_step(stages: Sequence[Stage], *inputs: Tensor) -> tuple[Any, dict[str
     received: list[list[Tensor]] = []
     sent: list[list[Tensor]] = []
     for stage in stages[:-1]:
-        outputs, header = pack(stage(*values), stage.recipe.outputs)
+        outputs, header = pack(stage(*values), stage.stage_program.outputs)
         sent.append(outputs)
         received.append(
             [
@@ -96,7 +96,7 @@ def problem_of(build: Callable[[], nn.Module], cut: int | str, image: tuple[int,
     """How the model cut before a unit differs from the plain one, by running both; '' if it does not."""
     cuttable = Cuttable(outline(build), image=image)
     at = cuttable.names.index(cut) if isinstance(cut, str) else cut
-    parts = [[stage.recipe] for stage in cuttable.stages((at, len(cuttable) - at))]
+    parts = [[stage.stage_program] for stage in cuttable.stages((at, len(cuttable) - at))]
     found = check_cut(cuttable, parts, build, SEED, image)
     assert found.left_out is None
     return found.problem or ""

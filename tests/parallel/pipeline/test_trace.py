@@ -236,7 +236,7 @@ def test_a_change_of_what_was_read_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     for outer in (Scheduled(), nn.Sequential(nn.Sequential(Scheduled(), nn.ReLU()), nn.ReLU())):
         model = outer if isinstance(outer, Scheduled) else outer[0][0]  # type: ignore[index]
         stages = Cuttable(outer).stages((1, len(Cuttable(outer)) - 1))
-        assert [copied.recipe for copied in deepcopy(stages)] == [stage.recipe for stage in stages]
+        assert [copied.stage_program for copied in deepcopy(stages)] == [stage.stage_program for stage in stages]
         model.unread = 2.0
         assert not [change for stage in stages for change in stage.changes()]
         if isinstance(outer, nn.Sequential):
@@ -344,7 +344,7 @@ def test_a_model_may_ask_for_sizes_which_must_stay_what_they_are():
         cuttable, model = Cuttable(outline, image=tuple(image.shape)), Padding()
         assert [name for name in cuttable.names if name != "getitem"][: len(units)] == units
         counts = (len(cuttable) - 1, 1)
-        stages = [Stage(cuttable.stage(counts, i).recipe, model) for i in range(2)]
+        stages = [Stage(cuttable.stage(counts, i).stage_program, model) for i in range(2)]
         assert torch.equal(stages[1](*stages[0](image)), model(image))
         assert torch.equal(stages[1](*stages[0](image[:1])), model(image[:1]))  # fewer images are another matter
         with pytest.raises(ValueError, match=r"was (True|False) there, and is .* here \(line \d+ of .*`if height % 2"):
@@ -434,7 +434,10 @@ def test_a_tensor_that_a_module_keeps_for_later_calls_is_the_one_of_real_batches
     assert cuttable.names[:2] == ("keeping", "last")
     assert "it changes" in cuttable.program.kept_whole["keeping"]
     model = Asking(place)
-    plain, stages = deepcopy(model), [Stage(cuttable.stage((1, len(cuttable) - 1), i).recipe, model) for i in range(2)]
+    plain, stages = (
+        deepcopy(model),
+        [Stage(cuttable.stage((1, len(cuttable) - 1), i).stage_program, model) for i in range(2)],
+    )
     batches = [torch.randn(4, 2) for _ in range(2)]
     expected = [plain(x) for x in batches]
     SCALES.clear()

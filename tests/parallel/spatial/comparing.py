@@ -207,13 +207,13 @@ def difference(name: str, ours: Tensor, plain: Tensor, scale: float = 1.0) -> li
 
 def rehearse(comm: Communicator, model: nn.Module, image: Tensor, arrangement: Arrangement, grid: spatial.Grid) -> None:
     """A forward and a backward pass, after which the model's norms know what follows them, and nothing else is new."""
-    grid.foresight.everywhere = True
+    grid.halo_prefetch.everywhere = True
     state = copy.deepcopy(model.state_dict())
     outputs = pytree.tree_leaves(model(arrange(image, comm, arrangement, grid)))
     sum(spatial.gather(y).sum() for y in outputs).backward()
     model.load_state_dict(state)
     model.zero_grad()
-    grid.foresight.settle()
+    grid.halo_prefetch.commit()
 
 
 def compare_results(

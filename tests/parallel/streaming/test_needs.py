@@ -156,18 +156,18 @@ def test_phases_of_a_step_are_not_added_up() -> None:
     needs = StreamNeeds((one, other), ((0, 2), (2, 3)), StreamOptions((2, 2)), spread=False)
     assert needs.stage((), 3) == StageBytes(12, 12 + 10 + 100 - 12)
     rest = UnitCosts(kept_bytes=200, forward_bytes=30)  # of the unit behind
-    assert needs.stage((*[UnitCosts(handed_bytes=4)] * 3, rest), 4) == StageBytes(212, 30)
+    assert needs.stage((*[UnitCosts(output_bytes=4)] * 3, rest), 4) == StageBytes(212, 30)
 
 
 def test_seconds_grow_by_margins_and_passes() -> None:
     one, other = SegmentNeeds(9, 0, 0, 0, 0, 0, 0, 8.0), SegmentNeeds(3, 0, 0, 0, 0, 2, 4, 4.0)
     needs = StreamNeeds((one, other), ((0, 2), (2, 3)), StreamOptions((2, 2)), spread=True)
     flops = [3.0, 1.0, 4.0, 9.0]  # of both ranks together
-    unit = UnitCosts(handed_bytes=7, forward_seconds=1.0, backward_seconds=2.0)
+    unit = UnitCosts(output_bytes=7, forward_seconds=1.0, backward_seconds=2.0)
     column = needs.column(tuple(unit._replace(flops=each / 2) for each in flops), 2)
     assert [each.forward_seconds for each in column] == [2.0, 2.0, 2.0, 1.0]
     assert [each.backward_seconds for each in column] == [2.0 + 4.0, 2.0 + 4.0, 5.0 + 3 * 2.0, 2.0]
-    assert {each.handed_bytes for each in column} == {7}
+    assert {each.output_bytes for each in column} == {7}
 
 
 def test_segments_within_a_unit_share_its_seconds() -> None:

@@ -203,7 +203,7 @@ def convolve(input: Tensor, weight: Tensor, bias: Tensor | None, operator: WithH
 class _Planned(NamedTuple):
     """How a convolution is computed; or, of an image that is padded `first`, by how much."""
 
-    reached: HaloPlan
+    halo_plan: HaloPlan
     operator: WithHalo
     first: list[int] | None
 
@@ -228,12 +228,12 @@ def _convolution(
     planned = x.layout.known(key, lambda: _plan(count, x, weight, *options))
     if planned.first is not None:
         return _convolution(count, F.pad(x, planned.first), weight, bias, stride, 0, dilation, groups)
-    reached, operator, _ = planned
-    if reached.lacking is not None:
-        reached.ask(x)
-    if reached.exchange is None:
-        local = reached.crop(local)
-    return wrap(convolve(local, weight, bias, operator), reached.output)
+    halo_plan, operator, _ = planned
+    if halo_plan.missing_halo is not None:
+        halo_plan.request_halo(x)
+    if halo_plan.exchange is None:
+        local = halo_plan.crop(local)
+    return wrap(convolve(local, weight, bias, operator), halo_plan.output)
 
 
 def _plan(
@@ -263,8 +263,8 @@ def _plan(
         # thread too, and not to an older kernel, which takes twice the time, or, of little work, half of it.
         dilation = (2,) * count
     options = ConvolutionOptions(stride, sliding.padding, dilation, False, (0,) * count, groups)
-    shape = sliding.shape(sliding.reached.begin(x), weight.shape[0])
-    return _Planned(sliding.reached, WithHalo(sliding.reached.exchange, Convolution(options, shape)), sides)
+    shape = sliding.shape(sliding.halo_plan.begin(x), weight.shape[0])
+    return _Planned(sliding.halo_plan, WithHalo(sliding.halo_plan.exchange, Convolution(options, shape)), sides)
 
 
 def _transposed_convolution(
@@ -287,25 +287,25 @@ def _transposed_convolution(
         TransposedWindow(*numbers)
         for numbers in zip(weight.shape[2:], stride, padding, output_padding, dilation, strict=True)
     ]
-    reached, _, needed, made = sliding = slide(x, windows)
+    halo_plan, _, needed, made = sliding = slide(x, windows)
     own = [axis is None or x.layout.grid.shape[axis] == 1 for axis in axes_of(x, count)]
     kept = [both if itself else (0, 0) for itself, *both in zip(own, padding, output_padding, strict=True)]
     options = ConvolutionOptions(
         stride, tuple(before for before, _ in kept), dilation, True, tuple(after for _, after in kept), groups
     )
-    local = reached.begin(x)
+    local = halo_plan.begin(x)
     # The output rows to which the needed rows contribute; they are cropped, or padded, to the requested ones.
     covered, crop = sliding.shape(local, weight.shape[1] * groups), []
     for i in reversed(range(count)):
         touched, wanted = made[i] if own[i] else windows[i].adds_to(needed[i]), made[i]
         covered[i - count] = touched.length
         crop += [touched.start - wanted.start, wanted.stop - touched.stop] if touched.length else [0, wanted.length]
-    y = convolve(local, weight, None, WithHalo(reached.exchange, Convolution(options, covered)))
+    y = convolve(local, weight, None, WithHalo(halo_plan.exchange, Convolution(options, covered)))
     if any(crop):
         y = F.pad(y, crop)
     if bias is not None:
         y = y + cast(bias)[0].view(-1, *(1,) * count)
-    return wrap(y, reached.output)
+    return wrap(y, halo_plan.output)
 
 
 for count in (1, 2, 3):

@@ -14,7 +14,7 @@ from mpi4dl.geometry import BATCH, Interval, Split, Window
 from mpi4dl.parallel.spatial.alignment import align, contract
 from mpi4dl.parallel.spatial.grid import Flat
 from mpi4dl.parallel.spatial.halo import gather as gather_whole
-from mpi4dl.parallel.spatial.halo import gather_axes, gather_dim, reach
+from mpi4dl.parallel.spatial.halo import gather_axes, gather_dim, plan_halo
 from mpi4dl.parallel.spatial.redistribution import entries_on_all
 from mpi4dl.parallel.spatial.rules.reductions import (
     normalize_dims,
@@ -388,10 +388,10 @@ def crop(x: SpatialTensor, dim: int, index: slice) -> Tensor:
     if axis == BATCH or step < 1:
         raise refusal("Tensor.__getitem__", f"a slice of {length} of {x.shape[dim]} along dim {dim}, which is spread")
     last = start + (length - 1) * step
-    reached = reach(x, {axis: Window(1, step, -start, last + 1 - x.shape[dim])})
-    local = reached.fetch(x.local)
-    result = wrap(local[(slice(None),) * dim + (slice(None, None, step),)], reached.output)
-    return result if reached.exchange is None else copied(result, x)
+    halo_plan = plan_halo(x, {axis: Window(1, step, -start, last + 1 - x.shape[dim])})
+    local = halo_plan.fetch(x.local)
+    result = wrap(local[(slice(None),) * dim + (slice(None, None, step),)], halo_plan.output)
+    return result if halo_plan.exchange is None else copied(result, x)
 
 
 def _of_flat(x: SpatialTensor, flat: Flat, start: int, stop: int, step: int) -> Tensor:

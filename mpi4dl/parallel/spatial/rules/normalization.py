@@ -85,12 +85,14 @@ class WaitingNorm:
             task.done(*found[2 * i : 2 * i + 2])
 
 
-def may_wait(foresight: HaloPrefetch, *tensors: Tensor | None) -> bool:
+def may_wait(halo_prefetch: HaloPrefetch, *tensors: Tensor | None) -> bool:
     """Whether autograd would find nothing changed if a function of these were called a little later."""
     return (
         torch.is_grad_enabled()
         and any(t is not None and t.requires_grad for t in tensors)
-        and (foresight.repeats or torch._C._current_graph_task_id() < 0)  # a backward pass computes some layers again
+        and (
+            halo_prefetch.repeats or torch._C._current_graph_task_id() < 0
+        )  # a backward pass computes some layers again
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         and not substitutes
     )
@@ -103,7 +105,7 @@ class _Normalize(torch.autograd.Function):
     def forward(ctx: Any, jobs: Sequence[tuple[Norm, Tracked]], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         norms, tracked = zip(*jobs, strict=True)
         if any(ctx.needs_input_grad):
-            norms[0].layout.grid.foresight.passed(forward=True)
+            norms[0].layout.grid.halo_prefetch.passed(forward=True)
         xs, weights, biases = tensors[::3], tensors[1::3], tensors[2::3]
         told, strips = _Round(norms, FORWARD_TAG), []
         ctx.kernels = []
@@ -135,8 +137,8 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         norms: Sequence[Norm] = ctx.norms
-        norms[0].layout.grid.foresight.passed(forward=False)
-        norms[0].layout.grid.foresight.pay()  # what nobody looked at, and has running statistics all the same
+        norms[0].layout.grid.halo_prefetch.passed(forward=False)
+        norms[0].layout.grid.halo_prefetch.flush()  # what nobody looked at, and has running statistics all the same
         tensors = iter(ctx.saved_tensors)
         found: list[Tensor | None] = [None]
         told, passing = _Round(norms, BACKWARD_TAG), []
@@ -238,9 +240,9 @@ def batch_norm(
         assert running_mean is not None
         assert running_var is not None
         return wrap(F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps), layout)
-    foresight = layout.grid.foresight
+    halo_prefetch = layout.grid.halo_prefetch
     owned = layout.narrow.tiling
-    held = foresight.held(weight, owned)
+    held = halo_prefetch.held(weight, owned)
     norm = layout.known((batch_norm, x.shape, eps, held), lambda: _norm(layout, x.shape, eps, held))
     if norm.count < 2 and not x.is_meta:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(input.shape)}")
@@ -257,19 +259,19 @@ def batch_norm(
             known = moments.to(running_mean.dtype)
             torch._foreach_lerp_([running_mean.detach(), running_var.detach()], [known[0], known[2]], momentum)
 
-    patient = foresight.reached(weight)
-    if (patient or foresight.waiting) and may_wait(foresight, x, weight, bias):
-        foresight.wait(WaitingNorm(norm, x, weight, bias, tracked, done, x._version))
-        result.before_first_look(foresight.pay)
+    patient = halo_prefetch.can_wait(weight)
+    if (patient or halo_prefetch.waiting) and may_wait(halo_prefetch, x, weight, bias):
+        halo_prefetch.wait(WaitingNorm(norm, x, weight, bias, tracked, done, x._version))
+        result.before_first_look(halo_prefetch.flush)
         if not patient:
-            foresight.pay()
+            halo_prefetch.flush()
     else:
         done(*normalize(norm, x, weight, bias, tracked))
     if weight is None:
         return result
     if not patient:
-        result.before_first_look(partial(foresight.seen, weight))
-    result.providers = (Source(foresight, weight, owned),)
+        result.before_first_look(partial(halo_prefetch.seen, weight))
+    result.halo_sources = (Source(halo_prefetch, weight, owned),)
     return result
 
 
@@ -296,7 +298,7 @@ def _norm(layout: Layout, shape: Sequence[int], eps: float, held: Tiling) -> Nor
     """A batch norm of tensors of this layout and local shape, of which at least that is to be held."""
     others = math.prod(n for d, n in enumerate(shape) if d != 1 and d not in layout.dims)
     output = replace(layout, tiling=widest(layout.tiling, held))
-    return Norm(layout, layout.grid.the_one(output), sharers(layout, layout.grid.axes, others), eps)
+    return Norm(layout, layout.grid.intern(output), sharers(layout, layout.grid.axes, others), eps)
 
 
 def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
@@ -396,7 +398,7 @@ def _by_sample(
 def _norm_by_sample(layout: Layout, shape: Sequence[int], size: int, eps: float) -> Norm:
     """Of rows of this many channels each, samples and groups are the channels, and what is behind them moved by one."""
     others = [n for d, n in enumerate(shape) if d > 1 and d not in layout.dims]
-    inner = layout.grid.the_one(layout.with_dims(None if not dim else dim + 1 for dim in layout.dims))
+    inner = layout.grid.intern(layout.with_dims(None if not dim else dim + 1 for dim in layout.dims))
     return Norm(inner, inner, sharers(layout, layout.grid.space, size * math.prod(others)), eps)
 
 

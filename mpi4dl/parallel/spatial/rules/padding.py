@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from mpi4dl.comm.exchange import Exchange, ExchangePlan, Slab
 from mpi4dl.geometry import BATCH, Box, Split, Tiling, Window
 from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.halo import gather_axes, reach
+from mpi4dl.parallel.spatial.halo import gather_axes, plan_halo
 from mpi4dl.parallel.spatial.rules.indexing import choose
 from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, refusal, register, wrap
@@ -77,9 +77,9 @@ def _pad_dim(x: SpatialTensor, dim: int, before: int, after: int, mode: str, val
     if x.shape[dim] + before + after < 1:
         raise RuntimeError(f"padding of ({before}, {after}) leaves nothing of {x.shape[dim]} pixels along dim {dim}")
     if mode == "constant" or (before <= 0 and after <= 0):
-        reached = reach(x, {axis: window}, float(value or 0.0))
-        local = reached.fetch(x.local)
-        return wrap(local.clone() if reached.exchange is None else local, reached.output)
+        halo_plan = plan_halo(x, {axis: window}, float(value or 0.0))
+        local = halo_plan.fetch(x.local)
+        return wrap(local.clone() if halo_plan.exchange is None else local, halo_plan.output)
     if mode not in ("reflect", "replicate"):
         raise refusal("torch.nn.functional.pad", f"mode {mode!r}")
     sources = _sources(x.shape[dim], before, after, mode)

@@ -15,12 +15,12 @@ from mpi4dl.parallel.spatial.tensor import (
     Rule,
     SpatialTensor,
     function_name,
+    halo_sources_of,
     named,
-    provided_by,
-    providers_of,
     refusal,
     register,
     register_fallback,
+    with_halo_sources,
     wrap,
     writes,
 )
@@ -80,7 +80,11 @@ def pointwise(function: Any) -> Rule:
         if alike is not None:  # most calls: nothing needs to be found out
             x, result = args[0], function(*alike, **kwargs)
             if type(result) is Tensor and result.shape == alike[0].shape:
-                return x if result is alike[0] else provided_by(SpatialTensor(result, x.layout), providers_of(args))
+                return (
+                    x
+                    if result is alike[0]
+                    else with_halo_sources(SpatialTensor(result, x.layout), halo_sources_of(args))
+                )
         leaves, rebuild = _taken_apart(args, kwargs)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() > 0]
         operands = [leaves[i] for i in places]
@@ -95,16 +99,16 @@ def pointwise(function: Any) -> Rule:
             leaves[i] = part
         args, kwargs = rebuild(leaves)
         result = function(*args, **kwargs)
-        providers = providers_of(operands)
+        halo_sources = halo_sources_of(operands)
         for operand, part in zip(operands, parts, strict=True):
             if result is part and isinstance(operand, SpatialTensor) and operand.layout == layout:
-                return provided_by(operand, providers)
+                return with_halo_sources(operand, halo_sources)
         for y in [result] if isinstance(result, Tensor) else pytree.tree_leaves(result):
             if not _has_pixels_of(y, layout):
                 raise refusal(function_name(function), "its result is no image")
         if isinstance(result, Tensor):
-            return provided_by(wrap(result, layout), providers)
-        return pytree.tree_map_only(Tensor, lambda y: provided_by(wrap(y, layout), providers), result)
+            return with_halo_sources(wrap(result, layout), halo_sources)
+        return pytree.tree_map_only(Tensor, lambda y: with_halo_sources(wrap(y, layout), halo_sources), result)
 
     return rule
 
@@ -193,7 +197,7 @@ def _of_channels(function: Any) -> Rule:
         if input.layout.cut(1):
             raise refusal(function_name(function), "dim 1 is not the channels here")
         x = input.local if input.local.numel() else input.local.to(torch.result_type(input.local, 1.0))
-        return provided_by(wrap(function(x, *args, **kwargs), input.layout), input.providers)
+        return with_halo_sources(wrap(function(x, *args, **kwargs), input.layout), input.halo_sources)
 
     return rule
 

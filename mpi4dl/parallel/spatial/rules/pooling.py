@@ -181,9 +181,9 @@ def _plan_maxima(x: SpatialTensor, places: bool, *options: Any) -> tuple[Sliding
     sliding = slide(x, windows, worst(x, True))
     margins = [max(0, -rows.start) for rows in sliding.needed]
     padding, dilation = list(sliding.padding), [window.dilation for window in windows]
-    shape = sliding.shape(sliding.reached.begin(x))
+    shape = sliding.shape(sliding.halo_plan.begin(x))
     function = _Maxima(*_numbers(windows), padding, dilation, windows[0].ceil_mode, shape, margins, places)
-    return sliding, WithHalo(sliding.reached.exchange, function)
+    return sliding, WithHalo(sliding.halo_plan.exchange, function)
 
 
 def _plan_means(
@@ -191,10 +191,10 @@ def _plan_means(
 ) -> tuple[HaloPlan, WithHalo, list[list[int]], int]:
     windows = _of_images(*options)
     sliding = slide(x, windows)
-    padding, shape = list(sliding.padding), sliding.shape(sliding.reached.begin(x))
+    padding, shape = list(sliding.padding), sliding.shape(sliding.halo_plan.begin(x))
     function = _Means(*_numbers(windows), padding, windows[0].ceil_mode, shape)
     counts = _counts(x.shape, windows, sliding.made, count_include_pad)
-    return sliding.reached, WithHalo(sliding.reached.exchange, function), counts, math.prod(function.kernel)
+    return sliding.halo_plan, WithHalo(sliding.halo_plan.exchange, function), counts, math.prod(function.kernel)
 
 
 def _numbers(windows: Sequence[Window]) -> tuple[list[int], list[int]]:
@@ -216,13 +216,13 @@ def _max_pool(
     x = _as_image(check_image(input, f"torch.nn.functional.max_pool{count}d", count, True), count)
     local, options = x.local, (return_indices, count, ceil_mode, kernel_size, stride, padding, dilation)
     key = _plan_maxima, options, local.shape, local.dtype
-    (reached, _, needed, _), operator = x.layout.known(key, lambda: _plan_maxima(x, *options))
-    y, *indices = operate(x, local, reached, operator)
-    found = [reached.result(x, y)]
+    (halo_plan, _, needed, _), operator = x.layout.known(key, lambda: _plan_maxima(x, *options))
+    y, *indices = operate(x, local, halo_plan, operator)
+    found = [halo_plan.result(x, y)]
     if return_indices:
         at = zip(places_of(indices[0], [rows.length for rows in needed]), needed, strict=True)
         in_image = flat_index([place + rows.start for place, rows in at], x.shape[-len(needed) :])
-        found.append(wrap(in_image, reached.output))
+        found.append(wrap(in_image, halo_plan.output))
     found = [each.squeeze(-2) for each in found] if count == 1 else found
     return tuple(found) if return_indices else found[0]
 
@@ -257,17 +257,17 @@ def _avg_pool(
     x = _as_image(check_image(input, f"torch.nn.functional.avg_pool{count}d", count, True), count)
     local, options = x.local, (count_include_pad, count, ceil_mode, kernel_size, stride, padding, 1)
     key = _plan_means, options, local.shape
-    reached, operator, counts, area = x.layout.known(key, lambda: _plan_means(x, *options))
-    (y,) = operate(x, local, reached, operator)
+    halo_plan, operator, counts, area = x.layout.known(key, lambda: _plan_means(x, *options))
+    (y,) = operate(x, local, halo_plan, operator)
     if divisor_override == 0:
         raise RuntimeError("divisor must be not zero")
     if divisor_override is not None:
-        return reached.result(x, y * (area / divisor_override))
+        return halo_plan.result(x, y * (area / divisor_override))
     if counts:
         shares = [numbers_on(y.device, tuple(numbers), y.dtype) for numbers in counts]
         divisor = reduce(lambda done, share: done.unsqueeze(-1) * share, shares)
         y = y * (area / divisor)
-    pooled = reached.result(x, y)
+    pooled = halo_plan.result(x, y)
     return pooled.squeeze(-2) if count == 1 else pooled
 
 

@@ -17,7 +17,7 @@ from mpi4dl.comm.exchange import Like, linear
 from mpi4dl.geometry import BATCH, Interval, Tiling, TransposedWindow, Window, ceil_div
 from mpi4dl.parallel.spatial.alignment import part as part_of
 from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.halo import gather_axes, gather_dim, reach
+from mpi4dl.parallel.spatial.halo import gather_axes, gather_dim, plan_halo
 from mpi4dl.parallel.spatial.rules.windows import check_image, described, each, in_plain_dtype
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
 
@@ -250,8 +250,8 @@ class Resampling:
     def _filtered(self, row: int) -> list[tuple[int, float]]:
         """All rows under a filter that is as much wider as the image gets smaller, as Pillow has it."""
         width, centre = max(self.scale, 1.0), self.scale * (row + 0.5)
-        reach = (1 if self.mode == "linear" else 2) * width
-        rows = range(max(int(centre - reach + 0.5), 0), min(int(centre + reach + 0.5), self.size))
+        plan_halo = (1 if self.mode == "linear" else 2) * width
+        rows = range(max(int(centre - plan_halo + 0.5), 0), min(int(centre + plan_halo + 0.5), self.size))
         distances = [abs(source - centre + 0.5) / width for source in rows]
         weights = [max(1 - x, 0.0) if self.mode == "linear" else _cubic(x, -0.5) for x in distances]
         total = sum(weights)
@@ -401,10 +401,12 @@ def _reached(
 ) -> tuple[Layout, Tensor, list[Resampled | None]]:
     """The layout of x resampled along these dims; the pixels that this rank needs; what it makes of them."""
     axes = {dim: x.layout.axis(dim) for dim in mappings}
-    reached = reach(
+    halo_plan = plan_halo(
         x, {axis: mapping for dim, mapping in mappings.items() if mapping and (axis := axes[dim]) is not None}
     )
-    local, held = (x.local, x.layout.held) if reached.exchange is None else (reached.fetch(x.local), reached.needed)
+    local, held = (
+        (x.local, x.layout.held) if halo_plan.exchange is None else (halo_plan.fetch(x.local), halo_plan.needed)
+    )
     parts: list[Resampled | None] = []
     for dim, mapping in mappings.items():
         axis = axes[dim]
@@ -413,8 +415,8 @@ def _reached(
         elif axis is None:
             parts.append(Resampled(mapping, Interval(0, mapping.output), Interval(0, mapping.size)))
         else:
-            parts.append(Resampled(mapping, reached.output.held[axis], held[axis]))
-    return reached.output, local, parts
+            parts.append(Resampled(mapping, halo_plan.output.held[axis], held[axis]))
+    return halo_plan.output, local, parts
 
 
 def _by_operator(x: Tensor, parts: Sequence[Resampled | None]) -> Tensor:

@@ -20,12 +20,12 @@ from mpi4dl.parallel.spatial.tensor import (
     SpatialTensor,
     copied,
     function_name,
+    halo_sources_of,
     named,
     place_of,
-    provided_by,
-    providers_of,
     refusal,
     register,
+    with_halo_sources,
     wrap,
 )
 
@@ -204,7 +204,7 @@ def _join(function: Any, tensors: Sequence[Tensor], dim: int, new: bool) -> Tens
     parts, layout = align(tensors, name)
     y = function(parts, dim)
     y = wrap(y, layout.moved(lambda d: d + (d >= dim)) if new else layout)
-    return provided_by(y, providers_of(tensors))
+    return with_halo_sources(y, halo_sources_of(tensors))
 
 
 @register(torch.cat, torch.concat, torch.concatenate, flat=True)

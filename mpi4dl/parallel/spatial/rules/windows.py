@@ -18,7 +18,7 @@ from mpi4dl.comm import exchange
 from mpi4dl.comm.exchange import Dims, Exchange, Like, at, no_view, once_differentiable
 from mpi4dl.geometry import BATCH, AxisMap, Interval, OfPart, Split, TransposedWindow, Window, plan_axis
 from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.halo import HaloPlan, gather_axes, reach
+from mpi4dl.parallel.spatial.halo import HaloPlan, gather_axes, plan_halo
 from mpi4dl.parallel.spatial.sums import shared
 from mpi4dl.parallel.spatial.tensor import (
     SpatialTensor,
@@ -79,7 +79,7 @@ class Sliding(NamedTuple):
     they may reach beyond the image. `made` are the rows of the output.
     """
 
-    reached: HaloPlan
+    halo_plan: HaloPlan
     padding: tuple[int, ...]
     needed: tuple[Interval, ...]
     made: tuple[Interval, ...]
@@ -96,13 +96,13 @@ def slide(x: SpatialTensor, windows: Sequence[AxisMap], fill: float = 0.0) -> Sl
     """The reach of windows that slide along the last dims of x, of an operator that pads where it can."""
     axes = axes_of(x, len(windows))
     maps = {axis: window for axis, window in zip(axes, windows, strict=True) if axis is not None}
-    reached = reach(x, maps, fill, pads=True)
+    halo_plan = plan_halo(x, maps, fill, pads=True)
     padding, needed, made = [], [], []
     for size, axis, window in zip(x.shape[-len(windows) :], axes, windows, strict=True):
-        needed.append(Interval(0, size) if axis is None else reached.needed[axis])
-        made.append(Interval(0, window.output_size(size)) if axis is None else reached.output.held[axis])
+        needed.append(Interval(0, size) if axis is None else halo_plan.needed[axis])
+        made.append(Interval(0, window.output_size(size)) if axis is None else halo_plan.output.held[axis])
         padding.append(0 if made[-1].empty else max(0, needed[-1].start - window.needs(made[-1], size).start))
-    return Sliding(reached, tuple(padding), tuple(needed), tuple(made))
+    return Sliding(halo_plan, tuple(padding), tuple(needed), tuple(made))
 
 
 def places_of(indices: Tensor, size: Sequence[int]) -> list[Tensor]:
@@ -246,10 +246,12 @@ class Windowed(torch.autograd.Function):
         return of_x, None, *rest, None, None
 
 
-def operate(x: SpatialTensor, local: Tensor, reached: HaloPlan, operator: WithHalo) -> tuple[Tensor, ...]:
+def operate(x: SpatialTensor, local: Tensor, halo_plan: HaloPlan, operator: WithHalo) -> tuple[Tensor, ...]:
     """The results of an operator without a weight on x, of which this rank has `local`."""
-    reached.ask(x)
-    results: tuple[Tensor, ...] = Windowed.apply(reached.crop(local) if reached.exchange is None else local, operator)
+    halo_plan.request_halo(x)
+    results: tuple[Tensor, ...] = Windowed.apply(
+        halo_plan.crop(local) if halo_plan.exchange is None else local, operator
+    )
     return results
 
 
@@ -293,8 +295,8 @@ def described(
         with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: x):
             y = function(torch.empty(x.shape, device="meta", requires_grad=True), *args, **kwargs)  # raises as PyTorch
         maps = [OfPart(window) for window in windows(*args, **kwargs)]
-        reached, _, needed, made = slide(x, maps)
-        shape = reached.output.local_shape(y.shape)
+        halo_plan, _, needed, made = slide(x, maps)
+        shape = halo_plan.output.local_shape(y.shape)
         first = [rows.start - each.begins(source.start) for each, source, rows in zip(maps, needed, made, strict=True)]
         crop = tuple((i - count, first[i], rows.length) for i, rows in enumerate(made))
 
@@ -304,7 +306,7 @@ def described(
             with torch.autocast(*autocast) if autocast else nullcontext():  # in backward too
                 return at(function(part, *args, **kwargs), crop)
 
-        return reached, of_part, bool(kept)
+        return halo_plan, of_part, bool(kept)
 
     def rule(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         x = check_image(input, name, count, each_channel)
@@ -314,10 +316,12 @@ def described(
         known = torch.amp.is_autocast_available(kind)
         autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) if known else None
         key = described, function, autocast, args, *kwargs.items(), x.local.shape
-        reached, of_part, keeps = x.layout.known(key, lambda: plan(x, autocast, args, kwargs))
+        halo_plan, of_part, keeps = x.layout.known(key, lambda: plan(x, autocast, args, kwargs))
         if keeps:
-            return wrap(operate(x, x.local, reached, WithHalo(reached.exchange, _Again(of_part)))[0], reached.output)
-        return wrap(of_part(reached.fetch(x.local)), reached.output)
+            return wrap(
+                operate(x, x.local, halo_plan, WithHalo(halo_plan.exchange, _Again(of_part)))[0], halo_plan.output
+            )
+        return wrap(of_part(halo_plan.fetch(x.local)), halo_plan.output)
 
     return rule
 
@@ -368,9 +372,9 @@ def fold(
         if grid.shape[axis] == 1:
             patches = patches.replace(axis, image.splits[axis])
             continue
-        reached = tuple(window.adds_to(split.owned(part)) for part in range(split.parts))
-        patches = patches.replace(axis, Split(image.splits[axis].cuts, reached))
-        lengths[i], around[i] = reached[grid.coordinates[axis]].length, 0
+        halo_plan = tuple(window.adds_to(split.owned(part)) for part in range(split.parts))
+        patches = patches.replace(axis, Split(image.splits[axis].cuts, halo_plan))
+        lengths[i], around[i] = halo_plan[grid.coordinates[axis]].length, 0
     y, layout = _summed(owned(x), lengths, numbers, around), Layout(grid, image, x.layout.dims)
     if patches == image:
         return wrap(y, layout)
@@ -408,19 +412,19 @@ def unfold_dim(input: Tensor, dimension: int, size: int, step: int) -> Tensor:
         return wrap(x.local.unfold(dim, size, step), x.layout)
     if axis == BATCH:
         raise refusal("Tensor.unfold", "a batch that is cut cannot be unfolded")
-    reached = reach(x, {axis: Window(size, step)})
-    local = reached.fetch(x.local)
-    if reached.output.held[axis].empty:
+    halo_plan = plan_halo(x, {axis: Window(size, step)})
+    local = halo_plan.fetch(x.local)
+    if halo_plan.output.held[axis].empty:
         shape = [*local.shape, size]
         shape[dim] = 0
         windows = (local.sum() * local.new_zeros(shape)).to(local.dtype)  # of integers the sum is a wider one
     else:
         windows = local.unfold(dim, size, step)
-    if reached.exchange is None and not x.layout.wide:
-        return SpatialTensor(windows, reached.output)
+    if halo_plan.exchange is None and not x.layout.wide:
+        return SpatialTensor(windows, halo_plan.output)
     # Of the windows over a pixel of a halo, this rank may not have all: so they are no view of it.
-    windows = windows if reached.exchange is not None else windows.clone()
-    return copied(SpatialTensor(windows, reached.output), x)
+    windows = windows if halo_plan.exchange is not None else windows.clone()
+    return copied(SpatialTensor(windows, halo_plan.output), x)
 
 
 @register(F.unfold)

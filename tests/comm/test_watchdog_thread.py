@@ -97,7 +97,7 @@ def test_a_rank_that_no_longer_answers_ends_the_job(where: str, named: int) -> N
 Watchdog(1.0).stop()
 if comm.rank == {named}:
     if "{where}" == "end":
-        sentry().ended = True  # as if it had just come there
+        watchdog_thread().ended = True  # as if it had just come there
     os.kill(os.getpid(), signal.SIGSTOP)
 if "{where}" == "main":
     wait(comm.Barrier)

@@ -64,7 +64,7 @@ def train(
     model = make()
     plain = copy.deepcopy(model)
     grid, traffic = spatial.Grid(comm, cols=2), Traffic(comm)
-    grid.foresight.everywhere = everywhere
+    grid.halo_prefetch.everywhere = everywhere
     rounds = []
     for _ in range(steps):
         image = torch.randn(2, 3, 12, 16)
@@ -141,7 +141,7 @@ def test_a_norm_holds_only_what_is_small_beside_the_tile(comm: Communicator) -> 
     """A far halo is fetched as it was; what is written in place where less is held comes to hold less."""
     torch.manual_seed(0)
     norm, grid = nn.BatchNorm2d(3), spatial.Grid(comm, cols=2)
-    grid.foresight.everywhere = True
+    grid.halo_prefetch.everywhere = True
     weight, image = torch.randn(3, 3, 3, 3), torch.randn(2, 3, 8, 64)
     held = []
     for dilation in (20, 20, 2, 2):

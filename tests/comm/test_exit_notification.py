@@ -51,7 +51,7 @@ class Simulated:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         messages: dict[tuple[int, int, int], deque[Any]] = {}
-        self.farewells = [ExitNotification(Mailbox(rank, messages, self.random)) for rank in range(NUM_RANKS)]  # type: ignore[arg-type]
+        self.exit_notifications = [ExitNotification(Mailbox(rank, messages, self.random)) for rank in range(NUM_RANKS)]  # type: ignore[arg-type]
         self.state = [AT_WORK] * NUM_RANKS
         self.waits_for = [0] * NUM_RANKS
         self.since = [0.0] * NUM_RANKS
@@ -82,8 +82,10 @@ class Simulated:
     def look(self, rank: int) -> str | None:
         state = self.state[rank]
         if state == AT_WORK:
-            return self.farewells[rank].look(None)
-        return self.farewells[rank].look(RankState(state == ENDED, self.since[rank] * (state == WAITS), "in wait"))
+            return self.exit_notifications[rank].look(None)
+        return self.exit_notifications[rank].look(
+            RankState(state == ENDED, self.since[rank] * (state == WAITS), "in wait")
+        )
 
 
 def test_whoever_waits_in_vain_is_found_and_nobody_else() -> None:
