@@ -193,6 +193,8 @@ kept = caught(sys.exit)
 thread = threading.Thread(target=sys.exit, args=(3,))
 thread.start()
 thread.join()
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, since Python 3.12
 if os.fork() == 0:
     os._exit(3)
 assert os.waitstatus_to_exitcode(os.wait()[1]) == 3

@@ -111,6 +111,8 @@ if "{where}" == "main":
 def test_ranks_that_are_slow_or_were_stopped_together_are_left_alone() -> None:
     """Also one that was stopped while a watchdog looks after the other."""
     main = """
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, since Python 3.12
 def stop_for_a_while(ranks):
     child = os.fork() if comm.rank == 0 else None
     if child == 0:
