@@ -181,9 +181,8 @@ class Communicator(PointToPoint):
         self._objects = mpi if objects is None else objects
         self.family = Family() if family is None else family
         self.max_reduction_bytes = MAX_REDUCTION_BYTES
-        self.exit_notifications: list[
-            Callable[[], None]
-        ] = []  # what the guard calls when this rank ends without an error
+        # What is called when this rank ends without an error.
+        self.exit_notifications: list[Callable[[], None]] = []
         self._num_met = 0  # collectives of objects so far
 
     def __repr__(self) -> str:

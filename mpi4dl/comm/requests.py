@@ -1,6 +1,7 @@
 """Requests: objects that report whether they are complete, and advance when they are tested.
 
-A message of MPI, a copy that a GPU makes, a work of NCCL, and several of them in a row all are such requests.
+A message of MPI, a copy that a GPU makes, a work of NCCL, and several of them in a row all are such requests. `Waits`
+marks where a rank waits for one.
 """
 
 import threading
