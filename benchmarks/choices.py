@@ -1,4 +1,4 @@
-"""What the estimates choose on a slow network, beside what is fastest there: all-reduces, halos, placement of ranks.
+"""What the estimates choose on a slow network, beside what is fastest there: all-reduces, placement of ranks.
 
     python -m benchmarks run choices
 
@@ -6,7 +6,6 @@ Nodes are emulated by virtual time (`benchmarks.common.emulated`): ranks have a 
 take the time of --latency-us and --megabytes. In each case there are some ways to do the same:
 
     sum        `direct`, `ring` and `two-level` all-reduces of a buffer
-    halos      an exchange for each `layer`, or one for each `block`, which computes some rows twice
     placement  ranks in blocks on nodes, or dealt out over them (`cyclic`), as Slurm's --distribution calls it
 
 The choice is right if the way that is estimated to be the fastest is measured to be so, or takes at most 5 % longer.
@@ -34,7 +33,7 @@ NUM_CLASSES, BATCH = 10, 4
 TIE = 1.05  # times as long as the fastest
 INSIDE = 5e-6, 1e-10  # seconds of a message within a node, and of each of its bytes
 SUMS = ("direct", "ring", "two-level")
-KINDS = ("sum", "halos", "placement")
+KINDS = ("sum", "placement")
 
 
 @dataclass(frozen=True)
@@ -60,12 +59,6 @@ def _sum(nodes: int, ranks_per_node: int, kib: int) -> Case:
     return Case(name, nodes, ranks_per_node, SUMS, num_bytes=kib << 10)
 
 
-def _halos(size: int, model: str = "small_resnet", tiles: tuple[int, int] = (1, 2)) -> Case:
-    name = f"halos of {model}, {size} px, {tiles[0]}x{tiles[1]} tiles"
-    nodes = tiles[0] * tiles[1]
-    return Case(name, nodes, 1, ("layer", "block"), model=model, size=size, plan=(("tiles", (tiles,)),))
-
-
 def _placement(what: str, model: str = "resnet_v2", size: int = 128, **plan: Any) -> Case:
     name = f"placement of {what} of {model}, {size} px, 2 nodes of 2"
     return Case(name, 2, 2, ("block", "cyclic"), model=model, size=size, plan=tuple(plan.items()))
@@ -77,9 +70,6 @@ CASES = (
     _sum(2, 4, 4096),
     _sum(4, 2, 256),
     _sum(4, 2, 4096),
-    _halos(64),
-    _halos(512),
-    _halos(128, "resnet_v2"),
     _placement("2 stages of 1x2 tiles", stages=2, tiles=((1, 2),), microbatches=2),
     _placement("4 stages", stages=4, microbatches=4),
     _placement("2x2 tiles", tiles=((2, 2),)),
@@ -130,19 +120,13 @@ def estimated(options: Options, case: Case, way: str) -> float:
 def estimated_step(case: Case, way: str, machine: "Machine") -> "StepTime":
     import torch
 
-    from mpi4dl.estimate.plan_estimate import Estimator, Uncut
+    from mpi4dl.estimate.plan_estimate import Estimator
     from mpi4dl.parallel.costs.cost_model import Profiler
     from mpi4dl.parallel.cut import partition
     from mpi4dl.parallel.pipeline.split import Cuttable, outline
-    from mpi4dl.parallel.streaming.wide_halos import fetch_halos
 
-    model = outline(builder(case.model, case.size)).train()
-    units: Any = Cuttable(model)
-    if case.ways == ("layer", "block"):  # both as one unit: blocks are more than units
-        fetch_halos([model], way)
-        units = Uncut(model)
-    # Costs that are kept do not say how a model fetches halos.
-    profiler = Profiler(machine=machine) if way == "block" else Profiler.of_user(machine=machine)
+    units = Cuttable(outline(builder(case.model, case.size)).train())
+    profiler = Profiler.of_user(machine=machine)
     sgd = partial(torch.optim.SGD, lr=0.01)
     image = (BATCH, 3, case.size, case.size)
     found = Estimator(units, image, profiler, torch.device("cpu"), optimizer=sgd)
@@ -180,9 +164,8 @@ def work(options: Options) -> None:
                 flat = torch.zeros(case.num_bytes // 4)
                 step = lambda: add_up(flat).wait()  # noqa: E731
             else:
-                halo = {"halo": way} if case.ways == ("layer", "block") else {}
                 asked = builder(case.model, case.size), plan_of(case), BATCH, (case.size, case.size), NUM_CLASSES
-                step = training_step(world, *asked, **halo)
+                step = training_step(world, *asked)
             times = time_steps(world, clock, step, options.steps)
         work_ms = 1e3 * max(each.work_seconds for each in times.medians)
         return {"measured_ms": 1e3 * times.fastest, "work_ms": work_ms}

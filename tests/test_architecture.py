@@ -505,8 +505,7 @@ CORE = ("parallel", "comm", "geometry", "engine", "checkpoints", "estimate", "to
 MOST_LINES, MOST_NESTED, MOST_PARAMETERS = 60, 4, 7
 # Functions with more parameters, which are to become fewer. Rules have those of PyTorch's own functions.
 MANY_PARAMETERS = {
-    *("cut.split", "cut.choose_cut", "cut.stage_costs", "cut._check", "work.__init__", "grid.__init__"),
-    *("group.__init__", "local_stages.__init__", "stream.__init__", "memory_limit._segment", "summary.overview"),
+    *("cut.split", "grid.__init__", "group.__init__", "local_stages.__init__", "stream.__init__", "summary.overview"),
 }
 BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match)
 

@@ -107,7 +107,6 @@ class EngineOptions:
     Attributes:
         precision: "fp32" (the model's own dtype), "bf16" or "fp16" (autocast, which scales the loss).
         recompute: whether to keep only the inputs of the model's blocks, or of a stage.
-        halo: whether halos are fetched by each "layer", or at the entry of each "block".
         clip_norm: the most that the norm of the whole gradient may be; None: anything.
         clip_value: the most that each of its elements may be.
         ema: the decay of an average of the weights, such as 0.999; see `Engine.averaged`.
@@ -127,7 +126,6 @@ class EngineOptions:
 
     precision: str = "fp32"
     recompute: bool = False
-    halo: str = "layer"
     clip_norm: float | None = None
     clip_value: float | None = None
     ema: float | None = None
@@ -175,7 +173,7 @@ class Engine(Runner):
         with comm.together((ValueError,)):
             _require_one_batch(loss, plan)
             chosen = EngineOptions(**options)
-        self._place(model, plan, loss, comm, chosen.precision, chosen.halo)
+        self._place(model, plan, loss, comm, chosen.precision)
         bucket_bytes = bucket_bytes_on(self.device.type) if chosen.bucket_bytes is None else chosen.bucket_bytes
         self.options = chosen = replace(chosen, bucket_bytes=bucket_bytes)
         self.is_averaged = False
@@ -198,7 +196,7 @@ class Engine(Runner):
             ]
         comm.agree(problem, optimizer=settings, **chosen.to_agree_on())
         self._require_alike(trained)
-        self._share_values(chosen.halo)
+        self._share_values()
         if chosen.recompute:
             from mpi4dl.engine.recompute import recompute_stages
 

@@ -413,14 +413,11 @@ class Runner:
         *,
         comm: Communicator,
         precision: str = "fp32",
-        halo: str = "layer",
     ) -> None:
-        self._place(model, plan, loss, comm, precision, halo)
-        self._share_values(halo)
+        self._place(model, plan, loss, comm, precision)
+        self._share_values()
 
-    def _place(
-        self, model: nn.Module, plan: Plan, loss: Loss | None, comm: Communicator, precision: str, halo: str
-    ) -> None:
+    def _place(self, model: nn.Module, plan: Plan, loss: Loss | None, comm: Communicator, precision: str) -> None:
         """Take this rank's stages, once all ranks have agreed on the model. No value of it is touched. Collective."""
         self.model, self.plan, self.loss, self.comm = model, plan, loss, comm
         with comm.together((ValueError,)):
@@ -435,9 +432,9 @@ class Runner:
                 (name, shape, str(dtype), name in stages.trained) for name, (shape, dtype) in stages.shapes.items()
             ]
             digest = hashlib.sha256(repr(described).encode()).hexdigest()[:16]
-        comm.agree(None, model=digest, balance=stages.counts, precision=precision, halo=halo)
+        comm.agree(None, model=digest, balance=stages.counts, precision=precision)
 
-    def _share_values(self, halo: str) -> None:
+    def _share_values(self) -> None:
         """Give all ranks the values of the first holders, and make what runs the stages. Collective."""
         comm, stages = self.comm, self.stages
         for together in stages.together:
@@ -446,10 +443,6 @@ class Runner:
         for stage, module in stages.modules_of.items():
             for buffer in module.buffers():
                 stages.groups[stage].broadcast(buffer.data)
-        if halo != "layer":
-            from mpi4dl.parallel.streaming.wide_halos import fetch_halos
-
-            fetch_halos(stages.modules_of.values(), halo)
         self._streamed: Callable[..., Any] | None = None
         if stages.stream is not None:
             from mpi4dl.parallel.streaming.leading_part import StreamedImages

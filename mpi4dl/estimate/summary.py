@@ -16,7 +16,7 @@ from mpi4dl.options.build import title_of
 from mpi4dl.parallel.costs.cost_model import costs_for
 from mpi4dl.parallel.costs.sites import Units, on_one_rank
 from mpi4dl.parallel.costs.units import count_units
-from mpi4dl.parallel.cut import ChooseStream, Counts, choose_cut
+from mpi4dl.parallel.cut import ChooseStream, Costing, Counts, choose_cut
 from mpi4dl.parallel.inputs import of_tokens, space_of
 from mpi4dl.parallel.pipeline.split import unfit
 from mpi4dl.parallel.plan import Plan, grid_name
@@ -217,7 +217,7 @@ def _cut(estimator: Estimator, plan: Plan, balance: str | Sequence[int]) -> Coun
         costs = costs_for(units, plan, estimator.sites(plan), kind, device, profiler)
         return Counts((len(units),), costs)
     image = plan.microbatch(estimator.image)
-    found = choose_cut(units, plan, None, balance, image, device, profiler, estimator.styles)
+    found = choose_cut(units, plan, None, balance, image, Costing(device, profiler, estimator.styles))
     units.shared(found.counts)  # raises ValueError where two stages would need the same buffer
     return found
 

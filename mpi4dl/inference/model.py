@@ -119,8 +119,7 @@ class Predictor:
             self.patience.feed()
             if self.precision == "int8":
                 self._remarks.append(self._round_weights(held))
-            computed, halo = self.config.training.precision, self.config.parallel.halo
-            self.runner = Runner(held, self.plan, comm=comm, precision=computed, halo=halo)
+            self.runner = Runner(held, self.plan, comm=comm, precision=self.config.training.precision)
         self.runner.executor.progress = lambda doing: self.patience.feed()
 
     def _round_weights(self, held: LocalStages) -> str:

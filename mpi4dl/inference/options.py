@@ -88,7 +88,6 @@ class Placing:
     microbatches: int = like(Parallel, "microbatches")
     tensor: int = like(Parallel, "tensor")
     experts: int = like(Parallel, "experts")
-    halo: str = like(Parallel, "halo")
     stream: tuple[int, ...] | str | None = like(Parallel, "stream")
     stream_until: str | None = like(Parallel, "stream_until")
     memory_limit: int | None = like(Parallel, "memory_limit")

@@ -71,7 +71,6 @@ def engine_options(config: Config) -> dict[str, Any]:
         "precision": chosen.precision,
         "low_precision_weights": chosen.low_precision_weights,
         "recompute": chosen.recompute,
-        "halo": config.parallel.halo,
         "clip_norm": config.optimizer.clip_norm,
         "clip_value": config.optimizer.clip_value,
         "ema": config.tuning.ema,

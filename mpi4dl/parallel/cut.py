@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -24,7 +25,6 @@ from mpi4dl.parallel.costs.units import count_bytes
 from mpi4dl.parallel.pipeline.checking import Checked, check_cut
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline
-from mpi4dl.parallel.pipeline.stage import StageProgram
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions, choose_leading_part
 from mpi4dl.parallel.tensor.styles import Styles
@@ -87,15 +87,17 @@ def split(
     cuttable = Cuttable(model, whole, image)
     counts, costs = Counts((len(cuttable),), None)
     if plan.num_stages > 1:
-        counts, costs = choose_cut(cuttable, plan, comm, balance, image, device, profiler, styles)
+        counts, costs = choose_cut(cuttable, plan, comm, balance, image, Costing(device, profiler, styles))
     options = stream(cuttable, counts) if callable(stream) else stream
     shared = cuttable.shared(counts)
     _require_exact_norms(options, plan)
+    name = type(model).__name__
     if not check:
-        _warn(comm, f"{type(model).__name__} in stages is not compared with the plain model")
+        _warn(comm, f"{name} in stages is not compared with the plain model")
     if check:
         processes = [[stage.stage_program] for stage in cuttable.stages(counts)]
-        _check(cuttable, processes, build, seed, image, plan, comm, options is not None)
+        compare = partial(check_cut, cuttable, processes, build, seed, image)
+        _check(name, compare, plan, comm, options is not None)
     own, uncut = sorted({stage for _, stage in plan.held_by(comm.rank)}), "cpu" if plan.cuts_parameters else device
     modules = {stage: materialize(cuttable.stage(counts, stage), build, uncut, seed) for stage in own}
     if options is not None:
@@ -104,32 +106,23 @@ def split(
             modules[0].opening = leading
             leading.segments.watch(modules[0])
         if check and (leading.source is not cuttable or len(leading.segments.programs) > 1):
-            _check(leading.source, [leading.programs()], build, seed, image, plan, comm, True)
+            compare = partial(check_cut, leading.source, [leading.programs()], build, seed, image)
+            _check(name, compare, plan, comm, True)
         options = replace(options, remark="; ".join(filter(None, (options.remark, leading.describe(cuttable.names)))))
     stages = LocalStages(modules, model, plan, comm, counts, cuttable.names, costs, options, styles, shared, device)
     stages.watch(model, cuttable.program.watched)
     return stages
 
 
-def _check(
-    cuttable: Cuttable,
-    processes: Sequence[Sequence[StageProgram]],
-    build: Callable[[], nn.Module],
-    seed: int,
-    image: tuple[int, ...],
-    plan: Plan,
-    comm: Communicator,
-    streams: bool,
-) -> None:
-    """Refuse a cut model that rank 0 finds to differ from the plain one. Collective."""
+def _check(name: str, compare: Callable[[], Checked], plan: Plan, comm: Communicator, streams: bool) -> None:
+    """Refuse the model `name` if rank 0, as it will `compare` them, finds it cut to differ from whole. Collective."""
     with comm.together():
         found = None
         if comm.rank == 0:
             with ProgressLine(first=QUIET_SECONDS) as progress:
                 progress("comparing the cut model with the plain one (--no-check leaves this out)")
-                found = check_cut(cuttable, processes, build, seed, image)
+                found = compare()
     checked: Checked = comm.broadcast_object(found)
-    name = type(cuttable.model).__name__
     if checked.problem is not None:
         raise ValueError(f"{name}: {checked.problem}")
     if plan.bidirectional and checked.own_buffers:
@@ -161,21 +154,30 @@ class Counts(NamedTuple):
     costs: StageCosts | None
 
 
+class Costing(NamedTuple):
+    """How units are costed: on `device`, by `profiler` (None: that of the user), with parameters cut by `styles`."""
+
+    device: torch.device | str = "cpu"
+    profiler: Profiler | None = None
+    styles: Styles | None = None
+
+
+COUNTED = Costing()
+
+
 def choose_cut(
     cuttable: Cuttable,
     plan: Plan,
     comm: Communicator | None,
     balance: str | Sequence[int],
     image: tuple[int, ...],
-    device: torch.device | str = "cpu",
-    profiler: Profiler | None = None,
-    styles: Styles | None = None,
+    costing: Costing = COUNTED,
 ) -> Counts:
     """The cut by `balance`, the same on all ranks of `comm`. Collective. Without it, it may be for another machine."""
     counts = None
     if not isinstance(balance, str):
         counts = by_hand(cuttable, balance, plan.num_stages)
-        if profiler is None:
+        if costing.profiler is None:
             return Counts(counts, None)
     elif balance not in BALANCES:
         raise ValueError(f"balance {balance!r} must be one of {', '.join(BALANCES)}, or one number for each stage")
@@ -185,8 +187,7 @@ def choose_cut(
             f"{cuttable.hint()}"
         )
     how = balance if isinstance(balance, str) else "auto"
-    profiler = profiler or Profiler.of_user()
-    costs = stage_costs(cuttable, plan, comm, how, image, torch.device(device), profiler, styles)
+    costs = _stage_costs(cuttable, plan, comm, how, image, costing)
     if counts is None:
         by_memory = balance == "memory"
         matrix = shared_out(count_bytes(cuttable, image), plan.sharing) if by_memory else costs.matrix
@@ -194,17 +195,11 @@ def choose_cut(
     return Counts(counts, costs)
 
 
-def stage_costs(
-    cuttable: Cuttable,
-    plan: Plan,
-    comm: Communicator | None,
-    how: str,
-    image: tuple[int, ...],
-    device: torch.device,
-    profiler: Profiler,
-    styles: Styles | None,
+def _stage_costs(
+    cuttable: Cuttable, plan: Plan, comm: Communicator | None, how: str, image: tuple[int, ...], costing: Costing
 ) -> StageCosts:
     """Costs of units on each stage: found by rank 0, or by all ranks, and the same on all of `comm`. Collective."""
+    device, styles, profiler = torch.device(costing.device), costing.styles, costing.profiler or Profiler.of_user()
     if comm is None:
         return costs_for(cuttable, plan, sites_of(cuttable, plan, image, styles), how, device, profiler)
     if how == "measured":

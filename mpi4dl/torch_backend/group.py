@@ -356,8 +356,8 @@ class MpiGroup(GROUP):
     def _work(
         self, name: str, pending: Pending, results: Sequence[Any], timeout: timedelta | None, number: int
     ) -> MpiWork:
-        node, limit = self._collectives.node, timeout or self._timeout
-        return MpiWork(name, self, pending, node, list(results), limit, lambda: self._check_all_come(name, number))
+        limit = timeout or self._timeout
+        return MpiWork(name, self, pending, list(results), limit, lambda: self._check_all_come(name, number))
 
     def _keep(self, work: MpiWork, pending: Pending) -> MpiWork:
         """Keep what is under way until MPI is done with its buffers, whether or not somebody waits for it."""
@@ -611,8 +611,7 @@ class MpiGroup(GROUP):
         alarm: Callable[[], None],
         receives: bool = True,
     ) -> MpiWork:
-        node = self._collectives.node
-        pending = Pending.all(node, parts)
+        pending = Pending.all(self._collectives.node, parts)
 
         def look() -> None:
             try:
@@ -621,7 +620,7 @@ class MpiGroup(GROUP):
                 if not pending.test():  # else it was what came last of all, and was found as others were looked at
                     raise
 
-        work = MpiWork(name, self, pending, node, list(results), self._timeout, look, receives)
+        work = MpiWork(name, self, pending, list(results), self._timeout, look, receives)
         return self._keep(work, pending)
 
     def _start_coalescing(self, device: torch.device) -> None:

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from mpi4dl.comm.node import Node
 from mpi4dl.comm.pending import Pending, as_event
 from mpi4dl.comm.requests import Calls
 from mpi4dl.torch_backend.departure import Mismatch, TimedOut, within
@@ -125,7 +124,6 @@ class MpiWork(dist.Work):
         name: str,
         group: object,
         pending: Pending,
-        node: Node,
         results: list[Any],
         timeout: timedelta,
         alarm: Callable[[], None],
@@ -136,7 +134,6 @@ class MpiWork(dist.Work):
         self._name = name
         self._group = group
         self._pending = pending
-        self._node = node
         self._results = results
         self._timeout = timeout
         self._alarm = alarm
@@ -185,7 +182,7 @@ class MpiWork(dist.Work):
             raise self._error
 
     def _await(self, limit: timedelta) -> None:
-        self._node.wait(self._pending, within(limit, lambda: self._complaint(limit), self._alarm))
+        self._pending.node.wait(self._pending, within(limit, lambda: self._complaint(limit), self._alarm))
 
     def _complaint(self, limit: timedelta) -> str:
         silent = self._pending.silent if isinstance(self._pending, Agreement) else []

@@ -283,7 +283,7 @@ def work_that_a_later_call_completes(comm: Communicator) -> None:
     other, first, second = 1 - comm.rank, Stream(), Stream()
     with installed():
         into, pending = swap(comm)
-        work = MpiWork("exchange", comm, pending, comm.node, [into], timedelta(seconds=60), lambda: None)
+        work = MpiWork("exchange", comm, pending, [into], timedelta(seconds=60), lambda: None)
         with stream_context(first):
             while not work.poke():
                 pass

@@ -355,7 +355,7 @@ OF_NET = (
     "--random-crop",
     "--recompute",
 )  # which patches do not take
-BESIDE_PLANS = ("--halo block", "--offload cpu", "--offload disk", "--allreduce ring", "--balance memory")
+BESIDE_PLANS = ("--offload cpu", "--offload disk", "--allreduce ring", "--balance memory")
 
 
 def flags_of_plan(plan: Plan) -> str:
@@ -414,8 +414,6 @@ def uses_of(draw: st.DrawFn, data: str, sides: int) -> tuple[str, str, int]:
     words.append(f"--batch-size {replicas * draw(st.integers(1, 4))}")
     if draw(st.sampled_from([False, False, True])) and data != "patches":
         words.append(f"--stream {'x'.join(str(draw(st.integers(1, 2))) for _ in range(sides))}")
-    if draw(st.booleans()):
-        words.append("--halo block")
     return draw(st.sampled_from(["evaluate", "predict"])), " ".join(words), size
 
 

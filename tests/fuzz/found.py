@@ -41,19 +41,6 @@ TRAININGS: Mapping[str, Training] = {
         (Part(Plan(data=2)),),
         batch=2,
     ),
-    # A block's halo was counted along the axis of features, too.
-    "halo of a block whose channels are cut": Training(
-        Network((6, 6), (("norm", {"kind": "batch", "still": False}), CONVOLUTION), "mean"),
-        (Part(Plan(tensor=2), halo="block"), Part(Plan(((1, 2),), tensor=2), halo="block")),
-        batch=2,
-        styles=(("stem", "column"), ("layers.1.inner", "row")),
-    ),
-    # What a block's halo is was tried out while tensors of a block to be recomputed were counted.
-    "halo of a block that is recomputed": Training(
-        Network((6, 6), (("coordinates", {}),), "mean"),
-        (Part(Plan(batch_ways=(2,)), recompute=True, halo="block"),),
-        batch=2,
-    ),
 }
 GPT = Text(3, (("num_layers", 1), ("num_heads", 2), ("hidden", 8), ("tied", False)))
 TEXTS: Mapping[str, Training] = {

@@ -55,7 +55,6 @@ class Part:
     plan: Plan
     steps: int = 1
     recompute: bool = False
-    halo: str = "layer"
     offload: str = "none"
     bucket_bytes: int = 300
     all_reduce: str = "auto"
@@ -120,7 +119,7 @@ class Training:
         if part.stream is not None:
             keep = Keep(part.keep, folder if part.keep == "disk" else None)
             stream = StreamOptions(part.stream, segments=part.segments, keep=keep)
-        options: dict[str, Any] = {"ema": self.ema, "recompute": part.recompute, "halo": part.halo}
+        options: dict[str, Any] = {"ema": self.ema, "recompute": part.recompute}
         options |= {"offload": part.offload, "bucket_bytes": part.bucket_bytes, "all_reduce": part.all_reduce}
         if part.offload == "disk":
             options["offload_folder"] = str(folder)
@@ -484,7 +483,6 @@ def parts(draw: st.DrawFn, most_stages: int, streams: bool, sides: int = 2, tens
         plan,
         draw(st.integers(1, 2)),
         recompute=draw(st.booleans()),
-        halo=draw(st.sampled_from(["layer", "layer", "block"])),
         offload=draw(st.sampled_from(["none", "none", "cpu", "disk"])),
         bucket_bytes=draw(st.sampled_from([40, 300, 1 << 20])),
         all_reduce=draw(st.sampled_from(["auto", "ring", "two-level"])),

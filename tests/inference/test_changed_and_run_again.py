@@ -409,7 +409,6 @@ NO_MATTER = {
     "stream_until": ROUNDING,
     "memory_limit": ROUNDING,
     "no_rule": ROUNDING,
-    "halo": ROUNDING,
     **dict.fromkeys(("tiles", "stages", "data", "microbatches", "tensor", "experts"), ROUNDING),
 }
 NOT_OF = {

@@ -331,7 +331,7 @@ def write_features(path: Path, found: Embedded, attributes: Mapping[str, Any], s
         for name, value in attributes.items():
             if value is not None:
                 coords.attrs[name] = value
-    write_durably(path, content.getbuffer())
+    write_durably(path, content.getvalue())
 
 
 class FeatureFolder(SlideFolder):

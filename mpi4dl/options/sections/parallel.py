@@ -134,11 +134,6 @@ class Parallel:
         "compare a model in stages, or streamed, with the plain model on small samples before the first step",
         BOOLEAN,
     )
-    halo: str = option(
-        "layer",
-        "exchange halos for each layer, or once for all layers of a block",
-        choice("layer", "block"),
-    )
     stream: tuple[int, ...] | str | None = option(
         None,
         "process each rank's part of an image in this grid of tiles, one after the other, to save memory; none: all "

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from mpi4dl._memory import memory_of_node
 from mpi4dl._randomness import forked, seed_python
 from mpi4dl.parallel.inputs import made_up, of_tokens, space_of
 from mpi4dl.parallel.pipeline.decisions import Watch, attributes_of, globals_read
@@ -27,7 +28,7 @@ from mpi4dl.parallel.tensor.styles import names_by_first
 
 SIDES = (32, 64, 128, 256)  # of images, or numbers of tokens, of which the smallest that the model takes is tried
 FEW, NUM_MEANS = 16_384, 4_096  # values and means of parts that are kept of a tensor
-MOST_PARAMETERS = 100_000_000  # of larger models nobody waits for a second one
+MOST_PARAMETERS = 400_000_000  # of larger models nobody waits for more of them
 # By the bytes of a number: both make the same calls, but add gradients up in another order, of values in other places.
 CLOSE = {8: 1e-9, 4: 1e-4, 2: 3e-2}
 NORMS = (nn.modules.batchnorm._NormBase,)
@@ -75,8 +76,12 @@ def check_cut(
 
     `image` is the shape of a batch, (N, C, H, W) or (N, T).
     """
-    if sum(p.numel() for p in cuttable.model.parameters()) > MOST_PARAMETERS:
+    parameters = list(cuttable.model.parameters())
+    if sum(p.numel() for p in parameters) > MOST_PARAMETERS:
         return Checked(left_out=f"it has more than {MOST_PARAMETERS:,} parameters")
+    # Each process builds the model, as on its own rank, and one more is the plain one.
+    if sum(p.nbytes for p in parameters) * (len(processes) + 1) > memory_of_node() // 2:
+        return Checked(left_out=f"{len(processes) + 1} copies of it would take more than half of this node's memory")
     reason = f"it takes no images of up to {SIDES[-1]} px"
     for shape, num_steps in product(_small(image), (4, 2)):  # some models cannot evaluate
         trial = _Trial(cuttable, build, seed, shape, num_steps)

@@ -5,7 +5,6 @@ packing included, and it receives zeros. That takes as long as among others, exc
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -163,37 +162,3 @@ def rank_in_the_middle(shape: geometry.GridShape, num_samples: int = 0) -> int:
     in_space, cuts = 1 + len(shape.space), geometry.even_cuts(num_samples, shape.batch)
     way = max(range(shape.batch), key=lambda i: (cuts[i + 1] - cuts[i], -abs(i - shape.batch // 2)))
     return shape.number([way, *(n // 2 for n in shape[1:in_space]), *(n - 1 for n in shape[in_space:])])
-
-
-@dataclass(frozen=True)
-class RankWork:
-    """The work of a rank in a forward pass: exchanges, whose messages travel at once, and computation.
-
-    `touched_bytes` are those that operators read and write whose FLOPs do not count.
-    """
-
-    exchanges: int = 0
-    wire_bytes: int = 0
-    flops: float = 0.0
-    touched_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class HaloChoice:
-    """Where a block fetches what it needs: by layer (a margin of 0), or at its entry, `margin` pixels on each side."""
-
-    margin: int
-    by_layer: RankWork
-    chosen: RankWork
-    reason: str
-
-    @property
-    def exchanges_saved(self) -> int:
-        return self.by_layer.exchanges - self.chosen.exchanges
-
-    @property
-    def computed_twice(self) -> float:
-        """The computation beyond that by layer, as a share of it: in FLOPs, or in bytes without any."""
-        if self.by_layer.flops:
-            return self.chosen.flops / self.by_layer.flops - 1
-        return (self.chosen.touched_bytes - self.by_layer.touched_bytes) / max(1, self.by_layer.touched_bytes)

@@ -15,15 +15,14 @@ from torch.overrides import TorchFunctionMode
 from mpi4dl import geometry
 from mpi4dl._wording import aligned
 from mpi4dl.parallel.inputs import made_up
-from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator, DryRunGrid, HaloChoice, dry_run_grid
+from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator, DryRunGrid, dry_run_grid
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.sharding import even_layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name
 
 COUNTS = ("halo_bytes", "messages", "gathered_bytes", "reduced_bytes")
-WORDS = {"module", "operator", "output", "block", "halos", "why"}
+WORDS = {"module", "operator", "output"}
 HEADINGS: tuple[str, ...] = ("module", "operator", "output", "halo bytes", "messages", "gathered", "reduced")
-HALO_HEADINGS = ("block", "halos", "margin px", "exchanges saved", "more computed", "why")
 
 
 @dataclass
@@ -47,12 +46,10 @@ class Operator:
 class Explanation:
     """The operators of one forward pass, in order; printed, a table of those that communicate.
 
-    `halos` says of blocks, by name, where they fetch what they need, if they choose. Backward sends the halos'
-    gradients back: the same messages and bytes again.
+    Backward sends the halos' gradients back: the same messages and bytes again.
     """
 
     operators: list[Operator] = field(default_factory=list)
-    halos: dict[str, HaloChoice] = field(default_factory=dict)
 
     def total(self, count: str) -> int:
         return sum(getattr(operator, count) for operator in self.operators)
@@ -63,16 +60,7 @@ class Explanation:
             if o.communicates:
                 rows.append((o.module, o.name, "x".join(map(str, o.output)), *_cells(partial(getattr, o))))
         rows.append((f"{len(self.operators)} operators", f"{len(rows) - 1} communicate", "", *_cells(self.total)))
-        tables = [rows]
-        if self.halos:
-            tables.append([HALO_HEADINGS, *(_halo_row(name, halo) for name, halo in self.halos.items())])
-        return "\n\n".join("\n".join(aligned(table, WORDS)) for table in tables)
-
-
-def _halo_row(name: str, halo: HaloChoice) -> tuple[str, ...]:
-    where = "at entry" if halo.margin else "by layer"
-    twice = f"{100 * halo.computed_twice:.1f} %"
-    return name, where, str(halo.margin), str(halo.exchanges_saved), twice, halo.reason
+        return "\n".join(aligned(rows, WORDS))
 
 
 def _cells(value: Callable[[str], int]) -> tuple[str, ...]:
@@ -140,19 +128,11 @@ def explain(model: nn.Module, size: Sequence[int], grid: Grid, held: Callable[..
         imaginary.arrangement = grid.arrangement
         part = held(model, imaginary)
         operators = _forward(part, shape, imaginary)
-        most.halos = _halos(part, imaginary)
         most.operators = most.operators or operators
         for known, operator in zip(most.operators, operators, strict=True):
             for count in COUNTS:
                 setattr(known, count, max(getattr(known, count), getattr(operator, count)))
     return most
-
-
-def _halos(model: nn.Module, grid: Grid) -> dict[str, HaloChoice]:
-    """Where blocks of the model fetch what they need on this grid, in the order in which they ran first."""
-    names = {module: name for name, module in model.named_modules()}
-    choices = {} if grid.choices is None else dict(grid.choices)
-    return {names[block]: choice for block, known in choices.items() if block in names for choice in known.values()}
 
 
 def _forward(model: nn.Module, shape: tuple[int, ...], grid: DryRunGrid) -> list[Operator]:
@@ -167,8 +147,7 @@ def _forward(model: nn.Module, shape: tuple[int, ...], grid: DryRunGrid) -> list
     hooks, recorder = [], _Recorder(grid.comm, path)
     for name, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(lambda *_, name=name: path.append(name)))
-        # A function is no other one in a copy of the module, as rehearsals make; a method would have another recorder.
-        hooks.append(module.register_forward_hook(lambda *args: recorder.leave(*args)))
+        hooks.append(module.register_forward_hook(recorder.leave))
     try:
         with recorder:
             torch.func.functional_call(model, values, (x,))

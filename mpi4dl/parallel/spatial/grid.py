@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -121,9 +120,6 @@ class Grid:
         self.attention: Literal["auto", "ring", "gather"] = "auto"  # how keys and values come to queries
         self.loop: Literal["whole", "spread"] | None = None  # what models in users' own loops return (`own_loop`)
         self.known: dict[Hashable, Any] = {}  # what was found out once for all layers, with communicators of its own
-        # Where blocks fetch their halos, by block and then by what it is given (`wide`); None: for each layer.
-        self.choices: WeakKeyDictionary[Any, dict[Any, Any]] | None = WeakKeyDictionary()
-        self.rehearsals: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # what was found out for that
         self._along: dict[tuple[int, ...], Communicator] = {self.axes: comm}
         self._layouts: dict[Layout, Layout] = {}
 

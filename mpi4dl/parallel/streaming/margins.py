@@ -105,10 +105,10 @@ def profile_part(
     return replace(again, hints=hints)
 
 
-def least_margin(runs: Callable[[int], bool], largest: int, first: int = 16) -> int:
+def least_margin(runs: Callable[[int], bool], largest: int) -> int:
     """The smallest margin, in pixels, for which `runs(margin)` is true; at most about `largest`.
 
-    The search tries 0, `first`, twice that and so on, and then bisects.
+    The search tries 0, 16, twice that and so on, and then bisects.
 
     Raises:
         CannotStream: no margin is enough.
@@ -117,7 +117,7 @@ def least_margin(runs: Callable[[int], bool], largest: int, first: int = 16) -> 
     while not runs(high):
         if high >= largest:
             raise CannotStream("a layer of this part needs pixels of the whole image, so that no margin is enough")
-        low, high = high, min(max(first, 2 * high), largest)
+        low, high = high, min(max(16, 2 * high), largest)
     return low + 1 + bisect_left(range(low + 1, high), True, key=runs)
 
 
@@ -195,7 +195,6 @@ def _momentum(outline: nn.Module) -> Iterator[None]:
 def dry_run_of_tile(tiles: StreamTiles, tile: int, hints: PrefetchHints = ()) -> DryRunGrid:
     """The grid for a dry run of one tile. Statistics of the other tiles have made-up values."""
     grid = dry_run_grid(tiles.grid, tile, tiles.tracks_batch, _StreamedDryRun)
-    grid.choices = None
     _set_hints(grid, hints)
     return grid
 

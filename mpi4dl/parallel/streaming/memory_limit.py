@@ -213,8 +213,8 @@ def needs_of_segments(
         fresh = specs.fresh(part)
         inputs = specs.before(part)
         profile = profile_part(part, tiles, inputs, size)
-        kept = sum(_rank_bytes(spec, tiles, profile.margin, size) for spec in fresh) if found else 0
-        found.append(_segment(part, tiles, inputs, size, profile, segments.norms, not found, kept))
+        kept = sum(_rank_bytes(spec, tiles, profile.margin, size) for spec in fresh) if found else None
+        found.append(_segment(part, tiles, inputs, size, profile, segments.norms, kept))
         specs.behind(part, [InputSpec.like(y) for y in profile.outputs])
     return tuple(found)
 
@@ -226,12 +226,12 @@ def _segment(
     size: tuple[int, ...],
     profile: PartProfile,
     norms: str,
-    reads: bool,
-    kept: int,
+    kept: int | None,
 ) -> SegmentNeeds:
-    """The needs of a segment. `reads`: its input are the images, which are read tile by tile. Else it has `kept` bytes
-    of input that no segment before it has.
+    """The needs of a segment, which has `kept` bytes of input that no segment before it has; None: its input are the
+    images, which are read tile by tile.
     """
+    reads = kept is None
     margin = profile.margin
     grid = dry_run_of_tile(tiles, _largest_tile(tiles.grid, inputs, margin, size), profile.hints)
     values = [meta_input(spec, grid, margin, size) for spec in inputs]
@@ -256,7 +256,7 @@ def _segment(
         margin,
         read_bytes=input_bytes * (1 + READ_AHEAD) if reads else 0,
         tile_bytes=max(found.costs.forward_bytes, found.costs.backward_bytes) + (0 if reads else input_bytes),
-        input_bytes=kept,
+        input_bytes=kept or 0,
         output_bytes=sum(_rank_bytes(InputSpec.like(y), tiles, 0, size) for y in profile.outputs),
         forward_statistics=forward_statistics,
         backward_statistics=grid.comm.counts["rounds"] - forward_statistics,

@@ -138,6 +138,13 @@ def test_a_large_model_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.left_out == "it has more than 10 parameters"
 
 
+def test_a_model_that_takes_too_much_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "memory_of_node", lambda: 4000)
+    cuttable = Cuttable(outline(unseen.Base), image=(4, 3, 20, 18))
+    found = check_cut(cuttable, [[cuttable.part(0, len(cuttable))]], unseen.Base, 0, (4, 3, 20, 18))
+    assert found.left_out == "2 copies of it would take more than half of this node's memory"
+
+
 class Evaluating(unseen.Remembering):
     """Python that no trace sees, in evaluation alone."""
 
