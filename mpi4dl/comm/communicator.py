@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 MANY = 256
 
 
-class Family:
+class CommunicatorPool:
     """All communicators that were made of one."""
 
     def __init__(self) -> None:
@@ -172,14 +172,14 @@ class Communicator(PointToPoint):
         mpi: "MPI.Comm",
         node: Node,
         gpu_wire: str = "staged",
-        family: Family | None = None,
+        pool: CommunicatorPool | None = None,
         nccl: nccl.Nccl | None = None,
         objects: "MPI.Comm | None" = None,
     ) -> None:
         super().__init__(mpi, node, gpu_wire, nccl)
         # Apart, so that a rank that tells of a failure is not heard by others as its part of a sum.
         self._objects = mpi if objects is None else objects
-        self.family = Family() if family is None else family
+        self.pool = CommunicatorPool() if pool is None else pool
         self.max_reduction_bytes = MAX_REDUCTION_BYTES
         # What is called when this rank ends without an error.
         self.exit_notifications: list[Callable[[], None]] = []
@@ -262,13 +262,13 @@ class Communicator(PointToPoint):
 
     def _child(self, create: "Callable[[], MPI.Comm]", ordered: bool = True) -> "Communicator":
         with self.node.waits:
-            self.family.make_room()
+            self.pool.make_room()
             mpi = create()
         joined = None
         if self.nccl is not None and ordered:
             joined = self.nccl.among(_places(mpi, self.mpi))
-        child = Communicator(mpi, self.node, self.gpu_wire, self.family, joined)
-        self.family.adopt(child, mpi)
+        child = Communicator(mpi, self.node, self.gpu_wire, self.pool, joined)
+        self.pool.adopt(child, mpi)
         return child
 
     def isend_object(self, value: Any, to: int, tag: int = 0) -> Pending:

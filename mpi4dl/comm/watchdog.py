@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 # A rank may end early, as long as nobody needs it any more; so that alone is no error. It is one when every rank has
 # ended or waits for a message, and none of them comes further. Rank 0 finds out, however long healthy ranks may take:
 #
-#     rank r          as it ends, and when it has been in one wait for STUCK_SECONDS:  its standing   ->  rank 0
+#     rank r          as it ends, and when it has been in one wait for STUCK_SECONDS:  its state   ->  rank 0
 #     rank 0          once all have ended or are stuck:                                "still so?"    ->  who is stuck
-#     rank r          if it is still in the same wait:                                 its standing   ->  rank 0
+#     rank r          if it is still in the same wait:                                 its state   ->  rank 0
 #
 # Who answers was in the same wait all the time from its first word to its answer. So there was a moment, when rank 0
 # asked, at which nobody was left who could have sent what the others wait for. Ranks at work send and receive nothing.
 #
-# A rank that failed where all are to hear of it waits for the others too, and its standing says how it failed. Where
+# A rank that failed where all are to hear of it waits for the others too, and its state says how it failed. Where
 # none has ended or failed, all wait for each other, as in different calls. That is looked at for longer, since it is
 # rare, and a GPU at work may look like it.
 
@@ -82,7 +82,7 @@ class ExitNotification:
         self._question = 0
 
     def look(self, rank_state: RankState | None) -> Verdict | None:
-        """Take part, as long as this rank's standing is worth to be told (None: it is at work). Call it now and then.
+        """Take part, as long as this rank's state is worth to be told (None: it is at work). Call it now and then.
 
         Returns a verdict, on rank 0, if the job can never end.
         """

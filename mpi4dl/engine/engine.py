@@ -185,8 +185,8 @@ class Engine(Runner):
             for module in self.stages.modules_of.values() if chosen.low_precision_weights else ():
                 assert lowered is not None
                 lower_precision(module, lowered)
-            learnt = trainable(self.stages.named_parameters(), optimizer)
-            turns = plan.zero > 0 or not all(stays(p, home) for _, p in learnt)
+            parameters = trainable(self.stages.named_parameters(), optimizer)
+            turns = plan.zero > 0 or not all(stays(p, home) for _, p in parameters)
             on_parts = turns or plan.num_stages > 1 or plan.cuts_parameters
             unit: StepUnit = step_unit(optimizer) if on_parts else "element"
             problem = self._problem(unit, turns)
@@ -412,13 +412,13 @@ class Engine(Runner):
 
     def buffers(self) -> dict[str, Tensor]:
         """Those of stages whose first holder is this rank."""
-        stages, learnt = self.stages, {name for same in self.stages.names_of.values() for name in same}
+        stages, trained = self.stages, {name for same in self.stages.names_of.values() for name in same}
         return {
             name: value
             for stage, module in stages.modules_of.items()
             if self.plan.ranks(0, stage)[0] == self.comm.rank
             for name, value in module.state_dict().items()
-            if name not in learnt and name not in stages.ties
+            if name not in trained and name not in stages.ties
         }
 
 

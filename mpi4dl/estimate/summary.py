@@ -271,8 +271,8 @@ def count_work(
     for start, stop in pairwise(accumulate(counts, initial=0)):
         own, last = counted[start:stop], stop == len(units)
         parameters = {id(p): p.numel() for i in range(start, stop) for p in units.unit(i).parameters()}
-        flops, handed = sum(unit.flops for unit in own), 0 if last else own[-1].output_bytes
-        found.append(Work(units.names[start:stop], sum(parameters.values()), flops, handed))
+        flops, output_bytes = sum(unit.flops for unit in own), 0 if last else own[-1].output_bytes
+        found.append(Work(units.names[start:stop], sum(parameters.values()), flops, output_bytes))
     return tuple(found)
 
 

@@ -218,7 +218,7 @@ def lay_over(module: nn.Module, num_experts: int, axes: Sequence[str], grid: Gri
     """Let a layer of experts, of which this rank has its part, work on all ranks of `grid`. Collective."""
     key = (num_experts, tuple(axes))
     placement = (
-        grid.known[key] if key in grid.known else grid.known.setdefault(key, ExpertPlacement(num_experts, axes, grid))
+        grid.cache[key] if key in grid.cache else grid.cache.setdefault(key, ExpertPlacement(num_experts, axes, grid))
     )
     kind = type(module)
 

@@ -379,14 +379,14 @@ def dry_run(
             grid.halo_prefetch.flush()
         sent, there = {name: number - before[name] for name, number in counts.items()}, grid.comm.recorder.take()
         kept = 0 if saved is None else saved.num_bytes - kept
-        handed = sum(tensor.nbytes for tensor in local_tensors(results))
+        output_bytes = sum(tensor.nbytes for tensor in local_tensors(results))
         work = {"flops": meter.flops, "touched_bytes": meter.touched_bytes, "operators": meter.operators}
         forward, meter.peak_bytes = meter.peak_bytes, meter.live_bytes
         backward(results)
     grid.halo_prefetch.commit()
     costs = UnitCosts(
         kept,
-        handed,
+        output_bytes,
         forward_bytes=max(0, forward - kept),
         backward_bytes=max(0, meter.peak_bytes - kept),
         largest_bytes=meter.largest_bytes,

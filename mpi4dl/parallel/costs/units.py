@@ -141,9 +141,9 @@ def stage_bytes(units: Sequence[UnitCosts], before: UnitCosts | None, is_last: b
     kept = list(accumulate(unit.kept_bytes for unit in units))
     most = max(sofar + max(unit.forward_bytes, unit.backward_bytes) for sofar, unit in zip(kept, units, strict=True))
     received, unsaved = (0, 0) if before is None else (before.output_bytes, before.unsaved_output_bytes)
-    handed = 0 if is_last else units[-1].output_bytes
+    output_bytes = 0 if is_last else units[-1].output_bytes
     largest, summed = max(unit.largest_bytes for unit in units), sum(unit.summed_bytes for unit in units)
-    return StageBytes(kept[-1] + unsaved, max(0, most - kept[-1]) + received + 2 * handed, largest, summed)
+    return StageBytes(kept[-1] + unsaved, max(0, most - kept[-1]) + received + 2 * output_bytes, largest, summed)
 
 
 def bytes_of_stages(counts: Sequence[int], columns: Sequence[Column]) -> tuple[StageBytes, ...]:

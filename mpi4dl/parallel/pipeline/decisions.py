@@ -209,12 +209,12 @@ class WrittenAttributes:
             path: ({**vars(module)}, {key: {**vars(module)[key]} for key in ("_parameters", "_buffers", "_modules")})
             for path, module in model.named_modules()
         }
-        self.prints = {path: self._prints(own, inner) for path, (own, inner) in self.before.items()}
+        self.fingerprints = {path: self._fingerprints(own, inner) for path, (own, inner) in self.before.items()}
         attributes = [item for own, _ in self.before.values() for item in own.items()]
         self.put_contents = keep_contents(value for name, value in attributes if name not in INTERNAL)
 
     @staticmethod
-    def _prints(own: dict[str, Any], inner: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    def _fingerprints(own: dict[str, Any], inner: dict[str, dict[str, Any]]) -> dict[str, Any]:
         data = {name: fingerprint(value) for name, value in own.items() if name not in INTERNAL}
         return data | {name: id(value) for each in inner.values() for name, value in each.items()}
 
@@ -222,12 +222,12 @@ class WrittenAttributes:
         """Path, name and value of each attribute that is another one now."""
         found = []
         modules = dict(self.model.named_modules())
-        for path, before in self.prints.items():
+        for path, before in self.fingerprints.items():
             if path not in modules:
                 continue
             own = modules[path].__dict__
             inner = {key: own[key] for key in ("_parameters", "_buffers", "_modules")}
-            now = self._prints(own, inner)
+            now = self._fingerprints(own, inner)
             values = {**own, **inner["_parameters"], **inner["_buffers"], **inner["_modules"]}
             names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
             found += [(path, name, values.get(name)) for name in names]

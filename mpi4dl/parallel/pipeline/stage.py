@@ -27,8 +27,8 @@ class StageProgram:
 
     `inputs` and `outputs` name the values that come and go; `forget[i]` those that are not needed after `calls[i]`;
     `result` is what the last stage returns in training and in evaluation, with a `Value` for each tensor, and None for
-    other stages. `holds` are the paths of the model's modules, parameters and buffers that are the stage's. `aside` are
-    outputs from which nothing comes into the model's result: they have no gradient, as in the model. `looks` are paths
+    other stages. `holds` are the paths of the model's modules, parameters and buffers that are the stage's. From
+    `detached_outputs` nothing comes into the model's result: they have no gradient, as in the model. `looks` are paths
     of tensors of other stages at whose shape or type the stage looks, and `watched` the values of Python on which the
     calls depend.
     """
@@ -41,7 +41,7 @@ class StageProgram:
     forget: tuple[tuple[str, ...], ...]
     result: Any
     holds: frozenset[str]
-    aside: frozenset[str] = frozenset()
+    detached_outputs: frozenset[str] = frozenset()
     looks: frozenset[str] = frozenset()
     watched: tuple[Watch, ...] = field(default=(), compare=False)
 
@@ -136,7 +136,7 @@ class Stage(nn.Module):
         if stage_program.is_last:
             return self._filled(stage_program.result[not self.training], known)
         return tuple(
-            map_leaves(_detached, known[name]) if name in stage_program.aside else known[name]
+            map_leaves(_detached, known[name]) if name in stage_program.detached_outputs else known[name]
             for name in stage_program.outputs
         )
 

@@ -119,7 +119,7 @@ class Grid:
         self.arrangement = Arrangement()
         self.attention: Literal["auto", "ring", "gather"] = "auto"  # how keys and values come to queries
         self.loop: Literal["whole", "spread"] | None = None  # what models in users' own loops return (`own_loop`)
-        self.known: dict[Hashable, Any] = {}  # what was found out once for all layers, with communicators of its own
+        self.cache: dict[Hashable, Any] = {}  # what was found out once for all layers, with communicators of its own
         self._along: dict[tuple[int, ...], Communicator] = {self.axes: comm}
         self._layouts: dict[Layout, Layout] = {}
 
@@ -247,22 +247,22 @@ class Layout:
         return cls(grid, Tiling.copies(grid.shape), (None,) * len(grid.shape))
 
     @cached_property
-    def _known(self) -> dict[Hashable, Any]:
+    def _cache(self) -> dict[Hashable, Any]:
         return {}
 
-    def known(self, key: Hashable, find: Callable[[], T]) -> T:
+    def cached(self, key: Hashable, find: Callable[[], T]) -> T:
         """The result of `find()` for this layout, cached by this key, in which lists count as tuples.
 
         All that an operator needs to know before it computes follows from the layout and its arguments.
         """
         try:
-            found: T | None = self._known.get(key)
+            found: T | None = self._cache.get(key)
         except TypeError:
-            return self.known(_without_lists(key), find)
+            return self.cached(_without_lists(key), find)
         if found is None:
-            if len(self._known) >= KNOWN:
-                self._known.clear()
-            found = self._known[key] = find()
+            if len(self._cache) >= KNOWN:
+                self._cache.clear()
+            found = self._cache[key] = find()
         return found
 
     @cached_property

@@ -84,7 +84,7 @@ def plan_halo(x: SpatialTensor, maps: Mapping[int, AxisMap], fill: float = 0.0, 
     same padding, and takes all of an axis that is not cut.
     """
     layout, of_axes = x.layout, tuple(maps.items())
-    halo_plan = layout.known((plan_halo, of_axes, fill, pads), lambda: _plan_of_halo(layout, of_axes, fill, pads))
+    halo_plan = layout.cached((plan_halo, of_axes, fill, pads), lambda: _plan_of_halo(layout, of_axes, fill, pads))
     halo_plan.request_halo(x)
     return halo_plan
 

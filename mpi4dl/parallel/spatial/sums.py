@@ -39,7 +39,7 @@ def add_up(y: Tensor, layout: Layout, axes: Sequence[int]) -> Tensor:
         y = all_reduce(y, grid.along(tuple(axes)))
     if shared is None:
         return wrap(y, layout)
-    exchange = shared.known(_exchange, lambda: _exchange(shared))
+    exchange = shared.cached(_exchange, lambda: _exchange(shared))
     summed = linear(_opened(y, shared), exchange.adjoint.bring, exchange.bring)
     return SpatialTensor(close_dims(summed, shared, shared.owned), shared)
 
@@ -137,7 +137,7 @@ def _gathered(x: SpatialTensor) -> Tensor:
     dim, tiling = layout.dims[features], layout.tiling
     if dim is None or layout.flat not in ((), (flat_tokens(layout, dim),)):
         return gather_axes(x, [features])
-    exchange = layout.known(_exchange, lambda: _exchange(layout))
+    exchange = layout.cached(_exchange, lambda: _exchange(layout))
     local = exchange(open_dims(x.local, layout, layout.held))
     if layout.flat:  # pieces of shares become what the axis of tokens cuts
         tokens, size = layout.flat[0].axes[0], tiling.splits[features].size

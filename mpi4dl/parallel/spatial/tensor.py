@@ -273,7 +273,7 @@ class SpatialTensor(Tensor):
             _run_eagerly()
         if not layout.settled:
             layout = layout.grid.intern(layout)
-        shape = layout.known(local.shape, lambda: layout.global_shape(local.shape))
+        shape = layout.cached(local.shape, lambda: layout.global_shape(local.shape))
         # requires_grad lets a wrapper notice that a custom autograd.Function took it: see `local` and the hook.
         requires_grad = local.requires_grad if promised is None else promised
         self = Tensor._make_wrapper_subclass(

@@ -225,7 +225,7 @@ def _convolution(
         return y.squeeze(0)
     options = stride, padding, dilation, groups
     key = _convolution, count, options, local.shape, local.dtype, weight.shape, weight.dtype, weight.device
-    planned = x.layout.known(key, lambda: _plan(count, x, weight, *options))
+    planned = x.layout.cached(key, lambda: _plan(count, x, weight, *options))
     if planned.first is not None:
         return _convolution(count, F.pad(x, planned.first), weight, bias, stride, 0, dilation, groups)
     halo_plan, operator, _ = planned

@@ -243,7 +243,7 @@ def batch_norm(
     halo_prefetch = layout.grid.halo_prefetch
     owned = layout.narrow.tiling
     held = halo_prefetch.held(weight, owned)
-    norm = layout.known((batch_norm, x.shape, eps, held), lambda: _norm(layout, x.shape, eps, held))
+    norm = layout.cached((batch_norm, x.shape, eps, held), lambda: _norm(layout, x.shape, eps, held))
     if norm.count < 2 and not x.is_meta:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(input.shape)}")
     if x.is_cuda and norm.alone:
@@ -387,7 +387,7 @@ def _by_sample(
     n, c, *space = local.shape
     rows = local.reshape(1, n * groups, c // groups, *space)
     key = _by_sample, local.shape, groups, eps
-    norm = layout.known(key, lambda: _norm_by_sample(layout, local.shape, c // groups, eps))
+    norm = layout.cached(key, lambda: _norm_by_sample(layout, local.shape, c // groups, eps))
     y, moments = normalize(norm, rows, None, None)
     shape = PER_CHANNEL[x.dim()]
     weight, bias = weight if weight is None else weight.view(shape), bias if bias is None else bias.view(shape)

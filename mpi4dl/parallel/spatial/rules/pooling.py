@@ -216,7 +216,7 @@ def _max_pool(
     x = _as_image(check_image(input, f"torch.nn.functional.max_pool{count}d", count, True), count)
     local, options = x.local, (return_indices, count, ceil_mode, kernel_size, stride, padding, dilation)
     key = _plan_maxima, options, local.shape, local.dtype
-    (halo_plan, _, needed, _), operator = x.layout.known(key, lambda: _plan_maxima(x, *options))
+    (halo_plan, _, needed, _), operator = x.layout.cached(key, lambda: _plan_maxima(x, *options))
     y, *indices = operate(x, local, halo_plan, operator)
     found = [halo_plan.result(x, y)]
     if return_indices:
@@ -257,7 +257,7 @@ def _avg_pool(
     x = _as_image(check_image(input, f"torch.nn.functional.avg_pool{count}d", count, True), count)
     local, options = x.local, (count_include_pad, count, ceil_mode, kernel_size, stride, padding, 1)
     key = _plan_means, options, local.shape
-    halo_plan, operator, counts, area = x.layout.known(key, lambda: _plan_means(x, *options))
+    halo_plan, operator, counts, area = x.layout.cached(key, lambda: _plan_means(x, *options))
     (y,) = operate(x, local, halo_plan, operator)
     if divisor_override == 0:
         raise RuntimeError("divisor must be not zero")

@@ -39,7 +39,7 @@ def reduced_layout(layout: Layout, dims: Sequence[int], keepdim: bool) -> Layout
             return None
         return dim if keepdim else dim - sum(d < dim for d in dims)
 
-    return layout.known((reduced_layout, tuple(dims), keepdim), lambda: layout.grid.intern(layout.moved(moved)))
+    return layout.cached((reduced_layout, tuple(dims), keepdim), lambda: layout.grid.intern(layout.moved(moved)))
 
 
 def whole_along(x: Tensor, dims: Sequence[int]) -> Tensor:
@@ -84,7 +84,7 @@ def check_reduction(function: Any, x: SpatialTensor, *args: Any, **kwargs: Any) 
     # Of a few pixels: for a reduction of a meta tensor PyTorch imports sympy, which takes a second.
     few, dtype = tuple(min(n, 2) for n in x.shape), x.dtype
     key = check_reduction, function, few, dtype, args, tuple(kwargs.items())
-    x.layout.known(key, lambda: function(torch.zeros(few, dtype=dtype), *args, **kwargs))
+    x.layout.cached(key, lambda: function(torch.zeros(few, dtype=dtype), *args, **kwargs))
 
 
 def total(
@@ -125,7 +125,7 @@ def owned_along(x: SpatialTensor, axes: Sequence[int]) -> Tensor:
         splits = enumerate(layout.tiling.splits)
         return Tiling(tuple(split.narrow() if axis in axes else split for axis, split in splits))
 
-    return retile(x, layout.known((owned_along, tuple(axes)), tiling)).local
+    return retile(x, layout.cached((owned_along, tuple(axes)), tiling)).local
 
 
 @register(*named("sum"), flat=True)

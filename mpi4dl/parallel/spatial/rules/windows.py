@@ -48,7 +48,7 @@ def check_image(x: Tensor, function: str, count: int = 2, each_channel: bool = F
     if not isinstance(x, SpatialTensor):
         raise refusal(function, "an argument other than the input is a SpatialTensor")
     layout, first = x.layout, len(x.shape) - count
-    if not layout.known((check_image, first, each_channel), lambda: _slides(x, first, each_channel)):
+    if not layout.cached((check_image, first, each_channel), lambda: _slides(x, first, each_channel)):
         raise refusal(
             function, f"it slides along the last {count} dims, but those of {layout.grid.names} are {layout.dims}"
         )
@@ -316,7 +316,7 @@ def described(
         known = torch.amp.is_autocast_available(kind)
         autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) if known else None
         key = described, function, autocast, args, *kwargs.items(), x.local.shape
-        halo_plan, of_part, keeps = x.layout.known(key, lambda: plan(x, autocast, args, kwargs))
+        halo_plan, of_part, keeps = x.layout.cached(key, lambda: plan(x, autocast, args, kwargs))
         if keeps:
             return wrap(
                 operate(x, x.local, halo_plan, WithHalo(halo_plan.exchange, _Again(of_part)))[0], halo_plan.output
