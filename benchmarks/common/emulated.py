@@ -662,7 +662,7 @@ def emulated(
     try:
         yield world
     finally:
-        world.family.free()
+        world.pool.free()
         for each in (objects, mpi):
             each.Free()
         job.group.Free()

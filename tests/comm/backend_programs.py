@@ -2,6 +2,7 @@
 
 import ast
 import datetime
+import os
 import sys
 import time
 import traceback
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
 
 import mpi4dl.torch_backend  # noqa: F401 for the backend that it registers
 from mpi4dl.comm import world
@@ -54,6 +56,9 @@ def main(backend: str, folder: Path, names: list[str]) -> None:
             print(f"{name}: {time.perf_counter() - begin:.2f} s", file=sys.stderr)
         torch.save(results, folder / f"{backend}-{rank}-of-{size}.pt")
     dist.barrier()
+    if backend == "gloo":  # with PyTorch 2.10 its threads keep a process that ends waiting, for good
+        MPI.Finalize()
+        os._exit(0)
     dist.destroy_process_group()
 
 

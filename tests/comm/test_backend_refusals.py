@@ -188,8 +188,8 @@ except ValueError as error:
 """
     done = mpirun(2, "-c", START + program)
     assert done.code == 0, done.stderr
-    told = "".join(line for line in done.stdout.splitlines(keepends=True) if not line.startswith("[Gloo]"))
-    assert told.startswith("init_process_group was called for rank 1 of 2, but MPI started it as rank 0")
+    # Lines of gloo's own, of both ranks, may stand before it, and in it.
+    assert "init_process_group was called for rank 1 of 2, but MPI started it as rank 0" in done.stdout
 
 
 def test_in_detail_all_ranks_hear_of_other_shapes_before_data_moves(monkeypatch: pytest.MonkeyPatch) -> None:

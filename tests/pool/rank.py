@@ -70,7 +70,7 @@ def serve(connection: Connection, node: Node, stack: TextIO) -> None:
             if comm.mpi.Iprobe():
                 report = Report(None, "the body returned, but a message that was sent to this rank was never received")
             connection.send_bytes(pickle.dumps(report))
-        comm.family.free()
+        comm.pool.free()
         comm.mpi.Free()
         node.underway.clear()
         give_memory_back()

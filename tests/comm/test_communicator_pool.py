@@ -25,7 +25,7 @@ def make_and_drop(comm: Communicator, grids: int, engines: int) -> int:
     del engine, model, optimizer
     gc.collect()
     comm.split(0)
-    return len(comm.family)
+    return len(comm.pool)
 
 
 @pytest.mark.exhaustive
@@ -44,7 +44,7 @@ def hold_one(comm: Communicator) -> tuple[list[float], int]:
     for _ in range(300):
         comm.split(0)
     total = kept.all_reduce(torch.ones(2))
-    return total.tolist(), len(comm.family)
+    return total.tolist(), len(comm.pool)
 
 
 def test_what_is_held_lives_on(ranks: Ranks) -> None:
