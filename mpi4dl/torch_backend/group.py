@@ -94,7 +94,7 @@ class CallOptions(NamedTuple):
     def _with(self, op: Any) -> "CallOptions":
         kind = op if isinstance(op, dist.ReduceOp.RedOpType) else op.op
         name = kind.name.lower()
-        return self._replace(op=name, factor=op.factor if name == "premul_sum" else 1)
+        return self._replace(op=name, factor=op.__getstate__()[1] if name == "premul_sum" else 1)
 
     def _from_object(self, options: Any) -> "CallOptions":
         found = self._with(options.reduceOp) if hasattr(options, "reduceOp") else self
