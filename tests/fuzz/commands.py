@@ -239,7 +239,7 @@ def told_by(name: str, folder: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(path.read_text())
         return {key: value for key, value in found.items() if key not in ("plan", "records")}
     lines = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
-    found = {line.get("file", line["image"]): line for line in lines}
+    found = {line["image"]: line for line in lines}
     pictures = {path.name: path.read_bytes() for path in folder.rglob("*.png") if "map" not in path.name}
     return {"lines": found, "pictures": pictures}
 
