@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mpi4dl._commands import one_message, typed
 from mpi4dl._files import Replacement
+from mpi4dl.options.declare import CommandParser
 
 DESCRIPTION = "Write the weights of a run as a state_dict for plain PyTorch. No MPI needed."
 SUFFIXES = (".pt", ".safetensors")
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def command(argv: Sequence[str] | None) -> None:
     """Export what a command line asks for. Raises ValueError and OSError."""
-    parser = argparse.ArgumentParser(prog=typed("export"), description=DESCRIPTION)
+    parser = CommandParser(prog=typed("export"), description=DESCRIPTION)
     parser.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help="a run's folder, or a checkpoint in it")
     parser.add_argument("out", metavar="OUT", type=Path, help="a file that ends in .pt or .safetensors")
     parser.add_argument(

@@ -3,11 +3,11 @@
 It is one file without scripts or network access: you can mail it, and read it on a phone.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from mpi4dl._commands import one_message, typed
+from mpi4dl.options.declare import CommandParser
 
 DESCRIPTION = "Write an HTML page of runs: options, curves, metrics, images, speed and memory. No MPI needed."
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def command(argv: Sequence[str] | None) -> None:
     """Write the page that a command line asks for. Raises ValueError and OSError."""
-    parser = argparse.ArgumentParser(prog=typed("report"), description=DESCRIPTION)
+    parser = CommandParser(prog=typed("report"), description=DESCRIPTION)
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="a run's folder; several are shown together")
     parser.add_argument("--out", metavar="FILE", type=Path, default=Path("report.html"), help="default: %(default)s")
     where = "where pictures of images are, if not below the current folder or beside the runs"

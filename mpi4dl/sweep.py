@@ -34,9 +34,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     from mpi4dl.options.config import Config
     from mpi4dl.options.declare import spelling
 
-    sweep = parse(list(sys.argv[1:] if argv is None else argv), DESCRIPTION)
-    cores = share_cores(sweep.cores or len(os.sched_getaffinity(0)))
     with one_message(spelling(Config)):
+        sweep = parse(list(sys.argv[1:] if argv is None else argv), DESCRIPTION)
+        cores = share_cores(sweep.cores or len(os.sched_getaffinity(0)))
         results = Results(sweep, cores)
         plans = results.tried if results.asked_before else results.add(estimated(sweep))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the running job ends too

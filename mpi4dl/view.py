@@ -14,6 +14,7 @@ from pathlib import Path
 from mpi4dl._commands import one_message, typed
 from mpi4dl._http import bind, is_loopback, url_of
 from mpi4dl._wording import counted, to_install
+from mpi4dl.options.declare import CommandParser
 
 DESCRIPTION = "Show slides with their predictions and maps in a browser. No MPI needed."
 
@@ -55,8 +56,8 @@ def command(argv: Sequence[str] | None) -> None:
         asyncio.run(serve(app, listener))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=typed("view"), description=DESCRIPTION)
+def _parser() -> CommandParser:
+    parser = CommandParser(prog=typed("view"), description=DESCRIPTION)
     parser.add_argument(
         "folder", metavar="FOLDER", type=Path, help="what predict or evaluate wrote by --out, or the folder of a run"
     )

@@ -87,6 +87,10 @@ def program(*words: str) -> str:
         (("export", "--help"), ["usage: mpi4dl export", "exit code 0"], ""),
         (("report", "--help"), ["usage: mpi4dl report", "exit code 0"], ""),
         (("view", "--help"), ["usage: mpi4dl view", "exit code 0"], ""),
+        (("view", "a", "--nonsense"), ["exit code 2"], "mpi4dl: unrecognized arguments: --nonsense; see mpi4dl view"),
+        (("export", "a", "b"), ["exit code 2"], "mpi4dl: b must end in .pt or .safetensors; see mpi4dl export --help"),
+        (("sweep", "--nonsense"), ["exit code 2"], "mpi4dl: there is no flag --nonsense; --help all lists every flag"),
+        (("plan", "--lrr", "3"), ["exit code 2"], "mpi4dl: there is no flag --lrr; did you mean --lr?"),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
 )
@@ -97,6 +101,15 @@ def test_a_command_is_known_before_heavy_imports(words: tuple[str, ...], out: li
     assert done.stdout.splitlines()[-1] == "[]"
     assert done.stderr.startswith(error)
     assert bool(done.stderr) == bool(error)
+
+
+@pytest.mark.parametrize(
+    "words", [["train", "--lrr", "3"], ["slides", "chek"], ["generate", "--prompt", "a"]], ids=" ".join
+)
+def test_a_job_refuses_a_wrong_command_line_before_torch_is_imported(words: list[str]) -> None:
+    without = f"import sys; sys.modules['torch'] = None; sys.argv = {['bin/mpi4dl', *words]}\n"
+    job = mpirun(2, "-c", f"{without}from mpi4dl.__main__ import main\nmain()")
+    assert words[1] in refusal(job) or "name the folder of a run" in refusal(job)
 
 
 def test_it_trains_as_the_module_does(tmp_path: Path) -> None:

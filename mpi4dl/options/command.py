@@ -6,14 +6,15 @@ A page such as `mpi4dl.evaluate` declares the options, and one function that thi
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from mpi4dl._commands import one_message, typed
 from mpi4dl._compiler import defer_compiler
 from mpi4dl._memory import within_limits
-from mpi4dl.comm import failure
+from mpi4dl.comm import Refusal, failure
 from mpi4dl.options.declare import CommandParser, ConfigError, asked_topic, facts, parse_options, speaking, spelling
 
 if TYPE_CHECKING:
@@ -77,6 +78,9 @@ class Command(Generic[T]):
                 parse_options(self.config, arguments, self.usage, self.description)
 
         def begin() -> None:
+            spell = spelling(self.config)
+            with before_torch(spell):
+                self._read(arguments, spell)
             defer_compiler()
             from mpi4dl.comm import world
 
@@ -93,6 +97,16 @@ class Command(Generic[T]):
         return CommandLine(parse_options(self.config, flags, self.usage, self.description), source, argv, spell)
 
 
+@contextmanager
+def before_torch(spell: Callable[[str], str]) -> Iterator[None]:
+    """Refuse a wrong command line before torch is imported, which takes seconds. Only what is wrong ends here."""
+    try:
+        with speaking(spell):
+            yield
+    except ConfigError as problem:
+        raise Refusal(str(problem)) from None
+
+
 def run_parsed(
     parser: CommandParser, argv: Sequence[str] | None, act: Callable[["Communicator", argparse.Namespace], None]
 ) -> None:
@@ -103,12 +117,11 @@ def run_parsed(
             parser.parse_args(arguments)
 
     def begin() -> None:
+        with before_torch(str):
+            options = parser.parse_args(arguments)
         from mpi4dl.comm import world
 
-        comm = world()
-        with comm.together((ConfigError,)):
-            options = parser.parse_args(arguments)
-        act(comm, options)
+        act(world(), options)
 
     failure.run(begin)
 

@@ -42,11 +42,13 @@ def _seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def _require_exact_norms(options: StreamOptions | None, plan: Plan) -> None:
+def _exact_norms(options: StreamOptions | None, plan: Plan) -> StreamOptions | None:
+    """The options, if they stream copies in both directions with exact norms alone. Raises ValueError."""
     if options is not None and plan.bidirectional and options.norms != "exact":
         raise ValueError(
             f"copies in both directions share their statistics later: stream with exact norms, not {options.norms}"
         )
+    return options
 
 
 def split(
@@ -67,14 +69,13 @@ def split(
     """Cut the model that `build()` makes with this seed, and hold this rank's stages on `device`.
 
     The seed is that of torch.manual_seed, random.seed and numpy.random.seed; all three go on behind it as before.
-
-    `balance` decides how many units of the model each stage gets, for images of shape `image`. It is a number
-    for each stage; "flops", by counted FLOPs, which are the same everywhere; "auto", by seconds that rank 0 times on
-    the tiles of each stage and caches; "measured", by seconds that all ranks time together; or "memory", by the bytes
-    that training keeps. `whole` are paths of modules not to be cut. With a `profiler` there are costs of cuts by
-    numbers too. With `stream` the first stage begins with a part that is streamed, tile by tile; how, may be
-    chosen once it is known how many units the stages have, on each rank by itself and alike. With `check`, rank 0 first
-    compares the cut model with the plain one, on small samples. Collective.
+    `balance` decides how many units of the model each stage gets, for images of shape `image`: a number for each stage;
+    "flops", by counted FLOPs, which are the same everywhere; "auto", by seconds that rank 0 times on the tiles of each
+    stage and caches; "measured", by seconds that all ranks time together; or "memory", by the bytes that training
+    keeps. `whole` are paths of modules not to be cut. With a `profiler` there are costs of cuts by numbers too. With
+    `stream` the first stage begins with a part that is streamed, tile by tile; how, may be chosen once it is known how
+    many units the stages have, on each rank alike. With `check`, rank 0 first compares the cut model with the plain
+    one, on small samples. Collective.
 
     Raises:
         ValueError: the model cannot be traced, or cannot be cut or streamed so; on all ranks alike.
@@ -88,16 +89,15 @@ def split(
     counts, costs = Counts((len(cuttable),), None)
     if plan.num_stages > 1:
         counts, costs = choose_cut(cuttable, plan, comm, balance, image, Costing(device, profiler, styles))
-    options = stream(cuttable, counts) if callable(stream) else stream
+    options = _exact_norms(stream(cuttable, counts) if callable(stream) else stream, plan)
     shared = cuttable.shared(counts)
-    _require_exact_norms(options, plan)
     name = type(model).__name__
-    if not check:
-        _warn(comm, f"{name} in stages is not compared with the plain model")
+    compare = partial(check_cut, build=build, seed=seed, image=image)
     if check:
         processes = [[stage.stage_program] for stage in cuttable.stages(counts)]
-        compare = partial(check_cut, cuttable, processes, build, seed, image)
-        _check(name, compare, plan, comm, options is not None)
+        _check(name, partial(compare, cuttable, processes), plan, comm, options is not None)
+    else:
+        _warn(comm, f"{name} in stages is not compared with the plain model")
     own, uncut = sorted({stage for _, stage in plan.held_by(comm.rank)}), "cpu" if plan.cuts_parameters else device
     modules = {stage: materialize(cuttable.stage(counts, stage), build, uncut, seed) for stage in own}
     if options is not None:
@@ -106,8 +106,7 @@ def split(
             modules[0].opening = leading
             leading.segments.watch(modules[0])
         if check and (leading.source is not cuttable or len(leading.segments.programs) > 1):
-            compare = partial(check_cut, leading.source, [leading.programs()], build, seed, image)
-            _check(name, compare, plan, comm, True)
+            _check(name, partial(compare, leading.source, [leading.programs()]), plan, comm, True)
         options = replace(options, remark="; ".join(filter(None, (options.remark, leading.describe(cuttable.names)))))
     stages = LocalStages(modules, model, plan, comm, counts, cuttable.names, costs, options, styles, shared, device)
     stages.watch(model, cuttable.program.watched)

@@ -1,6 +1,5 @@
 """The search space of a sweep: the flags that describe it, and its legal plans."""
 
-import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpi4dl._commands import typed
+from mpi4dl.options.declare import CommandParser
 from mpi4dl.options.kinds import BYTES, COUNT, COUNT_OR_ZERO, POSITIVE, SIDES, ZERO_STAGE, choice, listed, reader
 from mpi4dl.parallel.tables.schedules import SCHEDULES
 
@@ -60,8 +60,9 @@ class Sweep:
 
 
 def parse(argv: Sequence[str], description: str) -> Sweep:
-    """The sweep of a command line. Ends with exit code 2 and one sentence if a flag is wrong."""
-    parser = argparse.ArgumentParser(usage=f"{typed('sweep')} {USAGE}", description=description, allow_abbrev=False)
+    """The sweep of a command line. Raises ValueError if a flag is wrong."""
+    name = typed("sweep")
+    parser = CommandParser(prog=name, usage=f"{name} {USAGE}", description=description, allow_abbrev=False)
     add = parser.add_argument_group("the search space: lists with commas, of which all legal plans run").add_argument
     count, count_or_zero = reader(COUNT), reader(COUNT_OR_ZERO)
     counts, counts_or_zero = reader(listed(COUNT)), reader(listed(COUNT_OR_ZERO))
@@ -92,22 +93,19 @@ def parse(argv: Sequence[str], description: str) -> Sweep:
     given, training = parser.parse_known_args(argv)
     values = vars(given)
     space = Space(**{part.name: values.pop(part.name) for part in fields(Space)})
-    try:
-        sweep = Sweep(space, training=tuple(training), **values)
-        _check(sweep)
-    except ValueError as problem:
-        parser.error(str(problem))
+    sweep = Sweep(space, training=tuple(training), **values)
+    _check(sweep)
     return sweep
 
 
 def _check(sweep: Sweep) -> None:
     """Raise ValueError for flags that the plan decides, and for texts and patches."""
+    config = sweep.config()  # before PyTorch is loaded, which takes seconds
     decided = decided_flags()
     for word in sweep.training:
         if word.split("=")[0] in decided:
             own = ", ".join(f"--{part.name}" for part in fields(Space))
             raise ValueError(f"{word}: each plan decides this; describe the plans by {own}")
-    config = sweep.config()
     if config.data.text is not None or config.model.patches is not None:
         raise ValueError("a sweep trains on whole images: omit --text and --patches")
 

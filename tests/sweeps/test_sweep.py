@@ -271,9 +271,9 @@ def test_the_order_of_forecasts() -> None:
 )
 def test_wrong_flags_are_refused_by_their_names(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        parse(flags, "")
+        sweep.main(flags)
     assert left.value.code == 2
-    problem = capsys.readouterr().err.splitlines()[-1]
+    (problem,) = capsys.readouterr().err.splitlines()
     assert flags[0] in problem
     assert flags[1].split(",")[-1] in problem or flags[0] in ("--tiles", "--text", "--stage")
 
