@@ -61,6 +61,10 @@ class Meeting:
         """How this rank begins its last words."""
         return f"[rank {self.rank} of {self.size}] " if self.size > 1 else ""
 
+    def alike(self, flag: bool) -> bool:
+        """Whether all ranks say so. Collective."""
+        return bool(self.comm.allreduce(int(flag)) == self.size)
+
     def gathers(self, seconds: float = float("inf")) -> bool:
         """Whether all ranks are at their end within `seconds`. This one is, and there is no way back from here."""
         if self._arrival is None:

@@ -6,8 +6,7 @@ A page such as `mpi4dl.evaluate` declares the options, and one function that thi
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -79,8 +78,7 @@ class Command(Generic[T]):
 
         def begin() -> None:
             spell = spelling(self.config)
-            with before_torch(spell):
-                self._read(arguments, spell)
+            refuse_together(lambda: self._read(arguments, spell), spell)
             defer_compiler()
             from mpi4dl.comm import world
 
@@ -97,14 +95,16 @@ class Command(Generic[T]):
         return CommandLine(parse_options(self.config, flags, self.usage, self.description), source, argv, spell)
 
 
-@contextmanager
-def before_torch(spell: Callable[[str], str]) -> Iterator[None]:
-    """Refuse a wrong command line before torch is imported, which takes seconds. Only what is wrong ends here."""
+def refuse_together(read: Callable[[], object], spell: Callable[[str], str]) -> None:
+    """Refuse a command line that is wrong on all ranks, before torch is imported, which takes seconds. Collective."""
+    problem = None
     try:
         with speaking(spell):
-            yield
-    except ConfigError as problem:
-        raise Refusal(str(problem)) from None
+            read()
+    except ConfigError as error:
+        problem = str(error)
+    if failure.start().alike(problem is not None):
+        raise Refusal(problem)
 
 
 def run_parsed(
@@ -117,11 +117,13 @@ def run_parsed(
             parser.parse_args(arguments)
 
     def begin() -> None:
-        with before_torch(str):
-            options = parser.parse_args(arguments)
+        refuse_together(lambda: parser.parse_args(arguments), str)
         from mpi4dl.comm import world
 
-        act(world(), options)
+        comm = world()
+        with comm.together((ConfigError,)):
+            options = parser.parse_args(arguments)
+        act(comm, options)
 
     failure.run(begin)
 

@@ -42,7 +42,8 @@ class Data:
         ".npz file; or synthetic",
         NAME,
         brief="a folder, an .npz file, or synthetic",
-        known_as=same_as("data-dir data-path datapath data-root dataset-dir train-dir dataset-path image-dir root"),
+        known_as=same_as("data-dir data-path datapath data-root dataset-dir train-dir dataset-path image-dir root")
+        | instead("use {option} with a folder, or {option} synthetic", "app"),
     )
     dataset: Any = option(
         None,

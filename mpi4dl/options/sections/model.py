@@ -31,7 +31,9 @@ class Model:
         {},
         "keyword arguments of the model, such as depth=29,pool=max",
         KEYWORDS,
-        known_as=same_as("model-kwargs model-args model-config"),
+        known_as=same_as("model-kwargs model-args model-config")
+        | instead("use {option} num_layers={value}", "num-layers")
+        | instead("use {option} num_filters={value}", "num-filters"),
     )
     patches: int | None = option(
         None,

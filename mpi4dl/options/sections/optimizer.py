@@ -55,7 +55,12 @@ class Optimizer:
         | instead("use {option} eps={value}", "eps opt-eps adam-epsilon")
         | instead("use {option} momentum=0.9,nesterov=true with --optimizer SGD", "nesterov"),
     )
-    scheduler: str = option("", "a class of torch.optim.lr_scheduler; empty: a constant learning rate", TEXT)
+    scheduler: str = option(
+        "",
+        "a class of torch.optim.lr_scheduler; empty: a constant learning rate",
+        TEXT,
+        known_as=instead("use {option} ExponentialLR --scheduler-options gamma={value}", "learning-rate-decay"),
+    )
     scheduler_options: Mapping[str, Any] = option(
         {}, "keyword arguments of the scheduler, such as milestones=[30,60]", KEYWORDS
     )

@@ -31,7 +31,9 @@ class Parallel:
         brief="grid of tiles of each image",
         known_as=instead("use {option} with a grid of as many tiles, such as 2x2", "num-spatial-parts spatial-parts")
         | instead("use {option}: 2x2 is square, 1x4 vertical, 4x1 horizontal", "slice-method")
-        | instead("use {option} with a grid such as 2x2: tiles are counted, not measured", "tile-size"),
+        | instead("use {option} with a grid such as 2x2: tiles are counted, not measured", "tile-size")
+        | instead("use {option} with a grid for each of --stages, such as 2x2,1x1", "spatial-size")
+        | instead("leave it out; in a script, spatial.widen fetches one wide halo by hand", "halo-d2 fused-layers"),
     )
     stages: int = option(
         1,
@@ -41,7 +43,10 @@ class Parallel:
         known_as=same_as("pp pp-size pipeline-parallel-size pipeline-model-parallel-size split-size num-stages"),
     )
     batch_ways: tuple[int, ...] = option(
-        (1,), "number of ranks that split the batch of a stage: for all stages, or for each", COUNTS
+        (1,),
+        "number of ranks that split the batch of a stage: for all stages, or for each",
+        COUNTS,
+        known_as=instead("use {option} with a number for each of --stages, such as 1,{value}", "local-dp"),
     )
     data: int = option(
         1,
@@ -65,7 +70,10 @@ class Parallel:
         choice("layer", "gpipe", "1f1b", "interleaved", "zero-bubble"),
     )
     bidirectional: int = option(
-        0, "GEMS: number of pairs of waves through the model and a mirrored copy; 0: no copy", COUNT_OR_ZERO
+        0,
+        "GEMS: number of pairs of waves through the model and a mirrored copy; 0: no copy",
+        COUNT_OR_ZERO,
+        known_as=instead("use {option} with half as many: it counts pairs of waves", "times"),
     )
     chunks: int = option(1, "number of stages of each rank with the interleaved schedule", COUNT)
     tensor: int = option(
@@ -122,6 +130,7 @@ class Parallel:
         "auto",
         "algorithm that sums gradients over ranks; auto: by the number of ranks",
         choice("auto", "library", "direct", "ring", "two-level"),
+        known_as=instead("leave it out: sums travel while others are computed", "enable-master-comm-opt"),
     )
     balance: str | tuple[int, ...] = option(
         "auto",

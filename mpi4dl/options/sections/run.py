@@ -55,7 +55,8 @@ class Run:
         10,
         "number of steps between two reports",
         COUNT,
-        known_as=same_as("log-every-n-steps print-freq logging-steps log-freq"),
+        known_as=same_as("log-every-n-steps print-freq logging-steps log-freq")
+        | instead("use {option} 1", "verbose v"),
     )
     tensorboard: bool = option(True, "write TensorBoard event files into the run folder", BOOLEAN, per_rank=True)
     dry_run: bool = option(

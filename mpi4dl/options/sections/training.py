@@ -98,6 +98,7 @@ class Training:
         "number of epochs between validations; none: no validation",
         optional(COUNT),
         known_as=same_as("check-val-every-n-epoch val-interval eval-freq")
+        | instead("leave it out: each epoch ends with a validation; {option} N: each Nth", "enable-evaluation")
         | instead(
             "run the command evaluate, or name images for validation with {option}",
             "do-eval test-only evaluate validate",
