@@ -69,6 +69,8 @@ class Pool:
         self, num_ranks: int, body: Callable[..., Any], args: tuple[Any, ...], timeout: float = BODY_SECONDS
     ) -> list[Any]:
         """What `body(comm, *args)` returns on each of the first `num_ranks` ranks."""
+        if self._process is not None and self._process.poll() is not None:  # a rank was killed between two bodies
+            self.stop(kill=True)
         if self._process is None:
             self._start()
         request = pickle.dumps(Request(num_ranks, pickle.dumps((body, args)), timeout))

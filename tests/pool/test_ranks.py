@@ -1,6 +1,7 @@
 """The pool of ranks: results come back, failures show whose they are, a hang is ended and explained."""
 
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -115,6 +116,16 @@ def test_ranks_that_die_are_reported_with_what_they_printed(pool: Pool) -> None:
     with pytest.raises(RanksFailed, match=r"(?s)the process ended.*last words"):
         Team(pool, 2, 30.0).run(die)
     assert [size for _, size, *_ in Team(pool, 2, 30.0).run(place, 1)] == [2, 2]
+
+
+@pytest.mark.exhaustive
+def test_a_pool_of_which_a_rank_was_killed_between_two_bodies_starts_anew(pool: Pool) -> None:
+    team = Team(pool, 2, 30.0)
+    _, (*_, pid, _) = team.run(place, 1)
+    os.kill(pid, signal.SIGKILL)
+    assert pool._process is not None
+    pool._process.wait(30.0)
+    assert [size for _, size, *_ in team.run(place, 1)] == [2, 2]
 
 
 def exits(comm: Communicator) -> None:
