@@ -265,6 +265,13 @@ class Difference(BatchLoss):
     def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
         outputs = as_targets(outputs, targets)
         own = spread(targets, outputs).to(outputs.dtype)
+        if own.shape != outputs.shape:
+            name, mine, theirs = self.function.__name__.removesuffix("_loss"), tuple(outputs.shape), tuple(own.shape)
+            raise Refusal(
+                f"`loss` {name} takes the difference of numbers, but outputs of the model have shape {mine}, and targets "
+                f"{theirs}: return as many numbers as there are targets, or choose another `loss`, such as "
+                "cross_entropy for classes"
+            )
         return (self.function(outputs, own, reduction="sum", **self.options),)
 
     def weights(self, targets: Tensor) -> Sequence[float]:

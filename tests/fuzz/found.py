@@ -41,6 +41,10 @@ TRAININGS: Mapping[str, Training] = {
         (Part(Plan(data=2)),),
         batch=2,
     ),
+    # A function that is given a module of Python, such as torch.nn.functional, could not be copied.
+    "streaming of a function that is given a module of Python": Training(
+        Network((6, 6), (CONVOLUTION,), "pooled"), (Part(Plan(), stream=(1, 2)),), batch=2
+    ),
 }
 GPT = Text(3, (("num_layers", 1), ("num_heads", 2), ("hidden", 8), ("tied", False)))
 TEXTS: Mapping[str, Training] = {

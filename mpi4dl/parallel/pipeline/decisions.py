@@ -105,10 +105,6 @@ class Watch:
     place: Any = field(compare=False, repr=False, default=None)
     found: Any = field(compare=False, repr=False, default=None)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Watch":
-        """Copies of a stage watch the same place."""
-        return self
-
     @property
     def key(self) -> tuple[int, tuple[str, ...]]:
         """The same for watches of one place."""

@@ -45,6 +45,10 @@ class StageProgram:
     looks: frozenset[str] = frozenset()
     watched: tuple[Watch, ...] = field(default=(), compare=False)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StageProgram":
+        """Copies of a stage make the same calls; their arguments, such as a module of Python, may have no copy."""
+        return self
+
     @property
     def is_first(self) -> bool:
         return self.index == 0
