@@ -268,7 +268,7 @@ class Difference(BatchLoss):
         if own.shape != outputs.shape:
             name, mine, theirs = self.function.__name__.removesuffix("_loss"), tuple(outputs.shape), tuple(own.shape)
             raise Refusal(
-                f"`loss` {name} takes the difference of numbers, but outputs of the model have shape {mine}, and targets "
+                f"`loss` {name} takes the difference of numbers, but the outputs have shape {mine}, and the targets "
                 f"{theirs}: return as many numbers as there are targets, or choose another `loss`, such as "
                 "cross_entropy for classes"
             )
