@@ -146,7 +146,7 @@ def test_a_mistake_on_one_rank_is_told_by_that_rank() -> None:
         ("--batch-size 9", "8 images to train on do not fill one batch of 9: choose a smaller --batch-size"),
         ("--device cuda", "device 'cuda' was asked for, but PyTorch sees no GPU here: use --device cpu"),
         ("--model unet", r"the model's output has shape \(4, 10, 32, 32\), but --task classify.*\(batch, classes\)"),
-        ("--loss mse", r"--loss mse takes the difference .* shape \(4, 10\), and the targets \(4,\): .*cross_entropy for"),
+        ("--loss mse", r"--loss mse takes .* shape \(4, 10\), and the targets \(4,\): .*cross_entropy for classes"),
         ("--lr 1e30", "step [12]: the loss is not finite .*try a smaller --lr"),
         ("--model squeezenet1_0 --image-size 8", ".*too small"),
     ],
