@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from mpi4dl.parallel.spatial.tensor import ALIASES, find_rule, function_name
 from tests.parallel.spatial.comparing import ARRANGEMENTS, chosen, functions, modules, table_test
+from tests.parallel.spatial.test_operator_samples import operators
 
 
 def plane(x: Tensor) -> Tensor:
@@ -152,11 +153,9 @@ def test_functions_have_rules_by_all_their_names() -> None:
 
 @pytest.mark.exhaustive
 def test_names_of_functions_are_all_that_pytorch_has() -> None:
-    from torch.testing._internal.common_methods_invocations import op_db
-
     pairs = [
         (getattr(op, kind), getattr(alias, kind))
-        for op in op_db
+        for op in operators().values()
         for alias in op.aliases
         for kind in ("op", "method_variant", "inplace_variant")
     ]
