@@ -114,7 +114,7 @@ def split(
 
 
 def _check(name: str, compare: Callable[[], Checked], plan: Plan, comm: Communicator, streams: bool) -> None:
-    """Refuse the model `name` if rank 0, as it will `compare` them, finds it cut to differ from whole. Collective."""
+    """Refuse the model `name` if `compare`, called on rank 0, finds that its parts differ from it. Collective."""
     with comm.together():
         found = None
         if comm.rank == 0:

@@ -41,7 +41,7 @@ def run(backend: str, folder: Path, size: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", scenarios())
 def test_a_program_gives_the_same_over_ours_and_over_gloo(outcomes: Outcomes, name: str) -> None:
     if name in BROKEN:
-        pytest.skip("this PyTorch cannot do it")
+        pytest.skip("PyTorch 2.10 itself fails at it over gloo (`BROKEN` says how)")
     for rank, (ours, gloo) in enumerate(zip(outcomes.ours, outcomes.gloo, strict=True)):
         assert not isinstance(ours[name], str), f"ours, rank {rank}:\n{ours[name]}"
         assert not isinstance(gloo[name], str), f"gloo, rank {rank}:\n{gloo[name]}"
