@@ -75,14 +75,14 @@ test-newest:
 	.venv-newest/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 mutants: $(STAMP)
-	$(BIN)/python -m tests.mutation see --workers $(WORKERS)
-	$(BIN)/python -m tests.mutation run --workers $(WORKERS) --sample $(MUTANTS)
+	$(BIN)/python -m tools.nets.mutation see --workers $(WORKERS)
+	$(BIN)/python -m tools.nets.mutation run --workers $(WORKERS) --sample $(MUTANTS)
 
 fuzz: $(STAMP)
-	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
+	$(BIN)/python -m tools.nets.fuzz --minutes $(MINUTES)
 
 soak: $(STAMP)
-	$(BIN)/python -m tests.soak --minutes $(MINUTES)
+	$(BIN)/python -m tools.nets.soak --minutes $(MINUTES)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'PyTorch sees no GPU here'"

@@ -226,7 +226,7 @@ def test_no_name_stands_for_two_things() -> None:
 
 
 def test_every_file_says_in_its_first_line_what_it_is_for() -> None:
-    files = python_files("mpi4dl", "tests", "benchmarks", "examples")
+    files = python_files("mpi4dl", "tests", "tools", "benchmarks", "examples")
     assert PACKAGE / "geometry" / "boxes.py" in files
     assert [str(path) for path in files if not first_line_says_what_the_file_is_for(path.read_text())] == []
 

@@ -29,7 +29,7 @@ from tests.pool.zygote import ROOT
 PAGES = pages()
 START = re.compile(r"# (?:mpirun -n (\d+) )?python (\w+)\.py\n")
 OURS = "|".join(command_names())
-OTHERS = r"benchmarks (?:list|compare|run \w+)|(?:examples[./]|tests\.)\w+(?:\.py)?"
+OTHERS = r"benchmarks (?:list|compare|run \w+)|(?:examples[./]|tools\.nets\.)\w+(?:\.py)?"
 COMMAND = re.compile(
     rf"^(?: {{4}}(?:ExecStart=)?(?:mpirun -n (\d+) )?|srun )(?:mpi4dl ({OURS})|python (?:-m )?({OTHERS})|(make))\b"
     r"((?:.*\\\n)*.*)$",
@@ -208,7 +208,7 @@ def test_the_flags_modules_and_files_that_a_page_names_exist(page: str) -> None:
     )
     assert set(re.findall(r"benchmarks\s+run\s+([a-z]\w*)", text)) <= set(benchmarks.names())
     modules = set(re.findall(r"(?<![\w/])(?:mpi4dl|benchmarks|examples)(?:\.[a-z_]\w*)+", text))
-    named = set(re.findall(r"`((?:docs|tests|mpi4dl|examples|benchmarks)/[\w/.-]+)`", text))
+    named = set(re.findall(r"`((?:docs|tests|tools|mpi4dl|examples|benchmarks)/[\w/.-]+)`", text))
     named |= {
         f"{module.replace('.', '/')}.py"
         for module in re.findall(r"python -m ((?:mpi4dl|benchmarks|examples)\.\w+)", text)

@@ -1,7 +1,7 @@
 """A long day in an hour: trainings that are disturbed and go on, trainings without end, a server under load.
 
-    python -m tests.soak --minutes 60
-    python -m tests.soak --minutes 10 --parts training --seed 3
+    python -m tools.nets.soak --minutes 60
+    python -m tools.nets.soak --minutes 10 --parts training --seed 3
 
 Most of the time is for disturbed trainings, one after the other. All that is wrong is printed as it is found, and the
 folders of such trainings are kept.
@@ -16,14 +16,14 @@ import time
 from pathlib import Path
 
 from benchmarks.common.nodes import NoNodes, two_nodes
-from tests.soak import repeating, serving
-from tests.soak.training import Soak
+from tools.nets.soak import repeating, serving
+from tools.nets.soak.training import Soak
 
 SHARES = {"training": 0.6, "repeating": 0.2, "serving": 0.2}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.nets.soak", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--parts", type=lambda text: text.split(","), default=[*SHARES], help=", ".join(SHARES))

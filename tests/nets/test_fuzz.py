@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from tests.fuzz import found, operators, running, trainings
-from tests.fuzz.running import Hunt
-from tests.fuzz.targets import TARGETS, Target
 from tests.pool.ranks import Ranks
+from tools.nets.fuzz import found, operators, running, trainings
+from tools.nets.fuzz.running import Hunt
+from tools.nets.fuzz.targets import TARGETS, Target
 
 SEED = 100
 SOME = {"trainings": 3, "commands": 4, "requests": 8, "texts": 3, "operators": 16, "tables": 200}
@@ -66,11 +66,12 @@ def test_a_case_that_goes_wrong_is_shrunk_and_kept(
     (script,) = hunt.scripts
     assert "try_alone(large, 11)" in script.read_text().replace("problem", "large")
     assert "11 is large" in script.read_text()
+    assert "--targets numbers --seed 3 --cases 50\n" in script.read_text()
 
 
 @pytest.mark.exhaustive
 def test_a_kept_case_is_a_script(tmp_path: Path) -> None:
-    text = running.SCRIPT.format(said="", name="files", seed=1, module="tests.fuzz.targets", case=("TOML", 0))
+    text = running.SCRIPT.format(said="", repeat="", module="tools.nets.fuzz.targets", case=("TOML", 0))
     folder = Path(__file__).parent.parent.parent
     script = tmp_path / "case.py"
     script.write_text(text.replace("Path(__file__).resolve().parent.parent", repr(str(folder))))

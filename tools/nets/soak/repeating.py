@@ -11,7 +11,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.train import train
 from tests.interrupted import flags_of
 from tests.pool.ranks import Ranks
-from tests.soak.resources import Resources, grown
+from tools.nets.soak.resources import Resources, grown
 
 WARM = 4  # trainings before memory is looked at
 # MPICH has 2,048 communicators at once: a training that leaves one ends this long before the hour is over.

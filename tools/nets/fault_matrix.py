@@ -1,6 +1,6 @@
 """Lets one rank of a training fail, in each way, in each phase, and writes what becomes of the job.
 
-    python -m tests.fault_matrix                    writes docs/reference/failures.json, and failures.md beside it
+    python -m tools.nets.fault_matrix                    writes docs/reference/failures.json, and failures.md beside it
 
 Each case is a job of two ranks on small images. Its limit (`--hang-timeout`) is an hour, so nothing but the failure
 itself ends it.
@@ -33,7 +33,7 @@ ended a job.
 {rows}
 
 *Table: seconds are the median and the longest. Made on {date} by
-`python -m tests.fault_matrix`, on {cores} cores, {workers} jobs at once. All codes and
+`python -m tools.nets.fault_matrix`, on {cores} cores, {workers} jobs at once. All codes and
 messages: [JSON](failures.json). "0" is a rank that exits well at the end of a run, where others do not need it
 any more. Of a signal MPICH's mpirun prints the name on the standard output.*
 
@@ -76,7 +76,7 @@ def rows(endings: Sequence[tuple[Case, Ending]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.fault_matrix", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.nets.fault_matrix", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--workers", type=int, default=2, help="jobs at once")
     parser.add_argument("--phases", type=lambda text: text.split(","), default=[*PHASES], help=", ".join(PHASES))

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from mpi4dl import models
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.losses import token_loss
-from tests.fuzz.trainings import Part, Training, problem, training_of
 from tests.parallel.experts.test_training import with_uneven_scores
+from tools.nets.fuzz.trainings import Part, Training, problem, training_of
 
 __all__ = ["Part", "Plan", "Text", "Training", "problem", "trainings"]
 VOCABULARY = 19

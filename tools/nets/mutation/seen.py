@@ -1,6 +1,6 @@
 """Which functions of mpi4dl each test calls, on any rank: so a mutant is shown to the tests that may notice it.
 
-    MPI4DL_SEEN=seen pytest -p tests.mutation.seen -n 2
+    MPI4DL_SEEN=seen pytest -p tools.nets.mutation.seen -n 2
 
 Each test gets a line in a file of its worker: its name, its seconds, and the functions. Processes that a test starts
 have the same variable in their environment, and write theirs when they end, into files that are named by the test.

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 import httpx
 
 from tests.pool.ranks import Ranks
-from tests.soak.resources import Resources, grown
 from tests.text.serving.command import Server, make_run, server
 from tests.text.serving.damage import COMPLETIONS, Damaged, mutated, systematic
+from tools.nets.soak.resources import Resources, grown
 
 CLIENTS = 24
 PROMPTS = ["for word in", "print", "words: ", "f", "  \n", "né"]

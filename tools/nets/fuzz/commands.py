@@ -32,9 +32,9 @@ from mpi4dl.parallel.spatial.tensor import NoRule
 from mpi4dl.predict import predict
 from mpi4dl.train import train
 from tests.commands import read_metrics, truncate, write_images
-from tests.fuzz.trainings import GRIDS, plans
 from tests.pool.ranks import Ranks, RanksFailed
 from tests.short_runs import write_mixed_cohort
+from tools.nets.fuzz.trainings import GRIDS, plans
 
 SECONDS = 180.0
 TOLERANCE = {"double": 1e-8, "single": 2e-3}
@@ -125,7 +125,7 @@ def images_of(data: str) -> Path:
     return folder
 
 
-NET = "--model tests.fuzz.commands:net"
+NET = "--model tools.nets.fuzz.commands:net"
 DATA: Mapping[str, str] = {
     "classes": f"{NET} --images {{folder}} --image-size 32x24 --on-bad-image skip",
     "labels": f"{NET} --images {{folder}} --image-size 23x32 --task multilabel",
@@ -159,7 +159,7 @@ class Run:
         """The command line of a part, which a callback stops behind a step."""
         common = "--num-workers 1 --log-interval 1 --no-tensorboard --memory-check none --save-every 1 --threads 1"
         words = f"{DATA[self.data].format(folder=images_of(self.data))} {common} {self.flags} {plan}".split()
-        stopping = () if stop is None else ("--callbacks", f"tests.fuzz.commands:stop_behind_{stop}")
+        stopping = () if stop is None else ("--callbacks", f"tools.nets.fuzz.commands:stop_behind_{stop}")
         return [*words, *stopping, "--run-folder", str(folder)]
 
     @property

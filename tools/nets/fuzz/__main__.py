@@ -1,7 +1,7 @@
 """Tries random cases for some time, and shows the smallest ones that go wrong.
 
-    python -m tests.fuzz --minutes 60                           all targets, in turns
-    python -m tests.fuzz --minutes 5 --targets trainings --seed 7
+    python -m tools.nets.fuzz --minutes 60                           all targets, in turns
+    python -m tools.nets.fuzz --minutes 5 --targets trainings --seed 7
     python .fuzz/trainings-7.py                                 a case that went wrong, by itself
 
 Cases are drawn by hypothesis. One that goes wrong is shrunk, and written to .fuzz as a script. The seed of each round
@@ -13,14 +13,14 @@ import random
 import sys
 import time
 
-from tests.fuzz.running import Hunt
-from tests.fuzz.targets import TARGETS
 from tests.pool.ranks import Ranks
 from tests.pool.zygote import ROOT
+from tools.nets.fuzz.running import Hunt
+from tools.nets.fuzz.targets import TARGETS
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.nets.fuzz", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--targets", type=lambda text: text.split(","), default=[*TARGETS], help=", ".join(TARGETS))

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from tests.mutation import swap
-from tests.mutation.mutants import Mutant
 from tests.pool.zygote import AT_START
+from tools.nets.mutation import swap
+from tools.nets.mutation.mutants import Mutant
 
 KILLED, SURVIVED, UNSEEN, VOID = "killed", "survived", "no test calls it", "void: its test fails without it"
 

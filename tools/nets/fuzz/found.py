@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 
 from mpi4dl.parallel.plan import Plan
-from tests.fuzz.networks import Network
-from tests.fuzz.operators import Statements
-from tests.fuzz.texts import Text
-from tests.fuzz.trainings import Part, Training
 from tests.parallel.spatial.comparing import Arrangement
+from tools.nets.fuzz.networks import Network
+from tools.nets.fuzz.operators import Statements
+from tools.nets.fuzz.texts import Text
+from tools.nets.fuzz.trainings import Part, Training
 
 TILES = Plan(((1, 2),))
 CONVOLUTION = ("convolution", {"kernel": 3, "stride": 1, "dilation": 1, "groups": 1, "mode": "zeros", "how": "plain"})

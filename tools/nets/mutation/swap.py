@@ -13,7 +13,7 @@ import os
 from types import CodeType, FunctionType
 from typing import Any
 
-from tests.mutation.mutants import Mutant, code_of
+from tools.nets.mutation.mutants import Mutant, code_of
 
 VARIABLE = "MPI4DL_MUTANT"
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.damaged.kinds import kinds
 from tests.damaged.test_damaged import problems
-from tests.fuzz import commands, operators, requests, tables, texts, trainings
 from tests.pool.ranks import Ranks
+from tools.nets.fuzz import commands, operators, requests, tables, texts, trainings
 
 AT_ONCE = 20
 

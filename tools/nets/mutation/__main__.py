@@ -1,15 +1,15 @@
 """Shows mutants to the tests that may notice them, and lists those that no test notices.
 
-    python -m tests.mutation see                        run all default tests, and note which functions each calls
-    python -m tests.mutation see tests/test_geometry.py     or those that pytest is told to
-    python -m tests.mutation run --rooms geometry,replicas --sample 60
-    python -m tests.mutation run --modules mpi4dl.geometry.boxes
-    python -m tests.mutation again --seconds 300        shows those that survived last time to further tests
+    python -m tools.nets.mutation see                        run all default tests, and note which functions each calls
+    python -m tools.nets.mutation see tests/test_geometry.py     or those that pytest is told to
+    python -m tools.nets.mutation run --rooms geometry,replicas --sample 60
+    python -m tools.nets.mutation run --modules mpi4dl.geometry.boxes
+    python -m tools.nets.mutation again --seconds 300        shows those that survived last time to further tests
 
 A mutant is shown to tests that call its function, the fastest and most particular first, up to --seconds of them. It
-is killed if one fails, or takes too long. Tests run in processes that stay (`tests.mutation.swap`), with their pools of
-ranks. After a mutant that was killed the test that noticed it runs again, without any: if it fails, the verdict is
-void, and the pools start anew.
+is killed if one fails, or takes too long. Tests run in processes that stay (`swap.py` beside this file), with their
+pools of ranks. After a mutant that was killed the test that noticed it runs again, without any: if it fails, the
+verdict is void, and the pools start anew.
 
 Why not a tool that is there: mutmut selects a mutant by an environment variable that is read at each call, and
 cosmic-ray writes it into the source; with both each mutant takes new ranks, whose start takes longer than most tests.
@@ -28,10 +28,10 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from tests.mutation import seen
-from tests.mutation.judge import KILLED, SURVIVED, UNSEEN, VOID, Verdict, judged
-from tests.mutation.mutants import Mutant, mutants_of, path_of
 from tests.pool.zygote import ROOT
+from tools.nets.mutation import seen
+from tools.nets.mutation.judge import KILLED, SURVIVED, UNSEEN, VOID, Verdict, judged
+from tools.nets.mutation.mutants import Mutant, mutants_of, path_of
 
 FOLDER = ROOT / ".mutation"
 VERDICTS = FOLDER / "verdicts.json"
@@ -162,7 +162,7 @@ def judge_all(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.nets.mutation", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(required=True)
     seeing, running, repeating = (commands.add_parser(name) for name in ("see", "run", "again"))

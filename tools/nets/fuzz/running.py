@@ -11,16 +11,17 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import FlakyFailure, FlakyStrategyDefinition, Unsatisfiable
 
-from tests.fuzz.targets import Target
 from tests.pool.ranks import Ranks
 from tests.pool.zygote import ROOT
+from tools.nets.fuzz.targets import Target
 
 FOLDER = ROOT / ".fuzz"
 REFUSED = "refused: "
 SHRINK_SECONDS = 180.0
+REPEAT = "python -m tools.nets.fuzz --targets {name} --seed {seed} --cases {count}"
 SCRIPT = '''"""{said}
 
-Found by: python -m tests.fuzz --targets {name} --seed {seed}
+Found by: {repeat}
 """
 
 import sys
@@ -29,7 +30,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from {module} import *  # noqa: F403
-from tests.fuzz.running import try_alone
+from tools.nets.fuzz.running import try_alone
 
 if __name__ == "__main__":
     try_alone(problem, {case!r})  # noqa: F405
@@ -94,12 +95,13 @@ class Hunt:
         with suppress(Wrong, FlakyFailure, FlakyStrategyDefinition, Unsatisfiable):
             seed(number)(how(given(target.cases())(tried)))()
         if worst is not None:
-            self._write(target, number, *worst)
+            self._write(target, number, count, *worst)
 
-    def _write(self, target: Target, number: int, case: Any, said: str) -> None:
+    def _write(self, target: Target, number: int, count: int, case: Any, said: str) -> None:
         FOLDER.mkdir(exist_ok=True)
         path = FOLDER / f"{target.name}-{number}.py"
         shown = said.replace("\\", "\\\\").replace('"""', "'''")
-        path.write_text(SCRIPT.format(said=shown, name=target.name, seed=number, module=target.module, case=case))
+        repeat = REPEAT.format(name=target.name, seed=number, count=count)
+        path.write_text(SCRIPT.format(said=shown, repeat=repeat, module=target.module, case=case))
         self.scripts.append(path)
-        print(f"wrong, {path.relative_to(ROOT)}:\n  {case!r}\n  {said[:2000]}", flush=True)
+        print(f"wrong, {path.relative_to(ROOT)}:\n  {case!r}\n  {said[:2000]}\n  again: {repeat}", flush=True)

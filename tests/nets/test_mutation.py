@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.mutation import __main__ as command
-from tests.mutation.judge import KILLED, SURVIVED, Verdict
-from tests.mutation.mutants import Mutant, code_of, mutants_of
-from tests.mutation.swap import put_in, take_out
+from tools.nets.mutation import __main__ as command
+from tools.nets.mutation.judge import KILLED, SURVIVED, Verdict
+from tools.nets.mutation.mutants import Mutant, code_of, mutants_of
+from tools.nets.mutation.swap import put_in, take_out
 
 SOURCE = '''
 from functools import lru_cache
