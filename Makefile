@@ -87,7 +87,7 @@ soak: $(STAMP)
 test-gpu: $(STAMP)
 	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'PyTorch sees no GPU here'"
 	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4dl.doctor
-	$(BIN)/python -m pytest -rs tests/test_gpu_training.py tests/comm/test_gpu.py tests/test_memory.py tests/fakegpu
+	$(BIN)/python -m pytest -rs tests/engine/test_gpu_training.py tests/comm/test_gpu.py tests/engine/test_memory.py tests/fakegpu
 
 gpu-report: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu

@@ -32,7 +32,12 @@ from mpi4dl.sweeps.results import save_json
 
 ROOT = Path(__file__).parent.parent
 NEEDS = "an NVIDIA card"
-GPU_TESTS = ("tests/comm/test_gpu.py", "tests/test_memory.py", "tests/test_gpu_training.py", "tests/fakegpu")
+GPU_TESTS = (
+    "tests/comm/test_gpu.py",
+    "tests/engine/test_memory.py",
+    "tests/engine/test_gpu_training.py",
+    "tests/fakegpu",
+)
 PYTEST = ("-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", "--tb=short")
 MODELS = ("small_resnet", "unet", "vit", "resnet50", "amoebanetd")
 OPENMPI = {  # unless they are set: messages by UCX, which knows CUDA, and ranks that share cores

@@ -88,9 +88,9 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def uninterrupted(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the run of tests.interrupted that went from its beginning to its end."""
+    """The folder of the run of tests.support.interrupted that went from its beginning to its end."""
     from mpi4dl.train import train
-    from tests.interrupted import flags_of
+    from tests.support.interrupted import flags_of
 
     folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
     ranks(2).run(train, flags_of(folder))

@@ -36,9 +36,9 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import EACH_NORM, StreamOptions
 from mpi4dl.sweeps.meter import Meter
 from mpi4dl.sweeps.results import MIB
-from tests import short_runs
 from tests.parallel.spatial.comparing import Arrangement, compare_table
-from tests.short_runs import Task
+from tests.support import short_runs
+from tests.support.short_runs import Task
 
 PACKAGES = ("torchvision", "mpi4py", "numpy", "triton", "transformers")
 MEMORY_SHARE = 0.95  # of a card, for the ranks that share it

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.common import options as declared
 from tests.benchmarks.checks import assert_picture
-from tests.commands import train_command
 from tests.pool.zygote import ROOT, python
+from tests.support.commands import train_command
 
 BY_DEFAULT = ("zero",)  # all others are exhaustive
 SIZES = "num_layers=1,hidden=16,num_heads=2"

@@ -27,9 +27,9 @@ from mpi4dl.parallel.costs.units import count_units
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from tests.benchmarks.checks import options_of
-from tests.commands import refusal
 from tests.pool.job import mpirun
 from tests.pool.ranks import Ranks
+from tests.support.commands import refusal
 
 
 def window(padded: Tensor, rows: int, cols: int, rank: int, halo: int, around: int) -> Tensor:

@@ -33,7 +33,7 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tables.simulator import Costs, simulate
 from tests.benchmarks.checks import options_of
 from tests.pool.ranks import Ranks
-from tests.short_runs import SMALL, StepResult, train
+from tests.support.short_runs import SMALL, StepResult, train
 
 # All times are sums of powers of two, which floating-point numbers hold exactly.
 BYTE_SECONDS, NUM_BYTES = 2.0**-10, 1024  # a second for a message

@@ -25,9 +25,9 @@ from mpi4dl.engine import Engine
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
-from tests.faults import file_limit
 from tests.pool.ranks import Ranks
-from tests.short_runs import (
+from tests.support.faults import file_limit
+from tests.support.short_runs import (
     BOTH,
     DATA_2,
     DEEP,

@@ -22,7 +22,7 @@ from mpi4dl.engine import Engine
 from mpi4dl.parallel.plan import Plan
 from tests.checkpoints.made import edit_header, header_of, seal, write
 from tests.pool.ranks import Ranks
-from tests.short_runs import UNUSED, batch_of, model_of, tiles_of
+from tests.support.short_runs import UNUSED, batch_of, model_of, tiles_of
 
 Edit = Callable[[Path], Any]
 Step = tuple[Any, ...]  # the way to a value: keys of objects, numbers of items

@@ -15,9 +15,9 @@ from mpi4dl._files import lock
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.runs.folder import ConfigError, RunFolder
 from mpi4dl.train import train
-from tests.interrupted import flags_of
 from tests.pool.ranks import Ranks
 from tests.pool.zygote import ROOT
+from tests.support.interrupted import flags_of
 
 HOLDER = """
 import sys

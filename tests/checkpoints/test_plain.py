@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpi4dl.checkpoints.json_values import DEEPEST, LARGEST, MOST_LEVELS, Damaged, decode, encode, parse
-from tests.brute_force import patient
+from tests.support.brute_force import patient
 
 LEAVES = st.none() | st.booleans() | st.integers(-LARGEST, LARGEST) | st.floats(allow_nan=False) | st.text(max_size=5)
 NESTS = st.recursive(

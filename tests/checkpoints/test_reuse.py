@@ -15,7 +15,7 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
 from tests.checkpoints.made import another_format, flip, pipe
 from tests.pool.ranks import Ranks
-from tests.short_runs import DATA_2, SMALL, batch_of, build, digest_of, tiles_of
+from tests.support.short_runs import DATA_2, SMALL, batch_of, build, digest_of, tiles_of
 
 
 def engine_of(comm: Communicator, seed: int = 0) -> Engine:

@@ -19,8 +19,8 @@ from mpi4dl.checkpoints import storage
 from mpi4dl.checkpoints.json_values import Damaged
 from mpi4dl.checkpoints.storage import DTYPES, Range, Reader, Spec, StorageLayout, uncovered, verify, write
 from mpi4dl.parallel.replicas.buckets import Shard
-from tests.brute_force import patient
 from tests.checkpoints.made import flip
+from tests.support.brute_force import patient
 
 
 def value_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:

@@ -10,9 +10,9 @@ from torch import Tensor
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.plan import Plan
 from tests.checkpoints.test_checkpoints import SAVED, resumed, step, written
+from tests.parallel.test_axes import VOLUMES
 from tests.pool.ranks import Ranks
-from tests.short_runs import EXACT, assert_close, plain
-from tests.test_axes import VOLUMES
+from tests.support.short_runs import EXACT, assert_close, plain
 
 LONGER = replace(VOLUMES, num_steps=SAVED + 3)
 BY_DEPTH = Plan(((2, 1, 1),))

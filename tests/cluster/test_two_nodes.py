@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from benchmarks.common.nodes import BURST_BYTES, ROOT, Cluster
 from mpi4dl.datasets.slides.compose import Cohort
-from tests.batch_scripts import SCRIPTS, Batch
-from tests.commands import TINY, TRAIN, train_command
-from tests.interrupted import WEIGHTS, assert_the_same_run
+from tests.support.batch_scripts import SCRIPTS, Batch
+from tests.support.commands import TINY, TRAIN, train_command
+from tests.support.interrupted import WEIGHTS, assert_the_same_run
 
 RUN = (*TINY, "--num-samples", "16", "--epochs", "1", "--no-tensorboard")
 PLANS = {

@@ -16,7 +16,7 @@ from mpi4dl.engine import Engine
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.short_runs import EXACT, NUM_CLASSES, Task, TILES_1x2, assert_close, batch_of, digest_of, tiles_of
+from tests.support.short_runs import EXACT, NUM_CLASSES, Task, TILES_1x2, assert_close, batch_of, digest_of, tiles_of
 
 TASK = Task("drawing", (12, 10))
 PROCESSES = {"python": random.random, "numpy": np.random.rand}

@@ -11,7 +11,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.short_runs import (
+from tests.support.short_runs import (
     BOTH,
     DATA_2,
     DEEP,

@@ -17,7 +17,7 @@ from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.short_runs import (
+from tests.support.short_runs import (
     BOTH,
     DATA_2,
     HOOKED,

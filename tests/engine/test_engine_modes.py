@@ -12,7 +12,7 @@ from mpi4dl.engine import Engine
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.short_runs import BOTH, FROZEN, NUM_CLASSES, TILES_2x2, batch_of, check, tiles_of
+from tests.support.short_runs import BOTH, FROZEN, NUM_CLASSES, TILES_2x2, batch_of, check, tiles_of
 
 STAGES = Plan(((1, 2), (1, 1)), microbatches=2)
 

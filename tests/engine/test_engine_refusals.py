@@ -17,7 +17,7 @@ from mpi4dl.engine.precision import INITIAL_SCALE
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.short_runs import (
+from tests.support.short_runs import (
     BOTH,
     NUM_CLASSES,
     SKIPPING,

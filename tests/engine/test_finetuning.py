@@ -17,7 +17,7 @@ from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, names_by_first
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.short_runs import EXACT, SKIPPING, Task, assert_close, batch_of, model_of, tiles_of
+from tests.support.short_runs import EXACT, SKIPPING, Task, assert_close, batch_of, model_of, tiles_of
 
 FROZEN = "convs.*,norms.0.*,norms.1.*"
 THAWED = {2: "convs.2.*,convs.3.*", 3: "norms.1.*,convs.1.*"}  # by step

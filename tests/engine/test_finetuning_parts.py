@@ -17,7 +17,7 @@ from mpi4dl.parallel.pipeline.local_stages import LocalStages, names_by_first
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.losses import token_loss
 from tests.pool.ranks import Ranks
-from tests.short_runs import EXACT, assert_close, assert_learnt_alike
+from tests.support.short_runs import EXACT, assert_close, assert_learnt_alike
 
 VOCABULARY, LENGTH, BATCH, STEPS, DECAY = 23, 8, 4, 4, 0.6
 SIZES: dict[str, Any] = {"vocabulary": VOCABULARY, "context": 16, "num_layers": 2, "num_heads": 4, "hidden": 24}

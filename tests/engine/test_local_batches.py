@@ -16,7 +16,7 @@ from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
 from tests.pool.ranks import Ranks
-from tests.short_runs import EXACT
+from tests.support.short_runs import EXACT
 
 SIZES = ((40, 24), (17, 33), (26, 50), (35, 31))
 NUM_STEPS, CLASSES = 3, 3

@@ -22,8 +22,8 @@ from mpi4dl.parallel.inputs import of_tokens, space_of
 from mpi4dl.parallel.pipeline.split import outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.losses import token_loss
-from tests.counting import summary_of
 from tests.pool.ranks import Ranks
+from tests.support.counting import summary_of
 
 SIZE = (64, 64)
 PLANS = {

@@ -15,8 +15,8 @@ from mpi4dl.parallel.streaming.stream import Streaming
 from mpi4dl.train import train
 from mpi4dl.training.run import fit
 from mpi4dl.training.setup import set_up, told_before
-from tests.counting import memory_of_command
 from tests.pool.ranks import Ranks
+from tests.support.counting import memory_of_command
 
 RUN = "--no-tensorboard --num-samples 4 --max-steps 1 --eval-every none --save-every none --num-workers 1"
 LARGE = "--model small_resnet --image-size 704 --batch-size 4"

@@ -30,7 +30,7 @@ from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tables.simulator import simulate
 from mpi4dl.plan import show
-from tests.tiny import TINY_RESNET, tiny_resnet
+from tests.support.tiny import TINY_RESNET, tiny_resnet
 
 CPU = torch.device("cpu")
 LINKS = (LinkLevel("node", 1e-6, 1e10, ranks=4), LinkLevel("network", 1e-5, 1e9, shared_by=4))

@@ -23,7 +23,7 @@ from mpi4dl.parallel.costs.units import count_bytes
 from mpi4dl.parallel.cut import choose_cut
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
-from tests.counting import count_flops, summary_of
+from tests.support.counting import count_flops, summary_of
 
 IMAGE = (8, 3, 64, 64)
 

@@ -25,7 +25,7 @@ from mpi4dl.parallel.costs.timing import Seconds
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tensor.styles import Degrees
-from tests.counting import summary_of
+from tests.support.counting import summary_of
 
 IMAGE = (8, 3, 32, 32)
 

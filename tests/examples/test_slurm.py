@@ -18,9 +18,9 @@ from mpi4dl.inference.options import Inference, placed
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import Config
 from mpi4dl.options.declare import parse_options
-from tests.batch_scripts import RECORDS, SCRIPTS, Batch, batches, recipes, recorded
 from tests.pool.job import launcher
 from tests.pool.zygote import ROOT
+from tests.support.batch_scripts import RECORDS, SCRIPTS, Batch, batches, recipes, recorded
 
 BATCHES = batches()
 SBATCH = set(

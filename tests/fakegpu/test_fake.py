@@ -21,10 +21,10 @@ from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.sharding import shard
 from mpi4dl.parallel.spatial.tensor import numbers_on
 from mpi4dl.torch_backend.work import MpiWork
-from tests.commands import mpirun
 from tests.fakegpu.clocks import Race
 from tests.fakegpu.device import CUDA, Event, Stream, WrongPlace, installed, stream_context
 from tests.pool.ranks import Ranks
+from tests.support.commands import mpirun
 
 
 def test_a_kernel_on_another_stream_has_to_wait() -> None:

@@ -19,10 +19,10 @@ from mpi4dl.comm.exchange import Exchange, plan_exchange
 from mpi4dl.comm.packing import Piece
 from mpi4dl.comm.requests import Works
 from mpi4dl.geometry import Box, Interval
-from tests.commands import mpirun, refusal
 from tests.fakegpu.device import CUDA, installed
 from tests.fakegpu.nccl import Mismatch, Step, joined, stuck
 from tests.pool.ranks import Ranks
+from tests.support.commands import mpirun, refusal
 
 SIDE = 12
 

@@ -21,12 +21,12 @@ from mpi4dl.parallel.spatial import gather
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.sharding import shard
 from mpi4dl.parallel.streaming.leading_part import EACH_NORM, StreamOptions
-from tests import short_runs
 from tests.fakegpu.device import CUDA, FakeGpu, installed
 from tests.fakegpu.nccl import Step, joined, stuck
+from tests.parallel.replicas.test_zero import PLANS, SMALL
 from tests.pool.ranks import Ranks
-from tests.short_runs import HOOKED, NARROWING, UNUSED, Outcome, Task
-from tests.test_zero import PLANS, SMALL
+from tests.support import short_runs
+from tests.support.short_runs import HOOKED, NARROWING, UNUSED, Outcome, Task
 
 FEW = ("data2", "stages-tiles", "gems")
 ON_GPU = replace(SMALL, device="cuda", optimizer="AdamW")

@@ -31,7 +31,7 @@ from mpi4dl.options.declare import options_of
 from mpi4dl.predict import PredictConfig, predict
 from mpi4dl.train import train
 from tests.inference.cases import Shown, train_nothing, write_images
-from tests.test_train_features import bags
+from tests.training.test_train_features import bags
 
 h5py = pytest.importorskip("h5py")
 

@@ -23,11 +23,11 @@ from mpi4dl.inference.records import Records
 from mpi4dl.predict import predict
 from mpi4dl.slides import _parser
 from mpi4dl.train import train
-from tests.faults import file_limit
 from tests.pool.job import mpirun
 from tests.pool.ranks import Ranks
-from tests.test_train_features import bags, embedding, flags_of
-from tests.tiny import tiny_resnet
+from tests.support.faults import file_limit
+from tests.support.tiny import tiny_resnet
+from tests.training.test_train_features import bags, embedding, flags_of
 
 FULL = Path("/dev/full")
 SIDE = 700

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import TINY
-from tests.commands import write_images as write_classes
 from tests.inference.cases import train_nothing, write_images
 from tests.pool.job import mpirun
+from tests.support.commands import TINY
+from tests.support.commands import write_images as write_classes
 
 FROZEN = """
 import os, signal, sys
@@ -45,8 +45,8 @@ def to_embed(folder: Path) -> list[str]:
     import torch
 
     from mpi4dl.datasets.slides.compose import Cohort
-    from tests.test_train_features import embedding
-    from tests.tiny import tiny_resnet
+    from tests.support.tiny import tiny_resnet
+    from tests.training.test_train_features import embedding
 
     cohort = folder / "cohort"
     Cohort(1, 1, 600).write(cohort, 0).rename(cohort / "s0.tif")

@@ -18,7 +18,7 @@ from mpi4dl.options.models import build_model
 from mpi4dl.options.optimizers import build_optimizer, build_schedule, state_bytes
 from mpi4dl.runs.assembly import blaming_the_model
 from mpi4dl.tasks.losses import classification_loss
-from tests.commands import settled, write_images
+from tests.support.commands import settled, write_images
 
 
 def configured(flags: str) -> Config:

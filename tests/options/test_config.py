@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mpi4dl.options.config import Config, ConfigError, parse, shared_options, to_toml
 from mpi4dl.options.declare import options_of
-from tests.brute_force import patient
+from tests.support.brute_force import patient
 
 Write = Callable[[str], str]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mpi4dl.options import kinds
 from mpi4dl.options.kinds import Kind, dump
-from tests.brute_force import patient
+from tests.support.brute_force import patient
 
 
 def from_flag(kind: Kind, text: str) -> Any:

@@ -12,7 +12,7 @@ from mpi4dl.options.declare import from_keywords, options_of
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.optimizers import by_steps
 from mpi4dl.options.presets import PRESETS
-from tests.commands import TINY, settled, train_command
+from tests.support.commands import TINY, settled, train_command
 
 
 def values(config: Config) -> dict[str, object]:

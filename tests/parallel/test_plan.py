@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mpi4dl.geometry import Box, Interval
 from mpi4dl.parallel.inputs import Microbatch, OwnSizes, Read, nested_cuts
 from mpi4dl.parallel.plan import Plan
-from tests.brute_force import patient, quick
+from tests.support.brute_force import patient, quick
 
 DRAWN = Plan(((2, 2), (1, 2), (1, 1)), data=2)
 MIRRORED = Plan(((1, 2), (1, 1)), data=2, microbatches=2, bidirectional=2)

@@ -16,7 +16,7 @@ from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.formulas import BatchLoss, OfHeads
 from mpi4dl.tasks.losses import build_loss
-from tests.short_runs import tiles_of
+from tests.support.short_runs import tiles_of
 
 NUM_CLASSES = 3
 SIZE = (11, 9)

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.losses import build_loss
 from tests.pool.ranks import Ranks
-from tests.short_runs import EXACT, assert_close
+from tests.support.short_runs import EXACT, assert_close
 from tests.tasks.cases import BOTH, CASES, EFRON, SMOOTH, WEIGHTED, Case, by_plain_pytorch, on_ranks
 
 TILES, SPLIT = Plan(((2, 2),)), Plan(((1, 2),), data=2, microbatches=2)

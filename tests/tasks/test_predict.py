@@ -14,7 +14,7 @@ from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
 from tests.pool.ranks import Ranks
-from tests.short_runs import tiles_of
+from tests.support.short_runs import tiles_of
 from tests.tasks.cases import SIZE, Dense, Small, images_of
 
 TILES = Plan(((2, 2),))

@@ -33,10 +33,10 @@ from mpi4dl.tasks.measuring import measured_here
 from mpi4dl.tasks.metrics import bootstrap
 from mpi4dl.tasks.task import TASKS
 from mpi4dl.training.run import Best
-from tests.commands import read_metrics
 from tests.pool.ranks import Ranks
 from tests.pool.zygote import ROOT
-from tests.short_runs import tiles_of
+from tests.support.commands import read_metrics
+from tests.support.short_runs import tiles_of
 from tests.tasks.cases import Small, in_batches
 
 HERE = "tests.tasks.test_run"

@@ -19,7 +19,7 @@ from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.formulas import Counting, CrossEntropy, OfHeads
 from tests.pool.ranks import Ranks
-from tests.short_runs import EXACT, assert_close, tiles_of
+from tests.support.short_runs import EXACT, assert_close, tiles_of
 
 VOCABULARY, LENGTH, HIDDEN = 96, 7, 4
 IGNORED = -100

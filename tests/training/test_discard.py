@@ -6,8 +6,8 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from tests.commands import refusal, train_command
 from tests.pool.job import mpirun
+from tests.support.commands import refusal, train_command
 
 FLAGS = "--image-size 32 --batch-size 4 --num-workers 0 --val-fraction 0.4 --max-steps 1 --no-tensorboard".split()
 DENSE = ("--model", "unet", "--model-options", "num_filters=4")

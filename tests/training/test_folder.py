@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import mpi4dl
 from mpi4dl.options.config import Config, ConfigError, parse, to_toml
 from mpi4dl.runs.folder import MetricsFile, RunFolder, default_path, versions
-from tests.brute_force import patient
+from tests.support.brute_force import patient
 
 
 def test_a_run_without_a_folder_is_named_after_its_model_and_the_time() -> None:

@@ -15,9 +15,9 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.runs.folder import LOGGER_NAME, METRICS, MetricsFile, RunFolder
-from tests.commands import TINY, TRAIN
 from tests.pool.job import mpirun
 from tests.pool.ranks import Ranks
+from tests.support.commands import TINY, TRAIN
 
 FULL = Path("/dev/full")
 

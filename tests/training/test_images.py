@@ -15,8 +15,8 @@ from mpi4dl.datasets import DatasetError
 from mpi4dl.options.config import parse
 from mpi4dl.training import data as images_of_runs
 from mpi4dl.training.data import ImageLists, Sample, open_images, open_together
-from tests.commands import write_images
 from tests.pool.ranks import Ranks
+from tests.support.commands import write_images
 
 FLAGS = ("--image-size", "32", "--val-fraction", "0.3")
 

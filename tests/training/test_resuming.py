@@ -27,8 +27,8 @@ from mpi4dl.training.resuming import (
     with_its_own,
 )
 from tests.checkpoints.made import write
-from tests.commands import settled
 from tests.pool.ranks import Ranks
+from tests.support.commands import settled
 
 
 def make_run(path: Path, *steps: int) -> Path:

@@ -19,7 +19,7 @@ from mpi4dl.tasks.task import Classify, MultiLabel, Regress, Segment, Task
 from mpi4dl.training.report import Reporter
 from mpi4dl.training.tensorboard import Showing, overlaid
 from tests.pool.ranks import Ranks
-from tests.short_runs import tiles_of
+from tests.support.short_runs import tiles_of
 from tests.tasks.cases import SIZE, Dense, Small, images_of
 from tests.training.test_report import read_events
 

@@ -18,10 +18,10 @@ from mpi4dl.geometry import Box, Interval
 from mpi4dl.options.config import parse
 from mpi4dl.options.data import build_datasets, build_views
 from mpi4dl.train import train
-from tests.commands import read_metrics, settled
+from tests.commands.test_face import OWN, module_at
 from tests.pool.ranks import Ranks
-from tests.short_runs import EXACT
-from tests.test_face import OWN, module_at
+from tests.support.commands import read_metrics, settled
+from tests.support.short_runs import EXACT
 
 MODEL = """
 class Block(nn.Module):

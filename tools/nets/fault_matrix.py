@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.pool.zygote import ROOT
-from tests.test_train_hunt import PHASES, WAYS, Ending, leave
+from tests.training.test_train_hunt import PHASES, WAYS, Ending, leave
 
 PAGE = """# What happens when a rank fails
 

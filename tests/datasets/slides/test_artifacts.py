@@ -25,7 +25,7 @@ from mpi4dl.geometry import Interval
 from mpi4dl.predict import predict
 from mpi4dl.train import train
 from tests.pool.ranks import Ranks, RanksFailed
-from tests.tiny import TINY_RESNET
+from tests.support.tiny import TINY_RESNET
 
 MPP = 0.5
 BOTH = ("pen", "blur")

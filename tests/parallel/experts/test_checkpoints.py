@@ -6,7 +6,7 @@ import pytest
 
 from tests.parallel.experts.test_training import ONE, PLANS, task_of
 from tests.pool.ranks import Ranks
-from tests.short_runs import check_going_on
+from tests.support.short_runs import check_going_on
 
 CHAINS = [
     ("experts 2, ZeRO 1", "experts 4", "experts 2, stages 2", None, "experts 2, whole experts on tensor 2"),

@@ -14,7 +14,7 @@ from mpi4dl.models.experts import Experts, Router
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.losses import token_loss
 from tests.pool.ranks import Ranks
-from tests.short_runs import Task, check, words_loss
+from tests.support.short_runs import Task, check, words_loss
 
 VOCABULARY, LENGTH = 23, 8
 SIZES: dict[str, Any] = {"vocabulary": VOCABULARY, "context": 16, "num_layers": 2, "num_heads": 4, "hidden": 24}

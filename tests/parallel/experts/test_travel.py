@@ -12,7 +12,7 @@ from mpi4dl.models.experts import Experts
 from mpi4dl.parallel.experts import NOBODY, ExpertPlacement, Traffic, Travel, lay_over, through
 from mpi4dl.parallel.spatial.grid import Arrangement, Grid
 from tests.pool.ranks import Ranks
-from tests.short_runs import EXACT
+from tests.support.short_runs import EXACT
 
 EXPERTS, HIDDEN, TOP_K = 8, 6, 2
 

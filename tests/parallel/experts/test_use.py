@@ -13,7 +13,7 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.losses import classification_loss
 from mpi4dl.training.report import ExpertUse, expert_use
 from tests.pool.ranks import Ranks
-from tests.short_runs import Task, check, train
+from tests.support.short_runs import Task, check, train
 
 TILES = Plan(((1, 2),), experts=2)
 PLANS = [TILES, replace(TILES, tiles=((2, 2),), experts=1), Plan(((2, 1),), tensor=2, moe="expert")]

@@ -17,7 +17,7 @@ from mpi4dl.parallel.costs.meter import KnownValues, OperatorMeter
 from mpi4dl.parallel.costs.units import count_bytes
 from mpi4dl.parallel.cut import by_hand, partition, shared_out
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
-from tests.counting import count_flops
+from tests.support.counting import count_flops
 
 
 def slowest(costs: Sequence[Sequence[float]], counts: Sequence[int]) -> float:

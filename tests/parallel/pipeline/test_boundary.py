@@ -15,8 +15,8 @@ from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.stage_communication import StageBoundary, StageMessage, crossing, layout_behind
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
-from tests.brute_force import quick
 from tests.pool.ranks import Ranks
+from tests.support.brute_force import quick
 
 IMAGE = (0, 2, 3)
 SIZE = (4, 7, 6)

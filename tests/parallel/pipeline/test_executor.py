@@ -20,7 +20,7 @@ from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
 from tests.pool.ranks import Ranks
-from tests.short_runs import DROPPING, Task, batch_of, model_of, optimizer_of, tiles_of
+from tests.support.short_runs import DROPPING, Task, batch_of, model_of, optimizer_of, tiles_of
 
 NUM_STAGES, NUM_MICROBATCHES = 4, 8
 FORWARD_SECONDS, BACKWARD_TIMES_FORWARD = (0.03, 0.06, 0.12, 0.24, 0.48, 0.96), 2

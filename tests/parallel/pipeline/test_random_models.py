@@ -22,7 +22,7 @@ from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.short_runs import EXACT, ROUNDING, assert_close
+from tests.support.short_runs import EXACT, ROUNDING, assert_close
 
 WIDTH, VOCABULARY, LENGTH, BATCH, STEPS = 4, 9, 3, 8, 3
 NUM_CALLS = 0

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mpi4dl import models
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.short_runs import Task, check, check_going_on, words_loss
+from tests.support.short_runs import Task, check, check_going_on, words_loss
 
 VOCABULARY = 23
 

@@ -19,8 +19,8 @@ from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, materialize, o
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import Grid, Layout, SpatialTensor
 from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator
-from tests.counting import count_flops
 from tests.parallel.pipeline.cutting import assert_cuts_like_the_model, problem_of, random_counts
+from tests.support.counting import count_flops
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "amoebanetd": functools.partial(build, "amoebanetd", num_layers=3, num_filters=16, num_classes=4),

@@ -18,11 +18,11 @@ from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import NoRule
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
-from tests import short_runs
 from tests.parallel.pipeline import unseen
 from tests.parallel.pipeline.cutting import problem_of
 from tests.pool.ranks import Ranks
-from tests.short_runs import Task
+from tests.support import short_runs
+from tests.support.short_runs import Task
 
 TWO = ((1, 1), (1, 1))
 WAYS: dict[str, tuple[Plan, StreamOptions | None]] = {

@@ -14,7 +14,7 @@ from mpi4dl.parallel.replicas.optimizer_traits import OF_PYTORCH, problem_with_u
 from mpi4dl.parallel.replicas.update import MultiOptimizer
 from tests.parallel.replicas.test_update import parameter
 from tests.pool.ranks import Ranks
-from tests.short_runs import SKIPPING, check, engine_of, label
+from tests.support.short_runs import SKIPPING, check, engine_of, label
 
 REFUSED = ("LBFGS", "SparseAdam")
 

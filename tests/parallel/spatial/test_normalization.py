@@ -30,7 +30,7 @@ from tests.parallel.spatial.comparing import (
     table_test,
 )
 from tests.pool.ranks import Ranks
-from tests.short_runs import EXACT, assert_close
+from tests.support.short_runs import EXACT, assert_close
 
 
 class ChannelsLast(nn.Module):

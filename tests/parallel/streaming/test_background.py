@@ -16,7 +16,7 @@ from mpi4dl.parallel.streaming.leading_part import StreamOptions
 from tests.parallel.streaming.test_norms import by_running_statistics
 from tests.parallel.streaming.test_patches import Slides
 from tests.pool.ranks import Ranks
-from tests.short_runs import EXACT, assert_close
+from tests.support.short_runs import EXACT, assert_close
 
 SIZE = (96, 130)
 

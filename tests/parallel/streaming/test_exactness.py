@@ -15,7 +15,7 @@ from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import EACH_NORM, StreamOptions
 from tests.pool.ranks import Ranks
-from tests.short_runs import Task, check, engine_of, model_of, step, train
+from tests.support.short_runs import Task, check, engine_of, model_of, step, train
 
 import_torchvision()
 from torchvision.ops import SqueezeExcitation  # noqa: E402

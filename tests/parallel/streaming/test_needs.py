@@ -31,8 +31,8 @@ from mpi4dl.parallel.streaming.memory_limit import (
     needs_of,
 )
 from mpi4dl.parallel.streaming.stream import TOUCHED_BYTES
-from tests.counting import count_flops
 from tests.pool.ranks import Ranks
+from tests.support.counting import count_flops
 
 IMAGE = (1, 3, 640, 640)
 CASES = (

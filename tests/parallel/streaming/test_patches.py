@@ -20,7 +20,7 @@ from mpi4dl.parallel.streaming.leading_part import EACH_NORM
 from mpi4dl.parallel.streaming.patches import PatchOptions, stream_patches
 from mpi4dl.parallel.streaming.stream_tiles import Pixels
 from tests.pool.ranks import Ranks
-from tests.short_runs import EXACT, assert_close
+from tests.support.short_runs import EXACT, assert_close
 
 SIZE = (70, 101)
 CLASSES = 3

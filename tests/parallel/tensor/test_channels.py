@@ -16,7 +16,7 @@ from mpi4dl.parallel.spatial.tensor import wrap
 from mpi4dl.parallel.tensor.cutting import cut_parameters
 from mpi4dl.parallel.tensor.styles import Degrees, cutting_of
 from tests.pool.ranks import Ranks
-from tests.short_runs import EXACT, Task, assert_close, check
+from tests.support.short_runs import EXACT, Task, assert_close, check
 
 
 class Network(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 from mpi4dl.parallel.plan import Plan
 from tests.parallel.tensor.test_training import IN_STAGES, ONE
 from tests.pool.ranks import Ranks
-from tests.short_runs import check_going_on
+from tests.support.short_runs import check_going_on
 
 BEGUN = Plan(((1,), (1,)), tensor=2, microbatches=2)
 PLANS = {

@@ -16,7 +16,7 @@ from mpi4dl.parallel.spatial.tensor import wrap
 from mpi4dl.parallel.tensor.cutting import cut_parameters
 from mpi4dl.parallel.tensor.styles import Degrees, cutting_of
 from tests.pool.ranks import Ranks
-from tests.short_runs import EXACT, assert_close
+from tests.support.short_runs import EXACT, assert_close
 
 VOCABULARY, HEADS, HIDDEN = 23, 6, 24
 TOKENS = torch.randint(VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(1))

@@ -16,7 +16,7 @@ from mpi4dl._torchvision import import_torchvision
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks, RanksFailed
-from tests.short_runs import Task, check, words_loss
+from tests.support.short_runs import Task, check, words_loss
 
 import_torchvision()
 transformers = pytest.importorskip("transformers")

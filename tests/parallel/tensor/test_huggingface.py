@@ -20,7 +20,7 @@ from mpi4dl.engine import Engine
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tensor.styles import Styles
 from tests.pool.ranks import Ranks
-from tests.short_runs import Task, check, words_loss
+from tests.support.short_runs import Task, check, words_loss
 
 import_torchvision()
 pytest.importorskip("transformers")

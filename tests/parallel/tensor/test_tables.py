@@ -12,7 +12,7 @@ from mpi4dl._torchvision import import_torchvision
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.short_runs import Task, check
+from tests.support.short_runs import Task, check
 
 import_torchvision()
 

@@ -18,7 +18,7 @@ from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from tests.parallel.tensor.test_cut_parameters import FUSED, GROUPED, HEADS, VOCABULARY, build
 from tests.pool.ranks import Ranks
-from tests.short_runs import NUM_CLASSES, Task, check, engine_of, label, step, words_loss
+from tests.support.short_runs import NUM_CLASSES, Task, check, engine_of, label, step, words_loss
 
 LENGTH = 7
 LANGUAGE = Task(partial(build, HEADS), (LENGTH,), 4, "smooth AdamW", tokens=VOCABULARY, loss=words_loss, num_steps=5)

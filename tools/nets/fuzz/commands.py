@@ -31,9 +31,9 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.tensor import NoRule
 from mpi4dl.predict import predict
 from mpi4dl.train import train
-from tests.commands import read_metrics, truncate, write_images
 from tests.pool.ranks import Ranks, RanksFailed
-from tests.short_runs import write_mixed_cohort
+from tests.support.commands import read_metrics, truncate, write_images
+from tests.support.short_runs import write_mixed_cohort
 from tools.nets.fuzz.trainings import GRIDS, plans
 
 SECONDS = 180.0

@@ -31,7 +31,7 @@ from mpi4dl.parallel.streaming.leading_part import StreamOptions
 from mpi4dl.parallel.tables.schedules import SCHEDULES
 from tests.parallel.spatial.comparing import all_arrive
 from tests.pool.ranks import Ranks, RanksFailed
-from tests.short_runs import Task, engine_of, evaluate, tiles_of
+from tests.support.short_runs import Task, engine_of, evaluate, tiles_of
 from tools.nets.fuzz.networks import BESIDE, CHANNELS, DRAWING, HEADS, KINDS, Loss, Network
 
 EXACT = 1e-9

@@ -1,7 +1,7 @@
 """Shows mutants to the tests that may notice them, and lists those that no test notices.
 
     python -m tools.nets.mutation see                        run all default tests, and note which functions each calls
-    python -m tools.nets.mutation see tests/test_geometry.py     or those that pytest is told to
+    python -m tools.nets.mutation see tests/geometry          or those that pytest is told to
     python -m tools.nets.mutation run --rooms geometry,replicas --sample 60
     python -m tools.nets.mutation run --modules mpi4dl.geometry.boxes
     python -m tools.nets.mutation again --seconds 300        shows those that survived last time to further tests

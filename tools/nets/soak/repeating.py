@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from mpi4dl.comm import Communicator
 from mpi4dl.train import train
-from tests.interrupted import flags_of
 from tests.pool.ranks import Ranks
+from tests.support.interrupted import flags_of
 from tools.nets.soak.resources import Resources, grown
 
 WARM = 4  # trainings before memory is looked at

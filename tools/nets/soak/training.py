@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 from benchmarks.common.nodes import HOSTS, Cluster, ip
 from mpi4dl.checkpoints.manifest import checkpoints_in
-from tests.commands import write_images
-from tests.interrupted import assert_the_same_run
 from tests.pool.job import start
 from tests.pool.zygote import launcher
+from tests.support.commands import write_images
+from tests.support.interrupted import assert_the_same_run
 from tests.text.serving.command import children, words_of
 
 HANG_SECONDS = 20

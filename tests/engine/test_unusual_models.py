@@ -1,0 +1,200 @@
+"""Models and optimizers that are put together in unusual ways train as in plain PyTorch, or are refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.nn import functional as F
+
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.engine import Engine
+from mpi4dl.parallel.plan import Plan
+from tests.parallel.replicas.test_step_units import Clipping
+from tests.pool.ranks import Ranks
+from tests.support.short_runs import Task, check_going_on
+
+BATCH, SIZE = 3, (5, 4)
+
+
+class Net(nn.Module):
+    """Two convolutions; the second has a parameter of no elements beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3)
+        self.empty = nn.Parameter(torch.empty(0, 2))
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(self.first(x).tanh()).mean((2, 3)).sin()) + self.empty.sum()
+
+
+def net(channels_last: bool = False) -> nn.Module:
+    model = Net().double()
+    return model.to(memory_format=torch.channels_last) if channels_last else model
+
+
+class Freezing(Net):
+    """Its first layer is frozen after the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.requires_grad_(not int(self.steps))
+        self.steps += self.training
+        return super().forward(x)
+
+
+def named(model: nn.Module) -> optim.Optimizer:
+    return optim.AdamW(model.named_parameters(), lr=0.01, eps=1e-2)
+
+
+def fused(kind: Any, options: dict[str, Any], model: nn.Module) -> optim.Optimizer:
+    return kind(model.parameters(), lr=0.1, fused=True, **options)
+
+
+NAMED = Task(Net, SIZE, BATCH, named, num_steps=4).with_engine(bucket_bytes=400)
+LAST = replace(NAMED, model=partial(net, channels_last=True))
+CASES = {
+    "named": NAMED,
+    "frozen-later": replace(NAMED, model=Freezing),
+    "channels-last-SGD": replace(LAST, optimizer=partial(fused, optim.SGD, {"momentum": 0.9})),
+    "channels-last-Adam-disk": replace(LAST, optimizer=partial(fused, optim.Adam, {})).with_engine(
+        bucket_bytes=400, offload="disk"
+    ),
+    "channels-last-Adagrad": replace(LAST, optimizer=partial(fused, optim.Adagrad, {})),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "zero"),
+    [(name, zero) for name in CASES for zero in ((0, 1, 2, 3) if name == "frozen-later" else (0, 3))],
+)
+def test_they_train_as_in_plain_pytorch(ranks: Ranks, tmp_path: Path, name: str, zero: int) -> None:
+    """Half of it under the next ZeRO stage, after a checkpoint."""
+    check_going_on(ranks, CASES[name], tmp_path, (Plan(data=2, zero=zero), 2), (Plan(data=2, zero=(zero + 1) % 4), 4))
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randn(BATCH, 3, *SIZE, generator=generator, dtype=torch.float64)
+    return images, torch.randint(3, (BATCH,), generator=generator)
+
+
+def engine_of(comm: Communicator, model: nn.Module, optimizer: optim.Optimizer, zero: int, **options: Any) -> Engine:
+    options = {"loss": F.cross_entropy, "bucket_bytes": 400} | options
+    return Engine(model, Plan(data=comm.size, zero=zero), optimizer, comm=comm, **options)
+
+
+def overlapping() -> nn.Module:
+    model = net()
+    model.again = nn.Parameter(model.get_parameter("first.weight").data[:2])
+    return model
+
+
+class Remembering(Net):
+    """With something in its state that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 1}
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
+
+
+def frozen_at_first() -> nn.Module:
+    model = net()
+    model.get_submodule("second").requires_grad_(False)
+    return model
+
+
+def sgd(model: nn.Module) -> optim.Optimizer:
+    return optim.SGD(model.parameters(), lr=0.1)
+
+
+def clipping(model: nn.Module) -> optim.Optimizer:
+    return Clipping(model.parameters())
+
+
+Refused = tuple[Callable[[], nn.Module], Callable[[nn.Module], optim.Optimizer], int, str]
+REFUSED: dict[str, Refused] = {
+    "again and first.weight are different parameters in the same memory": (overlapping, sgd, 0, "mean"),
+    "_extra_state of the model is no tensor": (Remembering, sgd, 0, "mean"),
+    "1.weight of the model has no shape yet": (lazy, sgd, 0, "mean"),
+    "Clipping may step by all parameters together, but ZeRO": (net, clipping, 1, "mean"),
+    "second.weight is trained now, but was frozen when the engine was made": (frozen_at_first, sgd, 0, "mean"),
+    "the loss must be one number, but has shape (3,)": (net, sgd, 2, "none"),
+}
+
+
+def refuse(comm: Communicator) -> list[str]:
+    said = []
+    for make, optimizer, zero, reduction in REFUSED.values():
+        model = make()
+        loss = partial(F.cross_entropy, reduction=reduction)
+        try:
+            engine = engine_of(comm, model, optimizer(model), zero, loss=loss)
+            model.requires_grad_(True)
+            images, targets = batch(0)
+            engine.step([images[slice(*engine.reads(BATCH, SIZE)[0].box[0])]], targets, SIZE)
+            said.append("nothing")
+        except (Refusal, ValueError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_would_train_otherwise_is_refused(ranks: Ranks) -> None:
+    for said in ranks(2).run(refuse):
+        for found, wanted in zip(said, REFUSED, strict=True):
+            assert found.startswith(wanted)
+
+
+class Shrinking(Net):
+    """Makes a weight of its own smaller each time that it runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.last.bias.mul_(0.9)
+        return super().forward(x)
+
+
+def change(comm: Communicator, zero: int, offload: str) -> list[str]:
+    """What is said of changes that a loop of one's own, or the model, makes between steps and in them."""
+    said = []
+    for change in ("value", "group", "forward"):
+        model = (Shrinking if change == "forward" else Net)().double()
+        optimizer = sgd(model)
+        engine = engine_of(comm, model, optimizer, zero, offload=offload)
+        images, targets = batch(0)
+        share = slice(*engine.reads(BATCH, SIZE)[0].box[0])
+        try:
+            for _ in range(2):
+                engine.step([images[share]], targets, SIZE)
+                if change == "value":
+                    with torch.no_grad():
+                        model.last.bias[:1].view(()).mul_(2) if zero < 3 else model.empty.mul_(2)
+                if change == "group":
+                    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+            said.append("")
+        except Refusal as refusal:
+            said.append(str(refusal))
+    return said
+
+
+@pytest.mark.parametrize(("zero", "offload"), [(0, "none"), (1, "disk"), (3, "none")])
+def test_changes_that_would_be_lost_are_refused(ranks: Ranks, zero: int, offload: str) -> None:
+    wanted = {"last.bias": zero == 1, "empty": zero == 3}
+    for value, group, forward in ranks(2).run(change, zero, offload):
+        for name, refused in wanted.items():
+            assert value.startswith(f"{name} was changed outside of the optimizer") == refused
+        assert group.startswith("the optimizer has other groups of parameters than") == (zero > 0)
+        assert bool(forward) == (zero > 0)
+        assert "was changed while the model ran" in forward or not zero

@@ -1,0 +1,646 @@
+"""Frozen features: what plain PyTorch makes of the patches of slides, and learns of bags, by any number of ranks."""
+
+import csv
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import tifffile
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpi4dl
+from mpi4dl._files import lock
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.datasets.base import BadImage
+from mpi4dl.datasets.loader import shuffled
+from mpi4dl.datasets.slides.compose import Cohort
+from mpi4dl.datasets.slides.dataset import SlideOptions
+from mpi4dl.datasets.slides.features import FeatureFolder
+from mpi4dl.datasets.slides.geojson import polygons_of
+from mpi4dl.embed import embed
+from mpi4dl.engine import Engine
+from mpi4dl.evaluate import evaluate
+from mpi4dl.inference.embedding import Embedding, Encoder
+from mpi4dl.models.patches import GatedAttention, PatchModel, headless
+from mpi4dl.options.config import parse
+from mpi4dl.options.data import open_slides, split_slides, with_frame
+from mpi4dl.options.models import build_model
+from mpi4dl.parallel.pipeline.local_stages import LocalStages
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.streaming.patches import PatchOptions, stream_patches
+from mpi4dl.parallel.streaming.stream_tiles import Pixels
+from mpi4dl.runs import stopping
+from mpi4dl.train import train
+from tests.pool.job import mpirun
+from tests.pool.ranks import Ranks, RanksFailed
+from tests.support.commands import losses_of
+from tests.support.short_runs import EXACT
+from tests.support.tiny import TINY_RESNET, tiny_resnet
+from tests.training.test_train_slides import MPP, PATCH, patches_of, refused, said
+
+WIDTH = 6  # features of a patch, of the files that tests write
+ATTRIBUTES = ("patch_size", "patch_size_level0", "patch_level", "level0_magnification", "target_magnification")
+ATTRIBUTES += ("overlap", "level0_width", "level0_height", "name")
+TRAINING = (
+    "--batch-size 2 --num-workers 1 --val-fraction 0.34 --optimizer SGD --lr 0.05 --lr-schedule constant --epochs 2 "
+    "--log-interval 1 --no-tensorboard --seed 3"
+)
+
+
+# Features of slides.
+
+
+@pytest.fixture(scope="module")
+def cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Slides of several sizes, in three formats, of two magnifications, and the weights of an encoder."""
+    folder = tmp_path_factory.mktemp("cohort")
+    slides = Cohort(3, 1, 600, (0.5, 0.25), (".tif", ".ome.tif", ".svs"), 0.009)
+    for number in range(len(slides)):
+        slides.write(folder, number)
+    (folder / "slides.csv").write_text(slides.table())
+    torch.manual_seed(2)
+    torch.save(tiny_resnet(9).state_dict(), folder / "weights.pt")
+    return folder
+
+
+def embedding(cohort: Path, out: Path, more: str = "") -> list[str]:
+    flags = f"--mpp {MPP} --patches {PATCH} --patches-at-once 3 --model {TINY_RESNET} --model-options num_filters=4"
+    return [*f"--slides {cohort / 'slides.csv'} --weights {cohort / 'weights.pt'} --out {out} {flags} {more}".split()]
+
+
+def read(path: Path) -> tuple[Any, Any, dict[str, Any]]:
+    """A file as its documented format says."""
+    with h5py.File(path) as file:
+        return file["features"][:], file["coords"][:], dict(file["coords"].attrs)
+
+
+def test_files_have_the_features_of_the_plain_encoder_by_any_number_of_ranks(
+    ranks: Ranks, cohort: Path, tmp_path: Path
+) -> None:
+    for count in (1, 2):
+        ranks(count).run(embed, embedding(cohort, tmp_path / f"of{count}"))
+    encoder = tiny_resnet(9)
+    encoder.load_state_dict(torch.load(cohort / "weights.pt", weights_only=True))
+    headless(encoder.eval(), 9)
+    slides = open_slides(
+        with_frame(parse(f"--slides {cohort / 'slides.csv'} --mpp {MPP} --patches {PATCH}".split())), labelled=False
+    )
+    for index in range(len(slides)):
+        slide, name = slides.image(index), slides.name(index).removesuffix(".tif").removesuffix(".svs")
+        features, coords, about = read(tmp_path / "of1" / f"{name}.h5")
+        assert features.dtype == np.float32
+        assert coords.dtype == np.int64
+        with torch.no_grad():
+            expected = encoder(patches_of(slides, index)).flatten(1).numpy()
+        assert features == pytest.approx(expected, abs=1e-5)
+        side = PATCH * slide.downsample
+        places = slides.tissue_patches(index, PATCH)
+        assert coords.tolist() == (places[:, ::-1] * side).tolist()
+        assert {*ATTRIBUTES} < {*about}
+        known = [about[name] for name in ("patch_size", "patch_size_level0", "level0_width", "level0_height", "name")]
+        assert known == [PATCH, side, slide.file.size[1], slide.file.size[0], name]
+        assert (about["level0_magnification"], about["target_magnification"]) == (20 * slide.downsample, 20)
+        again, same, _ = read(tmp_path / "of2" / f"{name}.h5")
+        assert again == pytest.approx(features, abs=1e-6)
+        assert np.array_equal(same, coords)
+
+
+def test_the_encoder_of_a_run_sees_patches_as_the_run_did(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
+    """The aggregator of the run makes of the features what the whole model makes of the slides."""
+    common = (
+        f"--slides {cohort / 'slides.csv'} --mpp {MPP} --patches {PATCH} --model {TINY_RESNET} "
+        "--model-options num_filters=4 --aggregator mean --mean 0.7 --std 0.2 --val-fraction 0.34 --batch-size 1 "
+        "--max-steps 1 --no-tensorboard"
+    )
+    run, out = tmp_path / "run", tmp_path / "predicted"
+    ranks(1).run(train, [*common.split(), "--run-folder", str(run)])
+    ranks(2).run(said, str(run), "--slides", str(cohort / "slides.csv"), "--out", str(out), "--no-maps")
+    ranks(2).run(embed, embedding(cohort, tmp_path / "features", f"--weights {run}"))
+    weights = load_file(run / "model.safetensors")
+    for line in map(json.loads, (out / "predictions.jsonl").read_text().splitlines()):
+        name = line["image"].removesuffix(".tif").removesuffix(".svs")
+        features = torch.from_numpy(read(tmp_path / "features" / f"{name}.h5")[0]).mean(0)
+        logits = features @ weights["aggregator.head.weight"].T + weights["aggregator.head.bias"]
+        assert [*line["probabilities"].values()] == pytest.approx(logits.softmax(0).tolist(), abs=1e-5)
+    other = embedding(cohort, tmp_path / "other", f"--weights {run} --model-options num_filters=8")
+    with pytest.raises(RanksFailed, match=r"trained .*tiny_resnet with .*num_filters=4: use these"):
+        ranks(2).run(embed, other)
+
+
+def test_embedding_goes_on_where_it_ended_and_never_mixes_encoders(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
+    """A damaged slide ends nothing; finished files stay; other settings are refused with both named."""
+    slides, out = tmp_path / "slides", tmp_path / "out"
+    slides.mkdir()
+    for path in cohort.glob("*.*"):
+        content = path.read_bytes()
+        (slides / path.name).write_bytes(content[: len(content) // 2] if "001" in path.name else content)
+    for found in ranks(2).run(refused, embed, embedding(slides, out, "--dry-run")):
+        assert "1 slide of 3" in found
+    assert not out.exists()
+    ranks(2).run(refused, embed, embedding(slides, out))
+    assert sorted(path.name for path in out.glob("*.*5")) == ["slide_000.h5", "slide_002.h5"]
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*.*5")}
+    (slides / "slide_001.ome.tif").write_bytes((cohort / "slide_001.ome.tif").read_bytes())
+    ranks(2).run(embed, embedding(slides, out))
+    assert (out / "slide_001.ome.h5").is_file()
+    assert all(path.stat().st_mtime_ns == then for path, then in before.items())
+    for more, words in (("--patches 32", ("patches 64", "patches 32")), ("--mean 0.4", ("mean [0.5", "mean [0.4"))):
+        (found,) = ranks(1).run(refused, embed, embedding(slides, out, more))
+        assert all(word in found for word in (*words, "slide_000.h5", "--out"))
+
+
+def test_features_are_of_the_slides_that_there_are(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
+    """Other pixels in as many bytes, with the same times, and other microns per pixel in the table, are embedded."""
+    slides, out = tmp_path / "slides", tmp_path / "out"
+    shutil.copytree(cohort, slides)
+    place, other = slides / "slide_000.tif", (slides / "slide_002.svs").read_bytes()
+    size = max(len(other), place.stat().st_size)
+    place.write_bytes(place.read_bytes().ljust(size, b"\0"))
+    ranks(2).run(embed, embedding(slides, out))
+    first = [read(out / f"slide_{name}.h5")[0] for name in ("000", "002")]
+    then = place.stat()
+    place.write_bytes(other.ljust(size, b"\0"))
+    os.utime(place, ns=(then.st_atime_ns, then.st_mtime_ns))
+    written = (out / "slide_002.h5").stat().st_mtime_ns
+    ranks(2).run(embed, embedding(slides, out))
+    assert np.array_equal(read(out / "slide_000.h5")[0], first[1])
+    assert not np.array_equal(*first)
+    assert (out / "slide_002.h5").stat().st_mtime_ns == written
+    table = (slides / "slides.csv").read_text().splitlines()
+    rows = [f"{line},{'mpp' if not number else 0.3 if '002' in line else ''}" for number, line in enumerate(table)]
+    (slides / "slides.csv").write_text("\n".join(rows))
+    ranks(2).run(embed, embedding(slides, out))
+    assert (out / "slide_002.h5").stat().st_mtime_ns != written
+
+
+def test_two_jobs_do_not_embed_into_one_folder(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    held = lock(tmp_path / "out")
+    try:
+        for found in ranks(2).run(refused, embed, embedding(cohort, tmp_path / "out")):
+            assert "another job" in found
+    finally:
+        os.close(held or 0)
+    ranks(2).run(embed, embedding(cohort, tmp_path / "out"))
+
+
+def watched(comm: Communicator, argv: list[str]) -> tuple[set[bool], set[bool]]:
+    """Whether this rank is watched while it encodes, and while it waits for the features of others."""
+    encoding, waiting = set[bool](), set[bool]()
+
+    class Dog:
+        armed = False
+
+        def __init__(self, seconds: float) -> None:
+            self.seconds = seconds
+            self.feed()
+
+        def feed(self) -> None:
+            Dog.armed = self.seconds > 0
+
+        def stop(self) -> None:
+            Dog.armed = False
+
+    encode, send = Encoder.__call__, Embedding._at_writers
+
+    def encode_and_look(encoder: Encoder, patches: Tensor) -> Tensor:
+        encoding.add(Dog.armed)
+        return encode(encoder, patches)
+
+    def send_and_look(embedding: Embedding, *arguments: Any) -> Any:
+        waiting.add(Dog.armed)
+        return send(embedding, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stopping, "Watchdog", Dog)
+        patch.setattr(Encoder, "__call__", encode_and_look)
+        patch.setattr(Embedding, "_at_writers", send_and_look)
+        embed(comm, argv)
+    return encoding, waiting
+
+
+def test_a_rank_is_watched_while_it_encodes_and_not_while_it_waits(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
+    argv = embedding(cohort, tmp_path / "out")
+    assert ranks(2).run(watched, argv) == [({True}, {False})] * 2
+
+
+HANGING = """
+import time
+from mpi4dl import embed
+from mpi4dl.inference.embedding import Embedding, Encoder
+
+run, encode = Embedding.run, Encoder.__call__
+
+def soon_out_of_patience(self):
+    self.patience.seconds, Encoder.hangs = 2.0, self.comm.rank == 1
+    run(self)
+
+def hang(self, patches):
+    time.sleep(1000 * self.hangs)
+    return encode(self, patches)
+
+Embedding.run, Encoder.__call__ = soon_out_of_patience, hang
+embed.main()
+"""
+
+
+@pytest.mark.exhaustive
+def test_an_encoder_that_hangs_ends_the_job(cohort: Path, tmp_path: Path) -> None:
+    job = mpirun(2, "-c", HANGING, *embedding(cohort, tmp_path / "out"))
+    assert job.code != 0
+    assert "rank 1 of 2 came no further for 2 s" in job.stderr
+    assert "in hang" in job.stderr
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--model-options num_filters=8", "not all of it fits"),
+        ("--model unet --model-options num_filters=4 --weights none", "unet"),
+        ("--model timm/vit_tiny_patch16_224 --model-options= --weights none", "does not encode patches of 64 x 64"),
+        ("--weights none --slides nowhere", "nowhere"),
+    ],
+)
+@pytest.mark.sample(2)
+def test_what_embedding_refuses(ranks: Ranks, cohort: Path, tmp_path: Path, more: str, message: str) -> None:
+    if "timm/" in more:
+        pytest.importorskip("timm")
+    (found,) = ranks(1).run(refused, embed, embedding(cohort, tmp_path / "out", more))
+    assert message in found
+
+
+# Training on features.
+
+
+def bags(folder: Path) -> dict[str, tuple[Any, Any]]:
+    """Files as TRIDENT and CLAM write them, below `folder`, with a table; the features and coordinates in each."""
+    random, found = np.random.default_rng(0), {}
+    (folder / "features" / "pt_files").mkdir(parents=True)
+    lines = ["case_id,slide_id,label"]
+    for number, count in enumerate((3, 1, 17, 8, 5, 12)):
+        features = random.normal(size=(count, WIDTH)).astype(np.float16 if number == 1 else np.float32)
+        coords = np.stack([np.arange(count) % 4, np.arange(count) // 4], 1) * 512
+        path, name = folder / "features" / f"s{number}.h5", f"s{number}"
+        if number == 3:
+            torch.save(torch.from_numpy(features), folder / "features" / "pt_files" / f"{name}.pt")
+        else:
+            with h5py.File(path, "w") as file:
+                lead = number == 2  # as TRIDENT's files of some versions
+                file["features"] = features[None] if lead else features
+                file["coords"] = coords[None] if lead else coords
+                file["annotations"] = np.zeros(3)
+                if number != 4:
+                    values = (256, 512, 0, 40, 20, 0, 2500, 3000, name)
+                    file["coords"].attrs.update(dict(zip(ATTRIBUTES, values, strict=True)))
+        found[name] = features.astype(np.float32), coords
+        lines.append(f"p{number},{name}{'.svs' if number % 2 else ''},{'ab'[number % 2]}")
+    torch.save(torch.zeros(2, 2), folder / "features" / "pt_files" / "s0.pt")  # beside s0.h5, which says more
+    (folder / "slides.csv").write_text("\n".join(lines))
+    return found
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> dict[str, tuple[Any, Any]]:
+    return bags(tmp_path)
+
+
+def flags_of(folder: Path, run: Path, more: str = "") -> list[str]:
+    flags = f"--slides {folder / 'slides.csv'} --features {folder / 'features'} {TRAINING} {more}"
+    return [*flags.split(), "--run-folder", str(run)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "count"),
+    [
+        ("--tiles 1x2 --accumulate 2 --batch-size 1", 2),
+        ("--data 2 --zero 1", 2),
+        ("--tiles 1x2 --data 2 --aggregator max --preset mil --patches 224 --patience none", 4),
+    ],
+)
+@pytest.mark.sample(2)
+def test_training_is_that_of_a_plain_loop_over_bags(
+    ranks: Ranks, tmp_path: Path, written: dict[str, tuple[Any, Any]], plan: str, count: int
+) -> None:
+    """With options of end-to-end training that change nothing; the encoder's are not used."""
+    flags = flags_of(tmp_path, tmp_path / "run", f"--model resnet50 --mpp 0.5 {plan} --eval-every none")
+    ranks(count).run(train, flags)
+    config = with_frame(parse(flags))
+    training, _ = split_slides(config)
+    model = build_model(config, 2, WIDTH)
+    assert isinstance(model, PatchModel)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    order = [i for epoch in range(2) for i in shuffled(len(training), 3, epoch)]
+    expected = []
+    for step in range(4):
+        chosen = order[2 * step :][:2]
+        names = [training.name(i).rpartition("/")[2].partition(".")[0] for i in chosen]
+        optimizer.zero_grad()
+        logits = torch.stack([model.aggregator(torch.from_numpy(written[name][0])) for name in names])
+        loss = F.cross_entropy(logits, torch.tensor([training.label(i) for i in chosen]))
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert losses_of(tmp_path / "run")[:4] == pytest.approx(expected, rel=1e-5)
+
+
+@dataclass(frozen=True)
+class Bags(Pixels):
+    """Features (N, D, 1, most) in float64, of which each sample has so many patches."""
+
+    counts: tuple[int, ...]
+
+    def __getitem__(self, positions: Any) -> "Bags":
+        return Bags(self.values[list(positions)], tuple(self.counts[i] for i in positions))
+
+    def tissue_patches(self, position: int, patch: int) -> list[tuple[int, int]]:
+        return [(0, i) for i in range(self.counts[position])]
+
+
+COUNTS = (3, 1, 9, 6)
+
+
+def bag_model() -> PatchModel:
+    torch.manual_seed(5)
+    return PatchModel(nn.Flatten(), GatedAttention(WIDTH, 2, 4), 1).double()
+
+
+def samples() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(4, WIDTH, 1, max(COUNTS), dtype=torch.float64), torch.tensor([0, 1, 1, 0])
+
+
+def steps_in_float64(comm: Communicator, data: int, zero: int, parts: int) -> tuple[list[float], dict[str, Tensor]]:
+    features, labels = samples()
+    plan = Plan(((1, comm.size // data),), data=data, zero=zero, microbatches=parts)
+    model = bag_model()
+    stream_patches(model, PatchOptions(max(COUNTS)), WIDTH)
+    stages = LocalStages.whole(model, plan, comm, PatchOptions(max(COUNTS)))
+    optimizer = torch.optim.AdamW(stages.parameters(), lr=0.1)
+    engine = Engine(stages, plan, optimizer, F.cross_entropy, comm=comm)
+    size, losses = (1, max(COUNTS)), []
+    for _ in range(3):
+        tiles = [Bags(features, COUNTS)[range(*read.box.batch)] for read in engine.reads(4, size)]
+        losses.append(engine.step(tiles, labels, size).loss)
+    return losses, engine.gather_state() or {}
+
+
+@pytest.mark.parametrize(("count", "data", "zero", "parts"), [(2, 1, 0, 1), (4, 2, 1, 2)])
+def test_bags_of_any_size_are_exact_in_float64(ranks: Ranks, count: int, data: int, zero: int, parts: int) -> None:
+    (losses, state), *_ = ranks(count).run(steps_in_float64, data, zero, parts)
+    features, labels = samples()
+    model = bag_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for expected in losses:
+        optimizer.zero_grad()
+        each = [model.aggregator(of[:, 0, :n].T) for of, n in zip(features, COUNTS, strict=True)]
+        loss = F.cross_entropy(torch.stack(each), labels)
+        loss.backward()
+        optimizer.step()
+        assert expected == pytest.approx(loss.item(), rel=EXACT)
+    for name, value in model.state_dict().items():
+        assert torch.allclose(state[name], value, rtol=0, atol=1e-10), name
+
+
+def test_predictions_and_their_maps_are_alike_by_any_number_of_ranks(
+    ranks: Ranks, tmp_path: Path, written: dict[str, tuple[Any, Any]]
+) -> None:
+    run, features = tmp_path / "run", tmp_path / "features"
+    ranks(1).run(train, flags_of(tmp_path, run, "--max-steps 2"))
+    found = []
+    for count in (1, 2):
+        out = tmp_path / f"of{count}"
+        told = ranks(count).run(said, str(run), "--features", str(features), "--out", str(out))
+        assert "6 slides looked at" in told[0]
+        lines = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
+        found.append({Path(line["image"]).stem: line for line in lines})
+    for name, (_, coords) in written.items():
+        one, two = (each[name] for each in found)
+        assert one["probabilities"] == pytest.approx(two["probabilities"], abs=1e-6)
+        if name == "s3":  # the file of CLAM, which does not say where patches are
+            assert "maps" not in one
+            continue
+        content = json.loads((tmp_path / "of2" / two["maps"][1]).read_text())
+        side = 1 if len(coords) == 1 and name == "s4" else 512
+        corners = [(min(x for x, _ in rings[0]), min(y for _, y in rings[0])) for rings in polygons_of(content)]
+        assert corners == [pytest.approx(xy) for xy in coords.tolist()]
+        values = [each["properties"]["measurements"]["attention"] for each in content["features"]]
+        assert sum(values) == pytest.approx(1, abs=1e-4)
+        grid = tifffile.imread(tmp_path / "of1" / one["maps"][2])
+        assert [grid[y // side, x // side] for x, y in coords] == pytest.approx(values, abs=1e-6)
+    for more, count in (([], 2), (["--slides", str(tmp_path / "slides.csv"), "--features", str(features)], 6)):
+        out = tmp_path / f"evaluated{count}"
+        ranks(2).run(evaluate, [str(run), *more, "--out", str(out), "--resamples", "0"])
+        with (out / "evaluation.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert len(rows) == count
+        for row in rows:
+            expected = found[0][Path(row["image"]).stem]["probabilities"]["b"]
+            assert float(row["probability b"]) == pytest.approx(expected, abs=1e-6)
+
+
+def by_python(comm: Communicator, folder: Path, run: Path) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Predictions of files of features, and evaluations on them at several thresholds."""
+    model = mpi4dl.TrainedModel(run, comm=comm)
+    features, table = folder / "features", folder / "slides.csv"
+    records = list(model.predict(features=features, out=folder / f"python{comm.size}", maps="none"))
+    found: list[Any] = [
+        model.evaluate(slides=table, features=features, threshold=threshold, positive="b", resamples=0)
+        for threshold in (1.0, "youden")
+    ]
+    found.append(model.evaluate(resamples=0, threshold=0.0))  # on the slides that validated
+    with pytest.raises(Refusal, match="`threshold` is 'most'"):
+        model.evaluate(threshold="most")
+    with pytest.raises(Refusal, match="`images` and `features` were both given"):
+        model.predict("images", features=features)
+    with pytest.raises(Refusal, match="`images` is missing"):
+        model.predict()
+    with pytest.raises(Refusal, match="no option `feature`"):
+        model.predict(feature=features)
+    return records, [(each.count, {name: m.value for name, m in each.metrics.items()}) for each in found]
+
+
+def test_python_has_what_the_commands_have(ranks: Ranks, tmp_path: Path, written: dict[str, tuple[Any, Any]]) -> None:
+    run, features, table = tmp_path / "run", tmp_path / "features", tmp_path / "slides.csv"
+    ranks(1).run(train, flags_of(tmp_path, run, "--max-steps 2"))
+    ranks(1).run(said, str(run), "--features", str(features), "--out", str(tmp_path / "predicted"), "--no-maps")
+    lines = [json.loads(line) for line in (tmp_path / "predicted" / "predictions.jsonl").read_text().splitlines()]
+    out = tmp_path / "evaluated"
+    common = [str(run), "--slides", str(table), "--features", str(features), "--out", str(out), "--resamples", "0"]
+    ranks(1).run(evaluate, [*common, "--threshold", "youden", "--compare-precision", "int8"])
+    told = json.loads((out / "evaluation.json").read_text())
+    assert [*told["comparison"]["metrics"]["slide"]["auc"]] == ["fp32", "int8"]
+    for records, scores in ranks(2).run(by_python, tmp_path, run):
+        for one, two in zip(records, lines, strict=True):
+            assert one["image"] == two["image"]
+            assert one["probabilities"] == pytest.approx(two["probabilities"], abs=1e-6)
+        assert [count for count, _ in scores] == [6, 6, 2]
+        assert (scores[0][1]["sensitivity"], scores[2][1]["specificity"]) == (0, 0)
+        metrics = {name: value["value"] for name, value in told["metrics"].items() if value["value"] != "nan"}
+        assert {name: scores[1][1][name] for name in metrics} == pytest.approx(metrics, abs=1e-5)
+
+
+def with_header(table: Path, header: str) -> Path:
+    """The same table with other names of columns."""
+    _, *rows = table.read_text().splitlines()
+    other = table.with_name(f"{header.replace(',', '-')}.csv")
+    other.write_text("\n".join([header, *rows]))
+    return other
+
+
+def test_another_table_may_have_other_columns_than_that_of_training(
+    ranks: Ranks, tmp_path: Path, written: dict[str, tuple[Any, Any]]
+) -> None:
+    """Those of training, the usual ones, or others that flags name: all with the same metrics and predictions."""
+    run, features = tmp_path / "run", tmp_path / "features"
+    table = with_header(tmp_path / "slides.csv", "Patient,Slide file,Diagnosis")
+    flags = flags_of(tmp_path, run, "--max-steps 2")
+    flags[flags.index("--slides") + 1] = str(table)
+    ranks(1).run(train, [*flags, "--slide-column", "Slide file", "--label-columns", "Diagnosis"])
+    named = ["--slide-column", "Bild", "--patient-column", "Fall"]
+    for header, columns, labels in (
+        ("Patient,Slide file,Diagnosis", [], []),
+        ("case_id,slide,label", [], []),
+        ("Fall,Bild,Befund", named, ["--label-columns", "Befund"]),
+    ):
+        others = ["--slides", str(with_header(table, header)), "--features", str(features), *columns]
+        out = tmp_path / header
+        ranks(2).run(evaluate, [str(run), *others, *labels, "--out", str(out), "--resamples", "0"])
+        expected = (tmp_path / "Patient,Slide file,Diagnosis" / "evaluation.csv").read_bytes()
+        assert (out / "evaluation.csv").read_bytes() == expected
+        told = ranks(2).run(said, str(run), *others, "--out", str(out / "predicted"), "--no-maps")
+        assert "6 slides looked at" in told[0]
+    for found in ranks(2).run(refused, evaluate, [str(run), *others, "--label-columns", "nothing"]):
+        assert "nothing" in found
+    for found in ranks(2).run(refused, evaluate, [str(run), "--slide-column", "Bild"]):
+        assert "--slides" in found
+
+
+def nothing(path: Path) -> None:
+    path.unlink()
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:900])
+
+
+def rewritten(features: Any, path: Path) -> None:
+    with h5py.File(path, "w") as file:
+        file["features"] = features
+
+
+def at_two_microns(path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        file["coords"].attrs["target_magnification"] = 5
+
+
+BAD = {
+    "s2.h5: has features of patches of 256 px at 2 um per pixel, but s0.h5 has features of patches": at_two_microns,
+    "s2 is no file of features": nothing,
+    "s2.h5: cannot be read as HDF5": cut_off,
+    "s2.h5: has no patches": lambda path: rewritten(np.zeros((0, WIDTH)), path),
+    "s2.h5: has 5 features": lambda path: rewritten(np.zeros((4, 5)), path),
+    "s2.h5: the features of patch 1 are not finite": lambda path: rewritten(
+        np.where(np.eye(4, WIDTH, -1) > 0, np.nan, 1), path
+    ),
+    "s2.h5: has no dataset 'features'": lambda path: h5py.File(path, "w").close(),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+@pytest.mark.sample(2)
+def test_a_bad_file_of_features_ends_training_with_its_name(
+    ranks: Ranks, tmp_path: Path, written: dict[str, tuple[Any, Any]], message: str
+) -> None:
+    """Before the first step, but for features that are no numbers, which nobody has read then."""
+    BAD[message](tmp_path / "features" / "s2.h5")
+    for found in ranks(2).run(refused, train, flags_of(tmp_path, tmp_path / "run", "--tiles 1x2 --val-fraction 0.2")):
+        assert message in found
+    assert not (tmp_path / "run").exists() or "finite" in message
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (("--mpp 1", "--mpp 2"), ("at 1 um", "at 2 um")),
+        (("--mpp 1", "--magnification 5"), ("at 1 um", "at 2 um")),
+        (("", ""), ("at 0.5", "at 0.25 um")),  # level 0 of slides that differ
+    ],
+)
+@pytest.mark.sample(1)
+def test_features_of_two_resolutions_do_not_go_together(
+    ranks: Ranks, cohort: Path, tmp_path: Path, asked: tuple[str, str], words: tuple[str, str]
+) -> None:
+    header, *rows = (cohort / "slides.csv").read_text().splitlines()
+    for flags, some in zip(asked, (rows[:1], rows[1:]), strict=True):
+        (tmp_path / "part.csv").write_text("\n".join([header, *some]))
+        argv = embedding(cohort, tmp_path / "features", f"--slides-folder {cohort}")
+        argv[argv.index("--slides") + 1] = str(tmp_path / "part.csv")
+        place = argv.index("--mpp")
+        argv[place : place + 2] = flags.split()
+        ranks(2).run(embed, argv)
+    flags = f"--slides {cohort / 'slides.csv'} --features {tmp_path / 'features'} {TRAINING}"
+    for found in ranks(2).run(refused, train, [*flags.split(), "--run-folder", str(tmp_path / "run")]):
+        assert "slide_001.ome.h5: has features" in found
+        assert all(word in found for word in ("slide_000.h5", *words))
+
+
+CLAM = {"patch_size": 256, "patch_level": 0, "downsample": (1.0, 1.0), "name": "s"}
+TRIDENT = {"patch_size": 256, "patch_size_level0": 512, "level0_magnification": 40, "target_magnification": 20}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (TRIDENT, TRIDENT, None),
+        ({}, {}, "warning: s0.h5 does not say the resolution"),
+        (CLAM, CLAM, "warning: s0.h5 does not say the resolution"),
+        (TRIDENT, {}, "warning: s1.h5 does not say the resolution"),
+        (CLAM, {**CLAM, "patch_size": 512}, "s1.h5: has features of patches of 512 px"),
+        (
+            {"patch_size": 256, "patch_size_level0": 512, "level0_magnification": 40},
+            {"patch_size": 256, "patch_size_level0": 256, "level0_magnification": 10},
+            "s1.h5: has features of patches at 1 um per pixel, but s0.h5 at 0.5",
+        ),
+    ],
+)
+def test_the_resolution_of_features_is_that_of_their_attributes_or_unknown(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], words: str | None
+) -> None:
+    for number, attributes in enumerate((first, second)):
+        with h5py.File(tmp_path / f"s{number}.h5", "w") as file:
+            file["features"] = np.zeros((3, WIDTH), np.float32)
+            file["coords"] = np.arange(6).reshape(3, 2) * 512
+            file["coords"].attrs.update(attributes)
+    found = FeatureFolder(tmp_path, SlideOptions(), folder=tmp_path)
+    said = [line for line in found.remarks if "warning" in line]
+    try:
+        found.image(1)
+    except BadImage as error:
+        said = [str(error)]
+    assert (words is None and not said) or (words is not None and words in said[0])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--stream auto", "--stream"),
+        ("--jitter 0.1", "--jitter"),
+        ("--features nowhere", "no such folder of features"),
+        ("--images somewhere", "--slides and --images were both given"),
+    ],
+)
+@pytest.mark.sample(2)
+def test_what_features_are_refused_with(
+    ranks: Ranks, tmp_path: Path, written: dict[str, tuple[Any, Any]], more: str, message: str
+) -> None:
+    (found,) = ranks(1).run(refused, train, flags_of(tmp_path, tmp_path / "run", more))
+    assert message in found

@@ -1,0 +1,210 @@
+"""mpi4dl.train: wherever a rank leaves, and however, the whole job ends, with one message and no code of success.
+
+The time-out is an hour: what ends a job here is what saw the rank leave.
+"""
+
+import itertools
+import signal
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from mpi4dl.comm import world
+from mpi4dl.train import train
+from tests.pool.job import mpirun
+from tests.support.commands import TINY, write_images
+from tests.support.faults import ANOTHER, FAULTS, LUCK, NOT_REACHED
+
+LEAVING = """
+import ctypes, os, signal, sys, threading
+from mpi4dl import train
+from mpi4dl.comm.shutdown import met
+from {module} import {owner}
+
+plain, calls = {owner}.{method}, []
+
+def fatal(*arguments, **options):
+    calls.append(1)
+    if len(calls) == {call} and {rank} == met().rank:
+        open({reached!r}, 'w').close()
+        {way}
+    return plain(*arguments, **options)
+
+{owner}.{method} = fatal
+train.main()
+"""
+
+PHASES = {
+    "lists": ("mpi4dl.training", "setup", "open_images", 1),
+    "builds": ("mpi4dl.runs", "assembly", "hold_model", 1),
+    "reads": ("mpi4dl.datasets.loader", "Loader", "epoch", 1),
+    "steps": ("mpi4dl.engine", "Engine", "step", 2),
+    "updates": ("torch.optim", "SGD", "step", 4),
+    "saves": ("mpi4dl.checkpoints", "Checkpoints", "save", 1),
+    "validates": ("mpi4dl.engine", "Engine", "evaluate", 1),
+    "ends": ("mpi4dl.runs.folder", "RunFolder", "unlock", 1),
+}
+WAYS = {
+    "raises": "raise RuntimeError('no such luck')",
+    "raises what is no Exception": "raise GeneratorExit('no such luck')",
+    "exits": "sys.exit(3)",
+    "exits well": "sys.exit(0)",
+    "exits at once": "os._exit(3)",
+    "exits at once well": "os._exit(0)",
+    "is killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "crashes": "ctypes.string_at(0)",
+    "aborts": "os.abort()",
+    "fails in a thread": "threading.Thread(target=lambda: 1 / 0).start(); threading.Event().wait()",
+}
+
+
+class Ending(NamedTuple):
+    """How a job ended, and how long after its rank had left."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+def leave(phase: str, way: str, rank: int, folder: Path) -> Ending:
+    """What becomes of a job of two ranks, of which one leaves. Raises TimeoutError if it does not end."""
+    module, owner, method, call = PHASES[phase]
+    folder.mkdir(exist_ok=True)
+    reached = folder / "reached"
+    program = LEAVING.format(
+        module=module, owner=owner, method=method, call=call, rank=rank, reached=str(reached), way=WAYS[way]
+    )
+    flags = ("--tiles", "1x2", "--num-samples", "16", "--epochs", "2", "--no-tensorboard")
+    flags += ("--run-folder", str(folder / "run"), "--hang-timeout", "3600")
+    job = mpirun(2, "-c", program, *TINY, *flags)
+    assert reached.exists(), job.stdout + job.stderr  # else it ended before, by another fault
+    return Ending(job.code, job.stdout, job.stderr, time.time() - reached.stat().st_mtime)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("phase", "way", "rank"), [*itertools.product(PHASES, WAYS, (0, 1))])
+def test_no_rank_waits_for_one_that_left(phase: str, way: str, rank: int, tmp_path: Path) -> None:
+    job = leave(phase, way, rank, tmp_path)
+    if phase == "ends" and "well" in way:
+        return  # it had nothing left to do
+    assert job.code != 0, job.stdout + job.stderr
+    assert "Traceback" not in job.stdout
+    assert job.stderr.count("Traceback") <= 1, job.stderr
+    if way in ("raises", "raises what is no Exception", "fails in a thread"):
+        assert f"rank {rank} of 2" in job.stderr, job.stderr  # it says so itself, or rank 0 says that it failed
+        assert job.stderr.count("Traceback") == 1, job.stderr
+        assert job.stderr.count("no such luck" if "raises" in way else "ZeroDivisionError") == 1, job.stderr
+    elif way in ("is killed", "crashes", "aborts"):
+        signals = {"is killed": signal.SIGKILL, "crashes": signal.SIGSEGV, "aborts": signal.SIGABRT}
+        assert job.code in (signals[way], 128 + signals[way], signal.SIGKILL, signal.SIGTERM, 1), job.stderr
+
+
+# What comes to calls of other ranks: a command and its flags; {run} is the folder of a run.
+WORK = {
+    "tiles": "train --tiles 1x2 --run-folder {run}",
+    "zero": "train --data 2 --zero 3 --ema 0.9 --clip-norm 1 --run-folder {run}",
+    "both ways": "train --stages 2 --bidirectional 1 --run-folder {run}",
+    "streamed": "train --stream 2x2 --stream-until stage2_block2 --tiles 1x2 --run-folder {run}",
+    "stages": "train --stages 2 --microbatches 2 --balance auto --run-folder {run}",
+    "predicts": "predict {trained} --images {images} --tiles 1x2 --out {run}",
+    "evaluates": "evaluate {trained} --data 2",
+    "writes text": "generate {writer} --prompt x --max-tokens 4 --tensor 2",
+}
+WRITER = "--model gpt --model-options num_layers=1,hidden=8,num_heads=2 --context 16 --batch-size 4 --num-workers 0 "
+WRITER += "--max-steps 2 --val-fraction 0.5 --no-tensorboard"
+SMALL = (*TINY, *"--num-samples 16 --epochs 2 --no-tensorboard --hang-timeout 3600 --metrics auto".split())
+SECONDS = 120.0  # of a job that takes ten at the most where nothing else runs
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[list[str], list[str]]]:
+    """The arguments of some work, and the places in it where ranks call each other, of which rank 1 wrote a list."""
+    folder = tmp_path_factory.mktemp("hunt")
+    images, texts = write_images(folder / "images", count=2), folder / "texts"
+    texts.mkdir()
+    for number in range(4):
+        (texts / f"{number}.txt").write_text("one two three four\n" * 9)
+
+    @cache
+    def listed(work: str) -> tuple[list[str], list[str]]:
+        named = {"run": "{run}", "trained": folder / "tiles", "images": images, "writer": folder / "writer"}
+        if "{trained}" in WORK[work]:
+            listed("tiles")
+        if "{writer}" in WORK[work]:
+            train(world(), [*WRITER.split(), "--text", str(texts), "--run-folder", str(folder / "writer")])
+        arguments = WORK[work].format(**named).split()
+        arguments += SMALL if arguments[0] == "train" else ()
+        file = folder / f"{work}.txt"
+        found = [each.format(run=folder / work) for each in arguments]
+        job = mpirun(2, "-m", "tests.support.faults", "list", str(file), *found)
+        assert job.code == 0, job.stdout + job.stderr
+        return arguments, file.read_text().splitlines()
+
+    return listed
+
+
+def hunt(work: str, fault: str, place: str, arguments: list[str], run: Path) -> str | None:
+    """What is wrong with how a job ends whose rank 1 fails at a place; empty if all is well, None if it never came."""
+    found = [each.format(run=run) for each in arguments]
+    try:
+        job = mpirun(2, "-m", "tests.support.faults", fault, place, *found, timeout=SECONDS)
+    except TimeoutError as error:
+        return f"{work}, {place}, {fault}: it hangs: {error}"
+    if NOT_REACHED in job.stdout:
+        return None if job.code == 0 else f"{work}, {place}, {fault}: it failed before: {job}"
+    if fault == ANOTHER:
+        said = job.stderr.count("the ranks were started differently")
+        return "" if (job.code, said) == (2, 1) else f"{work}, {place}, {fault}: {job}"
+    ended_well = job.code == 0 and fault == "returns early"  # there was nothing left that others needed
+    said_once = job.stderr.count(LUCK) == (fault != "returns early") and job.stderr.count("Traceback") <= 1
+    if (job.code or ended_well) and said_once and "done" not in job.stdout * (fault != "returns early"):
+        return ""
+    return f"{work}, {place}, {fault}: {job}"
+
+
+@pytest.mark.parametrize("work", WORK)
+@pytest.mark.sample(1)
+def test_a_rank_that_fails_alone_at_some_calls_of_others_ends_the_job(
+    work: str, places: Callable[[str], tuple[list[str], list[str]]], tmp_path: Path
+) -> None:
+    arguments, found = places(work)
+    assert len(found) > 10
+    chosen = [found[number * len(found) // 6] for number in (1, 4)]
+    wrong = [
+        hunt(work, fault, place, arguments, tmp_path / fault) for fault, place in zip(FAULTS, chosen, strict=False)
+    ]
+    assert not any(wrong), "\n\n".join(filter(None, wrong))
+    assert "" in wrong, "no place was reached"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("work", "first"), [*itertools.product(WORK, range(len(FAULTS)))])
+def test_a_rank_that_fails_alone_at_any_call_of_others_ends_the_job(
+    work: str, first: int, places: Callable[[str], tuple[list[str], list[str]]], tmp_path: Path
+) -> None:
+    """Every fifth place, from the first on, by one fault after the other: all cases together come to every place."""
+    arguments, found = places(work)
+    names = [*FAULTS]
+    faults = itertools.cycle(names[first:] + names[:first])
+    chosen = found[first :: len(FAULTS)]
+    wrong = [hunt(work, next(faults), place, arguments, tmp_path / str(number)) for number, place in enumerate(chosen)]
+    assert not any(wrong), "\n\n".join(filter(None, wrong))
+    assert wrong.count(None) <= len(wrong) // 4, "too few places were reached"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("work", WORK)
+def test_a_rank_that_has_another_value_than_others_ends_the_job(
+    work: str, places: Callable[[str], tuple[list[str], list[str]]], tmp_path: Path
+) -> None:
+    """At each place where ranks make sure that they have the same."""
+    arguments, found = places(work)
+    chosen = [place for place in found if place.endswith(" agree")]
+    wrong = [hunt(work, ANOTHER, place, arguments, tmp_path / str(number)) for number, place in enumerate(chosen)]
+    assert not any(wrong), "\n\n".join(filter(None, wrong))
+    assert "" in wrong, "no place was reached"

@@ -1,0 +1,289 @@
+"""Slides to segment, from annotations to class maps: plain PyTorch on whole slides, by any plan; equal predictions."""
+
+import json
+import re
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from math import pi
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mpi4dl.comm import Communicator
+from mpi4dl.datasets.base import IGNORED
+from mpi4dl.datasets.loader import Loader, shuffled
+from mpi4dl.datasets.slides.compose import Cohort
+from mpi4dl.datasets.slides.slide import open_slide
+from mpi4dl.datasets.slides.windows import GridWindows, RandomWindows
+from mpi4dl.datasets.transformed import LazyImages
+from mpi4dl.engine import Engine
+from mpi4dl.evaluate import evaluate
+from mpi4dl.geometry import Box, Interval
+from mpi4dl.models import build
+from mpi4dl.options.config import parse
+from mpi4dl.options.data import build_views, open_slides, split_slides, with_frame
+from mpi4dl.parallel.cut import split
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.streaming.leading_part import StreamOptions
+from mpi4dl.predict import predict
+from mpi4dl.train import train
+from tests.pool.ranks import Ranks
+from tests.support.short_runs import EXACT
+from tests.training.test_train_slides import refused
+
+MPP = 2.0
+COMMON = (
+    f"--task segment --mpp {MPP} --model unet --model-options num_filters=4,depth=2 --num-workers 0 --flip none "
+    "--val-fraction 0.25 --optimizer SGD --lr 0.05 --lr-schedule constant --epochs 1 --no-tensorboard --seed 3"
+)
+
+
+@pytest.fixture(scope="module")
+def cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Slides of several sizes and two magnifications; every second one has an annotated lesion."""
+    folder = tmp_path_factory.mktemp("cohort")
+    slides = Cohort(4, 1, 700, (0.5, 0.25), (".tif", ".ome.tif", ".svs"), 0.009)
+    for number in range(len(slides)):
+        slides.write(folder, number)
+    (folder / "slides.csv").write_text(slides.table())
+    return folder
+
+
+def flags_of(cohort: Path, folder: Path, more: str = "") -> list[str]:
+    return [*("--slides", str(cohort / "slides.csv"), *COMMON.split(), *more.split()), "--run-folder", str(folder)]
+
+
+def unet() -> nn.Module:
+    torch.manual_seed(5)
+    return build("unet", 2, num_filters=4, depth=3).double()
+
+
+def whole_slide(slides: Any, index: int, frame: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """A slide in white and its mask among pixels that are ignored, float64."""
+    slide, mask = slides.image(index), slides.label(index)
+    whole = [Interval(0, side) for side in slide.size]
+    image, classes = np.full((*frame, 3), 255, np.uint8), np.full(frame, IGNORED, np.int64)
+    inside = tuple(slice(0, side) for side in slide.size)
+    image[inside], classes[inside] = slide.read(*whole), mask.read(*whole)
+    values = image.astype(np.float32) * np.float32(1 / (255 * 0.25)) - np.float32(0.5 / 0.25)
+    return torch.from_numpy(values).permute(2, 0, 1).double(), torch.from_numpy(classes)
+
+
+@dataclass(frozen=True)
+class Doubled:
+    """Images that are read tile by tile, in float64."""
+
+    source: LazyImages
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.source.shape
+
+    def __getitem__(self, positions: Any) -> "Doubled":
+        return Doubled(self.source[positions])
+
+    def read(self, box: Box) -> Tensor:
+        return self.source.read(box).double()
+
+
+def steps_of_ranks(
+    comm: Communicator, flags: list[str], tiles: tuple[int, int], streamed: tuple[int, int] | None
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Losses of steps in float64 on tiles of whole slides, as a run's loader gives them; weights before and after."""
+    config = with_frame(parse(flags))
+    training, _ = split_slides(config)
+    plan, size = Plan((tiles,)), config.data.image_size
+    stream = None if streamed is None else StreamOptions(streamed)
+    stages = split(unet, plan, comm, image=(2, 3, *size), stream=stream, balance="flops")
+    engine = Engine(stages, plan, torch.optim.SGD(stages.parameters(), lr=0.05), F.cross_entropy, comm=comm)
+    view = build_views(config, 3, "pad")[0]
+    how: dict[str, Any] = {"seed": 3, "shuffle": True, "lazy": streamed is not None}
+    loader = Loader(training, view, 2, lambda n: [each.box for each in engine.reads(n, size)], **how)
+    losses, begun = [], engine.gather_state() or {}
+    for batch in loader.epoch(0):
+        sources = [tile.double() if isinstance(tile, Tensor) else Doubled(tile) for tile in batch.tiles]
+        losses.append(engine.step(sources, batch.labels, size).loss)
+    return losses, begun, engine.gather_state() or {}
+
+
+@pytest.mark.parametrize(
+    ("tiles", "streamed"),
+    [
+        pytest.param((1, 1), None, marks=pytest.mark.exhaustive),
+        pytest.param((1, 2), None, marks=pytest.mark.exhaustive),
+        ((1, 2), (2, 2)),
+    ],
+)
+def test_steps_on_whole_slides_are_those_of_plain_pytorch(
+    ranks: Ranks, cohort: Path, tmp_path: Path, tiles: tuple[int, int], streamed: tuple[int, int] | None
+) -> None:
+    """Slides have several sizes, and what lies beyond a slide counts for nothing."""
+    flags = flags_of(cohort, tmp_path, "--batch-size 2")
+    (losses, begun, state), *_ = ranks(tiles[0] * tiles[1]).run(steps_of_ranks, flags, tiles, streamed)
+    config = with_frame(parse(flags))
+    training, _ = split_slides(config)
+    assert len({training.image(index).size for index in range(len(training))}) > 1
+    model = unet()
+    model.load_state_dict(begun)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    order = shuffled(len(training), 3, 0)
+    assert len(losses) == len(order) // 2
+    for step, expected in enumerate(losses):
+        batch = [whole_slide(training, index, config.data.image_size) for index in order[2 * step :][:2]]
+        images, masks = (torch.stack(each) for each in zip(*batch, strict=True))
+        assert (masks == IGNORED).any()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), masks)
+        loss.backward()
+        optimizer.step()
+        assert expected == pytest.approx(loss.item(), rel=EXACT)
+    for name, value in model.state_dict().items():
+        assert torch.allclose(state[name], value, rtol=0, atol=EXACT), name
+
+
+def said(comm: Communicator, *argv: str) -> str:
+    with redirect_stdout(StringIO()) as out:
+        predict(comm, argv)
+    return out.getvalue()
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param("", marks=pytest.mark.exhaustive),
+        "--fit crop --image-size 64 --crops-each 3 --crops-on-classes 0.5 --tissue 0.7 --on-bad-image skip",
+    ],
+)
+def test_one_rank_and_two_predict_and_evaluate_the_same(ranks: Ranks, cohort: Path, tmp_path: Path, more: str) -> None:
+    """Whole slides on tiles, and slides by windows; each class map has its slide's size, place and resolution."""
+    run, table = tmp_path / "run", cohort / "slides.csv"
+    ranks(2).run(train, flags_of(cohort, run, f"{more} --tiles 1x2 --batch-size 2 --max-steps 3"))
+    scores = []
+    for count in (1, 2):
+        out = tmp_path / f"of{count}"
+        plan = ["--tiles", f"1x{count}"]
+        told = ranks(count).run(said, str(run), "--slides", str(table), "--out", str(out), *plan)[0]
+        assert "4 slides looked at" in told
+        if more:
+            seen, of = map(int, re.findall(r"(\d+) of (\d+) windows of slides show tissue", told)[0])
+            assert 0 < seen < of
+        argv = [str(run), "--slides", str(table), "--out", str(out / "scores"), "--resamples", "0", *plan]
+        ranks(count).run(evaluate, argv)
+        scores.append(json.loads((out / "scores" / "evaluation.json").read_text()))
+    flags = ["--slides", str(table), "--out", str(tmp_path / "alone"), "--data", "2"]
+    assert "no maps" not in ranks(2).run(said, str(run), *flags)[0]  # class maps are its maps
+    slides = open_slides(with_frame(parse(flags_of(cohort, run))))
+    confusion = np.zeros((2, 2), np.int64)
+    for number, (one, two) in enumerate(zip(*(records(tmp_path / f"of{count}") for count in (1, 2)), strict=True)):
+        maps = [tifffile.imread(tmp_path / f"of{count}" / one["mask"]) for count in (1, 2)]
+        assert (maps[0] != maps[1]).mean() < 1e-3
+        assert one["pixels"]["Tumor"] == (maps[0] == 1).sum()
+        assert one["image"] == two["image"] == slides.name(number)
+        opened = open_slide(tmp_path / "of1" / one["mask"])
+        assert opened.size == slides.image(number).size == maps[0].shape
+        assert opened.file.mpp == pytest.approx(MPP)
+        true = slides.label(number).read(*(Interval(0, side) for side in opened.size))
+        np.add.at(confusion, (true, maps[0]), 1)
+        for name in one["beside"]:
+            assert (tmp_path / "of1" / name).stat().st_size
+    argv = [str(run), "--slides", str(table), "--out", str(tmp_path / "of1"), "--min-area", "50"]
+    assert all("min_area 0.0, not 50.0" in found for found in ranks(1).run(refused, predict, argv))
+    assert scores[0]["confusion"] == confusion.tolist()
+    assert np.abs(np.array(scores[1]["confusion"]) - confusion).sum() < 1e-3 * confusion.sum()
+    both = confusion[1, 1]
+    iou = both / (confusion[1].sum() + confusion[:, 1].sum() - both)
+    assert scores[0]["metrics"]["iou Tumor"]["value"] == pytest.approx(iou)
+
+
+def test_damaged_slides_and_annotations_do_not_end_a_prediction_or_evaluation(
+    ranks: Ranks, cohort: Path, tmp_path: Path
+) -> None:
+    run, other = tmp_path / "run", tmp_path / "slides"
+    ranks(1).run(train, flags_of(cohort, run, "--fit crop --image-size 64 --batch-size 2 --max-steps 1"))
+    (other / "annotations").mkdir(parents=True)
+    for path in (*cohort.glob("slide_00*"), *cohort.glob("annotations/*"), cohort / "slides.csv"):
+        content = path.read_bytes()
+        damaged = path.name in ("slide_002.svs", "slide_003.geojson")
+        (other / path.relative_to(cohort)).write_bytes(content[: len(content) // 2] if damaged else content)
+    table = str(other / "slides.csv")
+    told = ranks(2).run(said, str(run), "--slides", table, "--out", str(tmp_path / "out"), "--tiles", "1x2")
+    assert "4 slides looked at, 1 of which could not be read" in told[0]
+    ranks(2).run(
+        evaluate, [str(run), "--slides", table, "--out", str(tmp_path / "out"), "--resamples", "0", "--tiles", "1x2"]
+    )
+    bad = json.loads((tmp_path / "out" / "evaluation.json").read_text())["bad"]
+    assert [*bad] == ["slide_002.svs", "slide_003.tif"]
+    assert "slide_003.geojson" in bad["slide_003.tif"]
+
+
+def test_folders_to_predict_of_need_no_columns(cohort: Path) -> None:
+    config = parse(["--slides", str(cohort), "--annotation-column", "annotation", "--patient-column", "case_id"])
+    assert len(open_slides(config, labelled=False)) == 4
+
+
+def test_windows_are_drawn_in_tissue_and_on_classes(cohort: Path, tmp_path: Path) -> None:
+    flags = flags_of(cohort, tmp_path, "--fit crop --image-size 48 --crops-each 5 --crops-on-classes 1")
+    windows, grid = split_slides(parse(flags))
+    assert isinstance(windows, RandomWindows)
+    assert isinstance(grid, GridWindows)
+    places = []
+    for key in ((3, 0, 0), (3, 1, 0), (3, 0, 0)):
+        drawn: Any = windows.drawn(key)
+        places.append([drawn.corner(index) for index in range(len(drawn))])
+        for index in range(len(drawn)):
+            label = drawn.label(index).read(Interval(0, 48), Interval(0, 48))
+            annotated = drawn._slides.rows[drawn.indices[index]].annotation is not None
+            assert (label == 1).any() == annotated
+            part = drawn.image(index).read(Interval(3, 9), Interval(1, 5))
+            slide, (row, col) = drawn._slides.image(drawn.indices[index]), places[-1][index]
+            assert np.array_equal(part, slide.read(Interval(row + 3, row + 9), Interval(col + 1, col + 5)))
+    assert places[0] == places[2] != places[1]
+    assert len({*places[0]}) > len(places[0]) // 2
+    seen: dict[int, int] = {}
+    for index in range(len(grid)):
+        label = grid.label(index).read(Interval(0, 48), Interval(0, 48))
+        seen[grid.indices[index]] = seen.get(grid.indices[index], 0) + int((label == 1).sum())
+    for index, pixels in seen.items():
+        slide = grid._slides.image(index)
+        whole = grid._slides.label(index).read(*(Interval(0, side) for side in slide.size))
+        assert pixels == (whole == 1).sum()
+
+
+def test_polygons_of_class_maps_are_where_the_classes_are(tmp_path: Path) -> None:
+    """By shapely, in pixels of level 0: areas, holes, and the least area."""
+    from mpi4dl.datasets.base import WholeImage
+    from mpi4dl.datasets.slides.slide import Level, Slide, SlideFile
+    from mpi4dl.inference.class_maps import MapOptions, geojson
+
+    shapely = pytest.importorskip("shapely")
+    y, x = np.ogrid[:200, :300]
+    found = np.zeros((200, 300), np.uint8)
+    found[(y - 90) ** 2 + (x - 120) ** 2 < 70**2] = 1
+    found[(y - 90) ** 2 + (x - 120) ** 2 < 30**2] = 2
+    found[20:23, 280:283] = 1
+    bounds = (Interval(40, 840), Interval(100, 1300))
+    image = WholeImage(np.broadcast_to(np.uint8(255), (900, 1400, 3)))
+    slide = Slide(SlideFile(Path("x"), (Level(image, 1.0),), 0.5, bounds=bounds), 4.0)
+    classes = ("background", "Tumor", "Stroma")
+    for options, count in ((MapOptions(), 3), (MapOptions(50.0), 2), (MapOptions(0.0, True), 3)):
+        features = json.loads(geojson(found, slide, classes, options))["features"]
+        assert len(features) == count
+        shapes = {each["properties"]["classification"]["name"]: shapely.geometry.shape(each["geometry"])
+                  for each in features if shapely.geometry.shape(each["geometry"]).area > 1000}  # fmt: skip
+        assert all(shape.is_valid for shape in shapes.values())
+        assert shapes["Tumor"].area == pytest.approx(16 * pi * (70**2 - 30**2), rel=0.02)
+        assert shapes["Stroma"].area == pytest.approx(16 * pi * 30**2, rel=0.03)
+        top, left = (0, 0) if options.in_bounds else (40, 100)
+        assert shapes["Stroma"].centroid.coords[0] == pytest.approx((left + 4 * 120.5, top + 4 * 90.5), abs=3)

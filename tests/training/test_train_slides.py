@@ -1,0 +1,717 @@
+"""Slides from a table to heat maps: what plain PyTorch learns of whole slides, by any plan, and equal predictions."""
+
+import csv
+import json
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.datasets.loader import shuffled
+from mpi4dl.datasets.slides.geojson import polygons_of
+from mpi4dl.datasets.slides.slide import open_slide
+from mpi4dl.datasets.slides.tissue import tissue_cells
+from mpi4dl.engine import Engine
+from mpi4dl.evaluate import evaluate
+from mpi4dl.geometry import Interval, ceil_div
+from mpi4dl.models.patches import GatedAttention, PatchModel
+from mpi4dl.options.build import build_plan
+from mpi4dl.options.config import ConfigError, parse
+from mpi4dl.options.data import in_folder_of_fold, open_slides, split_slides, with_frame
+from mpi4dl.options.models import build_model
+from mpi4dl.parallel.pipeline.local_stages import LocalStages
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.streaming.patches import PatchOptions, stream_patches
+from mpi4dl.parallel.streaming.stream_tiles import Pixels
+from mpi4dl.plan import main as plan
+from mpi4dl.predict import predict
+from mpi4dl.train import train
+from mpi4dl.training.data import write_split
+from mpi4dl.viewer.reading import SlideReader, read_map
+from mpi4dl.viewer.results import read_results
+from tests.datasets.slides.dicom import series
+from tests.pool.ranks import Ranks, RanksFailed
+from tests.support.commands import losses_of
+from tests.support.short_runs import EXACT, write_mixed_cohort
+from tests.support.tiny import TINY_RESNET, tiny_resnet
+
+PATCH, MPP = 64, 0.5
+COMMON = (
+    f"--mpp {MPP} --patches {PATCH} --patches-at-once 40 --model {TINY_RESNET} "
+    "--batch-size 2 --num-workers 1 --val-fraction 0.34 --optimizer SGD --lr 0.05 --lr-schedule constant --epochs 2 "
+    "--log-interval 1 --no-tensorboard --seed 3"
+)
+PLANS = (
+    "--tiles 1x2 --flip none",
+    pytest.param("--tiles 1x1 --flip none", marks=pytest.mark.exhaustive),
+    pytest.param("--tiles 1x2 --data 2 --zero 1 --flip none", marks=pytest.mark.exhaustive),
+)
+
+
+@pytest.fixture(scope="module")
+def cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Slides of several sizes, in three formats, of two magnifications."""
+    return write_mixed_cohort(tmp_path_factory.mktemp("cohort"))
+
+
+def flags_of(cohort: Path, folder: Path, more: str = "") -> list[str]:
+    flags = ["--slides", str(cohort / "slides.csv"), *COMMON.split(), *more.split()]
+    return [*flags, "--run-folder", str(folder)]
+
+
+def plain_losses(flags: list[str], steps: int) -> tuple[list[float], nn.Module]:
+    """The losses of a loop of plain PyTorch that reads whole slides and cuts out their patches."""
+    config = with_frame(parse(flags))
+    training, _ = split_slides(config)
+    model = build_model(config, 2, 3)
+    assert isinstance(model, PatchModel)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.optimizer.lr)
+    order = [i for epoch in range(steps) for i in shuffled(len(training), config.training.seed, epoch)]
+    losses = []
+    for step in range(steps):
+        batch = order[2 * step :][:2]
+        patches = [patches_of(training, index) for index in batch]
+        optimizer.zero_grad()
+        features = model.encoder(torch.cat(patches))
+        loss = F.cross_entropy(
+            model.aggregate(features, [len(each) for each in patches]),
+            torch.tensor([training.label(index) for index in batch]),
+        )
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+def patches_of(slides: Any, index: int) -> Tensor:
+    """The patches of a slide that show tissue, out of the whole slide: (P, 3, PATCH, PATCH), normalized."""
+    slide = slides.image(index)
+    height, width = slide.size
+    white = np.full((height + PATCH, width + PATCH, 3), 255, np.uint8)
+    white[:height, :width] = slide.read(Interval(0, height), Interval(0, width))
+    found = []
+    for row, col in slides.tissue_patches(index, PATCH).tolist():
+        patch = white[row * PATCH :, col * PATCH :][:PATCH, :PATCH]
+        found.append(torch.from_numpy(patch.transpose(2, 0, 1) / np.float32(255)))
+    return (torch.stack(found) - 0.5) / 0.25
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_training_is_that_of_a_plain_loop_over_whole_slides(
+    ranks: Ranks, cohort: Path, tmp_path: Path, plan: str
+) -> None:
+    flags = flags_of(cohort, tmp_path / "run", f"{plan} --eval-every none")
+    ranks(parse(flags).parallel.data * (2 if "1x2" in plan else 1)).run(train, flags)
+    expected, _ = plain_losses(flags, 4)
+    assert losses_of(tmp_path / "run")[:4] == pytest.approx(expected, rel=2e-4)
+
+
+class Precise(nn.Module):
+    """A tiny ResNet that computes in float64."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.resnet = tiny_resnet(num_classes).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.resnet(normalized(x.double()))  # type: ignore[no-any-return]
+
+
+OWN = (
+    f"--mpp {MPP} --model small_resnet --model-options num_filters=4 --batch-size 1 --accumulate 2 --num-workers 1 "
+    "--val-fraction 0.34 --optimizer SGD --lr 0.002 --lr-schedule constant --epochs 2 --log-interval 1 --seed 3 "
+    "--no-tensorboard --flip none --eval-every none"
+)
+
+
+AS_BYTES = f"--mean 0 --std {1 / 255}"
+
+
+def normalized(pixels: Tensor) -> Tensor:
+    return (pixels / 255 - 0.5) / 0.25
+
+
+def shown_whole(slides: Any, index: int) -> Tensor:
+    """The bytes of a whole slide, white where it has no tissue and up to a multiple of 32 px: (1, 3, H, W)."""
+    slide = slides.image(index).at(slides.image(index).downsample)
+    height, width = slide.size
+    white = np.full((ceil_div(height, 32) * 32, ceil_div(width, 32) * 32, 3), 255, np.uint8)
+    cells = tissue_cells(slide).repeat(32, 0).repeat(32, 1)[:height, :width]
+    white[:height, :width][cells] = slide.read(Interval(0, height), Interval(0, width))[cells]
+    return torch.from_numpy(white.transpose(2, 0, 1))[None].float()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "--tiles 1x2",
+        "--data 2 --batch-size 2 --accumulate 1",
+        pytest.param("--tiles 1x2 --stream 3x2", marks=pytest.mark.exhaustive),
+        pytest.param("--tiles 1x2 --data 2 --batch-size 2 --accumulate 1 --zero 3", marks=pytest.mark.exhaustive),
+        pytest.param("--data 2 --batch-size 2 --accumulate 1 --stream 2x2", marks=pytest.mark.exhaustive),
+        pytest.param("--tiles 1x1 --stages 2", marks=pytest.mark.exhaustive),
+        pytest.param("--tiles 2x2 --stream 2x2 --stream-segments 2", marks=pytest.mark.exhaustive),
+        pytest.param("--tiles 1x1 --stream 4x4", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_whole_slides_of_their_own_sizes_are_those_of_a_plain_loop(
+    ranks: Ranks, cohort: Path, tmp_path: Path, plan: str
+) -> None:
+    """Of six sizes, in three formats and two magnifications; in training, evaluation and prediction."""
+    own = OWN.replace("small_resnet --model-options num_filters=4", f"{__file__}:Precise").split()
+    flags = ["--slides", str(cohort / "slides.csv"), *own, *AS_BYTES.split(), *plan.split()]
+    flags += ["--run-folder", str(tmp_path / "run")]
+    config = with_frame(parse(flags))
+    count = build_plan(config).num_ranks
+    ranks(count).run(train, flags)
+    training, validation = split_slides(config)
+    assert len({tuple(training.image(index).size) for index in range(len(training))}) == len(training)
+    model = build_model(config, 2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.optimizer.lr)
+    order = [i for epoch in range(2) for i in shuffled(len(training), config.training.seed, epoch)]
+    expected = []
+    for step in range(4):
+        optimizer.zero_grad()
+        losses = [
+            F.cross_entropy(model(shown_whole(training, index)), torch.tensor([training.label(index)])) / 2
+            for index in order[2 * step :][:2]
+        ]
+        sum(losses, torch.zeros(())).backward()
+        optimizer.step()
+        expected.append(sum(loss.item() for loss in losses))
+    assert losses_of(tmp_path / "run")[:4] == pytest.approx(expected, rel=1e-6)
+    model.eval()
+    argv = [str(tmp_path / "run"), "--slides", str(cohort), "--out", str(tmp_path / "out"), "--no-maps"]
+    if config.parallel.data > 1:
+        argv += ["--data", str(config.parallel.data), "--tiles", "x".join(map(str, config.parallel.tiles[0]))]
+    ranks(count).run(said, *argv)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
+    slides = validation.whole
+    for index, line in enumerate(lines):
+        with torch.no_grad():
+            values = model(shown_whole(slides, index)).softmax(1)[0].tolist()
+        assert list(line["probabilities"].values()) == pytest.approx(values, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--batch-size 2", "a microbatch has one"),
+        ("--batch-size 1 --data 2", "batch_size. 2 and"),
+        ("--batch-size 3 --data 2", "batch_size. 2 and"),
+        ("--batch-size 2 --batch-ways 2", "data. alone"),
+        ("--batch-size 1 --accumulate 2 --stages 2 --bidirectional 1", "leave it out"),
+        ("--mixup 0.2", "mixup"),
+        ("--task segment --fit crop", "image.size"),
+    ],
+)
+def test_what_images_of_their_own_size_cannot_do(ranks: Ranks, cohort: Path, flags: str, words: str) -> None:
+    asked = ["--slides", str(cohort / "slides.csv"), *OWN.split(), *flags.split()]
+    with pytest.raises(RanksFailed, match=words):
+        ranks(build_plan(parse(asked)).num_ranks).run(train, asked)
+
+
+def said(comm: Communicator, *argv: str) -> str:
+    with redirect_stdout(StringIO()) as out:
+        predict(comm, argv)
+    return out.getvalue()
+
+
+def told(comm: Communicator, *argv: str) -> str:
+    with redirect_stdout(StringIO()) as out:
+        train(comm, argv)
+    return out.getvalue()
+
+
+def test_the_patches_of_a_step_and_their_passes_are_counted_before_it(
+    ranks: Ranks, cohort: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those with tissue, as training takes them; by the plan and by a run."""
+    flags = flags_of(cohort, tmp_path / "run", "--tiles 1x2")
+    training, _ = split_slides(with_frame(parse(flags)))
+    counts = [len(training.tissue_patches(index, PATCH)) for index in range(len(training))]  # type: ignore[attr-defined]
+    most = 20
+    assert min(counts) < most < max(counts)
+    mean = rf"\(the mean of {len(counts)} slides\)"
+    [ran, _] = ranks(2).run(told, *flags, "--dry-run")
+    of = f"about {round(2 * sum(counts) / len(counts))} patches with tissue"
+    words = rf"{of}, (\d+) x forward and \1 x backward {mean}.*--most-patches"
+    assert len(re.findall(words, ran)) == 1
+    plan([*flags, "--stream-norm", "running", "--most-patches", str(most)])
+    num_patches = 2 * sum(min(count, most) for count in counts) / len(counts)
+    words = rf"about {round(num_patches)} patches with tissue, 1 x forward and 1 x backward {mean}$"
+    assert re.search(words, capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def short_run(ranks: Ranks, cohort: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two steps."""
+    folder = tmp_path_factory.mktemp("runs") / "short"
+    ranks(1).run(train, flags_of(cohort, folder, "--max-steps 2"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def predicted(ranks: Ranks, cohort: Path, short_run: Path) -> Path:
+    """What it predicts of all slides."""
+    out = short_run.with_name("predicted")
+    ranks(1).run(said, str(short_run), "--slides", str(cohort / "slides.csv"), "--out", str(out))
+    return out
+
+
+def test_one_rank_and_two_predict_the_same_and_draw_the_same_maps(
+    ranks: Ranks, cohort: Path, short_run: Path, predicted: Path, tmp_path: Path
+) -> None:
+    argv = [str(short_run), "--slides", str(cohort), "--out", str(tmp_path / "out"), "--tiles", "1x2"]
+    told = ranks(2).run(said, *argv)
+    assert "6 slides looked at" in told[0]
+    folders = predicted, tmp_path / "out"
+    found = [[*map(json.loads, (out / "predictions.jsonl").read_text().splitlines())] for out in folders]
+    for one, two in zip(*found, strict=True):
+        assert one["image"] == two["image"]
+        assert one["probabilities"] == pytest.approx(two["probabilities"], abs=1e-5)
+        maps = [tifffile.imread(out / one["maps"][2]) for out in folders]
+        assert np.array_equal(np.isnan(maps[0]), np.isnan(maps[1]))
+        assert maps[0] == pytest.approx(maps[1], abs=1e-5, nan_ok=True)
+        assert np.nansum(maps[0]) == pytest.approx(1, abs=1e-4)
+    with (tmp_path / "out" / "predictions.csv").open() as file:
+        assert [row["image"] for row in csv.DictReader(file)] == [each["image"] for each in found[1]]
+
+
+def test_maps_that_are_gone_are_drawn_again_and_others_are_refused(
+    ranks: Ranks, cohort: Path, short_run: Path, predicted: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(predicted, out)
+    argv = [str(short_run), "--slides", str(cohort / "slides.csv"), "--out", str(out)]
+    (told,) = ranks(1).run(said, *argv)
+    assert "6 slides done before" in told
+    lost = next((out / "maps").glob("*001*.png"))
+    lost.unlink()
+    (told,) = ranks(1).run(said, *argv)
+    assert "5 slides done before" in told
+    assert lost.is_file()
+    (refusal,) = ranks(1).run(refused, predict, [*argv, "--no-maps"])
+    assert "maps 'attention', not 'none'" in refusal
+
+
+def test_maps_lie_where_the_patches_are(cohort: Path, short_run: Path, predicted: Path) -> None:
+    """In pixels of the full level 0, in GeoJSON, and by their microns per pixel in OME-TIFF."""
+    slides = open_slides(with_frame(parse(flags_of(cohort, short_run))), labelled=False)
+    for index in range(len(slides)):
+        slide, base = slides.image(index), predicted / "maps" / slides.name(index).partition(".")[0]
+        places = slides.tissue_patches(index, PATCH).tolist()
+        (geojson,) = base.parent.glob(f"{base.name}*.geojson")
+        content = json.loads(geojson.read_text())
+        corners = [tuple(rings[0][0]) for rings in polygons_of(content)]
+        side = PATCH * slide.downsample
+        assert corners == [pytest.approx((col * side, row * side)) for row, col in places]
+        values = [each["properties"]["measurements"]["attention"] for each in content["features"]]
+        assert sum(values) == pytest.approx(1, abs=1e-4)
+        (ome,) = base.parent.glob(f"{base.name}*.ome.tif")
+        with tifffile.TiffFile(ome) as file:
+            grid = file.asarray()
+            assert f'PhysicalSizeX="{PATCH * MPP}"' in (file.ome_metadata or "")
+        assert [grid[row, col] for row, col in places] == pytest.approx(values, abs=1e-6)
+
+
+@dataclass(frozen=True)
+class Slides(Pixels):
+    """Whole slides in float64, of which the same patches are used in each step: a source of images."""
+
+    places: tuple[tuple[tuple[int, int], ...], ...]
+
+    def __getitem__(self, positions: Any) -> "Slides":
+        return Slides(self.values[list(positions)], tuple(self.places[i] for i in positions))
+
+    def tissue_patches(self, position: int, patch: int) -> list[tuple[int, int]]:
+        return [*self.places[position]]
+
+
+def encoder() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, 2, 1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 3, 1, 1), nn.BatchNorm2d(8),
+        nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+    )  # fmt: skip
+
+
+def patch_model() -> PatchModel:
+    torch.manual_seed(5)
+    return PatchModel(encoder(), GatedAttention(8, 2, 4), 8).double()
+
+
+def steps_in_float64(comm: Communicator, data: int) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(1)
+    images, labels = torch.randn(4, 3, 40, 56, dtype=torch.float64), torch.tensor([0, 1, 1, 0])
+    places = (((0, 0), (1, 3), (4, 6)), ((2, 2),), tuple((r, c) for r in range(5) for c in range(7)), ((0, 6), (3, 1)))
+    plan = Plan(((1, comm.size // data),), data=data)
+    model = patch_model()
+    stream_patches(model, PatchOptions(2))
+    stages = LocalStages.whole(model, plan, comm, PatchOptions(2))
+    optimizer = torch.optim.SGD(stages.parameters(), lr=0.1)
+    engine = Engine(stages, plan, optimizer, F.cross_entropy, comm=comm)
+    size, losses = (40, 56), []
+    for _ in range(3):
+        boxes = [read.box for read in engine.reads(4, size)]
+        tiles = [Slides(images, places)[range(*box.batch)] for box in boxes]
+        losses.append(engine.step(tiles, labels, size).loss)
+    return losses, engine.gather_state() or {}
+
+
+@pytest.mark.parametrize(("count", "data"), [(2, 1), (4, 2)])
+def test_patches_that_slides_choose_are_exact_in_float64(ranks: Ranks, count: int, data: int) -> None:
+    """With one patch in one slide and all in another; batch norm takes the statistics of all patches of the batch."""
+    (losses, state), *_ = ranks(count).run(steps_in_float64, data)
+    torch.manual_seed(1)
+    images, labels = torch.randn(4, 3, 40, 56, dtype=torch.float64), torch.tensor([0, 1, 1, 0])
+    places = (((0, 0), (1, 3), (4, 6)), ((2, 2),), tuple((r, c) for r in range(5) for c in range(7)), ((0, 6), (3, 1)))
+    model = patch_model().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for expected in losses:
+        patches = [images[i, :, 8 * row :, 8 * col :][:, :8, :8] for i, each in enumerate(places) for row, col in each]
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model.aggregate(model.encoder(torch.stack(patches)), [*map(len, places)]), labels)
+        loss.backward()
+        optimizer.step()
+        assert expected == pytest.approx(loss.item(), rel=EXACT)
+    for name, value in model.state_dict().items():
+        assert torch.allclose(state[name], value, rtol=0, atol=1e-9), name
+
+
+def split_by(flags: list[str], folder: Path) -> dict[str, str]:
+    """The part of each slide, which is then kept in a folder as that of a run."""
+    training, _ = split_slides(in_folder_of_fold(parse([*flags, "--run-folder", str(folder)])))
+    place = Path(in_folder_of_fold(parse([*flags, "--run-folder", str(folder)])).run.run_folder or "")
+    place.mkdir(parents=True, exist_ok=True)
+    write_split(training, place)
+    return {row.slide: row.part for row in training.whole.rows}  # type: ignore[attr-defined]
+
+
+def test_a_split_that_a_run_kept_is_taken_again(cohort: Path, tmp_path: Path) -> None:
+    """Also those of other folds, where the table has changed since, and the seed."""
+    flags = ["--slides", str(cohort / "slides.csv"), *COMMON.split()]
+    once = split_by(flags, tmp_path / "run")
+    kept = ["--split-file", str(tmp_path / "run" / "split.csv"), "--seed", "4"]
+    assert split_by([*flags, *kept], tmp_path / "again") == once
+    assert split_by([*flags, "--seed", "5"], tmp_path / "other") != once
+
+    folds = [split_by([*flags, "--folds", "3", "--fold", str(fold)], tmp_path / "cv") for fold in range(2)]
+    table = (cohort / "slides.csv").read_text().splitlines()
+    (tmp_path / "less.csv").write_text("\n".join(table[:-1]))
+    less = ["--slides", str(tmp_path / "less.csv"), "--slides-folder", str(cohort), *COMMON.split(), "--seed", "9"]
+    with pytest.raises(ValueError, match=r"folds\.csv, line 7: .*not in the table"):
+        split_by([*less, "--folds", "3", "--fold", "2"], tmp_path / "cv")
+    folds.append(split_by([*flags, "--seed", "9", "--folds", "3", "--fold", "2"], tmp_path / "cv"))
+    assert sorted(slide for parts in folds for slide, part in parts.items() if part == "val") == sorted(once)
+    assert sorted(path.name for path in (tmp_path / "cv").iterdir()) == ["fold_0", "fold_1", "fold_2", "folds.csv"]
+
+    clam = tmp_path / "splits"
+    clam.mkdir()
+    names = sorted(once)
+    (clam / "splits_1.csv").write_text(f",train,val,test\n0,{names[0]},{names[2]},{names[3]}\n1,{names[1]},,\n")
+    found = split_by([*flags, "--split-file", str(clam), "--folds", "9", "--fold", "1"], tmp_path / "clam")
+    assert [found[name] for name in names] == ["train", "train", "val", "test", "", ""]
+
+
+def refused(comm: Communicator, act: Callable[..., None], argv: list[str]) -> str:
+    with pytest.raises((Refusal, ValueError)) as raised:
+        act(comm, argv)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--mpp 0.2", "coarser than"),
+        ("--mpp 0.5 --level 1", "mpp and level both say"),
+        ("--fit crop", "`fit` crop is for whole images"),
+        ("--mixup 0.2", "`mixup` 0.2 mixes whole images"),
+        ("--folds 1", "choose two folds or more"),
+        ("--image-size 64", "more than image-size 64x64"),
+        ("--slide-column what", "what"),
+        ("--images somewhere", "slides and images were both given"),
+        ("--crops-each 4", "`task` segment"),
+        ("--max-side 4096", "4096 is for slides that the model sees whole"),
+    ],
+)
+@pytest.mark.sample(2)
+def test_what_slides_are_refused(ranks: Ranks, cohort: Path, tmp_path: Path, more: str, message: str) -> None:
+    argv = flags_of(cohort, tmp_path / "run", more)
+    (found,) = ranks(1).run(refused, train, argv)
+    assert message.replace("`", "") in found.replace("`", "").replace("--", ""), found
+
+
+@pytest.mark.exhaustive
+def test_slides_in_dicom_are_trained_on_and_shown_as_their_originals(
+    ranks: Ranks, cohort: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "dicom"
+    for path in sorted(cohort.glob("slide_*")):
+        file = open_slide(path).file
+        levels = [image.read(*(Interval(0, side) for side in image.size)) for image, _ in file.levels]
+        series(folder / path.name.partition(".")[0], levels, file.mpp)  # type: ignore[arg-type]
+    text = (cohort / "slides.csv").read_text()
+    (folder / "slides.csv").write_text(re.sub(r"(slide_[0-9]+)[.a-z]+,", r"\1,", text))
+    for slides, run in ((cohort, "original"), (folder, "run")):
+        ranks(1).run(train, flags_of(slides, tmp_path / run, "--max-steps 1 --eval-every none"))
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "original")
+    ranks(2).run(said, str(tmp_path / "run"), "--slides", str(folder), "--out", str(tmp_path / "out"))
+    shown = read_results(tmp_path / "out").slides
+    assert sorted(slide.name for slide in shown) == sorted(path.name for path in folder.iterdir() if path.is_dir())
+    assert all(slide.map is not None and SlideReader(shown).thumbnail(n) for n, slide in enumerate(shown))
+
+
+def test_a_slide_longer_than_asked_is_refused_with_what_fits(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
+    argv = ["--slides", str(cohort / "slides.csv"), *OWN.split(), "--run-folder", str(tmp_path / "run")]
+    slides = open_slides(parse(argv), labelled=False)
+    longest = max(max(slides.image(index).size) for index in range(len(slides)))
+    with_frame(parse([*argv, "--max-side", str(longest)]))
+    for most in (longest - 1, longest // 2, 100):
+        with pytest.raises(
+            ConfigError, match=rf"{longest}.* px at 0\.5 um.*`max_side` {most}: .*`stream`.*`tiles`"
+        ) as told:
+            with_frame(parse([*argv, "--max-side", str(most)]))
+        found = re.search(r"choose `mpp` ([0-9.]+)", str(told.value))
+        assert found is not None
+        with_frame(parse([*argv, "--max-side", str(most), "--mpp", found[1]]))
+        with pytest.raises(ConfigError, match="max_side"):
+            with_frame(parse([*argv, "--max-side", str(most), "--mpp", str(max(MPP, float(found[1]) * 0.97))]))
+    for each in ranks(2).run(refused, train, [*argv, "--tiles", "1x2", "--max-side", "100"]):
+        assert "--max-side 100" in each
+
+
+def test_an_image_size_in_which_a_slide_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """Also if another slide has the longest side."""
+    for name, size in (("long", (20, 90)), ("high", (70, 60))):
+        tifffile.imwrite(tmp_path / f"{name}.tif", np.full((*size, 3), 200, np.uint8), photometric="rgb")
+    (tmp_path / "slides.csv").write_text("slide_id,label\nlong,a\nhigh,b\n")
+    for fit in ("pad", "own"):
+        flags = ["--slides", str(tmp_path / "slides.csv"), "--fit", fit, "--image-size"]
+        with pytest.raises(ConfigError, match=r"high\.tif has 70x60 px, more than .*choose 96x96"):
+            with_frame(parse([*flags, "64x96"]))
+        with_frame(parse([*flags, "70x90"]))
+
+
+def test_a_damaged_slide_ends_training_and_not_a_prediction(
+    ranks: Ranks, cohort: Path, short_run: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "slides"
+    other.mkdir()
+    for path in cohort.glob("slide_00*"):
+        content = path.read_bytes()
+        (other / path.name).write_bytes(content[: len(content) // 2] if "003" in path.name else content)
+    (other / "slides.csv").write_bytes((cohort / "slides.csv").read_bytes())
+    told = ranks(2).run(said, str(short_run), "--slides", str(other), "--out", str(tmp_path / "out"))
+    assert "6 slides looked at, 1 of which could not be read" in told[0]
+    viewed = {slide.name: slide for slide in read_results(tmp_path / "out").slides}
+    assert [name for name, slide in viewed.items() if slide.error] == [name for name in viewed if "003" in name]
+    assert all((slide.map is None) == bool(slide.error) for slide in viewed.values())
+    argv = flags_of(other, tmp_path / "again", "--val-fraction 0.2")
+    for each in ranks(2).run(refused, train, [*argv, "--tiles", "1x2"]):
+        assert "slide_003" in each
+
+
+def test_evaluation_reads_slides_as_training_did(
+    ranks: Ranks, cohort: Path, short_run: Path, predicted: Path, tmp_path: Path
+) -> None:
+    """Those that validated, and others by a table, at the resolution of training; pictures as they are are refused."""
+    found = {
+        each["image"]: each for each in map(json.loads, (predicted / "predictions.jsonl").read_text().splitlines())
+    }
+    patients = [f"patient_{n:03}" for n in range(6)]
+    for more, count in (([], 2), (["--slides", str(cohort / "slides.csv"), "--threshold", "youden"], 6)):
+        out = tmp_path / f"of{count}"
+        ranks(2).run(evaluate, [str(short_run), *more, "--out", str(out), "--resamples", "0"])
+        with (out / "evaluation.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert len(rows) == count
+        told = json.loads((out / "evaluation.json").read_text())
+        chosen = "on the 2 val slides of the run" in " ".join(told["remarks"])
+        assert (len(told["warnings"]), chosen) == ((2, True) if more else (0, False))
+        with (out / "patients.csv").open() as file:
+            assert [row["patient"] for row in csv.DictReader(file)] == [row["patient"] for row in rows]
+        assert not more or [row["patient"] for row in rows] == patients
+        viewed = read_results(out).slides
+        assert [(slide.path, slide.label) for slide in viewed] == [
+            (cohort / row["image"], row["label"]) for row in rows
+        ]
+        assert {slide.annotation is not None for slide in viewed if slide.label == "tumour"} == {True}
+        told["slides"]["in_bounds"] = True  # as nobody's evaluation has signed it: its places are not followed
+        (out / "evaluation.json").write_text(json.dumps(told))
+        assert {slide.path for slide in read_results(out).slides} == {None}
+        for row in rows:
+            expected = found[row["image"]]["probabilities"]["tumour"]
+            assert float(row["probability tumour"]) == pytest.approx(expected, abs=1e-5)
+    for act in (evaluate, predict):
+        (refusal,) = ranks(1).run(refused, act, [str(short_run), "--images", str(cohort)])
+        assert "--slides" in refusal
+
+
+def evaluated(comm: Communicator, *argv: str) -> str:
+    with redirect_stdout(StringIO()) as out:
+        evaluate(comm, argv)
+    return out.getvalue()
+
+
+def trained(comm: Communicator, argv: list[str]) -> str:
+    with redirect_stdout(StringIO()) as out:
+        train(comm, argv)
+    return out.getvalue()
+
+
+def test_all_folds_go_on_and_are_summarised(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
+    """A fold that was trained by itself, as on a cluster, is finished; each patient is predicted by one run."""
+    folder = tmp_path / "cv"
+    flags = flags_of(cohort, folder, "--max-steps 1 --folds 2 --eval-every none --save-every none --batch-size 1")
+    ranks(1).run(trained, [*flags, "--fold", "1"])
+    (refusal,) = ranks(1).run(refused, evaluate, [str(folder)])
+    assert "needs two" in refusal
+    (told,) = ranks(1).run(trained, [*flags, "--all-folds", "--resume", "auto"])
+    assert f"fold 1 of 2 is finished: {folder / 'fold_1'}" in told
+    assert told.index("fold 0 of 2:") < told.index("fold 1 of 2 is")
+    for other in ("--lr 0.5", "--model-options num_filters=6", "--augment flip"):
+        (refusal,) = ranks(1).run(refused, train, [*flags, "--all-folds", "--resume", "auto", *other.split()])
+        assert other.split()[0] in refusal
+        assert "fold_0 was trained with" in refusal
+    (of_train,) = folder.glob("evaluation-*.csv")
+    ranks(2).run(evaluated, str(folder), "--out", str(tmp_path / "out"), "--resamples", "0")
+    found = []
+    for path in (of_train, tmp_path / "out" / "evaluation.csv"):
+        with path.open() as file:
+            found.append(list(csv.DictReader(file)))
+    for rows in found:
+        assert sorted(row["patient"] for row in rows) == [f"patient_{n:03}" for n in range(6)]
+        for row in rows:
+            kept = (folder / f"fold_{row['fold']}" / "split.csv").read_text()
+            assert f"{row['image']},{row['patient']},{row['label']},val" in kept
+    assert [float(row["probability tumour"]) for row in found[0]] == pytest.approx(
+        [float(row["probability tumour"]) for row in found[1]], abs=1e-5
+    )
+    places = json.loads((tmp_path / "out" / "evaluation.json").read_text())["slides"]
+    assert (Path(places["root"]), {*places["slides"]}) == (cohort, {row["image"] for row in found[0]})
+    with (tmp_path / "out" / "cross-validation.csv").open() as file:
+        table = {(row["level"], row["metric"]): row for row in csv.DictReader(file)}
+    for row in table.values():
+        values = [float(row[name]) for name in ("fold 0", "fold 1") if row[name]]
+        assert not values or float(row["mean"]) == pytest.approx(np.mean(values))
+    (refusal,) = ranks(1).run(refused, train, [*flags, "--all-folds"])
+    assert "--resume" in refusal
+    (refusal,) = ranks(1).run(refused, evaluate, [str(folder), "--threshold", "youden"])
+    assert "youden" in refusal
+    config = folder / "fold_1" / "config.toml"
+    config.write_text(re.sub(r"\nseed = \d+", "\nseed = 77", config.read_text()))
+    (refusal,) = ranks(1).run(refused, evaluate, [str(folder)])
+    assert "seed" in refusal
+
+
+def all_said(comm: Communicator, lines: list[list[str]]) -> None:
+    """Predict several times in the same processes, which load what draws maps once."""
+    for argv in lines:
+        said(comm, *argv)
+
+
+def plain_maps(model: nn.Module, image: Tensor) -> tuple[Tensor, Tensor]:
+    """HiResCAM of the last feature map, and the mean gradient of squares of 32 px, by plain autograd: (h, w) each."""
+    x = image.clone().requires_grad_()
+    features = model[:-1](x)  # type: ignore[index]
+    logits = model[-1](features)[0]  # type: ignore[index]
+    of_features, of_pixels = torch.autograd.grad(logits[1] - logits[0], (features, x))
+    return (of_features * features).sum(1)[0].detach(), F.avg_pool2d(of_pixels.abs().sum(1), 32)[0]
+
+
+@pytest.mark.parametrize(
+    ("pool", "ways"),
+    [
+        ("avg", {2: ("--tiles 1x2 --stream 2x3", "--tiles 1x2 --maps gradient --stream 2x1")}),
+        pytest.param(
+            "max",
+            {
+                1: (
+                    "--maps activation",
+                    "--stream 3x2 --map-class tumour",
+                    "--map-layer stage3_block2",
+                    "--maps gradient",
+                ),
+                4: ("--tiles 2x2", "--tiles 2x2 --stream 2x2", "--tiles 2x2 --maps gradient"),
+            },
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_cells_of_whole_slides_are_those_of_plain_autograd(
+    ranks: Ranks, cohort: Path, tmp_path: Path, pool: str, ways: dict[int, tuple[str, ...]]
+) -> None:
+    """Class activation and input gradients, by tiles and by streaming, and in the right places of level 0."""
+    run, table = tmp_path / "run", tmp_path / "two.csv"
+    flags = ["--slides", str(cohort / "slides.csv"), *OWN.split(), "--run-folder", str(run), "--max-steps", "1"]
+    flags[flags.index("num_filters=4")] = f"num_filters=4,pool={pool}"
+    ranks(1).run(trained, flags)
+    config = with_frame(parse(flags))
+    model = build_model(config, 2, 3)
+    model.load_state_dict(load_file(run / "model.safetensors"))
+    slides = open_slides(config, labelled=False)
+    names = [slides.name(index) for index in range(2)]
+    assert slides.image(0).downsample != slides.image(1).downsample
+    table.write_text("\n".join(("slide", *names)))
+    expected = [plain_maps(model.eval(), normalized(shown_whole(slides, index))) for index in range(2)]
+    outs = {more: tmp_path / more.replace(" ", "") for each in ways.values() for more in each}
+    common = [str(run), "--slides", str(table), "--slides-folder", str(cohort)]
+    for count, each in ways.items():
+        ranks(count).run(all_said, [[*common, "--out", str(outs[more]), *more.split()] for more in each])
+    for more, out in outs.items():
+        kind = "gradient" if "gradient" in more else "activation"
+        lines = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
+        assert [line["image"] for line in lines] == names
+        for line, slide, maps in zip(lines, map(slides.image, range(2)), expected, strict=True):
+            plain = maps[kind == "gradient"].numpy()
+            rows, cols = (ceil_div(side, 32) for side in slide.size)
+            found = tifffile.imread(out / line["maps"][2])
+            assert found == pytest.approx(plain[:rows, :cols], rel=1e-4, abs=1e-4 * float(np.abs(plain).max()))
+            features = json.loads((out / line["maps"][1]).read_text())["features"]
+            values = [each["properties"]["measurements"][f"{kind} tumour"] for each in features]
+            kept = np.flatnonzero(found) if found.any() else np.arange(found.size)
+            assert values == pytest.approx(found.ravel()[kept].tolist())
+            corners = np.array([each["geometry"]["coordinates"][0][0] for each in features])
+            places = np.array([*np.ndindex(rows, cols)])[kept, ::-1]
+            assert corners == pytest.approx(places * 32 * slide.downsample)
+        shown = {slide.name: read_map(slide.map) for slide in read_results(out).slides if slide.map is not None}
+        assert [*shown] == names
+        assert {each["title"] for each in shown.values()} == {f"{kind} tumour"}
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("--maps attention", "whole slides"),
+        ("--map-layer stem --stream 2x2", "it is streamed"),
+        ("--map-class what", "what"),
+        ("--map-layer what", "head.linear"),
+        ("--maps activation --data 2 --tiles 1x1", "data"),
+    ],
+)
+def test_which_maps_are_refused(ranks: Ranks, whole: Path, cohort: Path, more: str, words: str) -> None:
+    argv = [str(whole), "--slides", str(cohort / "slides.csv"), "--out", str(whole / "out"), *more.split()]
+    for told in ranks(2 if "data" in more else 1).run(refused, predict, argv):
+        assert words in told
+
+
+@pytest.fixture(scope="module")
+def whole(ranks: Ranks, cohort: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step on whole slides."""
+    run = tmp_path_factory.mktemp("whole")
+    flags = ["--slides", str(cohort / "slides.csv"), *OWN.split(), "--run-folder", str(run / "run"), "--max-steps", "1"]
+    ranks(1).run(trained, flags)
+    return run / "run"

@@ -1,0 +1,164 @@
+"""Slides with normalized stains and all augmentations: alike by any plan, after a resume, and in prediction."""
+
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from mpi4dl.comm import Communicator
+from mpi4dl.datasets import DatasetError, Variation
+from mpi4dl.datasets.slides.features import settings_of
+from mpi4dl.datasets.slides.tissue import tissue_pixels
+from mpi4dl.datasets.stains import METHODS, StainNormalization
+from mpi4dl.embed import embed
+from mpi4dl.geometry import Interval
+from mpi4dl.options.config import ConfigError, parse
+from mpi4dl.options.data import build_views, open_slides, stains_of, with_frame
+from mpi4dl.options.declare import with_values
+from mpi4dl.predict import predict
+from mpi4dl.train import train
+from tests.pool.ranks import Ranks
+from tests.support.commands import losses_of
+from tests.support.interrupted import assert_the_same_run
+from tests.support.short_runs import write_mixed_cohort
+from tests.support.tiny import TINY_RESNET
+
+VARIED = (
+    "--flip all --rotate quarter --rotate-degrees 15 --scale 0.9,1.1 --stain-jitter 0.1 --jitter 0.2 "
+    "--augment RandomPosterize(bits=5),ColorJitter(hue=0.05) --stain-norm macenko"
+)
+COMMON = (
+    f"--mpp 1 --model {TINY_RESNET} --num-workers 1 --val-fraction 0.34 --optimizer SGD "
+    "--lr 0.0001 --lr-schedule constant --log-interval 1 --no-tensorboard --seed 3 --eval-every none --batch-size 1"
+)
+PATCHES = "--patches 64 --patches-at-once 32 --stream-norm running"
+
+IN_PATCHES = "--mpp 2 --patches 32 --augment RandomPosterize(bits=5),GaussianBlur(3),RandomPerspective"
+
+
+@pytest.fixture(scope="module")
+def cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mixed_cohort(tmp_path_factory.mktemp("cohort"))
+
+
+def flags_of(cohort: Path, folder: Path, more: str) -> list[str]:
+    flags = ["--slides", str(cohort / "slides.csv"), *COMMON.split(), *VARIED.split(), *more.split()]
+    return [*flags, "--run-folder", str(folder)]
+
+
+@pytest.mark.parametrize(
+    ("alone", "shared"),
+    [
+        (f"{PATCHES} {IN_PATCHES}", f"{PATCHES} {IN_PATCHES} --tiles 1x2"),
+        pytest.param(PATCHES, f"{PATCHES} --tiles 1x2", marks=pytest.mark.exhaustive),
+        ("--mpp 2", "--mpp 2 --tiles 1x2 --stream 2x2"),
+        pytest.param("", "--tiles 1x2", marks=pytest.mark.exhaustive),
+        pytest.param("--task segment --fit crop --image-size 64 --model unet --model-options num_filters=4,depth=3",
+                     "--task segment --fit crop --image-size 64 --model unet --model-options num_filters=4,depth=3 "
+                     "--tiles 1x2 --stream 2x2", marks=pytest.mark.exhaustive),
+    ],
+)  # fmt: skip
+def test_one_rank_and_two_see_the_same_varied_slides(
+    ranks: Ranks, cohort: Path, tmp_path: Path, alone: str, shared: str
+) -> None:
+    """Patches, and whole slides of their own sizes, which turn by quarters, also as streamed tiles."""
+    for count, more in ((1, alone), (2, shared)):
+        ranks(count).run(train, flags_of(cohort, tmp_path / f"of{count}", f"{more} --max-steps 3 --epochs 1"))
+    one, two = (losses_of(tmp_path / f"of{count}") for count in (1, 2))
+    assert len(one) == 3
+    assert two == pytest.approx(one, rel=5e-4)
+
+
+@pytest.fixture
+def reference(cohort: Path, tmp_path: Path) -> Path:
+    """A picture of a slide."""
+    slide = open_slides(with_frame(parse(flags_of(cohort, tmp_path, f"{PATCHES} --stain-norm none")))).image(0)
+    PIL.Image.fromarray(slide.read(*(Interval(0, side) for side in slide.size))).save(tmp_path / "reference.png")
+    return tmp_path / "reference.png"
+
+
+@pytest.mark.exhaustive
+def test_a_resumed_run_draws_the_same(ranks: Ranks, cohort: Path, tmp_path: Path, reference: Path) -> None:
+    more = f"{PATCHES} --epochs 1 --save-every 2 --resume auto --stain-reference {reference}"
+    ranks(1).run(train, flags_of(cohort, tmp_path / "whole", more))
+    ranks(1).run(train, flags_of(cohort, tmp_path / "parts", f"{more} --max-steps 2"))
+    ranks(1).run(train, flags_of(cohort, tmp_path / "parts", more))
+    assert_the_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_any_box_of_a_slide_has_the_colours_of_the_reference(cohort: Path, tmp_path: Path, method: str) -> None:
+    """Bit for bit, and the patches with tissue are those of the slide as it was scanned."""
+    config = with_frame(parse(flags_of(cohort, tmp_path, f"{PATCHES} --rotate none --stain-norm {method}")))
+    slides, scanned = open_slides(config), open_slides(with_values(config, {"stain_norm": "none"}))
+    random = np.random.default_rng(0)
+    for index in range(0, len(slides), 2):
+        own, normalization = scanned.image(index), StainNormalization(method, METHODS[method][1])
+        measured = normalization.measured(tissue_pixels(own))
+        assert measured is not None
+        pixels = own.read(*(Interval(0, side) for side in own.size))
+        expected = normalization.recolour(measured)(pixels)
+        assert not np.array_equal(expected, pixels)
+        for _ in range(3):
+            rows, cols = (Interval(*np.sort(random.integers(0, side + 1, 2)).tolist()) for side in own.size)
+            assert np.array_equal(slides.image(index).read(rows, cols), expected[slice(*rows), slice(*cols)])
+        assert np.array_equal(slides.tissue_patches(index, 64), scanned.tissue_patches(index, 64))
+    training, validation = build_views(with_values(config, {"stain_jitter": 0.5}), 3, "pad")
+    assert validation.variation(0, 0) == Variation()
+    assert training.variation(0, 0).stains
+
+
+def said(comm: Communicator, command: Any, argv: list[str]) -> str:
+    with redirect_stdout(StringIO()) as out:
+        command(comm, argv)
+    return out.getvalue()
+
+
+def test_prediction_and_features_have_the_stains_of_training(
+    ranks: Ranks, cohort: Path, tmp_path: Path, reference: Path
+) -> None:
+    """Without flags, also of a reference whose file is gone. A slide with too little tissue keeps its colours."""
+    pytest.importorskip("h5py")
+    flags = flags_of(cohort, tmp_path / "run", f"{PATCHES} --max-steps 1 --stain-reference {reference}")
+    ranks(1).run(train, flags)
+    stains = stains_of(with_frame(parse(flags)))
+    assert stains is not None
+    assert stains.reference != METHODS["macenko"][1]
+    reference.rename(tmp_path / "slide.png")
+    glass = np.full((200, 200, 3), 240, np.uint8)
+    glass[96:104, 96:104] = 200, 120, 180
+    PIL.Image.fromarray(glass).save(tmp_path / "glass.png")
+    (tmp_path / "table.csv").write_text("slide,mpp\nslide.png,1\nglass.png,1\n")
+    new = ["--slides", str(tmp_path / "table.csv")]
+    told = ranks(2).run(said, predict, [str(tmp_path / "run"), *new, "--out", str(tmp_path / "out"), "--no-maps"])
+    assert "1 slide with too little stained tissue to normalize: glass.png" in told[0]
+    encoder = f"--model {TINY_RESNET} --patches 64 --mpp 1 --weights".split()
+    ranks(1).run(said, embed, [*new, *encoder, str(tmp_path / "run"), "--out", str(tmp_path / "features")])
+    settings = settings_of(tmp_path / "features" / "slide.h5")
+    assert (settings["stain_norm"], settings["stain_reference"]) == ("macenko", list(stains.reference))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--stain-norm none --stain-reference 1,2", "name the stain-norm that it is for"),
+        ("--stain-reference 1,2", "8 numbers with commas between them for stain-norm macenko"),
+        ("--stain-reference nowhere.png", "no such file"),
+        ("--stain-reference {glass}", "too little stained tissue"),
+    ],
+)
+def test_what_references_are_refused(cohort: Path, tmp_path: Path, flags: str, words: str) -> None:
+    PIL.Image.fromarray(np.full((200, 200, 3), 240, np.uint8)).save(tmp_path / "glass.png")
+    more = f"{PATCHES} {flags.format(glass=tmp_path / 'glass.png')}"
+    with pytest.raises((DatasetError, ConfigError), match="stain_reference") as raised:
+        with_frame(parse(flags_of(cohort, tmp_path / "run", more)))
+    assert words in str(raised.value).replace("`", "").replace("_", "-")
+
+
+def test_stains_of_pictures_without_slides_are_refused() -> None:
+    with pytest.raises(ConfigError, match="`stain_norm` macenko is for slides"):
+        with_frame(parse("--images synthetic --stain-norm macenko".split()))
