@@ -66,17 +66,6 @@ def test_the_exchange_by_hand_is_that_of_the_whole_image(ranks: Ranks, rows: int
     ranks(rows * cols).run(by_hand_body, rows, cols, halo_px)
 
 
-def raw_body(comm: Communicator) -> list[float]:
-    flat = torch.full((3,), float(comm.rank))
-    allreduce.raw(comm)(flat)
-    return flat.tolist()
-
-
-@pytest.mark.exhaustive
-def test_the_all_reduce_by_hand_sums(ranks: Ranks) -> None:
-    assert ranks(3).run(raw_body) == [[3.0] * 3] * 3
-
-
 class Stale(halo.RawExchange):
     """Rank 1 forgets a corner."""
 
@@ -160,16 +149,6 @@ def test_nothing_is_measured_where_a_contestant_differs(
     assert "nothing was measured" in first
 
 
-def losses_body(comm: Communicator) -> list[float]:
-    remaining = [[1.0, 0.5], [3.0, 1.5]][comm.rank]
-    return first_losses(comm, lambda: remaining.pop(0), 2)
-
-
-@pytest.mark.exhaustive
-def test_losses_are_the_means_over_the_ranks(ranks: Ranks) -> None:
-    assert ranks(2).run(losses_body) == [[2.0, 1.0]] * 2
-
-
 def test_losses_are_compared_as_far_as_there_are_any() -> None:
     assert difference([1.0, 2.0], [1.0, 2.0 + 1e-5, 3.0], 1e-4) is None
     assert difference([1.0, 2.0], [1.0, 2.01], 1e-4) == "the loss of step 1 is 2.000000 instead of 2.010000"
@@ -191,18 +170,6 @@ def test_a_burst_is_as_long_as_on_the_slowest_rank(ranks: Ranks) -> None:
     for seconds, calls in ranks(2).run(slow_body):
         assert seconds >= 0.05
         assert calls == 4
-
-
-def gloo_body(comm: Communicator) -> tuple[float, bool]:
-    with gloo(comm):
-        value = torch.tensor(float(comm.rank + 1))
-        torch.distributed.all_reduce(value)
-    return float(value), torch.distributed.is_initialized()
-
-
-def test_gloo_has_the_same_ranks_and_ends(ranks: Ranks) -> None:
-    assert ranks(2).run(gloo_body) == [(3.0, False)] * 2
-    assert ranks(2).run(gloo_body) == [(3.0, False)] * 2
 
 
 REFUSED = """
@@ -263,15 +230,6 @@ def test_peers_train_as_plain_pytorch_does(ranks: Ranks, task: peers.Task, num_r
         assert losses == pytest.approx([step(), step()], rel=1e-5), contest
 
 
-def test_the_plain_loop_is_the_mean_over_its_microbatches() -> None:
-    task = TASKS[1]
-    images, labels = task.batch()
-    with torch.no_grad():
-        expected = float(F.cross_entropy(task.layers()(images), labels))
-    for number in (1, 4):
-        assert plain(replace(task, num_microbatches=number))() == pytest.approx(expected, rel=1e-5)
-
-
 def variants_body(comm: Communicator) -> dict[str, list[float]]:
     with gloo(comm):
         task = zero.task_of(16, 2, 32, 2 * comm.size)
@@ -310,17 +268,6 @@ def memory_body(comm: Communicator, name: str) -> float:
 def test_memory_is_that_of_the_formula(ranks: Ranks, name: str) -> None:
     for found in ranks(2).run(memory_body, name):
         assert found == pytest.approx(VARIANTS[name].formula(2), rel=0.03)
-
-
-def test_live_tensors_count_each_storage_once() -> None:
-    before = torch.zeros(1000)
-    live = LiveTensors()
-    flat = torch.zeros(100)
-    views = [flat[:50], flat[50:].view(5, 10), before[:1]]
-    assert live.num_bytes() == 400 + before.nbytes
-    del flat, views
-    assert live.num_bytes() == 0
-    assert live.num_bytes([None, before]) == before.nbytes
 
 
 def summed_body(comm: Communicator, sequence: bool) -> int:

@@ -12,14 +12,12 @@ import torch
 from benchmarks import stages
 from benchmarks.common import models
 from benchmarks.common.emulated import (
-    Calendar,
     Clock,
     CollectiveCost,
     CostOf,
     MonotonicClock,
     Network,
     VirtualClock,
-    VirtualNode,
     collective_cost,
     emulated,
     emulated_machine,
@@ -27,7 +25,6 @@ from benchmarks.common.emulated import (
 )
 from mpi4dl.comm import Communicator, Mismatch, Pending
 from mpi4dl.comm.allreduce import pick
-from mpi4dl.comm.node import Node
 from mpi4dl.parallel.costs.cost_model import SMALL_BYTES, Link, measure_link
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tables.simulator import Costs, simulate
@@ -235,35 +232,6 @@ def test_a_collective_ends_when_its_last_rank_has_come_and_it_has_its_cost(ranks
         assert found == [[[0, 1], [2, 3]], 4.0, 8.0, laps]
 
 
-def exchange_objects(comm: Communicator) -> list[object]:
-    with virtual(comm, LATENCY) as (world, clock, work):
-        work.do(float(comm.rank))
-        everyone = world.all_gather_object(comm.rank)
-        first = clock.now()
-        return [everyone, first, world.broadcast_object("it" if comm.rank == 1 else None, 1), clock.now()]
-
-
-def test_objects_take_the_time_of_their_collectives(ranks: Ranks) -> None:
-    """To gather them is a barrier and a gathering, of two rounds each; to broadcast one begins with the same."""
-    assert ranks(4).run(exchange_objects) == [[[0, 1, 2, 3], 3.0 + 4, "it", 3.0 + 4 + 6]] * 4
-
-
-def sum_in_phases(comm: Communicator) -> float:
-    with virtual(comm, LATENCY) as (world, clock, work):
-        all_reduce = pick(world, "direct")
-        world.barrier()
-        began = clock.now()
-        pending = all_reduce(message())
-        if comm.rank == 0:
-            work.do(10.0)
-        pending.wait()
-        return clock.now() - began
-
-
-def test_a_rank_at_work_starts_no_second_phase(ranks: Ranks) -> None:
-    assert ranks(2).run(sum_in_phases) == [10.0, 11.0]
-
-
 def sum_beside_a_wait(comm: Communicator) -> float:
     """Rank 0 waits from 0 to 5, and works from then on. What is due in that wait comes to it in real time later."""
     with virtual(comm, LATENCY) as (world, clock, work):
@@ -288,48 +256,6 @@ def sum_beside_a_wait(comm: Communicator) -> float:
 
 def test_a_phase_starts_in_the_first_wait_after_it_is_due_in_whatever_order_things_really_happen(ranks: Ranks) -> None:
     assert ranks(3).run(sum_beside_a_wait) == [15.0, 2.0, 4.0]
-
-
-class At:
-    """A request that is complete at a time."""
-
-    def __init__(self, clock: VirtualClock, seconds: float) -> None:
-        self._clock, self._seconds = clock, seconds
-
-    def test(self) -> bool:
-        return self._clock.reached(self._seconds)
-
-
-def test_phases_work_while_their_rank_waits_and_no_wait_lasts_for_those_it_is_not_for() -> None:
-    work = Work()
-    clock = VirtualClock(work)
-    node = VirtualNode.like(Node(0, 1, 1, 1), clock)
-
-    def phases(first: float, second: float) -> Iterator[Pending]:
-        yield Pending(node, [At(clock, first)])
-        work.do(3.0)
-        yield Pending(node, [At(clock, second)])
-
-    soon, late = (Pending.of_phases(node, phases(*when)) for when in ((2.0, 6.0), (50.0, 60.0)))
-    assert not soon.test()
-    node.wait(At(clock, 3.0))
-    assert (clock.now(), clock.work_seconds()) == (5.0, 3.0 + 3.0)  # the work of `soon` ends at 5
-    work.do(0.5)
-    soon.wait()
-    assert clock.now() == 6.0
-    work.do(1.0)
-    late.wait()
-    assert (clock.now(), clock.work_seconds()) == (60.0, 7.5)
-
-
-def test_a_calendar_knows_what_is_free() -> None:
-    calendar = Calendar((0.0, 4.0), (6.0, 6.0), (8.0, float("inf")))
-    assert [calendar.first(t) for t in (1.0, 4.5, 6.5, 9.0)] == [1.0, 6.0, 8.0, 9.0]
-    assert calendar.use(3.0, 9.0) == 4.0
-    assert [calendar.first(t) for t in (2.5, 3.0, 8.0)] == [2.5, 9.0, 9.0]
-    assert [calendar.take(0.0, d) for d in (2.0, 2.0, 0.5)] == [0.0, 9.0, 2.0]
-    calendar.close(10.0)
-    assert calendar.first(12.0, 13.0) == 13.0
 
 
 def free(call: str, num_ranks: int, num_bytes: int, link: Link) -> CollectiveCost:

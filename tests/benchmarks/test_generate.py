@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common.arrivals import ALONE, CONTINUOUS, STATIC, WAYS, Clock, Door, Request, drawn, waits
-from benchmarks.generate import COLUMNS, OF_PRECISIONS, contestants, draw, draw_precisions, percentile, summarise
+from benchmarks.generate import COLUMNS, contestants, draw, summarise
 from mpi4dl.sweeps.results import table
 from mpi4dl.text.batcher import Event
 from mpi4dl.text.options import Sampling
@@ -81,11 +81,6 @@ def test_who_is_admitted_when(way: str, together: list[list[int]]) -> None:
     assert found.whole[2] == door.times[2][1] - 0.5
 
 
-def test_percentiles() -> None:
-    values = [float(n) for n in range(100, 0, -1)]
-    assert (percentile(values, 0.5), percentile(values, 0.99), percentile([3.0], 0.5)) == (50, 99, 3)
-
-
 def measured(way: str, rate: float | None, seconds: float) -> dict[str, Any]:
     wait = {"first": [0.1, 0.3], "between": [0.01] * 99 + [0.5], "whole": [1.0, 2.0]}
     return {"way": way, "rate": rate, "seconds": seconds, "wall": 9.0, "cpu": 2.0, "tokens": 100, "alike": 1.0} | wait
@@ -104,19 +99,4 @@ def test_speeds_are_beside_one_after_another_at_the_same_rate(tmp_path: Path) ->
     assert (rows[0]["between_p50"], rows[0]["between_p99"], rows[0]["cpu_milliseconds"]) == (10, 10, 20)
     assert table(rows, COLUMNS).splitlines()[3].split()[:5] == ["continuous", "1", "at", "once", "31"]
     draw(rows, "a title").savefig(tmp_path / "drawn.png")
-    assert_picture(tmp_path / "drawn.png")
-
-
-def test_precisions_have_their_own_table(tmp_path: Path) -> None:
-    found = contestants(options_of("generate", "--precision fp32,int4"))
-    assert [(each.name, each.ranks, each.arguments[-1]) for each in found] == [
-        ("fp32", 1, '"fp32"'), ("int4", 1, '"int4"'),
-    ]  # fmt: skip
-    for each in found:
-        results = [measured(ALONE, None, 4.0), measured(CONTINUOUS, None, 1.0)]
-        each.answers += [{"results": results, "bytes": 3 << 19, "nats": 2.0, "bits_per_byte": 1.25}]
-    rows = summarise(found)
-    line = table(rows, OF_PRECISIONS).splitlines()[2].split()
-    assert line == ["fp32", "continuous", "1.5", "2.0000", "1.2500", "100", "(100-100)", "4.00"]
-    draw_precisions(rows, "a title").savefig(tmp_path / "drawn.png")
     assert_picture(tmp_path / "drawn.png")

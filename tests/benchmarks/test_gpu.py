@@ -117,14 +117,6 @@ def test_the_page_has_ratios_to_plain_and_words_that_stay_in_their_cells() -> No
     assert "no card (CPU)" in text
 
 
-def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for flags, word in (("", "--cpu"), ("--cpu --openmpi /no/such", "--openmpi /no/such"), ("--stages x", "--stages")):
-        with pytest.raises(SystemExit) as ended:
-            options_of("gpu", flags)
-        assert ended.value.code == 2
-        assert word in capsys.readouterr().err
-
-
 def test_an_openmpi_comes_before_others_and_keeps_what_the_user_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

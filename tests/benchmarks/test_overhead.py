@@ -6,7 +6,7 @@ import torch
 from benchmarks import overhead
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.spatial.tensor import local_part
-from tests.benchmarks.checks import answered, options_of
+from tests.benchmarks.checks import options_of
 from tests.pool.ranks import Ranks
 
 # At most so many on a rank: calls, operators and tensors of a forward pass, and of a backward pass.
@@ -64,23 +64,3 @@ def test_what_is_counted() -> None:
         one_more(x)
         one_more(x)
     assert called == {"calls": 2}
-
-
-def test_times_are_those_beyond_plain_pytorch() -> None:
-    def turn(plain: float, ours: float) -> dict[str, object]:
-        seconds = {"plain": dict.fromkeys(overhead.PASSES, plain), "ours": dict.fromkeys(overhead.PASSES, ours)}
-        return {**seconds, "counts": {"forward_calls": 7}}
-
-    job = answered("2 ranks", 2, relu=[turn(2.0, 9.0), turn(3.0, 9.0), turn(2.0, 10.0)])
-    peer = answered("DTensor", 2, relu=[dict.fromkeys(overhead.PASSES, took) for took in (20.0, 21.0, 30.0)])
-    (row,) = overhead.summarise(2, job, peer)
-    assert (row["plain_forward_us"], row["ours_forward_us"], row["dtensor_forward_us"]) == (2.0, 7.0, 18.0)
-    assert (row["ranks"], row["operator"], row["forward_calls"]) == (2, "relu", 7)
-    (alone,) = overhead.summarise(2, job, None)
-    assert alone["dtensor_forward_us"] is None
-
-
-def test_only_known_calls_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        options_of("overhead", "--operators fft")
-    assert "no name has" in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """Summaries of benchmarks: medians of turns, ratios within a turn, and refusals of what is not alike."""
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -9,23 +8,15 @@ from typing import Any
 import pytest
 
 from benchmarks import (
-    allreduce,
     choices,
-    context,
-    data_parallel,
-    forecast,
-    halo,
     moe,
-    operators,
     peers,
     stages,
     tensor_parallel,
-    waiting,
-    zero,
 )
 from benchmarks.common.turns import Contestant
 from benchmarks.curves import draw, read
-from benchmarks.stages import Case, measured, measured_costs, plans, title_of
+from benchmarks.stages import Case, measured, measured_costs, plans
 from mpi4dl.models.gpt import GPT
 from mpi4dl.options.config import parse as parse_config
 from mpi4dl.options.config import to_toml
@@ -36,93 +27,6 @@ from tests.benchmarks.checks import answered, options_of
 
 def cells(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
-
-
-def test_the_picked_all_reduce_is_compared_within_a_turn() -> None:
-    found = answered(
-        "2",
-        2,
-        float32=[
-            {"4": {"library": 5.0, "picked": picked, "gloo": 50.0, "raw mpi4py": 4.0, "algorithm": "direct"}}
-            for picked in (5.0, 10.0, 30.0)
-        ],
-        bfloat16=[{"4": {"picked": 5.0, "gloo": 50.0, "algorithm": "library"}}] * 3,
-    )
-    rows = allreduce.summarise([found])
-    assert [row["name"] for row in rows] == ["library", "picked", "gloo", "raw mpi4py", "picked", "gloo"]
-    library = rows[0]
-    assert (library["microseconds"], library["picked_over"], library["picked_over_max"]) == (5.0, 2.0, 6.0)
-    text = cells(allreduce.as_tables(rows))
-    assert text[2] == ["4", "5", "10", "50", "4", "0.20", "2.50", "direct"]
-    assert text[-1] == ["4", "5", "50", "0.10", "library"]
-
-
-def test_halos_are_compared_with_raw_messages_within_a_turn() -> None:
-    sizes = [
-        {
-            "sent_bytes": 1000,
-            "strips": [ours, 10.0],
-            "forward": [ours, 20.0],
-            "forward_backward": [ours, 20.0],
-            "convolution": [ours, 5.0],
-        }
-        for ours in (10.0, 20.0, 60.0)
-    ]
-    rows = halo.summarise([answered("1x2", 2, **{"32": sizes})])
-    strips, *_, convolution = rows
-    assert (strips["ratio"], strips["ratio_min"]) == (2.0, 1.0)
-    assert (strips["megabytes_per_second"], strips["baseline_megabytes_per_second"]) == (50.0, 100.0)
-    assert (convolution["difference_microseconds"], convolution["moved_bytes"]) == (15.0, 2000)
-    text = cells(halo.as_tables(rows))
-    assert ["1x2", "32", "1.0", "20", "10", "2.00", "(1.00-6.00)", "50", "100"] in text
-    assert ["1x2", "32", "2.0", "20", "5", "4.00", "(2.00-12.00)", "15"] in text
-
-
-def test_operators_are_compared_pass_by_pass() -> None:
-    turns = [
-        {"ours": {"forward": ours, "backward": 3.0}, "plain": {"forward": 2.0, "backward": 6.0}} for ours in (1, 2, 6)
-    ]
-    (row,) = operators.summarise(answered("1x2", 2, pad=turns))
-    assert (row["ours_forward_ms"], row["forward_ratio"], row["forward_ratio_max"]) == (2.0, 1.0, 3.0)
-    assert row["backward_ratio"] == 0.5
-    assert cells(table([row], operators.COLUMNS))[1] == [
-        *("pad", "2.00", "2.00", "1.00", "(0.50-3.00)"), *("6.00", "3.00", "0.50", "(0.50-0.50)")
-    ]  # fmt: skip
-
-
-def test_operators_are_chosen_by_words_in_their_names() -> None:
-    assert {"pad circular", "area x2", "bicubic corners x0.5"} < operators.operators().keys()
-    assert operators.operators(["circular", "adaptive"]).keys() == {
-        "pad circular", "adaptive max to 7", "adaptive average to 7",
-    }  # fmt: skip
-
-
-def test_memory_of_attention_is_compared_with_the_same_way_on_fewer_ranks() -> None:
-    found = context.contestants(options_of("context", "--ranks 1,4 --tokens 32"))
-    assert [(each.name, each.ranks, json.loads(each.arguments[-1])) for each in found] == [
-        ("ring", 1, ["plain", 32]),
-        ("gather", 1, ["plain", 32]),
-        ("ring", 4, ["ring", 128]),
-        ("gather", 4, ["gather", 128]),
-    ]
-    for each, sizes in zip(found, ((2, 2), (2, 4), (2, 4), (6, 8)), strict=True):
-        each.answers += [{"mebibytes": size, "seconds": 1.0} for size in sizes]
-    rows = context.summarise(found)
-    assert [row["over_fewest"] for row in rows] == [1, 1, 1.5, 2.5]
-    assert cells(table(rows, context.COLUMNS))[-1][:5] == ["gather", "4", "7.0", "2.50", "(2.00-3.00)"]
-
-
-def test_data_parallelism_has_means_deviations_and_ratios_within_a_turn() -> None:
-    alone = answered("1", 1, seconds=[{"ours": 0.5, "DDP": 0.5, "plain PyTorch": 0.4}] * 3)
-    together = answered("2", 2, seconds=[{"ours": ours, "DDP": 1.0} for ours in (0.5, 1.0, 2.0)])
-    rows = data_parallel.summarise([alone, together], batch_size=4)
-    assert [(row["name"], row["ranks"]) for row in rows][:4] == [
-        ("plain PyTorch", 1), ("ours", 1), ("DDP", 1), ("ours", 2)
-    ]  # fmt: skip
-    ours = rows[3]
-    assert ours["images_per_second_of_a_rank"] == pytest.approx((8 + 4 + 2) / 3)
-    assert ours["spread"] == pytest.approx(1.96 * math.sqrt(56 / 9))
-    assert (ours["speed_over_ddp"], ours["speed_over_ddp_min"], ours["speed_over_ddp_max"]) == (1.0, 0.5, 2.0)
 
 
 def test_experts_are_compared_with_tensor_parallelism_on_as_many_ranks() -> None:
@@ -158,25 +62,6 @@ def test_tensor_parallelism_is_compared_within_a_turn_if_it_is_alike() -> None:
     for other in ({"losses": [2.0, 1.6]}, {"counted_bytes": 7}):
         with pytest.raises(SystemExit, match="losses" if "losses" in other else "7 bytes"):
             tensor_parallel.summarise(of_tensors(**other), options)
-
-
-def test_waits_are_compared_with_spinning_within_a_turn() -> None:
-    short = answered("latency", 2, **{"4": [{"ours": ours, "spinning": 10.0, "raw": 5.0} for ours in (10, 20, 8)]})
-    long, rounds = answered("long", 2, cpu_seconds=[0.25]), waiting.Rounds([4.0] * 3, [2.0, 2.0, 3.0], [0.8] * 3)
-    rows, more = waiting.summarise(options_of("waiting", "--kilobytes 4"), short, long, rounds)
-    assert cells(table(rows, waiting.COLUMNS))[1] == ["4", "10.0", "10.0", "5.0", "1.00", "(0.50-1.25)"]
-    assert more["long_wait"] == {"seconds": 10.0, "cpu_seconds": 0.25}
-    side = more["side_by_side"]
-    assert (side["ratio"], side["ratio_max"], side["most"]) == (0.5, 0.75, 0.625)
-
-
-def test_zero_is_compared_with_its_peer_within_a_turn() -> None:
-    turns = [{zero.PLAIN: 0.1, "ZeRO-3": ours, "FSDP2": 0.4, "ZeRO-1": 0.2} for ours in (0.1, 0.2, 0.8)]
-    memory = {name: {"live_bytes": 1600, "peak_bytes": 3 << 20} for name in turns[0]}
-    rows = zero.summarise(turns, memory, num_ranks=4, number=100)
-    text = cells(table(rows, zero.COLUMNS))
-    assert text[2] == ["ZeRO-3", "4", "200", "2.00", "0.50", "(0.25-2.00)", "16.00", "4.00", "3"]
-    assert text[4] == ["ZeRO-1", "4", "200", "2.00", "-", "-", "16.00", "10.00", "3"]  # without its peer
 
 
 def of_peers(allocator: str = "") -> list[Contestant]:
@@ -295,14 +180,6 @@ def test_stages_have_medians_over_rounds_and_bubbles() -> None:
     assert layers["measured_bubble"] is layers["simulated_bubble"] is layers["activation_bytes"] is None
 
 
-def test_the_title_says_what_is_trained_on_how_many_cores() -> None:
-    options = options_of("stages", "--num-filters 64 --depth 11 --cores 1 --configurations PP")
-    assert title_of(options, "resnet_v2", 2) == (
-        "ResNet-v2 (depth 11, num_filters 64), batch 8 in 4 microbatches, 2 stages, cpu, up to 2 ranks on 1 core in all"
-    )
-    assert "SP tiles 1x2" in title_of(options_of("stages"), "amoebanetd", 3)
-
-
 def test_a_case_that_fails_is_named_and_the_others_are_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -343,9 +220,3 @@ def test_of_experts_those_that_are_chosen_are_active(tmp_path: Path) -> None:
     assert mixed["active"] == mixed["parameters"] - 2 * (8 - 2) * 2 * 16 * 32
     assert (mixed["training"], mixed["validation"], mixed["num_steps"]) == (4.6, 4.0, 4)
     assert len(draw([dense, mixed]).axes) == 2
-
-
-def test_shares_of_work_are_compared_for_the_rank_that_differs_most() -> None:
-    assert forecast.share_ratio([1.0], [2.0, 2.0]) is None
-    assert forecast.share_ratio([1.0, 1.0], [3.0, 3.0]) == 1.0
-    assert forecast.share_ratio([1.0, 1.0], [1.0, 3.0, 1.0, 3.0]) == 2.0
