@@ -10,12 +10,14 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.pool.ranks import Ranks
+from tools.nets.damaged.kinds import kinds
 from tools.nets.fuzz import found, operators, running, trainings
 from tools.nets.fuzz.running import Hunt
-from tools.nets.fuzz.targets import TARGETS, Target
+from tools.nets.fuzz.targets import TARGETS, Target, problems
 
 SEED = 100
 SOME = {"trainings": 3, "commands": 4, "requests": 8, "texts": 3, "operators": 16, "tables": 200}
+SOME |= {"stacks": 30, "stages": 8, "streams": 4}
 LONG = ("trainings", "commands", "requests")
 
 
@@ -46,6 +48,11 @@ def test_a_training_that_crashed_once_is_refused(ranks: Ranks, words: str) -> No
 @pytest.mark.parametrize("name", found.OPERATORS)
 def test_statements_that_went_wrong_once_are_exact(ranks: Ranks, name: str) -> None:
     assert operators.problem(ranks, found.OPERATORS[name]) is None
+
+
+def test_a_damaged_file_of_any_kind_is_read_or_refused_by_one_line(tmp_path: Path) -> None:
+    """As training and prediction read it: no other error, crash, hang or memory."""
+    assert problems(tmp_path, 0, 2, [*kinds()]) == []
 
 
 def large(ranks: Ranks, case: Any) -> str | None:

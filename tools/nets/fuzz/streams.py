@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -224,15 +225,23 @@ def plain(seed: int, norms: str) -> Any:
     return [*losses, float(torch.rand(())), random.random(), float(np.random.rand())], gradients, model.state_dict()
 
 
-@pytest.mark.parametrize("seed", range(72))
-@pytest.mark.sample(4)
-def test_streamed_parts_are_plain_pytorch(ranks: Ranks, seed: int) -> None:
+def cases() -> st.SearchStrategy[int]:
+    """The seed of a model; the ranks, its norms and recomputation follow from it."""
+    return st.integers(0, 10**6)
+
+
+def problem(ranks: Ranks, seed: int) -> str | None:
+    """What is wrong with a model of which two blocks are streamed."""
     num_ranks, norms, recompute = 1 + seed % 2, ("exact", "running")[seed // 2 % 2], bool(seed // 4 % 2)
     losses, gradients, state = ranks(num_ranks).run(train, seed, norms, recompute)[0]
     expected, theirs, values = plain(seed, norms)
-    assert losses == pytest.approx(expected, rel=EXACT, abs=EXACT)
     rounding = EXACT * max(float(gradient.abs().max()) for gradient in theirs.values())  # some cancel out
-    for key, value in theirs.items():
-        assert_close(gradients.get(key, torch.zeros_like(value)), value, EXACT, key, rounding)
-    for key, value in values.items():
-        assert_close(state[key], value, EXACT, key, rounding)
+    try:
+        assert losses == pytest.approx(expected, rel=EXACT, abs=EXACT)
+        for key, value in theirs.items():
+            assert_close(gradients.get(key, torch.zeros_like(value)), value, EXACT, key, rounding)
+        for key, value in values.items():
+            assert_close(state[key], value, EXACT, key, rounding)
+    except AssertionError as error:
+        return str(error)
+    return None

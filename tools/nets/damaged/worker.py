@@ -1,4 +1,4 @@
-"""Reads damaged files in a process of limited memory and time: `python -m tests.damaged.worker FOLDER COUNT KIND...`.
+"""Reads damaged files in a process of limited memory and time: `worker FOLDER FIRST COUNT KIND ...`.
 
 A line goes out before and after each file, so that whoever started this knows at which one the process ended.
 """
@@ -18,8 +18,8 @@ import numpy as np
 from mpi4dl.datasets import DatasetError
 from mpi4dl.options.config import ConfigError
 from tests.checkpoints.test_forged import CHANGES, changed, text_of, ways
-from tests.damaged.kinds import Kind, kinds
 from tests.datasets.damage import damaged
+from tools.nets.damaged.kinds import Kind, kinds
 
 MORE_BYTES = 3 << 29  # of address space, beside what the process has when it begins
 MOST_GROWTH = 300 << 20  # of memory that is used, by reading one small file

@@ -1,11 +1,11 @@
-"""Random small stacks of operators, on random images and grids, also with empty parts, equal the whole image."""
+"""Small stacks of operators, on images and grids of all sizes, also with empty parts, equal the whole image."""
 
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -185,62 +185,36 @@ def possible(specification: list[tuple[str, dict[str, Any]]], size: tuple[int, i
     return True
 
 
-def compare_stack(
-    comm: Communicator,
-    specification: list[tuple[str, dict[str, Any]]],
-    size: tuple[int, int],
-    arrangement: Arrangement,
-    rehearsed: bool = False,
-) -> list[str]:
+class Stack(NamedTuple):
+    """Layers, an image, its tiles, and whether norms know what follows them."""
+
+    layers: list[tuple[str, dict[str, Any]]]
+    size: tuple[int, int]
+    arrangement: Arrangement
+    knowing: bool
+
+
+def compare_stack(comm: Communicator, stacked: Stack) -> list[str]:
     """What is wrong on this arrangement, and on the same grid with all pixels in one corner."""
     torch.set_default_dtype(torch.float64)
-    shape = (2, CHANNELS, *size)
-    case = Case(stack(specification), (shape,), spread=False)
+    shape = (2, CHANNELS, *stacked.size)
+    case = Case(stack(stacked.layers), (shape,), spread=False)
     return [
         f"{laid}: {wrong}"
-        for laid in (arrangement, arrangement._replace(style="empty"))
-        for wrong in compare(comm, case, shape, laid, rehearsed)
+        for laid in (stacked.arrangement, stacked.arrangement._replace(style="empty"))
+        for wrong in compare(comm, case, shape, laid, stacked.knowing)
     ]
 
 
-wide = settings(
-    max_examples=50,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
-)
-some = settings(wide, max_examples=15)
-Stack = list[tuple[str, dict[str, Any]]]
+@st.composite
+def cases(draw: st.DrawFn) -> Stack:
+    knowing = draw(st.booleans())
+    layers, size = draw(stacks_of_norms if knowing else stacks), draw(sizes)
+    assume(possible(layers, size))
+    return Stack(layers, size, draw(arrangements), knowing)
 
 
-def check(ranks: Ranks, specification: Stack, size: tuple[int, int], arrangement: Arrangement, norms: bool) -> None:
-    assume(possible(specification, size))
-    assert (
-        ranks(arrangement.size).run(compare_stack, specification, size, arrangement, norms) == [[]] * arrangement.size
-    )
-
-
-@some
-@given(specification=stacks, size=sizes, arrangement=arrangements)
-def test_random_stacks_equal_the_whole_image(
-    ranks: Ranks, specification: Stack, size: tuple[int, int], arrangement: Arrangement
-) -> None:
-    check(ranks, specification, size, arrangement, norms=False)
-
-
-@some
-@given(specification=stacks_of_norms, size=sizes, arrangement=arrangements)
-def test_norms_that_know_what_follows_them_equal_those_of_the_whole_image(
-    ranks: Ranks, specification: Stack, size: tuple[int, int], arrangement: Arrangement
-) -> None:
-    check(ranks, specification, size, arrangement, norms=True)
-
-
-@pytest.mark.exhaustive
-@wide
-@given(drawn=st.tuples(stacks, st.just(False)) | st.tuples(stacks_of_norms, st.just(True)), size=sizes, on=arrangements)
-def test_more_random_stacks_equal_the_whole_image(
-    ranks: Ranks, drawn: tuple[Stack, bool], size: tuple[int, int], on: Arrangement
-) -> None:
-    specification, norms = drawn
-    check(ranks, specification, size, on, norms)
+def problem(ranks: Ranks, case: Stack) -> str | None:
+    """What is wrong with layers on tiles, on any rank."""
+    found = ranks(case.arrangement.size).run(compare_stack, case)
+    return "; ".join(dict.fromkeys(itertools.chain(*found))) or None
