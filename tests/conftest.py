@@ -2,11 +2,12 @@
 
 import gc
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ os.environ["XDG_STATE_HOME"] = os.environ["XDG_CACHE_HOME"]
 from tests.pool import zygote
 from tests.pool.ranks import Ranks
 
+pytest.register_assert_rewrite("tests.support", "tests.parallel", "tools.nets")  # helpers that assert show values, too
 zygote.keep_bytecode()
 gc.disable()  # until all tests are collected
 # A shell that starts tests in the background makes them ignore Ctrl-C, which some of them test.
@@ -61,6 +63,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for i, item in enumerate(found):
             if i not in kept:
                 item.add_marker("exhaustive")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """End what is printed of a failure with the command that repeats it."""
+    report = yield
+    if report.failed:
+        marked = " -m exhaustive" if item.get_closest_marker("exhaustive") else ""
+        report.sections.append(("again", f"python -m pytest{marked} {shlex.quote(item.nodeid)}"))
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

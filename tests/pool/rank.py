@@ -8,6 +8,7 @@ import ctypes
 import faulthandler
 import os
 import pickle
+import re
 import signal
 import sys
 import traceback
@@ -40,7 +41,18 @@ def perform(comm: Communicator, call: bytes) -> Report:
             return Report(pickle.dumps(body(comm, *args)), None)
     except BaseException as error:  # also SystemExit, and what pytest.raises raises
         trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
-        return Report(None, "".join(traceback.format_exception(error.with_traceback(trace))))
+        shown = "".join(traceback.format_exception(error.with_traceback(trace)))
+        return Report(None, shown + (values(error) if isinstance(error, AssertionError) else ""))
+
+
+def values(error: AssertionError) -> str:
+    """Those of the names in the line that failed: no pytest rewrites an assertion here."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    named = {name: repr(frame.f_locals[name]) for name in re.findall(r"\w+", line) if name in frame.f_locals}
+    return "".join(
+        f"  {name} = {' '.join(text.split())[:300]}\n" for name, text in named.items() if " at 0x" not in text
+    )
 
 
 def load(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:

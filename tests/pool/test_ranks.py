@@ -136,6 +136,11 @@ def warns(comm: Communicator) -> None:
     warnings.warn("deprecated", DeprecationWarning, stacklevel=1)
 
 
+def asserts(comm: Communicator) -> None:
+    found = torch.tensor([1.5, comm.size])
+    assert found.sum() == 7
+
+
 def leaves_a_message(comm: Communicator) -> None:
     if comm.rank == 0:
         comm.isend(torch.zeros(1), 1)
@@ -143,7 +148,12 @@ def leaves_a_message(comm: Communicator) -> None:
 
 @pytest.mark.parametrize(
     ("body", "message"),
-    [(exits, "SystemExit: 3"), (warns, "DeprecationWarning: deprecated"), (leaves_a_message, "was never received")],
+    [
+        (exits, "SystemExit: 3"),
+        (asserts, r"found = tensor\(\[1.5"),
+        (warns, "DeprecationWarning: deprecated"),
+        (leaves_a_message, "was never received"),
+    ],
 )
 def test_what_else_counts_as_a_failure(pool: Pool, body: object, message: str) -> None:
     with pytest.raises(RanksFailed, match=message):

@@ -25,6 +25,7 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
 from mpi4dl.tasks.formulas import main_output
 from tests.pool.ranks import Ranks
+from tests.support.differences import first_difference
 
 NUM_CLASSES = 3
 NUM_STEPS = 3
@@ -519,8 +520,11 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float, name: str, r
     assert found.shape == expected.shape, name
     if not expected.numel():
         return
-    error = float((found.double() - expected.double()).abs().max())
-    assert error <= tolerance * float(expected.double().abs().max()) + rounding, f"{name} is wrong by {error}"
+    errors, size = (found.double() - expected.double()).abs(), float(expected.double().abs().max())
+    wrong = ~(errors <= tolerance * size + rounding)
+    if wrong.any():
+        first = first_difference(found, expected, wrong)
+        raise AssertionError(f"{name}: off by {errors.max():.1e} of {size:.1e}; {first}")
 
 
 def assert_learnt_alike(engine: Engine, expected: nn.Module) -> None:
@@ -555,7 +559,11 @@ def check(ranks: Ranks, task: Task, plan: Plan, watch: Watch | None = None) -> l
         assert bits.keys() >= outcomes[0].state.keys() | gradients
     assert all(outcome.steps == outcomes[0].steps for outcome in outcomes)
     assert all(outcome.evaluation == outcomes[0].evaluation for outcome in outcomes)
-    assert_like(outcomes[0], plain(task, plan.num_microbatches), task.tolerance)
+    try:
+        assert_like(outcomes[0], plain(task, plan.num_microbatches), task.tolerance)
+    except AssertionError as error:
+        error.add_note(f"{task}, by {plan}")
+        raise
     return outcomes
 
 

@@ -29,6 +29,7 @@ from mpi4dl.parallel import spatial
 from mpi4dl.parallel.replicas.parameter_sums import summed
 from mpi4dl.parallel.spatial.sharding import image_dims
 from tests.pool.ranks import GRACE_SECONDS, Ranks
+from tests.support.differences import first_difference
 
 RELATIVE, ABSOLUTE = 1e-10, 1e-13
 CPU = torch.device("cpu")
@@ -193,16 +194,20 @@ def difference(name: str, ours: Tensor, plain: Tensor, scale: float = 1.0) -> li
     if plain.numel() == 0:
         return []
     if not plain.is_floating_point() and not plain.is_complex():
-        return [] if torch.equal(ours, plain) else [f"{name}: differs in {int((ours != plain).sum())} elements"]
+        return [] if torch.equal(ours, plain) else [f"{name}: {first_difference(ours, plain, ours != plain)}"]
     if not torch.equal(ours.isfinite(), plain.isfinite()):
-        return [f"{name}: not finite at other places than plain"]
+        others = first_difference(ours, plain, ours.isfinite() != plain.isfinite())
+        return [f"{name}: not finite at other places than plain: {others}"]
     finite = plain.isfinite()
     if not torch.equal(ours[~finite].nan_to_num(0.5), plain[~finite].nan_to_num(0.5)):
         return [f"{name}: other infinities than plain"]
     if not finite.any():
         return []
-    error, size = (ours - plain)[finite].abs().max(), plain[finite].abs().max()
-    return [] if error <= RELATIVE * size + ABSOLUTE * scale else [f"{name}: off by {error:.1e} of {size:.1e}"]
+    errors, size = (ours - plain).abs(), plain[finite].abs().max()
+    error, allowed = errors[finite].max(), RELATIVE * size + ABSOLUTE * scale
+    if error <= allowed:
+        return []
+    return [f"{name}: off by {error:.1e} of {size:.1e}; {first_difference(ours, plain, finite & (errors > allowed))}"]
 
 
 def rehearse(comm: Communicator, model: nn.Module, image: Tensor, arrangement: Arrangement, grid: spatial.Grid) -> None:
@@ -368,7 +373,7 @@ def table_test(module: str, arrangements: Sequence[Any], table: str = "CASES") -
         for rank, failures in enumerate(results):
             for name, text in failures.items():
                 found.setdefault(f"{name}:\n    {text}", []).append(rank)
-        assert not found, f"{len(found)} differences on {arrangement}\n" + "\n".join(
+        assert not found, f"{len(found)} cases differ on {arrangement.size} ranks, {arrangement!r}\n" + "\n".join(
             f"ranks {ranks}: {text}" for text, ranks in found.items()
         )
 

@@ -39,7 +39,7 @@ WRONG: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], list[str]]] = {
     "dtypes": (lambda: on_tiles(lambda x: x.float()), ["torch.float32, but plain"]),
     "spread": (lambda: on_tiles(spatial.gather), ["result 0 is not spread over ranks"]),
     "not a number": (lambda: on_tiles(lambda x: x / (x - x)), ["not finite at other places"]),
-    "integers": (lambda: lambda x: on_tiles(lambda y: y + 0.6)(x).round().long(), ["differs in"]),
+    "integers": (lambda: lambda x: on_tiles(lambda y: y + 0.6)(x).round().long(), ["504 elements differ, first"]),
     "parameters": (Forgetful, ["gradient of weight: off by", "buffer steps: off by"]),
 }
 
@@ -61,4 +61,7 @@ def test_what_is_wrong_is_said(comm: Communicator) -> None:
 def test_rounding_is_not_a_difference(factor: float) -> None:
     x = torch.tensor([1.0, float("inf"), float("nan"), 0.0], dtype=torch.float64)
     assert difference("x", x * factor, x) == []
-    assert difference("x", x * (1 + 1e-9), x) == ["x: off by 1.0e-09 of 1.0e+00"]
+    x[1:] = torch.tensor([float("inf"), 2.0, 4.0])
+    wrong = x + torch.tensor([0.0, 0.0, 0.0, 0.5], dtype=torch.float64)
+    said = "x: off by 5.0e-01 of 4.0e+00; 1 of 4 elements differ, first (3,): 4.5, but plain 4.0"
+    assert difference("x", wrong, x) == [said]
