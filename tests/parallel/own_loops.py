@@ -315,10 +315,6 @@ def recomputed(wrap: Wrap) -> list[Tensor]:
     return steps(wrap, made(Network, recompute=False))
 
 
-def recomputed_reentrantly(wrap: Wrap) -> list[Tensor]:
-    return steps(wrap, made(Network, recompute=True))
-
-
 def last_batch(wrap: Wrap) -> list[Tensor]:
     """Fewer samples than parts of the batch."""
     return steps(wrap, samples=1)

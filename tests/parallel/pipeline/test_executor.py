@@ -1,8 +1,6 @@
-"""mpi4dl.parallel.pipeline.executor: what a run of a table keeps, and how long ranks stand idle in it."""
+"""mpi4dl.parallel.pipeline.executor: what a run of a table keeps, draws and records."""
 
 import random
-import time
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,61 +16,43 @@ from mpi4dl.parallel.inputs import Microbatch
 from mpi4dl.parallel.pipeline.executor import RunningStatistics
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
 from tests.pool.ranks import Ranks
 from tests.support.short_runs import DROPPING, Task, batch_of, model_of, optimizer_of, tiles_of
 
 NUM_STAGES, NUM_MICROBATCHES = 4, 8
-FORWARD_SECONDS, BACKWARD_TIMES_FORWARD = (0.03, 0.06, 0.12, 0.24, 0.48, 0.96), 2
-STEPS, TOLERANCE = 3, 0.1
 ONES = ((1, 1),) * NUM_STAGES
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        time.sleep(seconds)
-        ctx.seconds = BACKWARD_TIMES_FORWARD * seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return gradient, None
-
-
 class _Layer(nn.Module):
-    """A layer of a known size of activations, which may take its time."""
+    """A layer of a known size of activations."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.convolution = nn.Conv2d(4, 4, 3, padding=1)
-        self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.convolution(x).sigmoid()
-        return _Sleep.apply(x, self.seconds) if self.seconds else x
+        return self.convolution(x).sigmoid()
 
 
 class _Last(nn.Module):
     """The same with a head, so that all stages are alike."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layer = _Layer(seconds)
+        self.layer = _Layer()
         self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layer(x).mean((2, 3)))
 
 
-def build(seconds: float) -> nn.Module:
-    return nn.Sequential(*[_Layer(seconds) for _ in range(NUM_STAGES - 1)], _Last(seconds))
+def build() -> nn.Module:
+    return nn.Sequential(*[_Layer() for _ in range(NUM_STAGES - 1)], _Last())
 
 
-def engine_of(comm: Communicator, plan: Plan, seconds: float, px: int) -> Engine:
+def engine_of(comm: Communicator, plan: Plan, px: int) -> Engine:
     stages = split(
-        lambda: build(seconds),
+        build,
         plan,
         comm,
         balance=(1,) * plan.num_stages,
@@ -88,39 +68,9 @@ def step(engine: Engine, batch_size: int, px: int) -> None:
     engine.step(tiles, torch.zeros(batch_size, dtype=torch.int64), (px, px))
 
 
-def measured_bubble(comm: Communicator, plan: Plan, expected: float) -> float:
-    """In the fastest of some steps; and in slower ones, if a busy machine adds more to them than can be neglected."""
-    bubble = 0.0
-    for seconds in FORWARD_SECONDS:
-        engine = engine_of(comm, plan, seconds, px=8)
-        step(engine, plan.num_microbatches, 8)
-        engine.executor.records = True
-        found: list[Simulation] = []
-        for _ in range(STEPS):
-            step(engine, plan.num_microbatches, 8)
-            rows = comm.all_gather_object(tuple(engine.executor.spans))
-            found.append(Simulation(tuple(rows), (0,) * comm.size))
-        bubble = min(found, key=lambda simulation: simulation.makespan_seconds).bubble
-        if bubble == pytest.approx(expected, rel=TOLERANCE):
-            break
-    return bubble
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.exhaustive
-def test_the_measured_bubble_is_the_simulated_one(ranks: Ranks, schedule: str) -> None:
-    """Stages sleep, since there may be fewer cores than ranks: what is measured is the executor's own waiting."""
-    plan = Plan(ONES, microbatches=NUM_MICROBATCHES, schedule=schedule)
-    costs = Costs.equal(NUM_STAGES, 1.0, BACKWARD_TIMES_FORWARD)
-    simulated = simulate(plan.table(), plan.placement, costs).bubble
-    measured = ranks(NUM_STAGES).run(measured_bubble, plan, simulated)
-    assert measured[0] == pytest.approx(simulated, rel=TOLERANCE)
-    assert simulated == pytest.approx((NUM_STAGES - 1) / (NUM_MICROBATCHES + NUM_STAGES - 1))
-
-
 def kept_bytes(comm: Communicator, plan: Plan, batch_size: int) -> int:
     """The most that autograd keeps on this rank in a step."""
-    engine, meter = engine_of(comm, plan, seconds=0.0, px=32), ActivationMeter()
+    engine, meter = engine_of(comm, plan, px=32), ActivationMeter()
     with meter.counting():
         step(engine, batch_size, 32)
     assert meter.live_bytes == 0
@@ -201,7 +151,7 @@ def test_the_users_random_numbers_follow_from_the_users_seed(ranks: Ranks, plan:
 
 def ranges_of_a_step(comm: Communicator, plan: Plan) -> tuple[list[str], list[str], bool]:
     """The actions of this rank's row, and the ranges in a profile of a step that are named after actions; any waits."""
-    engine = engine_of(comm, plan, 0.0, 8)
+    engine = engine_of(comm, plan, 8)
     step(engine, 8, 8)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         step(engine, 8, 8)
@@ -256,7 +206,7 @@ def drives_of_a_step(comm: Communicator) -> tuple[int, bool]:
         nonlocal drives
         drives += 1
 
-    stages = split(lambda: build(0.0), plan, comm, balance=(2, 2), image=(1, 4, 8, 8), whole=("0", "1", "2", "3"))
+    stages = split(build, plan, comm, balance=(2, 2), image=(1, 4, 8, 8), whole=("0", "1", "2", "3"))
     engine = Engine(stages, plan, torch.optim.SGD(stages.parameters(), lr=0.1), F.cross_entropy, comm=comm)
     comm.node.probe = probe
     try:

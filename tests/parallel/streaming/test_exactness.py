@@ -21,7 +21,6 @@ import_torchvision()
 from torchvision.ops import SqueezeExcitation  # noqa: E402
 
 ONE = (1, 1)
-RESNET = Task("resnet18", (97, 118), batch=4, num_steps=3, stream=StreamOptions((2, 3), "layer2"))
 SKIPPING = Task("skipping", (37, 43), batch=4, stream=StreamOptions((3, 2)), balance=(9, 8))
 
 PLANS = {
@@ -43,24 +42,6 @@ PLANS = {
 @pytest.mark.sample(2)
 def test_every_plan_equals_plain_pytorch(ranks: Ranks, name: str) -> None:
     check(ranks, SKIPPING, PLANS[name])
-
-
-@pytest.mark.parametrize("name", ["one rank", "tiles and ZeRO 2", "tiles, then one", "ways of the batch"])
-@pytest.mark.exhaustive
-def test_segments(ranks: Ranks, name: str) -> None:
-    """What is kept between segments brings gradients back, also to several values, and from margins to other ranks."""
-    check(ranks, replace(SKIPPING, stream=StreamOptions((2, 2), segments=4)), PLANS[name])
-
-
-@pytest.mark.parametrize("name", [pytest.param("one rank", marks=pytest.mark.exhaustive), "two stages"])
-@pytest.mark.exhaustive
-def test_with_recomputation(ranks: Ranks, name: str) -> None:
-    """Blocks are computed again within tiles, and in backward their statistics need passes once more."""
-    options = (("num_filters", 4),)
-    stream = StreamOptions((2, 2), "stage2_block1", segments=2)
-    task = Task("small_resnet", (50, 66), model_options=options, stream=stream, balance=(9, 2))
-    recomputed = task.with_engine(recompute=True)
-    check(ranks, recomputed, PLANS[name])
 
 
 class _Mix(nn.Module):
@@ -114,12 +95,6 @@ class Exciting(nn.Sequential):
             nn.Flatten(),
             nn.Linear(8, 3),
         )
-
-
-@pytest.mark.parametrize("plan", ["one rank", "tiles, then one"])
-@pytest.mark.exhaustive
-def test_means_over_the_whole_image_within_blocks(ranks: Ranks, plan: str) -> None:
-    check(ranks, Task(Exciting, (24, 26), stream=StreamOptions((2, 3), "6"), balance=(7, 3)), PLANS[plan])
 
 
 class Writes(nn.Module):
@@ -233,12 +208,6 @@ def test_reductions_that_drop_their_first_row(ranks: Ranks, plan: str) -> None:
     """AmoebaNet pads, and slices a row off, beside branches that do not."""
     stream = StreamOptions((1, 2), "reduction1", segments=3)
     check(ranks, replace(AMOEBANET, stream=stream, balance=(6, 3)), PLANS[plan])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["tiles and ZeRO 2", "GEMS", "one rank"])
-def test_a_resnet(ranks: Ranks, name: str) -> None:
-    check(ranks, RESNET, PLANS[name])
 
 
 ODD = (301, 314)
