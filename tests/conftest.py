@@ -6,6 +6,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -21,7 +22,8 @@ os.environ["XDG_STATE_HOME"] = os.environ["XDG_CACHE_HOME"]
 from tests.pool import zygote
 from tests.pool.ranks import Ranks
 
-pytest.register_assert_rewrite("tests.support", "tests.parallel", "tools.nets")  # helpers that assert show values, too
+for name in {"tests.support", "tests.parallel", "tools.nets"} - sys.modules.keys():
+    pytest.register_assert_rewrite(name)  # helpers that assert show values, too
 zygote.keep_bytecode()
 gc.disable()  # until all tests are collected
 # A shell that starts tests in the background makes them ignore Ctrl-C, which some of them test.
