@@ -33,11 +33,8 @@ AS_THEY_ARE = "as they are"
 Slices = tuple[slice, ...]
 
 
-def open_volume(path: Path, divided: bool = False) -> "VolumeFile":
+def open_volume(path: Path) -> "VolumeFile":
     """Open a file of one volume, by its extension.
-
-    `divided`: integers of NIfTI are shares of the largest of their type, unless the file gives a slope or intercept.
-    Early versions read them so.
 
     Raises:
         BadImage: the file cannot be read, is damaged, or no volume; so does `read` of what this returns.
@@ -48,8 +45,7 @@ def open_volume(path: Path, divided: bool = False) -> "VolumeFile":
         suffix = next((suffix for suffix in VOLUME_SUFFIXES if path.name.lower().endswith(suffix)), None)
         if suffix is None:
             raise BadImage(path, f"is no volume: those end in {' '.join(VOLUME_SUFFIXES)}")
-        opened = VOLUME_SUFFIXES[suffix](path)
-        return VolumeFile(path, opened._replace(scaled=False) if divided and opened.unscaled_integers else opened)
+        return VolumeFile(path, VOLUME_SUFFIXES[suffix](path))
 
 
 class Opened(NamedTuple):
@@ -62,7 +58,6 @@ class Opened(NamedTuple):
     read_part: Callable[[Slices], npt.NDArray[Any]]
     dtype: Any
     scaled: bool = False
-    unscaled_integers: bool = False
 
 
 class VolumeFile:
@@ -134,8 +129,7 @@ def _open_nifti(path: Path) -> Opened:
         part = np.asarray(stored[(cols, rows, depth, *others)])
         return part.transpose(2, 1, 0, *range(AXES, part.ndim))
 
-    integers = np.dtype(stored.dtype).kind in "iu" and (stored.slope, stored.inter) == (1.0, 0.0)
-    return Opened((z, y, x, *rest), read_part, stored.dtype, scaled=True, unscaled_integers=integers)
+    return Opened((z, y, x, *rest), read_part, stored.dtype, scaled=True)
 
 
 def _open_stack(path: Path) -> Opened:
@@ -177,3 +171,5 @@ VOLUME_SUFFIXES: dict[str, Callable[[Path], Opened]] = {
     ".nii": _open_nifti,
     ".nii.gz": _open_nifti,
 }
+
+GROUPED: dict[str, Any] = {}

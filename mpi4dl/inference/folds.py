@@ -27,7 +27,7 @@ from mpi4dl.checkpoints.manifest import MODEL
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.slides.record import record_of
 from mpi4dl.datasets.split import Subset
-from mpi4dl.inference.images import SPLIT, open_slides_of_run
+from mpi4dl.inference.images import open_files_of_run
 from mpi4dl.inference.model import Predictor
 from mpi4dl.inference.options import Inference
 from mpi4dl.inference.samples import UNDEFINED, Judging, Samples
@@ -38,9 +38,10 @@ from mpi4dl.options.declare import options_of, value_of, with_values, without_fl
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.tasks import with_task
 from mpi4dl.runs.folder import BEST, VERSIONS, default_path
+from mpi4dl.runs.samples import FILE as SAMPLES
+from mpi4dl.runs.samples import RunSamples
 from mpi4dl.tasks.curves import is_rule
-from mpi4dl.training.data import FILE as IMAGES
-from mpi4dl.training.data import ImageLists, Images
+from mpi4dl.training.data import Images
 from mpi4dl.training.resuming import command_to_go_on, files_of
 from mpi4dl.training.run import fit
 from mpi4dl.training.setup import open_samples, set_up
@@ -115,16 +116,16 @@ def _require_unchanged(config: Config) -> None:
     Raises DatasetError, OSError.
     """
     path = Path(config.run.run_folder or "")
-    then = ImageLists.read(path / IMAGES)
+    then = RunSamples.read(path / SAMPLES)
     samples = open_samples(with_frame(config))
     assert isinstance(samples, Images)
-    now = ImageLists.of(samples.training, samples.validation, samples.fit)
-    then.require_same_labels(now)
+    now = RunSamples.of(samples.training, samples.validation)
+    then.require_unchanged(now)
     before, files = json.loads(read_regular(path / VERSIONS)).get("files", {}), files_of(config)
     changes = [f"{name} is another one" for name in {**before, **files} if before.get(name) != files.get(name)]
     whole: Any = samples.training.whole if isinstance(samples.training, Subset) else samples.training
     if config.slides.split_file is None:  # the folds that were made had all slides of the table
-        changes += [f"{row.slide} is new" for row in whole.rows if not row.part and row.fold is None]
+        changes += [f"{row.name} is new" for row in whole.rows if not row.split and row.fold is None]
     for change in (*then.changes(now), *changes):
         raise ConfigError(
             f"{path} is finished, and since then {change}: all folds need the same, so put it back, or train in "
@@ -202,7 +203,7 @@ def summarise(
     for fold, path in runs.items():
         best = comm.broadcast_object(asked == "test" and (path / BEST).is_file())
         model = Predictor(path / BEST if best else path, chosen, comm)
-        images, which = open_slides_of_run(comm, model.config, model.about, path, asked)
+        images, which = open_files_of_run(comm, model.config, model.about, path, asked)
         _say(comm, spell(f"fold {fold}: {model.weights} on {which}"))
         scores = score(model, images, resamples=0, level=level, speaks=True, judging=judging)
         found.append(FoldScores(fold, scores))
@@ -228,16 +229,14 @@ def _looked_at(folder: Path, part: str | None) -> tuple[dict[int, Path], str, li
     for first in [*runs.values()][:1]:
         _require_alike(runs.values(), _config_of(first), str(first))
     if part is None:  # slides for tests that all folds share are seen by none, and so are no fold's own
-        own = not (folder / FOLDS).is_file() and all(_has_tests(path / SPLIT) for path in runs.values())
+        own = not (folder / FOLDS).is_file() and all(_has_tests(path) for path in runs.values())
         part = "test" if own else "val"
     return runs, part, [fold for fold in every if fold not in runs]
 
 
-def _has_tests(split: Path) -> bool:
-    if not split.is_file():
-        return False
-    with split.open(newline="", encoding="utf-8-sig") as file:
-        return any(row.get("split") == "test" for row in csv.DictReader(file))
+def _has_tests(run: Path) -> bool:
+    kept = RunSamples.at(run)
+    return kept is not None and any(each.split == "test" for each in kept.samples)
 
 
 class Summary(NamedTuple):

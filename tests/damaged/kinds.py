@@ -25,14 +25,14 @@ import torch
 from pydicom.uid import JPEGBaseline8Bit
 
 from mpi4dl.checkpoints.weights import open_weights
+from mpi4dl.datasets.samples import Sample, read_samples, read_split_file
 from mpi4dl.datasets.slides.compose import APERIO
 from mpi4dl.datasets.slides.dataset import SlideOptions
 from mpi4dl.datasets.slides.features import Embedded, FeatureFolder, open_bag, write_features
 from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks
 from mpi4dl.datasets.slides.slide import Level, Resolution, Slide, SlideFile, open_slide
-from mpi4dl.datasets.slides.splits import split_rows
-from mpi4dl.datasets.slides.tables import SlideRow, read_slides, read_split_file
 from mpi4dl.datasets.slides.tissue import find_tissue
+from mpi4dl.datasets.split import split_rows
 from mpi4dl.geometry import Interval
 from mpi4dl.inference.maps import PatchMap, geojson, grid_of
 from mpi4dl.inference.records import Records
@@ -136,7 +136,7 @@ def _table(path: Path) -> None:
 
 def read_table(path: Path) -> None:
     for how in ({"task": "classify"}, {"task": "survival"}, {"label_columns": ()}):
-        found = read_slides(path, **how)
+        found = read_samples(path, **how)
         if found.task is not None:
             how = {"fraction": 0.25, "seed": 0, "table": path}
             split_rows(found.rows, found.task, found.classes, **how)
@@ -151,7 +151,7 @@ def _split(path: Path) -> None:
 
 
 def read_split(path: Path) -> None:
-    rows = tuple(SlideRow(n + 2, f"s{n}", f"s{n}.svs", f"p{n}", label=n % 2) for n in range(COUNT))
+    rows = tuple(Sample(n + 2, f"s{n}", f"s{n}.svs", f"p{n}", label=n % 2) for n in range(COUNT))
     read_split_file(path)
     split_rows(rows, "classify", ("a", "b"), fraction=0.25, seed=0, split_file=path)
 
@@ -177,7 +177,7 @@ def _asap(path: Path) -> None:
 
 
 def read_annotated(path: Path) -> None:
-    row = SlideRow(2, "glass", "glass.tif", "p", annotation=path.name)
+    row = Sample(2, "glass", "glass.tif", "p", annotation=path.name)
     mask = SlideMasks(path.parent / "slides.csv", path.parent, (row,), MaskOptions()).mask(0, GLASS)
     for box in ((Interval(0, SIDE), Interval(0, SIDE)), (Interval(40, 90), Interval(200, SIDE))):
         assert mask.read(*box).shape == tuple(interval.length for interval in box)

@@ -15,7 +15,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from mpi4dl.datasets import DatasetError
-from mpi4dl.datasets.slides.tables import read_slides
+from mpi4dl.datasets.samples import read_samples
 from mpi4dl.datasets.table import as_number, read_table
 from tests.pool.ranks import Ranks
 
@@ -217,7 +217,7 @@ def problem(_: Ranks, sheet: Sheet) -> str | None:
         path.write_bytes(sheet.content())
         task = sheet.task if sheet.says_task else None
         try:
-            read = (read_slides if sheet.of_slides else read_table)(
+            read = (read_samples if sheet.of_slides else read_table)(
                 path, task=task, **({"label_columns" if sheet.of_slides else "columns": sheet.names})
             )
         except DatasetError as error:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpi4dl.datasets import DatasetError
-from mpi4dl.datasets.slides.splits import check_parts, fold_of, split_patients, split_rows, split_table, strata_of
-from mpi4dl.datasets.slides.tables import SlideRow, SlideTable, read_slides, read_split_file
+from mpi4dl.datasets.samples import Sample, SampleTable, read_samples, read_split_file
+from mpi4dl.datasets.split import check_parts, fold_of, split_patients, split_rows, split_table, strata_of
 
 # For each slide its patient and its class; a patient may have slides of several classes.
 SLIDES = st.lists(st.tuples(st.integers(0, 30).map(str), st.integers(0, 3)), min_size=2, max_size=60).filter(
@@ -191,8 +191,8 @@ def test_a_patient_of_several_strata_belongs_to_the_most_frequent_or_highest() -
     assert (sum(sides[name] for name in "0123"), sides["4"] + sides["5"]) == (2, 1)
 
 
-def row(line: int, patient: str, part: str, label: Any = None) -> SlideRow:
-    return SlideRow(line, f"s{line}", f"s{line}.svs", patient, part, label=label)
+def row(line: int, patient: str, part: str, label: Any = None) -> Sample:
+    return Sample(line, f"s{line}", f"s{line}.svs", patient, part, label=label)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_a_split_that_was_written_is_read_again(
     }
     classes, of = labels[task]
     rows = tuple(
-        SlideRow(n + 2, f"slide, {n}", f"slide, {n}.svs", f"p {patient}", label=of[n])
+        Sample(n + 2, f"slide, {n}", f"slide, {n}.svs", f"p {patient}", label=of[n])
         for n, (patient, _) in enumerate(slides)
     )
     for each in rows:
@@ -250,9 +250,9 @@ def test_a_split_that_was_written_is_read_again(
     held = split_patients(patients, strata_of(task, patients, of), fraction, 0)
     parts = ["val" if each else "train" for each in held]
     path = root / "split.csv"
-    path.write_text(split_table(SlideTable(task, classes, rows, {}), parts), newline="")
+    path.write_text(split_table(SampleTable(task, classes, rows, {}), parts), newline="")
     known = classes if task == "classify" else None
-    found = read_slides(path, task=task, classes=known)
+    found = read_samples(path, task=task, classes=known)
     assert (found.task, found.classes) == (task, classes)
     assert found.rows == tuple(each._replace(part=part) for each, part in zip(rows, parts, strict=True))
     assert check_parts(found.rows, task) is not None
@@ -262,13 +262,13 @@ def test_a_split_that_was_written_is_read_again(
 
 
 def test_slides_without_a_part_are_left_out_of_the_table() -> None:
-    table = SlideTable("classify", ("x", "y"), (row(2, "p", "", 1), row(3, "q", "", 0)), {})
+    table = SampleTable("classify", ("x", "y"), (row(2, "p", "", 1), row(3, "q", "", 0)), {})
     assert split_table(table, ["val", ""]) == "slide_id,case_id,label,split\ns2,p,y,val\n"
 
 
-def rows_of(slides: list[tuple[str, int]]) -> tuple[SlideRow, ...]:
+def rows_of(slides: list[tuple[str, int]]) -> tuple[Sample, ...]:
     return tuple(
-        SlideRow(n + 2, f"s{n}", f"a/s{n}.svs", f"p{patient}", label=label) for n, (patient, label) in enumerate(slides)
+        Sample(n + 2, f"s{n}", f"a/s{n}.svs", f"p{patient}", label=label) for n, (patient, label) in enumerate(slides)
     )
 
 
@@ -303,9 +303,9 @@ def test_every_way_to_split_keeps_patients_whole(
             continue
         if fold == 0:
             kept = ["test" if row.part == "test" else "" for row in found]
-            table = SlideTable("classify", ("w", "x", "y", "z"), found, {})
+            table = SampleTable("classify", ("w", "x", "y", "z"), found, {})
             path.write_text(split_table(table, kept, [row.fold for row in found]), newline="")
-        more = (*rows, SlideRow(99, "new", "new.svs", "new patient", label=0))
+        more = (*rows, Sample(99, "new", "new.svs", "new patient", label=0))
         again, remarks = split_rows(more, "classify", fold=fold, split_file=path, **how | {"seed": seed + 1})
         assert [row.part for row in again] == [*(row.part for row in found), ""]
         assert any("1 slide not in" in remark and "new" in remark for remark in remarks)

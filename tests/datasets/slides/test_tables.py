@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpi4dl.datasets import DatasetError
-from mpi4dl.datasets.slides.tables import SlideTable, read_slides, read_split_file
+from mpi4dl.datasets.samples import SampleTable, read_samples, read_split_file
 
 FILES = ("s1.svs", "s2.tiff", "a/s3.ndpi", "a/s4.ome.tif", "b/s4.png")
 
@@ -31,9 +31,9 @@ def slides(tmp_path: Path) -> Path:
     return touch(tmp_path, FILES)
 
 
-def read(root: Path, text: str, encoding: str = "utf-8", **options: Any) -> SlideTable:
+def read(root: Path, text: str, encoding: str = "utf-8", **options: Any) -> SampleTable:
     (root / "slides.csv").write_text(text, encoding, newline="")
-    return read_slides(root / "slides.csv", **options)
+    return read_samples(root / "slides.csv", **options)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_all_that_a_row_has(slides: Path) -> None:
 def test_slides_are_found_in_another_folder_and_by_absolute_paths(slides: Path, tmp_path_factory: Any) -> None:
     table = tmp_path_factory.mktemp("tables") / "slides.csv"
     table.write_text(f"path,label\n{slides}/a/s3.ndpi,x\ns2.tiff,y\n")
-    found = read_slides(table, folder=slides)
+    found = read_samples(table, folder=slides)
     assert [row.path for row in found.rows] == ["a/s3.ndpi", "s2.tiff"]
     assert any("3 slides below" in remark for remark in found.remarks)
 
@@ -185,7 +185,7 @@ def test_names_with_points_are_found_in_subfolders_too(tmp_path: Path) -> None:
     found = read(tmp_path, f"slide_id,label\n{names[1]},x\n{names[0]},y\n")
     assert [row.path for row in found.rows] == [f"9d0e/{names[1]}.svs", f"8c5f/{names[0]}.svs"]
     assert {row.patient for row in found.rows} == {"TCGA-AA-0001"}
-    assert [row.slide for row in read_slides(tmp_path).rows] == [*names]
+    assert [row.slide for row in read_samples(tmp_path).rows] == [*names]
 
 
 def test_annotations_are_no_slides(slides: Path) -> None:
@@ -317,7 +317,7 @@ def test_tables_mean_the_same_however_they_are_written(
     csv.writer(text, delimiter=draw(st.sampled_from(",;\t")), lineterminator=ending).writerows(rows)
     path = root / "slides.csv"
     path.write_bytes(text.getvalue().encode(draw(st.sampled_from(["utf-8", "utf-8-sig", "utf-16"]))))
-    found = read_slides(path)
+    found = read_samples(path)
     assert (found.task, found.classes) == ("classify", tuple(sorted(classes)))
     for line, (i, row) in enumerate(zip(order, found.rows, strict=True), 2):
         label = found.classes.index(classes[i % len(classes)])
@@ -351,7 +351,7 @@ def test_no_patient_of_a_table_is_in_two_splits(
 def test_damaged_tables_are_refused_or_read(slides: Path) -> None:
     whole = b"slide,patient,split,time,event,mpp,fold\ns1,p,train,3.5,1,0.5,0\nb/s4.png,q,val,4,0,0.25,1\n"
     random = np.random.default_rng(0)
-    for read_file in (read_slides, read_split_file):
+    for read_file in (read_samples, read_split_file):
         for _ in range(100):
             spoilt = bytearray(whole)
             for _ in range(random.integers(1, 4)):
@@ -381,7 +381,7 @@ def test_damaged_tables_are_refused_or_read(slides: Path) -> None:
 def test_folders(
     tmp_path: Path, files: tuple[str, ...], options: dict[str, Any], task: str | None, rows: list[Any]
 ) -> None:
-    found = read_slides(touch(tmp_path, files), **options)
+    found = read_samples(touch(tmp_path, files), **options)
     assert found.task == task
     assert [(row.slide, row.part, row.label) for row in found.rows] == rows
     assert [row.path for row in found.rows] == sorted(files)
@@ -405,7 +405,7 @@ def test_folders_that_are_wrong(
     tmp_path: Path, files: tuple[str, ...], options: dict[str, Any], parts: list[str]
 ) -> None:
     with pytest.raises(DatasetError) as caught:
-        read_slides(touch(tmp_path, files), **options)
+        read_samples(touch(tmp_path, files), **options)
     assert [part for part in parts if part not in str(caught.value)] == [], caught.value
 
 
