@@ -201,15 +201,17 @@ def mask_table(root: Path, kind: FileKind = PICTURES, split: str = "", before: s
     """
     if not is_segmented(root):
         raise DatasetError(f"{root}: has {', '.join(subfolders(root)) or 'no folders'}; {LAYOUT_OF_MASKS}")
-    images = _by_name(root / IMAGES, kind.suffixes)
-    masks = _by_name(root / MASKS, mask_suffixes(kind is VOLUMES))
+    suffixes = mask_suffixes(kind is VOLUMES)
+    images = _by_name(root / IMAGES, kind.below(root / IMAGES)[0], kind.suffixes)
+    files = [path.relative_to(root / MASKS).as_posix() for path, _ in files_below(root / MASKS, suffixes)]
+    masks = _by_name(root / MASKS, files, suffixes)
     if not images:
         raise DatasetError(f"{root / IMAGES}: has no {kind.nouns}; {LAYOUT_OF_MASKS}")
     missing = [found for name, found in images.items() if name not in masks]
     if missing:
         more = f", and {len(missing) - 1} others have none" if len(missing) > 1 else ""
-        path, asked = root / IMAGES / missing[0], root / MASKS / Path(missing[0]).with_suffix(".png")
-        raise DatasetError(f"{path}: has no mask{more}: add {asked}, or a TIFF file of this name")
+        bare, asked = root / IMAGES / missing[0], root / MASKS / Path(missing[0]).with_suffix(".png")
+        raise DatasetError(f"{bare}: has no mask{more}: add {asked}, or a TIFF file of this name")
     rows = []
     for name, file in images.items():
         path = f"{before}{IMAGES}/{file}"
@@ -220,10 +222,10 @@ def mask_table(root: Path, kind: FileKind = PICTURES, split: str = "", before: s
     return table if split else _with_patients(table, kind)
 
 
-def _by_name(folder: Path, suffixes: tuple[str, ...]) -> dict[str, str]:
-    """The files below a folder by their path without the ending, in order. Raises DatasetError for two of one name."""
+def _by_name(folder: Path, files: Sequence[str], suffixes: tuple[str, ...]) -> dict[str, str]:
+    """Files below a folder by their path without the ending, in order. Raises DatasetError for two of one name."""
     found: dict[str, str] = {}
-    for name in sorted(path.relative_to(folder).as_posix() for path, _ in files_below(folder, suffixes)):
+    for name in sorted(files):
         short = without_suffix(name, suffixes)
         if short in found:
             raise DatasetError(f"{folder}: has {found[short]} and {name}: one file of each name")
@@ -361,7 +363,7 @@ def open_files(
     """
     masks: dict[str, Any] = {"classes": classes, "num_classes": num_classes, "ignore_index": ignore_index}
     table = path / TABLE if path.is_dir() and (path / TABLE).is_file() else path
-    if table.is_file() or table.suffix.lower() == ".csv":
+    if table != path or table.suffix.lower() == ".csv":
         how: dict[str, Any] = {"task": task, "label_columns": label_columns, "classes": classes}
         found = read_samples(table, kind, folder=folder, columns=columns or {}, **how)
         root = folder or table.parent

@@ -104,7 +104,8 @@ def split(
     names = [dataset.name(index) for index in indices]
     of = getattr(dataset, "patient", dataset.name)
     strata = getattr(dataset, "strata", [0] * len(names))
-    aside = split_patients([of(index) for index in indices], strata, fraction, seed, validating, names, validates)
+    patients, noun = [of(index) for index in indices], "patients" if hasattr(dataset, "patient") else "samples"
+    aside = split_patients(patients, strata, fraction, seed, validating, names, validates, noun)
     return (
         Subset(dataset, [index for index, held in enumerate(aside) if not held]),
         Subset(dataset, [index for index, held in enumerate(aside) if held]),
@@ -199,7 +200,7 @@ def split_patients(
     known: Mapping[str, bool] | None = None,
     names: Sequence[str] | None = None,
     validates: bool = True,
-    noun: str = "patients or samples",
+    noun: str = "patients",
 ) -> list[bool]:
     """Choose the patients to validate with: for each sample, whether it validates.
 
@@ -359,7 +360,8 @@ def split_rows(
             row._replace(split="val" if validates else "train") for row, validates in zip(rows, aside, strict=True)
         )
         by = "whether there are annotations" if task == "segment" else "label"
-        return rows, (f"split by patient, stratified by {by}",)
+        of_patients = kind.tells_patients or any(row.patient != row.name for row in rows)
+        return rows, (f"split {'by patient, ' * of_patients}stratified by {by}",)
     remarks += check_parts(rows, task, classes, kind)
     if not any(row.split == "val" for row in rows) and any(row.split == "test" for row in rows):
         rows = tuple(row._replace(split="val") if row.split == "test" else row for row in rows)
@@ -379,7 +381,7 @@ def _placed(rows: Sequence[Sample], path: Path, kind: FileKind) -> tuple[tuple[S
     of: dict[str, set[int]] = {}
     for number, row in enumerate(rows):
         base = row.path.rpartition("/")[2]
-        for name in {row.path, row.path.rpartition(".")[0], base, base.splitition(".")[0], base.rpartition(".")[0]}:
+        for name in {row.path, row.path.rpartition(".")[0], base, base.partition(".")[0], base.rpartition(".")[0]}:
             of.setdefault(name, set()).add(number)
     of |= {row.name: {number} for number, row in enumerate(rows)}
     used: dict[int, int] = {}

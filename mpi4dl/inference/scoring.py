@@ -23,7 +23,7 @@ from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.geometry import Interval
-from mpi4dl.inference.images import Coverage, open_labelled, open_slides_of_run, seen_of
+from mpi4dl.inference.images import Coverage, open_files_of_run, open_labelled, seen_of
 from mpi4dl.inference.masks import Target, WindowInterval, Windows, in_tissue
 from mpi4dl.inference.model import Prediction, Predictor, cells_of, skips_glass
 from mpi4dl.inference.options import Inference
@@ -326,7 +326,7 @@ def judging_by(
         if model.config.slides.slides is None:
             images, which = open_labelled(comm, model.config, model.about, None)
         else:
-            images, which = open_slides_of_run(comm, model.config, model.about, model.folder, "val")
+            images, which = open_files_of_run(comm, model.config, model.about, model.folder, "val")
         if comm.rank == 0 and speaks:
             print(f"the threshold is chosen on {which}", flush=True)
         found = score(model, images, resamples=0, level=0.95, speaks=speaks, judging=judging).thresholds

@@ -101,11 +101,11 @@ class Sheet:
     def records(self) -> list[dict[str, str]]:
         headers, found = dict(self.headers), []
         for number, row in enumerate(self.rows):
-            record = {headers["slide"]: row.slide}
+            record = {headers["slide"]: row.name}
             if self.of_slides or self.notes:
                 record[headers["patient"]] = row.patient
-            if any(each.part for each in self.rows):
-                words = PARTS[row.part] if row.part else ("",)
+            if any(each.split for each in self.rows):
+                words = PARTS[row.split] if row.split else ("",)
                 record[headers["split"]] = words[number % len(words)]
             if any(each.fold is not None for each in self.rows):
                 record[headers["fold"]] = self.missing if row.fold is None else str(row.fold)
@@ -236,7 +236,7 @@ def compare(sheet: Sheet, read: Any) -> str | None:
         wrong.append(f"task {read.task} of {read.classes}")
     for row, found in zip(sheet.rows, read.rows, strict=True):
         label = classes.index(str(row.label)) if classes else row.label
-        if found.label != label or found.part != row.part:
+        if found.label != label or found.split != row.split:
             wrong.append(f"{row} is {found}")
         if sheet.of_slides:
             meant = (row.file, row.patient, row.fold, row.mpp)
