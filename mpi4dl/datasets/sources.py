@@ -67,7 +67,7 @@ class SampleFiles(ListedFiles):
     def label_as_text(self, index: int) -> str | None:
         """What is to be learnt of a sample, and the microns per pixel that the table says."""
         row = self.rows[index]
-        found = text_of(row.label, self.classes) if row.annotation is None else self.mask_as_text(index)
+        found = self.mask_as_text(index) or text_of(row.label, self.classes)
         return found if row.mpp is None else f"{found} at {row.mpp} um per pixel"
 
     def mask_as_text(self, index: int) -> str | None:

@@ -33,7 +33,7 @@ from mpi4dl.inference.options import Inference
 from mpi4dl.inference.samples import UNDEFINED, Judging, Samples
 from mpi4dl.inference.scoring import SUMMARY, Scores, beside, file_names, remove_others, score, scores_of
 from mpi4dl.options.config import OF_THE_TASK, Config, ConfigError, parse, shared_options
-from mpi4dl.options.data import FOLDS, with_frame
+from mpi4dl.options.data import FOLDS, has_files, with_features, with_frame
 from mpi4dl.options.declare import options_of, value_of, with_values, without_flags
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.tasks import with_task
@@ -61,8 +61,8 @@ def fold_folders(folder: Path) -> dict[int, Path]:
 def train_folds(comm: Communicator, config: Config, spell: Callable[[str], str], argv: Sequence[str]) -> None:
     """Train all folds, those that are finished aside, and summarise them. Collective; raises Refusal on all ranks."""
     chosen, run = config.slides, config.run
-    if (chosen.slides or chosen.features) is None or chosen.folds is None:
-        comm.agree("`all_folds` trains all folds of `slides`: say how many by `folds`")
+    if chosen.folds is None or not has_files(with_features(config)):
+        comm.agree("`all_folds` trains all folds of `slides`, or of `images` in files: say how many by `folds`")
     if run.resume not in ("none", "auto"):
         comm.agree(f"`resume` {run.resume}: `all_folds` continues in `run_folder` by `resume` auto")
     asked = None if comm.rank else run.run_folder or str(default_path(config.model_name, datetime.now()))
@@ -187,7 +187,7 @@ def summarise(
     """
     if is_rule(judging.threshold):
         comm.agree(
-            f"`threshold` {judging.threshold} chooses on validation slides, which folds are evaluated on: say a number"
+            f"`threshold` {judging.threshold} chooses on validation samples, which folds are evaluated on: say a number"
         )
     looked = None
     with comm.together((ValueError, OSError)):
@@ -196,7 +196,7 @@ def summarise(
     runs, asked, unfinished = comm.broadcast_object(looked)
     if len(runs) < 2:
         comm.agree(f"{folder}: {counted(len(runs), 'fold')} finished, but a summary needs two: train more folds")
-    _say(comm, f"{counted(len(runs), 'fold')} of {folder}: their {asked} slides" + (
+    _say(comm, f"{counted(len(runs), 'fold')} of {folder}: their {asked} samples" + (
         f"; not finished: {some([*map(str, unfinished)])}" if unfinished else ""))  # fmt: skip
     found: list[FoldScores] = []
     places: dict[str, Any] | None = None
@@ -263,7 +263,7 @@ class Summary(NamedTuple):
 
 def summaries(found: Sequence[FoldScores], level: float) -> dict[str, dict[str, Summary]]:
     """By level, slide or patient, and metric."""
-    levels: dict[str, list[Mapping[str, Any]]] = {"slide": [each.scores.metrics for each in found]}
+    levels: dict[str, list[Mapping[str, Any]]] = {found[0].scores.what: [each.scores.metrics for each in found]}
     if all(each.scores.patients for each in found):
         levels["patient"] = [each.scores.patients.metrics for each in found if each.scores.patients]
     return {

@@ -303,7 +303,7 @@ def seen_before(images: Any, folder: Path) -> list[str]:
     """
     whole: Any = images.whole if isinstance(images, Subset) else images
     rows = [whole.rows[i] for i in (images.indices if whole is not images else range(len(images)))]
-    kept = RunSamples.at(folder)
+    kept = RunSamples.read(folder / SAMPLES) if (folder / SAMPLES).is_file() else None
     of_patient, of_sample = ({}, {}) if kept is None else kept.split_of()
     found = []
     for part, what in (("train", "trained on"), ("val", "used for validation")):

@@ -60,7 +60,7 @@ class RunSamples(NamedTuple):
         names = _names_of_labels(whole)
         lines = [_line(split, whole, index, names) for (split, _), (whole, index) in found.items()]
         samples = tuple(
-            RunSample(name, line["slide_id"], line["case_id"], whole.label_as_text(index), split, *_file(line))
+            RunSample(name, line["slide_id"], line["case_id"], _text(whole, index), split, *_file(line))
             for ((split, name), (whole, index)), line in zip(found.items(), lines, strict=True)
         )
         return cls(samples, tuple(lines), (*BEFORE, *names, *AFTER))
@@ -178,16 +178,21 @@ def _line(split: str, whole: Any, index: int, names: Sequence[str]) -> dict[str,
     if files is not None:
         line["bytes"], line["crc32"] = _cell(files[index].num_bytes), _cell(whole.fingerprint(index))
     if rows is None:
-        return {**line, names[0]: _cell(whole.label_as_text(index))}
+        return {**line, names[0]: _cell(_text(whole, index))}
     row = rows[index]
     line |= {"slide_id": row.name, "case_id": row.patient, "fold": _cell(row.fold), "mpp": _cell(row.mpp)}
-    if row.annotation is not None:
-        line |= {"annotation": row.annotation, MASK_PRINT: _cell(whole.mask_as_text(index))}
-    elif isinstance(row.label, tuple):
+    line |= {"annotation": _cell(row.annotation), MASK_PRINT: _cell(whole.mask_as_text(index))}
+    if isinstance(row.label, tuple):
         line |= {name: repr(number) for name, number in zip(names, row.label, strict=True)}
     elif row.label is not None:
         line["label"] = whole.classes[row.label]
     return line
+
+
+def _text(whole: Any, index: int) -> str | None:
+    """What is to be learnt of a sample, as text; None if nothing tells it without its image."""
+    found: str | None = whole.label_as_text(index) if hasattr(whole, "label_as_text") else None
+    return found
 
 
 def _cell(value: Any) -> str:

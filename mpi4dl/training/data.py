@@ -128,7 +128,10 @@ def open_images(comm: Communicator, config: Config) -> Images:
     def opened() -> Pair:
         return build_datasets(config, known)
 
-    training, validation = _own(comm, opened) if config.data.dataset is not None else shared(comm, opened)
+    if config.data.dataset is not None:
+        training, validation = _own(comm, opened)
+    else:
+        training, validation = shared(comm, opened)
     for part in (training, validation):
         measure_stains(comm, part)
     described = None

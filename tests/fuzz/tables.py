@@ -15,8 +15,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from mpi4dl.datasets import DatasetError
+from mpi4dl.datasets.kinds import PICTURES, SLIDES
 from mpi4dl.datasets.samples import read_samples
-from mpi4dl.datasets.table import as_number, read_table
+from mpi4dl.datasets.table import as_number
 from tests.pool.ranks import Ranks
 
 MARKS_UNSURE = "may part thousands or decimals"  # a refusal that a table without a mistake may get
@@ -217,9 +218,7 @@ def problem(_: Ranks, sheet: Sheet) -> str | None:
         path.write_bytes(sheet.content())
         task = sheet.task if sheet.says_task else None
         try:
-            read = (read_samples if sheet.of_slides else read_table)(
-                path, task=task, **({"label_columns" if sheet.of_slides else "columns": sheet.names})
-            )
+            read = read_samples(path, SLIDES if sheet.of_slides else PICTURES, task=task, label_columns=sheet.names)
         except DatasetError as error:
             if sheet.mistake is not None or MARKS_UNSURE in str(error):
                 return None
