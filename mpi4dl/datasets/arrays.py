@@ -46,6 +46,12 @@ class ArrayDataset:
             found.update(np.ascontiguousarray(image).data)
         return f"{self._images.shape} {found.hexdigest()}"
 
+    @property
+    def strata(self) -> list[int]:
+        """The class of each image."""
+        found: list[int] = self._labels.tolist()
+        return found
+
     def label(self, index: int) -> int:
         return int(self._labels[index])
 

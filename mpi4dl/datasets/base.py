@@ -3,8 +3,9 @@
 An image has rows and columns, or a depth before them, and is a volume then, or columns alone, a sequence.
 """
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +58,21 @@ class Image(Protocol):
         Raises:
             BadImage: the file cannot be decoded.
         """
+
+
+Slices = tuple[slice, ...]
+
+
+class Opened(NamedTuple):
+    """A file of a volume whose header was read: its shape, what gives slices of all dims, and the type that it stores.
+
+    `scaled`: values have units of their own, which they are read in, and so do not depend on the type.
+    """
+
+    shape: Sequence[int]
+    read_part: Callable[[Slices], npt.NDArray[Any]]
+    dtype: Any
+    scaled: bool = False
 
 
 class MaskImage(Protocol):

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from mpi4dl._files import open_regular
 from mpi4dl.datasets.base import BadImage, DatasetError, Image
-from mpi4dl.datasets.files import DICOM, SUFFIXES, open_image
-from mpi4dl.datasets.volumes import AS_THEY_ARE, VOLUME_SUFFIXES, VolumeFile, open_volume
+from mpi4dl.datasets.files import DICOM, open_image
+from mpi4dl.datasets.volumes import VolumeFile, open_volume
 
 # Which folders of a source of images are its classes, and which are its parts for training and for validation.
 
@@ -127,7 +127,6 @@ class ListedFiles:
         self._prints: Sequence[int | None] = ()
         self._own_prints: dict[int, int | None] = {}
         self._reader = "here"
-        self._divided = False
         self.channels, self.values = self._look() if volumes else (3, None)
 
     def __len__(self) -> int:
@@ -164,24 +163,12 @@ class ListedFiles:
         path = self.checked(index)
         if not self.volumes:
             return open_image(path)
-        volume = open_volume(path, self._divided)
+        volume = open_volume(path)
         if volume.channels != self.channels:
             raise BadImage(path, f"has {volume.channels} channels where others have {self.channels}")
         if self.values is not None and volume.values != self.values:
             raise BadImage(path, of_another_kind(volume.values, self.values))
         return volume
-
-    def read_as_trained(self, values: str | None) -> None:
-        """Read volumes as a run did that recorded `values`; early versions recorded None.
-
-        Raises:
-            DatasetError: read so, values of the volumes are of several kinds.
-        """
-        if self.volumes and values != AS_THEY_ARE:
-            now, self._divided = self.values, True
-            self.channels, self.values = self._look()
-            if self.values != now:
-                self.remarks += (f"integers of NIfTI are read {self.values}, as in training",)
 
     def _look(self) -> tuple[int, str | None]:
         """The channels of the first volume that can be read, and what its values are; some others are looked at."""
@@ -189,7 +176,7 @@ class ListedFiles:
         looked = 0
         for index in dict.fromkeys([*range(0, len(self), max(1, len(self) // LOOKED_AT)), *range(len(self))]):
             try:
-                volume = open_volume(self.path(index), self._divided)
+                volume = open_volume(self.path(index))
             except BadImage:
                 continue
             looked += 1
@@ -300,11 +287,6 @@ def of_another_kind(values: str, others: str) -> str:
         f"values are read {values}, but those of other volumes {others}: write all of a set as NIfTI, or all in "
         "one type, such as .npy of float32 in the units that you mean"
     )
-
-
-def suffixes_of(volumes: bool) -> tuple[str, ...]:
-    """How files of images end, or of volumes."""
-    return tuple(VOLUME_SUFFIXES) if volumes else SUFFIXES
 
 
 def files_below(folder: Path, suffixes: tuple[str, ...], without: Collection[str] = ()) -> Iterator[tuple[Path, int]]:

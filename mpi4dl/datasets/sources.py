@@ -1,138 +1,186 @@
-"""Sources of images or volumes: "synthetic", an .npz file, or a folder: one per class, a table, or a mask of each."""
+"""Sources of images or volumes: "synthetic", an .npz file, or files: a folder for each class, a table, or masks."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mpi4dl._files import open_regular
-from mpi4dl.datasets.arrays import ArrayDataset, Synthetic, is_cifar, load_cifar, load_npz
+from mpi4dl._wording import counted, some
+from mpi4dl.datasets.arrays import Synthetic, is_cifar, load_cifar, load_npz
 from mpi4dl.datasets.base import BadImage, DatasetError, task_of
+from mpi4dl.datasets.kinds import PICTURES, VOLUMES, FileKind
 from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.listed import (
     LAYOUT,
     TRAINING,
+    UNKNOWN,
     File,
     ListedFiles,
     class_folders,
     files_below,
     mask_as_text,
-    of_another_kind,
+    num_bytes_of,
     parts,
     subfolders,
-    suffixes_of,
+    text_of,
     visible,
 )
 from mpi4dl.datasets.masks import IGNORE_INDEX, Mask, mask_suffixes, open_stored, values_in
-from mpi4dl.datasets.split import Named, Subset, split
-from mpi4dl.datasets.table import TABLE, found_in, read_table
+from mpi4dl.datasets.samples import TABLE, Sample, SampleTable, patients_of, read_samples, without_suffix
+from mpi4dl.datasets.split import Named, Subset, fold_table, split, split_rows
 
 
-class ImageFolder(ListedFiles):
-    """The images under `root/<class>/`, classes and files in alphabetical order, the same on every machine.
-
-    `classes` fixes the classes and their order, for a validation folder that has to agree with the training one. With
-    `volumes`, each file is one.
-
-    Raises:
-        DatasetError: no such folder, no classes or only one, a class without images, or a class not in `classes`.
-    """
-
-    def __init__(self, root: Path, classes: tuple[str, ...] | None = None, volumes: bool = False) -> None:
-        suffixes = suffixes_of(volumes)
-        found = class_folders(root)
-        if not found:
-            own = any(visible(path.name) and path.name.lower().endswith(suffixes) for path in root.iterdir())
-            loose = "; it has images of its own: move them into one sub-folder per class" if own else ""
-            raise DatasetError(f"{root}: has no class folders{loose}; {LAYOUT}")
-        if classes is None and len(found) < 2:
-            hint = f": add {root / 'val'}, or give {root / found[0]}" if found[0].casefold() in TRAINING else ""
-            raise DatasetError(f"{root}: has only one class folder, {found[0]!r}{hint}; a classifier needs two or more")
-        self.classes = found if classes is None else classes
-        unknown = sorted(set(found) - set(self.classes))
-        if unknown:
-            raise DatasetError(
-                f"{root}: has the class {unknown[0]!r}, but the training set has only {', '.join(self.classes)}: "
-                "rename or remove it, or add training images of that class"
-            )
-        files: list[File] = []
-        for name in found:
-            images = sorted(files_below(root / name, suffixes))
-            if not images:
-                raise DatasetError(
-                    f"{root / name}: this class has no images: add some, or remove the folder; "
-                    f"files count as {'volumes' if volumes else 'images'} if they end in {' '.join(suffixes)}"
-                )
-            label = self.classes.index(name)
-            files += [File(path.relative_to(root).as_posix(), size, label) for path, size in images]
-        super().__init__(root, files, volumes)
-
-
-# Images or volumes anywhere below a folder, whose labels are in a table beside them.
-
-
-class LabelledFolder(ListedFiles):
-    """The images that `root/labels.csv`, or another `table`, names, in its order; `classes` fixes those of a column.
+class SampleFiles(ListedFiles):
+    """The files of a table of samples.
 
     Attributes:
-        task: what their labels are for: classify, multilabel, regress or survival.
-        classes: names of classes, or of the columns of numbers; of survival "risk".
-
-    Raises:
-        DatasetError: no such table, one that is wrong, or an image that it names and that is not there.
+        source: the table or folder.
+        kind: what the files are.
+        task: what the labels are for; labels_of: the same, and None without labels.
+        classes: names of classes, or of the columns of numbers.
+        rows: the lines of the table, one for each sample.
+        columns: the column of each role; empty without a table.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        table: Path | None = None,
-        task: str | None = None,
-        columns: Sequence[str] | None = None,
-        volumes: bool = False,
-        classes: tuple[str, ...] | None = None,
-    ) -> None:
-        path = table or root / TABLE
-        found = read_table(path, task, columns, classes)
-        listed = {file.relative_to(root).as_posix(): size for file, size in files_below(root, suffixes_of(volumes))}
-        rows = list(found_in(path, found.rows, sorted(listed)))
-        self.task, self.classes = found.task, found.classes
-        self._parts = tuple(row.part for row, _ in rows)
-        spare = len(listed) - len(rows)
-        told = "" if task else ", as the columns tell: `task` says otherwise"
-        beside = ", ".join(found.identifiers)
-        self.remarks = (
-            f"labels of {path}: {', '.join(found.learnt[:10])}{' ...' * (len(found.learnt) > 10)} to {found.task}{told}"
-            + (f"; {beside} beside {'them' if len(found.learnt) > 1 else 'it'} not learnt" if beside else "")
-            + (f"; {spare} images below it are not in the table" if spare else ""),
-        )
-        super().__init__(root, [File(name, listed[name], row.label) for row, name in rows], volumes)
+    def __init__(self, source: Path, root: Path, table: SampleTable, kind: FileKind, channels: int = 3) -> None:
+        self.source, self.kind, self.rows, self.columns = source, kind, table.rows, table.columns
+        self.labels_of, self.classes, self.remarks = table.task, table.classes, table.remarks
+        self.task = table.task or "classify"
+        super().__init__(root, [_file(root, row) for row in table.rows], kind is VOLUMES)
 
-    def parts(self) -> tuple[Subset, Subset] | None:
-        """The images to train on and to validate with, by the table's column `split`; None if it has none.
+    @property
+    def patients(self) -> list[str]:
+        """The patient of each sample."""
+        return [row.patient for row in self.rows]
 
-        Without images for validation, those for tests are.
+    @property
+    def tells_patients(self) -> bool:
+        """Whether samples are of patients, rather than each its own."""
+        return self.kind.tells_patients or any(row.patient != row.name for row in self.rows)
+
+    @property
+    def has_folds(self) -> bool:
+        """Whether samples are in folds."""
+        return any(row.fold is not None for row in self.rows)
+
+    def label_as_text(self, index: int) -> str | None:
+        """What is to be learnt of a sample, and the microns per pixel that the table says."""
+        row = self.rows[index]
+        found = self.mask_as_text(index) or text_of(row.label, self.classes)
+        return found if row.mpp is None else f"{found} at {row.mpp} um per pixel"
+
+    def mask_as_text(self, index: int) -> str | None:
+        """The mask of a sample that has one, by its name, size and checksum; None if masks are not read."""
+        return None
+
+    def split(self, validates: bool = True, **how: Any) -> tuple[Subset, Subset]:
+        """The samples to train on and to validate with. No patient is in both.
+
+        `how`: as `split_rows`. The dataset that both are parts of has rows with the parts that they are for, and
+        remarks on them.
 
         Raises:
-            DatasetError: nothing to train on, or nothing to validate with.
+            DatasetError: a patient in two parts, nothing to train on, or nothing to validate with.
         """
-        if not any(self._parts):
-            return None
-        held_out = "val" if "val" in self._parts else "test"
-        pair = [Subset(self, [i for i, part in enumerate(self._parts) if part == name]) for name in ("train", held_out)]
-        if not all(len(subset) for subset in pair):
-            found = ", ".join(sorted(set(self._parts)))
+        if self.labels_of is None:
+            raise DatasetError(f"{self.root}: has no labels: name a table with a column such as label")
+        whole = copy.copy(self)
+        whole.rows, remarks = split_rows(
+            self.rows, self.labels_of, self.classes, table=self.source, kind=self.kind, validates=validates, **how
+        )
+        found = [Subset(whole, [i for i, row in enumerate(whole.rows) if row.split == part]) for part in _TRAIN_VAL]
+        for part, lacks in zip(found, ("to train on", "to validate with"), strict=True):
+            if not len(part) and (validates or part is found[0]):
+                raise DatasetError(
+                    f"{self.source}: has no {self.kind.noun} {lacks}: add {self.kind.nouns}, or change the split"
+                )
+        if self.tells_patients:
+            counts = [len({whole.rows[i].patient for i in part.indices}) for part in found]
+            remarks += (f"{counted(counts[0], 'patient')} to train on + {counts[1]} to validate with",)
+        whole.remarks = (*self.remarks, *self.described(), *remarks)
+        return found[0], found[1]
+
+    def described(self) -> tuple[str, ...]:
+        """What was taken for what in the table."""
+        taken = [f"{role} = {column}" for role, column in self.columns.items()]
+        return (f"columns of the {self.kind.nouns}: {some(taken, len(taken))}",) if taken else ()
+
+    def folds_as_text(self) -> str:
+        """The fold of each sample, and which are for tests, as a table that `read_split_file` reads."""
+        return fold_table(self.rows)
+
+
+_TRAIN_VAL = ("train", "val")
+
+
+def _file(root: Path, row: Sample) -> File:
+    label = 0 if row.label is None else row.label
+    try:
+        return File(row.path, num_bytes_of(root / row.path), label)
+    except OSError:  # which opening it will say
+        return File(row.path, UNKNOWN, label)
+
+
+# A folder with a folder for each class.
+
+
+def class_table(root: Path, kind: FileKind = PICTURES, classes: tuple[str, ...] | None = None) -> SampleTable:
+    """The files under `root/<class>/`, or under these in folders train and val, in alphabetical order.
+
+    `classes` fixes the classes and their order.
+
+    Raises:
+        DatasetError: no such folder, no classes or only one, a class without files, or one that is not in `classes`.
+    """
+    found = parts(root) if classes is None else None
+    if found is None:
+        rows, classes = _rows_of_classes(root, "", kind, classes)
+        return _with_patients(SampleTable("classify", classes, tuple(rows), {}), kind)
+    train, classes = _rows_of_classes(root / found.training, f"{found.training}/", kind, None)
+    val, _ = _rows_of_classes(root / found.validation, f"{found.validation}/", kind, classes)
+    rows = [row._replace(split="train") for row in train] + [row._replace(split="val") for row in val]
+    return SampleTable("classify", classes, tuple(rows), {})
+
+
+def _with_patients(table: SampleTable, kind: FileKind) -> SampleTable:
+    patients, remarks = patients_of([row.name for row in table.rows], kind, "a table can name the patients")
+    rows = tuple(row._replace(patient=patient) for row, patient in zip(table.rows, patients, strict=True))
+    return table._replace(rows=rows, remarks=(*table.remarks, *remarks))
+
+
+def _rows_of_classes(
+    root: Path, before: str, kind: FileKind, classes: tuple[str, ...] | None
+) -> tuple[list[Sample], tuple[str, ...]]:
+    found = class_folders(root)
+    if not found:
+        own = any(visible(path.name) and path.name.lower().endswith(kind.suffixes) for path in root.iterdir())
+        loose = f"; it has {kind.nouns} of its own: move them into one sub-folder per class" if own else ""
+        raise DatasetError(f"{root}: has no class folders{loose}; {LAYOUT}")
+    if classes is None and len(found) < 2:
+        hint = f": add {root / 'val'}, or give {root / found[0]}" if found[0].casefold() in TRAINING else ""
+        raise DatasetError(f"{root}: has only one class folder, {found[0]!r}{hint}; a classifier needs two or more")
+    known = found if classes is None else classes
+    unknown = sorted(set(found) - set(known))
+    if unknown:
+        raise DatasetError(
+            f"{root}: has the class {unknown[0]!r}, but the training set has only {', '.join(known)}: "
+            f"rename or remove it, or add training {kind.nouns} of that class"
+        )
+    rows: list[Sample] = []
+    for name in found:
+        files, _ = kind.below(root / name)
+        if not files:
             raise DatasetError(
-                f"{self.root}: the column 'split' has only {found}: it needs train, and val or test; or leave it out"
+                f"{root / name}: this class has no {kind.nouns}: add some, or remove the folder; "
+                f"files count as {kind.nouns} if they end in {' '.join(kind.suffixes)}"
             )
-        return pair[0], pair[1]
-
-    def held_out(self) -> tuple[list[int], str]:
-        """The numbers of the images for tests, or else of those for validation, or of all; and which these are."""
-        for name in ("test", "val"):
-            if name in self._parts:
-                return [i for i, part in enumerate(self._parts) if part == name], f", those of its split {name}"
-        return list(range(len(self))), ""
+        paths = [f"{before}{name}/{file}" for file in files]
+        rows += [Sample(0, path, path, path, label=known.index(name)) for path in paths]
+    return rows, known
 
 
-# Images or volumes in a folder `images`, and of each a mask of the same name in the folder `masks` beside it.
+# Masks of the same names in the folder `masks` beside a folder `images`, or in a column of a table.
 
 IMAGES, MASKS, CLASSES = "images", "masks", "classes.txt"
 LAYOUT_OF_MASKS = FORMS["segment"].where
@@ -145,53 +193,88 @@ def is_segmented(root: Path) -> bool:
     return (root / IMAGES).is_dir() and (root / MASKS).is_dir()
 
 
-class SegmentedFolder(ListedFiles):
-    """The images of `root/images` with the masks of `root/masks`: files of class indices, `ignore_index` left out.
-
-    Classes have the names in `classes.txt`, a line for each, in `root` or the folder above it; else as many as
-    `num_classes` says, or as masks have. `classes` fixes them, for a validation folder.
+def mask_table(root: Path, kind: FileKind = PICTURES, split: str = "", before: str = "") -> SampleTable:
+    """The files of `root/images` with the masks of `root/masks`; names begin with `before`.
 
     Raises:
-        DatasetError: no images, an image without a mask or with two, or black and white masks whose white is ignored.
+        DatasetError: no files, one without a mask or with two.
     """
+    if not is_segmented(root):
+        raise DatasetError(f"{root}: has {', '.join(subfolders(root)) or 'no folders'}; {LAYOUT_OF_MASKS}")
+    suffixes = mask_suffixes(kind is VOLUMES)
+    images = _by_name(root / IMAGES, kind.below(root / IMAGES)[0], kind.suffixes)
+    files = [path.relative_to(root / MASKS).as_posix() for path, _ in files_below(root / MASKS, suffixes)]
+    masks = _by_name(root / MASKS, files, suffixes)
+    if not images:
+        raise DatasetError(f"{root / IMAGES}: has no {kind.nouns}; {LAYOUT_OF_MASKS}")
+    missing = [found for name, found in images.items() if name not in masks]
+    if missing:
+        more = f", and {len(missing) - 1} others have none" if len(missing) > 1 else ""
+        bare, asked = root / IMAGES / missing[0], root / MASKS / Path(missing[0]).with_suffix(".png")
+        raise DatasetError(f"{bare}: has no mask{more}: add {asked}, or a TIFF file of this name")
+    rows = []
+    for name, file in images.items():
+        path = f"{before}{IMAGES}/{file}"
+        rows.append(Sample(0, path, path, path, split, annotation=f"{before}{MASKS}/{masks[name]}"))
+    spare = len(masks) - len(images)
+    remarks = (f"{spare} masks of {root / MASKS} have no image",) if spare else ()
+    table = SampleTable("segment", (), tuple(rows), {}, remarks)
+    return table if split else _with_patients(table, kind)
 
-    task = "segment"
+
+def _by_name(folder: Path, files: Sequence[str], suffixes: tuple[str, ...]) -> dict[str, str]:
+    """Files below a folder by their path without the ending, in order. Raises DatasetError for two of one name."""
+    found: dict[str, str] = {}
+    for name in sorted(files):
+        short = without_suffix(name, suffixes)
+        if short in found:
+            raise DatasetError(f"{folder}: has {found[short]} and {name}: one file of each name")
+        found[short] = name
+    return found
+
+
+class MaskedFiles(SampleFiles):
+    """Files of a table of samples with masks: files of class indices, `ignore_index` left out.
+
+    Classes have the names in `classes.txt`, a line for each, in `root`, the folder of the masks' one or one above; else
+    as many as `num_classes` says, or as masks have. `classes` fixes them.
+
+    Raises:
+        DatasetError: black and white masks whose white is ignored, or a file without a mask.
+    """
 
     def __init__(
         self,
+        source: Path,
         root: Path,
+        table: SampleTable,
+        kind: FileKind = PICTURES,
         classes: tuple[str, ...] | None = None,
         num_classes: int | None = None,
         ignore_index: int | None = IGNORE_INDEX,
-        volumes: bool = False,
     ) -> None:
-        if not is_segmented(root):
-            raise DatasetError(f"{root}: has {', '.join(subfolders(root)) or 'no folders'}; {LAYOUT_OF_MASKS}")
-        images = _by_name(root / IMAGES, suffixes_of(volumes))
-        masks = _by_name(root / MASKS, mask_suffixes(volumes))
-        if not images:
-            raise DatasetError(f"{root / IMAGES}: has no {'volumes' if volumes else 'images'}; {LAYOUT_OF_MASKS}")
-        missing = [found for name, found in images.items() if name not in masks]
-        if missing:
-            more = f", and {len(missing) - 1} others have none" if len(missing) > 1 else ""
-            path, asked = root / IMAGES / missing[0].name, root / MASKS / Path(missing[0].name).with_suffix(".png")
-            raise DatasetError(f"{path}: has no mask{more}: add {asked}, or a TIFF file of this name")
-        self.masks = ListedFiles(root / MASKS, [masks[name] for name in images])
+        super().__init__(source, root, table, kind)
+        bare = next((row for row in table.rows if row.annotation is None), None)
+        if bare is not None:
+            raise DatasetError(f"{source}, line {bare.line}: {bare.name} has no mask: name one, or leave the line out")
+        beside = source.parent if source.is_file() else root
+        names = [str(row.annotation).replace("\\", "/") for row in table.rows]
+        root_of_masks = beside if (beside / names[0]).is_file() else root
+        self.masks = ListedFiles(root_of_masks, [File(name, _size(root_of_masks / name)) for name in names])
         self._ignored = ignore_index
-        super().__init__(root / IMAGES, list(images.values()), volumes)
-        named = next((path for path in (root / CLASSES, root.parent / CLASSES) if path.is_file()), None)
+        places = dict.fromkeys((root, *(root / each for each in {name.partition("/")[0] for name in names})))
+        named = next((path for path in (each / CLASSES for each in (*places, root.parent)) if path.is_file()), None)
         self._refuse_white()
         if classes is None and named is not None:
             classes = _names(named)
         elif classes is None:
             classes = tuple(map(str, range(num_classes or self._count())))
         self.classes = classes
-        spare = len(masks) - len(images)
         whence = "" if named is None else f", as {named} names them"
         self.remarks = (
-            f"masks of {root / MASKS} have {len(classes)} classes{whence}"
-            + ("" if ignore_index is None else f"; {ignore_index} is ignored")
-            + (f"; {spare} masks have no image" if spare else ""),
+            f"masks of {self.masks.path(0).parent} have {len(classes)} classes{whence}"
+            + ("" if ignore_index is None else f"; {ignore_index} is ignored"),
+            *table.remarks,
         )
 
     def lists(self) -> tuple[ListedFiles, ...]:
@@ -202,8 +285,7 @@ class SegmentedFolder(ListedFiles):
         path = self.masks.checked(index)
         return Mask(path, open_stored(path, self.volumes), len(self.classes), self._ignored)
 
-    def label_as_text(self, index: int) -> str:
-        """The mask of an image, by its name, size and checksum."""
+    def mask_as_text(self, index: int) -> str:
         return mask_as_text(self.masks.name(index), self.masks, index)
 
     def _values(self, indices: Sequence[int]) -> set[int]:
@@ -216,8 +298,8 @@ class SegmentedFolder(ListedFiles):
         return found
 
     def _count(self) -> int:
-        """How many classes the masks have, all of which are read for that."""
-        found = self._values(range(len(self)))
+        """How many classes the masks to train on have, all of which are read for that."""
+        found = self._values([i for i, row in enumerate(self.rows) if row.split in ("", "train")])
         if self._ignored is None and found in _BLACK_AND_WHITE:
             return 2
         most = max((value for value in found if value != self._ignored), default=0)
@@ -228,22 +310,16 @@ class SegmentedFolder(ListedFiles):
         found = self._values([number * (len(self) - 1) // max(1, count - 1) for number in range(count)])
         if self._ignored == IGNORE_INDEX and found in _BLACK_AND_WHITE:
             raise DatasetError(
-                f"{self.masks.root}: masks hold nothing but 0 and 255, and 255 is ignored: set `ignore_index` to none "
-                "if white is class 1"
+                f"{self.masks.path(0).parent}: masks hold nothing but 0 and 255, and 255 is ignored: set "
+                "`ignore_index` to none if white is class 1"
             )
 
 
-def _by_name(folder: Path, suffixes: tuple[str, ...]) -> dict[str, File]:
-    """The files below a folder by their path without the ending, in order. Raises DatasetError for two of one name."""
-    found: dict[str, File] = {}
-    for path, size in sorted(files_below(folder, suffixes)):
-        name = path.relative_to(folder).as_posix()
-        ending = max((suffix for suffix in suffixes if name.lower().endswith(suffix)), key=len)
-        short = name[: -len(ending)]
-        if short in found:
-            raise DatasetError(f"{folder}: has {found[short].name} and {name}: one file of each name")
-        found[short] = File(name, size)
-    return found
+def _size(path: Path) -> int:
+    try:
+        return num_bytes_of(path)
+    except OSError:  # which opening it will say
+        return UNKNOWN
 
 
 def _names(path: Path) -> tuple[str, ...]:
@@ -265,6 +341,53 @@ def _names(path: Path) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def open_files(
+    path: Path,
+    kind: FileKind = PICTURES,
+    *,
+    folder: Path | None = None,
+    task: str | None = None,
+    label_columns: Sequence[str] | None = None,
+    classes: tuple[str, ...] | None = None,
+    columns: Mapping[str, str] | None = None,
+    num_classes: int | None = None,
+    ignore_index: int | None = IGNORE_INDEX,
+) -> SampleFiles:
+    """The pictures or volumes of a table, or of a folder that has one, or whose folders are classes or masks.
+
+    `folder` has the files of a table; by default it is that of the table. `classes` fixes the classes and their order.
+    Others: as `read_samples`, and `MaskedFiles`.
+
+    Raises:
+        DatasetError: there is no such source, or it does not hold what it should.
+    """
+    masks: dict[str, Any] = {"classes": classes, "num_classes": num_classes, "ignore_index": ignore_index}
+    table = path / TABLE if path.is_dir() and (path / TABLE).is_file() else path
+    if table != path or table.suffix.lower() == ".csv":
+        how: dict[str, Any] = {"task": task, "label_columns": label_columns, "classes": classes}
+        found = read_samples(table, kind, folder=folder, columns=columns or {}, **how)
+        root = folder or table.parent
+        if found.task == "segment":
+            return MaskedFiles(table, root, found, kind, **masks)
+        if found.task is None and label_columns is None:
+            raise DatasetError(f"{table}: has no column of labels beside the file names; {kind.layout}")
+        return SampleFiles(table, root, found, kind)
+    named = [*(label_columns or ()), *(columns or {}).values()]
+    if named:
+        raise DatasetError(f"{path}: has no {TABLE}, of which {', '.join(named)} could be columns")
+    if is_segmented(path):
+        return MaskedFiles(path, path, mask_table(path, kind), kind, **masks)
+    found_parts = parts(path) if classes is None else None
+    if found_parts is None or not is_segmented(path / found_parts.training):
+        return SampleFiles(path, path, class_table(path, kind, classes), kind)
+    pair = [
+        mask_table(path / name, kind, part, f"{name}/")
+        for name, part in zip((found_parts.training, found_parts.validation), _TRAIN_VAL, strict=True)
+    ]
+    both = pair[0]._replace(rows=pair[0].rows + pair[1].rows, remarks=pair[0].remarks + pair[1].remarks)
+    return MaskedFiles(path, path, both, kind, **masks)
+
+
 SYNTHETIC, SYNTHETIC_CLASSES = "synthetic", 10
 
 
@@ -280,24 +403,31 @@ def open(
     validating: Mapping[str, bool] | None = None,
     task: str | None = None,
     label_columns: Sequence[str] | None = None,
+    columns: Mapping[str, str] | None = None,
     ignore_index: int | None = IGNORE_INDEX,
     validates: bool = True,
+    folds: int | None = None,
+    fold: int = 0,
+    split_file: Path | None = None,
+    of_fold: bool = False,
 ) -> tuple[Named, Named]:
     """The training and the validation images of a source.
 
     - "synthetic": `num_train` and `num_val` images of `size` (height, width) in `num_classes` classes, or 10.
     - a folder with `train/<class>/` and `val/<class>/`, or other names of such parts: these.
-    - a folder with `<class>/`: `validation_fraction` of the images is set aside, by a hash of `seed` and each path, but
-      where `validating` says of a path, from the folder on, whether it was.
+    - a folder with `<class>/`: `validation_fraction` of the images is set aside, of each class alike.
     - a folder with `labels.csv`, or another such table: the images that it names, with labels for a `task`, of all
-      columns or of `label_columns`; split by its column `split`, or as above: see `read_table`.
+      columns or of `label_columns`: see `samples.read_samples`. A column of patients keeps those together.
     - a folder with `images/` and `masks/`, or with these below train and val: images with a mask each, whose pixels of
-      `ignore_index` count for nothing: see `SegmentedFolder`.
+      `ignore_index` count for nothing: see `MaskedFiles`.
     - CIFAR's folder of python batches: its training and its test images.
     - an .npz file with x_train, y_train, x_test, y_test: these; with x and y: split as above.
 
+    Files are split by `split_file`, else by the table's column `split`, by `folds`, or by `validation_fraction`: see
+    `split.split_rows`. `validating` says of a path, from the folder on, whether it validated before.
+
     With a `size` of three numbers all of these are volumes, and files of folders one volume each: .npy, .npz, stacks of
-    TIFF pages, NIfTI. With one, synthetic images and .npz files are sequences.
+    TIFF pages, NIfTI, series of DICOM. With one, synthetic images and .npz files are sequences.
 
     Where nothing `validates`, there may be no images for it.
 
@@ -308,70 +438,44 @@ def open(
         if num_train < 1 or num_val < 1:
             raise DatasetError(f"synthetic: num_train={num_train}, num_val={num_val}: needs at least 1 of each")
         images = Synthetic(num_train + num_val, size, num_classes or SYNTHETIC_CLASSES, seed)
-        found: tuple[Named, ...]
-        found = (Subset(images, range(num_train)), Subset(images, range(num_train, num_train + num_val)))
-    else:
-        path = Path(source).expanduser()
-        found = _opened(source, path, size, num_classes, task, label_columns, ignore_index)
-    if len(found) == 1:
-        found = split(
-            found[0],
-            validation_fraction,
-            seed,
-            validating or {},
-            otherwise=_otherwise(found[0]),
-            validates=validates,
+        return Subset(images, range(num_train)), Subset(images, range(num_train, num_train + num_val))
+    path = Path(source).expanduser()
+    found: Sequence[Named] = _arrays(path, size)
+    if not found:
+        if not path.exists():
+            raise DatasetError(
+                f"{source}: no such file or folder; expected {SYNTHETIC!r}, a folder of images or an .npz"
+            )
+        if len(size) == 1:
+            raise DatasetError(
+                f"{source}: folders hold images and volumes; sequences are synthetic, or in an .npz file"
+            )
+        files = open_files(
+            path,
+            VOLUMES if len(size) > 2 else PICTURES,
+            task=task,
+            label_columns=label_columns,
+            columns=columns,
+            num_classes=num_classes,
+            ignore_index=ignore_index,
         )
-    training, validation = found
+        found = files.split(
+            fraction=validation_fraction, seed=seed, known=validating, folds=folds, fold=fold, split_file=split_file,
+            of_fold=of_fold, validates=validates,
+        )  # fmt: skip
+    elif folds is not None or split_file is not None:
+        raise DatasetError(f"{source}: `folds` and `split_file` are for files: arrays name none")
+    training, validation = (
+        found if len(found) == 2 else split(found[0], validation_fraction, seed, validating or {}, validates=validates)
+    )
     if task is not None and task_of(training) != task:
         raise DatasetError(f"{source}: has labels to {task_of(training)}, not to {task}; {FORMS[task].where}")
-    mine, theirs = (getattr(part, "values", None) for part in (training, validation))
-    if len(validation) and mine != theirs:
-        raise DatasetError(f"{source}: of volumes to validate with, {of_another_kind(str(theirs), str(mine))}")
     return training, validation
 
 
-def _otherwise(images: Named) -> str:
-    """Remedies if images cannot be set aside by a hash."""
-    if isinstance(images, LabelledFolder):
-        return f"say which are for what in a column `split` of {TABLE}: train or val"
-    return "name them x_test, y_test" if isinstance(images, ArrayDataset) else "make folders train and val"
-
-
-def _opened(
-    source: str | Path,
-    path: Path,
-    size: tuple[int, ...],
-    num_classes: int | None,
-    task: str | None,
-    columns: Sequence[str] | None,
-    ignore_index: int | None,
-) -> tuple[Named, ...]:
-    """The images to train on and to validate with, or all of them if the source does not say which."""
+def _arrays(path: Path, size: tuple[int, ...]) -> tuple[Named, ...]:
+    """The arrays to train on and to validate with, or all of them if the source does not say which; else nothing."""
     if path.suffix == ".npz":
         training, test = load_npz(path, len(size))
         return (training, test) if test else (training,)
-    if len(size) == 2 and is_cifar(path):
-        return load_cifar(path)
-    if not path.exists():
-        raise DatasetError(f"{source}: no such file or folder; expected {SYNTHETIC!r}, a folder of images or an .npz")
-    if len(size) == 1:
-        raise DatasetError(f"{source}: folders hold images and volumes; sequences are synthetic, or in an .npz file")
-    volumes = len(size) > 2
-    if path.suffix.lower() == ".csv" or (path / TABLE).is_file():
-        root, table = (path, None) if path.is_dir() else (path.parent, path)
-        listed = LabelledFolder(root, table, task, columns, volumes)
-        return listed.parts() or (listed,)
-    if columns is not None:
-        raise DatasetError(f"{source}: has no {TABLE}, of which {', '.join(columns)} could be columns")
-    if is_segmented(path):
-        return (SegmentedFolder(path, None, num_classes, ignore_index, volumes),)
-    found = parts(path)
-    if found is None:
-        return (ImageFolder(path, volumes=volumes),)
-    first, second = path / found.training, path / found.validation
-    if is_segmented(first):
-        masked = SegmentedFolder(first, None, num_classes, ignore_index, volumes)
-        return masked, SegmentedFolder(second, masked.classes, num_classes, ignore_index, volumes)
-    train = ImageFolder(first, volumes=volumes)
-    return train, ImageFolder(second, train.classes, volumes)
+    return load_cifar(path) if len(size) == 2 and is_cifar(path) else ()

@@ -1,13 +1,33 @@
-"""Choose which samples train and which validate: by a hash of each one's name, so that a new one moves no other."""
+"""Which samples train, validate and test: by patient, and strata such as classes keep their shares.
 
+    strata = strata_of(table.task, [row.patient for row in table.rows], [row.label for row in table.rows])
+    validates = split_patients([row.patient for row in table.rows], strata, fraction=0.2, seed=0)
+    folds = fold_of([row.patient for row in table.rows], strata, folds=5, seed=0)
+    rows, remarks = split_rows(table.rows, table.task, table.classes, fraction=0.2, seed=0)  # by whatever says it
+
+Shares count patients, not samples; a sample of which no patient is known is its own. Within a stratum, a hash of the
+seed and the patient's name decides. So a split is the same on all machines and for all orders of samples.
+"""
+
+import csv
 import hashlib
+import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from math import ceil, floor
+from fractions import Fraction
+from math import floor, fsum
+from numbers import Real
+from pathlib import Path
 from typing import Any, Protocol
 
+from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import Dataset, DatasetError, Image, drawn, task_of
+from mpi4dl.datasets.kinds import PICTURES, FileKind
+from mpi4dl.datasets.samples import Sample, read_split_file, require_patients_apart
 
-_NO_SAMPLES: Mapping[str, bool] = {}
+MOST_BINS = 4  # of numbers, whose quantiles are strata
+_PARTS = ("train", "val", "test")
+_NOTHING_KNOWN: Mapping[str, bool] = {}
 
 
 class Named(Dataset, Protocol):
@@ -49,7 +69,7 @@ class Subset:
         return self if whole is self.whole else Subset(whole, self.indices)
 
     def tissue_patches(self, index: int, patch: int, key: tuple[int, ...] = ()) -> Any:
-        """The patches of a slide that show tissue, as `SlideFolder.tissue_patches`; None for other images."""
+        """The patches of a sample that show tissue, as `SlideFolder.tissue_patches`; None for other images."""
         find = getattr(self.whole, "tissue_patches", None)
         return None if find is None else find(self.indices[index], patch, key)
 
@@ -67,61 +87,415 @@ def split(
     dataset: Named,
     fraction: float,
     seed: int = 0,
-    validating: Mapping[str, bool] = _NO_SAMPLES,
+    validating: Mapping[str, bool] = _NOTHING_KNOWN,
     *,
-    otherwise: str = "make folders train and val",
     validates: bool = True,
 ) -> tuple[Subset, Subset]:
-    """Set `fraction` of the samples aside for validation: those whose name and `seed` hash below it.
+    """The samples of a dataset to train on, and those to validate with, as `split_patients` splits them by name.
 
-    `validating` says it of samples that were split before, by name, and they stay where they were. `otherwise` is what
-    can be done instead, for errors. There may be none to validate with where nothing `validates`.
+    A dataset may have a method `patient(index)`, the name of a patient, whose samples are on one side; and `strata`, a
+    number for each sample, such as its class. `validating` says it of samples that were split before, by name. There
+    may be none to validate with where nothing `validates`.
 
     Raises:
-        DatasetError: a fraction outside (0, 1), or one that leaves nothing to train on or to validate with.
+        DatasetError: as `split_patients`.
     """
-    names = [dataset.name(index) for index in range(len(dataset))]
-    aside = set_aside(names, fraction, seed, validating, otherwise=otherwise, validates=validates)
+    indices = range(len(dataset))
+    names = [dataset.name(index) for index in indices]
+    of = getattr(dataset, "patient", dataset.name)
+    strata = getattr(dataset, "strata", [0] * len(names))
+    patients, noun = [of(index) for index in indices], "patients" if hasattr(dataset, "patient") else "samples"
+    aside = split_patients(patients, strata, fraction, seed, validating, names, validates, noun)
     return (
         Subset(dataset, [index for index, held in enumerate(aside) if not held]),
         Subset(dataset, [index for index, held in enumerate(aside) if held]),
     )
 
 
-def set_aside(
-    names: Sequence[str],
-    fraction: float,
-    seed: int = 0,
-    validating: Mapping[str, bool] = _NO_SAMPLES,
-    *,
-    kind: str = "images",
-    otherwise: str = "make folders train and val",
-    validates: bool = True,
-) -> list[bool]:
-    """Which of what has these names validates, as `split` says; errors name its `kind`, and what else can be done.
-
-    Raises:
-        DatasetError: a fraction outside (0, 1), or one that leaves nothing to train on or to validate with.
-    """
-    if not 0.0 < fraction < 1.0:
-        raise DatasetError(f"validation_fraction={fraction}: the share set aside for validation must be in (0, 1)")
-    places = [place(name, seed) for name in names]
-    aside = [validating.get(name, at < fraction) for name, at in zip(names, places, strict=True)]
-    if (validates and not any(aside)) or all(aside):
-        # A share that would do, rounded to where it still does.
-        lacks, remedy = (
-            ("validate with", f"more than {ceil(100 * min(places)) / 100}")
-            if not any(aside)
-            else ("train on", f"less than {floor(100 * max(places)) / 100}")
-        )
-        raise DatasetError(
-            f"`val_fraction` {fraction} leaves none of {len(names)} {kind} to {lacks}, since each goes by a "
-            f"hash of its name: choose {remedy}, or {otherwise}"
-        )
-    return aside
-
-
 def place(name: str, seed: int) -> float:
     """Where in [0, 1) a name lies, anywhere alike."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(errors="surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest) / 2**64
+
+
+def strata_of(task: str | None, patients: Sequence[str], labels: Sequence[Any]) -> list[Any]:
+    """The stratum of each sample for `split_patients` and `fold_of`; samples of one patient have the same.
+
+    | task | stratum of a patient |
+    | --- | --- |
+    | classify | the most frequent class of its samples; of equally frequent ones the highest index |
+    | multilabel | of the labels that a sample of it has, the one that the fewest patients have; -1 without any |
+    | survival | 1 if a sample of it has the event, else 0 |
+    | regress | the quantile of the mean of its first number, of at most four |
+    | segment | 1 if a sample of it has an annotation, else 0 |
+    | others | 0 |
+
+    Args:
+        task: what the labels are for; None without labels.
+        patients: the patient of each sample.
+        labels: the label of each sample, as `Sample` has it; to segment, whether it has an annotation.
+    """
+    of: dict[str, list[Any]] = {}
+    for patient, label in zip(patients, labels, strict=True):
+        of.setdefault(patient, []).append(label)
+    if task == "classify":
+        found = {patient: _most_frequent(own) for patient, own in of.items()}
+    elif task == "multilabel":
+        has = {
+            patient: [n for n, values in enumerate(zip(*own, strict=True)) if any(values)]
+            for patient, own in of.items()
+        }
+        times = Counter(n for own in has.values() for n in own)
+        found = {patient: min(own, key=lambda n: (times[n], n), default=-1) for patient, own in has.items()}
+    elif task == "survival":
+        found = {patient: int(max(event for _, event in own)) for patient, own in of.items()}
+    elif task == "segment":
+        found = {patient: int(any(own)) for patient, own in of.items()}
+    elif task == "regress":
+        found = _quantiles({patient: fsum(label[0] for label in own) / len(own) for patient, own in of.items()})
+    else:
+        found = dict.fromkeys(of, 0)
+    return [found[patient] for patient in patients]
+
+
+def _labels(task: str | None, rows: Sequence[Sample]) -> list[Any]:
+    """What the samples are stratified by."""
+    return [row.annotation is not None if task == "segment" else row.label for row in rows]
+
+
+def _quantiles(values: Mapping[str, float]) -> dict[str, int]:
+    """The quantile of each value, from 0; equal values are in the same."""
+    ordered = sorted(values.values())
+    below = {value: number for number, value in reversed([*enumerate(ordered)])}
+    return {name: below[value] * MOST_BINS // len(ordered) for name, value in values.items()}
+
+
+def _most_frequent(strata: Sequence[Any]) -> Any:
+    """The most frequent stratum; of equally frequent ones the highest."""
+    times = Counter(strata)
+    return max(times, key=lambda stratum: (times[stratum], *_order(stratum)))
+
+
+def _order(stratum: Any) -> tuple[float, str]:
+    """A key that orders strata of any type, numbers by their value."""
+    return (float(stratum) if isinstance(stratum, Real) else 0.0, repr(stratum))
+
+
+def _patients_by_stratum(patients: Sequence[str], strata: Sequence[Any], seed: int) -> list[list[str]]:
+    """The patients of each stratum in the order of their hashes; large strata first."""
+    of: dict[str, list[Any]] = {}
+    for patient, stratum in zip(patients, strata, strict=True):
+        of.setdefault(patient, []).append(stratum)
+    groups: dict[Any, list[str]] = {}
+    for patient in sorted(of, key=lambda name: (place(name, seed), name)):
+        groups.setdefault(_most_frequent(of[patient]), []).append(patient)
+    return [groups[stratum] for stratum in sorted(groups, key=lambda each: (-len(groups[each]), _order(each)))]
+
+
+def split_patients(
+    patients: Sequence[str],
+    strata: Sequence[Any],
+    fraction: float,
+    seed: int,
+    known: Mapping[str, bool] | None = None,
+    names: Sequence[str] | None = None,
+    validates: bool = True,
+    noun: str = "patients",
+) -> list[bool]:
+    """Choose the patients to validate with: for each sample, whether it validates.
+
+    `fraction` of the patients validate, rounded to a whole number, halves up. Strata share them by the method of the
+    largest remainder. Each stratum of two patients or more has one on each side, which goes before the exact total.
+
+    Args:
+        patients: the patient of each sample.
+        strata: the stratum of each sample, as of `strata_of`. A patient with several belongs to the most frequent, and
+            of equally frequent ones to the highest.
+        fraction: the share of patients that validate, in (0, 1).
+        seed: decides which patients, with their names.
+        known: of patients, or of samples, whether they validated before. They stay there, and new patients bring each
+            stratum as near to its share as they can.
+        names: the name of each sample, if `known` has names of samples.
+        validates: whether something validates: else one patient is enough, who trains.
+        noun: what is split, for messages.
+
+    Raises:
+        DatasetError: a fraction outside (0, 1), fewer than two patients, a patient on both sides in `known`, or
+            nothing left on one side.
+    """
+    if not 0.0 < fraction < 1.0:
+        raise DatasetError(f"`val_fraction` {fraction}: the share set aside for validation must be in (0, 1)")
+    groups = _patients_by_stratum(patients, strata, seed)
+    num_patients = sum(map(len, groups))
+    if num_patients < 2 and not validates:
+        return [False] * len(patients)
+    if num_patients < 2:
+        raise DatasetError(f"`val_fraction` {fraction} needs two {noun} or more, but there are {num_patients}")
+    sides = _known_sides(patients, known or _NOTHING_KNOWN, names)
+    for group, wanted in zip(groups, _shares([*map(len, groups)], Fraction(str(fraction))), strict=True):
+        new = [patient for patient in group if patient not in sides]
+        more = max(0, wanted - sum(sides.get(patient, False) for patient in group))
+        sides |= {patient: number < more for number, patient in enumerate(new)}
+    held = [sides[patient] for patient in patients]
+    if all(held) or not any(held):
+        nothing = "train on" if all(held) else "validate with"
+        raise DatasetError(f"the split that was kept leaves none of {num_patients} {noun} to {nothing}")
+    return held
+
+
+def _known_sides(patients: Sequence[str], known: Mapping[str, bool], names: Sequence[str] | None) -> dict[str, bool]:
+    """Of the patients that were split before, whether they validated. Raises DatasetError for one on both sides."""
+    sides = {patient: known[patient] for patient in patients if patient in known}
+    first: dict[str, str] = {}
+    for patient, name in zip(patients, names or patients, strict=True):
+        if name not in known:
+            continue
+        if sides.setdefault(patient, known[name]) != known[name]:
+            parts = [("val" if validates else "train") for validates in (known[name], sides[patient])]
+            other = repr(first[patient]) if patient in first else "its name"
+            raise DatasetError(
+                f"patient {patient!r} is in {parts[0]} by {name!r}, but in {parts[1]} by {other}, in the split "
+                "that was kept"
+            )
+        first.setdefault(patient, name)
+    return sides
+
+
+def _shares(sizes: Sequence[int], fraction: Fraction) -> list[int]:
+    """How many of each stratum validate; their sum is the rounded share of all, if strata of two or more allow it."""
+    low = [int(size > 1) for size in sizes]
+    high = [size - int(size > 1) for size in sizes]
+    exact = [fraction * size for size in sizes]
+    counts = [min(max(floor(share), low[i]), high[i]) for i, share in enumerate(exact)]
+    total = floor(fraction * sum(sizes) + Fraction(1, 2))
+    total = min(max(total, sum(low), 1), sum(high), sum(sizes) - 1)
+    while sum(counts) != total:
+        step = 1 if sum(counts) < total else -1
+        free = [i for i, count in enumerate(counts) if low[i] <= count + step <= high[i]]
+        counts[max(free, key=lambda i: step * (exact[i] - counts[i]))] += step
+    return counts
+
+
+def fold_of(patients: Sequence[str], strata: Sequence[Any], folds: int, seed: int) -> list[int]:
+    """The fold of each sample, from 0; numbers of patients differ by at most one, in all and in each stratum.
+
+    Args:
+        patients: the patient of each sample.
+        strata: the stratum of each sample, as in `split_patients`.
+        folds: how many there are.
+        seed: decides which patients are together, with their names.
+
+    Raises:
+        DatasetError: fewer than two folds, or more folds than patients.
+    """
+    if folds < 2:
+        raise DatasetError(f"`folds` {folds}: cross-validation needs two folds or more")
+    dealt = [patient for group in _patients_by_stratum(patients, strata, seed) for patient in group]
+    if folds > len(dealt):
+        raise DatasetError(f"`folds` {folds} is more than the {len(dealt)} patients: each fold needs one or more")
+    found = {patient: number % folds for number, patient in enumerate(dealt)}
+    return [found[patient] for patient in patients]
+
+
+def split_rows(
+    rows: Sequence[Sample],
+    task: str | None,
+    classes: Sequence[str] = (),
+    *,
+    fraction: float,
+    seed: int,
+    known: Mapping[str, bool] | None = None,
+    folds: int | None = None,
+    fold: int = 0,
+    split_file: Path | None = None,
+    of_fold: bool = False,
+    validates: bool = True,
+    table: Path | str = "the table",
+    kind: FileKind = PICTURES,
+) -> tuple[tuple[Sample, ...], tuple[str, ...]]:
+    """The samples with their part (train, val, test, or nothing if it is left out) and fold, and remarks on them.
+
+    A split file decides, or else the table's columns, `folds`, or `fraction`, in this order. With `folds` samples for
+    tests stay apart, and the others of `fold` validate.
+
+    Args:
+        rows: the samples, as a table has them.
+        task, classes: what the labels are for, and the names of classes.
+        fraction, seed, known: as in `split_patients`; `known` has paths of samples.
+        folds, fold: how many folds there are, and which one validates.
+        split_file: a file as of `read_split_file`, in place of the table's columns.
+        of_fold: the split file is that of `fold`, and has no other.
+        validates: whether something validates: else there may be nothing for it.
+        table, kind: where the samples are from and what they are, for messages.
+
+    Raises:
+        DatasetError: a patient in two parts, which names both samples; a file and folds that do not go together.
+    """
+    remarks: tuple[str, ...] = ()
+    where = str(table)
+    if split_file is not None:
+        where = str(split_file)
+        rows, remarks = _placed(rows, split_file, kind)
+        require_patients_apart(rows, split_file)
+        remarks += (f"split by {split_file}",)
+        chosen = any(row.split in ("train", "val") for row in rows)
+        if folds is not None and chosen and not of_fold:
+            raise DatasetError(
+                f"{split_file} has one split, and `folds` {folds} asks for as many: name the folder of splits_0.csv, "
+                "splits_1.csv and so on by `split_file`, or a table with a column fold"
+            )
+        if folds is None and not chosen:
+            raise DatasetError(f"{split_file} has folds, and no split: choose one by `folds` and `fold`")
+        by_folds = folds if not chosen else None
+    else:
+        by_folds = folds
+    if by_folds is not None:
+        rows, more = _by_fold(rows, task, by_folds, fold, seed, where, split_file is not None, kind)
+        return rows, remarks + more
+    if not any(row.split for row in rows):
+        names, patients = [row.path for row in rows], [row.patient for row in rows]
+        strata = strata_of(task, patients, _labels(task, rows))
+        aside = split_patients(patients, strata, fraction, seed, known, names, validates)
+        rows = tuple(
+            row._replace(split="val" if validates else "train") for row, validates in zip(rows, aside, strict=True)
+        )
+        by = "whether there are annotations" if task == "segment" else "label"
+        of_patients = kind.tells_patients or any(row.patient != row.name for row in rows)
+        return rows, (f"split {'by patient, ' * of_patients}stratified by {by}",)
+    remarks += check_parts(rows, task, classes, kind)
+    if not any(row.split == "val" for row in rows) and any(row.split == "test" for row in rows):
+        rows = tuple(row._replace(split="val") if row.split == "test" else row for row in rows)
+        remarks += (f"{where} has no {kind.nouns} for val: those for test validate",)
+    for_tests = sum(row.split == "test" for row in rows)
+    if split_file is None:
+        remarks += ("split by the table",)
+    if for_tests:
+        remarks += (
+            f"{counted(for_tests, f'{kind.noun} is', f'{kind.nouns} are')} for tests, and not used in training",
+        )
+    return tuple(rows), remarks
+
+
+def _placed(rows: Sequence[Sample], path: Path, kind: FileKind) -> tuple[tuple[Sample, ...], tuple[str, ...]]:
+    """The samples by a split file: those that it does not name are left out. Lines are those of the file."""
+    of: dict[str, set[int]] = {}
+    for number, row in enumerate(rows):
+        base = row.path.rpartition("/")[2]
+        for name in {row.path, row.path.rpartition(".")[0], base, base.partition(".")[0], base.rpartition(".")[0]}:
+            of.setdefault(name, set()).add(number)
+    of |= {row.name: {number} for number, row in enumerate(rows)}
+    used: dict[int, int] = {}
+    placed = [row._replace(split="", fold=None) for row in rows]
+    for line in read_split_file(path):
+        found = of.get(line.name.replace("\\", "/").removeprefix("./"), set())
+        where = f"{path}, line {line.line}: {kind.noun} {line.name!r} is"
+        if len(found) != 1:
+            which = (
+                f"one of {len(found)} {kind.nouns}, such as {rows[min(found)].path}" if found else "not in the table"
+            )
+            raise DatasetError(f"{where} {which}: write it as the table does, or remove the line")
+        (number,) = found
+        if number in used:
+            raise DatasetError(f"{where} {rows[number].path}, as that of line {used[number]} is: name it once")
+        used[number] = line.line
+        placed[number] = placed[number]._replace(line=line.line, split=line.split, fold=line.fold)
+    left = [row.name for number, row in enumerate(rows) if number not in used]
+    said = f"{counted(len(left), kind.noun, kind.nouns)} not in {path}, and left out: {some(left)}"
+    return tuple(placed), (said,) if left else ()
+
+
+def _by_fold(
+    rows: Sequence[Sample],
+    task: str | None,
+    folds: int,
+    fold: int,
+    seed: int,
+    where: str,
+    named_only: bool,
+    kind: FileKind,
+) -> tuple[tuple[Sample, ...], tuple[str, ...]]:
+    """The samples by folds, those of the table or file or new ones; those for tests stay apart."""
+    left_out = [named_only and row.fold is None for row in rows]
+    free = [n for n, row in enumerate(rows) if row.split != "test" and not left_out[n]]
+    given = {rows[n].fold for n in free}
+    if None in given and len(given) > 1:
+        missing = [rows[n].name for n in free if rows[n].fold is None]
+        without = counted(len(missing), kind.noun, kind.nouns)
+        raise DatasetError(f"{where}: {without} without a fold, and others have one: {some(missing)}")
+    if given == {None}:
+        patients = [rows[n].patient for n in free]
+        numbers = fold_of(patients, strata_of(task, patients, _labels(task, [rows[n] for n in free])), folds, seed)
+    else:
+        numbers = [rows[n].fold or 0 for n in free]
+        if {*numbers} != {*range(folds)}:
+            raise DatasetError(
+                f"{where} has the folds {some([*map(str, sorted({*numbers}))])}, but `folds` {folds} are numbered from "
+                f"0 to {folds - 1}: choose another number of `folds`, or number them so"
+            )
+    placed = dict(zip(free, numbers, strict=True))
+    found = tuple(
+        row._replace(split="val" if placed[n] == fold else "train", fold=placed[n])
+        if n in placed
+        else row._replace(split=row.split if row.split == "test" else "", fold=None)
+        for n, row in enumerate(rows)
+    )
+    remarks = (f"fold {fold} of {folds} validates, split by patient", *check_parts(found, task, kind=kind))
+    for_tests = sum(row.split == "test" for row in found)
+    if for_tests:
+        remarks += (f"{counted(for_tests, f'{kind.noun} is', f'{kind.nouns} are')} for tests, and in no fold",)
+    return found, remarks
+
+
+def check_parts(
+    rows: Sequence[Sample], task: str | None = None, classes: Sequence[str] = (), kind: FileKind = PICTURES
+) -> tuple[str, ...]:
+    """Check which samples are for training, validation and tests; return warnings about classes that a part lacks.
+
+    Args:
+        rows: the samples. Those without a part are left out.
+        task: what the labels are for; None means that labels are classes or missing.
+        classes: the names of classes, for warnings, and those that each part must have; by default those of `rows`.
+
+    Raises:
+        DatasetError: a patient is in two parts, which names it, both samples and their lines.
+    """
+    require_patients_apart(rows)
+    has: dict[str, set[int]] = {}
+    for row in rows:
+        if row.split:
+            has.setdefault(row.split, set()).update(_shown(row.label, task))
+    if task == "regress" or all(row.label is None for row in rows):
+        return ()
+    expected = {*range(len(classes))}.union(*(_shown(row.label, task) for row in rows))
+    warnings: list[str] = []
+    for part in (each for each in _PARTS if each in has):
+        missing = sorted(expected - has[part])
+        if task == "survival":
+            warnings += [f"{part} has no {kind.noun} with an event"] * bool(missing)
+        else:
+            names = [repr(classes[number]) if classes else str(number) for number in missing]
+            warnings += [f"{part} has no {kind.noun} of class {', '.join(names)}"] * bool(names)
+    return tuple(warnings)
+
+
+def _shown(label: Any, task: str | None) -> set[int]:
+    """The classes that a label shows: its own, those that it has, or 0 for an event."""
+    if label is None or task == "regress":
+        return set()
+    if task == "survival":
+        return {0} if label[1] else set()
+    if task == "multilabel":
+        return {number for number, value in enumerate(label) if value}
+    return {label}
+
+
+def fold_table(rows: Sequence[Sample]) -> str:
+    """The fold of each sample, and which are for tests, as text of a CSV file, which `read_split_file` reads."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["slide_id", "case_id", "split", "fold"])
+    for row in rows:
+        split = row.split if row.split == "test" else ""
+        if split or row.fold is not None:
+            writer.writerow([row.name, row.patient, split, "" if row.fold is None else row.fold])
+    return text.getvalue()

@@ -1,20 +1,19 @@
-"""Labels of images in a table, `labels.csv`: one line for each image, and what its columns mean.
+"""Tables in CSV files: their text, and what columns of labels mean.
 
-    file,grade                  classify      one column of names, or of 0 and 1: the class of each image
+    file,grade                  classify      one column of names, or of 0 and 1: the class of each sample
     a/1.png,benign
 
     file,split,age              regress       one or several columns of numbers
     a/1.png,train,61.5
 
-    file,tumour,stroma          multilabel    several columns of 0 and 1: which of them an image shows
+    file,tumour,stroma          multilabel    several columns of 0 and 1: which of them a sample shows
     a/1.png,1,0
 
     file,time,event             survival      how long each was seen, and 1 if the event came then, 0 if not
     a/1.png,37.5,1
 
-Values are separated by commas, semicolons or tabs; the text is UTF-8, or UTF-16 as Excel writes it. A column `split`
-says of each image whether it is for train, val or test. Columns that identify a patient or sample, such as
-`patient_id`, are no labels.
+Values are separated by commas, semicolons or tabs; the text is UTF-8, or UTF-16 as Excel writes it. Columns that
+identify a patient or sample, such as `patient_id`, are no labels.
 
 If no task is given, it follows from the columns, provided that they can mean only one. A column of few whole numbers
 may be classes or amounts, and one of names and numbers, or with a missing value, is refused with the line. A number may
@@ -27,7 +26,7 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -35,19 +34,15 @@ from typing import NamedTuple
 import numpy as np
 
 from mpi4dl._files import open_regular, read_at_most
-from mpi4dl._wording import quoted
+from mpi4dl._wording import counted, quoted
 from mpi4dl.datasets.base import DatasetError
+from mpi4dl.datasets.kinds import FileKind
 from mpi4dl.datasets.labels import FORMS, SURVIVAL
 from mpi4dl.datasets.listed import TEST, TRAINING, VALIDATION
 
-TABLE = "labels.csv"
 MOST_BYTES = 1 << 29  # of a table, which is read as a whole
-FILE_COLUMNS = ("file", "filename", "file_name", "image", "path")
-NAME_COLUMNS = ("slide_id", "slide", "image_id")  # of file names too, in a table that has none of the former
-CLASS_COLUMNS = ("class", "label")
 FEW_VALUES = 20  # so many whole numbers may be classes
 _EXACT_DIGITS = 16  # numbers with fewer digits differ as floating point
-LAYOUT = "expected a line such as file,class and below it one for each image, such as a/1.png,benign"
 _DELIMITERS = ",;\t"
 # Identifiers of patients or samples, and numbers of lines; not class_id.
 _IDENTIFIED = "case|patient|pat|subject|person|slide|sample|specimen|study|series|donor|block|scan|accession|barcode"
@@ -68,66 +63,11 @@ _MAYBE_THOUSANDS = re.compile(r"[+-]?[1-9][0-9]{0,2}([.,][0-9]{3})+")
 Label = int | tuple[float, ...]
 
 
-class Labelled(NamedTuple):
-    """A line of the table: the name of the image, "train", "val", "test" or nothing, and what is to be learnt."""
-
-    line: int
-    name: str
-    part: str
-    label: Label
-
-
-class Table(NamedTuple):
-    """A task, the names of what a model gives for it, the lines, and the columns that say who or what images are of."""
-
-    task: str
-    classes: tuple[str, ...]
-    rows: tuple[Labelled, ...]
-    learnt: tuple[str, ...]
-    identifiers: tuple[str, ...] = ()
-
-
 class Line(NamedTuple):
     """A line of a table that is not empty: its number in the file, from 1, and its text of each column."""
 
     number: int
     values: dict[str, str]
-
-
-def read_table(
-    path: Path,
-    task: str | None = None,
-    columns: Sequence[str] | None = None,
-    classes: tuple[str, ...] | None = None,
-) -> Table:
-    """The labels of a table for a task, or for the one that its columns tell; `columns` are those to learn, or all.
-
-    `classes` fixes the classes and their order, for a table that has to agree with that of training.
-
-    Labels are indices into the classes of one column, and else numbers, one of each column; of survival (time, event).
-
-    Raises:
-        DatasetError: no such file, columns that may mean several tasks, or a line that says what cannot be, by its
-            number.
-    """
-    check_task(path, task)
-    table = CsvTable(path, (*FILE_COLUMNS, *NAME_COLUMNS, "split", *SURVIVAL), _names_files)
-    file_column = _file_column(table)
-    lines = table.lines()
-    others = [name for name in table.columns if name not in (file_column, "split")]
-    learnt = learnt_columns(path, others, task, columns)
-    require_values(path, [name for name in (file_column, "split") if name in table.columns], lines)
-    _refuse_twice(path, file_column, lines)
-    task, classes, label = LabelColumns(path, learnt, lines, table.delimiter).labels(task, columns is not None, classes)
-    rows = (Labelled(line.number, line.values[file_column], part_of(path, line), label(line)) for line in lines)
-    return Table(task, classes, tuple(rows), learnt, tuple(name for name in others if identifies(name)))
-
-
-def check_task(path: Path, task: str | None) -> None:
-    """Raises DatasetError for a task whose labels no table can have."""
-    tabled = [form.task for form in FORMS.values() if form.in_tables]
-    if task is not None and task not in tabled:
-        raise DatasetError(f"{path}: a table of labels is for one of {', '.join(tabled)}, but {task} was asked for")
 
 
 def _decoded(path: Path) -> str:
@@ -206,8 +146,8 @@ class CsvTable:
         path: Path,
         known: Sequence[str],
         names_files: Callable[[str], bool],
-        layout: str = LAYOUT,
-        rows_of: str = "image",
+        layout: str,
+        rows_of: str,
         numbered: bool = False,
     ) -> None:
         self.path, self.layout, self._rows_of = path, layout, rows_of
@@ -247,24 +187,6 @@ def _width(row: Sequence[str]) -> int:
     return next((number for number in range(len(row), 0, -1) if row[number - 1]), 0)
 
 
-def _names_files(column: str) -> bool:
-    return column.casefold() in (*FILE_COLUMNS, *NAME_COLUMNS)
-
-
-def _file_column(table: CsvTable) -> str:
-    """The column of file names. Raises DatasetError."""
-    header = table.columns
-    named = [name for name in FILE_COLUMNS if name in header] or [name for name in NAME_COLUMNS if name in header][:1]
-    if len(named) != 1:
-        which = f"{' and '.join(named)}, of which one" if named else f"{', '.join(header)}: none of them"
-        names = ", ".join(FILE_COLUMNS)
-        raise DatasetError(
-            f"{table.path}, line {table.header_line}: has {which} can be the column of file names ({names}); "
-            f"{table.layout}"
-        )
-    return named[0]
-
-
 def identifies(column: str) -> bool:
     """Whether a column of this name identifies a patient or sample, and is no label."""
     return _IDENTIFIER.fullmatch(folded_column(column)) is not None
@@ -277,7 +199,7 @@ def folded_column(column: str) -> str:
 
 
 def learnt_columns(
-    path: Path, found: list[str], task: str | None, columns: Sequence[str] | None, layout: str = LAYOUT
+    path: Path, found: list[str], task: str | None, columns: Sequence[str] | None, layout: str
 ) -> tuple[str, ...]:
     """The columns that are labels, of those `found` that may be. Raises DatasetError."""
     unknown = next((name for name in columns or () if name not in found), None)
@@ -336,8 +258,8 @@ class LabelColumns:
         names: tuple[str, ...],
         lines: Sequence[Line],
         delimiter: str,
-        of_classes: Sequence[str] = CLASS_COLUMNS,
-        rows_of: str = "image",
+        of_classes: Sequence[str] = (),
+        rows_of: str = "sample",
     ) -> None:
         self._path, self._names, self._lines, self._delimiter = path, names, lines, delimiter
         self._of_classes, self._rows_of = of_classes, rows_of
@@ -569,32 +491,17 @@ def part_named(word: str) -> str:
     return next((part for part, words in kinds if word.casefold() in words), "")
 
 
-def _refuse_twice(path: Path, column: str, lines: Sequence[Line]) -> None:
-    seen: dict[str, int] = {}
-    for line in lines:
-        name = line.values[column]
-        if name in seen:
-            raise at_line(path, line, f"names {name} again, which line {seen[name]} does already")
-        seen[name] = line.number
-
-
 def at_line(path: Path, line: Line, problem: str) -> DatasetError:
     """An error that names a file and a line of it."""
     return DatasetError(f"{path}, line {line.number}: {problem}")
 
 
 def found_in(
-    path: Path,
-    rows: Sequence[Labelled],
-    names: Sequence[str],
-    folder: Path | None = None,
-    kind: str = "image",
-    remedy: str = "",
-) -> Iterator[tuple[Labelled, str]]:
-    """Each line of a table, and the file it means: by its path, or by its name alone, with or without the ending.
+    path: Path, asked: Sequence[tuple[int, str]], names: Sequence[str], folder: Path, kind: FileKind
+) -> list[str]:
+    """The file that each line of a table means, by its path, or by its name alone, with or without the ending.
 
-    `names` are those of files below `folder`, by default the folder of the table. Errors name the `kind` of files, and
-    the `remedy` for a file that is not there.
+    `asked` are lines and what they say; `names` are those of files below `folder`, which are of a `kind`.
 
     Raises:
         DatasetError: a line names none of the files, or one of several, or one that another line means too.
@@ -606,17 +513,16 @@ def found_in(
         by_stem.setdefault(base.rpartition(".")[0], []).append(name)
         for short in {base, base.partition(".")[0], name.rpartition(".")[0]}:
             by_name.setdefault(short, []).append(name)
-    known, used = set(names), dict[str, int]()
-    for row in rows:
-        asked = row.name.replace("\\", "/").removeprefix("./")
-        found = [asked] if asked in known else by_name.get(asked) or by_stem.get(asked, [])
+    known, used, paths = set(names), dict[str, int](), []
+    for line, text in asked:
+        name = text.replace("\\", "/").removeprefix("./")
+        found = [name] if name in known else by_name.get(name) or by_stem.get(name, [])
         if len(found) != 1:
-            which = f"one of {len(found)} {kind}s, such as {' and '.join(sorted(found)[:2])}" if found else f"no {kind}"
-            advice = "" if found else remedy
-            raise DatasetError(f"{path}, line {row.line}: {row.name} is {which} below {folder or path.parent}{advice}")
+            several = f"one of {counted(len(found), kind.noun, kind.nouns)}, such as {' and '.join(sorted(found)[:2])}"
+            which, advice = (several, "") if found else (f"no {kind.noun}", kind.missing)
+            raise DatasetError(f"{path}, line {line}: {text} is {which} below {folder}{advice}")
         if found[0] in used:
-            raise DatasetError(
-                f"{path}, line {row.line}: {row.name} is {found[0]}, as line {used[found[0]]} is already"
-            )
-        used[found[0]] = row.line
-        yield row, found[0]
+            raise DatasetError(f"{path}, line {line}: {text} is {found[0]}, as line {used[found[0]]} is already")
+        used[found[0]] = line
+        paths.append(found[0])
+    return paths

@@ -4,65 +4,50 @@
     .npz           unpacked whole
     .tif, .tiff    mapped where pages are one block without compression; else the pages of the box's depth are decoded
     .nii, .nii.gz  NIfTI by nibabel: the box, if it is not compressed; axes (x, y, z) become depth z, rows y, columns x
+    .dcm           series of DICOM by pydicom: the slices of the box are decoded, see series.py
 
 All have the depth first, then rows and columns; channels, if there are any, are before or behind these.
 
-Units of values: those of NIfTI are as they are, in the units that its slope and intercept give, however they are
+Units of values: those of NIfTI and DICOM are as they are, in the units that slope and intercept give, however they are
 stored; so are those of floating point in other files. Integers of other files are shares of the largest of their type.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._files import open_regular
 from mpi4dl._wording import to_install
-from mpi4dl.datasets import tiff
-from mpi4dl.datasets.base import BadImage, DatasetError, Values, unit_values
+from mpi4dl.datasets import series, tiff
+from mpi4dl.datasets.base import BadImage, DatasetError, Opened, Slices, Values, unit_values
 from mpi4dl.datasets.files import blaming, check_unpacked
 from mpi4dl.geometry import Interval
 
 AXES = 3
 MOST_CHANNELS = 4
 AS_THEY_ARE = "as they are"
-Slices = tuple[slice, ...]
 
 
-def open_volume(path: Path, divided: bool = False) -> "VolumeFile":
+def open_volume(path: Path) -> "VolumeFile":
     """Open a file of one volume, by its extension.
-
-    `divided`: integers of NIfTI are shares of the largest of their type, unless the file gives a slope or intercept.
-    Early versions read them so.
 
     Raises:
         BadImage: the file cannot be read, is damaged, or no volume; so does `read` of what this returns.
         DatasetError: the package that reads this format is not installed.
     """
     with blaming(path):
-        open_regular(path).close()
-        suffix = next((suffix for suffix in VOLUME_SUFFIXES if path.name.lower().endswith(suffix)), None)
+        name = next((each.name for each in sorted(path.iterdir())), "") if path.is_dir() else path.name
+        if name == path.name:
+            open_regular(path).close()
+        suffix = next((suffix for suffix in VOLUME_SUFFIXES if name.lower().endswith(suffix)), None)
         if suffix is None:
             raise BadImage(path, f"is no volume: those end in {' '.join(VOLUME_SUFFIXES)}")
-        opened = VOLUME_SUFFIXES[suffix](path)
-        return VolumeFile(path, opened._replace(scaled=False) if divided and opened.unscaled_integers else opened)
-
-
-class Opened(NamedTuple):
-    """A file whose header was read: its shape, what gives slices of all dims, and the type that it stores.
-
-    `scaled`: values have units of their own, which they are read in, and so do not depend on the type.
-    """
-
-    shape: Sequence[int]
-    read_part: Callable[[Slices], npt.NDArray[Any]]
-    dtype: Any
-    scaled: bool = False
-    unscaled_integers: bool = False
+        return VolumeFile(path, VOLUME_SUFFIXES[suffix](path))
 
 
 class VolumeFile:
@@ -134,8 +119,7 @@ def _open_nifti(path: Path) -> Opened:
         part = np.asarray(stored[(cols, rows, depth, *others)])
         return part.transpose(2, 1, 0, *range(AXES, part.ndim))
 
-    integers = np.dtype(stored.dtype).kind in "iu" and (stored.slope, stored.inter) == (1.0, 0.0)
-    return Opened((z, y, x, *rest), read_part, stored.dtype, scaled=True, unscaled_integers=integers)
+    return Opened((z, y, x, *rest), read_part, stored.dtype, scaled=True)
 
 
 def _open_stack(path: Path) -> Opened:
@@ -169,11 +153,15 @@ def _require(path: Path, module: str, package: str) -> None:
         raise DatasetError(f"{path}: reading it needs {module}; run {to_install(package)}")
 
 
-VOLUME_SUFFIXES: dict[str, Callable[[Path], Opened]] = {
-    ".npy": _open_npy,
-    ".npz": _open_npz,
-    ".tif": _open_stack,
-    ".tiff": _open_stack,
-    ".nii": _open_nifti,
-    ".nii.gz": _open_nifti,
+# How to open a file of each kind, or a folder of such files that are one volume, and which of such files are one.
+FORMATS: Mapping[str, tuple[Callable[[Path], Opened], Callable[..., Any] | None]] = {
+    ".npy": (_open_npy, None),
+    ".npz": (_open_npz, None),
+    ".tif": (_open_stack, None),
+    ".tiff": (_open_stack, None),
+    ".nii": (_open_nifti, None),
+    ".nii.gz": (_open_nifti, None),
+    series.SUFFIX: (series.open_series, series.grouped),
 }
+VOLUME_SUFFIXES = {suffix: opened for suffix, (opened, _) in FORMATS.items()}
+GROUPED = {suffix: grouped for suffix, (_, grouped) in FORMATS.items() if grouped is not None}

@@ -29,9 +29,9 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import BadImage, DatasetError, printable
 from mpi4dl.datasets.files import WHOLE_SLIDES
 from mpi4dl.datasets.loader import Prefetcher
+from mpi4dl.datasets.samples import without_suffix
 from mpi4dl.datasets.slides.features import Embedded, settings_of, write_features
 from mpi4dl.datasets.slides.slide import MPP_AT_1X, Slide
-from mpi4dl.datasets.slides.tables import without_suffix
 from mpi4dl.datasets.transform import NORMALISATIONS, View
 from mpi4dl.engine.precision import AUTOCAST
 from mpi4dl.geometry import Interval, ceil_div, even_cuts

@@ -27,20 +27,21 @@ from mpi4dl.checkpoints.manifest import MODEL
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.slides.record import record_of
 from mpi4dl.datasets.split import Subset
-from mpi4dl.inference.images import SPLIT, open_slides_of_run
+from mpi4dl.inference.images import open_files_of_run
 from mpi4dl.inference.model import Predictor
 from mpi4dl.inference.options import Inference
 from mpi4dl.inference.samples import UNDEFINED, Judging, Samples
 from mpi4dl.inference.scoring import SUMMARY, Scores, beside, file_names, remove_others, score, scores_of
 from mpi4dl.options.config import OF_THE_TASK, Config, ConfigError, parse, shared_options
-from mpi4dl.options.data import FOLDS, with_frame
+from mpi4dl.options.data import FOLDS, has_files, with_features, with_frame
 from mpi4dl.options.declare import options_of, value_of, with_values, without_flags
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.tasks import with_task
 from mpi4dl.runs.folder import BEST, VERSIONS, default_path
+from mpi4dl.runs.samples import FILE as SAMPLES
+from mpi4dl.runs.samples import RunSamples
 from mpi4dl.tasks.curves import is_rule
-from mpi4dl.training.data import FILE as IMAGES
-from mpi4dl.training.data import ImageLists, Images
+from mpi4dl.training.data import Images
 from mpi4dl.training.resuming import command_to_go_on, files_of
 from mpi4dl.training.run import fit
 from mpi4dl.training.setup import open_samples, set_up
@@ -60,8 +61,8 @@ def fold_folders(folder: Path) -> dict[int, Path]:
 def train_folds(comm: Communicator, config: Config, spell: Callable[[str], str], argv: Sequence[str]) -> None:
     """Train all folds, those that are finished aside, and summarise them. Collective; raises Refusal on all ranks."""
     chosen, run = config.slides, config.run
-    if (chosen.slides or chosen.features) is None or chosen.folds is None:
-        comm.agree("`all_folds` trains all folds of `slides`: say how many by `folds`")
+    if chosen.folds is None or not has_files(with_features(config)):
+        comm.agree("`all_folds` trains all folds of `slides`, or of `images` in files: say how many by `folds`")
     if run.resume not in ("none", "auto"):
         comm.agree(f"`resume` {run.resume}: `all_folds` continues in `run_folder` by `resume` auto")
     asked = None if comm.rank else run.run_folder or str(default_path(config.model_name, datetime.now()))
@@ -115,16 +116,16 @@ def _require_unchanged(config: Config) -> None:
     Raises DatasetError, OSError.
     """
     path = Path(config.run.run_folder or "")
-    then = ImageLists.read(path / IMAGES)
+    then = RunSamples.read(path / SAMPLES)
     samples = open_samples(with_frame(config))
     assert isinstance(samples, Images)
-    now = ImageLists.of(samples.training, samples.validation, samples.fit)
-    then.require_same_labels(now)
+    now = RunSamples.of(samples.training, samples.validation)
+    then.require_unchanged(now)
     before, files = json.loads(read_regular(path / VERSIONS)).get("files", {}), files_of(config)
     changes = [f"{name} is another one" for name in {**before, **files} if before.get(name) != files.get(name)]
     whole: Any = samples.training.whole if isinstance(samples.training, Subset) else samples.training
     if config.slides.split_file is None:  # the folds that were made had all slides of the table
-        changes += [f"{row.slide} is new" for row in whole.rows if not row.part and row.fold is None]
+        changes += [f"{row.name} is new" for row in whole.rows if not row.split and row.fold is None]
     for change in (*then.changes(now), *changes):
         raise ConfigError(
             f"{path} is finished, and since then {change}: all folds need the same, so put it back, or train in "
@@ -186,7 +187,7 @@ def summarise(
     """
     if is_rule(judging.threshold):
         comm.agree(
-            f"`threshold` {judging.threshold} chooses on validation slides, which folds are evaluated on: say a number"
+            f"`threshold` {judging.threshold} chooses on validation samples, which folds are evaluated on: say a number"
         )
     looked = None
     with comm.together((ValueError, OSError)):
@@ -195,14 +196,14 @@ def summarise(
     runs, asked, unfinished = comm.broadcast_object(looked)
     if len(runs) < 2:
         comm.agree(f"{folder}: {counted(len(runs), 'fold')} finished, but a summary needs two: train more folds")
-    _say(comm, f"{counted(len(runs), 'fold')} of {folder}: their {asked} slides" + (
+    _say(comm, f"{counted(len(runs), 'fold')} of {folder}: their {asked} samples" + (
         f"; not finished: {some([*map(str, unfinished)])}" if unfinished else ""))  # fmt: skip
     found: list[FoldScores] = []
     places: dict[str, Any] | None = None
     for fold, path in runs.items():
         best = comm.broadcast_object(asked == "test" and (path / BEST).is_file())
         model = Predictor(path / BEST if best else path, chosen, comm)
-        images, which = open_slides_of_run(comm, model.config, model.about, path, asked)
+        images, which = open_files_of_run(comm, model.config, model.about, path, asked)
         _say(comm, spell(f"fold {fold}: {model.weights} on {which}"))
         scores = score(model, images, resamples=0, level=level, speaks=True, judging=judging)
         found.append(FoldScores(fold, scores))
@@ -228,16 +229,14 @@ def _looked_at(folder: Path, part: str | None) -> tuple[dict[int, Path], str, li
     for first in [*runs.values()][:1]:
         _require_alike(runs.values(), _config_of(first), str(first))
     if part is None:  # slides for tests that all folds share are seen by none, and so are no fold's own
-        own = not (folder / FOLDS).is_file() and all(_has_tests(path / SPLIT) for path in runs.values())
+        own = not (folder / FOLDS).is_file() and all(_has_tests(path) for path in runs.values())
         part = "test" if own else "val"
     return runs, part, [fold for fold in every if fold not in runs]
 
 
-def _has_tests(split: Path) -> bool:
-    if not split.is_file():
-        return False
-    with split.open(newline="", encoding="utf-8-sig") as file:
-        return any(row.get("split") == "test" for row in csv.DictReader(file))
+def _has_tests(run: Path) -> bool:
+    kept = RunSamples.at(run)
+    return kept is not None and any(each.split == "test" for each in kept.samples)
 
 
 class Summary(NamedTuple):
@@ -264,7 +263,7 @@ class Summary(NamedTuple):
 
 def summaries(found: Sequence[FoldScores], level: float) -> dict[str, dict[str, Summary]]:
     """By level, slide or patient, and metric."""
-    levels: dict[str, list[Mapping[str, Any]]] = {"slide": [each.scores.metrics for each in found]}
+    levels: dict[str, list[Mapping[str, Any]]] = {found[0].scores.what: [each.scores.metrics for each in found]}
     if all(each.scores.patients for each in found):
         levels["patient"] = [each.scores.patients.metrics for each in found if each.scores.patients]
     return {

@@ -1,6 +1,5 @@
 """The images that a trained model looks at: with labels, to be compared with, or any, wherever they lie."""
 
-import csv
 import glob
 from collections.abc import Sequence
 from dataclasses import fields
@@ -14,20 +13,24 @@ from mpi4dl.comm import Communicator
 from mpi4dl.datasets.arrays import is_cifar, load_cifar, load_npz
 from mpi4dl.datasets.base import BadImage, DatasetError, task_of
 from mpi4dl.datasets.files import open_image
+from mpi4dl.datasets.kinds import PICTURES, SLIDES, VOLUMES
 from mpi4dl.datasets.labels import FORMS
-from mpi4dl.datasets.listed import TEST, UNKNOWN, VALIDATION, File, ListedFiles, files_below, subfolders, suffixes_of
-from mpi4dl.datasets.slides.tables import open_table
-from mpi4dl.datasets.sources import ImageFolder, LabelledFolder, SegmentedFolder, is_segmented
+from mpi4dl.datasets.listed import TEST, UNKNOWN, VALIDATION, File, ListedFiles, num_bytes_of, subfolders
+from mpi4dl.datasets.samples import TABLE, open_table
+from mpi4dl.datasets.sources import SampleFiles, is_segmented, open_files
 from mpi4dl.datasets.split import Named, Subset
-from mpi4dl.datasets.table import TABLE, folded_column
+from mpi4dl.datasets.table import folded_column
 from mpi4dl.datasets.volumes import open_volume
 from mpi4dl.inference.options import Evaluating, TableColumns, ToPredict
 from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.data import has_files, named_columns, open_own_files, open_slides
 from mpi4dl.options.declare import value_of, with_values
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.runs.description import Description
+from mpi4dl.runs.samples import FILE as SAMPLES
+from mpi4dl.runs.samples import RunSamples
 from mpi4dl.tasks.task import TASKS
-from mpi4dl.training.data import LOOKED_AT, SPLIT, open_images, read_as_trained, shared, unlike_values
+from mpi4dl.training.data import LOOKED_AT, open_images, shared, unlike_values
 
 LISTS = (".txt", ".lst")
 PATTERN = frozenset("*?[")
@@ -40,8 +43,6 @@ def open_labelled(comm: Communicator, config: Config, about: Description, source
     """
     _require_pictures(comm, config, source)
     if source is None:
-        if config.slides.slides is not None:  # of several columns of a table, those that were learnt
-            config = with_values(config, {"task": about.task})
         found = open_images(comm, config).validation
         names = {found.name(index) for index in range(len(found))}  # one of all windows of a slide
         what = f"the {len(names)} images that validated in training"
@@ -50,7 +51,6 @@ def open_labelled(comm: Communicator, config: Config, about: Description, source
 
         def open_twice() -> tuple[Named, Named]:
             images, which = _labelled(source, config, about)
-            read_as_trained((images, images), about.values)
             told.append(which)
             return images, images
 
@@ -106,24 +106,37 @@ def _labelled(source: str, config: Config, about: Description) -> tuple[Named, s
         return load_cifar(path)[1], f"the test images of {path}"
     if not path.exists():
         raise DatasetError(f"{source}: no such file or folder; expected a folder of images with labels, or an .npz")
-    if path.suffix.lower() == ".csv" or (path / TABLE).is_file():
-        root, table = (path, None) if path.is_dir() else (path.parent, path)
-        listed = LabelledFolder(root, table, about.task, _columns(about), volumes, classes)
-        numbers, which = listed.held_out()
-        return Subset(listed, numbers), f"{len(numbers)} images of {table or root / TABLE}{which}"
-    folder, which = _part(path)
-    if TASKS[about.task].dense:
-        masked = SegmentedFolder(folder, classes, None, config.data.ignore_index, volumes)
-        return masked, f"{len(masked)} images of {folder}{which}"
-    if about.task != "classify":
+    table = path.suffix.lower() == ".csv" or (path / TABLE).is_file()
+    folder, which = (path, "") if table else _part(path)
+    if not table and not TASKS[about.task].dense and about.task != "classify":
         raise DatasetError(f"{source}: has no labels to {about.task}; {FORMS[about.task].where}")
-    images = ImageFolder(folder, classes, volumes)
-    return images, f"{len(images)} images of {folder}{which}"
+    files = open_files(
+        folder,
+        VOLUMES if volumes else PICTURES,
+        task=about.task if table else None,
+        label_columns=about.classes if table and FORMS[about.task].named_by_column else None,
+        classes=classes,
+        columns=named_columns(config.slides) if table else None,
+        ignore_index=config.data.ignore_index,
+    )
+    if not table:
+        return files, f"{len(files)} {files.kind.nouns} of {folder}{which}"
+    return held_out(files, None)
 
 
-def _columns(about: Description) -> tuple[str, ...] | None:
-    """The columns of a table that are numbers to be predicted; None of the one that is the class, or of survival."""
-    return about.classes if FORMS[about.task].named_by_column else None
+def held_out(files: SampleFiles, split: str | None) -> tuple[Subset, str]:
+    """The samples of a table for a split, by default those for tests, or else for validation, or all; and which.
+
+    Raises DatasetError if none is for this split.
+    """
+    splits = [row.split for row in files.rows]
+    if split is not None and split not in splits:
+        has = f"none is for {split}" if any(splits) else "it has no split"
+        raise DatasetError(f"`part` {split}: {files.source}: {has}")
+    chosen = split or next((each for each in ("test", "val") if each in splits), None)
+    kept = [i for i, each in enumerate(splits) if chosen in (None, each)]
+    of_split = "" if chosen is None else f"{chosen} "
+    return Subset(files, kept), f"{len(kept)} {of_split}{files.kind.nouns} of {files.source}"
 
 
 def _part(path: Path) -> tuple[Path, str]:
@@ -148,7 +161,6 @@ def open_any(comm: Communicator, config: Config, about: Description, source: str
 
     def opened() -> tuple[UnlabelledFiles, UnlabelledFiles]:
         files = _listed(source, len(config.data.image_size) > 2)
-        files.read_as_trained(about.values)
         return files, files
 
     found, _ = shared(comm, opened)
@@ -199,7 +211,9 @@ def _columns_of_slides(config: Config, columns: TableColumns, table: Path) -> di
     asked = {each.name: getattr(columns, each.name) for each in fields(columns)}
     trained = {name: value_of(config, name) for name in asked}
     names = {name: (value,) if isinstance(value, str) else value or () for name, value in trained.items()}
-    header = open_table(table, {name for each in names.values() for name in each}).columns if table.is_file() else []
+    header = (
+        open_table(table, SLIDES, {name for each in names.values() for name in each}).columns if table.is_file() else []
+    )
     there = {folded_column(name) for name in header}
     kept = {name: trained[name] if {*map(folded_column, names[name])} <= there else None for name in asked}
     return {name: kept[name] if value is None else value for name, value in asked.items()}
@@ -219,52 +233,43 @@ def open_labelled_slides(
     Of a table with a split they are those of a part, by default for tests, or else for validation. Collective. Raises
     Refusal on all ranks.
     """
-    from mpi4dl.options.data import open_slides
+    told: list[str] = []
 
     def opened() -> tuple[Named, Named]:
-        found = open_slides(with_values(config, {"task": about.task}), classes=about.classes)
-        parts = [row.part for row in found.rows]
-        if part is not None and part not in parts:
-            has = f"none is for {part}" if any(parts) else "it has no split"
-            raise DatasetError(f"`part` {part}: {config.slides.slides}: {has}")
-        chosen = part or next((each for each in ("test", "val") if each in parts), None)
-        kept = Subset(found, [i for i, each in enumerate(parts) if chosen in (None, each)])
-        return kept, kept
+        found, which = held_out(open_slides(with_values(config, {"task": about.task}), classes=about.classes), part)
+        told.append(which)
+        return found, found
 
     found, _ = shared(comm, opened)
     require_alike(comm, found, about)
-    assert isinstance(found, Subset)
-    whole: Any = found.whole
-    of_part = "" if len(found) == len(whole) else f"{whole.rows[found.indices[0]].part} "
-    return found, f"{len(found)} {of_part}slides of {config.slides.slides}"
+    return found, comm.broadcast_object("".join(told))
 
 
-def open_slides_of_run(
+def open_files_of_run(
     comm: Communicator, config: Config, about: Description, folder: Path, part: str
 ) -> tuple[Named, str]:
-    """The slides of a part, such as val or test, by the split that a run keeps in its folder, and which they are.
+    """The samples of a split, such as val or test, by the table that a run keeps in its folder, and which they are.
 
-    Slides that the table has got since are not among them. Collective. Raises Refusal on all ranks.
+    Files that came since are not among them. Collective. Raises Refusal on all ranks.
     """
-    from mpi4dl.options.data import open_slides
-
-    kept, missing = folder / SPLIT, None
+    kept, missing = folder / SAMPLES, None
     if comm.rank == 0 and not kept.is_file():
-        missing = f"{folder}: has no {SPLIT}, in which a run keeps which slides are for what: name others by `slides`"
+        missing = f"{folder}: has no {SAMPLES}, in which a run keeps which samples are for what: name others"
     comm.agree(comm.broadcast_object(missing))
 
     def opened() -> tuple[Named, Named]:
-        whole = open_slides(with_values(config, {"task": about.task}), classes=about.classes)
-        split: Any = whole.split(fraction=0.5, seed=0, split_file=kept)[0].whole
-        indices = [i for i, row in enumerate(split.rows) if row.part == part]
+        files = open_own_files(with_values(config, {"task": about.task}), about.classes)
+        split: Any = files.split(fraction=0.5, seed=0, split_file=kept)[0].whole
+        indices = [i for i, row in enumerate(split.rows) if row.split == part]
         if not indices:
-            raise DatasetError(f"`part` {part}: {kept}: no slide is for {part}")
+            raise DatasetError(f"`part` {part}: {kept}: no sample is for {part}")
         found = Subset(split, indices)
         return found, found
 
     found, _ = shared(comm, opened)
     require_alike(comm, found, about)
-    return found, f"the {len(found)} {part} slides of the run"
+    whole: Any = found.whole if isinstance(found, Subset) else found
+    return found, f"the {len(found)} {part} {whole.kind.nouns} of the run"
 
 
 def open_to_evaluate(
@@ -281,42 +286,31 @@ def open_to_evaluate(
     `images` is a source of pictures. Of a model of slides `named` says that the configuration names those asked for;
     else they are the slides of a part of the run in this folder. Collective. Raises Refusal on all ranks.
     """
-    of_slides = config.slides.slides is not None
-    comm.agree(None if of_slides or part is None else "`part` is for a model that was trained on `slides`")
+    of_files = images is None and has_files(config)
+    comm.agree(
+        None if of_files or part is None else "`part` is for the files that a run was trained on, or other `slides`"
+    )
     if named:
         return open_labelled_slides(comm, config, about, part)
-    if of_slides and images is None:
-        return open_slides_of_run(comm, config, about, folder, part or "val")
+    if of_files:
+        return open_files_of_run(comm, config, about, folder, part or "val")
     return open_labelled(comm, config, about, images)
 
 
-def _parts_of_run(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """The part, such as train, of each patient and of each slide of a run; empty where the run keeps none.
-
-    Raises OSError, ValueError.
-    """
-    kept = folder / SPLIT
-    if not kept.is_file():
-        return {}, {}
-    with kept.open(newline="", encoding="utf-8-sig") as file:
-        rows = [*csv.DictReader(file)]
-    of_patient, of_slide = ({row.get(key, ""): row.get("split", "") for row in rows} for key in ("case_id", "slide_id"))
-    return of_patient, of_slide
-
-
 def seen_before(images: Any, folder: Path) -> list[str]:
-    """Warnings about patients that the run in this folder trained on, or chose its weights by; and about slides, where
-    a table does not name the patients as that of training did. Raises as above.
+    """Warnings about patients that the run in this folder trained on, or chose its weights by; and about samples, where
+    a table does not name the patients as that of training did. Raises ConfigError.
     """
     whole: Any = images.whole if isinstance(images, Subset) else images
     rows = [whole.rows[i] for i in (images.indices if whole is not images else range(len(images)))]
-    of_patient, of_slide = _parts_of_run(folder)
+    kept = RunSamples.read(folder / SAMPLES) if (folder / SAMPLES).is_file() else None
+    of_patient, of_sample = ({}, {}) if kept is None else kept.split_of()
     found = []
     for part, what in (("train", "trained on"), ("val", "used for validation")):
         patients = sorted({row.patient for row in rows if of_patient.get(row.patient) == part})
-        others = (row.slide for row in rows if row.patient not in of_patient)
-        slides = sorted({slide for slide in others if of_slide.get(slide) == part})
-        for kind, names in (("patient", patients), ("slide", slides)):
+        others = (row.name for row in rows if row.patient not in of_patient)
+        samples = sorted({name for name in others if of_sample.get(name) == part})
+        for kind, names in (("patient", patients), (whole.kind.noun, samples)):
             if names:
                 seen = counted(len(names), f"{kind} was", f"{kind}s were")
                 found.append(f"warning: {seen} {what}: {some(names, 5)}")
@@ -325,7 +319,6 @@ def seen_before(images: Any, folder: Path) -> list[str]:
 
 def open_any_slides(comm: Communicator, config: Config, about: Description) -> Named:
     """The slides that a configuration names, without their labels, on all ranks. Collective; raises Refusal."""
-    from mpi4dl.options.data import open_slides
 
     def opened() -> tuple[Named, Named]:
         found = open_slides(config, labelled=False)
@@ -346,11 +339,10 @@ class UnlabelledFiles(ListedFiles):
 
 
 def _listed(source: str, volumes: bool) -> UnlabelledFiles:
-    path, suffixes = Path(source).expanduser(), suffixes_of(volumes)
-    what = "volumes" if volumes else "images"
+    path, kind = Path(source).expanduser(), VOLUMES if volumes else PICTURES
+    what, suffixes = kind.nouns, kind.suffixes
     if path.is_dir():
-        root, files = path, sorted(files_below(path, suffixes))
-        found = [File(each.relative_to(root).as_posix(), size) for each, size in files]
+        root, found = path, [_file(name, path / name) for name in kind.below(path)[0]]
         problem = f"{path}: has no {what}, which end in {' '.join(suffixes)}"
     elif path.suffix.lower() in LISTS and path.is_file():
         root, found = _from_list(path)
@@ -392,7 +384,7 @@ def _twice(names: Sequence[str]) -> str | None:
 
 def _file(name: str, path: Path) -> File:
     try:
-        return File(name, path.stat().st_size)
+        return File(name, num_bytes_of(path))
     except OSError:  # which opening it will say
         return File(name, UNKNOWN)
 

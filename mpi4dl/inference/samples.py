@@ -115,7 +115,8 @@ def of_drawn_groups(measure: Measure, members: Sequence[Tensor]) -> Measure:
 class Samples:
     """Predictions (N, ...) and targets (N, ...) of samples of a level: slide, patient or image.
 
-    `of` says which patient, or other group, each is of: groups are drawn as a whole for intervals.
+    `of` says which patient, or other group, each is of: groups are drawn as a whole for intervals. `of_patients`: these
+    are patients, whose predictions can be judged, too.
     """
 
     level: str
@@ -125,6 +126,7 @@ class Samples:
     of: tuple[str, ...]
     outputs: Tensor
     targets: Tensor
+    of_patients: bool = False
 
     @classmethod
     def joined(cls, parts: Sequence["Samples"]) -> "Samples":
@@ -132,7 +134,8 @@ class Samples:
         first = parts[0]
         names, of = (tuple(name for part in parts for name in getattr(part, key)) for key in ("names", "of"))
         tensors = (torch.cat([getattr(part, key) for part in parts]) for key in ("outputs", "targets"))
-        return cls(first.level, first.task, first.classes, names, of, *tensors)
+        outputs, targets = tensors
+        return cls(first.level, first.task, first.classes, names, of, outputs, targets, first.of_patients)
 
     def members(self) -> dict[str, Tensor]:
         """The numbers of the samples of each group."""

@@ -23,7 +23,7 @@ from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.geometry import Interval
-from mpi4dl.inference.images import Coverage, open_labelled, open_slides_of_run, seen_of
+from mpi4dl.inference.images import Coverage, open_files_of_run, open_labelled, seen_of
 from mpi4dl.inference.masks import Target, WindowInterval, Windows, in_tissue
 from mpi4dl.inference.model import Prediction, Predictor, cells_of, skips_glass
 from mpi4dl.inference.options import Inference
@@ -100,14 +100,14 @@ class Scores:
         if self.patients is None:
             yield from self._level(own, level, intervals, self.count)
         else:
-            yield f"by slide, {self.count} of {counted(self.patients.count, 'patient')}:"
+            yield f"by {self.what}, {self.count} of {counted(self.patients.count, 'patient')}:"
             yield from self._level(own, level, intervals, self.patients.count)
             if self.patients.count < self.count:
                 yield ""
                 yield f"by patient, {self.patients.count}:"
                 yield from self._level(self.patients, level, intervals, self.patients.count)
             else:
-                yield "each patient has one slide: by patient it is the same"
+                yield f"each patient has one {self.what}: by patient it is the same"
         yield from self.remarks
 
     def _level(self, of: LevelScores, level: float, intervals: bool, drawn: int) -> Iterator[str]:
@@ -159,7 +159,13 @@ class Scores:
             found["patients"] = {"count": of.count, "metrics": _as_json(of.metrics, level), "confusion": of.confusion}
             found["patients"] |= {"calls": of.calls}
         found |= {"bad": self.bad, "records": csv_path.name, "root": self.root, "remarks": self.remarks}
-        columns = columns_of(TASKS[self.task], self.classes, True, crops=self.crops, patients=self.what == "slide")
+        columns = columns_of(
+            TASKS[self.task],
+            self.classes,
+            True,
+            crops=self.crops,
+            patients=any("patient" in record for record in self.records),
+        )
         if any("fold" in record for record in self.records):
             columns.insert(columns.index("patient") + 1, "fold")
         texts = {csv_path: _table(columns, self.records)}
@@ -258,9 +264,8 @@ def score(
         if model.comm.rank == 0:
             if found.dense or found.undefined:
                 metrics, confusion = found.metrics(resamples, level)
-                what = "image" if found.patients is None else "slide"
                 scores = Scores(
-                    model.about.task, model.classes, metrics=metrics, confusion=confusion, what=what, **kept
+                    model.about.task, model.classes, metrics=metrics, confusion=confusion, what=noun, **kept
                 )
             else:
                 scores = scores_of(found.samples(), judging, resamples, level, speaks=speaks, **kept)
@@ -273,10 +278,12 @@ def scores_of(
 ) -> Scores:
     """The scores of samples and, of slides, of their patients. Raises Refusal for a threshold that cannot be."""
     levels, remarks = [samples], tuple(kept.pop("remarks"))
-    if samples.level == "slide":
+    if samples.of_patients:
         patients, more = samples.by_patient(judging)
         levels, remarks = [samples, patients], remarks + more
-        remarks += (f"a patient's prediction is the {judging.patients} over its slides; intervals draw patients",)
+        remarks += (
+            f"a patient's prediction is the {judging.patients} over its {samples.level}s; intervals draw patients",
+        )
     thresholds = {each.level: each.thresholds(judging) for each in levels}
     with ProgressLine() if speaks and resamples else nullcontext(quietly) as progress:
         found = []
@@ -326,7 +333,7 @@ def judging_by(
         if model.config.slides.slides is None:
             images, which = open_labelled(comm, model.config, model.about, None)
         else:
-            images, which = open_slides_of_run(comm, model.config, model.about, model.folder, "val")
+            images, which = open_files_of_run(comm, model.config, model.about, model.folder, "val")
         if comm.rank == 0 and speaks:
             print(f"the threshold is chosen on {which}", flush=True)
         found = score(model, images, resamples=0, level=0.95, speaks=speaks, judging=judging).thresholds
@@ -371,9 +378,9 @@ def _about_thresholds(levels: Sequence[LevelScores], judging: Judging) -> Iterat
 
 
 def patients_of(images: Any) -> list[str] | None:
-    """The patient of each image, if they are slides."""
-    whole = images.whole if isinstance(images, Subset) else images
-    found = getattr(whole, "patients", None)
+    """The patient of each image, if they are known."""
+    whole: Any = images.whole if isinstance(images, Subset) else images
+    found: list[str] | None = whole.patients if getattr(whole, "tells_patients", False) else None
     return found if found is None or whole is images else [found[index] for index in images.indices]
 
 
@@ -488,8 +495,8 @@ class _Collected:
         outputs, targets = (torch.cat(parts) for parts in zip(*self.seen, strict=True))
         names = tuple(self.images.name(index) for index in self.indices)
         of = names if self.patients is None else tuple(self.patients[index] for index in self.indices)
-        kind = "image" if self.patients is None else "slide"
-        return Samples(kind, self.task, self.model.classes, names, of, outputs, targets)
+        noun, known = self.model.config.source_noun, self.patients is not None
+        return Samples(noun, self.task, self.model.classes, names, of, outputs, targets, known)
 
     def ended(self, index: int) -> bool:
         """Whether all of an image was looked at, with this sample."""

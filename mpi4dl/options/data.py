@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 from mpi4dl import datasets
 from mpi4dl._progress import ProgressLine, Tell, quietly
 from mpi4dl._wording import counted
+from mpi4dl.datasets.arrays import is_cifar
 from mpi4dl.datasets.augment import Mixup
+from mpi4dl.datasets.kinds import PICTURES, VOLUMES
 from mpi4dl.datasets.labels import FORMS
+from mpi4dl.datasets.sources import SYNTHETIC, SampleFiles, open_files
 from mpi4dl.datasets.split import Named, split
 from mpi4dl.datasets.transform import NORMALISATIONS, STRIDE_PX, Fit, Pointwise
 from mpi4dl.options.config import Config, ConfigError, Slides
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
 RGB = 3  # channels
 TURNS = {"none": 1, "half": 2, "quarter": 4}  # by `rotate`: how many an image can have
+FOLDS = "folds.csv"  # in the folder of the runs of all folds: which samples are in which
 FEATURES_MODEL = "features"  # how files of a run name the model that has no encoder
 
 
@@ -38,6 +42,7 @@ def build_datasets(config: Config, validating: Mapping[str, bool] | None = None)
     if config.slides.slides is not None:
         return split_slides(config, validating)
     held_out = max(1, round(config.data.num_samples * config.data.val_fraction))
+    split_file, of_fold = _split_file(config)
     return datasets.open(
         config.data.images,
         size=config.data.image_size,
@@ -49,8 +54,13 @@ def build_datasets(config: Config, validating: Mapping[str, bool] | None = None)
         validating=validating,
         task=config.data.task if config.data.task in FORMS else None,
         label_columns=config.data.label_columns,
+        columns=named_columns(config.slides),
         ignore_index=config.data.ignore_index,
         validates=config.training.eval_every is not None,
+        folds=config.slides.folds,
+        fold=config.slides.fold,
+        split_file=split_file,
+        of_fold=of_fold,
     )
 
 
@@ -105,6 +115,31 @@ def open_slides(
     from mpi4dl.datasets.slides.features import FeatureFolder
 
     return FeatureFolder(path, options, folder=Path(chosen.features).expanduser(), slides=folder, **common)
+
+
+def has_files(config: Config) -> bool:
+    """Whether samples are files of a table or folder, rather than arrays, text or a dataset of the user's."""
+    if config.slides.slides is not None:
+        return True
+    path = Path(config.data.images).expanduser()
+    own = config.data.dataset is not None or config.data.text is not None or config.data.images == SYNTHETIC
+    return not own and path.suffix != ".npz" and not is_cifar(path)
+
+
+def open_own_files(config: Config, classes: tuple[str, ...] | None = None) -> "SampleFiles":
+    """The files that a configuration names, all of them, with labels of these `classes`. Raises as `open_slides`."""
+    if config.slides.slides is not None:
+        return open_slides(config, classes=classes)
+    return open_files(
+        Path(config.data.images).expanduser(),
+        VOLUMES if len(config.data.image_size) > 2 else PICTURES,
+        task=config.data.task if config.data.task in FORMS else None,
+        label_columns=config.data.label_columns,
+        classes=classes,
+        columns=named_columns(config.slides),
+        num_classes=config.model.num_classes,
+        ignore_index=config.data.ignore_index,
+    )
 
 
 def named_columns(chosen: Any) -> dict[str, str]:
@@ -169,19 +204,12 @@ def _numbers_in(text: str) -> tuple[float, ...] | None:
     return found if all(map(math.isfinite, found)) else None
 
 
-FOLDS = "folds.csv"  # in the folder of the runs of all folds: which slides are in which
-
-
 def split_slides(config: Config, validating: Mapping[str, bool] | None = None) -> tuple[Named, Named]:
     """The slides to train on and to validate with. Raises ConfigError, DatasetError."""
     chosen = config.slides
-    if chosen.folds is not None and not chosen.fold < chosen.folds > 1:
-        raise ConfigError(
-            f"`fold` {chosen.fold} of `folds` {chosen.folds}: choose two folds or more, and one from 0 on"
-        )
     split_file, of_fold = _split_file(config)
     with ProgressLine() as tell:
-        training, validation, _ = open_slides(config, tell=tell).split(
+        training, validation = open_slides(config, tell=tell).split(
             fraction=config.data.val_fraction,
             seed=config.training.seed,
             known=validating,
@@ -189,6 +217,7 @@ def split_slides(config: Config, validating: Mapping[str, bool] | None = None) -
             fold=chosen.fold,
             split_file=split_file,
             of_fold=of_fold,
+            validates=config.training.eval_every is not None,
         )
         whole: Any = training.whole
         if whole.masks is not None and config.data.fit == "crop":
@@ -202,6 +231,10 @@ def split_slides(config: Config, validating: Mapping[str, bool] | None = None) -
 def _split_file(config: Config) -> tuple[Path | None, bool]:
     """The file that says how slides are split, if any does, and whether it is that of one fold. Raises ConfigError."""
     chosen, run = config.slides, config.run.run_folder
+    if chosen.folds is not None and not chosen.fold < chosen.folds > 1:
+        raise ConfigError(
+            f"`fold` {chosen.fold} of `folds` {chosen.folds}: choose two folds or more, and one from 0 on"
+        )
     if chosen.split_file is None:
         kept = None if chosen.folds is None or run is None else Path(run).parent / FOLDS
         return (kept, False) if kept is not None and kept.is_file() else (None, False)  # as the other folds have it
@@ -219,7 +252,7 @@ def in_folder_of_fold(config: Config) -> Config:
     """The configuration with the run of a fold in a folder of its own, such as runs/mine/fold_2 in runs/mine."""
     chosen, run = config.slides, config.run.run_folder
     name = f"fold_{chosen.fold}"
-    if (chosen.slides or chosen.features) is None or chosen.folds is None or run is None or Path(run).name == name:
+    if chosen.folds is None or run is None or Path(run).name == name:
         return config
     return with_values(config, {"run_folder": str(Path(run) / name)})
 
@@ -427,7 +460,6 @@ def own_datasets(config: Config, validating: Mapping[str, bool]) -> tuple[Named,
         config.data.val_fraction,
         config.training.seed,
         validating,
-        otherwise="give a pair of datasets, or one that takes split='train' and split='val'",
         validates=config.training.eval_every is not None,
     )
 

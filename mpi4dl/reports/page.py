@@ -167,13 +167,12 @@ MOST_BYTES = 1 << 28
 def image_folders(root: Path) -> list[Path]:
     """Where names of images may begin below a source: in it, in its parts, and beside the masks of either."""
     from mpi4dl.datasets.listed import TEST, VALIDATION, subfolders  # with torch, which takes seconds
-    from mpi4dl.datasets.sources import IMAGES
 
     try:
         parts = [root / name for name in subfolders(root) if name.casefold() in VALIDATION | TEST]
     except (OSError, ValueError):
         parts = []
-    return [folder for part in (*parts, root) for folder in (part / IMAGES, part)]
+    return [*parts, root]
 
 
 def find(name: str, folders: Sequence[Path], homes: Sequence[Path]) -> Path | None:

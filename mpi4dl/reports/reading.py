@@ -359,7 +359,7 @@ def _read(path: Path, name: str) -> FoundRun:
         options,
         read(VERSIONS, lambda raw: flattened(parse_json(raw)), {}),
         records,
-        read(IMAGES, lambda raw: tuple(map(str, parse_json(raw)["classes"])), ()) if (path / IMAGES).exists() else (),
+        read(DESCRIPTION, lambda raw: tuple(map(str, parse_json(raw)["classes"])), ()),
         portrait,
         tuple(evaluations),
         tail[-TAIL_LINES:],

@@ -1,8 +1,7 @@
-"""The images of a run: listed by rank 0 for all, described to the reader, kept as lists in its folder."""
+"""The images of a run: listed by rank 0 for all, described to the reader, kept as a table in its folder."""
 
-import json
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from math import prod
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpi4dl import datasets
-from mpi4dl._files import Replacement, naming, read_regular, write_durably
+from mpi4dl._files import Replacement, naming
 from mpi4dl._progress import ProgressOfImages
 from mpi4dl._wording import counted, some
 from mpi4dl.comm import Communicator
@@ -19,191 +18,19 @@ from mpi4dl.datasets.base import task_of
 from mpi4dl.datasets.listed import ListedFiles, parts
 from mpi4dl.datasets.loader import Loader
 from mpi4dl.datasets.map_style import OwnDataset
+from mpi4dl.datasets.samples import TABLE
 from mpi4dl.datasets.sources import SYNTHETIC
 from mpi4dl.datasets.split import Named, Subset
-from mpi4dl.datasets.table import TABLE
 from mpi4dl.datasets.transform import STRIDE_PX, Fit, as_fit
 from mpi4dl.geometry import Box
 from mpi4dl.options.config import Config, ConfigError, to_toml
 from mpi4dl.options.data import FOLDS, build_augment, build_datasets, build_mixup, build_views, number_of_classes
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.tasks import with_task
+from mpi4dl.runs.description import Description, described_by
+from mpi4dl.runs.samples import RunSamples
 from mpi4dl.runs.stopping import Patience
 from mpi4dl.tasks.task import TASKS
-
-# Which images a run trains on and validates with, kept in its folder, so that going on moves none of them.
-#
-#     images.json     {"classes": [...], "fit": "resize", "training": {"cat/1.png": [3145, "cat", 2774910125], ...},
-#                      "validation": {...}, "values": null}
-#
-# A name is the path from the folder of images on. Its size in bytes, what is to be learnt of it as text, and a checksum
-# of some of its bytes follow; null where there is none. `values` says what values of volumes are read as.
-
-FILE = "images.json"
-MOST_NAMES = 3
-
-
-class Sample(NamedTuple):
-    """The size of an image in bytes, its label as text, and a checksum of some of its bytes."""
-
-    num_bytes: int | None
-    label: str | None = None
-    checksum: int | None = None
-
-    @classmethod
-    def of(cls, num_bytes: Any, label: Any, checksum: Any = None) -> "Sample":
-        size, found = (None if each is None else int(each) for each in (num_bytes, checksum))
-        return cls(size, None if label is None else str(label), found)
-
-    def differs(self, now: "Sample") -> bool:
-        """Whether a file of the same size has other bytes, as far as both are known."""
-        known = None not in (self.checksum, now.checksum)
-        return known and now.num_bytes == self.num_bytes and now.checksum != self.checksum
-
-
-Samples = Mapping[str, Sample]
-
-
-class ImageLists(NamedTuple):
-    """The samples of both parts of a run by name, their classes, and how they fill the image size."""
-
-    classes: tuple[str, ...]
-    fit: Fit
-    training: Samples
-    validation: Samples
-    values: str | None = None
-
-    @classmethod
-    def of(cls, training: Named, validation: Named, fit: Fit) -> "ImageLists":
-        values = getattr(training, "values", None)
-        return cls(training.classes, fit, _listed(training), _listed(validation), values)
-
-    @classmethod
-    def before(cls, config: Config) -> "ImageLists | None":
-        """The lists of the run that a configuration resumes; None if there is none. Raises ConfigError."""
-        resume, folder = config.run.resume, config.run.run_folder
-        if resume == "none" or (resume == "auto" and folder is None):
-            return None
-        asked = Path(folder or "") if resume == "auto" else Path(resume)
-        # A run's folder, or that of checkpoints in it, or one of these.
-        for path in (asked, asked.absolute().parent, asked.absolute().parent.parent):
-            if (path / FILE).is_file():
-                return cls.read(path / FILE)
-        return None
-
-    @classmethod
-    def read(cls, path: Path) -> "ImageLists":
-        """Raises ConfigError for what is no such file."""
-        try:
-            found = json.loads(read_regular(path))
-            parts = [
-                {str(name): Sample.of(*sample) for name, sample in found[part].items()}
-                for part in ("training", "validation")
-            ]
-            fit = as_fit(found["fit"])
-            return cls(tuple(map(str, found["classes"])), fit, parts[0], parts[1], found.get("values"))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise ConfigError(
-                f"{path}: is not the list of a run's images, it is damaged ({type(error).__name__}): restore it, or "
-                "remove it to split the images anew"
-            ) from error
-
-    def write(self, folder: Path) -> None:
-        """Put them into the folder of a run, in place of older ones, at once or not at all. Raises OSError."""
-        with naming(folder / FILE):
-            write_durably(folder / FILE, json.dumps(self._asdict(), indent=1).encode())
-
-    @property
-    def samples(self) -> Samples:
-        """All samples by name; those of two sets that call samples alike are called by their part, too."""
-        if self.training.keys().isdisjoint(self.validation):
-            return {**self.training, **self.validation}
-        parts = {"training": self.training, "validation": self.validation}
-        return {f"{part} {name}": sample for part, found in parts.items() for name, sample in found.items()}
-
-    def validating(self) -> dict[str, bool]:
-        """Of each image whether it validates."""
-        return dict.fromkeys(self.training, False) | dict.fromkeys(self.validation, True)
-
-    def changes(self, now: "ImageLists") -> Iterator[str]:
-        """The message about images that came, went or changed since these lists were made."""
-        if now.classes != self.classes:
-            yield f"the classes were {', '.join(self.classes)}, and are {', '.join(now.classes)}"
-        before, after = self.samples, now.samples
-        old, new = self.validating(), now.validating()
-        for names, what in (
-            ([name for name in before if name not in after], "is gone since"),
-            ([name for name in after if name not in before], "is new"),
-            (
-                [name for name in after if name in before and after[name].num_bytes != before[name].num_bytes],
-                "has another size",
-            ),
-            ([name for name in after if name in before and before[name].differs(after[name])], "has other content"),
-            ([name for name in new if name in old and new[name] > old[name]], "was trained on, and now validates"),
-            ([name for name in new if name in old and new[name] < old[name]], "validated, and is now trained on"),
-        ):
-            if names:
-                more = f" and {counted(len(names) - MOST_NAMES, 'other')}" if len(names) > MOST_NAMES else ""
-                yield f"of the images, {', '.join(names[:MOST_NAMES])}{more} {what}"
-
-    def require_same_labels(self, now: "ImageLists") -> None:
-        """Raise ConfigError if a sample has another label than when these lists were made.
-
-        In folders of classes the label is a part of the name. A file that is in another folder now is known by its
-        size and its checksum, if no other file has both.
-        """
-        before, after = self.samples, now.samples
-        pairs = [(name, name) for name in before if name in after]
-        there, here = _by_file(before), _by_file(after)
-        pairs += [(name, here[key]) for key, name in there.items() if here.get(key, name) != name]
-        changed = [
-            f"{new} ({before[old].label}, now {after[new].label})"
-            for old, new in pairs
-            if before[old].label != after[new].label
-        ]
-        if changed:
-            raise ConfigError(
-                f"{counted(len(changed), 'sample')} with another label than when the run began: "
-                f"{some(changed, MOST_NAMES)}: put the labels back, or train with the new ones in another `run_folder`"
-            )
-
-
-def _by_file(samples: Samples) -> dict[tuple[int, int], str]:
-    """The names of the samples by size and checksum, of those that share them with no other."""
-    found: dict[tuple[int, int], list[str]] = {}
-    for name, sample in samples.items():
-        if sample.num_bytes is not None and sample.checksum is not None:
-            found.setdefault((sample.num_bytes, sample.checksum), []).append(name)
-    return {key: names[0] for key, names in found.items() if len(names) == 1}
-
-
-def _listed(dataset: Named) -> Samples:
-    whole: Any = dataset.whole if isinstance(dataset, Subset) else dataset
-    indices = dataset.indices if isinstance(dataset, Subset) else range(len(dataset))
-    files, label = getattr(whole, "files", None), getattr(whole, "label_as_text", lambda _: None)
-    return {
-        whole.name(index): Sample(None, label(index))
-        if files is None
-        else Sample(files[index].num_bytes, label(index), whole.fingerprint(index))
-        for index in indices
-    }
-
-
-SPLIT = "split.csv"  # of a run on slides: the part that each is for, as `split_file` takes it
-
-
-def write_split(training: Named, folder: Path) -> None:
-    """Keep which slides are for what in the folder of a run, and all folds beside it. Raises OSError."""
-    whole: Any = training.whole if isinstance(training, Subset) else training
-    if not hasattr(whole, "split_as_text"):
-        return
-    with naming(folder / SPLIT):
-        write_durably(folder / SPLIT, whole.split_as_text().encode())
-    folds = folder.parent / FOLDS
-    if folder.name.startswith("fold_") and whole.has_folds and not folds.exists():
-        with naming(folds), Replacement(folds, shared=True) as temporary:  # jobs of several folds may begin at once
-            temporary.write_text(whole.folds_as_text(), encoding="utf-8", newline="")
-
 
 LOOKED_AT = 8
 # Slides rather than pictures begin here, as for Pillow: 8192 x 8192 px.
@@ -251,11 +78,40 @@ class Images(NamedTuple):
         )
 
     def record(self, comm: Communicator, folder: Path) -> None:
-        """Keep the lists in the folder of a run. Collective. Raises Refusal on all ranks if they cannot be written."""
+        """Keep the table in the folder of a run, and all folds beside it. Collective.
+
+        Raises Refusal on all ranks if they cannot be written.
+        """
         with comm.together((ValueError, OSError)):
             if comm.rank == 0:
-                ImageLists.of(self.training, self.validation, self.fit).write(folder)
-                write_split(self.training, folder)
+                RunSamples.of(self.training, self.validation).write(folder)
+                whole: Any = self.training.whole if isinstance(self.training, Subset) else self.training
+                folds = folder.parent / FOLDS
+                if folder.name.startswith("fold_") and getattr(whole, "has_folds", False) and not folds.exists():
+                    with naming(folds), Replacement(folds, shared=True) as temporary:  # jobs of several folds may begin
+                        temporary.write_text(whole.folds_as_text(), encoding="utf-8", newline="")
+
+
+class Before(NamedTuple):
+    """What the folder of a run says of its samples; what it decided about them, None if it does not say."""
+
+    samples: RunSamples
+    about: Description | None
+
+    @property
+    def fit(self) -> Fit | None:
+        return None if self.about is None else self.about.fit
+
+
+def before(config: Config) -> Before | None:
+    """The samples of the run that a configuration resumes; None if there is none. Raises ConfigError, OSError."""
+    resume, folder = config.run.resume, config.run.run_folder
+    if resume == "none" or (resume == "auto" and folder is None):
+        return None
+    asked = Path(folder or "") if resume == "auto" else Path(resume)
+    samples = RunSamples.at(asked)
+    places = (asked, asked.absolute().parent, asked.absolute().parent.parent)
+    return None if samples is None else Before(samples, next(filter(None, map(described_by, places)), None))
 
 
 def open_images(comm: Communicator, config: Config) -> Images:
@@ -266,17 +122,14 @@ def open_images(comm: Communicator, config: Config) -> Images:
     recorded = None
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
-            recorded = ImageLists.before(config)
-    known = None if recorded is None else recorded.validating()
+            recorded = before(config)
+    known = None if recorded is None else recorded.samples.validating()
 
     def opened() -> Pair:
-        pair = build_datasets(config, known)
-        if recorded is not None:
-            read_as_trained(pair, recorded.values)
-        return pair
+        return build_datasets(config, known)
 
     if config.data.dataset is not None:
-        training, validation = _own(comm, lambda: build_datasets(config, known))
+        training, validation = _own(comm, opened)
     else:
         training, validation = shared(comm, opened)
     for part in (training, validation):
@@ -408,7 +261,7 @@ def _folders(pair: Pair) -> list[ListedFiles]:
 
 
 def _describe(
-    config: Config, training: Named, validation: Named, recorded: ImageLists | None
+    config: Config, training: Named, validation: Named, recorded: Before | None
 ) -> tuple[Fit, tuple[str, ...], tuple[int, ...] | None]:
     size = config.data.image_size
     if config.streams_images and TASKS[task_of(training)].dense and prod(size) > SLIDE_PIXELS:
@@ -434,12 +287,14 @@ def _describe(
     remarks += unstained(training)
     remarks.append(_shown(config, fit, sizes, len(training)))
     if recorded is not None:
-        unlike = unlike_values(training, recorded.values)
+        about, now = recorded.about, RunSamples.of(training, validation)
+        unlike = None if about is None else unlike_values(training, about.values)
         if unlike is not None:
             raise ConfigError(unlike)
-        now = ImageLists.of(training, validation, fit)
-        recorded.require_same_labels(now)
-        remarks += recorded.changes(now)
+        recorded.samples.require_unchanged(now)
+        if about is not None and about.classes != tuple(training.classes):
+            remarks.append(f"the classes were {', '.join(about.classes)}, and are {', '.join(training.classes)}")
+        remarks += recorded.samples.changes(now)
         own = [each for each in _wholes((training, validation)) if isinstance(each, OwnDataset)]
         remarks += [
             f"{each.kind} gives labels with its images alone: they are not compared with those that the run began "
@@ -449,13 +304,6 @@ def _describe(
         ]
     largest = tuple(max(sides) for sides in zip(*sizes, strict=True)) if sizes else None
     return fit, tuple(datasets.printable(remark) for remark in remarks), largest
-
-
-def read_as_trained(pair: Pair, values: str | None) -> None:
-    """Read volumes as a run did that recorded `values`: see `ListedFiles`. Raises DatasetError."""
-    for whole in _wholes(pair):
-        if isinstance(whole, ListedFiles):
-            whole.read_as_trained(values)
 
 
 def unlike_values(images: Any, trained_on: str | None) -> str | None:
@@ -482,11 +330,11 @@ def _sizes(dataset: Named) -> Iterator[tuple[int, ...]]:
         yield image.size
 
 
-def _fit(asked: str, sizes: Sequence[tuple[int, ...]], recorded: ImageLists | None) -> Fit:
+def _fit(asked: str, sizes: Sequence[tuple[int, ...]], recorded: Before | None) -> Fit:
     """One way for all images of a run, whatever their format. Raises ConfigError where they are of both kinds."""
     if asked != "auto":
         return as_fit(asked)
-    if recorded is not None:
+    if recorded is not None and recorded.fit is not None:
         return recorded.fit
     slides = [len(size) == 2 and prod(size) > SLIDE_PIXELS for size in sizes]
     if any(slides) and not all(slides):

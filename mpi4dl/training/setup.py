@@ -32,7 +32,7 @@ from mpi4dl.parallel.inputs import Shape, of_tokens, own_or
 from mpi4dl.runs.assembly import ModelAssembly, assemble
 from mpi4dl.runs.stopping import Patience
 from mpi4dl.tasks.task import Task
-from mpi4dl.training.data import ImageLists, Images, open_alone, open_images
+from mpi4dl.training.data import Images, before, open_alone, open_images
 from mpi4dl.training.resuming import as_it_began, as_it_was_cut
 
 if TYPE_CHECKING:
@@ -140,9 +140,9 @@ def framed(config: Config, comm: Communicator) -> Config:
     found = None
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
-            before = ImageLists.before(config)
-            if before is not None and config.data.fit == "auto":
-                config = with_values(config, {"fit": before.fit})
+            kept = before(config) if config.data.fit == "auto" else None
+            if kept is not None and kept.fit is not None:
+                config = with_values(config, {"fit": kept.fit})
             found = with_frame(config)
     names = ("image_size", "fit", "stain_reference")
     return with_values(config, comm.broadcast_object(found and {name: value_of(found, name) for name in names}))

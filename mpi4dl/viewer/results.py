@@ -20,11 +20,12 @@ from mpi4dl._files import leads_to, read_regular
 from mpi4dl._numbers import number_in, of_cell, parse_json
 from mpi4dl._signatures import is_signed
 from mpi4dl._wording import counted
+from mpi4dl.datasets import kinds
 from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.datasets.files import WHOLE_SLIDES
+from mpi4dl.datasets.samples import Sample, SampleTable, read_samples, without_suffix
 from mpi4dl.datasets.slides.annotations import POLYGONS
 from mpi4dl.datasets.slides.record import SLIDES
-from mpi4dl.datasets.slides.tables import FEATURE_SUFFIXES, SlideRow, SlideTable, read_slides, without_suffix
 
 PREDICTIONS, PREDICTED, EVALUATED = "predictions.jsonl", "predictions-*", "evaluation"
 ABOUT = "predictions.json"
@@ -222,8 +223,8 @@ class _Place:
         if source is not None and (of_slides or not only_features):
             root = root or (source if source.is_dir() else source.parent)
         self.root = slides_folder or root
-        self._table: SlideTable | None = None
-        self._rows: dict[str, SlideRow] = {}
+        self._table: SampleTable | None = None
+        self._rows: dict[str, Sample] = {}
         self._by_stem: dict[str, str] = {}
         self._beside = None if source is None else source.parent
         self.in_bounds = told.get("in_bounds") is True
@@ -261,10 +262,10 @@ class _Place:
     def _read(self, source: Path, columns: Mapping[str, str], remarks: list[str]) -> None:
         folder = None if source.is_dir() else self.root
         try:
-            self._table = read_slides(source, folder=folder, columns={} if source.is_dir() else columns)
+            self._table = read_samples(source, kinds.SLIDES, folder=folder, columns={} if source.is_dir() else columns)
         except (DatasetError, OSError) as error:
             try:
-                self._table = read_slides(source, folder=folder, columns=columns, label_columns=())
+                self._table = read_samples(source, kinds.SLIDES, folder=folder, columns=columns, label_columns=())
             except (DatasetError, OSError):
                 remarks.append(f"labels and annotations of the table are not shown: {printable(str(error))}")
                 return
@@ -274,11 +275,13 @@ class _Place:
 
     def name_of(self, name: str) -> str:
         """The slide that a record is of, from the folder of slides on; records of features name files of features."""
-        if not name.lower().endswith(FEATURE_SUFFIXES):
+        if not name.lower().endswith(kinds.FEATURES.suffixes):
             return name
         recorded = self._recorded.get(name)
         file = recorded.get("file") if isinstance(recorded, dict) else None
-        found = self._by_stem.get(without_suffix(name, FEATURE_SUFFIXES)) or (file if isinstance(file, str) else name)
+        found = self._by_stem.get(without_suffix(name, kinds.FEATURES.suffixes)) or (
+            file if isinstance(file, str) else name
+        )
         if recorded is not None:
             self._recorded.setdefault(found, recorded)
         return found

@@ -10,7 +10,7 @@ import tifffile
 
 from mpi4dl.datasets import BadImage, DatasetError
 from mpi4dl.datasets.listed import OtherFile
-from mpi4dl.datasets.sources import ImageFolder
+from mpi4dl.datasets.sources import open_files
 from tests.datasets.boxes import noise_image, whole
 
 
@@ -19,9 +19,13 @@ def put(path, value=0, size=(4, 5)):
     PIL.Image.new("RGB", size[::-1], (value,) * 3).save(path)
 
 
+def listed(root, classes=None):
+    return open_files(root, classes=classes)
+
+
 def refused(message, *arguments):
     with pytest.raises(DatasetError, match=re.escape(message)):
-        ImageFolder(*arguments)
+        listed(*arguments)
 
 
 def test_classes_and_files_are_in_order(tmp_path):
@@ -31,7 +35,7 @@ def test_classes_and_files_are_in_order(tmp_path):
     (tmp_path / "dog/._a.png").write_text("what a Mac leaves behind")
     (tmp_path / ".cache").mkdir()
     (tmp_path / "README").write_text("no class")
-    dataset = ImageFolder(tmp_path)
+    dataset = listed(tmp_path)
     assert dataset.classes == ("cat", "dog")
     names = [str(dataset.path(i).relative_to(tmp_path)) for i in range(len(dataset))]
     assert names == ["cat/deep/er/c.png", "cat/y.bmp", "cat/z.jpeg", "dog/a.PNG", "dog/b.png"]
@@ -44,7 +48,7 @@ def test_sizes_and_formats_may_be_mixed(tmp_path):
     pixels = noise_image(96, 80)
     tifffile.imwrite(tmp_path / "b/3.tif", pixels, tile=(32, 32), photometric="rgb")
     tifffile.imwrite(tmp_path / "b/4.svs", pixels, tile=(32, 32), photometric="rgb")
-    dataset = ImageFolder(tmp_path)
+    dataset = listed(tmp_path)
     images = [dataset.image(i) for i in range(len(dataset))]
     assert [i.size for i in images] == [
         (4, 5),
@@ -61,14 +65,14 @@ def test_a_class_may_be_a_link_to_a_folder(tmp_path):
     put(tmp_path / "elsewhere/1.png")
     put(tmp_path / "root/a/1.png")
     (tmp_path / "root/b").symlink_to(tmp_path / "elsewhere")
-    assert len(ImageFolder(tmp_path / "root")) == 2
+    assert len(listed(tmp_path / "root")) == 2
 
 
 def test_a_bad_file_is_found_when_it_is_opened(tmp_path):
     put(tmp_path / "a/1.png")
     put(tmp_path / "b/1.png")
     (tmp_path / "b/1.png").write_bytes(b"")
-    dataset = ImageFolder(tmp_path)
+    dataset = listed(tmp_path)
     assert dataset.image(0).size[0] == 4
     with pytest.raises(BadImage, match=r"b/1\.png: is empty \(0 bytes\)"):
         dataset.image(1)
@@ -114,7 +118,7 @@ def test_training_images_without_validation_images(tmp_path):
 
 def test_given_classes_keep_their_numbers(tmp_path):
     put(tmp_path / "c/1.png")
-    dataset = ImageFolder(tmp_path, ("a", "b", "c"))
+    dataset = listed(tmp_path, ("a", "b", "c"))
     assert dataset.classes == ("a", "b", "c")
     assert dataset.label(0) == 2
 
@@ -127,7 +131,7 @@ def test_a_class_that_is_not_among_the_given(tmp_path):
 def test_a_file_that_is_another_than_was_listed_is_refused(tmp_path):
     for name in ("a/1.png", "b/1.png", "b/2.png"):
         put(tmp_path / name, 7)
-    dataset = ImageFolder(tmp_path)
+    dataset = listed(tmp_path)
     put(tmp_path / "a/1.png", 7, (40, 50))
     (tmp_path / "b/1.png").unlink()
     size = dataset.files[0].num_bytes
@@ -141,9 +145,9 @@ def test_a_file_that_is_another_than_was_listed_is_refused(tmp_path):
 def test_other_content_of_the_same_size_is_noticed_by_its_print(tmp_path):
     for name in ("a/1.bmp", "a/2.bmp", "b/1.bmp"):
         put(tmp_path / name, 7, (60, 60))
-    dataset = ImageFolder(tmp_path)
+    dataset = listed(tmp_path)
     mine = dataset.prints(slice(0, None, 2), "on rank 1")
-    theirs = ImageFolder(tmp_path).prints(slice(1, None, 2), "on rank 0")
+    theirs = listed(tmp_path).prints(slice(1, None, 2), "on rank 0")
     dataset.expect([mine[0], *theirs, mine[1]])
     for index in range(3):
         dataset.image(index)
@@ -157,7 +161,7 @@ def test_what_cannot_be_read_has_no_print_and_is_a_bad_image(tmp_path):
         put(tmp_path / name)
     (tmp_path / "a/0.png").symlink_to(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "a/2.png")
-    dataset = ImageFolder(tmp_path)
+    dataset = listed(tmp_path)
     prints = dataset.prints(slice(None), "on rank 0")
     assert [one is None for one in prints] == [True, False, True, False]
     dataset.expect(prints)
@@ -170,7 +174,7 @@ def test_names_do_not_steer_the_terminal(tmp_path):
     for name in ("a/\x1b[31m\u202e.png", "b/\udcff\n.png"):
         put(tmp_path / name)
         (tmp_path / name).write_bytes(b"damaged")
-    dataset = ImageFolder(tmp_path)
+    dataset = listed(tmp_path)
     for index, shown in enumerate([r"a/\x1b[31m\u202e.png", r"b/\udcff\n.png"]):
         with pytest.raises(BadImage) as caught:
             dataset.image(index)

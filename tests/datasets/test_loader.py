@@ -119,7 +119,7 @@ def folder(tmp_path):
     (tmp_path / "a/1.png").write_bytes(b"")
     damaged = tmp_path / "b/2.png"
     damaged.write_bytes(damaged.read_bytes()[:60])
-    return datasets.sources.ImageFolder(tmp_path)
+    return datasets.sources.open_files(tmp_path)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

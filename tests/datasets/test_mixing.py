@@ -12,7 +12,7 @@ from mpi4dl.datasets import Augmentation, DatasetError, Loader, View
 from mpi4dl.datasets.arrays import Synthetic
 from mpi4dl.datasets.augment import Mixup
 from mpi4dl.datasets.loader import balanced, class_counts
-from mpi4dl.datasets.sources import ImageFolder
+from mpi4dl.datasets.sources import open_files
 from mpi4dl.datasets.transform import Pointwise
 from mpi4dl.geometry import Box, GridShape, Interval, Tiling
 
@@ -64,7 +64,7 @@ def test_a_sample_is_lost_with_its_partner(tmp_path):
     mixup, errors = Mixup(1.0, 2), set()
     for rank in range(5):
         options = {"on_bad_image": "report", "mixup": mixup}
-        (batch,) = Loader(ImageFolder(tmp_path), View(SIZE), 5, owned(GridShape(5, 1, 1), rank), **options).epoch(0)
+        (batch,) = Loader(open_files(tmp_path), View(SIZE), 5, owned(GridShape(5, 1, 1), rank), **options).epoch(0)
         errors |= set(batch.errors)
         assert len({*batch.errors.values()}) <= 1
     assert errors == {2, mixup.draw(0, (0, 1, 2, 3, 4)).partners.index(2)}

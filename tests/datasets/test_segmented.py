@@ -13,8 +13,9 @@ import torch
 
 from mpi4dl import datasets
 from mpi4dl.datasets import Augmentation, BadImage, DatasetError, Loader, View
+from mpi4dl.datasets.kinds import VOLUMES
 from mpi4dl.datasets.masks import Mask, indices_of, open_stored, values_in
-from mpi4dl.datasets.sources import SegmentedFolder
+from mpi4dl.datasets.sources import open_files
 from mpi4dl.geometry import Box, GridShape, Interval, Tiling
 
 VALUES = np.array([0, 1, 2, 255], np.uint8)
@@ -57,7 +58,7 @@ def root(tmp_path):
 ])  # fmt: skip
 def test_masks_lie_on_their_images(root, view):
     """Where an image is of one brightness, far from edges, the mask says which; beyond the image it says -100."""
-    folder = SegmentedFolder(root)
+    folder = open_files(root)
     assert folder.classes == ("background", "cell", "nucleus")
     whole = Loader(folder, view, 5, lambda n: [Box(Interval(0, n), *(Interval(0, side) for side in view.size))])
     compared = 0
@@ -81,10 +82,10 @@ def test_masks_lie_on_their_images(root, view):
 
 def test_every_rank_has_whole_masks_and_its_boxes(root):
     view, grid = View((20, 22), augmentation=Augmentation(flip_rows=True)), GridShape(1, 2, 2)
-    whole = next(Loader(SegmentedFolder(root), view, 5, lambda n: []).epoch(1)).labels
+    whole = next(Loader(open_files(root), view, 5, lambda n: []).epoch(1)).labels
     for rank in range(4):
         boxes = lambda n, rank=rank: [Tiling.even(grid, (n, *view.size)).owned(rank)]  # noqa: E731
-        (batch,) = Loader(SegmentedFolder(root), view, 5, boxes, num_workers=2).epoch(1)
+        (batch,) = Loader(open_files(root), view, 5, boxes, num_workers=2).epoch(1)
         assert torch.equal(batch.labels, whole)
         assert batch.tiles[0].shape[2:] == (10, 11)
 
@@ -195,9 +196,9 @@ def harm(root, how):
 )
 def test_a_bad_mask_costs_its_image_and_no_more(root, how, message):
     harm(root, how)
-    folder, view = SegmentedFolder(root), View((16, 16))
+    folder, view = open_files(root), View((16, 16))
     boxes = [Box(Interval(0, 5), Interval(0, 16), Interval(0, 16))]
-    position = next(i for i in range(5) if folder.name(i).startswith("grey"))
+    position = next(i for i in range(5) if folder.name(i).startswith("images/grey"))
     (batch,) = Loader(folder, view, 5, lambda n: boxes, on_bad_image="report").epoch(0)
     assert list(batch.errors) == [position]
     assert message in batch.errors[position]
@@ -238,8 +239,8 @@ def test_black_and_white_masks_are_asked_about(root):
         PIL.Image.fromarray(mask).save(root / "masks" / path.name)
     (root / "classes.txt").unlink()
     with pytest.raises(DatasetError, match="nothing but 0 and 255, and 255 is ignored: set `ignore_index` to none"):
-        SegmentedFolder(root)
-    folder = SegmentedFolder(root, ignore_index=None)
+        open_files(root)
+    folder = open_files(root, ignore_index=None)
     assert folder.classes == ("0", "1")
     assert np.unique(folder.label(0).read(Interval(0, 20), Interval(0, 20))).tolist() == [0, 1]
 
@@ -261,7 +262,7 @@ def test_folders_that_cannot_be(root, harmed, message):
     else:
         (root / harmed).unlink()
     with pytest.raises(DatasetError, match=re.escape(message)):
-        SegmentedFolder(root)
+        open_files(root)
 
 
 def test_volumes(tmp_path):
@@ -271,7 +272,7 @@ def test_volumes(tmp_path):
         for kind, array in (("images", mask.astype(np.float32)), ("masks", mask)):
             (tmp_path / kind).mkdir(exist_ok=True)
             np.save(tmp_path / kind / f"{number}.npy", array)
-    folder = SegmentedFolder(tmp_path, volumes=True)
+    folder = open_files(tmp_path, VOLUMES)
     view = View((4, 5, 6), "crop", Augmentation(flip_depth=True, flip_rows=True), mean=(0,), std=(1,))
     (batch,) = Loader(folder, view, 3, lambda n: [Box(Interval(0, n), *map(Interval, (0, 0, 0), view.size))]).epoch(2)
     assert batch.labels.shape == (3, 4, 5, 6)

@@ -1,4 +1,4 @@
-"""mpi4dl.datasets.split: a sample's name decides where it goes, so that others may come and go."""
+"""mpi4dl.datasets.split: samples of a dataset are split by patient or name, in exact shares of each stratum."""
 
 import re
 
@@ -38,19 +38,26 @@ def names(subset):
 
 
 @given(st.sets(st.text(max_size=5)), st.sets(st.sampled_from(HUNDRED), max_size=50), st.integers(0, 9))
-def test_samples_that_come_or_go_move_no_other(new, gone, seed):
+def test_samples_that_come_or_go_move_no_other_of_a_run_that_goes_on(new, gone, seed):
     before = split(Labelled(HUNDRED), 0.3, seed)
-    after = split(Labelled(sorted({*HUNDRED, *new} - gone)), 0.3, seed)
+    known = {name: part is before[1] for part in before for name in names(part)}
+    after = split(Labelled(sorted({*HUNDRED, *new} - gone)), 0.3, seed, known)
     for old, now in zip(before, after, strict=True):
         assert names(old) - gone <= names(now)
         assert names(now) <= names(old) | new
 
 
-def test_the_share_is_about_the_fraction():
-    training, validation = split(Labelled(f"{i}.png" for i in range(10_000)), 0.2)
+def test_the_share_is_the_fraction_of_each_stratum_and_patients_are_whole():
+    dataset = Labelled(f"{i}.png" for i in range(1000))
+    training, validation = split(dataset, 0.2)
     assert names(training).isdisjoint(names(validation))
-    assert len(training) + len(validation) == 10_000
-    assert abs(len(validation) - 2000) < 200
+    assert (len(training), len(validation)) == (800, 200)
+    dataset.strata = [int(i < 100) for i in range(1000)]
+    assert sum(i < 100 for i in split(dataset, 0.2)[1].indices) == 20
+    dataset.patient = lambda index: str(index // 5)
+    held = split(dataset, 0.2)[1].indices
+    assert len({i // 5 for i in held}) == 40
+    assert len(held) == 200
 
 
 def test_a_larger_share_keeps_what_a_smaller_one_set_aside():
@@ -82,16 +89,12 @@ def test_a_subset_renumbers_its_samples():
 
 @pytest.mark.parametrize("fraction", [0, 1, -0.5, 1.5])
 def test_fractions_that_cannot_be(fraction):
-    message = f"validation_fraction={fraction}: the share set aside for validation must be in (0, 1)"
+    message = f"`val_fraction` {fraction}: the share set aside for validation must be in (0, 1)"
     with pytest.raises(DatasetError, match=re.escape(message)):
         split(Labelled(HUNDRED), fraction)
 
 
-@pytest.mark.parametrize(("fraction", "what"), [(0.001, "validate with"), (0.999, "train on")])
-def test_a_share_that_leaves_nothing_says_which_would_do(fraction, what):
-    few = Labelled(HUNDRED[:5])
-    message = rf"`val_fraction` {fraction} leaves none of 5 images to {what}, .*: choose (more|less) than "
-    with pytest.raises(DatasetError, match=message) as caught:
-        split(few, fraction)
-    advised = float(re.search(r"than ([\d.]+)", str(caught.value))[1])
-    assert all(len(part) for part in split(few, advised))
+def test_one_sample_trains_where_nothing_validates():
+    with pytest.raises(DatasetError, match="needs two samples or more, but there are 1"):
+        split(Labelled(HUNDRED[:1]), 0.2)
+    assert [len(part) for part in split(Labelled(HUNDRED[:1]), 0.2, validates=False)] == [1, 0]

@@ -1,4 +1,4 @@
-"""mpi4dl.datasets.table and .labelled: labels.csv for every task, and a line for every way to get it wrong."""
+"""mpi4dl.datasets.samples and .table: labels.csv for every task, and a line for every way to get it wrong."""
 
 import csv
 import io
@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from mpi4dl import datasets
 from mpi4dl.datasets import DatasetError
-from mpi4dl.datasets.sources import LabelledFolder
-from mpi4dl.datasets.table import identifies, read_table
+from mpi4dl.datasets.samples import read_samples
+from mpi4dl.datasets.sources import open_files
+from mpi4dl.datasets.table import identifies
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def write(folder, text, encoding="utf-8"):
     ],
 )
 def test_columns_tell_the_task(images, text, task, found, classes, labels):
-    folder = LabelledFolder(write(images, text), task=task)
+    folder = open_files(write(images, text), task=task)
     assert (folder.task, folder.classes) == (found, classes)
     assert [folder.label(index) for index in range(len(folder))] == labels
     assert folder.image(0).size == (4, 5)
@@ -61,7 +62,7 @@ def test_a_table_longer_than_any_is_not_read(images, monkeypatch):
     monkeypatch.setattr("mpi4dl.datasets.table.MOST_BYTES", 1 << 20)
     write(images, "file,grade\n" + "a/1.png,low\n" * 100_000)
     with pytest.raises(DatasetError, match=r"labels\.csv: has more than 1 MiB"):
-        LabelledFolder(images)
+        open_files(images)
 
 
 def test_a_column_says_which_images_are_for_what(images):
@@ -71,20 +72,20 @@ def test_a_column_says_which_images_are_for_what(images):
     assert [validation.label(i) for i in range(len(validation))] == [(3.0,)]
     assert training.task == "regress"
     write(images, "file,split,age\na/1.png,train,1\na/2.png,train,2\n")
-    with pytest.raises(DatasetError, match=r"'split' has only train: it needs train, and val or test"):
+    with pytest.raises(DatasetError, match=r"has no image to validate with: add images, or change the split"):
         datasets.open(images)
 
 
 def test_chosen_columns(images):
     write(images, "file,sex,age,stage\na/1.png,f,61,2\nb/1.png,m,50,3\n")
-    folder = LabelledFolder(images, columns=("stage", "age"))
+    folder = open_files(images, label_columns=("stage", "age"))
     assert (folder.task, folder.classes, folder.label(0)) == ("regress", ("stage", "age"), (2.0, 61.0))
     with pytest.raises(DatasetError, match=r"line 2: 'sex' is 'f', but regress needs a number"):
-        LabelledFolder(images, task="regress")
+        open_files(images, task="regress")
     with pytest.raises(DatasetError, match=r"the columns sex, age, stage, .* name those that are learnt"):
-        LabelledFolder(images)
+        open_files(images)
     with pytest.raises(DatasetError, match=r"has no column 'grade' of labels, but sex, age, stage"):
-        LabelledFolder(images, columns=("grade",))
+        open_files(images, label_columns=("grade",))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_chosen_columns(images):
         (
             "file,class\na/1.png,x\nb/1.png,y\na/1.png,y\n",
             None,
-            "line 4: names a/1.png again, which line 2 does already",
+            "line 4: a/1.png is a/1.png, as line 2 is already",
         ),
         ("file,class\na/1.png,x\n3.jpg,y\nb/3,y\n", None, "line 4: b/3 is b/3.jpg, as line 3 is already"),
         ("file,class\na/1.png,x\nb/2.png,y\n", None, "line 3: b/2.png is no image below"),
@@ -115,7 +116,7 @@ def test_chosen_columns(images):
         ("file,time,event\na/1.png,-1,0\n", None, "line 2: 'time' is '-1', but no time is negative"),
         ("file,time\na/1.png,1\n", "survival", "has no column 'event': survival needs time and event"),
         ("file,x,y\na/1.png,1,0\n", "classify", "has the columns x, y, but a class is one column"),
-        ("file,x\na/1.png,1\n", "segment", "a table of labels is for one of classify, multilabel, regress, survival"),
+        ("file,x\na/1.png,1\n", "segment", "segment needs a column mask or annotation: name it by `annotation_column`"),
         ("file,split,x\na/1.png,a,1.5\n", None, "line 2: 'split' is 'a', but must be train, val or test"),
         ('file,class\n"a/1.png,x\n', None, "is no line of a table"),
         (
@@ -129,29 +130,28 @@ def test_chosen_columns(images):
         ("file;dose\na/1.png;1.5\n3.jpg;2,5\n", None, "line 2: 'dose' is '1.5', but line 3 has '2,5'"),
         ("file;dose\na/1.png;1,500\n3.jpg;2\n", None, "line 2: 'dose' is '1,500', whose comma may part thousands"),
         ("file;dose\na/1.png;1.500\n3.jpg;2\n", None, "line 2: 'dose' is '1.500', whose point may part thousands"),
-        ("file,patient\na/1.png,1\n3.jpg,2\n", None, "beside patient, which say who or what it is of"),
+        ("file,patient\na/1.png,1\n3.jpg,2\n", None, "has no column of labels beside the file names"),
         ("file,grade\na/1.png,Low\n3.jpg,low\n", None, "line 3: 'grade' is 'low', but line 2 has 'Low'"),
         ("file,label\na/1.png,1\n3.jpg,1.0\n", None, "line 3: 'label' is '1.0', but line 2 has '1'"),
-        ("file,time,event,age\na/1.png,1,0,5\n3.jpg,1,1,6\n", None, "name those that are learnt by `label_columns`"),
         ("file,age\na/1.png," + 4300 * "9" + "\n3.jpg,1\n", "regress", "(4300 characters), but regress needs a number"),
         ("file\0,age\na/1.png,1\n", None, "line 1: has a NUL"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line(images, text, task, message):
     with pytest.raises(DatasetError, match=re.escape(message)):
-        LabelledFolder(write(images, text), task=task)
+        open_files(write(images, text), task=task)
 
 
 def test_a_label_of_thousands_of_digits_is_a_class(images):
     """Python turns no text of so many digits into a number."""
-    folder = LabelledFolder(write(images, f"file,label\na/1.png,{5000 * '9'}\n3.jpg,2\n"))
+    folder = open_files(write(images, f"file,label\na/1.png,{5000 * '9'}\n3.jpg,2\n"))
     assert folder.classes == ("2", 5000 * "9")
 
 
 def test_text_in_an_unknown_encoding_is_refused_with_its_line(images):
     write(images, "file,grade\na/1.png,low\n3.jpg,h\u00f6her\n", "latin-1")
     with pytest.raises(DatasetError, match=r"labels.csv, line 3: is no text in UTF-8 .* in Excel as 'CSV UTF-8'"):
-        LabelledFolder(images)
+        open_files(images)
 
 
 @pytest.mark.parametrize(
@@ -160,12 +160,12 @@ def test_text_in_an_unknown_encoding_is_refused_with_its_line(images):
 def test_columns_that_identify_are_never_learnt(images, name):
     assert identifies(name)
     write(images, f"file,{name},dose\na/1.png,1,1.5\n3.jpg,2,2.5\n")
-    folder = LabelledFolder(images)
+    folder = open_files(images)
     assert (folder.task, folder.classes) == ("regress", ("dose",))
-    assert f"{name} beside it not learnt" in folder.remarks[0]
-    assert "as the columns tell: `task` says otherwise" in folder.remarks[0]
+    assert name in folder.columns.values() or f"columns not used: {name}" in folder.remarks
+    assert "the task is regress, as the columns tell: `task` says otherwise" in folder.remarks
     with pytest.raises(DatasetError, match=f"the column '{name}' identifies a patient or sample"):
-        LabelledFolder(images, columns=(name,))
+        open_files(images, label_columns=(name,))
     for other in ("age", "label", "class_id", "ki67_index", "time", "event", "idh1", "status", "grade", "valid"):
         assert not identifies(other)
 
@@ -255,7 +255,7 @@ class Clinical:
         draw = data.draw
         self.columns["file"] = [f"a/{i}.png" for i in range(self.count)]
         if draw(st.booleans(), label="identifiers"):
-            self.columns |= {"patient": [str(i // 2) for i in range(self.count)], "Case ID": [f"C{i}" for i in range(self.count)]}  # fmt: skip  # noqa: E501
+            self.columns |= {"patient": [str(i // 2) for i in range(self.count)], "MRN": [f"C{i}" for i in range(self.count)]}  # fmt: skip  # noqa: E501
         names = draw(st.permutations([*self.columns]), label="order")
         if self.kind == "multilabel":  # whose labels stand as the columns do
             self.classes = tuple(name for name in names if name in self.targets)
@@ -283,13 +283,16 @@ def test_tables_as_clinics_write_them_mean_what_they_say_or_are_refused_with_the
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     told = Clinical(data)
-    path: Path = tmp_path_factory.getbasetemp() / "clinical.csv"
+    path: Path = tmp_path_factory.getbasetemp() / "clinical" / "clinical.csv"
+    (path.parent / "a").mkdir(parents=True, exist_ok=True)
+    for number in range(12):
+        (path.parent / "a" / f"{number}.png").touch()
     path.write_bytes(told.content)
     if told.damaged is not None:
         with pytest.raises(DatasetError, match=rf"clinical\.csv, line {told.damaged + 2}: "):
-            read_table(path)
+            read_samples(path)
         return
-    found = read_table(path)
+    found = read_samples(path)
     assert found.task == ("classify" if told.kind == "binary" else told.kind)
     assert found.classes == told.classes
     assert [row.label for row in found.rows] == told.labels
@@ -306,4 +309,4 @@ def test_damaged_tables_are_refused_or_read(images):
             spoilt[random.integers(len(spoilt))] = random.choice([0, 10, 13, 34, 44, 59, 255, random.integers(256)])
         (images / "labels.csv").write_bytes(bytes(spoilt[: random.integers(1, len(spoilt) + 1)]))
         with suppress(DatasetError):
-            read_table(images / "labels.csv")
+            read_samples(images / "labels.csv")

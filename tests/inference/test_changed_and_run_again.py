@@ -456,7 +456,10 @@ FOLDS_CHANGED: dict[str, tuple[Change, str | None]] = {
     "labels": (lambda work: edit(work / "bags" / "slides.csv", "p2,s2,a", "p2,s2,b"), "another label"),
     "a slide less": (lambda work: edit(work / "bags" / "slides.csv", "p4,s4,a\n", ""), "'s4' is not in the table"),
     "a slide more": (lambda work: add_bag(work / "bags"), "s4b is new"),
-    "features": (lambda work: scale_features(work / "bags" / "features" / "s0.h5"), "s0.h5 has other content"),
+    "features": (
+        lambda work: scale_features(work / "bags" / "features" / "s0.h5"),
+        "other content than when .*: s0.h5",
+    ),
     "weights": (lambda work: scale_weights(work / "bags-run" / MODEL), "the file of .*weights"),
     "code": (lambda work: edit(work / "net.py", "FACTOR = 1", "FACTOR = 2"), "the file of .*optimizer"),
 }

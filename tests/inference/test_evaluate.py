@@ -20,7 +20,8 @@ import mpi4dl
 from mpi4dl.checkpoints.weights import load_weights
 from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.datasets.base import WholeImage
-from mpi4dl.datasets.slides.tables import SlideRow
+from mpi4dl.datasets.kinds import SLIDES, FileKind
+from mpi4dl.datasets.samples import Sample
 from mpi4dl.evaluate import evaluate
 from mpi4dl.export import export
 from mpi4dl.inference.images import seen_before
@@ -287,19 +288,26 @@ def test_images_of_their_own_sizes_come_one_at_a_time() -> None:
 
 
 class Table(NamedTuple):
-    rows: list[SlideRow]
+    rows: list[Sample]
+    kind: FileKind = SLIDES
 
     def __len__(self) -> int:
         return len(self.rows)
 
 
 def test_slides_of_training_are_known_by_their_patients_or_else_by_their_names(tmp_path: Path) -> None:
-    (tmp_path / "split.csv").write_text(
-        "slide_id,case_id,label,split\na1,ann,0,train\na2,ann,0,train\nb1,bob,1,val\nc1,cid,1,test\n"
-    )
-    by_patient = Table([SlideRow(0, "a9", "a9.svs", "ann"), SlideRow(0, "c1", "c1.svs", "cid")])
+    lines = ["file,slide_id,case_id,label,split,fold,mpp,annotation,mask_print,bytes,crc32"]
+    for name, patient, split in (
+        ("a1", "ann", "train"),
+        ("a2", "ann", "train"),
+        ("b1", "bob", "val"),
+        ("c1", "cid", "test"),
+    ):
+        lines.append(f"{name}.svs,{name},{patient},0,{split},,,,,,")
+    (tmp_path / "samples.csv").write_text("\n".join(lines))
+    by_patient = Table([Sample(0, "a9", "a9.svs", "ann"), Sample(0, "c1", "c1.svs", "cid")])
     assert seen_before(by_patient, tmp_path) == ["warning: 1 patient was trained on: ann"]
-    alone = Table([SlideRow(0, each, f"{each}.svs", each) for each in ("a1", "a2", "b1", "c1", "d1")])
+    alone = Table([Sample(0, each, f"{each}.svs", each) for each in ("a1", "a2", "b1", "c1", "d1")])
     assert seen_before(alone, tmp_path) == [
         "warning: 2 slides were trained on: a1, a2",
         "warning: 1 slide was used for validation: b1",

@@ -210,7 +210,7 @@ JOBS: dict[str, tuple[Callable[..., None], Callable[[Path, Path], list[str]]]] =
 # Every file that a job writes as a whole. Lines that jobs append are those of `records`, and of metrics.jsonl.
 PLACES = {
     "train": (
-        *("config.toml", "versions.json", "images.json", "split.csv", "model.json", "measures.json"),
+        *("config.toml", "versions.json", "samples.csv", "model.json", "measures.json"),
         *("best.safetensors", "model.safetensors"),
     ),
     "predict": (

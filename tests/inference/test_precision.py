@@ -126,7 +126,7 @@ def test_two_precisions_by_slide_and_by_patient() -> None:
 
     def scores(*probabilities: float) -> Scores:
         outputs = torch.tensor([[1 - p, p] for p in probabilities], dtype=torch.float64)
-        samples = Samples("slide", task, classes, ("a", "b", "c", "d"), patients, outputs, targets)
+        samples = Samples("slide", task, classes, ("a", "b", "c", "d"), patients, outputs, targets, True)
         kept: dict[str, Any] = {"records": (), "bad": {}, "count": 4, "remarks": ()}
         return scores_of(samples, Judging(), 0, 0.95, **kept)
 

@@ -38,7 +38,7 @@ def slides(task: str, classes: tuple[str, ...], num_patients: int = 12, count: i
     else:
         targets = torch.from_numpy(random.random((count, size)))
     names = tuple(f"s{n}" for n in range(count))
-    return Samples("slide", TASKS[task](size), classes, names, tuple(patients), torch.from_numpy(values), targets)
+    return Samples("slide", TASKS[task](size), classes, names, tuple(patients), torch.from_numpy(values), targets, True)
 
 
 def by_patient(found: Samples, values: torch.Tensor, how: Any) -> np.ndarray:
@@ -131,7 +131,7 @@ def test_numbers_labels_and_survival_by_patient() -> None:
 def test_one_class_alone_is_undefined_and_said_so() -> None:
     found = slides("classify", ("normal", "tumour"))
     alone = Samples(*(getattr(found, name) for name in ("level", "task", "classes", "names", "of", "outputs")),
-                    torch.zeros_like(found.targets))  # fmt: skip
+                    torch.zeros_like(found.targets), True)  # fmt: skip
     scores = scored(alone, threshold="youden")
     assert scores.patients is not None
     for metrics in (scores.metrics, scores.patients.metrics):

@@ -189,7 +189,6 @@ def test_a_damaged_folder_is_shown_as_far_as_it_can_be_read(tmp_path: Path, caps
     (killed / "log-rank0.txt").write_text("2026-01-01 10:00:00,1 INFO mpi4dl: step 20\n\xff")
     (killed / "versions.json").write_bytes(b"\xff\xfe")
     (killed / PORTRAIT).write_text('{"timeline": [[["sideways", 0, 0, 0, 0, 1]]]}')
-    (killed / "images.json").write_text("[]")
     (killed / "evaluation.csv").write_text("image,label\n\x00,")
     (killed / "evaluation.json").write_text("{")
     os.mkfifo(killed / "evaluation-pipe.csv")
@@ -203,7 +202,7 @@ def test_a_damaged_folder_is_shown_as_far_as_it_can_be_read(tmp_path: Path, caps
         "of metrics.jsonl line 4 cannot be read, and left out; it is half written, as by a run that was killed",
         "of metrics.jsonl line 1, and 2 lines more cannot be read",
         "no end is recorded after step 20: it is still running, or was killed", "versions.json is damaged",
-        f"{PORTRAIT} is damaged: no action is 'sideways'", "images.json is damaged", "evaluation is damaged",
+        f"{PORTRAIT} is damaged: no action is 'sideways'", "evaluation is damaged",
         "evaluation-pipe is damaged: [Errno None] it is no regular file", "there is no config.toml", "1.678",
     ):  # fmt: skip
         assert word in page.text, word
@@ -318,8 +317,9 @@ def test_pictures_of_masked_sets_are_found(
     run, images = write_run(tmp_path / "run"), tmp_path / "set" / part
     images.mkdir(parents=True)
     PIL.Image.fromarray(np.zeros((20, 30, 3), np.uint8)).save(images / "a.png")
-    (run / "evaluation.csv").write_text("image,dice,error\na.png,0.5,\n")
-    root = {"root": str(images)} if recorded else {"images": str(tmp_path / "set")}
+    masked = images.name == "images"  # beside masks
+    (run / "evaluation.csv").write_text(f"image,dice,error\n{'images/' * masked}a.png,0.5,\n")
+    root = {"root": str(images.parent if masked else images)} if recorded else {"images": str(tmp_path / "set")}
     (run / "evaluation.json").write_text(json.dumps(root))
     page = report(capsys, run)
     assert [tag for tag, _ in page.tags].count("img") == 1

@@ -19,7 +19,7 @@ import mpi4dl
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import DatasetError, adapt
 from mpi4dl.datasets.labels import FORMS
-from mpi4dl.datasets.table import read_table
+from mpi4dl.datasets.samples import read_samples
 from mpi4dl.engine import Engine, Evaluation
 from mpi4dl.inference.records import columns_of
 from mpi4dl.options.config import ConfigError, parse
@@ -354,11 +354,13 @@ def test_the_task_of_the_guide_for_contributors_is_one(tmp_path: Path, monkeypat
     monkeypatch.setitem(TASKS, "count", made["Count"])  # type: ignore[arg-type]
     monkeypatch.setitem(FORMS, "count", made["FORM"])  # type: ignore[arg-type]
     (tmp_path / "labels.csv").write_text("file,cells\na.png,3\nb.png,7\n")
-    table = read_table(tmp_path / "labels.csv", "count")
+    for name in "ab":
+        (tmp_path / f"{name}.png").touch()
+    table = read_samples(tmp_path / "labels.csv", task="count")
     assert (table.classes, [row.label for row in table.rows]) == (("cells",), [(3.0,), (7.0,)])
     (tmp_path / "labels.csv").write_text("file,cells\na.png,3.5\n")
     with pytest.raises(DatasetError, match=r"line 2: 'cells' is '3\.5', but count needs whole numbers"):
-        read_table(tmp_path / "labels.csv", "count")
+        read_samples(tmp_path / "labels.csv", task="count")
     config = with_defaults(with_values(parse([]), {"task": "count"}))
     task = build_task(config, None, 1)
     assert (config.data.flip, list(build_metrics(config, task))) == ("horizontal", ["mae", "rmse"])

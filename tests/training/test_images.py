@@ -10,14 +10,17 @@ import PIL.Image
 import pytest
 import tifffile
 
+from mpi4dl import datasets
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import DatasetError
 from mpi4dl.options.config import parse
+from mpi4dl.runs.samples import FILE, RunSamples
 from mpi4dl.training import data as images_of_runs
-from mpi4dl.training.data import ImageLists, Sample, open_images, open_together
+from mpi4dl.training.data import before, open_images, open_together
 from tests.pool.ranks import Ranks
 from tests.support.commands import write_images
 
+HEADER = b"file,slide_id,case_id,label,split,fold,mpp,annotation,mask_print,bytes,crc32\n"
 FLAGS = ("--image-size", "32", "--val-fraction", "0.3")
 
 
@@ -214,19 +217,6 @@ def test_synthetic_images_and_classes_that_a_part_lacks_are_said(ranks: Ranks, t
     assert found[1][1] == "warning: validation shows no image of b, of which metrics then say nothing"
 
 
-def test_a_share_that_leaves_nothing_to_validate_with(ranks: Ranks, tmp_path: Path) -> None:
-    """The remedy is that of the source; without validation there is nothing to refuse."""
-    root = write_images(tmp_path / "images", count=2)
-    lines = [f"{path.parent.name}/{path.name},{i}.5" for i, path in enumerate(sorted(root.rglob("*.png")))]
-    (root / "labels.csv").write_text("\n".join(["file,dose", *lines]))
-    flags = ("--images", str(root), "--val-fraction", "0.001")
-    (found,) = ranks(1).run(described, *flags)
-    assert "leaves none of 4 images to validate with" in found
-    assert "or say which are for what in a column `split` of labels.csv: train or val" in found
-    (found,) = ranks(1).run(described, *flags, "--eval-every", "none")
-    assert found[1][0].startswith("4 images to train on + 0 to validate with, to tell 1 number: dose (0.5 to 3.5)")
-
-
 def test_classes_are_said_and_do_not_steer_the_terminal(ranks: Ranks, tmp_path: Path) -> None:
     write_images(tmp_path / "images", ("a\x1b[31m", "b"), count=10)
     (found,) = ranks(1).run(described, "--images", str(tmp_path / "images"))
@@ -248,47 +238,50 @@ def test_a_run_that_goes_on_moves_no_image_and_says_what_changed(ranks: Ranks, t
     run.mkdir()
     flags = ("--images", str(root), "--run-folder", str(run), "--resume", "auto")
     assert ranks(1).run(recorded, str(run), *flags) == [()]
-    before = ImageLists.read(run / "images.json")
-    assert len(before.training) + len(before.validation) == 20
-    gone = next(iter(before.training))
+    first = RunSamples.read(run / FILE).validating()
+    assert len(first) == 20
+    gone = next(name for name, validates in first.items() if not validates)
     (root / gone).unlink()
     (root / "dark" / "new.png").write_bytes((root / "light" / "1.png").read_bytes())
-    larger = next(iter(before.validation))
-    (root / larger).write_bytes((root / larger).read_bytes() + b"more")
     (said,) = ranks(1).run(recorded, str(run), *flags, "--val-fraction", "0.9", "--seed", "5")
-    assert said == (
-        f"of the images, {gone} is gone since",
-        "of the images, dark/new.png is new",
-        f"of the images, {larger} has another size",
-    )
-    after = ImageLists.read(run / "images.json")
-    assert set(before.training) - {gone} == set(after.training) - {"dark/new.png"}
-    assert set(before.validation) == set(after.validation) - {"dark/new.png"}
+    assert said == (f"of the samples, {gone} is gone since", "of the samples, dark/new.png is new")
+    after = RunSamples.read(run / FILE).validating()
+    assert {name: after[name] for name in first if name != gone}.items() <= first.items()
+    larger = next(name for name, validates in after.items() if validates)
+    (root / larger).write_bytes((root / larger).read_bytes() + b"more")
+    (refused,) = ranks(1).run(described, *flags)
+    assert f"1 sample with other content than when the run began: {larger}: put the files back" in refused
 
 
 def recorded(comm: Communicator, folder: str, *flags: str) -> tuple[str, ...]:
     """What is said of a run whose lists are put into a folder, beside its images' number and size."""
     images = open_images(comm, parse([*FLAGS, *flags]))
     images.record(comm, Path(folder))
-    return images.remarks[2:]
+    return images.remarks[3:]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"classes": []}', b'{"training": 3}', b"[" * 100_000])
-def test_a_damaged_list_is_refused(ranks: Ranks, tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "images.json").write_bytes(content)
+@pytest.mark.parametrize("content", [b"", b"{", b"file,split\na,train\n", HEADER + b"a,a,p\n", HEADER + b'"a'])
+def test_a_damaged_table_is_refused(ranks: Ranks, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / FILE).write_bytes(content)
     flags = ("--run-folder", str(tmp_path), "--resume", "auto")
     (found,) = ranks(1).run(described, *flags)
-    assert f"{tmp_path / 'images.json'}: is not the list of a run's images, it is damaged" in found
+    assert f"{tmp_path / FILE}: is not the table of a run's samples, it is damaged" in found
 
 
-def test_the_lists_of_a_run_are_found_from_its_checkpoints(tmp_path: Path) -> None:
-    lists = ImageLists(("a",), "crop", {"a/1": Sample(3, "a")}, {"a/2": Sample(None)})
-    lists.write(tmp_path)
-    (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
-    for path in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "step-1"):
-        found = ImageLists.before(parse(["--resume", str(path)]))
-        assert found == lists
-    assert ImageLists.before(parse(["--run-folder", str(tmp_path)])) is None
+def test_the_table_of_a_run_is_found_from_its_checkpoints_and_read_as_it_was_written(tmp_path: Path) -> None:
+    images = write_images(tmp_path / "images", count=4)
+    lines = [f"dark/{n}.png,p{n},{n / 3!r},0.{n + 1},{n % 2}" for n in range(4)]
+    (images / "labels.csv").write_text("file,patient,dose,mpp,fold\n" + "\n".join(lines))
+    now = RunSamples.of(*datasets.open(images, validation_fraction=0.5))
+    (tmp_path / "run" / "checkpoints" / "step-1").mkdir(parents=True)
+    now.write(tmp_path / "run")
+    for path in (tmp_path / "run", tmp_path / "run" / "checkpoints", tmp_path / "run" / "checkpoints" / "step-1"):
+        found = before(parse(["--resume", str(path)]))
+        assert found is not None
+        assert found.samples.samples == now.samples
+        assert found.about is None
+    assert {each.label for each in now.samples} == {f"{n / 3!r} at 0.{n + 1} um per pixel" for n in range(4)}
+    found.samples.require_unchanged(now)
 
 
 def swap(one: Path, other: Path) -> None:
@@ -459,7 +452,7 @@ def test_a_run_does_not_go_on_with_other_labels(
     assert all(name in found for name in names)
 
 
-def test_a_run_that_goes_on_says_that_pixels_changed(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_does_not_go_on_with_other_pixels(ranks: Ranks, tmp_path: Path) -> None:
     """In as many bytes, and with the same times."""
     root, run = tmp_path / "images", tmp_path / "run"
     run.mkdir()
@@ -467,8 +460,8 @@ def test_a_run_that_goes_on_says_that_pixels_changed(ranks: Ranks, tmp_path: Pat
     ranks(1).run(recorded, str(run), *flags)
     (root / "dark" / "3.bmp").write_bytes((root / "dark" / "3.bmp").read_bytes()[:-1] + b"x")
     os.utime(root / "dark" / "3.bmp", (1, 1))
-    (said,) = ranks(1).run(recorded, str(run), *flags)
-    assert said[-1] == "of the images, dark/3.bmp has other content"
+    (said,) = ranks(1).run(described, *flags)
+    assert "1 sample with other content than when the run began: dark/3.bmp: put the files back" in said
 
 
 def test_labels_that_nobody_tells_are_said_not_to_be_compared(ranks: Ranks, tmp_path: Path) -> None:

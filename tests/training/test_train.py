@@ -43,7 +43,7 @@ TILES_2x2 = ("--tiles", "2x2")
 REPORTED = (2, 3, 4, 6)  # every second step, and the last one of each epoch
 SINGLE = 1e-4
 WEIGHTS = "model.safetensors"
-MOST_MODULES = 155
+MOST_MODULES = 159
 STEP_LINE = (
     r"step \d+ of 6  epoch [12]  loss [\d.]+  [\d.]+ images/s  data wait [\d.]+ %  comm wait [\d.]+ %  "
     r"peak memory \d+ MiB(  \d+ \w+ left)?"
@@ -73,7 +73,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 def test_a_run_says_how_it_goes_in_plain_lines(recorded: Recorded) -> None:
     job, _, folder = recorded
     assert (job.code, job.stderr) == (0, "")
-    title, goal, classes, shown, *lines, done = job.stdout.splitlines()
+    title, goal, classes, split, shown, *lines, done = job.stdout.splitlines()
     assert title == (
         "small_resnet, 45,066 parameters, on 4 ranks: tiles(2x2) x data(1), images of 70 x 62 px, batches of 4, cpu"
     )
@@ -81,9 +81,10 @@ def test_a_run_says_how_it_goes_in_plain_lines(recorded: Recorded) -> None:
         "task classify, loss cross_entropy, SGD, momentum 0.9, learning rate 0.005 by ExponentialLR, "
         "6 steps in 2 epochs"
     )
-    assert classes == "12 images to train on + 6 to validate with, in 2 classes: dark (6 + 3), light (6 + 3)"
+    assert classes == "13 images to train on + 5 to validate with, in 2 classes: dark (6 + 3), light (7 + 2)"
+    assert split == "split stratified by label"
     assert shown == (
-        "images of 40x46 px (8 of 12 looked at) are resized to 70x62 from random crops, validated whole; --fit crop "
+        "images of 40x46 px (8 of 13 looked at) are resized to 70x62 from random crops, validated whole; --fit crop "
         "would show windows of that size"
     )
     kinds = [re.sub(r"\d.*", "", line.split("epoch")[1][4:]).strip() for line in lines]
@@ -96,7 +97,7 @@ def test_the_folder_holds_everything_about_the_run(recorded: Recorded) -> None:
     job, flags, folder = recorded
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("events.out.tfevents."))
     logs = [f"log-rank{rank}.txt" for rank in range(4)]
-    files = [".lock", "checkpoints", "config.toml", "images.json", "metrics.jsonl", "model.json", PORTRAIT, WEIGHTS]
+    files = [".lock", "checkpoints", "config.toml", "metrics.jsonl", "model.json", PORTRAIT, WEIGHTS, "samples.csv"]
     files += ["measures.json", "versions.json"]
     assert names == sorted([*files, *logs])
     portrait = RunSnapshot.of(json.loads((folder / PORTRAIT).read_text()))
@@ -267,7 +268,7 @@ def test_the_recorded_configuration_repeats_the_run_to_the_last_bit(
 def test_images_that_cannot_be_read_are_left_out_counted_and_logged(ranks: Ranks, tmp_path: Path) -> None:
     images = write_images(tmp_path / "images", count=9)
     bad = [truncate(images / name) for name in ("dark/1.png", "light/2.png", "light/5.png", "light/6.png")]
-    flags = (*RUN, "--images", str(images), "--on-bad-image", "skip")
+    flags = (*RUN, "--images", str(images), "--on-bad-image", "skip", "--seed", "4")
     folder = tmp_path / "run"
     ranks(4).run(train, [*flags, "--tiles", "1x2", "--data", "2", "--run-folder", str(folder)])
     assert_same_numbers(read_metrics(folder), plain_run(flags))

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.datasets.loader import shuffled
 from mpi4dl.datasets.slides.geojson import polygons_of
 from mpi4dl.datasets.slides.slide import open_slide
@@ -38,8 +38,9 @@ from mpi4dl.parallel.streaming.patches import PatchOptions, stream_patches
 from mpi4dl.parallel.streaming.stream_tiles import Pixels
 from mpi4dl.plan import main as plan
 from mpi4dl.predict import predict
+from mpi4dl.runs.samples import RunSamples
 from mpi4dl.train import train
-from mpi4dl.training.data import write_split
+from mpi4dl.training.data import Images
 from mpi4dl.viewer.reading import SlideReader, read_map
 from mpi4dl.viewer.results import read_results
 from tests.datasets.slides.dicom import series
@@ -393,18 +394,18 @@ def test_patches_that_slides_choose_are_exact_in_float64(ranks: Ranks, count: in
 
 def split_by(flags: list[str], folder: Path) -> dict[str, str]:
     """The part of each slide, which is then kept in a folder as that of a run."""
-    training, _ = split_slides(in_folder_of_fold(parse([*flags, "--run-folder", str(folder)])))
+    training, validation = split_slides(in_folder_of_fold(parse([*flags, "--run-folder", str(folder)])))
     place = Path(in_folder_of_fold(parse([*flags, "--run-folder", str(folder)])).run.run_folder or "")
     place.mkdir(parents=True, exist_ok=True)
-    write_split(training, place)
-    return {row.slide: row.part for row in training.whole.rows}  # type: ignore[attr-defined]
+    Images(training, validation, "pad", ()).record(world(), place)
+    return {row.name: row.split for row in training.whole.rows}  # type: ignore[attr-defined]
 
 
 def test_a_split_that_a_run_kept_is_taken_again(cohort: Path, tmp_path: Path) -> None:
     """Also those of other folds, where the table has changed since, and the seed."""
     flags = ["--slides", str(cohort / "slides.csv"), *COMMON.split()]
     once = split_by(flags, tmp_path / "run")
-    kept = ["--split-file", str(tmp_path / "run" / "split.csv"), "--seed", "4"]
+    kept = ["--split-file", str(tmp_path / "run" / "samples.csv"), "--seed", "4"]
     assert split_by([*flags, *kept], tmp_path / "again") == once
     assert split_by([*flags, "--seed", "5"], tmp_path / "other") != once
 
@@ -595,8 +596,9 @@ def test_all_folds_go_on_and_are_summarised(ranks: Ranks, cohort: Path, tmp_path
     for rows in found:
         assert sorted(row["patient"] for row in rows) == [f"patient_{n:03}" for n in range(6)]
         for row in rows:
-            kept = (folder / f"fold_{row['fold']}" / "split.csv").read_text()
-            assert f"{row['image']},{row['patient']},{row['label']},val" in kept
+            kept = RunSamples.read(folder / f"fold_{row['fold']}" / "samples.csv")
+            (line,) = (each for each in kept.samples if each.file == row["image"])
+            assert (line.patient, line.label, line.split) == (row["patient"], row["label"], "val")
     assert [float(row["probability tumour"]) for row in found[0]] == pytest.approx(
         [float(row["probability tumour"]) for row in found[1]], abs=1e-5
     )

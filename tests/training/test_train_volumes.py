@@ -95,7 +95,7 @@ def test_sequences(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_volumes_that_cannot_be_read_are_left_out(ranks: Ranks, volumes: Path, tmp_path: Path) -> None:
-    bad = truncate(volumes / "a" / "2.tif")
+    bad = truncate(volumes / "a" / "4.tif")
     flags = [*COMMON.split(), *OF_VOLUMES.split(), "--images", str(volumes), "--run-folder", str(tmp_path / "run")]
     ranks(2).run(train, [*flags, "--tiles", "1x2x1", "--on-bad-image", "skip"])
     assert losses_of(tmp_path / "run")

@@ -1,6 +1,5 @@
 """Slides with labels as a dataset: each at the resolution asked for, with the patches of it that show tissue."""
 
-import copy
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,13 +14,13 @@ import numpy.typing as npt
 
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import BadImage, DatasetError, Pixels, printable
-from mpi4dl.datasets.listed import UNKNOWN, File, ListedFiles, num_bytes_of, text_of
+from mpi4dl.datasets.kinds import SLIDES
+from mpi4dl.datasets.listed import ListedFiles
+from mpi4dl.datasets.samples import read_samples
 from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks, Tell, quietly
 from mpi4dl.datasets.slides.slide import Cells, Resolution, Slide, open_slide
-from mpi4dl.datasets.slides.splits import split_rows, split_table
-from mpi4dl.datasets.slides.tables import SlideRow, SlideTable, read_slides
 from mpi4dl.datasets.slides.tissue import NoTissue, find_tissue, tissue_cells, tissue_pixels
-from mpi4dl.datasets.split import Subset
+from mpi4dl.datasets.sources import SampleFiles
 from mpi4dl.datasets.stains import Measured, Recolour, StainNormalization
 from mpi4dl.geometry import ceil_div
 
@@ -54,20 +53,16 @@ class SlideOptions:
     leave_out: tuple[str, ...] = ()
 
 
-class SlideFolder(ListedFiles):
+class SlideFolder(SampleFiles):
     """Slides by a table, or all of a folder.
-
-    Attributes:
-        source: the table or folder.
-        labels_of: what the labels are for: classify, multilabel, regress, survival or segment; None without labels.
-        classes: names of classes, or of the columns of numbers.
-        rows: the lines of the table, one for each slide.
 
     `tell(doing, done, total)` hears of annotations that were read.
 
     Raises:
-        DatasetError: as `read_slides`.
+        DatasetError: as `read_samples`.
     """
+
+    kind = SLIDES
 
     def __init__(
         self,
@@ -80,27 +75,16 @@ class SlideFolder(ListedFiles):
         classes: tuple[str, ...] | None = None,
         columns: Mapping[str, str] | None = None,
         tell: Tell = quietly,
-        features: bool = False,
     ) -> None:
-        found = read_slides(
-            source,
-            folder=folder,
-            task=task,
-            label_columns=label_columns,
-            classes=classes,
-            columns=columns or {},
-            features=features,
-        )
-        self.source, self.options, self.rows = source, options, found.rows
-        self.labels_of, self.classes, self.columns = found.task, found.classes, found.columns
-        self.task = found.task or "classify"
-        self.remarks = found.remarks
-        root = folder or (source if source.is_dir() else source.parent)
+        kind, root = self.kind, folder or (source if source.is_dir() else source.parent)
+        how: dict[str, Any] = {"task": task, "label_columns": label_columns, "classes": classes}
+        found = read_samples(source, kind, folder=folder, columns=columns or {}, **how)
+        super().__init__(source, root, found, kind)
+        self.options = options
         self.masks: SlideMasks | None = None
         if found.task == "segment":
             self.masks = SlideMasks(source, root, found.rows, options.masks, classes, tell)
             self.classes, self.remarks = self.masks.classes, (*self.remarks, *self.masks.remarks)
-        super().__init__(root, [_file(root, row) for row in found.rows])
         self.stains: dict[int, Measured | None] = {}
         self._forget()
 
@@ -119,11 +103,6 @@ class SlideFolder(ListedFiles):
         self.__dict__.update(state)
         self._forget()
 
-    @property
-    def patients(self) -> list[str]:
-        """The patient of each slide."""
-        return [row.patient for row in self.rows]
-
     def lists(self) -> tuple[ListedFiles, ...]:
         return (self,) if self.masks is None else (self, self.masks.files)
 
@@ -135,13 +114,9 @@ class SlideFolder(ListedFiles):
         mpp = self.rows[index].mpp
         return {} if mpp is None else {"mpp": mpp}
 
-    def label_as_text(self, index: int) -> str | None:
-        """What is to be learnt of a slide, and the microns per pixel that the table says."""
-        row = self.rows[index]
-        found = text_of(row.label, self.classes)
-        if row.annotation is not None and self.masks is not None:
-            found = self.masks.as_text(index, row.annotation)
-        return found if row.mpp is None else f"{found} at {row.mpp} um per pixel"
+    def mask_as_text(self, index: int) -> str | None:
+        annotation = self.rows[index].annotation
+        return None if self.masks is None or annotation is None else self.masks.as_text(index, annotation)
 
     def image(self, index: int) -> Slide:
         """A slide, its header read and its pixels not; the headers of the last ones are kept.
@@ -267,47 +242,6 @@ class SlideFolder(ListedFiles):
         height, width = (ceil_div(side, each) * each for side, each in zip(sides, multiple, strict=True))
         return (height, width), (highest, widest)
 
-    def split(self, **how: Any) -> tuple[Subset, Subset, tuple[str, ...]]:
-        """The slides to train on and to validate with, and remarks on them. No patient is in both.
-
-        `how`: as `split_rows`. The dataset that both are parts of has rows with the parts that they are for.
-
-        Raises:
-            DatasetError: a patient in two parts, nothing to train on, or nothing to validate with.
-        """
-        if self.labels_of is None:
-            raise DatasetError(f"{self.root}: the slides have no labels: name a table with a column such as label")
-        whole = copy.copy(self)
-        whole.rows, remarks = split_rows(self.rows, self.labels_of, self.classes, table=self.source, **how)
-        parts = [
-            Subset(whole, [i for i, row in enumerate(whole.rows) if row.part == part]) for part in ("train", "val")
-        ]
-        for part, lacks in zip(parts, ("to train on", "to validate with"), strict=True):
-            if not len(part):
-                raise DatasetError(f"{self.root}: has no slide {lacks}: add slides, or change the split")
-        counts = [len({whole.rows[i].patient for i in part.indices}) for part in parts]
-        remarks += (f"{counted(counts[0], 'patient')} to train on + {counts[1]} to validate with",)
-        whole.remarks = (*self.remarks, self.described(), *self.first_slide(), *remarks)
-        return parts[0], parts[1], remarks
-
-    def split_as_text(self) -> str:
-        """The part that each slide is for, as a table that `read_split_file` reads."""
-        return split_table(self._table, [row.part for row in self.rows])
-
-    def folds_as_text(self) -> str:
-        """The fold of each slide, and which are for tests, as a table that `read_split_file` reads."""
-        parts = ["test" if row.part == "test" else "" for row in self.rows]
-        return split_table(self._table, parts, [row.fold for row in self.rows])
-
-    @property
-    def has_folds(self) -> bool:
-        """Whether slides are in folds."""
-        return any(row.fold is not None for row in self.rows)
-
-    @property
-    def _table(self) -> SlideTable:
-        return SlideTable(self.labels_of, tuple(self.classes), tuple(self.rows), self.columns)
-
     def first_slide(self) -> tuple[str, ...]:
         """The size, levels, resolution and vendor of one slide, for people to look at; nothing if none can be read."""
         for index in range(min(len(self), MOST_OPEN)):
@@ -315,15 +249,5 @@ class SlideFolder(ListedFiles):
                 return (f"{printable(self.name(index))}: {self.image(index).file.described()}",)
         return ()
 
-    def described(self) -> str:
-        """What was taken for what in the table, in one line."""
-        taken = [f"{role} = {column}" for role, column in self.columns.items()]
-        return f"columns of the slides: {some(taken, len(taken))}" if taken else "slides without a table"
-
-
-def _file(root: Path, row: SlideRow) -> File:
-    label = 0 if row.label is None else row.label
-    try:
-        return File(row.path, num_bytes_of(root / row.path), label)
-    except OSError:  # which opening it will say
-        return File(row.path, UNKNOWN, label)
+    def described(self) -> tuple[str, ...]:
+        return (*(super().described() or ("slides without a table",)), *self.first_slide())

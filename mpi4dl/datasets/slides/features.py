@@ -27,15 +27,16 @@ from mpi4dl._files import is_stored_zip, open_regular, write_durably
 from mpi4dl._wording import to_install
 from mpi4dl.datasets.base import BadImage, DatasetError
 from mpi4dl.datasets.files import WHOLE_SLIDES, blaming
-from mpi4dl.datasets.listed import LOOKED_AT, files_below
+from mpi4dl.datasets.kinds import FEATURES, SLIDES
+from mpi4dl.datasets.listed import LOOKED_AT
 from mpi4dl.datasets.reader_process import ask
+from mpi4dl.datasets.samples import without_suffix
 from mpi4dl.datasets.slides.annotations import FARTHEST
 from mpi4dl.datasets.slides.dataset import Patches, SlideFolder, SlideOptions
 from mpi4dl.datasets.slides.slide import MPP_AT_1X, Level, Slide, SlideFile, open_slide, plausible_mpp
-from mpi4dl.datasets.slides.tables import FEATURE_SUFFIXES, slides_of, without_suffix
 from mpi4dl.geometry import Interval
 
-FEATURES, COORDS, SETTINGS = "features", "coords", "mpi4dl"  # datasets, and an attribute of the file
+DATASET, COORDS, SETTINGS = "features", "coords", "mpi4dl"  # datasets, and an attribute of the file
 PICKLED = ".pt"
 CHUNK_BYTES = 1 << 20  # of rows that HDF5 stores together
 MOST_PACKED = 4096  # times: no compression makes features so much smaller
@@ -224,7 +225,7 @@ def _rows(path: Path, wanted: slice) -> npt.NDArray[Any]:
     if path.suffix.lower() == PICKLED:
         found = _pickled(path)
         return (found[0] if found.ndim == 3 else found)[wanted]
-    return _array(path, FEATURES, wanted.start, wanted.stop)
+    return _array(path, DATASET, wanted.start, wanted.stop)
 
 
 def _asked(path: Path, wanted: Any) -> tuple[dict[str, Any], bytearray]:
@@ -247,7 +248,7 @@ def _array(path: Path, *wanted: Any) -> npt.NDArray[Any]:
     return np.frombuffer(content, answer["dtype"]).reshape(answer["shape"])
 
 
-def _dataset(path: Path, facts: Mapping[str, Any], name: str = FEATURES) -> dict[str, Any]:
+def _dataset(path: Path, facts: Mapping[str, Any], name: str = DATASET) -> dict[str, Any]:
     """The facts of a dataset. Raises BadImage if it lies in another file, or the file cannot hold all of it."""
     found: dict[str, Any] | None = facts["datasets"].get(name)
     if found is None:
@@ -287,7 +288,7 @@ def _pickled(path: Path) -> npt.NDArray[np.float32]:
     except Exception as error:  # a damaged pickle stumbles in many ways
         reason = (str(error) or type(error).__name__).partition("\n")[0]
         raise BadImage(path, f"cannot be read as a tensor that torch.save wrote ({reason})") from error
-    found = found.get(FEATURES) if isinstance(found, Mapping) else found
+    found = found.get(DATASET) if isinstance(found, Mapping) else found
     if not isinstance(found, torch.Tensor) or not found.is_floating_point():
         raise BadImage(path, f"holds a {type(found).__name__}: expected a tensor of floating point, (N, D)")
     if found.layout != torch.strided or found.is_meta:
@@ -326,7 +327,7 @@ def write_features(path: Path, found: Embedded, attributes: Mapping[str, Any], s
     content = io.BytesIO()  # HDF5 that writes to a full disk itself ends the process, by a signal
     with h5py.File(content, "w") as file:
         file.attrs[SETTINGS] = json.dumps(settings, sort_keys=True)
-        file.create_dataset(FEATURES, data=found.features, chunks=(rows, found.features.shape[1]))
+        file.create_dataset(DATASET, data=found.features, chunks=(rows, found.features.shape[1]))
         coords = file.create_dataset(COORDS, data=found.coords)
         for name, value in attributes.items():
             if value is not None:
@@ -348,15 +349,17 @@ class FeatureFolder(SlideFolder):
         DatasetError: as `SlideFolder`, or no file can be read.
     """
 
+    kind = FEATURES
+
     def __init__(
         self, source: Path, options: SlideOptions, *, folder: Path, slides: Path | None = None, **more: Any
     ) -> None:
-        super().__init__(source, options, folder=None if source == folder else folder, features=True, **more)
+        super().__init__(source, options, folder=None if source == folder else folder, **more)
         if self.masks is not None:
             raise DatasetError(f"{source}: has annotations, and features have no pixels to segment: add a column label")
         self.slides_root, self._by_name = slides, dict[str, str]()
         if slides is not None:
-            names, _ = slides_of(slides, [path for path, _ in files_below(slides, WHOLE_SLIDES)])
+            names, _ = SLIDES.below(slides)
             self._by_name = {without_suffix(Path(name).name, WHOLE_SLIDES): str(name) for name in names}
         problem: BadImage | None = None
         for index in range(len(self)):
@@ -426,7 +429,7 @@ class FeatureFolder(SlideFolder):
 
     def slide_of(self, name: str) -> str | None:
         """The slide of a file of features, from `slides_root` on; None if it is not at hand."""
-        return self._by_name.get(without_suffix(Path(name).name, FEATURE_SUFFIXES))
+        return self._by_name.get(without_suffix(Path(name).name, FEATURES.suffixes))
 
     def _all_patches(self, index: int, patch: int) -> Patches:
         count = self.image(index).size[1]

@@ -10,6 +10,7 @@ from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError
 from mpi4dl.datasets.listed import File, ListedFiles, mask_as_text
 from mpi4dl.datasets.masks import IGNORE_INDEX, Mask, open_stored, values_in
+from mpi4dl.datasets.samples import Sample
 from mpi4dl.datasets.slides.annotations import (
     IGNORED_CLASS,
     Annotations,
@@ -21,7 +22,6 @@ from mpi4dl.datasets.slides.annotations import (
     read_annotations,
 )
 from mpi4dl.datasets.slides.slide import Slide
-from mpi4dl.datasets.slides.tables import SlideRow
 
 BACKGROUND, ANNOTATED = "background", "annotated"
 AUXILIARY = "*"  # ends the names of QuPath's classes that are none, such as Region*
@@ -63,7 +63,7 @@ class SlideMasks:
         self,
         table: Path,
         root: Path,
-        rows: Sequence[SlideRow],
+        rows: Sequence[Sample],
         options: MaskOptions,
         classes: tuple[str, ...] | None = None,
         tell: Tell = quietly,
@@ -195,7 +195,7 @@ def is_auxiliary(name: str) -> bool:
     return name.endswith(AUXILIARY)
 
 
-def _found(table: Path, root: Path, row: SlideRow) -> Path:
+def _found(table: Path, root: Path, row: Sample) -> Path:
     """The file of a row's annotation, beside the table or in the folder of slides. Raises DatasetError."""
     assert row.annotation is not None
     name = row.annotation.replace("\\", "/")

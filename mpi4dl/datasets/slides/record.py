@@ -36,7 +36,7 @@ def record_of(images: Named) -> dict[str, Any] | None:
         "in_bounds": slides.options.masks.in_bounds,
         "slides": {
             row.path: {
-                "slide": row.slide,
+                "slide": row.name,
                 "patient": row.patient,
                 "annotation": None if row.annotation is None else str(annotation_of(row.annotation, slides)),
                 "mpp": assumed if row.mpp is None else row.mpp,

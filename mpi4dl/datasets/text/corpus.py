@@ -23,7 +23,7 @@ import numpy.typing as npt
 from mpi4dl._files import open_regular, read_regular
 from mpi4dl.datasets.base import DatasetError
 from mpi4dl.datasets.listed import files_below
-from mpi4dl.datasets.split import set_aside
+from mpi4dl.datasets.split import split_patients
 from mpi4dl.datasets.text.tokenizer import Tokenizer, Tokens, replacing
 from mpi4dl.geometry import Interval
 
@@ -308,14 +308,14 @@ class TokenStream:
 
 
 def split_documents(file: TokenFile, fraction: float, seed: int = 0) -> tuple[TokenStream, TokenStream]:
-    """Documents for training and validation: about `fraction` validate, by a hash of `seed` and their names.
+    """Documents for training and validation: `fraction` of them validate, by a hash of `seed` and their names.
 
-    A new document moves no other, and all of a document is in one part.
+    All of a document is in one part.
 
     Raises:
-        DatasetError: a fraction outside (0, 1), or one that leaves no document to train on or to validate with.
+        DatasetError: a fraction outside (0, 1), or fewer than two documents.
     """
     names = [document.name for document in file.documents]
-    aside = set_aside(names, fraction, seed, kind="documents", otherwise="add documents")
+    aside = split_patients(names, [0] * len(names), fraction, seed, noun="documents")
     training, validation = ([i for i, held in enumerate(aside) if held is part] for part in (False, True))
     return TokenStream(file, training), TokenStream(file, validation)

@@ -10,9 +10,10 @@ import tifffile
 from pydicom.uid import JPEG2000, JPEG2000Lossless, JPEGBaseline8Bit, RLELossless
 
 from mpi4dl.datasets import BadImage, DatasetError
+from mpi4dl.datasets.kinds import SLIDES
+from mpi4dl.datasets.samples import read_samples
 from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
 from mpi4dl.datasets.slides.slide import Resolution, Slide, open_slide
-from mpi4dl.datasets.slides.tables import read_slides
 from mpi4dl.geometry import Interval
 from mpi4dl.inference.masks import bases_of
 from mpi4dl.inference.records import identity_of
@@ -72,14 +73,14 @@ def test_a_folder_of_its_own_names_a_slide(tmp_path: Path) -> None:
     series(tmp_path / "both", levels()[:1], number=2)
     series(tmp_path / "both", levels()[:2], number=3)
     series(tmp_path / "one/1.2.3", levels()[:1], number=4, SOPClassUID="1.2.840.10008.5.1.4.1.1.2")  # of CT
-    found = read_slides(tmp_path, label_columns=())
+    found = read_samples(tmp_path, SLIDES, label_columns=())
     assert [row.path for row in found.rows] == ["both/2_0_0.dcm", "both/3_0_0.dcm", "one/1.2.3", "two/1.2.4"]
-    assert [row.slide for row in found.rows] == ["2_0_0", "3_0_0", "1.2.3", "1.2.4"]
-    assert [row.path for row in read_slides(mains[0].parent, label_columns=()).rows] == ["1_0_0.dcm"]
+    assert [row.name for row in found.rows] == ["2_0_0", "3_0_0", "1.2.3", "1.2.4"]
+    assert [row.path for row in read_samples(mains[0].parent, SLIDES, label_columns=()).rows] == ["1_0_0.dcm"]
     # A table names the folder, with its path or without, or any file.
     table = tmp_path / "slides.csv"
     table.write_text("slide_id,label\none/1.2.3,a\n1.2.4,b\nboth/2_0_0,a\nboth/3_1_0.dcm,b\n")
-    rows = read_slides(table).rows
+    rows = read_samples(table, SLIDES).rows
     assert [row.path for row in rows] == ["one/1.2.3", "two/1.2.4", "both/2_0_0.dcm", "both/3_0_0.dcm"]
     # Names of what is written of them keep the last number of a UID.
     assert [path.name for path in bases_of([row.path for row in rows], ".png")] == ["1.2.3", "1.2.4", "2_0_0", "3_0_0"]
@@ -162,6 +163,6 @@ def test_damaged_and_incomplete_slides_are_named(tmp_path: Path, spoil: Any, mes
 def test_without_pydicom_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     series(tmp_path / "a", levels()[2:])
     monkeypatch.setattr("mpi4dl.datasets.slides.dicom.find_spec", lambda name: None)
-    for read in (lambda: open_slide(tmp_path / "a"), lambda: read_slides(tmp_path, label_columns=())):
+    for read in (lambda: open_slide(tmp_path / "a"), lambda: read_samples(tmp_path, SLIDES, label_columns=())):
         with pytest.raises(DatasetError, match=r"needs pydicom; run .*install pydicom"):
             read()

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from fractions import Fraction
+from functools import partial
 from math import floor
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpi4dl.datasets import DatasetError
-from mpi4dl.datasets.slides.splits import check_parts, fold_of, split_patients, split_rows, split_table, strata_of
-from mpi4dl.datasets.slides.tables import SlideRow, SlideTable, read_slides, read_split_file
+from mpi4dl.datasets.kinds import SLIDES as OF_SLIDES
+from mpi4dl.datasets.samples import Sample
+from mpi4dl.datasets.split import check_parts, fold_of, fold_table, split_patients, split_rows, strata_of
 
 # For each slide its patient and its class; a patient may have slides of several classes.
 SLIDES = st.lists(st.tuples(st.integers(0, 30).map(str), st.integers(0, 3)), min_size=2, max_size=60).filter(
     lambda slides: len({patient for patient, _ in slides}) >= 2
 )
 HUNDREDTHS = st.integers(1, 99).map(lambda number: number / 100)
+
+
+split_slides = partial(split_rows, kind=OF_SLIDES)
+check_slides = partial(check_parts, kind=OF_SLIDES)
 
 
 def by_patient(patients: list[str], values: list[Any]) -> dict[str, Any]:
@@ -191,8 +197,8 @@ def test_a_patient_of_several_strata_belongs_to_the_most_frequent_or_highest() -
     assert (sum(sides[name] for name in "0123"), sides["4"] + sides["5"]) == (2, 1)
 
 
-def row(line: int, patient: str, part: str, label: Any = None) -> SlideRow:
-    return SlideRow(line, f"s{line}", f"s{line}.svs", patient, part, label=label)
+def row(line: int, patient: str, part: str, label: Any = None) -> Sample:
+    return Sample(line, f"s{line}", f"s{line}.svs", patient, part, label=label)
 
 
 @pytest.mark.parametrize(
@@ -221,54 +227,13 @@ def test_classes_that_a_part_lacks(
 
 def test_a_patient_in_two_parts_is_an_error() -> None:
     with pytest.raises(DatasetError, match=r"'p' .*val .*'s4' of line 4.*train .*'s2' of line 2"):
-        check_parts([row(2, "p", "train"), row(3, "q", "val"), row(4, "p", "val")])
-    assert check_parts([row(2, "p", "train"), row(3, "p", ""), row(4, "p", "train")]) == ()
+        check_slides([row(2, "p", "train"), row(3, "q", "val"), row(4, "p", "val")])
+    assert check_slides([row(2, "p", "train"), row(3, "p", ""), row(4, "p", "train")]) == ()
 
 
-@settings(max_examples=40)
-@given(SLIDES, st.sampled_from(["classify", "regress", "survival", "multilabel", None]), HUNDREDTHS)
-def test_a_split_that_was_written_is_read_again(
-    tmp_path_factory: pytest.TempPathFactory, slides: list[tuple[str, int]], task: str | None, fraction: float
-) -> None:
-    root: Path = tmp_path_factory.getbasetemp() / "kept"
-    labels: dict[str | None, tuple[tuple[str, ...], list[Any]]] = {
-        "classify": (("1_1", "a, b", '"c"', "d;e"), [label for _, label in slides]),
-        "regress": (("dose",), [(label / 3,) for _, label in slides]),
-        "survival": (("risk",), [(label / 7, float(label > 1)) for _, label in slides]),
-        "multilabel": (("x", "y"), [(float(label > 1), float(label % 2)) for _, label in slides]),
-        None: ((), [None] * len(slides)),
-    }
-    classes, of = labels[task]
-    rows = tuple(
-        SlideRow(n + 2, f"slide, {n}", f"slide, {n}.svs", f"p {patient}", label=of[n])
-        for n, (patient, _) in enumerate(slides)
-    )
-    for each in rows:
-        (root / each.path).parent.mkdir(exist_ok=True)
-        (root / each.path).touch()
-    patients = [each.patient for each in rows]
-    held = split_patients(patients, strata_of(task, patients, of), fraction, 0)
-    parts = ["val" if each else "train" for each in held]
-    path = root / "split.csv"
-    path.write_text(split_table(SlideTable(task, classes, rows, {}), parts), newline="")
-    known = classes if task == "classify" else None
-    found = read_slides(path, task=task, classes=known)
-    assert (found.task, found.classes) == (task, classes)
-    assert found.rows == tuple(each._replace(part=part) for each, part in zip(rows, parts, strict=True))
-    assert check_parts(found.rows, task) is not None
-    assert {each.slide: each.part for each in read_split_file(path)} == dict(
-        zip([each.slide for each in rows], parts, strict=True)
-    )
-
-
-def test_slides_without_a_part_are_left_out_of_the_table() -> None:
-    table = SlideTable("classify", ("x", "y"), (row(2, "p", "", 1), row(3, "q", "", 0)), {})
-    assert split_table(table, ["val", ""]) == "slide_id,case_id,label,split\ns2,p,y,val\n"
-
-
-def rows_of(slides: list[tuple[str, int]]) -> tuple[SlideRow, ...]:
+def rows_of(slides: list[tuple[str, int]]) -> tuple[Sample, ...]:
     return tuple(
-        SlideRow(n + 2, f"s{n}", f"a/s{n}.svs", f"p{patient}", label=label) for n, (patient, label) in enumerate(slides)
+        Sample(n + 2, f"s{n}", f"a/s{n}.svs", f"p{patient}", label=label) for n, (patient, label) in enumerate(slides)
     )
 
 
@@ -286,28 +251,26 @@ def test_every_way_to_split_keeps_patients_whole(
     rows = rows_of(slides)
     names = sorted({row.patient for row in rows})
     tests = data.draw(st.sets(st.sampled_from(names), max_size=len(names) - 1), label="patients for tests")
-    rows = tuple(row._replace(part="test" if row.patient in tests else "") for row in rows)
+    rows = tuple(row._replace(split="test" if row.patient in tests else "") for row in rows)
     how: dict[str, Any] = {"fraction": 0.3, "seed": seed, "folds": folds}
     if folds > len(names) - len(tests):
         with pytest.raises(DatasetError, match="more than"):
-            split_rows(rows, "classify", **how)
+            split_slides(rows, "classify", **how)
         return
     path: Path = tmp_path_factory.getbasetemp() / "folds.csv"
     held_out: list[str] = []
     for fold in range(folds):
-        found, _ = split_rows(rows, "classify", fold=fold, **how)
-        parts = by_patient([row.patient for row in found], [row.part for row in found])
+        found, _ = split_slides(rows, "classify", fold=fold, **how)
+        parts = by_patient([row.patient for row in found], [row.split for row in found])
         assert {name for name, part in parts.items() if part == "test"} == tests
         held_out += [name for name, part in parts.items() if part == "val"]
         if not by_file:
             continue
         if fold == 0:
-            kept = ["test" if row.part == "test" else "" for row in found]
-            table = SlideTable("classify", ("w", "x", "y", "z"), found, {})
-            path.write_text(split_table(table, kept, [row.fold for row in found]), newline="")
-        more = (*rows, SlideRow(99, "new", "new.svs", "new patient", label=0))
-        again, remarks = split_rows(more, "classify", fold=fold, split_file=path, **how | {"seed": seed + 1})
-        assert [row.part for row in again] == [*(row.part for row in found), ""]
+            path.write_text(fold_table(found), newline="")
+        more = (*rows, Sample(99, "new", "new.svs", "new patient", label=0))
+        again, remarks = split_slides(more, "classify", fold=fold, split_file=path, **how | {"seed": seed + 1})
+        assert [row.split for row in again] == [*(row.split for row in found), ""]
         assert any("1 slide not in" in remark and "new" in remark for remark in remarks)
     assert sorted(held_out) == [name for name in names if name not in tests]
 
@@ -327,12 +290,12 @@ def test_no_patient_of_a_split_file_is_in_two_parts(
     if not any({"train", "val"} & each for each in split):
         return
     if any(len(each) > 1 for each in split):
-        with pytest.raises(DatasetError, match=r"split\.csv, line \d+: patient 'p\d' .* slide 's\d+' of line \d+"):
-            split_rows(rows, None, fraction=0.3, seed=0, split_file=path)
+        with pytest.raises(DatasetError, match=r"split\.csv, line \d+: patient 'p\d' .* 's\d+' of line \d+"):
+            split_slides(rows, None, fraction=0.3, seed=0, split_file=path)
         return
-    found, _ = split_rows(rows, None, fraction=0.3, seed=0, split_file=path)
+    found, _ = split_slides(rows, None, fraction=0.3, seed=0, split_file=path)
     no_val = not any(part == "val" for _, part in slides)
-    assert [row.part for row in found] == ["val" if part == "test" and no_val else part for _, part in slides]
+    assert [row.split for row in found] == ["val" if part == "test" and no_val else part for _, part in slides]
 
 
 @pytest.mark.parametrize(
@@ -341,9 +304,9 @@ def test_no_patient_of_a_split_file_is_in_two_parts(
 def test_a_split_file_may_name_slides_with_or_without_folder_and_ending(tmp_path: Path, name: str) -> None:
     (tmp_path / "split.csv").write_text(f"slide_id,split\n{name},val\ns1,train\n")
     first, second = rows_of([("0", 0), ("1", 1)])
-    rows = (first._replace(path="a/s0.ome.tif", slide="slide 0"), second)
-    found, _ = split_rows(rows, "classify", fraction=0.3, seed=0, split_file=tmp_path / "split.csv")
-    assert [row.part for row in found] == ["val", "train"]
+    rows = (first._replace(path="a/s0.ome.tif", name="slide 0"), second)
+    found, _ = split_slides(rows, "classify", fraction=0.3, seed=0, split_file=tmp_path / "split.csv")
+    assert [row.split for row in found] == ["val", "train"]
 
 
 @pytest.mark.parametrize(
@@ -383,13 +346,13 @@ def test_remarks_say_who_is_where(tmp_path: Path, text: str | None, how: dict[st
     file = tmp_path / "split.csv"
     parts = how.get("parts", [""] * 4)
     rows = tuple(
-        each._replace(part=part)
+        each._replace(split=part)
         for each, part in zip(rows_of([("0", 0), ("0", 1), ("2", 1), ("3", 0)]), parts, strict=True)
     )
     if text is not None:
         file.write_text(text)
     split_file = None if text is None else file
-    found = split_rows(rows, "classify", fraction=0.3, seed=0, folds=how.get("folds"), split_file=split_file)[1]
+    found = split_slides(rows, "classify", fraction=0.3, seed=0, folds=how.get("folds"), split_file=split_file)[1]
     assert [each.replace(str(file), "SPLIT") for each in found if "class" not in each] == remarks
 
 
@@ -408,5 +371,5 @@ def test_split_files_that_do_not_fit(tmp_path: Path, text: str, how: dict[str, A
     (tmp_path / "split.csv").write_text(text)
     rows = rows_of([("0", 0), ("0", 1), ("2", 1)])
     with pytest.raises(DatasetError) as caught:
-        split_rows(rows, "classify", fraction=0.3, seed=0, split_file=tmp_path / "split.csv", **how)
+        split_slides(rows, "classify", fraction=0.3, seed=0, split_file=tmp_path / "split.csv", **how)
     assert [word for word in ["split.csv", *words] if word not in str(caught.value)] == [], caught.value

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpi4dl.datasets import DatasetError
-from mpi4dl.datasets.slides.tables import SlideTable, read_slides, read_split_file
+from mpi4dl.datasets.kinds import SLIDES
+from mpi4dl.datasets.samples import SampleTable, read_samples, read_split_file
 
 FILES = ("s1.svs", "s2.tiff", "a/s3.ndpi", "a/s4.ome.tif", "b/s4.png")
 
@@ -31,9 +32,9 @@ def slides(tmp_path: Path) -> Path:
     return touch(tmp_path, FILES)
 
 
-def read(root: Path, text: str, encoding: str = "utf-8", **options: Any) -> SlideTable:
+def read(root: Path, text: str, encoding: str = "utf-8", **options: Any) -> SampleTable:
     (root / "slides.csv").write_text(text, encoding, newline="")
-    return read_slides(root / "slides.csv", **options)
+    return read_samples(root / "slides.csv", **{"kind": SLIDES, **options})
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_all_that_a_row_has(slides: Path) -> None:
 def test_slides_are_found_in_another_folder_and_by_absolute_paths(slides: Path, tmp_path_factory: Any) -> None:
     table = tmp_path_factory.mktemp("tables") / "slides.csv"
     table.write_text(f"path,label\n{slides}/a/s3.ndpi,x\ns2.tiff,y\n")
-    found = read_slides(table, folder=slides)
+    found = read_samples(table, SLIDES, folder=slides)
     assert [row.path for row in found.rows] == ["a/s3.ndpi", "s2.tiff"]
     assert any("3 slides below" in remark for remark in found.remarks)
 
@@ -185,7 +186,7 @@ def test_names_with_points_are_found_in_subfolders_too(tmp_path: Path) -> None:
     found = read(tmp_path, f"slide_id,label\n{names[1]},x\n{names[0]},y\n")
     assert [row.path for row in found.rows] == [f"9d0e/{names[1]}.svs", f"8c5f/{names[0]}.svs"]
     assert {row.patient for row in found.rows} == {"TCGA-AA-0001"}
-    assert [row.slide for row in read_slides(tmp_path).rows] == [*names]
+    assert [row.name for row in read_samples(tmp_path, SLIDES).rows] == [*names]
 
 
 def test_annotations_are_no_slides(slides: Path) -> None:
@@ -218,7 +219,7 @@ def test_slides_that_are_their_patients_by_a_column(slides: Path) -> None:
     ("text", "options", "parts"),
     [
         ("name,label\ns1,x\n", {}, ["line 1", "name, label", "`slide_column`"]),
-        ("slide_id,file,label\ns1,s1,x\n", {}, ["line 1", "slide_id and file", "`slide_column`"]),
+        ("file,path,label\ns1,s1,x\n", {}, ["line 1", "file and path", "`slide_column`"]),
         ("slide,case_id,patient,label\ns1,p,p,x\n", {}, ["line 1", "case_id and patient", "`patient_column`"]),
         ("slide,mask,annotation\ns1,p,x\n", {}, ["line 1", "mask and annotation", "`annotation_column`"]),
         ("slide,label,target\ns1,p,x\n", {}, ["line 1", "label and target", "`label_columns`"]),
@@ -317,7 +318,7 @@ def test_tables_mean_the_same_however_they_are_written(
     csv.writer(text, delimiter=draw(st.sampled_from(",;\t")), lineterminator=ending).writerows(rows)
     path = root / "slides.csv"
     path.write_bytes(text.getvalue().encode(draw(st.sampled_from(["utf-8", "utf-8-sig", "utf-16"]))))
-    found = read_slides(path)
+    found = read_samples(path, SLIDES)
     assert (found.task, found.classes) == ("classify", tuple(sorted(classes)))
     for line, (i, row) in enumerate(zip(order, found.rows, strict=True), 2):
         label = found.classes.index(classes[i % len(classes)])
@@ -337,21 +338,21 @@ def test_no_patient_of_a_table_is_in_two_splits(
     parts: dict[int, str] = {}
     twice = next((n for n, (patient, part) in enumerate(slides) if parts.setdefault(patient, part) != part), None)
     if twice is None:
-        assert [row.part for row in read(root, text).rows] == [part for _, part in slides]
+        assert [row.split for row in read(root, text).rows] == [part for _, part in slides]
         return
     patient, part = slides[twice]
     first = next(n for n, slide in enumerate(slides) if slide[0] == patient)
     with pytest.raises(DatasetError) as caught:
         read(root, text)
-    named = [f"line {twice + 2}: patient 'p{patient}'", f"{part} by slide 's{twice}'"]
-    named += [f"{slides[first][1]} by slide 's{first}' of line {first + 2}"]
+    named = [f"line {twice + 2}: patient 'p{patient}'", f"{part} by 's{twice}'"]
+    named += [f"{slides[first][1]} by 's{first}' of line {first + 2}"]
     assert [each for each in named if each not in str(caught.value)] == [], caught.value
 
 
 def test_damaged_tables_are_refused_or_read(slides: Path) -> None:
     whole = b"slide,patient,split,time,event,mpp,fold\ns1,p,train,3.5,1,0.5,0\nb/s4.png,q,val,4,0,0.25,1\n"
     random = np.random.default_rng(0)
-    for read_file in (read_slides, read_split_file):
+    for read_file in (read_samples, read_split_file):
         for _ in range(100):
             spoilt = bytearray(whole)
             for _ in range(random.integers(1, 4)):
@@ -381,9 +382,9 @@ def test_damaged_tables_are_refused_or_read(slides: Path) -> None:
 def test_folders(
     tmp_path: Path, files: tuple[str, ...], options: dict[str, Any], task: str | None, rows: list[Any]
 ) -> None:
-    found = read_slides(touch(tmp_path, files), **options)
+    found = read_samples(touch(tmp_path, files), **{"kind": SLIDES, **options})
     assert found.task == task
-    assert [(row.slide, row.part, row.label) for row in found.rows] == rows
+    assert [(row.name, row.split, row.label) for row in found.rows] == rows
     assert [row.path for row in found.rows] == sorted(files)
     assert {row.line for row in found.rows} == {0}
 
@@ -405,7 +406,7 @@ def test_folders_that_are_wrong(
     tmp_path: Path, files: tuple[str, ...], options: dict[str, Any], parts: list[str]
 ) -> None:
     with pytest.raises(DatasetError) as caught:
-        read_slides(touch(tmp_path, files), **options)
+        read_samples(touch(tmp_path, files), **{"kind": SLIDES, **options})
     assert [part for part in parts if part not in str(caught.value)] == [], caught.value
 
 
@@ -425,9 +426,9 @@ def test_folders_that_are_wrong(
 def test_split_files(tmp_path: Path, text: str) -> None:
     (tmp_path / "splits_0.csv").write_text(text, newline="", encoding="utf-8")
     found = read_split_file(tmp_path / "splits_0.csv")
-    assert {each.slide: each.part for each in found} == {"a": "train", "b": "train", "c": "val", "1_1": "test"}
+    assert {each.name: each.split for each in found} == {"a": "train", "b": "train", "c": "val", "1_1": "test"}
     folds = {"a": 0, "b": 1} if "fold" in text else {}
-    assert {each.slide: each.fold for each in found if each.fold is not None} == folds
+    assert {each.name: each.fold for each in found if each.fold is not None} == folds
 
 
 @pytest.mark.parametrize(
@@ -436,15 +437,15 @@ def test_split_files(tmp_path: Path, text: str) -> None:
         (",train,val,test\n0,a,c,\n1,b,a,\n", ["line 3", "'a'", "val", "line 2", "train"]),
         (",train,val,test\n0,a,c,\n1,a,,\n", ["line 3", "'a'", "line 2"]),
         (",train,val\na,True,True\n", ["line 2", "'a'"]),
-        (",train,val\n,True,False\n", ["line 2", "names no slide"]),
-        ("train,val\nTrue,False\n", ["no column of slides"]),
+        (",train,val\n,True,False\n", ["line 2", "names no sample"]),
+        ("train,val\nTrue,False\n", ["no column of samples"]),
         (",train\n0,a\n", ["line 1", "train", "slide_id and split"]),
         (",train,val,valid\n0,a,b,c\n", ["line 1", "val and valid"]),
         ("slide,label\na,x\n", ["line 1", "slide, label"]),
         ("slide,split\na,x\n", ["line 2", "'split' is 'x'"]),
         ("slide,fold\na,0\nb,x\n", ["line 3", "'fold' is 'x'"]),
         ("slide,fold\na,0\na,1\n", ["line 3", "'a'", "fold 1", "line 2", "fold 0"]),
-        ("train,val\nnan,nan\n", ["names no slide"]),
+        ("train,val\nnan,nan\n", ["names no sample"]),
     ],
 )
 def test_split_files_that_are_wrong(tmp_path: Path, text: str, parts: list[str]) -> None:

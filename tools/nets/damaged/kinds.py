@@ -25,20 +25,22 @@ import torch
 from pydicom.uid import JPEGBaseline8Bit
 
 from mpi4dl.checkpoints.weights import open_weights
+from mpi4dl.datasets.kinds import SLIDES
+from mpi4dl.datasets.samples import Sample, read_samples, read_split_file
 from mpi4dl.datasets.slides.compose import APERIO
 from mpi4dl.datasets.slides.dataset import SlideOptions
 from mpi4dl.datasets.slides.features import Embedded, FeatureFolder, open_bag, write_features
 from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks
 from mpi4dl.datasets.slides.slide import Level, Resolution, Slide, SlideFile, open_slide
-from mpi4dl.datasets.slides.splits import split_rows
-from mpi4dl.datasets.slides.tables import SlideRow, read_slides, read_split_file
 from mpi4dl.datasets.slides.tissue import find_tissue
+from mpi4dl.datasets.split import split_rows
 from mpi4dl.geometry import Interval
 from mpi4dl.inference.maps import PatchMap, geojson, grid_of
 from mpi4dl.inference.records import Records
 from mpi4dl.options.config import Config, ConfigError, parse, to_toml
 from mpi4dl.runs.description import Description
-from mpi4dl.training.data import ImageLists, Sample
+from mpi4dl.runs.samples import FILE as SAMPLES
+from mpi4dl.runs.samples import RunSamples
 from tests.datasets.boxes import smooth_image
 from tests.datasets.slides.dicom import series
 
@@ -136,7 +138,7 @@ def _table(path: Path) -> None:
 
 def read_table(path: Path) -> None:
     for how in ({"task": "classify"}, {"task": "survival"}, {"label_columns": ()}):
-        found = read_slides(path, **how)
+        found = read_samples(path, SLIDES, **how)
         if found.task is not None:
             how = {"fraction": 0.25, "seed": 0, "table": path}
             split_rows(found.rows, found.task, found.classes, **how)
@@ -151,7 +153,7 @@ def _split(path: Path) -> None:
 
 
 def read_split(path: Path) -> None:
-    rows = tuple(SlideRow(n + 2, f"s{n}", f"s{n}.svs", f"p{n}", label=n % 2) for n in range(COUNT))
+    rows = tuple(Sample(n + 2, f"s{n}", f"s{n}.svs", f"p{n}", label=n % 2) for n in range(COUNT))
     read_split_file(path)
     split_rows(rows, "classify", ("a", "b"), fraction=0.25, seed=0, split_file=path)
 
@@ -177,7 +179,7 @@ def _asap(path: Path) -> None:
 
 
 def read_annotated(path: Path) -> None:
-    row = SlideRow(2, "glass", "glass.tif", "p", annotation=path.name)
+    row = Sample(2, "glass", "glass.tif", "p", annotation=path.name)
     mask = SlideMasks(path.parent / "slides.csv", path.parent, (row,), MaskOptions()).mask(0, GLASS)
     for box in ((Interval(0, SIDE), Interval(0, SIDE)), (Interval(40, 90), Interval(200, SIDE))):
         assert mask.read(*box).shape == tuple(interval.length for interval in box)
@@ -520,18 +522,20 @@ def read_description(path: Path) -> None:
     found.config(str(path), False)
 
 
-def images_content() -> Any:
-    samples = {"training": {"a/1.png": [3, "a"], "b/2.png": [None, None]}, "validation": {"a/3.png": [5, "a"]}}
-    return {"classes": ["a", "b"], "fit": "resize", "values": None, **samples}
+def write_samples(path: Path) -> None:
+    lines = ["file,slide_id,case_id,label,split,fold,mpp,annotation,mask_print,bytes,crc32"]
+    lines += ["a/1.png,1,p1,a,train,,,,,3,77", '"b/2,.png",2,p2,b,val,1,0.25,,,4,78', "b/3.png,3,p3,b,test,,,,,,"]
+    path.write_text("\n".join(lines) + "\n")
 
 
-def read_images(path: Path) -> None:
-    found = ImageLists.read(path)
+def read_run_samples(path: Path) -> None:
+    found = RunSamples.read(path)
     found.validating()
-    now = ImageLists(("a", "b"), "resize", {"a/1.png": Sample(4, "a")}, {"b/9.png": Sample(None, "b")})
-    [*found.changes(now)]
-    with suppress(ConfigError):
-        found.require_same_labels(now)
+    for line in (*found.lines, {}):
+        now = RunSamples(tuple(each._replace(label="a") for each in found.samples), (line,), found.columns)
+        [*found.changes(now)]
+        with suppress(ConfigError):
+            found.require_unchanged(now)
 
 
 def records_content() -> Any:
@@ -572,6 +576,6 @@ def kinds() -> dict[str, Kind]:
         "safetensors": Kind("w.safetensors", _weights, read_weights, odd=ODD_SAFETENSORS),
         "TOML": Kind("config.toml", _config, read_config, text=True, odd=_texts(ODD_TOML)),
         "description": Kind("model.json", _as_json(description_content), read_description, text=True),
-        "images": Kind("images.json", _as_json(images_content), read_images, text=True),
+        "samples": Kind(SAMPLES, write_samples, read_run_samples, text=True),
         "records": Kind("predictions.json", _as_json(records_content), read_records, text=True),
     }

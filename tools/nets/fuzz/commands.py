@@ -284,9 +284,9 @@ def differences(one: Path, other: Path, tolerance: float) -> Iterator[str]:
             yield f"{name} in one of both alone"
         elif files[0].exists():
             yield from (f"{name}: {said}" for said in _weights(*map(load_file, files), tolerance))
-    skipped = [json.loads((folder / "images.json").read_text()) for folder in (one, other)]
+    skipped = [(folder / "samples.csv").read_text() for folder in (one, other)]
     if skipped[0] != skipped[1]:
-        yield "other images"
+        yield "other samples"
 
 
 def _alike(mine: Any, wanted: Any, tolerance: float) -> bool:

@@ -15,8 +15,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from mpi4dl.datasets import DatasetError
-from mpi4dl.datasets.slides.tables import read_slides
-from mpi4dl.datasets.table import as_number, read_table
+from mpi4dl.datasets.kinds import PICTURES, SLIDES
+from mpi4dl.datasets.samples import read_samples
+from mpi4dl.datasets.table import as_number
 from tests.pool.ranks import Ranks
 
 MARKS_UNSURE = "may part thousands or decimals"  # a refusal that a table without a mistake may get
@@ -101,11 +102,11 @@ class Sheet:
     def records(self) -> list[dict[str, str]]:
         headers, found = dict(self.headers), []
         for number, row in enumerate(self.rows):
-            record = {headers["slide"]: row.slide}
+            record = {headers["slide"]: row.name}
             if self.of_slides or self.notes:
                 record[headers["patient"]] = row.patient
-            if any(each.part for each in self.rows):
-                words = PARTS[row.part] if row.part else ("",)
+            if any(each.split for each in self.rows):
+                words = PARTS[row.split] if row.split else ("",)
                 record[headers["split"]] = words[number % len(words)]
             if any(each.fold is not None for each in self.rows):
                 record[headers["fold"]] = self.missing if row.fold is None else str(row.fold)
@@ -217,9 +218,7 @@ def problem(_: Ranks, sheet: Sheet) -> str | None:
         path.write_bytes(sheet.content())
         task = sheet.task if sheet.says_task else None
         try:
-            read = (read_slides if sheet.of_slides else read_table)(
-                path, task=task, **({"label_columns" if sheet.of_slides else "columns": sheet.names})
-            )
+            read = read_samples(path, SLIDES if sheet.of_slides else PICTURES, task=task, label_columns=sheet.names)
         except DatasetError as error:
             if sheet.mistake is not None or MARKS_UNSURE in str(error):
                 return None
@@ -236,7 +235,7 @@ def compare(sheet: Sheet, read: Any) -> str | None:
         wrong.append(f"task {read.task} of {read.classes}")
     for row, found in zip(sheet.rows, read.rows, strict=True):
         label = classes.index(str(row.label)) if classes else row.label
-        if found.label != label or found.part != row.part:
+        if found.label != label or found.split != row.split:
             wrong.append(f"{row} is {found}")
         if sheet.of_slides:
             meant = (row.file, row.patient, row.fold, row.mpp)

@@ -1,16 +1,23 @@
-"""Tables of slides: which file, patient, label and split each slide has, from a CSV file or a folder.
+"""The table of samples: which file, label, patient and split each sample has, from a CSV file or a folder.
+
+    file,class                          one line for each image
+    a/1.png,benign
 
     slide_id,case_id,label              one line for each slide, as CLAM writes them
     s1,p1,tumour
 
-    slide_id,case_id,label,split        a split of your own: train, val or test
-    s1,p1,tumour,train
+    file,patient,age,split              a split of your own: train, val or test
+    a/1.png,p1,61.5,train
 
     file;patient;time;event;fold;mpp    survival, folds, and microns per pixel of slides that do not know theirs
     a/s1.svs;p1;37,5;1;0;0,25
 
-Columns are found by the names in `ROLES` and `LABEL_COLUMNS`, or named by the user. `Slide ID`, `slide-id` and
-`SlideID` are slide_id. Delimiters, encodings, numbers and missing values are those of table.py.
+    file,mask                           masks, to segment
+    a/1.png,masks/1.png
+
+Images, volumes, slides and features of slides have the same columns. They are found by the names in `ROLES` and
+`LABEL_COLUMNS`, or named by the user. `Slide ID`, `slide-id` and `SlideID` are slide_id. Delimiters, encodings, numbers
+and missing values are those of table.py.
 """
 
 import re
@@ -20,19 +27,17 @@ from typing import NamedTuple
 
 from mpi4dl._wording import counted, quoted, some
 from mpi4dl.datasets.base import DatasetError
-from mpi4dl.datasets.files import DICOM, WHOLE_SLIDES
+from mpi4dl.datasets.kinds import FEATURES, PICTURES, FileKind
 from mpi4dl.datasets.labels import FORMS, SURVIVAL
-from mpi4dl.datasets.listed import PARTS, files_below
+from mpi4dl.datasets.listed import PARTS
 from mpi4dl.datasets.table import (
     FEW_VALUES,
     CsvTable,
     Label,
     LabelColumns,
-    Labelled,
     Line,
     as_number,
     at_line,
-    check_task,
     folded_column,
     folded_name,
     found_in,
@@ -45,12 +50,13 @@ from mpi4dl.datasets.table import (
     says_none,
 )
 
-# The usual names of the columns of each role, as `folded_column` writes them.
+TABLE = "labels.csv"  # beside images
+# The usual names of the columns of each role, as `folded_column` writes them. A column of files goes before one of
+# identifiers, which name files where there is no other.
+FILES = ("file", "filename", "file_name", "path", "slide_file")
+IDENTIFIERS = ("slide_id", "slide", "slide_name", "image", "image_id", "wsi", "wsi_id")
 ROLES: Mapping[str, tuple[str, ...]] = {
-    "slide": (
-        *("slide_id", "slide", "slide_name", "slide_file", "file", "filename", "file_name"),
-        *("image", "image_id", "path", "wsi", "wsi_id"),
-    ),
+    "slide": (*FILES, *IDENTIFIERS),
     "patient": (
         *("case_id", "case", "patient_id", "patient", "subject_id", "subject"),
         *("case_submitter_id", "participant_id", "participant"),
@@ -60,87 +66,85 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "mpp": ("mpp", "microns_per_pixel"),
     "annotation": ("annotation", "annotations", "mask"),
 }
-FEATURE_SUFFIXES = (".h5", ".hdf5", ".pt")
 LABEL_COLUMNS = ("label", "labels", "class", "target")
 CLASS_COLUMNS = ("label", "labels", "class")  # whole numbers in these are classes
+MASK_PRINT = "mask_print"
+OF_FILES = ("bytes", "crc32", MASK_PRINT)  # in the table of a run
 _NO_COLUMNS: Mapping[str, str] = {}
-_LAYOUT = "expected a line such as slide_id,case_id,label and below it one for each slide, such as s1,p1,tumour"
-_SPLIT_LAYOUT = (
-    "expected columns train, val and test that list slides, or columns slide_id and split, or slide_id and fold"
-)
+_SPLIT_LAYOUT = "expected columns train, val and test that list samples, or columns file or slide_id and split or fold"
 _BARCODE = re.compile(r"(TCGA-[A-Z0-9]{2}-[A-Z0-9]{4})(?![A-Z0-9])", re.IGNORECASE)  # 12 characters name the patient
 _INDEX = re.compile(r"Unnamed: [0-9]+")  # pandas' name for a column without one
 _FOLD = re.compile(r"([0-9]{1,6})([.,]0+)?")  # pandas writes 1.0 where another line has no fold
 
 
-class SlideRow(NamedTuple):
-    """A slide.
+class Sample(NamedTuple):
+    """A line of the table of samples.
 
     Attributes:
-        line: its line in the table, from 1; 0 if there is no table.
-        slide: its identifier, as in the table.
-        path: its file, relative to the folder of slides, with slashes.
+        line: its line in the file, from 1; 0 if there is no file.
+        name: its identifier, as in the file.
+        path: its file, relative to the folder of samples, with slashes.
         patient: the patient that it is of.
-        part: train, val or test; empty if nothing says it.
+        split: train, val or test; empty if nothing says it.
         fold: the number of its fold, from 0; None if nothing says it.
         label: a class index, or a tuple of numbers; None without labels.
         mpp: microns per pixel of level 0, as the table says; None if it does not.
-        annotation: the file of its annotation, as in the table; None if it has none.
+        annotation: the file of its mask or annotation, as in the table; None if it has none.
     """
 
     line: int
-    slide: str
+    name: str
     path: str
     patient: str
-    part: str = ""
+    split: str = ""
     fold: int | None = None
     label: Label | None = None
     mpp: float | None = None
     annotation: str | None = None
 
 
-class SlideTable(NamedTuple):
-    """The slides of a table or folder.
+class SampleTable(NamedTuple):
+    """The samples of a table or folder.
 
     Attributes:
         task: classify, multilabel, regress, survival or segment; None without labels.
         classes: names of classes, or of the columns of numbers; "risk" for survival.
-        rows: the slides, in the order of the table, or of the names of their files.
+        rows: the samples, in the order of the table, or of the names of their files.
         columns: the column taken for each role: slide, patient, label and others. Several labels have commas between.
         remarks: sentences about decisions that the user should know.
     """
 
     task: str | None
     classes: tuple[str, ...]
-    rows: tuple[SlideRow, ...]
+    rows: tuple[Sample, ...]
     columns: Mapping[str, str]
     remarks: tuple[str, ...] = ()
 
 
-def read_slides(
+def read_samples(
     path: Path,
+    kind: FileKind = PICTURES,
     *,
     folder: Path | None = None,
     task: str | None = None,
     label_columns: Sequence[str] | None = None,
     classes: tuple[str, ...] | None = None,
     columns: Mapping[str, str] = _NO_COLUMNS,
-    features: bool = False,
-) -> SlideTable:
-    """Read a table of slides, or a folder of slides whose subfolders may be their classes.
+) -> SampleTable:
+    """Read a table of samples, or a folder of slides whose subfolders may be their classes.
 
     Args:
         path: the table, or the folder.
-        folder: where the slides of a table are, also in subfolders; by default the folder of the table.
+        kind: what its files are.
+        folder: where the files are, also in subfolders; by default the folder of the table.
         task: what the labels are for; by default the one task that the columns can mean.
         label_columns: the columns of labels; by default one of `LABEL_COLUMNS`, or all that identify nobody. With an
             empty sequence no label is read, as for prediction.
         classes: the classes and their order, if they must agree with those of training.
         columns: the column that the user named for a role of `ROLES`.
-        features: whether the files are those of features of the slides: NAME.h5 for NAME.svs.
 
     Raises:
-        DatasetError: the table is wrong, which names the file and the line; or a slide is missing.
+        DatasetError: the table is wrong, which names the file and the line; or a file is missing.
         ValueError: a role that `ROLES` does not have.
     """
     unknown = sorted({*columns} - {*ROLES})
@@ -149,36 +153,29 @@ def read_slides(
     if path.is_dir():
         if columns or label_columns or folder is not None:
             raise DatasetError(f"{path}: is a folder of slides, and has no columns: name a table, such as slides.csv")
-        return _read_folder(path, task, classes, label_columns is None, features)
-    if task != "segment":
-        check_task(path, task)
-    table = open_table(path, columns.values())
+        return read_folder(path, kind, task, classes, label_columns is None)
+    table = open_table(path, kind, columns.values())
     taken = _columns_taken(table, columns, label_columns or ())
     lines = table.lines()
     require_values(path, [taken["slide"]], lines)
     others = [name for name in table.columns if name not in taken.values() and not _INDEX.fullmatch(name)]
-    usual = {name for names in ROLES.values() for name in names}
+    usual = {name for names in ROLES.values() for name in names} | {*OF_FILES}
     may_be_labels = [name for name in others if folded_column(name) not in usual or name in (label_columns or ())]
-    found_task, names, learnt, labels = _labels(table, lines, taken, may_be_labels, task, label_columns, classes)
-    patients, remarks = _patients(path, lines, taken)
-    parts = _parts(path, lines, taken)
-    folds = list(_folds(path, lines, taken))
-    mpps = list(_mpps(table, lines, taken))
+    found_task, names, learnt, labels = _labels(table, kind, lines, taken, may_be_labels, task, label_columns, classes)
+    patients, remarks = _patients(path, kind, lines, taken)
+    parts, folds, mpps = _parts(path, lines, taken), list(_folds(path, lines, taken)), list(_mpps(table, lines, taken))
     annotations = _annotations(lines, taken)
     root = folder if folder is not None else path.parent
-    files, others_of = _slides_below(root, annotations, features)
+    files, parts_of = samples_below(root, kind, annotations)
     slides = [line.values[taken["slide"]] for line in lines]
-    numbers = [line.number for line in lines]
-    asked = [Labelled(number, _below(root, slide), "", 0) for number, slide in zip(numbers, slides, strict=True)]
-    asked = [row._replace(name=others_of.get(row.name, row.name)) for row in asked]
-    kind, remedy = "slide", ": correct its name, or name the folder of slides by `slides_folder`"
-    if features:
-        kind, remedy = "file of features", ": embed the slide by mpi4dl embed, or leave the line out"
-        asked = [row._replace(name=_name_of_features(row.name, files)) for row in asked]
-    paths = [name for _, name in found_in(path, asked, files, root, kind, remedy)]
-    rows = tuple(map(SlideRow, numbers, slides, paths, patients, parts, folds, labels, mpps, annotations))
+    asked = [_below(root, name) for name in slides]
+    asked = [_instead(parts_of.get(name, name), kind, files) for name in asked]
+    paths = found_in(path, [*zip([line.number for line in lines], asked, strict=True)], files, root, kind)
+    rows = tuple(
+        map(Sample, [line.number for line in lines], slides, paths, patients, parts, folds, labels, mpps, annotations)
+    )
     require_patients_apart(rows, path)
-    unused = [name for name in others if name not in learnt]
+    unused = [name for name in others if name not in learnt and folded_column(name) not in OF_FILES]
     if learnt:
         taken["label"] = ", ".join(learnt)
     if task is None and found_task is not None:
@@ -186,21 +183,21 @@ def read_slides(
     if unused:
         remarks += (f"columns not used: {some(unused, 10)}",)
     if len(files) > len(rows):
-        remarks += (f"{counted(len(files) - len(rows), 'slide')} below {root} not in the table",)
-    return SlideTable(found_task, names, rows, taken, remarks)
+        remarks += (f"{counted(len(files) - len(rows), kind.noun, kind.nouns)} below {root} not in the table",)
+    return SampleTable(found_task, names, rows, taken, remarks)
 
 
-def open_table(path: Path, named: Collection[str] = ()) -> CsvTable:
-    """A table of slides, which may have columns that the user named. Raises DatasetError."""
+def open_table(path: Path, kind: FileKind = PICTURES, named: Collection[str] = ()) -> CsvTable:
+    """A table of samples, which may have columns that the user named. Raises DatasetError."""
 
-    def names_slides(column: str) -> bool:
+    def names_files(column: str) -> bool:
         return folded_column(column) in ROLES["slide"] or column in named
 
-    return CsvTable(path, SURVIVAL, names_slides, _LAYOUT, "slide", numbered=True)
+    return CsvTable(path, SURVIVAL, names_files, kind.layout, kind.noun, numbered=kind.tells_patients)
 
 
 def _columns_taken(table: CsvTable, named: Mapping[str, str], labels: Sequence[str]) -> dict[str, str]:
-    """The column of each role that has one. Raises DatasetError for two, and for none of slides."""
+    """The column of each role that has one. Raises DatasetError for two, and for none of files."""
     where, header = f"{table.path}, line {table.header_line}", table.columns
     taken: dict[str, str] = {}
     for role, asked in named.items():
@@ -215,6 +212,8 @@ def _columns_taken(table: CsvTable, named: Mapping[str, str], labels: Sequence[s
         if role in taken:
             continue
         found = [name for name in header if folded_column(name) in usual]
+        if role == "slide":
+            found = [name for name in found if folded_column(name) in FILES] or found
         found = [name for name in found if name not in spoken_for] or (found[:1] if role == "slide" else [])
         if len(found) > 1:
             raise DatasetError(
@@ -223,8 +222,8 @@ def _columns_taken(table: CsvTable, named: Mapping[str, str], labels: Sequence[s
             )
         if not found and role == "slide":
             raise DatasetError(
-                f"{where}: has {some(header)}: none of them can be the column of slides ({', '.join(usual)}): "
-                f"name it by `slide_column`; {_LAYOUT}"
+                f"{where}: has {some(header)}: none of them can be the column of file names ({', '.join(usual)}): "
+                f"name it by `slide_column`; {table.layout}"
             )
         if found:
             taken[role] = found[0]
@@ -233,6 +232,7 @@ def _columns_taken(table: CsvTable, named: Mapping[str, str], labels: Sequence[s
 
 def _labels(
     table: CsvTable,
+    kind: FileKind,
     lines: Sequence[Line],
     taken: Mapping[str, str],
     others: list[str],
@@ -242,10 +242,13 @@ def _labels(
 ) -> tuple[str | None, tuple[str, ...], tuple[str, ...], Sequence[Label | None]]:
     """The task, the classes, the columns of labels, and the label of each line. Raises DatasetError."""
     nothing = [None] * len(lines)
+    tabled = [form.task for form in FORMS.values() if form.in_tables]
+    if task is not None and task not in (*tabled, "segment"):
+        raise DatasetError(f"{table.path}: a table is for one of {', '.join(tabled)}, but {task} was asked for")
     if task == "segment":
         if "annotation" not in taken:
             raise DatasetError(
-                f"{table.path}: has {some(table.columns)}, but segment needs a column annotation: name it by "
+                f"{table.path}: has {some(table.columns)}, but segment needs a column mask or annotation: name it by "
                 "`annotation_column`"
             )
         return task, classes or (), (), nothing
@@ -254,8 +257,8 @@ def _labels(
     asked = columns if columns is not None else _usual_labels(table, others, task)
     if asked is None and task is None and all(map(identifies, others)):
         return ("segment" if "annotation" in taken else None), classes or (), (), nothing
-    learnt = learnt_columns(table.path, others, task, asked, _LAYOUT)
-    read = LabelColumns(table.path, learnt, lines, table.delimiter, CLASS_COLUMNS, "slide")
+    learnt = learnt_columns(table.path, others, task, asked, table.layout)
+    read = LabelColumns(table.path, learnt, lines, table.delimiter, CLASS_COLUMNS, kind.noun)
     found, names, label = read.labels(task, columns is not None, classes)
     renamed = columns is not None and FORMS[found].named_by_column and not {*names} & {*(classes or names)}
     if renamed and classes is not None and len(classes) == len(names):
@@ -284,12 +287,14 @@ def _usual_labels(table: CsvTable, others: list[str], task: str | None) -> tuple
     return tuple(named) or None
 
 
-def _patients(path: Path, lines: Sequence[Line], taken: Mapping[str, str]) -> tuple[list[str], tuple[str, ...]]:
+def _patients(
+    path: Path, kind: FileKind, lines: Sequence[Line], taken: Mapping[str, str]
+) -> tuple[list[str], tuple[str, ...]]:
     """The patient of each line, and a remark if no column says it. Raises DatasetError."""
     column = taken.get("patient")
     if column is None:
-        slides = [line.values[taken["slide"]] for line in lines]
-        return _patients_of(slides, "name the column of patients by `patient_column`")
+        names = [line.values[taken["slide"]] for line in lines]
+        return patients_of(names, kind, "name the column of patients by `patient_column`")
     for line in lines:
         text = line.values[column]
         if says_none(text):
@@ -299,16 +304,16 @@ def _patients(path: Path, lines: Sequence[Line], taken: Mapping[str, str]) -> tu
     return [line.values[column] for line in lines], ()
 
 
-def _patients_of(slides: Sequence[str], remedy: str) -> tuple[list[str], tuple[str, ...]]:
-    """The patients in the TCGA barcodes of slides, or else each slide as its own; and a remark with a remedy."""
-    barcodes = [_BARCODE.match(re.split(r"[/\\]", slide)[-1]) for slide in slides]
+def patients_of(names: Sequence[str], kind: FileKind, remedy: str) -> tuple[list[str], tuple[str, ...]]:
+    """The patients in the TCGA barcodes of samples, or else each sample as its own; and a remark with a remedy."""
+    barcodes = [_BARCODE.match(re.split(r"[/\\]", name)[-1]) for name in names]
     found = sum(code is not None for code in barcodes)
-    patients = [code[1].upper() if code else slide for code, slide in zip(barcodes, slides, strict=True)]
-    own = f"each {'other ' * bool(found)}slide is its own patient: {remedy}"
+    patients = [code[1].upper() if code else name for code, name in zip(barcodes, names, strict=True)]
+    own = f"each {'other ' * bool(found)}{kind.noun} is its own patient: {remedy}"
     if not found:
-        return patients, (own,)
+        return patients, (own,) * kind.tells_patients
     kept = f"patients are the first 12 characters of {counted(found, 'TCGA barcode')}"
-    return patients, (kept if found == len(slides) else f"{kept}; {own}",)
+    return patients, (kept if found == len(names) else f"{kept}; {own}",)
 
 
 def _parts(path: Path, lines: Sequence[Line], taken: Mapping[str, str], required: bool = True) -> list[str]:
@@ -357,52 +362,29 @@ def _annotations(lines: Sequence[Line], taken: Mapping[str, str]) -> list[str | 
     return [None if says_none(text) else text for text in texts]
 
 
-def _slides_below(
-    folder: Path, without: Sequence[str | None] = (), features: bool = False
-) -> tuple[list[str], dict[str, str]]:
-    """The files of slides below a folder, in order, but for those of annotations; or those of `features`.
-
-    Of a slide of DICOM it is its folder, or its main file. Other files of such slides are those of the second value.
+def samples_below(folder: Path, kind: FileKind, without: Sequence[str | None] = ()) -> tuple[list[str], dict[str, str]]:
+    """The samples below a folder, in order, but for the files of annotations; and the sample that a file is a part of.
 
     Raises DatasetError for none.
     """
-    noun, suffixes = ("features", FEATURE_SUFFIXES) if features else ("slides", WHOLE_SLIDES)
-    if not folder.is_dir():
-        what = f"is a file, not a folder of {noun}" if folder.exists() else f"no such folder of {noun}"
-        raise DatasetError(f"{folder}: {what}: name one by `{'features' if features else 'slides_folder'}`")
-    found, others_of = slides_of(folder, [path for path, _ in files_below(folder, suffixes)])
+    found, parts_of = kind.below(folder)
     annotations = {_below(folder, name.replace("\\", "/").removeprefix("./")) for name in without if name}
     found = [name for name in found if name not in annotations]
     if not found:
-        raise DatasetError(f"{folder}: has no {noun}: files of {noun} end in {' '.join(suffixes)}")
-    if features:  # CLAM writes NAME.pt beside NAME.h5, which says more
-        said = {without_suffix(name, suffixes).rpartition("/")[2] for name in found if not name.endswith(".pt")}
+        raise DatasetError(f"{folder}: has no {kind.nouns}: {kind.nouns} end in {' '.join(kind.suffixes)}")
+    if kind is FEATURES:  # CLAM writes NAME.pt beside NAME.h5, which says more
+        said = {without_suffix(name, kind.suffixes).rpartition("/")[2] for name in found if not name.endswith(".pt")}
         found = [n for n in found if not n.endswith(".pt") or n.removesuffix(".pt").rpartition("/")[2] not in said]
-    return found, others_of
+    return found, parts_of
 
 
-def slides_of(folder: Path, paths: Sequence[Path]) -> tuple[list[str], dict[str, str]]:
-    """The slides that files below a folder are, in order, and the slide of each file that is a part of one."""
-    names = {path: path.relative_to(folder).as_posix() for path in paths}
-    found = [name for name in names.values() if not name.lower().endswith(DICOM)]
-    others_of: dict[str, str] = {}
-    of_dicom = [path for path, name in names.items() if name.lower().endswith(DICOM)]
-    if of_dicom:
-        from mpi4dl.datasets.slides.dicom import grouped
-
-        for main, parts, alone in grouped(of_dicom):
-            of_its_own = alone and main.parent != folder
-            name = main.parent.relative_to(folder).as_posix() if of_its_own else names[main]
-            found.append(name)
-            others_of.update((names[part], name) for part in parts)
-    return sorted(found), others_of
-
-
-def _name_of_features(slide: str, files: Sequence[str]) -> str:
-    """What a file of features is called without its ending: as the slide, with its folders or without."""
-    name = without_suffix(slide.replace("\\", "/").removeprefix("./"), WHOLE_SLIDES)
-    known = {without_suffix(file, FEATURE_SUFFIXES) for file in files}
-    return name if name in known else name.rpartition("/")[2]
+def _instead(name: str, kind: FileKind, files: Sequence[str]) -> str:
+    """The name of a file where a table may name another one, without its ending: with its folders or without."""
+    if not kind.stands_for:
+        return name
+    short = without_suffix(name.replace("\\", "/").removeprefix("./"), kind.stands_for)
+    known = {without_suffix(file, kind.suffixes) for file in files}
+    return short if short in known else short.rpartition("/")[2]
 
 
 def without_suffix(name: str, suffixes: Sequence[str]) -> str:
@@ -418,38 +400,38 @@ def _below(folder: Path, name: str) -> str:
     return path.relative_to(folder.absolute()).as_posix() if inside else name
 
 
-def require_patients_apart(rows: Sequence[SlideRow], path: Path | None = None) -> None:
-    """Raises DatasetError if slides of one patient are in two splits, or in two folds; `path` is their table."""
+def require_patients_apart(rows: Sequence[Sample], path: Path | None = None) -> None:
+    """Raises DatasetError if samples of one patient are in two splits, or in two folds; `path` is their table."""
     for place_of in (_split_of, _fold_of):
-        first: dict[str, SlideRow] = {}
+        first: dict[str, Sample] = {}
         for row in rows:
             here = place_of(row)
             other = first.setdefault(row.patient, row) if here else row
             if place_of(other) != here:
                 where = f"{path}, line {row.line}: " if path else ""
                 raise DatasetError(
-                    f"{where}patient {row.patient!r} is in {here} by {_slide_name(row)}, but in {place_of(other)} by "
-                    f"{_slide_name(other)}: all slides of a patient belong together"
+                    f"{where}patient {row.patient!r} is in {here} by {_told(row)}, but in {place_of(other)} by "
+                    f"{_told(other)}: all that is of a patient belongs together"
                 )
 
 
-def _split_of(row: SlideRow) -> str:
-    return row.part
+def _split_of(row: Sample) -> str:
+    return row.split
 
 
-def _fold_of(row: SlideRow) -> str:
+def _fold_of(row: Sample) -> str:
     return "" if row.fold is None else f"fold {row.fold}"
 
 
-def _slide_name(row: SlideRow) -> str:
-    return f"slide {row.slide!r}" + (f" of line {row.line}" if row.line else "")
+def _told(row: Sample) -> str:
+    return f"{row.name!r}" + (f" of line {row.line}" if row.line else "")
 
 
-def _read_folder(
-    folder: Path, task: str | None, classes: tuple[str, ...] | None, labelled: bool, features: bool
-) -> SlideTable:
+def read_folder(
+    folder: Path, kind: FileKind, task: str | None, classes: tuple[str, ...] | None, labelled: bool = True
+) -> SampleTable:
     """The slides below a folder, in subfolders train, val and test or not, in subfolders of classes or not."""
-    paths, _ = _slides_below(folder, features=features)
+    paths, _ = samples_below(folder, kind)
     parts = [""] * len(paths)
     inner = paths
     if all("/" in path and path.partition("/")[0].casefold() in PARTS for path in paths):
@@ -467,14 +449,14 @@ def _read_folder(
     else:
         task = None
         remarks = (f"slides of {folder} have no labels",)
-    slides = _identifiers(folder, paths, FEATURE_SUFFIXES if features else WHOLE_SLIDES)
-    patients, more = _patients_of(slides, "a table, such as slides.csv, can name the patients")
+    slides = _identifiers(folder, paths, kind.suffixes)
+    patients, more = patients_of(slides, kind, "a table, such as slides.csv, can name the patients")
     rows = tuple(
-        SlideRow(0, slide, path, patient, part, label=label)
+        Sample(0, slide, path, patient, part, label=label)
         for slide, path, patient, part, label in zip(slides, paths, patients, parts, labels, strict=True)
     )
     require_patients_apart(rows)
-    return SlideTable(task, classes or (), rows, {}, remarks + more)
+    return SampleTable(task, classes or (), rows, {}, remarks + more)
 
 
 def _are_classes(folders: Sequence[str], classes: tuple[str, ...] | None) -> bool:
@@ -522,29 +504,29 @@ def _identifiers(folder: Path, paths: Sequence[str], suffixes: Sequence[str]) ->
 
 
 class SplitLine(NamedTuple):
-    """A slide in a split file: its line, from 1; its identifier; train, val, test or nothing; its fold, or None."""
+    """A sample in a split file: its line, from 1; its name; train, val, test or nothing; its fold, or None."""
 
     line: int
-    slide: str
-    part: str
+    name: str
+    split: str
     fold: int | None = None
 
 
 def read_split_file(path: Path) -> tuple[SplitLine, ...]:
-    """The part or the fold of each slide that a split file names.
+    """The part or the fold of each sample that a split file names.
 
-    The file has columns train, val and test that list slides, as CLAM's `splits_0.csv`. Or these columns have TRUE and
-    FALSE for the slides of the first column, as `splits_0_bool.csv`. Or it has a line for each slide, with its split,
+    The file has columns train, val and test that list samples, as CLAM's `splits_0.csv`. Or these columns have TRUE and
+    FALSE for the samples of the first column, as `splits_0_bool.csv`. Or it has a line for each sample, its split,
     its fold, or both.
 
     Raises:
-        DatasetError: no such columns, or a slide in two parts or twice, which names the file and the line.
+        DatasetError: no such columns, or a sample in two parts or twice, which names the file and the line.
     """
 
     def names_slides(column: str) -> bool:
         return column.casefold() in PARTS or folded_column(column) in ROLES["slide"]
 
-    table = CsvTable(path, (), names_slides, _SPLIT_LAYOUT, "slide", numbered=True)
+    table = CsvTable(path, (), names_slides, _SPLIT_LAYOUT, "sample", numbered=True)
     lines = table.lines()
     if any(folded_column(name) in ("split", "fold") for name in table.columns):
         taken = _columns_taken(table, _NO_COLUMNS, ())
@@ -556,25 +538,25 @@ def read_split_file(path: Path) -> tuple[SplitLine, ...]:
             for line, part, fold in zip(lines, parts, folds, strict=True)
         ]
     else:
-        found = [SplitLine(line.number, slide, part) for line, slide, part in _listed_slides(table, lines)]
+        found = [SplitLine(line.number, slide, part) for line, slide, part in _listed(table, lines)]
     first: dict[str, SplitLine] = {}
     for each in found:
-        other = first.setdefault(each.slide, each)
+        other = first.setdefault(each.name, each)
         if other is not each:
             again = f"is in {_place(each)}, but line {other.line} has it in {_place(other)}"
             again = f"is named by line {other.line} already" if _place(each) == _place(other) else again
-            raise DatasetError(f"{path}, line {each.line}: slide {each.slide!r} {again}: name it once")
+            raise DatasetError(f"{path}, line {each.line}: {each.name!r} {again}: name it once")
     if not found:
-        raise DatasetError(f"{path}: names no slide; {_SPLIT_LAYOUT}")
+        raise DatasetError(f"{path}: names no sample; {_SPLIT_LAYOUT}")
     return tuple(found)
 
 
 def _place(line: SplitLine) -> str:
-    return line.part or ("nothing" if line.fold is None else f"fold {line.fold}")
+    return line.split or ("nothing" if line.fold is None else f"fold {line.fold}")
 
 
-def _listed_slides(table: CsvTable, lines: Sequence[Line]) -> Iterator[tuple[Line, str, str]]:
-    """The slides below columns train, val and test, with their lines and parts. Raises DatasetError."""
+def _listed(table: CsvTable, lines: Sequence[Line]) -> Iterator[tuple[Line, str, str]]:
+    """The samples below columns train, val and test, with their lines and parts. Raises DatasetError."""
     header = f"{table.path}, line {table.header_line}"
     columns: dict[str, str] = {}
     for name in table.columns:
@@ -592,10 +574,10 @@ def _listed_slides(table: CsvTable, lines: Sequence[Line]) -> Iterator[tuple[Lin
         return
     slides = next((name for name in lines[0].values if name not in columns.values()), None)
     if slides is None:
-        raise DatasetError(f"{table.path}: has TRUE and FALSE, but no column of slides beside; {_SPLIT_LAYOUT}")
+        raise DatasetError(f"{table.path}: has TRUE and FALSE, but no column of samples beside; {_SPLIT_LAYOUT}")
     for line in lines:
         if not line.values[slides]:
-            raise at_line(table.path, line, "names no slide")
+            raise at_line(table.path, line, "names no sample")
         for part, column in columns.items():
             if line.values[column].casefold() == "true":
                 yield line, line.values[slides], part

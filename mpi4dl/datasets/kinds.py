@@ -1,0 +1,98 @@
+"""Kinds of files with samples: how they end, which files together are one sample, and how a table of them looks.
+
+`volumes.FORMATS` has the formats of volumes: a new one is a file of its own and a line there.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mpi4dl.datasets.base import DatasetError
+from mpi4dl.datasets.files import DICOM, SUFFIXES, WHOLE_SLIDES
+from mpi4dl.datasets.listed import files_below
+from mpi4dl.datasets.volumes import GROUPED, VOLUME_SUFFIXES
+
+# The main file of each sample among some files, all its files, and whether it is alone in its folder.
+Grouped = Callable[[Sequence[Path]], Iterator[tuple[Path, Sequence[Path], bool]]]
+
+
+def _slides_of_dicom(paths: Sequence[Path]) -> Iterator[tuple[Path, Sequence[Path], bool]]:
+    from mpi4dl.datasets.slides.dicom import grouped
+
+    return grouped(paths)
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """A kind of files.
+
+    Attributes:
+        noun: what messages call one, and `nouns` several.
+        suffixes: how they end.
+        grouped: of files that end so, those that together are one sample.
+        stands_for: the endings of files that a table may name instead.
+        layout: what a table looks like, for errors.
+        missing: what to do about a file that is not there, for errors.
+        folder_option: the option that names their folder.
+        tells_patients: whether to say how patients were found where no column says it.
+    """
+
+    noun: str
+    suffixes: tuple[str, ...]
+    grouped: Mapping[str, Grouped] = field(default_factory=dict)
+    stands_for: tuple[str, ...] = ()
+    layout: str = "expected a line such as file,class and below it one for each image, such as a/1.png,benign"
+    missing: str = ""
+    folder_option: str = "images"
+    tells_patients: bool = False
+
+    @property
+    def nouns(self) -> str:
+        return self.noun.replace("file", "files") if " " in self.noun else f"{self.noun}s"
+
+    def below(self, folder: Path) -> tuple[list[str], dict[str, str]]:
+        """The samples below a folder, in order, and the sample that each other file is a part of.
+
+        A sample of several files is their folder, or its main file, if other samples are in there.
+
+        Raises DatasetError if there is no such folder.
+        """
+        if not folder.is_dir():
+            what = f"is a file, not a folder of {self.nouns}" if folder.exists() else f"no such folder of {self.nouns}"
+            raise DatasetError(f"{folder}: {what}: name one by `{self.folder_option}`")
+        return self.samples_of(folder, [path for path, _ in files_below(folder, self.suffixes)])
+
+    def samples_of(self, folder: Path, paths: Sequence[Path]) -> tuple[list[str], dict[str, str]]:
+        """The same of these files in the folder."""
+        found, parts_of = [], dict[str, str]()
+        for suffix, grouped in self.grouped.items():
+            together = [path for path in paths if path.name.lower().endswith(suffix)]
+            paths = [path for path in paths if not path.name.lower().endswith(suffix)]
+            for main, parts, alone in grouped(together) if together else ():
+                path = main.parent if alone and main.parent != folder else main
+                found.append(path.relative_to(folder).as_posix())
+                parts_of.update((part.relative_to(folder).as_posix(), found[-1]) for part in parts)
+        found += [path.relative_to(folder).as_posix() for path in paths]
+        return sorted(found), parts_of
+
+
+PICTURES = FileKind("image", SUFFIXES)
+VOLUMES = FileKind("volume", tuple(VOLUME_SUFFIXES), GROUPED)
+SLIDES = FileKind(
+    "slide",
+    WHOLE_SLIDES,
+    {DICOM: _slides_of_dicom},
+    layout="expected a line such as slide_id,case_id,label and below it one for each slide, such as s1,p1,tumour",
+    missing=": correct its name, or name the folder of slides by `slides_folder`",
+    folder_option="slides_folder",
+    tells_patients=True,
+)
+FEATURES = FileKind(
+    "file of features",
+    (".h5", ".hdf5", ".pt"),
+    stands_for=WHOLE_SLIDES,
+    layout=SLIDES.layout,
+    missing=": embed the slide by mpi4dl embed, or leave the line out",
+    folder_option="features",
+    tells_patients=True,
+)

@@ -1,0 +1,156 @@
+"""Volumes in DICOM: a series of CT, MR or PET, a file for each slice. A rank reads the slices of its own box alone.
+
+    patients/p1/0001.dcm   series 1, slice at z = -120 mm      volume `p1`, named by its folder
+    patients/p1/0002.dcm   series 1, slice at z = -117 mm
+    patients/p2/0001.dcm   series 2                            volumes `p2/0001.dcm` and `p2/0009.dcm`: two in a folder
+    patients/p2/0009.dcm   series 3
+
+Slices are in the order of their places along the normal of the image plane (DICOM PS3.3, C.7.6.2). Values have the
+units that RescaleSlope and RescaleIntercept give, such as Hounsfield units.
+"""
+
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mpi4dl._wording import to_install
+from mpi4dl.datasets.base import BadImage, DatasetError, Opened, Slices
+
+SUFFIX = ".dcm"
+_NEEDED = [
+    *("SeriesInstanceUID", "InstanceNumber", "ImagePositionPatient", "ImageOrientationPatient", "NumberOfFrames"),
+    *("Rows", "Columns", "SamplesPerPixel", "RescaleSlope", "RescaleIntercept"),
+]
+_UNEVEN = 0.1  # of the distance of slices, by which it may differ
+
+
+class _Slice(NamedTuple):
+    path: Path
+    series: str
+    place: float
+    shape: tuple[int, int]
+    plane: tuple[float, ...]
+    frames: int
+    samples: int
+
+
+def grouped(paths: Sequence[Path]) -> Iterator[tuple[Path, Sequence[Path], bool]]:
+    """The volumes among DICOM files: the first file of each, all its files, and whether it is alone in its folder.
+
+    Files that cannot be read are volumes of their own, which opening them will say. Raises DatasetError without
+    pydicom.
+    """
+    folders: dict[Path, list[Path]] = {}
+    for path in sorted(paths):
+        folders.setdefault(path.parent, []).append(path)
+    for inside in folders.values():
+        series: dict[str, list[Path]] = {}
+        for path in inside:
+            try:
+                series.setdefault(_slice(path).series, []).append(path)
+            except BadImage:
+                series.setdefault(str(path), []).append(path)
+        for files in series.values():
+            yield files[0], files, len(series) == 1
+
+
+def open_series(path: Path) -> Opened:
+    """The series of a folder, or that of a file with the others of its folder, headers read and pixels not.
+
+    Raises:
+        BadImage: a file is damaged, or slices have other sizes, planes or distances than others.
+        DatasetError: pydicom is not installed.
+    """
+    inside = sorted(each for each in (path if path.is_dir() else path.parent).iterdir() if _counts(each))
+    slices = [_slice(each) for each in inside]
+    if not path.is_dir():
+        mine = _slice(path).series
+        slices = [each for each in slices if each.series == mine]
+    if not slices or len({each.series for each in slices}) > 1:
+        raise BadImage(path, f"has {len({each.series for each in slices})} series of DICOM: expected one")
+    slices.sort(key=lambda each: each.place)
+    _require_volume(path, slices)
+
+    def read_part(wanted: Slices) -> npt.NDArray[Any]:
+        depth, rows, cols = wanted
+        chosen = slices[depth]
+        if not chosen:
+            height, width = (len(range(*cut.indices(n))) for cut, n in zip((rows, cols), slices[0].shape, strict=True))
+            return np.empty((0, height, width), np.float32)
+        return np.stack([_pixels(each.path)[rows, cols] for each in chosen])
+
+    return Opened((len(slices), *slices[0].shape), read_part, np.dtype(np.float32), scaled=True)
+
+
+def _counts(path: Path) -> bool:
+    return path.name.lower().endswith(SUFFIX) and not path.name.startswith(".") and path.is_file()
+
+
+def _require_volume(path: Path, slices: Sequence[_Slice]) -> None:
+    first = slices[0]
+    odd = next((each for each in slices if (each.shape, each.plane) != (first.shape, first.plane)), None)
+    if odd is not None:
+        what = "lies in another plane" if odd.shape == first.shape else f"has {odd.shape[0]} x {odd.shape[1]} pixels"
+        raise BadImage(odd.path, f"{what} than {first.path.name} of its series: write the volume as NIfTI")
+    steps = np.diff([each.place for each in slices])
+    if not len(steps):
+        return
+    usual = float(np.median(steps))
+    wrong = next((i for i, step in enumerate(steps) if abs(step - usual) > _UNEVEN * abs(usual) or step <= 0), None)
+    if wrong is not None:
+        after, before = slices[wrong + 1], slices[wrong]
+        raise BadImage(
+            path,
+            f"has slices {usual:g} mm apart, but {after.path.name} is {steps[wrong]:g} mm behind {before.path.name}: a "
+            "slice is missing or there twice; restore it, or write the volume as NIfTI",
+        )
+
+
+def _read(path: Path, **how: Any) -> Any:
+    if find_spec("pydicom") is None:
+        raise DatasetError(f"{path}: reading it needs pydicom; run {to_install('pydicom')}")
+    import pydicom
+
+    try:
+        return pydicom.dcmread(path, **how)
+    except Exception as error:  # a damaged header makes it stumble in many ways
+        raise BadImage(path, f"cannot be read as DICOM: {str(error) or type(error).__name__}") from error
+
+
+def _slice(path: Path) -> _Slice:
+    """The header of a file. Raises BadImage."""
+    found = _read(path, stop_before_pixels=True, specific_tags=_NEEDED)
+    try:
+        frames, samples = (int(found.get(name) or 1) for name in ("NumberOfFrames", "SamplesPerPixel"))
+        plane = tuple(round(float(number), 4) for number in found.get("ImageOrientationPatient") or ())
+        corner = [float(number) for number in found.get("ImagePositionPatient") or ()]
+        shape = (int(found.Rows), int(found.Columns))
+        if len(plane) == 6 and len(corner) == 3:
+            place = float(np.dot(np.cross(plane[:3], plane[3:]), corner))
+        else:
+            place = float(found.InstanceNumber)
+        series = str(found.SeriesInstanceUID)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise BadImage(path, f"is no slice of a series of DICOM ({error})") from error
+    if frames > 1 or samples > 1 or not np.isfinite(place):
+        what = f"{frames} frames" if frames > 1 else f"{samples} samples in a pixel" if samples > 1 else "no place"
+        raise BadImage(path, f"has {what}: a slice of a series has one grey image; write the volume as NIfTI")
+    return _Slice(path, series, place, shape, plane, frames, samples)
+
+
+def _pixels(path: Path) -> npt.NDArray[np.float32]:
+    """The values of a slice in their units. Raises BadImage."""
+    found = _read(path)
+    try:
+        stored = found.pixel_array
+        slope, intercept = (
+            float(found.get(f"Rescale{name}", usual)) for name, usual in (("Slope", 1), ("Intercept", 0))
+        )
+    except Exception as error:  # each decoder has errors of its own
+        raise BadImage(path, f"cannot be decoded: {str(error) or type(error).__name__}") from error
+    values: npt.NDArray[np.float32] = (stored * slope + intercept).astype(np.float32)
+    return values

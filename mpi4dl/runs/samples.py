@@ -1,0 +1,226 @@
+"""The table of a run's samples, `samples.csv` in its folder, by which the run goes on.
+
+    file,slide_id,case_id,label,split,fold,mpp,annotation,mask_print,bytes,crc32
+    a/s1.svs,s1,p1,tumour,train,,0.25,,,104857600,2774910125
+
+`file` is the path from the folder of samples on, or a sample's name. `split` is train, val or test. Labels of numbers
+have a column each, with their names; `mask_print` tells a mask from others. `bytes` and `crc32`, of some of its bytes,
+tell a file from others. Cells are empty where there is nothing. `mpi4dl train --split-file` takes such a table, and
+pandas.read_csv reads it.
+"""
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpi4dl._files import naming, read_regular, write_durably
+from mpi4dl._wording import counted, some
+from mpi4dl.datasets.labels import FORMS
+from mpi4dl.datasets.samples import MASK_PRINT
+from mpi4dl.datasets.split import Named, Subset
+from mpi4dl.options.declare import ConfigError
+
+FILE = "samples.csv"
+MOST_NAMES = 3
+BEFORE = ("file", "slide_id", "case_id")
+AFTER = ("split", "fold", "mpp", "annotation", MASK_PRINT, "bytes", "crc32")
+
+
+class RunSample(NamedTuple):
+    """A line of the table: see above. `label` is all that is to be learnt, as text; None if nothing tells it."""
+
+    file: str
+    name: str
+    patient: str
+    label: str | None
+    split: str
+    num_bytes: int | None = None
+    checksum: int | None = None
+
+
+class RunSamples(NamedTuple):
+    """The samples of a run, and the lines that its table has of them."""
+
+    samples: tuple[RunSample, ...]
+    lines: tuple[Mapping[str, str], ...] = ()
+    columns: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, training: Named, validation: Named) -> "RunSamples":
+        """The samples that train and validate, and all others of their table that are for something."""
+        found: dict[tuple[str, str], tuple[Any, int]] = {}
+        for part, split in ((training, "train"), (validation, "val")):
+            whole, indices = _in_whole(part)
+            found |= {(split, whole.name(index)): (whole, index) for index in indices}
+        whole, _ = _in_whole(training)
+        rows = getattr(whole, "rows", ())
+        found |= {("test", row.path): (whole, i) for i, row in enumerate(rows) if row.split == "test"}
+        names = _names_of_labels(whole)
+        lines = [_line(split, whole, index, names) for (split, _), (whole, index) in found.items()]
+        samples = tuple(
+            RunSample(name, line["slide_id"], line["case_id"], _text(whole, index), split, *_file(line))
+            for ((split, name), (whole, index)), line in zip(found.items(), lines, strict=True)
+        )
+        return cls(samples, tuple(lines), (*BEFORE, *names, *AFTER))
+
+    @classmethod
+    def read(cls, path: Path) -> "RunSamples":
+        """The table of a run. Raises ConfigError if it is damaged."""
+        try:
+            reader = csv.DictReader(io.StringIO(read_regular(path).decode(errors="surrogateescape")), strict=True)
+            lines = tuple(reader)
+            columns = tuple(reader.fieldnames or ())
+            names = [name for name in columns if name not in (*BEFORE, *AFTER)]
+            if columns != (*BEFORE, *names, *AFTER) or any(None in line or None in line.values() for line in lines):
+                raise ValueError
+            samples = tuple(
+                RunSample(line["file"], line["slide_id"], line["case_id"], _label(line, names), line["split"],
+                          *_file(line)) for line in lines
+            )  # fmt: skip
+        except (OSError, ValueError, csv.Error) as error:
+            raise ConfigError(
+                f"{path}: is not the table of a run's samples, it is damaged ({type(error).__name__}): restore it, or "
+                "remove it to split the samples anew"
+            ) from error
+        return cls(samples, lines, columns)
+
+    @classmethod
+    def at(cls, path: Path) -> "RunSamples | None":
+        """The table of the run that this folder is, or has a checkpoint of; None if there is none."""
+        for folder in (path, path.absolute().parent, path.absolute().parent.parent):
+            if (folder / FILE).is_file():
+                return cls.read(folder / FILE)
+        return None
+
+    def write(self, folder: Path) -> None:
+        """Put it into the folder of a run, in place of an older one, at once or not at all. Raises OSError."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self.columns, lineterminator="\n", restval="")
+        writer.writeheader()
+        writer.writerows(self.lines)
+        with naming(folder / FILE):
+            write_durably(folder / FILE, text.getvalue().encode(errors="surrogateescape"))
+
+    def validating(self) -> dict[str, bool]:
+        """Of each sample that trains or validates which it does, by its file."""
+        return {each.file: each.split == "val" for each in self.samples if each.split != "test"}
+
+    def split_of(self) -> tuple[dict[str, str], dict[str, str]]:
+        """What each patient is for, and each sample by its name."""
+        return {each.patient: each.split for each in self.samples}, {each.name: each.split for each in self.samples}
+
+    def _by_key(self) -> dict[str, RunSample]:
+        """The samples by their file; those of two datasets that call samples alike by their part, too."""
+        times: dict[str, int] = {}
+        for each in self.samples:
+            times[each.file] = times.get(each.file, 0) + 1
+        return {each.file if times[each.file] == 1 else f"{each.split} {each.file}": each for each in self.samples}
+
+    def require_unchanged(self, now: "RunSamples") -> None:
+        """Raise ConfigError if a sample has another label, or its file other content, than this table says.
+
+        A file that is in another folder now is known by its size and its checksum, if no other file has both.
+        """
+        before, after = self._by_key(), now._by_key()
+        pairs = [(name, name) for name in before if name in after]
+        there, here = _by_file(before), _by_file(after)
+        pairs += [(name, here[key]) for key, name in there.items() if here.get(key, name) != name]
+        labels = [
+            f"{new} ({before[old].label}, now {after[new].label})"
+            for old, new in pairs
+            if before[old].label != after[new].label
+        ]
+        files = [name for name, new in pairs if name == new and _differ(before[name], after[name])]
+        for changed, what, back in (
+            (labels, "with another label", "put the labels back, or train with the new ones"),
+            (files, "with other content", "put the files back, or train on the new ones"),
+        ):
+            if changed:
+                raise ConfigError(
+                    f"{counted(len(changed), 'sample')} {what} than when the run began: "
+                    f"{some(changed, MOST_NAMES)}: {back} in another `run_folder`"
+                )
+
+    def changes(self, now: "RunSamples") -> Iterator[str]:
+        """What to say of samples that came, went or moved since."""
+        before, after = self._by_key(), now._by_key()
+        old, new = self.validating(), now.validating()
+        for names, what in (
+            ([name for name in before if name not in after], "is gone since"),
+            ([name for name in after if name not in before], "is new"),
+            ([name for name in new if name in old and new[name] > old[name]], "was trained on, and now validates"),
+            ([name for name in new if name in old and new[name] < old[name]], "validated, and is now trained on"),
+        ):
+            if names:
+                more = f" and {counted(len(names) - MOST_NAMES, 'other')}" if len(names) > MOST_NAMES else ""
+                yield f"of the samples, {', '.join(names[:MOST_NAMES])}{more} {what}"
+
+
+def _in_whole(part: Named) -> tuple[Any, Sequence[int]]:
+    """The dataset that samples are of, and their numbers in it."""
+    return (part.whole, part.indices) if isinstance(part, Subset) else (part, range(len(part)))
+
+
+def _names_of_labels(whole: Any) -> list[str]:
+    """The columns of labels."""
+    form = FORMS.get(getattr(whole, "labels_of", None) or "")
+    if form is None or not (form.columns or form.named_by_column):
+        return ["label"]
+    return [*(form.columns or whole.classes)]
+
+
+def _line(split: str, whole: Any, index: int, names: Sequence[str]) -> dict[str, str]:
+    file, rows = whole.name(index), getattr(whole, "rows", None)
+    line = {"file": file, "slide_id": file, "case_id": file, "split": split}
+    files = getattr(whole, "files", None)
+    if files is not None:
+        line["bytes"], line["crc32"] = _cell(files[index].num_bytes), _cell(whole.fingerprint(index))
+    if rows is None:
+        return {**line, names[0]: _cell(_text(whole, index))}
+    row = rows[index]
+    line |= {"slide_id": row.name, "case_id": row.patient, "fold": _cell(row.fold), "mpp": _cell(row.mpp)}
+    line |= {"annotation": _cell(row.annotation), MASK_PRINT: _cell(whole.mask_as_text(index))}
+    if isinstance(row.label, tuple):
+        line |= {name: repr(number) for name, number in zip(names, row.label, strict=True)}
+    elif row.label is not None:
+        line["label"] = whole.classes[row.label]
+    return line
+
+
+def _text(whole: Any, index: int) -> str | None:
+    """What is to be learnt of a sample, as text; None if nothing tells it without its image."""
+    found: str | None = whole.label_as_text(index) if hasattr(whole, "label_as_text") else None
+    return found
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _file(line: Mapping[str, str]) -> tuple[int | None, int | None]:
+    size, checksum = (int(line[name]) if line.get(name) else None for name in ("bytes", "crc32"))
+    return size, checksum
+
+
+def _label(line: Mapping[str, str], names: Sequence[str]) -> str | None:
+    """What is to be learnt, as `label_as_text` says it."""
+    cells = [line[name] for name in names if line[name]]
+    found = line[MASK_PRINT] or ", ".join(cells) or None
+    return f"{found} at {line['mpp']} um per pixel" if line["mpp"] else found
+
+
+def _differ(before: RunSample, now: RunSample) -> bool:
+    """Whether a file has another size or other bytes, as far as both are known."""
+    pairs = ((before.num_bytes, now.num_bytes), (before.checksum, now.checksum))
+    return any(None not in pair and pair[0] != pair[1] for pair in pairs)
+
+
+def _by_file(samples: Mapping[str, RunSample]) -> dict[tuple[int, int], str]:
+    """The names of the samples by size and checksum, of those that share them with no other."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for name, sample in samples.items():
+        if sample.num_bytes is not None and sample.checksum is not None:
+            found.setdefault((sample.num_bytes, sample.checksum), []).append(name)
+    return {key: names[0] for key, names in found.items() if len(names) == 1}

@@ -1,0 +1,124 @@
+"""Images, masks and volumes in tables have what slides have: patients, folds, split files, metrics by patient."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from mpi4dl.comm import Communicator
+from mpi4dl.datasets.sources import open_files
+from mpi4dl.evaluate import evaluate
+from mpi4dl.options.config import parse
+from mpi4dl.options.data import build_datasets
+from mpi4dl.runs.samples import FILE, RunSamples
+from mpi4dl.train import train
+from tests.pool.ranks import Ranks
+
+PATIENTS, EACH = 6, 3
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three pictures of each of six patients, of two classes, in a table that calls patients its own way."""
+    root, random = tmp_path_factory.mktemp("clinic"), np.random.default_rng(0)
+    (root / "masks").mkdir()
+    lines = ["file;Subject No;label;site;mask"]
+    for patient in range(PATIENTS):
+        for number in range(EACH):
+            name = f"p{patient}_{number}.png"
+            pixels = random.integers(0, 100, (32, 32, 3), np.uint8) + np.uint8(100 * (patient % 2))
+            PIL.Image.fromarray(pixels).save(root / name)
+            PIL.Image.fromarray((pixels[..., 0] > 90).astype(np.uint8)).save(root / "masks" / name)
+            lines.append(f"{name};patient {patient};{'benign tumour'.split()[patient % 2]};here;masks/{name}")
+    (root / "labels.csv").write_text("\n".join(lines))
+    return root
+
+
+def flags_of(images: Path, folder: Path, more: str = "") -> list[str]:
+    text = (
+        "--patient-column Subject_No --image-size 32 --batch-size 2 --epochs 1 --max-steps 2 --model small_resnet "
+        f"--no-tensorboard --save-every none {more}"
+    )
+    return ["--images", str(images), "--run-folder", str(folder), *text.split()]
+
+
+def parts_of(argv: list[str]) -> dict[str, set[str]]:
+    training, validation = build_datasets(parse(argv))
+    whole: Any = training.whole  # type: ignore[attr-defined]
+    found = {"train": training.indices, "val": validation.indices}  # type: ignore[attr-defined]
+    return {part: {whole.rows[i].patient for i in indices} for part, indices in found.items()}
+
+
+def test_no_patient_trains_and_validates(images: Path, tmp_path: Path) -> None:
+    parts = parts_of(flags_of(images, tmp_path, "--val-fraction 0.34"))
+    assert len(parts["val"]) == 2
+    assert parts["train"].isdisjoint(parts["val"])
+    folds = [parts_of(flags_of(images, tmp_path, f"--folds 3 --fold {n}"))["val"] for n in range(3)]
+    assert sorted(patient for fold in folds for patient in fold) == [f"patient {n}" for n in range(PATIENTS)]
+    split = tmp_path / "split.csv"
+    split.write_text("file,split\n" + "".join(f"p{n}_{i}.png,{'val' if n == 4 else 'train'}\n" for n in range(6) for i in range(3)))  # fmt: skip  # noqa: E501
+    assert parts_of(flags_of(images, tmp_path, f"--split-file {split}"))["val"] == {"patient 4"}
+    split.write_text(split.read_text().replace("p4_0.png,val", "p4_0.png,train"))
+    with pytest.raises(ValueError, match=r"patient 'patient 4' is in val by 'p4_1\.png'"):
+        parts_of(flags_of(images, tmp_path, f"--split-file {split}"))
+
+
+def said(comm: Communicator, act: Any, argv: list[str]) -> str:
+    from contextlib import redirect_stdout
+    from io import StringIO
+
+    with redirect_stdout(StringIO()) as out:
+        act(comm, argv)
+    return out.getvalue()
+
+
+def test_a_run_keeps_its_table_and_is_evaluated_on_it_by_patient(ranks: Ranks, images: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    told, *_ = ranks(2).run(said, train, flags_of(images, run, "--tiles 1x2 --val-fraction 0.34"))
+    assert "columns of the images: slide = file, patient = Subject No, annotation = mask, label = label" in told
+    assert "4 patients to train on + 2 to validate with" in told
+    kept = RunSamples.read(run / FILE)
+    held = {each.file for each in kept.samples if each.split == "val"}
+    with (run / FILE).open(newline="") as file:
+        rows = [*csv.DictReader(file)]
+    assert {row["case_id"] for row in rows if row["split"] == "val"}.isdisjoint(
+        {row["case_id"] for row in rows if row["split"] == "train"}
+    )
+    assert {row["label"] for row in rows} == {"benign", "tumour"}
+    assert all(int(row["bytes"]) == (images / row["file"]).stat().st_size for row in rows)
+    out = tmp_path / "out"
+    told, *_ = ranks(1).run(said, evaluate, [str(run), "--out", str(out), "--resamples", "0"])
+    assert "by image, 6 of 2 patients:" in told
+    assert "by patient, 2:" in told
+    found = json.loads((out / "evaluation.json").read_text())
+    assert (found["count"], found["patients"]["count"]) == (6, 2)
+    with (out / "evaluation.csv").open(newline="") as file:
+        assert {row["image"] for row in csv.DictReader(file)} == held
+    ranks(2).run(said, train, flags_of(images, run, "--tiles 1x2 --val-fraction 0.34 --resume auto"))
+    assert RunSamples.read(run / FILE) == kept
+
+
+def test_all_folds_of_images_are_trained_and_summarised(ranks: Ranks, images: Path, tmp_path: Path) -> None:
+    run = tmp_path / "cv"
+    told, *_ = ranks(1).run(said, train, flags_of(images, run, "--folds 2 --all-folds --eval-every none"))
+    assert "predictions of all folds together" in told
+    (table,) = run.glob("evaluation-*.csv")
+    with table.open(newline="") as file:
+        rows = [*csv.DictReader(file)]
+    assert len(rows) == PATIENTS * EACH
+    of = {row["patient"]: {other["fold"] for other in rows if other["patient"] == row["patient"]} for row in rows}
+    assert all(len(folds) == 1 for folds in of.values())
+
+
+def test_masks_may_be_named_in_a_table(images: Path, tmp_path: Path) -> None:
+    files = open_files(images, task="segment", columns={"patient": "Subject No"})
+    assert (files.task, len(files), files.tells_patients) == ("segment", PATIENTS * EACH, True)
+    parts = parts_of(flags_of(images, tmp_path, "--task segment --model unet --val-fraction 0.34"))
+    assert len(parts["val"]) == 2
+    (images / "labels.csv").write_text((images / "labels.csv").read_text().replace(";masks/p0_0.png", ";"))
+    with pytest.raises(ValueError, match=r"labels.csv, line 2: p0_0.png has no mask"):
+        open_files(images, task="segment", columns={"patient": "Subject No"})
