@@ -53,7 +53,7 @@ FOREIGN = {  # flags of other programs, by page
     | {"--shm-size"},
     "docs/how-to/watch-a-run.md": {"--logdir"},
     "docs/explanation/gpus.md": {"--openmpi", "--cpu", "--stages", "--page"},  # of benchmarks.gpu
-    "docs/how-to/debug-a-hang.md": {"--pid"},
+    "docs/reference/failures.md": {"--pid"},
     "docs/how-to/cross-validate.md": {"--array"},
 }
 

@@ -280,7 +280,9 @@ def test_rows_are_told_apart_by_what_both_results_have(tmp_path: Path) -> None:
 
 def test_every_published_result_can_be_read() -> None:
     """Also those of before: their machine's load is unknown."""
-    files = [file for file in (ROOT / "docs/results").glob("*.json") if file.stem not in ("torchvision", "sweep")]
+    files = [
+        file for file in (ROOT / "docs/results").glob("*.json") if file.stem not in ("torchvision", "sweep", "failures")
+    ]
     assert len(files) > 15
     for file in files:
         found = read(file)
