@@ -47,11 +47,7 @@ def rows(endings: Sequence[tuple[Case, Ending]]) -> str:
         here = [ending for case, ending in endings if case.way == way]
         codes = ", ".join(map(str, sorted({ending.code for ending in here})))
         seconds = sorted(ending.seconds for ending in here)
-        said = [message(ending) for ending in here]
-        lines.append(
-            f"| {way} | {codes} | {seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f} | "
-            f"{max(sorted(set(said)), key=said.count)} |"
-        )
+        lines.append(f"| {way} | {codes} | {seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f} |")
     return "\n".join(lines)
 
 
