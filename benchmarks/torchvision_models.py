@@ -14,9 +14,11 @@ all ranks together (mvit_v1_b; 7.5 for VGG, and 7 for maxvit_t).
 
 import json
 import math
+import re
 import tempfile
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -267,31 +269,30 @@ def run(options: Options) -> None:
 
 HEAD = """# torchvision's models on tiles
 
-This command makes this page:
+This command makes this page and [its data](../results/torchvision.json), which has a row for each model:
 
     python -m benchmarks run torchvision_models
 
-It measures models that `docs/results/torchvision.json` does not have yet; `--only NAME,NAME` measures again. Versions:
-torch {torch}, torchvision {torchvision}. The last measurement was on {date}; the file has the commit of each row.
+It measures models that the data does not have yet; `--only NAME,NAME` measures again. Versions: torch {torch}, torchvision
+{torchvision}. The last measurement was on {date}.
 
-The page has every name of `torchvision.models.list_models()`, and the backbones of detection models. {num_exact} models are
+The data has every name of `torchvision.models.list_models()`, and the backbones of detection models. {num_exact} models are
 exact. For {num_rules} all rules are known, {num_missing} lacks a rule, and {num_refused} are refused.
 `mpi4dl.models.build(name, num_classes, **options)` builds a model, and so does `--model`.
 
 | Result | Meaning |
 | --- | --- |
-| exact | In one training step on tiles in float64, the loss, every gradient and every buffer equal plain PyTorch's on the whole images. The column shows the largest difference, at most 1e-10. It is relative to the largest element of the tensor, and to 0.001 of the largest gradient's: gradients that vanish in exact arithmetic are rounding alone |
+| exact | In one training step on tiles in float64, the loss, every gradient and every buffer equal plain PyTorch's on the whole images. The largest difference is at most 1e-10. It is relative to the largest element of the tensor, and to 0.001 of the largest gradient's |
 | rules known | Each operator of the forward pass has a rule for 2x2 tiles. The model has more than 150 million parameters, too many to compare here |
 | no rule | An operator has no rule for tiles. Training on tiles stops with a message that names it. In stages and with replicas the model trains |
 | refused | `mpi4dl.models.build` raises a ValueError with the reason |
 
 Dropout and stochastic depth are off, initial values random, and classes 10. Outputs after the first, such as those of
-auxiliary heads, count 0.4 in the loss. Images are (batch, channels, height, width); video has the number of frames before the
-height. Models of more than 62 million parameters are on 1x2 tiles. *Units* are the parts between which a model can be cut into
-stages (`--stages`), auxiliary heads included.
+auxiliary heads, count 0.4 in the loss. Models of more than 62 million parameters are on 1x2 tiles, others on 2x2. *Units* are the
+parts between which a model can be cut into stages (`--stages`), auxiliary heads included.
 
-| model | million parameters | images | tiles | | largest difference | units |
-| --- | ---: | --- | --- | --- | ---: | ---: |
+| Models | Number | Million parameters | Result | Largest difference | Units |
+| --- | ---: | --- | --- | ---: | --- |
 """  # noqa: E501
 
 OF_BACKBONES = """
@@ -301,7 +302,7 @@ mpi4dl refuses detection models, but trains their backbones. `ssd300_vgg16.backb
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """The whole page: how to make it, a row for each model, and why some are refused."""
+    """The whole page: how to make it, a row for each family of models, and why some are refused."""
     models, versions = results["models"], results["environment"]
     outcomes = [row["outcome"] for row in models.values()]
     dates = [row["date"] for row in models.values() if "date" in row]  # older files have none
@@ -314,21 +315,41 @@ def page(results: Mapping[str, Any]) -> str:
         num_missing=outcomes.count("no rule"),
         num_refused=outcomes.count("refused"),
     )
-    lines = [line_of(name, models[name]) for name in sorted(models)]
+    families: dict[str, list[Mapping[str, Any]]] = {}
+    for name in sorted(models):
+        if models[name]["outcome"] != "refused":
+            families.setdefault(family_of(name), []).append(models[name])
+    lines = [line_of(family, rows) for family, rows in sorted(families.items())]
     return head + "\n".join(lines) + "\n" + OF_BACKBONES + _notes(models)
 
 
-def line_of(name: str, row: Mapping[str, Any]) -> str:
+def family_of(name: str) -> str:
+    """The models of one row, by the beginning of their names."""
+    if name.endswith(".backbone"):
+        return "backbones of detection"
+    return f"`{re.sub(r'(?<!v)[0-9]+$', '', name.split('_')[0])}`"
+
+
+def line_of(family: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """One line of the table."""
-    if row["outcome"] == "refused":
-        return f"| `{name}` | | | | refused | | |"
-    words = {"rules": "rules known", "no rule": "**no rule**", "differs": f"**differs** in {row.get('where')}"}
-    outcome = words.get(row["outcome"], row["outcome"])
-    image = " x ".join(map(str, row["image"]))
-    tiles = "x".join(map(str, row["grid"])) if "grid" in row else ""
-    difference = f"{row['difference']:.0e}" if math.isfinite(row.get("difference", math.inf)) else ""
-    units = row.get("units", row.get("atoms", ""))  # the name in older files
-    return f"| `{name}` | {row['parameters'] / 1e6:.1f} | {image} | {tiles} | {outcome} | {difference} | {units} |"
+    words = {"rules": "rules known", "no rule": "**no rule**"}
+    counts = Counter(
+        f"**differs** in {row.get('where')}"
+        if row["outcome"] == "differs"
+        else words.get(row["outcome"], row["outcome"])
+        for row in rows
+    )
+    outcome = ", ".join(f"{count} {word}" if len(counts) > 1 else word for word, count in counts.items())
+    differences = [row["difference"] for row in rows if math.isfinite(row.get("difference", math.inf))]
+    worst = f"{max(differences):.0e}" if differences else ""
+    parameters = between([f"{row['parameters'] / 1e6:.1f}" for row in rows])
+    units = between([str(row.get("units", row.get("atoms", ""))) for row in rows])  # the name in older files
+    return f"| {family} | {len(rows)} | {parameters} | {outcome} | {worst} | {units} |"
+
+
+def between(numbers: Sequence[str]) -> str:
+    least, most = min(numbers, key=float), max(numbers, key=float)
+    return least if least == most else f"{least} to {most}"
 
 
 def _notes(models: Mapping[str, Any]) -> str:
@@ -338,6 +359,6 @@ def _notes(models: Mapping[str, Any]) -> str:
         for kind, what in (("why", "Refused"), ("missing", "No rule for tiles"), ("whole", "Not cut into stages")):
             if kind in row:
                 reason = row[kind].removeprefix(f"model {name!r} ").replace(name, "NAME")
-                reasons.setdefault(f"{what}: {reason}.", []).append(f"`{name}`")
+                reasons.setdefault(f"{what}: {reason.rstrip('.')}.", []).append(f"`{name}`")
     notes = [f"- {', '.join(names)}. {reason}" for reason, names in sorted(reasons.items(), key=lambda item: item[1])]
     return "\n## Why\n\n" + "\n".join(notes) + "\n"

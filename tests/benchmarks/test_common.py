@@ -275,7 +275,9 @@ def test_results_without_a_common_number_cannot_be_compared(tmp_path: Path) -> N
 
 def test_every_published_result_can_be_read() -> None:
     """Also those of before: their machine's load is unknown."""
-    files = [file for file in (ROOT / "docs/results").glob("*.json") if file.stem not in ("torchvision", "sweep")]
+    files = [
+        file for file in (ROOT / "docs/results").glob("*.json") if file.stem not in ("torchvision", "sweep", "failures")
+    ]
     assert len(files) > 15
     for file in files:
         found = read(file)

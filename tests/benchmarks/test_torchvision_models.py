@@ -45,23 +45,28 @@ def test_the_page_says_what_differs_and_what_has_no_rule() -> None:
     row = {"parameters": 11689512, "image": [2, 3, 8, 9], "grid": [2, 2], "difference": 0.5, "units": 7}
     models = {
         "one": {**row, "outcome": "differs", "where": "gradient of fc.weight"},
-        "two": {**row, "outcome": "exact", "difference": 2.1e-14},
+        "two_a": {**row, "outcome": "exact", "difference": 2.1e-14},
+        "two_b": {**row, "outcome": "exact", "difference": 1e-15, "parameters": 9e6, "units": 12},
+        "two_c.backbone": {**row, "outcome": "exact", "difference": 1e-15},
         "three": {"outcome": "refused", "why": "model 'three' takes two images"},
+        "six_a": {**row, "outcome": "exact", "difference": 2.1e-14},
+        "six_b": {**row, "outcome": "no rule", "difference": float("inf")},
         "five": {**row, "outcome": "no rule", "difference": float("inf"), "missing": "sort has no rule"},
         "four": {**row, "outcome": "rules", "difference": float("inf"), "whole": "cannot split Four"},
     }
     lines = page({"models": models, "environment": {"torch": "2", "torchvision": "0"}}).split("\n")
     for line in (
-        "| `one` | 11.7 | 2 x 3 x 8 x 9 | 2x2 | **differs** in gradient of fc.weight | 5e-01 | 7 |",
-        "| `two` | 11.7 | 2 x 3 x 8 x 9 | 2x2 | exact | 2e-14 | 7 |",
-        "| `three` | | | | refused | | |",
-        "| `four` | 11.7 | 2 x 3 x 8 x 9 | 2x2 | rules known |  | 7 |",
-        "| `five` | 11.7 | 2 x 3 x 8 x 9 | 2x2 | **no rule** |  | 7 |",
+        "| `one` | 1 | 11.7 | **differs** in gradient of fc.weight | 5e-01 | 7 |",
+        "| `two` | 2 | 9.0 to 11.7 | exact | 2e-14 | 7 to 12 |",
+        "| backbones of detection | 1 | 11.7 | exact | 1e-15 | 7 |",
+        "| `six` | 2 | 11.7 | 1 exact, 1 **no rule** | 2e-14 | 7 |",
+        "| `four` | 1 | 11.7 | rules known |  | 7 |",
         "- `five`. No rule for tiles: sort has no rule.",
         "- `three`. Refused: takes two images.",
         "- `four`. Not cut into stages: cannot split Four.",
     ):
         assert line in lines
+    assert not any(line.startswith("| `three`") for line in lines)
 
 
 def test_a_name_that_torchvision_has_not_is_refused() -> None:

@@ -212,7 +212,7 @@ PAGES = {
     "docs/how-to/clusters.md": Page(without={"train --tiles 1x8": CLUSTER}),
     "docs/how-to/serve.md": Page([trained("gpt", *GPT, "--batch-size", "8")]),
     "docs/how-to/own-loop.md": Page(),
-    "docs/how-to/debug-a-hang.md": Page(TISSUE),
+    "docs/reference/failures.md": Page(TISSUE),
     "docs/reference/python.md": Page([*of_images("mine"), to_predict]),
     "docs/explanation/replicas-and-zero.md": Page(),
     "docs/explanation/tensor-and-experts.md": Page(),

@@ -53,7 +53,7 @@ FOREIGN = {  # flags of other programs, by page
     | {"--shm-size"},
     "docs/how-to/watch-a-run.md": {"--logdir"},
     "docs/explanation/gpus.md": {"--openmpi", "--cpu", "--stages", "--page"},  # of benchmarks.gpu
-    "docs/how-to/debug-a-hang.md": {"--pid"},
+    "docs/reference/failures.md": {"--pid"},
     "docs/how-to/cross-validate.md": {"--array"},
 }
 
@@ -218,10 +218,7 @@ def test_the_flags_modules_and_files_that_a_page_names_exist(page: str) -> None:
 
 
 EXPLAINING = [page for page in PAGES if page.startswith("docs/explanation/") or page == "docs/architecture.md"]
-FOREIGN_NAMES = {  # of the tests, of transformers, of CUDA, of UCX and Open MPI
-    *("CASES", "base_model_tp_plan", "cudaFree", "CUDA_VISIBLE_DEVICES"),
-    *("UCX_TLS", "OMPI_ALLOW_RUN_AS_ROOT"),
-}
+FOREIGN_NAMES = {"base_model_tp_plan", "cudaFree", "CUDA_VISIBLE_DEVICES", "UCX_TLS"}  # of transformers, CUDA and UCX
 
 
 def test_the_names_that_pages_explain_are_names_in_the_code() -> None:

@@ -1,16 +1,14 @@
 """Lets one rank of a training fail, in each way, in each phase, and writes what becomes of the job.
 
-    python -m tools.nets.fault_matrix                    writes docs/reference/failures.json, and failures.md beside it
+    python -m tools.nets.fault_matrix      writes docs/results/failures.json, and the table of docs/reference/failures.md
 
 Each case is a job of two ranks on small images. Its limit (`--hang-timeout`) is an hour, so nothing but the failure
 itself ends it.
 """
 
 import argparse
-import datetime
 import itertools
 import json
-import os
 import re
 import sys
 import tempfile
@@ -22,27 +20,9 @@ from typing import NamedTuple
 from tests.pool.zygote import ROOT
 from tests.training.test_train_hunt import PHASES, WAYS, Ending, leave
 
-PAGE = """# What happens when a rank fails
-
-Two ranks train on 1x2 tiles. One of them fails: rank 0 or rank 1, in each of {phases} phases of a run ({named}).
-{count} jobs; {hung} of them did not end by themselves. `--hang-timeout` was an hour, so nothing but the failure itself
-ended a job.
-
-| A rank | Exit code of the job | Seconds until all processes had ended | Last line of the standard error |
-| --- | --- | --- | --- |
-{rows}
-
-*Table: seconds are the median and the longest. Made on {date} by
-`python -m tools.nets.fault_matrix`, on {cores} cores, {workers} jobs at once. All codes and
-messages: [JSON](failures.json). "0" is a rank that exits well at the end of a run, where others do not need it
-any more. Of a signal MPICH's mpirun prints the name on the standard output.*
-
-## See also
-
-- [Fail-stop](../explanation/fail-stop.md): how the others get to know
-- [Exit codes and signals](exit-codes.md)
-- [Resume a run](../how-to/resume.md)
-"""
+PAGE = ROOT / "docs" / "reference" / "failures.md"
+RESULTS = ROOT / "docs" / "results" / "failures.json"
+TABLE = re.compile(r"(^\| A rank .*\n\|[ |-]*\n)(?:\|.*\n)*", re.MULTILINE)
 LONGEST = 150  # characters of a message
 
 
@@ -67,11 +47,7 @@ def rows(endings: Sequence[tuple[Case, Ending]]) -> str:
         here = [ending for case, ending in endings if case.way == way]
         codes = ", ".join(map(str, sorted({ending.code for ending in here})))
         seconds = sorted(ending.seconds for ending in here)
-        said = [message(ending) for ending in here]
-        lines.append(
-            f"| {way} | {codes} | {seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f} | "
-            f"{max(sorted(set(said)), key=said.count)} |"
-        )
+        lines.append(f"| {way} | {codes} | {seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f} |")
     return "\n".join(lines)
 
 
@@ -97,19 +73,8 @@ def main() -> None:
         {**case._asdict(), "code": ending.code, "seconds": round(ending.seconds, 2), "message": message(ending)}
         for case, ending in endings
     ]
-    results = ROOT / "docs" / "reference" / "failures.json"
-    results.write_text(json.dumps({"cases": found, "hung": hung}, indent=1) + "\n")
-    page = PAGE.format(
-        phases=len(arguments.phases),
-        named=", ".join(arguments.phases),
-        count=len(cases),
-        hung=len(hung),
-        rows=rows(endings),
-        date=datetime.date.today().isoformat(),
-        cores=len(os.sched_getaffinity(0)),
-        workers=arguments.workers,
-    )
-    (ROOT / "docs" / "reference" / "failures.md").write_text(page)
+    RESULTS.write_text(json.dumps({"cases": found, "hung": hung}, indent=1) + "\n")
+    PAGE.write_text(TABLE.sub(lambda table: f"{table[1]}{rows(endings)}\n", PAGE.read_text()))
     sys.exit(bool(hung))
 
 
