@@ -290,11 +290,13 @@ def _of_measured(best: Sequence[PlanEstimate], most_bytes: float | None) -> Iter
             ran[n] = each, found
             if most_bytes is not None and found.num_bytes > most_bytes:
                 yield f"{n}: takes more than {_mebibytes(most_bytes)}"
-    if ran:
+    if len(ran) > 1:
         front = [n for n, (_, a) in ran.items() if not any(_beats(b, a) for _, b in ran.values())]
         yield f"no other measured plan beats {', '.join(map(str, front))} in both speed and memory"
-        speed = median(abs(each.samples_per_second / a.samples_per_second - 1) for each, a in ran.values())
-        size = median(abs(each.num_bytes / max(1, a.num_bytes) - 1) for each, a in ran.values())
+    pairs = [(each, a) for each, a in ran.values() if each.samples_per_second]  # of patches nobody knows it
+    if pairs:
+        speed = median(abs(each.samples_per_second / a.samples_per_second - 1) for each, a in pairs)
+        size = median(abs(each.num_bytes / max(1, a.num_bytes) - 1) for each, a in pairs)
         yield f"estimates are off by {100 * speed:.0f} % in speed and {100 * size:.0f} % in memory (medians)"
 
 
