@@ -17,8 +17,8 @@ from benchmarks.common import options as declared
 from benchmarks.common.charts import Lines, lines
 from benchmarks.common.options import Options
 from benchmarks.common.report import publish
+from benchmarks.common.results import MIB, Column, table
 from benchmarks.common.turns import Contestant, answer_turns, take_turns
-from mpi4dl.sweeps.results import MIB, Column, table
 
 WAYS = ("ring", "gather", "plain")
 OPTIONS = (

@@ -16,13 +16,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import options as declared
-from benchmarks.common.options import Option, Options
+from benchmarks.common.options import Option, Options, listed
 from benchmarks.common.report import NAME, RANKS, publish
+from benchmarks.common.results import Column, table
 from benchmarks.common.turns import measure_once
 from benchmarks.forecast import builder
 from mpi4dl._palette import CURVES
-from mpi4dl.options.kinds import POSITIVE, choice, listed
-from mpi4dl.sweeps.results import Column, table
+from mpi4dl.options.kinds import POSITIVE, choice
 
 if TYPE_CHECKING:
     from mpi4dl.estimate.step_time import StepTime

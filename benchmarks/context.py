@@ -16,8 +16,8 @@ from benchmarks.common import options as declared
 from benchmarks.common.charts import Lines, lines
 from benchmarks.common.options import Options
 from benchmarks.common.report import NAME, RANKS, publish
+from benchmarks.common.results import Column, spread, table
 from benchmarks.common.turns import Contestant, take_turns
-from mpi4dl.sweeps.results import Column, spread, table
 
 WAYS = ("ring", "gather")
 PAGE = 4 / 1024  # MiB: less than a page of memory cannot be seen

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.common.charts import Lines, lines
 from benchmarks.common.options import Option, Options
 from benchmarks.common.report import NAME, publish
-from mpi4dl.sweeps.results import Column, table
+from benchmarks.common.results import Column, table
 
 NEEDS = "the folders of runs"
 COLUMNS = (

@@ -20,9 +20,9 @@ from benchmarks.common import options as declared
 from benchmarks.common.charts import OTHERS, PEERS, PLAIN, THIRD, Bars, bars
 from benchmarks.common.options import Option, Options
 from benchmarks.common.report import NAME, RANKS, publish
+from benchmarks.common.results import Column, spread, table
 from benchmarks.common.turns import Contestant, answer_turns, take_turns
 from mpi4dl._wording import counted
-from mpi4dl.sweeps.results import Column, spread, table
 
 if TYPE_CHECKING:
     import torch

@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import options as declared
 from benchmarks.common.nodes import asked_for
-from benchmarks.common.options import Option, Options
+from benchmarks.common.options import Option, Options, listed
 from benchmarks.common.report import NAME, RANKS, publish
+from benchmarks.common.results import Column, mebibytes, table
 from benchmarks.common.turns import measure_once
 from mpi4dl._palette import CURVES
 from mpi4dl._wording import counted
-from mpi4dl.options.kinds import POSITIVE, TEXT, choice, listed
-from mpi4dl.sweeps.results import Column, mebibytes, table
+from mpi4dl.options.kinds import POSITIVE, TEXT, choice
 
 if TYPE_CHECKING:
     from torch import nn
@@ -274,10 +274,10 @@ def work(options: Options) -> None:
     import torch
 
     from benchmarks.common.emulated import MonotonicClock, Network, VirtualClock, emulated, time_steps, training_step
+    from benchmarks.common.meter import Meter
     from benchmarks.common.ranks import begin
     from benchmarks.common.turns import answer_turns
     from mpi4dl.parallel.plan import Plan
-    from mpi4dl.sweeps.meter import Meter
 
     comm = begin()
     meter = Meter(torch.device("cpu"), comm)

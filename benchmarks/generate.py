@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any, cast
 from benchmarks.common import options as declared
 from benchmarks.common.arrivals import ALONE, CONTINUOUS, WAYS, Clock, Door, Request, drawn, waits
 from benchmarks.common.charts import OTHERS, Bars, Lines, bars, lines
-from benchmarks.common.options import Option, Options
+from benchmarks.common.options import Option, Options, listed
 from benchmarks.common.report import NAME, publish
+from benchmarks.common.results import Column, mebibytes, spread, table
 from benchmarks.common.turns import Contestant, answer_turns, take_turns
 from mpi4dl._wording import counted
-from mpi4dl.options.kinds import POSITIVE, choice, listed
-from mpi4dl.sweeps.results import Column, mebibytes, spread, table
+from mpi4dl.options.kinds import POSITIVE, choice
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -103,11 +103,11 @@ class Shop:
     def __init__(self, options: Options, precision: "Precision") -> None:
         import torch
 
+        from benchmarks.common.meter import ClockedWaits
         from benchmarks.common.ranks import begin
         from mpi4dl.models.gpt import GPT
         from mpi4dl.parallel.pipeline.local_stages import LocalStages
         from mpi4dl.parallel.plan import Plan
-        from mpi4dl.sweeps.meter import ClockedWaits
         from mpi4dl.text.loading import find_trained, hold_text_model, lower_weights
         from mpi4dl.text.options import Ranks
 

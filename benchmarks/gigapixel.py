@@ -10,7 +10,7 @@
 
 Pixels are made when they are read, from a formula, so that no image lies on disk, and in memory only where a contestant
 wants it. Memory is the peak of the rank that needs most, above a process that has imported everything
-(`mpi4dl.sweeps.meter`). A contestant that would need more than --memory, four times its need at half the size, ends
+(`benchmarks.common.meter`). A contestant that would need more than --memory, four times its need at half the size, ends
 there.
 """
 
@@ -21,12 +21,12 @@ from typing import Any
 
 from benchmarks.common import options as declared
 from benchmarks.common.charts import Lines, lines
-from benchmarks.common.options import Option, Options
+from benchmarks.common.options import Option, Options, listed
 from benchmarks.common.report import NAME, RANKS, publish
+from benchmarks.common.results import MIB, Column, mebibytes, table
 from benchmarks.common.turns import answer_turns, measure_once
 from mpi4dl._wording import counted
-from mpi4dl.options.kinds import POSITIVE, choice, listed
-from mpi4dl.sweeps.results import MIB, Column, mebibytes, table
+from mpi4dl.options.kinds import POSITIVE, choice
 
 PATCH = 256  # px
 
@@ -82,9 +82,9 @@ def work(options: Options) -> None:
     """One contestant at one size."""
     import torch
 
+    from benchmarks.common.meter import Meter
     from benchmarks.common.ranks import begin
     from mpi4dl._torchvision import import_torchvision
-    from mpi4dl.sweeps.meter import Meter
 
     import_torchvision()
     name, size = options.worker

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.common.charts import Lines, lines
 from benchmarks.common.options import Option, Options
 from benchmarks.common.report import publish
-from mpi4dl.sweeps.results import Column, table
+from benchmarks.common.results import Column, table
 
 if TYPE_CHECKING:
     from mpi4dl.geometry import Box

@@ -24,11 +24,11 @@ from typing import IO, Any, NamedTuple
 
 from benchmarks.common import options as declared
 from benchmarks.common.charts import Lines, lines
-from benchmarks.common.options import Option, Options
+from benchmarks.common.options import Option, Options, listed
 from benchmarks.common.report import save
-from mpi4dl.options.kinds import choice, listed
-from mpi4dl.sweeps.job import launcher, reason, stop
-from mpi4dl.sweeps.results import save_json
+from benchmarks.common.results import save_json
+from mpi4dl.options.kinds import choice
+from mpi4dl.training.measured import launcher, reason, stop
 
 ROOT = Path(__file__).parent.parent
 NEEDS = "an NVIDIA card"

@@ -21,8 +21,8 @@ from benchmarks.common import options as declared
 from benchmarks.common.charts import Lines, lines
 from benchmarks.common.options import Options
 from benchmarks.common.report import NAME, RANKS, publish
+from benchmarks.common.results import Column, table
 from benchmarks.common.turns import Contestant, answer_turns, take_turns
-from mpi4dl.sweeps.results import Column, table
 
 if TYPE_CHECKING:
     import torch

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import options as declared
 from benchmarks.common.charts import OTHERS, Bars, bars
-from benchmarks.common.options import GRID, Option, Options
+from benchmarks.common.options import GRID, Option, Options, listed
 from benchmarks.common.report import publish
+from benchmarks.common.results import Column, spread, table
 from benchmarks.common.turns import Contestant, answer_turns, take_turns
-from mpi4dl.options.kinds import TEXT, integer, listed
-from mpi4dl.sweeps.results import Column, spread, table
+from mpi4dl.options.kinds import TEXT, integer
 
 if TYPE_CHECKING:
     import torch

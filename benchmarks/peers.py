@@ -13,8 +13,8 @@ Zero-bubble is ZB-H1 of ours, and InterleavedZeroBubble (ZB1P) with one stage a 
 all replicas, torch.distributed over each one's samples alone: the reference of each is a plain loop over the same
 samples. A contestant whose losses differ from plain PyTorch's is reported, and compared with nobody.
 
-Each contestant is a job of its own, and they take turns. `mpi4dl.sweeps.meter` defines CPU seconds, work, idle time and
-memory. The engine also takes the gradient's norm and stops all ranks at one that is not finite; its peers do not.
+Each contestant is a job of its own, and they take turns. `benchmarks.common.meter` defines CPU seconds, work, idle time
+and memory. The engine also takes the gradient's norm and stops all ranks at one that is not finite; its peers do not.
 """
 
 import sys
@@ -28,11 +28,11 @@ from benchmarks.common import options as declared
 from benchmarks.common.allocators import ALLOCATORS, use_allocator, with_each
 from benchmarks.common.charts import OTHERS, PEERS, THIRD, Bars, bars
 from benchmarks.common.charts import PLAIN as GREY
-from benchmarks.common.options import Option, Options
+from benchmarks.common.options import Option, Options, listed
 from benchmarks.common.report import NAME, save
+from benchmarks.common.results import Column, mebibytes, table
 from benchmarks.common.turns import Contestant, answer_turns, measure_once, take_turns
-from mpi4dl.options.kinds import choice, listed
-from mpi4dl.sweeps.results import Column, mebibytes, table
+from mpi4dl.options.kinds import choice
 
 if TYPE_CHECKING:
     import torch
@@ -329,8 +329,8 @@ def work(options: Options) -> None:
     """One contestant, or the references of all."""
     import torch
 
+    from benchmarks.common.meter import Meter
     from mpi4dl.comm import world
-    from mpi4dl.sweeps.meter import Meter
 
     model, ranks, told, counts = options.worker
     task = Task.of(options, model)

@@ -25,11 +25,11 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.common.options import Option, Options
+from benchmarks.common.options import Option, Options, listed
 from benchmarks.common.report import NAME, publish
+from benchmarks.common.results import Column, table
 from mpi4dl._palette import CURVES
-from mpi4dl.options.kinds import TEXT, listed
-from mpi4dl.sweeps.results import Column, table
+from mpi4dl.options.kinds import TEXT
 
 if TYPE_CHECKING:
     from torch import nn

@@ -18,12 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.common.options import Option, Options, batch_size, count, counts
+from benchmarks.common.options import Option, Options, batch_size, count, counts, listed
 from benchmarks.common.report import save
+from benchmarks.common.results import Column, table
 from mpi4dl._palette import CURVES
 from mpi4dl._wording import counted
-from mpi4dl.options.kinds import TEXT, listed
-from mpi4dl.sweeps.results import Column, table
+from mpi4dl.options.kinds import TEXT
 
 if TYPE_CHECKING:
     from torch import nn

@@ -5,7 +5,7 @@
 
 Each grid is a job; they and plain PyTorch in one process take turns. Memory is the peak of the process (of a rank: the
 largest), weights, gradients and all, above one that has imported everything; CPU time and work are those of
-`mpi4dl.sweeps.meter`. The memory that a user sees after some steps, and with other allocators:
+`benchmarks.common.meter`. The memory that a user sees after some steps, and with other allocators:
 
     python -m benchmarks run spatial --allocators default,keep,tcmalloc,jemalloc --age 50
 """
@@ -19,9 +19,9 @@ from benchmarks.common.allocators import ALLOCATORS, use_allocator, with_each
 from benchmarks.common.charts import OTHERS, PLAIN, Bars, bars
 from benchmarks.common.options import GRID, Option, Options
 from benchmarks.common.report import NAME, RANKS, publish
+from benchmarks.common.results import Column, mebibytes, table
 from benchmarks.common.turns import answer_turns, beside_plain, take_turns
 from mpi4dl._wording import counted
-from mpi4dl.sweeps.results import Column, mebibytes, table
 
 OPTIONS = (
     Option("--model", str, "resnet50", "a model of mpi4dl.models or torchvision"),
@@ -84,10 +84,10 @@ def work(options: Options) -> None:
     """One contestant: training steps of plain PyTorch, or of the engine on a grid."""
     import torch
 
+    from benchmarks.common.meter import Meter
     from benchmarks.common.ranks import image_turn
     from mpi4dl._torchvision import import_torchvision
     from mpi4dl.comm import world
-    from mpi4dl.sweeps.meter import Meter
 
     import_torchvision()
     use_allocator()

@@ -10,7 +10,7 @@ Plain PyTorch, one process and a plain loop over the same microbatches, and each
 mpirun) take turns on the same cores. With more ranks than cores, images/s says nothing about scaling, and a bubble is
 also a wait for a core. With --sleep, stages sleep instead of computing, so that the bubble is that of the schedule.
 
-Memory is the peak of the largest rank above a process that has imported everything (`mpi4dl.sweeps.meter`, which also
+Memory is the peak of the largest rank above a process with all imports (`benchmarks.common.meter`, which also
 defines CPU time and work); activations are the bytes that autograd keeps at most, counted in a step that is not timed.
 For memory after some steps, with other allocators: --allocators default,keep,tcmalloc,jemalloc --age 50. The bubble is
 the share of a step for which ranks stand idle: measured, and simulated from the measured seconds of each stage. On a
@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from benchmarks.common import options as declared
 from benchmarks.common.allocators import ALLOCATORS, use_allocator, with_each
 from benchmarks.common.charts import OTHERS, PLAIN, Bars, bars
-from benchmarks.common.options import GRID, Option, Options
+from benchmarks.common.options import GRID, Option, Options, listed
 from benchmarks.common.report import NAME, RANKS, save
+from benchmarks.common.results import Column, mebibytes, share_cores, table
 from benchmarks.common.turns import Contestant, answer_turns, beside_plain, take_turns
 from mpi4dl._wording import counted
-from mpi4dl.options.kinds import TEXT, choice, listed
-from mpi4dl.sweeps.results import Column, mebibytes, share_cores, table
+from mpi4dl.options.kinds import TEXT, choice
 
 if TYPE_CHECKING:
     import torch
@@ -203,10 +203,9 @@ def work(options: Options) -> None:
     """One contestant: steps of plain PyTorch, or of the engine by a plan."""
     import torch
 
+    from benchmarks.common.meter import ActivationMeter, Meter
     from benchmarks.common.ranks import image_turn
-    from mpi4dl._memory import ActivationMeter
     from mpi4dl.comm import world
-    from mpi4dl.sweeps.meter import Meter
 
     model, size, name, cores = options.worker
     case, plan = Case(model, size), plans(options).get(name)

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import options as declared
 from benchmarks.common.charts import Bars, bars
-from benchmarks.common.options import Option, Options
+from benchmarks.common.options import Option, Options, listed
 from benchmarks.common.report import NAME, RANKS, publish
+from benchmarks.common.results import MIB, Column, mebibytes, table
 from benchmarks.common.turns import Contestant, answer_turns, take_turns
-from mpi4dl.options.kinds import choice, listed
-from mpi4dl.sweeps.results import MIB, Column, mebibytes, table
+from mpi4dl.options.kinds import choice
 
 if TYPE_CHECKING:
     import torch

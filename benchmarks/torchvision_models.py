@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.common.options import Option, Options
+from benchmarks.common.results import environment
 from benchmarks.common.turns import answer_turns
-from mpi4dl.sweeps.results import environment
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -21,9 +21,9 @@ from benchmarks.common import options as declared
 from benchmarks.common.charts import OTHERS, Bars, bars
 from benchmarks.common.options import Option, Options
 from benchmarks.common.report import publish
+from benchmarks.common.results import Column, spread, table
 from benchmarks.common.turns import Contestant, answer_turns, take_turns
 from mpi4dl.options.kinds import POSITIVE
-from mpi4dl.sweeps.results import Column, spread, table
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator

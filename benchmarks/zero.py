@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from benchmarks.common import options as declared
 from benchmarks.common.charts import OTHERS, PEERS, Bars, bars
 from benchmarks.common.charts import PLAIN as GREY
-from benchmarks.common.options import Option, Options
+from benchmarks.common.options import Option, Options, listed
 from benchmarks.common.report import NAME, publish
+from benchmarks.common.results import Column, mebibytes, spread, table
 from benchmarks.common.turns import answer_turns, measure_once, take_turns
 from benchmarks.peers import TRANSFORMER, Task
 from mpi4dl._wording import counted
-from mpi4dl.options.kinds import choice, listed
-from mpi4dl.sweeps.results import Column, mebibytes, spread, table
+from mpi4dl.options.kinds import choice
 
 if TYPE_CHECKING:
     import torch

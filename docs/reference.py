@@ -46,7 +46,7 @@ TRAIN = """
     mpi4dl plan --FLAG VALUE ...
 """
 SMALL = """
-## mpi4dl export, mpi4dl report, mpi4dl view, mpi4dl sweep and mpi4dl doctor
+## mpi4dl export, mpi4dl report, mpi4dl view and mpi4dl doctor
 
 - `mpi4dl export RUN OUT` writes weights for plain PyTorch. OUT ends in `.pt` or `.safetensors`. Of a run with
   `--ema` it takes the average; `--no-average` takes the weights of the last step.
@@ -56,7 +56,6 @@ SMALL = """
   that have moved, and those of a FOLDER that somebody else's jobs wrote. `--assume-mpp` gives the microns per
   pixel of slides that do not say them. `--host`, `--port` and `--allowed-hosts` are as those of serve; `--port` is 8080
   by default.
-- `mpi4dl sweep` measures many plans. [Its page](../how-to/sweep.md) has its options.
 - `mpirun -n RANKS mpi4dl doctor` shows the MPI library, cores and GPUs, and times messages. `--gpu-wire` with
   `auto`, `direct`, `staged` or `nccl` selects how GPU tensors travel.
 """
@@ -71,6 +70,7 @@ TITLES = {
     "run": "Folder of the run, checkpoints and reports",
     "shown": "Options of plan: output",
     "searched": "Options of plan: search",
+    "measuring": "Options of plan: measurement",
     "evaluating": "Options of evaluate",
     "predicting": "Options of predict",
     "inputs": "Model and images, of both",

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mpi4dl._commands import RANK_VARIABLES, USER_ERROR, command_names, front_door, one_message
+from mpi4dl._commands import RANK_VARIABLES, REMOVED, USER_ERROR, command_names, front_door, one_message
 from mpi4dl._wording import aligned
 
 HELP = ("help", "-h", "--help")
@@ -48,6 +48,9 @@ def unknown(name: str) -> str:
     known = command_names()
     if name.startswith("-"):
         return f"name a command before {name}: {', '.join(known)}"
+    if name in REMOVED:
+        now = f"{front_door() or 'mpi4dl'} {REMOVED[name]}"
+        return f"there is no command {name} any more; write {now} and the flags of the training"
     close = difflib.get_close_matches(name, known, n=1, cutoff=SIMILAR)
     hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(known)}"
     return f"there is no command {name}; {hint}"

@@ -17,6 +17,9 @@ def command_names() -> list[str]:
     return [module.name for module in modules if not module.ispkg and not module.name.startswith("_")]
 
 
+REMOVED = {"sweep": "plan --ranks 4 --measure 3"}  # commands of before, and what to write now
+
+
 def front_door() -> str | None:
     """How the user started the one command that runs all others; None if it was not started."""
     started = Path(sys.argv[0])

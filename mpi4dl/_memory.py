@@ -7,9 +7,7 @@ import os
 import platform
 import resource
 import sys
-import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -160,8 +158,11 @@ def within_limits(run: Callable[[], None], rank: int) -> None:
         ) from error
 
 
-def load_libraries(device: Device) -> None:
-    """Train something tiny, so that what PyTorch loads at first use is not taken for a model's memory."""
+def load_libraries(device: Device, shapes: bool = False) -> None:
+    """Train something tiny, so that what PyTorch loads at first use is not taken for a model's memory.
+
+    `shapes`: models will be built on shapes, too.
+    """
     import torch
     from torch import nn
 
@@ -171,6 +172,8 @@ def load_libraries(device: Device) -> None:
         )
         layers.to(device)(torch.ones(2, 3, 8, 8, device=device)).sum().backward()
         torch.optim.SGD(layers.parameters(), lr=0.1).step()
+        if shapes:
+            torch.empty(1, device="meta").normal_()
 
 
 def return_freed_memory() -> None:
@@ -216,46 +219,3 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(self.device)
             return True
         return reset_peak()
-
-
-class _Kept:
-    """A tensor that autograd keeps for the backward pass."""
-
-    def __init__(self, tensor: "torch.Tensor") -> None:
-        self.tensor = tensor
-
-
-class ActivationMeter:
-    """Counts the bytes that autograd keeps for the backward pass, each storage once, without parameters.
-
-    `with meter.counting(): ...` counts what is saved in there, until it is freed. It takes time: not for training.
-    """
-
-    def __init__(self) -> None:
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self._uses: dict[int, int] = {}
-
-    def counting(self) -> AbstractContextManager[None]:
-        from torch.autograd.graph import saved_tensors_hooks
-
-        return saved_tensors_hooks(self._keep, lambda kept: kept.tensor)
-
-    def _keep(self, tensor: "torch.Tensor") -> _Kept:
-        from torch.nn import Parameter
-
-        kept = _Kept(tensor)
-        if not isinstance(tensor, Parameter):
-            storage = tensor.untyped_storage()
-            place, size = storage.data_ptr(), storage.nbytes()
-            self._uses[place] = self._uses.get(place, 0) + 1
-            if self._uses[place] == 1:
-                self.live_bytes += size
-                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-            weakref.finalize(kept, self._release, place, size)
-        return kept
-
-    def _release(self, place: int, size: int) -> None:
-        self._uses[place] -= 1
-        if not self._uses[place]:
-            self.live_bytes -= size

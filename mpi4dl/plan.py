@@ -1,22 +1,24 @@
 """The planning command: `mpi4dl plan --stages 4 --microbatches 8`, with the flags of `mpi4dl train`.
 
-It describes a training with these flags, without MPI and without allocating the model.
+It describes a training with these flags, or searches for the fastest plan, without MPI and without the model in memory.
+`--measure` starts short trainings by plans, and shows their speed and memory beside the estimates.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 
 from mpi4dl._commands import one_message, typed
 from mpi4dl._progress import ProgressLine
-from mpi4dl.estimate.plan_options import OnMachine, Searched, Shown
+from mpi4dl.estimate.plan_options import Measuring, OnMachine, Searched, Shown
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import parse_options, spelling, without_flags
 
 USAGE = "[--timeline FILE] [--rank-gflops X] [--config FILE] [--FLAG VALUE ...]"
-DESCRIPTION = "Show stages, tiles, messages, memory and a timeline of a training run. No MPI needed."
+DESCRIPTION = "Show what a plan needs, search for the fastest, and --measure some. Only --measure needs MPI."
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class PlanConfig(Config):
     shown: Shown = field(default_factory=Shown)
     searched: Searched = field(default_factory=Searched)
     on_machine: OnMachine = field(default_factory=OnMachine)
+    measuring: Measuring = field(default_factory=Measuring)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -48,29 +51,37 @@ def show(argv: Sequence[str]) -> None:
     searches = asked.search or asked.ranks is not None
     if on.time_only is not None and (on.scaling is not None or on.timings is not None or on.machine is not None):
         raise ConfigError("--time-only times layers here, and ends: leave out --machine, --timings and --scaling")
+    if config.measuring.measure is not None and (on.time_only or on.scaling):
+        raise ConfigError("--measure trains by plans, and --time-only and --scaling show none: leave it out")
     if asked.memory is not None and asked.ranks is None and (profiler.machine is None or not (searches or on.scaling)):
         raise ConfigError("--memory is what each of --ranks ranks has: say how many there are")
     timeline = None if shown.timeline is None else timeline_of(shown.timeline)
+    from mpi4dl.estimate.search import table
+    from mpi4dl.training.measured import measured
     from mpi4dl.training.setup import with_samples
 
+    measures, found = config.measuring.measure is not None, None
     with ProgressLine() as progress, _as_a_message():
         progress("reading the data")
         work = with_samples(config, progress)
+        measure = partial(measured, flags=flags, how=config.measuring, tell=progress)
         if on.time_only is not None:
             lines = time_layers(work, asked, on.time_only, profiler, progress)
         elif on.scaling is not None:
             lines = scaled(work, asked, on, profiler, progress)
         elif searches:
-            lines = searched(work, asked, profiler, flags, progress)
+            lines = searched(work, asked, profiler, flags, progress, measure)
         else:
             found = planned(work, profiler, flags, progress)
-    if searches or on.time_only is not None or on.scaling is not None:
-        print(spelling(PlanConfig)("\n".join(lines)))
-        return
-    from mpi4dl.parallel.tables.drawing import draw
+            lines = [str(found)]
+            if measures:
+                lines += ["", *table(measure([found.estimate], searched=False), None, work.num_tokens)]
+    print(spelling(PlanConfig)("\n".join(lines)))
+    if measures:
+        print(f"measurements: {config.measuring.measure_folder}")
+    if found is not None and timeline is not None:
+        from mpi4dl.parallel.tables.drawing import draw
 
-    print(spelling(PlanConfig)(str(found)))
-    if timeline is not None:
         try:
             draw(found.simulation, timeline)
         except OSError as error:
@@ -92,7 +103,7 @@ def _as_a_message() -> Iterator[None]:
 def training_flags(argv: Sequence[str]) -> list[str]:
     """The flags that are for the training too, as they were given."""
     return without_flags(
-        PlanConfig, argv, (each.name for each in (*fields(Shown), *fields(Searched), *fields(OnMachine)))
+        PlanConfig, argv, (each.name for part in (Shown, Searched, OnMachine, Measuring) for each in fields(part))
     )
 
 

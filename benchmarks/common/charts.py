@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.common.results import pyplot
 from mpi4dl._wording import counted
-from mpi4dl.sweeps.results import pyplot
 
 Row = Mapping[str, Any]
 MOST_NAMES = 6  # beside the lines of a panel

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.common import ranks
+from benchmarks.common.meter import Meter
 from benchmarks.common.models import Waves
+from benchmarks.common.results import MIB
 from benchmarks.generate import numbers
 from benchmarks.torchvision_models import worst_difference
 from mpi4dl import models
@@ -34,8 +36,6 @@ from mpi4dl.parallel.disk import Keep
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import EACH_NORM, StreamOptions
-from mpi4dl.sweeps.meter import Meter
-from mpi4dl.sweeps.results import MIB
 from tests.parallel.spatial.comparing import Arrangement, compare_table
 from tests.support import short_runs
 from tests.support.short_runs import Task

@@ -4,16 +4,17 @@ import argparse
 import importlib
 import json
 import pkgutil
-from collections.abc import Sequence
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import benchmarks
+from benchmarks.common.results import Conditions
 from benchmarks.common.turns import Contestant
-from mpi4dl.options.kinds import COUNT, COUNT_OR_ZERO, SIDES, Kind, listed, reader
-from mpi4dl.sweeps.results import Conditions
+from mpi4dl.options.kinds import COUNT, COUNT_OR_ZERO, SIDES, Kind
 
 HIDDEN = ("name", "argv", "conditions", "worker", "out")  # of the values that parse returns: no settings of a result
 
@@ -26,6 +27,28 @@ class Sides(tuple[int, ...]):
 
 
 GRID = replace(SIDES, check=lambda sides: Sides(SIDES.check(sides)))
+
+
+def listed(kind: Kind, sign: str = ",") -> Kind:
+    """Several of a kind, each once."""
+    return Kind(
+        f"{kind.wanted}, or several with {sign!r} between them",
+        f"{kind.metavar}{sign}...",
+        lambda values: tuple(dict.fromkeys(map(kind.check, values))),
+        read=lambda text: [kind.read(each) for each in text.split(sign)],
+    )
+
+
+def reader(kind: Kind) -> Callable[[str], Any]:
+    """A `type` for argparse, of commands whose flags are no options of a config."""
+
+    def read(text: str) -> Any:
+        try:
+            return kind.check(kind.read(text))
+        except ValueError:
+            raise ArgumentTypeError(f"{text} is not {kind.wanted}") from None
+
+    return read
 
 
 class Option(NamedTuple):

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.common.meter import Meter
 from mpi4dl._memory import keep_freed_memory
 from mpi4dl.comm import Communicator, world
-from mpi4dl.sweeps.meter import Meter
 
 Step = Callable[[], float]
 

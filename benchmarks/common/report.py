@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.options import Options
-from mpi4dl.sweeps.results import Column, Row, save_figure, save_json
+from benchmarks.common.results import Column, Row, save_figure, save_json
 
 NAME, RANKS = Column("", "name"), Column("ranks", "ranks")
 

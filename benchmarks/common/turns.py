@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from mpi4dl.sweeps.job import launcher
-from mpi4dl.sweeps.results import spread
+from benchmarks.common.results import spread
+from mpi4dl.training.measured import launcher
 
 IDLE_SECONDS = 0.02
 ANSWER_SECONDS = 1800.0

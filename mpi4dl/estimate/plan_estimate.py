@@ -25,7 +25,7 @@ from mpi4dl.estimate.step_time import StepTime
 from mpi4dl.geometry import ceil_div
 from mpi4dl.options.build import options_of_plan
 from mpi4dl.options.config import Config, parse
-from mpi4dl.options.declare import flags_for, options_of, without_flags
+from mpi4dl.options.declare import flags_for, without_flags
 from mpi4dl.parallel.costs.cost_model import (
     Group,
     Profiler,
@@ -56,10 +56,18 @@ from mpi4dl.parallel.streaming.memory_limit import (
 from mpi4dl.parallel.tensor.styles import Cutting, Degrees, Styles
 
 
+class Measurement(NamedTuple):
+    """What a short training by a plan took, or why it failed."""
+
+    samples_per_second: float
+    num_bytes: int
+    failure: str | None = None
+
+
 class PlanEstimate(NamedTuple):
     """The estimate of a training by a plan: `num_bytes` are those of the rank that needs most.
 
-    To save memory, blocks are computed again, or the first stage is streamed.
+    To save memory, blocks are computed again, or the first stage is streamed. Some plans are `measured` too.
     """
 
     plan: Plan
@@ -69,6 +77,7 @@ class PlanEstimate(NamedTuple):
     recompute: bool = False
     stream: StreamOptions | None = None
     time: StepTime | None = None
+    measured: Measurement | None = None
 
     def __str__(self) -> str:
         found = [self.plan.describe(), *["recompute"] * self.recompute]
@@ -103,19 +112,6 @@ class PlanEstimate(NamedTuple):
         others = without_flags(Config, given, (name for name in decided if name != "balance"))
         config = parse(others)
         return [*others, *flags_for(config, self.options(config))]
-
-    @property
-    def saving(self) -> list[str]:
-        """The flags of what saves memory beside the plan."""
-        usual, plan = Config(), Plan.options()
-        return flags_for(usual, {name: each for name, each in self.options(usual).items() if name not in plan})
-
-
-def plan_flags(plan: Plan) -> dict[str, str]:
-    """The text of every flag by which the training command takes this plan; of switches those that are on."""
-    options = options_of(Config)
-    words = [options[name].words(value) for name, value in options_of_plan(plan).items() if value is not False]
-    return {word[0]: "".join(word[1:]) for word in words}
 
 
 class Step(NamedTuple):

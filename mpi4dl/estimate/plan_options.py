@@ -1,9 +1,9 @@
 """The options of the command `plan` beside those of a training."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpi4dl.options.declare import option, same_as
-from mpi4dl.options.kinds import BOOLEAN, BYTES, COUNT, NAME, POSITIVE, choice, optional
+from mpi4dl.options.kinds import BOOLEAN, BYTES, COUNT, COUNTS, NAME, POSITIVE, choice, optional
 from mpi4dl.parallel.costs import GFLOPS
 
 
@@ -32,14 +32,13 @@ class Searched:
         "search for the fastest plans for --ranks ranks, instead of showing one plan; --ranks alone does the same",
         BOOLEAN,
         flag_only=True,
-        brief="show the fastest of all plans for --ranks",
     )
     ranks: int | None = option(
         None,
         "number of ranks of the search",
         optional(COUNT),
         flag_only=True,
-        brief="number of ranks of the search",
+        brief="show the fastest of all plans for so many ranks",
         known_as=same_as("n np gpus devices num-gpus world-size nproc"),
     )
     ranks_per_node: int | None = option(
@@ -86,3 +85,36 @@ class OnMachine:
         flag_only=True,
     )
     curves: str = option("scaling.png", "file for the picture of --scaling", NAME, flag_only=True)
+
+
+MEASURED = replace(
+    optional(COUNTS),
+    wanted="a number of plans, or lines of the table such as 2,5",
+    metavar="N|N,N,...",
+    switch=("3", "none"),
+)
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """Short trainings by the plans that are shown."""
+
+    measure: tuple[int, ...] | None = option(
+        None,
+        "train shortly by the best N plans of the search, or by those lines of its table, such as 2,5; the flag alone: "
+        "by the best 3; without a search: by the plan of the flags",
+        MEASURED,
+        flag_only=True,
+        brief="train shortly by the best N plans, to measure them",
+    )
+    measure_steps: int = option(
+        3, "measured steps of each training, after one that does not count", COUNT, flag_only=True
+    )
+    measure_turns: int = option(1, "trainings by each plan, in turn with the others", COUNT, flag_only=True)
+    measure_limit: float = option(600.0, "seconds of each training, its start included", POSITIVE, flag_only=True)
+    measure_folder: str = option(
+        "results/measured",
+        "folder of the measurements; plans that are measured there are not run again",
+        NAME,
+        flag_only=True,
+    )

@@ -4,7 +4,7 @@ None needs MPI, nor the model's values; what a training would refuse is refused 
 """
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from mpi4dl._wording import counted, to_install
 from mpi4dl.comm.node import asked_threads, cores
 from mpi4dl.estimate.dry_run import look_ahead, require_rules, stream_of
 from mpi4dl.estimate.machine_file import load_machine
-from mpi4dl.estimate.plan_estimate import Estimator
+from mpi4dl.estimate.plan_estimate import Estimator, PlanEstimate
 from mpi4dl.estimate.plan_options import OnMachine, Searched
 from mpi4dl.estimate.scaling import draw_scaling, numbers_of_ranks, scaling_lines, scaling_points
 from mpi4dl.estimate.search import candidates, degrees_of, ranked, search
@@ -105,10 +105,6 @@ class Candidates(NamedTuple):
         machine = self.estimator.profiler.machine
         return [] if machine is None else [machine.describe()]
 
-    @property
-    def num_tokens(self) -> int | None:
-        return None if self.config.data.text is None else self.config.data.context
-
     def plans(self, num_ranks: int, batch_size: int | None = None) -> list[Plan]:
         """Those that a training by them would take; `batch_size` is another one than that of the configuration."""
         config, found = self.config, self.estimator
@@ -143,12 +139,18 @@ def searching(work: Workload, asked: Searched, profiler: Profiler, tell: Tell) -
 
 
 def searched(
-    work: Workload, asked: Searched, profiler: Profiler, flags: Sequence[str], tell: Tell = quietly
+    work: Workload,
+    asked: Searched,
+    profiler: Profiler,
+    flags: Sequence[str],
+    tell: Tell = quietly,
+    measured: Callable[[Sequence[PlanEstimate]], Sequence[PlanEstimate]] = tuple,
 ) -> list[str]:
-    """A table of the fastest plans, and the command that starts each. Raises ValueError."""
+    """A table of the fastest plans, some of them `measured`, and the command that starts each. Raises ValueError."""
     with searching(work, asked, profiler, tell) as found:
         ranking = search(found.estimator, found.plans(found.num_ranks), found.most_bytes, tell)
-        how = (found.num_tokens, profiler.machine, found.estimator.profiler.source(found.estimator.device))
+        how = (work.num_tokens, profiler.machine, found.estimator.profiler.source(found.estimator.device))
+        ranking = ranking._replace(best=tuple(measured(ranking.best)))
         return [*found.described, *ranked(ranking, found.num_ranks, found.most_bytes, flags, *how)]
 
 
@@ -160,7 +162,7 @@ def scaled(work: Workload, asked: Searched, on: OnMachine, profiler: Profiler, t
     with searching(work, asked, profiler, tell) as found:
         numbers, limit = numbers_of_ranks(found.num_ranks), found.most_bytes
         points = scaling_points(found.estimator, found.plans, numbers, on.scaling == "weak", limit, tell)
-    tokens = found.num_tokens
+    tokens = work.num_tokens
     lines = [*found.described, *scaling_lines(points, found.ranks_per_node, tokens, limit)]
     size = f"{tokens} tokens" if tokens else f"{'x'.join(map(str, found.estimator.image[2:]))} px"
     title = f"{work.name}, {size}: {on.scaling} scaling"

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import isqrt
+from statistics import median
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from mpi4dl._progress import Tell, quietly
 from mpi4dl._wording import aligned, counted
-from mpi4dl.estimate.plan_estimate import Estimator, PlanEstimate
+from mpi4dl.estimate.plan_estimate import Estimator, Measurement, PlanEstimate
 from mpi4dl.parallel.costs.machine import Machine
 from mpi4dl.parallel.inputs import space_of
 from mpi4dl.parallel.plan import Plan
@@ -243,12 +244,8 @@ def ranked(
             f"{_mebibytes(found.smallest.num_bytes - (most_bytes or 0))} more than there are: {found.smallest}",
             "larger images fit on more ranks, with `recompute`, `stream` or smaller batches",
         ]
-    rows = [["", "tokens/s" if num_tokens else "images/s", "memory", "plan"]]
-    best = found.best[:SHOWN]
-    rows += [
-        [str(i + 1), f"{each.samples_per_second * (num_tokens or 1):.3g}", _mebibytes(each.num_bytes), str(each)]
-        for i, each in enumerate(best)
-    ]
+    shown = max([SHOWN, *(n for n, each in enumerate(found.best, 1) if each.measured is not None)])
+    best = found.best[:shown]
     timed = (
         (timed_on or "units timed on this machine")
         if all(each.timed for each in best)
@@ -256,7 +253,7 @@ def ranked(
     )
     where = "ranks with a core each" if machine is None else f"on {machine.name}"
     lines += [f"the fastest, simulated ({timed}; {where}), with the memory of the rank that needs most:"]
-    lines += list(aligned(rows, left={"plan"}))
+    lines += table(best, most_bytes, num_tokens)
     if machine is not None:
         lines += _spent(best, machine.num_nodes(num_ranks))
     if not num_tokens:
@@ -265,6 +262,46 @@ def ranked(
         command = ["mpirun", "-n", str(num_ranks), "python", "-m", "mpi4dl.train", *each.flags(flags)]
         lines.append(f"{i + 1}: {shlex.join(command)}")
     return lines
+
+
+def table(best: Sequence[PlanEstimate], most_bytes: float | None, num_tokens: int | None) -> Iterator[str]:
+    """A line for each plan; measurements beside estimates, if there are any, and what follows from them."""
+    beside, tokens = ["measured"] * any(each.measured is not None for each in best), num_tokens or 1
+    rows = [["", "tokens/s" if num_tokens else "images/s", *beside, "memory", *beside, "plan"]]
+    for n, each in enumerate(best, 1):
+        numbers = [(each.samples_per_second, each.num_bytes)]
+        if beside:
+            numbers.append((each.measured.samples_per_second, each.measured.num_bytes) if each.measured else (0.0, 0))
+        speeds = [f"{speed * tokens:.3g}" if speed else "-" for speed, _ in numbers]
+        sizes = [_mebibytes(num_bytes) if num_bytes else "-" for _, num_bytes in numbers]
+        rows.append([str(n), *speeds, *sizes, str(each)])
+    yield from aligned(rows, left={"plan"})
+    yield from _of_measured(best, most_bytes)
+
+
+def _of_measured(best: Sequence[PlanEstimate], most_bytes: float | None) -> Iterator[str]:
+    """Which measured plans failed or are too large, which no other one beats, and how far off their estimates are."""
+    ran: dict[int, tuple[PlanEstimate, Measurement]] = {}
+    for n, each in enumerate(best, 1):
+        found = each.measured
+        if found is not None and found.failure is not None:
+            yield f"{n}: failed: {found.failure}"
+        elif found is not None:
+            ran[n] = each, found
+            if most_bytes is not None and found.num_bytes > most_bytes:
+                yield f"{n}: takes more than {_mebibytes(most_bytes)}"
+    if len(ran) > 1:
+        front = [n for n, (_, a) in ran.items() if not any(_beats(b, a) for _, b in ran.values())]
+        yield f"no other measured plan beats {', '.join(map(str, front))} in both speed and memory"
+    pairs = [(each, a) for each, a in ran.values() if each.samples_per_second]  # of patches nobody knows it
+    if pairs:
+        speed = median(abs(each.samples_per_second / a.samples_per_second - 1) for each, a in pairs)
+        size = median(abs(each.num_bytes / max(1, a.num_bytes) - 1) for each, a in pairs)
+        yield f"estimates are off by {100 * speed:.0f} % in speed and {100 * size:.0f} % in memory (medians)"
+
+
+def _beats(a: Measurement, b: Measurement) -> bool:
+    return a != b and a.samples_per_second >= b.samples_per_second and a.num_bytes <= b.num_bytes
 
 
 def _spent(best: Sequence[PlanEstimate], nodes: int) -> Iterator[str]:

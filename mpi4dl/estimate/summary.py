@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from mpi4dl._wording import aligned, counted, mebibytes, runs
 from mpi4dl.estimate.memory import PlanMemory
 from mpi4dl.estimate.passes import Passes, passes_of_needs
-from mpi4dl.estimate.plan_estimate import Estimator, Step
+from mpi4dl.estimate.plan_estimate import Estimator, PlanEstimate, Step
 from mpi4dl.estimate.step_time import StepTime
 from mpi4dl.geometry import SPACE, Interval
 from mpi4dl.options.build import title_of
@@ -71,6 +71,14 @@ class PlanSummary:
     @property
     def rank_memory(self) -> PlanMemory:
         return self.step.memory
+
+    @property
+    def estimate(self) -> PlanEstimate:
+        """The plan as searches have it; of patches of slides its speed is 0."""
+        speed = 0.0 if self.time is None else self.image[0] / self.time.seconds
+        step, num_bytes = self.step, max(self.rank_memory.of_ranks(self.plan.zero))
+        stream = None if step.needs is None else step.needs.options
+        return PlanEstimate(self.plan, speed, num_bytes, step.costs.timed, step.recompute, stream, self.time)
 
     def __str__(self) -> str:
         parts = (self.title(), self.stages(), self.sums(), self.images(), self.streaming(), self.memory(), self.ranks())

@@ -52,6 +52,11 @@ class Workload:
         return self.config.model_name
 
     @property
+    def num_tokens(self) -> int | None:
+        """The tokens of a sample of text."""
+        return None if self.config.data.text is None else self.config.data.context
+
+    @property
     def batch(self) -> tuple[int, ...]:
         """The shape of a batch, (N, C, H, W), or (N, T) of tokens."""
         return batch_of(self.config, self.channels)

@@ -4,7 +4,6 @@ import ast
 import json
 import math
 import re
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -500,25 +499,3 @@ EPOCHS = Kind(
     _epochs,
     raw=lambda pairs: ",".join(f"{epoch}:{pattern}" for epoch, pattern in pairs),
 )
-
-
-def listed(kind: Kind, sign: str = ",") -> Kind:
-    """Several of a kind, each once."""
-    return Kind(
-        f"{kind.wanted}, or several with {sign!r} between them",
-        f"{kind.metavar}{sign}...",
-        lambda values: tuple(dict.fromkeys(map(kind.check, values))),
-        read=lambda text: [kind.read(each) for each in text.split(sign)],
-    )
-
-
-def reader(kind: Kind) -> Callable[[str], Any]:
-    """A `type` for argparse, of commands whose flags are no options of a config."""
-
-    def read(text: str) -> Any:
-        try:
-            return kind.check(kind.read(text))
-        except ValueError:
-            raise ArgumentTypeError(f"{text} is not {kind.wanted}") from None
-
-    return read

@@ -91,7 +91,7 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
     config = framed(in_folder_of_fold(config), comm)
     assembly = assemble(config, comm, num_samples=config.samples_per_step)
     patience = Patience(config.parallel.hang_timeout)
-    load_libraries(assembly.device)
+    load_libraries(assembly.device, shapes=assembly.plan.num_stages > 1 or config.streams_images)
     images = open_samples(config, comm)
     patience.feed()
     config = as_it_began(comm, config)

@@ -1,4 +1,4 @@
-"""What tests of benchmarks and sweeps share: options of a benchmark, contestants with answers, and pictures."""
+"""What tests of benchmarks share: options of a benchmark, contestants with answers, and pictures."""
 
 from pathlib import Path
 from typing import Any

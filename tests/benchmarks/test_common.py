@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common import allocators, turns
+from benchmarks.common import allocators, results, turns
 from benchmarks.common import options as declared
 from benchmarks.common.allocators import environments, with_each
 from benchmarks.common.compare import compare, read
 from benchmarks.common.options import Options
 from benchmarks.common.report import publish
+from benchmarks.common.results import MIB, Column, Conditions, pyplot, share_cores, spread, table
 from benchmarks.common.turns import Contestant, beside_plain, take_turns
-from mpi4dl.sweeps import results
-from mpi4dl.sweeps.results import MIB, Column, Conditions, pyplot, share_cores, spread, table
 from tests.benchmarks.checks import answered, assert_picture, options_of
 from tests.pool.zygote import ROOT, python
 
@@ -275,9 +274,7 @@ def test_results_without_a_common_number_cannot_be_compared(tmp_path: Path) -> N
 
 def test_every_published_result_can_be_read() -> None:
     """Also those of before: their machine's load is unknown."""
-    files = [
-        file for file in (ROOT / "docs/results").glob("*.json") if file.stem not in ("torchvision", "sweep", "failures")
-    ]
+    files = [file for file in (ROOT / "docs/results").glob("*.json") if file.stem not in ("torchvision", "failures")]
     assert len(files) > 15
     for file in files:
         found = read(file)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.common.arrivals import ALONE, CONTINUOUS, STATIC, WAYS, Clock, Door, Request, drawn, waits
+from benchmarks.common.results import table
 from benchmarks.generate import COLUMNS, contestants, draw, summarise
-from mpi4dl.sweeps.results import table
 from mpi4dl.text.batcher import Event
 from mpi4dl.text.options import Sampling
 from tests.benchmarks.checks import assert_picture, options_of

@@ -14,6 +14,7 @@ from benchmarks import (
     stages,
     tensor_parallel,
 )
+from benchmarks.common.results import MIB, table
 from benchmarks.common.turns import Contestant
 from benchmarks.curves import draw, read
 from benchmarks.stages import Case, measured, measured_costs, plans
@@ -21,7 +22,6 @@ from mpi4dl.models.gpt import GPT
 from mpi4dl.options.config import parse as parse_config
 from mpi4dl.options.config import to_toml
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.sweeps.results import MIB, table
 from tests.benchmarks.checks import answered, options_of
 
 

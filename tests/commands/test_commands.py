@@ -89,7 +89,7 @@ def program(*words: str) -> str:
         (("view", "--help"), ["usage: mpi4dl view", "exit code 0"], ""),
         (("view", "a", "--nonsense"), ["exit code 2"], "mpi4dl: unrecognized arguments: --nonsense; see mpi4dl view"),
         (("export", "a", "b"), ["exit code 2"], "mpi4dl: b must end in .pt or .safetensors; see mpi4dl export --help"),
-        (("sweep", "--nonsense"), ["exit code 2"], "mpi4dl: there is no flag --nonsense; --help all lists every flag"),
+        (("sweep", "--ranks", "4"), ["exit code 2"], "mpi4dl: there is no command sweep any more; write mpi4dl plan "),
         (("plan", "--lrr", "3"), ["exit code 2"], "mpi4dl: there is no flag --lrr; did you mean --lr?"),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",

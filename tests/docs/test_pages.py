@@ -50,14 +50,11 @@ QUICKLY = {  # by command, and by what one of its words contains: flags that com
         "amoebanetd": "--image-size 64 --model-options num_layers=3,num_filters=16",
         "65536": "--image-size 512",
         "--search": "--ranks 2",
+        "--measure 3": "--measure 1 --measure-turns 1 --measure-steps 1",
         "--ranks-per-node": "--ranks-per-node 2",
         "--scaling": "--ranks 4 --batch-size 4",
         "stdlib": "--ranks 2",
         "--text": "--model-options num_layers=2,hidden=64,num_heads=4 --context 64",
-    },
-    "sweep": {
-        "": "--model-options num_layers=3,num_filters=8 --image-size 64 --grids 1x1 --stages 1,2 --schedules 1f1b "
-        "--bidirectional 0 --data 1 --zero 0 --memory 2GiB --turns 1 --steps 1"
     },
     "examples/gigapixel_slide.py": {"": "--size 1024"},
     "benchmarks run halo": {"": "--sizes 64 --quick"},
@@ -204,7 +201,6 @@ PAGES = {
     "docs/how-to/train-on-features.md": Page(
         [composed, embedded, ON_PATCHES], without={"embed --slides data/slides/slides.csv --mpp 0.5": "needs timm"}
     ),
-    "docs/how-to/sweep.md": Page(),
     "docs/how-to/profile.md": Page(),
     "docs/how-to/plan-for-a-cluster.md": Page(
         without={"benchmarks run forecast": MINUTES, "benchmarks run choices": MINUTES}

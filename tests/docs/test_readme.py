@@ -136,7 +136,7 @@ def test_commands_are_found() -> None:
     names = [command.name for command in COMMANDS]
     assert names.count("train") >= 15
     assert len(MIGRATED) > 15
-    assert set(CONFIGS) | {"make", "export", "report", "sweep", "doctor"} <= set(names)
+    assert set(CONFIGS) | {"make", "export", "report", "doctor"} <= set(names)
 
 
 @pytest.mark.parametrize(
@@ -190,9 +190,7 @@ def known_flags() -> set[str]:
         flags |= {option.flag for option in benchmarks.load(name).OPTIONS}
     sources = [ROOT / "benchmarks" / "__main__.py", *(ROOT / "examples").glob("*.py"), *(ROOT / "docs").glob("*.py")]
     sources.append(ROOT / "benchmarks" / "common" / "options.py")
-    sources += [
-        ROOT / "mpi4dl" / f"{name}.py" for name in ("doctor", "export", "report", "slides", "view", "sweeps/space")
-    ]
+    sources += [ROOT / "mpi4dl" / f"{name}.py" for name in ("doctor", "export", "report", "slides", "view")]
     for source in sources:
         flags |= set(re.findall(r'"(--[a-z][\w-]*)"', source.read_text()))
     return flags

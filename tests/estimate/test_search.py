@@ -13,7 +13,7 @@ from torch import nn
 
 from mpi4dl import models
 from mpi4dl.estimate.memory import OF_TENSORS
-from mpi4dl.estimate.plan_estimate import Estimator, PlanEstimate, plan_flags
+from mpi4dl.estimate.plan_estimate import Estimator, PlanEstimate
 from mpi4dl.estimate.search import candidates, degrees_of, ranked, search
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import Config, parse
@@ -144,7 +144,7 @@ def test_every_field_of_a_plan_is_an_option_of_the_same_default() -> None:
 def test_a_plan_makes_the_command_that_makes_it(tmp_path: Path, name: str, given: str) -> None:
     """Whatever other plan the flags, or the file, of the user had, with the other values of the user kept."""
     chosen = PlanEstimate(OTHER[name], 1.0, 1, True)
-    usual = [word for flag in plan_flags(OTHER[given]).items() for word in flag if word]
+    usual = PlanEstimate(OTHER[given], 1.0, 1, True).flags()
     asked = ["--lr", "0.5", *usual, "--recompute", "--stream=4x4", "--stream-until", "layer1", "--flip"]
     (tmp_path / "run.toml").write_text(to_toml(parse(["--balance", "3,4,4", *asked])))
     for flags in (asked, ["--config", str(tmp_path / "run.toml")]):

@@ -1,6 +1,6 @@
 """Lets one rank of a training fail, in each way, in each phase, and writes what becomes of the job.
 
-    python -m tools.nets.fault_matrix      writes docs/results/failures.json, and the table of docs/reference/failures.md
+    python -m tools.nets.fault_matrix   writes docs/results/failures.json, and the table of docs/reference/failures.md
 
 Each case is a job of two ranks on small images. Its limit (`--hang-timeout`) is an hour, so nothing but the failure
 itself ends it.

@@ -13,10 +13,14 @@ those behind an optimizer's first step, count as imports.
 """
 
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from mpi4dl._memory import MemoryMeter, load_libraries
 from mpi4dl.comm import Communicator
@@ -82,3 +86,42 @@ class Meter:
         if self.comm is None:
             return [value]
         return self.comm.all_gather_object(value)
+
+
+class _Kept:
+    """A tensor that autograd keeps for the backward pass."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class ActivationMeter:
+    """Counts the bytes that autograd keeps for the backward pass, each storage once, without parameters.
+
+    `with meter.counting(): ...` counts what is saved in there, until it is freed. It takes time: not for training.
+    """
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._uses: dict[int, int] = {}
+
+    def counting(self) -> AbstractContextManager[None]:
+        return saved_tensors_hooks(self._keep, lambda kept: kept.tensor)
+
+    def _keep(self, tensor: torch.Tensor) -> _Kept:
+        kept = _Kept(tensor)
+        if not isinstance(tensor, nn.Parameter):
+            storage = tensor.untyped_storage()
+            place, size = storage.data_ptr(), storage.nbytes()
+            self._uses[place] = self._uses.get(place, 0) + 1
+            if self._uses[place] == 1:
+                self.live_bytes += size
+                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            weakref.finalize(kept, self._release, place, size)
+        return kept
+
+    def _release(self, place: int, size: int) -> None:
+        self._uses[place] -= 1
+        if not self._uses[place]:
+            self.live_bytes -= size

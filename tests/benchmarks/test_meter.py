@@ -6,9 +6,9 @@ from mmap import mmap
 import pytest
 import torch
 
+from benchmarks.common.meter import ClockedWaits, Meter
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.requests import Waits
-from mpi4dl.sweeps.meter import ClockedWaits, Meter
 from tests.pool.ranks import Ranks
 
 
