@@ -15,7 +15,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/pip install $(QUIETLY) -c constraints.txt -e '.[mpich,test]'
 	touch $@
 
-.PHONY: install train slides gpt moe docs test test-oldest test-newest mutants fuzz soak test-gpu gpu-report lint clean
+.PHONY: install train slides gpt moe docs dist test test-oldest test-newest mutants fuzz soak test-gpu gpu-report lint clean
 install: $(STAMP)
 
 data/tissue: $(STAMP) examples/tissue_slides.py
@@ -52,6 +52,11 @@ moe: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python docs/reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -93,4 +98,4 @@ gpu-report: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest data runs results site
+	rm -rf .venv .venv-oldest .venv-newest data runs results site build dist

@@ -63,7 +63,7 @@ FLOORS = {
 FLOOR_1_MAY_IMPORT = {
     "geometry": set(),
     "models": {"_torchvision", "_wording"},
-    "datasets": {"geometry", "_files", "_wording"},
+    "datasets": {"geometry", "_files", "_randomness", "_wording"},
     "_torchvision": {"_wording"},
 }
 

@@ -277,8 +277,8 @@ class _Stripes:
         places = np.ix_(*(np.arange(*interval, dtype=np.int64) for interval in space))
         phases = sum(step * place for step, place in zip(self._steps, places, strict=True))
         stripes = _WAVE[(phases + self._start) % _PHASES]
-        scattered = [_mix(place.astype(np.uint32) + key) for place, key in zip(places, self._keys, strict=False)]
-        noise = _mix(reduce(np.bitwise_xor, scattered))
+        scattered = [scatter(place.astype(np.uint32) + key) for place, key in zip(places, self._keys, strict=False)]
+        noise = scatter(reduce(np.bitwise_xor, scattered))
         pixels = np.empty((*noise.shape, 3), np.uint8)
         for channel, tint in enumerate(self._tint):
             # Bytes 0, 1, 2 of one hash are the noise of the three channels.
@@ -287,7 +287,7 @@ class _Stripes:
         return pixels
 
 
-def _mix(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+def scatter(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     """Scatter integers over all 32 bits: the finaliser of MurmurHash3."""
     words = words ^ (words >> np.uint32(16))
     words = words * np.uint32(0x85EBCA6B)

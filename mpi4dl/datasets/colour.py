@@ -87,12 +87,6 @@ def rgb_of(pixels: Pixels, alpha: bool = False, premultiplied: bool = False) -> 
     return np.repeat(colour, 3, axis=2) if colour.shape[2] == 1 else colour
 
 
-def rgb_of_inks(inks: Pixels) -> Pixels:
-    """Three bytes per pixel from (h, w, 4) bytes of cyan, magenta, yellow and black, 255 being all of the ink."""
-    paper = np.uint16(WHITE) - inks.astype(np.uint16)
-    return ((paper[..., :3] * paper[..., 3:] + WHITE // 2) // WHITE).astype(np.uint8)
-
-
 def rgb_of_pillow(image: PIL.Image.Image) -> Pixels:
     """Three bytes per pixel, (height, width, 3), from a Pillow image of any mode.
 

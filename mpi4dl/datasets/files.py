@@ -41,8 +41,8 @@ def open_picture(path: Path) -> Image:
             # Not the override for PNG, which decodes all pixels to find what may stand behind them.
             orientation = None if tiff else PIL.Image.Image.getexif(image).get(TAG)
     except _TOO_LARGE as error:
-        reason = f"is too large to be decoded whole ({error})"
-        raise BadImage(path, f"{reason}: convert it to a tiled TIFF, of which boxes can be read") from error
+        reason = f"is too large to be decoded whole ({error}): convert it to a tiled TIFF in RGB or grey"
+        raise BadImage(path, f"{reason}, of which boxes can be read") from error
     except PIL.UnidentifiedImageError as error:
         reason = "is not an image of a kind that Pillow knows: the file is damaged, or its extension is wrong"
         raise BadImage(path, reason) from error

@@ -9,12 +9,8 @@ shows which one it is.
 import ast
 import copy
 import difflib
-import threading
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -28,10 +24,9 @@ from mpi4dl.datasets.augment import TRANSFORM_STREAM
 from mpi4dl.datasets.base import DatasetError, Values
 from mpi4dl.datasets.randomness import DatasetRandomness
 
-ALBUMENTATIONS = "albumentations"
-GEOMETRY = "._geometry"  # the module of torchvision's transforms that move pixels
+TORCHVISION, ALBUMENTATIONS = "torchvision.transforms.v2", "albumentations"
+MOVING = ("_geometry", "_auto_augment")  # the modules of torchvision's transforms that move pixels
 NAMED_STREAM = 6  # beside the streams of datasets.augment
-EXAMPLE = "RandomPosterize(bits=4)"
 TRIED_PX = 64  # sides of what a transform is tried on
 TRIES = 12
 ROUNDED = 1  # by which a pixel may differ in another box
@@ -64,18 +59,39 @@ class _Drawing(TorchFunctionMode):
 class NamedTransform:
     """A transform (rows, columns, channels) -> the same shape, by its name and arguments.
 
-    `apply(pixels, seed)` makes the same of the same pixels and seed. `pointwise`: each pixel follows from the same one.
-    `moves`: pixels change their places, which masks would not.
+    `pointwise`: each pixel follows from the same one. `moves`: pixels change their places, which masks would not.
     """
 
     name: str
-    apply: Callable[[Values, int], Values]
-    pointwise: bool
+    transform: Any
+    of_torchvision: bool
     moves: bool
+    pointwise: bool = False
 
     def __call__(self, pixels: Values, key: tuple[int, ...], number: int) -> Values:
         """The pixels of a box as the sample of this key has them; `number` is the place among several transforms."""
         return self.apply(pixels, _seed(NAMED_STREAM, TRANSFORM_STREAM, number, *key))
+
+    def apply(self, pixels: Values, seed: int) -> Values:
+        """The same of the same pixels and seed. Raises DatasetError if it fails, or makes another size or type."""
+        try:
+            if self.of_torchvision:
+                with _Drawing(seed), torch.no_grad():
+                    made = self.transform(torch.from_numpy(pixels.copy()).permute(2, 0, 1)).permute(1, 2, 0).numpy()
+            else:
+                own = copy.deepcopy(self.transform)  # it keeps its generator, and threads apply it at once
+                own.set_random_seed(seed % 2**32)
+                made = own(image=pixels.copy())["image"]
+        except Exception as error:
+            raise DatasetError(
+                f"{self.name} cannot transform {pixels.dtype} of shape {pixels.shape}: {error or type(error).__name__}"
+            ) from error
+        if made.shape != pixels.shape or made.dtype != pixels.dtype:
+            raise DatasetError(
+                f"{self.name} makes {made.dtype} of shape {made.shape} from {pixels.dtype} of {pixels.shape}: it must "
+                "keep size and type"
+            )
+        return made
 
 
 def _seed(*key: int) -> int:
@@ -90,184 +106,59 @@ def named_transform(text: str, channels: int = 3) -> NamedTransform:
     Raises:
         DatasetError: there is no such transform, or it does not take these arguments or pictures.
     """
-    own = _made(text, None)
-    surely = _made(text, 1.0)  # so that none of the tries leaves all as it is
+    found = _made(text)
+    surely = replace(found, transform=copy.deepcopy(found.transform))
+    if hasattr(surely.transform, "p"):
+        surely.transform.p = 1.0  # so that none of the tries leaves all as it is
     random = np.random.default_rng(0)
     noise: npt.NDArray[Any] = random.integers(0, 256, (TRIED_PX, TRIED_PX, channels), np.uint8)
     rising = np.repeat(np.arange(TRIED_PX, dtype=np.uint8)[:, None, None] * 4, TRIED_PX, 1).repeat(channels, 2)
-    half, randomness = TRIED_PX // 2, DatasetRandomness()
+    half, randomness, pointwise = TRIED_PX // 2, DatasetRandomness(), True
     boxes = (np.s_[:half], np.s_[half:, : half - 3], np.s_[5:6, -7:])
-    pointwise, moves = True, False
     for number in range(TRIES):
         for whole in (noise, rising):
             with randomness.seeded(0):
-                made = surely(whole, _seed(number))
+                made = surely.apply(whole, _seed(number))
             if randomness.drawn:
                 raise DatasetError(
                     f"{text} draws from {' and '.join(sorted(randomness.drawn))}, which other ranks draw from at other "
                     "times: choose another transform"
                 )
-            pointwise = pointwise and all(_alike(surely(whole[box], _seed(number)), made[box]) for box in boxes)
-        moves = moves or _moves(surely, _seed(number), channels)
-    return NamedTransform(text, own, pointwise, moves)
-
-
-def _alike(found: Values, expected: Values) -> bool:
-    return int(np.abs(found.astype(np.int16) - expected.astype(np.int16)).max()) <= ROUNDED
-
-
-def _moves(apply: "_Apply", seed: int, channels: int) -> bool:
-    """Whether a mask changes with its image; of transforms that take no masks, it is not known."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return apply.moves_masks(seed, channels)
-        except (TypeError, ValueError, KeyError, RuntimeError, NotImplementedError):
-            return True
-
-
-class _Apply:
-    """A transform of a package on arrays; `text` is how the user named it."""
-
-    def __init__(self, text: str, transform: Any) -> None:
-        self._text, self._transform = text, transform
-
-    def __call__(self, pixels: Values, seed: int) -> Values:
-        """Raises DatasetError if it fails, or makes another size or type."""
-        try:
-            made = self.run(pixels.copy(), seed)
-        except DatasetError:
-            raise
-        except Exception as error:
-            raise DatasetError(
-                f"{self._text} cannot transform {pixels.dtype} of shape {pixels.shape}: {error or type(error).__name__}"
-            ) from error
-        if made.shape != pixels.shape or made.dtype != pixels.dtype:
-            raise DatasetError(
-                f"{self._text} makes {made.dtype} of shape {made.shape} from {pixels.dtype} of {pixels.shape}: it must "
-                "keep size and type"
+            pointwise = pointwise and all(
+                np.abs(surely.apply(whole[box], _seed(number)).astype(int) - made[box]).max() <= ROUNDED
+                for box in boxes
             )
-        return made
-
-    def run(self, pixels: Values, seed: int) -> Any:
-        raise NotImplementedError
-
-    def moves_masks(self, seed: int, channels: int) -> bool:
-        """Whether a mask changes with its image."""
-        raise NotImplementedError
+    return replace(found, pointwise=pointwise)
 
 
-class _Torchvision(_Apply):
-    def run(self, pixels: Values, seed: int) -> Any:
-        with _Drawing(seed), torch.no_grad():
-            planes = self._transform(torch.from_numpy(pixels).permute(2, 0, 1))
-        return planes.permute(1, 2, 0).numpy()
-
-    def moves_masks(self, seed: int, channels: int) -> bool:
-        from torchvision import tv_tensors
-
-        if type(self._transform).__module__.endswith(GEOMETRY):  # perhaps by less than half a pixel
-            return True
-        mask = _mask()
-        image = torch.zeros((channels, *mask.shape), dtype=torch.uint8)
-        with _Drawing(seed), torch.no_grad():
-            _, moved = self._transform(tv_tensors.Image(image), tv_tensors.Mask(torch.from_numpy(mask)))
-        return not np.array_equal(moved.numpy(), mask)
-
-
-class _Albumentations(_Apply):
-    def __init__(self, text: str, transform: Any) -> None:
-        super().__init__(text, transform)
-        self._own = threading.local()  # a transform keeps its generator
-
-    def _seeded(self, seed: int) -> Any:
-        if not hasattr(self._own, "transform"):
-            self._own.transform = copy.deepcopy(self._transform)
-        self._own.transform.set_random_seed(seed % 2**32)
-        return self._own.transform
-
-    def run(self, pixels: Values, seed: int) -> Any:
-        return self._seeded(seed)(image=pixels)["image"]
-
-    def moves_masks(self, seed: int, channels: int) -> bool:
-        return isinstance(self._transform, _albumentations(self._text).DualTransform)
-
-
-def _mask() -> npt.NDArray[np.uint8]:
-    """A mask without symmetry."""
-    return np.random.default_rng(3).integers(0, 5, (TRIED_PX, TRIED_PX), np.uint8)
-
-
-def _made(text: str, p: float | None) -> _Apply:
-    """A transform by its text; with the probability `p` if it has one."""
+def _made(text: str) -> NamedTransform:
+    """A transform by its text, not yet tried."""
     try:
         node = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise DatasetError(f"{text}: is no name of a transform with arguments, such as {EXAMPLE}") from None
-    kind: type[_Apply]
-    call = node.func if isinstance(node, ast.Call) else node
-    if isinstance(call, ast.Attribute) and isinstance(call.value, ast.Name) and call.value.id == ALBUMENTATIONS:
-        package, name, kind = _albumentations(text), call.attr, _Albumentations
-    elif isinstance(call, ast.Name):
-        package, name, kind = _torchvision(), call.id, _Torchvision
-    else:
-        named = f", such as {EXAMPLE}" if not isinstance(call, ast.Attribute) else f": {_without_package(call.attr)}"
-        raise DatasetError(f"{text}: is no name of a transform{named}")
-    made = _class_of(package, name, text)
-    positional, options = _arguments(node, text)
-    try:
-        transform = made(*positional, **options)
-        if p is not None and hasattr(transform, "p"):
-            transform.p = p
-    except Exception as error:
-        raise DatasetError(f"{text}: {error}") from error
-    return kind(text, transform)
-
-
-def _without_package(name: str) -> str:
-    """How to write a name behind the name of a package or module, such as A."""
-    return f"write {name} for that of torchvision, and {ALBUMENTATIONS}.{name} for that of albumentations"
-
-
-def _arguments(node: ast.expr, text: str) -> tuple[list[Any], dict[str, Any]]:
-    if not isinstance(node, ast.Call):
-        return [], {}
-    given = [*node.args, *(each.value for each in node.keywords)]
-    if any(isinstance(each, ast.Call) for argument in given for each in ast.walk(argument)):
+        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+        package, _, name = ast.unparse(call.func).rpartition(".")
+        positional = [ast.literal_eval(each) for each in call.args]
+        options = {each.arg or "**": ast.literal_eval(each.value) for each in call.keywords}
+        if package not in ("", ALBUMENTATIONS) or not name.isidentifier():
+            raise ValueError
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise DatasetError(
-            f"{text}: an argument cannot be a call, such as another transform: name transforms one after the other, "
-            f"each with a probability of its own if it takes one, such as {EXAMPLE[:-1]},p=0.3)"
-        )
+            f"{text}: write a name of torchvision's, or {ALBUMENTATIONS}.NAME, with numbers, texts or tuples as "
+            "arguments, such as RandomPosterize(bits=4,p=0.3). No transform takes others: list them one by one"
+        ) from None
     try:
-        if any(each.arg is None for each in node.keywords):
-            raise ValueError("**")
-        return (
-            [ast.literal_eval(each) for each in node.args],
-            {str(each.arg): ast.literal_eval(each.value) for each in node.keywords},
-        )
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        raise DatasetError(f"{text}: its arguments must be numbers, texts, or tuples of them") from None
-
-
-def _class_of(package: ModuleType, name: str, text: str) -> Any:
-    """The class of this name. Raises DatasetError, which names the nearest ones."""
-    known = [each for each, value in vars(package).items() if isinstance(value, type) and not each.startswith("_")]
+        module = import_module(package or TORCHVISION)
+    except ImportError as error:
+        needed = package or "torchvision"
+        raise DatasetError(f"{text}: {needed} is not installed; run {to_install(needed)}") from error
+    known = [each for each, value in vars(module).items() if isinstance(value, type) and not each.startswith("_")]
     if name not in known:
         close = difflib.get_close_matches(name, known, n=3)
         hint = f": did you mean {', '.join(close)}?" if close else ""
-        raise DatasetError(f"{text}: {package.__name__} has no transform {name}{hint}")
-    return getattr(package, name)
-
-
-def _torchvision() -> ModuleType:
+        raise DatasetError(f"{text}: {module.__name__} has no transform {name}{hint}")
+    kind = getattr(module, name)
+    moves = issubclass(kind, module.DualTransform) if package else kind.__module__.endswith(MOVING)
     try:
-        return import_module("torchvision.transforms.v2")
-    except ImportError as error:
-        raise DatasetError(f"transforms by name need torchvision; run {to_install('torchvision')}") from error
-
-
-def _albumentations(text: str) -> ModuleType:
-    try:
-        return import_module(ALBUMENTATIONS)
-    except ImportError as error:
-        raise DatasetError(f"{text}: albumentations is not installed; run {to_install(ALBUMENTATIONS)}") from error
+        return NamedTransform(text, kind(*positional, **options), not package, moves)
+    except Exception as error:
+        raise DatasetError(f"{text}: {error}") from error

@@ -6,7 +6,6 @@ and closes it again. So no handle is ever shared between threads or carried over
 
 import io
 import logging
-import math
 import os
 import re
 import struct
@@ -25,7 +24,7 @@ import PIL.Image
 
 from mpi4dl._wording import to_install
 from mpi4dl.datasets.base import BadImage, DatasetError, Image, Pixels
-from mpi4dl.datasets.colour import TAG, WHITE, bytes_of, rgb_of, rgb_of_inks, upright
+from mpi4dl.datasets.colour import TAG, WHITE, bytes_of, rgb_of, upright
 from mpi4dl.datasets.reader_process import ask, has_openslide, needs_openslide
 from mpi4dl.geometry import Interval, ceil_div
 
@@ -33,18 +32,17 @@ from mpi4dl.geometry import Interval, ceil_div
 
 # Values of tags of TIFF 6.0.
 _MIN_IS_WHITE, _MIN_IS_BLACK, _RGB, _PALETTE, _INKS, _YCBCR = 0, 1, 2, 3, 5, 6
-_COLOURS = {_MIN_IS_WHITE: 1, _MIN_IS_BLACK: 1, _RGB: 3, _PALETTE: 1, _INKS: 4, _YCBCR: 3}
+_UNCOMPRESSED = 1
 _JPEG_COMPRESSIONS = (6, 7)  # their decoder hands out RGB
 _UNSIGNED, _FLOAT = 1, 3
 _FOUR_INKS = 1
 _PREMULTIPLIED, _STRAIGHT = 1, 2
-_MAX_SAMPLE, _INK_SET, _MAX_FLOAT_SAMPLE = "MaxSampleValue", "InkSet", "SMaxSampleValue"
 
 Samples = npt.NDArray[Any]
 
 
 class Unsupported(Exception):
-    """The TIFF file is stored in a way that is left to another reader."""
+    """The TIFF file is stored in a way that is left to Pillow, which decodes it whole."""
 
 
 def colouring(page: Any, num_planes: int, ome: str | None) -> Callable[[Samples], Pixels]:
@@ -54,30 +52,30 @@ def colouring(page: Any, num_planes: int, ome: str | None) -> Callable[[Samples]
     `ome` is the file's OME-XML.
 
     Raises:
-        Unsupported: other colours than grey, RGB, palettes, CMYK, and YCbCr in JPEG.
-        ValueError: colours or types of samples that no picture has.
+        Unsupported: other colours than grey, RGB, and YCbCr in JPEG.
+        ValueError: colours or types of samples that no picture has, or that Pillow would show wrong.
     """
     photometric, count = int(page.photometric), page.samplesperpixel * num_planes
-    if photometric not in _COLOURS or (photometric == _YCBCR and page.compression not in _JPEG_COMPRESSIONS):
-        raise Unsupported
-    if photometric == _INKS and page.tags.valueof(_INK_SET, _FOUR_INKS) != _FOUR_INKS:
+    if photometric == _INKS and page.tags.valueof("InkSet", _FOUR_INKS) != _FOUR_INKS:
         raise ValueError("stores inks other than cyan, magenta, yellow and black: convert it to RGB")
-    colours = _COLOURS[photometric]
-    if colours == 1 and count == 3:
-        colours = 3  # channels that the writer did not call colours
+    if photometric == _PALETTE and np.max(page.colormap) <= WHITE:
+        raise ValueError("has a palette of 8 bits where TIFF has 16: convert it to RGB, such as with ImageMagick")
+    if photometric == _YCBCR and page.compression == _UNCOMPRESSED and page.tags.valueof("YCbCrSubSampling") != (1, 1):
+        raise ValueError("stores YCbCr of fewer colours than pixels: convert it to RGB, such as with ImageMagick")
+    jpeg = photometric == _YCBCR and page.compression in _JPEG_COMPRESSIONS
+    if photometric not in (_MIN_IS_WHITE, _MIN_IS_BLACK, _RGB) and not jpeg:
+        raise Unsupported
+    # Channels that the writer did not call colours are three greys.
+    colours = 3 if photometric in (_RGB, _YCBCR) or count == 3 else 1
     if count - colours not in (0, 1) or (num_planes > 1 and count != colours):
         raise ValueError(f"has {count} channels; expected 1 (grey) or 3 (colour), and alpha")
     top = white_of(page, ome)
-    if photometric == _PALETTE:
-        return _by_palette(page)
     extra = page.extrasamples[-1] if count > colours and page.extrasamples else 0
 
     def convert(samples: Samples) -> Pixels:
         pixels = bytes_of(samples, top)
         if photometric == _MIN_IS_WHITE:
             pixels = np.concatenate([WHITE - pixels[..., :colours], pixels[..., colours:]], axis=2)
-        if photometric == _INKS:
-            pixels = np.concatenate([rgb_of_inks(pixels[..., :4]), pixels[..., 4:]], axis=2)
         if count > colours and extra not in (_PREMULTIPLIED, _STRAIGHT):
             pixels = pixels[..., :-1]
         return rgb_of(pixels, alpha=extra in (_PREMULTIPLIED, _STRAIGHT), premultiplied=extra == _PREMULTIPLIED)
@@ -95,39 +93,17 @@ def white_of(page: Any, ome: str | None) -> float | None:
     Raises:
         ValueError: samples of different or unknown types.
     """
-    bits, dtype = page.bitspersample, page.dtype
-    if not isinstance(bits, int) or dtype is None:
+    bits = page.bitspersample
+    if not isinstance(bits, int) or page.dtype is None:
         raise ValueError(f"stores samples of {bits} bits and format {page.sampleformat}: convert it to 8 or 16 bits")
     if page.sampleformat == _FLOAT:
-        declared = page.tags.valueof(_MAX_FLOAT_SAMPLE)
-        top = float(np.max(declared)) if isinstance(declared, int | float | tuple) else 1.0
-        return top if math.isfinite(top) and top > 0 else 1.0
+        return float(np.max(page.tags.valueof("SMaxSampleValue", 1.0)))
     if page.sampleformat != _UNSIGNED:
         return None
-    declared = page.tags.valueof(_MAX_SAMPLE)
-    most = max(declared) if isinstance(declared, tuple) else declared
-    if isinstance(most, int) and most > 0 and (most + 1) & most == 0:
-        bits = min(bits, most.bit_length())
+    most = max(0, int(np.max(page.tags.valueof("MaxSampleValue", 0))))
     significant = re.search(r'\bSignificantBits="(\d{1,2})"', ome or "")
-    if significant and int(significant[1]) > 0:
-        bits = min(bits, int(significant[1]))
-    return float(2**bits - 1)
-
-
-def _by_palette(page: Any) -> Callable[[Samples], Pixels]:
-    found = page.colormap
-    if found is None or found.ndim != 2 or found.shape[0] != 3:
-        raise ValueError("has no palette, though its pixels are numbers of one: it is damaged")
-    palette = found.T if found.max(initial=0) <= WHITE else found.T >> 8
-    colours = palette.astype(np.uint8)
-
-    def convert(samples: Samples) -> Pixels:
-        numbers = samples[..., 0].astype(np.int64)
-        if numbers.size and numbers.max() >= len(colours):
-            raise ValueError(f"has pixels beyond the {len(colours)} colours of its palette: it is damaged")
-        return colours[numbers]
-
-    return convert
+    declared = (most.bit_length() if (most + 1) & most == 0 else 0, int(significant[1]) if significant else 0)
+    return float(2 ** min([bits, *filter(None, declared)]) - 1)
 
 
 MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
@@ -170,7 +146,7 @@ def open_tiff(path: Path, indices: bool = False) -> Image:
     with opened(path) as file:
         first: Any = file.pages[0]
         _check_segments(path, first)
-        _check_directories(path)
+        _check_directories(path, file)
         kind = _Indices if indices else _Tiff
         return upright(kind(path, _planes(path, file), file.ome_metadata), first.tags.valueof(TAG))
 
@@ -215,8 +191,8 @@ def open_levels(path: Path) -> tuple[tuple[Image, ...], PageFacts]:
     Raises:
         BadImage, Unsupported: as `open_tiff`. DatasetError: a scanner's format, which needs OpenSlide.
     """
-    _check_directories(path)
     with opened(path) as file:
+        _check_directories(path, file)
         scanner = next(filter(None, map(_scanner, list(file.pages)[:2])), None)
         if scanner is not None and not has_openslide():
             raise needs_openslide(path, f"a scanner's TIFF ({scanner})")
@@ -324,24 +300,22 @@ def _ratio(value: Any) -> float | None:
         return None
 
 
-def _pixels_in(data: bytes) -> int | None:
-    """The pixels of a tile that is a picture: a few bytes may claim any number. None if Pillow cannot tell."""
+def _is_measured(path: Path, index: int, data: bytes, sides: tuple[int, int]) -> bool:
+    """Whether Pillow knows the size of a tile that is a picture: a few bytes may claim any number of pixels.
+
+    Raises BadImage for a picture that is far larger than the tile that it is to be.
+    """
     try:
         with PIL.Image.open(io.BytesIO(data)) as picture:
-            return prod(picture.size)
+            pixels = prod(picture.size)
     except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
-        return sys.maxsize
+        pixels = sys.maxsize
     except (OSError, SyntaxError, ValueError, LookupError, TypeError, struct.error, EOFError, ArithmeticError):
-        return None
-
-
-def _checked_pixels(path: Path, index: int, data: bytes, sides: tuple[int, int]) -> int | None:
-    """The same. Raises BadImage for a picture that is far larger than the tile that it is to be."""
-    pixels = _pixels_in(data)
-    if pixels is not None and pixels > MOST_SPARE * prod(sides):
+        return False
+    if pixels > MOST_SPARE * prod(sides):
         told = f"{sides[0]} x {sides[1]}"
         raise BadImage(path, f"has a picture far larger than {told} pixels in tile {index}: it is damaged")
-    return pixels
+    return True
 
 
 def samples_of(path: Path, page: Any, descriptor: int) -> Samples:
@@ -354,7 +328,7 @@ def samples_of(path: Path, page: Any, descriptor: int) -> Samples:
     if kind in PICTURES:
         for index, (offset, num_bytes) in enumerate(zip(page.dataoffsets, page.databytecounts, strict=True)):
             data = os.pread(descriptor, num_bytes, offset)
-            elsewhere |= _checked_pixels(path, index, data, (down, prod(across))) is None
+            elsewhere |= not _is_measured(path, index, data, (down, prod(across)))
     try:
         return _elsewhere(path, page) if elsewhere else page.asarray()
     except BadImage:
@@ -413,9 +387,11 @@ class _Tiff:
     def read(self, *space: Interval) -> npt.NDArray[Any]:
         rows, cols = space
         pixels = np.full((rows.length, cols.length, *self._blank.shape), self._blank)
+        sides = zip(space, (self._tile_height, self._tile_width), strict=True)
+        tiles = [range(each.start // side, ceil_div(each.stop, side) if pixels.size else 0) for each, side in sides]
         descriptor = os.open(self._path, os.O_RDONLY)
         try:
-            for down, across in self._touched(rows, cols):
+            for down, across in product(*tiles):
                 top, left = down * self._tile_height, across * self._tile_width
                 samples = self._tile(descriptor, down, across)
                 if samples is None:
@@ -427,13 +403,6 @@ class _Tiff:
         finally:
             os.close(descriptor)
         return pixels
-
-    def _touched(self, rows: Interval, cols: Interval) -> Iterator[tuple[int, int]]:
-        if rows.empty or cols.empty:
-            return
-        for down in range(rows.start // self._tile_height, ceil_div(rows.stop, self._tile_height)):
-            for across in range(cols.start // self._tile_width, ceil_div(cols.stop, self._tile_width)):
-                yield down, across
 
     def _tile(self, descriptor: int, down: int, across: int) -> npt.NDArray[Any] | None:
         """The samples (rows, columns, samples) of one tile, or None where the file leaves it out as empty."""
@@ -455,8 +424,7 @@ class _Tiff:
         if len(data) < num_bytes:
             raise BadImage(self._path, f"is truncated: tile {index} has {len(data)} of {num_bytes} bytes")
         sides = self._tile_height, self._tile_width
-        pixels = _checked_pixels(self._path, index, data, sides) if self._pictures else 0
-        if self._elsewhere or pixels is None:
+        if self._elsewhere or (self._pictures and not _is_measured(self._path, index, data, sides)):
             return _elsewhere(self._path, page, index)[0]
         try:
             samples = self._decode(data, index, jpegtables=self._jpegtables)[0]
@@ -519,26 +487,10 @@ def _check_segments(path: Path, page: Any) -> None:
         raise BadImage(path, f"is truncated: {missing} of {ends.size} tiles lie beyond its {file_bytes} bytes")
 
 
-def _check_directories(path: Path) -> None:
+def _check_directories(path: Path, file: Any) -> None:
     """See that the directories of all pages are in the file. (tifffile opens a truncated file, with fewer pages.) The
     tiles of further pages, which are never read, are not looked at.
     """
-    file_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        header = file.read(16)
-        order = "<" if header[:2] == b"II" else ">"
-        big = struct.unpack(order + "H", header[2:4])[0] == 43
-        # Classic: 4-byte offsets, 2-byte entry counts, 12-byte entries. BigTIFF: 8, 8 and 20.
-        offset_code, count_code, entry_bytes = ("Q", "Q", 20) if big else ("I", "H", 12)
-        (offset,) = struct.unpack_from(order + offset_code, header, 8 if big else 4)
-        seen: set[int] = set()
-        while offset and offset not in seen:
-            seen.add(offset)
-            try:
-                file.seek(offset)
-                (count,) = struct.unpack(order + count_code, file.read(struct.calcsize(count_code)))
-                file.seek(count * entry_bytes, os.SEEK_CUR)
-                (offset,) = struct.unpack(order + offset_code, file.read(struct.calcsize(offset_code)))
-            except (struct.error, OSError, OverflowError, ValueError) as error:
-                reason = f"is truncated: the directory of page {len(seen)} lies beyond its {file_bytes} bytes"
-                raise BadImage(path, reason) from error
+    file.filehandle.seek(file.pages.next_page_offset)
+    if file.filehandle.read(file.tiff.offsetsize) != bytes(file.tiff.offsetsize):
+        raise BadImage(path, f"is truncated: the directory of a page lies beyond its {file.filehandle.size} bytes")

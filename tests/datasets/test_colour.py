@@ -4,7 +4,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from mpi4dl.datasets.colour import bytes_of, over_white, rgb_of, rgb_of_inks, rgb_of_pillow
+from mpi4dl.datasets.colour import bytes_of, over_white, rgb_of, rgb_of_pillow
 
 
 def test_sixteen_bit_samples_are_scaled_by_the_range_of_their_type():
@@ -43,12 +43,6 @@ def test_floating_point_outside_the_range_is_refused(wrong):
 def test_complex_samples_are_refused():
     with pytest.raises(ValueError, match="type complex64: expected integers or floating point"):
         bytes_of(np.zeros(3, np.complex64))
-
-
-def test_inks_on_paper():
-    inks = np.array([[[0, 0, 0, 0], [255, 0, 0, 0], [0, 255, 255, 0], [0, 0, 0, 255], [0, 0, 128, 128]]], np.uint8)
-    red_green_blue = [[255, 255, 255], [0, 255, 255], [255, 0, 0], [0, 0, 0], [127, 127, 63]]
-    assert rgb_of_inks(inks).tolist() == [red_green_blue]
 
 
 def test_grey_is_repeated():

@@ -120,14 +120,27 @@ def test_what_a_dataset_draws_is_alike_on_all_ranks(source: str, kind: type[Eras
     assert {*torch.cat([b.labels for b in plain]).tolist()}.isdisjoint(torch.cat([b.labels for b in other]).tolist())
 
 
+class Randomizable:
+    """Keeps a generator in its class until it is given one, as MONAI's transforms do."""
+
+    R = np.random.RandomState()
+
+
 def test_generators_are_found_wherever_the_code_keeps_them() -> None:
+    """In an own place each, so that no two of them draw the same numbers."""
     inner = np.random.default_rng(0)
     kept = {"list": [random.Random(0)], "bound": np.random.RandomState(0).rand, "closure": lambda: inner.random()}
-    found = DatasetRandomness(kept, random.SystemRandom()).generators
-    assert len(found) == 3 + 3
-    with DatasetRandomness(kept).seeded(1) as drawn:
-        kept["bound"]()  # type: ignore[operator]
-    assert drawn == ["a RandomState of its own"]
+    bits = np.random.PCG64()
+    found = DatasetRandomness(kept, random.SystemRandom(), Randomizable(), global_generator, (bits,))
+    own = [generator for _, generator in found.generators[3:]]
+    assert {id(each) for each in own} > {id(inner), id(Randomizable.R), id(SOMEWHERE), id(bits)}
+    assert len(own) == 6
+    with found.seeded(1) as drawn:
+        numbers = [kept["bound"](), Randomizable.R.rand(), inner.random()]  # type: ignore[operator]
+    assert sorted(drawn) == ["a Generator of its own", "a RandomState of its own", "a RandomState of its own"]
+    with found.seeded(1):
+        assert numbers == [kept["bound"](), Randomizable.R.rand(), inner.random()]  # type: ignore[operator]
+    assert len({*numbers}) == 3
 
 
 class Leaky(Erased):
@@ -273,6 +286,10 @@ def blurred(pixels: Any) -> Any:
     return ((pixels.astype(np.float32) + np.roll(pixels, 1, 0)) / 2).astype(pixels.dtype)
 
 
+def sometimes(draw: Callable[[], float]) -> Callable[[Any], Any]:
+    return lambda pixels: blurred(pixels) if draw() < 0.001 else pixels
+
+
 def transformed(transform: Pointwise, pixels: Any, wrong: list[int]) -> None:
     """The same pixels as those of many samples; `wrong` are the samples of which something else was made."""
     for number in range(300):
@@ -283,12 +300,8 @@ def transformed(transform: Pointwise, pixels: Any, wrong: list[int]) -> None:
 def test_transforms_that_act_now_and_then_are_found() -> None:
     """At the start by what they draw from, and where that has no state, or is the right one, when they act."""
     for draw in (random.random, np.random.rand, SOURCES["own Generator"](), SOURCES["torch"]()):
-
-        def sometimes(pixels: Any, draw: Callable[[], float] = draw) -> Any:
-            return blurred(pixels) if draw() < 0.001 else pixels
-
         with pytest.raises(DatasetError, match="give it a second argument, `random`"):
-            Pointwise(sometimes).check(2, 3)
+            Pointwise(sometimes(draw)).check(2, 3)
 
     def entropy(pixels: Any) -> Any:
         return blurred(pixels) if os.urandom(1)[0] < 40 else pixels

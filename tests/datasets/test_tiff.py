@@ -138,7 +138,7 @@ def test_a_cut_off_page_directory_is_told_apart_from_missing_tiles(tmp_path):
         second, last = file.pages[1].offset, file.pages[2].offset
     content = path.read_bytes()
     path.write_bytes(content[: last + 20])
-    with pytest.raises(BadImage, match="is truncated: the directory of page 3 lies beyond its"):
+    with pytest.raises(BadImage, match="is truncated: the directory of a page lies beyond its"):
         open_image(path)
     path.write_bytes(content[: second // 2])
     with pytest.raises(BadImage, match=r"is truncated: \d+ of 25 tiles lie beyond its"):
@@ -231,6 +231,34 @@ def test_inks(tmp_path):
     image.save(tmp_path / "a.tif")
     expected = np.asarray(image.convert("RGB")).astype(int)
     assert np.abs(open_image(tmp_path / "a.tif").read(*whole(HEIGHT, WIDTH)) - expected).max() <= 1
+
+
+def test_a_palette(tmp_path):
+    numbers, colours = noise_image(HEIGHT, WIDTH, 1)[..., 0], noise_image(256, 3, 1)[..., 0]
+    palette = colours.T.astype(np.uint16) * 257
+    for name, options in (("tiles", TILED), ("strips", {"rowsperstrip": 17, "compression": "lzw"})):
+        path = write(tmp_path / f"{name}.tif", numbers, photometric="palette", colormap=palette, **options)
+        assert_boxes_equal(path, colours[numbers])
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"photometric": "palette", "colormap": np.full((3, 256), 255, np.uint16)}, "a palette of 8 bits where TIFF"),
+        ({"photometric": "separated", "extratags": [(332, "H", 1, 2, True)]}, "inks other than cyan, magenta"),
+        ({"photometric": "ycbcr"}, "YCbCr of fewer colours than pixels"),
+        ({"photometric": "icclab"}, "not an image of a kind that Pillow knows"),
+    ],
+    ids=lambda each: each["photometric"] if isinstance(each, dict) else "",
+)
+def test_colours_that_would_be_wrong_are_refused(tmp_path, options, reason):
+    channels = {"palette": 1, "separated": 4}.get(options["photometric"], 3)
+    path = write(tmp_path / "a.tif", noise_image(HEIGHT, WIDTH, channels).squeeze(), **options)
+    if options["photometric"] == "ycbcr":
+        with tifffile.TiffFile(path, mode="r+b") as file:
+            file.pages[0].tags["YCbCrSubSampling"].overwrite((2, 2))
+    with pytest.raises(BadImage, match=reason):
+        open_image(path).read(*whole(HEIGHT, WIDTH))
 
 
 @pytest.mark.parametrize("options", [{"ome": True}, {"ome": True, **TILED, "compression": "zlib"}, {"imagej": True}])

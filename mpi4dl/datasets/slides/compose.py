@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._files import Replacement, map_new, naming, read_regular, write_durably
+from mpi4dl.datasets.arrays import scatter
 from mpi4dl.datasets.base import DatasetError, Pixels
 from mpi4dl.datasets.slides.geojson import collection, feature
 
@@ -70,15 +71,10 @@ class Composition:
     def pixels(self, rows: slice, cols: slice) -> Pixels:
         """The pixels of a box of level 0: (rows, columns, 3), uint8."""
         y, x = np.arange(rows.start, rows.stop), np.arange(cols.start, cols.stop)
-        found = np.empty((len(y), len(x), 3), np.float32)
-        found[:] = GLASS
+        found = np.full((len(y), len(x), 3), GLASS, np.float32)
         inside = self._tissue(y, x)
         if inside.any():
             found[inside] = self._stained(y, x)[inside]
-        for lesion in self.lesions:
-            near = _distance(lesion, y, x) <= lesion.radius
-            if near.any():
-                found[near & inside] = self._lesion(y, x)[near & inside]
         found += _noise(self.seed + 1, y, x, 1.0)[..., None] * 4
         return np.clip(np.rint(found), 0, 255).astype(np.uint8)
 
@@ -91,32 +87,24 @@ class Composition:
                 inside |= near <= disc.radius * (1 + 0.15 * _noise(self.seed + 2, y, x, disc.radius / 4))
         return inside
 
-    def _base(self, y: npt.NDArray[Any], x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-        """Stroma and epithelium in patches, without nuclei."""
-        share = np.clip(0.5 + _noise(self.seed + 3, y, x, 60 / self.mpp), 0, 1)[..., None]
-        stroma, epithelium = (np.asarray(colour, np.float32) for colour in (STROMA, EPITHELIUM))
-        found: npt.NDArray[np.float32] = stroma * (1 - share) + epithelium * share
-        return found
-
     def _stained(self, y: npt.NDArray[Any], x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-        """Tissue with small nuclei."""
-        found = self._base(y, x)
-        found[_noise(self.seed + 4, y, x, 4 / self.mpp) > NUCLEI_ABOVE] = NUCLEI
-        return self._grained(found, y, x)
+        """Stroma and epithelium in patches, with small nuclei.
 
-    def _lesion(self, y: npt.NDArray[Any], x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-        """Large, crowded, dark nuclei in plasm so pale that the mean colour is that of tissue with small nuclei."""
-        usual, dark = (np.asarray(colour, np.float32) for colour in (NUCLEI, LESION_NUCLEI))
-        mean = self._base(y, x) * (1 - NUCLEI_SHARE) + usual * NUCLEI_SHARE
-        found = (mean - dark * LESION_NUCLEI_SHARE) / (1 - LESION_NUCLEI_SHARE)
-        found[_noise(self.seed + 6, y, x, 6 / self.mpp) > LESION_NUCLEI_ABOVE] = dark
-        return self._grained(found, y, x)
-
-    def _grained(
-        self, found: npt.NDArray[np.float32], y: npt.NDArray[Any], x: npt.NDArray[Any]
-    ) -> npt.NDArray[np.float32]:
-        grained: npt.NDArray[np.float32] = found + _noise(self.seed + 5, y, x, 2 / self.mpp)[..., None] * 14
-        return grained.astype(np.float32)
+        In lesions nuclei are large, crowded and dark, in plasm so pale that the mean colour stays the same.
+        """
+        stroma, epithelium, usual, dark = np.asarray((STROMA, EPITHELIUM, NUCLEI, LESION_NUCLEI), np.float32)
+        share = np.clip(0.5 + _noise(self.seed + 3, y, x, 60 / self.mpp), 0, 1)[..., None]
+        found: npt.NDArray[np.float32] = stroma * (1 - share) + epithelium * share
+        near = np.zeros(found.shape[:2], bool)
+        for lesion in self.lesions:
+            near |= _distance(lesion, y, x) <= lesion.radius
+        mean = found[near] * (1 - NUCLEI_SHARE) + usual * NUCLEI_SHARE
+        found[_noise(self.seed + 4, y, x, 4 / self.mpp) > NUCLEI_ABOVE] = usual
+        if near.any():
+            found[near] = (mean - dark * LESION_NUCLEI_SHARE) / (1 - LESION_NUCLEI_SHARE)
+            found[near & (_noise(self.seed + 6, y, x, 6 / self.mpp) > LESION_NUCLEI_ABOVE)] = dark
+        found += _noise(self.seed + 5, y, x, 2 / self.mpp)[..., None] * 14
+        return found
 
 
 def _distance(disc: Disc, y: npt.NDArray[Any], x: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
@@ -132,31 +120,17 @@ def _noise(seed: int, y: npt.NDArray[Any], x: npt.NDArray[Any], scale: float) ->
     top, left = np.floor(down).astype(np.int64), np.floor(across).astype(np.int64)
     if scale <= 1:
         return _hashed(seed, top, left)
-    v, u = _smooth(down - top)[:, None], _smooth(across - left)[None]
-    upper: npt.NDArray[np.float32] = _hashed(seed, top, left) * (1 - u) + _hashed(seed, top, left + 1) * u
-    lower: npt.NDArray[np.float32] = _hashed(seed, top + 1, left) * (1 - u) + _hashed(seed, top + 1, left + 1) * u
-    found: npt.NDArray[np.float32] = upper * (1 - v) + lower * v
-    return found
-
-
-def _smooth(share: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
-    """From 0 to 1 as `share` goes from 0 to 1, without a bend at the ends."""
-    found: npt.NDArray[np.float32] = (share * share * (3 - 2 * share)).astype(np.float32)
-    return found
+    v, u = ((share * share * (3 - 2 * share)).astype(np.float32) for share in (down - top, across - left))
+    v, u = v[:, None], u[None]
+    upper = _hashed(seed, top, left) * (1 - u) + _hashed(seed, top, left + 1) * u
+    lower = _hashed(seed, top + 1, left) * (1 - u) + _hashed(seed, top + 1, left + 1) * u
+    return (upper * (1 - v) + lower * v).astype(np.float32, copy=False)
 
 
 def _hashed(seed: int, rows: npt.NDArray[np.int64], cols: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """A number from -1 to 1 for each row and column, by a hash (the mixing steps of MurmurHash3)."""
-    with np.errstate(over="ignore"):
-        mixed = (rows.astype(np.uint32) * np.uint32(0x85EBCA6B))[:, None] ^ (
-            cols.astype(np.uint32) * np.uint32(0xC2B2AE35)
-        )[None]
-        mixed ^= np.uint32((seed * 0x9E3779B1) & 0xFFFFFFFF)
-        mixed ^= mixed >> np.uint32(16)
-        mixed *= np.uint32(0x85EBCA6B)
-        mixed ^= mixed >> np.uint32(13)
-        mixed *= np.uint32(0xC2B2AE35)
-        mixed ^= mixed >> np.uint32(16)
+    """A number from -1 to 1 for each row and column."""
+    down, across = rows.astype(np.uint32) * np.uint32(0x85EBCA6B), cols.astype(np.uint32) * np.uint32(0xC2B2AE35)
+    mixed = scatter(down[:, None] ^ across[None] ^ np.uint32((seed * 0x9E3779B1) & 0xFFFFFFFF))
     return mixed.astype(np.float32) / np.float32(2**31) - 1
 
 
@@ -201,7 +175,7 @@ def write_slide(path: Path, slide: Composition, progress: Callable[[], object] =
         smaller = [map_new(store, np.uint8, (*each, 3)) for store, each in zip(stores, sides[1:], strict=True)]
         writer = stack.enter_context(tifffile.TiffWriter(file, bigtiff=True, ome=ome))
         for number, level in enumerate(sides):
-            read = slide.pixels if number == 0 else _reader(smaller[number - 1])
+            read = (lambda *box, of=smaller[number - 1]: of[box]) if number else slide.pixels
             density = MICROMETRES_IN_CM / (slide.mpp * 2**number)
             writer.write(
                 _tiles(level, read, smaller[number] if number < len(smaller) else None, progress),
@@ -213,10 +187,6 @@ def write_slide(path: Path, slide: Composition, progress: Callable[[], object] =
                 description=told if aperio else None,
                 **options,
             )
-
-
-def _reader(stored: npt.NDArray[np.uint8]) -> Callable[[slice, slice], Pixels]:
-    return lambda rows, cols: stored[rows, cols]
 
 
 def _tiles(
