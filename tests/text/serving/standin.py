@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from mpi4dl.datasets.text import ByteTokenizer
 from mpi4dl.text.batcher import Batcher, Event, Stats, Usage
 from mpi4dl.text.options import Sampling
 
@@ -31,8 +32,8 @@ class _Running:
 class StandIn:
     """Has the face of a Batcher. While it is `held`, requests stay as they are; `steps` lets some steps through."""
 
-    def __init__(self, max_batch: int = 16) -> None:
-        self.max_batch = max_batch
+    def __init__(self, context: int, max_batch: int) -> None:
+        self.context, self.max_batch, self.tokenizer = context, max_batch, ByteTokenizer()
         self.submitted: list[Sampling] = []
         self._lock = threading.Condition()
         self._numbers = itertools.count()
