@@ -237,13 +237,7 @@ class HttpServer(uvicorn.Server):
     At the end, clients have `last_words_seconds` to take what they were sent.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        error: ErrorForm,
-        limits: Limits,
-        last_words_seconds: int,
-    ) -> None:
+    def __init__(self, app: ASGIApp, error: ErrorForm, limits: Limits, last_words_seconds: int) -> None:
         self.limits = Limits(_within_files(limits.connections), limits.request_seconds, limits.idle_seconds)
         self.error = error
         self.waiting: dict[LimitedConnection, None] = {}  # whose client has its turn, the longest one first
