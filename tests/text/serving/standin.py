@@ -10,6 +10,7 @@ from mpi4dl.datasets.text import ByteTokenizer
 from mpi4dl.text.batcher import Batcher, Event, Stats, Usage
 from mpi4dl.text.options import Sampling
 
+SILENT = "~"  # the prompt whose tokens have no text
 LETTERS = range(ord("a"), ord("z") + 1)
 
 
@@ -87,7 +88,8 @@ class StandIn:
                 letter = text_after(each.prompt, each.tokens)[-1]
                 over = each.tokens == each.sampling.max_tokens
                 usage = Usage(len(each.prompt), each.tokens) if over else None
-                each.hear(Event(each.number, ord(letter), letter, "length" if over else None, -1.0, usage))
+                text = "" if list(each.prompt) == [ord(SILENT)] else letter
+                each.hear(Event(each.number, ord(letter), text, "length" if over else None, -1.0, usage))
                 if over:
                     del self._requests[each.number]
         for each in [each for each in self._requests.values() if each.cancelled]:

@@ -1,20 +1,16 @@
 """What the server answers, by OpenAI's client, and what it refuses: before a stand-in of the batch."""
 
-import asyncio
 from collections.abc import Iterator
 
 import httpx
 import openai
 import pytest
 
-from mpi4dl.datasets.text import ByteTokenizer
-from mpi4dl.text.batcher import Event, Usage
 from mpi4dl.text.options import Sampling
-from mpi4dl.text.serving.admission import Reply
-from mpi4dl.text.serving.app import ChatRequest, Form, streamed_answer
+from mpi4dl.text.serving.app import ChatRequest
 from tests.text.serving.damage import DEEP, Damaged, mutated, systematic
 from tests.text.serving.served import CONTEXT, PATIENCE_SECONDS, Served, serving
-from tests.text.serving.standin import text_after
+from tests.text.serving.standin import SILENT, text_after
 
 MAX_BODY = 50_000
 
@@ -78,24 +74,14 @@ def test_streams(served: Served) -> None:
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.total_tokens == 8
     assert len({chunk.id for chunk in chunks}) == 1
+    for logprobs, count in ((None, 1), (0, 3)):  # tokens without text are streamed for their probabilities alone
+        silent = served.client().completions.create(
+            model="tiny", prompt=SILENT, max_tokens=3, stream=True, logprobs=logprobs
+        )
+        assert len(list(silent)) == count
     raw = served.post(prompt="a", max_tokens=1, stream=True)
     assert raw.headers["content-type"].startswith("text/event-stream")
     assert raw.text.endswith("\n\ndata: [DONE]\n\n")
-
-
-@pytest.mark.parametrize(("logprobs", "num_chunks"), [(False, 1), (True, 2)])
-def test_events_without_text_are_streamed_where_they_tell_something(logprobs: bool, num_chunks: int) -> None:
-    reply, form = Reply(0.0), Form(False, "tiny", ByteTokenizer(), [""], logprobs, 1, False)
-    for event in (Event(0, 97, "", None, -1.0), Event(0, None, "", "stop", usage=Usage(1, 1))):
-        reply.events.put_nowait((0, event))
-
-    async def chunks() -> list[bytes]:
-        return [chunk async for chunk in streamed_answer(reply, form)]
-
-    *told, done = asyncio.run(chunks())
-    assert len(told) == num_chunks
-    assert b'"stop"' in told[-1]
-    assert b"[DONE]" in done
 
 
 def test_chats(served: Served) -> None:

@@ -3,6 +3,7 @@
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import httpx
 import openai
@@ -146,15 +147,8 @@ def test_clients_that_left_are_no_news(caplog: pytest.LogCaptureFixture) -> None
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == ["something else"]
 
 
-@pytest.mark.parametrize(
-    ("text", "token"), [("secret\n", "secret"), (" a b\r\n", "a b"), ("a\nb", None), (" \n", None)]
-)
-def test_white_space_around_a_token_locks_nobody_out(
-    monkeypatch: pytest.MonkeyPatch, text: str, token: str | None
-) -> None:
+@pytest.mark.parametrize(("text", "token"), [("secret\n", "secret"), (" a b\r\n", "a b"), ("a\nb", ""), (" \n", "")])
+def test_white_space_around_a_token_locks_nobody_out(monkeypatch: pytest.MonkeyPatch, text: str, token: str) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, text)
-    if token is not None:
+    with nullcontext() if token else pytest.raises(ConfigError, match=TOKEN_VARIABLE):
         assert _token(None) == token
-    else:
-        with pytest.raises(ConfigError, match=TOKEN_VARIABLE):
-            _token(None)
