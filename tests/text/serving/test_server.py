@@ -73,7 +73,7 @@ def test_the_token() -> None:
 
 @BOTH
 def test_who_runs_may_end_and_who_comes_is_sent_away(stream: bool) -> None:
-    with serving() as served, ThreadPoolExecutor(1) as threads:
+    with serving(timing=Timing(drain_seconds=600)) as served, ThreadPoolExecutor(1) as threads:
         served.batch.hold()
         asked = threads.submit(served.post, prompt="a", max_tokens=3, stream=stream)
         eventually(lambda: served.batch.stats().running == 1)
