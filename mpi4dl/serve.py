@@ -17,7 +17,6 @@ if runs(__name__):
     failure.arm()  # before anything else that may fail on one rank alone
 
 from mpi4dl._files import read_regular
-from mpi4dl._http import bind, is_loopback
 from mpi4dl._wording import to_install
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.declare import ConfigError, instead, option, same_as
@@ -77,9 +76,15 @@ class Serving:
         known_as=same_as("max-model-len max-new-tokens"),
     )
     max_body: int = option(1 << 20, "largest size of the body of a request", BYTES)
-    max_connections: int = option(512, "largest number of connections; new ones replace idle ones", COUNT)
-    max_per_address: int = option(256, "largest number of connections from one address", COUNT)
-    head_seconds: float = option(10.0, "seconds that a client may take to send the head of a request", POSITIVE)
+    max_connections: int = option(
+        512,
+        "largest number of connections; new ones replace those that wait for their clients",
+        COUNT,
+        known_as=instead("use {option}, and a proxy for a limit of each address", "max-per-address"),
+    )
+    request_seconds: float = option(
+        30.0, "seconds that a client may take to send a request", POSITIVE, known_as=same_as("head-seconds")
+    )
     idle_seconds: float = option(75.0, "seconds that a connection may be idle between requests", POSITIVE)
     allowed_hosts: tuple[str, ...] | None = option(
         None,
@@ -131,9 +136,10 @@ def serve(comm: "Communicator", asked: CommandLine[ServeConfig]) -> None:
 def _open(options: Serving) -> tuple[socket.socket, str | None]:
     """The socket, and the token that requests must bear. Raises ConfigError, OSError."""
     try:
-        import mpi4dl.text.serving.server  # noqa: F401
+        import mpi4dl.text.serving.app  # noqa: F401
+        from mpi4dl._http import bind, is_loopback
     except ImportError as error:
-        needed = to_install("fastapi", "pydantic", "uvicorn", "prometheus_client")
+        needed = to_install("starlette", "pydantic", "uvicorn", "prometheus_client")
         raise ConfigError(f"serving needs packages that are not installed ({error}); run {needed}") from None
     token = _token(options.token_file)
     if token is None and not is_loopback(options.host):
@@ -168,20 +174,18 @@ def _token(file: str | None) -> str | None:
 
 
 def _answer(batcher: "Batcher", config: ServeConfig, name: str, listener: socket.socket, token: str | None) -> None:
-    from mpi4dl._connections import ConnectionLimits
-    from mpi4dl.text.serving.admission import Admission, Limits, ServingStatistics
-    from mpi4dl.text.serving.app import make_app
-    from mpi4dl.text.serving.server import Timing, run_server
+    from mpi4dl._http import HttpServer, Limits
+    from mpi4dl.text.serving.admission import Admission
+    from mpi4dl.text.serving.app import api_error, make_app
+    from mpi4dl.text.serving.server import LAST_WORDS_SECONDS, Timing, run_server
 
     options = config.serving
-    limits = Limits(batcher.context, batcher.max_batch, options.max_queue, options.max_tokens, options.max_body)
-    front = Admission(batcher, batcher.tokenizer, limits, ServingStatistics(batcher))
+    front = Admission(batcher, options.max_queue, options.max_tokens)
+    app = make_app(front, name, options.max_body, token, (options.host, *(options.allowed_hosts or ())))
+    limits = Limits(options.max_connections, options.request_seconds, options.idle_seconds)
+    server = HttpServer(app, api_error, limits, LAST_WORDS_SECONDS)
     timing = Timing(options.drain_seconds, options.report_seconds, options.hang_timeout)
-    connections = ConnectionLimits(
-        options.max_connections, options.max_per_address, options.head_seconds, options.idle_seconds
-    )
-    app = make_app(front, name, token, (options.host, *(options.allowed_hosts or ())))
-    run_server(app, front, batcher, listener, timing, f"serving {name} at", connections)
+    run_server(server, front, listener, timing, f"serving {name} at")
 
 
 main = serve.main

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpi4dl._commands import one_message, typed
-from mpi4dl._http import bind, is_loopback, url_of
 from mpi4dl._wording import counted, to_install
 from mpi4dl.options.declare import CommandParser
 
@@ -29,9 +28,10 @@ def command(argv: Sequence[str] | None) -> None:
     """Serve what a command line asks for, until a signal. Raises ValueError and OSError."""
     options = _parser().parse_args(argv)
     try:
-        from mpi4dl.viewer.app import make_app, serve
+        from mpi4dl._http import Limits, bind, is_loopback, url_of
+        from mpi4dl.viewer.app import make_app, server_of
     except ImportError as error:
-        needed = to_install("fastapi", "uvicorn")
+        needed = to_install("starlette", "uvicorn")
         raise ValueError(f"the viewer needs packages that are not installed ({error}); run {needed}") from None
     from mpi4dl.viewer.results import read_results
 
@@ -53,7 +53,7 @@ def command(argv: Sequence[str] | None) -> None:
             signal.signal(number, lambda *_: sys.exit(0))
         listener.listen()  # so that a browser may ask as soon as it knows the address
         print(f"{counted(len(results.slides), 'slide')} of {options.folder} at {url_of(listener)}", flush=True)
-        asyncio.run(serve(app, listener))
+        asyncio.run(server_of(app, Limits()).serve([listener]))
 
 
 def _parser() -> CommandParser:

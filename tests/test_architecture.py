@@ -51,7 +51,6 @@ FLOORS = {
     "_files": 0,
     "_signatures": 1,
     "_http": 0,
-    "_connections": 0,
     "_numbers": 0,
     "_randomness": 0,
     "_wording": 0,

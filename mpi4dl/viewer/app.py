@@ -15,7 +15,6 @@ No name or path of a request reaches the file system: slides have numbers, and f
 
 import asyncio
 import os
-import socket
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
@@ -25,10 +24,9 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
-from mpi4dl._connections import LIMITS, Connections, server_of
-from mpi4dl._http import KnownHosts, response_bytes
+from mpi4dl._http import Guard, HttpServer, Limits
 from mpi4dl._palette import CURVES, LOADS
 from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.viewer.reading import FORMATS, Missing, SlideReader, as_json
@@ -58,54 +56,22 @@ HEADERS = {
 }
 
 
-class Guard:
-    """The checks of every request, its method and its Host, and the headers of every response."""
-
-    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
-        self._app, self._hosts = app, KnownHosts(hosts)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-
-        async def sealed(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                more = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-                message = {**message, "headers": [*message.get("headers", []), *more]}
-            await send(message)
-
-        stranger = self._hosts.stranger(scope["headers"])
-        if stranger is not None:
-            said = f"this viewer is not known as {printable(stranger)[:100]}: --allowed-hosts adds names"
-            await _error(said, 421)(scope, receive, sealed)
-        elif len(scope["path"]) > LONGEST_PATH:
-            await _error("there is no such page", 404)(scope, receive, sealed)
-        elif scope["method"] != "GET":
-            await _error(f"{printable(scope['method'])[:20]} is not answered, but GET", 405)(scope, receive, sealed)
-        else:
-            await self._app(scope, receive, sealed)
-
-
-def _error(message: str, status: int) -> Response:
+def _error(status: int, message: str) -> Response:
     return Response(as_json({"error": message}), status, media_type=JSON)
 
 
-async def serve(app: ASGIApp, listener: socket.socket) -> None:
-    """Serve the application until a signal, to as many connections as there may be."""
+def _refusal(scope: Scope) -> Response | None:
+    """The answer to a request that no page can answer."""
+    if len(scope["path"]) > LONGEST_PATH:
+        return _error(404, "there is no such page")
+    if scope["method"] != "GET":
+        return _error(405, f"{printable(scope['method'])[:20]} is not answered, but GET")
+    return None
 
-    def say(line: str | None) -> None:
-        if line is not None:
-            print(line, flush=True)
 
-    full = _error("the viewer has no room for more connections: close some, or try again", 503)
-    connections = Connections(LIMITS.within_files(), response_bytes(full))
-    server = server_of(app, connections, 1)
-    asyncio.get_running_loop().set_exception_handler(connections.on_loop_error)
-    watching = asyncio.create_task(connections.watch(say))
-    try:
-        await server.serve(sockets=[listener])
-    finally:
-        watching.cancel()
+def server_of(app: ASGIApp, limits: Limits) -> HttpServer:
+    """A server of the application, which ends by a signal."""
+    return HttpServer(app, _error, limits, last_words_seconds=1)
 
 
 def make_app(results: SlideResults, hosts: Collection[str] = ()) -> ASGIApp:
@@ -120,7 +86,7 @@ def make_app(results: SlideResults, hosts: Collection[str] = ()) -> ASGIApp:
     async def page(request: Request) -> Response:
         name = request.path_params.get("name", PAGE)
         if name not in contents:
-            return _error("there is no such page", 404)
+            return _error(404, "there is no such page")
         return Response(contents[name], media_type=STATIC[name])
 
     async def slides(request: Request) -> Response:
@@ -136,9 +102,9 @@ def make_app(results: SlideResults, hosts: Collection[str] = ()) -> ASGIApp:
                     pool, read, request.path_params["number"], *arguments
                 )
             except Missing as error:
-                return _error(str(error), 404)
+                return _error(404, str(error))
             except DatasetError as error:
-                return _error(printable(str(error)), 422)
+                return _error(422, printable(str(error)))
         return Response(found, media_type=media_type)
 
     async def one(request: Request) -> Response:
@@ -151,7 +117,7 @@ def make_app(results: SlideResults, hosts: Collection[str] = ()) -> ASGIApp:
     async def tile(request: Request) -> Response:
         found = request.path_params
         if found["form"] not in FORMATS:
-            return _error("tiles are jpg or png", 404)
+            return _error(404, "tiles are jpg or png")
         where = found["level"], found["row"], found["col"], found["form"]
         return await reading(request, FORMATS[found["form"]], reader.tile, *where)
 
@@ -178,7 +144,7 @@ def make_app(results: SlideResults, hosts: Collection[str] = ()) -> ASGIApp:
             Route(f"{of_slide}/classes", classes),
         ]
     )
-    return Guard(app, hosts)
+    return Guard(app, _error, hosts, 0, _refusal, HEADERS)
 
 
 def _listing(results: SlideResults) -> dict[str, Any]:

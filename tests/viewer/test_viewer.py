@@ -78,7 +78,7 @@ def copied(predicted: Path, folder: Path) -> Path:
     return folder / "out"
 
 
-def ask(app: Any, path: str, method: str = "GET", host: str = "localhost") -> tuple[int, dict[str, str], bytes]:
+def ask(app: Any, path: str, method: str = "GET") -> tuple[int, dict[str, str], bytes]:
     """The status, headers and body of a request, whose path is left as it is."""
     sent: list[Any] = []
 
@@ -89,7 +89,7 @@ def ask(app: Any, path: str, method: str = "GET", host: str = "localhost") -> tu
         sent.append(message)
 
     scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
-    scope |= {"headers": [(b"host", host.encode())], "scheme": "http", "http_version": "1.1", "root_path": ""}
+    scope |= {"headers": [(b"host", b"localhost")], "scheme": "http", "http_version": "1.1", "root_path": ""}
     asyncio.run(app(scope, receive, send))
     headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return sent[0]["status"], headers, b"".join(each.get("body", b"") for each in sent[1:])
@@ -359,8 +359,8 @@ def test_recorded_places_outside_are_followed_only_where_the_user_names_them(
     assert named.path.samefile(slides / "slide_001.ome.tif")
 
 
-def test_no_path_leads_to_other_files_and_only_known_hosts_and_get_are_answered(predicted: Path) -> None:
-    app = make_app(read_results(predicted), ("*.example.org",))
+def test_no_path_leads_to_other_files_and_only_get_is_answered(predicted: Path) -> None:
+    app = make_app(read_results(predicted))
     for path in (
         "/static/../app.py",
         "/static/..%2fapp.py",
@@ -380,16 +380,6 @@ def test_no_path_leads_to_other_files_and_only_known_hosts_and_get_are_answered(
         assert ask(app, path)[0] == 404, path
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "HEAD", "TRACE"):
         assert ask(app, "/api/slides", method)[0] == 405
-    for host, status in (
-        ("localhost:80", 200),
-        ("127.0.0.1:8080", 200),
-        ("[::1]:8080", 200),
-        ("a.example.org", 200),
-        ("evil.example.com", 421),
-        ("localhost.evil.com", 421),
-        ("127.0.0.1.evil.com", 421),
-    ):
-        assert ask(app, "/api/slides", host=host)[0] == status, host
     for path in ("/", "/static/viewer.js", "/api/slides", "/nowhere", "/api/slides/0/tiles/0/0_0.jpg"):
         _, headers, _ = ask(app, path)
         policy = headers["content-security-policy"]
@@ -486,7 +476,6 @@ def test_the_command_ends_as_a_success_when_it_is_stopped(predicted: Path, end: 
 def test_the_command_serves_slides_to_this_machine(address: str) -> None:
     assert len(httpx.get(f"{address}/api/slides").json()["slides"]) == 4
     assert httpx.get(f"{address}/static/%2e%2e%2fapp.py").status_code == 404
-    assert httpx.get(f"{address}/api/slides", headers={"Host": "evil.example.com"}).status_code == 421
     assert httpx.get(f"{address}/api/slides/0/tiles/0/0_0.jpg").headers["content-type"] == "image/jpeg"
 
 

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, the fields of requests, bodies within limits, answers whole or streamed."""
+"""The HTTP application: routes, the fields of requests, answers whole or streamed."""
 
 import asyncio
 import hmac
@@ -6,205 +6,36 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.requests import ClientDisconnect
-from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mpi4dl._http import KnownHosts
+from mpi4dl._http import Guard
 from mpi4dl.datasets.text import Tokenizer
-from mpi4dl.text.batcher import Event
+from mpi4dl.text.batcher import Event, Usage
 from mpi4dl.text.options import LARGEST_SEED, Sampling
-from mpi4dl.text.serving.admission import (
-    Admission,
-    ApiError,
-    Reply,
-    as_json,
-    busy,
-    explain_errors,
-    json_response,
-    quoted,
-)
-
-# Answers in the form of OpenAI's, whole or in chunks as they come.
-
-DONE = b"data: [DONE]\n\n"
-
-
-@dataclass
-class Continued:
-    """The text of one choice so far."""
-
-    text: str = ""
-    finish_reason: str | None = None
-    logprobs: list[tuple[int, float]] = field(default_factory=list)
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-    def add(self, event: Event) -> None:
-        self.text += event.text
-        self.finish_reason = event.finish_reason
-        self.logprobs += scored(event)
-        if event.usage is not None:
-            self.prompt_tokens = event.usage.prompt_tokens
-            self.completion_tokens = event.usage.completion_tokens
-
-
-def scored(event: Event) -> list[tuple[int, float]]:
-    """The token of an event with its logarithmic probability, if it has one."""
-    return [] if event.token is None or event.logprob is None else [(event.token, event.logprob)]
-
-
-class CompletionForm:
-    """The shape of /v1/completions. `echoes`: what the text of each choice begins with."""
-
-    prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
-
-    def __init__(self, model: str, tokenizer: Tokenizer, echoes: Sequence[str], logprobs: bool) -> None:
-        self.echoes, self.logprobs = echoes, logprobs
-        self._tokenizer = tokenizer
-        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-
-    def whole(self, choices: Sequence[Continued], usage: dict[str, int]) -> dict[str, Any]:
-        """The answer that is not streamed."""
-        texts = [self._choice(i, self._said(self.echoes[i] + choice.text), choice) for i, choice in enumerate(choices)]
-        return {**self._head, "object": self.object_name, "choices": texts, "usage": usage}
-
-    def chunk(self, choices: list[dict[str, Any]], usage: dict[str, int] | None, tells_usage: bool) -> bytes:
-        """One event of a stream."""
-        told: dict[str, Any] = {**self._head, "object": self.chunk_name, "choices": choices}
-        return b"data: " + as_json({**told, "usage": usage} if tells_usage else told) + b"\n\n"
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """The beginning of the stream of a choice, before there is any text."""
-        return self.piece(index, Continued(self.echoes[index])) if self.echoes[index] else None
-
-    def piece(self, index: int, new: Continued) -> dict[str, Any]:
-        """The new text of a choice."""
-        return self._choice(index, {"text": new.text}, new)
-
-    def _said(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    def _choice(self, index: int, said: dict[str, Any], found: Continued) -> dict[str, Any]:
-        return {"index": index, **said, "logprobs": self._scores(found), "finish_reason": found.finish_reason}
-
-    def _scores(self, found: Continued) -> dict[str, Any] | None:
-        if not self.logprobs:
-            return None
-        return {
-            "tokens": [self._tokenizer.decode([token]) for token, _ in found.logprobs],
-            "token_logprobs": [logprob for _, logprob in found.logprobs],
-            "top_logprobs": None,
-            "text_offset": [],
-        }
-
-
-class ChatForm(CompletionForm):
-    """The shape of /v1/chat/completions."""
-
-    prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        return self._choice(index, {"delta": {"role": "assistant", "content": ""}}, Continued())
-
-    def piece(self, index: int, new: Continued) -> dict[str, Any]:
-        return self._choice(index, {"delta": {"content": new.text} if new.text else {}}, new)
-
-    def _said(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    def _scores(self, found: Continued) -> dict[str, Any] | None:
-        if not self.logprobs:
-            return None
-        tokens = [(self._tokenizer.decode([token]), logprob) for token, logprob in found.logprobs]
-        return {
-            "content": [
-                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, logprob in tokens
-            ],
-            "refusal": None,
-        }
-
-
-def usage_of(choices: Sequence[Continued], per_prompt: int) -> dict[str, int]:
-    """Tokens of all choices; a prompt counts once, however many choices it has."""
-    prompt = sum(choice.prompt_tokens for choice in choices[::per_prompt])
-    completion = sum(choice.completion_tokens for choice in choices)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def _failure(event: Event) -> ApiError | None:
-    """The error of an event, if any."""
-    if event.finish_reason == "cancelled":
-        return busy("the server is stopping, and this request took too long for that", 503, "stopping")
-    if event.finish_reason == "error":
-        return ApiError(500, f"this request failed: {event.message}", None, "generation_failed")
-    return None
-
-
-async def whole_answer(reply: Reply, form: CompletionForm, per_prompt: int) -> dict[str, Any]:
-    """The answer when all choices are over. Raises ApiError if one fails."""
-    choices = [Continued() for _ in form.echoes]
-    while any(choice.finish_reason is None for choice in choices):
-        index, event = await reply.next()
-        failure = _failure(event)
-        if failure is not None:
-            raise failure
-        choices[index].add(event)
-    return form.whole(choices, usage_of(choices, per_prompt))
-
-
-async def streamed_answer(
-    reply: Reply, form: CompletionForm, per_prompt: int, tells_usage: bool
-) -> AsyncGenerator[bytes, None]:
-    """Server-sent events as the answer grows: https://html.spec.whatwg.org/multipage/server-sent-events.html."""
-    choices = [Continued() for _ in form.echoes]
-    for index in range(len(choices)):
-        opening = form.opening(index)
-        if opening is not None:
-            yield form.chunk([opening], None, tells_usage)
-    while any(choice.finish_reason is None for choice in choices):
-        index, event = await reply.next()
-        failure = _failure(event)
-        if failure is not None:
-            yield b"data: " + as_json(failure.body()) + b"\n\n"
-            return
-        choices[index].add(event)
-        if event.text or event.finish_reason or form.logprobs:
-            new = Continued(event.text, event.finish_reason, scored(event))
-            yield form.chunk([form.piece(index, new)], None, tells_usage)
-    if tells_usage:
-        yield form.chunk([], usage_of(choices, per_prompt), tells_usage)
-    yield DONE
-
+from mpi4dl.text.serving.admission import Admission, ApiError, Reply, stopping
 
 # Requests: the fields of OpenAI's requests that have an effect here, with their types and ranges.
 #
 # Fields that are not named here are ignored, as by other servers that speak this protocol, except for those that would
 # change the answer: they are refused in words.
 
-MOST_STOPS, LONGEST_STOP = 4, 256
-MOST_CHOICES = 128
-MOST_PROMPTS = 1024
-MOST_MESSAGES = 4096
+MOST_STOPS, LONGEST_STOP, MOST_CHOICES, MOST_PROMPTS, MOST_MESSAGES = 4, 256, 128, 1024, 4096
 
-Token = Annotated[int, Field(ge=0, lt=2**31)]
-Count = Annotated[int, Field(ge=1, lt=2**31)]
-Tokens = Annotated[list[Token], Field(fail_fast=True, min_length=1)]
 # One error for a list of a hundred thousand wrong members is enough.
-Prompt = (
-    str
-    | Tokens
-    | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
-    | Annotated[list[Tokens], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
-)
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, min_length=1)]
+Several = Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
 # Names of fields that would change the answer and are not supported, and the values that ask for nothing.
@@ -221,7 +52,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
 }
-
 # Of what may be of several types, pydantic would tell why it is none of them.
 RULES = {
     "prompt": f"prompt must be a text, a list of 1 to {MOST_PROMPTS} texts, a list of tokens (integers from 0), "
@@ -232,18 +62,16 @@ RULES = {
 }
 
 
-class StreamExtras(BaseModel):
-    """Fields of a stream besides text."""
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
-    model_config = ConfigDict(strict=True)
 
+class StreamExtras(Strict):
     include_usage: bool = False
 
 
-class Asked(BaseModel):
-    """Common fields of completions and chats."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+class Asked(Strict):
+    """Common fields of completions and chats. Fields that are null are left out, as if they had not been sent."""
 
     model: str
     max_tokens: Count | None = None
@@ -257,175 +85,239 @@ class Asked(BaseModel):
     stream: bool = False
     stream_options: StreamExtras = StreamExtras()
 
-    @property
-    def tokens_asked(self) -> int | None:
-        """The limit of tokens, if the request has one."""
-        return self.max_tokens
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        fields = {name: value for name, value in body.items() if value is not None}
+        for name, nothing in NOT_SUPPORTED.items():
+            if name in fields and fields[name] not in nothing:
+                remedy = "".join(f", or send {value!r}" for value in nothing)
+                raise ApiError(400, f"{name} is not supported: leave it away{remedy}", name, "unsupported_parameter")
+        return fields
 
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with how many tokens there were."""
-        return self.stream_options.include_usage
-
-    def sampling(self, max_tokens: int, choice: int, stop: tuple[str, ...] = ()) -> Sampling:
+    def sampling(self, max_tokens: int, choice: int, stop: tuple[str, ...]) -> Sampling:
         """How the tokens of this choice of several are drawn; each of them has a seed of its own."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        return Sampling(
-            max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            repetition_penalty=self.repetition_penalty,
-            seed=None if self.seed is None else (self.seed + choice) % (LARGEST_SEED + 1),
-            stop=stops + stop,
-        )
+        seed = None if self.seed is None else (self.seed + choice) % (LARGEST_SEED + 1)
+        drawn = self.temperature, self.top_k, self.top_p, self.repetition_penalty
+        return Sampling(max_tokens, *drawn, seed, stops + stop)
 
 
 class CompletionRequest(Asked):
     """The body of /v1/completions."""
 
-    prompt: Prompt
+    chat: ClassVar = False
+    default_tokens: ClassVar = 16  # as OpenAI's
+    own_stops: ClassVar = ()
+    prompt: str | Tokens | Annotated[list[str], Several] | Annotated[list[Tokens], Several]
     echo: bool = False
     logprobs: Literal[0] | None = None
 
+    @property
+    def prompts(self) -> list[Any]:
+        """Texts, or lists of tokens."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
 
-class TextPart(BaseModel):
-    """A part of a message: text is all that there may be."""
 
-    model_config = ConfigDict(strict=True)
-
+class TextPart(Strict):
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(BaseModel):
-    """A message of one side."""
-
-    model_config = ConfigDict(strict=True)
-
+class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
     @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    def line(self) -> str:
+        parts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content]
+        return f"{self.role}: {''.join(parts)}\n"
 
 
 class ChatRequest(Asked):
     """The body of /v1/chat/completions."""
 
+    chat: ClassVar = True
+    default_tokens: ClassVar = None
+    own_stops: ClassVar = ("\nuser:",)  # a model without training on chats continues with the other side
+    echo: ClassVar = False
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
-    max_completion_tokens: Count | None = None
+    max_tokens: Count | None = Field(None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
     logprobs: bool = False
 
     @property
-    def tokens_asked(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def prompts(self) -> list[Any]:
+        """The text that a model continues as the assistant: "role: content" on a line for each message."""
+        return ["".join(message.line for message in self.messages) + "assistant: "]
 
 
-A = TypeVar("A", bound=Asked)
+AnyRequest = CompletionRequest | ChatRequest
 
 
-def checked(kind: type[A], body: dict[str, Any]) -> A:
-    """`body` as a request of this kind. Raises ApiError about the first field that is wrong."""
-    for name, nothing in NOT_SUPPORTED.items():
-        if name in body and body[name] not in nothing:
-            allowed = " or ".join(map(repr, nothing))
-            message = f"{name} is not supported: leave it away{f', or send {allowed}' if nothing else ''}"
-            raise ApiError(400, message, name, "unsupported_parameter")
+async def read(request: Request, kind: type[AnyRequest], model: str) -> AnyRequest:
+    """The body as a request of this kind to this model. Raises ApiError about the first thing that is wrong."""
+    content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content != "application/json" or request.headers.get("content-encoding", "identity") != "identity":
+        raise ApiError(415, "the content type must be application/json, without a content encoding")
     try:
-        asked = kind.model_validate(body)
+        asked = kind.model_validate_json(await request.body())
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        if not first["loc"]:
+            raise ApiError(400, f"the body: {first['msg']}") from None
         # Behind the field's name come numbers, and names of types that are tried: only numbers help a reader.
-        field, *places = first["loc"]
-        where = f"{field}{''.join(f'[{place}]' for place in places if isinstance(place, int))}"
-        raise ApiError(400, RULES.get(str(field), f"{where}: {first['msg']}"), str(field)) from None
+        name, *places = first["loc"]
+        where = f"{name}{''.join(f'[{place}]' for place in places if isinstance(place, int))}"
+        raise ApiError(400, RULES.get(str(name), f"{where}: {first['msg']}"), str(name)) from None
+    check_model(asked.model, model)
     return asked
 
 
-# The body of a request, read with limits on its size and on how long it may take, before anything looks into it.
+def check_model(name: str, model: str) -> None:
+    if name != model:
+        raise ApiError(404, f"there is no model {name[:80]!r}: this is {model}", "model", "model_not_found")
 
-BODY_SECONDS = 30.0
+
+# Answers in the form of OpenAI's, whole or in chunks as they come.
 
 
-async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The JSON object that is the body. Members that are null are left out, as if they had not been sent.
+@dataclass(frozen=True)
+class Form:
+    """The shape of the answers of completions, or of chats. `echoes`: what each text begins with.
 
-    Raises:
-        ApiError: it is no JSON, of another type, too long, too deep, or does not come.
+    `tells_usage`: whether a stream ends with the number of tokens.
     """
-    kind = request.headers.get("content-type", "")
-    if kind.split(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, f"the content type is {quoted(kind)}, but must be application/json")
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding != "identity":
-        raise ApiError(415, f"the body is encoded as {quoted(encoding)}: send it plain")
-    value = _parsed(await _read(request, max_bytes))
-    if not isinstance(value, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    return {name: member for name, member in value.items() if member is not None}
+
+    chat: bool
+    model: str
+    tokenizer: Tokenizer
+    echoes: Sequence[str]
+    logprobs: bool
+    per_prompt: int
+    tells_usage: bool
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def body(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """An answer, or a chunk of one."""
+        prefix, name = ("chatcmpl", f"chat.completion{kind}") if self.chat else ("cmpl", "text_completion")
+        head = {"id": f"{prefix}-{self.id}", "created": self.created, "model": self.model}
+        return {**head, "object": name, "choices": choices}
+
+    def choice(self, index: int, events: Sequence[Event], before: str = "", whole: bool = False) -> dict[str, Any]:
+        """A text, the whole of it or a piece; a piece without events is the beginning."""
+        text = before + "".join(event.text for event in events)
+        said: dict[str, Any] = {"text": text}
+        if self.chat and whole:
+            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        elif self.chat:
+            role = {} if events else {"role": "assistant"}
+            said = {"delta": {**role, "content": text} if text or role else {}}
+        reason = events[-1].finish_reason if events else None
+        scores = self._scores(events) if self.logprobs else None
+        return {"index": index, **said, "logprobs": scores, "finish_reason": reason}
+
+    def _scores(self, events: Sequence[Event]) -> dict[str, Any]:
+        tokens = [(self.tokenizer.decode([event.token]), event.logprob) for event in events if event.token is not None]
+        if self.chat:
+            content = [
+                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+                for text, logprob in tokens
+            ]
+            return {"content": content, "refusal": None}
+        texts, logprobs = [text for text, _ in tokens], [logprob for _, logprob in tokens]
+        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": []}
+
+    def usage(self, ends: dict[int, Event]) -> dict[str, int]:
+        """Tokens of all texts, by their last events; a prompt counts once, however many choices it has."""
+        usages = [ends[index].usage or Usage(0, 0) for index in sorted(ends)]
+        prompt = sum(each.prompt_tokens for each in usages[:: self.per_prompt])
+        completion = sum(each.completion_tokens for each in usages)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
-    too_long = ApiError(413, f"the body is longer than {max_bytes:,} bytes (--max-body)", None, "body_too_long")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > max_bytes:
-        raise too_long
-    body = bytearray()
+async def events_of(reply: Reply, num_texts: int) -> AsyncGenerator[tuple[int, Event], None]:
+    """All events of a reply. Raises ApiError if one says that a text failed."""
+    while num_texts:
+        index, event = await reply.events.get()
+        if event.finish_reason == "cancelled":
+            raise stopping("the server is stopping, and this request took too long for that")
+        if event.finish_reason == "error":
+            raise ApiError(500, f"this request failed: {event.message}", None, "generation_failed")
+        num_texts -= event.finish_reason is not None
+        yield index, event
+
+
+async def whole_answer(reply: Reply, form: Form) -> dict[str, Any]:
+    """The answer when all texts are over. Raises ApiError if one fails."""
+    found: list[list[Event]] = [[] for _ in form.echoes]
+    async for index, event in events_of(reply, len(found)):
+        found[index].append(event)
+    choices = [form.choice(index, events, form.echoes[index], whole=True) for index, events in enumerate(found)]
+    return {**form.body("", choices), "usage": form.usage({index: each[-1] for index, each in enumerate(found)})}
+
+
+async def streamed_answer(reply: Reply, form: Form) -> AsyncGenerator[bytes, None]:
+    """Server-sent events as the answer grows: https://html.spec.whatwg.org/multipage/server-sent-events.html."""
+
+    def sent(value: dict[str, Any]) -> bytes:
+        return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+
+    def chunk(choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
+        return sent(form.body(".chunk", choices) | ({"usage": usage} if form.tells_usage else {}))
+
+    ends = {}
+    for index, echo in enumerate(form.echoes):
+        if echo or form.chat:
+            yield chunk([form.choice(index, [], echo)])
     try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for piece in request.stream():
-                body += piece
-                if len(body) > max_bytes:  # as chunks say no length beforehand
-                    raise too_long
-    except TimeoutError:
-        raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s") from None
-    except ClientDisconnect:
-        raise ApiError(400, "the body ended too early") from None
-    return bytes(body)
+        async for index, event in events_of(reply, len(form.echoes)):
+            if event.text or event.finish_reason or form.logprobs:
+                yield chunk([form.choice(index, [event])])
+            if event.finish_reason:
+                ends[index] = event
+    except ApiError as error:
+        yield sent(error.body)
+        return
+    if form.tells_usage:
+        yield chunk([], form.usage(ends))
+    yield b"data: [DONE]\n\n"
 
 
-def _parsed(body: bytes) -> Any:
-    try:
-        value = json.loads(body.decode(), parse_constant=_no_number)
-        if b"\\ud" in body.lower():  # halves of surrogate pairs are no Unicode
-            json.dumps(value, ensure_ascii=False).encode()
-        return value
-    except UnicodeEncodeError:
-        raise ApiError(400, "the body is no Unicode: it has half of a surrogate pair") from None
-    except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
-    except RecursionError:
-        raise ApiError(400, "the body is not JSON that can be read: it is nested too deeply") from None
-    except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
+class EventStream(StreamingResponse):
+    """Server-sent events, up to their end or that of the client's connection; then `close` is called."""
 
+    media_type = "text/event-stream"
 
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._close = close
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
 
-# Work for a client that may go away at any time: then it is given up, and what it held is freed.
 
 R = TypeVar("R")
 
 
-class ClientGone(Exception):
-    """The client has closed its connection."""
-
-
 async def while_present(receive: Receive, work: Coroutine[Any, Any, R]) -> R:
-    """The result of `work`; it is cancelled if the client disconnects first. The request's body must have been read.
+    """The result of `work`, for a request whose body was read. If the client goes away first, it is cancelled.
 
     Raises:
-        ClientGone: it did.
+        ClientDisconnect: the client has gone.
     """
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(receive())
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGone
+            raise ClientDisconnect
         return working.result()
     finally:
         for task in (working, watching):
@@ -433,187 +325,99 @@ async def while_present(receive: Receive, work: Coroutine[Any, Any, R]) -> R:
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class EventStream(Response):
-    """Server-sent events, up to their end or that of the client's connection; then `close` is called."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._events, self._close = events, close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await while_present(receive, self._send(send))
-        except (ClientGone, OSError):
-            pass
-        finally:
-            self._close()
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._events) as events:
-            async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-OPEN_PATHS = ("/health",)
-PATHS = ("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
-DEFAULT_TOKENS = 16  # of a completion that does not say how many, as OpenAI's
-NEXT_TURN = "\nuser:"  # a model without training on chats continues with the other side
-ASK_FOR_TOKEN = {"WWW-Authenticate": "Bearer"}
 CLIENT_GONE = 499  # nobody reads it: for the count
+PATHS = ("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
 
 
-class Authentication:
-    """The checks of every request: its Host, and the token, if one is required; each response is counted."""
-
-    def __init__(self, app: ASGIApp, front: Admission, token: str | None, hosts: Collection[str]) -> None:
-        self._app, self._front = app, front
-        self._token = None if token is None else token.encode()
-        self._hosts = KnownHosts(hosts)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        path, headers = scope["path"], dict(scope["headers"])
-
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._front.statistics.responded(path if path in PATHS else "other", message["status"])
-            await send(message)
-
-        stranger = self._hosts.stranger(scope["headers"])
-        if stranger is not None:
-            said = f"this server is not known as {quoted(stranger)}: --allowed-hosts adds names"
-            await ApiError(421, said, None, "unknown_host").response()(scope, receive, counted)
-        elif path in OPEN_PATHS or self._knows(headers.get(b"authorization", b"")):
-            await self._app(scope, receive, counted)
-        else:
-            refusal = ApiError(401, "the token is missing or wrong", None, "invalid_api_key", ASK_FOR_TOKEN)
-            await refusal.response()(scope, receive, counted)
-
-    def _knows(self, authorization: bytes) -> bool:
-        if self._token is None:
-            return True
-        scheme, _, token = authorization.partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._token)
+def api_error(status: int, message: str) -> Response:
+    return ApiError(status, message).response()
 
 
-def chat_prompt(messages: Sequence[ChatMessage]) -> str:
-    """The prompt that a model continues as the assistant: "role: content" on a line for each message."""
-    return "".join(f"{message.role}: {message.text}\n" for message in messages) + "assistant: "
+class Api:
+    """The answers of each route. `model`: the name that requests must ask for."""
 
+    def __init__(self, front: Admission, model: str) -> None:
+        self._front, self._model = front, model
+        self._described = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "mpi4dl"}
 
-def make_app(front: Admission, model: str, token: str | None = None, hosts: Collection[str] = ()) -> ASGIApp:
-    """The application. `model`: the name that requests must ask for; `token`: what they must bear, if any; `hosts`:
-    names of this server beside localhost and the machine's own, such as "*.example.org".
-    """
-    app = FastAPI(title="mpi4dl", docs_url=None, redoc_url=None, openapi_url=None)
-    explain_errors(app)
-    described = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "mpi4dl"}
+    async def health(self, request: Request) -> Response:
+        if self._front.stopping:
+            raise stopping()
+        return JSONResponse({"status": "ok"})
 
-    @app.get("/health")
-    async def health() -> Response:
-        if front.stopping:
-            raise busy("the server is stopping", 503, "stopping")
-        return json_response({"status": "ok"})
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._front.statistics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(front.statistics.exposition(), media_type=CONTENT_TYPE_LATEST)
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described]})
 
-    @app.get("/v1/models")
-    async def models() -> Response:
-        return json_response({"object": "list", "data": [described]})
+    async def one_model(self, request: Request) -> Response:
+        check_model(request.path_params["name"], self._model)
+        return JSONResponse(self._described)
 
-    @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> Response:
-        _must_be(name, model)
-        return json_response(described)
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        arrived = time.perf_counter()
-        asked = checked(CompletionRequest, await read_object(request, front.limits.max_body_bytes))
-        _must_be(asked.model, model)
-        if asked.echo and asked.logprobs is not None:
+    async def generate(self, kind: type[AnyRequest], request: Request) -> Response:
+        """What was asked for, `asked.n` texts for each prompt, whole or streamed."""
+        front, asked = self._front, await read(request, kind, self._model)
+        arrived, scored = time.perf_counter(), asked.logprobs is not None and asked.logprobs is not False
+        if asked.echo and scored:
             raise ApiError(400, "echo with logprobs is not supported: the prompt's are not computed", "logprobs")
-        prompts = asked.prompt if isinstance(asked.prompt, list) else [asked.prompt]
-        if isinstance(prompts[0], int):
-            prompts = [prompts]
-        front.check_room(len(prompts) * asked.n)
-        tokens = await front.encode(prompts)
-        echoes = [front.tokenizer.decode(each) if asked.echo else "" for each in tokens for _ in range(asked.n)]
-        form = CompletionForm(model, front.tokenizer, echoes, asked.logprobs is not None)
-        return await _answer(request, front, asked, tokens, form, arrived, DEFAULT_TOKENS)
-
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        arrived = time.perf_counter()
-        asked = checked(ChatRequest, await read_object(request, front.limits.max_body_bytes))
-        _must_be(asked.model, model)
-        front.check_room(asked.n)
-        tokens = await front.encode([chat_prompt(asked.messages)])
-        form = ChatForm(model, front.tokenizer, [""] * asked.n, asked.logprobs)
-        return await _answer(request, front, asked, tokens, form, arrived, None, (NEXT_TURN,))
-
-    return Authentication(app, front, token, hosts)
+        front.check_room(len(asked.prompts) * asked.n)
+        wanted, echoes = [], []
+        for prompt in await front.encode(asked.prompts):
+            length = front.room_for(len(prompt), asked.max_tokens, asked.default_tokens)
+            wanted += [(prompt, asked.sampling(length, choice, asked.own_stops)) for choice in range(asked.n)]
+            echoes += [front.tokenizer.decode(prompt) if asked.echo else ""] * asked.n
+        usage = asked.stream_options.include_usage
+        form = Form(asked.chat, self._model, front.tokenizer, echoes, scored, asked.n, usage)
+        reply = front.start(wanted, arrived)
+        if asked.stream:
+            return EventStream(streamed_answer(reply, form), lambda: front.close(reply))
+        try:
+            return JSONResponse(await while_present(request.receive, whole_answer(reply, form)))
+        finally:
+            front.close(reply)
 
 
-def _must_be(name: str, model: str) -> None:
-    if name != model:
-        raise ApiError(404, f"there is no model {quoted(name)}: this is {model}", "model", "model_not_found")
+def make_app(front: Admission, model: str, max_body: int, token: str | None, hosts: Collection[str]) -> ASGIApp:
+    """The application. `token`: what requests must bear, if any; `hosts`: names of this server, such as
+    "*.example.org", beside localhost and the machine's own.
+    """
 
+    def check(scope: Scope) -> Response | None:
+        scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        right = scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), (token or "").encode())
+        if token is None or right or scope["path"] == "/health":
+            return None
+        return ApiError(401, "the token is missing or wrong", None, "invalid_api_key").response()
 
-async def _answer(
-    request: Request,
-    front: Admission,
-    asked: Asked,
-    prompts: Sequence[list[int]],
-    form: CompletionForm,
-    arrived: float,
-    default_tokens: int | None,
-    stop: tuple[str, ...] = (),
-) -> Response:
-    """Generate what was asked for, `asked.n` choices for each prompt, whole or streamed."""
-    lengths = [_tokens_for(front, asked, len(prompt), default_tokens) for prompt in prompts]
-    wanted = [
-        (prompt, asked.sampling(length, choice, stop))
-        for prompt, length in zip(prompts, lengths, strict=True)
-        for choice in range(asked.n)
+    async def explain(request: Request, error: Exception) -> Response:
+        """The answer that tells of an error of the application, or of routing."""
+        if isinstance(error, ApiError):
+            return error.response()
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=CLIENT_GONE)
+        asked = f"{request.method[:20]} {request.url.path[:80]!r}"
+        said = {
+            404: (f"there is no {asked}: see /v1/models, /v1/completions, /v1/chat/completions", "unknown_url"),
+            405: (f"{asked} is not possible: the method is wrong", "method_not_allowed"),
+            413: (f"the body is longer than {max_body:,} bytes", None),
+            500: ("the server failed; its log says why", "internal_error"),
+        }
+        status = getattr(error, "status_code", 500)
+        return ApiError(status, said[status][0], None, said[status][1]).response()
+
+    def seen(path: str, status: int) -> None:
+        front.statistics.responded(path if path in PATHS else "other", status)
+
+    api = Api(front, model)
+    routes = [
+        Route("/health", api.health),
+        Route("/metrics", api.metrics),
+        Route("/v1/models", api.models),
+        Route("/v1/models/{name:path}", api.one_model),
+        Route("/v1/completions", partial(api.generate, CompletionRequest), methods=["POST"]),
+        Route("/v1/chat/completions", partial(api.generate, ChatRequest), methods=["POST"]),
     ]
-    reply = front.start(wanted, arrived)
-    if asked.stream:
-        return EventStream(streamed_answer(reply, form, asked.n, asked.wants_usage), reply.close)
-    try:
-        return json_response(await while_present(request.receive, whole_answer(reply, form, asked.n)))
-    except ClientGone:
-        return Response(status_code=CLIENT_GONE)
-    finally:
-        reply.close()
-
-
-def _tokens_for(front: Admission, asked: Asked, prompt_tokens: int, default: int | None) -> int:
-    """How many tokens at most to generate after a prompt of so many. Raises ApiError if there is no room for them."""
-    limits, wanted = front.limits, asked.tokens_asked
-    most = limits.context if limits.max_tokens is None else limits.max_tokens
-    if wanted is not None and wanted > most:
-        raise ApiError(400, f"max_tokens is {wanted}, but may be {most} at most", "max_tokens")
-    room = limits.context - prompt_tokens
-    if room < (wanted or 1):
-        raise ApiError(
-            400,
-            f"the prompt has {prompt_tokens} tokens, and {wanted or 1} more are asked for, but the context of this "
-            f"model is {limits.context} tokens: shorten the prompt{' or max_tokens' if wanted else ''}",
-            "prompt",
-            "context_length_exceeded",
-        )
-    return min(room, most, wanted or default or most)
+    handlers = dict.fromkeys((HTTPException, ClientDisconnect, Exception), explain)
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    return Guard(app, api_error, hosts, max_body, check, seen=seen)

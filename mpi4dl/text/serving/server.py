@@ -1,4 +1,4 @@
-"""The server beside the batch: uvicorn in a thread, limits on connections, signals and the end.
+"""The server beside the batch: uvicorn in a thread, signals and the end.
 
 main thread     StopSignals; Batcher.run .................................................... returns
 HTTP thread     uvicorn; 10 times a second: a signal? -> no new requests -> what runs ends -> Batcher.stop
@@ -6,24 +6,18 @@ HTTP thread     uvicorn; 10 times a second: a signal? -> no new requests -> what
 """
 
 import asyncio
-import logging
 import socket
 import threading
 import time
 from dataclasses import dataclass
 
-from starlette.types import ASGIApp
-
-from mpi4dl._connections import LIMITS, ConnectionLimits, Connections, server_of
-from mpi4dl._http import response_bytes, url_of
+from mpi4dl._http import HttpServer, url_of
 from mpi4dl.comm.failure import Watchdog
 from mpi4dl.runs.stopping import StopSignals
-from mpi4dl.text.batcher import Batcher
-from mpi4dl.text.serving.admission import Admission, busy
+from mpi4dl.text.serving.admission import Admission
 
-START_SECONDS, LOOK_SECONDS = 0.01, 0.1
+LOOK_SECONDS = 0.1
 FEED_SECONDS = 1.0
-WRITTEN_TO_NOBODY = "socket.send() raised exception."
 LAST_WORDS_SECONDS = 5  # for connections to take what they were sent
 
 
@@ -39,69 +33,49 @@ class Timing:
 
 
 class HttpThread(threading.Thread):
-    """Serves `app` on `listener` until a signal is caught, and then ends the batch. `error`: what it died of."""
+    """Serves on `listener` until a signal is caught, and then ends the batch. `error`: what it died of."""
 
     def __init__(
         self,
-        app: ASGIApp,
+        server: HttpServer,
         front: Admission,
-        batcher: Batcher,
         listener: socket.socket,
         signals: StopSignals,
         timing: Timing,
         greeting: str,
-        limits: ConnectionLimits = LIMITS,
     ) -> None:
         super().__init__(name="http", daemon=True)
+        self.server = server
         self.error: BaseException | None = None
-        self._front, self._batcher, self._listener = front, batcher, listener
-        self._signals, self._timing, self._greeting = signals, timing, greeting
+        self._front, self._listener, self._signals = front, listener, signals
+        self._timing, self._greeting = timing, greeting
         self.watchdog = Watchdog(timing.hang_seconds)
         self._fed, self._steps = time.monotonic(), 0
-        full = busy(
-            "the server has no room for more connections: close some, or try again", code="too_many_connections"
-        )
-        self.connections = Connections(limits.within_files(), response_bytes(full.response()))
-        if self.connections.limits.most < limits.most:
-            most = self.connections.limits.most
-            print(f"connections: at most {most:,}, not {limits.most:,}, as files are limited (ulimit -n)", flush=True)
-        self._server = server_of(app, self.connections, LAST_WORDS_SECONDS)
 
     def run(self) -> None:
-        logging.getLogger("asyncio").addFilter(_is_no_lost_client)
         try:
             asyncio.run(self._serve())
         except BaseException as error:  # the main thread raises it: it would wait for ever else
             self.error = error
         finally:
-            self._batcher.stop(drain=False)
+            self._front.batcher.stop(drain=False)
 
     async def _serve(self) -> None:
-        asyncio.get_running_loop().set_exception_handler(self.connections.on_loop_error)
-        sweeping = asyncio.create_task(self.connections.watch(self._say))
-        serving = asyncio.create_task(self._server.serve([self._listener]))
+        self._listener.listen()  # so that clients may ask as soon as they know the address
+        serving = asyncio.create_task(self.server.serve([self._listener]))
+        print(f"{self._greeting} {url_of(self._listener)}/v1", flush=True)
         try:
-            while not self._server.started and not serving.done():
-                await asyncio.sleep(START_SECONDS)
-            if not serving.done():
-                print(f"{self._greeting} {url_of(self._listener)}/v1", flush=True)
-            await self._watch(serving)
+            reported = time.monotonic()
+            while self._signals.caught is None and not serving.done():
+                await self._look()
+                if 0 < self._timing.report_seconds <= time.monotonic() - reported:
+                    reported = time.monotonic()
+                    self.report()
             if not serving.done():
                 await self._drain()
         finally:
-            self._server.should_exit = True
+            self.server.should_exit = True
             await serving
-            sweeping.cancel()
-            self._say(self.connections.report(last=True))
-
-    async def _watch(self, serving: "asyncio.Task[None]") -> None:
-        """Until a signal: reports."""
-        reported = time.monotonic()
-        while self._signals.caught is None and not serving.done():
-            await self._look()
-            if self._timing.report_seconds and time.monotonic() - reported >= self._timing.report_seconds:
-                reported = time.monotonic()
-                self.report()
 
     async def _drain(self) -> None:
         self._front.stopping = True
@@ -118,39 +92,26 @@ class HttpThread(threading.Thread):
     async def _look(self) -> None:
         """After a while, whether the batch has come further, if it has anything to do."""
         await asyncio.sleep(LOOK_SECONDS)
-        steps = self._batcher.stats().steps
+        steps = self._front.batcher.stats().steps
         if time.monotonic() - self._fed >= FEED_SECONDS and (self._front.idle or steps != self._steps):
             self.watchdog.feed()
             self._fed, self._steps = time.monotonic(), steps
 
     def report(self) -> None:
-        self._say(self.connections.report())
-        self._say(self._front.statistics.report())
-
-    def _say(self, line: str | None) -> None:
+        line, closed = self._front.statistics.report(), self.server.closed
         if line is not None:
             print(line, flush=True)
+        if closed:
+            print("connections closed:", ", ".join(f"{closed[why]:,} ({why})" for why in sorted(closed)), flush=True)
+            closed.clear()
 
 
-def _is_no_lost_client(record: logging.LogRecord) -> bool:
-    """False for what asyncio logs of a client that left while chunks for it were being written."""
-    return record.getMessage() != WRITTEN_TO_NOBODY
-
-
-def run_server(
-    app: ASGIApp,
-    front: Admission,
-    batcher: Batcher,
-    listener: socket.socket,
-    timing: Timing,
-    greeting: str,
-    limits: ConnectionLimits,
-) -> None:
-    """Serve `app` until a signal asks for the end. On the main thread of rank 0; the others follow the batch."""
+def run_server(server: HttpServer, front: Admission, listener: socket.socket, timing: Timing, greeting: str) -> None:
+    """Serve until a signal asks for the end. On the main thread of rank 0; the others follow the batch."""
     with StopSignals() as signals:
-        thread = HttpThread(app, front, batcher, listener, signals, timing, greeting, limits)
+        thread = HttpThread(server, front, listener, signals, timing, greeting)
         thread.start()
-        batcher.run()
+        front.batcher.run()
         thread.join()
         thread.watchdog.stop()
         if thread.error is not None:

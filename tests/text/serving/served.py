@@ -9,12 +9,10 @@ from typing import Any
 import httpx
 import openai
 
-from mpi4dl._connections import ConnectionLimits
-from mpi4dl._http import bind, url_of
-from mpi4dl.datasets.text import ByteTokenizer
+from mpi4dl._http import HttpServer, Limits, bind, url_of
 from mpi4dl.runs.stopping import StopSignals
-from mpi4dl.text.serving.admission import Admission, Limits, ServingStatistics
-from mpi4dl.text.serving.app import make_app
+from mpi4dl.text.serving.admission import Admission
+from mpi4dl.text.serving.app import api_error, make_app
 from mpi4dl.text.serving.server import HttpThread, Timing
 from tests.text.serving.standin import StandIn
 
@@ -27,20 +25,20 @@ class Served:
 
     def __init__(
         self,
-        limits: Limits,
+        max_batch: int = 16,
+        max_queue: int = 64,
+        max_body: int = 1 << 20,
         token: str | None = None,
         timing: Timing = Timing(),  # noqa: B008
-        connections: ConnectionLimits = ConnectionLimits(),  # noqa: B008
+        limits: Limits = Limits(),  # noqa: B008
         hosts: tuple[str, ...] = (),
     ) -> None:
-        self.batch, self.signals = StandIn(limits.max_batch), StopSignals()
-        batcher = self.batch.as_batcher()
-        self.front = Admission(batcher, ByteTokenizer(), limits, ServingStatistics(batcher))
+        self.batch, self.signals = StandIn(CONTEXT, max_batch), StopSignals()
+        self.front = Admission(self.batch.as_batcher(), max_queue)
         listener = bind("127.0.0.1", 0)
         self.url = url_of(listener)
-        app = make_app(self.front, "tiny", token, hosts)
-        about = (self.signals, timing, "serving at", connections)
-        self.thread = HttpThread(app, self.front, batcher, listener, *about)
+        self.server = HttpServer(make_app(self.front, "tiny", max_body, token, hosts), api_error, limits, 5)
+        self.thread = HttpThread(self.server, self.front, listener, self.signals, timing, "serving at")
         self.running = threading.Thread(target=self.batch.run, daemon=True)
 
     def client(self, token: str = "none") -> openai.OpenAI:
@@ -63,11 +61,11 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def serving(limits: Limits | None = None, **options: Any) -> Iterator[Served]:
-    served = Served(limits or Limits(CONTEXT), **options)
+def serving(**options: Any) -> Iterator[Served]:
+    served = Served(**options)
     served.thread.start()
     served.running.start()
-    eventually(lambda: served.thread._server.started)
+    eventually(lambda: served.server.started)
     try:
         yield served
     finally:

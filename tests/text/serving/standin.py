@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from mpi4dl.datasets.text import ByteTokenizer
 from mpi4dl.text.batcher import Batcher, Event, Stats, Usage
 from mpi4dl.text.options import Sampling
 
+SILENT = "~"  # the prompt whose tokens have no text
 LETTERS = range(ord("a"), ord("z") + 1)
 
 
@@ -31,8 +33,8 @@ class _Running:
 class StandIn:
     """Has the face of a Batcher. While it is `held`, requests stay as they are; `steps` lets some steps through."""
 
-    def __init__(self, max_batch: int = 16) -> None:
-        self.max_batch = max_batch
+    def __init__(self, context: int, max_batch: int) -> None:
+        self.context, self.max_batch, self.tokenizer = context, max_batch, ByteTokenizer()
         self.submitted: list[Sampling] = []
         self._lock = threading.Condition()
         self._numbers = itertools.count()
@@ -86,7 +88,8 @@ class StandIn:
                 letter = text_after(each.prompt, each.tokens)[-1]
                 over = each.tokens == each.sampling.max_tokens
                 usage = Usage(len(each.prompt), each.tokens) if over else None
-                each.hear(Event(each.number, ord(letter), letter, "length" if over else None, -1.0, usage))
+                text = "" if list(each.prompt) == [ord(SILENT)] else letter
+                each.hear(Event(each.number, ord(letter), text, "length" if over else None, -1.0, usage))
                 if over:
                     del self._requests[each.number]
         for each in [each for each in self._requests.values() if each.cancelled]:

@@ -3,14 +3,17 @@
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import httpx
 import openai
 import pytest
 
-from mpi4dl.text.serving.admission import Limits, quantile
-from mpi4dl.text.serving.server import WRITTEN_TO_NOBODY, Timing
-from tests.text.serving.served import CONTEXT, PATIENCE_SECONDS, Served, eventually, serving
+from mpi4dl.options.declare import ConfigError
+from mpi4dl.serve import TOKEN_VARIABLE, _token
+from mpi4dl.text.serving.admission import quantile
+from mpi4dl.text.serving.server import Timing
+from tests.text.serving.served import PATIENCE_SECONDS, Served, eventually, serving
 from tests.text.serving.standin import text_after
 
 BOTH = pytest.mark.parametrize("stream", [False, True])
@@ -18,6 +21,7 @@ BOTH = pytest.mark.parametrize("stream", [False, True])
 
 @BOTH
 def test_who_goes_away_frees_what_it_held(stream: bool) -> None:
+    responses = 'mpi4dl_http_responses_total{path="/v1/completions"'
     with serving() as served:
         served.batch.hold()
         sockets = served.client()
@@ -30,13 +34,14 @@ def test_who_goes_away_frees_what_it_held(stream: bool) -> None:
         else:
             with pytest.raises(openai.APITimeoutError):
                 sockets.with_options(timeout=0.3).completions.create(model="tiny", prompt="a", max_tokens=50)
+            eventually(lambda: served.metric(f'{responses},status="499"}}') == 1)
         eventually(lambda: served.batch.stats().pages_used == 0 and served.front.idle)
         assert served.metric("mpi4dl_requests_cancelled_total") == 1
         assert served.metric("mpi4dl_pages_used") == 0
 
 
 def test_the_queue_is_bounded() -> None:
-    with serving(Limits(CONTEXT, max_batch=2, max_queue=3)) as served, ThreadPoolExecutor(5) as threads:
+    with serving(max_batch=2, max_queue=3) as served, ThreadPoolExecutor(5) as threads:
         served.batch.hold()
         asked = [threads.submit(served.post, prompt=f"{i}", max_tokens=4) for i in range(5)]
         eventually(lambda: served.batch.stats().waiting == 3)
@@ -68,7 +73,7 @@ def test_the_token() -> None:
 
 @BOTH
 def test_who_runs_may_end_and_who_comes_is_sent_away(stream: bool) -> None:
-    with serving() as served, ThreadPoolExecutor(1) as threads:
+    with serving(timing=Timing(drain_seconds=600)) as served, ThreadPoolExecutor(1) as threads:
         served.batch.hold()
         asked = threads.submit(served.post, prompt="a", max_tokens=3, stream=stream)
         eventually(lambda: served.batch.stats().running == 1)
@@ -123,8 +128,8 @@ def test_quantiles() -> None:
 
 
 def test_what_the_http_thread_dies_of_reaches_the_main_thread() -> None:
-    served = Served(Limits(CONTEXT))
-    served.thread._server.serve = None  # type: ignore[method-assign]
+    served = Served()
+    served.server.serve = None  # type: ignore[method-assign]
     running = threading.Thread(target=served.batch.run)
     running.start()
     served.thread.start()
@@ -135,8 +140,15 @@ def test_what_the_http_thread_dies_of_reaches_the_main_thread() -> None:
 
 
 def test_clients_that_left_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
-    """asyncio logs each write to a connection that is lost already; other warnings of it are still heard."""
+    """asyncio warns of each write to a connection that is lost already; its errors are still heard."""
     with serving():
-        for message in (WRITTEN_TO_NOBODY, "something else"):
-            logging.getLogger("asyncio").warning(message)
+        logging.getLogger("asyncio").warning("socket.send() raised exception.")
+        logging.getLogger("asyncio").error("something else")
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == ["something else"]
+
+
+@pytest.mark.parametrize(("text", "token"), [("secret\n", "secret"), (" a b\r\n", "a b"), ("a\nb", ""), (" \n", "")])
+def test_white_space_around_a_token_locks_nobody_out(monkeypatch: pytest.MonkeyPatch, text: str, token: str) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, text)
+    with nullcontext() if token else pytest.raises(ConfigError, match=TOKEN_VARIABLE):
+        assert _token(None) == token
