@@ -39,6 +39,7 @@ from mpi4dl.runs.assembly import ModelAssembly
 from mpi4dl.tasks.task import TASKS
 
 FILE = "model.json"
+MOST = 1 << 31  # outputs or channels that a model may have
 
 SECTIONS = ("model", "data", "slides")
 MORE = ("loss", "loss_options", "stream_norm")
@@ -96,6 +97,8 @@ class Description:
             own = {str(name): {"file": each["file"], "digest": each["digest"]} for name, each in found["own"].items()}
             fit = as_fit(found["fit"])
             classes, numbers = tuple(map(str, found["classes"])), (int(found["num_outputs"]), int(found["channels"]))
+            if not all(0 < number <= MOST for number in numbers):
+                raise ValueError(f"{numbers[0]} outputs of {numbers[1]} channels")
             values = found.get("values")
             largest = None if found.get("largest") is None else tuple(map(int, found["largest"]))
             signature = str(found.get("signature", ""))

@@ -89,6 +89,8 @@ CASES = {
             "maximum of integers": lambda x: (3 * x).to(torch.int32).max(),
             "sum of integers": lambda x: (3 * x).to(torch.int32).sum(),
             "sum of booleans": lambda x: (x > 0).sum((0, 2, 3)),
+            "logsumexp of booleans": lambda x: (x > 0).logsumexp(3),
+            "logsumexp of integers": lambda x: (3 * x).to(torch.int32).logsumexp((2, 3)),
             "var": lambda x: x.var(),
             "var of the image": lambda x: x.var((0, 2, 3)),
             "var with a correction": lambda x: torch.var(x, dim=(0, 2, 3), correction=0),
