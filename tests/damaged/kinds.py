@@ -35,8 +35,9 @@ from mpi4dl.datasets.slides.tables import SlideRow, read_slides, read_split_file
 from mpi4dl.datasets.slides.tissue import find_tissue
 from mpi4dl.geometry import Interval
 from mpi4dl.inference.maps import PatchMap, geojson, grid_of
-from mpi4dl.inference.records import Records
 from mpi4dl.options.config import Config, ConfigError, parse, to_toml
+from mpi4dl.results.job import FolderJob
+from mpi4dl.results.names import PREDICTIONS
 from mpi4dl.runs.description import Description
 from mpi4dl.training.data import ImageLists, Sample
 from tests.datasets.boxes import smooth_image
@@ -535,12 +536,12 @@ def read_images(path: Path) -> None:
 
 
 def records_content() -> Any:
-    return {"weights": "w", "images": "i", "task": "classify", "classes": ["a", "b"], "fit": "resize"}
+    return {"version": 1, "settings": {"weights": "w", "images": "i", "fit": "resize", "lr": 0.5}}
 
 
 def read_records(path: Path) -> None:
     (path.parent / "predictions.jsonl").write_bytes(path.read_bytes().replace(b"\n", b" ") + b'\n{"image": "a"}\n')
-    Records(path.parent, records_content(), ["image"]).close()
+    FolderJob(path.parent, PREDICTIONS, records_content()["settings"], {}).close()
 
 
 def _as_json(content: Callable[[], Any]) -> Write:
