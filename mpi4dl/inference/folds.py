@@ -10,7 +10,6 @@ those of the last step. Where split files keep slides for tests in each fold, th
 """
 
 import csv
-import io
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ from mpi4dl.options.declare import value_of, with_values, without_flags
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.tasks import with_task
 from mpi4dl.results.evaluations import beside, file_of_evaluation, write_evaluation
-from mpi4dl.results.formats import read_object
+from mpi4dl.results.formats import csv_lines, read_object
 from mpi4dl.results.job import Settings, difference, settings_of
 from mpi4dl.results.names import CONFIG, SUMMARY, VERSIONS
 from mpi4dl.runs.folder import BEST, default_path
@@ -292,15 +291,13 @@ def _shown(value: float) -> str:
 
 def summary_table(found: Sequence[FoldScores], level: float) -> bytes:
     """The table of folds, as a CSV file; empty cells are undefined."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    folds = [f"fold {each.fold}" for each in found]
-    writer.writerow(["level", "metric", *folds, "mean", "standard deviation", "low", "high"])
-    for name, metrics in summaries(found, level).items():
-        for metric, of in metrics.items():
-            numbers = (*of.values, of.mean, of.deviation, of.low, of.high)
-            writer.writerow([name, metric, *("" if math.isnan(number) else number for number in numbers)])
-    return text.getvalue().encode()
+    columns = ("level", "metric", *(f"fold {each.fold}" for each in found), "mean", "standard deviation", "low", "high")
+    rows = (
+        (name, metric, *of.values, of.mean, of.deviation, of.low, of.high)
+        for name, metrics in summaries(found, level).items()
+        for metric, of in metrics.items()
+    )
+    return csv_lines(columns, *rows)
 
 
 def _written(

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from mpi4dl._numbers import number_in
 from mpi4dl._wording import counted
 from mpi4dl.options.kinds import dump
-from mpi4dl.results import FolderResults
 from mpi4dl.results.evaluations import SavedEvaluation
 from mpi4dl.results.formats import Record, reading
 from mpi4dl.results.names import CONFIG, METRICS
+from mpi4dl.results.runs import FolderResults
 from mpi4dl.tasks.directions import higher_is_better
 
 ALIKE = ("dice", "iou", "pixel_accuracy")  # of masks

@@ -12,19 +12,20 @@
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mpi4dl.results.formats import DamagedResult
-from mpi4dl.results.runs import FolderResults
-
-__all__ = ["DamagedResult", "FolderResults", "open"]
+if TYPE_CHECKING:
+    from mpi4dl.results.runs import FolderResults
 
 
-def open(path: str | Path) -> FolderResults:
+def open(path: str | Path) -> "FolderResults":
     """The results in the folder of a run, or in one that `mpi4dl predict` or `mpi4dl evaluate` wrote.
 
     Raises:
         FileNotFoundError: there is no such folder.
     """
+    from mpi4dl.results.runs import FolderResults
+
     if not Path(path).is_dir():
         raise FileNotFoundError(f"{path}: no such folder: name that of a run, or what predict or evaluate wrote")
     return FolderResults(path)

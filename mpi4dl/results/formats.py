@@ -149,17 +149,22 @@ def nested(row: Mapping[str, Any]) -> Record:
     return found
 
 
-def table_row(columns: Sequence[str], record: Mapping[str, Any] | None) -> bytes:
-    """A line of a table, or its first line. Names of files that are no UTF-8 stay the bytes that they are."""
+def csv_lines(*rows: Sequence[Any]) -> bytes:
+    """Lines of a table; NaN is an empty cell. Names of files that are no UTF-8 stay the bytes that they are."""
     text = io.StringIO()
-    values = {} if record is None else flat(record)
-    cells = columns if record is None else [as_cell(values.get(name, "")) for name in columns]
-    csv.writer(text, lineterminator="\n").writerow(cells)
+    for row in rows:
+        cells = ("" if isinstance(value, float) and math.isnan(value) else as_cell(value) for value in row)
+        csv.writer(text, lineterminator="\n").writerow(cells)
     return text.getvalue().encode(errors="surrogateescape")
 
 
+def table_row(columns: Sequence[str], record: Mapping[str, Any]) -> bytes:
+    values = flat(record)
+    return csv_lines([values.get(name, "") for name in columns])
+
+
 def table(columns: Sequence[str], records: Sequence[Mapping[str, Any]]) -> bytes:
-    return b"".join([table_row(columns, None), *(table_row(columns, record) for record in records)])
+    return b"".join([csv_lines(columns), *(table_row(columns, record) for record in records)])
 
 
 def read_table(path: Path, texts: Sequence[str] = TEXTS) -> list[Record]:

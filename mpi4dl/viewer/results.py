@@ -22,10 +22,9 @@ from mpi4dl.datasets.files import WHOLE_SLIDES
 from mpi4dl.datasets.slides.annotations import POLYGONS
 from mpi4dl.datasets.slides.record import SLIDES
 from mpi4dl.datasets.slides.tables import FEATURE_SUFFIXES, SlideRow, SlideTable, read_slides, without_suffix
-from mpi4dl.results import FolderResults
 from mpi4dl.results.evaluations import SavedEvaluation
 from mpi4dl.results.formats import Record, below, is_below, nested, read_object, reading
-from mpi4dl.results.runs import predictions_in
+from mpi4dl.results.runs import FolderResults, predictions_in
 
 GEOJSON, CLASS_MAP = ".geojson", ".ome.tif"
 LEAST_PROBABILITY = 1e-12

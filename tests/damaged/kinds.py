@@ -511,7 +511,7 @@ ODD_TOML: dict[str, str] = {
 
 def description_content() -> Any:
     images = SimpleNamespace(training=SimpleNamespace(task="classify"), classes=("a", "b"), channels=3)
-    return asdict(Description.of(config(), images, 2))
+    return {"version": 1, **asdict(Description.of(config(), images, 2))}
 
 
 def read_description(path: Path) -> None:

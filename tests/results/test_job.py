@@ -10,7 +10,7 @@ import pytest
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import like, neutral, option, options_of
 from mpi4dl.options.kinds import COUNT, NAME
-from mpi4dl.results import DamagedResult
+from mpi4dl.results.formats import DamagedResult
 from mpi4dl.results.job import FolderJob, ItemInput, settings_of
 from mpi4dl.results.names import JobKind
 

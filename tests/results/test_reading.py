@@ -42,8 +42,6 @@ def test_results_of_a_run_are_rows(tmp_path: Path) -> None:
     assert found.portrait is None
     for each in (found.metrics, found.predictions, found.evaluations):
         json.dumps(each)
-    pandas = pytest.importorskip("pandas")
-    assert list(pandas.DataFrame(found.metrics).step) == [1, 2]
 
 
 def test_reading_needs_neither_torch_nor_mpi(tmp_path: Path) -> None:
