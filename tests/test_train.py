@@ -28,7 +28,7 @@ from mpi4dl.options.config import Config, parse
 from mpi4dl.options.data import build_datasets, build_views
 from mpi4dl.results.formats import read_object
 from mpi4dl.results.names import PORTRAIT
-from mpi4dl.results.runs import RunSnapshot
+from mpi4dl.runs.folder import RunSnapshot
 from mpi4dl.train import train
 from tests.commands import read_metrics, settled, train_command, truncate, write_images
 from tests.datasets.sharing import Share
@@ -45,7 +45,7 @@ TILES_2x2 = ("--tiles", "2x2")
 REPORTED = (2, 3, 4, 6)  # every second step, and the last one of each epoch
 SINGLE = 1e-4
 WEIGHTS = "model.safetensors"
-MOST_MODULES = 155
+MOST_MODULES = 159
 STEP_LINE = (
     r"step \d+ of 6  epoch [12]  loss [\d.]+  [\d.]+ images/s  data wait [\d.]+ %  comm wait [\d.]+ %  "
     r"peak memory \d+ MiB(  \d+ \w+ left)?"

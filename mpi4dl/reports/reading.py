@@ -11,8 +11,9 @@ from mpi4dl._wording import counted
 from mpi4dl.options.kinds import dump
 from mpi4dl.results.evaluations import SavedEvaluation
 from mpi4dl.results.formats import Record, reading
-from mpi4dl.results.names import CONFIG, METRICS
+from mpi4dl.results.names import CONFIG, METRICS, PORTRAIT
 from mpi4dl.results.runs import FolderResults
+from mpi4dl.runs.folder import RunSnapshot
 from mpi4dl.tasks.directions import higher_is_better
 
 ALIKE = ("dice", "iou", "pixel_accuracy")  # of masks
@@ -48,7 +49,9 @@ class ShownRun:
             words = ", ".join(f"{key} {self.options.get(key, '-')} -> {value}" for key, value in changed.items())
             self.remarks.append(f"it went on after step {step} with {words or 'the same options'}")
             self.options = self.options | new
-        self.versions, self.portrait, self.state = flattened(found.versions), found.portrait, found.state
+        self.versions, self.state = flattened(found.versions), found.state
+        with reading(path / PORTRAIT):
+            self.portrait = RunSnapshot.of(found.portrait) if found.portrait else None
         self.title = self.portrait.title if self.portrait else self.options.get("model.model", "")
         self.records = [(line["phase"], line["step"], dict(_numbers(line))) for line in found.metrics]
         matrices = (

@@ -3,15 +3,10 @@
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from math import isfinite
 from pathlib import Path
-from typing import Any
 
 from mpi4dl._files import read_regular
-from mpi4dl.parallel.tables.schedules import Action
-from mpi4dl.parallel.tables.simulator import Simulation, TimeSpan
 from mpi4dl.results.evaluations import SavedEvaluation, evaluations_in
 from mpi4dl.results.formats import Record, flat, read_lines, read_object, reading
 from mpi4dl.results.names import CONFIG, DESCRIPTION, LOG, MEASURES, METRICS, PORTRAIT, PREDICTIONS, VERSIONS
@@ -20,55 +15,6 @@ LOG_BYTES = 1 << 16  # that are read, from its end
 LOG_LINE = re.compile(r"\S+ \S+ [A-Z]+ mpi4dl[\w.]*: (.*)")
 ENDS = ("done: ", "stopped by ", "ended by ")
 NOT_FINITE = ("nan", "inf", "-inf")
-
-
-@dataclass(frozen=True)
-class RunSnapshot:
-    """The plan, model and memory of a run for reports: `portrait.json` in its folder.
-
-    {"title": ..., "plan": ..., "num_steps": ..., "source": where the seconds are from,
-     "timeline": [[[kind, direction, stage, microbatch, start, end], ...] of each rank of a replica],
-     "modules": [[name, values, of them trained], ...],
-     "memory": [{purpose: bytes} of each rank, as measured after the first steps]}
-
-    `timeline` is None of a plan of one stage, in which no rank waits for another stage.
-    """
-
-    title: str
-    plan: str
-    num_steps: int
-    modules: tuple[tuple[str, int, int], ...]
-    memory: tuple[Mapping[str, int], ...]
-    source: str = ""
-    timeline: Simulation | None = None
-
-    def content(self) -> Record:
-        """As the file has it."""
-        found = dict(vars(self))
-        if self.timeline is not None:
-            found["timeline"] = [[[*span.action, *span[1:]] for span in row] for row in self.timeline.rows]
-        return found
-
-    @classmethod
-    def of(cls, told: Any) -> "RunSnapshot":
-        """Of what `content` gave. Raises ValueError, TypeError or KeyError for anything else."""
-        rows = told["timeline"]
-        timeline = None
-        if rows is not None:
-            spans = (tuple(_span(*values) for values in row) for row in rows)
-            timeline = Simulation(tuple(spans), (0,) * len(rows))
-        memory = tuple({str(k): int(v) for k, v in rank.items()} for rank in told["memory"])
-        modules = tuple((str(name), int(values), int(trained)) for name, values, trained in told["modules"])
-        title, plan, source = (str(told[key]) for key in ("title", "plan", "source"))
-        return cls(title, plan, int(told["num_steps"]), modules, memory, source, timeline)
-
-
-def _span(kind: Any, direction: int, stage: int, microbatch: int, start: float, end: float) -> TimeSpan:
-    if kind not in ("forward", "backward", "input", "weight") or direction not in (0, 1):
-        raise ValueError(f"no action is {kind!r} in direction {direction!r}")
-    if not (isfinite(start) and isfinite(end)):
-        raise ValueError(f"no action is from {start} to {end}")
-    return TimeSpan(Action(kind, int(direction), int(stage), int(microbatch)), float(start), float(end))
 
 
 class FolderResults:
@@ -118,10 +64,9 @@ class FolderResults:
         return found
 
     @cached_property
-    def portrait(self) -> RunSnapshot | None:
-        found = self._object(PORTRAIT)
-        with reading(self.path / PORTRAIT):
-            return RunSnapshot.of(found) if found else None
+    def portrait(self) -> Record:
+        """The plan, the modules, the timeline and the memory, as portrait.json has them."""
+        return self._object(PORTRAIT)
 
     @cached_property
     def metrics(self) -> list[Record]:

@@ -17,6 +17,7 @@ Rank 0 creates it. The other ranks receive its path, and write only their logs.
 """
 
 import logging
+import math
 import os
 import platform
 import re
@@ -24,6 +25,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
@@ -33,7 +35,9 @@ from typing import Any
 from mpi4dl import __version__
 from mpi4dl._files import LOCK, lock, write_durably
 from mpi4dl.options.declare import ConfigError
-from mpi4dl.results.formats import write_object
+from mpi4dl.parallel.tables.schedules import Action
+from mpi4dl.parallel.tables.simulator import Simulation, TimeSpan
+from mpi4dl.results.formats import Record, write_object
 from mpi4dl.results.names import METRICS
 
 LOGGER_NAME = "mpi4dl"
@@ -199,3 +203,52 @@ def versions(mpi_library: str, command: Sequence[str]) -> dict[str, Any]:
         "executable": sys.executable,
         "command": list(command),
     }
+
+
+@dataclass(frozen=True)
+class RunSnapshot:
+    """The plan, model and memory of a run for reports: `portrait.json` in its folder.
+
+    {"title": ..., "plan": ..., "num_steps": ..., "source": where the seconds are from,
+     "timeline": [[[kind, direction, stage, microbatch, start, end], ...] of each rank of a replica],
+     "modules": [[name, values, of them trained], ...],
+     "memory": [{purpose: bytes} of each rank, as measured after the first steps]}
+
+    `timeline` is None of a plan of one stage, in which no rank waits for another stage.
+    """
+
+    title: str
+    plan: str
+    num_steps: int
+    modules: tuple[tuple[str, int, int], ...]
+    memory: tuple[Mapping[str, int], ...]
+    source: str = ""
+    timeline: Simulation | None = None
+
+    def content(self) -> Record:
+        """As the file has it."""
+        found = dict(vars(self))
+        if self.timeline is not None:
+            found["timeline"] = [[[*span.action, *span[1:]] for span in row] for row in self.timeline.rows]
+        return found
+
+    @classmethod
+    def of(cls, told: Any) -> "RunSnapshot":
+        """Of what `content` gave. Raises ValueError, TypeError or KeyError for anything else."""
+        rows = told["timeline"]
+        timeline = None
+        if rows is not None:
+            spans = (tuple(_span(*values) for values in row) for row in rows)
+            timeline = Simulation(tuple(spans), (0,) * len(rows))
+        memory = tuple({str(k): int(v) for k, v in rank.items()} for rank in told["memory"])
+        modules = tuple((str(name), int(values), int(trained)) for name, values, trained in told["modules"])
+        title, plan, source = (str(told[key]) for key in ("title", "plan", "source"))
+        return cls(title, plan, int(told["num_steps"]), modules, memory, source, timeline)
+
+
+def _span(kind: Any, direction: int, stage: int, microbatch: int, start: float, end: float) -> TimeSpan:
+    if kind not in ("forward", "backward", "input", "weight") or direction not in (0, 1):
+        raise ValueError(f"no action is {kind!r} in direction {direction!r}")
+    if not (math.isfinite(start) and math.isfinite(end)):
+        raise ValueError(f"no action is from {start} to {end}")
+    return TimeSpan(Action(kind, int(direction), int(stage), int(microbatch)), float(start), float(end))

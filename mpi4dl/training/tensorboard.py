@@ -20,8 +20,7 @@ from mpi4dl.parallel import spatial
 from mpi4dl.parallel.tables.simulator import Simulation
 from mpi4dl.results.formats import write_object
 from mpi4dl.results.names import PORTRAIT
-from mpi4dl.results.runs import RunSnapshot
-from mpi4dl.runs.folder import RunFolder
+from mpi4dl.runs.folder import RunFolder, RunSnapshot
 from mpi4dl.tasks.formulas import main_output
 from mpi4dl.tasks.metrics import THRESHOLD
 from mpi4dl.tasks.task import Task

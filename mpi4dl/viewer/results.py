@@ -24,6 +24,7 @@ from mpi4dl.datasets.slides.record import SLIDES
 from mpi4dl.datasets.slides.tables import FEATURE_SUFFIXES, SlideRow, SlideTable, read_slides, without_suffix
 from mpi4dl.results.evaluations import SavedEvaluation
 from mpi4dl.results.formats import Record, below, is_below, nested, read_object, reading
+from mpi4dl.results.names import PREDICTIONS
 from mpi4dl.results.runs import FolderResults, predictions_in
 
 GEOJSON, CLASS_MAP = ".geojson", ".ome.tif"
@@ -103,10 +104,13 @@ def read_results(
         records |= {row["image"]: nested(row) for row in SavedEvaluation(evaluated).records}
     for record in [] if predicted is None else predictions_in(predicted):
         records[record["image"]] = records.get(record["image"], {}) | record
+    if slides is not None and not slides.exists():
+        raise ValueError(f"--slides {slides}: no such file or folder")
     told = _recorded(predicted, evaluated)
-    with reading(folder / SLIDES if predicted is None else predicted / SLIDES):
+    with reading(evaluated or folder if predicted is None else predicted / SLIDES):
         place = _Place(told, slides, slides_folder, folder, remarks)
         records = {place.name_of(name): record for name, record in records.items()}
+    with reading(evaluated or folder if predicted is None else predicted / f"{PREDICTIONS.name}.jsonl"):
         viewed = tuple(
             _viewed(name, record, place, predicted, mpp)
             for name, record in sorted((place.records() | records).items(), key=lambda item: item[0])
@@ -167,8 +171,6 @@ class _Place:
         if source is not None and source.exists() and not only_features:
             named = columns if slides is None and columns else {}
             self._read(source, {role: named[role] for role in ("slide", "patient") if role in named}, remarks)
-        elif slides is not None:
-            raise ValueError(f"--slides {slides}: no such file or folder")
         if self.root is None:
             remarks.append("nothing says where the slides are: name their table or folder by --slides")
         elif not self.root.is_dir():

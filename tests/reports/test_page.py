@@ -18,7 +18,7 @@ from mpi4dl.reports.reading import extremes, judged, read_runs
 from mpi4dl.results.evaluations import evaluations_in
 from mpi4dl.results.formats import as_object
 from mpi4dl.results.names import PORTRAIT
-from mpi4dl.results.runs import RunSnapshot
+from mpi4dl.runs.folder import RunSnapshot
 
 EVIL = '<script>alert("x")</script> & {{ title }}'
 VOID = ("meta", "br", "img")
