@@ -51,7 +51,7 @@ class ShownRun:
             self.options = self.options | new
         self.versions, self.state = flattened(found.versions), found.state
         with reading(path / PORTRAIT):
-            self.portrait = RunSnapshot.of(found.portrait) if found.portrait else None
+            self.portrait = RunSnapshot.of(found.snapshot) if found.snapshot else None
         self.title = self.portrait.title if self.portrait else self.options.get("model.model", "")
         self.records = [(line["phase"], line["step"], dict(_numbers(line))) for line in found.metrics]
         matrices = (

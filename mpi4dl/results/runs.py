@@ -64,8 +64,8 @@ class FolderResults:
         return found
 
     @cached_property
-    def portrait(self) -> Record:
-        """The plan, the modules, the timeline and the memory, as portrait.json has them."""
+    def snapshot(self) -> Record:
+        """The plan, the modules, the timeline and the memory."""
         return self._object(PORTRAIT)
 
     @cached_property

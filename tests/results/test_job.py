@@ -190,3 +190,9 @@ def test_an_input_that_changes_meanwhile_is_an_error_and_done_again(
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert FolderJob(tmp_path / "out", KIND, {}, {}, dry_run=True).done == {}
     assert not (tmp_path / "out").exists()
+
+
+def test_an_item_that_nothing_tells_from_others_is_never_done(work: Work) -> None:
+    job = FolderJob(work.out, KIND, {"height": 3}, {"a": None})
+    job.close()
+    assert job.done == {}

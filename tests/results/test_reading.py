@@ -39,7 +39,7 @@ def test_results_of_a_run_are_rows(tmp_path: Path) -> None:
     assert [row["label"] for row in evaluation.records] == [each["label"] for each in scores.records]
     assert found.config["model"]["model"] == "small_resnet"
     assert found.model["classes"] == list(CLASSES)
-    assert found.portrait == {}
+    assert found.snapshot == {}
     for each in (found.metrics, found.predictions, found.evaluations):
         json.dumps(each)
 
