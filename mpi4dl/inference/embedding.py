@@ -38,7 +38,7 @@ from mpi4dl.models.registry import OWN_MODELS, TIMM
 from mpi4dl.options import parts
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.data import open_slides, stains_of, with_reference
-from mpi4dl.options.declare import value_of, with_options, with_values
+from mpi4dl.options.declare import options_of, value_of, with_options, with_values
 from mpi4dl.options.kinds import AUTO, part_name
 from mpi4dl.options.models import build_model
 from mpi4dl.options.parts import is_own
@@ -56,12 +56,15 @@ PRETRAINED = "pretrained"
 NUM_OUTPUTS = 2  # of the classifier that an encoder is built with, and which is then left out
 FINGERPRINT = 12  # characters
 AHEAD = 2  # batches that each thread reads ahead
-# Options of training that decide how patches are read and encoded, and what they are called in messages.
-TAKEN = (
-    *("model", "model_options", "min_tissue", "patches_at_once", "mpp", "magnification", "level", "assume_mpp"),
-    *("tissue", "leave_out", "slides", "slides_folder", "slide_column", "precision", "threads", "device"),
-)
 STAINS = ("stain_norm", "stain_reference")
+OTHERWISE = {
+    "weights",
+    "patches",
+    "mean",
+    "std",
+    "dry_run",
+    *STAINS,
+}  # which mean something else in training
 TRAINED = ("model", "model_options", "mean", "std", *STAINS)  # options of the training of weights that matter here
 
 
@@ -104,7 +107,8 @@ def training_options(options: Any, comm: Communicator) -> Config:
     Refusal on all ranks if there is no such reference.
     """
     num_ranks, patch = comm.size, options.encoder.patches
-    given = {name: value_of(options, name) for name in TAKEN}
+    shared = options_of(Config).keys() & options_of(type(options)).keys() - OTHERWISE
+    given = {name: value_of(options, name) for name in shared}
     given |= {"image_size": (patch, patch), "data": num_ranks, "batch_size": num_ranks}
     weights, model = options.encoder.weights, part_name(options.encoder.model)
     stains = None

@@ -539,8 +539,14 @@ def records_content() -> Any:
     return {"version": 1, "settings": {"weights": "w", "images": "i", "fit": "resize", "lr": 0.5}}
 
 
+def _records(path: Path) -> None:
+    lines = [{"image": name, "file": {"bytes": 3}, "files": {f"masks/{name}.png": 4}, "mask": "b"} for name in "abc"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def read_records(path: Path) -> None:
-    (path.parent / "predictions.jsonl").write_bytes(path.read_bytes().replace(b"\n", b" ") + b'\n{"image": "a"}\n')
+    if path.name == "predictions.jsonl":
+        path.with_suffix(".json").write_text(json.dumps(records_content()))
     FolderJob(path.parent, PREDICTIONS, records_content()["settings"], {}).close()
 
 
@@ -574,5 +580,6 @@ def kinds() -> dict[str, Kind]:
         "TOML": Kind("config.toml", _config, read_config, text=True, odd=_texts(ODD_TOML)),
         "description": Kind("model.json", _as_json(description_content), read_description, text=True),
         "images": Kind("images.json", _as_json(images_content), read_images, text=True),
-        "records": Kind("predictions.json", _as_json(records_content), read_records, text=True),
+        "settings": Kind("predictions.json", _as_json(records_content), read_records, text=True),
+        "records": Kind("predictions.jsonl", _records, read_records, text=True),
     }
