@@ -5,9 +5,8 @@ It writes one HDF5 file a slide. Started again, it continues with the slides tha
 
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpi4dl._commands import runs
@@ -18,7 +17,7 @@ if runs(__name__):
 
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.config import Data, Model, Parallel, Slides, Training
-from mpi4dl.options.declare import ConfigError, instead, like, option, same_as
+from mpi4dl.options.declare import ConfigError, instead, like, neutral, option, same_as
 from mpi4dl.options.kinds import AUTO, BOOLEAN, COUNT, DEVIATIONS, MEANS, NAME, SHARE, choice, optional, or_auto
 
 if TYPE_CHECKING:
@@ -32,15 +31,15 @@ DESCRIPTION = "Write the features of all tissue patches of slides by a frozen en
 class ToEmbed:
     """The slides, their resolution and tissue, and where features go."""
 
-    slides: str | None = option(
+    slides: str | None = neutral(
         None,
         "a table with a line for each slide, such as slides.csv, whose labels are not read, or a folder of slides",
         optional(NAME),
         brief="a table of slides, or a folder of them",
         known_as=same_as("wsi-dir csv-path wsi-source"),
     )
-    slides_folder: str | None = like(Slides, "slides_folder")
-    slide_column: str | None = like(Slides, "slide_column")
+    slides_folder: str | None = like(Slides, "slides_folder", changes_results=False)
+    slide_column: str | None = like(Slides, "slide_column", changes_results=False)
     mpp: float | None = like(Slides, "mpp")
     magnification: float | None = like(Slides, "magnification")
     level: int | None = like(Slides, "level")
@@ -58,14 +57,15 @@ class ToEmbed:
     min_tissue: float = option(
         0.0, "the share of tissue that a patch needs; 0: any", SHARE, known_as=same_as("min-tissue-proportion")
     )
-    out: str = option(
+    out: str = neutral(
         "features",
-        "folder for the files; a finished file with the same settings is skipped",
+        "folder for the files; slides that are finished there are skipped",
         NAME,
         brief="the folder for NAME.h5 of each slide",
         known_as=same_as("output output-dir feat-dir features-dir job-dir"),
     )
-    dry_run: bool = option(
+    overwrite: bool = neutral(False, "embed all slides again, whatever the folder has", BOOLEAN)
+    dry_run: bool = neutral(
         False, "list the slides, their numbers of patches, and the files that would be written, and stop", BOOLEAN
     )
 
@@ -88,7 +88,7 @@ class Encoding:
     patches: int = option(
         256, "side of the patches in pixels, at the resolution that is asked for", COUNT, known_as=same_as("patch-size")
     )
-    patches_at_once: int = option(
+    patches_at_once: int = neutral(
         32, "number of patches that each rank encodes at once", COUNT, known_as=same_as("b batch-size feat-batch-size")
     )
     mean: tuple[float, ...] | str = option(
@@ -128,7 +128,7 @@ def embed(comm: "Communicator", asked: CommandLine[EmbedConfig]) -> None:
         if chosen.slides is None:
             raise ConfigError("`slides` is missing: a table with a line for each slide, or a folder of slides")
 
-    from mpi4dl.inference.embedding import Embedding, alone_in, open_encoder, refuse_bad, summary, training_options
+    from mpi4dl.inference.embedding import Embedding, open_encoder, refuse_bad, summary, training_options
     from mpi4dl.runs.stopping import Patience
 
     began = time.monotonic()
@@ -136,9 +136,9 @@ def embed(comm: "Communicator", asked: CommandLine[EmbedConfig]) -> None:
     patience = Patience(config.work.hang_timeout if comm.size > 1 else 0.0)
     with patience.working("start"):
         encoder, remarks = open_encoder(comm, config, training)
-    with nullcontext() if chosen.dry_run else alone_in(Path(chosen.out), comm):
-        with patience.working("start"):
-            embedding = Embedding(comm, config, training, encoder, patience)
+    with patience.working("start"):
+        embedding = Embedding(comm, config, training, encoder, patience)
+    with closing(embedding):
         embedding.measure_stains()
         if comm.rank == 0:
             for line in (embedding.title(), *remarks, *embedding.remarks, *embedding.unstained):

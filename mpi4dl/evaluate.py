@@ -57,7 +57,9 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     from mpi4dl.inference.comparing import Comparison
     from mpi4dl.inference.images import framed_for, open_to_evaluate, seen_before
     from mpi4dl.inference.model import Predictor
-    from mpi4dl.inference.scoring import COMPARISON, file_names, judging_by, score
+    from mpi4dl.inference.scoring import judging_by, score
+    from mpi4dl.results.evaluations import file_of_evaluation
+    from mpi4dl.results.names import COMPARISON
 
     config, options = asked.config, asked.config.evaluating
     others = options.slides or options.features
@@ -106,7 +108,7 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
         other = Predictor(asked.source, replace(chosen, placing=placing), comm, framed)
         others_scores = score(other, images, speaks=True, **{**how, "resamples": 0})
         comparison = Comparison((precision, beside), scores, others_scores)
-    files = file_names(model.folder, None if options.out is None else Path(options.out), datetime.now())
+    file = file_of_evaluation(model.folder, None if options.out is None else Path(options.out), datetime.now())
     told: dict[str, Any] = {
         "source": asked.source,
         "weights": str(model.weights),
@@ -123,12 +125,12 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
             if comparison is not None:
                 told["comparison"] = comparison.as_json()
             more = {} if comparison is None else {COMPARISON: comparison.table()}
-            remarks = scores.write(*files, told, options.level, more)
+            remarks = scores.write(file, told, options.level, more)
             lines = [*scores.table(options.level, intervals=options.resamples > 0), *remarks]
             lines += [] if comparison is None else ["", f"{precision} beside {beside}", *comparison.lines()]
             print("\n".join(lines))
             bad = f", {len(scores.bad)} could not be read" if scores.bad else ""
-            print(f"{counted(scores.count, scores.what)} evaluated{bad}; see {files[0]} and {files[1].name}")
+            print(f"{counted(scores.count, scores.what)} evaluated{bad}; see {file} and {file.stem}.csv")
 
 
 def _is_folder_of_folds(comm: "Communicator", source: str) -> bool:

@@ -53,7 +53,7 @@ def predict(comm: "Communicator", asked: CommandLine[PredictConfig]) -> None:
 
     from mpi4dl.inference.images import framed_for, open_any, open_any_slides
     from mpi4dl.inference.model import Predictor
-    from mpi4dl.inference.predicting import MapsAsked, Predicting
+    from mpi4dl.inference.predicting import Predicting
 
     framed = partial(framed_for, comm, chosen, config.columns)
     model = Predictor(asked.source, Inference(config.inputs, config.placing), comm, framed)
@@ -64,8 +64,7 @@ def predict(comm: "Communicator", asked: CommandLine[PredictConfig]) -> None:
         images = open_any_slides(comm, model.config, model.about)
     name = f"predictions-{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(where).absolute().name).strip('-')}"
     out = model.folder / name if config.predicting.out is None else Path(config.predicting.out)
-    asked_maps = MapsAsked("none" if chosen.images is not None else chosen.maps, chosen.map_class, chosen.map_layer)
-    predicting = Predicting(model, images, where, out, speaks=True, maps=asked_maps, min_area=chosen.min_area)
+    predicting = Predicting(model, images, where, out, (config,), speaks=True)
     for line in (*model.title(), *predicting.remarks) if comm.rank == 0 else ():
         print(asked.spell(line), flush=True)
     count = sum(1 for _ in predicting)

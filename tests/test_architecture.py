@@ -33,6 +33,7 @@ FLOORS = {
     "viewer": 11,
     "training": 10,
     "runs": 9,
+    "results": 8,
     "estimate": 8,
     "options": 7,
     "engine": 6,

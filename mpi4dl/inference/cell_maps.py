@@ -48,11 +48,6 @@ class CellOptions:
     number: int | None = None
     layer: str | None = None
 
-    def describe(self) -> str:
-        """All of it in words, by which maps of a folder are known to be alike."""
-        of_class = "" if self.number is None else f" of output {self.number}"
-        return f"{self.kind}{of_class}" + (f" at {self.layer}" if self.layer else "")
-
 
 class CellMap(NamedTuple):
     """The values (h, w) of the cells of an image, each of `side` x `side` pixels, and the class that they count for."""

@@ -4,8 +4,6 @@ metric      bf16     fp32    difference            by slide, and by patient
 accuracy    0.9500   0.9500      0.0000
 """
 
-import csv
-import io
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,11 +12,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mpi4dl._numbers import as_cell
 from mpi4dl._wording import aligned, counted
 from mpi4dl.datasets.base import printable
 from mpi4dl.inference.samples import UNDEFINED, Measured, Samples
 from mpi4dl.inference.scoring import Scores
+from mpi4dl.results.formats import csv_lines
 from mpi4dl.tasks.task import Classify, MultiLabel
 
 
@@ -90,18 +88,16 @@ class Comparison:
 
     def table(self) -> bytes:
         """A line for each slide or image: its predictions by both, and the largest difference, as a CSV file."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
         columns = [f"{name} {way}" for name in _columns(self.first) for way in self.ways]
-        writer.writerow(["image", *columns, "largest difference", "changed"])
+        rows: list[list[Any]] = [["image", *columns, "largest difference", "changed"]]
         pairs = zip(self.first.levels[:1], self.second.levels[:1], self.differences, strict=False)
         for one, two, found in pairs:
             for n, name in enumerate(found.names):
                 values = zip(_flat(one.outputs[n]), _flat(two.outputs[n]), strict=True)
                 changed = "" if found.changed is None else int(found.changed[n])
                 numbers = [round(value, 6) for pair in values for value in pair]
-                writer.writerow([as_cell(name), *numbers, float(found.apart[n]), changed])
-        return text.getvalue().encode()
+                rows.append([name, *numbers, float(found.apart[n]), changed])
+        return csv_lines(*rows)
 
 
 def _differences(one: Samples, two: Samples) -> Differences:

@@ -9,10 +9,8 @@ A batch has patches of one slide. Which ones does not depend on the number of ra
 
 import hashlib
 import math
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mpi4dl._files import lock
 from mpi4dl._progress import ProgressBar, ProgressOfImages
 from mpi4dl._wording import counted, duration
 from mpi4dl.comm import Communicator, Refusal
@@ -30,22 +27,23 @@ from mpi4dl.datasets.base import BadImage, DatasetError, printable
 from mpi4dl.datasets.files import WHOLE_SLIDES
 from mpi4dl.datasets.loader import Prefetcher
 from mpi4dl.datasets.samples import without_suffix
-from mpi4dl.datasets.slides.features import Embedded, settings_of, write_features
+from mpi4dl.datasets.slides.features import Embedded, write_features
 from mpi4dl.datasets.slides.slide import MPP_AT_1X, Slide
 from mpi4dl.datasets.transform import NORMALISATIONS, View
 from mpi4dl.engine.precision import AUTOCAST
 from mpi4dl.geometry import Interval, ceil_div, even_cuts
 from mpi4dl.inference.masks import bases_of
-from mpi4dl.inference.records import Record, identity_of, is_same
 from mpi4dl.models.patches import headless
 from mpi4dl.models.registry import OWN_MODELS, TIMM
 from mpi4dl.options import parts
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.data import open_slides, stains_of, with_reference
-from mpi4dl.options.declare import value_of, with_options, with_values
+from mpi4dl.options.declare import options_of, value_of, with_options, with_values
 from mpi4dl.options.kinds import AUTO, part_name
 from mpi4dl.options.models import build_model
 from mpi4dl.options.parts import is_own
+from mpi4dl.results.job import FolderJob, ItemInput, settings_of
+from mpi4dl.results.names import FEATURES
 from mpi4dl.runs.assembly import assemble
 from mpi4dl.runs.folder import better_weights
 from mpi4dl.runs.stopping import Patience
@@ -58,16 +56,16 @@ PRETRAINED = "pretrained"
 NUM_OUTPUTS = 2  # of the classifier that an encoder is built with, and which is then left out
 FINGERPRINT = 12  # characters
 AHEAD = 2  # batches that each thread reads ahead
-# Options of training that decide how patches are read and encoded, and what they are called in messages.
-TAKEN = (
-    *("model", "model_options", "min_tissue", "patches_at_once", "mpp", "magnification", "level", "assume_mpp"),
-    *("tissue", "leave_out", "slides", "slides_folder", "slide_column", "precision", "threads", "device"),
-)
 STAINS = ("stain_norm", "stain_reference")
+OTHERWISE = {
+    "weights",
+    "patches",
+    "mean",
+    "std",
+    "dry_run",
+    *STAINS,
+}  # which mean something else in training
 TRAINED = ("model", "model_options", "mean", "std", *STAINS)  # options of the training of weights that matter here
-SETTINGS = ("model_options", "mpp", "magnification", "level", "assume_mpp", "tissue", "min_tissue", "precision")
-
-Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,8 @@ def training_options(options: Any, comm: Communicator) -> Config:
     Refusal on all ranks if there is no such reference.
     """
     num_ranks, patch = comm.size, options.encoder.patches
-    given = {name: value_of(options, name) for name in TAKEN}
+    shared = options_of(Config).keys() & options_of(type(options)).keys() - OTHERWISE
+    given = {name: value_of(options, name) for name in shared}
     given |= {"image_size": (patch, patch), "data": num_ranks, "batch_size": num_ranks}
     weights, model = options.encoder.weights, part_name(options.encoder.model)
     stains = None
@@ -265,35 +264,19 @@ def shares_of(units: Sequence[PatchBatch], num_ranks: int) -> list[list[PatchBat
     return [list(units[a:b]) for a, b in pairwise(even_cuts(len(units), num_ranks))]
 
 
-@contextmanager
-def alone_in(folder: Path, comm: Communicator) -> Iterator[None]:
-    """Make a folder, and keep other jobs from writing into it. Collective; raises Refusal if one does already."""
-    held = None
-    with comm.together((ValueError, OSError)):
-        if comm.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            held = lock(folder, "out")
-    try:
-        yield
-    finally:
-        if held is not None:
-            os.close(held)
-
-
 class Embedding:
     """The slides that a configuration names, of which files of features are written into a folder. Collective.
 
-    `patience` ends the job if a rank is silent for too long.
+    `patience` ends the job if a rank is silent for too long. `close` lets other jobs into the folder.
 
     Attributes:
         paths: the file of each slide.
-        done: the slides that have a finished file with the same settings.
-        changed: those whose file is of other pixels, which were at their place before.
+        done: the slides that are finished.
         remarks: on the slides, for people.
         bad: what is wrong with slides that cannot be embedded, by number.
 
     Raises:
-        Refusal: on all ranks: there are no slides, or a file was made with other settings.
+        Refusal: on all ranks: there are no slides, or the folder has features by other settings.
     """
 
     def __init__(self, comm: Communicator, options: Any, config: Config, encoder: Encoder, patience: Patience) -> None:
@@ -306,70 +289,49 @@ class Embedding:
         self.comm, self.encoder, self.patience = comm, encoder, patience
         self.slides: SlideFolder = shared(comm, opened)[0]  # type: ignore[assignment]
         self.at_once, self.num_workers = config.model.patches_at_once, options.work.num_workers
-        with comm.together((ConfigError,)):
-            stains = stains_of(config)
-        model = config.model.model
-        self.settings: Settings = {
-            "model": part_name(model) + (f" (file {parts.print_of(model)})" if is_own(model) else ""),
-            "weights": encoder.weights,
-            "patches": encoder.patch,
-            "mean": encoder.mean,
-            "std": encoder.std,
-            **{name: _told(value_of(config, name)) for name in SETTINGS},
-            "leave_out": config.slides.leave_out or None,  # files of earlier versions have none
-            "stain_norm": None if stains is None else stains.method,
-            "stain_reference": None if stains is None else list(stains.reference),
-        }
-        folder = Path(options.embedding.out)
-        names = [self.slides.name(index) for index in range(len(self.slides))]
-        bases = [Path(without_suffix(name, WHOLE_SLIDES)) for name in names]
+        self.names = [self.slides.name(index) for index in range(len(self.slides))]
+        bases = [Path(without_suffix(name, WHOLE_SLIDES)) for name in self.names]
         if len({str(base).casefold() for base in bases}) < len(bases):
-            bases = bases_of(names, ENDING)
+            bases = bases_of(self.names, ENDING)
+        folder = Path(options.embedding.out)
         self.paths = [folder / base.with_name(f"{base.name}{ENDING}") for base in bases]
         self.bad: dict[int, str] = {}
         self.counts: dict[int, int] = {}
         self._places: dict[int, Patches] = {}
-        self._identities: dict[int, Record] = {}
-        self.done, self.changed = self._found()
+        self.job: FolderJob | None = None  # on rank 0
+        found = None
+        with comm.together((ValueError, OSError)):
+            if comm.rank == 0:
+                self.job = self._begin(options, config, folder)
+                found = self.job.settings, [n for n, name in enumerate(self.names) if name in self.job.done]
+        self.settings, done = comm.broadcast_object(found)
+        self.done = {*done}
         self.remarks = (*self.slides.remarks, *self.slides.first_slide())
 
-    def _settings_of(self, index: int) -> Settings:
-        """The settings of a slide's file, as JSON gives them back."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in self.settings.items()} | {
-            "file": self._identities[index]
+    def _begin(self, options: Any, config: Config, folder: Path) -> FolderJob:
+        """On rank 0. Raises ConfigError, ValueError, OSError."""
+        model, stains = config.model.model, stains_of(config)
+        settings = settings_of(
+            options,
+            model=part_name(model) + (f" (file {parts.print_of(model)})" if is_own(model) else ""),
+            weights=self.encoder.weights,
+            mean=self.encoder.mean,
+            std=self.encoder.std,
+            stain_norm=None if stains is None else stains.method,
+            stain_reference=None if stains is None else stains.reference,
+        )
+        inputs = {
+            name: ItemInput(
+                self.slides.path(n), {**self.slides.told(n), "as": self.paths[n].relative_to(folder).as_posix()}
+            )
+            for n, name in enumerate(self.names)
         }
+        how: Any = {"overwrite": options.embedding.overwrite, "dry_run": options.embedding.dry_run}
+        return FolderJob(folder, FEATURES, settings, inputs, writes=self.paths, **how)
 
-    def _identify(self, index: int) -> None:
-        self._identities[index] = self.slides.told(index)
-        with suppress(OSError):  # which opening it will say
-            self._identities[index] |= identity_of(self.slides.path(index))
-
-    def _found(self) -> tuple[set[int], set[int]]:
-        """The slides that have a file with the same settings: of themselves, and of what was at their places before."""
-        mine: tuple[set[int], set[int]] = set(), set()
-        with self.comm.together((ValueError, OSError)):
-            for index in range(self.comm.rank, len(self.paths), self.comm.size):
-                if self.paths[index].exists():
-                    mine[not self._is_same(index)].add(index)
-        same, changed = zip(*self.comm.all_gather_object(mine), strict=True)
-        return set().union(*same), set().union(*changed)
-
-    def _is_same(self, index: int) -> bool:
-        """Whether a file was made of the slide as it is now. Raises ConfigError if it was made with other settings."""
-        path = self.paths[index]
-        self._identify(index)
-        now = self._settings_of(index)
-        try:
-            was = settings_of(path)
-        except BadImage as error:
-            raise ConfigError(f"{error}: remove the file, or choose another `out`") from None
-        if not was:
-            raise ConfigError(f"{path}: was not written by mpi4dl embed: choose another `out`")
-        other = [name for name in now if name != "file" and was.get(name) != now[name]]
-        if other:
-            then, today = (", ".join(f"`{name}` {of.get(name)}" for name in other) for of in (was, now))
-            raise ConfigError(f"{path}: has features by {then}, but now {today} is asked for: choose another `out`")
-        return is_same(was.get("file"), now["file"])
+    def close(self) -> None:
+        if self.job is not None:
+            self.job.close()
 
     @property
     def todo(self) -> list[int]:
@@ -380,7 +342,8 @@ class Embedding:
         """What is embedded by what, in a line."""
         encoder, settings = self.encoder, self.settings
         done = f", {len(self.done)} done before" if self.done else ""
-        done += f", {len(self.changed)} changed since and done again" if self.changed else ""
+        dropped = 0 if self.job is None else len(self.job.dropped)
+        done += f", {dropped} changed since and done again" if dropped else ""
         mean, std = (",".join(f"{value:g}" for value in values) for values in (encoder.mean, encoder.std))
         return (
             f"{counted(len(self.slides), 'slide')}{done}; {encoder.num_features} features of patches of "
@@ -414,7 +377,6 @@ class Embedding:
                 if self.comm.rank < len(group):
                     index = group[self.comm.rank]
                     try:
-                        self._identify(index)
                         with self.patience.working("tissue"):
                             self._places[index] = self.slides.tissue_patches(index, self.encoder.patch)
                         count = len(self._places[index])
@@ -436,8 +398,6 @@ class Embedding:
         for first in range(0, len(wanted), self.comm.size):
             self._embed(wanted[first : first + self.comm.size])
         self._bar.close()
-        for index in self.changed & self.bad.keys() if self.comm.rank == 0 else ():
-            self.paths[index].unlink(missing_ok=True)  # features of what is no more
 
     def _embed(self, group: Sequence[int]) -> None:
         """Embed a group of slides, at most as many as ranks. Rank r found the patches of number r, and writes it."""
@@ -459,8 +419,14 @@ class Embedding:
                         self.paths[own],
                         Embedded(whole, _coords(slide, corners, self.encoder.patch)),
                         _attributes(slide, self.encoder.patch, Path(self.paths[own]).stem),
-                        self._settings_of(own),
+                        self.settings,
                     )
+        with comm.together((OSError,)):
+            for index in group:
+                if self.job is not None and index not in self.bad:
+                    written = self.job.add({"slide": self.names[index]}, [self.paths[index]])
+                    self.bad |= {index: written["error"]} if "error" in written else {}
+        self.bad = comm.broadcast_object(self.bad)
         self._seen += sum(counts)
         self._advance(0)
 
@@ -576,10 +542,6 @@ def _attributes(slide: Slide, patch: int, name: str) -> dict[str, Any]:
         "level0_aspect": None if slide.file.aspect == (1.0, 1.0) else slide.file.aspect,
         "name": name,
     }
-
-
-def _told(value: Any) -> Any:
-    return {str(name): str(each) for name, each in value.items()} if isinstance(value, Mapping) else value
 
 
 def summary(embedding: Embedding, seconds: float) -> str:

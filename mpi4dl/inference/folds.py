@@ -9,18 +9,14 @@ Each slide is predicted by the run that has not seen its patient. Validation cho
 those of the last step. Where split files keep slides for tests in each fold, the best weights predict these.
 """
 
-import csv
-import io
-import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from mpi4dl._files import read_regular, write_durably
 from mpi4dl._signatures import signature_of
 from mpi4dl._wording import aligned, counted, some
 from mpi4dl.checkpoints.manifest import MODEL
@@ -31,13 +27,17 @@ from mpi4dl.inference.images import open_files_of_run
 from mpi4dl.inference.model import Predictor
 from mpi4dl.inference.options import Inference
 from mpi4dl.inference.samples import UNDEFINED, Judging, Samples
-from mpi4dl.inference.scoring import SUMMARY, Scores, beside, file_names, remove_others, score, scores_of
-from mpi4dl.options.config import OF_THE_TASK, Config, ConfigError, parse, shared_options
+from mpi4dl.inference.scoring import Scores, score, scores_of
+from mpi4dl.options.config import OF_THE_TASK, Config, ConfigError, parse
 from mpi4dl.options.data import FOLDS, has_files, with_features, with_frame
-from mpi4dl.options.declare import options_of, value_of, with_values, without_flags
+from mpi4dl.options.declare import value_of, with_values, without_flags
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.tasks import with_task
-from mpi4dl.runs.folder import BEST, VERSIONS, default_path
+from mpi4dl.results.evaluations import beside, file_of_evaluation, write_evaluation
+from mpi4dl.results.formats import csv_lines, read_object
+from mpi4dl.results.job import Settings, difference, settings_of
+from mpi4dl.results.names import CONFIG, SUMMARY, VERSIONS
+from mpi4dl.runs.folder import BEST, default_path
 from mpi4dl.runs.samples import FILE as SAMPLES
 from mpi4dl.runs.samples import RunSamples
 from mpi4dl.tasks.curves import is_rule
@@ -51,10 +51,10 @@ _NAME = re.compile(r"fold_([0-9]{1,6})")
 
 def fold_folders(folder: Path) -> dict[int, Path]:
     """The folders of the runs of folds in a folder, by their numbers; empty if it is itself a run."""
-    if not folder.is_dir() or (folder / "config.toml").is_file():
+    if not folder.is_dir() or (folder / CONFIG).is_file():
         return {}
     found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
-    of = {int(name[1]): path for name, path in found if name and (path / "config.toml").is_file()}
+    of = {int(name[1]): path for name, path in found if name and (path / CONFIG).is_file()}
     return dict(sorted(of.items()))
 
 
@@ -67,94 +67,82 @@ def train_folds(comm: Communicator, config: Config, spell: Callable[[str], str],
         comm.agree(f"`resume` {run.resume}: `all_folds` continues in `run_folder` by `resume` auto")
     asked = None if comm.rank else run.run_folder or str(default_path(config.model_name, datetime.now()))
     folder, num_folds = Path(comm.broadcast_object(asked)), chosen.folds or 0
+    found: tuple[Config, set[int]] = config, set()
     if run.resume == "auto":
-        found = None
         with comm.together((ValueError, OSError)):
             if comm.rank == 0:
                 found = _as_trained(config, fold_folders(folder))
-        config = comm.broadcast_object(found)
+        found = comm.broadcast_object(found)
+    config, done = found
     for fold in range(num_folds):
         path = folder / f"fold_{fold}"
-        finished = _finished(comm, path)
-        if run.resume == "auto" and finished:
-            with comm.together((ValueError, OSError)):
-                if comm.rank == 0:
-                    _require_unchanged(with_values(config, {"fold": fold, "all_folds": False, "run_folder": str(path)}))
+        if fold in done:
             _say(comm, f"fold {fold} of {num_folds} is finished: {path}")
             continue
         _say(comm, f"fold {fold} of {num_folds}: {path}")
-        one = with_values(config, {"fold": fold, "all_folds": False, "run_folder": str(path)})
         words = [*without_flags(Config, argv, ("all_folds", "fold")), "--fold", str(fold)]
-        fit(set_up(one, comm, spell, words))
+        fit(set_up(_of_fold(config, fold, path), comm, spell, words))
         if run.dry_run:
             return
-        if not _finished(comm, path):
+        if not comm.broadcast_object((path / MODEL).is_file()):
             go_on = command_to_go_on(comm.size, argv, folder)
             _say(comm, f"stopped in fold {fold} of {num_folds}; continue this fold and the others with: {go_on}")
             return
     summarise(comm, folder, Inference(), Judging(), spell=spell)
 
 
-def _as_trained(config: Config, runs: Mapping[int, Path]) -> Config:
-    """The configuration with what the folds in these folders were trained with, for options that are left open.
+def _of_fold(config: Config, fold: int, path: Path) -> Config:
+    return with_values(config, {"fold": fold, "all_folds": False, "run_folder": str(path)})
 
-    Raises ConfigError where it says something else than they had. DatasetError, OSError.
+
+def _as_trained(config: Config, runs: Mapping[int, Path]) -> tuple[Config, set[int]]:
+    """The configuration with what the runs of folds had for options that are left open; and the finished folds.
+
+    Raises ConfigError where options, the user's files or slides are others than they were. DatasetError, OSError.
     """
-    if not runs:
-        return config
-    there = _config_of(next(iter(runs.values())))
-    left_open = [name for name in OF_THE_TASK if value_of(config, name) == AUTO]
-    config = with_values(config, {name: value_of(there, name) for name in left_open})
-    found = with_frame(with_values(config, {"fold": next(iter(runs)), "all_folds": False}))
-    _require_alike(runs.values(), with_task(found, open_samples(found).training), "this")
-    return config
+    done = set()
+    for fold, path in runs.items():
+        there = _config_of(path)
+        left_open = [name for name in OF_THE_TASK if value_of(config, name) == AUTO]
+        config = with_values(config, {name: value_of(there, name) for name in left_open})
+        framed = with_frame(_of_fold(config, fold, path))
+        samples = open_samples(framed)
+        assert isinstance(samples, Images)
+        framed = with_task(framed, samples.training)
+        then, now = settings_of(there), settings_of(framed)
+        if (path / MODEL).is_file():
+            done.add(fold)
+            then |= {**read_object(path / VERSIONS)["files"], **_contents(RunSamples.read(path / SAMPLES))}
+            now |= {**files_of(framed), **_contents(RunSamples.of(samples.training, samples.validation))}
+            now |= _new_samples(config, samples)
+        _require_alike(path, then, now)
+    return config, done
 
 
-def _require_unchanged(config: Config) -> None:
-    """Raise ConfigError if the samples, the user's code or the first weights of a fold are others now.
+def _contents(kept: RunSamples) -> dict[str, list[Any]]:
+    """What is known of each sample of a run, and its label."""
+    return {f"sample {each.file}": [*each] for each in kept.samples}
 
-    Raises DatasetError, OSError.
-    """
-    path = Path(config.run.run_folder or "")
-    then = RunSamples.read(path / SAMPLES)
-    samples = open_samples(with_frame(config))
-    assert isinstance(samples, Images)
-    now = RunSamples.of(samples.training, samples.validation)
-    then.require_unchanged(now)
-    before, files = json.loads(read_regular(path / VERSIONS)).get("files", {}), files_of(config)
-    changes = [f"{name} is another one" for name in {**before, **files} if before.get(name) != files.get(name)]
+
+def _new_samples(config: Config, samples: Images) -> dict[str, str]:
+    """Samples that the table has got since its folds were made; a file of splits may leave some out."""
     whole: Any = samples.training.whole if isinstance(samples.training, Subset) else samples.training
-    if config.slides.split_file is None:  # the folds that were made had all slides of the table
-        changes += [f"{row.name} is new" for row in whole.rows if not row.split and row.fold is None]
-    for change in (*then.changes(now), *changes):
+    rows = whole.rows if config.slides.split_file is None else ()
+    return {f"sample {row.path}": "in no fold" for row in rows if not row.split and row.fold is None}
+
+
+def _require_alike(path: Path, then: Settings, now: Settings) -> None:
+    """Raise ConfigError if the run of a fold was trained with other settings than those of others."""
+    other = difference(then, now)
+    if other:
         raise ConfigError(
-            f"{path} is finished, and since then {change}: all folds need the same, so put it back, or train in "
-            "another `run_folder`"
+            f"{path} was trained with {other}, and all folds need the same: change it back, or "
+            "train in another `run_folder`"
         )
 
 
 def _config_of(run: Path) -> Config:
-    return parse(["--config", str(run / "config.toml")])
-
-
-def _require_alike(runs: Iterable[Path], config: Config, whose: str) -> None:
-    """Raise ConfigError if runs were trained with other options than `config`, which is `whose`."""
-    free = {name for name, item in options_of(Config).items() if item.section in ("parallel", "run")}
-    free = free - {"stream_norm"} | {"fold"}
-    now = shared_options(config)
-    for path in runs:
-        before = shared_options(_config_of(path))
-        other = next((name for name in now if name not in free and now[name] != before[name]), None)
-        if other is not None:
-            raise ConfigError(
-                f"{path} was trained with `{other}` {before[other]}, but {whose} with {now[other]}, and all folds need "
-                "the same: keep the value, or train in another `run_folder`"
-            )
-
-
-def _finished(comm: Communicator, path: Path) -> bool:
-    found: bool = comm.broadcast_object((path / MODEL).is_file())
-    return found
+    return parse(["--config", str(run / CONFIG)])
 
 
 def _say(comm: Communicator, line: str) -> None:
@@ -226,12 +214,18 @@ def _looked_at(folder: Path, part: str | None) -> tuple[dict[int, Path], str, li
     """
     every = fold_folders(folder)
     runs = {fold: path for fold, path in every.items() if (path / MODEL).is_file()}
-    for first in [*runs.values()][:1]:
-        _require_alike(runs.values(), _config_of(first), str(first))
+    settings = {path: _of_run(path) for path in runs.values()}
+    for path, then in settings.items():
+        _require_alike(path, then, settings[next(iter(settings))])
     if part is None:  # slides for tests that all folds share are seen by none, and so are no fold's own
         own = not (folder / FOLDS).is_file() and all(_has_tests(path) for path in runs.values())
         part = "test" if own else "val"
     return runs, part, [fold for fold in every if fold not in runs]
+
+
+def _of_run(path: Path) -> Settings:
+    """The options of the run of a fold, and the user's files; without the number of the fold."""
+    return {**settings_of(_of_fold(_config_of(path), 0, path)), **read_object(path / VERSIONS)["files"]}
 
 
 def _has_tests(run: Path) -> bool:
@@ -295,15 +289,13 @@ def _shown(value: float) -> str:
 
 def summary_table(found: Sequence[FoldScores], level: float) -> bytes:
     """The table of folds, as a CSV file; empty cells are undefined."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    folds = [f"fold {each.fold}" for each in found]
-    writer.writerow(["level", "metric", *folds, "mean", "standard deviation", "low", "high"])
-    for name, metrics in summaries(found, level).items():
-        for metric, of in metrics.items():
-            numbers = (*of.values, of.mean, of.deviation, of.low, of.high)
-            writer.writerow([name, metric, *("" if math.isnan(number) else number for number in numbers)])
-    return text.getvalue().encode()
+    columns = ("level", "metric", *(f"fold {each.fold}" for each in found), "mean", "standard deviation", "low", "high")
+    rows = (
+        (name, metric, *of.values, of.mean, of.deviation, of.low, of.high)
+        for name, metrics in summaries(found, level).items()
+        for metric, of in metrics.items()
+    )
+    return csv_lines(columns, *rows)
 
 
 def _written(
@@ -318,16 +310,14 @@ def _written(
     unfinished: Sequence[int],
 ) -> Iterator[str]:
     """Write what there is of all folds, and say it. Raises OSError, Refusal."""
-    files = file_names(folder, out, datetime.now())
-    table, content = beside(files[0], SUMMARY), summary_table(found, level)
+    file = file_of_evaluation(folder, out, datetime.now())
+    table, files = beside(file, SUMMARY), {SUMMARY: summary_table(found, level)}
     yield from summary_lines(found, level)
     missing = [str(each.fold) for each in found if not each.scores.levels]
     slides = [name for each in found for samples in each.scores.levels[:1] for name in samples.names]
     if missing or len({*slides}) < len(slides):
         why = f"no predictions of fold {some(missing)}" if missing else "a slide is in several folds"
-        files[0].parent.mkdir(parents=True, exist_ok=True)
-        remove_others(files[0], {table})
-        write_durably(table, content)
+        write_evaluation(file, None, files)
         yield f"predictions of all folds are not pooled: {why}"
         yield f"see {table}"
         return
@@ -353,8 +343,8 @@ def _written(
     told["cross_validation"] = {
         name: {metric: of._asdict() for metric, of in metrics.items()} for name, metrics in of_all.items()
     }
-    remarks = pooled.write(*files, told, level, {SUMMARY: content})
+    remarks = pooled.write(file, told, level, files)
     yield "predictions of all folds together, each by the run that did not see its patient:"
     yield from pooled.table(level, resamples > 0)
     yield from remarks
-    yield f"{counted(len(found), 'fold')}: see {table}, {files[0].name} and {files[1].name}"
+    yield f"{counted(len(found), 'fold')}: see {table}, {file.name} and {file.stem}.csv"

@@ -5,7 +5,7 @@ from math import isqrt, prod
 from typing import Any
 
 from mpi4dl.options.config import Config, Data, Parallel, Slides
-from mpi4dl.options.declare import ConfigError, instead, like, option, same_as
+from mpi4dl.options.declare import ConfigError, instead, like, neutral, option, same_as
 from mpi4dl.options.kinds import (
     BOOLEAN,
     COUNT,
@@ -48,17 +48,17 @@ class Inputs:
         "its automatic crop, and masks by windows over whole images",
         choice("auto", "resize", "crop"),
     )
-    trust_code: bool = option(
+    trust_code: bool = neutral(
         False, "load code that the run or the weights name, even if your training did not sign it", BOOLEAN
     )
-    batch_size: int | None = option(
+    batch_size: int | None = neutral(
         None,
         "images in each batch, over all ranks together; none: as in training, and at least one for each of --data",
         optional(COUNT),
         brief="images at once, over all ranks",
         known_as=same_as("b batch eval-batch-size per-device-eval-batch-size"),
     )
-    num_workers: int = option(
+    num_workers: int = neutral(
         2,
         "number of threads on each rank that read images ahead",
         COUNT_OR_ZERO,
@@ -71,14 +71,14 @@ class Inputs:
 class Placing:
     """How ranks share the work, and where it is computed."""
 
-    tiles: tuple[tuple[int, ...], ...] | None = option(
+    tiles: tuple[tuple[int, ...], ...] | None = neutral(
         None,
         "grid of tiles of every image, one tile per rank; none: one tile for each rank for large images",
         optional(GRIDS),
         brief="the grid of tiles that each image is cut into",
     )
     stages: int = like(Parallel, "stages")
-    data: int | None = option(
+    data: int | None = neutral(
         None,
         "number of data replicas that share the batch; none: as many as the ranks allow",
         optional(COUNT),
@@ -123,7 +123,7 @@ class Inference:
 class TableColumns:
     """Columns of the table of --slides; none: as in training, or the usual names."""
 
-    slide_column: str | None = like(Slides, "slide_column")
+    slide_column: str | None = like(Slides, "slide_column", changes_results=False)
     patient_column: str | None = like(Slides, "patient_column")
     annotation_column: str | None = like(Slides, "annotation_column")
 
@@ -155,7 +155,7 @@ class ToPredict:
         brief="a table of slides, or a folder of them",
         known_as=same_as("wsi-dir"),
     )
-    slides_folder: str | None = like(Slides, "slides_folder")
+    slides_folder: str | None = like(Slides, "slides_folder", changes_results=False)
     features: str | None = option(
         None,
         "a folder of features of slides, for a model that was trained on features; --slides may be a table of some of "
@@ -185,7 +185,7 @@ class ToPredict:
         "the module whose output activation maps are of; none: the last tensor with rows and columns",
         optional(NAME),
     )
-    out: str | None = option(
+    out: str | None = neutral(
         None,
         "folder for predictions.csv, predictions.jsonl and masks; images with a line there are skipped; none: "
         "predictions-IMAGES in that of the run",
@@ -193,6 +193,7 @@ class ToPredict:
         brief="the folder for predictions and masks",
         known_as=same_as("output output-dir results-dir"),
     )
+    overwrite: bool = neutral(False, "predict of all images again, whatever the folder has", BOOLEAN)
 
 
 @dataclass(frozen=True)
@@ -213,14 +214,14 @@ class Evaluating:
         optional(NAME),
         brief="a table of slides with labels",
     )
-    slides_folder: str | None = like(Slides, "slides_folder")
+    slides_folder: str | None = like(Slides, "slides_folder", changes_results=False)
     features: str | None = option(
         None,
         "a folder of features of the slides of --slides, for a model that was trained on features",
         optional(NAME),
         brief="a folder of features of slides",
     )
-    out: str | None = option(
+    out: str | None = neutral(
         None,
         "folder for evaluation.json and evaluation.csv; none: that of the run, with the date in their names",
         optional(NAME),

@@ -1,23 +1,22 @@
 """Predictions of images without labels: a record of each, written as it comes, and its mask beside it."""
 
-import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mpi4dl._files import checksum, write_durably
+from mpi4dl._files import checksum
 from mpi4dl._progress import ProgressOfImages
 from mpi4dl._signatures import signature_of
 from mpi4dl._wording import counted, some
 from mpi4dl.comm import Refusal
 from mpi4dl.datasets.base import DatasetError, printable
-from mpi4dl.datasets.listed import ListedFiles, files_at
+from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.engine import BatchOutputs
 from mpi4dl.inference.images import Coverage, seen_of
@@ -34,17 +33,11 @@ from mpi4dl.inference.masks import (
     path_of,
 )
 from mpi4dl.inference.model import Prediction, Predictor, cells_of, skips_glass
-from mpi4dl.inference.records import (
-    NOT_NUMBERS,
-    Record,
-    Records,
-    columns_of,
-    files_of,
-    identity_of,
-    is_same,
-    is_undefined,
-    maps_of,
-)
+from mpi4dl.inference.options import ToPredict
+from mpi4dl.inference.records import NOT_NUMBERS, columns_of, is_undefined
+from mpi4dl.results.formats import Record, write_object
+from mpi4dl.results.job import FolderJob, ItemInput, settings_of
+from mpi4dl.results.names import PREDICTIONS
 
 if TYPE_CHECKING:
     from mpi4dl.inference.cell_maps import CellMaps
@@ -55,26 +48,16 @@ OWN_SCALE = ("pad", "own")  # fits of slides that keep their scale, from the upp
 AT_ONCE = 256  # images whose sizes are read before the first of them is looked at
 
 
-class MapsAsked(NamedTuple):
-    """The maps of slides that are asked for: auto, attention, activation, gradient or none; of a class and a layer."""
-
-    kind: str = "none"
-    class_name: str | None = None
-    layer: str | None = None
-
-
-NO_MAPS = MapsAsked()
-
-
 class Predicting:
     """The predictions of a model for images, in order, and in the files of the folder `out` if there is one.
     Collective.
 
-    Images that have a record there already are not looked at again, if their files are the same, and their masks there.
-    The `maps` that are asked for are written beside them. `remarks` are for the reader.
+    Images that are done there already are not looked at again. `options` are the configs by which it is predicted. The
+    maps that they ask for are written beside, of slides. `remarks` are for the reader.
 
     Raises:
-        Refusal: maps that the model or the plan cannot make; auto leaves them out with a remark.
+        Refusal: maps that the model or the plan cannot make; auto leaves them out with a remark. On all ranks, also:
+            `out` has predictions by other options.
     """
 
     def __init__(
@@ -83,11 +66,12 @@ class Predicting:
         images: Named,
         where: str,
         out: Path | None,
+        options: Sequence[Any],
         speaks: bool = False,
-        maps: MapsAsked = NO_MAPS,
-        min_area: float = 0.0,
     ) -> None:
-        self.min_area = min_area
+        chosen: ToPredict = next(each.predicting for each in options if hasattr(each, "predicting"))
+        of_slides = chosen.slides is not None or chosen.features is not None
+        self.min_area = chosen.min_area
         self.model, self.out, self.comm, self.speaks = model, out, model.comm, speaks
         self.noun = model.config.source_noun
         task = model.task
@@ -107,15 +91,15 @@ class Predicting:
             self.suffix = CLASS_MAP
         elif self.dense and len(size) == 2:
             self.suffix = PICTURE
-        self.records: Records | None = None
+        self.job: FolderJob | None = None
         self.bad: list[str] = []
         self.remarks: list[str] = list(self.coverage.remarks)
         self.num_windows = [0, 0]  # that show tissue, and in all
         self.num_unmapped = 0  # slides whose model has nothing to map
         self.cells: CellMaps | None = None
-        self.maps = self._kind_of_maps(maps)
+        self.maps = self._kind_of_maps(chosen) if of_slides and out is not None else "none"
         if self.maps in CELL_KINDS:
-            self.cells = self._cell_maps(maps)
+            self.cells = self._cell_maps(chosen)
         if self.dense:
             frame = "x".join(map(str, size))
             what = (
@@ -126,55 +110,51 @@ class Predicting:
             self.remarks.append(f"{what}; larger {self.noun}s are seen by windows of {frame}")
         names = [images.name(index) for index in range(len(images))]
         self._bases = dict(zip(names, bases_of(names, self.suffix), strict=True))
-        self._paths: dict[str, Path] = {}
-        self._told: dict[str, Record] = {}
-        if isinstance(images, ListedFiles):
-            self._paths = {name: images.path(index) for index, name in enumerate(names)}
-            self._told = {name: images.told(index) for index, name in enumerate(names)}
+        self._wrote: dict[str, list[Path]] = {}  # files of images whose record is not yet added, on rank 0
         done: set[str] = set()
         if out is not None:
             columns = columns_of(type(task), model.classes, False, self.apart, self.coverage.crops)
             with self.comm.together():
                 if self.comm.rank == 0:
-                    self.records = Records(out, self._about(where, images), columns, self._keeps)
+                    settings = self._settings(where, images, options)
+                    inputs, again = self._inputs(images), chosen.overwrite
+                    self.job = FolderJob(out, PREDICTIONS, settings, inputs, columns=columns, overwrite=again)
+                    for left in (out / FOLDER).rglob(".*.new"):
+                        left.unlink(missing_ok=True)
                     self._record_slides(out, images)
-                    done = self.records.done
-                    if self.records.dropped:
-                        told = counted(len(self.records.dropped), "line")
+                    done = {*self.job.done}
+                    if self.job.dropped and not again:
+                        told = counted(len(self.job.dropped), "line")
                         self.remarks.append(
                             f"{told} left out, of {self.noun}s that are gone or changed, or without their masks"
                         )
         done = self.comm.broadcast_object(done)
         self.images = Subset(images, [index for index, name in enumerate(names) if name not in done])
-        self._begun: dict[str, Any] = {}
-        if self.records is not None:
-            wanted = (name for name in names if name not in done and name in self._paths)
-            self._begun = {name: _state_of(self._paths[name]) for name in wanted}
         already = len(names) - len(self.images)
         self.remarks += [f"{counted(already, self.noun)} done before"] if already else []
 
-    def _kind_of_maps(self, asked: MapsAsked) -> str:
+    def _kind_of_maps(self, asked: ToPredict) -> str:
         """attention, activation, gradient or none. Raises Refusal for what cannot be."""
         model, plan = self.model, self.model.plan
         of_patches = model.config.model.patches is not None or model.config.slides.features is not None
-        if asked.kind == "none" or self.out is None or (self.dense and asked.kind == "auto"):
+        if asked.maps == "none" or (self.dense and asked.maps == "auto"):
             return "none"
         why = self._no_maps()
-        if asked.kind == "auto" and (not why or of_patches):
+        if asked.maps == "auto" and (not why or of_patches):
             kind = "attention" if of_patches else "activation"
-        elif asked.kind == "auto":
+        elif asked.maps == "auto":
             self.remarks.append(f"no maps: {why}")
             return "none"
         else:
-            kind = asked.kind
+            kind = asked.maps
         if self.dense:
             raise Refusal(f"`maps` {kind} is not for segmentation, whose class maps are its maps: leave it out")
         if (kind == "attention") != of_patches:
             other = "attention or auto" if of_patches else "activation or gradient"
             what = "patches" if of_patches else "whole slides"
             raise Refusal(f"`maps` {kind} is not for a model of {what}: choose {other}")
-        if kind == "attention" and (asked.class_name or asked.layer):
-            name = "map_class" if asked.class_name else "map_layer"
+        if kind == "attention" and (asked.map_class or asked.map_layer):
+            name = "map_class" if asked.map_class else "map_layer"
             raise Refusal(f"`{name}` is for models that see whole slides: leave it out for one of patches")
         if kind == "attention" and max(plan.replicas, plan.num_microbatches) > 1:
             raise Refusal(
@@ -195,33 +175,40 @@ class Predicting:
             return "maps are of pictures: leave them out of volumes and sequences"
         return ""
 
-    def _cell_maps(self, asked: MapsAsked) -> "CellMaps":
+    def _cell_maps(self, asked: ToPredict) -> "CellMaps":
         """What maps the slides. Raises Refusal for a class or layer that the model does not have."""
         from mpi4dl.inference.cell_maps import CellMaps, CellOptions
 
         model, number = self.model, None
-        if asked.class_name is not None:
-            if asked.class_name not in model.classes:
-                raise Refusal(f"`map_class` {asked.class_name} is no class of the model: {some(model.classes)}")
-            number = model.classes.index(asked.class_name)
+        if asked.map_class is not None:
+            if asked.map_class not in model.classes:
+                raise Refusal(f"`map_class` {asked.map_class} is no class of the model: {some(model.classes)}")
+            number = model.classes.index(asked.map_class)
         (part,) = model.runner.stages.parts.values()
-        return CellMaps(part.module, part.grid, CellOptions(self.maps, number, asked.layer), asked.kind != "auto")
+        return CellMaps(part.module, part.grid, CellOptions(self.maps, number, asked.map_layer), asked.maps != "auto")
 
-    def _about(self, where: str, images: Named) -> Record:
-        """Common values of all lines, which must be the same in a file that is continued. On rank 0; raises OSError."""
+    def _settings(self, where: str, images: Named, options: Sequence[Any]) -> Record:
+        """What decides all records. On rank 0; raises OSError."""
         model = self.model
         files = [model.weights, *([model.average] if model.average is not None else [])]
-        return {
-            "images": str(Path(where).absolute()) if isinstance(images, ListedFiles) else type(images).__name__,
-            "task": model.about.task,
-            "precision": model.precision,
-            "weights": " ".join(f"{path.name} {checksum(path)}" for path in files),
-            "model": model.digest,
-            "transforms": model.own.get("transforms"),
-            "fit": model.fit,
-            "maps": self.maps if self.cells is None else self.cells.options.describe(),
-            "min_area": self.min_area if self.of_slides else None,
-        }
+        found = settings_of(
+            *options,
+            weights=" ".join(f"{path.name} {checksum(path)}" for path in files),
+            model=model.digest,
+            transforms=model.own.get("transforms"),
+            maps=self.maps,
+        )
+        named = {name: found[name] for name in ("slides", "features") if found[name] != "none"} or {"images": where}
+        listed = isinstance(images, ListedFiles)
+        return found | {n: str(Path(at).absolute()) if listed else type(images).__name__ for n, at in named.items()}
+
+    def _inputs(self, images: Named) -> dict[str, ItemInput | None]:
+        """What each image is made of; nothing tells those apart that are no files."""
+        if not isinstance(images, ListedFiles):
+            return dict.fromkeys(self._bases)
+        numbers = range(len(images))
+        told = ({**images.told(n), "as": str(self._bases[images.name(n)])} for n in numbers)
+        return {images.name(n): ItemInput(images.path(n), each) for n, each in zip(numbers, told, strict=True)}
 
     def _record_slides(self, out: Path, images: Named) -> None:
         """Write where slides are, for the viewer. On rank 0; raises OSError."""
@@ -230,26 +217,7 @@ class Predicting:
         record = record_of(images)
         if record is not None:
             record["signature"] = signature_of(record)
-            write_durably(out / SLIDES, (json.dumps(record, indent=1) + "\n").encode())
-
-    def _keeps(self, record: Record) -> bool:
-        """Whether the line of an image still holds: its file and its masks are those that it is of."""
-        name = record["image"]
-        if name not in self._bases or (name in self._paths and not is_same(record.get("file"), self._identity(name))):
-            return False
-        assert self.out is not None
-        written = files_of(record)
-        expected = [path.relative_to(self.out).as_posix() for path in (*self._files(name), *self._beside(name))]
-        if (self.dense or written) and written != expected:
-            return False
-        return all((self.out / each).is_file() for each in (*written, *maps_of(record)))
-
-    def _identity(self, name: str) -> Record:
-        """What an image is known by, of which nothing else may be predicted; empty if its file cannot be read."""
-        try:
-            return {**identity_of(self._paths[name]), **self._told[name]}
-        except OSError:
-            return {}
+            write_object(out / SLIDES, record)
 
     def _files(self, name: str) -> list[Path]:
         """Where the masks of an image are written."""
@@ -276,8 +244,8 @@ class Predicting:
         progress = ProgressOfImages(len(self.images), self.speaks and self.comm.rank == 0, self.noun)
         with ExitStack() as closing:
             closing.callback(progress.close)
-            if self.records is not None:
-                closing.callback(self.records.close)
+            if self.job is not None:
+                closing.callback(self.job.close)
             for found in self._masks() if self.dense else self._answers():
                 with self.comm.together((OSError,)):
                     ordered = [self._written(found[index]) for index in sorted(found)]
@@ -287,20 +255,10 @@ class Predicting:
                 yield from ordered
 
     def _written(self, record: Record) -> Record:
-        """A record as it is added to the files: with what its image is known by. Raises OSError."""
-        if self.records is None:
+        """A record as it is added to the files. Raises OSError."""
+        if self.job is None:
             return record
-        name = record["image"]
-        if "error" not in record and name in self._paths:
-            record = self._of_file(record, self._paths[name])
-        self.records.add(record)
-        return record
-
-    def _of_file(self, record: Record, path: Path) -> Record:
-        begun, now = self._begun[record["image"]], self._identity(record["image"])
-        if begun is None or (now.get("bytes"), now.get("mtime_ns")) != begun:
-            return {"image": record["image"], "error": f"{path}: was changed while the model looked at it"}
-        return {**record, "file": now}
+        return self.job.add(record, self._wrote.pop(record["image"], ()))
 
     def _answers(self) -> Iterator[dict[int, Record]]:
         """The records of batches by the number of the image, on rank 0. Collective."""
@@ -347,6 +305,7 @@ class Predicting:
             paths = write_map(self.out, self._bases[self.images.name(index)], slide, found)
         except DatasetError as error:
             return self._named(index, {"error": printable(str(error))})
+        self._wrote[record["image"]] = paths
         return {**record, "maps": [path.relative_to(self.out).as_posix() for path in paths]}
 
     def summary(self) -> tuple[str, ...]:
@@ -482,6 +441,7 @@ class Predicting:
             told = f"{NOT_NUMBERS} at {mask.undefined} of {math.prod(mask.target.source)} pixels"
             return self._named(index, {"error": told})
         assert self.out is not None
+        self._wrote[name] = [*self._files(name), *self._beside(name)]
         paths = [path.relative_to(self.out).as_posix() for path in self._files(name)]
         classes = self.model.classes
         masks: Record = {"masks": dict(zip(classes, paths, strict=True))} if self.apart else {"mask": paths[0]}
@@ -519,21 +479,14 @@ class Predicting:
                 for file in files.values():
                     file.drop()
             postponed.settle()
-        return {
-            seen.indices[n]: self._named(seen.indices[n], {"prediction": file.path.relative_to(self.out).as_posix()})
-            for n, file in files.items()
-        }
+        found = {}
+        for n, file in files.items():
+            index, path = seen.indices[n], file.path
+            self._wrote[self.images.name(index)] = [path]
+            found[index] = self._named(index, {"prediction": path.relative_to(self.out).as_posix()})
+        return found
 
 
 def _problem(record: Record) -> str:
     name, error = record["image"], record["error"]
     return error if Path(name).name in error else f"{name}: {error}"
-
-
-def _state_of(path: Path) -> tuple[int, int] | None:
-    """The size of a file, or of all that are a slide, and when it was written."""
-    try:
-        told = [each.stat() for each in files_at(path)]
-    except OSError:  # which opening it will say
-        return None
-    return sum(each.st_size for each in told), max((each.st_mtime_ns for each in told), default=0)

@@ -3,7 +3,6 @@
 A patient's prediction is the mean over its slides, or the largest. Intervals are by the bootstrap over patients.
 """
 
-import csv
 import io
 import math
 from collections import Counter
@@ -15,10 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from mpi4dl._numbers import as_cell
 from mpi4dl._palette import CURVES
 from mpi4dl._wording import counted, literal, some, to_install
 from mpi4dl.comm import Refusal
+from mpi4dl.results.formats import csv_lines
 from mpi4dl.tasks.curves import (
     RATES,
     CallCounts,
@@ -315,7 +314,7 @@ def curves_table(levels: Sequence[Samples], judging: Judging) -> bytes:
         for problem in samples.problems(judging)
         for row in _points(curve_of(problem.scores, problem.positive))
     )
-    return _csv(CURVE_COLUMNS, rows)
+    return csv_lines(CURVE_COLUMNS, *rows)
 
 
 def _points(curve: ThresholdCurve) -> Iterator[tuple[Any, ...]]:
@@ -331,17 +330,7 @@ def calibration_table(levels: Sequence[Samples], judging: Judging) -> bytes:
         for problem in samples.problems(judging)
         for row in calibration(problem.scores, problem.positive)
     )
-    return _csv(BIN_COLUMNS, rows)
-
-
-def _csv(columns: Sequence[str], rows: Iterator[tuple[Any, ...]]) -> bytes:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(
-        ["" if isinstance(value, float) and math.isnan(value) else as_cell(value) for value in row] for row in rows
-    )
-    return text.getvalue().encode(errors="surrogateescape")
+    return csv_lines(BIN_COLUMNS, *rows)
 
 
 def draw_curves(levels: Sequence[Samples], judging: Judging) -> bytes:

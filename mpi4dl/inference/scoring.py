@@ -1,13 +1,10 @@
 """How well a model does on images with labels: metrics with intervals by the bootstrap, and a record of each image."""
 
-import itertools
-import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mpi4dl._files import write_durably
 from mpi4dl._progress import ProgressLine, ProgressOfImages, quietly
 from mpi4dl._wording import aligned, counted
 from mpi4dl.comm import Communicator, Refusal
@@ -27,7 +23,7 @@ from mpi4dl.inference.images import Coverage, open_files_of_run, open_labelled, 
 from mpi4dl.inference.masks import Target, WindowInterval, Windows, in_tissue
 from mpi4dl.inference.model import Prediction, Predictor, cells_of, skips_glass
 from mpi4dl.inference.options import Inference
-from mpi4dl.inference.records import ALIKE, NOT_NUMBERS, Record, columns_of, is_undefined, table_row
+from mpi4dl.inference.records import ALIKE, NOT_NUMBERS, columns_of, is_undefined
 from mpi4dl.inference.samples import (
     CONFUSION,
     UNDEFINED,
@@ -42,7 +38,8 @@ from mpi4dl.inference.samples import (
     members_of,
     of_drawn_groups,
 )
-from mpi4dl.runs.folder import finite
+from mpi4dl.results.evaluations import write_evaluation
+from mpi4dl.results.formats import Record, table
 from mpi4dl.tasks.curves import CallCounts, is_rule
 from mpi4dl.tasks.formulas import as_targets
 from mpi4dl.tasks.metrics import MEASURES, WHY_NONE, bootstrap, of_class
@@ -141,69 +138,31 @@ class Scores:
             return found, (WITHOUT_PICTURE,)
 
     def write(
-        self,
-        json_path: Path,
-        csv_path: Path,
-        told: Mapping[str, Any],
-        level: float,
-        more: Mapping[str, bytes] | None = None,
+        self, path: Path, told: Mapping[str, Any], level: float, more: Mapping[str, bytes] | None = None
     ) -> tuple[str, ...]:
-        """All files, each at once, and `more` by their names. Files of an evaluation that was there before are removed.
+        """All files, and `more` by their names, in place of an evaluation that was there before.
 
         Returns what is to be said of them. Raises OSError.
         """
-        found = {**told, "task": self.task, "classes": self.classes, "count": self.count}
+        found = {**told, "task": self.task, "classes": self.classes, "count": self.count, "what": self.what}
         found |= {"metrics": _as_json(self.metrics, level), "confusion": self.confusion, "calls": self.calls}
         if self.patients is not None:
             of = self.patients
             found["patients"] = {"count": of.count, "metrics": _as_json(of.metrics, level), "confusion": of.confusion}
             found["patients"] |= {"calls": of.calls}
-        found |= {"bad": self.bad, "records": csv_path.name, "root": self.root, "remarks": self.remarks}
-        columns = columns_of(
-            TASKS[self.task],
-            self.classes,
-            True,
-            crops=self.crops,
-            patients=any("patient" in record for record in self.records),
-        )
+        found |= {"bad": self.bad, "root": self.root, "remarks": self.remarks}
+        known = any("patient" in record for record in self.records)
+        columns = columns_of(TASKS[self.task], self.classes, True, crops=self.crops, patients=known)
         if any("fold" in record for record in self.records):
             columns.insert(columns.index("patient") + 1, "fold")
-        texts = {csv_path: _table(columns, self.records)}
         files, remarks = self.files()
-        for name, content in {**files, **(more or {})}.items():
-            texts[beside(json_path, name)] = content
+        files |= {"evaluation.csv": table(columns, self.records), **(more or {})}
         if self.patients is not None:
             columns = columns_of(TASKS[self.task], self.classes, True)
             columns = ["patient", "slides", *(name for name in columns if name not in ("image", "error"))]
-            texts[beside(json_path, "patients.csv")] = _table(columns, self.patients.records)
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        remove_others(json_path, {json_path, *texts})
-        for path, content in texts.items():
-            write_durably(path, content)
-        write_durably(json_path, (json.dumps(finite(found), indent=1, allow_nan=False) + "\n").encode())
+            files["patients.csv"] = table(columns, self.patients.records)
+        write_evaluation(path, found, files)
         return remarks
-
-
-# Files that an evaluation may have beside its own two.
-COMPARISON, SUMMARY = "comparison.csv", "cross-validation.csv"
-BESIDE = ("curves.csv", "calibration.csv", "curves.png", "patients.csv", COMPARISON, SUMMARY)
-
-
-def remove_others(json_path: Path, kept: Collection[Path]) -> None:
-    """Remove the files of an evaluation that was there before, but for those to be written now. Raises OSError."""
-    every = {json_path, json_path.with_suffix(".csv"), *(beside(json_path, name) for name in BESIDE)}
-    for path in every - {*kept}:
-        path.unlink(missing_ok=True)
-
-
-def beside(evaluation: Path, name: str) -> Path:
-    """The file that belongs to an evaluation, such as curves-DATE.csv to evaluation-DATE.json."""
-    first, dot, ending = name.partition(".")
-    return evaluation.with_name(evaluation.stem.replace("evaluation", first, 1) + dot + ending)
-
-
-def _table(columns: Sequence[str], records: Sequence[Record]) -> bytes:
-    return b"".join([table_row(columns, None), *(table_row(columns, record) for record in records)])
 
 
 def _as_json(metrics: Mapping[str, Measured], level: float) -> dict[str, Any]:
@@ -216,18 +175,6 @@ def _shown(value: float) -> str:
 
 def _is_square(confusion: list[Any]) -> bool:
     return not isinstance(confusion[0][0], list)
-
-
-def file_names(folder: Path, out: Path | None, now: datetime) -> tuple[Path, Path]:
-    """The files of an evaluation: in the folder that was asked for, or new ones, with the date, in that of the run."""
-    if out is not None:
-        return out / "evaluation.json", out / "evaluation.csv"
-    dated = f"evaluation-{now:%Y%m%d-%H%M%S}"
-    for stem in itertools.chain([dated], (f"{dated}-{number}" for number in itertools.count(2))):
-        names = folder / f"{stem}.json", folder / f"{stem}.csv"
-        if not any(name.exists() for name in names):
-            break
-    return names
 
 
 def score(

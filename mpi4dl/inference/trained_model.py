@@ -19,11 +19,12 @@ from mpi4dl.inference.options import (
     TableColumns,
     ToPredict,
 )
-from mpi4dl.inference.predicting import MapsAsked, Predicting
-from mpi4dl.inference.records import Record
-from mpi4dl.inference.scoring import Scores, file_names, judging_by, score
+from mpi4dl.inference.predicting import Predicting
+from mpi4dl.inference.scoring import Scores, judging_by, score
 from mpi4dl.options.config import facts
 from mpi4dl.options.declare import from_keywords
+from mpi4dl.results.evaluations import file_of_evaluation
+from mpi4dl.results.formats import Record
 
 T = TypeVar("T")
 
@@ -76,9 +77,8 @@ class TrainedModel(Predictor):
             found = open_any(self.comm, self.config, self.about, str(images))
         else:
             found = self._adapted(images)
-        maps = MapsAsked("none" if others is None else asked.maps, asked.map_class, asked.map_layer)
         folder = None if out is None else Path(out)
-        return iter(Predicting(model, found, str(others or images), folder, maps=maps, min_area=asked.min_area))
+        return iter(Predicting(model, found, str(others or images), folder, (self.chosen, given)))
 
     def evaluate(self, images: Any = None, out: str | Path | None = None, **options: Any) -> Scores:
         """Metrics of the task with intervals, and a record of each image, on rank 0.
@@ -107,11 +107,11 @@ class TrainedModel(Predictor):
             require_alike(self.comm, found, self.about)
         scores = score(model, found, resamples=asked.resamples, level=asked.level, judging=judging)
         if out is not None:
-            files = file_names(self.folder, Path(out), datetime.now())
+            file = file_of_evaluation(self.folder, Path(out), datetime.now())
             told = {"source": str(self.source), "images": str(others or images), "precision": self.precision}
             with self.comm.together():
                 if self.comm.rank == 0:
-                    scores.write(*files, told, asked.level)
+                    scores.write(file, told, asked.level)
         return scores
 
     def _asked(self, kind: type[T], options: dict[str, Any]) -> T:

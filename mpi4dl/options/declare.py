@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
@@ -43,6 +44,7 @@ class ConfigError(ValueError):
 class Option:
     """One option, as declared; `per_rank` ones may differ from rank to rank, `flag_only` ones are no key of a file.
 
+    `changes_results`: a job goes on only with the same value. Others change results by rounding alone, or none.
     `brief`: its line in the overview of `--help`, for the options that most people use; empty: it is not there.
     `known_as`: what other tools call it, and what to do instead, with `{option}` and `{value}` in place of ours.
     """
@@ -56,6 +58,7 @@ class Option:
     flag_only: bool
     brief: str = ""
     known_as: Mapping[str, str] = field(default_factory=dict)
+    changes_results: bool = True
 
     @property
     def flag(self) -> str:
@@ -110,13 +113,17 @@ def option(
     flag_only: bool = False,
     brief: str = "",
     known_as: Mapping[str, str] | None = None,
+    changes_results: bool = True,
 ) -> Any:
     """Declare a field of a section; see `Option`."""
     metadata = {"help": help, "kind": kind, "per_rank": per_rank, "flag_only": flag_only}
-    metadata |= {"brief": brief, "known_as": known_as or {}}
+    metadata |= {"brief": brief, "known_as": known_as or {}, "changes_results": changes_results}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+neutral = partial(option, changes_results=False)
 
 
 def same_as(names: str) -> dict[str, str]:
@@ -129,12 +136,13 @@ def instead(remedy: str, names: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), remedy)
 
 
-def like(section: type, name: str) -> Any:
-    """Declare a field of a section as another section declares the field of that name."""
+def like(section: type, name: str, **more: Any) -> Any:
+    """Declare a field of a section as another section declares the field of that name, but for `more`."""
     found = next(each for each in fields(section) if each.name == name)
+    metadata = {**found.metadata, **more}
     if found.default is MISSING:
-        return field(default_factory=found.default_factory, metadata=found.metadata)
-    return field(default=found.default, metadata=found.metadata)
+        return field(default_factory=found.default_factory, metadata=metadata)
+    return field(default=found.default, metadata=metadata)
 
 
 def sections_of(config_type: type) -> dict[str, type]:

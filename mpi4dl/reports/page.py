@@ -24,16 +24,18 @@ from mpi4dl._wording import counted
 from mpi4dl.options.config import Config, to_toml
 from mpi4dl.parallel.tables.drawing import as_svg, legend, summary
 from mpi4dl.reports.reading import (
-    Evaluated,
-    FoundRun,
     Judged,
-    Scored,
+    ShownRun,
     extremes,
     finite,
     flattened,
+    is_matrix,
+    judged,
     not_finite,
     read_runs,
 )
+from mpi4dl.results.evaluations import SavedEvaluation
+from mpi4dl.results.formats import reading
 
 # Curves as SVG: small, readable on a phone, in the page's own colours and letters, with values to point at.
 
@@ -235,7 +237,7 @@ def write(paths: Sequence[Path], out: Path, images: Path | None = None) -> list[
     return [*said, f"{out}: {counted(len(runs), 'run')}, {out.stat().st_size / 1024:.0f} KiB"]
 
 
-def page(runs: Sequence[FoundRun], images: Path | None = None) -> str:
+def page(runs: Sequence[ShownRun], images: Path | None = None) -> str:
     """The page as HTML, with pictures as `write` says."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -252,7 +254,7 @@ def page(runs: Sequence[FoundRun], images: Path | None = None) -> str:
         learning=list(_charts(runs, operation=False)),
         operation=list(_charts(runs, operation=True)),
         speeds=list(speeds(runs)),
-        evaluations=[_evaluation(run, one, images) for run in runs for one in (run.evaluations or _validated(run))],
+        evaluations=[found for run in runs for found in _evaluations(run, images)],
         memory=[found for run in runs if (found := _memory(run))],
         timelines=[_timeline(run) for run in runs if run.portrait is not None],
         models=[_model(run) for run in runs if run.portrait is not None],
@@ -263,12 +265,12 @@ def page(runs: Sequence[FoundRun], images: Path | None = None) -> str:
     )
 
 
-def _head(run: FoundRun, number: int) -> dict[str, Any]:
+def _head(run: ShownRun, number: int) -> dict[str, Any]:
     remarks = [*run.remarks, *not_finite(run)]
     return {"run": run, "colour": colour_of(number), "remarks": remarks, "path": str(run.path.absolute())}
 
 
-def table(runs: Sequence[FoundRun], values: Sequence[Mapping[str, str]]) -> list[Row]:
+def table(runs: Sequence[ShownRun], values: Sequence[Mapping[str, str]]) -> list[Row]:
     """Everything that some run has, with what each run has; what differs comes first."""
     rows = []
     for name in dict.fromkeys(name for each in values for name in each):
@@ -277,7 +279,7 @@ def table(runs: Sequence[FoundRun], values: Sequence[Mapping[str, str]]) -> list
     return sorted(rows, key=lambda row: not row.marked)
 
 
-def configurations(runs: Sequence[FoundRun]) -> tuple[list[Row], list[Row]]:
+def configurations(runs: Sequence[ShownRun]) -> tuple[list[Row], list[Row]]:
     """The options that differ between runs, or from their defaults; and all others."""
     import tomllib
 
@@ -293,7 +295,7 @@ def configurations(runs: Sequence[FoundRun]) -> tuple[list[Row], list[Row]]:
     return first, rest
 
 
-def _versions(run: FoundRun) -> dict[str, str]:
+def _versions(run: ShownRun) -> dict[str, str]:
     found = {name: " ".join(text.split()) for name, text in run.versions.items()}
     if "mpi" in found:
         found["mpi"] = found["mpi"].partition(" MPICH Device")[0][:120]
@@ -309,7 +311,7 @@ def named(metric: str) -> tuple[str, float]:
     return metric.replace("images_per_second", "images/s").replace("_", " "), 1.0
 
 
-def _points(run: FoundRun, phase: str, metric: str) -> list[tuple[int, float]]:
+def _points(run: ShownRun, phase: str, metric: str) -> list[tuple[int, float]]:
     _, factor = named(metric)
     return [(step, value * factor) for step, value in run.series(phase, metric)]
 
@@ -318,12 +320,12 @@ def _is_operation(metric: str) -> bool:
     return metric.startswith(OPERATION)
 
 
-def _names(runs: Sequence[FoundRun], operation: bool, phases: Sequence[str] = ("train", "validation")) -> list[str]:
+def _names(runs: Sequence[ShownRun], operation: bool, phases: Sequence[str] = ("train", "validation")) -> list[str]:
     found = dict.fromkeys(name for phase in phases for run in runs for name in run.metrics(phase))
     return [name for name in found if _is_operation(name) == operation]
 
 
-def _charts(runs: Sequence[FoundRun], operation: bool) -> Iterator[tuple[str, Markup]]:
+def _charts(runs: Sequence[ShownRun], operation: bool) -> Iterator[tuple[str, Markup]]:
     for metric in _names(runs, operation):
         name, _ = named(metric)
         curves = [
@@ -337,7 +339,7 @@ def _charts(runs: Sequence[FoundRun], operation: bool) -> Iterator[tuple[str, Ma
             yield name, Markup(picture)
 
 
-def results(runs: Sequence[FoundRun]) -> Iterator[dict[str, Any]]:
+def results(runs: Sequence[ShownRun]) -> Iterator[dict[str, Any]]:
     """For each phase and metric: of each run the last value, and the best with its step.
 
     The best of several runs is marked among those that can be compared: of one task, a loss of one function.
@@ -366,14 +368,14 @@ def results(runs: Sequence[FoundRun]) -> Iterator[dict[str, Any]]:
             yield {"name": f"{phase} {name}", "direction": words[direction], "cells": cells}
 
 
-def _comparable(run: FoundRun, metric: str, higher: bool) -> tuple[Any, ...]:
+def _comparable(run: ShownRun, metric: str, higher: bool) -> tuple[Any, ...]:
     """A key that is equal for runs with comparable values of a metric; its direction comes last."""
     losses = ("training.loss", "training.loss_options", "learning.class_weights", "learning.label_smoothing")
     of_loss = tuple(run.options.get(name, "") for name in losses) if metric == "loss" else ()
     return run.task, *of_loss, higher
 
 
-def speeds(runs: Sequence[FoundRun]) -> Iterator[Row]:
+def speeds(runs: Sequence[ShownRun]) -> Iterator[Row]:
     """Medians over all reports of a run of what it was like, and the most memory."""
     for metric in _names(runs, operation=True):
         if metric.startswith(("learning_rate", "loss_scale")):
@@ -385,75 +387,81 @@ def speeds(runs: Sequence[FoundRun]) -> Iterator[Row]:
         yield Row(f"{name} ({'most' if peak else 'median'})", cells, False)
 
 
-def _validated(run: FoundRun) -> list[Evaluated]:
-    """The last confusion matrix that training reported, as an evaluation without images."""
-    found = run.last_matrix()
-    if found is None:
-        return []
-    where, matrix = found
-    return [Evaluated(where, run.path, "", {}, run.classes, matrix, ())]
+def _evaluations(run: ShownRun, images: Path | None) -> Iterator[dict[str, Any]]:
+    """Those of a run, or the last confusion matrix that its validations reported."""
+    if not run.evaluations and run.last_matrix is not None:
+        step, matrix = run.last_matrix
+        yield _shown(f"{run.name}: validation at step {step}", run.classes, matrix)
+    for one in run.evaluations:
+        with reading(one.path):
+            found = _evaluation(run, one, images)
+        yield found
 
 
-def _evaluation(run: FoundRun, one: Evaluated, images: Path | None) -> dict[str, Any]:
+def _evaluation(run: ShownRun, one: SavedEvaluation, images: Path | None) -> dict[str, Any]:
+    told = one.told
     homes = [Path(), run.path.resolve().parent, *([] if images is None else [images])]
-    folders = [*([] if images is None else image_folders(images)), *([Path(one.root)] if one.root else [])]
-    for root in () if one.root or not one.images else (one.images_at, run.options.get("data.images", "")):
+    folders = [*([] if images is None else image_folders(images)), *([Path(told["root"])] if told["root"] else [])]
+    for root in () if told["root"] else (told.get("images"), run.options.get("data.images")):
         folders += image_folders(Path(root)) if root and root != "none" else []
-    folders += [one.folder, run.path]
-    best, worst = extremes(one, MOST_EXAMPLES)
+    folders += [one.path.parent, run.path]
+    looked_at = judged(one)
+    rows = [row for row in one.metrics() if row["by"] == told["what"]]
+    matrix = told["confusion"] if is_matrix(told["confusion"]) else None
     return {
-        "title": f"{run.name}: {one.name}",
-        "metrics": [(name, number_text(m.value), _between(m), m.of) for name, m in one.metrics.items()],
-        "count": len(one.images),
-        "matrix": _matrix(one),
-        "confusions": _confusions(one),
+        **_shown(f"{run.name}: {one.path.relative_to(run.path).with_suffix('')}", told["classes"], matrix),
+        "metrics": [(row["metric"], number_text(row["value"]), *_between(row)) for row in rows],
+        "count": len(looked_at),
         "examples": [
-            (what, [_example(judged, find(judged.image, folders, homes)) for judged in some])
-            for what, some in (("Best", best), ("Worst", worst))
+            (what, [_example(each, find(each.image, folders, homes)) for each in some])
+            for what, some in zip(("Best", "Worst"), extremes(looked_at, MOST_EXAMPLES), strict=True)
             if some
         ],
     }
 
 
-def _between(metric: Scored) -> str:
-    if metric.low is None or metric.high is None:
-        return ""
-    return f"{number_text(metric.low)} to {number_text(metric.high)}"
+def _shown(title: str, classes: Sequence[str], matrix: Sequence[Sequence[float]] | None) -> dict[str, Any]:
+    """An evaluation of which there is no more than a confusion matrix."""
+    names = [*classes, *(f"class {i}" for i in range(len(classes), len(matrix or ())))]
+    found = {"matrix": _matrix(names, matrix or ()), "confusions": _confusions(names, matrix or ())}
+    return {"title": title, "metrics": [], "count": 0, "examples": [], **found}
 
 
-def _example(judged: Judged, path: Path | None) -> dict[str, Any]:
+def _between(row: Mapping[str, Any]) -> tuple[str, str]:
+    if not (math.isfinite(row["low"]) and math.isfinite(row["high"])):
+        return "", ""
+    ends = f"{number_text(row['low'])} to {number_text(row['high'])}"
+    return ends, f"{100 * row['confidence']:g} % of resamples"
+
+
+def _example(one: Judged, path: Path | None) -> dict[str, Any]:
     return {
         "source": None if path is None else thumbnail(path),
-        "judged": judged,
-        "sure": "" if judged.probability is None else f"{100 * judged.probability:.1f} %",
+        "judged": one,
+        "sure": "" if one.probability is None else f"{100 * one.probability:.1f} %",
     }
 
 
-def _class_names(one: Evaluated, count: int) -> list[str]:
-    return [one.classes[i] if i < len(one.classes) else f"class {i}" for i in range(count)]
-
-
-def _matrix(one: Evaluated) -> dict[str, Any] | None:
+def _matrix(names: Sequence[str], matrix: Sequence[Sequence[float]]) -> dict[str, Any] | None:
     """Rows are the classes that images have, columns those they were taken for."""
-    if not one.matrix or len(one.matrix) > MOST_IN_MATRIX:
+    if not matrix or len(matrix) > MOST_IN_MATRIX:
         return None
     rows = []
-    for i, row in enumerate(one.matrix):
+    for i, row in enumerate(matrix):
         total = sum(row) or 1.0
         rows.append([(number_text(n), f"{0.7 * max(0.0, min(1.0, n / total)):.3f}", i == j) for j, n in enumerate(row)])
-    return {"classes": _class_names(one, len(rows)), "rows": rows}
+    return {"classes": names, "rows": rows}
 
 
-def _confusions(one: Evaluated) -> list[tuple[str, str, str]]:
+def _confusions(names: Sequence[str], matrix: Sequence[Sequence[float]]) -> list[tuple[str, str, str]]:
     """Of a matrix too large to be shown, which classes were most often taken for which others."""
-    if not one.matrix or len(one.matrix) <= MOST_IN_MATRIX:
+    if len(matrix) <= MOST_IN_MATRIX:
         return []
-    names = _class_names(one, len(one.matrix))
-    pairs = [(n, names[i], names[j]) for i, row in enumerate(one.matrix) for j, n in enumerate(row) if i != j and n]
+    pairs = [(n, names[i], names[j]) for i, row in enumerate(matrix) for j, n in enumerate(row) if i != j and n]
     return [(a, b, number_text(n)) for n, a, b in sorted(pairs, key=lambda p: -p[0])[:MOST_CONFUSIONS]]
 
 
-def _memory(run: FoundRun) -> dict[str, Any] | None:
+def _memory(run: ShownRun) -> dict[str, Any] | None:
     """A bar for each rank, as long as its peak beside that of the rank with most."""
     if run.portrait is None or not run.portrait.memory:
         return None
@@ -471,7 +479,7 @@ def _memory(run: FoundRun) -> dict[str, Any] | None:
     return {"name": run.name, "bars": bars, "legend": list(colours.items()), "left": left, "table": cells}
 
 
-def _timeline(run: FoundRun) -> dict[str, Any]:
+def _timeline(run: ShownRun) -> dict[str, Any]:
     assert run.portrait is not None
     drawn = run.portrait.timeline
     found: dict[str, Any] = {"name": run.name, "plan": run.portrait.plan, "picture": None, "legend": [], "words": ""}
@@ -482,7 +490,7 @@ def _timeline(run: FoundRun) -> dict[str, Any]:
     return found | {"picture": Markup(as_svg(drawn)), "legend": legend(drawn), "words": f"a step of {words}{source}"}
 
 
-def _model(run: FoundRun) -> dict[str, Any]:
+def _model(run: ShownRun) -> dict[str, Any]:
     assert run.portrait is not None
     rows = [(name, f"{values:,}", f"{trained:,}") for name, values, trained in run.portrait.modules]
     return {"name": run.name, "rows": rows[:MOST_MODULES], "left": max(0, len(rows) - MOST_MODULES)}

@@ -15,7 +15,6 @@ if that signature is right, or if the user asks for it.
 """
 
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -35,6 +34,7 @@ from mpi4dl.options.declare import nearest, options_of, with_options
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import is_own
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
+from mpi4dl.results.formats import as_object, parse_object, reading
 from mpi4dl.runs.assembly import ModelAssembly
 from mpi4dl.tasks.task import TASKS
 
@@ -86,29 +86,21 @@ class Description:
 
     @property
     def text(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+        return as_object(asdict(self))
 
     @classmethod
     def read(cls, text: str, where: str) -> "Description":
         """Raises ConfigError for what is no such text; `where` it was found."""
-        try:
-            found = json.loads(text)
+        found = parse_object(text, where)
+        with reading(where):
             options = {str(name): str(value) for name, value in found["options"].items()}
             own = {str(name): {"file": each["file"], "digest": each["digest"]} for name, each in found["own"].items()}
-            fit = as_fit(found["fit"])
             classes, numbers = tuple(map(str, found["classes"])), (int(found["num_outputs"]), int(found["channels"]))
             if not all(0 < number <= MOST for number in numbers):
                 raise ValueError(f"{numbers[0]} outputs of {numbers[1]} channels")
-            values = found.get("values")
-            largest = None if found.get("largest") is None else tuple(map(int, found["largest"]))
-            signature = str(found.get("signature", ""))
-            return cls(
-                options, str(found["task"]), numbers[0], classes, numbers[1], fit, own, values, largest, signature
-            )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigError(
-                f"{where}: is not a description by mpi4dl train, it is damaged ({type(error).__name__}): restore it"
-            ) from error
+            largest = None if found["largest"] is None else tuple(map(int, found["largest"]))
+            more = as_fit(found["fit"]), own, found["values"], largest, str(found["signature"])
+            return cls(options, str(found["task"]), numbers[0], classes, numbers[1], *more)
 
     def write(self, folder: Path) -> None:
         """Put it into the folder of a run. Raises OSError."""

@@ -2,7 +2,7 @@
 
     runs/resnet18-20260131-120000/
         config.toml      every option; `mpi4dl train --config` repeats the run
-        images.json      which images train and which validate
+        samples.csv      the table of samples: which train, validate and test, with their labels and patients
         model.json       what the model is: all that evaluating and predicting with it need to know
         versions.json    the software, the machine, and the command line
         log-rank0.txt    what rank 0 logged, and the traceback of what ended it; one file per rank
@@ -16,7 +16,6 @@ A run that resumes at step 1200 adds config-step-00001200.toml and versions-step
 Rank 0 creates it. The other ranks receive its path, and write only their logs.
 """
 
-import json
 import logging
 import math
 import os
@@ -34,14 +33,14 @@ from pathlib import Path
 from typing import Any
 
 from mpi4dl import __version__
-from mpi4dl._files import LOCK, lock, naming, write_durably
+from mpi4dl._files import LOCK, lock, write_durably
 from mpi4dl.options.declare import ConfigError
 from mpi4dl.parallel.tables.schedules import Action
 from mpi4dl.parallel.tables.simulator import Simulation, TimeSpan
+from mpi4dl.results.formats import Record, write_object
+from mpi4dl.results.names import METRICS
 
 LOGGER_NAME = "mpi4dl"
-METRICS = "metrics.jsonl"
-VERSIONS = "versions.json"
 BEST = "best.safetensors"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 RECORDED_PACKAGES = ("torch", "torchvision", "numpy", "mpi4py")
@@ -125,7 +124,7 @@ class RunFolder:
 
     def write_config(self, toml: str, step: int = 0) -> None:
         """Record the options, as `to_toml` gives them, with which the run began, or went on from a step."""
-        self._write(f"config{_since(step)}.toml", toml)
+        write_durably(self.path / f"config{_since(step)}.toml", toml.encode())
 
     def write_versions(
         self, mpi_library: str, command: Sequence[str], step: int = 0, files: Mapping[str, str] | None = None
@@ -135,11 +134,7 @@ class RunFolder:
         `files`: checksums of files of the user's, such as code and weights.
         """
         found = {**versions(mpi_library, command), "files": dict(files or {})}
-        text = json.dumps(found, indent=2, ensure_ascii=False)
-        self._write(VERSIONS if not step else f"versions{_since(step)}.json", text + "\n")
-
-    def _write(self, name: str, text: str) -> None:
-        write_durably(self.path / name, text.encode())
+        write_object(self.path / f"versions{_since(step)}.json", found)
 
     @property
     def metrics_bytes(self) -> int:
@@ -210,51 +205,17 @@ def versions(mpi_library: str, command: Sequence[str]) -> dict[str, Any]:
     }
 
 
-class MetricsFile:
-    """`metrics.jsonl`: one JSON object per line, on disk as soon as it is appended.
-
-    JSON has no infinity and no not-a-number: they are written as the strings "inf", "-inf" and "nan", which `float`
-    reads back.
-    """
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._path = folder.path / METRICS
-        self._file = self._path.open("ab", buffering=0)
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        line = (json.dumps(finite(record), allow_nan=False, ensure_ascii=False) + "\n").encode()
-        with naming(self._path):
-            while line:
-                line = line[self._file.write(line) :]
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def finite(value: Any) -> Any:
-    """The value in a form that JSON can hold: infinity and not-a-number as text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
-
-
-# The snapshot of a run's plan, model and memory for reports: `portrait.json` in its folder.
-#
-# {"title": ..., "plan": ..., "num_steps": ..., "source": where the seconds are from,
-#  "timeline": [[[kind, direction, stage, microbatch, start, end], ...] of each rank of a replica],
-#  "modules": [[name, values, of them trained], ...],
-#  "memory": [{purpose: bytes} of each rank, as measured after the first steps]}
-
-PORTRAIT = "portrait.json"
-
-
 @dataclass(frozen=True)
 class RunSnapshot:
-    """See above; `timeline` is None of a plan of one stage, in which no rank waits for another stage."""
+    """The plan, model and memory of a run for reports: `portrait.json` in its folder.
+
+    {"title": ..., "plan": ..., "num_steps": ..., "source": where the seconds are from,
+     "timeline": [[[kind, direction, stage, microbatch, start, end], ...] of each rank of a replica],
+     "modules": [[name, values, of them trained], ...],
+     "memory": [{purpose: bytes} of each rank, as measured after the first steps]}
+
+    `timeline` is None of a plan of one stage, in which no rank waits for another stage.
+    """
 
     title: str
     plan: str
@@ -264,16 +225,16 @@ class RunSnapshot:
     source: str = ""
     timeline: Simulation | None = None
 
-    def text(self) -> str:
-        """As a file has it."""
+    def content(self) -> Record:
+        """As the file has it."""
         found = dict(vars(self))
         if self.timeline is not None:
             found["timeline"] = [[[*span.action, *span[1:]] for span in row] for row in self.timeline.rows]
-        return json.dumps(found) + "\n"
+        return found
 
     @classmethod
     def of(cls, told: Any) -> "RunSnapshot":
-        """Of what `text` wrote. Raises ValueError, TypeError or KeyError for anything else."""
+        """Of what `content` gave. Raises ValueError, TypeError or KeyError for anything else."""
         rows = told["timeline"]
         timeline = None
         if rows is not None:

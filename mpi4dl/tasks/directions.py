@@ -1,17 +1,8 @@
-"""Which losses and metrics are better when higher: the one declaration of it. It imports no torch, for reports.
+"""Which losses and metrics are better when higher: the one declaration of it. It imports no torch, for reports."""
 
-measures.json     in the folder of a run, for reports: of each metric of its validations, whether higher is better
-                  {"higher_is_better": {"loss": false, "auc": true, "own": null}}
-"""
-
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from mpi4dl._files import write_durably
-
-MEASURES, KEY = "measures.json", "higher_is_better"
 # Of every loss and metric of ours, whether higher is better. Options, the best weights and reports read this alone.
 HIGHER_IS_BETTER: Mapping[str, bool] = {
     "loss": False,
@@ -51,14 +42,3 @@ def higher_is_better(name: str, metric: Any = None) -> bool | None:
         if isinstance(found, bool):
             return found
     return HIGHER_IS_BETTER.get(key or own)
-
-
-def write_directions(folder: Path, directions: Mapping[str, bool | None]) -> None:
-    """Keep them in the folder of a run. Raises OSError."""
-    write_durably(folder / MEASURES, (json.dumps({KEY: dict(directions)}, indent=1) + "\n").encode())
-
-
-def read_directions(raw: bytes) -> dict[str, bool]:
-    """Those that are known, of the bytes of measures.json. Raises as what parses does, and LookupError, TypeError."""
-    found = json.loads(raw)[KEY].items()
-    return {str(name): higher for name, higher in found if isinstance(higher, bool)}

@@ -23,7 +23,9 @@ from mpi4dl.options.kinds import part_name
 from mpi4dl.options.sections.parallel import Parallel
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
-from mpi4dl.runs.folder import LOGGER_NAME, MetricsFile, RunFolder
+from mpi4dl.results.formats import Lines, as_line
+from mpi4dl.results.names import METRICS
+from mpi4dl.runs.folder import LOGGER_NAME, RunFolder
 from mpi4dl.tasks.task import Task
 from mpi4dl.training.tensorboard import confusion_picture
 
@@ -264,7 +266,7 @@ class Reporter:
         classes: Sequence[str] = (),
         noun: str = "image",
     ) -> None:
-        self._metrics, self._noun = MetricsFile(folder), noun
+        self._metrics, self._noun = Lines(folder.path / METRICS), noun
         self._writer: Any = _summary_writer(folder, first_step) if tensorboard else None
         self._bar = ProgressBar(total_steps, "step", first_step, seconds=QUIET_SECONDS)
         self._total_steps, self._classes = total_steps, classes
@@ -350,7 +352,7 @@ class Reporter:
         if not values.get("best", True):
             del values["best"]
         values |= numbered("learning_rate", values.pop("learning_rate", ()))
-        self._metrics.append({"phase": phase} | values)
+        self._metrics.append(as_line({"phase": phase} | values))
         if self._writer is not None:
             for name, value in values.items():
                 if name != "step" and isinstance(value, int | float):

@@ -22,10 +22,11 @@ from mpi4dl.options.config import Config
 from mpi4dl.options.models import without_rules
 from mpi4dl.options.tasks import directions
 from mpi4dl.parallel.inputs import OwnSizes, own_or
+from mpi4dl.results.formats import write_object
+from mpi4dl.results.names import MEASURES
 from mpi4dl.runs.description import Description
 from mpi4dl.runs.folder import BEST
 from mpi4dl.runs.stopping import Stopped, StopSignals
-from mpi4dl.tasks.directions import write_directions
 from mpi4dl.training import resuming
 from mpi4dl.training.input_pipeline import BadImages, ControlFlags, Divided, OfSamples, Reading, UnreadableImages
 from mpi4dl.training.report import (
@@ -208,7 +209,10 @@ class TrainingRun:
             self.checkpoints = self.open_checkpoints()
         with comm.together((OSError,)):
             if comm.rank == 0:
-                write_directions(self.folder.path, directions(self.task, self.metrics, setup.monitor))
+                write_object(
+                    self.folder.path / MEASURES,
+                    {"higher_is_better": directions(self.task, self.metrics, setup.monitor)},
+                )
         closing.enter_context(self.folder.rank_log(comm.rank))
         self.signals = closing.enter_context(StopSignals())
         if comm.rank == 0:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpi4dl._files import write_durably
 from mpi4dl._memory import MemoryMeter
 from mpi4dl._palette import GOOD, INK, PAPER, WRONG, of_classes
 from mpi4dl.engine import Engine
@@ -19,7 +18,9 @@ from mpi4dl.options.config import Config, to_toml
 from mpi4dl.options.data import normalisation
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.tables.simulator import Simulation
-from mpi4dl.runs.folder import PORTRAIT, RunFolder, RunSnapshot
+from mpi4dl.results.formats import write_object
+from mpi4dl.results.names import PORTRAIT
+from mpi4dl.runs.folder import RunFolder, RunSnapshot
 from mpi4dl.tasks.formulas import main_output
 from mpi4dl.tasks.metrics import THRESHOLD
 from mpi4dl.tasks.task import Task
@@ -282,7 +283,7 @@ class Painter:
     def _write(self) -> None:
         path = self._folder.path / PORTRAIT
         try:
-            write_durably(path, self.portrait.text().encode())
+            write_object(path, self.portrait.content())
         except OSError as error:
             self._reporter.say(f"{path} cannot be written: {error.strerror}; the run goes on without")
 

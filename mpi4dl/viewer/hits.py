@@ -1,19 +1,17 @@
 """Where the map of a slide is highest, and whether an annotation is there."""
 
-import csv
 import math
 from collections.abc import Collection, Iterable
-from io import StringIO
 from typing import NamedTuple
 
 import numpy as np
 
-from mpi4dl._numbers import as_cell
 from mpi4dl.datasets.base import BadImage, DatasetError, printable
 from mpi4dl.datasets.slides.annotations import RegionMask, read_annotations
 from mpi4dl.datasets.slides.masks import BACKGROUND, is_auxiliary
 from mpi4dl.datasets.slides.slide import Resolution, open_slide
 from mpi4dl.geometry import Interval
+from mpi4dl.results.formats import csv_lines
 from mpi4dl.viewer.reading import read_map
 from mpi4dl.viewer.results import ViewedSlide
 
@@ -48,19 +46,13 @@ class Hit(NamedTuple):
 
 
 def csv_of(hits: Iterable[Hit]) -> bytes:
-    """A table with a line for each slide; `x` and `y` are the centre of the cell, in pixels of the full level 0.
-
-    Names of files that are no UTF-8 stay the bytes that they are.
-    """
-    text = StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
+    """A table with a line for each slide; `x` and `y` are the centre of the cell, in pixels of the full level 0."""
+    rows = []
     for hit in hits:
         (row, col), (side, _) = hit.centre, hit.side
         classes = ";".join(map(printable, hit.names))
-        cells = (hit.slide, hit.value, col, row, side, int(hit.overlaps), int(hit.inside), classes)
-        writer.writerow(map(as_cell, cells))
-    return text.getvalue().encode(errors="surrogateescape")
+        rows.append((hit.slide, hit.value, col, row, side, int(hit.overlaps), int(hit.inside), classes))
+    return csv_lines(COLUMNS, *rows)
 
 
 def hit_of(slide: ViewedSlide, classes: Collection[str] | None = None) -> Hit | tuple[str, ...]:

@@ -7,34 +7,30 @@ A folder may have both; then they are shown together. Of a run's folder the newe
 files are data from elsewhere: names and paths in them lead nowhere but below the folders that they are about.
 """
 
-import csv
-import io
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
-from mpi4dl._files import leads_to, read_regular
-from mpi4dl._numbers import number_in, of_cell, parse_json
+from mpi4dl._files import leads_to
+from mpi4dl._numbers import number_in
 from mpi4dl._signatures import is_signed
-from mpi4dl._wording import counted
 from mpi4dl.datasets import kinds
 from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.datasets.files import WHOLE_SLIDES
 from mpi4dl.datasets.samples import Sample, SampleTable, read_samples, without_suffix
 from mpi4dl.datasets.slides.annotations import POLYGONS
 from mpi4dl.datasets.slides.record import SLIDES
+from mpi4dl.results.evaluations import SavedEvaluation
+from mpi4dl.results.formats import Record, below, is_below, nested, read_object, reading
+from mpi4dl.results.names import PREDICTIONS
+from mpi4dl.results.runs import FolderResults, predictions_in
 
-PREDICTIONS, PREDICTED, EVALUATED = "predictions.jsonl", "predictions-*", "evaluation"
-ABOUT = "predictions.json"
-MAPS, MASKS, GEOJSON, CLASS_MAP = "maps", "masks", ".geojson", ".ome.tif"
+GEOJSON, CLASS_MAP = ".geojson", ".ome.tif"
 LEAST_PROBABILITY = 1e-12
 LONGEST_PLACE = 200  # characters of a remark
-NESTED = {"label": "labels", "prediction": "predictions", "probability": "probabilities"}  # columns "label NAME"
-
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -99,40 +95,40 @@ def read_results(
     if not folder.is_dir():
         raise ValueError(f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}: {_EXPECTED}")
     remarks: list[str] = []
-    predicted, evaluated = _newest_predictions(folder, remarks), _newest_evaluation(folder, remarks)
+    found = FolderResults(folder)
+    predicted = _newest(found.predicted(), "predictions", remarks)
+    evaluated = _newest([each.path for each in found.evaluated() if each.path.parent == folder], "evaluations", remarks)
     if predicted is None and evaluated is None:
-        raise ValueError(f"{folder}: has no {PREDICTIONS} and no {EVALUATED}*.csv: {_EXPECTED}")
+        raise ValueError(f"{folder}: has no predictions.jsonl and no evaluation.json: {_EXPECTED}")
     records: dict[str, Record] = {}
-    told: Mapping[str, Any] = {}
     if evaluated is not None:
-        about = _object(evaluated.with_suffix(".json"), remarks)
-        told = about.get("slides") or {"root": about.get("root")}
-        records |= _read_table(evaluated, remarks)
-    if predicted is not None:
-        told = _object(predicted / SLIDES, remarks) or told or {"source": _object(predicted / ABOUT, []).get("images")}
-        for name, record in _read_lines(predicted / PREDICTIONS, remarks).items():
-            records[name] = records.get(name, {}) | record
-    place = _Place(told if isinstance(told, Mapping) else {}, slides, slides_folder, folder, remarks)
-    records = {place.name_of(name): record for name, record in records.items()}
-    found = tuple(
-        _viewed(name, record, place, predicted, mpp)
-        for name, record in sorted((place.records() | records).items(), key=lambda item: item[0])
-    )
-    return SlideResults(str(folder.resolve().name), found, tuple(remarks))
+        records |= {row["image"]: nested(row) for row in SavedEvaluation(evaluated).records}
+    for record in [] if predicted is None else predictions_in(predicted):
+        records[record["image"]] = records.get(record["image"], {}) | record
+    if slides is not None and not slides.exists():
+        raise ValueError(f"--slides {slides}: no such file or folder")
+    told = _recorded(predicted, evaluated)
+    with reading(evaluated or folder if predicted is None else predicted / SLIDES):
+        place = _Place(told, slides, slides_folder, folder, remarks)
+        records = {place.name_of(name): record for name, record in records.items()}
+    with reading(evaluated or folder if predicted is None else predicted / f"{PREDICTIONS.name}.jsonl"):
+        viewed = tuple(
+            _viewed(name, record, place, predicted, mpp)
+            for name, record in sorted((place.records() | records).items(), key=lambda item: item[0])
+        )
+    return SlideResults(str(folder.resolve().name), viewed, tuple(remarks))
 
 
 _EXPECTED = "name a folder that mpi4dl predict --slides or mpi4dl evaluate --slides wrote, or that of a run"
 
 
-def _newest_predictions(folder: Path, remarks: list[str]) -> Path | None:
-    """The folder of predictions that this one is, or has."""
-    if (folder / PREDICTIONS).is_file():
-        return folder
-    return _newest([each.parent for each in folder.glob(f"{PREDICTED}/{PREDICTIONS}")], "predictions", remarks)
-
-
-def _newest_evaluation(folder: Path, remarks: list[str]) -> Path | None:
-    return _newest([each for each in folder.glob(f"{EVALUATED}*.csv") if each.is_file()], "evaluations", remarks)
+def _recorded(predicted: Path | None, evaluated: Path | None) -> Record:
+    """What predictions or an evaluation say of their slides; empty if nothing does. Raises OSError, DamagedResult."""
+    if predicted is not None and (predicted / SLIDES).exists():
+        return read_object(predicted / SLIDES)
+    about: Record = {} if evaluated is None else SavedEvaluation(evaluated).told
+    slides: Record = about.get("slides") or {"root": about.get("root")}
+    return slides
 
 
 def _newest(found: Sequence[Path], what: str, remarks: list[str]) -> Path | None:
@@ -140,60 +136,6 @@ def _newest(found: Sequence[Path], what: str, remarks: list[str]) -> Path | None
     if len(order) > 1:
         remarks.append(f"of {len(order)} {what} the newest is shown: {order[-1].name}")
     return order[-1] if order else None
-
-
-def _object(path: Path, remarks: list[str]) -> dict[str, Any]:
-    """The JSON object in a file; empty, with a remark if it is damaged, where there is none."""
-    try:
-        found = parse_json(read_regular(path))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        remarks.append(f"{path.name} cannot be read: {printable(str(error))}")
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _read_lines(path: Path, remarks: list[str]) -> dict[str, Record]:
-    """The records of predictions by the names of slides; the last one of each. Raises OSError."""
-    found: dict[str, Record] = {}
-    damaged = 0
-    for line in read_regular(path).split(b"\n"):
-        try:
-            record = parse_json(line) if line.strip() else None
-        except (ValueError, RecursionError):  # such as half of a line, of a job that was killed
-            damaged += 1
-            continue
-        if isinstance(record, dict) and isinstance(record.get("image"), str):
-            found[record["image"]] = record
-    if damaged:
-        remarks.append(f"{path.name}: {counted(damaged, 'line')} cannot be read")
-    return found
-
-
-def _read_table(path: Path, remarks: list[str]) -> dict[str, Record]:
-    """The records of an evaluation by the names of slides. Raises OSError."""
-    text = read_regular(path).decode(errors="surrogateescape")
-    found: dict[str, Record] = {}
-    try:
-        for row in csv.DictReader(io.StringIO(text, newline="")):
-            record: Record = {}
-            for column, value in row.items():
-                if not isinstance(column, str) or not value:
-                    continue
-                value = of_cell(value)
-                first, _, name = column.partition(" ")
-                if name and first in NESTED:
-                    record.setdefault(NESTED[first], {})[name] = value
-                else:
-                    record[column] = value
-            if "probabilities" not in record:  # then labels and predictions are numbers, or numbers by name
-                record = {key: value if key in ("image", "error") else _numeric(value) for key, value in record.items()}
-            if record.get("image"):
-                found[record["image"]] = record
-    except csv.Error as error:
-        remarks.append(f"{path.name} is damaged: {error}")
-    return found
 
 
 class _Place:
@@ -214,9 +156,8 @@ class _Place:
         self._homes = [Path("/")] if own else [Path(), folder.resolve().parent, *named_by_user]
         source = slides or self._recorded_place(told.get("source"), remarks)
         columns = told.get("columns")
-        recorded = told.get("slides")
-        self._recorded: dict[str, Any] = recorded if isinstance(recorded, dict) else {}
-        files = [each["file"] for each in self._recorded.values() if isinstance(each, dict) and "file" in each]
+        self._recorded: dict[str, Record] = told.get("slides", {})
+        files = [each["file"] for each in self._recorded.values() if "file" in each]
         only_features = slides is None and bool(files) and source is not None and source.is_dir()
         of_slides = not files or any(files)  # otherwise what was recorded is the folder of features
         root = self._recorded_place(told.get("root"), remarks) if slides is None and of_slides else None
@@ -229,18 +170,16 @@ class _Place:
         self._beside = None if source is None else source.parent
         self.in_bounds = told.get("in_bounds") is True
         if source is not None and source.exists() and not only_features:
-            named = columns if slides is None and isinstance(columns, dict) else {}
+            named = columns if slides is None and columns else {}
             self._read(source, {role: named[role] for role in ("slide", "patient") if role in named}, remarks)
-        elif slides is not None:
-            raise ValueError(f"--slides {slides}: no such file or folder")
         if self.root is None:
             remarks.append("nothing says where the slides are: name their table or folder by --slides")
         elif not self.root.is_dir():
             remarks.append(f"the folder of slides {self.root} is gone: name it by --slides-folder")
 
-    def _recorded_place(self, text: Any, remarks: list[str]) -> Path | None:
+    def _recorded_place(self, text: str | None, remarks: list[str]) -> Path | None:
         """A place that was recorded; None, with a remark, if it is not there, or where nobody has said to look."""
-        if not isinstance(text, str) or not text:
+        if not text:
             return None
         if leads_to(Path(text), self._homes):
             return Path(text).expanduser()
@@ -254,7 +193,7 @@ class _Place:
 
     def file(self, name: str) -> Path | None:
         """The file of a slide; None if nobody says where it is. Links are followed in folders that the user named."""
-        if self.root is None:
+        if self.root is None or not is_below(name):
             return None
         path = self.root / name
         return path if self._named or leads_to(path, self._homes) or not os.path.lexists(path) else None
@@ -277,13 +216,10 @@ class _Place:
         """The slide that a record is of, from the folder of slides on; records of features name files of features."""
         if not name.lower().endswith(kinds.FEATURES.suffixes):
             return name
-        recorded = self._recorded.get(name)
-        file = recorded.get("file") if isinstance(recorded, dict) else None
-        found = self._by_stem.get(without_suffix(name, kinds.FEATURES.suffixes)) or (
-            file if isinstance(file, str) else name
-        )
-        if recorded is not None:
-            self._recorded.setdefault(found, recorded)
+        recorded = self._recorded.get(name, {})
+        stem = without_suffix(name, kinds.FEATURES.suffixes)
+        found = self._by_stem.get(stem) or str(recorded.get("file") or name)
+        self._recorded.setdefault(found, recorded)
         return found
 
     def records(self) -> dict[str, Record]:
@@ -295,14 +231,11 @@ class _Place:
         row = self._rows.get(name)
         if row is not None:
             return row.patient, row.annotation, row.mpp
-        recorded = self._recorded.get(name)
-        recorded = recorded if isinstance(recorded, dict) else {}
-        annotation = recorded.get("annotation")
-        return _text(recorded.get("patient")), annotation if isinstance(annotation, str) else None, None
+        recorded = self._recorded.get(name, {})
+        return _text(recorded.get("patient")), recorded.get("annotation"), None
 
     def assumed_mpp(self, name: str) -> float | None:
-        recorded = self._recorded.get(name)
-        mpp = number_in(recorded.get("mpp")) if isinstance(recorded, dict) else None
+        mpp = number_in(self._recorded.get(name, {}).get("mpp"))
         return mpp if mpp is not None and mpp > 0 else None
 
     def label(self, name: str) -> Any:
@@ -327,41 +260,28 @@ class _Place:
         return None
 
 
-def is_below(name: str) -> bool:
-    """Whether a name with slashes is of something below a folder, as far as its text says."""
-    path = PurePosixPath(name)
-    return (
-        bool(name)
-        and "\0" not in name
-        and ".." not in path.parts
-        and not path.is_absolute()
-        and (not PureWindowsPath(name).drive)
-    )
-
-
 def _viewed(name: str, record: Record, place: _Place, predicted: Path | None, mpp: float | None) -> ViewedSlide:
     patient, _, table_mpp = place.row(name)
     label = record.get("label", record.get("labels"))
     label = place.label(name) if label is None else label
-    prediction = record.get("prediction", record.get("predictions", record.get("risk", _shares(record.get("pixels")))))
-    probabilities = record.get("probabilities")
-    alike = number_in(record.get("dice"))
+    prediction = record.get(
+        "prediction", record.get("predictions", record.get("risk", _shares(record.get("pixels", {}))))
+    )
+    numbers: dict[str, float] = record.get("probabilities", {})
+    alike = record.get("dice")
     if prediction is None and alike is not None:
         prediction = f"Dice {alike:.3f}"
-    numbers = {key: number_in(each) for key, each in probabilities.items()} if isinstance(probabilities, dict) else {}
-    error, path = _text(record.get("error")), None
+    error, path = _text(record.get("error")), place.file(name)
     if not is_below(name):
         error = "its name leads out of the folder of slides, and is not followed"
-    else:
-        path = place.file(name)
     return ViewedSlide(
         name,
         path,
         patient,
         _text(label),
         _text(prediction),
-        numbers.get(_text(prediction)) if isinstance(prediction, str) else None,
-        _loss(label, prediction, numbers) if alike is None else 1 - alike,
+        number_in(numbers.get(prediction)) if isinstance(prediction, str) else None,
+        number_in(_loss(label, prediction, numbers) if alike is None else 1 - alike),
         _text(label) != _text(prediction) if isinstance(prediction, str) and numbers and label is not None else None,
         error,
         None if predicted is None else _map_of(record, predicted),
@@ -373,39 +293,29 @@ def _viewed(name: str, record: Record, place: _Place, predicted: Path | None, mp
 
 
 def _map_of(record: Record, folder: Path) -> Path | None:
-    """The GeoJSON of a slide's heat map."""
-    maps = record.get("maps")
-    found = [_inside(each, folder, MAPS) for each in maps if isinstance(each, str)] if isinstance(maps, list) else []
-    return next((each for each in found if each is not None and each.name.endswith(GEOJSON)), None)
+    """The GeoJSON of a slide's heat map. Raises DamagedResult for a place outside."""
+    return next((below(folder, each) for each in record.get("maps", ()) if each.endswith(GEOJSON)), None)
 
 
 def _classes_of(record: Record, folder: Path) -> Path | None:
-    """The GeoJSON of a slide's class map, which is beside the map."""
-    mask = record.get("mask")
-    if not isinstance(mask, str) or not mask.endswith(CLASS_MAP):
+    """The GeoJSON of a slide's class map, which is beside the map. Raises DamagedResult for a place outside."""
+    mask = str(record.get("mask"))
+    if not mask.endswith(CLASS_MAP):
         return None
-    found = _inside(f"{mask.removesuffix(CLASS_MAP)}{GEOJSON}", folder, MASKS)
-    return found if found is not None and found.is_file() else None
+    found = below(folder, f"{mask.removesuffix(CLASS_MAP)}{GEOJSON}")
+    return found if found.is_file() else None
 
 
-def _inside(name: str, folder: Path, part: str) -> Path | None:
-    """A file that a record names, if it is below a part of the folder, also where links lead."""
-    path = folder / name
-    return path if is_below(name) and path.resolve().is_relative_to((folder / part).resolve()) else None
-
-
-def _loss(label: Any, prediction: Any, probabilities: Mapping[str, float | None]) -> float | None:
+def _loss(label: Any, prediction: Any, probabilities: Mapping[str, float]) -> float | None:
     """How far a prediction is from a label; the mean over several."""
     if isinstance(prediction, str) and probabilities:
         own = probabilities.get(_text(label))
         return None if own is None else -math.log(max(own, LEAST_PROBABILITY))
     if isinstance(label, dict) and isinstance(prediction, dict):
         if probabilities:
-            pairs = [(number_in(label[name]), probabilities.get(name)) for name in label]
-            losses = [_entropy(a, b) for a, b in pairs if a is not None and b is not None]
+            losses = [_entropy(label[name], probabilities[name]) for name in label if name in probabilities]
         else:
-            pairs = [(number_in(label[name]), number_in(prediction.get(name))) for name in label]
-            losses = [abs(a - b) for a, b in pairs if a is not None and b is not None]
+            losses = [abs(label[name] - prediction[name]) for name in label if name in prediction]
         return sum(losses) / len(losses) if losses else None
     a, b = (None if isinstance(each, dict) else number_in(each) for each in (label, prediction))
     return None if a is None or b is None else abs(a - b)
@@ -415,19 +325,10 @@ def _entropy(label: float, probability: float) -> float:
     return -math.log(max(probability if label else 1 - probability, LEAST_PROBABILITY))
 
 
-def _shares(pixels: Any) -> dict[str, str] | None:
+def _shares(pixels: Mapping[str, float]) -> dict[str, str] | None:
     """The share of each class in a class map."""
-    counts = {name: number_in(count) or 0.0 for name, count in pixels.items()} if isinstance(pixels, dict) else {}
-    total = sum(counts.values())
-    return {name: f"{100 * count / total:.2g} %" for name, count in counts.items()} if total > 0 else None
-
-
-def _numeric(value: Any) -> Any:
-    """Text that is a number as one."""
-    if isinstance(value, dict):
-        return {name: _numeric(each) for name, each in value.items()}
-    number = number_in(value)
-    return value if number is None else number
+    total = sum(pixels.values())
+    return {name: f"{100 * count / total:.2g} %" for name, count in pixels.items()} if total > 0 else None
 
 
 def _text(value: Any) -> str:

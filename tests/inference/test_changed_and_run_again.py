@@ -23,10 +23,8 @@ from mpi4dl.checkpoints.manifest import AVERAGE, MODEL
 from mpi4dl.checkpoints.weights import open_weights
 from mpi4dl.comm import Refusal, world
 from mpi4dl.embed import EmbedConfig, embed
-from mpi4dl.evaluate import EvaluateConfig, evaluate
-from mpi4dl.inference import folds
+from mpi4dl.evaluate import evaluate
 from mpi4dl.options import parts
-from mpi4dl.options.config import Config, ConfigError, shared_options, to_toml
 from mpi4dl.options.declare import options_of
 from mpi4dl.predict import PredictConfig, predict
 from mpi4dl.train import train
@@ -190,9 +188,11 @@ def content(path: Path) -> Any:
         return np.asarray(PIL.Image.open(path)).tobytes()
     if path.suffix == ".tif":
         return tifffile.imread(path).tobytes()
-    if path.name == "predictions.jsonl":
+    if path.suffix == ".jsonl":
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        return sorted(({**line, "file": None} for line in lines), key=lambda line: line["image"])
+        return sorted(({**line, "file": None} for line in lines), key=str)
+    if path.name == "features.json":  # of a folder that may have slides of other tables
+        return json.loads(path.read_text())
     if path.name == "slides.json":
         return {**json.loads(path.read_text()), "signature": None}
     if path.name == "predictions.csv":
@@ -313,20 +313,20 @@ OPTIONS_CHANGED = [
     Case("embed", "stain_reference", "--stain-norm reinhard --stain-reference {work}/stains.tif", "stain_norm"),
     Case("masks", "images", "--images {work}/moved", "images"),
     Case("masks", "fit", "--fit resize", "fit"),
-    Case("masks", "average", "--no-average", "weights"),
+    Case("masks", "average", "--no-average", "average"),
     Case("masks", "precision", "--precision bf16", "precision"),
     Case("masks", "transforms", "--transforms {work}/net.py:darker", "transforms"),
     Case("masks", "precision", "--precision int8", "precision"),
     Case("masks", "model", "--model {work}/net.py:other_dense", "model"),
-    Case("slides", "slides", "--slides {work}/others/slides.csv", "images"),
+    Case("slides", "slides", "--slides {work}/others/slides.csv", "slides"),
     Case("slides", "slides_folder", "--slides-folder {work}/others"),
     Case("slides", "slide_column", "--slide-column again"),
     Case("areas", "min_area", "--min-area 5", "min_area"),
     Case("maps", "maps", "--no-maps", "maps"),
     Case("maps", "maps", "--maps gradient", "maps"),
-    Case("maps", "map_class", "--map-class a", "maps"),
-    Case("maps", "map_layer", "--map-layer first", "maps"),
-    Case("bags", "features", "--features {work}/bags/others"),
+    Case("maps", "map_class", "--map-class a", "map_class"),
+    Case("maps", "map_layer", "--map-layer first", "map_layer"),
+    Case("bags", "features", "--features {work}/bags/others", "features"),
     Case("scores", "features", "--features {work}/bags/others"),
     Case("scores", "slides", "--slides {work}/bags/swapped.csv"),
     Case("scores", "resamples", "--resamples 0"),
@@ -384,54 +384,35 @@ def test_what_changed_is_made_anew_or_refused(work: Path, pristine: Path, case: 
     found, anew = job.run(work, out, flags), job.run(work, "anew", flags)
     assert (anew != before) == case.matters
     if case.job == "embed":  # whose folder may have slides of other tables
-        found = {name: found[name] for name in anew}
+        found = {name: found[name] for name in anew if name != "features.jsonl"}
+        anew.pop("features.jsonl")
     assert found.keys() == anew.keys()
     assert [name for name in anew if found[name] != anew[name]] == []
 
 
-# Options that change no result, and why.
-ROUNDING = "changes results by rounding alone"
-SPEED = "decides when and where it is computed, and not what"
-NO_MATTER = {
-    "out": "the folder that is looked into",
-    "dry_run": "writes nothing",
-    "trust_code": "loads the same code, or refuses it",
-    "patches_at_once": ROUNDING,
-    "batch_size": ROUNDING,
-    "num_workers": SPEED,
-    "threads": ROUNDING,
-    "device": ROUNDING,
-    "hang_timeout": SPEED,
-    "gpu_wire": SPEED,
-    "deterministic": ROUNDING,
-    "tf32": ROUNDING,
-    "stream": ROUNDING,
-    "stream_until": ROUNDING,
-    "memory_limit": ROUNDING,
-    "no_rule": ROUNDING,
-    **dict.fromkeys(("tiles", "stages", "data", "microbatches", "tensor", "experts"), ROUNDING),
-}
+# Options that decide results, and which the cases leave out.
 NOT_OF = {
-    "predict": {"patient_column": "labels are not read", "annotation_column": "labels are not read"},
-    "evaluate": dict.fromkeys(
-        "images slides_folder part slide_column patient_column annotation_column label_columns model transforms "
-        "average fit".split(),
-        "an evaluation reads nothing of one before, and leaves none of its files",
-    ),
-    "embed": {},
+    "predict": {"patient_column", "annotation_column"},  # of labels, which are not read
+    "embed": set[str](),
 }
 
 
-@pytest.mark.parametrize(
-    ("command", "config"), [(embed, EmbedConfig), (predict, PredictConfig), (evaluate, EvaluateConfig)]
-)
-def test_every_option_is_changed_or_does_not_matter(command: Any, config: type) -> None:
-    name = command.act.__name__
+@pytest.mark.parametrize(("command", "config"), [(embed, EmbedConfig), (predict, PredictConfig)])
+def test_every_option_that_may_change_results_is_changed_here(command: Any, config: type) -> None:
     tested = {case.what for case in OPTIONS_CHANGED if JOBS[case.job].command is command}
-    without = {*NO_MATTER, *NOT_OF[name]}
-    assert not tested & without
-    assert tested | without >= {*options_of(config)}
-    assert tested <= {*options_of(config)}
+    counting = {name for name, item in options_of(config).items() if item.changes_results}
+    assert tested | NOT_OF[command.act.__name__] >= counting
+
+
+@pytest.mark.parametrize("job", ["embed", "masks"])
+def test_a_folder_of_other_settings_is_made_anew_if_the_user_says_so(work: Path, pristine: Path, job: str) -> None:
+    put_back(pristine, work)
+    other = "--precision bf16"
+    JOBS[job].run(work, "out")
+    found = JOBS[job].run(work, "out", f"{other} --overwrite")
+    assert found == JOBS[job].run(work, "anew", other)
+    with pytest.raises(Refusal, match="precision"):
+        JOBS[job].run(work, "out")
 
 
 @pytest.mark.parametrize("first", ["--compare-precision bf16", "--patients max --threshold 0.3"])
@@ -453,13 +434,10 @@ FOLDS_CHANGED: dict[str, tuple[Change, str | None]] = {
     "seed": ("--seed 4", "seed"),
     "aggregator": ("--aggregator mean", "aggregator"),
     "features by another option": ("--features {work}/bags/others", "features"),
-    "labels": (lambda work: edit(work / "bags" / "slides.csv", "p2,s2,a", "p2,s2,b"), "another label"),
+    "labels": (lambda work: edit(work / "bags" / "slides.csv", "p2,s2,a", "p2,s2,b"), "sample s2.h5"),
     "a slide less": (lambda work: edit(work / "bags" / "slides.csv", "p4,s4,a\n", ""), "'s4' is not in the table"),
-    "a slide more": (lambda work: add_bag(work / "bags"), "s4b is new"),
-    "features": (
-        lambda work: scale_features(work / "bags" / "features" / "s0.h5"),
-        "other content than when .*: s0.h5",
-    ),
+    "a slide more": (lambda work: add_bag(work / "bags"), "sample s4b.h5"),
+    "features": (lambda work: scale_features(work / "bags" / "features" / "s0.h5"), "sample s0.h5"),
     "weights": (lambda work: scale_weights(work / "bags-run" / MODEL), "the file of .*weights"),
     "code": (lambda work: edit(work / "net.py", "FACTOR = 1", "FACTOR = 2"), "the file of .*optimizer"),
 }
@@ -488,28 +466,6 @@ def test_folds_of_different_trainings_are_not_averaged(work: Path, pristine: Pat
             run(change if isinstance(change, str) else "")
         assert len([*(work / "out-folds").glob("cross-validation*")]) == 1
     assert {path: path.stat().st_mtime_ns for path in before} == before
-
-
-@pytest.mark.parametrize("name", options_of(Config))
-def test_every_option_of_training_is_compared_between_folds(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
-) -> None:
-    """But for those of this start, the plan and what only reports."""
-    config = Config()
-    (tmp_path / "config.toml").write_text(to_toml(config))
-
-    def changed(of: Config) -> dict[str, str]:
-        found = shared_options(of)
-        return {**found, name: '"other"'} if of is config and name in found else found
-
-    monkeypatch.setattr(folds, "shared_options", changed)
-    item = options_of(Config)[name]
-    plan = item.section == "parallel" and name != "stream_norm"
-    if plan or item.section == "run" or item.per_rank or name == "fold":
-        folds._require_alike([tmp_path], config, "this")
-        return
-    with pytest.raises(ConfigError, match=f"`{name}`"):
-        folds._require_alike([tmp_path], config, "this")
 
 
 def test_code_of_the_user_that_changed_is_said_when_a_run_goes_on(

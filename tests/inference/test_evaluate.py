@@ -26,12 +26,12 @@ from mpi4dl.evaluate import evaluate
 from mpi4dl.export import export
 from mpi4dl.inference.images import seen_before
 from mpi4dl.inference.options import Inference, Inputs, Placing, placed
-from mpi4dl.inference.scoring import file_names
 from mpi4dl.options.config import Config
 from mpi4dl.options.declare import ConfigError, from_keywords
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.predict import predict
+from mpi4dl.results.evaluations import file_of_evaluation
 from tests.inference.cases import CLASSES, SIZE, Shown, shown, train_nothing, write_images
 from tests.pool.ranks import Ranks
 
@@ -243,10 +243,12 @@ def test_the_average_that_validations_measured_is_taken(tmp_path: Path, save_eve
 def test_evaluations_of_one_second_have_files_of_their_own(tmp_path: Path) -> None:
     now, found = datetime(2026, 1, 31, 12), []
     for number in range(3):
-        found += file_names(tmp_path, None, now)
-        found[-1 - number % 2].write_text("")  # a writer may have come no further than to one of both
-    assert len(set(found)) == 6
-    assert file_names(tmp_path, tmp_path / "out", now)[0] == tmp_path / "out" / "evaluation.json"
+        found.append(file_of_evaluation(tmp_path, None, now))
+        found[-1].with_suffix((".json", ".csv")[number % 2]).write_text(
+            ""
+        )  # a writer may have come no further than to one of both
+    assert len(set(found)) == 3
+    assert file_of_evaluation(tmp_path, tmp_path / "out", now) == tmp_path / "out" / "evaluation.json"
 
 
 def test_labels_of_another_kind_are_refused(tmp_path: Path) -> None:

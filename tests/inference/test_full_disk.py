@@ -19,8 +19,9 @@ from mpi4dl.evaluate import evaluate
 from mpi4dl.inference.class_maps import ClassMap, MapOptions
 from mpi4dl.inference.maps import PatchMap, write_map
 from mpi4dl.inference.masks import ArrayMask, PngMask
-from mpi4dl.inference.records import Records
 from mpi4dl.predict import predict
+from mpi4dl.results.job import FolderJob, ItemInput
+from mpi4dl.results.names import PREDICTIONS
 from mpi4dl.slides import _parser
 from mpi4dl.train import train
 from tests.pool.job import mpirun
@@ -80,7 +81,9 @@ def features(folder: Path, slide: Slide) -> None:
 
 
 def records(folder: Path, slide: Slide) -> None:
-    made = Records(folder, {"task": "classify"}, ["image", "prediction", "error"])
+    made = FolderJob(
+        folder, PREDICTIONS, {"task": "classify"}, {"s": ItemInput(None)}, columns=["image", "prediction", "error"]
+    )
     try:
         made.add({"image": "s", "prediction": "x" * 30_000})
     finally:
@@ -219,7 +222,7 @@ PLACES = {
     "evaluate": (
         *("evaluation.csv", "evaluation.json", "calibration.csv", "curves.csv", "curves.png", "patients.csv"),
     ),
-    "embed": ("s0.h5",),
+    "embed": ("features.json", "s0.h5"),
     "tissue": ("s0.tif.png", "s0.tif.geojson"),
     "compose": ("compose.json", "slide_000.tif", "slide_001.tif", "annotations/slide_001.geojson", "slides.csv"),
 }
@@ -228,7 +231,7 @@ NO_PLACES = (
     r"log-rank\d+\.txt",
     r"portrait\.json",
     r"metrics\.jsonl",
-    r"predictions\.jsonl",
+    r"(predictions|features)\.jsonl",
     "checkpoints/.*",
 )
 

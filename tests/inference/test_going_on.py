@@ -180,5 +180,5 @@ def test_lines_of_another_model_are_not_added_to(tmp_path: Path, what: str) -> N
         save_file(load_file(run / "model.safetensors"), other / "model.safetensors", {"mpi4dl": json.dumps(about)})
     images = tmp_path / ("others" if what == "images" else "new")
     fit = "crop" if what == "fit" else "auto"
-    with pytest.raises(Refusal, match="fit.* crop is not for masks" if what == "fit" else f"predictions with .*{what}"):
+    with pytest.raises(Refusal, match="fit.* crop is not for masks" if what == "fit" else f"results with .*`{what}`"):
         list(mpi4dl.TrainedModel(other, fit=fit, trust_code=True).predict(images, tmp_path / "out"))

@@ -15,7 +15,7 @@ from mpi4dl.datasets.base import WholeImage
 from mpi4dl.datasets.slides.slide import Level, Slide, SlideFile
 from mpi4dl.inference.class_maps import thumbnail_of
 from mpi4dl.inference.maps import PatchMap, picture
-from mpi4dl.inference.records import table_row
+from mpi4dl.results.formats import table_row
 
 NAMES = ("a$_$b", "$\\frac$", "_hidden", "a\nb", "\udcff", r"\$x$")
 

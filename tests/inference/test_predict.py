@@ -82,9 +82,7 @@ def test_it_goes_on_where_it_was_killed(tmp_path: Path) -> None:
             name: record["prediction"] for name, record in after.items()
         }
     assert "7 images done before\n0 images looked at" in said(world(), *argv)
-    with pytest.raises(
-        Refusal, match="holds predictions with precision 'fp32', not 'bf16': name another folder by --out"
-    ):
+    with pytest.raises(Refusal, match="has results with --precision 'fp32', not 'bf16': choose another --out"):
         predict(world(), [*argv, "--precision", "bf16"])
 
 
@@ -146,7 +144,7 @@ def test_code_of_the_user_must_be_as_it_was(tmp_path: Path, monkeypatch: pytest.
     parts._from_file.cache_clear()
     assert "my_own_code.py is not as it was in training (digest " in refused(world(), *argv)
     again = (*argv, "--model", f"{code}:build")
-    assert "out holds predictions with model" in refused(world(), *again)  # which another code made
+    assert "out has results with --model" in refused(world(), *again)  # which another code made
     assert "1 image looked at" in said(world(), *again, "--out", str(tmp_path / "other"))
     code.unlink()
     assert f"made the model, but {code} is gone: put it back" in refused(world(), *argv)

@@ -1,7 +1,6 @@
 """A page of runs: sound HTML that needs no network, with the numbers of runs, whatever is wrong with their folders."""
 
 import json
-import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,11 +14,15 @@ from mpi4dl.parallel.tables.schedules import Placement, table_for
 from mpi4dl.parallel.tables.simulator import Costs, simulate
 from mpi4dl.report import main
 from mpi4dl.reports.page import log_ticks, results, thinned, ticks
-from mpi4dl.reports.reading import evaluations_in, extremes, read_runs
-from mpi4dl.runs.folder import PORTRAIT, RunSnapshot
+from mpi4dl.reports.reading import extremes, judged, read_runs
+from mpi4dl.results.evaluations import evaluations_in
+from mpi4dl.results.formats import as_object
+from mpi4dl.results.names import PORTRAIT
+from mpi4dl.runs.folder import RunSnapshot
 
 EVIL = '<script>alert("x")</script> & {{ title }}'
 VOID = ("meta", "br", "img")
+ENDS = ("value", "low", "high", "level")
 
 
 class Checked(HTMLParser):
@@ -89,17 +92,24 @@ def write_run(folder: Path, lr: float = 0.1, losses: tuple[Any, ...] = (2.345, 1
         "learning_rate/1": lr / 2,
     }
     lines = [{"phase": "train", "step": 10 * i + 10, "epoch": i + 1, "loss": x} | common for i, x in enumerate(losses)]
-    lines.append({"phase": "validation", "step": 20, "epoch": 2, "loss": 1.9, "metrics": {"accuracy": 0.625}})
+    lines.append({"phase": "validation", "step": 20, "epoch": 2, "loss": 1.9, "accuracy": 0.625})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "versions.json").write_text(json.dumps({"torch": "2.99", "command": ["python", "a b"]}))
+    (folder / "versions.json").write_text(as_object({"torch": "2.99", "command": ["python", "a b"]}))
     (folder / "log-rank0.txt").write_text("2026-01-01 10:00:00,1 INFO mpi4dl: done: 20 steps in 3 s; see there\n")
     placement = Placement.row([2, 1])
     timeline = simulate(table_for("1f1b", placement, 4, 1), placement, Costs.equal(2))
     memory = ({"parameters": 5 << 20, "gradients": 1 << 20},) * 3
     modules = ((EVIL, 1234567, 7654321),)
     portrait = RunSnapshot(f"title of {folder.name}", "stages(2)", 20, modules, memory, "units timed", timeline)
-    (folder / PORTRAIT).write_text(portrait.text())
+    (folder / PORTRAIT).write_text(as_object(portrait.content()))
     return folder
+
+
+def write_evaluation(path: Path, rows: str, task: str = "classify", **told: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.with_suffix(".csv").write_text(rows)
+    common: dict[str, Any] = {"task": task, "what": "image", "metrics": {}, "classes": [], "confusion": None}
+    path.write_text(as_object({**common, "root": None, "images": None, **told}))
 
 
 def test_a_page_has_what_was_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +145,7 @@ def test_names_are_anybodys_text(tmp_path: Path, capsys: pytest.CaptureFixture[s
         file.write(f"2026-01-01 10:00:00,1 INFO mpi4dl: ended by {EVIL}\n")
     columns = f'image,label,prediction,"probability {EVIL.replace(chr(34), chr(34) * 2)}"'
     quoted = '"' + EVIL.replace('"', '""') + '"'
-    (run / "evaluation.csv").write_text(f"{columns}\n{quoted},{quoted},{quoted},0.75\n")
+    write_evaluation(run / "evaluation.json", f"{columns}\n{quoted},{quoted},{quoted},0.75\n")
     page = report(capsys, run)
     assert page.text.count(EVIL) >= 6
     assert "75.0 % for <script>" in page.text
@@ -154,58 +164,58 @@ def test_images_are_judged_and_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
     for number in range(9):
         label, cat = ("cat" if number < 6 else "dog"), 0.9 - number / 10 if number < 6 else 0.2
         lines.append(f"{number}.png,{label},{'cat' if cat > 0.5 else 'dog'},{cat:.2f},{1 - cat:.2f},")
-    folder = run / "evaluation-test"
-    folder.mkdir()
-    (folder / "evaluation.csv").write_text("\n".join([*lines, "9.png,,,,,it is damaged"]) + "\n")
-    (folder / "evaluation.json").write_text(json.dumps({"images": str(images)}))
-    ((found,), faults) = evaluations_in(run)
-    assert found.matrix == [[4, 2], [0, 3]]
-    best, worst = extremes(found, 3)
+    file, confusion = run / "evaluation-test" / "evaluation.json", [[4, 2], [0, 3]]
+    metrics = {"auc": {"value": 0.75, "low": 0.5, "high": 0.875, "level": 0.9}, "loss": dict.fromkeys(ENDS, "nan")}
+    told = {"images": str(images), "confusion": confusion, "classes": ["cat", "dog"], "metrics": metrics}
+    write_evaluation(file, "\n".join([*lines, "9.png,,,,,it is damaged"]) + "\n", **told)
+    (found,) = evaluations_in(run)
+    best, worst = extremes(judged(found), 3)
     assert [one.image for one in best] == ["0.png", "1.png", "6.png"]
     assert [one.image for one in worst] == ["5.png", "4.png", "3.png"]
-    value, low, high, how = found.metrics["accuracy"]
-    assert value == pytest.approx(7 / 9)
-    assert (low, high) == (None, None)
-    assert how == "an interval takes 10 images or more, and resamples that differ; there are 9 images"
-    assert faults == ["evaluation-test/evaluation: 9.png: it is damaged"]
     page = report(capsys, run)
     assert sum(tag == "img" for tag, _ in page.tags) == 8
-    told = {"auc": {"value": 0.75, "low": 0.5, "high": 0.875, "level": 0.9}, "loss": 2, "none": {"value": "nan"}}
-    (folder / "evaluation.json").write_text(json.dumps({"metrics": told, "confusion": [[[1]]]}))
-    (folder / "evaluation.csv").write_text("image,dice,error\na.png,0.5,\nb.png,0.75,\n")
-    ((masks,), _) = evaluations_in(run)
-    assert masks.matrix is None
-    assert masks.metrics["auc"] == (0.75, 0.5, 0.875, "90 % of resamples")
-    assert masks.metrics["loss"] == (2, None, None, "")
-    assert [one.image for some in extremes(masks, 1) for one in some] == ["b.png", "a.png"]
-    assert "75.0 % alike" in report(capsys, run).text
+    assert "0.5 to 0.875" in page.text
+    assert "90 % of resamples" in page.text
     assert page.text.count("no picture") == 1
+    write_evaluation(file, "image,dice,error\na.png,0.5,\nb.png,0.75,\n", "segment", confusion=[[[1]]])
+    (masks,) = evaluations_in(run)
+    assert [one.image for some in extremes(judged(masks), 1) for one in some] == ["b.png", "a.png"]
+    assert "75.0 % alike" in report(capsys, run).text
 
 
-def test_a_damaged_folder_is_shown_as_far_as_it_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_was_killed_is_shown_as_far_as_it_came(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     killed = write_run(tmp_path / "killed")
     with (killed / "metrics.jsonl").open("a") as file:
         file.write('{"phase": "train", "step": 30, "lo')
-    (killed / "log-rank0.txt").write_text("2026-01-01 10:00:00,1 INFO mpi4dl: step 20\n\xff")
-    (killed / "versions.json").write_bytes(b"\xff\xfe")
-    (killed / PORTRAIT).write_text('{"timeline": [[["sideways", 0, 0, 0, 0, 1]]]}')
-    (killed / "evaluation.csv").write_text("image,label\n\x00,")
-    (killed / "evaluation.json").write_text("{")
-    os.mkfifo(killed / "evaluation-pipe.csv")
+    (killed / "log-rank0.txt").write_bytes(b"2026-01-01 10:00:00,1 INFO mpi4dl: step 20\n\xff")
     bare = tmp_path / "bare"
     bare.mkdir()
-    (bare / "metrics.jsonl").write_text(
-        '3\n{"phase": 7, "step": "x"}\n[[]]\n{"step": 1, "loss": [], "deep": {"a": {}}}\n'
-    )
+    (bare / "config.toml").touch()
     page = report(capsys, killed, bare)
-    for word in (
-        "of metrics.jsonl line 4 cannot be read, and left out; it is half written, as by a run that was killed",
-        "of metrics.jsonl line 1, and 2 lines more cannot be read",
-        "no end is recorded after step 20: it is still running, or was killed", "versions.json is damaged",
-        f"{PORTRAIT} is damaged: no action is 'sideways'", "evaluation is damaged",
-        "evaluation-pipe is damaged: [Errno None] it is no regular file", "there is no config.toml", "1.678",
-    ):  # fmt: skip
+    for word in ("no end is recorded after step 20: it is still running, or was killed", "1.678", "before its first"):
         assert word in page.text, word
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metrics.jsonl", "3\n"),
+        ("metrics.jsonl", '{"phase": "train", "step": 10\n{"phase": "train", "step": 20}\n'),
+        ("config.toml", "[model"),
+        ("versions.json", "\x00"),
+        ("versions.json", '{"torch": "2.99"}'),
+        (PORTRAIT, '{"version": 1, "timeline": [[["sideways", 0, 0, 0, 0, 1]]]}'),
+        ("evaluation.json", "{"),
+        ("evaluation.csv", "image,label\na.png\n"),
+    ],
+)
+def test_a_damaged_file_is_an_error_that_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str
+) -> None:
+    run = write_run(tmp_path / "run")
+    write_evaluation(run / "evaluation.json", "image,label,prediction\na.png,1,1\n")
+    (run / name).write_text(content)
+    assert f"{run / name}: is damaged" in refusal(capsys, str(run), "--out", str(tmp_path / "page.html"))
 
 
 ABSURD = ("9" * 400, "1e308", "-1e308", "1e-320", "NaN", "null")
@@ -213,19 +223,23 @@ NUMBER = re.compile(r"-?\b[0-9]+(?:\.[0-9]+)?\b")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", PORTRAIT, "evaluation.json", "evaluation.csv"])
-def test_absurd_numbers_in_any_place_leave_a_page(
+def test_absurd_numbers_in_any_place_leave_a_page_or_an_error_that_names_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     run = write_run(tmp_path / "run")
     told = {"metrics": {"auc": {"value": 0.75, "low": 0.5, "high": 0.875, "level": 0.9}}, "confusion": [[1, 2], [3, 4]]}
-    (run / "evaluation.json").write_text(json.dumps(told))
-    (run / "evaluation.csv").write_text("image,label,prediction,probability 1\na.png,1,1,0.75\nb.png,1,2,0.25\n")
+    rows = "image,label,prediction,probability 1\na.png,1,1,0.75\nb.png,1,2,0.25\n"
+    write_evaluation(run / "evaluation.json", rows, **told)
     text = (run / name).read_text()
     places = [found.span() for found in NUMBER.finditer(text)]
     for number in ABSURD:
         for first, last in places[:: max(1, len(places) // 5)]:
             (run / name).write_text(text[:first] + number + text[last:])
-            assert "title of run" in report(capsys, run).text or name == PORTRAIT
+            try:
+                main([str(run), "--out", str(tmp_path / "page.html")])
+                assert "title of run" in Checked(_raw(tmp_path)).text
+            except SystemExit:
+                assert str(run / name) in capsys.readouterr().err
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,8 +275,8 @@ def of_task(folder: Path, task: str, values: dict[str, list[float]], told: dict[
     run = write_run(folder)
     with (run / "config.toml").open("a") as file:
         file.write(f'[training]\nloss = "{loss}"\n')
-    (run / "model.json").write_text(json.dumps({"task": task}))
-    (run / "measures.json").write_text(json.dumps({"higher_is_better": told}))
+    (run / "model.json").write_text(as_object({"task": task, "classes": []}))
+    (run / "measures.json").write_text(as_object({"higher_is_better": told}))
     steps = range(len(next(iter(values.values()))))
     lines = [
         {"phase": "validation", "step": s + 1, "epoch": 1, **{name: each[s] for name, each in values.items()}}
@@ -301,9 +315,8 @@ def test_pictures_outside_are_shown_only_where_the_user_names_their_folder(
     PIL.Image.fromarray(np.zeros((20, 30, 3), np.uint8)).save(private / "private.png")
     (run / "link.png").symlink_to(private / "private.png")
     name = str(private / "private.png") if name == "ABSOLUTE" else name
-    (run / "evaluation.csv").write_text(f"image,dice,error\n{name},0.5,\n")
     for told in ({"root": str(private)}, {"images": str(private)}, {"root": str(private), "images": "/"}):
-        (run / "evaluation.json").write_text(json.dumps(told))
+        write_evaluation(run / "evaluation.json", f"image,dice,error\n{name},0.5,\n", "segment", **told)
         assert "img" not in [tag for tag, _ in report(capsys, run).tags]
     main([str(run), "--out", str(here / "page.html"), "--images", str(private)])
     assert ("<img" in (here / "page.html").read_text()) == (len(name) < 300)
@@ -318,9 +331,8 @@ def test_pictures_of_masked_sets_are_found(
     images.mkdir(parents=True)
     PIL.Image.fromarray(np.zeros((20, 30, 3), np.uint8)).save(images / "a.png")
     masked = images.name == "images"  # beside masks
-    (run / "evaluation.csv").write_text(f"image,dice,error\n{'images/' * masked}a.png,0.5,\n")
     root = {"root": str(images.parent if masked else images)} if recorded else {"images": str(tmp_path / "set")}
-    (run / "evaluation.json").write_text(json.dumps(root))
+    write_evaluation(run / "evaluation.json", f"image,dice,error\n{'images/' * masked}a.png,0.5,\n", "segment", **root)
     page = report(capsys, run)
     assert [tag for tag, _ in page.tags].count("img") == 1
     assert "no picture" not in page.text

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 import mpi4dl
 from mpi4dl.options.config import Config, ConfigError, parse, to_toml
-from mpi4dl.runs.folder import MetricsFile, RunFolder, default_path, versions
+from mpi4dl.results.formats import Lines, as_line
+from mpi4dl.runs.folder import RunFolder, default_path, versions
 from tests.support.brute_force import patient
 
 
@@ -136,15 +137,14 @@ def test_a_log_that_is_closed_leaves_logging_as_it_was(tmp_path: Path) -> None:
 
 
 def test_metrics_are_on_disk_at_once_and_appended_to(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    metrics = MetricsFile(folder)
-    metrics.append({"step": 1, "loss": 0.5})
+    metrics = Lines(tmp_path / "metrics.jsonl")
+    metrics.append(as_line({"step": 1, "loss": 0.5}))
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5}\n'
     metrics.close()
-    metrics = MetricsFile(folder)
-    metrics.append({"step": 2, "name": "ü\n"})
+    metrics = Lines(tmp_path / "metrics.jsonl")
+    metrics.append(as_line({"step": 2, "name": "ü\n"}))
     metrics.close()
-    assert (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[1] == '{"step": 2, "name": "ü\\n"}'
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1]) == {"step": 2, "name": "ü\n"}
 
 
 def no_constant(text: str) -> float:
@@ -154,14 +154,9 @@ def no_constant(text: str) -> float:
 @patient
 @given(st.dictionaries(st.text(), st.floats() | st.lists(st.floats(), max_size=2), max_size=4))
 def test_metrics_are_valid_json_whatever_the_loss(
-    tmp_path_factory: pytest.TempPathFactory, record: dict[str, float | list[float]]
+    record: dict[str, float | list[float]],
 ) -> None:
-    folder = RunFolder(tmp_path_factory.mktemp("metrics"))
-    metrics = MetricsFile(folder)
-    metrics.append(record)
-    metrics.close()
-    (line,) = (folder.path / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
-    read = json.loads(line, parse_constant=no_constant)
+    read = json.loads(as_line(record), parse_constant=no_constant)
     assert read.keys() == record.keys()
     for name, value in record.items():
         pairs = [(value, read[name])] if isinstance(value, float) else zip(value, read[name], strict=True)

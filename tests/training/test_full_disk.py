@@ -14,7 +14,9 @@ from mpi4dl.checkpoints import save_model
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.runs.folder import LOGGER_NAME, METRICS, MetricsFile, RunFolder
+from mpi4dl.results.formats import Lines, as_line
+from mpi4dl.results.names import METRICS
+from mpi4dl.runs.folder import LOGGER_NAME, RunFolder
 from tests.pool.job import mpirun
 from tests.pool.ranks import Ranks
 from tests.support.commands import TINY, TRAIN
@@ -23,9 +25,9 @@ FULL = Path("/dev/full")
 
 
 def append_metrics(folder: RunFolder) -> None:
-    metrics = MetricsFile(folder)
+    metrics = Lines(folder.path / METRICS)
     try:
-        metrics.append({"step": 1})
+        metrics.append(as_line({"step": 1}))
     finally:
         metrics.close()
 

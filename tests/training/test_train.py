@@ -26,7 +26,9 @@ from mpi4dl.geometry import Interval
 from mpi4dl.options import build
 from mpi4dl.options.config import Config, parse
 from mpi4dl.options.data import build_datasets, build_views
-from mpi4dl.runs.folder import PORTRAIT, RunSnapshot
+from mpi4dl.results.formats import read_object
+from mpi4dl.results.names import PORTRAIT
+from mpi4dl.runs.folder import RunSnapshot
 from mpi4dl.train import train
 from tests.datasets.sharing import Share
 from tests.pool.job import Finished
@@ -100,7 +102,7 @@ def test_the_folder_holds_everything_about_the_run(recorded: Recorded) -> None:
     files = [".lock", "checkpoints", "config.toml", "metrics.jsonl", "model.json", PORTRAIT, WEIGHTS, "samples.csv"]
     files += ["measures.json", "versions.json"]
     assert names == sorted([*files, *logs])
-    portrait = RunSnapshot.of(json.loads((folder / PORTRAIT).read_text()))
+    portrait = RunSnapshot.of(read_object(folder / PORTRAIT))
     assert (portrait.num_steps, portrait.timeline, len(portrait.memory)) == (6, None, 4)
     shapes = {name: math.prod(value.shape) for name, value in load_file(folder / WEIGHTS).items()}
     assert sum(values for _, values, _ in portrait.modules) == sum(shapes.values())

@@ -199,7 +199,7 @@ def test_one_rank_and_two_predict_and_evaluate_the_same(ranks: Ranks, cohort: Pa
         for name in one["beside"]:
             assert (tmp_path / "of1" / name).stat().st_size
     argv = [str(run), "--slides", str(table), "--out", str(tmp_path / "of1"), "--min-area", "50"]
-    assert all("min_area 0.0, not 50.0" in found for found in ranks(1).run(refused, predict, argv))
+    assert all("--min-area 0.0, not 50.0" in found for found in ranks(1).run(refused, predict, argv))
     assert scores[0]["confusion"] == confusion.tolist()
     assert np.abs(np.array(scores[1]["confusion"]) - confusion).sum() < 1e-3 * confusion.sum()
     both = confusion[1, 1]

@@ -314,11 +314,6 @@ def _json(text: Any) -> Mapping[str, Any]:
     return found if isinstance(found, dict) and {"model", "weights"} <= found.keys() else {}
 
 
-def settings_of(path: Path) -> Mapping[str, Any]:
-    """How `mpi4dl embed` made a file; empty if something else made it. Raises BadImage, DatasetError."""
-    return open_bag(path).settings
-
-
 def write_features(path: Path, found: Embedded, attributes: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Write a file of features, at once or not at all. Raises OSError, DatasetError."""
     h5py = _h5py()

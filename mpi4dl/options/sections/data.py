@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mpi4dl.options.declare import instead, option, same_as
+from mpi4dl.options.declare import instead, neutral, option, same_as
 from mpi4dl.options.kinds import (
     ANGLE,
     AUTO,
@@ -207,8 +207,8 @@ class Data:
         None, "text that the trained model continues and prints, such as 'def '; none: nothing", optional(NAME)
     )
     prompt_tokens: int = option(200, "number of tokens of this continuation", COUNT)
-    token_folder: str = option("runs/tokens", "folder of token files, for all runs with the same text", NAME)
-    num_workers: int = option(
+    token_folder: str = neutral("runs/tokens", "folder of token files, for all runs with the same text", NAME)
+    num_workers: int = neutral(
         2,
         "number of threads on each rank that read images ahead",
         COUNT_OR_ZERO,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mpi4dl.options.declare import instead, option, same_as
+from mpi4dl.options.declare import instead, neutral, option, same_as
 from mpi4dl.options.kinds import (
     BOOLEAN,
     BYTES,
@@ -24,7 +24,7 @@ from mpi4dl.options.kinds import (
 class Parallel:
     """How ranks share the work: tiles, stages, replicas, tensors, experts."""
 
-    tiles: tuple[tuple[int, ...], ...] = option(
+    tiles: tuple[tuple[int, ...], ...] = neutral(
         ((1, 1),),
         "grid of tiles of every image, one tile per rank: for all stages, or for each",
         GRIDS,
@@ -35,20 +35,20 @@ class Parallel:
         | instead("use {option} with a grid for each of --stages, such as 2x2,1x1", "spatial-size")
         | instead("leave it out; in a script, spatial.widen fetches one wide halo by hand", "halo-d2 fused-layers"),
     )
-    stages: int = option(
+    stages: int = neutral(
         1,
         "number of pipeline stages of the model",
         COUNT,
         brief="number of pipeline stages",
         known_as=same_as("pp pp-size pipeline-parallel-size pipeline-model-parallel-size split-size num-stages"),
     )
-    batch_ways: tuple[int, ...] = option(
+    batch_ways: tuple[int, ...] = neutral(
         (1,),
         "number of ranks that split the batch of a stage: for all stages, or for each",
         COUNTS,
         known_as=instead("use {option} with a number for each of --stages, such as 1,{value}", "local-dp"),
     )
-    data: int = option(
+    data: int = neutral(
         1,
         "number of data replicas that share the batch",
         COUNT,
@@ -57,55 +57,55 @@ class Parallel:
         | instead("use {option} N for replicas, --zero to shard their state, --tiles for large images", "strategy")
         | instead("leave it out: batch norm takes its statistics over all ranks", "sync-bn sync-batchnorm"),
     )
-    microbatches: int = option(
+    microbatches: int = neutral(
         1,
         "number of microbatches of a batch, in each wave",
         COUNT,
         known_as=same_as("num-microbatches parts gradient-accumulation-chunks")
         | instead("use {option} N, which counts the microbatches of a batch", "micro-batch-size"),
     )
-    schedule: str = option(
+    schedule: str = neutral(
         "1f1b",
         "order of microbatches in the stages",
         choice("layer", "gpipe", "1f1b", "interleaved", "zero-bubble"),
     )
-    bidirectional: int = option(
+    bidirectional: int = neutral(
         0,
         "GEMS: number of pairs of waves through the model and a mirrored copy; 0: no copy",
         COUNT_OR_ZERO,
         known_as=instead("use {option} with half as many: it counts pairs of waves", "times"),
     )
-    chunks: int = option(1, "number of stages of each rank with the interleaved schedule", COUNT)
-    tensor: int = option(
+    chunks: int = neutral(1, "number of stages of each rank with the interleaved schedule", COUNT)
+    tensor: int = neutral(
         1,
         "tensor parallelism: number of ranks that share the parameters and features of each layer",
         COUNT,
         known_as=same_as("tp tp-size tensor-parallel-size tensor-model-parallel-size"),
     )
-    sequence: bool = option(
+    sequence: bool = neutral(
         False,
         "sequence parallelism: the ranks of --tensor share tokens between the layers that they cut",
         BOOLEAN,
         known_as=instead("use {option}", "sequence-parallel"),
     )
-    tensor_styles: str | None = option(
+    tensor_styles: str | None = neutral(
         None,
         'a TOML file with the cuts of parameters, such as "blocks.*.up" = "column"; none: the table or plan of the '
         "model",
         optional(NAME),
     )
-    experts: int = option(
+    experts: int = neutral(
         1,
         "number of ranks that share experts; they split the batch as those of --data do",
         COUNT,
         known_as=same_as("ep ep-size expert-parallel-size expert-model-parallel-size"),
     )
-    moe: str = option(
+    moe: str = neutral(
         "tensor",
         "what the ranks of --tensor hold of experts: a part of each, or whole ones",
         choice("tensor", "expert"),
     )
-    zero: int = option(
+    zero: int = neutral(
         0,
         "ZeRO: ranks share the optimizer's state (1), the gradients, too (2), the parameters, too (3)",
         ZERO_STAGE,
@@ -114,49 +114,49 @@ class Parallel:
         | instead("use {option} 3", "fsdp")
         | instead("use {option} 1, 2 or 3", "deepspeed sharding"),
     )
-    offload: str = option(
+    offload: str = neutral(
         "none",
         "where to keep master weights and optimizer state: on the device (none), the host, or disk",
         choice("none", "cpu", "disk"),
         known_as=instead("use {option} cpu", "cpu-offload offload-optimizer"),
     )
-    offload_folder: str | None = option(
+    offload_folder: str | None = neutral(
         None,
         "folder on a fast local disk for --offload disk and --stream-keep disk; none: that of temporary files",
         optional(NAME),
         per_rank=True,
     )
-    allreduce: str = option(
+    allreduce: str = neutral(
         "auto",
         "algorithm that sums gradients over ranks; auto: by the number of ranks",
         choice("auto", "library", "direct", "ring", "two-level"),
         known_as=instead("leave it out: sums travel while others are computed", "enable-master-comm-opt"),
     )
-    balance: str | tuple[int, ...] = option(
+    balance: str | tuple[int, ...] = neutral(
         "auto",
         "how to cut the model into stages: by times, measured once (auto) or on all ranks (measured), by FLOPs or "
         "memory, or by the number of units of each stage",
         either(COUNTS, "auto", "flops", "memory", "measured"),
     )
-    check: bool = option(
+    check: bool = neutral(
         True,
         "compare a model in stages, or streamed, with the plain model on small samples before the first step",
         BOOLEAN,
     )
-    stream: tuple[int, ...] | str | None = option(
+    stream: tuple[int, ...] | str | None = neutral(
         None,
         "process each rank's part of an image in this grid of tiles, one after the other, to save memory; none: all "
         "at once; auto: as few tiles as fit into --memory-limit",
         optional(either(SIDES, "auto")),
         brief="grid of tiles that each rank processes in turn",
     )
-    memory_limit: int | None = option(
+    memory_limit: int | None = neutral(
         None,
         "limit of every rank's peak memory for --stream auto, such as 6GiB",
         optional(BYTES),
         known_as=same_as("max-memory"),
     )
-    stream_until: str | None = option(
+    stream_until: str | None = neutral(
         None, "the last streamed module; none: as far as margins are small beside tiles", optional(NAME)
     )
     stream_norm: str = option(
@@ -165,30 +165,30 @@ class Parallel:
         "running or frozen: by the running statistics, which are updated or not",
         choice("exact", "running", "frozen"),
     )
-    stream_segments: int | str | None = option(
+    stream_segments: int | str | None = neutral(
         None,
         "number of segments of the streamed part, or norms: each norm is a segment of its own; their outputs are kept, "
         "so less is computed again; none: one, or with --stream auto the number with the least work",
         optional(either(COUNT, "norms")),
     )
-    stream_keep: str | None = option(
+    stream_keep: str | None = neutral(
         None,
         "where to keep the outputs of segments until the backward pass: on the device, the host, or disk, in "
         "--offload-folder; none: on the device, or with --stream auto where it takes the least time",
         optional(choice("device", "host", "disk")),
     )
-    no_rule: str = option(
+    no_rule: str = neutral(
         "error",
         "what to do with an operator without a rule for tiles; gather: compute it whole on every rank",
         choice("error", "gather"),
     )
-    threads: int | None = option(
+    threads: int | None = neutral(
         None,
         "number of threads of each rank; none: OMP_NUM_THREADS, or its share of the cores",
         optional(COUNT),
         per_rank=True,
     )
-    device: str = option(
+    device: str = neutral(
         "auto",
         "the device; auto: a GPU if there is one",
         choice("auto", "cpu", "cuda"),
@@ -209,35 +209,35 @@ class Parallel:
         | instead("use {option} cuda", "gpu cuda use-cuda")
         | instead("use {option} cpu", "cpu use-cpu no-cuda"),
     )
-    deterministic: bool = option(
+    deterministic: bool = neutral(
         False,
         "on GPUs, only kernels that give the same bits in every run: slower, and an operator without one is refused",
         BOOLEAN,
     )
-    tf32: str = option(
+    tf32: str = neutral(
         "convolutions",
         "what a GPU computes of float32 with 10 bits of mantissa (TF32): PyTorch's own default is convolutions",
         choice("none", "convolutions", "all"),
     )
-    gpu_wire: str = option(
+    gpu_wire: str = neutral(
         "auto",
         "how GPU tensors travel: by MPI directly, by MPI with copies on the host (staged), or by NCCL where the order "
         "is fixed",
         choice("auto", "direct", "staged", "nccl"),
     )
-    keep_freed_memory: bool = option(
+    keep_freed_memory: bool = neutral(
         True,
         "keep the memory of freed tensors for the next step: faster on CPUs, but a process may grow to three times its "
         "need",
         BOOLEAN,
     )
-    memory_check: str = option(
+    memory_check: str = neutral(
         "error",
         "what to do with a run that needs more memory than its nodes have; error: refuse a run that cannot fit, warn "
         "if it may not",
         choice("error", "warn", "none"),
     )
-    hang_timeout: float = option(
+    hang_timeout: float = neutral(
         3600.0,
         "seconds without progress after which the job ends; less, once its work has needed less; 0: never",
         NOT_NEGATIVE,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from mpi4dl.options.declare import instead, option, same_as
+from mpi4dl.options.declare import instead, neutral, option, same_as
 from mpi4dl.options.kinds import BOOLEAN, COUNT, NAME, PARTS, either, optional
 
 
@@ -11,7 +11,7 @@ from mpi4dl.options.kinds import BOOLEAN, COUNT, NAME, PARTS, either, optional
 class Run:
     """The folder of a run, checkpoints, reports and callbacks."""
 
-    run_folder: str | None = option(
+    run_folder: str | None = neutral(
         None,
         "folder of the run; none: runs/MODEL-DATE-TIME",
         optional(NAME),
@@ -19,20 +19,20 @@ class Run:
         brief="folder of the run",
         known_as=same_as("output-dir output out-dir save-dir log-dir logdir default-root-dir work-dir exp-dir"),
     )
-    save_every: str | int = option(
+    save_every: str | int = neutral(
         "epoch",
         "when to save a checkpoint: after every epoch, after this number of steps, or never",
         either(COUNT, "epoch", "none"),
         known_as=same_as("save-steps checkpoint-interval every-n-train-steps")
         | instead("use {option} epoch, a number of steps, or none", "save-strategy save-freq"),
     )
-    keep: int = option(
+    keep: int = neutral(
         2,
         "number of newest checkpoints to keep",
         COUNT,
         known_as=same_as("save-total-limit checkpoint-hist save-top-k"),
     )
-    resume: str = option(
+    resume: str = neutral(
         "none",
         "resume: the run in --run-folder, if there is one (auto), or a run or checkpoint at this path",
         NAME,
@@ -51,18 +51,18 @@ class Run:
             "wandb use-wandb log-wandb logger report-to",
         ),
     )
-    log_interval: int = option(
+    log_interval: int = neutral(
         10,
         "number of steps between two reports",
         COUNT,
         known_as=same_as("log-every-n-steps print-freq logging-steps log-freq")
         | instead("use {option} 1", "verbose v"),
     )
-    tensorboard: bool = option(True, "write TensorBoard event files into the run folder", BOOLEAN, per_rank=True)
-    dry_run: bool = option(
+    tensorboard: bool = neutral(True, "write TensorBoard event files into the run folder", BOOLEAN, per_rank=True)
+    dry_run: bool = neutral(
         False,
         "build everything, print the plan, and stop before the first step",
         BOOLEAN,
         brief="build everything, print the plan, and stop",
     )
-    print_config: bool = option(False, "print all options as a TOML file, and stop", BOOLEAN, flag_only=True)
+    print_config: bool = neutral(False, "print all options as a TOML file, and stop", BOOLEAN, flag_only=True)

@@ -16,7 +16,7 @@ from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
 from mpi4dl.datasets.slides.slide import Resolution, Slide, open_slide
 from mpi4dl.geometry import Interval
 from mpi4dl.inference.masks import bases_of
-from mpi4dl.inference.records import identity_of
+from mpi4dl.results.job import identity_of
 from tests.datasets.boxes import smooth_image
 from tests.datasets.slides.dicom import series
 

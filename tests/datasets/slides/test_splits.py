@@ -1,4 +1,4 @@
-"""mpi4dl.datasets.slides.splits: no patient on two sides, exact shares, and the same for every order of slides."""
+"""mpi4dl.datasets.split: no patient on two sides, exact shares, and the same for every order of slides."""
 
 from collections import Counter
 from fractions import Fraction

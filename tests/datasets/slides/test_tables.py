@@ -1,4 +1,4 @@
-"""mpi4dl.datasets.slides.tables: tables of slides as clinics and CLAM write them, and each way to get one wrong."""
+"""mpi4dl.datasets.samples: tables of slides as clinics and CLAM write them, and each way to get one wrong."""
 
 import csv
 import io

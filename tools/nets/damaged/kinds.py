@@ -36,8 +36,9 @@ from mpi4dl.datasets.slides.tissue import find_tissue
 from mpi4dl.datasets.split import split_rows
 from mpi4dl.geometry import Interval
 from mpi4dl.inference.maps import PatchMap, geojson, grid_of
-from mpi4dl.inference.records import Records
 from mpi4dl.options.config import Config, ConfigError, parse, to_toml
+from mpi4dl.results.job import FolderJob
+from mpi4dl.results.names import PREDICTIONS
 from mpi4dl.runs.description import Description
 from mpi4dl.runs.samples import FILE as SAMPLES
 from mpi4dl.runs.samples import RunSamples
@@ -512,7 +513,7 @@ ODD_TOML: dict[str, str] = {
 
 def description_content() -> Any:
     images = SimpleNamespace(training=SimpleNamespace(task="classify"), classes=("a", "b"), channels=3)
-    return asdict(Description.of(config(), images, 2))
+    return {"version": 1, **asdict(Description.of(config(), images, 2))}
 
 
 def read_description(path: Path) -> None:
@@ -539,12 +540,18 @@ def read_run_samples(path: Path) -> None:
 
 
 def records_content() -> Any:
-    return {"weights": "w", "images": "i", "task": "classify", "classes": ["a", "b"], "fit": "resize"}
+    return {"version": 1, "settings": {"weights": "w", "images": "i", "fit": "resize", "lr": 0.5}}
+
+
+def _records(path: Path) -> None:
+    lines = [{"image": name, "file": {"bytes": 3}, "files": {f"masks/{name}.png": 4}, "mask": "b"} for name in "abc"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def read_records(path: Path) -> None:
-    (path.parent / "predictions.jsonl").write_bytes(path.read_bytes().replace(b"\n", b" ") + b'\n{"image": "a"}\n')
-    Records(path.parent, records_content(), ["image"]).close()
+    if path.name == "predictions.jsonl":
+        path.with_suffix(".json").write_text(json.dumps(records_content()))
+    FolderJob(path.parent, PREDICTIONS, records_content()["settings"], {}).close()
 
 
 def _as_json(content: Callable[[], Any]) -> Write:
@@ -577,5 +584,6 @@ def kinds() -> dict[str, Kind]:
         "TOML": Kind("config.toml", _config, read_config, text=True, odd=_texts(ODD_TOML)),
         "description": Kind("model.json", _as_json(description_content), read_description, text=True),
         "samples": Kind(SAMPLES, write_samples, read_run_samples, text=True),
-        "records": Kind("predictions.json", _as_json(records_content), read_records, text=True),
+        "settings": Kind("predictions.json", _as_json(records_content), read_records, text=True),
+        "records": Kind("predictions.jsonl", _records, read_records, text=True),
     }

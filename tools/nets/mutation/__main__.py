@@ -50,7 +50,7 @@ ROOMS = {
     "experts": ("mpi4dl.parallel.experts", "mpi4dl.models.experts"),
     "checkpoints": ("mpi4dl.checkpoints",),
     "losses and metrics": ("mpi4dl.tasks",),
-    "splits": ("mpi4dl.datasets.split", "mpi4dl.datasets.slides.splits"),
+    "splits": ("mpi4dl.datasets.split", "mpi4dl.datasets.samples"),
     "engine": ("mpi4dl.engine",),
 }
 

@@ -213,13 +213,12 @@ def logsumexp(input: SpatialTensor, dim: DimsArgument, keepdim: bool = False) ->
     if not any(input.layout.cut(d) for d in dims):
         return wrap(torch.logsumexp(input.local, dims, keepdim), reduced_layout(input.layout, dims, keepdim))
     input = in_plain_dtype(input, lambda image: torch.logsumexp(image, -1))
-    if not (input.is_floating_point() or input.is_complex()):  # of integers and booleans PyTorch makes numbers
-        input = input.to(torch.get_default_dtype())
     axes = input.layout.axes_at(dims)
     comm, part = input.layout.grid.along(axes), owned_along(input, axes)
+    part = part.to(torch.result_type(part, 1.0))  # of integers PyTorch makes numbers
     part, kind = part.float() if part.itemsize < 4 else part, part.dtype
     with torch.no_grad():
-        most = local_part(extremum(input, dims, True, maximum=True))
+        most = local_part(extremum(input, dims, True, maximum=True)).to(part.dtype)
         most = most.masked_fill(most.isinf(), 0)
         y = comm.all_reduce((part - most).exp().sum(dims, keepdim=True)).log() + most
 

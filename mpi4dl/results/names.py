@@ -1,0 +1,26 @@
+"""The names of the files of results, as reference/run-folder.md lists them."""
+
+from typing import NamedTuple
+
+
+class JobKind(NamedTuple):
+    """A kind of job over many items: NAME.json has its settings, NAME.jsonl a record of each item, called by `key`.
+
+    `keeps_others`: records of items that a later job is not asked for stay.
+    """
+
+    name: str
+    key: str
+    keeps_others: bool = False
+
+
+PREDICTIONS = JobKind("predictions", "image")
+FEATURES = JobKind("features", "slide", keeps_others=True)
+
+# Of a run.
+CONFIG, VERSIONS, METRICS, LOG = "config.toml", "versions.json", "metrics.jsonl", "log-rank0.txt"
+DESCRIPTION, MEASURES, PORTRAIT = "model.json", "measures.json", "portrait.json"
+
+# Of an evaluation: two files of one name, and others whose names begin otherwise.
+EVALUATION, COMPARISON, SUMMARY = "evaluation", "comparison.csv", "cross-validation.csv"
+BESIDE = ("curves.csv", "calibration.csv", "curves.png", "patients.csv", COMPARISON, SUMMARY)
