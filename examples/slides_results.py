@@ -66,7 +66,7 @@ def hits_of(predicted: Path) -> dict[str, bool]:
 
 def validating(run: Path) -> set[str]:
     """The slides that a run was not trained on."""
-    with (run / "split.csv").open(newline="") as file:
+    with (run / "samples.csv").open(newline="") as file:
         return {row["slide_id"] for row in csv.DictReader(file) if row["split"] == "val"}
 
 
