@@ -21,7 +21,7 @@ from mpi4dl._http import bind, is_loopback
 from mpi4dl._wording import to_install
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.declare import ConfigError, instead, option, same_as
-from mpi4dl.options.kinds import BYTES, COUNT, COUNT_OR_ZERO, NAME, NAMES, NOT_NEGATIVE, POSITIVE, integer, optional
+from mpi4dl.options.kinds import COUNT, COUNT_OR_ZERO, NAME, NAMES, NOT_NEGATIVE, integer, optional
 from mpi4dl.runs.stopping import StopSignals
 from mpi4dl.text.options import Batching, Ranks
 
@@ -76,11 +76,6 @@ class Serving:
         brief="tokens of a text at most",
         known_as=same_as("max-model-len max-new-tokens"),
     )
-    max_body: int = option(1 << 20, "largest size of the body of a request", BYTES)
-    max_connections: int = option(512, "largest number of connections; new ones replace idle ones", COUNT)
-    max_per_address: int = option(256, "largest number of connections from one address", COUNT)
-    head_seconds: float = option(10.0, "seconds that a client may take to send the head of a request", POSITIVE)
-    idle_seconds: float = option(75.0, "seconds that a connection may be idle between requests", POSITIVE)
     allowed_hosts: tuple[str, ...] | None = option(
         None,
         "host names that clients may use, such as gpu7.example.org or '*.example.org'; none: localhost, the machine's "
@@ -88,7 +83,6 @@ class Serving:
         optional(NAMES),
     )
     drain_seconds: float = option(30.0, "seconds that running requests may take when the server stops", NOT_NEGATIVE)
-    report_seconds: float = option(60.0, "seconds between reports; 0: only at the end", NOT_NEGATIVE)
     threads: int | None = option(
         None,
         "number of threads of a rank; none: OMP_NUM_THREADS, or its share of the cores, less one for HTTP",
@@ -115,7 +109,7 @@ def serve(comm: "Communicator", asked: CommandLine[ServeConfig]) -> None:
 
     with comm.together((ConfigError, OSError)):
         opened = _open(config.serving) if comm.rank == 0 else None
-    trained = find_trained(comm, source, config.ranks.average, config.ranks.trust_code)
+    trained = find_trained(comm, source, config.ranks.trust_code)
     batcher = open_batcher(comm, trained, config.ranks, config.batching, config.serving.threads)
     # More threads than there are cores for, that of HTTP included, wait for each other in each layer.
     comm.node.share_cores(config.serving.threads, spare=int(comm.rank == 0))
@@ -174,14 +168,11 @@ def _answer(batcher: "Batcher", config: ServeConfig, name: str, listener: socket
     from mpi4dl.text.serving.server import Timing, run_server
 
     options = config.serving
-    limits = Limits(batcher.context, batcher.max_batch, options.max_queue, options.max_tokens, options.max_body)
+    limits = Limits(batcher.context, batcher.max_batch, options.max_queue, options.max_tokens)
     front = Admission(batcher, batcher.tokenizer, limits, ServingStatistics(batcher))
-    timing = Timing(options.drain_seconds, options.report_seconds, options.hang_timeout)
-    connections = ConnectionLimits(
-        options.max_connections, options.max_per_address, options.head_seconds, options.idle_seconds
-    )
+    timing = Timing(options.drain_seconds, hang_seconds=options.hang_timeout)
     app = make_app(front, name, token, (options.host, *(options.allowed_hosts or ())))
-    run_server(app, front, batcher, listener, timing, f"serving {name} at", connections)
+    run_server(app, front, batcher, listener, timing, f"serving {name} at", ConnectionLimits())
 
 
 main = serve.main

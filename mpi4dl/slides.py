@@ -152,9 +152,9 @@ def _each(comm: "Communicator", count: int, work: Callable[[int, Feed], str]) ->
     rank ends the command on all.
     """
     from mpi4dl._progress import ProgressOfImages
-    from mpi4dl.runs.stopping import SETTLED_SECONDS, Patience
+    from mpi4dl.runs.stopping import SETTLED_SECONDS, HangTimeout
 
-    patience = Patience(SETTLED_SECONDS if comm.size > 1 else 0.0)
+    patience = HangTimeout(SETTLED_SECONDS if comm.size > 1 else 0.0)
     patience.stop()  # until this rank has a slide
     progress, num_lines = ProgressOfImages(count, comm.rank == 0, "slide"), 0
     for first in range(0, count, comm.size):

@@ -116,7 +116,7 @@ def test_a_script_runs_as_it_is_printed(name: str, tmp_path: Path) -> None:
     assert [text for text in job.stderr.splitlines() if not progress.fullmatch(text)] == []
     assert job.stdout.count("StepResult(loss=") == (5 if name == "stages" else 0)
     assert job.stdout.count("layer4.1.conv2") == (1 if name == "grid" else 0)
-    assert ("accuracy 100.0 %" in job.stdout) == (name == "own")
+    assert ("accuracy 1.000" in job.stdout) == (name == "own")
 
 
 def test_ranks_of_scripts_on_tiles_draw_the_same_images() -> None:

@@ -48,7 +48,7 @@ from mpi4dl.options.models import build_model
 from mpi4dl.options.parts import is_own
 from mpi4dl.runs.assembly import assemble
 from mpi4dl.runs.folder import better_weights
-from mpi4dl.runs.stopping import Patience
+from mpi4dl.runs.stopping import HangTimeout
 
 if TYPE_CHECKING:
     from mpi4dl.datasets.slides.dataset import Patches, SlideFolder
@@ -296,7 +296,9 @@ class Embedding:
         Refusal: on all ranks: there are no slides, or a file was made with other settings.
     """
 
-    def __init__(self, comm: Communicator, options: Any, config: Config, encoder: Encoder, patience: Patience) -> None:
+    def __init__(
+        self, comm: Communicator, options: Any, config: Config, encoder: Encoder, patience: HangTimeout
+    ) -> None:
         from mpi4dl.training.data import shared
 
         def opened() -> tuple[Any, Any]:

@@ -61,9 +61,9 @@ def train_folds(comm: Communicator, config: Config, spell: Callable[[str], str],
     """Train all folds, those that are finished aside, and summarise them. Collective; raises Refusal on all ranks."""
     chosen, run = config.slides, config.run
     if (chosen.slides or chosen.features) is None or chosen.folds is None:
-        comm.agree("`all_folds` trains all folds of `slides`: say how many by `folds`")
+        comm.agree("`fold` all trains all folds of `slides`: say how many by `folds`")
     if run.resume not in ("none", "auto"):
-        comm.agree(f"`resume` {run.resume}: `all_folds` continues in `run_folder` by `resume` auto")
+        comm.agree(f"`resume` {run.resume}: `fold` all continues in `run_folder` by `resume` auto")
     asked = None if comm.rank else run.run_folder or str(default_path(config.model_name, datetime.now()))
     folder, num_folds = Path(comm.broadcast_object(asked)), chosen.folds or 0
     if run.resume == "auto":
@@ -78,12 +78,12 @@ def train_folds(comm: Communicator, config: Config, spell: Callable[[str], str],
         if run.resume == "auto" and finished:
             with comm.together((ValueError, OSError)):
                 if comm.rank == 0:
-                    _require_unchanged(with_values(config, {"fold": fold, "all_folds": False, "run_folder": str(path)}))
+                    _require_unchanged(with_values(config, {"fold": fold, "run_folder": str(path)}))
             _say(comm, f"fold {fold} of {num_folds} is finished: {path}")
             continue
         _say(comm, f"fold {fold} of {num_folds}: {path}")
-        one = with_values(config, {"fold": fold, "all_folds": False, "run_folder": str(path)})
-        words = [*without_flags(Config, argv, ("all_folds", "fold")), "--fold", str(fold)]
+        one = with_values(config, {"fold": fold, "run_folder": str(path)})
+        words = [*without_flags(Config, argv, ("fold",)), "--fold", str(fold)]
         fit(set_up(one, comm, spell, words))
         if run.dry_run:
             return
@@ -104,7 +104,7 @@ def _as_trained(config: Config, runs: Mapping[int, Path]) -> Config:
     there = _config_of(next(iter(runs.values())))
     left_open = [name for name in OF_THE_TASK if value_of(config, name) == AUTO]
     config = with_values(config, {name: value_of(there, name) for name in left_open})
-    found = with_frame(with_values(config, {"fold": next(iter(runs)), "all_folds": False}))
+    found = with_frame(with_values(config, {"fold": next(iter(runs))}))
     _require_alike(runs.values(), with_task(found, open_samples(found).training), "this")
     return config
 

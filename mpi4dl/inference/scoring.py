@@ -179,8 +179,8 @@ class Scores:
 
 
 # Files that an evaluation may have beside its own two.
-COMPARISON, SUMMARY = "comparison.csv", "cross-validation.csv"
-BESIDE = ("curves.csv", "calibration.csv", "curves.png", "patients.csv", COMPARISON, SUMMARY)
+SUMMARY = "cross-validation.csv"
+BESIDE = ("curves.csv", "calibration.csv", "curves.png", "patients.csv", SUMMARY)
 
 
 def remove_others(json_path: Path, kept: Collection[Path]) -> None:

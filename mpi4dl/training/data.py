@@ -28,7 +28,7 @@ from mpi4dl.options.config import Config, ConfigError, to_toml
 from mpi4dl.options.data import FOLDS, build_augment, build_datasets, build_mixup, build_views, number_of_classes
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.tasks import with_task
-from mpi4dl.runs.stopping import Patience
+from mpi4dl.runs.stopping import HangTimeout
 from mpi4dl.tasks.task import TASKS
 
 # Which images a run trains on and validates with, kept in its folder, so that going on moves none of them.
@@ -343,7 +343,7 @@ def shared(comm: Communicator, open_pair: Callable[[], Pair]) -> Pair:
 
 
 def measure_stains(
-    comm: Communicator, images: Named, indices: Sequence[int] | None = None, patience: Patience | None = None
+    comm: Communicator, images: Named, indices: Sequence[int] | None = None, patience: HangTimeout | None = None
 ) -> None:
     """Measure the stains of slides that are to be normalized, or of some of them, each on one rank. Collective.
 

@@ -313,7 +313,6 @@ OPTIONS_CHANGED = [
     Case("embed", "stain_reference", "--stain-norm reinhard --stain-reference {work}/stains.tif", "stain_norm"),
     Case("masks", "images", "--images {work}/moved", "images"),
     Case("masks", "fit", "--fit resize", "fit"),
-    Case("masks", "average", "--no-average", "weights"),
     Case("masks", "precision", "--precision bf16", "precision"),
     Case("masks", "transforms", "--transforms {work}/net.py:darker", "transforms"),
     Case("masks", "precision", "--precision int8", "precision"),
@@ -335,7 +334,6 @@ OPTIONS_CHANGED = [
     Case("scores", "threshold", "--threshold 0.4"),
     Case("scores", "positive", "--positive a"),
     Case("scores", "precision", "--precision bf16"),
-    Case("scores", "compare_precision", "--compare-precision bf16"),
 ]
 INPUTS_CHANGED = [
     Case("embed", "pixels", lambda work: replace(work / "slides" / "s1.tif", work / "others" / "s1.tif")),
@@ -403,19 +401,17 @@ NO_MATTER = {
     "device": ROUNDING,
     "hang_timeout": SPEED,
     "gpu_wire": SPEED,
-    "deterministic": ROUNDING,
-    "tf32": ROUNDING,
     "stream": ROUNDING,
     "stream_until": ROUNDING,
     "memory_limit": ROUNDING,
     "no_rule": ROUNDING,
-    **dict.fromkeys(("tiles", "stages", "data", "microbatches", "tensor", "experts"), ROUNDING),
+    **dict.fromkeys(("tiles", "stages", "data", "tensor"), ROUNDING),
 }
 NOT_OF = {
     "predict": {"patient_column": "labels are not read", "annotation_column": "labels are not read"},
     "evaluate": dict.fromkeys(
         "images slides_folder part slide_column patient_column annotation_column label_columns model transforms "
-        "average fit".split(),
+        "fit".split(),
         "an evaluation reads nothing of one before, and leaves none of its files",
     ),
     "embed": {},
@@ -434,7 +430,7 @@ def test_every_option_is_changed_or_does_not_matter(command: Any, config: type) 
     assert tested <= {*options_of(config)}
 
 
-@pytest.mark.parametrize("first", ["--compare-precision bf16", "--patients max --threshold 0.3"])
+@pytest.mark.parametrize("first", ["--patients max --threshold 0.3"])
 def test_an_evaluation_leaves_no_files_of_another(work: Path, pristine: Path, first: str) -> None:
     put_back(pristine, work)
     before, anew = JOBS["scores"].run(work, "out", first), JOBS["scores"].run(work, "anew")
@@ -445,7 +441,7 @@ def test_an_evaluation_leaves_no_files_of_another(work: Path, pristine: Path, fi
 FOLDS = (
     "--slides {work}/bags/slides.csv --features {work}/bags/features --weights {work}/bags-run/model.safetensors "
     "--optimizer {work}/net.py:Plain --folds 2 --max-steps 1 --batch-size 2 --no-tensorboard --lr-schedule constant "
-    "--num-workers 0 --all-folds --resume auto --run-folder {work}/out-folds"
+    "--num-workers 0 --fold all --resume auto --run-folder {work}/out-folds"
 )
 FOLDS_CHANGED: dict[str, tuple[Change, str | None]] = {
     "nothing": ("", None),
@@ -514,7 +510,7 @@ def test_code_of_the_user_that_changed_is_said_when_a_run_goes_on(
 ) -> None:
     put_back(pristine, work)
     (work / "out").mkdir()
-    flags = FOLDS.replace(" --all-folds", " --fold 0 --epochs 2").replace("out-folds", "out/fold_0")
+    flags = FOLDS.replace(" --fold all", " --fold 0 --epochs 2").replace("out-folds", "out/fold_0")
     for steps in ("1", "2"):
         forget_code()
         train(world(), f"{flags} --max-steps {steps}".replace("{work}", str(work)).split())
