@@ -35,7 +35,7 @@ SMALL = ["--model", "small_resnet", "--image-size", "64"]
 STAGES = [*SMALL, "--stages", "2", "--microbatches", "4"]
 
 
-FOUND = ("--data 2", "--tiles 1x2", "--stages 2")
+FOUND = ("--replicas 2", "--tiles 1x2", "--stages 2")
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def test_it_says_what_would_be_trained_and_how_to_start(capsys: pytest.CaptureFi
         "--tiles 1x2,1x1 --balance flops --model-options pool=max"
     )
     assert lines[3].startswith("stage  ranks  tiles")
-    assert "2 GFLOP/s a rank" in "".join(lines)
+    assert "50 GFLOP/s a rank" in "".join(lines)
     assert lines[-2].startswith("rank 2 |")
 
 
@@ -218,7 +218,7 @@ def test_the_search_names_plans_that_can_be_started(capsys: pytest.CaptureFixtur
     assert lines[0].endswith("plans for 2 ranks looked at, 0 of which need more than 4,096 MiB")
     commands = [line for line in lines if " mpirun -n 2 python -m mpi4dl.train " in line]
     assert all(" --lr 0.5 " in command and "--search" not in command for command in commands)
-    assert {"--data 2", "--tiles 1x2", "--stages 2"} <= {flag for flag in FOUND for one in commands if flag in one}
+    assert {"--replicas 2", "--tiles 1x2", "--stages 2"} <= {flag for flag in FOUND for one in commands if flag in one}
 
 
 def test_the_search_names_plans_for_images_of_their_own_sizes(capsys: pytest.CaptureFixture[str]) -> None:

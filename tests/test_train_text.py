@@ -190,7 +190,7 @@ REFUSED = {
     "--stages 6": "GPT has 4 units, too few for 6 stages",
     "--tokenizer words": "--tokenizer words: must be bytes, or bpe:",
     "--num-classes 5": "--num-classes 5: of text it is that of different tokens, 257 here",
-    "--stream 2x2": "--stream and --patches are for images, but --text was given",
+    "--stream 2x2": "--stream and --patch-size are for images, but --text was given",
     "--context 9999": "do not make one sample of context=9999",
     "--batch-size 400": "samples of text to train on do not fill one batch of 400",
     "--context 1 --tiles 2": "--tiles 2 cuts sequences into 2 tiles along their tokens, of which they have only 1",

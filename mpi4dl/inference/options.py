@@ -292,12 +292,11 @@ def placed(config: Config, chosen: Inference, num_ranks: int) -> tuple[Config, s
                 f"`batch_size` {chosen.inputs.batch_size}: by `fit` own {what}s differ in size, so {held}: leave it out"
             )
     elif chosen.inputs.batch_size is None:
-        batch_size = max(batch_size, data * asked.stages)
+        batch_size = max(batch_size, data)
     parallel = replace(
         config.parallel,
         tiles=tiles,
         data=data,
-        microbatches=max(1, min(asked.stages, batch_size // data)),  # one for each stage, so that all of them work
         balance="flops",
         **{name: getattr(asked, name) for name in sorted(_SAME)},
     )

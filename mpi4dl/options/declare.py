@@ -364,7 +364,8 @@ def _fields_by_name(options: Mapping[str, Option]) -> dict[str, str]:
 def _values_from_tables(tables: Mapping[str, Any], options: dict[str, Option], path: str) -> dict[str, Any]:
     allowed = {name: item for name, item in options.items() if not item.flag_only}
     sections = list(dict.fromkeys(item.section for item in options.values()))
-    values, by_name = {}, _fields_by_name(options)
+    values: dict[str, Any] = {}
+    by_name = _fields_by_name(options)
     for section, table in tables.items():
         if section not in sections:
             if section in allowed and not isinstance(table, dict):
@@ -374,7 +375,7 @@ def _values_from_tables(tables: Mapping[str, Any], options: dict[str, Option], p
         if not isinstance(table, dict):
             raise ConfigError(f"{path}: [{section}] must be a section, but is {_shown(table)} ({_type_name(table)})")
         for key, raw in table.items():
-            name = by_name.get(key, key)
+            name = by_name[key] if key in by_name else key
             if name in allowed and allowed[name].section == section:
                 values[name] = _value_from_file(allowed[name], raw, path)
             elif name in allowed:

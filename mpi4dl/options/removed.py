@@ -22,7 +22,7 @@ REMOVED = {
     "max-connections": _FIXED,
     "max-per-address": _FIXED,
     "max-side": "leave it out: a run that needs more memory than there is does not begin",
-    "microbatches": "leave it out: there are as many as --stages",
+    "microbatches": "leave it out: a batch goes through the stages as a whole",
     "moe": _AS_IN_TRAINING,
     "monitor-mode": "leave it out, or give a metric of your own an attribute `higher_is_better`",
     "name": "leave it out: the machine is called as its file",

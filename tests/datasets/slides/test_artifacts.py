@@ -139,10 +139,9 @@ def marked(clean: Pixels, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(comm: Communicator, *argv: str) -> None:
-    from mpi4dl.slides import _parser
+    from mpi4dl.slides import slides
 
-    options = _parser().parse_args(argv)
-    options.act(comm, options)
+    slides(comm, argv)
 
 
 def test_one_rank_and_two_show_what_is_left_out(ranks: Ranks, marked: Path, tmp_path: Path) -> None:
