@@ -76,6 +76,7 @@ class Serving:
         brief="tokens of a text at most",
         known_as=same_as("max-model-len max-new-tokens"),
     )
+    max_per_address: int = option(256, "largest number of connections from one address, such as a proxy", COUNT)
     allowed_hosts: tuple[str, ...] | None = option(
         None,
         "host names that clients may use, such as gpu7.example.org or '*.example.org'; none: localhost, the machine's "
@@ -172,7 +173,15 @@ def _answer(batcher: "Batcher", config: ServeConfig, name: str, listener: socket
     front = Admission(batcher, batcher.tokenizer, limits, ServingStatistics(batcher))
     timing = Timing(options.drain_seconds, hang_seconds=options.hang_timeout)
     app = make_app(front, name, token, (options.host, *(options.allowed_hosts or ())))
-    run_server(app, front, batcher, listener, timing, f"serving {name} at", ConnectionLimits())
+    run_server(
+        app,
+        front,
+        batcher,
+        listener,
+        timing,
+        f"serving {name} at",
+        ConnectionLimits(per_address=options.max_per_address),
+    )
 
 
 main = serve.main

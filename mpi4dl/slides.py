@@ -19,7 +19,7 @@ from mpi4dl._wording import aligned
 from mpi4dl.options.command import Command, CommandLine, command, refuse_together
 from mpi4dl.options.config import Slides
 from mpi4dl.options.declare import ConfigError, asked_topic, like, nearest, option
-from mpi4dl.options.kinds import BOOLEAN, COUNT, NAME, NAMES, POSITIVE, SEED, SHARE, Kind, optional
+from mpi4dl.options.kinds import COUNT, NAME, NAMES, POSITIVE, SEED, SHARE, Kind, optional
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -82,7 +82,6 @@ class Composing:
     mpp: tuple[float, ...] = option((0.5,), "microns per pixel of the slides in turn", EACH_MPP)
     lesion_share: float = option(0.0004, "share of lesions in the area of a slide with a tumour", SHARE)
     seed: int = option(0, "the seed of the slides", SEED)
-    dry_run: bool = option(False, "print what would be written, and stop", BOOLEAN)
 
 
 @dataclass(frozen=True)
@@ -318,14 +317,8 @@ def compose(comm: "Communicator", asked: CommandLine[ComposeConfig]) -> None:
     with comm.together((ValueError, OSError)):
         made = {name: getattr(chosen, name) for name in ("patients", "slides_each", "size", "lesion_share", "seed")}
         cohort = Cohort(mpps=chosen.mpp, **made)
-        if not chosen.dry_run:
-            folder.mkdir(parents=True, exist_ok=True)
-            cohort.require_own(folder)
-    if chosen.dry_run:
-        for number in range(len(cohort)) if comm.rank == 0 else ():
-            height, width = cohort.composition(number).size
-            print(f"{folder / cohort.name(number)}: {width} x {height} px")
-        return
+        folder.mkdir(parents=True, exist_ok=True)
+        cohort.require_own(folder)
 
     def write(index: int, feed: Feed) -> str:
         cohort.write(folder, index, feed)

@@ -375,7 +375,7 @@ def _values_from_tables(tables: Mapping[str, Any], options: dict[str, Option], p
         if not isinstance(table, dict):
             raise ConfigError(f"{path}: [{section}] must be a section, but is {_shown(table)} ({_type_name(table)})")
         for key, raw in table.items():
-            name = by_name[key] if key in by_name else key
+            name = str(by_name.get(key, key))
             if name in allowed and allowed[name].section == section:
                 values[name] = _value_from_file(allowed[name], raw, path)
             elif name in allowed:
