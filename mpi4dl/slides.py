@@ -37,7 +37,7 @@ Feed = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Reading:
+class CheckedSlides:
     """The folder of the slides, the resolution of training, and the columns of their table."""
 
     slides_folder: str | None = like(Slides, "slides_folder")
@@ -86,12 +86,12 @@ class Composing:
 
 @dataclass(frozen=True)
 class CheckConfig:
-    reading: Reading = field(default_factory=Reading)
+    reading: CheckedSlides = field(default_factory=CheckedSlides)
 
 
 @dataclass(frozen=True)
 class TissueConfig:
-    reading: Reading = field(default_factory=Reading)
+    reading: CheckedSlides = field(default_factory=CheckedSlides)
     outlining: Outlining = field(default_factory=Outlining)
 
 
@@ -284,7 +284,7 @@ def hits(comm: "Communicator", asked: CommandLine[HitsConfig]) -> None:
         print(f"{counted(len(found), 'slide')} with a map and annotations; of the highest value, {', '.join(told)}")
 
 
-def _open(comm: "Communicator", source: str, chosen: Reading) -> Any:
+def _open(comm: "Communicator", source: str, chosen: CheckedSlides) -> Any:
     """The slides that the options name, listed by rank 0 for all. Collective; raises Refusal."""
     from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
     from mpi4dl.datasets.slides.slide import Resolution
