@@ -34,7 +34,7 @@ slides: $(STAMP) data/slides/slides.csv
 	$(TWO) mpi4dl.train --config examples/slides_patches.toml
 	$(TWO) mpi4dl.predict runs/slides_patches/best.safetensors --slides data/slides/slides.csv --out predicted/patches
 	$(TWO) mpi4dl.slides hits predicted/patches
-	$(TWO) mpi4dl.embed --slides data/slides/slides.csv --mpp 1 --patches 64 --out features/slides \
+	$(TWO) mpi4dl.embed --slides data/slides/slides.csv --mpp 1 --patch-size 64 --out features/slides \
 		--model small_resnet --model-options num_filters=8,pool=max,norm=none --weights runs/slides/best.safetensors
 	$(TWO) mpi4dl.train --config examples/slides_features.toml
 	$(TWO) mpi4dl.predict runs/slides_features/best.safetensors --features features/slides \

@@ -1,7 +1,7 @@
 """Runs of the training command side by side: their losses by step, their validation loss, and their sizes.
 
     make moe
-    mpirun -n 4 mpi4dl train --config examples/gpt_moe.toml --experts 1 --data 4 \\
+    mpirun -n 4 mpi4dl train --config examples/gpt_moe.toml --experts 1 --replicas 4 \\
         --model-options num_layers=2,hidden=32,num_heads=2,ff_dim=144 --run-folder runs/dense
     python -m benchmarks run curves "mixture of experts=runs/gpt-DATE-TIME" dense=runs/dense
 

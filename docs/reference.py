@@ -49,7 +49,7 @@ SMALL = """
 ## mpi4dl export, mpi4dl report, mpi4dl view and mpi4dl doctor
 
 - `mpi4dl export RUN OUT` writes weights for plain PyTorch. OUT ends in `.pt` or `.safetensors`. Of a run with
-  `--ema` it takes the average; `--no-average` takes the weights of the last step.
+  `--ema` it takes the average.
 - `mpi4dl report RUN RUN` writes a page of these runs. `--out FILE` names it (default `report.html`). Pictures of
   images are shown that lie below the current folder or beside the runs; `--images FOLDER` names another place.
 - `mpi4dl view FOLDER` shows slides with predictions and maps in a browser. `--slides` and `--slides-folder` name slides
@@ -57,7 +57,9 @@ SMALL = """
   pixel of slides that do not say them. `--host`, `--port` and `--allowed-hosts` are as those of serve; `--port` is 8080
   by default.
 - `mpirun -n RANKS mpi4dl doctor` shows the MPI library, cores and GPUs, and times messages. `--gpu-wire` with
-  `auto`, `direct`, `staged` or `nccl` selects how GPU tensors travel.
+  `auto`, `direct`, `staged` or `nccl` selects how GPU tensors travel. `--save FILE.toml` describes the machine for
+  `mpi4dl plan --machine`.
+- `mpi4dl slides check`, `tissue`, `hits` and `compose` have the options of `--help all`.
 """
 TITLES = {
     "model": "Model",

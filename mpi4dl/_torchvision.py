@@ -6,7 +6,9 @@ the *schemas* of these two is enough for its models, transforms and data sets; c
 torchvision's own message.
 """
 
+import re
 import sys
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -41,13 +43,36 @@ def prepare_torchvision() -> None:
         _declare_schemas()
 
 
-def _compiled_operators_load() -> bool:
+@cache
+def torchvision_models() -> Mapping[str, str]:
+    """The family of each of `torchvision.models.list_models()`, read in its source: the import takes seconds.
+
+    A family is the package of torchvision.models that has it, such as "video"; empty for classifiers.
+
+    Raises:
+        ModuleNotFoundError: torchvision is not installed.
+    """
+    found: dict[str, str] = {}
+    for models, path in ((at, path) for at in _folders() for path in sorted(Path(at, "models").rglob("*.py"))):
+        text = path.read_text(encoding="utf-8")
+        for registered in re.finditer(r'^@register_model\((?:name="(\w+)")?\)', text, re.MULTILINE):
+            function = re.compile(r"^def (\w+)", re.MULTILINE).search(text, registered.end())
+            if function is not None:
+                found[registered[1] or function[1]] = path.relative_to(Path(models, "models")).parent.name
+    return found
+
+
+def _folders() -> list[str]:
     # Found without importing the package: a failed import would leave some of its modules and shape rules behind.
     spec = find_spec("torchvision")
     if spec is None or not spec.submodule_search_locations:
         message = f"torchvision is not installed; run {to_install('torchvision')}"
         raise ModuleNotFoundError(message, name="torchvision")
-    libraries = [path for folder in spec.submodule_search_locations for path in Path(folder).glob("_C*.so")]
+    return [*spec.submodule_search_locations]
+
+
+def _compiled_operators_load() -> bool:
+    libraries = [path for folder in _folders() for path in Path(folder).glob("_C*.so")]
     try:
         for library in libraries:
             torch.ops.load_library(library)

@@ -1,13 +1,15 @@
 """The machine of a job: `mpirun -n 2 mpi4dl doctor` shows what mpi4dl found, and the time of messages."""
 
-import argparse
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpi4dl._commands import typed
-from mpi4dl.options.command import run_parsed
-from mpi4dl.options.declare import CommandParser
+from mpi4dl.options.command import CommandLine, command
+from mpi4dl.options.config import Parallel
+from mpi4dl.options.declare import like, option
+from mpi4dl.options.kinds import NAME, optional
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -18,20 +20,28 @@ REPEAT_SECONDS = 0.2
 SAVED = "the description of this machine, for `mpi4dl plan --machine`"
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = CommandParser(prog=f"mpirun -n RANKS {typed('doctor')}", description=DESCRIPTION)
-    parser.add_argument(
-        "--gpu-wire", default="auto", choices=("auto", "direct", "staged", "nccl"), help="how GPU tensors travel"
+@dataclass(frozen=True)
+class Examining:
+    """The wire that is measured, and the file that describes the machine."""
+
+    gpu_wire: str = like(Parallel, "gpu_wire")
+    save: str | None = option(
+        None, f"a TOML file for {SAVED}; its name is that of the machine", optional(NAME), brief=f"a file for {SAVED}"
     )
-    parser.add_argument("--save", metavar="FILE.toml", help=f"write {SAVED}")
-    parser.add_argument("--name", default="a machine", help="the name of the machine in that file")
 
-    def act(comm: "Communicator", options: argparse.Namespace) -> None:
-        examine(comm, options.gpu_wire)
-        if options.save is not None:
-            save(comm, options.save, options.name)
 
-    run_parsed(parser, argv, act)
+@dataclass(frozen=True)
+class DoctorConfig:
+    examining: Examining = field(default_factory=Examining)
+
+
+@command(DoctorConfig, "[--FLAG VALUE ...]", DESCRIPTION)
+def doctor(comm: "Communicator", asked: CommandLine[DoctorConfig]) -> None:
+    """Examine the machine, and save its description. Collective."""
+    chosen = asked.config.examining
+    examine(comm, chosen.gpu_wire)
+    if chosen.save is not None:
+        save(comm, chosen.save)
 
 
 def examine(comm: "Communicator", gpu_wire: str) -> None:
@@ -92,7 +102,7 @@ def shared_memory(num_ranks: int) -> str:
     return f"{told}; {problem}" if problem else f"{told}, enough for {there * 2**20 // each:,.0f} ranks"
 
 
-def save(comm: "Communicator", path: str, name: str) -> None:
+def save(comm: "Communicator", path: str) -> None:
     """Measure the machine, and write its description on rank 0. Collective.
 
     Raises:
@@ -103,9 +113,8 @@ def save(comm: "Communicator", path: str, name: str) -> None:
     from mpi4dl.estimate.measured_machine import measure_machine
 
     comm.agree("--save measures messages: start at least 2 ranks" if comm.size == 1 else None)
-    comm.agree("--name is empty: give the machine a name" if not name.strip() else None)
     comm.agree(unwritable("--save", path) if comm.rank == 0 else None)
-    machine = measure_machine(comm, comm.node.device(), name)
+    machine = measure_machine(comm, comm.node.device(), Path(path).stem)
     problem = None
     if comm.rank == 0:
         try:
@@ -145,6 +154,8 @@ def measure(comm: "Communicator", size: int, device: Any) -> float:
     comm.barrier()
     return statistics.median(times) if times else 0.0
 
+
+main = doctor.main
 
 if __name__ == "__main__":
     main()

@@ -86,7 +86,7 @@ class Encoding:
         | instead("use {option} pretrained", "pretrained"),
     )
     patches: int = option(
-        256, "side of the patches in pixels, at the resolution that is asked for", COUNT, known_as=same_as("patch-size")
+        256, "side of the patches in pixels, at the resolution that is asked for", COUNT, called="patch_size"
     )
     patches_at_once: int = neutral(
         32, "number of patches that each rank encodes at once", COUNT, known_as=same_as("b batch-size feat-batch-size")
@@ -128,12 +128,19 @@ def embed(comm: "Communicator", asked: CommandLine[EmbedConfig]) -> None:
         if chosen.slides is None:
             raise ConfigError("`slides` is missing: a table with a line for each slide, or a folder of slides")
 
+    from mpi4dl.models.registry import require_known
+    from mpi4dl.options.parts import is_own
+
+    with comm.together((ValueError,)):
+        if not is_own(config.encoder.model):
+            require_known(config.encoder.model)
+
     from mpi4dl.inference.embedding import Embedding, open_encoder, refuse_bad, summary, training_options
-    from mpi4dl.runs.stopping import Patience
+    from mpi4dl.runs.stopping import HangTimeout
 
     began = time.monotonic()
     training = training_options(config, comm)
-    patience = Patience(config.work.hang_timeout if comm.size > 1 else 0.0)
+    patience = HangTimeout(config.work.hang_timeout if comm.size > 1 else 0.0)
     with patience.working("start"):
         encoder, remarks = open_encoder(comm, config, training)
     with patience.working("start"):

@@ -4,7 +4,7 @@ It prints metrics with intervals and the confusion matrix, of slides by slide an
 run, with a line for each image, curves and calibration.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,8 @@ if runs(__name__):
     failure.arm()  # before anything else that may fail on one rank alone
 
 from mpi4dl._wording import counted
-from mpi4dl.inference.options import PRECISIONS, Evaluating, Inference, Inputs, LabelledColumns, Placing
+from mpi4dl.inference.options import Evaluating, Inference, Inputs, LabelledColumns, Placing
 from mpi4dl.options.command import CommandLine, command
-from mpi4dl.options.declare import option
-from mpi4dl.options.kinds import choice, optional
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -30,21 +28,9 @@ DESCRIPTION = "Measure how well a trained model does on images with labels."
 
 
 @dataclass(frozen=True)
-class Comparing:
-    """Another evaluation of the same images."""
-
-    compare_precision: str | None = option(
-        None,
-        "evaluate at this precision, too, and print and write metrics by both, and how far predictions are apart",
-        optional(choice(*PRECISIONS)),
-    )
-
-
-@dataclass(frozen=True)
 class EvaluateConfig:
     evaluating: Evaluating = field(default_factory=Evaluating)
     columns: LabelledColumns = field(default_factory=LabelledColumns)
-    comparing: Comparing = field(default_factory=Comparing)
     inputs: Inputs = field(default_factory=Inputs)
     placing: Placing = field(default_factory=Placing)
 
@@ -54,21 +40,15 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     """Measure the model that `asked.source` names. Collective."""
     from mpi4dl._signatures import signature_of
     from mpi4dl.datasets.slides.record import record_of
-    from mpi4dl.inference.comparing import Comparison
     from mpi4dl.inference.images import framed_for, open_to_evaluate, seen_before
     from mpi4dl.inference.model import Predictor
     from mpi4dl.inference.scoring import judging_by, score
     from mpi4dl.results.evaluations import file_of_evaluation
-    from mpi4dl.results.names import COMPARISON
 
     config, options = asked.config, asked.config.evaluating
     others = options.slides or options.features
     comm.agree("`images` and `slides` were both given: choose one" if options.images and others else None)
     chosen = Inference(config.inputs, config.placing)
-    precision, beside = config.placing.precision, config.comparing.compare_precision
-    comm.agree(
-        f"`compare_precision` {beside} is `precision` itself: choose another one" if beside == precision else None
-    )
     if _is_folder_of_folds(comm, asked.source):
         from mpi4dl.inference.folds import summarise
         from mpi4dl.inference.samples import Judging
@@ -77,7 +57,6 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
         comm.agree(f"{asked.source} has folds: evaluate one of them, such as fold_0, on others" if given else None)
         judging = Judging(options.threshold, options.positive, options.patients)
         out = None if options.out is None else Path(options.out)
-        comm.agree("`compare_precision` is for one run: evaluate a fold, such as fold_0" if beside else None)
         summarise(
             comm, Path(asked.source), chosen, judging, part=options.part, out=out, resamples=options.resamples,
             level=options.level, spell=asked.spell,
@@ -87,8 +66,7 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
         comm, asked.source, chosen, options.threshold, options.positive, options.patients,
         on_others=bool(others or options.images or options.part not in (None, "val")),
     )  # fmt: skip
-    framed = partial(framed_for, comm, options, config.columns)
-    model = Predictor(asked.source, chosen, comm, framed)
+    model = Predictor(asked.source, chosen, comm, partial(framed_for, comm, options, config.columns))
     images, which = open_to_evaluate(
         comm, model.config, model.about, model.folder, options.images, others is not None, options.part
     )
@@ -98,16 +76,7 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
             warnings = seen_before(images, model.folder)
     for line in (*model.title(), f"evaluated on {which}", *warnings) if comm.rank == 0 else ():
         print(asked.spell(line), flush=True)
-    how: dict[str, Any] = {"resamples": options.resamples, "level": options.level, "judging": judging}
-    scores = score(model, images, speaks=True, **how)
-    comparison = None
-    if beside is not None:
-        if comm.rank == 0:
-            print(f"the same by {beside}", flush=True)
-        placing = replace(config.placing, precision=beside)
-        other = Predictor(asked.source, replace(chosen, placing=placing), comm, framed)
-        others_scores = score(other, images, speaks=True, **{**how, "resamples": 0})
-        comparison = Comparison((precision, beside), scores, others_scores)
+    scores = score(model, images, speaks=True, resamples=options.resamples, level=options.level, judging=judging)
     file = file_of_evaluation(model.folder, None if options.out is None else Path(options.out), datetime.now())
     told: dict[str, Any] = {
         "source": asked.source,
@@ -116,18 +85,14 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
         "part": options.part,
         "warnings": warnings,
         "plan": str(model.plan),
-        "precision": precision,
+        "precision": config.placing.precision,
     }
     slides = record_of(images)
     told |= {} if slides is None else {"slides": {**slides, "signature": signature_of(slides)}}
     with comm.together():
         if comm.rank == 0:
-            if comparison is not None:
-                told["comparison"] = comparison.as_json()
-            more = {} if comparison is None else {COMPARISON: comparison.table()}
-            remarks = scores.write(file, told, options.level, more)
+            remarks = scores.write(file, told, options.level)
             lines = [*scores.table(options.level, intervals=options.resamples > 0), *remarks]
-            lines += [] if comparison is None else ["", f"{precision} beside {beside}", *comparison.lines()]
             print("\n".join(lines))
             bad = f", {len(scores.bad)} could not be read" if scores.bad else ""
             print(f"{counted(scores.count, scores.what)} evaluated{bad}; see {file} and {file.stem}.csv")

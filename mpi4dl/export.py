@@ -4,7 +4,6 @@ model.load_state_dict(torch.load("weights.pt"))
 model.load_state_dict(safetensors.torch.load_file("weights.safetensors"))
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,23 +26,17 @@ def command(argv: Sequence[str] | None) -> None:
     parser = CommandParser(prog=typed("export"), description=DESCRIPTION)
     parser.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help="a run's folder, or a checkpoint in it")
     parser.add_argument("out", metavar="OUT", type=Path, help="a file that ends in .pt or .safetensors")
-    parser.add_argument(
-        "--average",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="of a run trained with --ema, take the average of the weights (default)",
-    )
     options = parser.parse_args(argv)
     if options.out.suffix not in SUFFIXES:
         parser.error(f"{options.out} must end in {' or '.join(SUFFIXES)}")
-    for line in export(options.source, options.out, options.average):
+    for line in export(options.source, options.out):
         print(line)
 
 
-def export(source: Path, out: Path, average: bool = True) -> list[str]:
+def export(source: Path, out: Path) -> list[str]:
     """Write the state_dict of the newest whole checkpoint in `source`, or of a run without any, its weights.
 
-    Of a run with `ema` parameters are their `average`. Every value has all of its names, and the file says what it is
+    Of a run with `ema` parameters are their average. Every value has all of its names, and the file says what it is
     of. Returns what there is to say. Raises ValueError where there are no weights, or only damaged ones, and OSError.
     """
     from collections import OrderedDict
@@ -69,7 +62,7 @@ def export(source: Path, out: Path, average: bool = True) -> list[str]:
         if name not in (CLASSES, ABOUT) and stored.ties.get(name) != first:
             raise Damaged(f"{file}: {name!r} is declared equal to {first!r}")
     state = {name: stored.read(name) for name in stored.shapes if name not in stored.ties}
-    if of_average is not None and average:
+    if of_average is not None:
         averages = with_average(stored, of_average)
         state = {name: averages.read(name).to(value.dtype) for name, value in state.items()}
     runs = (folder for folder in (source, *source.absolute().parents[:2]) if (folder / FILE).is_file())
@@ -91,13 +84,7 @@ def export(source: Path, out: Path, average: bool = True) -> list[str]:
             )
             write(temporary, layout, [Shard(name, 0, value.reshape(-1)) for name, value in state.items()], header=True)
     checked = "" if (file.parent / MANIFEST).is_file() else " (without checksums: this run has no checkpoints)"
-    of = (
-        ""
-        if of_average is None
-        else f"; averages of the weights (ema), of {of_average}"
-        if average
-        else "; not their average"
-    )
+    of = "" if of_average is None else f"; averages of the weights (ema), of {of_average}"
     return [*(f"skipped {text}" for text in skipped), f"{out}: {len(state)} values of {file}{of}{checked}"]
 
 

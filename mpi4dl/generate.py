@@ -57,7 +57,7 @@ def generate(comm: "Communicator", asked: CommandLine[GenerateConfig]) -> None:
 
     with comm.together((ValueError, OSError)):
         prompts = read_prompts(config.prompts) if comm.rank == 0 else []
-    trained = find_trained(comm, Path(asked.source), config.ranks.average, config.ranks.trust_code)
+    trained = find_trained(comm, Path(asked.source), config.ranks.trust_code)
     batcher = open_batcher(comm, trained, config.ranks, config.batching, config.cores.threads)
     with comm.together((ValueError,)):
         if comm.rank == 0:
@@ -71,19 +71,15 @@ def generate(comm: "Communicator", asked: CommandLine[GenerateConfig]) -> None:
 
 def read_prompts(options: Prompts) -> list[str]:
     """The prompts that are asked for, in order. Raises ConfigError, OSError."""
-    named = [name for name in ("prompt", "prompt_file", "prompts") if getattr(options, name)]
-    if len(named) > 1:
-        flags = " and ".join("--" + name.replace("_", "-") for name in named)
-        raise ConfigError(f"{flags} both say what the prompt is: give one of them")
-    path = options.prompt_file or options.prompts
+    path = options.prompts
     if path is None:
         return [options.prompt]
+    if options.prompt:
+        raise ConfigError("--prompt and --prompts both say what the prompt is: give one of them")
     try:
         text = read_regular(Path(path)).decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is no text in UTF-8: {error}") from None
-    if options.prompt_file is not None:
-        return [text]
     return [_prompt_in(line, f"line {n} of {path}") for n, line in enumerate(text.splitlines(), 1) if line.strip()]
 
 

@@ -17,7 +17,7 @@ from mpi4dl.estimate.plan_options import Measuring, OnMachine, Searched, Shown
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import parse_options, spelling, without_flags
 
-USAGE = "[--timeline FILE] [--rank-gflops X] [--config FILE] [--FLAG VALUE ...]"
+USAGE = "[--timeline FILE] [--config FILE] [--FLAG VALUE ...]"
 DESCRIPTION = "Show what a plan needs, search for the fastest, and --measure some. Only --measure needs MPI."
 
 
@@ -47,7 +47,7 @@ def show(argv: Sequence[str]) -> None:
 
     asked, shown, flags = config.searched, config.shown, training_flags(argv)
     on = config.on_machine
-    profiler = profiler_of(on, shown.rank_gflops)
+    profiler = profiler_of(on)
     searches = asked.search or asked.ranks is not None
     if on.time_only is not None and (on.scaling is not None or on.timings is not None or on.machine is not None):
         raise ConfigError("--time-only times layers here, and ends: leave out --machine, --timings and --scaling")

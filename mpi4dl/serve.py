@@ -20,7 +20,7 @@ from mpi4dl._files import read_regular
 from mpi4dl._wording import to_install
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.declare import ConfigError, instead, option, same_as
-from mpi4dl.options.kinds import BYTES, COUNT, COUNT_OR_ZERO, NAME, NAMES, NOT_NEGATIVE, POSITIVE, integer, optional
+from mpi4dl.options.kinds import COUNT, COUNT_OR_ZERO, NAME, NAMES, NOT_NEGATIVE, integer, optional
 from mpi4dl.runs.stopping import StopSignals
 from mpi4dl.text.options import Batching, Ranks
 
@@ -32,6 +32,9 @@ USAGE = "RUN_OR_CHECKPOINT [--port PORT] [--FLAG VALUE ...]"
 DESCRIPTION = "Serve a trained model to clients of OpenAI's HTTP interface."
 TOKEN_VARIABLE = "MPI4DL_TOKEN"
 PORT = integer("a port from 0 to 65535", lambda port: 0 <= port <= 65535)
+
+
+MOST_BODY_BYTES = 1 << 20  # of a request
 
 
 @dataclass(frozen=True)
@@ -75,17 +78,6 @@ class Serving:
         brief="tokens of a text at most",
         known_as=same_as("max-model-len max-new-tokens"),
     )
-    max_body: int = option(1 << 20, "largest size of the body of a request", BYTES)
-    max_connections: int = option(
-        512,
-        "largest number of connections; new ones replace those that wait for their clients",
-        COUNT,
-        known_as=instead("use {option}, and a proxy for a limit of each address", "max-per-address"),
-    )
-    request_seconds: float = option(
-        30.0, "seconds that a client may take to send a request", POSITIVE, known_as=same_as("head-seconds")
-    )
-    idle_seconds: float = option(75.0, "seconds that a connection may be idle between requests", POSITIVE)
     allowed_hosts: tuple[str, ...] | None = option(
         None,
         "host names that clients may use, such as gpu7.example.org or '*.example.org'; none: localhost, the machine's "
@@ -93,7 +85,6 @@ class Serving:
         optional(NAMES),
     )
     drain_seconds: float = option(30.0, "seconds that running requests may take when the server stops", NOT_NEGATIVE)
-    report_seconds: float = option(60.0, "seconds between reports; 0: only at the end", NOT_NEGATIVE)
     threads: int | None = option(
         None,
         "number of threads of a rank; none: OMP_NUM_THREADS, or its share of the cores, less one for HTTP",
@@ -120,7 +111,7 @@ def serve(comm: "Communicator", asked: CommandLine[ServeConfig]) -> None:
 
     with comm.together((ConfigError, OSError)):
         opened = _open(config.serving) if comm.rank == 0 else None
-    trained = find_trained(comm, source, config.ranks.average, config.ranks.trust_code)
+    trained = find_trained(comm, source, config.ranks.trust_code)
     batcher = open_batcher(comm, trained, config.ranks, config.batching, config.serving.threads)
     # More threads than there are cores for, that of HTTP included, wait for each other in each layer.
     comm.node.share_cores(config.serving.threads, spare=int(comm.rank == 0))
@@ -181,10 +172,9 @@ def _answer(batcher: "Batcher", config: ServeConfig, name: str, listener: socket
 
     options = config.serving
     front = Admission(batcher, options.max_queue, options.max_tokens)
-    app = make_app(front, name, options.max_body, token, (options.host, *(options.allowed_hosts or ())))
-    limits = Limits(options.max_connections, options.request_seconds, options.idle_seconds)
-    server = HttpServer(app, api_error, limits, LAST_WORDS_SECONDS)
-    timing = Timing(options.drain_seconds, options.report_seconds, options.hang_timeout)
+    app = make_app(front, name, MOST_BODY_BYTES, token, (options.host, *(options.allowed_hosts or ())))
+    server = HttpServer(app, api_error, Limits(), LAST_WORDS_SECONDS)
+    timing = Timing(options.drain_seconds, hang_seconds=options.hang_timeout)
     run_server(server, front, listener, timing, f"serving {name} at")
 
 

@@ -3,87 +3,126 @@
 `compose` writes synthetic slides. `hits` compares maps of predictions with annotations.
 """
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpi4dl._commands import runs, typed
+from mpi4dl._commands import one_message, runs, typed
 from mpi4dl.comm import failure
 
 if runs(__name__):
     failure.arm()  # before anything else that may fail on one rank alone
 
-from mpi4dl.options.command import run_parsed
-from mpi4dl.options.declare import CommandParser
+from mpi4dl._wording import aligned
+from mpi4dl.options.command import Command, CommandLine, command, refuse_together
+from mpi4dl.options.config import Slides
+from mpi4dl.options.declare import ConfigError, asked_topic, like, nearest, option
+from mpi4dl.options.kinds import COUNT, NAME, NAMES, POSITIVE, SEED, SHARE, Kind, optional
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
 
 DESCRIPTION = "Check slides, show their tissue, compose synthetic ones, or compare maps of them with annotations."
 STRIP_PX = 1024  # rows of a slide that are read at once
+EACH_MPP = Kind(
+    "numbers greater than 0, such as 0.5 or 0.25,0.5",
+    "X,...",
+    lambda value: tuple(POSITIVE.check(float(each)) for each in str(value).split(",")),
+    raw=lambda numbers: ",".join(map(str, numbers)),
+)
 
 Feed = Callable[[], None]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    run_parsed(_parser(), argv, lambda comm, options: options.act(comm, options))
+@dataclass(frozen=True)
+class CheckedSlides:
+    """The folder of the slides, the resolution of training, and the columns of their table."""
+
+    slides_folder: str | None = like(Slides, "slides_folder")
+    mpp: float | None = like(Slides, "mpp")
+    magnification: float | None = like(Slides, "magnification")
+    assume_mpp: float | None = like(Slides, "assume_mpp")
+    slide_column: str | None = like(Slides, "slide_column")
+    patient_column: str | None = like(Slides, "patient_column")
+    annotation_column: str | None = like(Slides, "annotation_column")
 
 
-def _parser() -> CommandParser:
-    from mpi4dl.options.config import Config
-    from mpi4dl.options.declare import options_of
+@dataclass(frozen=True)
+class Outlining:
+    """How tissue is found, and the folder of its outlines."""
 
-    parser = CommandParser(prog=f"mpirun -n RANKS {typed('slides')}", description=DESCRIPTION)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for name, act, what in (
-        ("check", check, "read all slides of a table or folder through, and list what is wrong with them"),
-        ("tissue", tissue, "outline the tissue of each slide on its thumbnail (PNG), and for QuPath (GeoJSON)"),
-    ):
-        each = commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
-        each.set_defaults(act=act)
-        each.add_argument("slides", metavar="SLIDES", help="a table of slides, or a folder of them")
-        each.add_argument("--slides-folder", help="the folder of the slides; default: that of the table")
-        each.add_argument("--mpp", type=float, help="microns per pixel at which training will read them")
-        each.add_argument("--magnification", type=float, help="or the magnification")
-        each.add_argument("--assume-mpp", type=float, help="microns per pixel of level 0 of slides that do not say it")
-        for column in ("slide_column", "patient_column", "annotation_column"):
-            options_of(Config)[column].add_to(each, options_of(Config)[column].help)
-        if name == "tissue":
-            each.add_argument("--tissue", default="otsu", help="a threshold of saturation from 0 to 1, or otsu")
-            each.add_argument(
-                "--leave-out", default="", help="pen marks (pen), regions out of focus (blur), or pen,blur"
-            )
-            each.add_argument("--out", default="tissue", help="the folder that is written (default: %(default)s)")
-    about = "count the slides whose map is highest in an annotated region"
-    each = commands.add_parser("hits", help=about, description=f"{about[0].upper()}{about[1:]}.")
-    each.set_defaults(act=hits)
-    each.add_argument("folder", metavar="PREDICTED", help="what mpi4dl predict wrote by --out")
-    each.add_argument("--slides", metavar="TABLE", help="the table with annotations; default: that of the predictions")
-    each.add_argument("--slides-folder", help="the folder of the slides; default: that of the table")
-    each.add_argument("--assume-mpp", type=float, help="microns per pixel of level 0 of slides that do not say it")
-    each.add_argument("--classes", help="classes of annotations that count, such as tumour,metastasis; default: all")
-    each = commands.add_parser("compose", help="write synthetic slides with lesions", description=compose.__doc__)
-    each.set_defaults(act=compose)
-    each.add_argument("out", metavar="FOLDER", help="the folder that is written")
-    each.add_argument("--patients", type=int, default=20, help="default: %(default)s; every second one has a tumour")
-    each.add_argument("--slides-each", type=int, default=1, help="slides of each patient (default: %(default)s)")
-    each.add_argument("--size", type=int, default=8192, help="the longest side in pixels (default: %(default)s)")
-    each.add_argument("--mpp", default="0.5", help="microns per pixel of the slides in turn (default: %(default)s)")
-    each.add_argument("--formats", default=".tif", help="of .tif,.ome.tif,.svs, in turn (default: %(default)s)")
-    each.add_argument("--lesion-share", type=float, default=0.0004, help="of the area (default: %(default)s)")
-    each.add_argument("--seed", type=int, default=0)
-    each.add_argument("--dry-run", action="store_true", help="print what would be written, and stop")
-    return parser
+    tissue: float | str = like(Slides, "tissue")
+    leave_out: tuple[str, ...] = like(Slides, "leave_out")
+    out: str = option("tissue", "the folder that is written", NAME, brief="the folder that is written")
 
 
-def check(comm: "Communicator", options: Any) -> None:
+@dataclass(frozen=True)
+class Annotated:
+    """The annotations, and which of them count."""
+
+    slides: str | None = option(
+        None, "the table with annotations; none: that of the predictions", optional(NAME), brief="the table"
+    )
+    slides_folder: str | None = like(Slides, "slides_folder")
+    assume_mpp: float | None = like(Slides, "assume_mpp")
+    classes: tuple[str, ...] | None = option(
+        None, "classes of annotations that count, such as tumour,metastasis; none: all", optional(NAMES)
+    )
+
+
+@dataclass(frozen=True)
+class Composing:
+    """The number of patients and slides, and what the slides are like."""
+
+    patients: int = option(20, "number of patients; every second one has a tumour", COUNT, brief="number of patients")
+    slides_each: int = option(1, "number of slides of each patient", COUNT, brief="slides of each patient")
+    size: int = option(8192, "the longest side in pixels", COUNT, brief="the longest side in pixels")
+    mpp: tuple[float, ...] = option((0.5,), "microns per pixel of the slides in turn", EACH_MPP)
+    lesion_share: float = option(0.0004, "share of lesions in the area of a slide with a tumour", SHARE)
+    seed: int = option(0, "the seed of the slides", SEED)
+
+
+@dataclass(frozen=True)
+class CheckConfig:
+    reading: CheckedSlides = field(default_factory=CheckedSlides)
+
+
+@dataclass(frozen=True)
+class TissueConfig:
+    reading: CheckedSlides = field(default_factory=CheckedSlides)
+    outlining: Outlining = field(default_factory=Outlining)
+
+
+@dataclass(frozen=True)
+class HitsConfig:
+    annotated: Annotated = field(default_factory=Annotated)
+
+
+@dataclass(frozen=True)
+class ComposeConfig:
+    composing: Composing = field(default_factory=Composing)
+
+
+SOURCE = "a table of slides, or a folder of them,"
+
+
+@command(
+    CheckConfig,
+    "SLIDES [--FLAG VALUE ...]",
+    "Read all slides of a table or folder through, and list what is wrong with them.",
+    SOURCE,
+    name="slides check",
+)
+def check(comm: "Communicator", asked: CommandLine[CheckConfig]) -> None:
     """Read all levels of every slide through, each on one rank, and print what is wrong. Collective."""
     from mpi4dl._wording import counted
     from mpi4dl.comm import Refusal
     from mpi4dl.datasets.base import DatasetError
     from mpi4dl.geometry import Interval
 
-    slides, wrong = _open(comm, options), set[int]()
+    slides, wrong = _open(comm, asked.source, asked.config.reading), set[int]()
 
     def look(index: int, feed: Feed) -> str:
         wrong.add(index)
@@ -111,28 +150,31 @@ def check(comm: "Communicator", options: Any) -> None:
         print(f"{counted(len(slides), 'slide')} read through, {told}")
 
 
-def tissue(comm: "Communicator", options: Any) -> None:
+@command(
+    TissueConfig,
+    "SLIDES [--FLAG VALUE ...]",
+    "Outline the tissue of each slide on its thumbnail (PNG), and for QuPath (GeoJSON).",
+    SOURCE,
+    name="slides tissue",
+)
+def tissue(comm: "Communicator", asked: CommandLine[TissueConfig]) -> None:
     """Write NAME.png and NAME.geojson of the tissue of each slide, and of what is left out of it. Collective."""
     from mpi4dl._files import write_durably
     from mpi4dl.datasets.base import DatasetError
     from mpi4dl.datasets.slides.artifacts import ARTIFACTS
     from mpi4dl.datasets.slides.tissue import find_tissue
 
-    out = Path(options.out)
-    slides = _open(comm, options)
-    with comm.together((ValueError, OSError)):
-        threshold = None if options.tissue == "otsu" else float(options.tissue)
-        leave_out = [each.strip() for each in options.leave_out.split(",") if each.strip()]
-        unknown = next((each for each in leave_out if each not in ARTIFACTS), None)
-        if unknown is not None:
-            raise ValueError(f"--leave-out {options.leave_out}: {unknown} is none of {', '.join(ARTIFACTS)}")
+    chosen = asked.config.outlining
+    out, threshold = Path(chosen.out), None if isinstance(chosen.tissue, str) else chosen.tissue
+    slides = _open(comm, asked.source, asked.config.reading)
+    with comm.together((OSError,)):
         out.mkdir(parents=True, exist_ok=True)
 
     def show(index: int, feed: Feed) -> str:
         name = Path(slides.name(index)).name
         try:
             slide = slides.image(index)
-            found = find_tissue(slide, threshold, leave_out)
+            found = find_tissue(slide, threshold, chosen.leave_out)
             write_durably(out / f"{name}.png", found.picture(slide))
             write_durably(out / f"{name}.geojson", found.geojson().encode())
         except DatasetError as error:
@@ -152,9 +194,9 @@ def _each(comm: "Communicator", count: int, work: Callable[[int, Feed], str]) ->
     rank ends the command on all.
     """
     from mpi4dl._progress import ProgressOfImages
-    from mpi4dl.runs.stopping import SETTLED_SECONDS, Patience
+    from mpi4dl.runs.stopping import SETTLED_SECONDS, HangTimeout
 
-    patience = Patience(SETTLED_SECONDS if comm.size > 1 else 0.0)
+    patience = HangTimeout(SETTLED_SECONDS if comm.size > 1 else 0.0)
     patience.stop()  # until this rank has a slide
     progress, num_lines = ProgressOfImages(count, comm.rank == 0, "slide"), 0
     for first in range(0, count, comm.size):
@@ -172,7 +214,14 @@ def _each(comm: "Communicator", count: int, work: Callable[[int, Feed], str]) ->
     return num_lines
 
 
-def hits(comm: "Communicator", options: Any) -> None:
+@command(
+    HitsConfig,
+    "PREDICTED [--FLAG VALUE ...]",
+    "Count the slides whose map is highest in an annotated region.",
+    "the folder that mpi4dl predict wrote",
+    name="slides hits",
+)
+def hits(comm: "Communicator", asked: CommandLine[HitsConfig]) -> None:
     """Print of each slide with a map and annotations where the map is highest, and whether it is annotated. Collective.
 
     The last line has the share of slides. `hits.csv` in the folder has a line for each. Raises Refusal if no slide has
@@ -185,14 +234,13 @@ def hits(comm: "Communicator", options: Any) -> None:
     from mpi4dl.viewer.hits import Hit, csv_of, hit_of
     from mpi4dl.viewer.results import read_results
 
-    results = None
+    results, chosen = None, asked.config.annotated
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
-            table, folder = (None if each is None else Path(each) for each in (options.slides, options.slides_folder))
-            results = read_results(Path(options.folder), table, folder, options.assume_mpp)
+            table, folder = (None if each is None else Path(each) for each in (chosen.slides, chosen.slides_folder))
+            results = read_results(Path(asked.source), table, folder, chosen.assume_mpp)
     results = comm.broadcast_object(results)
     slides = [each for each in results.slides if each.annotation is not None]
-    classes = None if options.classes is None else tuple(options.classes.split(","))
     for remark in results.remarks if comm.rank == 0 else ():
         print(remark)
     mine: list[Hit] = []
@@ -200,7 +248,7 @@ def hits(comm: "Communicator", options: Any) -> None:
 
     def look(index: int, feed: Feed) -> str:
         try:
-            hit = hit_of(slides[index], classes)
+            hit = hit_of(slides[index], chosen.classes)
         except DatasetError as error:
             return str(error)
         if not isinstance(hit, Hit):
@@ -213,18 +261,19 @@ def hits(comm: "Communicator", options: Any) -> None:
     found = sorted(hit for each in comm.all_gather_object(mine) for hit in each)
     others = sorted({name for each in comm.all_gather_object(there) for name in each})
     if not found and others:
-        asked = "no region counts" if options.classes is None else f"--classes {options.classes}: no region is of these"
+        named = None if chosen.classes is None else f"--classes {','.join(chosen.classes)}: no region is of these"
         raise Refusal(
-            f"{asked}; annotations have regions of {', '.join(map(printable, others))}: name them by --classes"
+            f"{named or 'no region counts'}; annotations have regions of {', '.join(map(printable, others))}: name "
+            "them by --classes"
         )
     if not found:
         raise Refusal(
-            f"{options.folder}: no slide has a map and an annotation with polygons: name the table with a column "
+            f"{asked.source}: no slide has a map and an annotation with polygons: name the table with a column "
             "annotation by --slides, and predict with --maps"
         )
     with comm.together((OSError,)):
         if comm.rank == 0:
-            write_durably(Path(options.folder) / "hits.csv", csv_of(found))
+            write_durably(Path(asked.source) / "hits.csv", csv_of(found))
     if comm.rank == 0:
         told = []
         for what, count in (
@@ -235,50 +284,41 @@ def hits(comm: "Communicator", options: Any) -> None:
         print(f"{counted(len(found), 'slide')} with a map and annotations; of the highest value, {', '.join(told)}")
 
 
-def _open(comm: "Communicator", options: Any) -> Any:
+def _open(comm: "Communicator", source: str, chosen: CheckedSlides) -> Any:
     """The slides that the options name, listed by rank 0 for all. Collective; raises Refusal."""
     from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
     from mpi4dl.datasets.slides.slide import Resolution
-    from mpi4dl.options.config import Config
     from mpi4dl.options.data import named_columns
-    from mpi4dl.options.declare import speaking, spelling
 
     found = None
-    with comm.together((ValueError, OSError)), speaking(spelling(Config)):
+    with comm.together((ValueError, OSError)):
         if comm.rank == 0:
-            resolution = Resolution(options.mpp, options.magnification, None, options.assume_mpp)
-            folder = None if options.slides_folder is None else Path(options.slides_folder)
-            columns = named_columns(options)
-            slides = SlideOptions(resolution)
-            found = SlideFolder(Path(options.slides), slides, folder=folder, label_columns=(), columns=columns)
+            slides = SlideOptions(Resolution(chosen.mpp, chosen.magnification, None, chosen.assume_mpp))
+            folder = None if chosen.slides_folder is None else Path(chosen.slides_folder)
+            columns = named_columns(chosen)
+            found = SlideFolder(Path(source), slides, folder=folder, label_columns=(), columns=columns)
     return comm.broadcast_object(found)
 
 
-def compose(comm: "Communicator", options: Any) -> None:
+@command(
+    ComposeConfig,
+    "FOLDER [--FLAG VALUE ...]",
+    "Write synthetic slides: stained tissue on glass, and lesions in those of every second patient.",
+    "the folder that is written",
+    name="slides compose",
+)
+def compose(comm: "Communicator", asked: CommandLine[ComposeConfig]) -> None:
     """Write synthetic slides: stained tissue on glass, and lesions in those of every second patient. Collective."""
     from mpi4dl._files import write_durably
     from mpi4dl._wording import counted
     from mpi4dl.datasets.slides.compose import RECORD, TABLE, Cohort
 
-    folder = Path(options.out)
+    folder, chosen = Path(asked.source), asked.config.composing
     with comm.together((ValueError, OSError)):
-        cohort = Cohort(
-            options.patients,
-            options.slides_each,
-            options.size,
-            tuple(map(float, options.mpp.split(","))),
-            tuple(options.formats.split(",")),
-            options.lesion_share,
-            options.seed,
-        )
-        if not options.dry_run:
-            folder.mkdir(parents=True, exist_ok=True)
-            cohort.require_own(folder)
-    if options.dry_run:
-        for number in range(len(cohort)) if comm.rank == 0 else ():
-            height, width = cohort.composition(number).size
-            print(f"{folder / cohort.name(number)}: {width} x {height} px")
-        return
+        made = {name: getattr(chosen, name) for name in ("patients", "slides_each", "size", "lesion_share", "seed")}
+        cohort = Cohort(mpps=chosen.mpp, **made)
+        folder.mkdir(parents=True, exist_ok=True)
+        cohort.require_own(folder)
 
     def write(index: int, feed: Feed) -> str:
         cohort.write(folder, index, feed)
@@ -292,6 +332,47 @@ def compose(comm: "Communicator", options: Any) -> None:
         if comm.rank == 0:
             write_durably(folder / TABLE, cohort.table().encode())
             print(f"{counted(len(cohort), 'slide')} in {folder}, listed in {folder / TABLE}")
+
+
+COMMANDS: Mapping[str, Command[Any]] = {"check": check, "tissue": tissue, "hits": hits, "compose": compose}
+
+
+def slides(comm: "Communicator", argv: Sequence[str]) -> None:
+    """What a command line asks for, inside an MPI job. Collective."""
+    COMMANDS[argv[0]](comm, argv[1:])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command that the first word names. `--help` lists all commands."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in COMMANDS:
+        COMMANDS[words[0]].main(words[1:])
+    elif asked_topic(words) is not None:
+        with one_message():
+            lines = aligned([(name, each.description) for name, each in COMMANDS.items()])
+            print(
+                "\n".join(
+                    [
+                        f"usage: mpirun -n RANKS {typed('slides')} COMMAND [--FLAG VALUE ...]",
+                        "",
+                        DESCRIPTION,
+                        "",
+                        "commands:",
+                        *(f"  {line}" for line in lines),
+                        "",
+                        "COMMAND --help shows its options",
+                    ]
+                )
+            )
+    else:
+        failure.run(lambda: refuse_together(lambda: _refuse(words[:1]), str))
+
+
+def _refuse(first: Sequence[str]) -> None:
+    known = f"name a command first: {', '.join(COMMANDS)}"
+    raise ConfigError(
+        f"there is no command {first[0]}{nearest(first[0], COMMANDS) or f'; {known}'}" if first else known
+    )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ if runs(__name__):
 
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.config import DESCRIPTION, USAGE, Config, hang_timeout
+from mpi4dl.options.sections.slides import ALL_FOLDS
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -30,7 +31,7 @@ def train(comm: "Communicator", asked: CommandLine[Config]) -> None:
             print(to_print(config) if comm.rank == 0 else "", end="")
         return
 
-    if asked.config.slides.all_folds:
+    if asked.config.slides.fold == ALL_FOLDS:
         from mpi4dl.inference.folds import train_folds
 
         train_folds(comm, asked.config, asked.spell, asked.argv)

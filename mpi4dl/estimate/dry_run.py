@@ -1,5 +1,6 @@
 """The findings of a dry run: what a configuration would train, passes over tiles, and what fits into memory."""
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -161,11 +162,11 @@ def measured_speeds(config: Config, device: torch.device, local_size: int = 1) -
     if chosen.stream != "auto" or chosen.memory_limit is None:
         return ASSUMED_SPEEDS
     cached = max(0.0, memory_of_node() / local_size - chosen.memory_limit) / 2
-    store, facts = Profiler.of_user().store, {"what": "speeds", "folder": str(chosen.offload_folder)}
+    store, facts = Profiler.of_user().store, {"what": "speeds", "folder": tempfile.gettempdir()}
     facts |= {**machine(device), **versions()}
     found = store.get(facts)
     if found is None:
-        found = [flop_seconds(device), *byte_seconds(chosen.offload_folder)]
+        found = [flop_seconds(device), *byte_seconds()]
         if isfinite(found[-1]):  # or else there was no room
             store.put(facts, found)
     flop, cached_byte, disk_byte = found

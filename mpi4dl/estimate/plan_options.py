@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 
 from mpi4dl.options.declare import option, same_as
 from mpi4dl.options.kinds import BOOLEAN, BYTES, COUNT, COUNTS, NAME, POSITIVE, choice, optional
-from mpi4dl.parallel.costs import GFLOPS
 
 
 @dataclass(frozen=True)
@@ -17,9 +16,6 @@ class Shown:
         optional(NAME),
         flag_only=True,
         brief="FILE.png or FILE.txt for the timeline of a step",
-    )
-    rank_gflops: float = option(
-        GFLOPS, "assumed speed of a rank in GFLOP per second, where it is not measured", POSITIVE, flag_only=True
     )
 
 
@@ -80,11 +76,10 @@ class OnMachine:
     scaling: str | None = option(
         None,
         "curves of the fastest plans from few ranks to --ranks: strong, of the same batch, or weak, whose batch grows "
-        "with the ranks; none: no curves",
+        "with the ranks, as a table and as scaling-strong.png or scaling-weak.png; none: no curves",
         optional(choice("strong", "weak")),
         flag_only=True,
     )
-    curves: str = option("scaling.png", "file for the picture of --scaling", NAME, flag_only=True)
 
 
 MEASURED = replace(

@@ -39,12 +39,12 @@ from mpi4dl.parallel.plan import Plan
 FEW = 64  # ranks of this machine, up to which each shape of tile is looked at as it is
 
 
-def profiler_of(on: OnMachine, gflops: float) -> Profiler:
+def profiler_of(on: OnMachine) -> Profiler:
     """What finds costs on the machine that is planned for.
 
     Raises ConfigError, or ValueError, for files that cannot be read, or describe no machine or no timings.
     """
-    found = Profiler.of_user(machine=None if on.machine is None else load_machine(on.machine), gflops=gflops)
+    found = Profiler.of_user(machine=None if on.machine is None else load_machine(on.machine))
     if on.timings is None:
         return found
     try:
@@ -155,10 +155,8 @@ def searched(
 
 
 def scaled(work: Workload, asked: Searched, on: OnMachine, profiler: Profiler, tell: Tell = quietly) -> list[str]:
-    """Curves of the fastest plans from one rank on, as a table, and as a picture in `on.curves`. Raises ValueError."""
-    if Path(on.curves).suffix != ".png":
-        raise ConfigError(f"--curves {on.curves}: the name must end in .png")
-    require_new("--curves", on.curves)
+    """Curves of the fastest plans from one rank on, as a table, and as a picture. Raises ValueError."""
+    picture = Path(f"scaling-{on.scaling}.png")
     with searching(work, asked, profiler, tell) as found:
         numbers, limit = numbers_of_ranks(found.num_ranks), found.most_bytes
         points = scaling_points(found.estimator, found.plans, numbers, on.scaling == "weak", limit, tell)
@@ -167,12 +165,12 @@ def scaled(work: Workload, asked: Searched, on: OnMachine, profiler: Profiler, t
     size = f"{tokens} tokens" if tokens else f"{'x'.join(map(str, found.estimator.image[2:]))} px"
     title = f"{work.name}, {size}: {on.scaling} scaling"
     try:
-        draw_scaling(points, title, Path(on.curves), tokens)
+        draw_scaling(points, title, picture, tokens)
     except ImportError:
         return [*lines, f"the curves are not drawn: install matplotlib by {to_install('matplotlib')}"]
     except OSError as error:
-        raise ConfigError(f"--curves {on.curves}: {error.strerror}") from None
-    return [*lines, f"curves: {on.curves}"]
+        raise ConfigError(f"{picture} cannot be written: {error.strerror}") from None
+    return [*lines, f"curves: {picture}"]
 
 
 def time_layers(work: Workload, asked: Searched, path: str, profiler: Profiler, tell: Tell = quietly) -> list[str]:

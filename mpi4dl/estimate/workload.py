@@ -106,7 +106,7 @@ class Workload:
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error
         asked = None if chosen.stream_segments is None else segments_of(chosen.stream_segments)
-        disk = Keep("disk", chosen.offload_folder) if chosen.stream_keep is None else None
+        disk = Keep("disk") if chosen.stream_keep is None else None
         heap = HEAP_KEPT if chosen.keep_freed_memory else HEAP_RETURNED
         return Estimator(
             units,
@@ -124,7 +124,7 @@ class Workload:
 
 def kept_outputs(config: Config) -> Keep:
     """Where the outputs of segments are kept."""
-    return Keep(config.parallel.stream_keep or "device", config.parallel.offload_folder)
+    return Keep(config.parallel.stream_keep or "device")
 
 
 def patches_of_slides(config: Config, training: Any, tell: Tell = quietly) -> SlidePatches | None:

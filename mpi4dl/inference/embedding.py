@@ -46,7 +46,7 @@ from mpi4dl.results.job import FolderJob, ItemInput, settings_of
 from mpi4dl.results.names import FEATURES
 from mpi4dl.runs.assembly import assemble
 from mpi4dl.runs.folder import better_weights
-from mpi4dl.runs.stopping import Patience
+from mpi4dl.runs.stopping import HangTimeout
 
 if TYPE_CHECKING:
     from mpi4dl.datasets.slides.dataset import Patches, SlideFolder
@@ -279,7 +279,9 @@ class Embedding:
         Refusal: on all ranks: there are no slides, or the folder has features by other settings.
     """
 
-    def __init__(self, comm: Communicator, options: Any, config: Config, encoder: Encoder, patience: Patience) -> None:
+    def __init__(
+        self, comm: Communicator, options: Any, config: Config, encoder: Encoder, patience: HangTimeout
+    ) -> None:
         from mpi4dl.training.data import shared
 
         def opened() -> tuple[Any, Any]:

@@ -62,9 +62,9 @@ def train_folds(comm: Communicator, config: Config, spell: Callable[[str], str],
     """Train all folds, those that are finished aside, and summarise them. Collective; raises Refusal on all ranks."""
     chosen, run = config.slides, config.run
     if chosen.folds is None or not has_files(with_features(config)):
-        comm.agree("`all_folds` trains all folds of `slides`, or of `images` in files: say how many by `folds`")
+        comm.agree("`fold` all trains all folds of `slides`, or of `images` in files: say how many by `folds`")
     if run.resume not in ("none", "auto"):
-        comm.agree(f"`resume` {run.resume}: `all_folds` continues in `run_folder` by `resume` auto")
+        comm.agree(f"`resume` {run.resume}: `fold` all continues in `run_folder` by `resume` auto")
     asked = None if comm.rank else run.run_folder or str(default_path(config.model_name, datetime.now()))
     folder, num_folds = Path(comm.broadcast_object(asked)), chosen.folds or 0
     found: tuple[Config, set[int]] = config, set()
@@ -80,7 +80,7 @@ def train_folds(comm: Communicator, config: Config, spell: Callable[[str], str],
             _say(comm, f"fold {fold} of {num_folds} is finished: {path}")
             continue
         _say(comm, f"fold {fold} of {num_folds}: {path}")
-        words = [*without_flags(Config, argv, ("all_folds", "fold")), "--fold", str(fold)]
+        words = [*without_flags(Config, argv, ("fold",)), "--fold", str(fold)]
         fit(set_up(_of_fold(config, fold, path), comm, spell, words))
         if run.dry_run:
             return
@@ -92,7 +92,7 @@ def train_folds(comm: Communicator, config: Config, spell: Callable[[str], str],
 
 
 def _of_fold(config: Config, fold: int, path: Path) -> Config:
-    return with_values(config, {"fold": fold, "all_folds": False, "run_folder": str(path)})
+    return with_values(config, {"fold": fold, "run_folder": str(path)})
 
 
 def _as_trained(config: Config, runs: Mapping[int, Path]) -> tuple[Config, set[int]]:

@@ -32,7 +32,7 @@ from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.runs.assembly import assemble
 from mpi4dl.runs.description import description_of, find_weights, folder_of, hold_trained
 from mpi4dl.runs.folder import better_weights
-from mpi4dl.runs.stopping import Patience
+from mpi4dl.runs.stopping import HangTimeout
 from mpi4dl.tasks.task import TASKS, Task
 from mpi4dl.training.data import measure_stains, unstained
 from mpi4dl.training.input_pipeline import BadImages
@@ -90,7 +90,7 @@ class Predictor:
         self.comm, self.source = comm, Path(source)
         comm.agree(None, source=str(source), **facts(chosen))
         self.folder = folder_of(comm, self.source)
-        found = find_weights(comm, self.source, chosen.inputs.average)
+        found = find_weights(comm, self.source)
         self.weights, self.average, self._remarks = found.weights, found.average, list(found.remarks)
         self._remarks += comm.broadcast_object(better_weights(self.source))
         self.about, ours = about, _ = description_of(comm, self.weights, self.folder)
@@ -133,7 +133,7 @@ class Predictor:
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """End the job if a rank is silent for too long in here, where others wait for it."""
-        self.patience = Patience(self.config.parallel.hang_timeout if self.comm.size > 1 else 0.0)
+        self.patience = HangTimeout(self.config.parallel.hang_timeout if self.comm.size > 1 else 0.0)
         try:
             yield
         finally:

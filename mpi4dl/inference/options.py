@@ -36,12 +36,6 @@ class Inputs:
         optional(PART),
     )
     transforms: Any = option(None, "your own --transforms again; none: as in training", optional(PART))
-    average: bool = option(
-        True,
-        "use the average of the weights of a run with --ema, as its validations did",
-        BOOLEAN,
-        known_as=instead("use {option}", "use-ema"),
-    )
     fit: str = option(
         "auto",
         "how images get the image size: resize whole images, or crop their centre; auto: as in training, but without "
@@ -53,7 +47,7 @@ class Inputs:
     )
     batch_size: int | None = neutral(
         None,
-        "images in each batch, over all ranks together; none: as in training, and at least one for each of --data",
+        "images in each batch, over all ranks together; none: as in training, and at least one for each of --replicas",
         optional(COUNT),
         brief="images at once, over all ranks",
         known_as=same_as("b batch eval-batch-size per-device-eval-batch-size"),
@@ -83,11 +77,10 @@ class Placing:
         "number of data replicas that share the batch; none: as many as the ranks allow",
         optional(COUNT),
         brief="groups of ranks that share the images",
+        called="replicas",
         known_as=same_as("dp"),
     )
-    microbatches: int = like(Parallel, "microbatches")
     tensor: int = like(Parallel, "tensor")
-    experts: int = like(Parallel, "experts")
     stream: tuple[int, ...] | str | None = like(Parallel, "stream")
     stream_until: str | None = like(Parallel, "stream_until")
     memory_limit: int | None = like(Parallel, "memory_limit")
@@ -105,8 +98,6 @@ class Placing:
     )
     threads: int | None = like(Parallel, "threads")
     device: str = like(Parallel, "device")
-    deterministic: bool = like(Parallel, "deterministic")
-    tf32: str = like(Parallel, "tf32")
     gpu_wire: str = like(Parallel, "gpu_wire")
     hang_timeout: float = like(Parallel, "hang_timeout")
 
@@ -231,11 +222,12 @@ class Evaluating:
     resamples: int = option(
         1000, "number of bootstrap resamples for the intervals of metrics; 0: no intervals", COUNT_OR_ZERO
     )
-    level: float = option(0.95, "confidence level of the intervals", PROPER_FRACTION)
+    level: float = option(0.95, "confidence level of the intervals", PROPER_FRACTION, called="confidence")
     part: str | None = option(
         None,
         "the slides of this part of the split: of --slides, or of the run; none: test, else val; of the run val",
         optional(choice("train", "val", "test")),
+        called="split",
     )
     patients: str = option(
         "mean",
@@ -277,7 +269,7 @@ def placed(config: Config, chosen: Inference, num_ranks: int) -> tuple[Config, s
     asked, size = chosen.placing, config.data.image_size
     batch_size, what = chosen.inputs.batch_size or config.data.batch_size, config.sample_noun
     tiles, data, why = asked.tiles, asked.data, ""
-    alone = asked.stages == asked.tensor == asked.experts == 1
+    alone = asked.stages == asked.tensor == 1
     if tiles is None and data is None and alone and num_ranks > 1:
         shared = prod(size) >= LARGE_PIXELS or (chosen.inputs.batch_size or num_ranks) < num_ranks
         if config.model.patches is not None:
@@ -291,17 +283,17 @@ def placed(config: Config, chosen: Inference, num_ranks: int) -> tuple[Config, s
     if tiles is None:
         tiles = ((1,) * max(2, len(size)) if len(size) != 1 else (1,),)
     if data is None:
-        others = asked.tensor * asked.experts * sum(prod(grid) for grid in _each(tiles, asked.stages))
+        others = asked.tensor * sum(prod(grid) for grid in _each(tiles, asked.stages))
         data = max(1, num_ranks // others)
     if config.data.fit == "own":
-        batch_size = data * asked.microbatches
+        batch_size = data
         if chosen.inputs.batch_size not in (None, batch_size):
-            held = f"with `data` {data} and `microbatches` {asked.microbatches} a batch has {batch_size}"
+            held = f"with `data` {data} a batch has {batch_size}"
             raise ConfigError(
                 f"`batch_size` {chosen.inputs.batch_size}: by `fit` own {what}s differ in size, so {held}: leave it out"
             )
     elif chosen.inputs.batch_size is None:
-        batch_size = max(batch_size, data * asked.experts * asked.microbatches)
+        batch_size = max(batch_size, data)
     parallel = replace(
         config.parallel,
         tiles=tiles,

@@ -157,9 +157,7 @@ class Predicting:
             name = "map_class" if asked.map_class else "map_layer"
             raise Refusal(f"`{name}` is for models that see whole slides: leave it out for one of patches")
         if kind == "attention" and max(plan.replicas, plan.num_microbatches) > 1:
-            raise Refusal(
-                "`maps` are made by ranks that share each slide: leave out `data` and `microbatches`, or say --no-maps"
-            )
+            raise Refusal("`maps` are made by ranks that share each slide: leave out `data`, or say --no-maps")
         if kind in CELL_KINDS and why:
             raise Refusal(f"`maps` {kind}: {why}, or choose none")
         return kind
@@ -168,7 +166,7 @@ class Predicting:
         """Why this plan makes no maps of whole slides, and what to change; empty if it does."""
         model, plan = self.model, self.model.plan
         if max(plan.replicas, plan.num_microbatches, plan.num_stages) > 1:
-            return "ranks must share each slide by `tiles` alone: leave out `data`, `microbatches` and `stages`"
+            return "ranks must share each slide by `tiles` alone: leave out `data` and `stages`"
         if model.fit not in OWN_SCALE:
             return f"slides were fitted by {model.fit}, which changes their scale: train with `fit` {OWN_SCALE[0]}"
         if len(model.config.data.image_size) != 2:

@@ -35,7 +35,7 @@ class TrainedModel(Predictor):
 
     The model, its options, the names of its classes and the transforms of its images come from there. The plan is free:
     pass the options of `mpi4dl predict --help`, with underscores for dashes: `tiles`, `stages`, `data`, `stream`,
-    `precision`, `batch_size` and others. A run with `ema` gives the average of its weights, unless `average=False`.
+    `precision`, `batch_size` and others. A run with `ema` gives the average of its weights.
     `fit` chooses how images are resized. If the model was an object of a script, pass it again as `model`.
 
     All ranks create it and call its methods together. Errors raise `mpi4dl.Refusal` (a ValueError) on all ranks.

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_type_hints
 
 from torch import nn
 
-from mpi4dl._torchvision import import_torchvision
+from mpi4dl._torchvision import import_torchvision, torchvision_models
 from mpi4dl._wording import to_install
 
 # Images, volumes and sequences of values (batch, channels, *space), or tokens (batch, length).
@@ -95,10 +95,10 @@ SMP_TIMM = "tu-"  # what encoders of timm are called by segmentation_models_pyto
 
 
 def names(torchvision: bool = False) -> list[str]:
-    """Return the names that `build` builds, sorted: our own and, if `torchvision` (which imports it), its names too."""
+    """Return the names that `build` builds, sorted: our own and, if `torchvision`, its names too."""
     found = set(OWN_MODELS)
-    for name in import_torchvision().models.list_models() if torchvision else ():
-        if _family(name) == "detection":
+    for name in torchvision_models() if torchvision else ():
+        if torchvision_models()[name] == "detection":
             found.add(name + BACKBONE)
         elif refusal(name) is None:
             found.add(name)
@@ -107,14 +107,8 @@ def names(torchvision: bool = False) -> list[str]:
 
 def refusal(name: str) -> str | None:
     """Why this model of torchvision is not built: because it cannot be trained here. None if it can."""
-    reason = REFUSALS.get(_family(name))
+    reason = REFUSALS.get(torchvision_models()[name])
     return None if reason is None else f"model {name!r} {reason.format(name=name)}"
-
-
-def _family(name: str) -> str:
-    """The package of torchvision.models that a model of it is in, such as "video"; empty for classifiers."""
-    home = import_torchvision().models.get_model_builder(name).__module__.split(".")
-    return home[2] if len(home) == 4 else ""
 
 
 def takes(name: str) -> Takes:
@@ -173,7 +167,7 @@ def require_known(name: str) -> None:
     if name in OWN_MODELS or name.startswith((TIMM, SMP)):
         return
     known = names(torchvision=True)
-    if name not in known and name in import_torchvision().models.list_models():
+    if name not in known and name in torchvision_models():
         raise ValueError(refusal(name))
     if name.endswith(".py"):
         raise ValueError(f"model {name!r} is a file: name what makes the model in it too, as in {name}:build")

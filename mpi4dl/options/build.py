@@ -1,7 +1,6 @@
 """The plan that a configuration asks for, and how the engine trains by it."""
 
 import inspect
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -62,11 +61,6 @@ def engine_options(config: Config) -> dict[str, Any]:
         raise ConfigError("`low_precision_weights` are kept in the type of `precision`: choose bf16 or fp16")
     if config.optimizer.clip_norm is not None and config.optimizer.clip_value is not None:
         raise ConfigError("`clip_norm` and `clip_value` both clip the gradient: choose one")
-    place, folder = config.parallel.offload, config.parallel.offload_folder
-    if folder is not None and place != "disk":
-        raise ConfigError(f"`offload_folder` {folder} is for `offload` disk, but this is `offload` {place}")
-    if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"`offload_folder` {folder}: no such folder, or one that cannot be written; name another")
     return {
         "precision": chosen.precision,
         "low_precision_weights": chosen.low_precision_weights,
@@ -75,8 +69,6 @@ def engine_options(config: Config) -> dict[str, Any]:
         "clip_value": config.optimizer.clip_value,
         "ema": config.tuning.ema,
         "offload": config.parallel.offload,
-        "offload_folder": config.parallel.offload_folder,
-        "all_reduce": config.parallel.allreduce,
     }
 
 

@@ -3,7 +3,6 @@
 A page such as `mpi4dl.evaluate` declares the options, and one function that this makes into a command.
 """
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from mpi4dl._commands import one_message, typed
 from mpi4dl._compiler import defer_compiler
 from mpi4dl._memory import within_limits
 from mpi4dl.comm import Refusal, failure
-from mpi4dl.options.declare import CommandParser, ConfigError, asked_topic, facts, parse_options, speaking, spelling
+from mpi4dl.options.declare import ConfigError, asked_topic, facts, parse_options, speaking, spelling
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -36,6 +35,7 @@ class Command(Generic[T]):
     """`main()` is the command; called with a communicator and a command line, it is the same inside an MPI job.
 
     `words`: what follows its name in the line on usage. `source`: what the first word must name; empty: all are flags.
+    `name`: what starts it after mpi4dl; empty: the name of the function.
     `patience`: the seconds that a command line lets the ranks wait for each other.
     """
 
@@ -47,15 +47,16 @@ class Command(Generic[T]):
         description: str,
         source: str,
         patience: Callable[[Sequence[str]], float],
+        name: str,
     ) -> None:
         self.act, self.config, self.words, self.description = act, config, words, description
-        self.source, self.patience = source, patience
+        self.source, self.patience, self.name = source, patience, name or act.__name__
         functools.update_wrapper(self, act)
 
     @property
     def usage(self) -> str:
         """The line on usage, with the command as the user started it."""
-        return f"mpirun -n RANKS {typed(self.act.__name__)} {self.words}"
+        return f"mpirun -n RANKS {typed(self.name)} {self.words}"
 
     def __reduce__(self) -> str:
         return self.act.__qualname__  # a command is pickled by its name, as functions are
@@ -107,33 +108,13 @@ def refuse_together(read: Callable[[], object], spell: Callable[[str], str]) -> 
         raise Refusal(problem)
 
 
-def run_parsed(
-    parser: CommandParser, argv: Sequence[str] | None, act: Callable[["Communicator", argparse.Namespace], None]
-) -> None:
-    """Start MPI, parse a command line that has no configuration on all ranks, and `act` on it."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not {"-h", "--help"}.isdisjoint(arguments):
-        with one_message():
-            parser.parse_args(arguments)
-
-    def begin() -> None:
-        refuse_together(lambda: parser.parse_args(arguments), str)
-        from mpi4dl.comm import world
-
-        comm = world()
-        with comm.together((ConfigError,)):
-            options = parser.parse_args(arguments)
-        act(comm, options)
-
-    failure.run(begin)
-
-
 def command(
     config: type[T],
     words: str,
     description: str,
     source: str = "",
     patience: Callable[[Sequence[str]], float] = lambda _: failure.START_SECONDS,
+    name: str = "",
 ) -> Callable[[Callable[["Communicator", CommandLine[T]], None]], Command[T]]:
     """Make a function of a communicator and what is asked for into a `Command`."""
-    return lambda act: Command(act, config, words, description, source, patience)
+    return lambda act: Command(act, config, words, description, source, patience, name)

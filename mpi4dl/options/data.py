@@ -25,7 +25,6 @@ from mpi4dl.options.parts import blaming, call, load
 if TYPE_CHECKING:
     from mpi4dl.datasets.named import NamedTransform
     from mpi4dl.datasets.slides.dataset import SlideFolder
-    from mpi4dl.datasets.slides.slide import Slide
     from mpi4dl.datasets.stains import StainNormalization
     from mpi4dl.parallel.plan import Plan
 
@@ -58,7 +57,7 @@ def build_datasets(config: Config, validating: Mapping[str, bool] | None = None)
         ignore_index=config.data.ignore_index,
         validates=config.training.eval_every is not None,
         folds=config.slides.folds,
-        fold=config.slides.fold,
+        fold=fold_of_run(config),
         split_file=split_file,
         of_fold=of_fold,
     )
@@ -207,6 +206,7 @@ def _numbers_in(text: str) -> tuple[float, ...] | None:
 def split_slides(config: Config, validating: Mapping[str, bool] | None = None) -> tuple[Named, Named]:
     """The slides to train on and to validate with. Raises ConfigError, DatasetError."""
     chosen = config.slides
+    fold = fold_of_run(config)
     split_file, of_fold = _split_file(config)
     with ProgressLine() as tell:
         training, validation = open_slides(config, tell=tell).split(
@@ -214,7 +214,7 @@ def split_slides(config: Config, validating: Mapping[str, bool] | None = None) -
             seed=config.training.seed,
             known=validating,
             folds=chosen.folds,
-            fold=chosen.fold,
+            fold=fold,
             split_file=split_file,
             of_fold=of_fold,
             validates=config.training.eval_every is not None,
@@ -228,13 +228,17 @@ def split_slides(config: Config, validating: Mapping[str, bool] | None = None) -
     return training, validation
 
 
+def fold_of_run(config: Config) -> int:
+    """The number of the fold that validates; the first, of all."""
+    return config.slides.fold if isinstance(config.slides.fold, int) else 0
+
+
 def _split_file(config: Config) -> tuple[Path | None, bool]:
     """The file that says how slides are split, if any does, and whether it is that of one fold. Raises ConfigError."""
     chosen, run = config.slides, config.run.run_folder
-    if chosen.folds is not None and not chosen.fold < chosen.folds > 1:
-        raise ConfigError(
-            f"`fold` {chosen.fold} of `folds` {chosen.folds}: choose two folds or more, and one from 0 on"
-        )
+    fold = fold_of_run(config)
+    if chosen.folds is not None and not fold < chosen.folds > 1:
+        raise ConfigError(f"`fold` {fold} of `folds` {chosen.folds}: choose two folds or more, and one from 0 on")
     if chosen.split_file is None:
         kept = None if chosen.folds is None or run is None else Path(run).parent / FOLDS
         return (kept, False) if kept is not None and kept.is_file() else (None, False)  # as the other folds have it
@@ -245,7 +249,7 @@ def _split_file(config: Config) -> tuple[Path | None, bool]:
         raise ConfigError(
             f"`split_file` {chosen.split_file} is a folder: choose one of its files by `folds` and `fold`"
         )
-    return path / f"splits_{chosen.fold}.csv", True
+    return path / f"splits_{fold}.csv", True
 
 
 def in_folder_of_fold(config: Config) -> Config:
@@ -320,13 +324,11 @@ def with_frame(config: Config) -> Config:
     Of features it is the number of patches of the slide that has the most.
 
     Raises:
-        ConfigError, DatasetError: there are no such slides, one is larger than the image size or `max_side`, or one
-            cannot be read, unless `on_bad_image` is skip.
+        ConfigError, DatasetError: there are no such slides, one is larger than the image size, or one cannot be
+            read, unless `on_bad_image` is skip.
     """
     config = with_reference(with_features(config))
     if config.slides.slides is None:
-        if config.slides.max_side is not None:
-            raise ConfigError(f"`max_side` {config.slides.max_side} is for slides: name them by `slides`")
         return config
     others = {"dataset": config.data.dataset, "text": config.data.text, "images": config.data.images}
     both = next((name for name, value in others.items() if value not in (None, datasets.sources.SYNTHETIC)), None)
@@ -339,9 +341,6 @@ def with_frame(config: Config) -> Config:
     slides = open_slides(config, labelled=False)
     if config.data.fit == "auto":
         config = with_values(config, {"fit": _fit_of_slides(config)})
-    seen_whole = config.data.fit in ("pad", "own") and config.model.patches is None and config.slides.features is None
-    if config.slides.max_side is not None and not seen_whole:
-        raise ConfigError(f"`max_side` {config.slides.max_side} is for slides that the model sees whole: leave it out")
     asked = config.data.image_size
     if asked != AUTO and config.data.fit not in ("pad", "own"):
         return config
@@ -349,11 +348,9 @@ def with_frame(config: Config) -> Config:
     unit = (1, 1) if config.model.patches else tiles
     multiple = [(config.model.patches or STRIDE_PX) * count for count in unit]
     fitting, extremes = slides.frame(multiple, config.data.on_bad_image == "skip")
-    longest_first = sorted(extremes, key=lambda slide: -max(slide.size))
-    _check_longest(longest_first[0], config)
     if asked == AUTO:
         return with_values(config, {"image_size": fitting})
-    for largest in longest_first:
+    for largest in sorted(extremes, key=lambda slide: -max(slide.size)):
         if not any(side > most for side, most in zip(largest.size, asked, strict=False)):
             continue
         sides, frame, needed = ("x".join(map(str, each)) for each in (largest.size, asked, fitting))
@@ -364,42 +361,6 @@ def with_frame(config: Config) -> Config:
             "`mpp`"
         )
     return config
-
-
-def _check_longest(slide: "Slide", config: Config) -> None:
-    """Raises ConfigError if a slide, the longest of all, is longer than `max_side`."""
-    most, longest = config.slides.max_side, max(slide.size)
-    if most is None or longest <= most:
-        return
-    at = "" if slide.mpp is None else f" at {slide.mpp:.4g} um per pixel"
-    coarser, instead = "a coarser `level`", ""
-    if slide.mpp is not None:
-        for name in ("magnification", "level"):
-            if getattr(config.slides, name) is not None:
-                instead = f" in place of `{name}` {getattr(config.slides, name):g}"
-        coarser = f"`mpp` {_fitting_mpp(slide, most):g}{instead}"
-    sides = "x".join(map(str, slide.size))
-    raise ConfigError(
-        f"{slide.file.path} has {sides} px{at}, more than `max_side` {most}: choose {coarser}, or "
-        f"`max_side` {longest} with `stream` or more `tiles`, by which a rank holds less of a slide at once"
-    )
-
-
-def _fitting_mpp(slide: "Slide", most: int) -> float:
-    """Microns per pixel of three digits at which no side of a slide has more than `most` pixels."""
-    from mpi4dl.datasets.slides.slide import SAME, Resolution
-
-    assert slide.mpp is not None
-    least, found = slide.mpp * (max(slide.size) + 0.5) / most, 0.0
-    while (
-        not found
-        or max(slide.at(Resolution(mpp=found, assumed_mpp=slide.mpp / slide.downsample).downsample(slide.file)).size)
-        > most
-    ):
-        unit = 10.0 ** (math.floor(math.log10(least)) - 2)
-        found = round(math.ceil(least / unit) * unit, 9)
-        least = found * (1 + SAME)  # the level nearby is a bit finer
-    return found
 
 
 def _fit_of_slides(config: Config) -> str:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeVar, get_type_hints
 from mpi4dl._files import read_regular
 from mpi4dl._wording import aligned, printable, quoted
 from mpi4dl.options.kinds import BOOLEAN, Kind, dump
+from mpi4dl.options.removed import REMOVED
 
 T = TypeVar("T")
 
@@ -47,6 +48,7 @@ class Option:
     `changes_results`: a job goes on only with the same value. Others change results by rounding alone, or none.
     `brief`: its line in the overview of `--help`, for the options that most people use; empty: it is not there.
     `known_as`: what other tools call it, and what to do instead, with `{option}` and `{value}` in place of ours.
+    `called`: the name that users see, if it is not that of the field, which still works.
     """
 
     name: str
@@ -59,10 +61,21 @@ class Option:
     brief: str = ""
     known_as: Mapping[str, str] = field(default_factory=dict)
     changes_results: bool = True
+    called: str = ""
+
+    @property
+    def public(self) -> str:
+        """Its name for users, as a key of a file has it."""
+        return self.called or self.name
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return "--" + self.public.replace("_", "-")
+
+    @property
+    def former_flags(self) -> list[str]:
+        """The flags of its former name, which still work."""
+        return ["--" + self.name.replace("_", "-")] if self.called else []
 
     @property
     def negation(self) -> str:
@@ -83,7 +96,9 @@ class Option:
         if self.kind is BOOLEAN:
             parser.add_argument(self.flag, help=help, action=argparse.BooleanOptionalAction)
         elif self.kind.switch is None:
-            parser.add_argument(self.flag, help=help, metavar=self.kind.metavar)
+            parser.add_argument(self.flag, help=help, metavar=self.kind.metavar, dest=self.name)
+            for flag in self.former_flags:
+                parser.add_argument(flag, help=argparse.SUPPRESS, metavar=self.kind.metavar, dest=self.name)
         else:
             on, off = self.kind.switch
             parser.add_argument(self.flag, help=help, metavar=self.kind.metavar, nargs="?", const=on)
@@ -114,9 +129,10 @@ def option(
     brief: str = "",
     known_as: Mapping[str, str] | None = None,
     changes_results: bool = True,
+    called: str = "",
 ) -> Any:
     """Declare a field of a section; see `Option`."""
-    metadata = {"help": help, "kind": kind, "per_rank": per_rank, "flag_only": flag_only}
+    metadata = {"help": help, "kind": kind, "per_rank": per_rank, "flag_only": flag_only, "called": called}
     metadata |= {"brief": brief, "known_as": known_as or {}, "changes_results": changes_results}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
@@ -251,13 +267,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def in_our_words(name: str, value: str, options: Mapping[str, Option], spell: Callable[[Option], str]) -> str:
-    """The end of an error about a name that other tools have for something of ours: what to do; else nothing."""
+    """The end of an error about a name that other tools have for something of ours, or that we had: what to do."""
     foreign = name.lower().lstrip("-").replace("_", "-")
     for item in reversed([*options.values()]):  # what a command adds to the options of training counts first
         if foreign in item.known_as:
             given = value or item.kind.metavar
             return "; " + item.known_as[foreign].format(option=spell(item), value=given).rstrip()
-    return ""
+    return f"; {REMOVED[foreign]}" if foreign in REMOVED else ""
 
 
 def _refuse_unknown_argument(unknown: Sequence[str], argv: Sequence[str], options: Mapping[str, Option]) -> NoReturn:
@@ -279,7 +295,7 @@ def _misplaced(word: str, argv: Sequence[str], options: Mapping[str, Option]) ->
     for item in options.values():
         if item.kind is BOOLEAN and flag in item.flags:
             return f"{flag} takes no value, but {word!r} follows it: write {item.flag} or {item.negation} alone"
-        if flag == item.flag:
+        if flag in (item.flag, *item.former_flags):
             return f"{flag} takes one value, but {word!r} follows it: it must be {item.kind.wanted}"
     return f"the argument {word!r} belongs to no flag; values follow their flag, as in --epochs 3"
 
@@ -290,7 +306,8 @@ def _parse_flags(config_type: type, argv: list[str], options: Mapping[str, Optio
         given, unknown = _parser(config_type).parse_known_args(argv)
     except ConfigError as error:
         found = re.match(r"argument (--[\w-]+)(?:/\S+)?: (expected one argument|ignored explicit)", str(error))
-        named = {flag: item for item in options.values() for flag in item.flags}.get(found[1]) if found else None
+        flags = {flag: item for item in options.values() for flag in (*item.flags, *item.former_flags)}
+        named = flags.get(found[1]) if found else None
         if found is None or named is None:
             raise ConfigError(f"{error}; --help all lists every flag") from None
         if named.kind is BOOLEAN or found[1] == named.negation:
@@ -322,7 +339,7 @@ def _value_from_file(item: Option, raw: Any, file: str) -> Any:
         return item.kind.check(raw)
     except ValueError:
         found = f"{_shown(raw)} ({_type_name(raw)})"
-        message = f"{file}: {item.name} in [{item.section}] is {found}, but must be {item.kind.wanted}"
+        message = f"{file}: {item.public} in [{item.section}] is {found}, but must be {item.kind.wanted}"
         raise ConfigError(message) from None
 
 
@@ -347,10 +364,16 @@ def config_from_tables(config_type: type[T], tables: Mapping[str, Any], file: st
     return _made(config_type, options, _values_from_tables(tables, options, file))
 
 
+def _fields_by_name(options: Mapping[str, Option]) -> dict[str, str]:
+    """The field of each option by the name that users see."""
+    return {item.public: name for name, item in options.items()}
+
+
 def _values_from_tables(tables: Mapping[str, Any], options: dict[str, Option], path: str) -> dict[str, Any]:
     allowed = {name: item for name, item in options.items() if not item.flag_only}
     sections = list(dict.fromkeys(item.section for item in options.values()))
     values: dict[str, Any] = {}
+    by_name = _fields_by_name(options)
     for section, table in tables.items():
         if section not in sections:
             if section in allowed and not isinstance(table, dict):
@@ -359,15 +382,16 @@ def _values_from_tables(tables: Mapping[str, Any], options: dict[str, Option], p
             raise ConfigError(f"{path}: there is no section [{_short(section)}]{hint}")
         if not isinstance(table, dict):
             raise ConfigError(f"{path}: [{section}] must be a section, but is {_shown(table)} ({_type_name(table)})")
-        for name, raw in table.items():
+        for key, raw in table.items():
+            name = str(by_name.get(key, key))
             if name in allowed and allowed[name].section == section:
                 values[name] = _value_from_file(allowed[name], raw, path)
             elif name in allowed:
-                raise ConfigError(f"{path}: the key {name} belongs in [{allowed[name].section}], not [{section}]")
+                raise ConfigError(f"{path}: the key {key} belongs in [{allowed[name].section}], not [{section}]")
             elif name in options:
-                raise ConfigError(f"{path}: {name} is a flag only; give {options[name].flag} on the command line")
+                raise ConfigError(f"{path}: {key} is a flag only; give {options[name].flag} on the command line")
             else:
-                ours = in_our_words(name, _shown(raw), options, lambda item: f"{item.name} of [{item.section}]:")
+                ours = in_our_words(name, _shown(raw), options, lambda item: f"{item.public} of [{item.section}]:")
                 raise ConfigError(
                     f"{path}: there is no key {_short(name)} in [{section}]{ours or nearest(name, allowed)}"
                 )
@@ -419,7 +443,7 @@ def to_toml(config: Any) -> str:
             lines += [""] * bool(lines) + [f"[{item.section}]"]
             section = item.section
         if not item.flag_only:
-            lines.append(f"{item.name} = {dump(item.kind.raw(item.of(config)))}")
+            lines.append(f"{item.public} = {dump(item.kind.raw(item.of(config)))}")
     return "\n".join(lines) + "\n"
 
 
@@ -429,9 +453,11 @@ def from_keywords(config_type: type[T], values: Mapping[str, Any]) -> T:
     Raises ConfigError for what is unknown, or cannot be.
     """
     options = options_of(config_type)
+    by_name = _fields_by_name(options)
+    values = {by_name.get(name, name): value for name, value in values.items()}
     unknown = next((name for name in values if name not in options), None)
     if unknown is not None:
-        ours = in_our_words(unknown, str(values[unknown]), options, lambda item: f"`{item.name}`")
+        ours = in_our_words(unknown, str(values[unknown]), options, lambda item: f"`{item.public}`")
         raise ConfigError(f"there is no option `{unknown}`{ours or nearest(unknown, options)}")
     given = {name: _value_from_python(options[name], value) for name, value in values.items()}
     return _made(config_type, options, _with_preset(config_type, options, given))
@@ -517,10 +543,11 @@ NAMED = re.compile(r"`([a-z][a-z0-9_]*)`")
 
 def spelling(config_type: type) -> Callable[[str], str]:
     """A function that writes options of a config in a message as flags."""
-    names = frozenset(options_of(config_type))
+    options = options_of(config_type).values()
+    flags = {name: item.flag for item in options for name in (item.name, item.public)}
 
     def flag(found: re.Match[str]) -> str:
-        return "--" + found[1].replace("_", "-") if found[1] in names else found[0]
+        return flags.get(found[1], found[0])
 
     return lambda message: NAMED.sub(flag, message)
 

@@ -184,7 +184,7 @@ def patch_options(config: Config, plan: Plan) -> "PatchOptions | None":
         patches += f": {at_once} at once on each rank, {config.parallel.stream_norm} norms"
     remark = f"{patches}, aggregated by {chosen.aggregator}"
     parallel = config.parallel
-    keep = Keep(parallel.stream_keep or "device", parallel.offload_folder)
+    keep = Keep(parallel.stream_keep or "device")
     return PatchOptions(at_once, parallel.stream_norm, segments_of(parallel.stream_segments), keep, remark)
 
 

@@ -199,10 +199,6 @@ def monitored(config: Config, task: Task, metrics: Mapping[str, Any]) -> Monitor
     """The monitor of the best weights; None if there is none. Raises ConfigError."""
     chosen = config.learning
     if chosen.monitor is None and chosen.patience is None:
-        if chosen.monitor_mode != "auto":
-            raise ConfigError(
-                f"`monitor_mode` {chosen.monitor_mode} is of `monitor`, which is none: name a metric, such as val_loss"
-            )
         return None
     if config.training.eval_every is None:
         raise ConfigError("`monitor` and `patience` look at validations, of which `eval_every` none makes none")
@@ -216,13 +212,11 @@ def monitored(config: Config, task: Task, metrics: Mapping[str, Any]) -> Monitor
             f"`monitor` {chosen.monitor} is not measured: choose of {', '.join(f'val_{each}' for each in known)}, or "
             "add it to `metrics`"
         )
-    if chosen.monitor_mode != "auto":
-        return Monitor(name, chosen.monitor_mode == "max")
     higher = direction_of(name, metrics)
     if higher is None:
         raise ConfigError(
-            f"`monitor` val_{name}: it is unknown whether higher or lower values are better: choose `monitor_mode` min "
-            "or max, or give the metric an attribute `higher_is_better`"
+            f"`monitor` val_{name}: it is unknown whether higher or lower values are better: give the "
+            "metric an attribute `higher_is_better`"
         )
     return Monitor(name, higher)
 

@@ -40,7 +40,7 @@ def mapped(num_bytes: int, folder: str | Path | None = None) -> Tensor:
     except OSError as error:
         raise NoRoom(
             f"there is no room for {num_bytes >> 20} MiB more in {folder or tempfile.gettempdir()} "
-            f"({error.strerror}): make room, or choose another `offload_folder`"
+            f"({error.strerror}): make room, or name another folder by the variable TMPDIR"
         ) from error
     found = torch.frombuffer(mapping, dtype=torch.uint8)
     _maps[found.data_ptr()] = mapping

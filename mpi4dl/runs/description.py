@@ -42,7 +42,7 @@ FILE = "model.json"
 MOST = 1 << 31  # outputs or channels that a model may have
 
 SECTIONS = ("model", "data", "slides")
-MORE = ("loss", "loss_options", "stream_norm")
+MORE = ("loss", "loss_options", "stream_norm", "deterministic", "tf32")
 OF_THE_TASK = ("task", "text")
 OWN = ("model", "transforms", "dataset")  # what may be code of the user's, by the section that has it
 HOMES = {"model": "model", "transforms": "data", "dataset": "data"}
@@ -257,10 +257,9 @@ def described_by(folder: Path) -> Description | None:
 # weights.safetensors, weights.pt     written by mpi4dl export
 
 WEIGHTS = (".pt", ".pth", ".safetensors")
-RAW = "these are the weights of the last step"
 AVERAGED = (
-    "these are averages of the weights (ema), which validations measured; --no-average, or average=False from Python, "
-    "takes the weights of the last step"
+    f"these are averages of the weights (ema), which validations measured; {MODEL} beside them has the weights of the "
+    "last step"
 )
 
 
@@ -301,10 +300,10 @@ def _is_run(path: Path) -> bool:
     return (path / "config.toml").is_file()
 
 
-def find_weights(comm: Communicator, source: Path, average: bool = True) -> FoundWeights:
+def find_weights(comm: Communicator, source: Path) -> FoundWeights:
     """The newest whole checkpoint of a run, or without any the weights that it ended with, or the file. Collective.
 
-    Of a run with `ema` the `average` of the weights is taken, which its validations measured. A file is taken as it is.
+    Of a run with `ema` the average of the weights is taken, which its validations measured. A file is taken as it is.
 
     Raises:
         Refusal: on all ranks: there are no weights, or no checkpoint is whole.
@@ -324,8 +323,6 @@ def find_weights(comm: Communicator, source: Path, average: bool = True) -> Foun
     there = comm.broadcast_object(there)
     if there is None:
         return FoundWeights(weights, tuple(remarks))
-    if not average:
-        return FoundWeights(weights, (*remarks, f"{RAW}; their average is left out, as asked for"))
     told = (*remarks, AVERAGED)
     return FoundWeights(there, told) if there.name == AVERAGE else FoundWeights(weights, told, there)
 

@@ -68,7 +68,7 @@ TIMES = 6.0
 SETTLED_SECONDS = 600.0
 
 
-class Patience:
+class HangTimeout:
     """Feeds a watchdog whose limit is `seconds` (`hang_timeout`), or less where less is enough; 0: it never bites."""
 
     def __init__(self, seconds: float) -> None:

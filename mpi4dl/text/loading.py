@@ -206,11 +206,11 @@ class Trained:
         return self.tokenizer.end if self.config.data.document_mask else None
 
 
-def find_trained(comm: Communicator, source: Path, average: bool = True, trust_code: bool = False) -> Trained:
+def find_trained(comm: Communicator, source: Path, trust_code: bool = False) -> Trained:
     """The content of the folder of a run of `mpi4dl train`, or of one of its checkpoints. Collective.
 
     The newest whole checkpoint counts, or of a run without any the weights that it wrote at its end. Of a run with
-    `ema` it is their `average`.
+    `ema` it is their average.
 
     Raises:
         Refusal: on all ranks: there is no such folder, it has no weights, it is of a model that writes no text, or it
@@ -225,7 +225,7 @@ def find_trained(comm: Communicator, source: Path, average: bool = True, trust_c
         has_bytes = config.data.tokenizer == "bytes"
         tokenizer: Tokenizer = ByteTokenizer() if has_bytes else BPETokenizer.load(folder / TOKENIZER)
     config = with_own_model(comm, config, folder, trust_code)
-    return Trained(config, tokenizer, find_weights(comm, source, average))
+    return Trained(config, tokenizer, find_weights(comm, source))
 
 
 def hold_text_model(
@@ -257,9 +257,7 @@ def open_batcher(
         trained.tokenizer,
         trained.context,
         max_batch=batching.max_batch,
-        page_size=batching.page_size,
         num_pages=batching.pages,
-        prefill_chunk=batching.prefill_chunk,
         separator=trained.separator,
     )
     for remark in remarks if comm.rank == 0 else ():

@@ -98,7 +98,6 @@ class Prompts:
         brief="the text that the model continues",
         known_as=same_as("text input"),
     )
-    prompt_file: str | None = option(None, "a UTF-8 file with the prompt; none: --prompt", optional(NAME))
     prompts: str | None = option(
         None,
         'a file with a prompt in each line, as JSON: "def " or {"prompt": "def "}; none: --prompt',
@@ -186,10 +185,12 @@ class Ranks:
         "number of copies of the model that share the requests",
         COUNT,
         brief="copies of the model that share the requests",
+        called="replicas",
         known_as=same_as("data-parallel-size dp"),
     )
-    experts: int = option(1, "number of ranks that share experts; they split the requests as those of --data do", COUNT)
-    moe: str = like(Parallel, "moe")
+    experts: int = option(
+        1, "number of ranks that share experts; they split the requests as those of --replicas do", COUNT
+    )
     precision: Literal["fp32", "bf16", "int8", "int4"] = option(
         "fp32",
         "type of weights; fp32: as trained; int8 and int4: for linear layers, bf16 for others",
@@ -200,7 +201,6 @@ class Ranks:
         | instead("use {option} int4", "load-in-4bit")
         | instead("use {option} bf16", "fp16 bf16"),
     )
-    average: bool = option(True, "use the average of the weights of a run with --ema, as its validations did", BOOLEAN)
     device: str = like(Parallel, "device")
     trust_code: bool = option(
         False, "load code that the run names as its model, even if your training did not sign it", BOOLEAN
@@ -209,7 +209,8 @@ class Ranks:
     def placed(self, config: Config, threads: int | None = None) -> Config:
         """The configuration of a run, to be generated with by these ranks instead of those that trained it."""
         asked = {each.name: getattr(self, each.name) for each in fields(Parallel) if hasattr(self, each.name)}
-        how = {"tiles": ((1,),), "balance": "flops", "tensor_styles": config.parallel.tensor_styles, **asked}
+        as_trained = {name: getattr(config.parallel, name) for name in ("tensor_styles", "moe")}
+        how = {"tiles": ((1,),), "balance": "flops", **as_trained, **asked}
         training = replace(config.training, accumulate=1)
         return replace(config, parallel=Parallel(**how, threads=threads), training=training)
 
@@ -225,7 +226,6 @@ class Batching:
         brief="requests that run at once",
         known_as=same_as("max-num-seqs batch-size max-batch-size"),
     )
-    page_size: int = option(16, "number of tokens in a page of the cache", COUNT, known_as=same_as("block-size"))
     pages: int | None = option(
         None,
         "number of pages of each copy of the model; none: enough for its share of --max-batch requests of half the "
@@ -233,7 +233,4 @@ class Batching:
         optional(COUNT),
         known_as=same_as("num-gpu-blocks")
         | instead("use {option} N, which counts pages of the KV cache", "gpu-memory-utilization"),
-    )
-    prefill_chunk: int = option(
-        128, "largest number of prompt tokens in a step", COUNT, known_as=same_as("max-num-batched-tokens")
     )

@@ -29,7 +29,7 @@ from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.tasks import with_task
 from mpi4dl.runs.description import Description, described_by
 from mpi4dl.runs.samples import RunSamples
-from mpi4dl.runs.stopping import Patience
+from mpi4dl.runs.stopping import HangTimeout
 from mpi4dl.tasks.task import TASKS
 
 LOOKED_AT = 8
@@ -196,7 +196,7 @@ def shared(comm: Communicator, open_pair: Callable[[], Pair]) -> Pair:
 
 
 def measure_stains(
-    comm: Communicator, images: Named, indices: Sequence[int] | None = None, patience: Patience | None = None
+    comm: Communicator, images: Named, indices: Sequence[int] | None = None, patience: HangTimeout | None = None
 ) -> None:
     """Measure the stains of slides that are to be normalized, or of some of them, each on one rank. Collective.
 

@@ -80,8 +80,6 @@ def without_effect(config: Config, engine: Engine) -> list[str]:
         found.append(
             f"`zero` {chosen.zero} has no effect: no two ranks hold the same weights; `data` and `tiles` make such"
         )
-    if chosen.zero and shared and chosen.allreduce != "auto":
-        found.append(f"`allreduce` {chosen.allreduce} has no effect: `zero` {chosen.zero} shares gradients out instead")
     if chosen.balance != "auto" and plan.num_stages == 1:
         found.append("`balance` has no effect: the model is in one stage; `stages` says in how many")
     return found
@@ -161,18 +159,14 @@ class ValidationReport:
     best: bool = False
 
     def line(self) -> str:
-        accuracy = () if self.accuracy is None else (f"accuracy {100 * self.accuracy:.1f} %",)
         bits = () if self.bits_per_byte is None else (f"{self.bits_per_byte:.3f} bits per byte",)
-        more = [
-            f"{name.replace('_', ' ')} {value:.4g}"
-            for name, value in self.metrics.items()
-            if isinstance(value, float) and name != "accuracy"
-        ]
+        accuracy = {} if self.accuracy is None else {"accuracy": self.accuracy}
+        measured = {**accuracy, **self.metrics}
+        more = [f"{name.replace('_', ' ')} {x:#.4g}" for name, x in measured.items() if isinstance(x, float)]
         said = (
             f"step {self.step}",
             f"epoch {self.epoch}",
             f"validation loss {self.loss:#.4g}",
-            *accuracy,
             *bits,
             *more,
         )
@@ -234,9 +228,9 @@ def summary(evaluation: Any, monitor: str, num_steps: int, earlier: int, seconds
     if evaluation is None:
         result = ""
     elif evaluation.accuracy is not None:
-        result = f"validation accuracy {100 * evaluation.accuracy:.1f} %, "
+        result = f"validation accuracy {evaluation.accuracy:#.4g}, "
     elif isinstance(evaluation.metrics.get(monitor), float):
-        result = f"validation {monitor.replace('_', ' ')} {evaluation.metrics[monitor]:.4g}, "
+        result = f"validation {monitor.replace('_', ' ')} {evaluation.metrics[monitor]:#.4g}, "
     else:
         result = f"validation loss {evaluation.loss:#.4g}, "
     skipped = f", {counted(num_unreadable, 'unreadable image')} skipped" if num_unreadable else ""

@@ -341,26 +341,11 @@ class TrainingRun:
         if self.config.tuning.ema is not None:
             with self.averaged():
                 save_model(self.engine, self.folder.path / AVERAGE, self.images.classes, self.about.metadata)
-        self.write()
         seconds, skipped = time.perf_counter() - began, self.bad_images.skipped
         found = summary(self.evaluation, self.task.monitor, self.engine.num_steps, earlier, seconds, skipped)
         self.compare()
         self.tell("on_fit_end")
         self.say(f"done: {found}; see {self.folder.path}")
-
-    def write(self) -> None:
-        """Print a continuation of the prompt, if the run has one. Collective."""
-        data = self.config.data
-        if data.text is None or data.prompt is None:
-            return
-        from mpi4dl.training.texts import Texts, continued
-
-        assert isinstance(self.images, Texts)
-        self.patience.begin("writing")
-        tokenizer, seed = self.images.tokenizer, self.config.training.seed
-        with put_back(self.engine.executor):
-            text = continued(self.engine, tokenizer, data.prompt, data.context, data.prompt_tokens, seed)
-        self.say(f"the model continues {data.prompt!r}:\n{text}")
 
     def compare(self) -> None:
         """Report estimated and measured work of each rank, for a plan of several stages. Collective."""
@@ -390,8 +375,6 @@ class TrainingRun:
         if not self.due:
             self.unfreeze()
             self.train()
-            if self.config.training.check_replicas:
-                self.engine.check_replicas()
             if self.batch == len(self.training) or not self.finished:  # else it may yet go on to more steps
                 self.epoch, self.batch, self.due = self.epoch + 1, 0, True
         epoch = self.epoch if self.due else self.epoch + 1

@@ -30,7 +30,7 @@ from mpi4dl.options.optimizers import Schedule, build_optimizer, build_schedule,
 from mpi4dl.options.tasks import Monitor, build_metrics, build_task, monitored, with_task
 from mpi4dl.parallel.inputs import Shape, of_tokens, own_or
 from mpi4dl.runs.assembly import ModelAssembly, assemble
-from mpi4dl.runs.stopping import Patience
+from mpi4dl.runs.stopping import HangTimeout
 from mpi4dl.tasks.task import Task
 from mpi4dl.training.data import Images, before, open_alone, open_images
 from mpi4dl.training.resuming import as_it_began, as_it_was_cut
@@ -59,7 +59,7 @@ class Setup:
     monitor: Monitor | None
     callbacks: Sequence[Any]
     remarks: Sequence[str]
-    patience: Patience
+    patience: HangTimeout
     meter: MemoryMeter
     spell: Callable[[str], str]
     argv: Sequence[str]
@@ -88,9 +88,11 @@ class Setup:
 def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str, argv: Sequence[str] = ()) -> Setup:
     """Build what a configuration names, each rank its part. Collective; raises Refusal on all ranks."""
     comm.agree(None, **facts(config))
+    with comm.together((ValueError,)):
+        require_model(config)
     config = framed(in_folder_of_fold(config), comm)
     assembly = assemble(config, comm, num_samples=config.samples_per_step)
-    patience = Patience(config.parallel.hang_timeout)
+    patience = HangTimeout(config.parallel.hang_timeout)
     load_libraries(assembly.device, shapes=assembly.plan.num_stages > 1 or config.streams_images)
     images = open_samples(config, comm)
     patience.feed()
@@ -135,7 +137,7 @@ def framed(config: Config, comm: Communicator) -> Config:
     """The configuration with the image size of its slides, found by rank 0. Collective; raises Refusal."""
     with comm.together((ConfigError,)):
         config = with_features(config)
-    if config.slides.slides is None and config.slides.max_side is None:
+    if config.slides.slides is None:
         return config
     found = None
     with comm.together((ValueError, OSError)):

@@ -3,9 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from mpi4dl._wording import counted
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.loader import Loader
@@ -24,10 +21,7 @@ from mpi4dl.datasets.text import (
     split_documents,
 )
 from mpi4dl.datasets.text.dataset import TokenBatches
-from mpi4dl.engine import Engine
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.parallel import spatial
-from mpi4dl.tasks.formulas import main_output
 from mpi4dl.training.data import BoxesOf
 
 TOKENIZER = "tokenizer.json"
@@ -108,7 +102,7 @@ def _encoded(config: Config) -> tuple[Path, Tokenizer]:
     data = config.data
     assert data.text is not None
     documents = find_documents(*(source.strip() for source in data.text.split(",")))
-    folder = Path(data.token_folder)
+    folder = Path(config.run.run_folder or "runs/RUN").parent / "tokens"  # which all runs beside each other share
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(data.tokenizer, documents, folder)
     return encode_corpus(documents, tokenizer, folder).path.with_suffix(".json"), tokenizer
@@ -137,34 +131,3 @@ def _tokenizer(asked: str, documents: tuple[Document, ...], folder: Path) -> Tok
     if kind == "bpe" and size.isdecimal():
         return BPETokenizer.train((piece for document in documents for piece in pieces(document)), int(size))
     raise ConfigError(f"`tokenizer` {asked}: must be bytes, or bpe: and the number of different tokens, as in bpe:8192")
-
-
-# Text that a model continues, token by token, under any plan, to show what it has learnt.
-
-TEMPERATURE = 0.8
-
-
-def continued(engine: Engine, tokenizer: Tokenizer, prompt: str, context: int, num_tokens: int, seed: int = 0) -> str:
-    """`prompt`, and so many tokens after it, each drawn by softmax(logits / 0.8); it may end before. Collective.
-
-    The model sees the last `context` tokens, as in training. Tokens behind them, which are there to fill the sample,
-    are not seen by causal attention.
-    """
-    tokens = [int(token) for token in tokenizer.encode(prompt)] if prompt else [tokenizer.end]
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(num_tokens):
-        shares = (_next_logits(engine, tokens[-context:], context) / TEMPERATURE).softmax(0)
-        tokens.append(int(torch.multinomial(shares, 1, generator=generator)))
-        if tokens[-1] == tokenizer.end:
-            break
-    return tokenizer.decode(tokens)
-
-
-def _next_logits(engine: Engine, tokens: list[int], context: int) -> Tensor:
-    """The logits of the token after these, on all ranks."""
-    size = (context,)
-    sample = torch.tensor([tokens + [0] * (context - len(tokens))])
-    tiles = [sample[tuple(slice(*side) for side in read.box)] for read in engine.reads(1, size, training=False)]
-    last = len(tokens) - 1
-    (outputs,) = engine.predict([(tiles, 1)], size, lambda logits: spatial.gather(main_output(logits)[:, last]))
-    return engine.comm.broadcast_object(None if outputs.whole is None else outputs.whole[0].double())

@@ -29,7 +29,7 @@ def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "texts").mkdir()
     for number in range(12):
         (folder / "texts" / f"{number}.txt").write_text(f"some words of text {number} " * 20)
-    flags = ["--text", str(folder / "texts"), "--token-folder", str(folder / "tokens"), "--context", "8"]
+    flags = ["--text", str(folder / "texts"), "--context", "8"]
     flags += ["--model", "gpt", "--model-options", SIZES]
     flags += ["--batch-size", "4", "--max-steps", "4", "--log-interval", "2", "--val-fraction", "0.5"]
     job = train_command(1, *flags, "--no-tensorboard", "--run-folder", str(folder / "run"))

@@ -21,7 +21,7 @@ RUN = (*TINY, "--num-samples", "16", "--epochs", "1", "--no-tensorboard")
 PLANS = {
     "tiles": "--tiles 1x4",
     "stages": "--stages 2 --tiles 1x2,1x2 --microbatches 2",
-    "replicas": "--data 4 --allreduce two-level --batch-size 8",
+    "replicas": "--data 4 --batch-size 8",
     "zero": "--tiles 1x2 --data 2 --zero 3",
 }
 

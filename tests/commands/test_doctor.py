@@ -54,7 +54,14 @@ def test_one_rank_says_what_it_takes_to_measure_the_wire() -> None:
 
 @pytest.mark.parametrize(
     ("words", "about"),
-    [("doctor --gpu-wire smoke", "invalid choice: 'smoke'"), ("slides check", "SLIDES"), ("slides", "COMMAND")],
+    [
+        ("doctor --gpu-wire smoke", "--gpu-wire is 'smoke', but must be one of"),
+        ("doctor --name x", "there is no flag --name; leave it out: the machine is called as its file"),
+        ("slides check", "slides check SLIDES"),
+        ("slides chek", "did you mean check?"),
+        ("slides", "name a command first: check, tissue, hits, compose"),
+        ("slides check x --mpp -1", "--mpp is '-1', but must be a number greater than 0"),
+    ],
 )
 def test_a_wrong_command_line_is_refused_once_for_all_ranks(words: str, about: str) -> None:
     name, *flags = words.split()

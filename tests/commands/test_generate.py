@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "texts").mkdir()
     for i in range(9):
         (root / "texts" / f"{i}.txt").write_text("if né: return 1\nelse: yield €\n" * (i + 3), encoding="utf-8")
-    common = [*TRAINED, "--text", str(root / "texts"), "--token-folder", str(root / "tokens")]
+    common = [*TRAINED, "--text", str(root / "texts")]
     train(world(), [*common, "--run-folder", str(root / "bytes")])
     train(world(), [*common, "--tokenizer", "bpe:270", "--run-folder", str(root / "pairs"), "--document-mask"])
     train(world(), [*common, "--save-every", "none", "--run-folder", str(root / "bare"), "--ema", "0.99"])
@@ -51,11 +51,11 @@ def said(comm: Communicator, *argv: str) -> str:
 
 
 @torch.no_grad()
-def plain(run: Path, prompt: str, num_tokens: int, average: bool = True) -> str:
+def plain(run: Path, prompt: str, num_tokens: int) -> str:
     """What a plain loop over the exported weights goes on with."""
     pairs = (run / "tokenizer.json").exists()
     tokenizer: Tokenizer = BPETokenizer.load(run / "tokenizer.json") if pairs else ByteTokenizer()
-    export(run, run.parent / f"{run.name}.pt", average)
+    export(run, run.parent / f"{run.name}.pt")
     model = models.build("gpt", None, vocabulary=tokenizer.vocabulary, context=CONTEXT, **SIZES).eval()
     model.load_state_dict(torch.load(run.parent / f"{run.name}.pt"))
     tokens = tokenizer.encode(prompt).tolist()
@@ -85,18 +85,16 @@ def test_greedy_text_by_every_plan(ranks: Ranks, folder: Path, run: str, plan: s
 
 def test_text_is_that_of_the_average(folder: Path) -> None:
     argv = [str(folder / "bare"), "--prompt", PROMPT, "--temperature", "0", "--max-tokens", "12"]
-    texts = [said(world(), *argv, *flags) for flags in ((), ("--no-average",))]
-    assert texts == [plain(folder / "bare", PROMPT, 12, average) + "\n" for average in (True, False)]
-    stored = {}
-    for average, name in ((True, "ema"), (False, "model")):
-        stored[average] = load_file(folder / "bare" / f"{name}.safetensors")
-        held, _ = hold_text_model(world(), find_trained(world(), folder / "bare", average), Ranking())
-        (module,) = held.modules_of.values()
-        own = module.state_dict()
-        there = [name for name in stored[average] if name in own]
-        assert len(there) > 10
-        assert all(torch.equal(own[name], stored[average][name]) for name in there)
-    assert any(not torch.equal(value, stored[False][name]) for name, value in stored[True].items())
+    assert said(world(), *argv) == plain(folder / "bare", PROMPT, 12) + "\n"
+    stored = load_file(folder / "bare" / "ema.safetensors")
+    held, _ = hold_text_model(world(), find_trained(world(), folder / "bare"), Ranking())
+    (module,) = held.modules_of.values()
+    own = module.state_dict()
+    there = [name for name in stored if name in own]
+    assert len(there) > 10
+    assert all(torch.equal(own[name], stored[name]) for name in there)
+    last = load_file(folder / "bare" / "model.safetensors")
+    assert any(not torch.equal(value, last[name]) for name, value in stored.items())
 
 
 def test_many_prompts_as_json(folder: Path) -> None:
@@ -119,10 +117,9 @@ def test_a_rank_computes_with_the_threads_asked_for(folder: Path, monkeypatch: p
     assert asked == [3]
 
 
-def test_a_prompt_from_a_file_and_a_checkpoint(folder: Path) -> None:
-    (folder / "prompt.txt").write_text(PROMPT)
+def test_a_checkpoint_continues_a_prompt(folder: Path) -> None:
     (checkpoint,) = (folder / "bytes" / "checkpoints").glob("step-*")
-    argv = [str(checkpoint), "--prompt-file", str(folder / "prompt.txt")]
+    argv = [str(checkpoint), "--prompt", PROMPT]
     assert said(world(), *argv, "--temperature", "0", "--max-tokens", "5") == plain(folder / "bytes", PROMPT, 5) + "\n"
 
 
@@ -135,8 +132,9 @@ def test_a_prompt_from_a_file_and_a_checkpoint(folder: Path) -> None:
         (["bytes", "--tensr", "2"], "there is no flag --tensr; did you mean --tensor?"),
         (["bytes", "--top-p", "1.5"], "top_p=1.5 is not possible: it must be greater than 0 and at most 1"),
         (["bytes", "--prompt", "x" * 24], "the prompt has 24 tokens, but prompt and generated tokens together"),
-        (["bytes", "--prompt-file", "nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
-        (["bytes", "--prompt", "x", "--prompt-file", "y"], "--prompt and --prompt-file both say what the prompt is"),
+        (["bytes", "--prompts", "nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
+        (["bytes", "--prompt", "x", "--prompts", "y"], "--prompt and --prompts both say what the prompt is"),
+        (["bytes", "--no-average"], "there is no flag --no-average; name the file model.safetensors"),
         (["bytes", "--prompts", "bytes/config.toml"], "line 1 of bytes/config.toml is no JSON"),
         (["bytes", "--prompts", "numbers.jsonl"], "line 1 of numbers.jsonl is no prompt"),
         (["bytes", "--stop", '["a", 3]'], "--stop is '[\"a\", 3]', but must be a text"),
@@ -180,7 +178,7 @@ def test_checkpoints_with_nan_are_told(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "texts").mkdir()
     for i in range(9):
         (tmp_path / "texts" / f"{i}.txt").write_text("else: yield 1\n" * 9)
-    flags = [*TRAINED, "--text", str(tmp_path / "texts"), "--token-folder", str(tmp_path / "tokens")]
+    flags = [*TRAINED, "--text", str(tmp_path / "texts")]
     flags += ["--run-folder", str(tmp_path / "run"), "--save-every", "2", "--callbacks", f"{tmp_path}/spoil.py:Spoil"]
     flags += ["--lr-schedule", "constant", "--warmup", "0"]
     train(world(), [*flags, "--max-steps", "2"])

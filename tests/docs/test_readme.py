@@ -12,6 +12,7 @@ from benchmarks.common import options as benchmarks
 from docs.check_prose import average, pages, problems, problems_of_code, sentences
 from docs.reference import OPTIONS, options_page
 from mpi4dl._commands import command_names
+from mpi4dl.doctor import DoctorConfig
 from mpi4dl.embed import EmbedConfig
 from mpi4dl.evaluate import EvaluateConfig
 from mpi4dl.generate import GenerateConfig
@@ -22,6 +23,7 @@ from mpi4dl.options.declare import options_of, parse_options, with_values
 from mpi4dl.plan import PlanConfig
 from mpi4dl.predict import PredictConfig
 from mpi4dl.serve import ServeConfig
+from mpi4dl.slides import COMMANDS as OF_SLIDES
 from tests.pool.job import mpirun
 from tests.pool.zygote import ROOT
 from tests.support.counting import memory_of_command
@@ -116,7 +118,7 @@ def test_a_script_runs_as_it_is_printed(name: str, tmp_path: Path) -> None:
     assert [text for text in job.stderr.splitlines() if not progress.fullmatch(text)] == []
     assert job.stdout.count("StepResult(loss=") == (5 if name == "stages" else 0)
     assert job.stdout.count("layer4.1.conv2") == (1 if name == "grid" else 0)
-    assert ("accuracy 100.0 %" in job.stdout) == (name == "own")
+    assert ("accuracy 1.000" in job.stdout) == (name == "own")
 
 
 def test_ranks_of_scripts_on_tiles_draw_the_same_images() -> None:
@@ -183,14 +185,15 @@ def test_a_command_of_the_guide_for_mpi4dl_is_one_that_there_is(ranks: str, mode
 def known_flags() -> set[str]:
     """All flags of the package's commands, of the benchmarks and of the examples."""
     flags = {"--help", "--config"}
-    for config in CONFIGS.values():
+    of_slides = [each.config for each in OF_SLIDES.values()]
+    for config in (*CONFIGS.values(), DoctorConfig, *of_slides):
         for item in options_of(config).values():
             flags |= {item.flag, item.flag.replace("--", "--no-", 1)}
     for name in benchmarks.names():
         flags |= {option.flag for option in benchmarks.load(name).OPTIONS}
     sources = [ROOT / "benchmarks" / "__main__.py", *(ROOT / "examples").glob("*.py"), *(ROOT / "docs").glob("*.py")]
     sources.append(ROOT / "benchmarks" / "common" / "options.py")
-    sources += [ROOT / "mpi4dl" / f"{name}.py" for name in ("doctor", "export", "report", "slides", "view")]
+    sources += [ROOT / "mpi4dl" / f"{name}.py" for name in ("export", "report", "view")]
     for source in sources:
         flags |= set(re.findall(r'"(--[a-z][\w-]*)"', source.read_text()))
     return flags

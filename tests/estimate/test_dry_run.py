@@ -27,8 +27,6 @@ def said(flags: str, device: str = "cpu") -> list[str]:
         ("--offload disk", []),
         ("--zero 2 --stages 3", ["`zero` 2"]),
         ("--zero 2 --stages 3 --data 2", []),
-        ("--zero 1 --tiles 1x2 --allreduce ring", ["`allreduce` ring"]),
-        ("--tiles 1x2 --allreduce ring", []),
         ("--balance 3,4", ["`balance`"]),
         ("--balance 3,4 --stages 2 --zero 3", ["`zero` 3"]),
         ("--zero 3 --offload cpu --balance memory", ["`offload` cpu", "`zero` 3", "`balance`"]),

@@ -313,7 +313,6 @@ OPTIONS_CHANGED = [
     Case("embed", "stain_reference", "--stain-norm reinhard --stain-reference {work}/stains.tif", "stain_norm"),
     Case("masks", "images", "--images {work}/moved", "images"),
     Case("masks", "fit", "--fit resize", "fit"),
-    Case("masks", "average", "--no-average", "average"),
     Case("masks", "precision", "--precision bf16", "precision"),
     Case("masks", "transforms", "--transforms {work}/net.py:darker", "transforms"),
     Case("masks", "precision", "--precision int8", "precision"),
@@ -335,7 +334,6 @@ OPTIONS_CHANGED = [
     Case("scores", "threshold", "--threshold 0.4"),
     Case("scores", "positive", "--positive a"),
     Case("scores", "precision", "--precision bf16"),
-    Case("scores", "compare_precision", "--compare-precision bf16"),
 ]
 INPUTS_CHANGED = [
     Case("embed", "pixels", lambda work: replace(work / "slides" / "s1.tif", work / "others" / "s1.tif")),
@@ -415,7 +413,7 @@ def test_a_folder_of_other_settings_is_made_anew_if_the_user_says_so(work: Path,
         JOBS[job].run(work, "out")
 
 
-@pytest.mark.parametrize("first", ["--compare-precision bf16", "--patients max --threshold 0.3"])
+@pytest.mark.parametrize("first", ["--patients max --threshold 0.3"])
 def test_an_evaluation_leaves_no_files_of_another(work: Path, pristine: Path, first: str) -> None:
     put_back(pristine, work)
     before, anew = JOBS["scores"].run(work, "out", first), JOBS["scores"].run(work, "anew")
@@ -426,7 +424,7 @@ def test_an_evaluation_leaves_no_files_of_another(work: Path, pristine: Path, fi
 FOLDS = (
     "--slides {work}/bags/slides.csv --features {work}/bags/features --weights {work}/bags-run/model.safetensors "
     "--optimizer {work}/net.py:Plain --folds 2 --max-steps 1 --batch-size 2 --no-tensorboard --lr-schedule constant "
-    "--num-workers 0 --all-folds --resume auto --run-folder {work}/out-folds"
+    "--num-workers 0 --fold all --resume auto --run-folder {work}/out-folds"
 )
 FOLDS_CHANGED: dict[str, tuple[Change, str | None]] = {
     "nothing": ("", None),
@@ -473,7 +471,7 @@ def test_code_of_the_user_that_changed_is_said_when_a_run_goes_on(
 ) -> None:
     put_back(pristine, work)
     (work / "out").mkdir()
-    flags = FOLDS.replace(" --all-folds", " --fold 0 --epochs 2").replace("out-folds", "out/fold_0")
+    flags = FOLDS.replace(" --fold all", " --fold 0 --epochs 2").replace("out-folds", "out/fold_0")
     for steps in ("1", "2"):
         forget_code()
         train(world(), f"{flags} --max-steps {steps}".replace("{work}", str(work)).split())

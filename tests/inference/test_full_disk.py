@@ -22,7 +22,7 @@ from mpi4dl.inference.masks import ArrayMask, PngMask
 from mpi4dl.predict import predict
 from mpi4dl.results.job import FolderJob, ItemInput
 from mpi4dl.results.names import PREDICTIONS
-from mpi4dl.slides import _parser
+from mpi4dl.slides import slides
 from mpi4dl.train import train
 from tests.pool.job import mpirun
 from tests.pool.ranks import Ranks
@@ -197,18 +197,13 @@ def of_compose(trained: Path, out: Path) -> list[str]:
     return ["compose", str(out), *"--patients 2 --slides-each 1 --size 700 --lesion-share 0.009".split()]
 
 
-def slides_command(comm: Communicator, argv: list[str]) -> None:
-    options = _parser().parse_args(argv)
-    options.act(comm, options)
-
-
 JOBS: dict[str, tuple[Callable[..., None], Callable[[Path, Path], list[str]]]] = {
     "train": (train, of_training),
     "predict": (predict, of_prediction),
     "evaluate": (evaluate, of_evaluation),
     "embed": (embed, of_slide),
-    "tissue": (slides_command, of_tissue),
-    "compose": (slides_command, of_compose),
+    "tissue": (slides, of_tissue),
+    "compose": (slides, of_compose),
 }
 # Every file that a job writes as a whole. Lines that jobs append are those of `records`, and of metrics.jsonl.
 PLACES = {

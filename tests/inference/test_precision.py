@@ -1,29 +1,19 @@
 """Precisions of inference: int8 is plain PyTorch with weights rounded alike; two precisions beside each other."""
 
 import copy
-import csv
-import json
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
 import mpi4dl
 from mpi4dl.comm import Communicator, Refusal, world
-from mpi4dl.evaluate import evaluate
-from mpi4dl.inference.comparing import Comparison
 from mpi4dl.inference.quantization import round_weights, rounded, weights_of_layers
-from mpi4dl.inference.samples import Judging, Samples
-from mpi4dl.inference.scoring import Scores, scores_of
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.tasks.task import TASKS
-from tests.inference.cases import CLASSES, SIZE, shown, train_nothing, write_images
+from tests.inference.cases import SIZE, shown, train_nothing, write_images
 from tests.pool.ranks import Ranks
 
 MOST = 127
@@ -117,69 +107,3 @@ def test_weights_of_all_kinds_of_layers() -> None:
     line = model["line"].weight.detach()
     assert torch.allclose(rounded(line), torch.stack([nearest(row) for row in line]), atol=1e-7)
     assert torch.equal(rounded(torch.zeros(2, 3)), torch.zeros(2, 3))
-
-
-def test_two_precisions_by_slide_and_by_patient() -> None:
-    """Two slides of one patient differ in opposite directions, and so the patient hardly does."""
-    task, classes, patients = TASKS["classify"](2, None, {}), ("normal", "tumour"), ("p", "p", "q", "r")
-    targets = torch.tensor([1, 1, 0, 0])
-
-    def scores(*probabilities: float) -> Scores:
-        outputs = torch.tensor([[1 - p, p] for p in probabilities], dtype=torch.float64)
-        samples = Samples("slide", task, classes, ("a", "b", "c", "d"), patients, outputs, targets, True)
-        kept: dict[str, Any] = {"records": (), "bad": {}, "count": 4, "remarks": ()}
-        return scores_of(samples, Judging(), 0, 0.95, **kept)
-
-    found = Comparison(("int8", "fp32"), scores(0.9, 0.42, 0.3, 0.6), scores(0.8, 0.5, 0.25, 0.6))
-    told = found.as_json()
-    assert told["largest_difference"] == {"slide": pytest.approx(0.1), "patient": pytest.approx(0.05)}
-    assert told["changed_predictions"] == {"slide": 0, "patient": 0}
-    for level, place in (("slide", [0.9, 0.42, 0.3, 0.6]), ("patient", [0.66, 0.3, 0.6])):
-        true = [1, 1, 0, 0] if level == "slide" else [1, 0, 0]
-        assert told["metrics"][level]["auc"]["int8"] == pytest.approx(roc_auc_score(true, place))
-    lines = [*found.lines()]
-    assert lines[0] == "by slide:"
-    assert next(line for line in lines if line.startswith("probabilities")).startswith(
-        "probabilities by slide differ by 0.1 at most (a), by 0.0575 on average"
-    )
-    rows = [*csv.DictReader(StringIO(found.table().decode()))]
-    assert [float(row["probability tumour fp32"]) for row in rows] == [0.8, 0.5, 0.25, 0.6]
-
-
-def told(comm: Communicator, *argv: str) -> str:
-    with redirect_stdout(StringIO()) as out:
-        evaluate(comm, argv)
-    return out.getvalue()
-
-
-def test_two_precisions_are_those_of_two_evaluations(ranks: Ranks, tmp_path: Path) -> None:
-    train_nothing(tmp_path / "run")
-    for name in CLASSES:
-        write_images(tmp_path / "test" / name, 3)
-    common = [str(tmp_path / "run"), "--images", str(tmp_path / "test"), "--resamples", "0"]
-    alone = {}
-    for precision in ("bf16", "fp32"):
-        told(world(), *common, "--precision", precision, "--out", str(tmp_path / precision))
-        with (tmp_path / precision / "evaluation.csv").open() as file:
-            alone[precision] = {row["image"]: row for row in csv.DictReader(file)}
-    out = tmp_path / "both"
-    flags = ["--tiles", "1x2", "--precision", "bf16", "--compare-precision", "fp32", "--out", str(out)]
-    said, *_ = ranks(2).run(told, *common, *flags)
-    found = json.loads((out / "evaluation.json").read_text())
-    metrics = json.loads((tmp_path / "fp32" / "evaluation.json").read_text())["metrics"]
-    for name, values in found["comparison"]["metrics"]["image"].items():
-        assert values["bf16"] == found["metrics"][name]["value"]
-        assert values["fp32"] == pytest.approx(metrics[name]["value"], abs=1e-5)
-    columns = [f"probability {name}" for name in CLASSES]
-    most = 0.0
-    with (out / "comparison.csv").open() as file:
-        for row in csv.DictReader(file):
-            one, two = (alone[precision][row["image"]] for precision in ("bf16", "fp32"))
-            for column in columns:
-                assert float(row[f"{column} fp32"]) == pytest.approx(float(two[column]), abs=1e-5)
-                assert float(row[f"{column} bf16"]) == pytest.approx(float(one[column]), abs=0.02)
-                most = max(most, abs(float(row[f"{column} bf16"]) - float(row[f"{column} fp32"])))
-    assert 0 < most == pytest.approx(found["comparison"]["largest_difference"]["image"], abs=2e-6)
-    assert f"differ by {found['comparison']['largest_difference']['image']:.3g} at most" in said
-    with pytest.raises(Refusal, match="--compare-precision bf16 is --precision itself"):
-        evaluate(world(), [*common, "--precision", "bf16", "--compare-precision", "bf16"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpi4dl import models
-from mpi4dl._torchvision import import_torchvision
+from mpi4dl._torchvision import import_torchvision, torchvision_models
 from tests.models.counting import num_parameters
 
 OF_IMAGES = [
@@ -119,7 +119,10 @@ def test_no_classes_are_refused():
 
 def test_every_name_of_torchvision_is_built_or_refused_with_a_reason() -> None:
     buildable = models.names(torchvision=True)
-    for name in import_torchvision().models.list_models():
+    every = import_torchvision().models
+    assert {*torchvision_models()} == {*every.list_models()}
+    for name in every.list_models():
+        assert (torchvision_models()[name] or "models") == every.get_model_builder(name).__module__.split(".")[-2]
         if name in buildable:
             assert models.registry.refusal(name) is None
         else:

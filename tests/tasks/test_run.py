@@ -155,7 +155,6 @@ def task_by(flags: str, task: str = "classify", num_classes: int = 3) -> tuple[A
             "--metrics f1 --monitor val_auc",
             "`monitor` val_auc is not measured: choose of val_loss, val_accuracy, val_f1,",
         ),
-        ("--monitor-mode max", "`monitor_mode` max is of `monitor`, which is none: name a metric, such as val_loss"),
         (
             f"--metrics {HERE}:undirected --monitor val_undirected",
             "`monitor` val_undirected: it is unknown whether higher",
@@ -318,7 +317,6 @@ def test_the_best_is_told_by_the_metrics_direction() -> None:
     [
         (f"--metrics {HERE}:Brier --monitor val_Brier", ("Brier", False)),
         (f"--metrics {HERE}:Directed --monitor val_Directed", ("Directed", True)),
-        (f"--metrics {HERE}:undirected --monitor val_undirected --monitor-mode min", ("undirected", False)),
         ("--metrics torchmetrics:MeanSquaredError --monitor val_MeanSquaredError", ("MeanSquaredError", False)),
         ("--metrics torchmetrics:R2Score --monitor val_R2Score", ("R2Score", True)),
     ],

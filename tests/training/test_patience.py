@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mpi4dl.runs import stopping
-from mpi4dl.runs.stopping import SETTLED_SECONDS, TIMES, Patience
+from mpi4dl.runs.stopping import SETTLED_SECONDS, TIMES, HangTimeout
 
 
 class Clock:
@@ -40,7 +40,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.mark.parametrize("seconds", [18.0, 1800.0])
 def test_no_work_has_more_than_the_limit_and_the_first_of_a_kind_has_all_of_it(clock: Clock, seconds: float) -> None:
-    patient = Patience(seconds)
+    patient = HangTimeout(seconds)
     for work in ("step", "saving", "validation"):
         patient.begin(work)
         patient.feed()
@@ -52,7 +52,7 @@ def test_no_work_has_more_than_the_limit_and_the_first_of_a_kind_has_all_of_it(c
 
 
 def test_later_ones_have_several_times_the_longest_pause_of_their_kind(clock: Clock) -> None:
-    patient = Patience(3600.0)
+    patient = HangTimeout(3600.0)
 
     def work(kind: str, *pauses: float) -> list[float]:
         clock.limits.clear()
@@ -72,7 +72,7 @@ def test_later_ones_have_several_times_the_longest_pause_of_their_kind(clock: Cl
 
 def test_a_rank_that_waits_for_others_is_not_watched(clock: Clock) -> None:
     """And its waiting counts for no kind of work."""
-    patient = Patience(3600.0)
+    patient = HangTimeout(3600.0)
     for _ in range(2):
         with patient.working("slide"):
             clock.now += 150.0
@@ -86,7 +86,7 @@ def test_a_rank_that_waits_for_others_is_not_watched(clock: Clock) -> None:
 
 @pytest.mark.parametrize("pauses", [(), (5.0, 5000.0)])
 def test_without_a_limit_there_is_none(clock: Clock, pauses: Any) -> None:
-    patient = Patience(0.0)
+    patient = HangTimeout(0.0)
     for _ in range(2):
         patient.begin("step")
         for pause in pauses:

@@ -26,7 +26,7 @@ STEP = StepReport(
 LINE = "step 120  epoch 3  loss 0.4312  12.3 images/s  data wait 2.1 %  comm wait 8.0 %  peak memory 512 MiB"
 STEP_LINE = LINE.replace("120", "120 of 200")
 VALIDATION = ValidationReport(step=120, epoch=3, loss=0.25, accuracy=0.875)
-VALIDATION_LINE = "step 120  epoch 3  validation loss 0.2500  accuracy 87.5 %"
+VALIDATION_LINE = "step 120  epoch 3  validation loss 0.2500  accuracy 0.8750"
 
 
 class Terminal(io.StringIO):
@@ -210,8 +210,8 @@ def test_a_step_that_takes_long_is_heard_of(
     ("evaluation", "said"),
     [
         (None, "3 steps in 2 s"),
-        (Evaluation(0.5, 0.25, 4), "validation accuracy 25.0 %, 3 steps in 2 s"),
-        (Evaluation(0.5, None, 4, {"dice": 0.75, "iou": 0.5}), "validation dice 0.75, 3 steps in 2 s"),
+        (Evaluation(0.5, 0.25, 4), "validation accuracy 0.2500, 3 steps in 2 s"),
+        (Evaluation(0.5, None, 4, {"dice": 0.75, "iou": 0.5}), "validation dice 0.7500, 3 steps in 2 s"),
         (Evaluation(0.5, None, 4, {"iou": 0.5}), "validation loss 0.5000, 3 steps in 2 s"),
     ],
 )

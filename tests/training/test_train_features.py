@@ -475,9 +475,8 @@ def test_python_has_what_the_commands_have(ranks: Ranks, tmp_path: Path, written
     lines = [json.loads(line) for line in (tmp_path / "predicted" / "predictions.jsonl").read_text().splitlines()]
     out = tmp_path / "evaluated"
     common = [str(run), "--slides", str(table), "--features", str(features), "--out", str(out), "--resamples", "0"]
-    ranks(1).run(evaluate, [*common, "--threshold", "youden", "--compare-precision", "int8"])
+    ranks(1).run(evaluate, [*common, "--threshold", "youden"])
     told = json.loads((out / "evaluation.json").read_text())
-    assert [*told["comparison"]["metrics"]["slide"]["auc"]] == ["fp32", "int8"]
     for records, scores in ranks(2).run(by_python, tmp_path, run):
         for one, two in zip(records, lines, strict=True):
             assert one["image"] == two["image"]

@@ -445,7 +445,7 @@ def refused(comm: Communicator, act: Callable[..., None], argv: list[str]) -> st
         ("--slide-column what", "what"),
         ("--images somewhere", "slides and images were both given"),
         ("--crops-each 4", "`task` segment"),
-        ("--max-side 4096", "4096 is for slides that the model sees whole"),
+        ("--max-side 4096", "there is no flag --max-side; leave it out"),
     ],
 )
 @pytest.mark.sample(2)
@@ -473,25 +473,6 @@ def test_slides_in_dicom_are_trained_on_and_shown_as_their_originals(
     shown = read_results(tmp_path / "out").slides
     assert sorted(slide.name for slide in shown) == sorted(path.name for path in folder.iterdir() if path.is_dir())
     assert all(slide.map is not None and SlideReader(shown).thumbnail(n) for n, slide in enumerate(shown))
-
-
-def test_a_slide_longer_than_asked_is_refused_with_what_fits(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
-    argv = ["--slides", str(cohort / "slides.csv"), *OWN.split(), "--run-folder", str(tmp_path / "run")]
-    slides = open_slides(parse(argv), labelled=False)
-    longest = max(max(slides.image(index).size) for index in range(len(slides)))
-    with_frame(parse([*argv, "--max-side", str(longest)]))
-    for most in (longest - 1, longest // 2, 100):
-        with pytest.raises(
-            ConfigError, match=rf"{longest}.* px at 0\.5 um.*`max_side` {most}: .*`stream`.*`tiles`"
-        ) as told:
-            with_frame(parse([*argv, "--max-side", str(most)]))
-        found = re.search(r"choose `mpp` ([0-9.]+)", str(told.value))
-        assert found is not None
-        with_frame(parse([*argv, "--max-side", str(most), "--mpp", found[1]]))
-        with pytest.raises(ConfigError, match="max_side"):
-            with_frame(parse([*argv, "--max-side", str(most), "--mpp", str(max(MPP, float(found[1]) * 0.97))]))
-    for each in ranks(2).run(refused, train, [*argv, "--tiles", "1x2", "--max-side", "100"]):
-        assert "--max-side 100" in each
 
 
 def test_an_image_size_in_which_a_slide_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -580,11 +561,11 @@ def test_all_folds_go_on_and_are_summarised(ranks: Ranks, cohort: Path, tmp_path
     ranks(1).run(trained, [*flags, "--fold", "1"])
     (refusal,) = ranks(1).run(refused, evaluate, [str(folder)])
     assert "needs two" in refusal
-    (told,) = ranks(1).run(trained, [*flags, "--all-folds", "--resume", "auto"])
+    (told,) = ranks(1).run(trained, [*flags, "--fold", "all", "--resume", "auto"])
     assert f"fold 1 of 2 is finished: {folder / 'fold_1'}" in told
     assert told.index("fold 0 of 2:") < told.index("fold 1 of 2 is")
     for other in ("--lr 0.5", "--model-options num_filters=6", "--augment flip"):
-        (refusal,) = ranks(1).run(refused, train, [*flags, "--all-folds", "--resume", "auto", *other.split()])
+        (refusal,) = ranks(1).run(refused, train, [*flags, "--fold", "all", "--resume", "auto", *other.split()])
         assert other.split()[0] in refusal
         assert "fold_0 was trained with" in refusal
     (of_train,) = folder.glob("evaluation-*.csv")
@@ -609,7 +590,7 @@ def test_all_folds_go_on_and_are_summarised(ranks: Ranks, cohort: Path, tmp_path
     for row in table.values():
         values = [float(row[name]) for name in ("fold 0", "fold 1") if row[name]]
         assert not values or float(row["mean"]) == pytest.approx(np.mean(values))
-    (refusal,) = ranks(1).run(refused, train, [*flags, "--all-folds"])
+    (refusal,) = ranks(1).run(refused, train, [*flags, "--fold", "all"])
     assert "--resume" in refusal
     (refusal,) = ranks(1).run(refused, evaluate, [str(folder), "--threshold", "youden"])
     assert "youden" in refusal

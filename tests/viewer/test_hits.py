@@ -20,7 +20,7 @@ from mpi4dl.datasets.slides.record import SLIDES, record_of
 from mpi4dl.datasets.slides.slide import Resolution
 from mpi4dl.inference.maps import PatchMap, geojson
 from mpi4dl.results.formats import as_object
-from mpi4dl.slides import _parser
+from mpi4dl.slides import slides
 from mpi4dl.viewer.hits import Hit, csv_of
 from mpi4dl.viewer.results import read_results
 from tests.pool.ranks import Ranks
@@ -68,9 +68,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def hits(comm: Communicator, *argv: str) -> str:
-    options = _parser().parse_args(["hits", *argv])
     with redirect_stdout(StringIO()) as out:
-        options.act(comm, options)
+        slides(comm, ["hits", *argv])
     return out.getvalue()
 
 

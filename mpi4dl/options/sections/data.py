@@ -97,14 +97,14 @@ class Data:
     rotate: str = option(
         "none",
         "turn training images at random: by 0 or 180 degrees (half), or by 0, 90, 180 or 270 degrees (quarter); "
-        "images must be square or have their own size, or each patch of --patches turns in its place",
+        "images must be square or have their own size, or each patch of --patch-size turns in its place",
         choice("none", "half", "quarter", switch=("quarter", "none")),
         known_as=same_as("rot90 random-rot90"),
     )
     rotate_degrees: float = option(
         0.0,
-        "turn training images, or each patch of --patches in its place, by a random angle of at most so many degrees "
-        "in both directions",
+        "turn training images, or each patch of --patch-size in its place, by a random angle of at most so many "
+        "degrees in both directions",
         ANGLE,
         known_as=same_as("degrees rotation-degrees random-rotation rotate-limit"),
     )
@@ -203,11 +203,6 @@ class Data:
     document_mask: bool = option(
         False, "restrict attention to the document of each token, where a sample has several", BOOLEAN
     )
-    prompt: str | None = option(
-        None, "text that the trained model continues and prints, such as 'def '; none: nothing", optional(NAME)
-    )
-    prompt_tokens: int = option(200, "number of tokens of this continuation", COUNT)
-    token_folder: str = neutral("runs/tokens", "folder of token files, for all runs with the same text", NAME)
     num_workers: int = neutral(
         2,
         "number of threads on each rank that read images ahead",

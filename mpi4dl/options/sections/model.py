@@ -40,6 +40,7 @@ class Model:
         "cut images into patches of N x N pixels; the model encodes each patch, and an aggregator combines them; "
         "none: whole images",
         optional(COUNT),
+        called="patch_size",
     )
     aggregator: str = option(
         "gated-attention",

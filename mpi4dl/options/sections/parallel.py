@@ -53,8 +53,10 @@ class Parallel:
         "number of data replicas that share the batch",
         COUNT,
         brief="number of data replicas, which share the batch",
+        called="replicas",
         known_as=same_as("dp dp-size data-parallel-size num-replicas")
         | instead("use {option} N for replicas, --zero to shard their state, --tiles for large images", "strategy")
+        | instead("leave it out: sums travel while others are computed", "enable-master-comm-opt")
         | instead("leave it out: batch norm takes its statistics over all ranks", "sync-bn sync-batchnorm"),
     )
     microbatches: int = neutral(
@@ -96,7 +98,7 @@ class Parallel:
     )
     experts: int = neutral(
         1,
-        "number of ranks that share experts; they split the batch as those of --data do",
+        "number of ranks that share experts; they split the batch as those of --replicas do",
         COUNT,
         known_as=same_as("ep ep-size expert-parallel-size expert-model-parallel-size"),
     )
@@ -116,21 +118,9 @@ class Parallel:
     )
     offload: str = neutral(
         "none",
-        "where to keep master weights and optimizer state: on the device (none), the host, or disk",
+        "where to keep master weights and optimizer state: on the device (none), the host, or disk, in TMPDIR",
         choice("none", "cpu", "disk"),
         known_as=instead("use {option} cpu", "cpu-offload offload-optimizer"),
-    )
-    offload_folder: str | None = neutral(
-        None,
-        "folder on a fast local disk for --offload disk and --stream-keep disk; none: that of temporary files",
-        optional(NAME),
-        per_rank=True,
-    )
-    allreduce: str = neutral(
-        "auto",
-        "algorithm that sums gradients over ranks; auto: by the number of ranks",
-        choice("auto", "library", "direct", "ring", "two-level"),
-        known_as=instead("leave it out: sums travel while others are computed", "enable-master-comm-opt"),
     )
     balance: str | tuple[int, ...] = neutral(
         "auto",
@@ -174,7 +164,7 @@ class Parallel:
     stream_keep: str | None = neutral(
         None,
         "where to keep the outputs of segments until the backward pass: on the device, the host, or disk, in "
-        "--offload-folder; none: on the device, or with --stream auto where it takes the least time",
+        "TMPDIR; none: on the device, or with --stream auto where it takes the least time",
         optional(choice("device", "host", "disk")),
     )
     no_rule: str = neutral(

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 
 from mpi4dl.options.declare import instead, option, same_as
-from mpi4dl.options.kinds import BOOLEAN, COUNT, COUNT_OR_ZERO, NAME, POSITIVE, SHARE, choice, either, optional, some_of
+from mpi4dl.options.kinds import COUNT, COUNT_OR_ZERO, NAME, POSITIVE, SHARE, choice, either, optional, some_of
+
+ALL_FOLDS = "all"
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,6 @@ class Slides:
     )
     assume_mpp: float | None = option(
         None, "microns per pixel of level 0 of slides that do not say it", optional(POSITIVE)
-    )
-    max_side: int | None = option(
-        None,
-        "the longest side in pixels that a whole slide may have at its resolution, or training does not begin; none: "
-        "any",
-        optional(COUNT),
     )
     background: str = option(
         "auto",
@@ -92,13 +88,11 @@ class Slides:
         optional(COUNT),
         known_as=same_as("k-fold num-folds"),
     )
-    fold: int = option(
-        0, "the fold that validates, from 0 on; its run is in the folder fold_N of --run-folder", COUNT_OR_ZERO
-    )
-    all_folds: bool = option(
-        False,
-        "train all --folds one after the other, and print their metrics together; --resume auto continues them",
-        BOOLEAN,
+    fold: int | str = option(
+        0,
+        "the fold that validates, from 0 on; its run is in the folder fold_N of --run-folder; all: train all --folds "
+        "one after the other, and print their metrics together; --resume auto continues them",
+        either(COUNT_OR_ZERO, ALL_FOLDS),
     )
     split_file: str | None = option(
         None,

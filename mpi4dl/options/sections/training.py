@@ -89,7 +89,6 @@ class Training:
             "checkpoint-activations recompute-activations",
         ),
     )
-    check_replicas: bool = option(False, "check after every epoch that replicas hold the same bits", BOOLEAN)
     seed: int = option(
         0, "the seed of weights, order and augmentation", SEED, known_as=same_as("random-seed manual-seed")
     )
@@ -135,14 +134,8 @@ class Learning:
         "the metric that selects best.safetensors: val_loss, or a metric such as val_auc; none: with --patience by "
         "the task",
         optional(NAME),
-        known_as=same_as("metric-for-best-model checkpoint-metric"),
-    )
-    monitor_mode: str = option(
-        "auto",
-        "whether lower (min) or higher (max) values of --monitor are better; auto: by the metric, or "
-        "`higher_is_better` of your own",
-        choice("auto", "min", "max"),
-        known_as=instead("use {option} max", "greater-is-better"),
+        known_as=same_as("metric-for-best-model checkpoint-metric")
+        | instead("leave it out, or give your metric an attribute `higher_is_better`", "greater-is-better"),
     )
     patience: int | None = option(
         None,

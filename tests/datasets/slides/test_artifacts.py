@@ -139,10 +139,9 @@ def marked(clean: Pixels, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(comm: Communicator, *argv: str) -> None:
-    from mpi4dl.slides import _parser
+    from mpi4dl.slides import slides
 
-    options = _parser().parse_args(argv)
-    options.act(comm, options)
+    slides(comm, argv)
 
 
 def test_one_rank_and_two_show_what_is_left_out(ranks: Ranks, marked: Path, tmp_path: Path) -> None:
@@ -170,7 +169,7 @@ def test_one_rank_and_two_show_what_is_left_out(ranks: Ranks, marked: Path, tmp_
         assert nearer[mask].all()
         kinds.append(key)
     assert sorted(kinds) == sorted(BOTH)
-    with pytest.raises(RanksFailed, match="--leave-out pen,folds: folds is none of pen, blur"):
+    with pytest.raises(RanksFailed, match="--leave-out is 'pen,folds', but must be some of pen, blur"):
         ranks(2).run(command, *argv[:4], "--leave-out", "pen,folds")
 
 

@@ -22,7 +22,7 @@ from mpi4dl.datasets.slides.slide import Level, Slide, SlideFile, open_slide
 from mpi4dl.datasets.slides.tissue import OUTLINE, TissueMask, find_tissue, tissue_of
 from mpi4dl.datasets.slides.windows import GridWindows, RandomWindows
 from mpi4dl.geometry import Interval
-from mpi4dl.slides import _parser
+from mpi4dl.slides import slides
 from tests.pool.ranks import Ranks, RanksFailed
 
 
@@ -137,8 +137,7 @@ def test_holes_are_outside() -> None:
 
 
 def slides_command(comm: Communicator, *argv: str) -> None:
-    options = _parser().parse_args(argv)
-    options.act(comm, options)
+    slides(comm, argv)
 
 
 def compose(comm: Communicator, *argv: str) -> None:

@@ -35,7 +35,7 @@ def make_run(ranks: Ranks, folder: Path) -> Path:
     (folder / "corpus").mkdir()
     for i in range(8):
         (folder / "corpus" / f"{i}.txt").write_text("for word in words: print(word)\n" * 5)
-    flags = ["--text", str(folder / "corpus"), "--token-folder", str(folder / "tokens")]
+    flags = ["--text", str(folder / "corpus")]
     ranks(1).run(train, [*TRAINING, *flags, "--run-folder", str(folder / "tiny")])
     return folder / "tiny"
 

@@ -18,7 +18,7 @@ def run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def shared(run: Path) -> Iterator[Server]:
     """One rank that serves. It ends well when it is told to, and has lost nothing of what it held."""
-    with server(1, run, "--max-queue", "200", "--report-seconds", "0") as one:
+    with server(1, run, "--max-queue", "200") as one:
         yield one
         assert one.metrics()["mpi4dl_pages_used"] == 0
         one.job.send_signal(SIGTERM)

@@ -355,7 +355,7 @@ OF_NET = (
     "--random-crop",
     "--recompute",
 )  # which patches do not take
-BESIDE_PLANS = ("--offload cpu", "--offload disk", "--allreduce ring", "--balance memory")
+BESIDE_PLANS = ("--offload cpu", "--offload disk", "--balance memory")
 
 
 def flags_of_plan(plan: Plan) -> str:
