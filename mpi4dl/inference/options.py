@@ -47,7 +47,7 @@ class Inputs:
     )
     batch_size: int | None = neutral(
         None,
-        "images in each batch, over all ranks together; none: as in training, and at least one for each of --replicas",
+        "images in each batch, over all ranks together; none: as in training, and at least one for each replica",
         optional(COUNT),
         brief="images at once, over all ranks",
         known_as=same_as("b batch eval-batch-size per-device-eval-batch-size"),

@@ -97,13 +97,13 @@ class Data:
     rotate: str = option(
         "none",
         "turn training images at random: by 0 or 180 degrees (half), or by 0, 90, 180 or 270 degrees (quarter); "
-        "images must be square or have their own size, or each patch of --patch-size turns in its place",
+        "images must be square or have their own size, or each patch turns in its place (--patch-size)",
         choice("none", "half", "quarter", switch=("quarter", "none")),
         known_as=same_as("rot90 random-rot90"),
     )
     rotate_degrees: float = option(
         0.0,
-        "turn training images, or each patch of --patch-size in its place, by a random angle of at most so many "
+        "turn training images, or each patch in its place, by a random angle of at most so many "
         "degrees in both directions",
         ANGLE,
         known_as=same_as("degrees rotation-degrees random-rotation rotate-limit"),

@@ -91,7 +91,7 @@ class Slides:
     fold: int | str = option(
         0,
         "the fold that validates, from 0 on; its run is in the folder fold_N of --run-folder; all: train all --folds "
-        "one after the other, and print their metrics together; --resume auto continues them",
+        "one after the other, which --resume auto continues, and print their metrics together",
         either(COUNT_OR_ZERO, ALL_FOLDS),
     )
     split_file: str | None = option(
