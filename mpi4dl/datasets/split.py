@@ -83,6 +83,11 @@ class Subset:
         return self.whole.image(self.indices[index])
 
 
+def in_whole(part: Named) -> tuple[Any, Sequence[int]]:
+    """The dataset that samples are of, and their numbers in it."""
+    return (part.whole, part.indices) if isinstance(part, Subset) else (part, range(len(part)))
+
+
 def split(
     dataset: Named,
     fraction: float,

@@ -22,7 +22,7 @@ from mpi4dl._wording import aligned, counted, some
 from mpi4dl.checkpoints.manifest import MODEL
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.slides.record import record_of
-from mpi4dl.datasets.split import Subset
+from mpi4dl.datasets.split import in_whole
 from mpi4dl.inference.images import open_files_of_run
 from mpi4dl.inference.model import Predictor
 from mpi4dl.inference.options import Inference
@@ -126,7 +126,7 @@ def _contents(kept: RunSamples) -> dict[str, list[Any]]:
 
 def _new_samples(config: Config, samples: Images) -> dict[str, str]:
     """Samples that the table has got since its folds were made; a file of splits may leave some out."""
-    whole: Any = samples.training.whole if isinstance(samples.training, Subset) else samples.training
+    whole, _ = in_whole(samples.training)
     rows = whole.rows if config.slides.split_file is None else ()
     return {f"sample {row.path}": "in no fold" for row in rows if not row.split and row.fold is None}
 

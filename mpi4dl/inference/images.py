@@ -18,7 +18,7 @@ from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.listed import TEST, UNKNOWN, VALIDATION, File, ListedFiles, num_bytes_of, subfolders
 from mpi4dl.datasets.samples import TABLE, open_table
 from mpi4dl.datasets.sources import SampleFiles, is_segmented, open_files
-from mpi4dl.datasets.split import Named, Subset
+from mpi4dl.datasets.split import Named, Subset, in_whole
 from mpi4dl.datasets.table import folded_column
 from mpi4dl.datasets.volumes import open_volume
 from mpi4dl.inference.options import Evaluating, TableColumns, ToPredict
@@ -268,8 +268,7 @@ def open_files_of_run(
 
     found, _ = shared(comm, opened)
     require_alike(comm, found, about)
-    whole: Any = found.whole if isinstance(found, Subset) else found
-    return found, f"the {len(found)} {part} {whole.kind.nouns} of the run"
+    return found, f"the {len(found)} {part} {in_whole(found)[0].kind.nouns} of the run"
 
 
 def open_to_evaluate(
@@ -301,8 +300,8 @@ def seen_before(images: Any, folder: Path) -> list[str]:
     """Warnings about patients that the run in this folder trained on, or chose its weights by; and about samples, where
     a table does not name the patients as that of training did. Raises ConfigError.
     """
-    whole: Any = images.whole if isinstance(images, Subset) else images
-    rows = [whole.rows[i] for i in (images.indices if whole is not images else range(len(images)))]
+    whole, indices = in_whole(images)
+    rows = [whole.rows[i] for i in indices]
     kept = RunSamples.read(folder / SAMPLES) if (folder / SAMPLES).is_file() else None
     of_patient, of_sample = ({}, {}) if kept is None else kept.split_of()
     found = []

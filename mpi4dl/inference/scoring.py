@@ -17,7 +17,7 @@ from mpi4dl._wording import aligned, counted
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.datasets.listed import ListedFiles
-from mpi4dl.datasets.split import Named, Subset
+from mpi4dl.datasets.split import Named, Subset, in_whole
 from mpi4dl.geometry import Interval
 from mpi4dl.inference.images import Coverage, open_files_of_run, open_labelled, seen_of
 from mpi4dl.inference.masks import Target, WindowInterval, Windows, in_tissue
@@ -326,9 +326,8 @@ def _about_thresholds(levels: Sequence[LevelScores], judging: Judging) -> Iterat
 
 def patients_of(images: Any) -> list[str] | None:
     """The patient of each image, if they are known."""
-    whole: Any = images.whole if isinstance(images, Subset) else images
-    found: list[str] | None = whole.patients if getattr(whole, "tells_patients", False) else None
-    return found if found is None or whole is images else [found[index] for index in images.indices]
+    whole, indices = in_whole(images)
+    return [whole.patients[index] for index in indices] if getattr(whole, "tells_patients", False) else None
 
 
 class _LabelledWindows(Windows):
@@ -368,8 +367,8 @@ def _windows_of(model: Predictor, images: Named) -> _LabelledWindows | None:
     config = model.config
     if config.slides.slides is None or not model.task.dense or model.fit != "crop":
         return None
-    whole: Any = images.whole if isinstance(images, Subset) else images
-    indices = [*dict.fromkeys(images.indices)] if isinstance(images, Subset) else [*range(len(images))]
+    whole, found = in_whole(images)
+    indices = [*dict.fromkeys(found)]
     slides, frame = Subset(whole, indices), config.data.image_size
     targets = None
     if model.comm.rank == 0:
@@ -390,7 +389,7 @@ def _size_of(images: Named, index: int, otherwise: tuple[int, ...]) -> tuple[int
 
 def _root_of(images: Any) -> str | None:
     """The folder that names of images begin in, if they are files."""
-    whole = images.whole if isinstance(images, Subset) else images
+    whole, _ = in_whole(images)
     return str(whole.root.absolute()) if isinstance(whole, ListedFiles) else None
 
 

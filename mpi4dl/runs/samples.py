@@ -19,7 +19,7 @@ from mpi4dl._files import naming, read_regular, write_durably
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.samples import MASK_PRINT
-from mpi4dl.datasets.split import Named, Subset
+from mpi4dl.datasets.split import Named, in_whole
 from mpi4dl.options.declare import ConfigError
 
 FILE = "samples.csv"
@@ -52,9 +52,9 @@ class RunSamples(NamedTuple):
         """The samples that train and validate, and all others of their table that are for something."""
         found: dict[tuple[str, str], tuple[Any, int]] = {}
         for part, split in ((training, "train"), (validation, "val")):
-            whole, indices = _in_whole(part)
+            whole, indices = in_whole(part)
             found |= {(split, whole.name(index)): (whole, index) for index in indices}
-        whole, _ = _in_whole(training)
+        whole, _ = in_whole(training)
         rows = getattr(whole, "rows", ())
         found |= {("test", row.path): (whole, i) for i, row in enumerate(rows) if row.split == "test"}
         names = _names_of_labels(whole)
@@ -156,11 +156,6 @@ class RunSamples(NamedTuple):
             if names:
                 more = f" and {counted(len(names) - MOST_NAMES, 'other')}" if len(names) > MOST_NAMES else ""
                 yield f"of the samples, {', '.join(names[:MOST_NAMES])}{more} {what}"
-
-
-def _in_whole(part: Named) -> tuple[Any, Sequence[int]]:
-    """The dataset that samples are of, and their numbers in it."""
-    return (part.whole, part.indices) if isinstance(part, Subset) else (part, range(len(part)))
 
 
 def _names_of_labels(whole: Any) -> list[str]:

@@ -20,7 +20,7 @@ from mpi4dl.datasets.loader import Loader
 from mpi4dl.datasets.map_style import OwnDataset
 from mpi4dl.datasets.samples import TABLE
 from mpi4dl.datasets.sources import SYNTHETIC
-from mpi4dl.datasets.split import Named, Subset
+from mpi4dl.datasets.split import Named, in_whole
 from mpi4dl.datasets.transform import STRIDE_PX, Fit, as_fit
 from mpi4dl.geometry import Box
 from mpi4dl.options.config import Config, ConfigError, to_toml
@@ -85,7 +85,7 @@ class Images(NamedTuple):
         with comm.together((ValueError, OSError)):
             if comm.rank == 0:
                 RunSamples.of(self.training, self.validation).write(folder)
-                whole: Any = self.training.whole if isinstance(self.training, Subset) else self.training
+                whole, _ = in_whole(self.training)
                 folds = folder.parent / FOLDS
                 if folder.name.startswith("fold_") and getattr(whole, "has_folds", False) and not folds.exists():
                     with naming(folds), Replacement(folds, shared=True) as temporary:  # jobs of several folds may begin
@@ -203,12 +203,10 @@ def measure_stains(
     Slides that cannot be read are left out. `patience` ends the job if a rank is silent for too long. Raises Refusal
     on all ranks if a package is missing.
     """
-    whole: Any = images.whole if isinstance(images, Subset) else images
+    whole, every = in_whole(images)
     if getattr(getattr(whole, "options", None), "stains", None) is None:
         return
-    if indices is None:
-        indices = images.indices if isinstance(images, Subset) else range(len(images))
-    wanted = sorted({*indices} - {*whole.stains})
+    wanted = sorted({*(every if indices is None else indices)} - {*whole.stains})
     progress = ProgressOfImages(len(wanted), comm.rank == 0, "slide", "measuring stains")
     for first in range(0, len(wanted), comm.size):
         group = wanted[first : first + comm.size]
@@ -225,7 +223,7 @@ def measure_stains(
 
 def unstained(images: Named) -> list[str]:
     """A remark on slides that keep their colours, if there are any."""
-    whole: Any = images.whole if isinstance(images, Subset) else images
+    whole, _ = in_whole(images)
     found = whole.unstained() if hasattr(whole, "unstained") else None
     return [] if found is None else [found]
 
@@ -239,16 +237,15 @@ def _own(comm: Communicator, open_pair: Callable[[], Pair]) -> Pair:
     for dataset, what in zip(pair, ("training", "validation"), strict=True):
         found = {"samples": len(dataset), "channels": dataset.channels, "classes": dataset.classes}
         comm.agree(None, **{f"the number of {what} {name}": each for name, each in found.items()})
-        whole: Any = dataset.whole if isinstance(dataset, Subset) else dataset
         with comm.together((ValueError, OSError)):
-            content = whole.print()
+            content = in_whole(dataset)[0].print()
         comm.agree(None, **{f"the content of some {what} samples": content})
     return pair
 
 
 def _wholes(pair: Pair) -> list[Any]:
     """The datasets that the two are parts of, each once."""
-    wholes = [dataset.whole if isinstance(dataset, Subset) else dataset for dataset in pair]
+    wholes = [in_whole(dataset)[0] for dataset in pair]
     return wholes[:1] if wholes[0] is wholes[1] else wholes
 
 

@@ -16,14 +16,14 @@ from typing import Any
 
 from mpi4dl.datasets.slides.dataset import SlideFolder
 from mpi4dl.datasets.slides.features import FeatureFolder
-from mpi4dl.datasets.split import Named, Subset
+from mpi4dl.datasets.split import Named, in_whole
 
 SLIDES = "slides.json"  # beside predictions
 
 
 def record_of(images: Named) -> dict[str, Any] | None:
     """What a record of these slides, or of some of them, has, as JSON; None for other images."""
-    slides = images.whole if isinstance(images, Subset) else images
+    slides, _ = in_whole(images)
     if not isinstance(slides, SlideFolder):
         return None
     bags = slides if isinstance(slides, FeatureFolder) else None
