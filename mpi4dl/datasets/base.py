@@ -118,8 +118,8 @@ class Dataset(Protocol):
                 return self.pixels[rows.start : rows.stop, cols.start : cols.stop]
 
     `--dataset my_code.py:Scans --dataset-options root=scans` trains on them. It may have more: `name(index)`, a name
-    that does not depend on other samples, so that the split for validation is stable; `task` (classify, multilabel,
-    regress, survival, segment), if the labels do not show it.
+    that does not depend on other samples, so that the split for validation is stable; `patient(index)`, a name of those
+    whose samples stay together; `task` (classify, multilabel, regress, survival, segment), if labels do not show it.
     """
 
     @property

@@ -171,6 +171,7 @@ class OwnDataset:
     def __init__(self, whole: Any) -> None:
         self.kind = type(whole).__name__
         self.remarks: tuple[str, ...] = ()
+        patient = getattr(whole, "patient", None)
         if not hasattr(whole, "image") and hasattr(whole, "__getitem__") and hasattr(whole, "__len__"):
             self._require_samples(whole)
             whole = MappedSamples(whole)
@@ -190,6 +191,7 @@ class OwnDataset:
                 f"the dataset {self.kind} has {whole.channels!r} channels: it must be a number of at least 1"
             )
         self.whole = whole
+        self._patient: Callable[[int], Any] | None = patient if callable(patient) else None
         self._key: tuple[int, ...] = ()
         mapped = isinstance(whole, MappedSamples)
         self._randomness: DatasetRandomness = whole.randomness if mapped else DatasetRandomness(whole)
@@ -239,6 +241,16 @@ class OwnDataset:
 
     def name(self, index: int) -> str:
         return str(self.whole.name(index)) if hasattr(self.whole, "name") else str(index)
+
+    @property
+    def tells_patients(self) -> bool:
+        """Whether it says whose samples belong together."""
+        return self._patient is not None
+
+    @property
+    def patients(self) -> list[str]:
+        """The patient of each sample; without any, its name."""
+        return [str(self._patient(index)) if self._patient else self.name(index) for index in range(len(self))]
 
     def _given(self, give: Callable[[int], Any], index: int) -> Any:
         """What the user's code gives for a sample, with its random numbers. Raises BadImage."""

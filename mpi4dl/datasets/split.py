@@ -98,19 +98,22 @@ def split(
 ) -> tuple[Subset, Subset]:
     """The samples of a dataset to train on, and those to validate with, as `split_patients` splits them by name.
 
-    A dataset may have a method `patient(index)`, the name of a patient, whose samples are on one side; and `strata`, a
-    number for each sample, such as its class. `validating` says it of samples that were split before, by name. There
-    may be none to validate with where nothing `validates`.
+    A dataset that `tells_patients` has `patients`, one for each sample, whose samples are on one side. It may have
+    `strata`, a number for each sample, such as its class. `validating` says it of samples that were split before, by
+    name. There may be none to validate with where nothing `validates`.
 
     Raises:
         DatasetError: as `split_patients`.
     """
     indices = range(len(dataset))
     names = [dataset.name(index) for index in indices]
-    of = getattr(dataset, "patient", dataset.name)
-    strata = getattr(dataset, "strata", [0] * len(names))
-    patients, noun = [of(index) for index in indices], "patients" if hasattr(dataset, "patient") else "samples"
-    aside = split_patients(patients, strata, fraction, seed, validating, names, validates, noun)
+    whole: Any = dataset
+    known = getattr(whole, "tells_patients", False)
+    patients = whole.patients if known else names
+    strata = getattr(whole, "strata", [0] * len(names))
+    aside = split_patients(
+        patients, strata, fraction, seed, validating, names, validates, "patients" if known else "samples"
+    )
     return (
         Subset(dataset, [index for index, held in enumerate(aside) if not held]),
         Subset(dataset, [index for index, held in enumerate(aside) if held]),

@@ -173,6 +173,8 @@ def _line(split: str, whole: Any, index: int, names: Sequence[str]) -> dict[str,
     if files is not None:
         line["bytes"], line["crc32"] = _cell(files[index].num_bytes), _cell(whole.fingerprint(index))
     if rows is None:
+        if getattr(whole, "tells_patients", False):
+            line["case_id"] = whole.patients[index]
         return {**line, names[0]: _cell(_text(whole, index))}
     row = rows[index]
     line |= {"slide_id": row.name, "case_id": row.patient, "fold": _cell(row.fold), "mpp": _cell(row.mpp)}

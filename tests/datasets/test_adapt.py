@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.datasets import BadImage, Dataset, DatasetError, Loader, View, adapt
 from mpi4dl.datasets.base import WholeImage
+from mpi4dl.datasets.split import split
 from mpi4dl.geometry import Box, Interval
 
 import_torchvision()
@@ -180,3 +181,24 @@ def test_a_file_of_the_users_that_is_not_there_is_a_bad_image():
 
     with pytest.raises(BadImage, match=r"Gone\[1\]: cannot be read: \[Errno 2\] No such file"):
         first_batch(adapt(Gone()))
+
+
+def test_samples_of_a_patient_of_an_own_dataset_stay_together():
+    class Scans(torch.utils.data.Dataset):
+        classes = ("a", "b")
+
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, index):
+            return torch.full((3, 4, 4), float(index)), index % 2
+
+        def patient(self, index):
+            return index // 3
+
+    found = adapt(Scans())
+    assert found.patients == [str(index // 3) for index in range(12)]
+    training, validation = split(found, 0.25)
+    assert len({index // 3 for index in validation.indices}) == 1
+    assert len(validation) == 3
+    assert len(training) == 9

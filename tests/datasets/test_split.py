@@ -54,7 +54,7 @@ def test_the_share_is_the_fraction_of_each_stratum_and_patients_are_whole():
     assert (len(training), len(validation)) == (800, 200)
     dataset.strata = [int(i < 100) for i in range(1000)]
     assert sum(i < 100 for i in split(dataset, 0.2)[1].indices) == 20
-    dataset.patient = lambda index: str(index // 5)
+    dataset.tells_patients, dataset.patients = True, [str(index // 5) for index in range(1000)]
     held = split(dataset, 0.2)[1].indices
     assert len({i // 5 for i in held}) == 40
     assert len(held) == 200

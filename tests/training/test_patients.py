@@ -104,7 +104,7 @@ def test_a_run_keeps_its_table_and_is_evaluated_on_it_by_patient(ranks: Ranks, i
 
 def test_all_folds_of_images_are_trained_and_summarised(ranks: Ranks, images: Path, tmp_path: Path) -> None:
     run = tmp_path / "cv"
-    told, *_ = ranks(1).run(said, train, flags_of(images, run, "--folds 2 --all-folds --eval-every none"))
+    told, *_ = ranks(1).run(said, train, flags_of(images, run, "--folds 2 --fold all --eval-every none"))
     assert "predictions of all folds together" in told
     (table,) = run.glob("evaluation-*.csv")
     with table.open(newline="") as file:
