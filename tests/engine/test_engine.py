@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
+from mpi4dl.engine.precision import AUTOCAST
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
@@ -266,6 +267,35 @@ def first_steps(
 ) -> list[tuple[float, float]]:
     engine = with_autocast(comm, task, plan, precision, recompute=recompute)
     return [step(engine, task, number) for number in range(2)]
+
+
+def steps_by_plain_autocast(task: Task, precision: str) -> list[tuple[float, float]]:
+    model, optimizer = build(task)
+    model.float()
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+    found = []
+    for number in range(2):
+        images, targets = batch_of(task, number)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", AUTOCAST[precision]):
+            loss = task.loss(model(images.float()), targets)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        found.append((float(loss.detach()), float(nn.utils.clip_grad_norm_(model.parameters(), float("inf")))))
+        scaler.step(optimizer)
+        scaler.update()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.sample(1)
+def test_autocast_stays_near_plain_autocast(ranks: Ranks, precision: str) -> None:
+    task = replace(SMALL, loss=small_loss)
+    wanted = steps_by_plain_autocast(task, precision)
+    assert all(math.isfinite(norm) for _, norm in wanted)
+    for plan in (TILES_2x2, BOTH):
+        for found in ranks(4).run(first_steps, task, plan, precision, plan == BOTH):
+            assert [*sum(found, ())] == pytest.approx([*sum(wanted, ())], rel=0.05)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
