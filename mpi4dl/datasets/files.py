@@ -56,7 +56,8 @@ class _Picture:
 
     @cached_property
     def _decoded(self) -> PIL.Image.Image:
-        with PIL.Image.open(self._path) as image:
+        # By its path, Pillow 13 maps an uncompressed TIFF that stands on its side with its sides exchanged.
+        with self._path.open("rb") as stream, PIL.Image.open(stream) as image:
             image.load()
         if image.size != self.size[::-1]:
             raise BadImage(self._path, f"has {image.size} pixels where its header says {self.size[::-1]}")

@@ -96,7 +96,7 @@ class Description:
             options = {str(name): str(value) for name, value in found["options"].items()}
             own = {str(name): {"file": each["file"], "digest": each["digest"]} for name, each in found["own"].items()}
             classes, numbers = tuple(map(str, found["classes"])), (int(found["num_outputs"]), int(found["channels"]))
-            if not all(0 < number <= MOST for number in numbers):
+            if not (0 < numbers[0] <= MOST and 0 <= numbers[1] <= MOST):  # text has no channels
                 raise ValueError(f"{numbers[0]} outputs of {numbers[1]} channels")
             largest = None if found["largest"] is None else tuple(map(int, found["largest"]))
             more = as_fit(found["fit"]), own, found["values"], largest, str(found["signature"])

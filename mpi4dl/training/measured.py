@@ -43,9 +43,7 @@ if TYPE_CHECKING:
 SHORT: dict[str, Any] = {
     "eval_every": None,
     "monitor": None,
-    "monitor_mode": "auto",
     "patience": None,
-    "prompt": None,
     "save_every": "none",
     "resume": "none",
     "callbacks": (),
@@ -56,7 +54,6 @@ SHORT: dict[str, Any] = {
     "lr_schedule": "constant",
     "warmup": 0,
     "dry_run": False,
-    "all_folds": False,
 }
 STOP_SECONDS = 15.0
 KILLED = (9, -9, 137)

@@ -50,6 +50,16 @@ def test_files_are_read_upright(tmp_path, suffix, orientation):
         assert np.array_equal(image.read(rows, cols), expected[rows.start : rows.stop, cols.start : cols.stop])
 
 
+@pytest.mark.parametrize("orientation", [3, 5, 6, 8])
+def test_a_palette_that_lies_on_its_side_is_read_upright(tmp_path, orientation):
+    """Also of a square, where its size tells nothing."""
+    pixels = noise_image(HEIGHT, HEIGHT)
+    image = PIL.Image.fromarray(pixels).convert("P", palette=PIL.Image.Palette.ADAPTIVE)
+    image.save(tmp_path / "a.tif", tiffinfo={274: orientation})
+    expected = as_pillow_turns(np.asarray(image.convert("RGB")), orientation)
+    assert np.array_equal(open_image(tmp_path / "a.tif").read(*whole(HEIGHT, HEIGHT)), expected)
+
+
 @pytest.mark.parametrize("suffix", [".jpg", ".tiff"])
 def test_lossy_ones_too(tmp_path, suffix):
     pixels = smooth_image(HEIGHT, WIDTH)

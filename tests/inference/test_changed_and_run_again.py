@@ -375,7 +375,7 @@ def test_what_changed_is_made_anew_or_refused(work: Path, pristine: Path, case: 
     if not isinstance(case.change, str):
         case.change(work)
     if case.refused is not None:
-        with pytest.raises(Refusal, match=case.refused.replace("_", "[_-]")):
+        with pytest.raises(Refusal, match=case.refused.replace("patches", "patch_size").replace("_", "[_-]")):
             job.run(work, out, flags)
         assert results(work / out) == before
         return

@@ -49,7 +49,7 @@ def test_a_new_option_counts_unless_its_declaration_says_otherwise() -> None:
 def test_options_of_training_count_but_for_the_plan_and_this_start() -> None:
     neutral_ones = {name for name, item in options_of(Config).items() if not item.changes_results}
     expected = {name for name, item in options_of(Config).items() if item.section in ("parallel", "run")}
-    assert neutral_ones == (expected | {"num_workers", "token_folder"}) - {"stream_norm", "callbacks"}
+    assert neutral_ones == (expected | {"num_workers"}) - {"stream_norm", "callbacks"}
 
 
 class Work:

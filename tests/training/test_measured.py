@@ -92,7 +92,7 @@ def test_other_options_in_a_file_are_another_measurement(started: Started, tmp_p
     "flags",
     [
         ["--scheduler", "OneCycleLR", "--scheduler-options", "max_lr=0.1,total_steps=2"],
-        ["--warmup", "1000", "--monitor", "val_loss", "--patience", "2", "--monitor-mode", "min", "--lr", "0.5"],
+        ["--warmup", "1000", "--monitor", "val_loss", "--patience", "2", "--lr", "0.5"],
         ["--resume", "auto", "--dry-run", "--save-every", "1", "--callbacks", "my.py:Notify", "--epochs", "1"],
     ],
     ids=lambda flags: flags[0],

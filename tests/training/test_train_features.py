@@ -153,7 +153,10 @@ def test_embedding_goes_on_where_it_ended_and_never_mixes_encoders(ranks: Ranks,
     ranks(2).run(embed, embedding(slides, out))
     assert (out / "slide_001.ome.h5").is_file()
     assert all(path.stat().st_mtime_ns == then for path, then in before.items())
-    for more, words in (("--patches 32", "--patches 64, not 32"), ("--mean 0.4", "--mean [0.5, 0.5, 0.5], not [0.4")):
+    for more, words in (
+        ("--patches 32", "--patch-size 64, not 32"),
+        ("--mean 0.4", "--mean [0.5, 0.5, 0.5], not [0.4"),
+    ):
         (found,) = ranks(1).run(refused, embed, embedding(slides, out, more))
         assert f"{out} has results with {words}" in found
 

@@ -47,7 +47,7 @@ def test_a_mistake_in_a_file_names_the_file_and_the_key(ranks: Ranks, tmp_path: 
 
 def test_a_plan_for_another_number_of_ranks_says_how_many() -> None:
     assert refusal(train_command(2, "--tiles", "1x2", "--data", "2")) == (
-        "tiles(1x2) x data(2) = 4 ranks, but mpirun started 2: start with mpirun -n 4, or change --tiles or --data"
+        "tiles(1x2) x data(2) = 4 ranks, but mpirun started 2: start with mpirun -n 4, or change --tiles or --replicas"
     )
 
 
@@ -142,7 +142,7 @@ def test_a_mistake_on_one_rank_is_told_by_that_rank() -> None:
             "--scheduler OneCycleLR --scheduler-options max_lr=0.1,total_steps=3",
             "--scheduler is for 3 steps, but there will be 4",
         ),
-        ("--batch-size 1", "--data 2 replicas cannot share a batch of 1: raise --batch-size"),
+        ("--batch-size 1", "--replicas 2 replicas cannot share a batch of 1: raise --batch-size"),
         ("--batch-size 9", "8 images to train on do not fill one batch of 9: choose a smaller --batch-size"),
         ("--device cuda", "device 'cuda' was asked for, but PyTorch sees no GPU here: use --device cpu"),
         ("--model unet", r"the model's output has shape \(4, 10, 32, 32\), but --task classify.*\(batch, classes\)"),

@@ -682,7 +682,7 @@ def test_cells_of_whole_slides_are_those_of_plain_autograd(
         ("--map-layer stem --stream 2x2", "it is streamed"),
         ("--map-class what", "what"),
         ("--map-layer what", "head.linear"),
-        ("--maps activation --data 2 --tiles 1x1", "data"),
+        ("--maps activation --data 2 --tiles 1x1", "replicas"),
     ],
 )
 def test_which_maps_are_refused(ranks: Ranks, whole: Path, cohort: Path, more: str, words: str) -> None:

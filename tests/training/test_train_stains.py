@@ -11,7 +11,7 @@ import pytest
 
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets import DatasetError, Variation
-from mpi4dl.datasets.slides.features import settings_of
+from mpi4dl.datasets.slides.features import open_bag
 from mpi4dl.datasets.slides.tissue import tissue_pixels
 from mpi4dl.datasets.stains import METHODS, StainNormalization
 from mpi4dl.embed import embed
@@ -138,7 +138,7 @@ def test_prediction_and_features_have_the_stains_of_training(
     assert "1 slide with too little stained tissue to normalize: glass.png" in told[0]
     encoder = f"--model {TINY_RESNET} --patches 64 --mpp 1 --weights".split()
     ranks(1).run(said, embed, [*new, *encoder, str(tmp_path / "run"), "--out", str(tmp_path / "features")])
-    settings = settings_of(tmp_path / "features" / "slide.h5")
+    settings = open_bag(tmp_path / "features" / "slide.h5").settings
     assert (settings["stain_norm"], settings["stain_reference"]) == ("macenko", list(stains.reference))
 
 

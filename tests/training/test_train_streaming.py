@@ -181,13 +181,13 @@ def test_a_dry_run_says_what_it_would_take(ranks: Ranks, tmp_path: Path) -> None
             marks=pytest.mark.exhaustive,
         ),
         ("--stream-until stem", "--stream-until stem says where streaming ends, but --stream is missing"),
-        ("--patches 145", "--patches 145 of --model small_resnet: images of 144 x 144 px have no patches of 145 x"),
+        ("--patches 145", "--patch-size 145 of --model small_resnet: images of 144 x 144 px have no patches of 145 x"),
         ("--patches 32 --stream 2x2", "--stream is for images that the model sees whole"),
         (
             "--patches 32 --model squeezenet1_0 --model-options dropout=0.1",
             "it does not end in a linear layer of its classes",
         ),
-        ("--min-tissue 0.1", "--min-tissue 0.1 chooses patches, but --patches is missing"),
+        ("--min-tissue 0.1", "--min-tissue 0.1 chooses patches, but --patch-size is missing"),
     ],
 )
 def test_what_cannot_be_streamed(ranks: Ranks, tmp_path: Path, flags: str, message: str) -> None:

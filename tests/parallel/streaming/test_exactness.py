@@ -196,7 +196,7 @@ def test_all_ranks_learn_that_the_disk_of_one_is_full(ranks: Ranks, room: int) -
     task = Task(Written, (24, 26), stream=stream, balance=(4, 3))
     for _, said in ranks(2).run(train_on_full_disk, task, room):
         assert "there is no room for" in said
-        assert "choose another `offload_folder`" in said
+        assert "name another folder by the variable TMPDIR" in said
 
 
 AMOEBANET = Task("amoebanetd", (96, 96), num_steps=2, model_options=(("num_layers", 3), ("num_filters", 16)))

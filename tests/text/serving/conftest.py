@@ -24,6 +24,6 @@ def shared(run: Path) -> Iterator[Server]:
         one.job.send_signal(SIGTERM)
         assert one.ended() == 0
     assert one.complained == ""
-    *_, stopping, report = one.said.splitlines()
-    assert stopping == "stopping by SIGTERM: no new requests"
+    *lines, report = one.said.splitlines()
+    assert "stopping by SIGTERM: no new requests" in lines  # a report of a minute may follow
     assert " tokens/s; to first token p50 " in report

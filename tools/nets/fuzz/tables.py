@@ -60,7 +60,7 @@ class Row:
     slide: str
     patient: str
     label: str | tuple[float, ...]
-    part: str = ""
+    split: str = ""
     fold: int | None = None
     mpp: float | None = None
 
@@ -102,7 +102,7 @@ class Sheet:
     def records(self) -> list[dict[str, str]]:
         headers, found = dict(self.headers), []
         for number, row in enumerate(self.rows):
-            record = {headers["slide"]: row.name}
+            record = {headers["slide"]: row.slide}
             if self.of_slides or self.notes:
                 record[headers["patient"]] = row.patient
             if any(each.split for each in self.rows):
