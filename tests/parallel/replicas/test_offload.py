@@ -91,12 +91,8 @@ def test_a_full_disk_says_where_and_what_to_do(tmp_path: Path, monkeypatch: pyte
     def full(*_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(
-        OSError, match=r"no room .* in .*nowhere \(No such file .*name another folder by .* TMPDIR"
-    ):
+    with pytest.raises(OSError, match=r"no room .* in .*nowhere \(No such file .*name another folder by .* TMPDIR"):
         Disk(tmp_path / "nowhere").place(torch.ones(1))
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(
-        OSError, match=f"no room for 64 MiB more in {tmp_path} .*name another folder by .* TMPDIR"
-    ):
+    with pytest.raises(OSError, match=f"no room for 64 MiB more in {tmp_path} .*name another folder by .* TMPDIR"):
         Disk(tmp_path).place(torch.ones(1))

@@ -1,5 +1,6 @@
 """Max, average, Lp and adaptive pooling, by shifted views too, and unfolding, on tiles are those of the whole image."""
 
+import math
 from collections.abc import Callable
 
 from torch import Tensor, nn
@@ -119,6 +120,9 @@ CASES = {
         {
             "adaptive max of equal pixels": lambda x: F.adaptive_max_pool2d(x.clamp(-0.3, 0.3), 2),
             "adaptive average of one row": lambda x: F.adaptive_avg_pool2d(x[:, :, 1:2], (2, 3)),
+            "adaptive average beside infinities": lambda x: F.adaptive_avg_pool2d(
+                x.masked_fill(x > 1, math.inf), (3, 5)
+            ).nan_to_num(0, 5, 5),
         },
         spread=False,
     ),

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial, reduce
 from itertools import product
 from typing import Any, NamedTuple
@@ -309,16 +308,12 @@ def _means(count: int, input: SpatialTensor, output_size: Any) -> Tensor:
     size, dims = _output_size(x, output_size, count), tuple(range(x.dim() - count, x.dim()))
     if set(size) == {1}:
         return mean(x, dims, True)
-    weights = _bins(x, size)
+    mine = _mine(x, count)
 
     def add_up(part: Tensor, *_: Any, dtype: torch.dtype | None, **options: Any) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False) if not x.is_meta else nullcontext():
-            y = part.to(weights[0].dtype) @ weights[-1].mT
-            for after, weight in enumerate(reversed(weights[:-1]), 1):  # so many dims come after this one
-                rest = y.shape[-after:]
-                y = (weight @ y.reshape(*y.shape[:-after], math.prod(rest))).view(
-                    *y.shape[: -after - 1], len(weight), *rest
-                )
+        y = part.float() if x.itemsize < 4 else part  # sums are not of 16 bits, as in PyTorch
+        for dim, bins, pixels, own in zip(dims, size, x.shape[-count:], mine, strict=True):
+            y = torch.stack([_share(y, dim, _bin(i, pixels, bins), own) for i in range(bins)], dim)
         return y.to(dtype or x.dtype)
 
     return total(x, dims, True, add=add_up)
@@ -335,17 +330,10 @@ def _mine(x: SpatialTensor, count: int) -> list[Interval]:
     return [Interval(0, pixels) if axis is None else x.layout.owned[axis] for axis, pixels in sizes]
 
 
-def _bins(x: SpatialTensor, size: Sequence[int]) -> list[Tensor]:
-    """For each of the last dims, the weight (bins, owned) of each owned pixel in each bin's mean."""
-    weights = []
-    for pixels, count, mine in zip(x.shape[-len(size) :], size, _mine(x, len(size)), strict=True):
-        dtype = torch.float32 if x.itemsize < 4 else x.dtype  # of sums: not 16 bits, as in PyTorch
-        weight = torch.zeros(count, pixels, dtype=dtype, device=x.device)
-        for i in range(count):
-            start, stop = _bin(i, pixels, count)
-            weight[i, start:stop] = 1 / (stop - start)
-        weights.append(weight[:, slice(*mine)])
-    return weights
+def _share(part: Tensor, dim: int, span: Interval, own: Interval) -> Tensor:
+    """What the pixels of this rank, `own` of `dim`, add to the mean over a bin. Others may be infinite."""
+    here = span.intersect(own).shift(-own.start)
+    return part.narrow(dim, *((here.start, here.length) if not here.empty else (0, 0))).sum(dim) / span.length
 
 
 def _maxima(count: int, input: SpatialTensor, output_size: Any, return_indices: bool = False) -> Any:
