@@ -148,7 +148,7 @@ class Samples:
         targets = torch.stack([self._label(self.targets[own], place) for own in members.values()])
         unlike = [name for name, own in members.items() if not bool((self.targets[own] == self.targets[own[0]]).all())]
         remarks = (
-            (f"slides of {counted(len(unlike), 'patient')} have different labels: {self._rule()}",) if unlike else ()
+            (f"{self.level}s of {counted(len(unlike), 'patient')} have different labels: {self._rule()}",) if unlike else ()
         )
         names = tuple(members)
         return Samples("patient", self.task, self.classes, names, names, outputs, targets), remarks
@@ -181,11 +181,11 @@ class Samples:
 
     def _rule(self) -> str:
         if self.binary:
-            return "a patient is positive if a slide is"
+            return f"a patient is positive if a {self.level} is"
         if isinstance(self.task, Classify):
-            return "a patient has the most frequent class of its slides, of equally frequent ones the last"
+            return f"a patient has the most frequent class of its {self.level}s, of equally frequent ones the last"
         if isinstance(self.task, MultiLabel):
-            return "a patient has the labels of all its slides"
+            return f"a patient has the labels of all its {self.level}s"
         return "a patient has the longest time" if self.task.name == "survival" else "a patient has their mean"
 
     def problems(self, judging: Judging) -> list[Problem]:
