@@ -147,9 +147,8 @@ class Samples:
         outputs = torch.stack([self._combined(self.outputs[own], judging.patients, place) for own in members.values()])
         targets = torch.stack([self._label(self.targets[own], place) for own in members.values()])
         unlike = [name for name, own in members.items() if not bool((self.targets[own] == self.targets[own[0]]).all())]
-        remarks = (
-            (f"{self.level}s of {counted(len(unlike), 'patient')} have different labels: {self._rule()}",) if unlike else ()
-        )
+        told = f"{self.level}s of {counted(len(unlike), 'patient')} have different labels: {self._rule()}"
+        remarks = (told,) * bool(unlike)
         names = tuple(members)
         return Samples("patient", self.task, self.classes, names, names, outputs, targets), remarks
 
