@@ -24,8 +24,6 @@ def shared(run: Path) -> Iterator[Server]:
         one.job.send_signal(SIGTERM)
         assert one.ended() == 0
     assert one.complained == ""
-    lines = (
-        one.said.splitlines()
-    )  # in a session of more than a minute a report stands before the end, and may be the last
+    lines = one.said.splitlines()  # after a minute there is a report, which may be the only one
     assert "stopping by SIGTERM: no new requests" in lines
     assert any(" tokens/s; to first token p50 " in line for line in lines)
