@@ -58,7 +58,6 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("train --images photos --batch-size 64", ("batch of 64", "choose a smaller --batch-size")),
     ("train --images photos --num-classes 1", ("--num-classes 1", "2: dark, light")),
     ("train --images photos --task segment", ("not to segment", "masks/NAME.png")),
-    ("train --images photos --val-fraction 0.001", ("--val-fraction 0.001", "choose more than")),
     ("train --images photos --mean 128", ("--mean 128", "range from 0 to 1", "choose 0.502")),
     ("train --images photos --mean imagenet --std 58.4,57.1,57.4", ("--std 58.4,57.1,57.4", "choose 0.229,0.224,")),
     ("train --weights nowhere.pt", ("--weights nowhere.pt", "no such file", "torchvision")),

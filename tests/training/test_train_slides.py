@@ -445,7 +445,7 @@ def refused(comm: Communicator, act: Callable[..., None], argv: list[str]) -> st
         ("--slide-column what", "what"),
         ("--images somewhere", "slides and images were both given"),
         ("--crops-each 4", "`task` segment"),
-        ("--max-side 4096", "there is no flag --max-side; leave it out"),
+        ("--max-side 4096", "there is no flag max-side; leave it out"),
     ],
 )
 @pytest.mark.sample(2)
