@@ -10,7 +10,7 @@ dist.init_process_group("mpi4dl", timeout=datetime.timedelta(hours=2))
 rank, x = dist.get_rank(), torch.ones(2)
 dist.all_reduce(x)
 {body}
-print(f"rank {{rank}} ends well", flush=True)
+print(f"rank {{rank}} ends well\\n", end="", flush=True)
 """
 
 
