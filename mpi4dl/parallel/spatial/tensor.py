@@ -407,7 +407,8 @@ def _require_gradients_like(given_back: "weakref.ref[SpatialTensor]") -> None:
     A checkpoint within a checkpoint saves a tensor without its need of one, and autograd restores that on the whole.
     """
     x = given_back()
-    assert x is not None and x._local is not None
+    assert x is not None
+    assert x._local is not None
     with torch._C.DisableTorchFunctionSubclass():
         x._local.requires_grad_(x.requires_grad)
 
