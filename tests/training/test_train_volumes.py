@@ -13,7 +13,8 @@ from mpi4dl.datasets import Loader
 from mpi4dl.geometry import Tiling
 from mpi4dl.options import build
 from mpi4dl.options.config import parse
-from mpi4dl.options.data import build_datasets, build_views
+from mpi4dl.options.data import build_views
+from mpi4dl.options.sources import source_of
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.train import train
 from tests.pool.ranks import Ranks
@@ -47,7 +48,7 @@ def volumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain_losses(flags: list[str], size: tuple[int, ...]) -> list[float]:
     """A loop of plain PyTorch over whole volumes."""
     config = settled(flags)
-    training, _ = build_datasets(config)
+    training, _ = source_of(config).open()
     view, _ = build_views(config, training.channels, "resize")
     torch.manual_seed(config.training.seed)
     model = models.build(config.model.model, 2, in_channels=training.channels, depth=8, num_filters=4).train()
