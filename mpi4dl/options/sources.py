@@ -677,8 +677,8 @@ class FeatureSource(SlideSource):
         return f"slides of at most {counted(self.size[-1], 'patch', 'patches')}"
 
     def prepared(self) -> Config:
-        """As `DataSource.prepared`. Options of the encoder and of pixels are for `mpi4dl embed`: their defaults, and what a
-        preset has, do no harm.
+        """As `DataSource.prepared`. Options of the encoder and of pixels are for `mpi4dl embed`: their defaults, and
+        what a preset has, do no harm.
 
         Raises:
             ConfigError: options that would change patches, or need their pixels.

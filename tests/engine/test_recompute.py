@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from mpi4dl import models
 from mpi4dl._torchvision import import_torchvision
-from mpi4dl.comm import Refusal
+from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine.recompute import recompute_blocks, recompute_stages
+from mpi4dl.parallel import spatial
 from mpi4dl.parallel.blocks import blocks
+from tests.pool.ranks import Ranks
 
 Make = Callable[[], nn.Module]
 
@@ -257,3 +261,42 @@ def test_a_block_that_would_note_each_call_twice_is_refused() -> None:
     outputs = model(torch.randn(2, 3, 4, 4))
     with pytest.raises(Refusal, match=r"changes its attribute 0\.seen as it runs"):
         outputs.sum().backward()
+
+
+class Nested(nn.Module):
+    """A checkpoint within a checkpoint, as a model of the user's own has them."""
+
+    def __init__(self, frozen: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(2, 2, 3, padding=1) for _ in range(3))
+        for number in frozen:
+            self.layers[number].requires_grad_(False)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: F.gelu(self.layers[1](x)), self.layers[0](x), use_reentrant=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[2](checkpoint(self.inner, x, use_reentrant=False)).sigmoid()
+
+
+def gradients_of_nested(comm: Communicator, frozen: tuple[int, ...], whole: bool) -> str:
+    """What of a step on 1x2 tiles differs from plain PyTorch."""
+    torch.manual_seed(0)
+    plain, image = Nested(frozen).double(), torch.randn(2, 2, 6, 8, dtype=torch.float64)
+    model, spread = copy.deepcopy(plain), spatial.shard(image, spatial.Grid(comm, cols=2))
+    if whole:
+        recompute_stages([model], stages=True)
+    plain(image).square().sum().backward()
+    model(spread).local.square().sum().backward()
+    for (name, p), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if (p.grad is None) != (expected.grad is None):
+            return name
+        if p.grad is not None and not torch.allclose(comm.all_reduce(p.grad), expected.grad, rtol=1e-12):
+            return f"{name}: {p.grad} of {expected.grad}"
+    return ""
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["twice", "three times"])
+@pytest.mark.parametrize("frozen", [(), (0,), (1,), (0, 1)], ids=str)
+def test_checkpoints_within_checkpoints_on_tiles(ranks: Ranks, frozen: tuple[int, ...], whole: bool) -> None:
+    assert ranks(2).run(gradients_of_nested, frozen, whole) == [""] * 2

@@ -1,16 +1,26 @@
-"""The training command on tiny folders of pictures, and what a refusal of it looks like."""
+"""The commands in jobs and on the pool of ranks, on tiny folders of pictures; what they print, write and refuse."""
 
+import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import PIL.Image
+import pytest
+import torch
+from torch import Tensor
 
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import Config, parse
 from mpi4dl.options.tasks import with_task
+from mpi4dl.train import train
 from tests.pool.job import Finished, mpirun
+from tests.pool.ranks import Ranks
 from tests.pool.zygote import python
 
 TRAIN = ("-m", "mpi4dl.train")
@@ -43,6 +53,52 @@ def settled(flags: Sequence[str]) -> Config:
     return with_task(parse(flags), None)
 
 
+def words(*parts: object) -> list[str]:
+    """The words of parts of a command line."""
+    return [word for part in parts for word in str(part).split()]
+
+
+def run_train(ranks: Ranks, folder: Path, *parts: object) -> Path:
+    """Train by as many ranks as the plan of the flags has, in a folder, which is returned."""
+    argv = words(*parts, "--run-folder", folder)
+    ranks(build_plan(parse(argv)).num_ranks).run(train, argv)
+    return folder
+
+
+def said(comm: Communicator, act: Callable[..., Any], argv: Sequence[str]) -> str:
+    """A body: what a command prints on this rank."""
+    with redirect_stdout(StringIO()) as out:
+        act(comm, argv)
+    return out.getvalue()
+
+
+def refused(comm: Communicator, act: Callable[..., Any], argv: Sequence[str]) -> str:
+    """A body: the message with which a command stops this rank."""
+    with pytest.raises((Refusal, ValueError)) as caught:
+        act(comm, argv)
+    return str(caught.value)
+
+
+@contextmanager
+def wrapped(owner: type, name: str, around: Callable[..., Any]) -> Iterator[None]:
+    """Calls of a method come to `around`, with the method itself as the first argument."""
+    plain = getattr(owner, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, lambda *arguments, **options: around(plain, *arguments, **options))
+        yield
+
+
+def plain_steps(optimizer: torch.optim.Optimizer, losses: Iterable[Tensor]) -> list[float]:
+    """A plain loop makes a step with each loss, which is to be computed when it is asked for."""
+    found = []
+    for loss in losses:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
 def train_command(num_ranks: int, *flags: str) -> Finished:
     return mpirun(num_ranks, *TRAIN, *flags)
 
@@ -63,8 +119,17 @@ def refusal(job: Finished) -> str:
     return said[0].removeprefix(REFUSAL)
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return [*csv.DictReader(file)]
+
+
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(folder / "metrics.jsonl")
 
 
 def losses_of(folder: Path) -> list[float]:

@@ -583,9 +583,9 @@ def check_going_on(ranks: Ranks, task: Task, folder: Path, *parts: tuple[Plan, i
         assert_close(value, expected.state[name], task.tolerance, name)
 
 
-def write_mixed_cohort(folder: Path) -> Path:
-    """Write six small slides of several sizes, in three formats and of two magnifications, and their table."""
-    slides = Cohort(6, 1, 700, (0.5, 0.25), (".tif", ".ome.tif", ".svs"), 0.009)
+def write_mixed_cohort(folder: Path, count: int = 6, side_px: int = 700) -> Path:
+    """Write small slides of several sizes, in three formats and of two magnifications, and their table."""
+    slides = Cohort(count, 1, side_px, (0.5, 0.25), (".tif", ".ome.tif", ".svs"), 0.009)
     for number in range(len(slides)):
         slides.write(folder, number)
     (folder / "slides.csv").write_text(slides.table())

@@ -1,12 +1,12 @@
-"""Reports: one plain line each, a progress bar only on a terminal, and the same numbers in every place."""
+"""Reports: one plain line each, a progress bar only on a terminal, the same numbers in every place, and forecasts."""
 
 import io
-import json
 import logging
 import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +15,23 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mpi4dl._palette import GOOD, WRONG
 from mpi4dl._wording import duration
 from mpi4dl.engine import Evaluation
+from mpi4dl.parallel.costs.cost_model import StageCosts, stages_on
+from mpi4dl.parallel.costs.machine import Machine
+from mpi4dl.parallel.costs.meter import UnitCosts
+from mpi4dl.parallel.plan import Plan
 from mpi4dl.runs.folder import RunFolder
-from mpi4dl.training.report import Reporter, StepReport, ValidationReport, summary
+from mpi4dl.training.report import (
+    Forecast,
+    Reporter,
+    StepReport,
+    ValidationReport,
+    Worked,
+    WorkMeter,
+    compared,
+    summary,
+)
 from mpi4dl.training.tensorboard import captioned, confusion_picture
+from tests.support.commands import read_metrics
 
 STEP = StepReport(
     step=120, epoch=3, loss=0.4312, images_per_second=12.34, data_wait=0.021, comm_wait=0.08,
@@ -34,24 +48,21 @@ class Terminal(io.StringIO):
         return True
 
 
-def read_metrics(folder: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def read_events(folder: Path) -> EventAccumulator:
     events = EventAccumulator(str(folder))
     events.Reload()
     return events
 
 
+def report(folder: Path, total_steps: int = 200, tensorboard: bool = False, **options: Any) -> Reporter:
+    return Reporter(RunFolder(folder), total_steps=total_steps, tensorboard=tensorboard, **options)
+
+
 def test_the_line_of_a_report() -> None:
     assert STEP.line() == LINE
     assert STEP.line(200, "2 min left") == STEP_LINE + "  2 min left"
     assert VALIDATION.line() == VALIDATION_LINE
-
-
-def test_extreme_numbers_stay_readable() -> None:
-    line = StepReport(1, 1, math.nan, 0.01234, 0.0, 1.0, 3 * 2**40).line()
+    line = StepReport(1, 1, math.nan, 0.01234, 0.0, 1.0, 3 * 2**40).line()  # extreme numbers stay readable
     assert "loss nan" in line
     assert "0.0123 images/s" in line
     assert "comm wait 100.0 %" in line
@@ -59,46 +70,51 @@ def test_extreme_numbers_stay_readable() -> None:
     assert "loss 1.234e-05" in StepReport(1, 1, 1.2339e-5, 1.0, 0.0, 0.0, 0).line()
 
 
-def test_without_a_terminal_reports_are_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Reporter(RunFolder(tmp_path), total_steps=200, tensorboard=False) as reporter:
+def test_without_a_terminal_reports_are_plain_lines_that_are_in_the_log_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, before = RunFolder(tmp_path), list(logging.getLogger("mpi4dl").handlers)
+    with folder.rank_log(0), report(tmp_path) as reporter:
         reporter.advance(120)
         reporter.step(STEP)
         reporter.validation(VALIDATION)
+        reporter.images("train/samples", torch.rand(1, 3, 4, 4), step=1)
         captured = capsys.readouterr()
+        reporter.say("a remark")
     assert captured.out == f"{STEP_LINE}\n{VALIDATION_LINE}\n"
     assert captured.err == ""
+    text = folder.log_path(0).read_text()
+    assert f"INFO mpi4dl: {STEP_LINE}\n" in text
+    assert "INFO mpi4dl: a remark\n" in text
+    assert logging.getLogger("mpi4dl").handlers == before
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"metrics.jsonl", "log-rank0.txt"}, "there are no files of TensorBoard"
 
 
 def test_on_a_terminal_a_progress_bar_stands_below_the_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And a step that takes long is heard of beside it, at every tile."""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with Reporter(RunFolder(tmp_path), total_steps=200, first_step=100, tensorboard=False) as reporter:
+    with report(tmp_path, first_step=100) as reporter:
         reporter.advance(110)
         reporter.advance(120)
         reporter.step(STEP)
+        reporter.working("step 1: forward, tile 2 of 3")
+        assert "step 1: forward, tile 2 of 3" in terminal.getvalue()
     assert capsys.readouterr().out == f"{STEP_LINE}\n"
     assert "100/200" in terminal.getvalue()
     assert "120/200" in terminal.getvalue()
 
 
-def test_lines_are_in_the_log_of_rank_0(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    with folder.rank_log(0), Reporter(folder, total_steps=200, tensorboard=False) as reporter:
-        reporter.step(STEP)
-        reporter.say("a remark")
-    text = folder.log_path(0).read_text()
-    assert f"INFO mpi4dl: {STEP_LINE}\n" in text
-    assert "INFO mpi4dl: a remark\n" in text
-
-
 def test_metrics_and_tensorboard_get_the_same_numbers(tmp_path: Path) -> None:
     diverged = StepReport(130, 3, math.nan, 1.0, 0.0, 0.0, 1)
-    with Reporter(RunFolder(tmp_path), total_steps=200) as reporter:
+    with report(tmp_path, tensorboard=True) as reporter:
         reporter.step(STEP)
         reporter.validation(VALIDATION)
         reporter.step(diverged)
+        reporter.images("train/samples", torch.rand(2, 3, 8, 12, dtype=torch.float64, requires_grad=True), step=7)
     metrics = read_metrics(tmp_path)
     assert metrics == [
         {
@@ -120,26 +136,8 @@ def test_metrics_and_tensorboard_get_the_same_numbers(tmp_path: Path) -> None:
             assert first.step == 120
             assert first.value == pytest.approx(record[name])
     assert math.isnan(events.Scalars("train/loss")[1].value)
-
-
-def test_sample_images_are_in_tensorboard(tmp_path: Path) -> None:
-    with Reporter(RunFolder(tmp_path), total_steps=1) as reporter:
-        reporter.images("train/samples", torch.rand(2, 3, 8, 12, dtype=torch.float64, requires_grad=True), step=7)
-    (image,) = read_events(tmp_path).Images("train/samples")
+    (image,) = events.Images("train/samples")
     assert (image.step, image.height, image.width) == (7, 8, 2 * 12)
-
-
-def test_without_tensorboard_there_are_no_event_files(tmp_path: Path) -> None:
-    with Reporter(RunFolder(tmp_path), total_steps=1, tensorboard=False) as reporter:
-        reporter.step(STEP)
-        reporter.images("train/samples", torch.rand(1, 3, 4, 4), step=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_reporter_leaves_no_handler_behind(tmp_path: Path) -> None:
-    before = list(logging.getLogger("mpi4dl").handlers)
-    Reporter(RunFolder(tmp_path), total_steps=1, tensorboard=False).close()
-    assert logging.getLogger("mpi4dl").handlers == before
 
 
 def test_a_line_says_how_long_the_steps_after_it_take(
@@ -148,7 +146,7 @@ def test_a_line_says_how_long_the_steps_after_it_take(
     """As those since the first one did, which does not count: 9 steps in 27 s, and 110 more."""
     clock = iter([0.0, 100.0, 100.0, 127.0, 127.0, 500.0])
     monkeypatch.setattr("mpi4dl.training.report.time.monotonic", lambda: next(clock))
-    with Reporter(RunFolder(tmp_path), total_steps=120, tensorboard=False) as reporter:
+    with report(tmp_path, 120) as reporter:
         reporter.advance(1)
         reporter.step(replace(STEP, step=1))
         reporter.advance(10)
@@ -166,7 +164,7 @@ def test_learning_rates_texts_tables_and_pictures_are_in_tensorboard(tmp_path: P
     matrix = [[7, 3], [0, 0]]
     drawn = confusion_picture(matrix, ["cat", "<dog> $x$"])
     shown = captioned(torch.full((2, 1, 20, 30), 0.5), ["cat", "dog"], ["cat", "cat"])
-    with Reporter(RunFolder(tmp_path), total_steps=9, classes=["cat", "<dog> $x$"]) as reporter:
+    with report(tmp_path, tensorboard=True, classes=["cat", "<dog> $x$"]) as reporter:
         reporter.validation(ValidationReport(3, 1, 0.5, None, metrics={"confusion": matrix}))
         reporter.step(replace(STEP, learning_rate=(0.5, 0.25)))
         reporter.text("options", "[a]\nb = '<script>'", 3)
@@ -192,18 +190,13 @@ def test_learning_rates_texts_tables_and_pictures_are_in_tensorboard(tmp_path: P
 def test_a_step_that_takes_long_is_heard_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a line, once a minute; on a terminal beside the bar, at every tile."""
+    """In a line, once a minute."""
     clock = iter([0.0, 1.0, 61.0, 61.0, 90.0])
     monkeypatch.setattr("mpi4dl.training.report.time.monotonic", lambda: next(clock))
-    with Reporter(RunFolder(tmp_path), total_steps=2, tensorboard=False) as reporter:
+    with report(tmp_path) as reporter:
         for tile in (1, 2, 3):
             reporter.working(f"step 1: forward, tile {tile} of 3")
     assert capsys.readouterr().out == "step 1: forward, tile 2 of 3\n"
-    monkeypatch.undo()
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with Reporter(RunFolder(tmp_path), total_steps=2, tensorboard=False) as reporter:
-        reporter.working("step 1: forward, tile 2 of 3")
-        assert "step 1: forward, tile 2 of 3" in sys.stderr.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -219,3 +212,50 @@ def test_the_last_line_of_a_run_has_its_result(evaluation: Evaluation | None, sa
     assert summary(evaluation, "dice", 3, 0, 2.0, 0) == said
     assert summary(evaluation, "dice", 3, 0, 2.0, 2) == f"{said}, 2 unreadable images skipped"
     assert summary(evaluation, "dice", 36, 33, 2.0, 0) == f"{said} after 33 of an earlier start"
+
+
+# What was foreseen beside what was measured.
+
+
+def test_shares_of_work_and_idle_time_follow_from_the_table() -> None:
+    """F0 to 1 s, F1 to 2 s; the last stage works from 1 s to 25 s; then the last backward, to 27 s.
+
+    On stage 0 a unit takes 1 s forward and 2 s backward, on stage 1 twice as long.
+    """
+    plan = Plan.of(stages=2, tiles=[(1, 2), (1, 1)], microbatches=2)
+    columns = tuple((UnitCosts(forward_seconds=n, backward_seconds=2 * n),) * 3 for n in (1.0, 2.0))
+    machine = Machine.of_link(0.0, math.inf, 3, message_seconds=0.0)
+    found = Forecast.of(plan, StageCosts(columns, stages_on(machine, plan), "", True), (1, 2))
+    assert found.work == (6 / 36, 6 / 36, 24 / 36)
+    assert found.idle == (1 - 6 / 27, 1 - 6 / 27, 1 - 24 / 27)
+
+
+def test_a_prediction_that_holds_is_said_as_it_is_and_one_that_is_far_off_is_called_so() -> None:
+    forecast = Forecast((0.25, 0.75), (0.6, 0.1))
+    of_ranks = [Worked(1.0, 8.0), Worked(3.0, 8.0), Worked(1.2, 8.0), Worked(3.1, 8.0)]  # of two replicas
+    assert compared(forecast, of_ranks, crowded=False) == [
+        "each rank's share of the work, and how long it idled, as predicted and as measured:",
+        "  rank 0: work 25.0 % and 26.5 %, idle 60 % and 86 %",
+        "  rank 1: work 75.0 % and 73.5 %, idle 10 % and 62 %",
+    ]
+    *_, last = compared(Forecast((0.5, 0.5), (0.0, 0.0)), [Worked(4.0, 5.0), Worked(1.0, 5.0)], crowded=True)
+    assert last == (
+        "the prediction of rank 1's work is off by 150 %: `balance` measured cuts by what the ranks themselves take"
+    )
+
+
+def test_work_is_counted_within_steps_only() -> None:
+    class Node:
+        work = 0.0
+
+        def work_seconds(self) -> float:
+            return self.work
+
+    node: Any = Node()
+    clock = iter([1.0, 5.0, 100.0, 102.0])
+    meter = WorkMeter(node, lambda: next(clock))
+    for seconds in (3.0, 1.0):
+        with meter:
+            node.work += seconds
+        node.work += 50.0
+    assert meter.worked == Worked(4.0, 6.0)

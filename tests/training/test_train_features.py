@@ -1,10 +1,9 @@
 """Frozen features: what plain PyTorch makes of the patches of slides, and learns of bags, by any number of ranks."""
 
-import csv
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,38 +13,32 @@ import pytest
 import tifffile
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import mpi4dl
 from mpi4dl._files import lock
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import BadImage
-from mpi4dl.datasets.loader import shuffled
-from mpi4dl.datasets.slides.compose import Cohort
 from mpi4dl.datasets.slides.dataset import SlideOptions
 from mpi4dl.datasets.slides.features import FeatureFolder
 from mpi4dl.datasets.slides.geojson import polygons_of
 from mpi4dl.embed import embed
-from mpi4dl.engine import Engine
 from mpi4dl.evaluate import evaluate
 from mpi4dl.inference.embedding import Embedding, Encoder
-from mpi4dl.models.patches import GatedAttention, PatchModel, headless
+from mpi4dl.models.patches import PatchModel, headless
 from mpi4dl.options.config import parse
 from mpi4dl.options.models import build_model
 from mpi4dl.options.sources import source_of, with_frame
-from mpi4dl.parallel.pipeline.local_stages import LocalStages
-from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.streaming.patches import PatchOptions, stream_patches
-from mpi4dl.parallel.streaming.stream_tiles import Pixels
+from mpi4dl.predict import predict
 from mpi4dl.runs import stopping
 from mpi4dl.train import train
 from tests.pool.job import mpirun
 from tests.pool.ranks import Ranks, RanksFailed
-from tests.support.commands import losses_of
-from tests.support.short_runs import EXACT
+from tests.support.commands import losses_of, plain_steps, read_lines, read_rows, refused, run_train, said, words
+from tests.support.short_runs import write_mixed_cohort
 from tests.support.tiny import TINY_RESNET, tiny_resnet
-from tests.training.test_train_slides import MPP, PATCH, patches_of, refused, said
+from tests.training.test_train_slides import MPP, PATCH, in_turn, patches_of
 
 WIDTH = 6  # features of a patch, of the files that tests write
 ATTRIBUTES = ("patch_size", "patch_size_level0", "patch_level", "level0_magnification", "target_magnification")
@@ -62,11 +55,7 @@ TRAINING = (
 @pytest.fixture(scope="module")
 def cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Slides of several sizes, in three formats, of two magnifications, and the weights of an encoder."""
-    folder = tmp_path_factory.mktemp("cohort")
-    slides = Cohort(3, 1, 600, (0.5, 0.25), (".tif", ".ome.tif", ".svs"), 0.009)
-    for number in range(len(slides)):
-        slides.write(folder, number)
-    (folder / "slides.csv").write_text(slides.table())
+    folder = write_mixed_cohort(tmp_path_factory.mktemp("cohort"), 3, 600)
     torch.manual_seed(2)
     torch.save(tiny_resnet(9).state_dict(), folder / "weights.pt")
     return folder
@@ -74,7 +63,7 @@ def cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def embedding(cohort: Path, out: Path, more: str = "") -> list[str]:
     flags = f"--mpp {MPP} --patches {PATCH} --patches-at-once 3 --model {TINY_RESNET} --model-options num_filters=4"
-    return [*f"--slides {cohort / 'slides.csv'} --weights {cohort / 'weights.pt'} --out {out} {flags} {more}".split()]
+    return words("--slides", cohort / "slides.csv", "--weights", cohort / "weights.pt", "--out", out, flags, more)
 
 
 def read(path: Path) -> tuple[Any, Any, dict[str, Any]]:
@@ -91,8 +80,8 @@ def test_files_have_the_features_of_the_plain_encoder_by_any_number_of_ranks(
     encoder = tiny_resnet(9)
     encoder.load_state_dict(torch.load(cohort / "weights.pt", weights_only=True))
     headless(encoder.eval(), 9)
-    config = with_frame(parse(f"--slides {cohort / 'slides.csv'} --mpp {MPP} --patches {PATCH}".split()))
-    slides = source_of(config).open_files(labelled=False)
+    asked = words("--slides", cohort / "slides.csv", "--mpp", MPP, "--patches", PATCH)
+    slides = source_of(with_frame(parse(asked))).open_files(labelled=False)
     for index in range(len(slides)):
         slide, name = slides.image(index), slides.name(index).removesuffix(".tif").removesuffix(".svs")
         features, coords, about = read(tmp_path / "of1" / f"{name}.h5")
@@ -120,12 +109,11 @@ def test_the_encoder_of_a_run_sees_patches_as_the_run_did(ranks: Ranks, cohort: 
         "--model-options num_filters=4 --aggregator mean --mean 0.7 --std 0.2 --val-fraction 0.34 --batch-size 1 "
         "--max-steps 1 --no-tensorboard"
     )
-    run, out = tmp_path / "run", tmp_path / "predicted"
-    ranks(1).run(train, [*common.split(), "--run-folder", str(run)])
-    ranks(2).run(said, str(run), "--slides", str(cohort / "slides.csv"), "--out", str(out), "--no-maps")
+    run, out = run_train(ranks, tmp_path / "run", common), tmp_path / "predicted"
+    ranks(2).run(said, predict, words(run, "--slides", cohort / "slides.csv", "--out", out, "--no-maps"))
     ranks(2).run(embed, embedding(cohort, tmp_path / "features", f"--weights {run}"))
     weights = load_file(run / "model.safetensors")
-    for line in map(json.loads, (out / "predictions.jsonl").read_text().splitlines()):
+    for line in read_lines(out / "predictions.jsonl"):
         name = line["image"].removesuffix(".tif").removesuffix(".svs")
         features = torch.from_numpy(read(tmp_path / "features" / f"{name}.h5")[0]).mean(0)
         logits = features @ weights["aggregator.head.weight"].T + weights["aggregator.head.bias"]
@@ -152,12 +140,12 @@ def test_embedding_goes_on_where_it_ended_and_never_mixes_encoders(ranks: Ranks,
     ranks(2).run(embed, embedding(slides, out))
     assert (out / "slide_001.ome.h5").is_file()
     assert all(path.stat().st_mtime_ns == then for path, then in before.items())
-    for more, words in (
+    for more, told in (
         ("--patches 32", "--patch-size 64, not 32"),
         ("--mean 0.4", "--mean [0.5, 0.5, 0.5], not [0.4"),
     ):
         (found,) = ranks(1).run(refused, embed, embedding(slides, out, more))
-        assert f"{out} has results with {words}" in found
+        assert f"{out} has results with {told}" in found
 
 
 def test_features_are_of_the_slides_that_there_are(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
@@ -214,13 +202,13 @@ def watched(comm: Communicator, argv: list[str]) -> tuple[set[bool], set[bool]]:
 
     encode, send = Encoder.__call__, Embedding._at_writers
 
-    def encode_and_look(encoder: Encoder, patches: Tensor) -> Tensor:
+    def encode_and_look(*arguments: Any) -> Any:
         encoding.add(Dog.armed)
-        return encode(encoder, patches)
+        return encode(*arguments)
 
-    def send_and_look(embedding: Embedding, *arguments: Any) -> Any:
+    def send_and_look(*arguments: Any) -> Any:
         waiting.add(Dog.armed)
-        return send(embedding, *arguments)
+        return send(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stopping, "Watchdog", Dog)
@@ -339,77 +327,15 @@ def test_training_is_that_of_a_plain_loop_over_bags(
     training, _ = source_of(config).open()
     model = build_model(config, 2, WIDTH)
     assert isinstance(model, PatchModel)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    order = [i for epoch in range(2) for i in shuffled(len(training), 3, epoch)]
-    expected = []
-    for step in range(4):
-        chosen = order[2 * step :][:2]
-        names = [training.name(i).rpartition("/")[2].partition(".")[0] for i in chosen]
-        optimizer.zero_grad()
-        logits = torch.stack([model.aggregator(torch.from_numpy(written[name][0])) for name in names])
-        loss = F.cross_entropy(logits, torch.tensor([training.label(i) for i in chosen]))
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
+
+    def losses() -> Iterator[Tensor]:
+        for chosen in in_turn(training, 2):
+            names = [training.name(i).rpartition("/")[2].partition(".")[0] for i in chosen]
+            logits = torch.stack([model.aggregator(torch.from_numpy(written[name][0])) for name in names])
+            yield F.cross_entropy(logits, torch.tensor([training.label(i) for i in chosen]))
+
+    expected = plain_steps(torch.optim.SGD(model.parameters(), lr=0.05), losses())
     assert losses_of(tmp_path / "run")[:4] == pytest.approx(expected, rel=1e-5)
-
-
-@dataclass(frozen=True)
-class Bags(Pixels):
-    """Features (N, D, 1, most) in float64, of which each sample has so many patches."""
-
-    counts: tuple[int, ...]
-
-    def __getitem__(self, positions: Any) -> "Bags":
-        return Bags(self.values[list(positions)], tuple(self.counts[i] for i in positions))
-
-    def tissue_patches(self, position: int, patch: int) -> list[tuple[int, int]]:
-        return [(0, i) for i in range(self.counts[position])]
-
-
-COUNTS = (3, 1, 9, 6)
-
-
-def bag_model() -> PatchModel:
-    torch.manual_seed(5)
-    return PatchModel(nn.Flatten(), GatedAttention(WIDTH, 2, 4), 1).double()
-
-
-def samples() -> tuple[Tensor, Tensor]:
-    torch.manual_seed(1)
-    return torch.randn(4, WIDTH, 1, max(COUNTS), dtype=torch.float64), torch.tensor([0, 1, 1, 0])
-
-
-def steps_in_float64(comm: Communicator, data: int, zero: int, parts: int) -> tuple[list[float], dict[str, Tensor]]:
-    features, labels = samples()
-    plan = Plan(((1, comm.size // data),), data=data, zero=zero, microbatches=parts)
-    model = bag_model()
-    stream_patches(model, PatchOptions(max(COUNTS)), WIDTH)
-    stages = LocalStages.whole(model, plan, comm, PatchOptions(max(COUNTS)))
-    optimizer = torch.optim.AdamW(stages.parameters(), lr=0.1)
-    engine = Engine(stages, plan, optimizer, F.cross_entropy, comm=comm)
-    size, losses = (1, max(COUNTS)), []
-    for _ in range(3):
-        tiles = [Bags(features, COUNTS)[range(*read.box.batch)] for read in engine.reads(4, size)]
-        losses.append(engine.step(tiles, labels, size).loss)
-    return losses, engine.gather_state() or {}
-
-
-@pytest.mark.parametrize(("count", "data", "zero", "parts"), [(2, 1, 0, 1), (4, 2, 1, 2)])
-def test_bags_of_any_size_are_exact_in_float64(ranks: Ranks, count: int, data: int, zero: int, parts: int) -> None:
-    (losses, state), *_ = ranks(count).run(steps_in_float64, data, zero, parts)
-    features, labels = samples()
-    model = bag_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for expected in losses:
-        optimizer.zero_grad()
-        each = [model.aggregator(of[:, 0, :n].T) for of, n in zip(features, COUNTS, strict=True)]
-        loss = F.cross_entropy(torch.stack(each), labels)
-        loss.backward()
-        optimizer.step()
-        assert expected == pytest.approx(loss.item(), rel=EXACT)
-    for name, value in model.state_dict().items():
-        assert torch.allclose(state[name], value, rtol=0, atol=1e-10), name
 
 
 def test_predictions_and_their_maps_are_alike_by_any_number_of_ranks(
@@ -420,10 +346,9 @@ def test_predictions_and_their_maps_are_alike_by_any_number_of_ranks(
     found = []
     for count in (1, 2):
         out = tmp_path / f"of{count}"
-        told = ranks(count).run(said, str(run), "--features", str(features), "--out", str(out))
+        told = ranks(count).run(said, predict, words(run, "--features", features, "--out", out))
         assert "6 slides looked at" in told[0]
-        lines = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
-        found.append({Path(line["image"]).stem: line for line in lines})
+        found.append({Path(line["image"]).stem: line for line in read_lines(out / "predictions.jsonl")})
     for name, (_, coords) in written.items():
         one, two = (each[name] for each in found)
         assert one["probabilities"] == pytest.approx(two["probabilities"], abs=1e-6)
@@ -438,11 +363,10 @@ def test_predictions_and_their_maps_are_alike_by_any_number_of_ranks(
         assert sum(values) == pytest.approx(1, abs=1e-4)
         grid = tifffile.imread(tmp_path / "of1" / one["maps"][2])
         assert [grid[y // side, x // side] for x, y in coords] == pytest.approx(values, abs=1e-6)
-    for more, count in (([], 2), (["--slides", str(tmp_path / "slides.csv"), "--features", str(features)], 6)):
+    for more, count in (("", 2), (f"--slides {tmp_path / 'slides.csv'} --features {features}", 6)):
         out = tmp_path / f"evaluated{count}"
-        ranks(2).run(evaluate, [str(run), *more, "--out", str(out), "--resamples", "0"])
-        with (out / "evaluation.csv").open() as file:
-            rows = list(csv.DictReader(file))
+        ranks(2).run(evaluate, words(run, more, "--out", out, "--resamples 0"))
+        rows = read_rows(out / "evaluation.csv")
         assert len(rows) == count
         for row in rows:
             expected = found[0][Path(row["image"]).stem]["probabilities"]["b"]
@@ -471,13 +395,12 @@ def by_python(comm: Communicator, folder: Path, run: Path) -> tuple[list[dict[st
 
 
 def test_python_has_what_the_commands_have(ranks: Ranks, tmp_path: Path, written: dict[str, tuple[Any, Any]]) -> None:
-    run, features, table = tmp_path / "run", tmp_path / "features", tmp_path / "slides.csv"
+    run, out = tmp_path / "run", tmp_path / "evaluated"
     ranks(1).run(train, flags_of(tmp_path, run, "--max-steps 2"))
-    ranks(1).run(said, str(run), "--features", str(features), "--out", str(tmp_path / "predicted"), "--no-maps")
-    lines = [json.loads(line) for line in (tmp_path / "predicted" / "predictions.jsonl").read_text().splitlines()]
-    out = tmp_path / "evaluated"
-    common = [str(run), "--slides", str(table), "--features", str(features), "--out", str(out), "--resamples", "0"]
-    ranks(1).run(evaluate, [*common, "--threshold", "youden"])
+    common = words(run, "--features", tmp_path / "features", "--out")
+    ranks(1).run(said, predict, words(*common, tmp_path / "predicted", "--no-maps"))
+    lines = read_lines(tmp_path / "predicted" / "predictions.jsonl")
+    ranks(1).run(evaluate, words(*common, out, "--slides", tmp_path / "slides.csv", "--resamples 0 --threshold youden"))
     told = json.loads((out / "evaluation.json").read_text())
     for records, scores in ranks(2).run(by_python, tmp_path, run):
         for one, two in zip(records, lines, strict=True):
@@ -503,26 +426,25 @@ def test_another_table_may_have_other_columns_than_that_of_training(
     """Those of training, the usual ones, or others that flags name: all with the same metrics and predictions."""
     run, features = tmp_path / "run", tmp_path / "features"
     table = with_header(tmp_path / "slides.csv", "Patient,Slide file,Diagnosis")
-    flags = flags_of(tmp_path, run, "--max-steps 2")
+    flags = flags_of(tmp_path, run, "--max-steps 2 --label-columns Diagnosis")
     flags[flags.index("--slides") + 1] = str(table)
-    ranks(1).run(train, [*flags, "--slide-column", "Slide file", "--label-columns", "Diagnosis"])
-    named = ["--slide-column", "Bild", "--patient-column", "Fall"]
+    ranks(1).run(train, [*flags, "--slide-column", "Slide file"])
     for header, columns, labels in (
-        ("Patient,Slide file,Diagnosis", [], []),
-        ("case_id,slide,label", [], []),
-        ("Fall,Bild,Befund", named, ["--label-columns", "Befund"]),
+        ("Patient,Slide file,Diagnosis", "", ""),
+        ("case_id,slide,label", "", ""),
+        ("Fall,Bild,Befund", "--slide-column Bild --patient-column Fall", "--label-columns Befund"),
     ):
-        others = ["--slides", str(with_header(table, header)), "--features", str(features), *columns]
-        out = tmp_path / header
-        ranks(2).run(evaluate, [str(run), *others, *labels, "--out", str(out), "--resamples", "0"])
-        expected = (tmp_path / "Patient,Slide file,Diagnosis" / "evaluation.csv").read_bytes()
-        assert (out / "evaluation.csv").read_bytes() == expected
-        told = ranks(2).run(said, str(run), *others, "--out", str(out / "predicted"), "--no-maps")
+        out = tmp_path / header.partition(",")[0]
+        others = [str(run), "--slides", str(with_header(table, header)), *words("--features", features, columns)]
+        ranks(2).run(evaluate, [*others, *words(labels, "--resamples 0 --out", out)])
+        assert (out / "evaluation.csv").read_bytes() == (tmp_path / "Patient" / "evaluation.csv").read_bytes()
+        told = ranks(2).run(said, predict, [*others, "--out", str(out / "predicted"), "--no-maps"])
         assert "6 slides looked at" in told[0]
-    for found in ranks(2).run(refused, evaluate, [str(run), *others, "--label-columns", "nothing"]):
-        assert "nothing" in found
-    for found in ranks(2).run(refused, evaluate, [str(run), "--slide-column", "Bild"]):
-        assert "--slides" in found
+    for argv, word in (
+        ([*others, "--label-columns", "nothing"], "nothing"),
+        (words(run, "--slide-column Bild"), "--slides"),
+    ):
+        assert all(word in found for found in ranks(2).run(refused, evaluate, argv))
 
 
 def nothing(path: Path) -> None:
@@ -631,20 +553,3 @@ def test_the_resolution_of_features_is_that_of_their_attributes_or_unknown(
     except BadImage as error:
         said = [str(error)]
     assert (words is None and not said) or (words is not None and words in said[0])
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ("--stream auto", "--stream"),
-        ("--jitter 0.1", "--jitter"),
-        ("--features nowhere", "no such folder of features"),
-        ("--images somewhere", "--slides and --images were both given"),
-    ],
-)
-@pytest.mark.sample(2)
-def test_what_features_are_refused_with(
-    ranks: Ranks, tmp_path: Path, written: dict[str, tuple[Any, Any]], more: str, message: str
-) -> None:
-    (found,) = ranks(1).run(refused, train, flags_of(tmp_path, tmp_path / "run", more))
-    assert message in found

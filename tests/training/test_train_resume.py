@@ -1,45 +1,56 @@
-"""mpi4dl.train: a run that was killed, or could not write, goes on, and ends as if nothing had happened."""
+"""mpi4dl.train: a run that was killed, stopped, refused or could not write goes on, and ends as if it had not been."""
 
 import json
+import os
 import random
 import re
+import shlex
 import shutil
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from signal import SIGTERM, SIGUSR1, Signals
+from typing import Any
 
 import pytest
 
 from mpi4dl.checkpoints.manifest import checkpoints_in
-from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.comm import Communicator
+from mpi4dl.engine import Engine, Evaluation, NotFinite, StepResult
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import parse
 from mpi4dl.train import train
+from mpi4dl.training.input_pipeline import UnreadableImages
 from tests.pool.job import mpirun
 from tests.pool.ranks import Ranks
-from tests.support.commands import read_metrics, refusal
-from tests.support.interrupted import RUN, WEIGHTS, assert_the_same_run, flags_of
+from tests.support.commands import read_metrics, refusal, refused, run_train, wrapped
+from tests.support.interrupted import (
+    NUM_STEPS,
+    RUN,
+    WEIGHTS,
+    assert_goes_on,
+    assert_the_same_run,
+    flags_of,
+    program,
+    saved_steps,
+)
 
-BETWEEN_SAVES = """
-import os, signal, sys, time
-from pathlib import Path
-from mpi4dl import engine, train
-
-rank, step = int(sys.argv.pop()), engine.Engine.step
+STEPS_IN_AN_EPOCH = 5
+BETWEEN_SAVES = program(
+    """
+rank = int(sys.argv.pop())
 saved = Path(sys.argv[sys.argv.index("--run-folder") + 1], "checkpoints", "step-00000008")
-
-def tenth_is_fatal(self, *arguments):
-    if self.num_steps == 9 and self.comm.rank == rank:
-        while not saved.exists():
-            time.sleep(0.01)
+""",
+    """
+while (engine.num_steps, engine.comm.rank) == (9, rank):
+    if saved.exists():
         os.kill(os.getpid(), signal.SIGKILL)
-    return step(self, *arguments)
-
-engine.Engine.step = tenth_is_fatal
-train.main()
-"""
-KILLED = """
-import os, shutil, signal, sys
-from pathlib import Path
-from mpi4dl import train
+    time.sleep(0.01)
+""",
+)
+KILLED = program(
+    """
 from mpi4dl.comm import world
 from mpi4dl.checkpoints import manifest, storage
 
@@ -67,14 +78,14 @@ if during == "writes":
 else:
     os.fsync, Path.rename, Path.unlink = mortal(os.fsync), mortal(Path.rename), mortal(Path.unlink)
     shutil.rmtree = mortal(shutil.rmtree)
-train.main()
-"""
-FULL = """
-import resource, signal, threading
-from mpi4dl import engine, train
+""",
+    "",
+)
+FULL = program(
+    """
 from mpi4dl.checkpoints import manifest
 
-write, step, ended = manifest.Writing._run, engine.Engine.step, threading.Event()
+write, ended = manifest.Writing._run, threading.Event()
 
 def limited(self):
     if self.job.step == 9 and self.rank == 1:
@@ -83,20 +94,36 @@ def limited(self):
     if self.job.step == 9:
         ended.set()
 
-def tenth_waits(self, *arguments):
-    if self.num_steps == 9 and self.comm.rank == 1:
-        ended.wait(30)
-    return step(self, *arguments)
-
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-engine.Engine.step = tenth_waits
 manifest.Writing._run = limited
-train.main()
-"""
+""",
+    """
+if engine.num_steps == 9 and engine.comm.rank == 1:
+    ended.wait(30)
+""",
+)
+HEARS = program(
+    """
+from mpi4dl.runs.stopping import StopSignals
+
+heard, remember = [], StopSignals._remember
+
+def remember_and_tell(self, number, frame):
+    remember(self, number, frame)
+    heard.append(number)
+
+StopSignals._remember = remember_and_tell
+""",
+    """
+deadline = time.monotonic() + 30
+while engine.num_steps == 6 and not heard and time.monotonic() < deadline:
+    time.sleep(0.01)
+""",
+)
 
 
 def test_a_run_saves_after_every_epoch_and_keeps_the_newest(uninterrupted: Path) -> None:
-    assert [path.name for path in checkpoints_in(uninterrupted / "checkpoints")] == ["step-00000015", "step-00000010"]
+    assert saved_steps(uninterrupted) == [15, 10]
 
 
 @pytest.mark.parametrize(
@@ -114,8 +141,183 @@ def test_checkpoints_are_made_when_they_were_asked_for(
     ranks: Ranks, tmp_path: Path, flags: str, steps: list[int]
 ) -> None:
     ranks(2).run(train, flags_of(tmp_path / "run", "--eval-every", "none", *flags.split()))
-    found = checkpoints_in(tmp_path / "run" / "checkpoints")
-    assert [int(path.name[-8:]) for path in found] == steps
+    assert saved_steps(tmp_path / "run") == steps
+
+
+# What happens to a run within its process: a body that trains, and returns what is known of it.
+
+
+def failing_validation(comm: Communicator, flags: list[str], kind: type[Exception]) -> None:
+    """The second validation fails on all ranks, after its first batch."""
+    num_calls = 0
+
+    def second_fails(evaluate: Any, engine: Engine, batches: Iterable[Any], *how: Any) -> Evaluation:
+        nonlocal num_calls
+        num_calls += 1
+        found: Evaluation = evaluate(engine, [next(iter(batches))] if num_calls > 1 else batches, *how)
+        if num_calls > 1:
+            raise kind("no such image")
+        return found
+
+    with wrapped(Engine, "evaluate", second_fails), pytest.raises(kind, match="no such image"):
+        train(comm, flags)
+
+
+def refused_step(comm: Communicator, flags: list[str]) -> None:
+    """The loss of the fourth step is not finite."""
+
+    def fourth_is_refused(step: Any, engine: Engine, *arguments: Any) -> StepResult:
+        if engine.num_steps == 3:
+            raise NotFinite("the loss is not finite")
+        return step(engine, *arguments)  # type: ignore[no-any-return]
+
+    with wrapped(Engine, "step", fourth_is_refused), pytest.raises(NotFinite):
+        train(comm, flags)
+
+
+def signalled(comm: Communicator, flags: list[str]) -> int:
+    """The last rank gets a signal at its sixth step: after how many steps this one stops."""
+    steps: list[StepResult] = []
+
+    def sixth_is_signalled(step: Any, engine: Engine, *arguments: Any) -> StepResult:
+        if len(steps) == 5 and comm.rank == comm.size - 1:
+            os.kill(os.getpid(), SIGUSR1)
+        steps.append(step(engine, *arguments))
+        return steps[-1]
+
+    with wrapped(Engine, "step", sixth_is_signalled):
+        train(comm, flags)
+    return len(steps)
+
+
+def signalled_in_validation(comm: Communicator, flags: list[str]) -> list[int]:
+    """The last rank gets two signals in its second validation: the batches of each of them."""
+    used: list[int] = []
+
+    def second_is_signalled(evaluate: Any, engine: Engine, batches: Iterable[Any], *how: Any) -> Evaluation:
+        def counted() -> Iterator[Any]:
+            for batch in batches:
+                used[-1] += 1
+                if len(used) == 2 and comm.rank == comm.size - 1:
+                    os.kill(os.getpid(), SIGUSR1)
+                    os.kill(os.getpid(), SIGTERM)
+                yield batch
+
+        used.append(0)
+        return evaluate(engine, counted(), *how)  # type: ignore[no-any-return]
+
+    with wrapped(Engine, "evaluate", second_is_signalled):
+        train(comm, flags)
+    return used
+
+
+MORE = pytest.mark.exhaustive
+INTERRUPTIONS = [
+    pytest.param(signalled, "none", 6, [6], id="a signal to one rank"),
+    pytest.param(refused_step, "epoch", None, [3], id="a step that all ranks refuse"),
+    pytest.param(signalled_in_validation, "none", [2, 1], [10], id="a signal in validation", marks=MORE),
+    pytest.param(signalled_in_validation, "epoch", [2, 1], [10, 5], id="a signal in validation, epochs are saved"),
+]
+for kind, every, steps, marks in (
+    (KeyError, "epoch", [10, 5], [MORE]),
+    (UnreadableImages, "epoch", [10, 5], [MORE]),
+    (UnreadableImages, "7", [10, 7], []),
+    (KeyError, "7", [7], [MORE]),
+):
+    body = partial(failing_validation, kind=kind)
+    name = f"{kind.__name__} in validation, saved by {every}"
+    INTERRUPTIONS.append(pytest.param(body, every, None, steps, id=name, marks=marks))
+
+
+@pytest.mark.parametrize(("body", "save_every", "found", "saved"), INTERRUPTIONS)
+def test_an_interruption_costs_no_step_that_was_to_be_saved(
+    ranks: Ranks,
+    uninterrupted: Path,
+    tmp_path: Path,
+    body: Callable[..., Any],
+    save_every: str,
+    found: Any,
+    saved: list[int],
+) -> None:
+    flags = flags_of(tmp_path / "run", "--save-every", save_every)
+    assert ranks(2).run(body, flags) == [found] * 2
+    assert saved_steps(tmp_path / "run") == saved
+    log = (tmp_path / "run" / "log-rank0.txt").read_text()
+    resume = f"saved at step 3 of 15; resume with: mpirun -n 2 python -m mpi4dl.train {flags[0]} "
+    assert (resume in log) == (body is refused_step)
+    assert_goes_on(ranks, tmp_path / "run", uninterrupted, "--save-every", save_every)
+
+
+DROPOUT = (
+    "--model squeezenet1_1 --image-size 32 --batch-size 2 --num-samples 6 --val-fraction 0.7 "
+    "--epochs 3 --no-tensorboard --stages 2"
+).split()
+
+
+def test_a_validation_that_was_given_up_draws_no_random_numbers(ranks: Ranks, tmp_path: Path) -> None:
+    """In stages, the masks of dropout depend on how many batches there were."""
+    run_train(ranks, tmp_path / "whole", *DROPOUT)
+    flags = [*DROPOUT, "--run-folder", str(tmp_path / "run")]
+    assert ranks(2).run(signalled_in_validation, flags) == [[2, 1]] * 2
+    ranks(2).run(train, [*flags, "--resume", "auto"])
+    assert_the_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+ROUNDS = ("ireduce", "all_gather", "ibroadcast", "ibarrier", "all_gather_object", "broadcast_object")
+
+
+def rounds_of_steps(comm: Communicator, flags: list[str]) -> list[int]:
+    """How many rounds over all ranks there are from one step to the next."""
+    found, rounds, step = [], [0], Engine.step
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Communicator, *arguments: Any, **options: Any) -> Any:
+            rounds[0] += self is comm
+            return function(self, *arguments, **options)
+
+        return call
+
+    def counting_step(engine: Engine, *arguments: Any) -> StepResult:
+        found.append(rounds[0])
+        return step(engine, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ROUNDS:
+            patch.setattr(Communicator, name, counted(getattr(Communicator, name)))
+        patch.setattr(Engine, "step", counting_step)
+        train(comm, flags)
+    return [after - before for before, after in pairwise(found)]
+
+
+@pytest.mark.parametrize("plan", ["--tiles 1x2", "--stages 2 --microbatches 2", "--data 2 --zero 2"])
+@pytest.mark.sample(1)
+def test_a_step_has_one_round_over_all_ranks(ranks: Ranks, tmp_path: Path, plan: str) -> None:
+    """Beside its exchanges and sums of gradients; an epoch begins with one more."""
+    flags = flags_of(tmp_path, "--epochs", "2", "--eval-every", "none", plan=tuple(plan.split()))
+    flags += ["--log-interval", "100", "--save-every", "none"]
+    for rounds in ranks(2).run(rounds_of_steps, flags):
+        within = [count for number, count in enumerate(rounds, 1) if number % STEPS_IN_AN_EPOCH]
+        assert within == [1] * 2 * (STEPS_IN_AN_EPOCH - 1)
+
+
+# Jobs that are told to stop, or are killed.
+
+
+@pytest.mark.parametrize("number", [SIGTERM, pytest.param(SIGUSR1, marks=pytest.mark.exhaustive)])
+def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_go_on(
+    ranks: Ranks, uninterrupted: Path, tmp_path: Path, number: Signals
+) -> None:
+    job = mpirun(2, "-c", HEARS, *flags_of(tmp_path / "run"), sends=("step 6 ", number))
+    assert (job.code, job.stderr) == (0, "")
+    last = job.stdout.splitlines()[-1]
+    said = re.fullmatch(
+        rf"stopped by {number.name} at step ([67]) of 15; resume with: mpirun -n 2 python -m (.*)", last
+    )
+    assert said is not None, last
+    assert saved_steps(tmp_path / "run")[0] == int(said[1])
+    assert not (tmp_path / "run" / WEIGHTS).exists()
+    ranks(2).run(train, shlex.split(said[2])[1:])
+    assert_the_same_run(tmp_path / "run", uninterrupted)
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
@@ -123,13 +325,10 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(
     ranks: Ranks, uninterrupted: Path, tmp_path: Path, rank: int
 ) -> None:
     """Between two saves, with steps that were reported but not saved."""
-    flags = flags_of(tmp_path / "run", "--save-every", "4", "--log-interval", "2")
-    job = mpirun(2, "-c", BETWEEN_SAVES, *flags, str(rank))
-    assert job.code != 0
-    assert [m["step"] for m in read_metrics(tmp_path / "run")][-1] == 8
-    assert checkpoints_in(tmp_path / "run" / "checkpoints")[0].name == "step-00000008"
-    ranks(2).run(train, [*flags, "--resume", "auto"])
-    assert_the_same_run(tmp_path / "run", uninterrupted)
+    more = ("--save-every", "4", "--log-interval", "2")
+    assert mpirun(2, "-c", BETWEEN_SAVES, *flags_of(tmp_path / "run", *more), str(rank)).code != 0
+    assert read_metrics(tmp_path / "run")[-1]["step"] == saved_steps(tmp_path / "run")[0] == 8
+    assert_goes_on(ranks, tmp_path / "run", uninterrupted, *more)
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"config.toml", "config-step-00000008.toml", "versions-step-00000008.json"} <= names
 
@@ -145,8 +344,7 @@ def killed_while_saving(
     assert job.code != 0, "it was not killed"
     assert "mpi4dl: " not in job.stderr
     left = sorted(path.name for path in (folder / "checkpoints").iterdir() if path.name != ".lock")
-    ranks(2).run(train, flags_of(folder, "--save-every", "7", "--resume", "auto"))
-    assert_the_same_run(folder, uninterrupted)
+    assert_goes_on(ranks, folder, uninterrupted, "--save-every", "7")
     found = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert found == [".lock", "step-00000014", "step-00000015"]
     return left
@@ -182,39 +380,39 @@ def test_a_full_disk_ends_the_run_and_leaves_what_was_saved(ranks: Ranks, uninte
         f"rank 1: step-00000009 cannot be written to {folder}: File too large; {folder / 'step-00000006'} is the "
         "newest one, from which --resume goes on once there is room"
     )
-    assert [path.name for path in checkpoints_in(folder)] == ["step-00000006", "step-00000003"]
+    assert saved_steps(tmp_path / "run") == [6, 3]
     assert read_metrics(tmp_path / "run")[-1]["step"] == 10, "it went on up to the next save"
-    ranks(2).run(train, flags_of(tmp_path / "run", "--save-every", "3", "--resume", "auto"))
-    assert_the_same_run(tmp_path / "run", uninterrupted)
+    assert_goes_on(ranks, tmp_path / "run", uninterrupted, "--save-every", "3")
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_named(ranks: Ranks, uninterrupted: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(uninterrupted, folder)
-    newest, before = checkpoints_in(folder / "checkpoints")
+# Runs that go on from what is there, by other plans, and with other options.
+
+
+@pytest.fixture
+def copied(uninterrupted: Path, tmp_path: Path) -> Path:
+    """A copy of the uninterrupted run."""
+    return Path(shutil.copytree(uninterrupted, tmp_path / "copied"))
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(ranks: Ranks, uninterrupted: Path, copied: Path) -> None:
+    newest, before = checkpoints_in(copied / "checkpoints")
     data = bytearray((newest / WEIGHTS).read_bytes())
     data[-100] ^= 1
     (newest / WEIGHTS).write_bytes(data)
-    ranks(2).run(train, flags_of(folder, "--resume", "auto"))
-    assert_the_same_run(folder, uninterrupted)
-    log = (folder / "log-rank0.txt").read_text()
+    assert_goes_on(ranks, copied, uninterrupted)
+    log = (copied / "log-rank0.txt").read_text()
     assert re.search(rf"skipped {newest}: {WEIGHTS}: bytes \d+ to \d+ are not those that were written\n", log)
     assert f"resumes from {before}: step 10, epoch 3\n" in log
-    assert checkpoints_in(folder / "checkpoints") == [newest, before]
+    assert checkpoints_in(copied / "checkpoints") == [newest, before]
 
 
 def test_a_run_that_is_complete_is_left_so_and_may_be_made_longer(
-    ranks: Ranks, uninterrupted: Path, tmp_path: Path
+    ranks: Ranks, uninterrupted: Path, copied: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(uninterrupted, folder)
-    ranks(2).run(train, flags_of(folder, "--resume", "auto"))
-    assert_the_same_run(folder, uninterrupted)
-    ranks(2).run(train, flags_of(folder, "--resume", "auto", "--epochs", "4"))
-    assert [m["step"] for m in read_metrics(folder)][-2:] == [20, 20]
-    longer = tmp_path / "longer"
-    ranks(2).run(train, flags_of(longer, "--epochs", "4"))
-    assert_the_same_run(folder, longer)
+    assert_goes_on(ranks, copied, uninterrupted)
+    ranks(2).run(train, flags_of(tmp_path / "longer", "--epochs", "4"))
+    assert_goes_on(ranks, copied, tmp_path / "longer", "--epochs", "4")
+    assert [m["step"] for m in read_metrics(copied)][-2:] == [20, 20]
 
 
 @pytest.mark.parametrize("max_steps", ["8", "10"])
@@ -245,33 +443,33 @@ def test_another_plan_goes_on_in_a_folder_of_its_own(
     assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in expected[-5:]], rel=1e-3)
 
 
-@pytest.mark.parametrize("flags", ["--stages 2 --bidirectional 1", "--stages 2 --microbatches 2 --tiles 1x1,1x1"])
-@pytest.mark.sample(1)
-def test_stages_go_on_to_the_last_bit(ranks: Ranks, tmp_path: Path, flags: str) -> None:
-    plan = tuple(flags.split())
-    ranks(2).run(train, flags_of(tmp_path / "whole", plan=plan))
-    ranks(2).run(train, flags_of(tmp_path / "run", "--max-steps", "7", plan=plan))
-    ranks(2).run(train, flags_of(tmp_path / "run", "--resume", "auto", plan=plan))
+@pytest.mark.parametrize(
+    ("plan", "first"),
+    [
+        pytest.param("--stages 2 --bidirectional 1", "", marks=pytest.mark.exhaustive),
+        ("--stages 2 --microbatches 2 --tiles 1x1,1x1", ""),
+        ("--stages 2 --microbatches 2", "--balance 1,10"),
+    ],
+)
+def test_stages_go_on_as_they_were_cut_to_the_last_bit(ranks: Ranks, tmp_path: Path, plan: str, first: str) -> None:
+    """They draw their own random numbers, and cuts by time may come out otherwise at the next start.
+
+    Batches may not change where the run goes on within an epoch.
+    """
+
+    def flags(folder: str, *more: str) -> list[str]:
+        return flags_of(tmp_path / folder, *more, plan=tuple(plan.split()))
+
+    ranks(2).run(train, flags("whole", *first.split()))
+    ranks(2).run(train, flags("run", "--max-steps", "7", *first.split()))
+    (said,) = set(ranks(2).run(refused, train, flags("run", "--resume", "auto", "--batch-size", "5")))
+    assert said.endswith("was written with --batch-size 4, but this is 5, which must not change within an epoch")
+    ranks(2).run(train, flags("run", "--resume", "auto"))
     assert (tmp_path / "run" / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
-
-
-def test_a_run_goes_on_as_it_was_cut(ranks: Ranks, tmp_path: Path) -> None:
-    """Stages draw their own random numbers, and cuts by time may come out otherwise at the next start."""
-    plan = ("--stages", "2", "--microbatches", "2")
-    odd = ("--balance", "1,10")
-    ranks(2).run(train, flags_of(tmp_path / "whole", *odd, plan=plan))
-    ranks(2).run(train, flags_of(tmp_path / "run", "--max-steps", "7", *odd, plan=plan))
-    ranks(2).run(train, flags_of(tmp_path / "run", "--resume", "auto", plan=plan))
-    assert (tmp_path / "run" / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
-    state = checkpoints_in(tmp_path / "run" / "checkpoints")[0] / "state.json"
-    options = json.loads(state.read_text())["extra"]["options"]["pairs"]  # one is called as a kind of value is
-    assert dict(options)["balance"] == '"1,10"'
-
-
-def refused(comm: Communicator, *flags: str) -> str:
-    with pytest.raises(Refusal) as caught:
-        train(comm, list(flags))
-    return str(caught.value)
+    if first:
+        state = checkpoints_in(tmp_path / "run" / "checkpoints")[0] / "state.json"
+        options = json.loads(state.read_text())["extra"]["options"]["pairs"]  # one is called as a kind of value is
+        assert dict(options)["balance"] == '"1,10"'
 
 
 REFUSALS: list[tuple[str, str]] = [
@@ -291,7 +489,7 @@ def test_a_run_that_is_another_one_is_refused(
     ranks: Ranks, uninterrupted: Path, tmp_path: Path, flags: str, message: str
 ) -> None:
     more = ("--resume", str(uninterrupted), *flags.split())
-    (said,) = set(ranks(2).run(refused, *flags_of(tmp_path / "run", *more)))
+    (said,) = set(ranks(2).run(refused, train, flags_of(tmp_path / "run", *more)))
     assert re.search(message, said), said
     assert not (tmp_path / "run").exists()
 
@@ -321,16 +519,8 @@ def test_values_that_are_not_used_are_not_stored(ranks: Ranks, uninterrupted: Pa
     log = folder / "log-rank0.txt"
     assert log.read_text().count("--lr 5.0 is not used: the run continues with 0.001\n") == 1
     assert "\nlr = 0.001\n" in (folder / "config-step-00000005.toml").read_text()
-    ranks(2).run(train, flags_of(folder, "--resume", "auto"))
+    assert_goes_on(ranks, folder, uninterrupted)
     assert log.read_text().count("is not used") == 1
-    assert_the_same_run(folder, uninterrupted)
-
-
-def test_batches_may_not_change_within_an_epoch(ranks: Ranks, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    ranks(2).run(train, flags_of(folder, "--max-steps", "3", "--eval-every", "none"))
-    (said,) = set(ranks(2).run(refused, *flags_of(folder, "--resume", "auto", "--batch-size", "5")))
-    assert said.endswith("was written with --batch-size 4, but this is 5, which must not change within an epoch")
 
 
 def test_a_schedule_that_was_for_one_step_is_for_no_more(ranks: Ranks, tmp_path: Path) -> None:
@@ -338,16 +528,14 @@ def test_a_schedule_that_was_for_one_step_is_for_no_more(ranks: Ranks, tmp_path:
     flags = [*RUN[: RUN.index("--scheduler")], "--lr-schedule", "cosine", "--warmup", "0.3", "--save-every", "1"]
     flags += ["--run-folder", str(tmp_path / "run")]
     ranks(1).run(train, [*flags, "--max-steps", "1"])
-    (said,) = ranks(1).run(refused, *flags, "--resume", "auto")
-    assert said.startswith("--lr-schedule is for 1 step, but there will be 15: to train longer, start a new run")
+    (said,) = ranks(1).run(refused, train, [*flags, "--resume", "auto"])
+    assert said.startswith(f"--lr-schedule is for 1 step, but there will be {NUM_STEPS}: to train longer, start a new")
 
 
-def test_a_run_without_a_whole_checkpoint_is_not_begun_anew(ranks: Ranks, uninterrupted: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(uninterrupted, folder)
-    for path in checkpoints_in(folder / "checkpoints"):
+def test_a_run_without_a_whole_checkpoint_is_not_begun_anew(ranks: Ranks, copied: Path) -> None:
+    for path in checkpoints_in(copied / "checkpoints"):
         (path / "manifest.json").unlink()
-    (said,) = set(ranks(2).run(refused, *flags_of(folder, "--resume", "auto")))
+    (said,) = set(ranks(2).run(refused, train, flags_of(copied, "--resume", "auto")))
     assert said.startswith("no checkpoint is whole: ")
     assert said.endswith("it has no manifest.json; start anew in another --run-folder")
     assert said.count("it has no manifest.json") == 2

@@ -2,9 +2,8 @@
 
 import json
 import re
-from contextlib import redirect_stdout
+from collections.abc import Iterator
 from dataclasses import dataclass
-from io import StringIO
 from math import pi
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.base import IGNORED
-from mpi4dl.datasets.loader import Loader, shuffled
-from mpi4dl.datasets.slides.compose import Cohort
+from mpi4dl.datasets.loader import Loader
 from mpi4dl.datasets.slides.slide import open_slide
 from mpi4dl.datasets.slides.windows import GridWindows, RandomWindows
 from mpi4dl.datasets.transformed import LazyImages
@@ -36,8 +34,9 @@ from mpi4dl.parallel.streaming.leading_part import StreamOptions
 from mpi4dl.predict import predict
 from mpi4dl.train import train
 from tests.pool.ranks import Ranks
-from tests.support.short_runs import EXACT
-from tests.training.test_train_slides import refused
+from tests.support.commands import plain_steps, read_lines, refused, said, words
+from tests.support.short_runs import EXACT, write_mixed_cohort
+from tests.training.test_train_slides import in_turn
 
 MPP = 2.0
 COMMON = (
@@ -49,16 +48,11 @@ COMMON = (
 @pytest.fixture(scope="module")
 def cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Slides of several sizes and two magnifications; every second one has an annotated lesion."""
-    folder = tmp_path_factory.mktemp("cohort")
-    slides = Cohort(4, 1, 700, (0.5, 0.25), (".tif", ".ome.tif", ".svs"), 0.009)
-    for number in range(len(slides)):
-        slides.write(folder, number)
-    (folder / "slides.csv").write_text(slides.table())
-    return folder
+    return write_mixed_cohort(tmp_path_factory.mktemp("cohort"), 4)
 
 
 def flags_of(cohort: Path, folder: Path, more: str = "") -> list[str]:
-    return [*("--slides", str(cohort / "slides.csv"), *COMMON.split(), *more.split()), "--run-folder", str(folder)]
+    return words("--slides", cohort / "slides.csv", COMMON, more, "--run-folder", folder)
 
 
 def unet() -> nn.Module:
@@ -134,30 +128,20 @@ def test_steps_on_whole_slides_are_those_of_plain_pytorch(
     assert len({training.image(index).size for index in range(len(training))}) > 1
     model = unet()
     model.load_state_dict(begun)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    order = shuffled(len(training), 3, 0)
-    assert len(losses) == len(order) // 2
-    for step, expected in enumerate(losses):
-        batch = [whole_slide(training, index, config.data.image_size) for index in order[2 * step :][:2]]
-        images, masks = (torch.stack(each) for each in zip(*batch, strict=True))
-        assert (masks == IGNORED).any()
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), masks)
-        loss.backward()
-        optimizer.step()
-        assert expected == pytest.approx(loss.item(), rel=EXACT)
+    batches = [*in_turn(training, 1)]
+    assert len(losses) == len(batches)
+
+    def losses_of_batches() -> Iterator[Tensor]:
+        for batch in batches:
+            samples = [whole_slide(training, index, config.data.image_size) for index in batch]
+            images, masks = (torch.stack(each) for each in zip(*samples, strict=True))
+            assert (masks == IGNORED).any()
+            yield F.cross_entropy(model(images), masks)
+
+    expected = plain_steps(torch.optim.SGD(model.parameters(), lr=0.05), losses_of_batches())
+    assert losses == pytest.approx(expected, rel=EXACT)
     for name, value in model.state_dict().items():
         assert torch.allclose(state[name], value, rtol=0, atol=EXACT), name
-
-
-def said(comm: Communicator, *argv: str) -> str:
-    with redirect_stdout(StringIO()) as out:
-        predict(comm, argv)
-    return out.getvalue()
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -174,20 +158,21 @@ def test_one_rank_and_two_predict_and_evaluate_the_same(ranks: Ranks, cohort: Pa
     scores = []
     for count in (1, 2):
         out = tmp_path / f"of{count}"
-        plan = ["--tiles", f"1x{count}"]
-        told = ranks(count).run(said, str(run), "--slides", str(table), "--out", str(out), *plan)[0]
+        common = words(run, "--slides", table, "--tiles", f"1x{count}", "--out")
+        told = ranks(count).run(said, predict, words(*common, out))[0]
         assert "4 slides looked at" in told
         if more:
             seen, of = map(int, re.findall(r"(\d+) of (\d+) windows of slides show tissue", told)[0])
             assert 0 < seen < of
-        argv = [str(run), "--slides", str(table), "--out", str(out / "scores"), "--resamples", "0", *plan]
-        ranks(count).run(evaluate, argv)
+        ranks(count).run(evaluate, words(*common, out / "scores", "--resamples 0"))
         scores.append(json.loads((out / "scores" / "evaluation.json").read_text()))
-    flags = ["--slides", str(table), "--out", str(tmp_path / "alone"), "--data", "2"]
-    assert "no maps" not in ranks(2).run(said, str(run), *flags)[0]  # class maps are its maps
+    asked = words(run, "--slides", table, "--out")
+    alone = ranks(2).run(said, predict, words(*asked, tmp_path / "alone", "--data 2"))
+    assert "no maps" not in alone[0]  # class maps are its maps
     slides = source_of(with_frame(parse(flags_of(cohort, run)))).open_files()
     confusion = np.zeros((2, 2), np.int64)
-    for number, (one, two) in enumerate(zip(*(records(tmp_path / f"of{count}") for count in (1, 2)), strict=True)):
+    found = [read_lines(tmp_path / f"of{count}" / "predictions.jsonl") for count in (1, 2)]
+    for number, (one, two) in enumerate(zip(*found, strict=True)):
         maps = [tifffile.imread(tmp_path / f"of{count}" / one["mask"]) for count in (1, 2)]
         assert (maps[0] != maps[1]).mean() < 1e-3
         assert one["pixels"]["Tumor"] == (maps[0] == 1).sum()
@@ -199,8 +184,8 @@ def test_one_rank_and_two_predict_and_evaluate_the_same(ranks: Ranks, cohort: Pa
         np.add.at(confusion, (true, maps[0]), 1)
         for name in one["beside"]:
             assert (tmp_path / "of1" / name).stat().st_size
-    argv = [str(run), "--slides", str(table), "--out", str(tmp_path / "of1"), "--min-area", "50"]
-    assert all("--min-area 0.0, not 50.0" in found for found in ranks(1).run(refused, predict, argv))
+    other = words(*asked, tmp_path / "of1", "--min-area 50")
+    assert all("--min-area 0.0, not 50.0" in told for told in ranks(1).run(refused, predict, other))
     assert scores[0]["confusion"] == confusion.tolist()
     assert np.abs(np.array(scores[1]["confusion"]) - confusion).sum() < 1e-3 * confusion.sum()
     both = confusion[1, 1]
@@ -218,12 +203,10 @@ def test_damaged_slides_and_annotations_do_not_end_a_prediction_or_evaluation(
         content = path.read_bytes()
         damaged = path.name in ("slide_002.svs", "slide_003.geojson")
         (other / path.relative_to(cohort)).write_bytes(content[: len(content) // 2] if damaged else content)
-    table = str(other / "slides.csv")
-    told = ranks(2).run(said, str(run), "--slides", table, "--out", str(tmp_path / "out"), "--tiles", "1x2")
+    asked = words(run, "--slides", other / "slides.csv", "--tiles 1x2 --out", tmp_path / "out")
+    told = ranks(2).run(said, predict, asked)
     assert "4 slides looked at, 1 of which could not be read" in told[0]
-    ranks(2).run(
-        evaluate, [str(run), "--slides", table, "--out", str(tmp_path / "out"), "--resamples", "0", "--tiles", "1x2"]
-    )
+    ranks(2).run(evaluate, [*asked, "--resamples", "0"])
     bad = json.loads((tmp_path / "out" / "evaluation.json").read_text())["bad"]
     assert [*bad] == ["slide_002.svs", "slide_003.tif"]
     assert "slide_003.geojson" in bad["slide_003.tif"]

@@ -1,13 +1,10 @@
 """Slides from a table to heat maps: what plain PyTorch learns of whole slides, by any plan, and equal predictions."""
 
-import csv
 import json
 import re
 import shutil
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Iterator
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mpi4dl.comm import Communicator, Refusal, world
+from mpi4dl.comm import Communicator, world
 from mpi4dl.datasets.loader import shuffled
 from mpi4dl.datasets.slides.geojson import polygons_of
 from mpi4dl.datasets.slides.slide import open_slide
@@ -44,9 +41,9 @@ from mpi4dl.training.data import Images
 from mpi4dl.viewer.reading import SlideReader, read_map
 from mpi4dl.viewer.results import read_results
 from tests.datasets.slides.dicom import series
-from tests.pool.ranks import Ranks, RanksFailed
-from tests.support.commands import losses_of
-from tests.support.short_runs import EXACT, write_mixed_cohort
+from tests.pool.ranks import Ranks
+from tests.support.commands import losses_of, plain_steps, read_lines, read_rows, refused, run_train, said, words
+from tests.support.short_runs import EXACT
 from tests.support.tiny import TINY_RESNET, tiny_resnet
 
 PATCH, MPP = 64, 0.5
@@ -62,39 +59,14 @@ PLANS = (
 )
 
 
-@pytest.fixture(scope="module")
-def cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Slides of several sizes, in three formats, of two magnifications."""
-    return write_mixed_cohort(tmp_path_factory.mktemp("cohort"))
-
-
 def flags_of(cohort: Path, folder: Path, more: str = "") -> list[str]:
-    flags = ["--slides", str(cohort / "slides.csv"), *COMMON.split(), *more.split()]
-    return [*flags, "--run-folder", str(folder)]
+    return words("--slides", cohort / "slides.csv", COMMON, more, "--run-folder", folder)
 
 
-def plain_losses(flags: list[str], steps: int) -> tuple[list[float], nn.Module]:
-    """The losses of a loop of plain PyTorch that reads whole slides and cuts out their patches."""
-    config = with_frame(parse(flags))
-    training, _ = source_of(config).open()
-    model = build_model(config, 2, 3)
-    assert isinstance(model, PatchModel)
-    optimizer = torch.optim.SGD(model.parameters(), lr=config.optimizer.lr)
-    order = [i for epoch in range(steps) for i in shuffled(len(training), config.training.seed, epoch)]
-    losses = []
-    for step in range(steps):
-        batch = order[2 * step :][:2]
-        patches = [patches_of(training, index) for index in batch]
-        optimizer.zero_grad()
-        features = model.encoder(torch.cat(patches))
-        loss = F.cross_entropy(
-            model.aggregate(features, [len(each) for each in patches]),
-            torch.tensor([training.label(index) for index in batch]),
-        )
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, model
+def in_turn(slides: Any, epochs: int) -> Iterator[tuple[int, ...]]:
+    """The slides of each step of two, in the order of the seed."""
+    order = [i for epoch in range(epochs) for i in shuffled(len(slides), 3, epoch)]
+    return zip(order[::2], order[1::2], strict=False)
 
 
 def patches_of(slides: Any, index: int) -> Tensor:
@@ -114,10 +86,22 @@ def patches_of(slides: Any, index: int) -> Tensor:
 def test_training_is_that_of_a_plain_loop_over_whole_slides(
     ranks: Ranks, cohort: Path, tmp_path: Path, plan: str
 ) -> None:
+    """It reads whole slides and cuts out their patches."""
     flags = flags_of(cohort, tmp_path / "run", f"{plan} --eval-every none")
-    ranks(parse(flags).parallel.data * (2 if "1x2" in plan else 1)).run(train, flags)
-    expected, _ = plain_losses(flags, 4)
-    assert losses_of(tmp_path / "run")[:4] == pytest.approx(expected, rel=2e-4)
+    run = run_train(ranks, tmp_path / "run", *flags)
+    config = with_frame(parse(flags))
+    training, _ = source_of(config).open()
+    model = build_model(config, 2, 3)
+    assert isinstance(model, PatchModel)
+
+    def losses() -> Iterator[Tensor]:
+        for batch in in_turn(training, 2):
+            patches = [patches_of(training, index) for index in batch]
+            outputs = model.aggregate(model.encoder(torch.cat(patches)), [*map(len, patches)])
+            yield F.cross_entropy(outputs, torch.tensor([training.label(index) for index in batch]))
+
+    expected = plain_steps(torch.optim.SGD(model.parameters(), lr=0.05), losses())
+    assert losses_of(run)[:4] == pytest.approx(expected, rel=2e-4)
 
 
 class Precise(nn.Module):
@@ -172,69 +156,29 @@ def test_whole_slides_of_their_own_sizes_are_those_of_a_plain_loop(
     ranks: Ranks, cohort: Path, tmp_path: Path, plan: str
 ) -> None:
     """Of six sizes, in three formats and two magnifications; in training, evaluation and prediction."""
-    own = OWN.replace("small_resnet --model-options num_filters=4", f"{__file__}:Precise").split()
-    flags = ["--slides", str(cohort / "slides.csv"), *own, *AS_BYTES.split(), *plan.split()]
-    flags += ["--run-folder", str(tmp_path / "run")]
+    own = OWN.replace("small_resnet --model-options num_filters=4", f"{__file__}:Precise")
+    flags = words("--slides", cohort / "slides.csv", own, AS_BYTES, plan)
+    run = run_train(ranks, tmp_path / "run", *flags)
     config = with_frame(parse(flags))
-    count = build_plan(config).num_ranks
-    ranks(count).run(train, flags)
     training, validation = source_of(config).open()
     assert len({tuple(training.image(index).size) for index in range(len(training))}) == len(training)
     model = build_model(config, 2, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=config.optimizer.lr)
-    order = [i for epoch in range(2) for i in shuffled(len(training), config.training.seed, epoch)]
-    expected = []
-    for step in range(4):
-        optimizer.zero_grad()
-        losses = [
-            F.cross_entropy(model(shown_whole(training, index)), torch.tensor([training.label(index)])) / 2
-            for index in order[2 * step :][:2]
-        ]
-        sum(losses, torch.zeros(())).backward()
-        optimizer.step()
-        expected.append(sum(loss.item() for loss in losses))
-    assert losses_of(tmp_path / "run")[:4] == pytest.approx(expected, rel=1e-6)
+
+    def loss_of(index: int) -> Tensor:
+        return F.cross_entropy(model(shown_whole(training, index)), torch.tensor([training.label(index)]))
+
+    losses = (torch.stack([*map(loss_of, batch)]).mean() for batch in in_turn(training, 2))
+    expected = plain_steps(torch.optim.SGD(model.parameters(), lr=config.optimizer.lr), losses)
+    assert losses_of(run)[:4] == pytest.approx(expected, rel=1e-6)
     model.eval()
-    argv = [str(tmp_path / "run"), "--slides", str(cohort), "--out", str(tmp_path / "out"), "--no-maps"]
+    argv = [str(run), "--slides", str(cohort), "--out", str(tmp_path / "out"), "--no-maps"]
     if config.parallel.data > 1:
         argv += ["--data", str(config.parallel.data), "--tiles", "x".join(map(str, config.parallel.tiles[0]))]
-    ranks(count).run(said, *argv)
-    lines = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
-    slides = validation.whole
-    for index, line in enumerate(lines):
+    ranks(build_plan(config).num_ranks).run(said, predict, argv)
+    for index, line in enumerate(read_lines(tmp_path / "out" / "predictions.jsonl")):
         with torch.no_grad():
-            values = model(shown_whole(slides, index)).softmax(1)[0].tolist()
+            values = model(shown_whole(validation.whole, index)).softmax(1)[0].tolist()
         assert list(line["probabilities"].values()) == pytest.approx(values, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--batch-size 2", "a microbatch has one"),
-        ("--batch-size 1 --data 2", "batch_size. 2 and"),
-        ("--batch-size 3 --data 2", "batch_size. 2 and"),
-        ("--batch-size 2 --batch-ways 2", "data. alone"),
-        ("--batch-size 1 --accumulate 2 --stages 2 --bidirectional 1", "leave it out"),
-        ("--mixup 0.2", "mixup"),
-        ("--task segment --fit crop", "image.size"),
-    ],
-)
-def test_what_images_of_their_own_size_cannot_do(ranks: Ranks, cohort: Path, flags: str, words: str) -> None:
-    asked = ["--slides", str(cohort / "slides.csv"), *OWN.split(), *flags.split()]
-    with pytest.raises(RanksFailed, match=words):
-        ranks(build_plan(parse(asked)).num_ranks).run(train, asked)
-
-
-def said(comm: Communicator, *argv: str) -> str:
-    with redirect_stdout(StringIO()) as out:
-        predict(comm, argv)
-    return out.getvalue()
-
-
-def told(comm: Communicator, *argv: str) -> str:
-    with redirect_stdout(StringIO()) as out:
-        train(comm, argv)
-    return out.getvalue()
 
 
 def test_the_patches_of_a_step_and_their_passes_are_counted_before_it(
@@ -247,14 +191,14 @@ def test_the_patches_of_a_step_and_their_passes_are_counted_before_it(
     most = 20
     assert min(counts) < most < max(counts)
     mean = rf"\(the mean of {len(counts)} slides\)"
-    [ran, _] = ranks(2).run(told, *flags, "--dry-run")
+    [ran, _] = ranks(2).run(said, train, [*flags, "--dry-run"])
     of = f"about {round(2 * sum(counts) / len(counts))} patches with tissue"
-    words = rf"{of}, (\d+) x forward and \1 x backward {mean}.*--most-patches"
-    assert len(re.findall(words, ran)) == 1
+    pattern = rf"{of}, (\d+) x forward and \1 x backward {mean}.*--most-patches"
+    assert len(re.findall(pattern, ran)) == 1
     plan([*flags, "--stream-norm", "running", "--most-patches", str(most)])
     num_patches = 2 * sum(min(count, most) for count in counts) / len(counts)
-    words = rf"about {round(num_patches)} patches with tissue, 1 x forward and 1 x backward {mean}$"
-    assert re.search(words, capsys.readouterr().out, re.MULTILINE)
+    pattern = rf"about {round(num_patches)} patches with tissue, 1 x forward and 1 x backward {mean}$"
+    assert re.search(pattern, capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -269,18 +213,17 @@ def short_run(ranks: Ranks, cohort: Path, tmp_path_factory: pytest.TempPathFacto
 def predicted(ranks: Ranks, cohort: Path, short_run: Path) -> Path:
     """What it predicts of all slides."""
     out = short_run.with_name("predicted")
-    ranks(1).run(said, str(short_run), "--slides", str(cohort / "slides.csv"), "--out", str(out))
+    ranks(1).run(said, predict, words(short_run, "--slides", cohort / "slides.csv", "--out", out))
     return out
 
 
 def test_one_rank_and_two_predict_the_same_and_draw_the_same_maps(
     ranks: Ranks, cohort: Path, short_run: Path, predicted: Path, tmp_path: Path
 ) -> None:
-    argv = [str(short_run), "--slides", str(cohort), "--out", str(tmp_path / "out"), "--tiles", "1x2"]
-    told = ranks(2).run(said, *argv)
+    told = ranks(2).run(said, predict, words(short_run, "--slides", cohort, "--out", tmp_path / "out --tiles 1x2"))
     assert "6 slides looked at" in told[0]
     folders = predicted, tmp_path / "out"
-    found = [[*map(json.loads, (out / "predictions.jsonl").read_text().splitlines())] for out in folders]
+    found = [read_lines(out / "predictions.jsonl") for out in folders]
     for one, two in zip(*found, strict=True):
         assert one["image"] == two["image"]
         assert one["probabilities"] == pytest.approx(two["probabilities"], abs=1e-5)
@@ -288,25 +231,21 @@ def test_one_rank_and_two_predict_the_same_and_draw_the_same_maps(
         assert np.array_equal(np.isnan(maps[0]), np.isnan(maps[1]))
         assert maps[0] == pytest.approx(maps[1], abs=1e-5, nan_ok=True)
         assert np.nansum(maps[0]) == pytest.approx(1, abs=1e-4)
-    with (tmp_path / "out" / "predictions.csv").open() as file:
-        assert [row["image"] for row in csv.DictReader(file)] == [each["image"] for each in found[1]]
+    rows = read_rows(tmp_path / "out" / "predictions.csv")
+    assert [row["image"] for row in rows] == [each["image"] for each in found[1]]
 
 
 def test_maps_that_are_gone_are_drawn_again_and_others_are_refused(
     ranks: Ranks, cohort: Path, short_run: Path, predicted: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(predicted, out)
-    argv = [str(short_run), "--slides", str(cohort / "slides.csv"), "--out", str(out)]
-    (told,) = ranks(1).run(said, *argv)
-    assert "6 slides done before" in told
+    out = shutil.copytree(predicted, tmp_path / "out")
+    argv = words(short_run, "--slides", cohort / "slides.csv", "--out", out)
+    assert "6 slides done before" in ranks(1).run(said, predict, argv)[0]
     lost = next((out / "maps").glob("*001*.png"))
     lost.unlink()
-    (told,) = ranks(1).run(said, *argv)
-    assert "5 slides done before" in told
+    assert "5 slides done before" in ranks(1).run(said, predict, argv)[0]
     assert lost.is_file()
-    (refusal,) = ranks(1).run(refused, predict, [*argv, "--no-maps"])
-    assert "maps 'attention', not 'none'" in refusal
+    assert "maps 'attention', not 'none'" in ranks(1).run(refused, predict, [*argv, "--no-maps"])[0]
 
 
 def test_maps_lie_where_the_patches_are(cohort: Path, short_run: Path, predicted: Path) -> None:
@@ -330,64 +269,84 @@ def test_maps_lie_where_the_patches_are(cohort: Path, short_run: Path, predicted
 
 
 @dataclass(frozen=True)
-class Slides(Pixels):
+class Chosen(Pixels):
     """Whole slides in float64, of which the same patches are used in each step: a source of images."""
 
     places: tuple[tuple[tuple[int, int], ...], ...]
 
-    def __getitem__(self, positions: Any) -> "Slides":
-        return Slides(self.values[list(positions)], tuple(self.places[i] for i in positions))
+    def __getitem__(self, positions: Any) -> "Chosen":
+        return Chosen(self.values[list(positions)], tuple(self.places[i] for i in positions))
 
     def tissue_patches(self, position: int, patch: int) -> list[tuple[int, int]]:
         return [*self.places[position]]
 
 
-def encoder() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 6, 3, 2, 1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 3, 1, 1), nn.BatchNorm2d(8),
-        nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-    )  # fmt: skip
+@dataclass(frozen=True)
+class OfPatches:
+    """A model of patches, and images (4, C, H, W) of which it sees some: one of one image, and all of another."""
+
+    channels: int
+    size: tuple[int, int]
+    patch_size: int
+    at_once: int
+    places: tuple[tuple[tuple[int, int], ...], ...]
+
+    def model(self) -> PatchModel:
+        torch.manual_seed(5)
+        if self.patch_size == 1:  # features
+            return PatchModel(nn.Flatten(), GatedAttention(self.channels, 2, 4), 1).double()
+        encoder = nn.Sequential(
+            nn.Conv2d(3, 6, 3, 2, 1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 3, 1, 1), nn.BatchNorm2d(8),
+            nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        )  # fmt: skip
+        return PatchModel(encoder, GatedAttention(8, 2, 4), 8).double()
+
+    def samples(self) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(1)
+        return torch.randn(4, self.channels, *self.size, dtype=torch.float64), torch.tensor([0, 1, 1, 0])
 
 
-def patch_model() -> PatchModel:
-    torch.manual_seed(5)
-    return PatchModel(encoder(), GatedAttention(8, 2, 4), 8).double()
+ALL = tuple((row, col) for row in range(5) for col in range(7))
+OF_SLIDES = OfPatches(3, (40, 56), 8, 2, (((0, 0), (1, 3), (4, 6)), ((2, 2),), ALL, ((0, 6), (3, 1))))
+OF_BAGS = OfPatches(6, (1, 9), 1, 9, tuple(tuple((0, i) for i in range(count)) for count in (3, 1, 9, 6)))
 
 
-def steps_in_float64(comm: Communicator, data: int) -> tuple[list[float], dict[str, Tensor]]:
-    torch.manual_seed(1)
-    images, labels = torch.randn(4, 3, 40, 56, dtype=torch.float64), torch.tensor([0, 1, 1, 0])
-    places = (((0, 0), (1, 3), (4, 6)), ((2, 2),), tuple((r, c) for r in range(5) for c in range(7)), ((0, 6), (3, 1)))
-    plan = Plan(((1, comm.size // data),), data=data)
-    model = patch_model()
-    stream_patches(model, PatchOptions(2))
-    stages = LocalStages.whole(model, plan, comm, PatchOptions(2))
-    optimizer = torch.optim.SGD(stages.parameters(), lr=0.1)
-    engine = Engine(stages, plan, optimizer, F.cross_entropy, comm=comm)
-    size, losses = (40, 56), []
+def steps_in_float64(comm: Communicator, task: OfPatches, plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
+    images, labels = task.samples()
+    model, options = task.model(), PatchOptions(task.at_once)
+    stream_patches(model, options, task.channels)
+    stages = LocalStages.whole(model, plan, comm, options)
+    engine = Engine(stages, plan, torch.optim.AdamW(stages.parameters(), lr=0.1), F.cross_entropy, comm=comm)
+    losses = []
     for _ in range(3):
-        boxes = [read.box for read in engine.reads(4, size)]
-        tiles = [Slides(images, places)[range(*box.batch)] for box in boxes]
-        losses.append(engine.step(tiles, labels, size).loss)
+        tiles = [Chosen(images, task.places)[range(*read.box.batch)] for read in engine.reads(4, task.size)]
+        losses.append(engine.step(tiles, labels, task.size).loss)
     return losses, engine.gather_state() or {}
 
 
-@pytest.mark.parametrize(("count", "data"), [(2, 1), (4, 2)])
-def test_patches_that_slides_choose_are_exact_in_float64(ranks: Ranks, count: int, data: int) -> None:
-    """With one patch in one slide and all in another; batch norm takes the statistics of all patches of the batch."""
-    (losses, state), *_ = ranks(count).run(steps_in_float64, data)
-    torch.manual_seed(1)
-    images, labels = torch.randn(4, 3, 40, 56, dtype=torch.float64), torch.tensor([0, 1, 1, 0])
-    places = (((0, 0), (1, 3), (4, 6)), ((2, 2),), tuple((r, c) for r in range(5) for c in range(7)), ((0, 6), (3, 1)))
-    model = patch_model().train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for expected in losses:
-        patches = [images[i, :, 8 * row :, 8 * col :][:, :8, :8] for i, each in enumerate(places) for row, col in each]
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model.aggregate(model.encoder(torch.stack(patches)), [*map(len, places)]), labels)
-        loss.backward()
-        optimizer.step()
-        assert expected == pytest.approx(loss.item(), rel=EXACT)
+@pytest.mark.parametrize(
+    ("task", "plan"),
+    [
+        pytest.param(OF_SLIDES, Plan(((1, 2),)), id="patches-tiles"),
+        pytest.param(OF_SLIDES, Plan(((1, 2),), data=2), id="patches-tiles and replicas"),
+        pytest.param(OF_BAGS, Plan(((1, 2),)), id="bags-tiles"),
+        pytest.param(OF_BAGS, Plan(((1, 2),), data=2, zero=1, microbatches=2), id="bags-tiles, replicas and ZeRO"),
+    ],
+)
+def test_patches_that_slides_choose_and_bags_are_exact_in_float64(ranks: Ranks, task: OfPatches, plan: Plan) -> None:
+    """Batch norm takes the statistics of all patches of the batch."""
+    (losses, state), *_ = ranks(plan.num_ranks).run(steps_in_float64, task, plan)
+    images, labels = task.samples()
+    model, side = task.model().train(), task.patch_size
+    patches = [
+        images[i, :, side * row :, side * col :][:, :side, :side]
+        for i, places in enumerate(task.places)
+        for row, col in places
+    ]
+    counts = [*map(len, task.places)]
+    outputs = (model.aggregate(model.encoder(torch.stack(patches)), counts) for _ in losses)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    assert losses == pytest.approx(plain_steps(optimizer, (F.cross_entropy(each, labels) for each in outputs)), EXACT)
     for name, value in model.state_dict().items():
         assert torch.allclose(state[name], value, rtol=0, atol=1e-9), name
 
@@ -427,34 +386,6 @@ def test_a_split_that_a_run_kept_is_taken_again(cohort: Path, tmp_path: Path) ->
     assert [found[name] for name in names] == ["train", "train", "val", "test", "", ""]
 
 
-def refused(comm: Communicator, act: Callable[..., None], argv: list[str]) -> str:
-    with pytest.raises((Refusal, ValueError)) as raised:
-        act(comm, argv)
-    return str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ("--mpp 0.2", "coarser than"),
-        ("--mpp 0.5 --level 1", "mpp and level both say"),
-        ("--fit crop", "`fit` crop is for whole images"),
-        ("--mixup 0.2", "`mixup` 0.2 mixes whole images"),
-        ("--folds 1", "choose two folds or more"),
-        ("--image-size 64", "more than image-size 64x64"),
-        ("--slide-column what", "what"),
-        ("--images somewhere", "slides and images were both given"),
-        ("--crops-each 4", "`task` segment"),
-        ("--max-side 4096", "there is no flag max-side; leave it out"),
-    ],
-)
-@pytest.mark.sample(2)
-def test_what_slides_are_refused(ranks: Ranks, cohort: Path, tmp_path: Path, more: str, message: str) -> None:
-    argv = flags_of(cohort, tmp_path / "run", more)
-    (found,) = ranks(1).run(refused, train, argv)
-    assert message.replace("`", "") in found.replace("`", "").replace("--", ""), found
-
-
 @pytest.mark.exhaustive
 def test_slides_in_dicom_are_trained_on_and_shown_as_their_originals(
     ranks: Ranks, cohort: Path, tmp_path: Path
@@ -469,7 +400,7 @@ def test_slides_in_dicom_are_trained_on_and_shown_as_their_originals(
     for slides, run in ((cohort, "original"), (folder, "run")):
         ranks(1).run(train, flags_of(slides, tmp_path / run, "--max-steps 1 --eval-every none"))
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "original")
-    ranks(2).run(said, str(tmp_path / "run"), "--slides", str(folder), "--out", str(tmp_path / "out"))
+    ranks(2).run(said, predict, words(tmp_path / "run", "--slides", folder, "--out", tmp_path / "out"))
     shown = read_results(tmp_path / "out").slides
     assert sorted(slide.name for slide in shown) == sorted(path.name for path in folder.iterdir() if path.is_dir())
     assert all(slide.map is not None and SlideReader(shown).thumbnail(n) for n, slide in enumerate(shown))
@@ -496,7 +427,7 @@ def test_a_damaged_slide_ends_training_and_not_a_prediction(
         content = path.read_bytes()
         (other / path.name).write_bytes(content[: len(content) // 2] if "003" in path.name else content)
     (other / "slides.csv").write_bytes((cohort / "slides.csv").read_bytes())
-    told = ranks(2).run(said, str(short_run), "--slides", str(other), "--out", str(tmp_path / "out"))
+    told = ranks(2).run(said, predict, words(short_run, "--slides", other, "--out", tmp_path / "out"))
     assert "6 slides looked at, 1 of which could not be read" in told[0]
     viewed = {slide.name: slide for slide in read_results(tmp_path / "out").slides}
     assert [name for name, slide in viewed.items() if slide.error] == [name for name in viewed if "003" in name]
@@ -510,22 +441,18 @@ def test_evaluation_reads_slides_as_training_did(
     ranks: Ranks, cohort: Path, short_run: Path, predicted: Path, tmp_path: Path
 ) -> None:
     """Those that validated, and others by a table, at the resolution of training; pictures as they are are refused."""
-    found = {
-        each["image"]: each for each in map(json.loads, (predicted / "predictions.jsonl").read_text().splitlines())
-    }
-    patients = [f"patient_{n:03}" for n in range(6)]
-    for more, count in (([], 2), (["--slides", str(cohort / "slides.csv"), "--threshold", "youden"], 6)):
+    found = {each["image"]: each["probabilities"] for each in read_lines(predicted / "predictions.jsonl")}
+    for more, count in (("", 2), (f"--slides {cohort / 'slides.csv'} --threshold youden", 6)):
         out = tmp_path / f"of{count}"
-        ranks(2).run(evaluate, [str(short_run), *more, "--out", str(out), "--resamples", "0"])
-        with (out / "evaluation.csv").open() as file:
-            rows = list(csv.DictReader(file))
+        ranks(2).run(evaluate, words(short_run, more, "--out", out, "--resamples 0"))
+        rows = read_rows(out / "evaluation.csv")
         assert len(rows) == count
         told = json.loads((out / "evaluation.json").read_text())
         chosen = "on the 2 val slides of the run" in " ".join(told["remarks"])
         assert (len(told["warnings"]), chosen) == ((2, True) if more else (0, False))
-        with (out / "patients.csv").open() as file:
-            assert [row["patient"] for row in csv.DictReader(file)] == [row["patient"] for row in rows]
-        assert not more or [row["patient"] for row in rows] == patients
+        patients = [row["patient"] for row in rows]
+        assert [row["patient"] for row in read_rows(out / "patients.csv")] == patients
+        assert not more or patients == [f"patient_{n:03}" for n in range(6)]
         viewed = read_results(out).slides
         assert [(slide.path, slide.label) for slide in viewed] == [
             (cohort / row["image"], row["label"]) for row in rows
@@ -535,33 +462,20 @@ def test_evaluation_reads_slides_as_training_did(
         (out / "evaluation.json").write_text(json.dumps(told))
         assert {slide.path for slide in read_results(out).slides} == {None}
         for row in rows:
-            expected = found[row["image"]]["probabilities"]["tumour"]
-            assert float(row["probability tumour"]) == pytest.approx(expected, abs=1e-5)
+            assert float(row["probability tumour"]) == pytest.approx(found[row["image"]]["tumour"], abs=1e-5)
     for act in (evaluate, predict):
         (refusal,) = ranks(1).run(refused, act, [str(short_run), "--images", str(cohort)])
         assert "--slides" in refusal
-
-
-def evaluated(comm: Communicator, *argv: str) -> str:
-    with redirect_stdout(StringIO()) as out:
-        evaluate(comm, argv)
-    return out.getvalue()
-
-
-def trained(comm: Communicator, argv: list[str]) -> str:
-    with redirect_stdout(StringIO()) as out:
-        train(comm, argv)
-    return out.getvalue()
 
 
 def test_all_folds_go_on_and_are_summarised(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
     """A fold that was trained by itself, as on a cluster, is finished; each patient is predicted by one run."""
     folder = tmp_path / "cv"
     flags = flags_of(cohort, folder, "--max-steps 1 --folds 2 --eval-every none --save-every none --batch-size 1")
-    ranks(1).run(trained, [*flags, "--fold", "1"])
+    ranks(1).run(said, train, [*flags, "--fold", "1"])
     (refusal,) = ranks(1).run(refused, evaluate, [str(folder)])
     assert "needs two" in refusal
-    (told,) = ranks(1).run(trained, [*flags, "--fold", "all", "--resume", "auto"])
+    (told,) = ranks(1).run(said, train, [*flags, "--fold", "all", "--resume", "auto"])
     assert f"fold 1 of 2 is finished: {folder / 'fold_1'}" in told
     assert told.index("fold 0 of 2:") < told.index("fold 1 of 2 is")
     for other in ("--lr 0.5", "--model-options num_filters=6", "--augment flip"):
@@ -569,11 +483,8 @@ def test_all_folds_go_on_and_are_summarised(ranks: Ranks, cohort: Path, tmp_path
         assert other.split()[0] in refusal
         assert "fold_0 was trained with" in refusal
     (of_train,) = folder.glob("evaluation-*.csv")
-    ranks(2).run(evaluated, str(folder), "--out", str(tmp_path / "out"), "--resamples", "0")
-    found = []
-    for path in (of_train, tmp_path / "out" / "evaluation.csv"):
-        with path.open() as file:
-            found.append(list(csv.DictReader(file)))
+    ranks(2).run(said, evaluate, words(folder, "--out", tmp_path / "out", "--resamples 0"))
+    found = [read_rows(path) for path in (of_train, tmp_path / "out" / "evaluation.csv")]
     for rows in found:
         assert sorted(row["patient"] for row in rows) == [f"patient_{n:03}" for n in range(6)]
         for row in rows:
@@ -585,9 +496,7 @@ def test_all_folds_go_on_and_are_summarised(ranks: Ranks, cohort: Path, tmp_path
     )
     places = json.loads((tmp_path / "out" / "evaluation.json").read_text())["slides"]
     assert (Path(places["root"]), {*places["slides"]}) == (cohort, {row["image"] for row in found[0]})
-    with (tmp_path / "out" / "cross-validation.csv").open() as file:
-        table = {(row["level"], row["metric"]): row for row in csv.DictReader(file)}
-    for row in table.values():
+    for row in read_rows(tmp_path / "out" / "cross-validation.csv"):
         values = [float(row[name]) for name in ("fold 0", "fold 1") if row[name]]
         assert not values or float(row["mean"]) == pytest.approx(np.mean(values))
     (refusal,) = ranks(1).run(refused, train, [*flags, "--fold", "all"])
@@ -600,10 +509,10 @@ def test_all_folds_go_on_and_are_summarised(ranks: Ranks, cohort: Path, tmp_path
     assert "seed" in refusal
 
 
-def all_said(comm: Communicator, lines: list[list[str]]) -> None:
+def all_predicted(comm: Communicator, lines: list[list[str]]) -> None:
     """Predict several times in the same processes, which load what draws maps once."""
     for argv in lines:
-        said(comm, *argv)
+        said(comm, predict, argv)
 
 
 def plain_maps(model: nn.Module, image: Tensor) -> tuple[Tensor, Tensor]:
@@ -613,6 +522,17 @@ def plain_maps(model: nn.Module, image: Tensor) -> tuple[Tensor, Tensor]:
     logits = model[-1](features)[0]  # type: ignore[index]
     of_features, of_pixels = torch.autograd.grad(logits[1] - logits[0], (features, x))
     return (of_features * features).sum(1)[0].detach(), F.avg_pool2d(of_pixels.abs().sum(1), 32)[0]
+
+
+def flags_of_whole(cohort: Path, pool: str) -> list[str]:
+    own = OWN.replace("num_filters=4", f"num_filters=4,pool={pool}")
+    return words("--slides", cohort / "slides.csv", own, "--max-steps 1")
+
+
+@pytest.fixture(scope="module")
+def whole(ranks: Ranks, cohort: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step on whole slides."""
+    return run_train(ranks, tmp_path_factory.mktemp("whole") / "run", *flags_of_whole(cohort, "avg"))
 
 
 @pytest.mark.parametrize(
@@ -635,13 +555,11 @@ def plain_maps(model: nn.Module, image: Tensor) -> tuple[Tensor, Tensor]:
     ],
 )
 def test_cells_of_whole_slides_are_those_of_plain_autograd(
-    ranks: Ranks, cohort: Path, tmp_path: Path, pool: str, ways: dict[int, tuple[str, ...]]
+    ranks: Ranks, cohort: Path, whole: Path, tmp_path: Path, pool: str, ways: dict[int, tuple[str, ...]]
 ) -> None:
     """Class activation and input gradients, by tiles and by streaming, and in the right places of level 0."""
-    run, table = tmp_path / "run", tmp_path / "two.csv"
-    flags = ["--slides", str(cohort / "slides.csv"), *OWN.split(), "--run-folder", str(run), "--max-steps", "1"]
-    flags[flags.index("num_filters=4")] = f"num_filters=4,pool={pool}"
-    ranks(1).run(trained, flags)
+    flags, table = flags_of_whole(cohort, pool), tmp_path / "two.csv"
+    run = whole if pool == "avg" else run_train(ranks, tmp_path / "run", *flags)
     config = with_frame(parse(flags))
     model = build_model(config, 2, 3)
     model.load_state_dict(load_file(run / "model.safetensors"))
@@ -651,12 +569,12 @@ def test_cells_of_whole_slides_are_those_of_plain_autograd(
     table.write_text("\n".join(("slide", *names)))
     expected = [plain_maps(model.eval(), normalized(shown_whole(slides, index))) for index in range(2)]
     outs = {more: tmp_path / more.replace(" ", "") for each in ways.values() for more in each}
-    common = [str(run), "--slides", str(table), "--slides-folder", str(cohort)]
+    common = words(run, "--slides", table, "--slides-folder", cohort)
     for count, each in ways.items():
-        ranks(count).run(all_said, [[*common, "--out", str(outs[more]), *more.split()] for more in each])
+        ranks(count).run(all_predicted, [words(*common, "--out", outs[more], more) for more in each])
     for more, out in outs.items():
         kind = "gradient" if "gradient" in more else "activation"
-        lines = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
+        lines = read_lines(out / "predictions.jsonl")
         assert [line["image"] for line in lines] == names
         for line, slide, maps in zip(lines, map(slides.image, range(2)), expected, strict=True):
             plain = maps[kind == "gradient"].numpy()
@@ -675,26 +593,17 @@ def test_cells_of_whole_slides_are_those_of_plain_autograd(
         assert {each["title"] for each in shown.values()} == {f"{kind} tumour"}
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ("--maps attention", "whole slides"),
-        ("--map-layer stem --stream 2x2", "it is streamed"),
-        ("--map-class what", "what"),
-        ("--map-layer what", "head.linear"),
-        ("--maps activation --data 2 --tiles 1x1", "replicas"),
-    ],
-)
-def test_which_maps_are_refused(ranks: Ranks, whole: Path, cohort: Path, more: str, words: str) -> None:
-    argv = [str(whole), "--slides", str(cohort / "slides.csv"), "--out", str(whole / "out"), *more.split()]
+WRONG_MAPS = {
+    "--maps attention": "whole slides",
+    "--map-layer stem --stream 2x2": "it is streamed",
+    "--map-class what": "what",
+    "--map-layer what": "head.linear",
+    "--maps activation --data 2 --tiles 1x1": "replicas",
+}
+
+
+@pytest.mark.parametrize("more", WRONG_MAPS)
+def test_which_maps_are_refused(ranks: Ranks, whole: Path, cohort: Path, tmp_path: Path, more: str) -> None:
+    argv = words(whole, "--slides", cohort / "slides.csv", "--out", tmp_path / "out", more)
     for told in ranks(2 if "data" in more else 1).run(refused, predict, argv):
-        assert words in told
-
-
-@pytest.fixture(scope="module")
-def whole(ranks: Ranks, cohort: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one step on whole slides."""
-    run = tmp_path_factory.mktemp("whole")
-    flags = ["--slides", str(cohort / "slides.csv"), *OWN.split(), "--run-folder", str(run / "run"), "--max-steps", "1"]
-    ranks(1).run(trained, flags)
-    return run / "run"
+        assert WRONG_MAPS[more] in told

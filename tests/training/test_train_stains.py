@@ -1,15 +1,11 @@
 """Slides with normalized stains and all augmentations: alike by any plan, after a resume, and in prediction."""
 
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import PIL.Image
 import pytest
 
-from mpi4dl.comm import Communicator
 from mpi4dl.datasets import DatasetError, Variation
 from mpi4dl.datasets.slides.features import open_bag
 from mpi4dl.datasets.slides.tissue import tissue_pixels
@@ -23,9 +19,8 @@ from mpi4dl.options.sources import SlideSource, source_of, with_frame
 from mpi4dl.predict import predict
 from mpi4dl.train import train
 from tests.pool.ranks import Ranks
-from tests.support.commands import losses_of
+from tests.support.commands import losses_of, run_train, said, words
 from tests.support.interrupted import assert_the_same_run
-from tests.support.short_runs import write_mixed_cohort
 from tests.support.tiny import TINY_RESNET
 
 VARIED = (
@@ -41,35 +36,31 @@ PATCHES = "--patches 64 --patches-at-once 32 --stream-norm running"
 IN_PATCHES = "--mpp 2 --patches 32 --augment RandomPosterize(bits=5),GaussianBlur(3),RandomPerspective"
 
 
-@pytest.fixture(scope="module")
-def cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mixed_cohort(tmp_path_factory.mktemp("cohort"))
-
-
 def flags_of(cohort: Path, folder: Path, more: str) -> list[str]:
-    flags = ["--slides", str(cohort / "slides.csv"), *COMMON.split(), *VARIED.split(), *more.split()]
-    return [*flags, "--run-folder", str(folder)]
+    return words("--slides", cohort / "slides.csv", COMMON, VARIED, more, "--run-folder", folder)
+
+
+MASKS = "--task segment --fit crop --image-size 64 --model unet --model-options num_filters=4,depth=3"
 
 
 @pytest.mark.parametrize(
-    ("alone", "shared"),
+    ("how", "plan"),
     [
-        (f"{PATCHES} {IN_PATCHES}", f"{PATCHES} {IN_PATCHES} --tiles 1x2"),
-        pytest.param(PATCHES, f"{PATCHES} --tiles 1x2", marks=pytest.mark.exhaustive),
-        ("--mpp 2", "--mpp 2 --tiles 1x2 --stream 2x2"),
+        (f"{PATCHES} {IN_PATCHES}", "--tiles 1x2"),
+        pytest.param(PATCHES, "--tiles 1x2", marks=pytest.mark.exhaustive),
+        ("--mpp 2", "--tiles 1x2 --stream 2x2"),
         pytest.param("", "--tiles 1x2", marks=pytest.mark.exhaustive),
-        pytest.param("--task segment --fit crop --image-size 64 --model unet --model-options num_filters=4,depth=3",
-                     "--task segment --fit crop --image-size 64 --model unet --model-options num_filters=4,depth=3 "
-                     "--tiles 1x2 --stream 2x2", marks=pytest.mark.exhaustive),
+        pytest.param(MASKS, "--tiles 1x2 --stream 2x2", marks=pytest.mark.exhaustive),
     ],
-)  # fmt: skip
+)
 def test_one_rank_and_two_see_the_same_varied_slides(
-    ranks: Ranks, cohort: Path, tmp_path: Path, alone: str, shared: str
+    ranks: Ranks, cohort: Path, tmp_path: Path, how: str, plan: str
 ) -> None:
     """Patches, and whole slides of their own sizes, which turn by quarters, also as streamed tiles."""
-    for count, more in ((1, alone), (2, shared)):
-        ranks(count).run(train, flags_of(cohort, tmp_path / f"of{count}", f"{more} --max-steps 3 --epochs 1"))
-    one, two = (losses_of(tmp_path / f"of{count}") for count in (1, 2))
+    one, two = (
+        losses_of(run_train(ranks, folder, *flags_of(cohort, folder, f"{how} {more} --max-steps 3 --epochs 1")))
+        for folder, more in ((tmp_path / "of1", ""), (tmp_path / "of2", plan))
+    )
     assert len(one) == 3
     assert two == pytest.approx(one, rel=5e-4)
 
@@ -115,12 +106,6 @@ def test_any_box_of_a_slide_has_the_colours_of_the_reference(cohort: Path, tmp_p
     assert training.variation(0, 0).stains
 
 
-def said(comm: Communicator, command: Any, argv: list[str]) -> str:
-    with redirect_stdout(StringIO()) as out:
-        command(comm, argv)
-    return out.getvalue()
-
-
 def test_prediction_and_features_have_the_stains_of_training(
     ranks: Ranks, cohort: Path, tmp_path: Path, reference: Path
 ) -> None:
@@ -136,30 +121,30 @@ def test_prediction_and_features_have_the_stains_of_training(
     glass[96:104, 96:104] = 200, 120, 180
     PIL.Image.fromarray(glass).save(tmp_path / "glass.png")
     (tmp_path / "table.csv").write_text("slide,mpp\nslide.png,1\nglass.png,1\n")
-    new = ["--slides", str(tmp_path / "table.csv")]
-    told = ranks(2).run(said, predict, [str(tmp_path / "run"), *new, "--out", str(tmp_path / "out"), "--no-maps"])
+    new, run = ("--slides", tmp_path / "table.csv", "--out"), tmp_path / "run"
+    told = ranks(2).run(said, predict, words(run, *new, tmp_path / "out", "--no-maps"))
     assert "1 slide with too little stained tissue to normalize: glass.png" in told[0]
-    encoder = f"--model {TINY_RESNET} --patches 64 --mpp 1 --weights".split()
-    ranks(1).run(said, embed, [*new, *encoder, str(tmp_path / "run"), "--out", str(tmp_path / "features")])
+    encoder = f"--model {TINY_RESNET} --patches 64 --mpp 1 --weights {run}"
+    ranks(1).run(said, embed, words(*new, tmp_path / "features", encoder))
     settings = open_bag(tmp_path / "features" / "slide.h5").settings
     assert (settings["stain_norm"], settings["stain_reference"]) == ("macenko", list(stains.reference))
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--stain-norm none --stain-reference 1,2", "name the stain-norm that it is for"),
-        ("--stain-reference 1,2", "8 numbers with commas between them for stain-norm macenko"),
-        ("--stain-reference nowhere.png", "no such file"),
-        ("--stain-reference {glass}", "too little stained tissue"),
-    ],
-)
-def test_what_references_are_refused(cohort: Path, tmp_path: Path, flags: str, words: str) -> None:
+WRONG_REFERENCES = {
+    "--stain-norm none --stain-reference 1,2": "name the stain-norm that it is for",
+    "--stain-reference 1,2": "8 numbers with commas between them for stain-norm macenko",
+    "--stain-reference nowhere.png": "no such file",
+    "--stain-reference {glass}": "too little stained tissue",
+}
+
+
+@pytest.mark.parametrize("flags", WRONG_REFERENCES)
+def test_what_references_are_refused(cohort: Path, tmp_path: Path, flags: str) -> None:
     PIL.Image.fromarray(np.full((200, 200, 3), 240, np.uint8)).save(tmp_path / "glass.png")
     more = f"{PATCHES} {flags.format(glass=tmp_path / 'glass.png')}"
     with pytest.raises((DatasetError, ConfigError), match="stain_reference") as raised:
         with_frame(parse(flags_of(cohort, tmp_path / "run", more)))
-    assert words in str(raised.value).replace("`", "").replace("_", "-")
+    assert WRONG_REFERENCES[flags] in str(raised.value).replace("`", "").replace("_", "-")
 
 
 def test_stains_of_pictures_without_slides_are_refused() -> None:

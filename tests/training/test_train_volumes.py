@@ -10,23 +10,19 @@ from torch.nn import functional as F
 
 from mpi4dl import models
 from mpi4dl.datasets import Loader
-from mpi4dl.geometry import Tiling
-from mpi4dl.options import build
-from mpi4dl.options.config import parse
+from mpi4dl.geometry import Box, Interval
 from mpi4dl.options.data import build_views
 from mpi4dl.options.sources import source_of
-from mpi4dl.parallel.plan import Plan
-from mpi4dl.train import train
 from tests.pool.ranks import Ranks
-from tests.support.commands import losses_of, settled, truncate
+from tests.support.commands import losses_of, plain_steps, run_train, settled, truncate, words
 
 SIZE = (9, 12, 11)
 COMMON = (
     "--batch-size 4 --num-workers 1 --epochs 2 --val-fraction 0.3 --log-interval 1 --lr 0.02 "
-    "--optimizer SGD --lr-schedule constant --eval-every none"
+    "--optimizer SGD --lr-schedule constant --eval-every none --model-options depth=8,num_filters=4"
 )
-OF_VOLUMES = "--model resnet3d --model-options depth=8,num_filters=4 --image-size 9x12x11 --jitter 0.2 --random-crop"
-OF_SEQUENCES = "--model resnet1d --model-options depth=8,num_filters=4 --num-samples 16 --image-size 61"
+OF_VOLUMES = "--model resnet3d --image-size 9x12x11 --jitter 0.2 --random-crop --images"
+OF_SEQUENCES = "--model resnet1d --num-samples 16 --image-size 61 --num-classes 2"
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +48,11 @@ def plain_losses(flags: list[str], size: tuple[int, ...]) -> list[float]:
     view, _ = build_views(config, training.channels, "resize")
     torch.manual_seed(config.training.seed)
     model = models.build(config.model.model, 2, in_channels=training.channels, depth=8, num_filters=4).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    shape = Plan((tuple(1 for _ in size),)).shape(0)
-    loader = Loader(
-        training, view, 4, lambda n: [Tiling.even(shape, (n, *size)).owned(0)], shuffle=True, drop_last=True
-    )
-    losses = []
-    for epoch in range(2):
-        for batch in loader.epoch(epoch):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(batch.tiles[0]), batch.labels)
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-    return losses
+    whole = lambda count: [Box(*(Interval(0, side) for side in (count, *size)))]  # noqa: E731
+    loader = Loader(training, view, 4, whole, shuffle=True, drop_last=True)
+    batches = (batch for epoch in range(2) for batch in loader.epoch(epoch))
+    losses = (F.cross_entropy(model(batch.tiles[0]), batch.labels) for batch in batches)
+    return plain_steps(torch.optim.SGD(model.parameters(), lr=0.02), losses)
 
 
 PLANS = ["--tiles 2x1x1", "--tiles 2x2", "--tiles 1x1x2 --data 2 --zero 3", "--tiles 2x1x1,1x1x1 --stages 2"]
@@ -74,49 +61,27 @@ PLANS = ["--tiles 2x1x1", "--tiles 2x2", "--tiles 1x1x2 --data 2 --zero 3", "--t
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.sample(1)
 def test_volumes_by_every_plan(ranks: Ranks, volumes: Path, tmp_path: Path, plan: str) -> None:
-    flags = [*COMMON.split(), *OF_VOLUMES.split(), "--images", str(volumes)]
-    num_ranks = build.build_plan(parse([*flags, *plan.split()])).num_ranks
-    ranks(num_ranks).run(train, [*flags, *plan.split(), "--run-folder", str(tmp_path / "run")])
-    assert losses_of(tmp_path / "run") == pytest.approx(plain_losses(flags, SIZE), rel=1e-4)
+    flags = words(COMMON, OF_VOLUMES, volumes)
+    run = run_train(ranks, tmp_path / "run", *flags, plan)
+    assert losses_of(run) == pytest.approx(plain_losses(flags, SIZE), rel=1e-4)
 
 
 @pytest.mark.exhaustive
 def test_a_run_on_volumes_goes_on_on_other_tiles(ranks: Ranks, volumes: Path, tmp_path: Path) -> None:
-    flags = [*COMMON.split(), *OF_VOLUMES.split(), "--images", str(volumes), "--run-folder", str(tmp_path / "run")]
-    flags += ["--resume", "auto"]
-    ranks(4).run(train, [*flags, "--tiles", "2x2x1", "--max-steps", "4", "--save-every", "2"])
-    ranks(3).run(train, [*flags, "--tiles", "1x1x2,1x1x1", "--stages", "2"])
-    assert losses_of(tmp_path / "run") == pytest.approx(plain_losses(flags, SIZE), rel=1e-4)
+    flags, run = words(COMMON, OF_VOLUMES, volumes, "--resume auto"), tmp_path / "run"
+    run_train(ranks, run, *flags, "--tiles 2x2x1 --max-steps 4 --save-every 2")
+    run_train(ranks, run, *flags, "--tiles 1x1x2,1x1x1 --stages 2")
+    assert losses_of(run) == pytest.approx(plain_losses([*flags, "--run-folder", str(run)], SIZE), rel=1e-4)
 
 
 def test_sequences(ranks: Ranks, tmp_path: Path) -> None:
-    flags = [*COMMON.split(), *OF_SEQUENCES.split(), "--num-classes", "2"]
-    ranks(3).run(train, [*flags, "--tiles", "3", "--run-folder", str(tmp_path / "run")])
-    assert losses_of(tmp_path / "run") == pytest.approx(plain_losses([*flags, "--tiles", "1"], (61,)), rel=1e-4)
+    flags = words(COMMON, OF_SEQUENCES, "--tiles")
+    run = run_train(ranks, tmp_path / "run", *flags, 3)
+    assert losses_of(run) == pytest.approx(plain_losses([*flags, "1"], (61,)), rel=1e-4)
 
 
 def test_volumes_that_cannot_be_read_are_left_out(ranks: Ranks, volumes: Path, tmp_path: Path) -> None:
     bad = truncate(volumes / "a" / "4.tif")
-    flags = [*COMMON.split(), *OF_VOLUMES.split(), "--images", str(volumes), "--run-folder", str(tmp_path / "run")]
-    ranks(2).run(train, [*flags, "--tiles", "1x2x1", "--on-bad-image", "skip"])
-    assert losses_of(tmp_path / "run")
-    assert f"skipped: {bad}: " in (tmp_path / "run" / "log-rank0.txt").read_text()
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--tiles 4", "--tiles 4 cuts along tokens, but what is trained on has the size 224x224"),
-        ("--tiles 2x2x1 --image-size 64x64", "cuts along depth, rows, cols, but what is trained on has the size 64x64"),
-        ("--tiles 2x1 --image-size 9x12x11 --model resnet18", "cannot take images of 3 x 9 x 12 x 11"),
-    ],
-)
-def test_tiles_sizes_and_models_of_other_axes(ranks: Ranks, flags: str, message: str) -> None:
-    found = ranks(build.build_plan(parse(flags.split())).num_ranks).run(refused, flags.split())
-    assert all(message in said for said in found)
-
-
-def refused(comm: object, flags: list[str]) -> str:
-    with pytest.raises(ValueError, match=r".") as raised:
-        train(comm, [*flags, "--num-samples", "8", "--run-folder", "none"])  # type: ignore[arg-type]
-    return str(raised.value)
+    run = run_train(ranks, tmp_path / "run", COMMON, OF_VOLUMES, volumes, "--tiles 1x2x1 --on-bad-image skip")
+    assert losses_of(run)
+    assert f"skipped: {bad}: " in (run / "log-rank0.txt").read_text()

@@ -395,8 +395,22 @@ class SpatialTensor(Tensor):
         if function is torch.ops.aten.detach.default:  # by which autograd gives back what checkpoints had saved
             x: SpatialTensor = args[0]
             assert x._local is not None
-            return SpatialTensor(x._local.detach().requires_grad_(x._local.requires_grad), x.layout)
+            back = SpatialTensor(x._local.detach().requires_grad_(x._local.requires_grad), x.layout)
+            back.before_first_look(functools.partial(_require_gradients_like, weakref.ref(back)))
+            return back
         raise refusal(str(function))
+
+
+def _require_gradients_like(given_back: "weakref.ref[SpatialTensor]") -> None:
+    """Make the local part of a tensor that autograd gave back need a gradient if the tensor itself does.
+
+    A checkpoint within a checkpoint saves a tensor without its need of one, and autograd restores that on the whole.
+    """
+    x = given_back()
+    assert x is not None
+    assert x._local is not None
+    with torch._C.DisableTorchFunctionSubclass():
+        x._local.requires_grad_(x.requires_grad)
 
 
 _script = torch.jit.ScriptFunction.__call__
