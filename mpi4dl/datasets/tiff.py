@@ -386,20 +386,24 @@ class _Tiff:
 
     def read(self, *space: Interval) -> npt.NDArray[Any]:
         rows, cols = space
-        pixels = np.full((rows.length, cols.length, *self._blank.shape), self._blank)
+        pixels = np.empty((rows.length, cols.length, *self._blank.shape), self._blank.dtype)
         sides = zip(space, (self._tile_height, self._tile_width), strict=True)
         tiles = [range(each.start // side, ceil_div(each.stop, side) if pixels.size else 0) for each, side in sides]
         descriptor = os.open(self._path, os.O_RDONLY)
         try:
             for down, across in product(*tiles):
                 top, left = down * self._tile_height, across * self._tile_width
+                inside_rows = rows.intersect(Interval(top, top + self._tile_height))
+                inside_cols = cols.intersect(Interval(left, left + self._tile_width))
+                part = pixels[_slice(inside_rows, rows.start), _slice(inside_cols, cols.start)]
                 samples = self._tile(descriptor, down, across)
                 if samples is None:
+                    part[...] = self._blank
                     continue
-                inside_rows = rows.intersect(Interval(top, top + samples.shape[0]))
-                inside_cols = cols.intersect(Interval(left, left + samples.shape[1]))
-                part = samples[_slice(inside_rows, top), _slice(inside_cols, left)]
-                pixels[_slice(inside_rows, rows.start), _slice(inside_cols, cols.start)] = self._colour(part)
+                found = samples[_slice(inside_rows, top), _slice(inside_cols, left)]
+                if found.shape[:2] != part.shape[:2]:
+                    part[...] = self._blank
+                part[: found.shape[0], : found.shape[1]] = self._colour(found)
         finally:
             os.close(descriptor)
         return pixels
