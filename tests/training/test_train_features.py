@@ -27,8 +27,8 @@ from mpi4dl.evaluate import evaluate
 from mpi4dl.inference.embedding import Embedding, Encoder
 from mpi4dl.models.patches import PatchModel, headless
 from mpi4dl.options.config import parse
-from mpi4dl.options.data import open_slides, split_slides, with_frame
 from mpi4dl.options.models import build_model
+from mpi4dl.options.sources import source_of, with_frame
 from mpi4dl.predict import predict
 from mpi4dl.runs import stopping
 from mpi4dl.train import train
@@ -80,7 +80,7 @@ def test_files_have_the_features_of_the_plain_encoder_by_any_number_of_ranks(
     encoder.load_state_dict(torch.load(cohort / "weights.pt", weights_only=True))
     headless(encoder.eval(), 9)
     asked = words("--slides", cohort / "slides.csv", "--mpp", MPP, "--patches", PATCH)
-    slides = open_slides(with_frame(parse(asked)), labelled=False)
+    slides = source_of(with_frame(parse(asked))).open_files(labelled=False)
     for index in range(len(slides)):
         slide, name = slides.image(index), slides.name(index).removesuffix(".tif").removesuffix(".svs")
         features, coords, about = read(tmp_path / "of1" / f"{name}.h5")
@@ -323,7 +323,7 @@ def test_training_is_that_of_a_plain_loop_over_bags(
     flags = flags_of(tmp_path, tmp_path / "run", f"--model resnet50 --mpp 0.5 {plan} --eval-every none")
     ranks(count).run(train, flags)
     config = with_frame(parse(flags))
-    training, _ = split_slides(config)
+    training, _ = source_of(config).open()
     model = build_model(config, 2, WIDTH)
     assert isinstance(model, PatchModel)
 
