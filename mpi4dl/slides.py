@@ -288,7 +288,7 @@ def _open(comm: "Communicator", source: str, chosen: CheckedSlides) -> Any:
     """The slides that the options name, listed by rank 0 for all. Collective; raises Refusal."""
     from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
     from mpi4dl.datasets.slides.slide import Resolution
-    from mpi4dl.options.data import named_columns
+    from mpi4dl.options.sources import named_columns
 
     found = None
     with comm.together((ValueError, OSError)):

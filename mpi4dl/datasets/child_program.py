@@ -1,6 +1,6 @@
 """A program that reads for `reader_process.py`: lines with a path and a question come in, answers and bytes go out.
 
-A line with null has no answer: it closes all files.
+Some files are kept open. One that was replaced meanwhile is opened anew.
 It is run by its path, with the name of what reads, and imports nothing of the package, so that it starts in a moment.
 It ends when its input does.
 """
@@ -150,24 +150,22 @@ def main(library: str) -> None:
     answers.write(json.dumps(problem).encode() + b"\n")
     answers.flush()
 
-    opened: dict[str, Read] = {}  # the last one is the one that was read last
+    opened: dict[tuple[Any, ...], Read] = {}  # by path and state of the file; the last one was read last
     for line in sys.stdin.buffer:
-        asked = json.loads(line)
-        if asked is None:
-            opened.clear()
-            continue
-        path, wanted = asked
+        path, wanted = json.loads(line)
         # At the end of which the process ends.
         signal.setitimer(signal.ITIMER_PROF, HEADER_CPU_SECONDS if wanted is None else PART_CPU_SECONDS)
         try:
-            read = opened.pop(path, None)
+            now = os.stat(path)
+            state = (path, now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns)
+            read = opened.pop(state, None)
             if read is None or wanted is None:
                 read = None
                 while len(opened) >= MOST_OPEN:
                     del opened[next(iter(opened))]
                 read = OPENERS[library](path)
             answer, content = read(wanted)
-            opened[path] = read
+            opened[state] = read
         except Exception as error:
             # An error of one tile is the slide's for ever after: it is opened anew.
             answer, content = {"error": str(error) or type(error).__name__}, b""

@@ -23,7 +23,7 @@ from mpi4dl.geometry import Interval
 # Read PNG, JPEG and other images that have to be decoded whole, with Pillow.
 
 _TOO_LARGE = (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning)
-_STRIP_ROWS = 256  # what is converted at a time, so that little is alive beside the decoded image and the result
+_STRIP_PIXELS = 1 << 20  # converted at a time, so that little is alive beside the decoded image and the result
 
 # Pillow warns of a large picture, or of odd metadata, at each reading on each rank. What matters is raised.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -65,14 +65,20 @@ class _Picture:
 
     def read(self, *space: Interval) -> Pixels:
         rows, cols = space
+        height = max(1, _STRIP_PIXELS // max(1, cols.length))
+        tops = range(rows.start, rows.stop, height)
+        if len(tops) == 1 and cols.length:
+            return self._strip(rows, cols)
         pixels = np.empty((rows.length, cols.length, 3), np.uint8)
-        if pixels.size == 0:
-            return pixels
-        for top in range(rows.start, rows.stop, _STRIP_ROWS):
-            bottom = min(top + _STRIP_ROWS, rows.stop)
-            strip = self._decoded.crop((cols.start, top, cols.stop, bottom))
-            pixels[top - rows.start : bottom - rows.start] = rgb_of_pillow(strip)
+        for top in tops if cols.length else ():
+            strip = Interval(top, min(top + height, rows.stop))
+            pixels[top - rows.start : strip.stop - rows.start] = self._strip(strip, cols)
         return pixels
+
+    def _strip(self, rows: Interval, cols: Interval) -> Pixels:
+        box = (cols.start, rows.start, cols.stop, rows.stop)
+        whole = box == (0, 0, *self._decoded.size)
+        return rgb_of_pillow(self._decoded if whole else self._decoded.crop(box))
 
 
 SLIDE_SUFFIXES = (".svs", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".svslide")

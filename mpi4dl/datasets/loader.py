@@ -1,10 +1,15 @@
 """Batches of tiles: every rank goes through the same samples in the same order, and reads its own boxes of a batch."""
 
-import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
+from queue import Empty, SimpleQueue
+from threading import Thread, current_thread
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 import numpy as np
@@ -23,23 +28,6 @@ T = TypeVar("T")
 JOIN_SECONDS = 5.0
 
 
-class _State(Generic[T]):
-    """The shared state of workers and consumer; `changed` guards every field."""
-
-    def __init__(self, compute: Callable[[int], T], count: int, depth: int) -> None:
-        self.compute, self.count, self.depth = compute, count, depth
-        self.changed = threading.Condition()
-        self.next_started = 0
-        self.next_wanted = 0
-        self.stopped = False
-        self.results: dict[int, T] = {}
-        self.failures: dict[int, BaseException] = {}
-
-    def worker_may_go_on(self) -> bool:
-        ended = self.stopped or self.next_started == self.count
-        return ended or self.next_started < self.next_wanted + self.depth
-
-
 class Prefetcher(Generic[T]):
     """Iterate over compute(0), compute(1), ..., compute(count - 1), up to `depth` of them ahead of the consumer.
 
@@ -49,66 +37,64 @@ class Prefetcher(Generic[T]):
     """
 
     def __init__(self, compute: Callable[[int], T], count: int, num_workers: int, depth: int) -> None:
-        self._state: _State[T] = _State(compute, count, depth)
+        self._tasks: _Tasks[T] = SimpleQueue()
+        self._ahead: deque[Future[T]] = deque()
+        self._positions = iter(range(count))
         names = [f"mpi4dl-reader-{i}" for i in range(min(num_workers, count))]
-        self._threads = [threading.Thread(target=_work, args=(self._state,), name=name, daemon=True) for name in names]
+        threads = [Thread(target=_work, args=(compute, self._tasks), name=name, daemon=True) for name in names]
         # At exit as well, before the interpreter takes itself apart under a thread that is still decoding.
-        self._stop = weakref.finalize(self, _stop, self._state, self._threads)
-        for thread in self._threads:
+        self._stop = weakref.finalize(self, _stop, self._tasks, threads)
+        for thread in threads:
             thread.start()
+        for _ in range(depth):
+            self._submit()
+
+    def _submit(self) -> None:
+        for position in islice(self._positions, 1):
+            self._ahead.append(Future())
+            self._tasks.put((position, self._ahead[-1]))
 
     def __iter__(self) -> Iterator[T]:
         return self
 
     def __next__(self) -> T:
-        state = self._state
-        with state.changed:
-            wanted = state.next_wanted
-            if wanted >= state.count or state.stopped:
-                raise StopIteration
-            while wanted not in state.results and wanted not in state.failures:
-                state.changed.wait()
-            state.next_wanted += 1
-            state.changed.notify_all()
-            if wanted in state.results:
-                return state.results.pop(wanted)
-            failure = state.failures.pop(wanted)
-        self.close()
-        raise failure
+        if not self._ahead:
+            raise StopIteration
+        try:
+            found = self._ahead.popleft().result()
+        except BaseException:
+            self.close()
+            raise
+        self._submit()
+        return found
 
     def close(self) -> None:
         """Let the workers finish what they are at, and end. Nothing is handed out afterwards."""
+        self._ahead.clear()
         self._stop()
 
 
-def _work(state: _State[T]) -> None:
-    while True:
-        with state.changed:
-            state.changed.wait_for(state.worker_may_go_on)
-            if state.stopped or state.next_started == state.count:
-                return
-            position = state.next_started
-            state.next_started += 1
+_Tasks = SimpleQueue[tuple[int, Future[T]] | None]  # positions, or None for a thread that ends
+
+
+def _work(compute: Callable[[int], T], tasks: _Tasks[T]) -> None:
+    while (task := tasks.get()) is not None:
+        position, future = task
         try:
-            result = state.compute(position)
+            future.set_result(compute(position))
         except BaseException as error:
-            with state.changed:
-                state.failures[position] = error
-                state.changed.notify_all()
-            return
-        with state.changed:
-            state.results[position] = result
-            state.changed.notify_all()
-        del result
+            future.set_exception(error)
+        del task, future  # the result is the consumer's
 
 
-def _stop(state: _State[T], threads: list[threading.Thread]) -> None:
-    with state.changed:
-        state.stopped = True
-        state.results.clear()
-        state.changed.notify_all()
-    if threading.current_thread() in threads:
-        return  # the garbage collector ran in a worker: it may hold the lock that the others wait for
+def _stop(tasks: _Tasks[T], threads: Sequence[Thread]) -> None:
+    with suppress(Empty):
+        while True:
+            tasks.get_nowait()
+    for _ in threads:
+        tasks.put(None)
+    if current_thread() in threads:
+        return  # the garbage collector ran in a worker
     deadline = time.monotonic() + JOIN_SECONDS
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,7 +1,7 @@
 """Child processes that read what may end a process, such as scanners' formats by OpenSlide: one costs one image.
 
-Some C libraries end the whole process at some damaged files. So each thread that reads with one of them has a child
-process, `child_program.py`, do it. A thread that ends leaves its children to later ones: they take a moment to start.
+Some C libraries end the whole process at some damaged files. So a child process, `child_program.py`, reads with one of
+them. It answers one thread at a time, and waits for the next one: children take a moment to start.
 """
 
 import contextlib
@@ -9,7 +9,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import weakref
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,16 +45,6 @@ class _Child:
         if missing:
             raise DatasetError(f"{library} cannot be used here: {missing}")
 
-    def forget(self) -> bool:
-        """Let it close its files, which may have been replaced since; False if it has died."""
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(b"null\n")
-            self.process.stdin.flush()
-        except OSError:
-            return False
-        return self.process.poll() is None
-
     def ask(self, path: Path, wanted: Any) -> tuple[dict[str, Any], bytearray]:
         """The answer of the program, and the bytes behind it; the answer has "error" if there are none.
 
@@ -77,67 +66,32 @@ class _Child:
         return answer, content
 
 
-class _OfThread:
-    """The children of a thread by their library."""
-
-    def __init__(self) -> None:
-        self.children: dict[str, _Child] = {}
-
-
-class _Children:
-    """The children of all threads, and those that threads which have ended have left to later ones."""
-
-    def __init__(self) -> None:
-        self._local, self._left = threading.local(), dict[str, list[_Child]]()
-
-    def of_thread(self) -> dict[str, _Child]:
-        """Those of this thread, by their library."""
-        if not hasattr(self._local, "held"):
-            self._local.held = _OfThread()
-            weakref.finalize(self._local.held, self._leave, self._local.held.children).atexit = False
-        found: dict[str, _Child] = self._local.held.children
-        return found
-
-    def get(self, library: str) -> _Child:
-        """That of this thread, perhaps one that was left, or a new one."""
-        children = self.of_thread()
-        left = self._left.get(library, [])
-        while library not in children:
-            try:
-                child = left.pop()  # in one step, as other threads do so too
-            except IndexError:
-                children[library] = _Child(library)
-            else:
-                if child.forget():
-                    children[library] = child
-        return children[library]
-
-    def _leave(self, children: dict[str, _Child]) -> None:
-        for library, child in children.items():
-            self._left.setdefault(library, []).append(child)
-
-
-_children = _Children()
+_idle: dict[str, list[_Child]] = {}  # those that nobody asks at the moment, by their library
 
 
 def ask(library: str, path: Path, wanted: Any = None) -> tuple[dict[str, Any], bytearray]:
-    """The answer of this thread's child about a file, and the bytes behind it; see `child_program.py`.
+    """The answer of a child about a file, and the bytes behind it; see `child_program.py`.
 
     Raises:
         BadImage: the file cannot be opened or decoded, or the process died over it.
     """
-    child = _children.get(library)
+    idle, child = _idle.setdefault(library, []), None
+    while child is None or child.process.poll() is not None:
+        try:
+            child = idle.pop()  # in one step, as other threads do so too
+        except IndexError:
+            child = _Child(library)
     try:
         answer, content = child.ask(path, wanted)
     except BaseException as error:
-        del _children.of_thread()[library]  # which may have half of an answer
-        code = child.end()
+        code = child.end()  # it may have half of an answer
         if not isinstance(error, OSError | ValueError | EOFError):
             raise
         how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with code {code}"
         if code == -signal.SIGPROF:
             raise BadImage(path, f"is damaged: {library} reads it without end") from error
         raise BadImage(path, f"cannot be decoded: {library} ended its process {how}, it is damaged") from error
+    idle.append(child)
     return answer, content
 
 

@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import PIL.Image
 
-from mpi4dl._wording import to_install
-from mpi4dl.datasets.base import BadImage, DatasetError, Image, Pixels
+from mpi4dl.datasets.base import BadImage, DatasetError, Image, Pixels, package
 from mpi4dl.datasets.colour import TAG, WHITE, bytes_of, rgb_of, upright
 from mpi4dl.datasets.reader_process import ask, has_openslide, needs_openslide
 from mpi4dl.geometry import Interval, ceil_div
@@ -154,11 +153,7 @@ def open_tiff(path: Path, indices: bool = False) -> Image:
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
     """A file by tifffile. What goes wrong in here is raised as BadImage, DatasetError or Unsupported."""
-    try:
-        import tifffile
-    except ImportError as error:
-        remedy = to_install("tifffile", "imagecodecs")
-        raise DatasetError(f"{path}: reading TIFF needs tifffile; run {remedy}") from error
+    tifffile = package("tifffile", f"{path}: reading TIFF", "tifffile", "imagecodecs")
     try:
         with tifffile.TiffFile(path, _multifile=False) as file:
             yield file
@@ -386,20 +381,24 @@ class _Tiff:
 
     def read(self, *space: Interval) -> npt.NDArray[Any]:
         rows, cols = space
-        pixels = np.full((rows.length, cols.length, *self._blank.shape), self._blank)
+        pixels = np.empty((rows.length, cols.length, *self._blank.shape), self._blank.dtype)
         sides = zip(space, (self._tile_height, self._tile_width), strict=True)
         tiles = [range(each.start // side, ceil_div(each.stop, side) if pixels.size else 0) for each, side in sides]
         descriptor = os.open(self._path, os.O_RDONLY)
         try:
             for down, across in product(*tiles):
                 top, left = down * self._tile_height, across * self._tile_width
+                inside_rows = rows.intersect(Interval(top, top + self._tile_height))
+                inside_cols = cols.intersect(Interval(left, left + self._tile_width))
+                part = pixels[_slice(inside_rows, rows.start), _slice(inside_cols, cols.start)]
                 samples = self._tile(descriptor, down, across)
                 if samples is None:
+                    part[...] = self._blank
                     continue
-                inside_rows = rows.intersect(Interval(top, top + samples.shape[0]))
-                inside_cols = cols.intersect(Interval(left, left + samples.shape[1]))
-                part = samples[_slice(inside_rows, top), _slice(inside_cols, left)]
-                pixels[_slice(inside_rows, rows.start), _slice(inside_cols, cols.start)] = self._colour(part)
+                found = samples[_slice(inside_rows, top), _slice(inside_cols, left)]
+                if found.shape[:2] != part.shape[:2]:
+                    part[...] = self._blank
+                part[: found.shape[0], : found.shape[1]] = self._colour(found)
         finally:
             os.close(descriptor)
         return pixels

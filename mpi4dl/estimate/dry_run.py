@@ -1,7 +1,7 @@
 """The findings of a dry run: what a configuration would train, passes over tiles, and what fits into memory."""
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,7 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions, segments_of
 from mpi4dl.parallel.streaming.memory_limit import ASSUMED_SPEEDS, Speeds, describe
 from mpi4dl.parallel.tensor.cutting import with_cuts
-from mpi4dl.tasks.task import TASKS, Classify, Task
+from mpi4dl.tasks.task import TASKS, Task
 
 
 def passes_of(work: Workload, stages: LocalStages) -> Passes | None:
@@ -47,9 +47,6 @@ def passes_of(work: Workload, stages: LocalStages) -> Passes | None:
     return passes_of_needs(estimator.streaming(stages.plan, stages.counts, stages.stream), stages.plan)
 
 
-FORMS: Mapping[str, type[Task]] = {**TASKS, "auto": Classify}
-
-
 def look_ahead(
     work: Workload, plan: Plan, device: torch.device, stream: StreamOptions | ChooseStream | None, **options: Any
 ) -> PlanSummary:
@@ -63,7 +60,7 @@ def look_ahead(
         work.name,
         shown.estimator(plan, device, profiler),
         plan,
-        accept=Task.require_form if config.data.text is not None else FORMS[config.data.task].require_form,
+        accept=TASKS.get(config.data.task, Task).require_form,
         recompute=config.training.recompute,
         stream=stream if patches is None else None,
         **options,

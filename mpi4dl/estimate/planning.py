@@ -28,9 +28,8 @@ from mpi4dl.estimate.summary import PlanSummary
 from mpi4dl.estimate.workload import Workload
 from mpi4dl.options.build import build_plan, number_of_steps, options_of_plan
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.data import check_own_sizes
 from mpi4dl.options.declare import with_values
-from mpi4dl.options.models import check_text, without_rules
+from mpi4dl.options.models import without_rules
 from mpi4dl.options.optimizers import build_optimizer, build_schedule
 from mpi4dl.parallel.costs.cost_model import Profiler
 from mpi4dl.parallel.costs.store import Store, machine
@@ -70,8 +69,6 @@ def planned(work: Workload, profiler: Profiler, flags: Sequence[str], tell: Tell
             f"`patches` {config.model.patches}: --timings is for models of whole images: leave it out, to time layers "
             "here or count them by the rates of --machine"
         )
-    check_text(config, plan)
-    check_own_sizes(config, plan)
     optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(2, 2))])
     build_schedule(config, optimizer).begin(number_of_steps(config, work.num_batches))
     tell("looking for operators without a rule", 0, 0)
@@ -118,9 +115,7 @@ class Candidates(NamedTuple):
         for each in candidates(num_ranks, len(found.cuttable), image, degrees, kept, config.training.accumulate):
             asked = with_values(config, options_of_plan(each, config.training.accumulate))
             with suppress(ConfigError):  # images of their own sizes share no microbatch
-                plan = build_plan(asked)
-                check_own_sizes(asked, plan)
-                plans.append(plan)
+                plans.append(build_plan(asked))
         return plans
 
 

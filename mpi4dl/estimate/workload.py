@@ -19,6 +19,7 @@ from mpi4dl.options.build import batch_of, engine_options
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.models import build_model, patch_options, tensor_styles
 from mpi4dl.options.optimizers import build_optimizer
+from mpi4dl.options.sources import DataSource, source_of
 from mpi4dl.parallel.costs.cost_model import Profiler
 from mpi4dl.parallel.disk import Keep
 from mpi4dl.parallel.pipeline.split import outline
@@ -54,7 +55,7 @@ class Workload:
     @property
     def num_tokens(self) -> int | None:
         """The tokens of a sample of text."""
-        return None if self.config.data.text is None else self.config.data.context
+        return source_of(self.config).tokens
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -127,16 +128,14 @@ def kept_outputs(config: Config) -> Keep:
     return Keep(config.parallel.stream_keep or "device")
 
 
-def patches_of_slides(config: Config, training: Any, tell: Tell = quietly) -> SlidePatches | None:
+def patches_of_slides(source: DataSource, training: Any, tell: Tell = quietly) -> SlidePatches | None:
     """The patches with tissue of slides all over the list; None without slides, or if none of them can be read."""
-    patch, most = config.model.patches, config.slides.most_patches
-    if patch is None or config.slides.slides is None or config.slides.features is not None:
+    count, taken = source.patches_of(training), []
+    if count is None:
         return None
     chosen = even_cuts(len(training), min(len(training), MOST_LOOKED_AT))[:-1]
-    counts = []
     for number, index in enumerate(chosen):
         tell("counting patches with tissue", number, len(chosen))
         with suppress(DatasetError, OSError):  # training says what is wrong with a slide
-            counts.append(len(training.tissue_patches(index, patch)))
-    taken = [count if most is None else min(count, most) for count in counts]
+            taken.append(count(index))
     return SlidePatches(sum(taken) / len(taken), len(taken)) if taken else None

@@ -37,11 +37,11 @@ from mpi4dl.models.patches import headless
 from mpi4dl.models.registry import OWN_MODELS, TIMM
 from mpi4dl.options import parts
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.data import open_slides, stains_of, with_reference
 from mpi4dl.options.declare import options_of, value_of, with_options, with_values
 from mpi4dl.options.kinds import AUTO, part_name
 from mpi4dl.options.models import build_model
 from mpi4dl.options.parts import is_own
+from mpi4dl.options.sources import SlideSource, unstained
 from mpi4dl.results.job import FolderJob, ItemInput, settings_of
 from mpi4dl.results.names import FEATURES
 from mpi4dl.runs.assembly import assemble
@@ -120,7 +120,7 @@ def training_options(options: Any, comm: Communicator) -> Config:
                 if asked["stain_reference"] is not None:
                     raise ConfigError("`stain_reference` is for a `stain_norm`: choose macenko or reinhard")
                 asked = {name: value_of(trained or Config(), name) for name in STAINS}
-            found = with_reference(with_values(Config(), {**given, **asked}))
+            found = SlideSource(with_values(Config(), {**given, **asked})).with_reference()
             stains = {name: value_of(found, name) for name in STAINS}
     return with_values(Config(), {**given, **comm.broadcast_object(stains)})
 
@@ -285,7 +285,7 @@ class Embedding:
         from mpi4dl.training.data import shared
 
         def opened() -> tuple[Any, Any]:
-            slides = open_slides(config, labelled=False)
+            slides = SlideSource(config).open_files(labelled=False)
             return slides, slides
 
         self.comm, self.encoder, self.patience = comm, encoder, patience
@@ -312,7 +312,7 @@ class Embedding:
 
     def _begin(self, options: Any, config: Config, folder: Path) -> FolderJob:
         """On rank 0. Raises ConfigError, ValueError, OSError."""
-        model, stains = config.model.model, stains_of(config)
+        model, stains = config.model.model, SlideSource(config).stains()
         settings = settings_of(
             options,
             model=part_name(model) + (f" (file {parts.print_of(model)})" if is_own(model) else ""),
@@ -364,7 +364,7 @@ class Embedding:
 
     def measure_stains(self) -> None:
         """Measure the stains of all slides to do, each on one rank, if they are to be normalized."""
-        from mpi4dl.training.data import measure_stains, unstained
+        from mpi4dl.training.data import measure_stains
 
         measure_stains(self.comm, self.slides, self.todo, self.patience)
         self.unstained: list[str] = unstained(self.slides)

@@ -29,9 +29,9 @@ from mpi4dl.inference.options import Inference
 from mpi4dl.inference.samples import UNDEFINED, Judging, Samples
 from mpi4dl.inference.scoring import Scores, score, scores_of
 from mpi4dl.options.config import OF_THE_TASK, Config, ConfigError, parse
-from mpi4dl.options.data import FOLDS, has_files, with_features, with_frame
 from mpi4dl.options.declare import value_of, with_values, without_flags
 from mpi4dl.options.kinds import AUTO
+from mpi4dl.options.sources import FOLDS, source_of, with_frame
 from mpi4dl.options.tasks import with_task
 from mpi4dl.results.evaluations import beside, file_of_evaluation, write_evaluation
 from mpi4dl.results.formats import csv_lines, read_object
@@ -61,7 +61,7 @@ def fold_folders(folder: Path) -> dict[int, Path]:
 def train_folds(comm: Communicator, config: Config, spell: Callable[[str], str], argv: Sequence[str]) -> None:
     """Train all folds, those that are finished aside, and summarise them. Collective; raises Refusal on all ranks."""
     chosen, run = config.slides, config.run
-    if chosen.folds is None or not has_files(with_features(config)):
+    if chosen.folds is None or not source_of(config).has_files:
         comm.agree("`fold` all trains all folds of `slides`, or of `images` in files: say how many by `folds`")
     if run.resume not in ("none", "auto"):
         comm.agree(f"`resume` {run.resume}: `fold` all continues in `run_folder` by `resume` auto")

@@ -23,14 +23,14 @@ from mpi4dl.datasets.table import folded_column
 from mpi4dl.datasets.volumes import open_volume
 from mpi4dl.inference.options import Evaluating, TableColumns, ToPredict
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.data import has_files, named_columns, open_own_files, open_slides
 from mpi4dl.options.declare import value_of, with_values
 from mpi4dl.options.kinds import AUTO
+from mpi4dl.options.sources import LOOKED_AT, named_columns, source_of
 from mpi4dl.runs.description import Description
 from mpi4dl.runs.samples import FILE as SAMPLES
 from mpi4dl.runs.samples import RunSamples
 from mpi4dl.tasks.task import TASKS
-from mpi4dl.training.data import LOOKED_AT, open_images, shared, unlike_values
+from mpi4dl.training.data import open_images, shared, unlike_values
 
 LISTS = (".txt", ".lst")
 PATTERN = frozenset("*?[")
@@ -236,7 +236,7 @@ def open_labelled_slides(
     told: list[str] = []
 
     def opened() -> tuple[Named, Named]:
-        found, which = held_out(open_slides(with_values(config, {"task": about.task}), classes=about.classes), part)
+        found, which = held_out(source_of(with_values(config, {"task": about.task})).open_files(about.classes), part)
         told.append(which)
         return found, found
 
@@ -258,7 +258,7 @@ def open_files_of_run(
     comm.agree(comm.broadcast_object(missing))
 
     def opened() -> tuple[Named, Named]:
-        files = open_own_files(with_values(config, {"task": about.task}), about.classes)
+        files = source_of(with_values(config, {"task": about.task})).open_files(about.classes)
         split: Any = files.split(fraction=0.5, seed=0, split_file=kept)[0].whole
         indices = [i for i, row in enumerate(split.rows) if row.split == part]
         if not indices:
@@ -285,7 +285,7 @@ def open_to_evaluate(
     `images` is a source of pictures. Of a model of slides `named` says that the configuration names those asked for;
     else they are the slides of a part of the run in this folder. Collective. Raises Refusal on all ranks.
     """
-    of_files = images is None and has_files(config)
+    of_files = images is None and source_of(config).has_files
     comm.agree(
         None if of_files or part is None else "`part` is for the files that a run was trained on, or other `slides`"
     )
@@ -320,7 +320,7 @@ def open_any_slides(comm: Communicator, config: Config, about: Description) -> N
     """The slides that a configuration names, without their labels, on all ranks. Collective; raises Refusal."""
 
     def opened() -> tuple[Named, Named]:
-        found = open_slides(config, labelled=False)
+        found = source_of(config).open_files(labelled=False)
         return found, found
 
     slides = shared(comm, opened)[0]

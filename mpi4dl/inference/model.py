@@ -22,11 +22,11 @@ from mpi4dl.geometry import Box
 from mpi4dl.inference.images import require_sight
 from mpi4dl.inference.options import Inference, placed
 from mpi4dl.options import parts
-from mpi4dl.options.build import slides_of
 from mpi4dl.options.config import Config, facts
 from mpi4dl.options.data import build_views
 from mpi4dl.options.declare import with_values
 from mpi4dl.options.models import build_model
+from mpi4dl.options.sources import unstained
 from mpi4dl.parallel.inputs import Shape, own_or, size_of
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.runs.assembly import assemble
@@ -34,7 +34,7 @@ from mpi4dl.runs.description import description_of, find_weights, folder_of, hol
 from mpi4dl.runs.folder import better_weights
 from mpi4dl.runs.stopping import HangTimeout
 from mpi4dl.tasks.task import TASKS, Task
-from mpi4dl.training.data import measure_stains, unstained
+from mpi4dl.training.data import measure_stains
 from mpi4dl.training.input_pipeline import BadImages
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class Predictor:
         size = "x".join(map(str, self.config.data.image_size))
         known = ", ".join(map(printable, self.about.classes[:10])) + " ..." * (len(self.about.classes) > 10)
         what = f"{self.config.model_name} to {self.about.task}" + (f": {known}" if known else "")
-        shown = slides_of(self.config) if self.config.source_noun == "slide" else f"images of {size}"
+        shown = self.assembly.source.described or f"images of {size}"
         return [f"{self.weights}: {what}; {shown}; {self.plan.describe()}", *self._remarks]
 
     @cached_property

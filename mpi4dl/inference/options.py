@@ -19,6 +19,7 @@ from mpi4dl.options.kinds import (
     choice,
     optional,
 )
+from mpi4dl.options.sources import source_of
 
 PRECISIONS = ("fp32", "bf16", "fp16", "int8")
 MAPS = ("auto", "attention", "activation", "gradient", "none")
@@ -267,7 +268,7 @@ class EvaluationOptions:
 def placed(config: Config, chosen: Inference, num_ranks: int) -> tuple[Config, str]:
     """The configuration of training with the plan that is asked for now, or that fits to so many ranks; and why."""
     asked, size = chosen.placing, config.data.image_size
-    batch_size, what = chosen.inputs.batch_size or config.data.batch_size, config.sample_noun
+    batch_size, what = chosen.inputs.batch_size or config.data.batch_size, source_of(config).sample_noun
     tiles, data, why = asked.tiles, asked.data, ""
     alone = asked.stages == asked.tensor == 1
     if tiles is None and data is None and alone and num_ranks > 1:

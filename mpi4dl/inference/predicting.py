@@ -73,7 +73,7 @@ class Predicting:
         of_slides = chosen.slides is not None or chosen.features is not None
         self.min_area = chosen.min_area
         self.model, self.out, self.comm, self.speaks = model, out, model.comm, speaks
-        self.noun = model.config.source_noun
+        self.noun = model.assembly.source.noun
         task = model.task
         self.dense, self.binary = task.dense, task.binary
         self.apart = self.binary and len(model.classes) > 1

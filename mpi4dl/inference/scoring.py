@@ -190,7 +190,7 @@ def score(
     looked_at = _windows_of(model, images)
     images = images if looked_at is None else looked_at.images
     found = _Collected(model, images, looked_at)
-    judging, noun = judging or Judging(), model.config.source_noun
+    judging, noun = judging or Judging(), model.assembly.source.noun
     of = (lambda outputs: model.task.measured(outputs, None)) if found.dense else model.task.predictions
     with closing(ProgressOfImages(len(images), speaks and model.comm.rank == 0, noun)) as progress:
         for seen in model.predictions(looked_at or images, of):
@@ -275,7 +275,7 @@ def judging_by(
     if not is_rule(threshold) or not on_others:
         return judging
     model = Predictor(source, chosen, comm)
-    own = f"the validation {model.config.source_noun}s of the run"
+    own = f"the validation {model.assembly.source.noun}s of the run"
     try:
         if model.config.slides.slides is None:
             images, which = open_labelled(comm, model.config, model.about, None)
@@ -441,7 +441,7 @@ class _Collected:
         outputs, targets = (torch.cat(parts) for parts in zip(*self.seen, strict=True))
         names = tuple(self.images.name(index) for index in self.indices)
         of = names if self.patients is None else tuple(self.patients[index] for index in self.indices)
-        noun, known = self.model.config.source_noun, self.patients is not None
+        noun, known = self.model.assembly.source.noun, self.patients is not None
         return Samples(noun, self.task, self.model.classes, names, of, outputs, targets, known)
 
     def ended(self, index: int) -> bool:

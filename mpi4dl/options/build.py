@@ -8,6 +8,7 @@ from typing import Any
 from mpi4dl._wording import counted
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.parts import call, load
+from mpi4dl.options.sources import source_of
 from mpi4dl.parallel.inputs import batch_shape, of_tokens, space_of
 from mpi4dl.parallel.plan import Plan
 
@@ -15,13 +16,17 @@ from mpi4dl.parallel.plan import Plan
 def build_plan(config: Config) -> Plan:
     """The plan that the flags ask for. Replicas have local batches where images differ in size.
 
-    Raises ValueError where flags contradict each other.
+    Raises ValueError where flags contradict each other, or the data.
     """
     asked = {name: getattr(config.parallel, name) for name in Plan.options()}
     asked["microbatches"] *= config.training.accumulate
     plan = Plan.of(**asked)
-    local = config.data.fit == "own" and plan.data > 1 and not plan.bidirectional
-    return replace(plan, local_batches=True) if local and plan.experts * max(plan.batch_ways) == 1 else plan
+    source = source_of(config)
+    local = source.own_sizes and plan.data > 1 and not plan.bidirectional
+    if local and plan.experts * max(plan.batch_ways) == 1:
+        plan = replace(plan, local_batches=True)
+    source.require_plan(plan)
+    return plan
 
 
 def options_of_plan(plan: Plan, accumulate: int = 1) -> dict[str, Any]:
@@ -44,14 +49,6 @@ def title_of(name: str, num_parameters: int, plan: Plan, image: Sequence[int], s
     size, ranks = " x ".join(map(str, space_of(image))), counted(plan.num_ranks, "rank")
     shown = samples or (f"samples of {size} tokens" if of_tokens(image) else f"images of {size} px")
     return f"{name}, {num_parameters:,} parameters, on {ranks}: {plan.describe()}, {shown}, batches of {image[0]}"
-
-
-def slides_of(config: Config) -> str:
-    """How large the slides are that a model sees, or their windows, or how many features they have."""
-    size = config.data.image_size
-    if config.slides.features is not None:
-        return f"slides of at most {counted(size[-1], 'patch', 'patches')}"
-    return f"{config.sample_noun}s of {'at most ' * (config.data.fit == 'own')}{' x '.join(map(str, size))} px"
 
 
 def engine_options(config: Config) -> dict[str, Any]:

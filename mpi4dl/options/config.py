@@ -92,16 +92,6 @@ class Config:
         """Whether ranks read tiles or patches of images one after the other, so that no rank has a whole image."""
         return self.parallel.stream is not None or self.model.patches is not None
 
-    @property
-    def source_noun(self) -> str:
-        """What messages call a file with pixels: slide or image."""
-        return "image" if self.slides.slides is None and self.slides.features is None else "slide"
-
-    @property
-    def sample_noun(self) -> str:
-        """What messages call a sample: slide, a window of one, or image."""
-        return "window" if self.source_noun == "slide" and self.data.fit == "crop" else self.source_noun
-
 
 def parse(argv: Sequence[str]) -> Config:
     """The configuration that a command line asks for, without the program's name.

@@ -19,6 +19,7 @@ from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.data import normalisation
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import call, is_own, load
+from mpi4dl.options.sources import source_of
 from mpi4dl.parallel.inputs import copied
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import gathering
@@ -28,12 +29,6 @@ if TYPE_CHECKING:
     from mpi4dl.parallel.streaming.patches import PatchOptions
 
 RGB = ("red", "green", "blue")
-
-
-def require_model(config: Config) -> None:
-    """Raise ValueError for a name of a model that there is not, before data is read and anything is counted."""
-    if config.slides.features is None and not is_own(config.model.model):
-        require_known(config.model.model)
 
 
 def build_model(config: Config, num_classes: int, channels: int) -> nn.Module:
@@ -56,8 +51,8 @@ def build_model(config: Config, num_classes: int, channels: int) -> nn.Module:
 def _drawn(config: Config, num_classes: int, channels: int) -> nn.Module:
     torch.manual_seed(config.training.seed)
     seed_python(config.training.seed)
-    name, options = config.model.model, config.model.model_options
-    if config.slides.features is not None:
+    name, options, source = config.model.model, config.model.model_options, source_of(config)
+    if source.reads_features:
         from mpi4dl.models.patches import AGGREGATORS, PatchModel
 
         aggregator = AGGREGATORS[config.model.aggregator](channels, num_classes)
@@ -65,20 +60,17 @@ def _drawn(config: Config, num_classes: int, channels: int) -> nn.Module:
     if is_own(name):
         model = own_model(name, options, num_classes, channels)
         return model if config.model.patches is None else _of_patches(config, model, num_classes, channels)
-    tokens, asked = takes(name) == "tokens", "`text`" if config.data.text is not None else "`images`"
-    if tokens != (config.data.text is not None):
+    if takes(name) != source.inputs:
         require_known(name)
-        remedy = "give `text`, or choose a model of images" if tokens else "choose a model of text such as gpt2"
-        lacks = f"which {asked} {'have' if tokens else 'has'} not"
-        raise ConfigError(f"`model` {name} takes {takes(name)}, {lacks}: {remedy}")
-    if tokens:
+        raise ConfigError(f"`model` {name} takes {takes(name)}, {source.other_model}")
+    if source.of_text:
         options = {"vocabulary": num_classes, "context": config.data.context, **options}
         if config.data.document_mask:  # the end of a document is the last of the tokenizer's, before the mask
             options["separator"] = num_classes - (2 if config.data.task == "masked" else 1)
     elif takes_channels(name):
         options = {"in_channels": channels, **options}
     try:
-        model = models.build(name, None if tokens else num_classes, **options)
+        model = models.build(name, None if source.of_text else num_classes, **options)
     except TypeError as error:
         raise ConfigError(f"`model` {name} does not take these options {dict(options)}: {error}") from None
     return model if config.model.patches is None else _of_patches(config, model, num_classes, channels)
@@ -104,9 +96,7 @@ def _of_patches(config: Config, encoder: nn.Module, num_classes: int, channels: 
 
     chosen, patch = config.model, config.model.patches
     assert patch is not None
-    min_tissue = chosen.min_tissue
-    if config.slides.slides is not None:  # which find tissue themselves, on a thumbnail
-        min_tissue = 0.0
+    min_tissue = 0.0 if source_of(config).of_slides else chosen.min_tissue  # slides find theirs, on a thumbnail
     if min_tissue and channels != len(RGB):
         raise ConfigError(
             f"`min_tissue` {chosen.min_tissue}: tissue is found by its colour, and images have "
@@ -146,14 +136,6 @@ def tensor_styles(config: Config) -> dict[str, str] | None:
     return found
 
 
-def check_text(config: Config, plan: Plan) -> None:
-    """Raises ConfigError for what is not done with text, or with parameters that are cut."""
-    if config.data.text is not None and config.streams_images:
-        raise ConfigError("`stream` and `patches` are for images, but `text` was given")
-    if plan.cuts_parameters and config.streams_images:
-        raise ConfigError(f"{plan} with `stream` or `patches`: streamed tiles and patches need whole parameters")
-
-
 def patch_options(config: Config, plan: Plan) -> "PatchOptions | None":
     """How patches are streamed; None if the model sees whole images. Raises ConfigError where options contradict."""
     chosen = config.model
@@ -172,18 +154,9 @@ def patch_options(config: Config, plan: Plan) -> "PatchOptions | None":
     from mpi4dl.parallel.streaming.leading_part import segments_of
     from mpi4dl.parallel.streaming.patches import PatchOptions
 
-    rows, cols = (side // chosen.patches for side in config.data.image_size[-2:])
-    which = f", those with at least {100 * chosen.min_tissue:g} % of tissue" if chosen.min_tissue else ""
-    patches = f"{rows} x {cols} patches of {chosen.patches} px in each image{which}"
-    if config.slides.slides is not None:
-        patches = f"patches of {chosen.patches} px with tissue, of at most {rows} x {cols} in each slide"
-    at_once = chosen.patches_at_once
-    if config.slides.features is not None:
-        patches, at_once = f"features of at most {counted(cols, 'patch', 'patches')} of each slide", cols
-    else:
-        patches += f": {at_once} at once on each rank, {config.parallel.stream_norm} norms"
-    remark = f"{patches}, aggregated by {chosen.aggregator}"
     parallel = config.parallel
+    at_once, patches = source_of(config).patches_shown(chosen.patches_at_once, parallel.stream_norm)
+    remark = f"{patches}, aggregated by {chosen.aggregator}"
     keep = Keep(parallel.stream_keep or "device")
     return PatchOptions(at_once, parallel.stream_norm, segments_of(parallel.stream_segments), keep, remark)
 

@@ -2,19 +2,16 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
-
 from mpi4dl.comm import Communicator
-from mpi4dl.datasets.base import BadImage
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import nearest, value_of, with_values
 from mpi4dl.options.kinds import AUTO, part_name
 from mpi4dl.options.optimizers import usual_rate
 from mpi4dl.options.parts import call, is_own, load
+from mpi4dl.options.sources import source_of
 from mpi4dl.tasks.directions import higher_is_better
 from mpi4dl.tasks.metrics import make_metric
 from mpi4dl.tasks.task import TASKS, Task
@@ -28,28 +25,15 @@ def with_task(config: Config, dataset: Any) -> Config:
     Options that are AUTO get the defaults of the task. Raises ConfigError for a task that is none of these,
     and for a mean or a deviation of another scale than pixels have.
     """
-    asked, text = config.data.task, config.data.text is not None
+    asked, source = config.data.task, source_of(config)
     _require_unit_scale(config)
     if asked == "auto":
-        found = "language" if text else getattr(dataset, "task", "classify")
-        if found == "segment" and config.data.dataset is not None:
-            _require_masks(dataset)
-        return with_defaults(with_values(config, {"task": found}))
-    if TASKS[asked].of_text != text:
-        wanted = " or ".join(name for name, task in TASKS.items() if task.of_text) if text else "one of images"
-        raise ConfigError(f"`task` {asked} is not for {'text' if text else 'images'}: choose {wanted}, or auto")
+        return with_defaults(with_values(config, {"task": source.task_of(dataset)}))
+    if TASKS[asked].of_text != source.of_text:
+        of_text = " or ".join(name for name, task in TASKS.items() if task.of_text)
+        what, wanted = ("text", of_text) if source.of_text else ("images", "one of images")
+        raise ConfigError(f"`task` {asked} is not for {what}: choose {wanted}, or auto")
     return with_defaults(config)
-
-
-def _require_masks(dataset: Any) -> None:
-    """Raise ConfigError if the targets of a dataset are images of values, for which no task follows."""
-    with suppress(BadImage):  # which the training skips, or names
-        target = dataset.label(0)
-        if not hasattr(target, "read") and bool((torch.as_tensor(target) % 1 != 0).any()):
-            raise ConfigError(
-                f"a target of the dataset is an image of values, of shape {tuple(target.shape)}, and no mask: give "
-                "masks whose values are numbers of classes, or choose `task` regress to learn each value"
-            )
 
 
 def _require_unit_scale(config: Config) -> None:
@@ -58,7 +42,7 @@ def _require_unit_scale(config: Config) -> None:
     Datasets of the user's own and volumes may have values of any range.
     """
     data = config.data
-    if len(data.image_size) != 2 or data.dataset is not None or config.run.resume != "none":
+    if not source_of(config).is_pictures or config.run.resume != "none":
         return
     for name, values in (("mean", data.mean), ("std", data.std)):
         if isinstance(values, tuple) and max(map(abs, values)) > LARGEST_UNIT_VALUE:

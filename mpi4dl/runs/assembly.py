@@ -18,8 +18,8 @@ from mpi4dl.datasets import DatasetError
 from mpi4dl.options import parts
 from mpi4dl.options.build import batch_of, build_plan
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.data import check_own_sizes
-from mpi4dl.options.models import build_model, check_text, patch_options, require_model, tensor_styles, without_rules
+from mpi4dl.options.models import build_model, patch_options, tensor_styles, without_rules
+from mpi4dl.options.sources import DataSource, source_of
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import NoRule
@@ -48,6 +48,11 @@ class ModelAssembly:
     plan: Plan
     device: torch.device
     prints: Mapping[tuple[str, str], str | None]
+
+    @property
+    def source(self) -> DataSource:
+        """Where the samples of the model come from."""
+        return source_of(self.config)
 
     def hold(self, num_outputs: int, channels: int) -> LocalStages:
         """This rank's stages of the model, on its device. Collective; raises Refusal on all ranks.
@@ -84,9 +89,8 @@ def assemble(
                     prints[name, parts.part_name(each)] = parts.print_of(each)
     comm.agree(None, **{f"the file of `{name}` {part}": each for (name, part), each in prints.items()})
     with comm.together((ValueError,)):
-        require_model(config)
+        source_of(config).require_model()
         plan = build_plan(config)
-        check_own_sizes(config, plan)
     size = config.data.image_size
     comm.agree(plan.wrong_world(comm.size) if num_samples is None else plan.problem(comm.size, size, num_samples))
     comm.node.share_cores(config.parallel.threads)
@@ -116,8 +120,6 @@ def hold_model(
         stream = stream_of(Workload(config, num_outputs, channels), plan, device, speeds)
     torch.manual_seed(config.training.seed)
     seed_python(config.training.seed)
-    check_text(config, plan)
-    check_own_sizes(config, plan)
     patches = patch_options(config, plan)
     if patches is None and (plan.num_stages > 1 or stream is not None):
         return _cut_model(config, plan, num_outputs, channels, comm, device, stream)

@@ -25,7 +25,6 @@ from mpi4dl.checkpoints.checkpoints import refusing
 from mpi4dl.checkpoints.manifest import ABOUT, AVERAGE, MODEL
 from mpi4dl.checkpoints.weights import average_of, load_weights, open_weights, weights_in
 from mpi4dl.comm import Communicator
-from mpi4dl.datasets.base import task_of
 from mpi4dl.datasets.transform import Fit, as_fit
 from mpi4dl.models.registry import without_loading
 from mpi4dl.options import parts
@@ -33,6 +32,7 @@ from mpi4dl.options.config import Config, ConfigError, shared_options
 from mpi4dl.options.declare import nearest, options_of, with_options
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import is_own
+from mpi4dl.options.sources import source_of
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.results.formats import as_object, parse_object, reading
 from mpi4dl.runs.assembly import ModelAssembly
@@ -68,9 +68,8 @@ class Description:
         """Of a run that trains on these images, or texts."""
         wanted = {name for name, item in options_of(Config).items() if item.section in SECTIONS or name in MORE}
         options = {name: value for name, value in shared_options(config).items() if name in wanted}
-        asked, text = config.data.task, config.data.text is not None
-        told = "language" if text else task_of(images.training)
-        task = asked if asked in TASKS and TASKS[asked].of_text == text else told
+        asked, source = config.data.task, source_of(config)
+        task = asked if asked in TASKS and TASKS[asked].of_text == source.of_text else source.task_of(images.training)
         found = {name: _own(getattr(getattr(config, HOMES[name]), name, None)) for name in OWN}
         return cls(
             {name: value for name, value in options.items() if name not in OF_THE_TASK},

@@ -17,10 +17,11 @@ from mpi4dl._wording import counted, duration
 from mpi4dl.comm.node import Node
 from mpi4dl.engine import Engine
 from mpi4dl.engine.precision import kernels_chosen
-from mpi4dl.options.build import batch_of, slides_of, title_of
+from mpi4dl.options.build import batch_of, title_of
 from mpi4dl.options.config import Config
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.sections.parallel import Parallel
+from mpi4dl.options.sources import source_of
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
 from mpi4dl.results.formats import Lines, as_line
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
 
 def title(config: Config, engine: Engine) -> str:
     """The title of a training, in one line."""
-    batch = batch_of(config, 0 if config.data.text is not None else 1)
-    slides = slides_of(config) if config.source_noun == "slide" else ""
-    told = title_of(config.model_name, engine.stages.num_parameters, engine.plan, batch, slides)
+    source = source_of(config)
+    batch = batch_of(config, 0 if source.of_text else 1)
+    told = title_of(config.model_name, engine.stages.num_parameters, engine.plan, batch, source.described)
     return f"{told}, {engine.device.type}" + (f" ({kernels_chosen()})" if engine.device.type == "cuda" else "")
 
 

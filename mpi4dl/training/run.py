@@ -20,6 +20,7 @@ from mpi4dl.comm.node import core_wait_seconds
 from mpi4dl.engine import Evaluation, NotFinite
 from mpi4dl.options.config import Config
 from mpi4dl.options.models import without_rules
+from mpi4dl.options.sources import source_of
 from mpi4dl.options.tasks import directions
 from mpi4dl.parallel.inputs import OwnSizes, own_or
 from mpi4dl.results.formats import write_object
@@ -219,7 +220,7 @@ class TrainingRun:
             if origin.in_place:
                 self.folder.cut_metrics(metrics_bytes)
             how = (self.num_steps, engine.num_steps, config.run.tensorboard, self.images.classes)
-            self.reporter = closing.enter_context(Reporter(self.folder, *how, noun=config.sample_noun))
+            self.reporter = closing.enter_context(Reporter(self.folder, *how, noun=source_of(config).sample_noun))
             self.painter = Painter(self.reporter, self.folder, config, engine, title(config, engine), self.num_steps)
             engine.executor.progress = self.progress
         self.showing = Showing(self.reporter, engine, config, self.task, self.images.classes)
@@ -462,8 +463,7 @@ class TrainingRun:
             self.say(crowded(rank, worst, threads))
 
     def new_interval(self, losses: Sequence[float] = ()) -> LogInterval:
-        data = self.config.data
-        return LogInterval(self.engine, self.training, losses, None if data.text is None else data.context)
+        return LogInterval(self.engine, self.training, losses, source_of(self.config).tokens)
 
     def own_news(self, bad_image: bool = False) -> ControlFlags:
         """The flags of this rank."""

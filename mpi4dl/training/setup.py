@@ -23,10 +23,9 @@ from mpi4dl.engine import Engine
 from mpi4dl.geometry import Box
 from mpi4dl.options import build
 from mpi4dl.options.config import Config, ConfigError, facts
-from mpi4dl.options.data import in_folder_of_fold, with_features, with_frame
 from mpi4dl.options.declare import value_of, with_values
-from mpi4dl.options.models import require_model
 from mpi4dl.options.optimizers import Schedule, build_optimizer, build_schedule, groups_of
+from mpi4dl.options.sources import in_folder_of_fold, source_of, with_frame
 from mpi4dl.options.tasks import Monitor, build_metrics, build_task, monitored, with_task
 from mpi4dl.parallel.inputs import Shape, of_tokens, own_or
 from mpi4dl.runs.assembly import ModelAssembly, assemble
@@ -81,15 +80,13 @@ class Setup:
         """What is estimated. Patches of slides are counted."""
         from mpi4dl.estimate.workload import Workload, patches_of_slides
 
-        patches = patches_of_slides(self.config, self.images.training, tell)
+        patches = patches_of_slides(source_of(self.config), self.images.training, tell)
         return Workload(self.config, self.num_outputs, self.channels, patches, len(self.training))
 
 
 def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str, argv: Sequence[str] = ()) -> Setup:
     """Build what a configuration names, each rank its part. Collective; raises Refusal on all ranks."""
     comm.agree(None, **facts(config))
-    with comm.together((ValueError,)):
-        require_model(config)
     config = framed(in_folder_of_fold(config), comm)
     assembly = assemble(config, comm, num_samples=config.samples_per_step)
     patience = HangTimeout(config.parallel.hang_timeout)
@@ -135,17 +132,11 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
 
 def framed(config: Config, comm: Communicator) -> Config:
     """The configuration with the image size of its slides, found by rank 0. Collective; raises Refusal."""
-    with comm.together((ConfigError,)):
-        config = with_features(config)
-    if config.slides.slides is None:
-        return config
     found = None
     with comm.together((ValueError, OSError)):
+        config = source_of(config).prepared()
         if comm.rank == 0:
-            kept = before(config) if config.data.fit == "auto" else None
-            if kept is not None and kept.fit is not None:
-                config = with_values(config, {"fit": kept.fit})
-            found = with_frame(config)
+            found = source_of(config).framed(lambda: None if (kept := before(config)) is None else kept.fit)
     names = ("image_size", "fit", "stain_reference")
     return with_values(config, comm.broadcast_object(found and {name: value_of(found, name) for name in names}))
 
@@ -155,7 +146,7 @@ def open_samples(config: Config, comm: Communicator | None = None) -> "Images | 
 
     Without `comm` they are for a process that is no rank of a job. Raises ValueError and OSError.
     """
-    if config.data.text is None:
+    if not source_of(config).of_text:
         return open_alone(config) if comm is None else open_images(comm, config)
     from mpi4dl.training.texts import open_text_alone, open_texts
 
@@ -169,13 +160,12 @@ def with_samples(config: Config, tell: Tell = quietly) -> "Workload":
     """
     from mpi4dl.estimate.workload import Workload, patches_of_slides
 
-    require_model(config)
     config = with_frame(config)
     samples = open_samples(config)
     config = with_task(config, samples.training)
     num_batches = len(samples.loaders(config, lambda _: [], lambda _: [])[0])
     task = build_task(config, samples.training, samples.number_of_classes(config))
-    patches = patches_of_slides(config, samples.training, tell)
+    patches = patches_of_slides(source_of(config), samples.training, tell)
     return Workload(config, task.num_outputs, samples.channels, patches, num_batches)
 
 

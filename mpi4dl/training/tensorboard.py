@@ -16,6 +16,7 @@ from mpi4dl.engine import Engine
 from mpi4dl.engine.runner import measured_as_is
 from mpi4dl.options.config import Config, to_toml
 from mpi4dl.options.data import normalisation
+from mpi4dl.options.sources import source_of
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.tables.simulator import Simulation
 from mpi4dl.results.formats import write_object
@@ -135,8 +136,8 @@ class Showing:
     """
 
     def __init__(self, reporter: Any, engine: Engine, config: Config, task: Task, classes: Sequence[str]) -> None:
-        wanted = reporter is not None and reporter.has_pictures and config.data.text is None
-        wanted = wanted and config.data.fit != "own" and engine.stages.stream is None
+        wanted = reporter is not None and reporter.has_pictures and source_of(config).has_pictures
+        wanted = wanted and engine.stages.stream is None
         self._shows = bool(engine.comm.broadcast_object(wanted))
         self._reporter, self._engine, self._config, self._task = reporter, engine, config, task
         self._classes = classes

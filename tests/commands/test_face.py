@@ -20,8 +20,9 @@ from mpi4dl.comm import Communicator, world
 from mpi4dl.datasets import Loader
 from mpi4dl.geometry import Box, Interval
 from mpi4dl.options.config import Config
-from mpi4dl.options.data import build_datasets, build_views
+from mpi4dl.options.data import build_views
 from mpi4dl.options.parts import print_of
+from mpi4dl.options.sources import source_of
 from mpi4dl.runs.folder import RunFolder
 from mpi4dl.train import train
 from tests.pool.ranks import Ranks
@@ -128,7 +129,7 @@ def plainly(config: Config, own: Path) -> tuple[list[float], dict[str, torch.Ten
     height, width = config.data.image_size
     box = lambda count: [Box(*(Interval(0, n) for n in (count, height, width)))]  # noqa: E731
     view = build_views(config, 2, "resize")[0]
-    loader = Loader(build_datasets(config)[0], view, 4, box, shuffle=True, drop_last=True)
+    loader = Loader(source_of(config).open()[0], view, 4, box, shuffle=True, drop_last=True)
     losses = []
     for batch in loader.epoch(0):
         loss = parts.loss(model(batch.tiles[0]), batch.labels)

@@ -23,10 +23,9 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.estimate import workload
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import parse
-from mpi4dl.options.data import check_own_sizes
+from mpi4dl.options.sources import SyntheticSource
 from mpi4dl.plan import main, training_flags
 from mpi4dl.train import train
-from mpi4dl.training import data
 from tests.pool.ranks import Ranks
 from tests.pool.zygote import ROOT, python
 from tests.support.commands import settled, write_images
@@ -148,7 +147,7 @@ def test_too_many_open_files_is_one_message(
     def fail(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "slides")
 
-    monkeypatch.setattr(data, "build_datasets", fail)
+    monkeypatch.setattr(SyntheticSource, "open", fail)
     assert refusal(capsys, *SMALL) == "[Errno 24] Too many open files: 'slides'"
 
 
@@ -228,7 +227,7 @@ def test_the_search_names_plans_for_images_of_their_own_sizes(capsys: pytest.Cap
     found = [parse(shlex.split(command)) for command in commands if command]
     assert {config.parallel.data for config in found} == {1, 2}
     for config in found:
-        check_own_sizes(config, build_plan(config))
+        build_plan(config)
 
 
 @pytest.mark.exhaustive

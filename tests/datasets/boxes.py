@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from skimage.measure import points_in_poly
 
 from mpi4dl.geometry import Interval
 
@@ -33,3 +35,13 @@ def cuts(draw: st.DrawFn, size: int) -> list[Interval]:
 
 def tiles(rows: list[Interval], cols: list[Interval]) -> Iterator[tuple[Interval, Interval]]:
     return ((r, c) for r, c in product(rows, cols) if not r.empty and not c.empty)
+
+
+def contains(features: list[dict[str, Any]], row: float, col: float) -> bool:
+    """Whether a place of level 0 lies in a polygon of features of GeoJSON, and in no hole of it."""
+
+    def inside(ring: list[list[float]]) -> bool:
+        return bool(points_in_poly([(col, row)], ring)[0])
+
+    polygons = [each["geometry"]["coordinates"] for each in features]
+    return any(inside(outer) and not any(map(inside, holes)) for outer, *holes in polygons)

@@ -13,9 +13,10 @@ from mpi4dl.comm import Refusal
 from mpi4dl.datasets import DatasetError
 from mpi4dl.options import build
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.data import build_datasets, build_views, number_of_classes
+from mpi4dl.options.data import build_views, number_of_classes
 from mpi4dl.options.models import build_model
 from mpi4dl.options.optimizers import build_optimizer, build_schedule, state_bytes
+from mpi4dl.options.sources import source_of
 from mpi4dl.runs.assembly import blaming_the_model
 from mpi4dl.tasks.losses import classification_loss
 from tests.support.commands import settled, write_images
@@ -63,7 +64,7 @@ def test_fewer_classes_than_the_images_have_are_refused() -> None:
 
 def test_synthetic_images_of_the_size_and_number_that_were_asked() -> None:
     config = configured("--num-samples 20 --val-fraction 0.25 --image-size 12x16 --num-classes 4")
-    training, validation = build_datasets(config)
+    training, validation = source_of(config).open()
     assert (len(training), len(validation), len(training.classes)) == (20, 5, 4)
     assert training.image(0).size == (12, 16)
 
@@ -72,7 +73,7 @@ def test_a_folder_is_split_by_the_fraction_and_the_seed(tmp_path: Path) -> None:
     write_images(tmp_path / "images", count=8)
     sets = []
     for flags in ("--val-fraction 0.25", "--val-fraction 0.25 --seed 3", "--val-fraction 0.25 --seed 0"):
-        training, validation = build_datasets(configured(f"--images {tmp_path / 'images'} {flags}"))
+        training, validation = source_of(configured(f"--images {tmp_path / 'images'} {flags}")).open()
         assert (len(training) + len(validation), training.classes) == (16, ("dark", "light"))
         sets.append([training.name(i) for i in range(len(training))])
     assert sets[0] != sets[1]

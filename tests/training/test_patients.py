@@ -11,7 +11,7 @@ import pytest
 from mpi4dl.datasets.sources import open_files
 from mpi4dl.evaluate import evaluate
 from mpi4dl.options.config import parse
-from mpi4dl.options.data import build_datasets
+from mpi4dl.options.sources import source_of
 from mpi4dl.runs.samples import FILE, RunSamples
 from mpi4dl.train import train
 from tests.pool.ranks import Ranks
@@ -46,7 +46,7 @@ def flags_of(images: Path, folder: Path, more: str = "") -> list[str]:
 
 
 def parts_of(argv: list[str]) -> dict[str, set[str]]:
-    training, validation = build_datasets(parse(argv))
+    training, validation = source_of(parse(argv)).open()
     whole: Any = training.whole  # type: ignore[attr-defined]
     found = {"train": training.indices, "val": validation.indices}  # type: ignore[attr-defined]
     return {part: {whole.rows[i].patient for i in indices} for part, indices in found.items()}

@@ -24,7 +24,8 @@ from mpi4dl import models
 from mpi4dl.datasets import Batch, Loader
 from mpi4dl.geometry import Interval
 from mpi4dl.options.config import Config, parse
-from mpi4dl.options.data import build_datasets, build_views
+from mpi4dl.options.data import build_views
+from mpi4dl.options.sources import source_of
 from mpi4dl.results.formats import read_object
 from mpi4dl.results.names import PORTRAIT
 from mpi4dl.runs.folder import RunSnapshot
@@ -146,7 +147,7 @@ def test_tensorboard_shows_the_numbers_and_the_first_images(recorded: Recorded) 
 
 def whole_batches(config: Config, epoch: int, training: bool = True) -> Iterator[Batch]:
     """The batches of one process that reads whole images."""
-    datasets = build_datasets(config)
+    datasets = source_of(config).open()
     views = build_views(config, 3, "resize")
     height, width = config.data.image_size
     share = Share(Interval(0, height), Interval(0, width))

@@ -22,14 +22,13 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import BadImage
 from mpi4dl.datasets.slides.dataset import SlideOptions
 from mpi4dl.datasets.slides.features import FeatureFolder
-from mpi4dl.datasets.slides.geojson import polygons_of
 from mpi4dl.embed import embed
 from mpi4dl.evaluate import evaluate
 from mpi4dl.inference.embedding import Embedding, Encoder
 from mpi4dl.models.patches import PatchModel, headless
 from mpi4dl.options.config import parse
-from mpi4dl.options.data import open_slides, split_slides, with_frame
 from mpi4dl.options.models import build_model
+from mpi4dl.options.sources import source_of, with_frame
 from mpi4dl.predict import predict
 from mpi4dl.runs import stopping
 from mpi4dl.train import train
@@ -81,7 +80,7 @@ def test_files_have_the_features_of_the_plain_encoder_by_any_number_of_ranks(
     encoder.load_state_dict(torch.load(cohort / "weights.pt", weights_only=True))
     headless(encoder.eval(), 9)
     asked = words("--slides", cohort / "slides.csv", "--mpp", MPP, "--patches", PATCH)
-    slides = open_slides(with_frame(parse(asked)), labelled=False)
+    slides = source_of(with_frame(parse(asked))).open_files(labelled=False)
     for index in range(len(slides)):
         slide, name = slides.image(index), slides.name(index).removesuffix(".tif").removesuffix(".svs")
         features, coords, about = read(tmp_path / "of1" / f"{name}.h5")
@@ -324,7 +323,7 @@ def test_training_is_that_of_a_plain_loop_over_bags(
     flags = flags_of(tmp_path, tmp_path / "run", f"--model resnet50 --mpp 0.5 {plan} --eval-every none")
     ranks(count).run(train, flags)
     config = with_frame(parse(flags))
-    training, _ = split_slides(config)
+    training, _ = source_of(config).open()
     model = build_model(config, 2, WIDTH)
     assert isinstance(model, PatchModel)
 
@@ -357,7 +356,10 @@ def test_predictions_and_their_maps_are_alike_by_any_number_of_ranks(
             continue
         content = json.loads((tmp_path / "of2" / two["maps"][1]).read_text())
         side = 1 if len(coords) == 1 and name == "s4" else 512
-        corners = [(min(x for x, _ in rings[0]), min(y for _, y in rings[0])) for rings in polygons_of(content)]
+        corners = [
+            (min(x for x, _ in rings[0]), min(y for _, y in rings[0]))
+            for rings in (each["geometry"]["coordinates"] for each in content["features"])
+        ]
         assert corners == [pytest.approx(xy) for xy in coords.tolist()]
         values = [each["properties"]["measurements"]["attention"] for each in content["features"]]
         assert sum(values) == pytest.approx(1, abs=1e-4)

@@ -26,7 +26,8 @@ from mpi4dl.evaluate import evaluate
 from mpi4dl.geometry import Box, Interval
 from mpi4dl.models import build
 from mpi4dl.options.config import parse
-from mpi4dl.options.data import build_views, open_slides, split_slides, with_frame
+from mpi4dl.options.data import build_views
+from mpi4dl.options.sources import source_of, with_frame
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
@@ -93,7 +94,7 @@ def steps_of_ranks(
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses of steps in float64 on tiles of whole slides, as a run's loader gives them; weights before and after."""
     config = with_frame(parse(flags))
-    training, _ = split_slides(config)
+    training, _ = source_of(config).open()
     plan, size = Plan((tiles,)), config.data.image_size
     stream = None if streamed is None else StreamOptions(streamed)
     stages = split(unet, plan, comm, image=(2, 3, *size), stream=stream, balance="flops")
@@ -123,7 +124,7 @@ def test_steps_on_whole_slides_are_those_of_plain_pytorch(
     flags = flags_of(cohort, tmp_path, "--batch-size 2")
     (losses, begun, state), *_ = ranks(tiles[0] * tiles[1]).run(steps_of_ranks, flags, tiles, streamed)
     config = with_frame(parse(flags))
-    training, _ = split_slides(config)
+    training, _ = source_of(config).open()
     assert len({training.image(index).size for index in range(len(training))}) > 1
     model = unet()
     model.load_state_dict(begun)
@@ -168,7 +169,7 @@ def test_one_rank_and_two_predict_and_evaluate_the_same(ranks: Ranks, cohort: Pa
     asked = words(run, "--slides", table, "--out")
     alone = ranks(2).run(said, predict, words(*asked, tmp_path / "alone", "--data 2"))
     assert "no maps" not in alone[0]  # class maps are its maps
-    slides = open_slides(with_frame(parse(flags_of(cohort, run))))
+    slides = source_of(with_frame(parse(flags_of(cohort, run)))).open_files()
     confusion = np.zeros((2, 2), np.int64)
     found = [read_lines(tmp_path / f"of{count}" / "predictions.jsonl") for count in (1, 2)]
     for number, (one, two) in enumerate(zip(*found, strict=True)):
@@ -213,12 +214,12 @@ def test_damaged_slides_and_annotations_do_not_end_a_prediction_or_evaluation(
 
 def test_folders_to_predict_of_need_no_columns(cohort: Path) -> None:
     config = parse(["--slides", str(cohort), "--annotation-column", "annotation", "--patient-column", "case_id"])
-    assert len(open_slides(config, labelled=False)) == 4
+    assert len(source_of(config).open_files(labelled=False)) == 4
 
 
 def test_windows_are_drawn_in_tissue_and_on_classes(cohort: Path, tmp_path: Path) -> None:
     flags = flags_of(cohort, tmp_path, "--fit crop --image-size 48 --crops-each 5 --crops-on-classes 1")
-    windows, grid = split_slides(parse(flags))
+    windows, grid = source_of(parse(flags)).open()
     assert isinstance(windows, RandomWindows)
     assert isinstance(grid, GridWindows)
     places = []

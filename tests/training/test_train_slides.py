@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator, world
 from mpi4dl.datasets.loader import shuffled
-from mpi4dl.datasets.slides.geojson import polygons_of
 from mpi4dl.datasets.slides.slide import open_slide
 from mpi4dl.datasets.slides.tissue import tissue_cells
 from mpi4dl.engine import Engine
@@ -27,8 +26,8 @@ from mpi4dl.geometry import Interval, ceil_div
 from mpi4dl.models.patches import GatedAttention, PatchModel
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import ConfigError, parse
-from mpi4dl.options.data import in_folder_of_fold, open_slides, split_slides, with_frame
 from mpi4dl.options.models import build_model
+from mpi4dl.options.sources import in_folder_of_fold, source_of, with_frame
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.patches import PatchOptions, stream_patches
@@ -90,7 +89,7 @@ def test_training_is_that_of_a_plain_loop_over_whole_slides(
     flags = flags_of(cohort, tmp_path / "run", f"{plan} --eval-every none")
     run = run_train(ranks, tmp_path / "run", *flags)
     config = with_frame(parse(flags))
-    training, _ = split_slides(config)
+    training, _ = source_of(config).open()
     model = build_model(config, 2, 3)
     assert isinstance(model, PatchModel)
 
@@ -160,7 +159,7 @@ def test_whole_slides_of_their_own_sizes_are_those_of_a_plain_loop(
     flags = words("--slides", cohort / "slides.csv", own, AS_BYTES, plan)
     run = run_train(ranks, tmp_path / "run", *flags)
     config = with_frame(parse(flags))
-    training, validation = split_slides(config)
+    training, validation = source_of(config).open()
     assert len({tuple(training.image(index).size) for index in range(len(training))}) == len(training)
     model = build_model(config, 2, 3)
 
@@ -186,7 +185,7 @@ def test_the_patches_of_a_step_and_their_passes_are_counted_before_it(
 ) -> None:
     """Those with tissue, as training takes them; by the plan and by a run."""
     flags = flags_of(cohort, tmp_path / "run", "--tiles 1x2")
-    training, _ = split_slides(with_frame(parse(flags)))
+    training, _ = source_of(with_frame(parse(flags))).open()
     counts = [len(training.tissue_patches(index, PATCH)) for index in range(len(training))]  # type: ignore[attr-defined]
     most = 20
     assert min(counts) < most < max(counts)
@@ -250,13 +249,13 @@ def test_maps_that_are_gone_are_drawn_again_and_others_are_refused(
 
 def test_maps_lie_where_the_patches_are(cohort: Path, short_run: Path, predicted: Path) -> None:
     """In pixels of the full level 0, in GeoJSON, and by their microns per pixel in OME-TIFF."""
-    slides = open_slides(with_frame(parse(flags_of(cohort, short_run))), labelled=False)
+    slides = source_of(with_frame(parse(flags_of(cohort, short_run)))).open_files(labelled=False)
     for index in range(len(slides)):
         slide, base = slides.image(index), predicted / "maps" / slides.name(index).partition(".")[0]
         places = slides.tissue_patches(index, PATCH).tolist()
         (geojson,) = base.parent.glob(f"{base.name}*.geojson")
         content = json.loads(geojson.read_text())
-        corners = [tuple(rings[0][0]) for rings in polygons_of(content)]
+        corners = [tuple(rings[0][0]) for rings in (each["geometry"]["coordinates"] for each in content["features"])]
         side = PATCH * slide.downsample
         assert corners == [pytest.approx((col * side, row * side)) for row, col in places]
         values = [each["properties"]["measurements"]["attention"] for each in content["features"]]
@@ -353,7 +352,7 @@ def test_patches_that_slides_choose_and_bags_are_exact_in_float64(ranks: Ranks, 
 
 def split_by(flags: list[str], folder: Path) -> dict[str, str]:
     """The part of each slide, which is then kept in a folder as that of a run."""
-    training, validation = split_slides(in_folder_of_fold(parse([*flags, "--run-folder", str(folder)])))
+    training, validation = source_of(in_folder_of_fold(parse([*flags, "--run-folder", str(folder)]))).open()
     place = Path(in_folder_of_fold(parse([*flags, "--run-folder", str(folder)])).run.run_folder or "")
     place.mkdir(parents=True, exist_ok=True)
     Images(training, validation, "pad", ()).record(world(), place)
@@ -563,7 +562,7 @@ def test_cells_of_whole_slides_are_those_of_plain_autograd(
     config = with_frame(parse(flags))
     model = build_model(config, 2, 3)
     model.load_state_dict(load_file(run / "model.safetensors"))
-    slides = open_slides(config, labelled=False)
+    slides = source_of(config).open_files(labelled=False)
     names = [slides.name(index) for index in range(2)]
     assert slides.image(0).downsample != slides.image(1).downsample
     table.write_text("\n".join(("slide", *names)))

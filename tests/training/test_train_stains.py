@@ -13,8 +13,9 @@ from mpi4dl.datasets.stains import METHODS, StainNormalization
 from mpi4dl.embed import embed
 from mpi4dl.geometry import Interval
 from mpi4dl.options.config import ConfigError, parse
-from mpi4dl.options.data import build_views, open_slides, stains_of, with_frame
+from mpi4dl.options.data import build_views
 from mpi4dl.options.declare import with_values
+from mpi4dl.options.sources import SlideSource, source_of, with_frame
 from mpi4dl.predict import predict
 from mpi4dl.train import train
 from tests.pool.ranks import Ranks
@@ -67,7 +68,8 @@ def test_one_rank_and_two_see_the_same_varied_slides(
 @pytest.fixture
 def reference(cohort: Path, tmp_path: Path) -> Path:
     """A picture of a slide."""
-    slide = open_slides(with_frame(parse(flags_of(cohort, tmp_path, f"{PATCHES} --stain-norm none")))).image(0)
+    config = with_frame(parse(flags_of(cohort, tmp_path, f"{PATCHES} --stain-norm none")))
+    slide = source_of(config).open_files().image(0)
     PIL.Image.fromarray(slide.read(*(Interval(0, side) for side in slide.size))).save(tmp_path / "reference.png")
     return tmp_path / "reference.png"
 
@@ -85,7 +87,8 @@ def test_a_resumed_run_draws_the_same(ranks: Ranks, cohort: Path, tmp_path: Path
 def test_any_box_of_a_slide_has_the_colours_of_the_reference(cohort: Path, tmp_path: Path, method: str) -> None:
     """Bit for bit, and the patches with tissue are those of the slide as it was scanned."""
     config = with_frame(parse(flags_of(cohort, tmp_path, f"{PATCHES} --rotate none --stain-norm {method}")))
-    slides, scanned = open_slides(config), open_slides(with_values(config, {"stain_norm": "none"}))
+    slides = source_of(config).open_files()
+    scanned = source_of(with_values(config, {"stain_norm": "none"})).open_files()
     random = np.random.default_rng(0)
     for index in range(0, len(slides), 2):
         own, normalization = scanned.image(index), StainNormalization(method, METHODS[method][1])
@@ -110,7 +113,7 @@ def test_prediction_and_features_have_the_stains_of_training(
     pytest.importorskip("h5py")
     flags = flags_of(cohort, tmp_path / "run", f"{PATCHES} --max-steps 1 --stain-reference {reference}")
     ranks(1).run(train, flags)
-    stains = stains_of(with_frame(parse(flags)))
+    stains = SlideSource(with_frame(parse(flags))).stains()
     assert stains is not None
     assert stains.reference != METHODS["macenko"][1]
     reference.rename(tmp_path / "slide.png")

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from mpi4dl import models
 from mpi4dl.datasets import Loader
 from mpi4dl.geometry import Box, Interval
-from mpi4dl.options.data import build_datasets, build_views
+from mpi4dl.options.data import build_views
+from mpi4dl.options.sources import source_of
 from tests.pool.ranks import Ranks
 from tests.support.commands import losses_of, plain_steps, run_train, settled, truncate, words
 
@@ -43,7 +44,7 @@ def volumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain_losses(flags: list[str], size: tuple[int, ...]) -> list[float]:
     """A loop of plain PyTorch over whole volumes."""
     config = settled(flags)
-    training, _ = build_datasets(config)
+    training, _ = source_of(config).open()
     view, _ = build_views(config, training.channels, "resize")
     torch.manual_seed(config.training.seed)
     model = models.build(config.model.model, 2, in_channels=training.channels, depth=8, num_filters=4).train()

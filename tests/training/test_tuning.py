@@ -16,7 +16,8 @@ from mpi4dl.comm import Communicator
 from mpi4dl.datasets import Loader
 from mpi4dl.geometry import Box, Interval
 from mpi4dl.options.config import parse
-from mpi4dl.options.data import build_datasets, build_views
+from mpi4dl.options.data import build_views
+from mpi4dl.options.sources import source_of
 from mpi4dl.train import train
 from tests.commands.test_face import OWN, module_at
 from tests.pool.ranks import Ranks
@@ -104,7 +105,7 @@ def plainly(own: Path, flags: list[str]) -> Learnt:
     schedule = lr_scheduler.SequentialLR(optimizer, [rise, lr_scheduler.CosineAnnealingLR(optimizer, 4)], [2])
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
     box = lambda count: [Box(*(Interval(0, n) for n in (count, 64, 72)))]  # noqa: E731
-    views, data = build_views(config, 2, "resize"), build_datasets(config)
+    views, data = build_views(config, 2, "resize"), source_of(config).open()
     batches = Loader(data[0], views[0], 2, box, shuffle=True, drop_last=True)
     found = Learnt([], [], {}, {})
     for epoch in range(2):

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._wording import to_install
-from mpi4dl.datasets.base import DatasetError
+from mpi4dl.datasets.base import package
 
 Ring = list[list[float]]  # corners (x, y), the last one the same as the first
 
@@ -28,7 +27,7 @@ def outlines(
     A pixel of the mask is `scale` (down, across) pixels of level 0, and the first one begins at `origin` (row, column).
     Rings of less than `least_area` pixels of level 0 are left out.
     """
-    measure = package("skimage.measure")
+    measure = package("skimage.measure", "slides", "scikit-image")
     outer: list[list[Ring]] = []
     holes: list[Ring] = []
     for line in measure.find_contours(np.pad(mask, 1).astype(np.float32), 0.5):
@@ -85,45 +84,3 @@ def feature(
 def collection(features: Iterable[Mapping[str, Any]]) -> str:
     """The text of a file of objects, which are used one after the other."""
     return f'{{"type": "FeatureCollection", "features": [{", ".join(map(json.dumps, features))}]}}'
-
-
-def polygons_of(content: Any) -> list[list[Ring]]:
-    """The polygons of a GeoJSON file: a collection, a list of features as QuPath writes it, or a geometry.
-
-    Points and lines are left out.
-
-    Raises:
-        ValueError: it is no GeoJSON.
-    """
-    features = content["features"] if isinstance(content, Mapping) and "features" in content else content
-    found: list[list[Ring]] = []
-    for each in features if isinstance(features, list) else [features]:
-        geometry = each.get("geometry", each) if isinstance(each, Mapping) else {}
-        kind, places = geometry.get("type"), geometry.get("coordinates") or []
-        if kind == "Polygon":
-            found.append(places)
-        elif kind == "MultiPolygon":
-            found += places
-        elif kind not in ("Point", "MultiPoint", "LineString", "MultiLineString"):
-            raise ValueError("is no GeoJSON with a geometry in each feature")
-    return found
-
-
-def contains(polygons: Iterable[Sequence[Ring]], row: float, col: float) -> bool:
-    """Whether a place of level 0 lies in one of the polygons, and not in a hole of it."""
-    measure = package("skimage.measure")
-
-    def inside(ring: Ring) -> bool:
-        return bool(measure.points_in_poly([(col, row)], ring)[0])
-
-    return any(inside(outer) and not any(map(inside, holes)) for outer, *holes in polygons)
-
-
-def package(name: str) -> Any:
-    """A module of scikit-image. Raises DatasetError if it is not installed."""
-    from importlib import import_module
-
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise DatasetError(f"slides need scikit-image; run {to_install('scikit-image')}") from error

@@ -95,7 +95,7 @@ def test_masks_are_those_of_scikit_image_in_any_box(
                 assert np.array_equal(mask.read(rows, cols), whole[top : rows.stop, left : cols.stop])
 
 
-def test_features_are_read_one_after_the_other(tmp_path: Path) -> None:
+def test_geojson_of_all_layouts_is_read_in_little_memory(tmp_path: Path) -> None:
     """Of all layouts of GeoJSON, and without all of them as Python objects: these take seven times the file's size."""
     indented = json.dumps({"bbox": [1, 2], "features": FEATURES[:2], "type": "FeatureCollection"}, indent=2)
     for content in (FEATURES[:2], indented, f"\ufeff \n{indented}\r\n"):
@@ -184,7 +184,7 @@ DAMAGED: dict[str, tuple[str, Any, str]] = {
     "nested": ("a.geojson", b"[" * 100_000, "nested"),
     "a comma more": ("a.geojson", json.dumps(FEATURES).encode()[:-1] + b",]", "truncated or damaged"),
     "no comma": ("a.geojson", b'{"type": "FeatureCollection" "features": []}', "truncated or damaged"),
-    "text behind": ("a.geojson", json.dumps(FEATURES).encode() + b" x", "extra data"),
+    "text behind": ("a.geojson", json.dumps(FEATURES).encode() + b" x", "Extra data"),
     "packed": ("a.geojson.gz", None, "cannot be read"),
     "truncated xml": ("a.xml", ASAP.encode()[:400], "truncated or damaged"),
     "another xml": ("a.xml", b"<Annotations/>", "ASAP_Annotations"),

@@ -17,13 +17,13 @@ from mpi4dl.datasets.base import Pixels, WholeImage
 from mpi4dl.datasets.slides.artifacts import COLOURS, FOCUS_PX, laplacian_variances, pen_marks
 from mpi4dl.datasets.slides.compose import Composition, composition
 from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
-from mpi4dl.datasets.slides.geojson import contains, polygons_of
 from mpi4dl.datasets.slides.slide import Level, Resolution, Slide, SlideFile, open_slide
 from mpi4dl.datasets.slides.tissue import find_tissue
 from mpi4dl.embed import embed
 from mpi4dl.geometry import Interval
 from mpi4dl.predict import predict
 from mpi4dl.train import train
+from tests.datasets.boxes import contains
 from tests.pool.ranks import Ranks, RanksFailed
 from tests.support.tiny import TINY_RESNET
 
@@ -158,7 +158,7 @@ def test_one_rank_and_two_show_what_is_left_out(ranks: Ranks, marked: Path, tmp_
         classes = {each["properties"]["classification"]["name"] for each in features}
         assert classes == {"Tissue", kind}
         of_kind = [each for each in features if each["properties"]["classification"]["name"] == kind]
-        assert contains(polygons_of(of_kind), *place)
+        assert contains(of_kind, *place)
         slide = open_slide(marked / f"{name}.png", Resolution(assumed_mpp=MPP))
         found = find_tissue(slide, None, BOTH)
         [(key, mask)] = ((key, mask) for key, mask in found.left_out.items() if mask.any())

@@ -17,12 +17,12 @@ from mpi4dl.comm import Communicator
 from mpi4dl.datasets.base import BadImage, DatasetError, Pixels, WholeImage
 from mpi4dl.datasets.slides.compose import composition, write_slide
 from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
-from mpi4dl.datasets.slides.geojson import contains, polygons_of
 from mpi4dl.datasets.slides.slide import Level, Slide, SlideFile, open_slide
 from mpi4dl.datasets.slides.tissue import OUTLINE, TissueMask, find_tissue, tissue_of
 from mpi4dl.datasets.slides.windows import GridWindows, RandomWindows
 from mpi4dl.geometry import Interval
 from mpi4dl.slides import slides
+from tests.datasets.boxes import contains
 from tests.pool.ranks import Ranks, RanksFailed
 
 
@@ -110,7 +110,7 @@ def test_tissue_of_a_composed_slide(tmp_path: Path) -> None:
     found = find_tissue(opened)
     inside = slide._tissue(np.arange(0, slide.size[0]), np.arange(0, slide.size[1]))
     assert found.share == pytest.approx(inside.mean(), abs=0.01)
-    polygons = polygons_of(json.loads(found.geojson()))
+    polygons = json.loads(found.geojson())["features"]
     (lesion,) = slide.lesions
     assert contains(polygons, lesion.row, lesion.col)
     assert not contains(polygons, 2, 2)
@@ -130,7 +130,7 @@ def test_holes_are_outside() -> None:
     mask[10:20, 12:24] = False
     mask[13:16, 15:20] = True  # an island in the hole
     found = TissueMask(mask, (2.0, 2.0), (100, 50))
-    polygons = polygons_of(json.loads(found.geojson()))
+    polygons = json.loads(found.geojson())["features"]
     assert len(polygons) == 2
     for row, col, expected in ((5, 6, True), (11, 13, False), (14, 17, True), (2, 2, False), (25, 34, True)):
         assert contains(polygons, 100 + 2 * (row + 0.5), 50 + 2 * (col + 0.5)) == expected, (row, col)

@@ -1,0 +1,816 @@
+"""Where samples come from: a class for each kind of data, which answers whatever depends on the kind.
+
+source_of(config)    FeatureSource   features of slides      SlideSource    whole slides
+                     OwnSource       a dataset of the user's  TextSource     text
+                     SyntheticSource images by a formula      DataSource         a folder, a table, or arrays
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from mpi4dl import datasets
+from mpi4dl._progress import ProgressLine, Tell, quietly
+from mpi4dl._wording import counted, some
+from mpi4dl.datasets.arrays import is_cifar
+from mpi4dl.datasets.base import task_of
+from mpi4dl.datasets.kinds import PICTURES, VOLUMES
+from mpi4dl.datasets.labels import FORMS
+from mpi4dl.datasets.listed import parts
+from mpi4dl.datasets.samples import TABLE
+from mpi4dl.datasets.sources import SYNTHETIC, SampleFiles, open_files
+from mpi4dl.datasets.split import Named, in_whole, split
+from mpi4dl.datasets.transform import STRIDE_PX, Fit, as_fit
+from mpi4dl.models.registry import require_known
+from mpi4dl.options.config import Config, ConfigError, Slides
+from mpi4dl.options.declare import with_values
+from mpi4dl.options.kinds import AUTO
+from mpi4dl.options.parts import call, is_own, load
+from mpi4dl.tasks.task import TASKS
+
+if TYPE_CHECKING:
+    from mpi4dl.datasets.slides.dataset import SlideFolder
+    from mpi4dl.datasets.stains import StainNormalization
+    from mpi4dl.parallel.plan import Plan
+
+FOLDS = "folds.csv"  # in the folder of the runs of all folds: which samples are in which
+FEATURES_MODEL = "features"  # how files of a run name the model that has no encoder
+LOOKED_AT = 8  # images, for their sizes
+# Slides rather than pictures begin here, as for Pillow: 8192 x 8192 px.
+SLIDE_PIXELS = 1 << 26
+
+
+def source_of(config: Config) -> "DataSource":
+    """Where the samples of a configuration come from."""
+    data, slides = config.data, config.slides
+    named = {FeatureSource: slides.features, SlideSource: slides.slides, OwnSource: data.dataset, TextSource: data.text}
+    other = SyntheticSource if data.images == SYNTHETIC else DataSource
+    return next((kind for kind, name in named.items() if name is not None), other)(config)
+
+
+def with_frame(config: Config, fit_before: Callable[[], Fit | None] = lambda: None) -> Config:
+    """The configuration as its source needs it, with what the sizes of samples decide. See `DataSource.framed`."""
+    return source_of(source_of(config).prepared()).framed(fit_before)
+
+
+class DataSource:
+    """Images or volumes in a folder, a table or arrays; other kinds of data are below.
+
+    Attributes:
+        noun: what messages call a file of samples; sample_noun: a sample.
+        inputs: what models of it take; other_model: what to do about one of others.
+        of_slides: whether samples are slides, which have a resolution.
+        tells_labels: whether labels are at hand without reading samples.
+        own_for_each_rank: whether each rank opens it for itself.
+    """
+
+    noun, inputs = "image", "images"
+    other_model = "which `images` have not: give `text`, or choose a model of images"  # where a model has other inputs
+    of_text = of_slides = own_for_each_rank = False
+    tells_labels = True
+    reads_features = False
+    slide_options: ClassVar[tuple[str, ...]] = ("stain_norm", "leave_out")  # which do not apply
+
+    def __init__(self, config: Config) -> None:
+        self._config, self._data, self._slides = config, config.data, config.slides
+        self.size, self.patch = config.data.image_size, config.model.patches
+
+    @property
+    def sample_noun(self) -> str:
+        return self.noun
+
+    @property
+    def described(self) -> str:
+        """How large samples are that a model sees, for titles; empty if they are images."""
+        return ""
+
+    @property
+    def has_files(self) -> bool:
+        """Whether samples are files of a table or folder."""
+        path = Path(self._data.images).expanduser()
+        return path.suffix != ".npz" and not is_cifar(path)
+
+    @property
+    def own_sizes(self) -> bool:
+        """Whether each sample keeps its size."""
+        return self._data.fit == "own"
+
+    @property
+    def is_pictures(self) -> bool:
+        """Whether samples are pictures, whose values are from 0 to 1."""
+        return len(self.size) == 2
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether TensorBoard can show samples beside each other."""
+        return not self.own_sizes
+
+    @property
+    def tokens(self) -> int | None:
+        """The tokens of a sample of text."""
+        return None
+
+    # What is asked for.
+
+    def prepared(self) -> Config:
+        """The configuration as this kind of data needs it.
+
+        Raises:
+            ConfigError: options of other kinds of data, or two kinds.
+        """
+        config, data = self._config, self._data
+        names = {"slides": self._slides.slides or self._slides.features, "dataset": data.dataset, "text": data.text}
+        images = None if data.images == SYNTHETIC else data.images
+        both = [name for name, value in {**names, "images": images}.items() if value is not None]
+        if len(both) > 1:
+            raise ConfigError(f"`{both[0]}` and `{both[1]}` were both given: choose one")
+        for name in self.slide_options:
+            value = getattr(self._slides, name)
+            if value != getattr(Slides, name):
+                shown = ",".join(value) if isinstance(value, tuple) else value
+                raise ConfigError(f"`{name}` {shown} is for slides: name them by `slides`")
+        self.require_model()
+        return config
+
+    def require_model(self) -> None:
+        """Raise ValueError for a name of a model that there is not, before data is read and anything is counted."""
+        if not is_own(self._config.model.model):
+            require_known(self._config.model.model)
+
+    def framed(self, fit_before: Callable[[], Fit | None] = lambda: None) -> Config:
+        """The configuration with what the sizes of samples decide; `fit_before` is the `fit` of a run that goes on.
+
+        Raises:
+            ConfigError, DatasetError: samples do not fit.
+        """
+        return self._config
+
+    def refusal(self, slides: str | None, features: str | None) -> str | None:
+        """Why a model of this kind of data takes no such other slides, or features of slides."""
+        return "`slides` is for a model that was trained on `slides`: name pictures by `images`"
+
+    def require_plan(self, plan: "Plan") -> None:
+        """Raise ConfigError for a plan that does not go with the data."""
+        if plan.cuts_parameters and self._config.streams_images:
+            raise ConfigError(f"{plan} with `stream` or `patches`: streamed tiles and patches need whole parameters")
+        if self.own_sizes:
+            self._require_own_sizes(plan)
+
+    def _require_own_sizes(self, plan: "Plan") -> None:
+        """Raise ConfigError if images of their own size would have to share a microbatch, or have partners."""
+        data, ways = self._data, plan.replicas_together * max(plan.batch_ways)
+        if ways > 1:
+            raise ConfigError(
+                f"{plan} shares out the images of a microbatch, and by `fit` own they differ in size: choose `tiles`, "
+                "by which ranks share each image, `data` alone, by which each replica has images of its own, or `fit` "
+                "pad"
+            )
+        if plan.bidirectional:
+            raise ConfigError(
+                f"`bidirectional` {plan.bidirectional} evaluates two images at once, and by `fit` own they differ in "
+                "size: leave it out, or choose `fit` pad"
+            )
+        replicas, microbatches = plan.replicas, self._config.parallel.microbatches
+        if data.batch_size != replicas * microbatches:
+            asked = f"`batch_size` {data.batch_size} with `microbatches` {microbatches}"
+            asked += f" of each of `data` {replicas}" if replicas > 1 else ""
+            steps = max(1, data.batch_size * self._config.training.accumulate // replicas)
+            raise ConfigError(
+                f"{asked}: by `fit` own images differ in size, so a microbatch has one: choose `batch_size` {replicas} "
+                f"and `accumulate` {steps}, or `fit` pad"
+            )
+        if data.mixup:
+            raise ConfigError(f"`mixup` {data.mixup} mixes images of one size: choose `fit` pad or resize, not own")
+        if not self.is_pictures:
+            raise ConfigError("`fit` own is for pictures and slides: leave it out")
+
+    # What there is.
+
+    def open(self, validating: Mapping[str, bool] | None = None) -> tuple[Named, Named]:
+        """The training and the validation samples; `validating` says of some, by name, which they were before.
+
+        Raises ConfigError, DatasetError.
+        """
+        data = self._data
+        return datasets.open(
+            data.images,
+            size=self.size,
+            num_classes=self._config.model.num_classes,
+            num_train=data.num_samples,
+            num_val=max(1, round(data.num_samples * data.val_fraction)),
+            validation_fraction=data.val_fraction,
+            task=self._task,
+            label_columns=data.label_columns,
+            columns=named_columns(self._slides),
+            ignore_index=data.ignore_index,
+            validating=validating,
+            **self._split(),
+        )
+
+    def open_files(self, classes: tuple[str, ...] | None = None, labelled: bool = True) -> SampleFiles:
+        """The files that are named, all of them, with labels of these `classes`, or without any if they may have none.
+
+        Raises ConfigError, DatasetError.
+        """
+        data = self._data
+        return open_files(
+            Path(data.images).expanduser(),
+            VOLUMES if len(self.size) > 2 else PICTURES,
+            task=self._task,
+            label_columns=data.label_columns,
+            classes=classes,
+            columns=named_columns(self._slides),
+            num_classes=self._config.model.num_classes,
+            ignore_index=data.ignore_index,
+        )
+
+    @property
+    def _task(self) -> str | None:
+        """The task by which labels are read; None if they tell it."""
+        return self._data.task if self._data.task in FORMS else None
+
+    def _split(self) -> dict[str, Any]:
+        """How samples are split. Raises ConfigError."""
+        split_file, of_fold = self._split_file()
+        training, slides = self._config.training, self._slides
+        found = {"seed": training.seed, "validates": training.eval_every is not None, "folds": slides.folds}
+        return {**found, "fold": fold_of_run(self._config), "split_file": split_file, "of_fold": of_fold}
+
+    def _split_file(self) -> tuple[Path | None, bool]:
+        """The file that says how samples are split, if any does, and whether it is that of one fold."""
+        chosen, run, fold = self._slides, self._config.run.run_folder, fold_of_run(self._config)
+        if chosen.folds is not None and not fold < chosen.folds > 1:
+            raise ConfigError(f"`fold` {fold} of `folds` {chosen.folds}: choose two folds or more, and one from 0 on")
+        if chosen.split_file is None:
+            kept = None if chosen.folds is None or run is None else Path(run).parent / FOLDS
+            return (kept, False) if kept is not None and kept.is_file() else (None, False)  # as the other folds have it
+        path = Path(chosen.split_file).expanduser()
+        if not path.is_dir():
+            return path, False
+        if chosen.folds is None:
+            raise ConfigError(
+                f"`split_file` {chosen.split_file} is a folder: choose one of its files by `folds` and `fold`"
+            )
+        return path / f"splits_{fold}.csv", True
+
+    def task_of(self, samples: Any) -> str:
+        """The task that the labels of samples are for."""
+        return task_of(samples)
+
+    def patches_of(self, samples: Any) -> Callable[[int], int] | None:
+        """Gives the number of patches with tissue of a sample, where these are looked for before."""
+        return None
+
+    # What is said of it.
+
+    def fit_of(self, sizes: Sequence[tuple[int, ...]], before: Fit | None) -> Fit:
+        """One way for all images of a run, whatever their format. Raises ConfigError where they are of both kinds."""
+        if self._data.fit != "auto":
+            return as_fit(self._data.fit)
+        if before is not None:
+            return before
+        large = [len(size) == 2 and prod(size) > SLIDE_PIXELS for size in sizes]
+        if any(large) and not all(large):
+            raise ConfigError(
+                f"`fit` auto cannot choose for images of {_range(sizes)} px: say `fit` resize, or `fit` crop for "
+                "windows of the image size"
+            )
+        return "crop" if any(large) else "resize"
+
+    def describe(
+        self, training: Named, validation: Named, before: Fit | None
+    ) -> tuple[Fit, list[str], tuple[int, ...] | None]:
+        """How images become those of the image size, remarks on them, and the largest size along each axis.
+
+        Raises ConfigError for masks that are too large, or of images of their own sizes.
+        """
+        dense = TASKS[task_of(training)].dense
+        if self._config.streams_images and dense and prod(self.size) > SLIDE_PIXELS:
+            raise ConfigError(
+                f"`image_size` {'x'.join(map(str, self.size))} with masks: every rank has whole masks of a batch, 8 "
+                "bytes a pixel, and `stream` and `patches` are for more pixels than that: at most 8192x8192"
+            )
+        sizes = list(_sizes(training))
+        fit = self.fit_of(sizes, before)
+        if fit == "own" and dense:
+            raise ConfigError("`fit` own is not for masks: choose `fit` pad, or crop for windows of slides")
+        remarks = [
+            *self._counted(training, validation),
+            *(remark for whole in wholes((training, validation)) for remark in getattr(whole, "remarks", ())),
+            *self._stained(training),
+            self.shown(fit, sizes, len(training)),
+        ]
+        return fit, remarks, tuple(max(sides) for sides in zip(*sizes, strict=True)) if sizes else None
+
+    def _counted(self, training: Named, validation: Named) -> list[str]:
+        """How many samples there are, what is to be learnt of them, and where they lie."""
+        said = f"{counted(len(training), self.sample_noun)} to train on + {len(validation)} to validate with"
+        task, classes = task_of(training), training.classes
+        if classes and self.tells_labels:
+            known = f"{said}, {TASKS[task].described(training, validation)}"
+            return [known, *self._origin(), *self._missing_classes(training, validation)]
+        named = f": {counted(len(classes), 'class', 'classes')}, {some(list(classes))}" if classes else ""
+        return [f"{said}, to {task}{named}" if classes or task != "classify" else said, *self._origin()]
+
+    def _origin(self) -> list[str]:
+        """The folders that training and validation samples lie in."""
+        path = Path(self._data.images).expanduser()
+        folders = path.is_dir() and not any((path / name).exists() for name in ("batches.meta", TABLE))
+        found = parts(path) if folders else None
+        if found is None:
+            return []
+        unused = f"; {', '.join(found.unused)} beside them not read" if found.unused else ""
+        return [f"trained on {path / found.training}, validated with {path / found.validation}{unused}"]
+
+    def _missing_classes(self, training: Named, validation: Named) -> list[str]:
+        """A warning of classes that only one of both parts has."""
+        task = TASKS[task_of(training)]
+        trained, validated = task.label_counts(training), task.label_counts(validation) if len(validation) else None
+        if trained is None or validated is None:
+            return []
+        said = []
+        for mine, others, what in (
+            (validated, trained, f"validation shows no {self.sample_noun} of {{}}, of which metrics then say nothing"),
+            (trained, validated, f"no {self.sample_noun} to train on shows {{}}, which is then not learnt"),
+        ):
+            names = [name for name, a, b in zip(training.classes, mine, others, strict=True) if not a and b]
+            if names:
+                said.append("warning: " + what.format(some(names)))
+        return said
+
+    def _stained(self, samples: Named) -> list[str]:
+        return []
+
+    def not_compared(self, samples: Sequence[Named]) -> list[str]:
+        """Remarks on samples whose labels cannot be compared with those that a run began with."""
+        return []
+
+    def shown(self, fit: Fit, sizes: Sequence[tuple[int, ...]], count: int) -> str:
+        """How samples, `count` of them, of which some have these `sizes`, are brought to the image size."""
+        size, frame = self.size, "x".join(map(str, self.size))
+        what = f"{self.sample_noun}s of {_range(sizes)} px" if sizes else f"{self.sample_noun}s"
+        if count > LOOKED_AT:
+            what += f" ({len(sizes)} of {count} looked at)"
+        random_crop = fit == "resize" and self._data.random_crop
+        if sizes and set(sizes) == {size} and not random_crop:
+            return f"{what} are shown as they are"
+        smaller = any(a < b for each in sizes for a, b in zip(each, size, strict=True))
+        padded = f", {'white' if len(size) == 2 else '0'} where they are smaller" if smaller else ""
+        crops = " from random crops, validated whole" if random_crop else ""
+        ways = {
+            "resize": f"are resized to {frame}{crops}; `fit` crop would show windows of that size",
+            "crop": f"are cropped to {frame} at random{padded}; validated on the centre",
+            "pad": self._padded(frame),
+            "own": f"keep their own sizes, padded with white to multiples of {STRIDE_PX} px",
+        }
+        return f"{what} {ways[fit]}"
+
+    def _padded(self, frame: str) -> str:
+        return f"are padded with white to {frame}"
+
+    def patches_shown(self, at_once: int, norms: str) -> tuple[int, str]:
+        """How many patches of a sample each rank runs at once, and which a model sees."""
+        rows, cols = (side // (self.patch or 1) for side in self.size[-2:])
+        return at_once, f"{self._patches(rows, cols)}: {at_once} at once on each rank, {norms} norms"
+
+    def _patches(self, rows: int, cols: int) -> str:
+        least = self._config.model.min_tissue
+        which = f", those with at least {100 * least:g} % of tissue" if least else ""
+        return f"{rows} x {cols} patches of {self.patch} px in each image{which}"
+
+
+class SyntheticSource(DataSource):
+    """Images that are computed from a formula."""
+
+    has_files = False
+
+    def _origin(self) -> list[str]:
+        return ["the images are synthetic, computed from a formula: `images` names a folder of your own"]
+
+
+class OwnSource(DataSource):
+    """Datasets of the user's, whose pixels may have any values."""
+
+    has_files = is_pictures = False
+    own_for_each_rank, tells_labels = True, False
+
+    def open(self, validating: Mapping[str, bool] | None = None) -> tuple[Named, Named]:
+        """As `DataSource.open`; one dataset that is alone is split."""
+        part, options = self._data.dataset, self._data.dataset_options
+        made = part if isinstance(part, tuple) else load("dataset", part)
+        if inspect.isclass(made) or inspect.isroutine(made):
+            in_two = "split" in inspect.signature(made).parameters and "split" not in options
+            made = (
+                tuple(call("dataset", part, split=name, **options) for name in ("train", "val"))
+                if in_two
+                else call("dataset", part, **options)
+            )
+        found = datasets.adapt(made)
+        if isinstance(found, tuple):
+            return found
+        training = self._config.training
+        fraction, validates = self._data.val_fraction, training.eval_every is not None
+        return split(found, fraction, training.seed, validating or {}, validates=validates)
+
+    def task_of(self, samples: Any) -> str:
+        found = super().task_of(samples)
+        if found == "segment":
+            _require_masks(samples)
+        return found
+
+    def not_compared(self, samples: Sequence[Named]) -> list[str]:
+        return [
+            f"{each.kind} gives labels with its images alone: they are not compared with those that the run began "
+            "with; a list `targets`, or a method label(index), tells them"
+            for each in wholes(samples)
+            if not each.tells_labels
+        ]
+
+    def _origin(self) -> list[str]:
+        return []
+
+
+class TextSource(DataSource):
+    """Text, whose samples are so many tokens."""
+
+    noun, inputs = "document", "tokens"
+    other_model = "which `text` has not: choose a model of text such as gpt2"
+    of_text = True
+    has_files = has_pictures = False
+
+    @property
+    def tokens(self) -> int | None:
+        return self._data.context
+
+    def require_plan(self, plan: "Plan") -> None:
+        if self._config.streams_images:
+            raise ConfigError("`stream` and `patches` are for images, but `text` was given")
+        super().require_plan(plan)
+
+    def task_of(self, samples: Any) -> str:
+        return "language"
+
+
+class SlideSource(DataSource):
+    """Whole slides, by a table or all of a folder."""
+
+    noun = "slide"
+    of_slides = has_files = True
+    slide_options = ()
+
+    @property
+    def sample_noun(self) -> str:
+        return "window" if self._data.fit == "crop" else "slide"
+
+    @property
+    def described(self) -> str:
+        return f"{self.sample_noun}s of {'at most ' * self.own_sizes}{' x '.join(map(str, self.size))} px"
+
+    def refusal(self, slides: str | None, features: str | None) -> str | None:
+        if features is None:
+            return None
+        return "`features` is for a model that was trained on `features`: leave it out, and name `slides` alone"
+
+    def framed(self, fit_before: Callable[[], Fit | None] = lambda: None) -> Config:
+        """The configuration with the image size in which its largest slide fits, where that is to be found out.
+
+        Its sides are multiples of the patches, or of 32 px, which is the stride of most models; and of the tiles.
+        Of features it is the number of patches of the slide that has the most.
+
+        Raises:
+            ConfigError, DatasetError: there are no such slides, one is larger than the image size, or one cannot be
+                read, unless `on_bad_image` is skip.
+        """
+        fit, asked = self._data.fit, self.size
+        config = self.with_reference()
+        if self.patch is not None and fit not in ("auto", "pad"):
+            raise ConfigError(f"`fit` {fit} is for whole images, and `patches` are cut from slides as they are")
+        if asked == AUTO and fit == "crop":
+            raise ConfigError("`fit` crop takes windows of `image_size` from slides: say it, such as 512")
+        source = type(self)(config)
+        slides = source.open_files(labelled=False)
+        if fit == "auto":
+            fit = fit_before() or source._usual_fit()
+            config = with_values(config, {"fit": fit})
+        if asked != AUTO and fit not in ("pad", "own"):
+            return config
+        unit = (1, 1) if self.patch else config.parallel.tiles[0][-2:]
+        multiple = [(self.patch or STRIDE_PX) * count for count in unit]
+        fitting, extremes = slides.frame(multiple, self._data.on_bad_image == "skip")
+        if asked == AUTO:
+            return with_values(config, {"image_size": fitting})
+        for largest in sorted(extremes, key=lambda slide: -max(slide.size)):
+            if any(side > most for side, most in zip(largest.size, asked, strict=False)):
+                sides, frame, needed = ("x".join(map(str, each)) for each in (largest.size, asked, fitting))
+                raise ConfigError(self._too_large(largest, sides, frame, needed))
+        return config
+
+    def _too_large(self, slide: Any, sides: str, frame: str, needed: str) -> str:
+        return (
+            f"{slide.file.path} has {sides} px, more than `image_size` {frame}: choose {needed}, auto, or a coarser "
+            "`mpp`"
+        )
+
+    def _usual_fit(self) -> str:
+        """Each slide at its own size, unless patches are cut from it or it has a mask."""
+        dense = self._data.task == "segment"
+        if self._data.task == AUTO:
+            with suppress(datasets.DatasetError):  # which opening them with their labels will say
+                dense = self.open_files().labels_of == "segment"
+        return "pad" if self.patch is not None or dense else "own"
+
+    def with_reference(self) -> Config:
+        """The configuration with the numbers of the stains of its reference, if that is a file.
+
+        Raises:
+            ConfigError, DatasetError: there is no such file, or it shows too little tissue.
+        """
+        from mpi4dl.datasets.slides.slide import open_slide
+        from mpi4dl.datasets.slides.tissue import tissue_pixels
+        from mpi4dl.datasets.stains import METHODS
+
+        method, reference = self._slides.stain_norm, self._slides.stain_reference
+        if method == "none" or reference is None or _numbers_in(reference) is not None:
+            return self._config
+        path = Path(reference).expanduser()
+        if not path.exists():
+            raise ConfigError(f"`stain_reference` {reference}: there is no such file")
+        measured = METHODS[method][0].measured(tissue_pixels(open_slide(path)))
+        if measured is None:
+            raise ConfigError(
+                f"`stain_reference` {reference}: shows too little stained tissue to measure: choose another"
+            )
+        numbers = ",".join(f"{number:.6g}" for number in measured.numbers)
+        return with_values(self._config, {"stain_reference": numbers})
+
+    def stains(self) -> "StainNormalization | None":
+        """How the colours of slides become those of a reference, which is numbers; None if they do not.
+
+        Raises ConfigError if there are too few or too many numbers.
+        """
+        from mpi4dl.datasets.stains import METHODS, StainNormalization
+
+        method, reference = self._slides.stain_norm, self._slides.stain_reference
+        if method == "none":
+            if reference is not None:
+                raise ConfigError(f"`stain_reference` {reference}: name the `stain_norm` that it is for")
+            return None
+        usual = METHODS[method][1]
+        numbers = usual if reference is None else _numbers_in(reference)
+        if numbers is None or len(numbers) != len(usual):
+            raise ConfigError(
+                f"`stain_reference` {reference}: must be a slide or picture, or {len(usual)} numbers with commas "
+                f"between them for `stain_norm` {method}"
+            )
+        return StainNormalization(method, numbers)
+
+    def open(self, validating: Mapping[str, bool] | None = None) -> tuple[Named, Named]:
+        """As `DataSource.open`; windows of slides with masks by `fit` crop."""
+        with ProgressLine() as tell:
+            how: dict[str, Any] = {"fraction": self._data.val_fraction, "known": validating, **self._split()}
+            training, validation = self.open_files(tell=tell).split(**how)
+            whole: Any = training.whole
+            if whole.masks is not None and self._data.fit == "crop":
+                return self._windows(whole, training.indices, validation.indices, tell)
+        for name in ("crops_each", "crops_on_classes"):
+            if getattr(self._slides, name) != getattr(Slides, name):
+                raise ConfigError(f"`{name}` is for windows of slides to segment: say `task` segment and `fit` crop")
+        return training, validation
+
+    def _windows(
+        self, slides: "SlideFolder", training: Sequence[int], validation: Sequence[int], tell: Tell
+    ) -> tuple[Named, Named]:
+        """Random windows of the slides to train on, and the grid of windows of those to validate with."""
+        from mpi4dl.datasets.slides.windows import GridWindows, RandomWindows
+
+        chosen, validates = self._slides, self._config.training.eval_every is not None
+        each = RandomWindows(slides, training, self.size, chosen.crops_each, chosen.crops_on_classes)
+        grid = GridWindows(slides, validation if validates else validation[:1], self.size, tell)
+        windows = counted(chosen.crops_each, "window")
+        slides.remarks += (f"{windows} of each slide in an epoch; {len(grid)} windows with tissue validate",)
+        return each, grid
+
+    def open_files(
+        self, classes: tuple[str, ...] | None = None, labelled: bool = True, tell: Tell = quietly
+    ) -> "SlideFolder":
+        """As `DataSource.open_files`, with or without labels; `tell(doing, done, total)` hears of annotations read."""
+        from mpi4dl.datasets.slides.dataset import SlideOptions
+        from mpi4dl.datasets.slides.masks import MaskOptions
+        from mpi4dl.datasets.slides.slide import Resolution
+
+        chosen, path, model = self._slides, Path(self._slides.slides or "").expanduser(), self._config.model
+        try:
+            resolution = Resolution(chosen.mpp, chosen.magnification, chosen.level, chosen.assume_mpp)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        options = SlideOptions(
+            resolution,
+            None if isinstance(chosen.tissue, str) else chosen.tissue,
+            model.min_tissue,
+            chosen.most_patches,
+            MaskOptions(
+                chosen.unannotated == "ignore",
+                chosen.annotation_origin == "bounds",
+                model.num_classes,
+                self._data.ignore_index,
+            ),
+            chosen.background == "white" or (chosen.background == "auto" and self.own_sizes),
+            self.stains(),
+            chosen.leave_out,
+        )
+        return self._folder(
+            path,
+            options,
+            task=self._task if labelled else None,
+            label_columns=self._data.label_columns if labelled else (),
+            classes=classes,
+            # A folder to predict of has no columns, whatever the table of training had.
+            columns=named_columns(chosen) if labelled or path.is_file() else {},
+            tell=tell,
+        )
+
+    def _folder(self, path: Path, options: Any, **how: Any) -> "SlideFolder":
+        from mpi4dl.datasets.slides.dataset import SlideFolder
+
+        return SlideFolder(path, options, folder=_path(self._slides.slides_folder), **how)
+
+    def patches_of(self, samples: Any) -> Callable[[int], int] | None:
+        patch, most = self.patch, self._slides.most_patches
+
+        def count(index: int) -> int:
+            found = len(samples.tissue_patches(index, patch))
+            return found if most is None else min(found, most)
+
+        return None if patch is None else count
+
+    def _origin(self) -> list[str]:
+        return []
+
+    def _stained(self, samples: Named) -> list[str]:
+        method, reference = self._slides.stain_norm, self._slides.stain_reference
+        to = "the built-in reference" if reference is None else f"`stain_reference` {reference}"
+        return [*[f"stains are normalized to {to} by {method}"] * (method != "none"), *unstained(samples)]
+
+    def _padded(self, frame: str) -> str:
+        return super()._padded(frame) if self.patch is None else "are cut into patches"
+
+    def _patches(self, rows: int, cols: int) -> str:
+        return f"patches of {self.patch} px with tissue, of at most {rows} x {cols} in each slide"
+
+
+class FeatureSource(SlideSource):
+    """Features of the patches of slides, on which an aggregator is trained.
+
+    A slide is an image of one row then, whose pixels are patches and whose channels are their features.
+    """
+
+    reads_features = True
+
+    @property
+    def described(self) -> str:
+        return f"slides of at most {counted(self.size[-1], 'patch', 'patches')}"
+
+    def prepared(self) -> Config:
+        """As `DataSource.prepared`. Options of the encoder and of pixels are for `mpi4dl embed`: their defaults, and
+        what a preset has, do no harm.
+
+        Raises:
+            ConfigError: options that would change patches, or need their pixels.
+        """
+        config, data, parallel, slides = self._config, self._data, self._config.parallel, self._slides
+        super().prepared()
+        asked = {
+            "rotate": data.rotate != "none",
+            "rotate_degrees": data.rotate_degrees,
+            "scale": data.scale != (1.0, 1.0),
+            "stain_jitter": data.stain_jitter,
+            "stain_norm": slides.stain_norm != "none",
+            "leave_out": slides.leave_out != (),
+            "random_crop": data.random_crop,
+            "jitter": data.jitter,
+            "mixup": data.mixup,
+            "transforms": data.transforms is not None,
+            "augment": data.augment != (),
+            "stream": parallel.stream is not None,
+            "stages": parallel.stages > 1,
+            "fit": data.fit not in ("auto", "pad"),
+            "task": data.task == "segment",
+        }
+        wrong = next((name for name, given in asked.items() if given), None)
+        if wrong is not None:
+            raise ConfigError(
+                f"`{wrong}` is for models that see pixels, and `features` {slides.features} has none: leave it out"
+            )
+        given: dict[str, Any] = {"model": FEATURES_MODEL, "model_options": {}, "patches": 1, "min_tissue": 0.0}
+        given |= {"mean": (0.0,), "std": (1.0,), "flip": "none", "fit": "pad"}
+        given |= {"mpp": None, "magnification": None, "level": None, "stream_segments": None, "stream_keep": None}
+        given["slides"] = slides.slides or slides.features
+        if config.tuning.weights == "pretrained":
+            given["weights"] = None
+        return with_values(config, given)
+
+    def require_model(self) -> None:
+        """There is none but the aggregator."""
+
+    def refusal(self, slides: str | None, features: str | None) -> str | None:
+        if features is not None:
+            return None
+        return "the model was trained on `features`: name those of other slides, which mpi4dl embed writes"
+
+    def _folder(self, path: Path, options: Any, **how: Any) -> "SlideFolder":
+        from mpi4dl.datasets.slides.features import FeatureFolder
+
+        chosen = self._slides
+        folder = Path(chosen.features or "").expanduser()
+        return FeatureFolder(path, options, folder=folder, slides=_path(chosen.slides_folder), **how)
+
+    def _too_large(self, slide: Any, sides: str, frame: str, needed: str) -> str:
+        return f"a slide has {slide.size[1]} patches, more than `image_size` {frame}: leave it out"
+
+    def patches_of(self, samples: Any) -> Callable[[int], int] | None:
+        return None
+
+    def shown(self, fit: Fit, sizes: Sequence[tuple[int, ...]], count: int) -> str:
+        counts = [count for _, count in sizes]
+        return f"slides of {min(counts, default=0)} to {max(counts, default=0)} patches, {self.size[1]} at most"
+
+    def patches_shown(self, at_once: int, norms: str) -> tuple[int, str]:
+        return self.size[-1], f"features of at most {counted(self.size[-1], 'patch', 'patches')} of each slide"
+
+
+def wholes(parts: Sequence[Named]) -> list[Any]:
+    """The datasets that some samples are parts of, each once."""
+    found: list[Any] = []
+    for part in parts:
+        whole = in_whole(part)[0]
+        found += [] if any(each is whole for each in found) else [whole]
+    return found
+
+
+def unstained(samples: Named) -> list[str]:
+    """A remark on slides that keep their colours, if there are any."""
+    whole, _ = in_whole(samples)
+    found = whole.unstained() if hasattr(whole, "unstained") else None
+    return [] if found is None else [found]
+
+
+def named_columns(chosen: Any) -> dict[str, str]:
+    """The column of each role that an option names."""
+    found = {role: getattr(chosen, f"{role}_column") for role in ("slide", "patient", "annotation")}
+    return {role: name for role, name in found.items() if name is not None}
+
+
+def fold_of_run(config: Config) -> int:
+    """The number of the fold that validates; the first, of all."""
+    return config.slides.fold if isinstance(config.slides.fold, int) else 0
+
+
+def in_folder_of_fold(config: Config) -> Config:
+    """The configuration with the run of a fold in a folder of its own, such as runs/mine/fold_2 in runs/mine."""
+    chosen, run = config.slides, config.run.run_folder
+    name = f"fold_{chosen.fold}"
+    if chosen.folds is None or run is None or Path(run).name == name:
+        return config
+    return with_values(config, {"run_folder": str(Path(run) / name)})
+
+
+def _path(folder: str | None) -> Path | None:
+    return None if folder is None else Path(folder).expanduser()
+
+
+def _numbers_in(text: str) -> tuple[float, ...] | None:
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        return None
+    return found if all(map(math.isfinite, found)) else None
+
+
+def _sizes(dataset: Named) -> Iterator[tuple[int, ...]]:
+    """The sizes of some images, from the first to the last; of those that can be read."""
+    count = min(LOOKED_AT, len(dataset))
+    for number in range(count):
+        with suppress(datasets.BadImage):
+            yield dataset.image(number * (len(dataset) - 1) // max(1, count - 1)).size
+
+
+def _range(sizes: Sequence[tuple[int, ...]]) -> str:
+    least, most = min(sizes, key=prod), max(sizes, key=prod)
+    return "x".join(map(str, least)) + ("" if least == most else " to " + "x".join(map(str, most)))
+
+
+def _require_masks(dataset: Any) -> None:
+    """Raise ConfigError if the targets of a dataset are images of values, for which no task follows."""
+    with suppress(datasets.BadImage):  # which the training skips, or names
+        target = dataset.label(0)
+        if not hasattr(target, "read") and bool((torch.as_tensor(target) % 1 != 0).any()):
+            raise ConfigError(
+                f"a target of the dataset is an image of values, of shape {tuple(target.shape)}, and no mask: give "
+                "masks whose values are numbers of classes, or choose `task` regress to learn each value"
+            )
