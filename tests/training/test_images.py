@@ -63,6 +63,10 @@ def test_all_ranks_have_the_list_of_rank_0(ranks: Ranks, folders: list[Path]) ->
     first, second = ranks(2).run(listed, "images", folders)
     assert first == second
     assert len(first[0]) + len(first[1]) == 20
+    first, second = ranks(2).run(listed, "synthetic", folders)  # which need no files
+    assert first == second
+    first, second = ranks(2).run(listed, "nowhere", folders)
+    assert first == second == "nowhere: no such file or folder; expected 'synthetic', a folder of images or an .npz"
 
 
 @pytest.mark.parametrize("harm", ["gone", "longer", "nothing"])
@@ -121,15 +125,6 @@ def test_arrays_are_compared(ranks: Ranks, folders: list[Path], changed: str) ->
         assert "the images on rank 1 (" in first
     else:
         assert first == second != []
-
-
-def test_synthetic_images_need_no_files_and_of_a_source_that_is_not_there_rank_0_tells_all(
-    ranks: Ranks, folders: list[Path]
-) -> None:
-    first, second = ranks(2).run(listed, "synthetic", folders)
-    assert first == second
-    first, second = ranks(2).run(listed, "nowhere", folders)
-    assert first == second == "nowhere: no such file or folder; expected 'synthetic', a folder of images or an .npz"
 
 
 Described = tuple[str, tuple[str, ...]] | str
