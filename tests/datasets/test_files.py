@@ -1,6 +1,7 @@
 """mpi4dl.datasets.files and .pillow: files of all kinds, intact and damaged."""
 
 import importlib
+import multiprocessing
 import os
 import re
 import struct
@@ -254,6 +255,31 @@ def test_threads_ask_the_same_child_one_after_the_other(tmp_path, monkeypatch):
         both = threads.map(lambda _: image.read(*whole(100, 80)), range(2))
         assert all(np.array_equal(found, pixels) for found in both)
     assert len(started) in (2, 3)
+
+
+def test_copies_of_a_process_ask_children_of_their_own(tmp_path, monkeypatch):
+    """As workers of a DataLoader are copies of a process that has looked at the files."""
+    monkeypatch.setattr(reader_process, "_idle", {})
+    images = []
+    for seed in range(2):
+        path, pixels = tmp_path / f"{seed}.tif", np.random.default_rng(seed).integers(0, 256, (90, 80, 3), np.uint8)
+        tifffile.imwrite(path, pixels, tile=(64, 64), photometric="rgb", compression="jpegxr")
+        images.append((open_image(path), tifffile.imread(path)))
+
+    right = multiprocessing.Array("i", 5)
+
+    def count_right(number):
+        image, pixels = images[number % 2]
+        right[number] = sum(np.array_equal(image.read(*whole(90, 80)), pixels) for _ in range(40))
+
+    count_right(0)
+    copies = [multiprocessing.get_context("fork").Process(target=count_right, args=(i,)) for i in range(1, 5)]
+    for copy in copies:
+        copy.start()
+    count_right(0)
+    for copy in copies:
+        copy.join()
+    assert list(right) == [40] * 5
 
 
 def test_a_large_picture_is_decoded_once_and_not_copied(tmp_path, monkeypatch):
