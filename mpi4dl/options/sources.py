@@ -491,13 +491,13 @@ class SlideSource(DataSource):
         config = self.with_reference()
         if self.patch is not None and fit not in ("auto", "pad"):
             raise ConfigError(f"`fit` {fit} is for whole images, and `patches` are cut from slides as they are")
-        if asked == AUTO and fit == "crop":
-            raise ConfigError("`fit` crop takes windows of `image_size` from slides: say it, such as 512")
         source = type(self)(config)
         slides = source.open_files(labelled=False)
         if fit == "auto":
             fit = fit_before() or source._usual_fit()
             config = with_values(config, {"fit": fit})
+        if asked == AUTO and fit == "crop":
+            raise ConfigError("`fit` crop takes windows of `image_size` from slides: say it, such as 512")
         if asked != AUTO and fit not in ("pad", "own"):
             return config
         unit = (1, 1) if self.patch else config.parallel.tiles[0][-2:]

@@ -408,6 +408,10 @@ def test_an_image_size_in_which_a_slide_does_not_fit_is_refused(tmp_path: Path) 
         with pytest.raises(ConfigError, match=r"high\.tif has 70x60 px, more than .*choose 96x96"):
             with_frame(parse([*flags, "64x96"]))
         with_frame(parse([*flags, "70x90"]))
+    flags = ["--slides", str(tmp_path / "slides.csv")]
+    for more, before in ((["--fit", "crop"], None), ([], "crop")):  # as the run had it that goes on
+        with pytest.raises(ConfigError, match="`fit` crop takes windows of `image_size`"):
+            with_frame(parse([*flags, *more]), lambda before=before: before)
 
 
 def test_a_damaged_slide_ends_training_and_not_a_prediction(
