@@ -39,7 +39,7 @@ def show(argv: Sequence[str]) -> None:
     """Print the overview, and draw its timeline. Raises ValueError."""
     config = parse_options(PlanConfig, argv, f"{typed('plan')} {USAGE}", DESCRIPTION)
     if config.run.print_config:
-        from mpi4dl.training.data import to_print
+        from mpi4dl.training.setup import to_print
 
         print(to_print(Config(**{section.name: getattr(config, section.name) for section in fields(Config)})), end="")
         return
@@ -75,7 +75,7 @@ def show(argv: Sequence[str]) -> None:
             found = planned(work, profiler, flags, progress)
             lines = [str(found)]
             if measures:
-                lines += ["", *table(measure([found.estimate], searched=False), None, work.num_tokens)]
+                lines += ["", *table(measure([found.estimate], searched=False), None, work.source.tokens)]
     print(spelling(PlanConfig)("\n".join(lines)))
     if measures:
         print(f"measurements: {config.measuring.measure_folder}")
