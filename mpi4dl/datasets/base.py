@@ -4,13 +4,14 @@ An image has rows and columns, or a depth before them, and is a volume then, or 
 """
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._wording import printable
+from mpi4dl._wording import printable, to_install
 from mpi4dl.geometry import Interval
 
 Pixels = npt.NDArray[np.uint8]
@@ -43,6 +44,15 @@ class BadImage(DatasetError):
 
     def __str__(self) -> str:
         return printable(f"{self.path}: {self.reason}")
+
+
+def package(name: str, what: str, *packages: str) -> Any:
+    """A module that reads `what`, and is of these packages. Raises DatasetError if it is not installed."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        module = name.partition(".")[0]
+        raise DatasetError(f"{what} needs {module}; run {to_install(*packages or (module,))}") from error
 
 
 class Image(Protocol):

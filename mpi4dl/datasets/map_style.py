@@ -22,6 +22,7 @@ from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.listed import text_of
 from mpi4dl.datasets.masks import IGNORE_INDEX, indices_of
 from mpi4dl.datasets.randomness import DatasetRandomness
+from mpi4dl.datasets.split import strata_of
 from mpi4dl.geometry import Interval
 
 # A dataset as PyTorch's DataLoader takes it, sample by sample: whole images, of which boxes are cut.
@@ -279,6 +280,19 @@ class OwnDataset:
     def tells_labels(self) -> bool:
         """Whether labels are at hand without images, and are no masks."""
         return not self.draws and self.task != "segment" and bool(getattr(self.whole, "knows_labels", True))
+
+    @property
+    def strata(self) -> list[Any]:
+        """What a split keeps the shares of, such as the class of each sample; alike where labels are not at hand."""
+        if not self.tells_labels:
+            return [0] * len(self)
+        try:
+            labels = [self._numbers(self.label(index), index).tolist() for index in range(len(self))]
+        except BadImage:  # which reading it will say
+            return [0] * len(self)
+        if self.task == "regress":
+            labels = [label if isinstance(label, list) else [label] for label in labels]
+        return strata_of(self.task, self.patients, labels)
 
     def label_as_text(self, index: int) -> str | None:
         """What is to be learnt of a sample, if its label is at hand without its image; None if not, or of masks."""

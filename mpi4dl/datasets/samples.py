@@ -21,9 +21,9 @@ and missing values are those of table.py.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from mpi4dl._wording import counted, quoted, some
 from mpi4dl.datasets.base import DatasetError
@@ -37,7 +37,6 @@ from mpi4dl.datasets.table import (
     LabelColumns,
     Line,
     as_number,
-    at_line,
     folded_column,
     folded_name,
     found_in,
@@ -74,6 +73,7 @@ _NO_COLUMNS: Mapping[str, str] = {}
 _SPLIT_LAYOUT = "expected columns train, val and test that list samples, or columns file or slide_id and split or fold"
 _BARCODE = re.compile(r"(TCGA-[A-Z0-9]{2}-[A-Z0-9]{4})(?![A-Z0-9])", re.IGNORECASE)  # 12 characters name the patient
 _INDEX = re.compile(r"Unnamed: [0-9]+")  # pandas' name for a column without one
+T = TypeVar("T")
 _FOLD = re.compile(r"([0-9]{1,6})([.,]0+)?")  # pandas writes 1.0 where another line has no fold
 
 
@@ -157,14 +157,14 @@ def read_samples(
     table = open_table(path, kind, columns.values())
     taken = _columns_taken(table, columns, label_columns or ())
     lines = table.lines()
-    require_values(path, [taken["slide"]], lines)
+    require_values([taken["slide"]], lines)
     others = [name for name in table.columns if name not in taken.values() and not _INDEX.fullmatch(name)]
     usual = {name for names in ROLES.values() for name in names} | {*OF_FILES}
     may_be_labels = [name for name in others if folded_column(name) not in usual or name in (label_columns or ())]
     found_task, names, learnt, labels = _labels(table, kind, lines, taken, may_be_labels, task, label_columns, classes)
-    patients, remarks = _patients(path, kind, lines, taken)
-    parts, folds, mpps = _parts(path, lines, taken), list(_folds(path, lines, taken)), list(_mpps(table, lines, taken))
-    annotations = _annotations(lines, taken)
+    patients, remarks = _patients(kind, lines, taken)
+    parts, folds, mpps = _parts(lines, taken), _folds(lines, taken), _mpps(table, lines, taken)
+    annotations = _values("annotation", lines, taken, lambda line, text: text)
     root = folder if folder is not None else path.parent
     files, parts_of = samples_below(root, kind, annotations)
     slides = [line.values[taken["slide"]] for line in lines]
@@ -287,9 +287,7 @@ def _usual_labels(table: CsvTable, others: list[str], task: str | None) -> tuple
     return tuple(named) or None
 
 
-def _patients(
-    path: Path, kind: FileKind, lines: Sequence[Line], taken: Mapping[str, str]
-) -> tuple[list[str], tuple[str, ...]]:
+def _patients(kind: FileKind, lines: Sequence[Line], taken: Mapping[str, str]) -> tuple[list[str], tuple[str, ...]]:
     """The patient of each line, and a remark if no column says it. Raises DatasetError."""
     column = taken.get("patient")
     if column is None:
@@ -299,8 +297,8 @@ def _patients(
         text = line.values[column]
         if says_none(text):
             what = f"is {text!r}, which says that there is no value" if text else "is empty"
-            raise at_line(path, line, f"{column!r} {what}: fill in the patient, or leave the line out")
-    require_one_way(path, column, lines, folded_name, "patient")
+            raise line.wrong(f"{column!r} {what}: fill in the patient, or leave the line out")
+    require_one_way(column, lines, folded_name, "patient")
     return [line.values[column] for line in lines], ()
 
 
@@ -316,50 +314,44 @@ def patients_of(names: Sequence[str], kind: FileKind, remedy: str) -> tuple[list
     return patients, (kept if found == len(names) else f"{kept}; {own}",)
 
 
-def _parts(path: Path, lines: Sequence[Line], taken: Mapping[str, str], required: bool = True) -> list[str]:
+def _parts(lines: Sequence[Line], taken: Mapping[str, str], required: bool = True) -> list[str]:
     column = taken.get("split")
     if column is None:
         return [""] * len(lines)
-    require_values(path, [column] if required else [], lines, "write train, val or test")
-    return [part_of(path, line, column) for line in lines]
+    require_values([column] if required else [], lines, "write train, val or test")
+    return [part_of(line, column) for line in lines]
 
 
-def _folds(path: Path, lines: Sequence[Line], taken: Mapping[str, str]) -> Iterator[int | None]:
-    column = taken.get("fold")
-    for line in lines:
-        text = line.values[column] if column else ""
-        if says_none(text):
-            yield None
-            continue
+def _values(
+    role: str, lines: Sequence[Line], taken: Mapping[str, str], value_of: Callable[[Line, str], T]
+) -> list[T | None]:
+    """The value of each line in the column of a role; None where it says none, or there is no such column."""
+    texts = [line.values[taken[role]] if role in taken else "" for line in lines]
+    return [None if says_none(text) else value_of(line, text) for line, text in zip(lines, texts, strict=True)]
+
+
+def _folds(lines: Sequence[Line], taken: Mapping[str, str]) -> list[int | None]:
+    def fold(line: Line, text: str) -> int:
         number = _FOLD.fullmatch(text)
         if number is None:
-            raise at_line(path, line, f"{column!r} is {quoted(text)}, but must be a whole number, 0 or more")
-        yield int(number[1])
+            raise line.wrong(f"{taken['fold']!r} is {quoted(text)}, but must be a whole number, 0 or more")
+        return int(number[1])
+
+    return _values("fold", lines, taken, fold)
 
 
-def _mpps(table: CsvTable, lines: Sequence[Line], taken: Mapping[str, str]) -> Iterator[float | None]:
-    column = taken.get("mpp")
-    if column:
-        said = [line for line in lines if not says_none(line.values[column])]
-        LabelColumns(table.path, (column,), said, table.delimiter).require_one_decimal_mark()
-    for line in lines:
-        text = line.values[column] if column else ""
-        if says_none(text):
-            yield None
-            continue
+def _mpps(table: CsvTable, lines: Sequence[Line], taken: Mapping[str, str]) -> list[float | None]:
+    column = taken.get("mpp", "")
+    said = [line for line in lines if column and not says_none(line.values[column])]
+    LabelColumns(table.path, (column,), said, table.delimiter).require_one_decimal_mark()
+
+    def mpp(line: Line, text: str) -> float:
         number = None if text.isalpha() else as_number(text)
         if number is None or number <= 0:
-            raise at_line(
-                table.path,
-                line,
-                f"{column!r} is {quoted(text)}, but must be a positive number of microns per pixel",
-            )
-        yield number
+            raise line.wrong(f"{column!r} is {quoted(text)}, but must be a positive number of microns per pixel")
+        return number
 
-
-def _annotations(lines: Sequence[Line], taken: Mapping[str, str]) -> list[str | None]:
-    texts = [line.values[taken["annotation"]] if "annotation" in taken else "" for line in lines]
-    return [None if says_none(text) else text for text in texts]
+    return _values("mpp", lines, taken, mpp)
 
 
 def samples_below(folder: Path, kind: FileKind, without: Sequence[str | None] = ()) -> tuple[list[str], dict[str, str]]:
@@ -503,17 +495,8 @@ def _identifiers(folder: Path, paths: Sequence[str], suffixes: Sequence[str]) ->
     return names
 
 
-class SplitLine(NamedTuple):
-    """A sample in a split file: its line, from 1; its name; train, val, test or nothing; its fold, or None."""
-
-    line: int
-    name: str
-    split: str
-    fold: int | None = None
-
-
-def read_split_file(path: Path) -> tuple[SplitLine, ...]:
-    """The part or the fold of each sample that a split file names.
+def read_split_file(path: Path) -> tuple[Sample, ...]:
+    """The part or the fold of each sample that a split file names; other things of samples are empty.
 
     The file has columns train, val and test that list samples, as CLAM's `splits_0.csv`. Or these columns have TRUE and
     FALSE for the samples of the first column, as `splits_0_bool.csv`. Or it has a line for each sample, its split,
@@ -531,28 +514,25 @@ def read_split_file(path: Path) -> tuple[SplitLine, ...]:
     if any(folded_column(name) in ("split", "fold") for name in table.columns):
         taken = _columns_taken(table, _NO_COLUMNS, ())
         needed = [taken[role] for role in ("slide", "split") if role in taken]
-        require_values(path, needed[:1] if "fold" in taken else needed, lines)
-        parts, folds = _parts(path, lines, taken, "fold" not in taken), _folds(path, lines, taken)
+        require_values(needed[:1] if "fold" in taken else needed, lines)
+        parts, folds = _parts(lines, taken, "fold" not in taken), _folds(lines, taken)
         found = [
-            SplitLine(line.number, line.values[taken["slide"]], part, fold)
+            Sample(line.number, line.values[taken["slide"]], "", "", part, fold)
             for line, part, fold in zip(lines, parts, folds, strict=True)
         ]
     else:
-        found = [SplitLine(line.number, slide, part) for line, slide, part in _listed(table, lines)]
-    first: dict[str, SplitLine] = {}
+        found = [Sample(line.number, slide, "", "", part) for line, slide, part in _listed(table, lines)]
+    first: dict[str, Sample] = {}
     for each in found:
         other = first.setdefault(each.name, each)
         if other is not each:
-            again = f"is in {_place(each)}, but line {other.line} has it in {_place(other)}"
-            again = f"is named by line {other.line} already" if _place(each) == _place(other) else again
+            place, before = (one.split or _fold_of(one) or "nothing" for one in (each, other))
+            again = f"is in {place}, but line {other.line} has it in {before}"
+            again = f"is named by line {other.line} already" if place == before else again
             raise DatasetError(f"{path}, line {each.line}: {each.name!r} {again}: name it once")
     if not found:
         raise DatasetError(f"{path}: names no sample; {_SPLIT_LAYOUT}")
     return tuple(found)
-
-
-def _place(line: SplitLine) -> str:
-    return line.split or ("nothing" if line.fold is None else f"fold {line.fold}")
 
 
 def _listed(table: CsvTable, lines: Sequence[Line]) -> Iterator[tuple[Line, str, str]]:
@@ -577,7 +557,7 @@ def _listed(table: CsvTable, lines: Sequence[Line]) -> Iterator[tuple[Line, str,
         raise DatasetError(f"{table.path}: has TRUE and FALSE, but no column of samples beside; {_SPLIT_LAYOUT}")
     for line in lines:
         if not line.values[slides]:
-            raise at_line(table.path, line, "names no sample")
+            raise line.wrong("names no sample")
         for part, column in columns.items():
             if line.values[column].casefold() == "true":
                 yield line, line.values[slides], part

@@ -10,15 +10,13 @@ units that RescaleSlope and RescaleIntercept give, such as Hounsfield units.
 """
 
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._wording import to_install
-from mpi4dl.datasets.base import BadImage, DatasetError, Opened, Slices
+from mpi4dl.datasets.base import BadImage, Opened, Slices, package
 
 SUFFIX = ".dcm"
 _NEEDED = [
@@ -111,10 +109,7 @@ def _require_volume(path: Path, slices: Sequence[_Slice]) -> None:
 
 
 def _read(path: Path, **how: Any) -> Any:
-    if find_spec("pydicom") is None:
-        raise DatasetError(f"{path}: reading it needs pydicom; run {to_install('pydicom')}")
-    import pydicom
-
+    pydicom = package("pydicom", f"{path}: reading it")
     try:
         return pydicom.dcmread(path, **how)
     except Exception as error:  # a damaged header makes it stumble in many ways

@@ -64,10 +64,15 @@ Label = int | tuple[float, ...]
 
 
 class Line(NamedTuple):
-    """A line of a table that is not empty: its number in the file, from 1, and its text of each column."""
+    """A line of a table that is not empty: its number in the file, from 1, its text of each column, and the table."""
 
     number: int
     values: dict[str, str]
+    path: Path
+
+    def wrong(self, problem: str) -> DatasetError:
+        """An error that names the file and the line."""
+        return DatasetError(f"{self.path}, line {self.number}: {problem}")
 
 
 def _decoded(path: Path) -> str:
@@ -176,7 +181,7 @@ class CsvTable:
             values = row[: len(self._header)] if not any(row[len(self._header) :]) else row
             if len(values) != len(self._header):
                 raise DatasetError(f"{self.path}, line {number}: has {len(row)} values for {len(self._header)} columns")
-            lines.append(Line(number, dict(zip(self._header, values, strict=True))))
+            lines.append(Line(number, dict(zip(self._header, values, strict=True)), self.path))
         if not lines:
             raise DatasetError(f"{self.path}: names no {self._rows_of}; {self.layout}")
         return lines
@@ -286,21 +291,17 @@ class LabelColumns:
         commas, points = ([each for each in numbers if mark in each[2]] for mark in ",.")
         if commas and points:
             (line, name, text), (other, _, first) = points[0], commas[0]
-            raise at_line(
-                self._path,
-                line,
-                f"{name!r} is {text!r}, but line {other.number} has {first!r}: write all decimals with a point",
+            raise line.wrong(
+                f"{name!r} is {text!r}, but line {other.number} has {first!r}: write all decimals with a point"
             )
         # Where a semicolon separates, as where decimals have commas, a point may part thousands.
         marked = commas or (points if self._delimiter == ";" else [])
         if marked and all(_MAYBE_THOUSANDS.fullmatch(text) for *_, text in marked):
             line, name, text = marked[0]
             mark = "comma" if commas else "point"
-            raise at_line(
-                self._path,
-                line,
+            raise line.wrong(
                 f"{name!r} is {quoted(text)}, whose {mark} may part thousands or decimals: write numbers without "
-                "the former, and one with other than three decimals",
+                "the former, and one with other than three decimals"
             )
 
     def task(self, chosen: bool) -> str:
@@ -358,12 +359,10 @@ class LabelColumns:
             return "regress"
         if any(number is not None for number in found):
             word, amount = found.index(None), next(i for i, number in enumerate(found) if number is not None)
-            raise at_line(
-                self._path,
-                self._lines[word],
+            raise self._lines[word].wrong(
                 f"{name!r} is {self._lines[word].values[name]!r}, which is no number, but line "
                 f"{self._lines[amount].number} has {self._lines[amount].values[name]!r}: mend it, or say `task` "
-                "classify if both are classes",
+                "classify if both are classes"
             )
         if len({*self._texts(name)}) == len(found) > FEW_VALUES:
             raise DatasetError(
@@ -384,17 +383,13 @@ class LabelColumns:
             text = line.values[name]
             if says_none(text):
                 what = "is empty" if not text else f"is {text!r}, which says that there is no value"
-                raise at_line(
-                    self._path,
-                    line,
-                    f"{name!r} {what}: leave the line out, or fill it in; a class needs another name",
-                )
+                raise line.wrong(f"{name!r} {what}: leave the line out, or fill it in; a class needs another name")
 
     def classes(self, known: tuple[str, ...] | None) -> tuple[tuple[str, ...], Callable[[Line], Label]]:
         """The classes of the column, and which one a line says. Raises DatasetError."""
         path, (name,) = self._path, self._names
         self._refuse_missing(name)
-        require_one_way(path, name, self._lines, _folded, "class")
+        require_one_way(name, self._lines, _folded, "class")
         found = {*self._texts(name)}
         numbered = all(re.fullmatch("[0-9]+", text) for text in found)
         classes = tuple(sorted(found, key=partial(_order, numbered)))
@@ -402,7 +397,7 @@ class LabelColumns:
             other = next((line for line in self._lines if line.values[name] not in known), None)
             if other is not None:
                 asked = other.values[name]
-                raise at_line(path, other, f"{name!r} is {asked!r}, but the classes of training are {', '.join(known)}")
+                raise other.wrong(f"{name!r} is {asked!r}, but the classes of training are {', '.join(known)}")
             classes = known
         if len(classes) < 2:
             raise DatasetError(
@@ -422,12 +417,10 @@ class LabelColumns:
                 number = as_number(text)
                 if number is None or (task == "regress" and text.casefold() in _TRUTH):
                     what = "is empty" if not text else f"is {quoted(text)}"
-                    raise at_line(
-                        self._path, line, f"{name!r} {what}, but {task} needs a number: mend it, or leave the line out"
-                    )
+                    raise line.wrong(f"{name!r} {what}, but {task} needs a number: mend it, or leave the line out")
                 problem = FORMS[task].wrong(name, number)
                 if problem:
-                    raise at_line(self._path, line, f"{name!r} is {text!r}, but {problem}")
+                    raise line.wrong(f"{name!r} is {text!r}, but {problem}")
                 numbers.append(number)
             return tuple(numbers)
 
@@ -453,35 +446,33 @@ def _order(numbered: bool, text: str) -> tuple[int, str, str]:
     return len(digits), digits, text
 
 
-def require_one_way(path: Path, column: str, lines: Sequence[Line], folded: Callable[[str], str], what: str) -> None:
+def require_one_way(column: str, lines: Sequence[Line], folded: Callable[[str], str], what: str) -> None:
     """Raises DatasetError for two values of a column that differ but have one normal form; `what` they name."""
     written: dict[str, Line] = {}
     for line in lines:
         text = line.values[column]
         first = written.setdefault(folded(text), line)
         if first.values[column] != text:
-            raise at_line(
-                path,
-                line,
+            raise line.wrong(
                 f"{column!r} is {text!r}, but line {first.number} has {first.values[column]!r}: write one {what} in "
-                "one way",
+                "one way"
             )
 
 
-def require_values(path: Path, columns: Sequence[str], lines: Sequence[Line], remedy: str = "fill it in") -> None:
+def require_values(columns: Sequence[str], lines: Sequence[Line], remedy: str = "fill it in") -> None:
     """Raises DatasetError for a line in which one of these columns is empty."""
     for line in lines:
         for column in columns:
             if not line.values[column]:
-                raise at_line(path, line, f"{column!r} is empty: {remedy}, or leave the line out")
+                raise line.wrong(f"{column!r} is empty: {remedy}, or leave the line out")
 
 
-def part_of(path: Path, line: Line, column: str = "split") -> str:
+def part_of(line: Line, column: str = "split") -> str:
     """Which part of the data a line is for: train, val, test, or nothing without that column. Raises DatasetError."""
     asked = line.values.get(column, "")
     part = part_named(asked)
     if asked and not part:
-        raise at_line(path, line, f"{column!r} is {asked!r}, but must be train, val or test")
+        raise line.wrong(f"{column!r} is {asked!r}, but must be train, val or test")
     return part
 
 
@@ -489,11 +480,6 @@ def part_named(word: str) -> str:
     """train, val or test for a word that means it, such as Training or dev; else nothing."""
     kinds = (("train", TRAINING), ("val", VALIDATION), ("test", TEST))
     return next((part for part, words in kinds if word.casefold() in words), "")
-
-
-def at_line(path: Path, line: Line, problem: str) -> DatasetError:
-    """An error that names a file and a line of it."""
-    return DatasetError(f"{path}, line {line.number}: {problem}")
 
 
 def found_in(

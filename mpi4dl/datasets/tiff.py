@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import PIL.Image
 
-from mpi4dl._wording import to_install
-from mpi4dl.datasets.base import BadImage, DatasetError, Image, Pixels
+from mpi4dl.datasets.base import BadImage, DatasetError, Image, Pixels, package
 from mpi4dl.datasets.colour import TAG, WHITE, bytes_of, rgb_of, upright
 from mpi4dl.datasets.reader_process import ask, has_openslide, needs_openslide
 from mpi4dl.geometry import Interval, ceil_div
@@ -154,11 +153,7 @@ def open_tiff(path: Path, indices: bool = False) -> Image:
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
     """A file by tifffile. What goes wrong in here is raised as BadImage, DatasetError or Unsupported."""
-    try:
-        import tifffile
-    except ImportError as error:
-        remedy = to_install("tifffile", "imagecodecs")
-        raise DatasetError(f"{path}: reading TIFF needs tifffile; run {remedy}") from error
+    tifffile = package("tifffile", f"{path}: reading TIFF", "tifffile", "imagecodecs")
     try:
         with tifffile.TiffFile(path, _multifile=False) as file:
             yield file

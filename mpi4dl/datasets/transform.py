@@ -7,9 +7,8 @@ Slides are normalised to a reference stain before, where they are read. Masks go
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from math import ceil, floor
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -470,38 +469,22 @@ class View:
         return np.ascontiguousarray(upright._flipped_mask(mask, variation).swapaxes(-1, -2))
 
     def _flipped_mask(self, mask: npt.NDArray[Any] | MaskImage, variation: Variation) -> npt.NDArray[Any]:
+        """The nearest pixel of a mask for each one of the view, block by block, before rows and columns are swapped."""
         num_axes = len(self.size)
-        sides = mask.shape[-num_axes:] if isinstance(mask, np.ndarray) else mask.size
-        places, flips = variation.places(num_axes), variation.flips(num_axes)
-        if variation.moves:
-            found = self._moved_mask(mask, sides, variation)
-            backwards: tuple[Any, ...] = tuple(slice(None, None, -1 if flip else 1) for flip in flips)
-            return found[(..., *backwards)]
-        sources = [
-            self._sources(size, source, place, variation)[:: -1 if flip else 1]
-            for size, source, place, flip in zip(self.size, sides, places, flips, strict=True)
-        ]
-        insides = [(found >= 0) & (found < source) for found, source in zip(sources, sides, strict=True)]
-        clipped = [np.clip(found, 0, source - 1) for found, source in zip(sources, sides, strict=True)]
-        places_of: tuple[Any, ...] = (Ellipsis, *np.ix_(*clipped))
-        shown = mask[places_of] if isinstance(mask, np.ndarray) else _picked(mask, clipped)
-        inside = reduce(np.logical_and, np.meshgrid(*insides, indexing="ij", sparse=True))
-        return shown if inside.all() else np.where(inside, shown, IGNORED if shown.dtype.kind == "i" else np.nan)
-
-    def _moved_mask(
-        self, mask: npt.NDArray[Any] | MaskImage, sides: Sequence[int], variation: Variation
-    ) -> npt.NDArray[Any]:
-        """The mask of an image that is turned a little or scaled: of each pixel the nearest one, block by block."""
-        places, affine = variation.places(len(self.size)), self._affine(sides, variation)
+        dtype: np.dtype[Any] = np.dtype(np.int64)
+        sides, others = (mask.shape if isinstance(mask, np.ndarray) else mask.size)[-num_axes:], ()
+        if isinstance(mask, np.ndarray):
+            others = mask.shape[:-num_axes]
+            dtype = mask.dtype if mask.dtype.kind == "f" else dtype
         sources = [
             self._sources(size, source, place, variation)
-            for size, source, place in zip(self.size, sides, places, strict=True)
+            for size, source, place in zip(self.size, sides, variation.places(num_axes), strict=True)
         ]
-        found: npt.NDArray[Any] | None = None
-        for block in affine.blocks([Interval(0, size) for size in self.size], MASK_ROWS):
+        found, outside = np.empty((*others, *self.size), dtype), np.nan if dtype.kind == "f" else IGNORED
+        for block, places in self._nearest_blocks(sources[0], sides, variation):
             inside: npt.NDArray[np.bool_] = np.array(True)
             wanted: list[Any] = []
-            for place, of, size, source in zip(affine.places(*block), sources, self.size, sides, strict=True):
+            for place, of, size, source in zip(places, sources, self.size, sides, strict=True):
                 nearest = np.floor(place + 0.5).astype(np.int64)
                 if self.fit == "resize":
                     inside = inside & (nearest >= 0) & (nearest < size)
@@ -515,13 +498,26 @@ class View:
             else:
                 space = [Interval(int(each.min()), int(each.max()) + 1) for each in wanted]
                 shown = mask.read(*space)[tuple(at - of.start for at, of in zip(wanted, space, strict=True))]
-            shown = shown if inside.all() else np.where(inside, shown, IGNORED if shown.dtype.kind == "i" else np.nan)
-            if found is None:
-                found = np.empty((*shown.shape[: -len(self.size)], *self.size), shown.dtype)
-            places_of: tuple[Any, ...] = tuple(slice(*each) for each in block)
-            found[(..., *places_of)] = shown
-        assert found is not None
-        return found
+            where: tuple[Any, ...] = tuple(slice(*each) for each in block)
+            found[(..., *where)] = shown if inside.all() else np.where(inside, shown, outside)
+        backwards: tuple[Any, ...] = tuple(slice(None, None, -1 if flip else 1) for flip in variation.flips(num_axes))
+        return np.ascontiguousarray(found[(..., *backwards)])
+
+    def _nearest_blocks(
+        self, rows: npt.NDArray[np.int64], sides: Sequence[int], variation: Variation
+    ) -> Iterator[tuple[Sequence[Interval], Sequence[npt.NDArray[Any]]]]:
+        """Blocks of the frame, for each of which few `rows` of the source are in memory, and where its pixels come
+        from in the fitted image, along each axis.
+        """
+        whole = [Interval(0, size) for size in self.size]
+        if variation.moves:
+            affine = self._affine(sides, variation)
+            yield from ((block, affine.places(*block)) for block in affine.blocks(whole, MASK_ROWS))
+            return
+        step = max(1, MASK_ROWS * len(rows) // (int(rows.max()) - int(rows.min()) + 1))
+        for start in range(0, len(rows), step):
+            block = [Interval(start, min(start + step, len(rows))), *whole[1:]]
+            yield block, np.ix_(*(np.arange(*each) for each in block))
 
     def _corner(self, free_px: int, position: float) -> int:
         """Where a window begins that has this much room to move."""
@@ -576,20 +572,6 @@ def _transposed_patches(values: npt.NDArray[Any], patch: int) -> npt.NDArray[Any
         *others, down * patch, across * patch, channels
     )
     return made
-
-
-def _picked(mask: MaskImage, places: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-    """The pixels of a mask at these places along each axis, of which few more are in memory at once than are wanted."""
-    first, *others = places
-    space = [Interval(int(where.min()), int(where.max()) + 1) for where in others]
-    inner = np.ix_(*(where - interval.start for where, interval in zip(others, space, strict=True)))
-    shown = np.empty([len(where) for where in places], np.int64)
-    at_once = max(1, MASK_ROWS * len(first) // (int(first.max()) - int(first.min()) + 1))
-    for start in range(0, len(first), at_once):
-        rows = first[start : start + at_once]
-        part = mask.read(Interval(int(rows.min()), int(rows.max()) + 1), *space)
-        shown[start : start + at_once] = part[rows - rows.min()][(slice(None), *inner)]
-    return shown
 
 
 def _corner(free_px: int, position: float) -> int:

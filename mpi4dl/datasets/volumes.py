@@ -13,7 +13,6 @@ stored; so are those of floating point in other files. Integers of other files a
 """
 
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._files import open_regular
-from mpi4dl._wording import to_install
 from mpi4dl.datasets import series, tiff
-from mpi4dl.datasets.base import BadImage, DatasetError, Opened, Slices, Values, unit_values
+from mpi4dl.datasets.base import BadImage, Opened, Slices, Values, package, unit_values
 from mpi4dl.datasets.files import blaming, check_unpacked
 from mpi4dl.geometry import Interval
 
@@ -106,10 +104,7 @@ def _open_npz(path: Path) -> Opened:
 
 
 def _open_nifti(path: Path) -> Opened:
-    _require(path, "nibabel", "nibabel")
-    import nibabel
-
-    stored: Any = nibabel.load(path).dataobj  # type: ignore[attr-defined,unused-ignore]
+    stored: Any = package("nibabel", f"{path}: reading it").load(path).dataobj
     if len(stored.shape) < AXES:
         raise BadImage(path, f"has shape {stored.shape}: expected x, y and z")
     x, y, z, *rest = stored.shape
@@ -146,11 +141,6 @@ def _open_stack(path: Path) -> Opened:
         return np.stack(found).reshape(*places.shape, *found[0].shape)
 
     return Opened(shape, read_part, dtype)
-
-
-def _require(path: Path, module: str, package: str) -> None:
-    if find_spec(module) is None:
-        raise DatasetError(f"{path}: reading it needs {module}; run {to_install(package)}")
 
 
 # How to open a file of each kind, or a folder of such files that are one volume, and which of such files are one.

@@ -182,6 +182,7 @@ def _each(comm: Communicator, open_pair: Callable[[], Pair]) -> Pair:
     for dataset, what in zip(pair, ("training", "validation"), strict=True):
         found = {"samples": len(dataset), "channels": dataset.channels, "classes": dataset.classes}
         comm.agree(None, **{f"the number of {what} {name}": each for name, each in found.items()})
+        comm.agree(None, **{f"the choice of {what} samples": hash(tuple(in_whole(dataset)[1]))})
         with comm.together((ValueError, OSError)):
             content = in_whole(dataset)[0].print()
         comm.agree(None, **{f"the content of some {what} samples": content})

@@ -202,3 +202,24 @@ def test_samples_of_a_patient_of_an_own_dataset_stay_together():
     assert len({index // 3 for index in validation.indices}) == 1
     assert len(validation) == 3
     assert len(training) == 9
+
+
+@pytest.mark.parametrize(
+    ("labels", "strata"),
+    [
+        ([0, 0, 1, 0, 0, 0, 0, 0, 1, 0], [0, 0, 1, 0, 0, 0, 0, 0, 1, 0]),
+        ([0.5, 2.5, 3.5, 1.5], [0, 2, 3, 1]),  # quarters
+        ([[0.5, 9.0], [2.5, 1.0], [3.5, 1.0], [1.5, 1.0]], [0, 2, 3, 1]),
+        ([[1, 0], [1, 1], [0, 0], [1, 0]], [0, 1, -1, 0]),  # the rarest label that it has
+    ],
+)
+def test_labels_of_own_datasets_are_strata(labels, strata):
+    found = adapt(Broken(length=len(labels), labels=labels))
+    assert found.strata == strata
+    if len(strata) == 10:
+        assert sorted(strata[index] for index in split(found, 0.2)[1].indices) == [0, 1]
+
+
+def test_masks_and_labels_that_need_images_are_one_stratum():
+    assert adapt(Masks()).strata == [0] * 3
+    assert adapt(TensorDataset(torch.rand(4, 3, *SIZE), torch.tensor([0, 1, 0, 1]))).strata == [0] * 4

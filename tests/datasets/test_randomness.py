@@ -22,6 +22,7 @@ from mpi4dl.datasets.randomness import DatasetRandomness
 from mpi4dl.datasets.split import split
 from mpi4dl.datasets.transform import Pointwise
 from mpi4dl.geometry import Box, GridShape, Interval, Tiling
+from mpi4dl.training.data import _each
 from mpi4dl.training.input_pipeline import BadImages
 from tests.pool.ranks import Ranks
 
@@ -185,6 +186,27 @@ def test_samples_that_ranks_have_otherwise_are_refused_before_they_train(
     assert first == second
     (refused,) = [each for each in first if each]
     assert "the dataset gives sample 1 otherwise on some ranks than on others" in refused
+
+
+class OtherLabels(Synthetic):
+    """Whose labels differ from rank to rank, of samples that are not looked at before the split."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(10, SIZE, 2)
+        self.rank = rank
+
+    def label(self, index: int) -> int:
+        return int(index in (1, 2, 3)) if self.rank == 0 else int(index in (6, 7, 8))
+
+
+def chosen(comm: Communicator) -> str:
+    with pytest.raises(Refusal) as refused:
+        _each(comm, lambda: split(adapt(OtherLabels(comm.rank)), 0.3))
+    return str(refused.value)
+
+
+def test_ranks_that_split_otherwise_are_refused(ranks: Ranks) -> None:
+    assert all("the choice of training samples" in told for told in ranks(2).run(chosen))
 
 
 class Pooled(nn.Module):

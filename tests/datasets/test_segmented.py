@@ -55,6 +55,7 @@ def root(tmp_path):
     View((24, 28), "crop", Augmentation(flip_rows=True), mean=(0, 0, 0), std=(1, 1, 1)),
     View((64, 56), "crop", Augmentation(flip_rows=True), mean=(0, 0, 0), std=(1, 1, 1)),
     View((37, 41), "resize", Augmentation(flip_rows=True, crop=0.7), seed=3, mean=(0, 0, 0), std=(1, 1, 1)),
+    View((37, 41), "resize", Augmentation(flip_rows=True, degrees=8.0), seed=3, mean=(0, 0, 0), std=(1, 1, 1)),
 ])  # fmt: skip
 def test_masks_lie_on_their_images(root, view):
     """Where an image is of one brightness, far from edges, the mask says which; beyond the image it says -100."""
@@ -77,7 +78,7 @@ def test_masks_lie_on_their_images(root, view):
             )
         assert torch.equal(bright[sure], shown[sure])
         compared += int(sure.sum())
-    assert compared > 500
+    assert compared > 300
 
 
 def test_every_rank_has_whole_masks_and_its_boxes(root):

@@ -1,5 +1,6 @@
 """mpi4dl.datasets.series: a folder of DICOM slices is a volume, in the units and the order of its places."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,6 @@ def test_what_is_no_volume_is_a_bad_image_with_its_cause(tmp_path: Path) -> None
 
 def test_without_pydicom_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_series(tmp_path / "p1", noise())
-    monkeypatch.setattr("mpi4dl.datasets.series.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "pydicom", None)
     with pytest.raises(DatasetError, match=r"needs pydicom; run .*install pydicom"):
         VOLUMES.below(tmp_path)

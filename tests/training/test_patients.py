@@ -1,6 +1,5 @@
 """Images, masks and volumes in tables have what slides have: patients, folds, split files, metrics by patient."""
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from mpi4dl.comm import Communicator
 from mpi4dl.datasets.sources import open_files
 from mpi4dl.evaluate import evaluate
 from mpi4dl.options.config import parse
@@ -17,6 +15,7 @@ from mpi4dl.options.sources import source_of
 from mpi4dl.runs.samples import FILE, RunSamples
 from mpi4dl.train import train
 from tests.pool.ranks import Ranks
+from tests.support.commands import read_rows, said, words
 
 PATIENTS, EACH = 6, 3
 
@@ -39,11 +38,11 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flags_of(images: Path, folder: Path, more: str = "") -> list[str]:
-    text = (
+    common = (
         "--patient-column Subject_No --image-size 32 --batch-size 2 --epochs 1 --max-steps 2 --model small_resnet "
-        f"--no-tensorboard --save-every none {more}"
+        "--no-tensorboard --save-every none"
     )
-    return ["--images", str(images), "--run-folder", str(folder), *text.split()]
+    return words("--images", images, "--run-folder", folder, common, more)
 
 
 def parts_of(argv: list[str]) -> dict[str, set[str]]:
@@ -67,15 +66,6 @@ def test_no_patient_trains_and_validates(images: Path, tmp_path: Path) -> None:
         parts_of(flags_of(images, tmp_path, f"--split-file {split}"))
 
 
-def said(comm: Communicator, act: Any, argv: list[str]) -> str:
-    from contextlib import redirect_stdout
-    from io import StringIO
-
-    with redirect_stdout(StringIO()) as out:
-        act(comm, argv)
-    return out.getvalue()
-
-
 def test_a_run_keeps_its_table_and_is_evaluated_on_it_by_patient(ranks: Ranks, images: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     told, *_ = ranks(2).run(said, train, flags_of(images, run, "--tiles 1x2 --val-fraction 0.34"))
@@ -83,8 +73,7 @@ def test_a_run_keeps_its_table_and_is_evaluated_on_it_by_patient(ranks: Ranks, i
     assert "4 patients to train on + 2 to validate with" in told
     kept = RunSamples.read(run / FILE)
     held = {each.file for each in kept.samples if each.split == "val"}
-    with (run / FILE).open(newline="") as file:
-        rows = [*csv.DictReader(file)]
+    rows = read_rows(run / FILE)
     assert {row["case_id"] for row in rows if row["split"] == "val"}.isdisjoint(
         {row["case_id"] for row in rows if row["split"] == "train"}
     )
@@ -96,8 +85,7 @@ def test_a_run_keeps_its_table_and_is_evaluated_on_it_by_patient(ranks: Ranks, i
     assert "by patient, 2:" in told
     found = json.loads((out / "evaluation.json").read_text())
     assert (found["count"], found["patients"]["count"]) == (6, 2)
-    with (out / "evaluation.csv").open(newline="") as file:
-        assert {row["image"] for row in csv.DictReader(file)} == held
+    assert {row["image"] for row in read_rows(out / "evaluation.csv")} == held
     ranks(2).run(said, train, flags_of(images, run, "--tiles 1x2 --val-fraction 0.34 --resume auto"))
     assert RunSamples.read(run / FILE) == kept
 
@@ -107,8 +95,7 @@ def test_all_folds_of_images_are_trained_and_summarised(ranks: Ranks, images: Pa
     told, *_ = ranks(1).run(said, train, flags_of(images, run, "--folds 2 --fold all --eval-every none"))
     assert "predictions of all folds together" in told
     (table,) = run.glob("evaluation-*.csv")
-    with table.open(newline="") as file:
-        rows = [*csv.DictReader(file)]
+    rows = read_rows(table)
     assert len(rows) == PATIENTS * EACH
     of = {row["patient"]: {other["fold"] for other in rows if other["patient"] == row["patient"]} for row in rows}
     assert all(len(folds) == 1 for folds in of.values())

@@ -143,18 +143,18 @@ def test_metrics_and_tensorboard_get_the_same_numbers(tmp_path: Path) -> None:
 def test_a_line_says_how_long_the_steps_after_it_take(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those since the first one did, which does not count: 9 steps in 27 s, and 110 more."""
-    clock = iter([0.0, 100.0, 100.0, 127.0, 127.0, 500.0])
+    """As those since the first one did, which does not count: 39 steps in 117 s, and 80 more."""
+    clock = iter([0.0, 100.0, 100.0, 217.0, 217.0, 500.0])
     monkeypatch.setattr("mpi4dl.training.report.time.monotonic", lambda: next(clock))
     with report(tmp_path, 120) as reporter:
         reporter.advance(1)
         reporter.step(replace(STEP, step=1))
-        reporter.advance(10)
-        reporter.step(replace(STEP, step=10))
+        reporter.advance(40)
+        reporter.step(replace(STEP, step=40))
         reporter.step(replace(STEP, step=120))
     first, later, last = capsys.readouterr().out.splitlines()
-    assert [line.partition("MiB")[2] for line in (first, later, last)] == ["", "  6 min left", ""]
-    assert later.startswith("step 10 of 120  epoch 3")
+    assert [line.partition("MiB")[2] for line in (first, later, last)] == ["", "  4 min left", ""]
+    assert later.startswith("step 40 of 120  epoch 3")
     of = {0.4: "0 s", 89: "89 s", 90: "2 min", 3540: "59 min", 3600: "1 h 0 min", 12000: "3 h 20 min"}
     of[190800] = "2 d 5 h"
     assert {seconds: duration(seconds) for seconds in of} == of

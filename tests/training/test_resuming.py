@@ -16,7 +16,6 @@ from mpi4dl.training.resuming import (
     OF_THIS_START,
     SAME_ALWAYS,
     SAME_WITHIN_AN_EPOCH,
-    Origin,
     Progress,
     command_to_go_on,
     compare,
@@ -30,71 +29,50 @@ from tests.pool.ranks import Ranks
 from tests.support.commands import settled
 
 
-def make_run(path: Path, *steps: int) -> Path:
-    for step in steps:
-        (path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
-    path.mkdir(exist_ok=True)
-    (path / "config.toml").touch()
-    return path
-
-
-def origin(comm: Communicator, flags: list[str]) -> Origin | str:
+def found(comm: Communicator, flags: list[str]) -> tuple[Path, bool, list[str]] | str:
+    """A body: the folder, whether the run is in it already, and the names of checkpoints; or the refusal."""
     try:
-        return find_origin(comm, (config := parse(flags)).run, config.model_name)
+        origin = find_origin(comm, (config := parse(flags)).run, config.model_name)
     except Refusal as refusal:
         return str(refusal)
+    return origin.folder.path, origin.in_place, [path.name for path in origin.candidates]
 
 
-def found(ranks: Ranks, *flags: str) -> tuple[Path, bool, list[str]]:
-    """The folder, whether the run is in it already, and the names of checkpoints: the same on all ranks."""
-    one, other = ranks(2).run(origin, list(flags))
-    assert (one.folder.path, one.in_place, one.candidates) == (other.folder.path, other.in_place, other.candidates)
-    return one.folder.path, one.in_place, [path.name for path in one.candidates]
+NEW, OLD = "--run-folder {root}/new ", "--run-folder {root}/old "
+BOTH = ["step-00000010", "step-00000008"]
+ORIGINS: dict[str, tuple[str, bool, list[str]] | str] = {
+    OLD: ("old", False, []),  # a run begins anew unless it is asked to go on
+    f"{NEW}--resume auto": ("new", False, []),
+    f"{OLD}--resume auto": ("old", True, BOTH),
+    "--run-folder {root}/bare --resume auto": ("bare", True, []),
+    "--run-folder {root}/thesis --resume auto": ("thesis", False, []),
+    f"{NEW}--resume {{root}}/old": ("new", False, BOTH),
+    f"{NEW}--resume {{root}}/old/checkpoints/step-00000008": ("new", False, BOTH[1:]),
+    f"{OLD}--resume {{root}}/old": ("old", True, BOTH),
+    "--resume auto": "`resume` auto continues the run in `run_folder`: add `run_folder`",
+    "--resume {root}/nowhere": "`resume` {root}/nowhere: no such folder; name a run, one of its checkpoints, or auto",
+    "--resume {root}/thesis": "`resume` {root}/thesis: there is no checkpoint in this folder",
+}
 
 
-def said(ranks: Ranks, *flags: str) -> str:
-    one, other = ranks(2).run(origin, list(flags))
-    assert one == other
-    return one
+@pytest.mark.parametrize("flags", ORIGINS)
+def test_where_a_run_is_recorded_and_from_which_checkpoints_it_goes_on(
+    ranks: Ranks, tmp_path: Path, flags: str
+) -> None:
+    """By rank 0, for all: auto goes on where there is a run, a path is a run or a checkpoint."""
+    for folder in ("old/checkpoints/step-00000008", "old/checkpoints/step-00000010", "bare", "thesis"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("old/config.toml", "bare/config.toml", "thesis/thesis.tex"):
+        (tmp_path / file).touch()
+    expected = ORIGINS[flags]
+    told = expected.format(root=tmp_path) if isinstance(expected, str) else (tmp_path / expected[0], *expected[1:])
+    assert ranks(2).run(found, flags.format(root=tmp_path).split()) == [told] * 2
 
 
-def test_a_run_begins_anew_unless_it_is_asked_to_go_on(ranks: Ranks, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", 3)
-    assert found(ranks, "--run-folder", str(run)) == (run, False, [])
-
-
-def test_auto_goes_on_where_there_is_a_run(ranks: Ranks, tmp_path: Path) -> None:
-    folder = ("--run-folder", str(tmp_path / "run"))
-    assert found(ranks, *folder, "--resume", "auto") == (tmp_path / "run", False, [])
-    make_run(tmp_path / "run")
-    assert found(ranks, *folder, "--resume", "auto") == (tmp_path / "run", True, [])
-    make_run(tmp_path / "run", 8, 10)
-    assert found(ranks, *folder, "--resume", "auto") == (tmp_path / "run", True, ["step-00000010", "step-00000008"])
-
-
-def test_auto_needs_a_name_and_leaves_other_folders_alone(ranks: Ranks, tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").touch()
-    assert found(ranks, "--run-folder", str(tmp_path), "--resume", "auto") == (tmp_path, False, [])
-    assert said(ranks, "--resume", "auto") == ("`resume` auto continues the run in `run_folder`: add `run_folder`")
-
-
-def test_a_path_is_a_run_or_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    old, new = make_run(tmp_path / "old", 1, 2), tmp_path / "new"
-    folder = ("--run-folder", str(new))
-    assert found(ranks, *folder, "--resume", str(old)) == (new, False, ["step-00000002", "step-00000001"])
-    one = old / "checkpoints" / "step-00000001"
-    assert found(ranks, *folder, "--resume", str(one)) == (new, False, ["step-00000001"])
-    assert found(ranks, "--run-folder", str(old), "--resume", str(old))[:2] == (old, True)
-    nameless, in_place, _ = found(ranks, "--resume", str(old))
-    assert (nameless.parent, in_place) == (Path("runs"), False)
-
-
-def test_a_path_without_a_checkpoint_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    missing = tmp_path / "nowhere"
-    assert said(ranks, "--resume", str(missing)) == (
-        f"`resume` {missing}: no such folder; name a run, one of its checkpoints, or auto"
-    )
-    assert said(ranks, "--resume", str(tmp_path)) == f"`resume` {tmp_path}: there is no checkpoint in this folder"
+def test_a_run_that_goes_on_without_a_name_gets_a_folder_of_its_own(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (place, in_place, _), other = ranks(2).run(found, ["--resume", str(tmp_path)])
+    assert (place.parent, in_place, other[0]) == (Path("runs"), False, place)
 
 
 CONFIG = settled([])
@@ -117,13 +95,10 @@ def test_a_checkpoint_remembers_every_option() -> None:
     assert (OPTIONS["lr"], OPTIONS["seed"], OPTIONS[NUM_IMAGES]) == ("0.001", "0", "100")
 
 
-def test_what_is_as_it_was_is_not_said() -> None:
-    assert compare(PLACE, PROGRESS, OPTIONS) == []
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("batch", [0, 3])
 def test_every_option_that_changed_is_refused_or_said(name: str, batch: int) -> None:
+    assert compare(PLACE, PROGRESS, OPTIONS) == []
     there, here = PROGRESS._replace(batch=batch), {**OPTIONS, name: '"other"'}
     was = f"{PLACE} was written with {called(name)} {shown(name)}, but this is other"
     if name in SAME_ALWAYS or (batch and name in SAME_WITHIN_AN_EPOCH):
@@ -151,21 +126,15 @@ def test_a_step_of_as_many_images_goes_on_within_an_epoch() -> None:
         compare(PLACE, there, {**OPTIONS, "batch_size": "2", "accumulate": "2"})
 
 
-def test_an_option_that_a_version_before_did_not_have_was_at_its_default() -> None:
-    known = {name: value for name, value in OPTIONS.items() if name != "mean"}
-    assert compare(PLACE, PROGRESS._replace(options=known), OPTIONS) == []
-    with pytest.raises(
-        Refusal, match=r"was written with `mean` 0.5, but this is 0.25: keep the value of the checkpoint$"
-    ):
-        compare(PLACE, PROGRESS._replace(options=known), {**OPTIONS, "mean": "0.25"})
+def test_an_option_that_the_checkpoint_does_not_know_was_at_its_default_but_there_is_none_of_the_images() -> None:
+    def known(without: str) -> Progress:
+        return PROGRESS._replace(options={name: value for name, value in OPTIONS.items() if name != without})
 
-
-def test_the_number_of_images_must_be_known() -> None:
-    known = {name: value for name, value in OPTIONS.items() if name != NUM_IMAGES}
-    with pytest.raises(
-        Refusal, match=r"step-00000007: state.json does not say what the number of training images was$"
-    ):
-        compare(PLACE, PROGRESS._replace(options=known), OPTIONS)
+    assert compare(PLACE, known("mean"), OPTIONS) == []
+    with pytest.raises(Refusal, match=r"with `mean` 0.5, but this is 0.25: keep the value of the checkpoint$"):
+        compare(PLACE, known("mean"), {**OPTIONS, "mean": "0.25"})
+    with pytest.raises(Refusal, match=r"7: state.json does not say what the number of training images was$"):
+        compare(PLACE, known(NUM_IMAGES), OPTIONS)
 
 
 def test_what_the_checkpoint_knows_better_is_the_configuration_that_goes_on() -> None:
@@ -179,45 +148,29 @@ def test_what_the_checkpoint_knows_better_is_the_configuration_that_goes_on() ->
         with_its_own(CONFIG, {**OPTIONS, "lr": "fast"}, PLACE)
 
 
-def began(comm: Communicator, flags: list[str]) -> Config:
-    return as_it_began(comm, parse(flags))
-
-
-def refused_to_begin(comm: Communicator, flags: list[str]) -> str:
-    with pytest.raises(Refusal) as raised:
-        began(comm, flags)
-    return str(raised.value)
+def began(comm: Communicator, flags: list[str]) -> Config | str:
+    try:
+        return as_it_began(comm, parse(flags))
+    except Refusal as refusal:
+        return str(refusal)
 
 
 def test_what_nobody_gives_is_as_the_checkpoint_has_it(ranks: Ranks, tmp_path: Path) -> None:
+    """And another run does not get the schedule of the one in its folder."""
     were = {**OPTIONS, "optimizer": '"SGD"', "lr": "0.3", "lr_schedule": '"constant"', "epochs": "4", "flip": '"all"'}
     were["warmup"] = "0"
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     write(tmp_path / "run" / "checkpoints", 1, extra=PROGRESS._replace(options=were)._asdict())
     (tmp_path / "run" / "config.toml").touch()
-    for flags in (["--run-folder", str(tmp_path / "run"), "--resume", "auto"], ["--resume", str(tmp_path / "run")]):
+    there = ["--run-folder", str(tmp_path / "run"), "--resume", "auto"]
+    for flags in (there, ["--resume", str(tmp_path / "run")]):
         for config in ranks(2).run(began, [*flags, "--epochs", "9"]):
             chosen = config.optimizer
             assert (chosen.optimizer, chosen.lr, chosen.lr_schedule, chosen.warmup) == ("SGD", 0.3, "constant", 0)
             assert (config.training.epochs, config.data.flip) == (9, "all")
     assert ranks(2).run(began, ["--run-folder", str(tmp_path / "other"), "--resume", "auto"])[0].optimizer.lr == "auto"
-
-
-def test_another_run_does_not_get_the_schedule_of_the_one_in_its_folder(ranks: Ranks, tmp_path: Path) -> None:
-    checkpoints = tmp_path / "run" / "checkpoints"
-    checkpoints.mkdir(parents=True)
-    were = {**OPTIONS, "lr_schedule": '"cosine"'}
-    write(checkpoints, 1, extra=PROGRESS._replace(options=were)._asdict())
-    (tmp_path / "run" / "config.toml").touch()
-    flags = ["--run-folder", str(tmp_path / "run"), "--resume", "auto", "--scheduler", "CosineAnnealingLR"]
-    for told in ranks(2).run(refused_to_begin, flags):
-        assert "`scheduler`" in told
-        assert "CosineAnnealingLR" in told
-        assert "`run_folder`" in told
-
-
-def test_progress_comes_back(tmp_path: Path) -> None:
-    assert Progress.at(write(tmp_path, 1, extra=PROGRESS._asdict())) == PROGRESS
+    for told in ranks(2).run(began, [*there, "--scheduler", "CosineAnnealingLR"]):
+        assert [word for word in ("`scheduler`", "CosineAnnealingLR", "`run_folder`") if word not in told] == []
 
 
 @pytest.mark.parametrize(
@@ -237,10 +190,10 @@ def test_progress_that_no_run_made_is_refused(tmp_path: Path, field: str, value:
         Progress.at(path)
 
 
-def test_a_checkpoint_of_a_script_is_not_one_of_the_command(tmp_path: Path) -> None:
-    path = write(tmp_path, 1, extra={"epoch": 1})
+def test_progress_comes_back_and_a_checkpoint_of_a_script_has_none(tmp_path: Path) -> None:
+    assert Progress.at(write(tmp_path, 1, extra=PROGRESS._asdict())) == PROGRESS
     with pytest.raises(Refusal, match=r"was not written by mpi4dl train: load it with mpi4dl.checkpoints.load$"):
-        Progress.at(path)
+        Progress.at(write(tmp_path, 2, extra={"epoch": 1}))
 
 
 def test_a_schedule_and_an_epoch_of_another_run_are_refused() -> None:

@@ -6,7 +6,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,19 +23,17 @@ from torch.nn import functional as F
 from mpi4dl import models
 from mpi4dl.datasets import Batch, Loader
 from mpi4dl.geometry import Interval
-from mpi4dl.options import build
 from mpi4dl.options.config import Config, parse
 from mpi4dl.options.data import build_views
 from mpi4dl.options.sources import source_of
 from mpi4dl.results.formats import read_object
 from mpi4dl.results.names import PORTRAIT
 from mpi4dl.runs.folder import RunSnapshot
-from mpi4dl.train import train
 from tests.datasets.sharing import Share
 from tests.pool.job import Finished
 from tests.pool.ranks import Ranks
 from tests.pool.zygote import ROOT
-from tests.support.commands import read_metrics, settled, train_command, truncate, write_images
+from tests.support.commands import read_metrics, run_train, settled, train_command, truncate, write_images
 
 RUN = (
     "--model small_resnet --model-options num_filters=8 --image-size 70x62 --batch-size 4 --num-workers 1 --epochs 2 "
@@ -165,7 +163,7 @@ def readable(batch: Batch) -> tuple[Tensor, Tensor]:
     return batch.tiles[0][keep], batch.labels[keep]
 
 
-def validate(model: torch.nn.Module, config: Config) -> tuple[float, float]:
+def validate(model: torch.nn.Module, config: Config) -> dict[str, float]:
     """Loss and accuracy of a plain model."""
     model.eval()
     total, correct, count = 0.0, 0, 0
@@ -178,10 +176,10 @@ def validate(model: torch.nn.Module, config: Config) -> tuple[float, float]:
             total += float(F.cross_entropy(outputs, labels, reduction="sum"))
             correct += int((outputs.argmax(1) == labels).sum())
             count += len(labels)
-    return total / count, correct / count
+    return {"loss": total / count, "accuracy": correct / count}
 
 
-def plain_run(flags: tuple[str, ...], one_cycle: bool = False) -> list[dict[str, Any]]:
+def plain_run(flags: Sequence[str], one_cycle: bool = False) -> list[dict[str, float]]:
     """What the run reports of losses and accuracies, by a plain PyTorch loop."""
     config = settled(flags)
     torch.manual_seed(config.training.seed)
@@ -189,7 +187,7 @@ def plain_run(flags: tuple[str, ...], one_cycle: bool = False) -> list[dict[str,
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9)
     every_epoch = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
     every_step = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=6) if one_cycle else None
-    found: list[dict[str, Any]] = []
+    found: list[dict[str, float]] = []
     step = 0
     for epoch in range(config.training.epochs):
         model.train()
@@ -209,8 +207,7 @@ def plain_run(flags: tuple[str, ...], one_cycle: bool = False) -> list[dict[str,
                 losses = []
         if every_step is None:
             every_epoch.step()
-        mean_loss, accuracy = validate(model, config)
-        found.append({"loss": mean_loss, "accuracy": accuracy})
+        found.append(validate(model, config))
     return found
 
 
@@ -224,24 +221,20 @@ def test_the_run_is_the_run_of_a_plain_pytorch_loop(recorded: Recorded) -> None:
 
 
 def test_a_schedule_of_steps_goes_on_at_every_step(ranks: Ranks, recorded: Recorded, tmp_path: Path) -> None:
-    cycle = ("--scheduler", "OneCycleLR", "--scheduler-options", "max_lr=0.01,total_steps=6")
-    ranks(2).run(train, [*recorded.flags, *cycle, "--tiles", "1x2", "--run-folder", str(tmp_path / "run")])
-    found = read_metrics(tmp_path / "run")
+    cycle = "--scheduler OneCycleLR --scheduler-options max_lr=0.01,total_steps=6 --tiles 1x2"
+    found = read_metrics(run_train(ranks, tmp_path / "run", *recorded.flags, cycle))
     assert_same_numbers(found, plain_run(recorded.flags, one_cycle=True))
     assert found[-1]["loss"] != pytest.approx(read_metrics(recorded.folder)[-1]["loss"], rel=0.001)
 
 
 def test_the_weights_load_into_the_plain_model(recorded: Recorded) -> None:
-    config = settled(recorded.flags)
     torch.manual_seed(99)
     model = models.build("small_resnet", 2, num_filters=8)
     assert load_model(model, recorded.folder / WEIGHTS) == (set(), [])
     with safe_open(recorded.folder / WEIGHTS, "pt") as file:
         assert file.metadata()["classes"] == '["dark", "light"]'
         assert json.loads(file.metadata()["mpi4dl"]) == json.loads((recorded.folder / "model.json").read_text())
-    loss, accuracy = validate(model, config)
-    last = read_metrics(recorded.folder)[-1]
-    assert (last["loss"], last["accuracy"]) == pytest.approx((loss, accuracy), rel=SINGLE)
+    assert_same_numbers(read_metrics(recorded.folder)[-1:], [validate(model, settled(recorded.flags))])
 
 
 PLANS = ["--tiles 1x1", "--tiles 1x2 --data 2", "--tiles 3x1", "--data 3", "--stages 2 --tiles 1x2,1x1"]
@@ -250,9 +243,8 @@ PLANS = ["--tiles 1x1", "--tiles 1x2 --data 2", "--tiles 3x1", "--data 3", "--st
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.sample(2)
 def test_every_plan_gives_the_same_numbers(ranks: Ranks, recorded: Recorded, tmp_path: Path, plan: str) -> None:
-    num_ranks = build.build_plan(parse(plan.split())).num_ranks
-    ranks(num_ranks).run(train, [*recorded.flags, *plan.split(), "--run-folder", str(tmp_path / "run")])
-    assert_same_numbers(read_metrics(tmp_path / "run"), [
+    found = read_metrics(run_train(ranks, tmp_path / "run", *recorded.flags, plan))
+    assert_same_numbers(found, [
         {name: m[name] for name in ("loss", "accuracy") if name in m} for m in read_metrics(recorded.folder)
     ])  # fmt: skip
 
@@ -263,38 +255,41 @@ def test_the_recorded_configuration_repeats_the_run_to_the_last_bit(
     file = recorded.folder / "config.toml"
     asked = [*recorded.flags, *TILES_2x2, "--run-folder", str(recorded.folder)]
     assert parse(["--config", str(file)]) == settled(asked)
-    ranks(4).run(train, ["--config", str(file), "--run-folder", str(tmp_path / "run")])
-    assert [m["loss"] for m in read_metrics(tmp_path / "run")] == [m["loss"] for m in read_metrics(recorded.folder)]
-    assert (tmp_path / "run" / WEIGHTS).read_bytes() == (recorded.folder / WEIGHTS).read_bytes()
+    run = run_train(ranks, tmp_path / "run", "--config", file)
+    assert [m["loss"] for m in read_metrics(run)] == [m["loss"] for m in read_metrics(recorded.folder)]
+    assert (run / WEIGHTS).read_bytes() == (recorded.folder / WEIGHTS).read_bytes()
 
 
 def test_images_that_cannot_be_read_are_left_out_counted_and_logged(ranks: Ranks, tmp_path: Path) -> None:
     images = write_images(tmp_path / "images", count=9)
     bad = [truncate(images / name) for name in ("dark/1.png", "light/2.png", "light/5.png", "light/6.png")]
     flags = (*RUN, "--images", str(images), "--on-bad-image", "skip", "--seed", "4")
-    folder = tmp_path / "run"
-    ranks(4).run(train, [*flags, "--tiles", "1x2", "--data", "2", "--run-folder", str(folder)])
+    folder = run_train(ranks, tmp_path / "run", *flags, "--tiles 1x2 --data 2")
     assert_same_numbers(read_metrics(folder), plain_run(flags))
     for rank in range(4):
         log = (folder / f"log-rank{rank}.txt").read_text()
-        assert [
-            log.count(f"WARNING mpi4dl.training.input_pipeline: skipped: {path}: cannot be decoded") for path in bad
-        ] == [1] * 4
+        for path in bad:
+            assert log.count(f"WARNING mpi4dl.training.input_pipeline: skipped: {path}: cannot be decoded") == 1
     assert ", 4 unreadable images skipped; see" in (folder / "log-rank0.txt").read_text()
+
+
+def printed(program: str) -> list[str]:
+    """The lines that a program of Python prints in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_help_starts_neither_mpi_nor_torch(flag: str) -> None:
-    program = (
+    usage, *lines, loaded = printed(
         "import sys; from mpi4dl.train import main\n"
         f"try:\n    main(['--tiles', '2x2', '{flag}'])\nexcept SystemExit as stop:\n    assert not stop.code\n"
         "print(sorted({'mpi4py', 'mpi4py.MPI', 'torch', 'torchvision', 'numpy'} & sys.modules.keys()))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("usage: mpirun -n RANKS python -m mpi4dl.train")
-    assert "--tiles RxC" in done.stdout
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert usage.startswith("usage: mpirun -n RANKS python -m mpi4dl.train")
+    assert "--tiles RxC" in "\n".join(lines)
+    assert loaded == "[]"
 
 
 def test_one_rank_without_tiles_imports_few_modules(tmp_path: Path) -> None:
@@ -304,9 +299,7 @@ def test_one_rank_without_tiles_imports_few_modules(tmp_path: Path) -> None:
         f"main(['--run-folder', '{tmp_path / 'run'}', *{[*RUN]}, '--max-steps', '1'])\n"
         "print(*(name for name in sys.modules if name.startswith('mpi4dl.')))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    modules = done.stdout.splitlines()[-1].split()
+    modules = printed(program)[-1].split()
     # The options of a run are one list of declarations, whose sections every run needs.
     modules = [name for name in modules if not name.startswith("mpi4dl.options.sections.")]
     assert "mpi4dl.engine.engine" in modules

@@ -6,7 +6,7 @@ The time-out is an hour: what ends a job here is what saw the rank leave.
 import itertools
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -76,12 +76,11 @@ def leave(phase: str, way: str, rank: int, folder: Path) -> Ending:
     module, owner, method, call = PHASES[phase]
     folder.mkdir(exist_ok=True)
     reached = folder / "reached"
-    program = LEAVING.format(
-        module=module, owner=owner, method=method, call=call, rank=rank, reached=str(reached), way=WAYS[way]
+    place = {"module": module, "owner": owner, "method": method, "call": call, "rank": rank, "reached": str(reached)}
+    flags = (
+        f"--tiles 1x2 --num-samples 16 --epochs 2 --no-tensorboard --run-folder {folder / 'run'} --hang-timeout 3600"
     )
-    flags = ("--tiles", "1x2", "--num-samples", "16", "--epochs", "2", "--no-tensorboard")
-    flags += ("--run-folder", str(folder / "run"), "--hang-timeout", "3600")
-    job = mpirun(2, "-c", program, *TINY, *flags)
+    job = mpirun(2, "-c", LEAVING.format(way=WAYS[way], **place), *TINY, *flags.split())
     assert reached.exists(), job.stdout + job.stderr  # else it ended before, by another fault
     return Ending(job.code, job.stdout, job.stderr, time.time() - reached.stat().st_mtime)
 
@@ -121,8 +120,11 @@ SMALL = (*TINY, *"--num-samples 16 --epochs 2 --no-tensorboard --hang-timeout 36
 SECONDS = 120.0  # of a job that takes ten at the most where nothing else runs
 
 
+Places = Callable[[str], tuple[list[str], list[str]]]
+
+
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[list[str], list[str]]]:
+def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     """The arguments of some work, and the places in it where ranks call each other, of which rank 1 wrote a list."""
     folder = tmp_path_factory.mktemp("hunt")
     images, texts = write_images(folder / "images", count=2), folder / "texts"
@@ -167,44 +169,41 @@ def hunt(work: str, fault: str, place: str, arguments: list[str], run: Path) -> 
     return f"{work}, {place}, {fault}: {job}"
 
 
+def hunt_all(
+    work: str, places: Places, folder: Path, faults: Iterable[str], choose: Callable[[list[str]], list[str]]
+) -> list[str | None]:
+    """What is wrong at each place that is chosen, by one fault after the other."""
+    arguments, found = places(work)
+    assert len(found) > 10
+    pairs = enumerate(zip(faults, choose(found), strict=False))
+    wrong = [hunt(work, fault, place, arguments, folder / str(number)) for number, (fault, place) in pairs]
+    assert not any(wrong), "\n\n".join(filter(None, wrong))
+    assert "" in wrong, "no place was reached"
+    return wrong
+
+
 @pytest.mark.parametrize("work", WORK)
 @pytest.mark.sample(1)
 def test_a_rank_that_fails_alone_at_some_calls_of_others_ends_the_job(
-    work: str, places: Callable[[str], tuple[list[str], list[str]]], tmp_path: Path
+    work: str, places: Places, tmp_path: Path
 ) -> None:
-    arguments, found = places(work)
-    assert len(found) > 10
-    chosen = [found[number * len(found) // 6] for number in (1, 4)]
-    wrong = [
-        hunt(work, fault, place, arguments, tmp_path / fault) for fault, place in zip(FAULTS, chosen, strict=False)
-    ]
-    assert not any(wrong), "\n\n".join(filter(None, wrong))
-    assert "" in wrong, "no place was reached"
+    hunt_all(work, places, tmp_path, FAULTS, lambda found: [found[number * len(found) // 6] for number in (1, 4)])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("work", "first"), [*itertools.product(WORK, range(len(FAULTS)))])
 def test_a_rank_that_fails_alone_at_any_call_of_others_ends_the_job(
-    work: str, first: int, places: Callable[[str], tuple[list[str], list[str]]], tmp_path: Path
+    work: str, first: int, places: Places, tmp_path: Path
 ) -> None:
     """Every fifth place, from the first on, by one fault after the other: all cases together come to every place."""
-    arguments, found = places(work)
-    names = [*FAULTS]
-    faults = itertools.cycle(names[first:] + names[:first])
-    chosen = found[first :: len(FAULTS)]
-    wrong = [hunt(work, next(faults), place, arguments, tmp_path / str(number)) for number, place in enumerate(chosen)]
-    assert not any(wrong), "\n\n".join(filter(None, wrong))
+    faults = itertools.cycle([*FAULTS][first:] + [*FAULTS][:first])
+    wrong = hunt_all(work, places, tmp_path, faults, lambda found: found[first :: len(FAULTS)])
     assert wrong.count(None) <= len(wrong) // 4, "too few places were reached"
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("work", WORK)
-def test_a_rank_that_has_another_value_than_others_ends_the_job(
-    work: str, places: Callable[[str], tuple[list[str], list[str]]], tmp_path: Path
-) -> None:
+def test_a_rank_that_has_another_value_than_others_ends_the_job(work: str, places: Places, tmp_path: Path) -> None:
     """At each place where ranks make sure that they have the same."""
-    arguments, found = places(work)
-    chosen = [place for place in found if place.endswith(" agree")]
-    wrong = [hunt(work, ANOTHER, place, arguments, tmp_path / str(number)) for number, place in enumerate(chosen)]
-    assert not any(wrong), "\n\n".join(filter(None, wrong))
-    assert "" in wrong, "no place was reached"
+    agreeing = lambda found: [place for place in found if place.endswith(" agree")]  # noqa: E731
+    hunt_all(work, places, tmp_path, itertools.repeat(ANOTHER), agreeing)

@@ -21,7 +21,7 @@ from mpi4dl.options.sources import source_of
 from mpi4dl.train import train
 from tests.commands.test_face import OWN, module_at
 from tests.pool.ranks import Ranks
-from tests.support.commands import read_metrics, settled
+from tests.support.commands import read_metrics, refused, run_train, settled, words
 from tests.support.short_runs import EXACT
 
 MODEL = """
@@ -52,8 +52,8 @@ FLAGS = (
     "--eval-mode *bn* --unfreeze 2:layer1.* --lr-of fc.*=0.1,layer4.*=0.02 --weight-decay-of *.bias=0 "
     "--ema 0.8 --lr-schedule cosine --warmup 2"
 )
-STAGES = ("--stages", "2", "--tiles", "2x2,1x1", "--balance", "flops")
-ZERO = ("--data", "2", "--zero", "3")
+STAGES = "--stages 2 --tiles 2x2,1x1 --balance flops"
+ZERO = "--data 2 --zero 3"
 
 
 @pytest.fixture
@@ -67,9 +67,9 @@ def own(tmp_path: Path) -> Path:
     return path
 
 
-def flags_of(own: Path, folder: Path) -> list[str]:
-    named = [f"--{name}={own}:{part}" for name, part in (("model", "Double"), ("dataset", "Scans"), ("loss", "loss"))]
-    return [*FLAGS.split(), *named, "--weights", str(own.parent / "last.ckpt"), "--run-folder", str(folder)]
+def flags_of(own: Path) -> list[str]:
+    parts = (f"--{name}={own}:{part}" for name, part in (("model", "Double"), ("dataset", "Scans"), ("loss", "loss")))
+    return words(FLAGS, *parts, "--weights", own.parent / "last.ckpt")
 
 
 class Learnt(NamedTuple):
@@ -148,23 +148,18 @@ def assert_learnt(folder: Path, expected: Learnt) -> None:
             torch.testing.assert_close(saved[name], value, rtol=EXACT, atol=EXACT)
 
 
-def run(comm: Communicator, flags: list[str]) -> None:
-    train(comm, flags)
-
-
 def test_fine_tuning_equals_plain_pytorch_by_stages_of_tiles_and_by_zero(
     ranks: Ranks, own: Path, tmp_path: Path
 ) -> None:
     """The second run stops within the second epoch, and goes on by another plan."""
-    expected = plainly(own, flags_of(own, tmp_path))
-    ranks(5).run(run, [*flags_of(own, tmp_path / "stages"), *STAGES])
-    assert_learnt(tmp_path / "stages", expected)
-    flags = flags_of(own, tmp_path / "zero")
+    flags, zero = flags_of(own), tmp_path / "zero"
+    expected = plainly(own, flags)
+    assert_learnt(run_train(ranks, tmp_path / "stages", *flags, STAGES), expected)
     own.write_text(OWN.replace("num_steps == 3", "num_steps == 4") + MODEL)
-    ranks(2).run(run, [*flags, *ZERO, "--callbacks", f"{own}:Steps"])
-    assert not (tmp_path / "zero" / "model.safetensors").exists()
-    ranks(2).run(run, [*flags, "--stages", "2", "--zero", "1", "--balance", "flops", "--resume", "auto"])
-    assert_learnt(tmp_path / "zero", expected)
+    run_train(ranks, zero, *flags, ZERO, f"--callbacks {own}:Steps")
+    assert not (zero / "model.safetensors").exists()
+    run_train(ranks, zero, *flags, "--stages 2 --zero 1 --balance flops --resume auto")
+    assert_learnt(zero, expected)
 
 
 REFUSED = [
@@ -189,12 +184,11 @@ REFUSED = [
 def refusals(comm: Communicator, own: Path, folder: Path) -> list[str]:
     found = []
     for flag, _ in REFUSED:
-        flags = [each for each in flags_of(own, folder) if flag != "--freeze=*" or not each.startswith("2:")]
+        flags = [*flags_of(own), "--run-folder", str(folder)]
         if flag == "--freeze=*":
-            flags.remove("--unfreeze")
-        with pytest.raises(mpi4dl.Refusal) as refused:
-            train(comm, [*flags, flag])
-        found.append(str(refused.value))
+            place = flags.index("--unfreeze")
+            del flags[place : place + 2]
+        found.append(refused(comm, train, [*flags, flag]))
     return found
 
 
@@ -217,4 +211,4 @@ def by_keywords(comm: Communicator, own: Path, folder: Path) -> Any:
 
 def test_options_as_python_has_them(ranks: Ranks, own: Path, tmp_path: Path) -> None:
     (tuning,) = ranks(1).run(by_keywords, own, tmp_path)
-    assert tuning == parse(flags_of(own, tmp_path)).tuning
+    assert tuning == parse(flags_of(own)).tuning

@@ -8,14 +8,12 @@ TRIDENT leave out alike.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import PIL.Image
 
-from mpi4dl.datasets.base import Pixels
-from mpi4dl.datasets.slides.geojson import package
+from mpi4dl.datasets.base import Pixels, package
 from mpi4dl.datasets.slides.slide import Slide
 from mpi4dl.geometry import Interval
 
@@ -51,8 +49,9 @@ Numbers = npt.NDArray[np.float64]
 
 def pen_marks(pixels: Pixels) -> Mask:
     """Where a thumbnail (height, width, 3), uint8, shows ink of green, blue, red or black pens: (height, width)."""
-    morphology = package("skimage.morphology")
-    hue, saturation, value, chroma = _hsv(pixels)
+    morphology = package("skimage.morphology", "slides", "scikit-image")
+    hue, saturation, value = np.moveaxis(package("skimage.color", "slides", "scikit-image").rgb2hsv(pixels), -1, 0)
+    hue, chroma = 360 * hue, saturation * value
     least, most, grey, saturated = BLACK_INK
     ink = (value >= least) & (value <= most) & (chroma <= grey) & (saturation <= saturated)
     for (first, last), saturated, bright in INKS.values():
@@ -65,20 +64,6 @@ def pen_marks(pixels: Pixels) -> Mask:
     strokes = morphology.opening(morphology.closing(ink, morphology.disk(GAPS_PX)), morphology.disk(OPENING_PX))
     grown: Mask = morphology.dilation(strokes, morphology.disk(EDGE_PX))
     return grown
-
-
-def _hsv(pixels: Pixels) -> tuple[Any, Any, Any, Any]:
-    """Hue from 0 to 360, saturation, value, and the difference of the largest and the smallest channel."""
-    red, green, blue = np.moveaxis(pixels.astype(np.float32) / np.float32(255), -1, 0)
-    most, least = np.maximum(np.maximum(red, green), blue), np.minimum(np.minimum(red, green), blue)
-    chroma = most - least
-    safe = np.where(chroma > 0, chroma, 1)
-    sixth = np.where(
-        most == red,
-        (green - blue) / safe % 6,
-        np.where(most == green, (blue - red) / safe + 2, (red - green) / safe + 4),
-    )
-    return 60 * sixth, chroma / np.where(most > 0, most, 1), most, chroma
 
 
 def out_of_focus(slide: Slide, shares: Callable[[Slide, int], npt.NDArray[np.float32]]) -> tuple[Mask, float]:
@@ -129,9 +114,8 @@ def _medians(values: Numbers) -> Numbers:
     """The median of each number and its eight neighbours, of those that are numbers; without any, not-a-number."""
     wider = np.pad(values, 1, constant_values=np.nan)
     rows, cols = values.shape
-    stacked = np.sort(np.stack([wider[y:, x:][:rows, :cols] for y in range(3) for x in range(3)]), axis=0)
-    count = (~np.isnan(stacked)).sum(0)  # they are sorted before what is no number
-    middle = np.stack([np.maximum(count - 1, 0) // 2, count // 2])
-    lower, upper = np.take_along_axis(stacked, np.minimum(middle, len(stacked) - 1), axis=0)
-    found: Numbers = (lower + upper) / 2
+    around = np.stack([wider[y:, x:][:rows, :cols] for y in range(3) for x in range(3)])
+    found: Numbers = np.full(values.shape, np.nan)
+    known = ~np.isnan(around).all(0)
+    found[known] = np.nanmedian(around[:, known], axis=0)
     return found

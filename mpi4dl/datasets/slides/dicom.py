@@ -14,13 +14,12 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from mpi4dl._files import open_regular
-from mpi4dl._wording import counted, some, to_install
-from mpi4dl.datasets.base import BadImage, DatasetError
+from mpi4dl._wording import counted, some
+from mpi4dl.datasets.base import BadImage, package
 from mpi4dl.datasets.files import DICOM, blaming
 from mpi4dl.datasets.listed import files_at
 from mpi4dl.geometry import ceil_div
@@ -72,14 +71,11 @@ def read_instance(path: Path) -> Instance:
         BadImage: it cannot be read; NoSlide: it is not of a whole-slide image.
         DatasetError: pydicom is not installed.
     """
-    if find_spec("pydicom") is None:
-        raise DatasetError(f"{path}: reading {DICOM} needs pydicom; run {to_install('pydicom')}")
-    import pydicom
-    from pydicom.filereader import read_file_meta_info, read_partial
-
+    pydicom = package("pydicom", f"{path}: reading {DICOM}")
+    reader = package("pydicom.filereader", f"{path}: reading {DICOM}")
     with blaming(path), open_regular(path) as file:
         try:
-            meta = read_file_meta_info(path)
+            meta = reader.read_file_meta_info(path)
         except pydicom.errors.InvalidDicomError as error:
             raise BadImage(path, "is no DICOM file: it is damaged, or its extension is wrong") from error
         kind = str(meta.get("MediaStorageSOPClassUID", ""))
@@ -88,7 +84,7 @@ def read_instance(path: Path) -> Instance:
             raise NoSlide(path, f"is {what}, not a whole-slide image (VL Whole Slide Microscopy)")
         if str(meta.get("TransferSyntaxUID", "")) == DEFLATED:
             raise BadImage(path, "is deflated as a whole, so that no tile can be read alone: convert it")
-        header = read_partial(
+        header = reader.read_partial(
             file,
             stop_when=lambda tag, vr, length: tag >= _OPTICAL_PATHS,
             defer_size=LONG_VALUE_BYTES,

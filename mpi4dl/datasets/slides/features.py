@@ -15,7 +15,6 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from math import isfinite, prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._files import is_stored_zip, open_regular, write_durably
-from mpi4dl._wording import to_install
-from mpi4dl.datasets.base import BadImage, DatasetError
+from mpi4dl.datasets.base import BadImage, DatasetError, WholeImage, package
 from mpi4dl.datasets.files import WHOLE_SLIDES, blaming
 from mpi4dl.datasets.kinds import FEATURES, SLIDES
 from mpi4dl.datasets.listed import LOOKED_AT
@@ -34,7 +32,7 @@ from mpi4dl.datasets.samples import without_suffix
 from mpi4dl.datasets.slides.annotations import FARTHEST
 from mpi4dl.datasets.slides.dataset import Patches, SlideFolder, SlideOptions
 from mpi4dl.datasets.slides.slide import MPP_AT_1X, Level, Slide, SlideFile, open_slide, plausible_mpp
-from mpi4dl.geometry import Interval
+from mpi4dl.geometry import Interval, ceil_div
 
 DATASET, COORDS, SETTINGS = "features", "coords", "mpi4dl"  # datasets, and an attribute of the file
 PICKLED = ".pt"
@@ -152,7 +150,8 @@ class Bag:
         levels: list[Level] = []
         downsample = 1
         while not levels or max(width, height) >= downsample:
-            levels.append(Level(_White((-(-height // downsample), -(-width // downsample))), float(downsample)))
+            sides = ceil_div(height, downsample), ceil_div(width, downsample)
+            levels.append(Level(WholeImage(np.broadcast_to(np.uint8(255), (*sides, 3))), float(downsample)))
             downsample *= 2
         mpp, power = (_positive(self.attributes.get(f"level0_{name}")) for name in ("mpp", "magnification"))
         found = plausible_mpp(mpp or (MPP_AT_1X / power if power else None))
@@ -160,16 +159,6 @@ class Bag:
         known = isinstance(told, list) and len(told) == 2 and all(map(_positive, told)) and max(told) <= MOST_ASPECT
         aspect = (float(told[0]), float(told[1])) if known else (1.0, 1.0)
         return Slide(SlideFile(self.path, tuple(levels), found, aspect=aspect))
-
-
-@dataclass(frozen=True)
-class _White:
-    """A white image."""
-
-    size: tuple[int, int]
-
-    def read(self, *space: Interval) -> npt.NDArray[np.uint8]:
-        return np.full((*(interval.length for interval in space), 3), 255, np.uint8)
 
 
 def open_bag(path: Path) -> Bag:
@@ -230,8 +219,7 @@ def _rows(path: Path, wanted: slice) -> npt.NDArray[Any]:
 
 def _asked(path: Path, wanted: Any) -> tuple[dict[str, Any], bytearray]:
     """What a child process reads of a file of HDF5: damaged ones can end a process. Raises BadImage, DatasetError."""
-    if find_spec("h5py") is None:
-        raise DatasetError(f"files of features need h5py; run {to_install('h5py')}")
+    package("h5py", f"{path}: reading features")
     try:
         open_regular(path).close()
     except OSError as error:
@@ -262,14 +250,6 @@ def _dataset(path: Path, facts: Mapping[str, Any], name: str = DATASET) -> dict[
             path, f"claims {claimed >> 20} MiB of {name}, but holds {found['stored']} bytes of them: it is damaged"
         )
     return found
-
-
-def _h5py() -> Any:
-    try:
-        import h5py
-    except ImportError as error:
-        raise DatasetError(f"files of features need h5py; run {to_install('h5py')}") from error
-    return h5py
 
 
 def _pickled(path: Path) -> npt.NDArray[np.float32]:
@@ -316,7 +296,7 @@ def _json(text: Any) -> Mapping[str, Any]:
 
 def write_features(path: Path, found: Embedded, attributes: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Write a file of features, at once or not at all. Raises OSError, DatasetError."""
-    h5py = _h5py()
+    h5py = package("h5py", f"{path}: writing features")
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = max(1, min(len(found.features), CHUNK_BYTES // max(1, 4 * found.features.shape[1])))
     content = io.BytesIO()  # HDF5 that writes to a full disk itself ends the process, by a signal

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._wording import to_install
-from mpi4dl.datasets.base import DatasetError
+from mpi4dl.datasets.base import package
 
 Ring = list[list[float]]  # corners (x, y), the last one the same as the first
 
@@ -28,7 +27,7 @@ def outlines(
     A pixel of the mask is `scale` (down, across) pixels of level 0, and the first one begins at `origin` (row, column).
     Rings of less than `least_area` pixels of level 0 are left out.
     """
-    measure = package("skimage.measure")
+    measure = package("skimage.measure", "slides", "scikit-image")
     outer: list[list[Ring]] = []
     holes: list[Ring] = []
     for line in measure.find_contours(np.pad(mask, 1).astype(np.float32), 0.5):
@@ -85,13 +84,3 @@ def feature(
 def collection(features: Iterable[Mapping[str, Any]]) -> str:
     """The text of a file of objects, which are used one after the other."""
     return f'{{"type": "FeatureCollection", "features": [{", ".join(map(json.dumps, features))}]}}'
-
-
-def package(name: str) -> Any:
-    """A module of scikit-image. Raises DatasetError if it is not installed."""
-    from importlib import import_module
-
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise DatasetError(f"slides need scikit-image; run {to_install('scikit-image')}") from error

@@ -18,9 +18,9 @@ import numpy.typing as npt
 import PIL.Image
 import PIL.ImageFilter
 
-from mpi4dl.datasets.base import BadImage, Pixels
+from mpi4dl.datasets.base import BadImage, Pixels, package
 from mpi4dl.datasets.slides.artifacts import ARTIFACTS, BLUR, COLOURS, PEN, out_of_focus, pen_marks
-from mpi4dl.datasets.slides.geojson import collection, feature, outlines, package
+from mpi4dl.datasets.slides.geojson import collection, feature, outlines
 from mpi4dl.datasets.slides.slide import CELL_PX, Slide
 from mpi4dl.geometry import Interval, ceil_div
 
@@ -104,7 +104,7 @@ class TissueMask:
             BadImage: the slide cannot be read.
             DatasetError: scikit-image is not installed.
         """
-        morphology = package("skimage.morphology")
+        morphology = package("skimage.morphology", "slides", "scikit-image")
         pixels = _read_thumbnail(slide)[1].copy()
         inner = morphology.disk(max(2, round(max(self.mask.shape) / LINES)))
         for mask, colour in ((self.mask, OUTLINE), *((mask, COLOURS[name]) for name, mask in self.left_out.items())):
@@ -219,7 +219,10 @@ def tissue_of(pixels: Pixels, threshold: float | None = None, ink: Mask | None =
 
     There is no tissue in `ink`.
     """
-    filters, morphology = package("skimage.filters"), package("skimage.morphology")
+    filters, morphology = (
+        package("skimage.filters", "slides", "scikit-image"),
+        package("skimage.morphology", "slides", "scikit-image"),
+    )
     most, least = pixels.max(2).astype(np.float32), pixels.min(2).astype(np.float32)
     saturation = np.where(most > 0, (most - least) / np.maximum(most, 1), 0)
     if ink is not None:

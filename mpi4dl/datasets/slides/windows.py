@@ -63,7 +63,25 @@ class MaskWindow:
         return found
 
 
-class RandomWindows(Subset):
+class SlideWindows(Subset):
+    """Windows of `size` px of slides, whose corners subclasses say."""
+
+    def __init__(self, whole: SlideFolder, indices: Sequence[int], size: tuple[int, ...]) -> None:
+        super().__init__(whole, indices)
+        self._slides, self._size = whole, size
+
+    def corner(self, sample: int) -> Corner:
+        """The upper left corner of a window, in pixels of its slide. Raises BadImage."""
+        raise NotImplementedError
+
+    def image(self, index: int) -> Image:
+        return SlideWindow(self._slides.image(self.indices[index]), self.corner(index), self._size)
+
+    def label(self, index: int) -> Any:
+        return MaskWindow(self._slides.label(self.indices[index]), self.corner(index), self._size)
+
+
+class RandomWindows(SlideWindows):
     """So many windows of `size` px of each of some slides, their centres in tissue.
 
     A share `on_classes` of them have their centres on an annotated class instead, each class of the slide equally
@@ -78,8 +96,8 @@ class RandomWindows(Subset):
         each: int,
         on_classes: float = 0.0,
     ) -> None:
-        super().__init__(whole, [index for index in indices for _ in range(each)])
-        self._slides, self._size, self._each, self._on_classes = whole, size, each, on_classes
+        super().__init__(whole, [index for index in indices for _ in range(each)], size)
+        self._each, self._on_classes = each, on_classes
         self._key: tuple[int, ...] = ()
 
     def drawn(self, key: tuple[int, ...]) -> "RandomWindows":
@@ -89,7 +107,6 @@ class RandomWindows(Subset):
         return found
 
     def corner(self, sample: int) -> Corner:
-        """The upper left corner of a window, in pixels of its slide. Raises BadImage."""
         index, number = self.indices[sample], sample % self._each
         slide: Slide = self._slides.image(index)
         random = np.random.default_rng((WINDOW_STREAM, *self._key, index, number))
@@ -110,16 +127,8 @@ class RandomWindows(Subset):
                 return found
         return None
 
-    def image(self, index: int) -> Image:
-        slide = self._slides.image(self.indices[index])
-        return SlideWindow(slide, self.corner(index), self._size)
 
-    def label(self, index: int) -> Any:
-        mask = self._slides.label(self.indices[index])
-        return MaskWindow(mask, self.corner(index), self._size)
-
-
-class GridWindows(Subset):
+class GridWindows(SlideWindows):
     """The windows of `size` px of some slides that show tissue: each begins where the one before ends.
 
     Those at the right and lower sides may reach beyond the slide. Slides that cannot be read have one window, which
@@ -139,15 +148,10 @@ class GridWindows(Subset):
             tell("finding tissue", number + 1, len(indices))
         if not kept:
             raise DatasetError(f"{whole.source}: none of {len(indices)} slides to validate with shows tissue")
-        super().__init__(whole, kept)
-        self._slides, self._size = whole, size
+        super().__init__(whole, kept, size)
 
-    def image(self, index: int) -> Image:
-        slide = self._slides.image(self.indices[index])
-        return SlideWindow(slide, self.corners[index], self._size)
-
-    def label(self, index: int) -> Any:
-        return MaskWindow(self._slides.label(self.indices[index]), self.corners[index], self._size)
+    def corner(self, sample: int) -> Corner:
+        return self.corners[sample]
 
 
 def _around(centre: Corner, size: Sequence[int], whole: Sequence[int]) -> Corner:

@@ -41,9 +41,18 @@ class TokenDataset:
         DatasetError: the stream is too short for one sample.
     """
 
+    _beyond = 1  # tokens that are read behind those of a sample
+
     def __init__(self, stream: TokenStream, context: int) -> None:
         self.stream, self.context, self.vocabulary = stream, context, stream.vocabulary
-        self._length = _num_samples(stream, context, beyond=1)
+        if context < 1:
+            raise DatasetError(f"context={context}: a sample needs at least one token")
+        if stream.num_tokens < context + self._beyond:
+            raise DatasetError(
+                f"{stream.num_tokens} tokens in {len(stream.names)} documents do not make one sample of "
+                f"context={context}: needs {context + self._beyond}; choose a shorter context, or add text"
+            )
+        self._length = (stream.num_tokens - self._beyond) // context
 
     def __len__(self) -> int:
         return self._length
@@ -57,12 +66,26 @@ class TokenDataset:
             IndexError: there is no such sample, or no such interval in it.
             DatasetError: the token file is damaged.
         """
-        asked = _checked(index, interval, len(self), self.context)
-        tokens, documents = _window(self.stream, index * self.context, asked, beyond=1)
+        tokens, documents, _ = self._window(index, interval)
         return TokenSample(tokens[:-1], tokens[1:], documents)
 
+    def _window(self, index: int, interval: Interval | None) -> tuple[Tokens, Tokens, Interval]:
+        """The tokens of an interval of a sample, and those behind it that are read; its documents; and the interval."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        whole = Interval(0, self.context)
+        asked = whole if interval is None else interval
+        if not whole.covers(asked):
+            raise IndexError(f"positions {asked.start} to {asked.stop} of a sample of {self.context}")
+        if asked.empty:
+            return np.empty(self._beyond, np.int64), np.empty(0, np.int64), asked
+        first = index * self.context
+        places = asked.shift(first)
+        documents = self.stream.documents(places) - self.stream.document_at(first)
+        return self.stream.read(places.grow(0, self._beyond)), documents, asked
 
-class MaskedTokenDataset:
+
+class MaskedTokenDataset(TokenDataset):
     """Samples of `context` tokens of which some are masked, and are the targets; elsewhere these are -100.
 
     15 % of each sample's positions are chosen, rounded and at least one, so that all samples have as many targets. Of
@@ -76,13 +99,11 @@ class MaskedTokenDataset:
         DatasetError: the stream is too short for one sample.
     """
 
-    def __init__(self, stream: TokenStream, context: int, seed: int = 0) -> None:
-        self.stream, self.context, self.seed = stream, context, seed
-        self.mask, self.vocabulary = stream.vocabulary, stream.vocabulary + 1
-        self._length = _num_samples(stream, context, beyond=0)
+    _beyond = 0
 
-    def __len__(self) -> int:
-        return self._length
+    def __init__(self, stream: TokenStream, context: int, seed: int = 0) -> None:
+        super().__init__(stream, context)
+        self.seed, self.mask, self.vocabulary = seed, stream.vocabulary, stream.vocabulary + 1
 
     def read(self, index: int, interval: Interval | None = None, epoch: int = 0) -> TokenSample:
         """An interval of the positions of sample `index`, or all of them; no other tokens are read.
@@ -91,8 +112,7 @@ class MaskedTokenDataset:
             IndexError: there is no such sample, or no such interval in it.
             DatasetError: the token file is damaged.
         """
-        asked = _checked(index, interval, len(self), self.context)
-        tokens, documents = _window(self.stream, index * self.context, asked, beyond=0)
+        tokens, documents, asked = self._window(index, interval)
         # All is drawn for the whole sample, and alike whatever is chosen.
         random = np.random.default_rng((MASKING_STREAM, self.seed, epoch, index))
         chosen = np.zeros(self.context, np.bool_)
@@ -106,36 +126,6 @@ class MaskedTokenDataset:
         )
 
 
-def _num_samples(stream: TokenStream, context: int, beyond: int) -> int:
-    if context < 1:
-        raise DatasetError(f"context={context}: a sample needs at least one token")
-    if stream.num_tokens < context + beyond:
-        raise DatasetError(
-            f"{stream.num_tokens} tokens in {len(stream.names)} documents do not make one sample of context={context}: "
-            f"needs {context + beyond}; choose a shorter context, or add text"
-        )
-    return (stream.num_tokens - beyond) // context
-
-
-def _checked(index: int, interval: Interval | None, length: int, context: int) -> Interval:
-    if not 0 <= index < length:
-        raise IndexError(f"sample {index} of {length}")
-    whole = Interval(0, context)
-    if interval is None:
-        return whole
-    if not whole.covers(interval):
-        raise IndexError(f"positions {interval.start} to {interval.stop} of a sample of {context}")
-    return interval
-
-
-def _window(stream: TokenStream, first: int, asked: Interval, beyond: int) -> tuple[Tokens, Tokens]:
-    """The tokens of an interval, and so many after it, of the sample that begins at `first`, and its documents."""
-    if asked.empty:
-        return np.empty(beyond, np.int64), np.empty(0, np.int64)
-    places = asked.shift(first)
-    return stream.read(places.grow(0, beyond)), stream.documents(places) - stream.document_at(first)
-
-
 # Batches of token samples, of which a rank reads its own intervals.
 
 
@@ -144,7 +134,7 @@ class TokenBatches:
 
     noun = "samples of text"
 
-    def __init__(self, dataset: TokenDataset | MaskedTokenDataset) -> None:
+    def __init__(self, dataset: TokenDataset) -> None:
         self._dataset = dataset
 
     def __len__(self) -> int:

@@ -1,19 +1,16 @@
 """Tokenizers: what one answers, bytes as tokens, and byte-level BPE."""
 
 import hashlib
-import importlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._files import Replacement, read_regular
-from mpi4dl._wording import to_install
-from mpi4dl.datasets.base import DatasetError
+from mpi4dl.datasets.base import DatasetError, package
 
 Tokens = npt.NDArray[np.int64]
 
@@ -107,16 +104,16 @@ class BPETokenizer:
         Raises:
             DatasetError: fewer than 257 tokens are asked for, or the package `tokenizers` is missing.
         """
-        package = _package()
+        tokenizers = _tokenizers()
         if vocabulary < SMALLEST:
             raise DatasetError(
                 f"vocabulary={vocabulary}: BPE needs at least {SMALLEST} tokens, 256 bytes and the end of a document"
             )
-        inner = package.Tokenizer(package.models.BPE())
-        inner.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        inner.decoder = package.decoders.ByteLevel()
-        alphabet = sorted(package.pre_tokenizers.ByteLevel.alphabet())
-        trainer = package.trainers.BpeTrainer(
+        inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+        inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        inner.decoder = tokenizers.decoders.ByteLevel()
+        alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        trainer = tokenizers.trainers.BpeTrainer(
             vocab_size=vocabulary - 1, min_frequency=MIN_FREQUENCY, initial_alphabet=alphabet, show_progress=False
         )
         inner.train_from_iterator(texts, trainer)
@@ -129,9 +126,9 @@ class BPETokenizer:
         Raises:
             DatasetError: the file cannot be read or holds no tokenizer, or the package `tokenizers` is missing.
         """
-        package = _package()
+        tokenizers = _tokenizers()
         try:
-            return cls(package.Tokenizer.from_str(read_regular(path).decode()))
+            return cls(tokenizers.Tokenizer.from_str(read_regular(path).decode()))
         except OSError as error:
             raise DatasetError(f"{path}: cannot be read: {error.strerror or error}") from error
         except Exception as error:  # the package has no class of errors of its own
@@ -151,9 +148,5 @@ class BPETokenizer:
         return text
 
 
-def _package() -> ModuleType:
-    try:
-        return importlib.import_module("tokenizers")
-    except ImportError:
-        message = f"BPE needs the package tokenizers; run {to_install('tokenizers')}, or use `tokenizer` bytes"
-        raise DatasetError(message) from None
+def _tokenizers() -> Any:
+    return package("tokenizers", "`tokenizer` bpe")
