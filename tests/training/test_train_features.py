@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,63 +122,50 @@ def test_the_encoder_of_a_run_sees_patches_as_the_run_did(ranks: Ranks, cohort: 
         ranks(2).run(embed, other)
 
 
-def test_embedding_goes_on_where_it_ended_and_never_mixes_encoders(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
-    """A damaged slide ends nothing; finished files stay; other settings are refused with both named."""
-    slides, out = tmp_path / "slides", tmp_path / "out"
-    slides.mkdir()
-    for path in cohort.glob("*.*"):
-        content = path.read_bytes()
-        (slides / path.name).write_bytes(content[: len(content) // 2] if "001" in path.name else content)
+def test_embedding_goes_on_where_it_ended_with_the_slides_that_there_are(
+    ranks: Ranks, cohort: Path, tmp_path: Path
+) -> None:
+    """A damaged slide ends nothing, and finished files stay; other pixels and microns per pixel are embedded."""
+    slides, out = Path(shutil.copytree(cohort, tmp_path / "slides")), tmp_path / "out"
+    place, damaged, other = (slides / f"slide_00{name}" for name in ("0.tif", "1.ome.tif", "2.svs"))
+    size = max(path.stat().st_size for path in (place, other))
+    place.write_bytes(place.read_bytes().ljust(size, b"\0"))
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
     for found in ranks(2).run(refused, embed, embedding(slides, out, "--dry-run")):
         assert "1 slide of 3" in found
     assert not out.exists()
-    ranks(2).run(refused, embed, embedding(slides, out))
-    assert sorted(path.name for path in out.glob("*.*5")) == ["slide_000.h5", "slide_002.h5"]
-    before = {path: path.stat().st_mtime_ns for path in out.glob("*.*5")}
-    (slides / "slide_001.ome.tif").write_bytes((cohort / "slide_001.ome.tif").read_bytes())
-    ranks(2).run(embed, embedding(slides, out))
-    assert (out / "slide_001.ome.h5").is_file()
-    assert all(path.stat().st_mtime_ns == then for path, then in before.items())
-    for more, told in (
-        ("--patches 32", "--patch-size 64, not 32"),
-        ("--mean 0.4", "--mean [0.5, 0.5, 0.5], not [0.4"),
-    ):
-        (found,) = ranks(1).run(refused, embed, embedding(slides, out, more))
-        assert f"{out} has results with {told}" in found
 
+    def embedded(act: Callable[..., Any], *arguments: Any) -> set[str]:
+        """The files that are written now, or anew."""
+        before = {path: path.stat().st_mtime_ns for path in out.glob("*.h5")}
+        ranks(2).run(act, *arguments)
+        return {path.name for path in out.glob("*.h5") if path.stat().st_mtime_ns != before.get(path)}
 
-def test_features_are_of_the_slides_that_there_are(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
-    """Other pixels in as many bytes, with the same times, and other microns per pixel in the table, are embedded."""
-    slides, out = tmp_path / "slides", tmp_path / "out"
-    shutil.copytree(cohort, slides)
-    place, other = slides / "slide_000.tif", (slides / "slide_002.svs").read_bytes()
-    size = max(len(other), place.stat().st_size)
-    place.write_bytes(place.read_bytes().ljust(size, b"\0"))
-    ranks(2).run(embed, embedding(slides, out))
-    first = [read(out / f"slide_{name}.h5")[0] for name in ("000", "002")]
-    then = place.stat()
-    place.write_bytes(other.ljust(size, b"\0"))
+    argv = embedding(slides, out)
+    assert embedded(refused, embed, argv) == {"slide_000.h5", "slide_002.h5"}
+    shutil.copy(cohort / damaged.name, damaged)
+    assert embedded(embed, argv) == {"slide_001.ome.h5"}
+    first, then = [read(out / f"slide_{name}.h5")[0] for name in ("000", "002")], place.stat()
+    place.write_bytes(other.read_bytes().ljust(size, b"\0"))  # as many bytes, with the same times
     os.utime(place, ns=(then.st_atime_ns, then.st_mtime_ns))
-    written = (out / "slide_002.h5").stat().st_mtime_ns
-    ranks(2).run(embed, embedding(slides, out))
+    assert embedded(embed, argv) == {"slide_000.h5"}
     assert np.array_equal(read(out / "slide_000.h5")[0], first[1])
     assert not np.array_equal(*first)
-    assert (out / "slide_002.h5").stat().st_mtime_ns == written
     table = (slides / "slides.csv").read_text().splitlines()
     rows = [f"{line},{'mpp' if not number else 0.3 if '002' in line else ''}" for number, line in enumerate(table)]
     (slides / "slides.csv").write_text("\n".join(rows))
-    ranks(2).run(embed, embedding(slides, out))
-    assert (out / "slide_002.h5").stat().st_mtime_ns != written
+    assert embedded(embed, argv) == {"slide_002.h5"}
+    for more, told in (("--patches 32", "--patch-size 64, not 32"), ("--mean 0.4", "--mean [0.5, 0.5, 0.5], not [0.4")):
+        assert f"{out} has results with {told}" in ranks(1).run(refused, embed, embedding(slides, out, more))[0]
 
 
 def test_two_jobs_do_not_embed_into_one_folder(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     held = lock(tmp_path / "out")
-    try:
-        for found in ranks(2).run(refused, embed, embedding(cohort, tmp_path / "out")):
-            assert "another job" in found
-    finally:
-        os.close(held or 0)
+    assert held is not None
+    for found in ranks(2).run(refused, embed, embedding(cohort, tmp_path / "out")):
+        assert "another job" in found
+    os.close(held)
     ranks(2).run(embed, embedding(cohort, tmp_path / "out"))
 
 
@@ -250,21 +237,20 @@ def test_an_encoder_that_hangs_ends_the_job(cohort: Path, tmp_path: Path) -> Non
     assert "in hang" in job.stderr
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ("--model-options num_filters=8", "not all of it fits"),
-        ("--model unet --model-options num_filters=4 --weights none", "unet"),
-        ("--model timm/vit_tiny_patch16_224 --model-options= --weights none", "does not encode patches of 64 x 64"),
-        ("--weights none --slides nowhere", "nowhere"),
-    ],
-)
+NOT_EMBEDDED = {
+    "--model-options num_filters=8": "not all of it fits",
+    "--model unet --model-options num_filters=4 --weights none": "unet",
+    "--model timm/vit_tiny_patch16_224 --model-options= --weights none": "does not encode patches of 64 x 64",
+    "--weights none --slides nowhere": "nowhere",
+}
+
+
+@pytest.mark.parametrize("more", NOT_EMBEDDED)
 @pytest.mark.sample(2)
-def test_what_embedding_refuses(ranks: Ranks, cohort: Path, tmp_path: Path, more: str, message: str) -> None:
+def test_what_embedding_refuses(ranks: Ranks, cohort: Path, tmp_path: Path, more: str) -> None:
     if "timm/" in more:
         pytest.importorskip("timm")
-    (found,) = ranks(1).run(refused, embed, embedding(cohort, tmp_path / "out", more))
-    assert message in found
+    assert NOT_EMBEDDED[more] in ranks(1).run(refused, embed, embedding(cohort, tmp_path / "out", more))[0]
 
 
 # Training on features.
@@ -337,44 +323,6 @@ def test_training_is_that_of_a_plain_loop_over_bags(
     assert losses_of(tmp_path / "run")[:4] == pytest.approx(expected, rel=1e-5)
 
 
-def test_predictions_and_their_maps_are_alike_by_any_number_of_ranks(
-    ranks: Ranks, tmp_path: Path, written: dict[str, tuple[Any, Any]]
-) -> None:
-    run, features = tmp_path / "run", tmp_path / "features"
-    ranks(1).run(train, flags_of(tmp_path, run, "--max-steps 2"))
-    found = []
-    for count in (1, 2):
-        out = tmp_path / f"of{count}"
-        told = ranks(count).run(said, predict, words(run, "--features", features, "--out", out))
-        assert "6 slides looked at" in told[0]
-        found.append({Path(line["image"]).stem: line for line in read_lines(out / "predictions.jsonl")})
-    for name, (_, coords) in written.items():
-        one, two = (each[name] for each in found)
-        assert one["probabilities"] == pytest.approx(two["probabilities"], abs=1e-6)
-        if name == "s3":  # the file of CLAM, which does not say where patches are
-            assert "maps" not in one
-            continue
-        content = json.loads((tmp_path / "of2" / two["maps"][1]).read_text())
-        side = 1 if len(coords) == 1 and name == "s4" else 512
-        corners = [
-            (min(x for x, _ in rings[0]), min(y for _, y in rings[0]))
-            for rings in (each["geometry"]["coordinates"] for each in content["features"])
-        ]
-        assert corners == [pytest.approx(xy) for xy in coords.tolist()]
-        values = [each["properties"]["measurements"]["attention"] for each in content["features"]]
-        assert sum(values) == pytest.approx(1, abs=1e-4)
-        grid = tifffile.imread(tmp_path / "of1" / one["maps"][2])
-        assert [grid[y // side, x // side] for x, y in coords] == pytest.approx(values, abs=1e-6)
-    for more, count in (("", 2), (f"--slides {tmp_path / 'slides.csv'} --features {features}", 6)):
-        out = tmp_path / f"evaluated{count}"
-        ranks(2).run(evaluate, words(run, more, "--out", out, "--resamples 0"))
-        rows = read_rows(out / "evaluation.csv")
-        assert len(rows) == count
-        for row in rows:
-            expected = found[0][Path(row["image"]).stem]["probabilities"]["b"]
-            assert float(row["probability b"]) == pytest.approx(expected, abs=1e-6)
-
-
 def by_python(comm: Communicator, folder: Path, run: Path) -> tuple[list[dict[str, Any]], list[Any]]:
     """Predictions of files of features, and evaluations on them at several thresholds."""
     model = mpi4dl.TrainedModel(run, comm=comm)
@@ -396,21 +344,47 @@ def by_python(comm: Communicator, folder: Path, run: Path) -> tuple[list[dict[st
     return records, [(each.count, {name: m.value for name, m in each.metrics.items()}) for each in found]
 
 
-def test_python_has_what_the_commands_have(ranks: Ranks, tmp_path: Path, written: dict[str, tuple[Any, Any]]) -> None:
-    run, out = tmp_path / "run", tmp_path / "evaluated"
+def test_bags_are_predicted_and_evaluated_alike_by_any_number_of_ranks_and_by_python(
+    ranks: Ranks, tmp_path: Path, written: dict[str, tuple[Any, Any]]
+) -> None:
+    run, features = tmp_path / "run", tmp_path / "features"
     ranks(1).run(train, flags_of(tmp_path, run, "--max-steps 2"))
-    common = words(run, "--features", tmp_path / "features", "--out")
-    ranks(1).run(said, predict, words(*common, tmp_path / "predicted", "--no-maps"))
-    lines = read_lines(tmp_path / "predicted" / "predictions.jsonl")
-    ranks(1).run(evaluate, words(*common, out, "--slides", tmp_path / "slides.csv", "--resamples 0 --threshold youden"))
-    told = json.loads((out / "evaluation.json").read_text())
+    lines = []
+    for count in (1, 2):
+        told = ranks(count).run(said, predict, words(run, "--features", features, "--out", tmp_path / f"of{count}"))
+        assert "6 slides looked at" in told[0]
+        lines.append(read_lines(tmp_path / f"of{count}" / "predictions.jsonl"))
+    found = [{Path(line["image"]).stem: line for line in each} for each in lines]
+    for name, (_, coords) in written.items():
+        one, two = (each[name] for each in found)
+        assert one["probabilities"] == pytest.approx(two["probabilities"], abs=1e-6)
+        if name == "s3":  # the file of CLAM, which does not say where patches are
+            assert "maps" not in one
+            continue
+        shown = json.loads((tmp_path / "of2" / two["maps"][1]).read_text())["features"]
+        corners = [tuple(map(min, zip(*each["geometry"]["coordinates"][0], strict=True))) for each in shown]
+        assert corners == [pytest.approx(xy) for xy in coords.tolist()]
+        values = [each["properties"]["measurements"]["attention"] for each in shown]
+        assert sum(values) == pytest.approx(1, abs=1e-4)
+        grid, side = tifffile.imread(tmp_path / "of1" / one["maps"][2]), 1 if len(coords) == 1 and name == "s4" else 512
+        assert [grid[y // side, x // side] for x, y in coords] == pytest.approx(values, abs=1e-6)
+    others = f"--slides {tmp_path / 'slides.csv'} --features {features} --threshold youden"
+    for more, count in (("", 2), (others, 6)):
+        out = tmp_path / f"evaluated{count}"
+        ranks(2).run(evaluate, words(run, more, "--out", out, "--resamples 0"))
+        rows = read_rows(out / "evaluation.csv")
+        assert len(rows) == count
+        for row in rows:
+            expected = found[0][Path(row["image"]).stem]["probabilities"]["b"]
+            assert float(row["probability b"]) == pytest.approx(expected, abs=1e-6)
+    told = json.loads((out / "evaluation.json").read_text())["metrics"]
+    metrics = {name: value["value"] for name, value in told.items() if value["value"] != "nan"}
     for records, scores in ranks(2).run(by_python, tmp_path, run):
-        for one, two in zip(records, lines, strict=True):
-            assert one["image"] == two["image"]
+        assert [each["image"] for each in records] == [each["image"] for each in lines[0]]
+        for one, two in zip(records, lines[0], strict=True):
             assert one["probabilities"] == pytest.approx(two["probabilities"], abs=1e-6)
         assert [count for count, _ in scores] == [6, 6, 2]
         assert (scores[0][1]["sensitivity"], scores[2][1]["specificity"]) == (0, 0)
-        metrics = {name: value["value"] for name, value in told["metrics"].items() if value["value"] != "nan"}
         assert {name: scores[1][1][name] for name in metrics} == pytest.approx(metrics, abs=1e-5)
 
 
@@ -449,17 +423,12 @@ def test_another_table_may_have_other_columns_than_that_of_training(
         assert all(word in found for found in ranks(2).run(refused, evaluate, argv))
 
 
-def nothing(path: Path) -> None:
-    path.unlink()
+def rewritten(features: Any) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        with h5py.File(path, "w") as file:
+            file["features"] = features
 
-
-def cut_off(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:900])
-
-
-def rewritten(features: Any, path: Path) -> None:
-    with h5py.File(path, "w") as file:
-        file["features"] = features
+    return write
 
 
 def at_two_microns(path: Path) -> None:
@@ -467,15 +436,14 @@ def at_two_microns(path: Path) -> None:
         file["coords"].attrs["target_magnification"] = 5
 
 
-BAD = {
+NAN = np.where(np.eye(4, WIDTH, -1) > 0, np.nan, 1)
+BAD: dict[str, Callable[[Path], Any]] = {
     "s2.h5: has features of patches of 256 px at 2 um per pixel, but s0.h5 has features of patches": at_two_microns,
-    "s2 is no file of features": nothing,
-    "s2.h5: cannot be read as HDF5": cut_off,
-    "s2.h5: has no patches": lambda path: rewritten(np.zeros((0, WIDTH)), path),
-    "s2.h5: has 5 features": lambda path: rewritten(np.zeros((4, 5)), path),
-    "s2.h5: the features of patch 1 are not finite": lambda path: rewritten(
-        np.where(np.eye(4, WIDTH, -1) > 0, np.nan, 1), path
-    ),
+    "s2 is no file of features": Path.unlink,
+    "s2.h5: cannot be read as HDF5": lambda path: path.write_bytes(path.read_bytes()[:900]),
+    "s2.h5: has no patches": rewritten(np.zeros((0, WIDTH))),
+    "s2.h5: has 5 features": rewritten(np.zeros((4, 5))),
+    "s2.h5: the features of patch 1 are not finite": rewritten(NAN),
     "s2.h5: has no dataset 'features'": lambda path: h5py.File(path, "w").close(),
 }
 
@@ -493,7 +461,7 @@ def test_a_bad_file_of_features_ends_training_with_its_name(
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("asked", "words_of"),
     [
         (("--mpp 1", "--mpp 2"), ("at 1 um", "at 2 um")),
         (("--mpp 1", "--magnification 5"), ("at 1 um", "at 2 um")),
@@ -502,23 +470,23 @@ def test_a_bad_file_of_features_ends_training_with_its_name(
 )
 @pytest.mark.sample(1)
 def test_features_of_two_resolutions_do_not_go_together(
-    ranks: Ranks, cohort: Path, tmp_path: Path, asked: tuple[str, str], words: tuple[str, str]
+    ranks: Ranks, cohort: Path, tmp_path: Path, asked: tuple[str, str], words_of: tuple[str, str]
 ) -> None:
     header, *rows = (cohort / "slides.csv").read_text().splitlines()
-    (tmp_path / "features").mkdir()
+    features = tmp_path / "features"
     for number, (flags, some) in enumerate(zip(asked, (rows[:1], rows[1:]), strict=True)):
-        (tmp_path / "part.csv").write_text("\n".join([header, *some]))
-        argv = embedding(cohort, tmp_path / f"part{number}", f"--slides-folder {cohort}")
-        argv[argv.index("--slides") + 1] = str(tmp_path / "part.csv")
+        table = tmp_path / f"part{number}.csv"
+        table.write_text("\n".join([header, *some]))
+        argv = embedding(cohort, tmp_path / f"part{number}", f"--slides-folder {cohort} --slides {table}")
         place = argv.index("--mpp")
         argv[place : place + 2] = flags.split()
         ranks(2).run(embed, argv)
-        for path in (tmp_path / f"part{number}").glob("*.h5"):
-            path.rename(tmp_path / "features" / path.name)
-    flags = f"--slides {cohort / 'slides.csv'} --features {tmp_path / 'features'} {TRAINING}"
-    for found in ranks(2).run(refused, train, [*flags.split(), "--run-folder", str(tmp_path / "run")]):
-        assert "slide_001.ome.h5: has features" in found
-        assert all(word in found for word in ("slide_000.h5", *words))
+        shutil.copytree(tmp_path / f"part{number}", features, dirs_exist_ok=True)
+    argv = words("--slides", cohort / "slides.csv", "--features", features, TRAINING, "--run-folder", tmp_path / "run")
+    for found in ranks(2).run(refused, train, argv):
+        assert [
+            word for word in ("slide_001.ome.h5: has features", "slide_000.h5", *words_of) if word not in found
+        ] == []
 
 
 CLAM = {"patch_size": 256, "patch_level": 0, "downsample": (1.0, 1.0), "name": "s"}

@@ -32,109 +32,103 @@ BASES = {
     "whole slides": f"--slides {{cohort}}/slides.csv {slides.OWN}",
     "features": f"--slides {{bags}}/slides.csv --features {{bags}}/features {features.TRAINING}",
 }
-# Flags, and the whole message, in which dots stand for anything.
-REFUSED = {
+# Flags, and a part of the message, in which dots stand for anything.
+REFUSED: dict[str, dict[str, str]] = {
     "images": {
         "--config {keys}": "{keys}: there is no key batchsize in [data]; did you mean batch_size?",
-        "--config {values}": '{values}: epochs in [training] is "three" (text), but must be a whole number of at least '
-        "1, or auto",
+        "--config {values}": '{values}: epochs in [training] is "three" (text), but must be a whole number of at '
+        "least 1, or auto",
         "--data 1 --tiles 4x1 --image-size 3x64": "--tiles 4x1 cuts images into 4 tiles along their rows, of which "
         "they have only 3",
-        "--images {nowhere}": "{nowhere}: no such file or folder...",
-        "--images {empty}": "{empty}/empty: this class has no images: add some, or remove the folder...",
-        "--images {images} --num-classes 2": "--num-classes 2, but the images have 3: a, b, c...",
-        "--model resnet19": "model 'resnet19' is unknown; the nearest names are ...'resnet18'...",
-        "--model gpt3 --text stdlib": "model 'gpt3' is unknown; the nearest names are ...'gpt2'...",
-        "--model gpt": "--model gpt takes tokens, which --images have not...",
+        "--images {nowhere}": "{nowhere}: no such file or folder",
+        "--images {empty}": "{empty}/empty: this class has no images: add some, or remove the folder",
+        "--images {images} --num-classes 2": "--num-classes 2, but the images have 3: a, b, c",
+        "--model resnet19": "model 'resnet19' is unknown; the nearest names are ...'resnet18'",
+        "--model gpt3 --text stdlib": "model 'gpt3' is unknown; the nearest names are ...'gpt2'",
+        "--model gpt": "--model gpt takes tokens, which --images have not",
         "--optimizer AdamWW": "--optimizer AdamWW: torch.optim has no such class; did you mean AdamW?",
-        "--scheduler CosineAnealingLR": "--scheduler CosineAnealingLR: torch.optim.lr_scheduler has no such class; did "
-        "you mean CosineAnnealingLR?",
+        "--scheduler CosineAnealingLR": "--scheduler CosineAnealingLR: torch.optim.lr_scheduler has no such class; "
+        "did you mean CosineAnnealingLR?",
         "--optimizer AdamW --optimizer-options weight_decy=0.1": "--optimizer AdamW ...weight_decay?",
-        "--model resnet_v2 --model-options dept=29": "model 'resnet_v2' has no option 'dept'; its options are "
-        "'depth'...",
-        "--model resnet_v2 --model-options depth=21": "depth=21 is not possible: resnet_v2 has depth 9n+2...",
-        "--model resnet_v2 --model-options depth=abc": "--model resnet_v2 does not take these options ...'abc'...",
-        "--optimizer AdamW --optimizer-options betas=0.9": "--optimizer AdamW does not take ...'betas': 0.9...",
-        "--optimizer AdamW --optimizer-options betas=[0.9]": "--optimizer AdamW does not take ...'betas': [0.9]...",
-        "--optimizer SGD --optimizer-options momentum=abc": "--optimizer SGD does not take ...'momentum': 'abc'...",
-        "--optimizer LBFGS": "--optimizer LBFGS ...closure...",
-        "--optimizer SparseAdam": "--optimizer SparseAdam ...dense gradients...",
-        "--scheduler StepLR": "--scheduler StepLR ...step_size...",
-        "--scheduler StepLR --scheduler-options step_size=abc": "--scheduler StepLR ...'step_size': 'abc'...",
-        "--scheduler StepLR --scheduler-options step_size=0": "--scheduler StepLR ...'step_size': 0...",
+        "--model resnet_v2 --model-options dept=29": "model 'resnet_v2' has no option 'dept'; its options are 'depth'",
+        "--model resnet_v2 --model-options depth=21": "depth=21 is not possible: resnet_v2 has depth 9n+2",
+        "--model resnet_v2 --model-options depth=abc": "--model resnet_v2 does not take these options ...'abc'",
+        "--optimizer AdamW --optimizer-options betas=0.9": "--optimizer AdamW does not take ...'betas': 0.9",
+        "--optimizer AdamW --optimizer-options betas=[0.9]": "--optimizer AdamW does not take ...'betas': [0.9]",
+        "--optimizer SGD --optimizer-options momentum=abc": "--optimizer SGD does not take ...'momentum': 'abc'",
+        "--optimizer LBFGS": "--optimizer LBFGS ...closure",
+        "--optimizer SparseAdam": "--optimizer SparseAdam ...dense gradients",
+        "--scheduler StepLR": "--scheduler StepLR ...step_size",
+        "--scheduler StepLR --scheduler-options step_size=abc": "--scheduler StepLR ...'step_size': 'abc'",
+        "--scheduler StepLR --scheduler-options step_size=0": "--scheduler StepLR ...'step_size': 0",
         "--scheduler OneCycleLR --scheduler-options max_lr=0.1,total_steps=3": "--scheduler is for 3 steps, but there "
-        "will be 4...",
-        "--batch-size 1": "--replicas 2 replicas cannot share a batch of 1: raise --batch-size...",
-        "--batch-size 9": "8 images to train on do not fill one batch of 9: choose a smaller --batch-size...",
-        "--device cuda": "device 'cuda' was asked for, but PyTorch sees no GPU here: use --device cpu...",
-        "--model unet": "the model's output has shape (4, 10, 32, 32), but --task classify...(batch, classes)...",
-        "--loss mse": "--loss mse takes ... shape (4, 10), and the targets (4,): ...cross_entropy for classes...",
-        "--lr 1e30": "step ...: the loss is not finite ...try a smaller --lr...",
-        "--model squeezenet1_0 --image-size 8": "...too small...",
+        "will be 4",
+        "--batch-size 1": "--replicas 2 replicas cannot share a batch of 1: raise --batch-size",
+        "--batch-size 9": "8 images to train on do not fill one batch of 9: choose a smaller --batch-size",
+        "--device cuda": "device 'cuda' was asked for, but PyTorch sees no GPU here: use --device cpu",
+        "--model unet": "the model's output has shape (4, 10, 32, 32), but --task classify...(batch, classes)",
+        "--loss mse": "--loss mse takes ... shape (4, 10), and the targets (4,): ...cross_entropy for classes",
+        "--lr 1e30": "step ...: the loss is not finite ...try a smaller --lr",
+        "--model squeezenet1_0 --image-size 8": "too small",
     },
     "axes": {
-        "--tiles 4": "...--tiles 4 cuts along tokens, but what is trained on has the size 224x224...",
-        "--tiles 2x2x1 --image-size 64x64": "...cuts along depth, rows, cols, but what is trained on has the size "
-        "64x64...",
-        "--tiles 2x1 --image-size 9x12x11 --model resnet18": "...cannot take images of 3 x 9 x 12 x 11...",
+        "--tiles 4": "--tiles 4 cuts along tokens, but what is trained on has the size 224x224",
+        "--tiles 2x2x1 --image-size 64x64": "cuts along depth, rows, cols, but what is trained on has the size 64x64",
+        "--tiles 2x1 --image-size 9x12x11 --model resnet18": "cannot take images of 3 x 9 x 12 x 11",
     },
     "streaming": {
-        "--stream 4": "...--stream 4: streaming cuts 1 axes, but images have 2...",
-        "--stream 2x400": "...--stream 2x400: images of 144x144 pixels are too small for 2x400 tiles...",
-        "--stream 2x2 --stream-until none_such": "...--stream 2x2: there is no 'none_such' in the first stage, "
-        "whose...",
-        "--stream 2x2 --stream-until head": "...--stream 2x2: the whole model would be streamed, up to head...",
-        "--stream auto": "...--stream auto needs --memory-limit: the limit of a rank's memory, such as 6GiB...",
-        "--stream 2x2 --memory-limit 1GiB": "...--memory-limit 1,024.0 MiB is for --stream auto, which chooses...",
-        "--stream auto --memory-limit 5MiB": "...--stream auto: no tiles keep a rank within 5.0 MiB: the least would "
-        "be...",
-        "--stream-until stem": "...--stream-until stem says where streaming ends, but --stream is missing...",
-        "--patches 145": "...--patch-size 145 of --model small_resnet: images of 144 x 144 px have no patches of 145 "
-        "x...",
-        "--patches 32 --stream 2x2": "...--stream is for images that the model sees whole...",
-        "--patches 32 --model squeezenet1_0 --model-options dropout=0.1": "...it does not end in a linear layer of its "
-        "classes...",
-        "--min-tissue 0.1": "...--min-tissue 0.1 chooses patches, but --patch-size is missing...",
+        "--stream 4": "--stream 4: streaming cuts 1 axes, but images have 2",
+        "--stream 2x400": "--stream 2x400: images of 144x144 pixels are too small for 2x400 tiles",
+        "--stream 2x2 --stream-until none_such": "--stream 2x2: there is no 'none_such' in the first stage, whose",
+        "--stream 2x2 --stream-until head": "--stream 2x2: the whole model would be streamed, up to head",
+        "--stream auto": "--stream auto needs --memory-limit: the limit of a rank's memory, such as 6GiB",
+        "--stream 2x2 --memory-limit 1GiB": "--memory-limit 1,024.0 MiB is for --stream auto, which chooses",
+        "--stream auto --memory-limit 5MiB": "--stream auto: no tiles keep a rank within 5.0 MiB: the least would be",
+        "--stream-until stem": "--stream-until stem says where streaming ends, but --stream is missing",
+        "--patches 145": "--patch-size 145 of --model small_resnet: images of 144 x 144 px have no patches of 145 x",
+        "--patches 32 --stream 2x2": "--stream is for images that the model sees whole",
+        "--patches 32 --model squeezenet1_0 --model-options dropout=0.1": "it does not end in a linear layer of its "
+        "classes",
+        "--min-tissue 0.1": "--min-tissue 0.1 chooses patches, but --patch-size is missing",
     },
     "text": {
-        "--tensor 2 --tensor-styles nowhere.toml": "...--tensor-styles nowhere.toml: ...",
-        "--model resnet18": "...--model resnet18 takes images, which --text has not...",
-        "--tensor 3": "...has 2 heads of keys, which 3 ranks cannot share...",
-        "--stages 6": "...GPT has 4 units, too few for 6 stages...",
-        "--tokenizer words": "...--tokenizer words: must be bytes, or bpe:...",
-        "--num-classes 5": "...--num-classes 5: of text it is that of different tokens, 257 here...",
-        "--stream 2x2": "...--stream and --patch-size are for images, but --text was given...",
-        "--context 9999": "...do not make one sample of context=9999...",
-        "--batch-size 400": "...samples of text to train on do not fill one batch of 400...",
-        "--context 1 --tiles 2": "...--tiles 2 cuts sequences into 2 tiles along their tokens, of which they have only "
-        "1...",
+        "--tensor 2 --tensor-styles nowhere.toml": "--tensor-styles nowhere.toml: ",
+        "--model resnet18": "--model resnet18 takes images, which --text has not",
+        "--tensor 3": "has 2 heads of keys, which 3 ranks cannot share",
+        "--stages 6": "GPT has 4 units, too few for 6 stages",
+        "--tokenizer words": "--tokenizer words: must be bytes, or bpe:",
+        "--num-classes 5": "--num-classes 5: of text it is that of different tokens, 257 here",
+        "--stream 2x2": "--stream and --patch-size are for images, but --text was given",
+        "--context 9999": "do not make one sample of context=9999",
+        "--batch-size 400": "samples of text to train on do not fill one batch of 400",
+        "--context 1 --tiles 2": "--tiles 2 cuts sequences into 2 tiles along their tokens, of which they have only 1",
     },
     "slides": {
-        "--mpp 0.2": "...coarser than...",
-        "--mpp 0.5 --level 1": "mpp and level both say...",
-        "--fit crop": "...--fit crop is for whole images...",
-        "--mixup 0.2": "...--mixup 0.2 mixes whole images...",
-        "--folds 1": "...choose two folds or more...",
-        "--image-size 64": "...more than --image-size 64x64...",
-        "--slide-column what": "...what...",
-        "--images somewhere": "...--slides and --images were both given...",
-        "--crops-each 4": "...--task segment...",
-        "--max-side 4096": "...there is no flag --max-side; leave it out...",
+        "--mpp 0.2": "coarser than",
+        "--mpp 0.5 --level 1": "mpp and level both say",
+        "--fit crop": "--fit crop is for whole images",
+        "--mixup 0.2": "--mixup 0.2 mixes whole images",
+        "--folds 1": "choose two folds or more",
+        "--image-size 64": "more than --image-size 64x64",
+        "--slide-column what": "what",
+        "--images somewhere": "--slides and --images were both given",
+        "--crops-each 4": "--task segment",
+        "--max-side 4096": "there is no flag --max-side; leave it out",
     },
     "whole slides": {
-        "--batch-size 2": "...a microbatch has one...",
-        "--batch-size 1 --data 2": "...--batch-size 2 and...",
-        "--batch-size 3 --data 2": "...--batch-size 2 and...",
-        "--batch-size 2 --batch-ways 2": "...--replicas alone...",
-        "--batch-size 1 --accumulate 2 --stages 2 --bidirectional 1": "...leave it out...",
-        "--mixup 0.2": "...--mixup...",
-        "--task segment --fit crop": "...--image-size...",
+        "--batch-size 2": "a microbatch has one",
+        "--batch-size 1 --data 2": "--batch-size 2 and",
+        "--batch-size 3 --data 2": "--batch-size 2 and",
+        "--batch-size 2 --batch-ways 2": "--replicas alone",
+        "--batch-size 1 --accumulate 2 --stages 2 --bidirectional 1": "leave it out",
+        "--mixup 0.2": "--mixup",
+        "--task segment --fit crop": "--image-size",
     },
     "features": {
-        "--stream auto": "...--stream...",
-        "--jitter 0.1": "...--jitter...",
-        "--features nowhere": "...no such folder of files of features...",
-        "--images somewhere": "...--slides and --images were both given...",
+        "--stream auto": "--stream",
+        "--jitter 0.1": "--jitter",
+        "--features nowhere": "no such folder of files of features",
+        "--images somewhere": "--slides and --images were both given",
     },
 }
 SLOW = {"--stream auto --memory-limit 5MiB"}  # as plans of many tiles are tried
@@ -172,7 +166,8 @@ def test_what_cannot_be_done_is_refused_alike_on_all_ranks(
         num_ranks = build_plan(parse(argv)).num_ranks
     (message,) = set(ranks(num_ranks).run(refused, train, argv))
     expected = REFUSED[base][flags].format(**data)
-    assert re.fullmatch(".*".join(map(re.escape, expected.split("..."))), message), f"{message!r}\nnot {expected!r}"
+    assert re.search(".*".join(map(re.escape, expected.split("..."))), message), f"{message!r}\nnot {expected!r}"
+    assert "\n" not in message
 
 
 def test_a_plan_for_another_number_of_ranks_says_how_many(ranks: Ranks) -> None:

@@ -415,16 +415,6 @@ def test_a_run_that_is_complete_is_left_so_and_may_be_made_longer(
     assert [m["step"] for m in read_metrics(copied)][-2:] == [20, 20]
 
 
-@pytest.mark.parametrize("max_steps", ["8", "10"])
-@pytest.mark.exhaustive
-def test_a_run_of_more_steps_is_the_run_of_all_of_them(
-    ranks: Ranks, uninterrupted: Path, tmp_path: Path, max_steps: str
-) -> None:
-    ranks(2).run(train, flags_of(tmp_path / "run", "--max-steps", max_steps))
-    ranks(2).run(train, flags_of(tmp_path / "run", "--resume", "auto"))
-    assert (tmp_path / "run" / WEIGHTS).read_bytes() == (uninterrupted / WEIGHTS).read_bytes()
-
-
 OTHER_PLANS = ["--tiles 1x1", "--stages 2", pytest.param("--data 2", marks=pytest.mark.exhaustive)]
 OTHER_PLANS += [pytest.param("--tiles 1x2 --data 2", marks=pytest.mark.exhaustive)]
 

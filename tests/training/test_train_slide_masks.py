@@ -2,8 +2,8 @@
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import pi
 from pathlib import Path
 from typing import Any
@@ -12,31 +12,25 @@ import numpy as np
 import pytest
 import tifffile
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mpi4dl.comm import Communicator
 from mpi4dl.datasets.base import IGNORED
-from mpi4dl.datasets.loader import Loader
+from mpi4dl.datasets.loader import shuffled
 from mpi4dl.datasets.slides.slide import open_slide
 from mpi4dl.datasets.slides.windows import GridWindows, RandomWindows
-from mpi4dl.datasets.transformed import LazyImages
-from mpi4dl.engine import Engine
 from mpi4dl.evaluate import evaluate
-from mpi4dl.geometry import Box, Interval
+from mpi4dl.geometry import Interval
 from mpi4dl.models import build
 from mpi4dl.options.config import parse
-from mpi4dl.options.data import build_views
+from mpi4dl.options.models import build_model
 from mpi4dl.options.sources import source_of, with_frame
-from mpi4dl.parallel.cut import split
-from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.streaming.leading_part import StreamOptions
 from mpi4dl.predict import predict
 from mpi4dl.train import train
 from tests.pool.ranks import Ranks
-from tests.support.commands import plain_steps, read_lines, refused, said, words
+from tests.support.commands import losses_of, plain_steps, read_lines, refused, run_train, said, truncate, words
 from tests.support.short_runs import EXACT, write_mixed_cohort
-from tests.training.test_train_slides import in_turn
 
 MPP = 2.0
 COMMON = (
@@ -55,9 +49,15 @@ def flags_of(cohort: Path, folder: Path, more: str = "") -> list[str]:
     return words("--slides", cohort / "slides.csv", COMMON, more, "--run-folder", folder)
 
 
-def unet() -> nn.Module:
-    torch.manual_seed(5)
-    return build("unet", 2, num_filters=4, depth=3).double()
+class Precise(nn.Module):
+    """A U-Net that computes in float64."""
+
+    def __init__(self, num_classes: int, **options: Any) -> None:
+        super().__init__()
+        self.unet = build("unet", num_classes, **options).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.unet(x.double())  # type: ignore[no-any-return]
 
 
 def whole_slide(slides: Any, index: int, frame: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -71,75 +71,38 @@ def whole_slide(slides: Any, index: int, frame: tuple[int, ...]) -> tuple[Tensor
     return torch.from_numpy(values).permute(2, 0, 1).double(), torch.from_numpy(classes)
 
 
-@dataclass(frozen=True)
-class Doubled:
-    """Images that are read tile by tile, in float64."""
-
-    source: LazyImages
-    dtype: torch.dtype = torch.float64
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.source.shape
-
-    def __getitem__(self, positions: Any) -> "Doubled":
-        return Doubled(self.source[positions])
-
-    def read(self, box: Box) -> Tensor:
-        return self.source.read(box).double()
-
-
-def steps_of_ranks(
-    comm: Communicator, flags: list[str], tiles: tuple[int, int], streamed: tuple[int, int] | None
-) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Losses of steps in float64 on tiles of whole slides, as a run's loader gives them; weights before and after."""
-    config = with_frame(parse(flags))
-    training, _ = source_of(config).open()
-    plan, size = Plan((tiles,)), config.data.image_size
-    stream = None if streamed is None else StreamOptions(streamed)
-    stages = split(unet, plan, comm, image=(2, 3, *size), stream=stream, balance="flops")
-    engine = Engine(stages, plan, torch.optim.SGD(stages.parameters(), lr=0.05), F.cross_entropy, comm=comm)
-    view = build_views(config, 3, "pad")[0]
-    how: dict[str, Any] = {"seed": 3, "shuffle": True, "lazy": streamed is not None}
-    loader = Loader(training, view, 2, lambda n: [each.box for each in engine.reads(n, size)], **how)
-    losses, begun = [], engine.gather_state() or {}
-    for batch in loader.epoch(0):
-        sources = [tile.double() if isinstance(tile, Tensor) else Doubled(tile) for tile in batch.tiles]
-        losses.append(engine.step(sources, batch.labels, size).loss)
-    return losses, begun, engine.gather_state() or {}
-
-
 @pytest.mark.parametrize(
-    ("tiles", "streamed"),
+    "plan",
     [
-        pytest.param((1, 1), None, marks=pytest.mark.exhaustive),
-        pytest.param((1, 2), None, marks=pytest.mark.exhaustive),
-        ((1, 2), (2, 2)),
+        pytest.param("--tiles 1x1", marks=pytest.mark.exhaustive),
+        pytest.param("--tiles 1x2", marks=pytest.mark.exhaustive),
+        "--tiles 1x2 --stream 2x2",
     ],
 )
 def test_steps_on_whole_slides_are_those_of_plain_pytorch(
-    ranks: Ranks, cohort: Path, tmp_path: Path, tiles: tuple[int, int], streamed: tuple[int, int] | None
+    ranks: Ranks, cohort: Path, tmp_path: Path, plan: str
 ) -> None:
     """Slides have several sizes, and what lies beyond a slide counts for nothing."""
-    flags = flags_of(cohort, tmp_path, "--batch-size 2")
-    (losses, begun, state), *_ = ranks(tiles[0] * tiles[1]).run(steps_of_ranks, flags, tiles, streamed)
+    more = f"--model {__file__}:Precise --loss cross_entropy --batch-size 2 --epochs 2 --log-interval 1"
+    flags = flags_of(cohort, tmp_path / "run", f"{more} --eval-every none {plan}")
+    run_train(ranks, tmp_path / "run", *flags)
     config = with_frame(parse(flags))
     training, _ = source_of(config).open()
     assert len({training.image(index).size for index in range(len(training))}) > 1
-    model = unet()
-    model.load_state_dict(begun)
-    batches = [*in_turn(training, 1)]
-    assert len(losses) == len(batches)
+    model = build_model(config, 2, 3)
 
-    def losses_of_batches() -> Iterator[Tensor]:
-        for batch in batches:
-            samples = [whole_slide(training, index, config.data.image_size) for index in batch]
+    def losses() -> Iterator[Tensor]:
+        for epoch in range(2):
+            samples = [
+                whole_slide(training, index, config.data.image_size) for index in shuffled(len(training), 3, epoch)[:2]
+            ]
             images, masks = (torch.stack(each) for each in zip(*samples, strict=True))
             assert (masks == IGNORED).any()
             yield F.cross_entropy(model(images), masks)
 
-    expected = plain_steps(torch.optim.SGD(model.parameters(), lr=0.05), losses_of_batches())
-    assert losses == pytest.approx(expected, rel=EXACT)
+    expected = plain_steps(torch.optim.SGD(model.parameters(), lr=0.05), losses())
+    assert losses_of(tmp_path / "run") == pytest.approx(expected, rel=EXACT)
+    state = load_file(tmp_path / "run" / "model.safetensors")
     for name, value in model.state_dict().items():
         assert torch.allclose(state[name], value, rtol=0, atol=EXACT), name
 
@@ -198,11 +161,9 @@ def test_damaged_slides_and_annotations_do_not_end_a_prediction_or_evaluation(
 ) -> None:
     run, other = tmp_path / "run", tmp_path / "slides"
     ranks(1).run(train, flags_of(cohort, run, "--fit crop --image-size 64 --batch-size 2 --max-steps 1"))
-    (other / "annotations").mkdir(parents=True)
-    for path in (*cohort.glob("slide_00*"), *cohort.glob("annotations/*"), cohort / "slides.csv"):
-        content = path.read_bytes()
-        damaged = path.name in ("slide_002.svs", "slide_003.geojson")
-        (other / path.relative_to(cohort)).write_bytes(content[: len(content) // 2] if damaged else content)
+    shutil.copytree(cohort, other)
+    for name in ("slide_002.svs", "annotations/slide_003.geojson"):
+        truncate(other / name)
     asked = words(run, "--slides", other / "slides.csv", "--tiles 1x2 --out", tmp_path / "out")
     told = ranks(2).run(said, predict, asked)
     assert "4 slides looked at, 1 of which could not be read" in told[0]

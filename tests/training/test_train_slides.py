@@ -138,19 +138,21 @@ def shown_whole(slides: Any, index: int) -> Tensor:
     return torch.from_numpy(white.transpose(2, 0, 1))[None].float()
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "--tiles 1x2",
-        "--data 2 --batch-size 2 --accumulate 1",
-        pytest.param("--tiles 1x2 --stream 3x2", marks=pytest.mark.exhaustive),
-        pytest.param("--tiles 1x2 --data 2 --batch-size 2 --accumulate 1 --zero 3", marks=pytest.mark.exhaustive),
-        pytest.param("--data 2 --batch-size 2 --accumulate 1 --stream 2x2", marks=pytest.mark.exhaustive),
-        pytest.param("--tiles 1x1 --stages 2", marks=pytest.mark.exhaustive),
-        pytest.param("--tiles 2x2 --stream 2x2 --stream-segments 2", marks=pytest.mark.exhaustive),
-        pytest.param("--tiles 1x1 --stream 4x4", marks=pytest.mark.exhaustive),
-    ],
-)
+ONE_EACH = "--batch-size 2 --accumulate 1"
+WHOLE_PLANS = ["--tiles 1x2", f"--data 2 {ONE_EACH}"] + [
+    pytest.param(plan, marks=pytest.mark.exhaustive)
+    for plan in (
+        "--tiles 1x2 --stream 3x2",
+        f"--tiles 1x2 --data 2 {ONE_EACH} --zero 3",
+        f"--data 2 {ONE_EACH} --stream 2x2",
+        "--tiles 1x1 --stages 2",
+        "--tiles 2x2 --stream 2x2 --stream-segments 2",
+        "--tiles 1x1 --stream 4x4",
+    )
+]
+
+
+@pytest.mark.parametrize("plan", WHOLE_PLANS)
 def test_whole_slides_of_their_own_sizes_are_those_of_a_plain_loop(
     ranks: Ranks, cohort: Path, tmp_path: Path, plan: str
 ) -> None:
@@ -216,22 +218,32 @@ def predicted(ranks: Ranks, cohort: Path, short_run: Path) -> Path:
     return out
 
 
-def test_one_rank_and_two_predict_the_same_and_draw_the_same_maps(
+def test_one_rank_and_two_predict_the_same_and_draw_the_same_maps_where_the_patches_are(
     ranks: Ranks, cohort: Path, short_run: Path, predicted: Path, tmp_path: Path
 ) -> None:
+    """In pixels of the full level 0, in GeoJSON, and by their microns per pixel in OME-TIFF."""
     told = ranks(2).run(said, predict, words(short_run, "--slides", cohort, "--out", tmp_path / "out --tiles 1x2"))
     assert "6 slides looked at" in told[0]
     folders = predicted, tmp_path / "out"
     found = [read_lines(out / "predictions.jsonl") for out in folders]
-    for one, two in zip(*found, strict=True):
-        assert one["image"] == two["image"]
-        assert one["probabilities"] == pytest.approx(two["probabilities"], abs=1e-5)
-        maps = [tifffile.imread(out / one["maps"][2]) for out in folders]
-        assert np.array_equal(np.isnan(maps[0]), np.isnan(maps[1]))
-        assert maps[0] == pytest.approx(maps[1], abs=1e-5, nan_ok=True)
-        assert np.nansum(maps[0]) == pytest.approx(1, abs=1e-4)
     rows = read_rows(tmp_path / "out" / "predictions.csv")
     assert [row["image"] for row in rows] == [each["image"] for each in found[1]]
+    slides = source_of(with_frame(parse(flags_of(cohort, short_run)))).open_files(labelled=False)
+    for index, (one, two) in enumerate(zip(*found, strict=True)):
+        assert one["image"] == two["image"] == slides.name(index)
+        assert one["probabilities"] == pytest.approx(two["probabilities"], abs=1e-5)
+        grid, other = (tifffile.imread(out / one["maps"][2]) for out in folders)
+        assert np.array_equal(np.isnan(grid), np.isnan(other))
+        assert grid == pytest.approx(other, abs=1e-5, nan_ok=True)
+        with tifffile.TiffFile(predicted / one["maps"][2]) as file:
+            assert f'PhysicalSizeX="{PATCH * MPP}"' in (file.ome_metadata or "")
+        places, side = slides.tissue_patches(index, PATCH).tolist(), PATCH * slides.image(index).downsample
+        shown = json.loads((predicted / one["maps"][1]).read_text())["features"]
+        corners = [tuple(each["geometry"]["coordinates"][0][0]) for each in shown]
+        assert corners == [pytest.approx((col * side, row * side)) for row, col in places]
+        values = [each["properties"]["measurements"]["attention"] for each in shown]
+        assert [grid[row, col] for row, col in places] == pytest.approx(values, abs=1e-6)
+        assert (sum(values), np.nansum(grid)) == pytest.approx((1, 1), abs=1e-4)
 
 
 def test_maps_that_are_gone_are_drawn_again_and_others_are_refused(
@@ -245,26 +257,6 @@ def test_maps_that_are_gone_are_drawn_again_and_others_are_refused(
     assert "5 slides done before" in ranks(1).run(said, predict, argv)[0]
     assert lost.is_file()
     assert "maps 'attention', not 'none'" in ranks(1).run(refused, predict, [*argv, "--no-maps"])[0]
-
-
-def test_maps_lie_where_the_patches_are(cohort: Path, short_run: Path, predicted: Path) -> None:
-    """In pixels of the full level 0, in GeoJSON, and by their microns per pixel in OME-TIFF."""
-    slides = source_of(with_frame(parse(flags_of(cohort, short_run)))).open_files(labelled=False)
-    for index in range(len(slides)):
-        slide, base = slides.image(index), predicted / "maps" / slides.name(index).partition(".")[0]
-        places = slides.tissue_patches(index, PATCH).tolist()
-        (geojson,) = base.parent.glob(f"{base.name}*.geojson")
-        content = json.loads(geojson.read_text())
-        corners = [tuple(rings[0][0]) for rings in (each["geometry"]["coordinates"] for each in content["features"])]
-        side = PATCH * slide.downsample
-        assert corners == [pytest.approx((col * side, row * side)) for row, col in places]
-        values = [each["properties"]["measurements"]["attention"] for each in content["features"]]
-        assert sum(values) == pytest.approx(1, abs=1e-4)
-        (ome,) = base.parent.glob(f"{base.name}*.ome.tif")
-        with tifffile.TiffFile(ome) as file:
-            grid = file.asarray()
-            assert f'PhysicalSizeX="{PATCH * MPP}"' in (file.ome_metadata or "")
-        assert [grid[row, col] for row, col in places] == pytest.approx(values, abs=1e-6)
 
 
 @dataclass(frozen=True)
@@ -352,8 +344,9 @@ def test_patches_that_slides_choose_and_bags_are_exact_in_float64(ranks: Ranks, 
 
 def split_by(flags: list[str], folder: Path) -> dict[str, str]:
     """The part of each slide, which is then kept in a folder as that of a run."""
-    training, validation = source_of(in_folder_of_fold(parse([*flags, "--run-folder", str(folder)]))).open()
-    place = Path(in_folder_of_fold(parse([*flags, "--run-folder", str(folder)])).run.run_folder or "")
+    config = in_folder_of_fold(parse([*flags, "--run-folder", str(folder)]))
+    training, validation = source_of(config).open()
+    place = Path(config.run.run_folder or "")
     place.mkdir(parents=True, exist_ok=True)
     Images(training, validation, "pad", ()).record(world(), place)
     return {row.name: row.split for row in training.whole.rows}  # type: ignore[attr-defined]
@@ -361,27 +354,27 @@ def split_by(flags: list[str], folder: Path) -> dict[str, str]:
 
 def test_a_split_that_a_run_kept_is_taken_again(cohort: Path, tmp_path: Path) -> None:
     """Also those of other folds, where the table has changed since, and the seed."""
-    flags = ["--slides", str(cohort / "slides.csv"), *COMMON.split()]
-    once = split_by(flags, tmp_path / "run")
-    kept = ["--split-file", str(tmp_path / "run" / "samples.csv"), "--seed", "4"]
-    assert split_by([*flags, *kept], tmp_path / "again") == once
-    assert split_by([*flags, "--seed", "5"], tmp_path / "other") != once
 
-    folds = [split_by([*flags, "--folds", "3", "--fold", str(fold)], tmp_path / "cv") for fold in range(2)]
-    table = (cohort / "slides.csv").read_text().splitlines()
-    (tmp_path / "less.csv").write_text("\n".join(table[:-1]))
-    less = ["--slides", str(tmp_path / "less.csv"), "--slides-folder", str(cohort), *COMMON.split(), "--seed", "9"]
+    def split(more: str, folder: str, slides: Path = cohort / "slides.csv") -> dict[str, str]:
+        return split_by(words("--slides", slides, COMMON, more), tmp_path / folder)
+
+    once = split("", "run")
+    assert split(f"--split-file {tmp_path / 'run' / 'samples.csv'} --seed 4", "again") == once
+    assert split("--seed 5", "other") != once
+
+    folds = [split(f"--folds 3 --fold {fold}", "cv") for fold in range(2)]
+    less = tmp_path / "less.csv"
+    less.write_text("\n".join((cohort / "slides.csv").read_text().splitlines()[:-1]))
     with pytest.raises(ValueError, match=r"folds\.csv, line 7: .*not in the table"):
-        split_by([*less, "--folds", "3", "--fold", "2"], tmp_path / "cv")
-    folds.append(split_by([*flags, "--seed", "9", "--folds", "3", "--fold", "2"], tmp_path / "cv"))
+        split(f"--slides-folder {cohort} --seed 9 --folds 3 --fold 2", "cv", less)
+    folds.append(split("--seed 9 --folds 3 --fold 2", "cv"))
     assert sorted(slide for parts in folds for slide, part in parts.items() if part == "val") == sorted(once)
     assert sorted(path.name for path in (tmp_path / "cv").iterdir()) == ["fold_0", "fold_1", "fold_2", "folds.csv"]
 
-    clam = tmp_path / "splits"
+    clam, names = tmp_path / "splits", sorted(once)
     clam.mkdir()
-    names = sorted(once)
     (clam / "splits_1.csv").write_text(f",train,val,test\n0,{names[0]},{names[2]},{names[3]}\n1,{names[1]},,\n")
-    found = split_by([*flags, "--split-file", str(clam), "--folds", "9", "--fold", "1"], tmp_path / "clam")
+    found = split(f"--split-file {clam} --folds 9 --fold 1", "clam")
     assert [found[name] for name in names] == ["train", "train", "val", "test", "", ""]
 
 
@@ -420,16 +413,13 @@ def test_an_image_size_in_which_a_slide_does_not_fit_is_refused(tmp_path: Path) 
 def test_a_damaged_slide_ends_training_and_not_a_prediction(
     ranks: Ranks, cohort: Path, short_run: Path, tmp_path: Path
 ) -> None:
-    other = tmp_path / "slides"
-    other.mkdir()
-    for path in cohort.glob("slide_00*"):
-        content = path.read_bytes()
-        (other / path.name).write_bytes(content[: len(content) // 2] if "003" in path.name else content)
-    (other / "slides.csv").write_bytes((cohort / "slides.csv").read_bytes())
+    other = Path(shutil.copytree(cohort, tmp_path / "slides"))
+    (damaged,) = other.glob("slide_003*")
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
     told = ranks(2).run(said, predict, words(short_run, "--slides", other, "--out", tmp_path / "out"))
     assert "6 slides looked at, 1 of which could not be read" in told[0]
     viewed = {slide.name: slide for slide in read_results(tmp_path / "out").slides}
-    assert [name for name, slide in viewed.items() if slide.error] == [name for name in viewed if "003" in name]
+    assert [name for name, slide in viewed.items() if slide.error] == [damaged.name]
     assert all((slide.map is None) == bool(slide.error) for slide in viewed.values())
     argv = flags_of(other, tmp_path / "again", "--val-fraction 0.2")
     for each in ranks(2).run(refused, train, [*argv, "--tiles", "1x2"]):
@@ -463,8 +453,7 @@ def test_evaluation_reads_slides_as_training_did(
         for row in rows:
             assert float(row["probability tumour"]) == pytest.approx(found[row["image"]]["tumour"], abs=1e-5)
     for act in (evaluate, predict):
-        (refusal,) = ranks(1).run(refused, act, [str(short_run), "--images", str(cohort)])
-        assert "--slides" in refusal
+        assert "--slides" in ranks(1).run(refused, act, [str(short_run), "--images", str(cohort)])[0]
 
 
 def test_all_folds_go_on_and_are_summarised(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
@@ -472,8 +461,7 @@ def test_all_folds_go_on_and_are_summarised(ranks: Ranks, cohort: Path, tmp_path
     folder = tmp_path / "cv"
     flags = flags_of(cohort, folder, "--max-steps 1 --folds 2 --eval-every none --save-every none --batch-size 1")
     ranks(1).run(said, train, [*flags, "--fold", "1"])
-    (refusal,) = ranks(1).run(refused, evaluate, [str(folder)])
-    assert "needs two" in refusal
+    assert "needs two" in ranks(1).run(refused, evaluate, [str(folder)])[0]
     (told,) = ranks(1).run(said, train, [*flags, "--fold", "all", "--resume", "auto"])
     assert f"fold 1 of 2 is finished: {folder / 'fold_1'}" in told
     assert told.index("fold 0 of 2:") < told.index("fold 1 of 2 is")
@@ -498,14 +486,11 @@ def test_all_folds_go_on_and_are_summarised(ranks: Ranks, cohort: Path, tmp_path
     for row in read_rows(tmp_path / "out" / "cross-validation.csv"):
         values = [float(row[name]) for name in ("fold 0", "fold 1") if row[name]]
         assert not values or float(row["mean"]) == pytest.approx(np.mean(values))
-    (refusal,) = ranks(1).run(refused, train, [*flags, "--fold", "all"])
-    assert "--resume" in refusal
-    (refusal,) = ranks(1).run(refused, evaluate, [str(folder), "--threshold", "youden"])
-    assert "youden" in refusal
+    assert "--resume" in ranks(1).run(refused, train, [*flags, "--fold", "all"])[0]
+    assert "youden" in ranks(1).run(refused, evaluate, [str(folder), "--threshold", "youden"])[0]
     config = folder / "fold_1" / "config.toml"
     config.write_text(re.sub(r"\nseed = \d+", "\nseed = 77", config.read_text()))
-    (refusal,) = ranks(1).run(refused, evaluate, [str(folder)])
-    assert "seed" in refusal
+    assert "seed" in ranks(1).run(refused, evaluate, [str(folder)])[0]
 
 
 def all_predicted(comm: Communicator, lines: list[list[str]]) -> None:
@@ -534,27 +519,18 @@ def whole(ranks: Ranks, cohort: Path, tmp_path_factory: pytest.TempPathFactory) 
     return run_train(ranks, tmp_path_factory.mktemp("whole") / "run", *flags_of_whole(cohort, "avg"))
 
 
-@pytest.mark.parametrize(
-    ("pool", "ways"),
-    [
-        ("avg", {2: ("--tiles 1x2 --stream 2x3", "--tiles 1x2 --maps gradient --stream 2x1")}),
-        pytest.param(
-            "max",
-            {
-                1: (
-                    "--maps activation",
-                    "--stream 3x2 --map-class tumour",
-                    "--map-layer stage3_block2",
-                    "--maps gradient",
-                ),
-                4: ("--tiles 2x2", "--tiles 2x2 --stream 2x2", "--tiles 2x2 --maps gradient"),
-            },
-            marks=pytest.mark.exhaustive,
-        ),
-    ],
-)
+WAYS: dict[str, dict[int, tuple[str, ...]]] = {  # of pooling: what is predicted by how many ranks
+    "avg": {2: ("--tiles 1x2 --stream 2x3", "--tiles 1x2 --maps gradient --stream 2x1")},
+    "max": {
+        1: ("--maps activation", "--stream 3x2 --map-class tumour", "--map-layer stage3_block2", "--maps gradient"),
+        4: ("--tiles 2x2", "--tiles 2x2 --stream 2x2", "--tiles 2x2 --maps gradient"),
+    },
+}
+
+
+@pytest.mark.parametrize("pool", ["avg", pytest.param("max", marks=pytest.mark.exhaustive)])
 def test_cells_of_whole_slides_are_those_of_plain_autograd(
-    ranks: Ranks, cohort: Path, whole: Path, tmp_path: Path, pool: str, ways: dict[int, tuple[str, ...]]
+    ranks: Ranks, cohort: Path, whole: Path, tmp_path: Path, pool: str
 ) -> None:
     """Class activation and input gradients, by tiles and by streaming, and in the right places of level 0."""
     flags, table = flags_of_whole(cohort, pool), tmp_path / "two.csv"
@@ -567,6 +543,7 @@ def test_cells_of_whole_slides_are_those_of_plain_autograd(
     assert slides.image(0).downsample != slides.image(1).downsample
     table.write_text("\n".join(("slide", *names)))
     expected = [plain_maps(model.eval(), normalized(shown_whole(slides, index))) for index in range(2)]
+    ways = WAYS[pool]
     outs = {more: tmp_path / more.replace(" ", "") for each in ways.values() for more in each}
     common = words(run, "--slides", table, "--slides-folder", cohort)
     for count, each in ways.items():
