@@ -13,7 +13,7 @@ from mpi4dl.estimate.memory import HEAP_KEPT, HEAP_RETURNED, OF_TENSORS
 from mpi4dl.estimate.plan_estimate import Estimator, units_of
 from mpi4dl.geometry import even_cuts
 from mpi4dl.models.patches import patches_in
-from mpi4dl.options.build import Recipe
+from mpi4dl.options.build import TrainingSpec
 from mpi4dl.options.declare import ConfigError
 from mpi4dl.options.sections.parallel import Parallel
 from mpi4dl.options.sources import DataSource
@@ -38,7 +38,7 @@ class SlidePatches:
 
 
 @dataclass(frozen=True)
-class Workload(Recipe):
+class Workload(TrainingSpec):
     """A training to estimate: `patches` are those with tissue of slides, `num_batches` the batches of an epoch."""
 
     patches: SlidePatches | None = None

@@ -1,4 +1,4 @@
-"""What a configuration asks a training to compute: the plan, the engine's options, and all of it as a recipe."""
+"""What a configuration asks a training to compute: the plan, the engine's options, and all of it as a spec."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -98,7 +98,7 @@ def flags_with(given: Sequence[str], decided: Callable[[Parallel, int], Mapping[
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainingSpec:
     """The model of a configuration for so many outputs, and images of so many channels, and how it is trained."""
 
     config: Config

@@ -17,7 +17,7 @@ from mpi4dl._wording import counted, duration
 from mpi4dl.comm.node import Node
 from mpi4dl.engine import Engine
 from mpi4dl.engine.precision import kernels_chosen
-from mpi4dl.options.build import Recipe, title_of
+from mpi4dl.options.build import TrainingSpec, title_of
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.sections.optimizer import Optimizer
 from mpi4dl.options.sections.parallel import Parallel
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 # The first lines of a run.
 
 
-def title(recipe: Recipe, engine: Engine) -> str:
+def title(spec: TrainingSpec, engine: Engine) -> str:
     """The title of a training, in one line."""
-    told = title_of(recipe.name, engine.stages.num_parameters, engine.plan, recipe.batch, recipe.source.described)
+    told = title_of(spec.name, engine.stages.num_parameters, engine.plan, spec.batch, spec.source.described)
     return f"{told}, {engine.device.type}" + (f" ({kernels_chosen()})" if engine.device.type == "cuda" else "")
 
 

@@ -49,17 +49,17 @@ def fit(setup: Setup) -> Evaluation | None:
 
     Returns the last validation. Collective.
     """
-    recipe = setup.recipe
+    spec = setup.spec
     with ExitStack() as closing:
         closing.callback(setup.patience.stop)
-        with without_rules(recipe.parallel):
+        with without_rules(spec.parallel):
             told = told_before(setup)
             setup.patience.feed()
             if setup.run.dry_run:
                 dry_run(setup, told)
                 return None
         run = TrainingRun(setup, told, closing)
-        with setup.assembly.running(recipe.num_outputs, recipe.channels):
+        with setup.assembly.running(spec.num_outputs, spec.channels):
             run.all_epochs()
     return run.evaluation
 
@@ -73,7 +73,7 @@ def dry_run(setup: Setup, told: Sequence[str]) -> None:
         if engine.comm.rank == 0:
             found = [*explain(setup.workload(), engine)]
             told = [line for line in told if line not in "\n".join(found).splitlines()]
-            lines = (title(setup.recipe, engine), *found, *setup.images.remarks, *setup.remarks, *told)
+            lines = (title(setup.spec, engine), *found, *setup.images.remarks, *setup.remarks, *told)
             print(setup.spell("\n".join(lines)))
             print(f"dry run: {counted(setup.num_steps, 'step was', 'steps were')} not made")
 
@@ -167,8 +167,8 @@ class TrainingRun:
         `told` is what there is to say beside the remarks of `setup`; `closing` ends what must be ended.
         """
         self.closing, self.spell, self.argv, self.callbacks = closing, setup.spell, setup.argv, setup.callbacks
-        self.engine, self.schedule, self.images, self.recipe = setup.engine, setup.schedule, setup.images, setup.recipe
-        self.chosen, self.tuning, self.source = setup.run, setup.tuning, setup.recipe.source
+        self.engine, self.schedule, self.images, self.spec = setup.engine, setup.schedule, setup.images, setup.spec
+        self.chosen, self.tuning, self.source = setup.run, setup.tuning, setup.spec.source
         engine, comm, run = self.engine, self.engine.comm, setup.run
         self.comm, self.size = comm, self.source.size
         self.task, self.metrics, self.patience, self.meter = setup.task, setup.metrics, setup.patience, setup.meter
@@ -190,7 +190,7 @@ class TrainingRun:
         self.checkpoints: Checkpoints | None = None  # as long as nothing is saved
         self.reporter: Reporter | None = None  # on rank 0, once the folder is there
         self.painter: Painter | None = None
-        origin = resuming.find_origin(comm, run, self.recipe.name)
+        origin = resuming.find_origin(comm, run, self.spec.name)
         self.folder = origin.folder
         closing.callback(self.folder.unlock)
         if origin.in_place:
@@ -227,7 +227,7 @@ class TrainingRun:
         self.showing = Showing(self.reporter, engine, self.source, self.task, self.images.classes)
         comm.barrier()  # so that nobody's first steps count as a wait what rank 0 draws here
         streamed = () if engine.stages.stream is None else (engine.stages.stream.remark,)
-        limit = self.recipe.parallel.hang_timeout
+        limit = self.spec.parallel.hang_timeout
         if limit not in (0.0, Parallel.hang_timeout):
             remarks = [*remarks, f"a rank without a sign of life for {limit:g} s ends the job: `hang_timeout`"]
         said = (*self.images.remarks, *setup.remarks, *told, *lines[2:], *filter(None, streamed))
@@ -321,7 +321,7 @@ class TrainingRun:
 
     def all_epochs(self) -> None:
         """Train, save, validate; keep the weights at the end."""
-        began, epochs, earlier = time.perf_counter(), self.recipe.training.epochs, self.engine.num_steps
+        began, epochs, earlier = time.perf_counter(), self.spec.training.epochs, self.engine.num_steps
         # Ranks may have other callbacks: whether any has steps to look at, all know, so that all ask whether to stop.
         listening = any(hasattr(callback, "on_step_end") for callback in self.callbacks)
         self.waited_for_cores, self.began_steps = core_wait_seconds(), began
@@ -373,8 +373,8 @@ class TrainingRun:
         """Train for an epoch, or the rest of it, save, and do the work after it."""
         saves, every, epochs = (
             self.chosen.save_every,
-            self.recipe.training.eval_every,
-            self.recipe.training.epochs,
+            self.spec.training.eval_every,
+            self.spec.training.epochs,
         )
         if not self.due:
             self.unfreeze()
@@ -442,7 +442,7 @@ class TrainingRun:
     def report(self) -> None:
         """Say how the steps went since the last report."""
         if not self.remembered and self.interval.losses:
-            self.remembered = remember(self.painter, self.recipe.parallel.offload == "disk", self.engine, self.meter)
+            self.remembered = remember(self.painter, self.spec.parallel.offload == "disk", self.engine, self.meter)
             self.look_at_cores()
         found = self.interval.report(self.epoch + 1, self.meter.peak_bytes())
         self.interval = self.new_interval()

@@ -25,7 +25,7 @@ from mpi4dl.datasets.loader import Loader
 from mpi4dl.engine import Engine
 from mpi4dl.geometry import Box
 from mpi4dl.options import build
-from mpi4dl.options.build import Recipe
+from mpi4dl.options.build import TrainingSpec
 from mpi4dl.options.config import OF_THE_TASK, Config, ConfigError, Run, Tuning, facts, shared_options, to_toml
 from mpi4dl.options.declare import value_of, with_options, with_values
 from mpi4dl.options.kinds import AUTO
@@ -77,9 +77,9 @@ class Setup:
         return build.number_of_steps(self.config.training, len(self.training))
 
     @property
-    def recipe(self) -> Recipe:
+    def spec(self) -> TrainingSpec:
         """What is computed."""
-        return Recipe(self.config, self.task.num_outputs, self.images.channels)
+        return TrainingSpec(self.config, self.task.num_outputs, self.images.channels)
 
     @property
     def run(self) -> Run:
@@ -103,7 +103,7 @@ class Setup:
         """The title of the run, what it learns, and remarks on options without effect."""
         config, engine = self.config, self.engine
         learnt = goal(config.optimizer, config.training, engine, self.task, self.num_steps)
-        return [title(self.recipe, engine), learnt, *without_effect(config.parallel, engine)]
+        return [title(self.spec, engine), learnt, *without_effect(config.parallel, engine)]
 
     def about(self) -> Description:
         """The description of the trained model."""
@@ -113,9 +113,9 @@ class Setup:
         """What is estimated. Patches of slides are counted."""
         from mpi4dl.estimate.workload import Workload, patches_of_slides
 
-        recipe = self.recipe
-        patches = patches_of_slides(recipe.source, self.images.training, tell)
-        return Workload(self.config, recipe.num_outputs, recipe.channels, patches, len(self.training))
+        spec = self.spec
+        patches = patches_of_slides(spec.source, self.images.training, tell)
+        return Workload(self.config, spec.num_outputs, spec.channels, patches, len(self.training))
 
 
 def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str, argv: Sequence[str] = ()) -> Setup:
@@ -265,13 +265,13 @@ def told_before(setup: Setup) -> list[str]:
     Raises:
         Refusal: the run clearly does not fit into the memory of a node; on all ranks. A dry run only warns.
     """
-    recipe, engine, comm = setup.recipe, setup.engine, setup.engine.comm
+    spec, engine, comm = setup.spec, setup.engine, setup.engine.comm
     told: tuple[list[str], str | None] = ([], None)
     places = comm.all_gather_object(place_of(engine.device))
     if comm.rank == 0:
         least = min(place.num_bytes for place in places)
-        counts = recipe.parallel.memory_check != "none" and not is_small(recipe, engine, least)
-        if counts or recipe.streams_images:
+        counts = spec.parallel.memory_check != "none" and not is_small(spec, engine, least)
+        if counts or spec.streams_images:
             from mpi4dl.estimate.dry_run import looked_at
 
             with ProgressLine() as tell:
@@ -283,8 +283,8 @@ def told_before(setup: Setup) -> list[str]:
     return list(remarks)
 
 
-def is_small(recipe: Recipe, engine: Engine, num_bytes: int) -> bool:
+def is_small(spec: TrainingSpec, engine: Engine, num_bytes: int) -> bool:
     """Whether all ranks together need less than a share of so many bytes, by a guess that is far too high."""
-    batch, weights = recipe.batch, engine.stages.num_parameters
+    batch, weights = spec.batch, engine.stages.num_parameters
     each = weights if of_tokens(batch) else GUESSED_PER_VALUE
     return 4 * (prod(batch) * each + engine.comm.size * weights * GUESSED_PER_WEIGHT) < SMALL * num_bytes

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from mpi4dl.comm import Refusal
 from mpi4dl.datasets import DatasetError
 from mpi4dl.options import build
-from mpi4dl.options.build import Recipe
+from mpi4dl.options.build import TrainingSpec
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.data import build_views, number_of_classes
 from mpi4dl.options.models import build_model
@@ -292,7 +292,7 @@ def test_what_goes_wrong_in_training_is_blamed_on_the_model_only_if_it_is_the_mo
     config = configured("--model small_resnet --image-size 8")
 
     def said(error: Exception) -> str:
-        blaming = blaming_the_model(Recipe(config, 2, 3), build.build_plan(config))
+        blaming = blaming_the_model(TrainingSpec(config, 2, 3), build.build_plan(config))
         with pytest.raises(Exception) as caught, blaming:  # noqa: PT011 - its kind is said with its message
             raise error
         return f"{type(caught.value).__name__}: {caught.value}"
