@@ -186,7 +186,8 @@ def looked_at(work: Workload, engine: Engine, places: Sequence[NodeMemory]) -> t
             if places:
                 need = MemoryNeed(work, engine, places)
                 problem = need.problem()
-                if problem is not None and work.refuses and need.impossible:
+                refuses = work.parallel.memory_check == "error" and not work.run.dry_run
+                if problem is not None and refuses and need.impossible:
                     return remarks, problem
                 remarks += [] if problem is None else [f"warning: {problem}"]
     except Exception as error:
@@ -233,7 +234,7 @@ class MemoryNeed:
     def impossible(self) -> bool:
         """Whether the run cannot fit: what is frozen, and types of 2 bytes, make it smaller than is counted."""
         return (
-            self.work.trains_all
+            not self.work.tuning.freeze
             and self.work.training.precision == "fp32"
             and self.needed > REFUSED * self.place.num_bytes
         )

@@ -37,7 +37,7 @@ class SlidePatches:
     all: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass
 class Workload(TrainingSpec):
     """A training to estimate: `patches` are those with tissue of slides, `num_batches` the batches of an epoch."""
 

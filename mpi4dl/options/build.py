@@ -14,7 +14,7 @@ from mpi4dl.options.declare import flags_for, with_values, without_flags
 from mpi4dl.options.models import build_model, patch_options, tensor_styles
 from mpi4dl.options.optimizers import build_optimizer, build_schedule
 from mpi4dl.options.parts import call, load
-from mpi4dl.options.sources import DataSource, source_of
+from mpi4dl.options.sources import source_of
 from mpi4dl.parallel.inputs import batch_shape, of_tokens, space_of
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.task import TASKS, Task
@@ -97,62 +97,33 @@ def flags_with(given: Sequence[str], decided: Callable[[Parallel, int], Mapping[
     return [*others, *flags_for(config, decided(config.parallel, config.training.accumulate))]
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingSpec:
-    """The model of a configuration for so many outputs, and images of so many channels, and how it is trained."""
+    """What a training computes: the model for so many outputs, and images of so many channels, its plan and optimizer.
+
+    Attributes:
+        name: that of the model.
+        patch: the side of the patches in which the model sees images; None if it sees them whole.
+        batch: the shape of the samples of a step, (N, C, H, W), or (N, T) of tokens, which have no channels.
+        require_form: of the task, whether it takes outputs of some form; of no task yet all are taken.
+    """
 
     config: Config
     num_outputs: int
     channels: int
 
-    @property
-    def name(self) -> str:
-        return self.config.model_name
-
-    @property
-    def parallel(self) -> Parallel:
-        return self.config.parallel
-
-    @property
-    def training(self) -> Training:
-        return self.config.training
-
-    @property
-    def batch_size(self) -> int:
-        return self.config.data.batch_size
-
-    @property
-    def patch(self) -> int | None:
-        """The side of the patches in which the model sees images; None if it sees them whole."""
-        return self.config.model.patches
-
-    @property
-    def source(self) -> DataSource:
-        return source_of(self.config)
-
-    @property
-    def streams_images(self) -> bool:
-        return self.config.streams_images
-
-    @property
-    def trains_all(self) -> bool:
-        """Whether no parameter is frozen."""
-        return not self.config.tuning.freeze
-
-    @property
-    def refuses(self) -> bool:
-        """Whether a run that does not fit into memory is refused, and not warned about."""
-        return self.parallel.memory_check == "error" and not self.config.run.dry_run
-
-    @property
-    def require_form(self) -> Callable[..., Any]:
-        """Of the task, whether it takes outputs of some form; of no task yet all are taken."""
-        return TASKS.get(self.config.data.task, Task).require_form
-
-    @property
-    def batch(self) -> tuple[int, ...]:
-        """The shape of the samples of a step, (N, C, H, W), or (N, T) of tokens, which have no channels."""
-        return batch_shape(self.config.samples_per_step, self.channels, self.config.data.image_size)
+    def __post_init__(self) -> None:
+        config, data = self.config, self.config.data
+        self.name, self.source, self.patch = config.model_name, source_of(config), config.model.patches
+        self.parallel, self.training, self.tuning, self.run = (
+            config.parallel,
+            config.training,
+            config.tuning,
+            config.run,
+        )
+        self.batch_size, self.streams_images = data.batch_size, config.streams_images
+        self.batch = batch_shape(config.samples_per_step, self.channels, data.image_size)
+        self.require_form: Callable[..., Any] = TASKS.get(data.task, Task).require_form
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -192,8 +163,7 @@ class TrainingSpec:
 
     def of_batches(self, size: int, image_size: tuple[int, ...] | None = None) -> Self:
         """The same with batches of this size; with an `image_size` these are made of patches, in one step."""
-        data, config = replace(self.config.data, batch_size=size), self.config
+        changed: dict[str, Any] = {"batch_size": size}
         if image_size is not None:
-            data, model = replace(data, image_size=image_size), replace(config.model, min_tissue=0.0)
-            config = replace(config, training=replace(config.training, accumulate=1), model=model)
-        return replace(self, config=replace(config, data=data))
+            changed |= {"image_size": image_size, "accumulate": 1, "min_tissue": 0.0}
+        return replace(self, config=with_values(self.config, changed))

@@ -72,24 +72,28 @@ class DataSource:
         noun: what messages call a file of samples; sample_noun: a sample.
         inputs: what models of it take; other_model: what to do about one of others.
         of_slides: whether samples are slides, which have a resolution.
-        tells_labels: whether labels are at hand without reading samples.
-        own_for_each_rank: whether each rank opens it for itself.
+        is_own: whether it is the user's, which each rank opens for itself, and whose labels may need its images.
+        size: that of samples as the model sees them; own_sizes: whether each sample keeps its own.
+        is_pictures: whether samples are pictures, whose values are from 0 to 1.
+        has_pictures: whether TensorBoard can show samples beside each other.
+        all_patches: whether training sees all patches of a slide with tissue, rather than some in each epoch.
+        tokens: of a sample of text; None of others.
     """
 
     noun, inputs = "image", "images"
     other_model = "which `images` have not: give `text`, or choose a model of images"  # where a model has other inputs
-    of_text = of_slides = own_for_each_rank = False
-    tells_labels = True
-    reads_features = False
+    of_text = of_slides = is_own = reads_features = False
     slide_options: ClassVar[tuple[str, ...]] = ("stain_norm", "leave_out")  # which do not apply
 
     def __init__(self, config: Config) -> None:
         self.config, self.data, self.slides = config, config.data, config.slides
-        self.size, self.patch = config.data.image_size, config.model.patches
-
-    @property
-    def sample_noun(self) -> str:
-        return self.noun
+        self.size, self.patch, self.seed = config.data.image_size, config.model.patches, config.training.seed
+        self.own_sizes = config.data.fit == "own"
+        self.is_pictures = len(self.size) == 2 and not self.is_own
+        self.has_pictures = not (self.own_sizes or self.of_text)
+        self.all_patches = config.slides.most_patches is None
+        self.tokens = config.data.context if self.of_text else None
+        self.sample_noun = "window" if self.of_slides and config.data.fit == "crop" else self.noun
 
     @property
     def described(self) -> str:
@@ -101,31 +105,6 @@ class DataSource:
         """Whether samples are files of a table or folder."""
         path = Path(self.data.images).expanduser()
         return path.suffix != ".npz" and not is_cifar(path)
-
-    @property
-    def own_sizes(self) -> bool:
-        """Whether each sample keeps its size."""
-        return self.data.fit == "own"
-
-    @property
-    def is_pictures(self) -> bool:
-        """Whether samples are pictures, whose values are from 0 to 1."""
-        return len(self.size) == 2
-
-    @property
-    def has_pictures(self) -> bool:
-        """Whether TensorBoard can show samples beside each other."""
-        return not self.own_sizes
-
-    @property
-    def all_patches(self) -> bool:
-        """Whether training sees all patches of a slide with tissue, rather than some in each epoch."""
-        return self.slides.most_patches is None
-
-    @property
-    def tokens(self) -> int | None:
-        """The tokens of a sample of text."""
-        return None
 
     # What is asked for.
 
@@ -344,7 +323,7 @@ class DataSource:
         """How many samples there are, what is to be learnt of them, and where they lie."""
         said = f"{counted(len(training), self.sample_noun)} to train on + {len(validation)} to validate with"
         task, classes = task_of(training), training.classes
-        if classes and self.tells_labels:
+        if classes and not self.is_own:
             known = f"{said}, {TASKS[task].described(training, validation)}"
             return [known, *self._missing_classes(training, validation), *self._origin()]
         named = f": {counted(len(classes), 'class', 'classes')}, {some(list(classes))}" if classes else ""
@@ -429,8 +408,7 @@ class SyntheticSource(DataSource):
 class OwnSource(DataSource):
     """Datasets of the user's, whose pixels may have any values."""
 
-    has_files = is_pictures = False
-    own_for_each_rank, tells_labels = True, False
+    has_files, is_own = False, True
 
     def open(self, validating: Mapping[str, bool] | None = None) -> tuple[Named, Named]:
         """As `DataSource.open`; one dataset that is alone is split."""
@@ -473,12 +451,7 @@ class TextSource(DataSource):
 
     noun, inputs = "document", "tokens"
     other_model = "which `text` has not: choose a model of text such as gpt2"
-    of_text = True
-    has_files = has_pictures = False
-
-    @property
-    def tokens(self) -> int | None:
-        return self.data.context
+    of_text, has_files = True, False
 
     def require_plan(self, plan: "Plan") -> None:
         if self.config.streams_images:
@@ -492,10 +465,6 @@ class TextSource(DataSource):
     def token_folder(self) -> Path:
         """Where tokens are kept, which all runs beside each other share."""
         return Path(self.config.run.run_folder or "runs/RUN").parent / "tokens"
-
-    @property
-    def seed(self) -> int:
-        return self.config.training.seed
 
     def number_of_classes(self, samples: Any) -> int:
         """The number of different tokens. Raises ConfigError if another one was asked for."""
@@ -523,10 +492,6 @@ class SlideSource(DataSource):
     noun = "slide"
     of_slides = has_files = True
     slide_options = ()
-
-    @property
-    def sample_noun(self) -> str:
-        return "window" if self.data.fit == "crop" else "slide"
 
     @property
     def described(self) -> str:

@@ -28,11 +28,11 @@ from mpi4dl.comm import Communicator
 from mpi4dl.datasets.transform import Fit, as_fit
 from mpi4dl.models.registry import without_loading
 from mpi4dl.options import parts
-from mpi4dl.options.config import Config, ConfigError, Model, Parallel, parse, shared_options
+from mpi4dl.options.config import Config, ConfigError, Parallel, parse, shared_options
 from mpi4dl.options.declare import nearest, options_of, with_options
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import is_own
-from mpi4dl.options.sources import DataSource, source_of
+from mpi4dl.options.sources import source_of
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.results.formats import as_object, parse_object, reading
 from mpi4dl.runs.assembly import ModelAssembly, assemble
@@ -354,32 +354,21 @@ def description_of(comm: Communicator, weights: Path, folder: Path) -> tuple[Des
     return answer
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunOptions:
     """The options of a run, as its folder has them."""
 
     config: Config
 
+    def __post_init__(self) -> None:
+        config = self.config
+        self.name, self.source = config.model_name, source_of(config)
+        self.model, self.parallel = config.model, config.parallel
+
     @classmethod
     def read(cls, folder: Path) -> "RunOptions":
         """Raises ConfigError for a file that is none of a run."""
         return cls(parse(["--config", str(folder / "config.toml")]))
-
-    @property
-    def name(self) -> str:
-        return self.config.model_name
-
-    @property
-    def model(self) -> Model:
-        return self.config.model
-
-    @property
-    def source(self) -> DataSource:
-        return source_of(self.config)
-
-    @property
-    def parallel(self) -> Parallel:
-        return self.config.parallel
 
     def with_own_model(self, comm: Communicator, folder: Path, asked: bool) -> "RunOptions":
         """The options with the run's own model where that is now, if it has one.

@@ -92,7 +92,7 @@ def open_images(comm: Communicator, source: DataSource, run: Run | None = None) 
             recorded = before(run)
     known = None if recorded is None else recorded.samples.validating()
 
-    open_pair = _each if source.own_for_each_rank else shared
+    open_pair = _each if source.is_own else shared
     training, validation = open_pair(comm, lambda: source.open(known))
     for part in (training, validation):
         measure_stains(comm, part)

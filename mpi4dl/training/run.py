@@ -55,7 +55,7 @@ def fit(setup: Setup) -> Evaluation | None:
         with without_rules(spec.parallel):
             told = told_before(setup)
             setup.patience.feed()
-            if setup.run.dry_run:
+            if spec.run.dry_run:
                 dry_run(setup, told)
                 return None
         run = TrainingRun(setup, told, closing)
@@ -168,8 +168,8 @@ class TrainingRun:
         """
         self.closing, self.spell, self.argv, self.callbacks = closing, setup.spell, setup.argv, setup.callbacks
         self.engine, self.schedule, self.images, self.spec = setup.engine, setup.schedule, setup.images, setup.spec
-        self.chosen, self.tuning, self.source = setup.run, setup.tuning, setup.spec.source
-        engine, comm, run = self.engine, self.engine.comm, setup.run
+        self.chosen, self.tuning, self.source = self.spec.run, self.spec.tuning, self.spec.source
+        engine, comm, run = self.engine, self.engine.comm, self.chosen
         self.comm, self.size = comm, self.source.size
         self.task, self.metrics, self.patience, self.meter = setup.task, setup.metrics, setup.patience, setup.meter
         self.training, self.validation, self.num_steps = setup.training, setup.validation, setup.num_steps

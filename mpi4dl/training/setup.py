@@ -26,7 +26,7 @@ from mpi4dl.engine import Engine
 from mpi4dl.geometry import Box
 from mpi4dl.options import build
 from mpi4dl.options.build import TrainingSpec
-from mpi4dl.options.config import OF_THE_TASK, Config, ConfigError, Run, Tuning, facts, shared_options, to_toml
+from mpi4dl.options.config import OF_THE_TASK, Config, ConfigError, facts, shared_options, to_toml
 from mpi4dl.options.declare import value_of, with_options, with_values
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.optimizers import Schedule, build_optimizer, build_schedule, groups_of
@@ -80,15 +80,6 @@ class Setup:
     def spec(self) -> TrainingSpec:
         """What is computed."""
         return TrainingSpec(self.config, self.task.num_outputs, self.images.channels)
-
-    @property
-    def run(self) -> Run:
-        """The options of the run itself."""
-        return self.config.run
-
-    @property
-    def tuning(self) -> Tuning:
-        return self.config.tuning
 
     @property
     def options(self) -> dict[str, str]:

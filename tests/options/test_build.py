@@ -301,3 +301,18 @@ def test_what_goes_wrong_in_training_is_blamed_on_the_model_only_if_it_is_the_mo
     assert said(DatasetError("no tifffile")) == "Refusal: no tifffile"
     assert said(Refusal("as it is")) == "Refusal: as it is"
     assert said(RuntimeError("out of luck")) == "RuntimeError: out of luck"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--stain-norm macenko", "`stain_norm` macenko is for slides"),
+        ("--images scans --leave-out pen,blur", "`leave_out` pen,blur is for slides"),
+        ("--images scans --text stdlib", "`text` and `images` were both given"),
+        ("--dataset my_code.py:Scans --text stdlib", "`dataset` and `text` were both given"),
+        ("--features bags --images scans", "`slides` and `images` were both given"),
+    ],
+)
+def test_options_of_another_kind_of_data_are_refused(flags: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        source_of(configured(flags)).prepared()
