@@ -43,7 +43,7 @@ def open_labelled(comm: Communicator, config: Config, about: Description, source
     """
     _require_pictures(comm, config, source)
     if source is None:
-        found = open_images(comm, config).validation
+        found = open_images(comm, source_of(config)).validation
         names = {found.name(index) for index in range(len(found))}  # one of all windows of a slide
         what = f"the {len(names)} images that validated in training"
     else:

@@ -19,7 +19,6 @@ from mpi4dl.options.kinds import (
     choice,
     optional,
 )
-from mpi4dl.options.sources import source_of
 
 PRECISIONS = ("fp32", "bf16", "fp16", "int8")
 MAPS = ("auto", "attention", "activation", "gradient", "none")
@@ -267,6 +266,8 @@ class EvaluationOptions:
 
 def placed(config: Config, chosen: Inference, num_ranks: int) -> tuple[Config, str]:
     """The configuration of training with the plan that is asked for now, or that fits to so many ranks; and why."""
+    from mpi4dl.options.sources import source_of  # which imports torch
+
     asked, size = chosen.placing, config.data.image_size
     batch_size, what = chosen.inputs.batch_size or config.data.batch_size, source_of(config).sample_noun
     tiles, data, why = asked.tiles, asked.data, ""
