@@ -22,6 +22,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.parallel.own_loop import Tiles, checksum
 from mpi4dl.parallel.spatial import NoRule, SpatialTensor
 from tests.parallel.own_loops import LOOPS, Dense, Network, Wrap, batches, made
+from tests.parallel.spatial.comparing import on_ranks
 from tests.pool.ranks import Ranks
 
 GRIDS = {"1x2": ("1x2", 1), "2x2": ("2x2", 1), "data2": ("1x1", 2), "1x2-data2": ("1x2", 2)}
@@ -253,10 +254,11 @@ def unlike(comm: Communicator) -> dict[str, tuple[str, str]]:
     return found
 
 
-def spread_outputs(comm: Communicator) -> list[str]:
+@on_ranks(2)
+def test_spread_outputs_and_plain_gradients_do_not_meet(comm: Communicator) -> None:
     """What may not be done outside with a spread output that has a gradient."""
     model = mpi4dl.parallelize(made(Dense), (1, comm.size), outputs="spread", comm=comm)
-    scale, found = nn.Parameter(torch.ones(())), []
+    scale = nn.Parameter(torch.ones(()))
     uses: tuple[Callable[[Tensor], Any], ...] = (
         lambda y: y * scale,
         lambda y: y.register_hook(lambda gradient: None),
@@ -264,18 +266,12 @@ def spread_outputs(comm: Communicator) -> list[str]:
     )
     for use in uses:
         y = model(next(batches(1))[0])
-        with pytest.raises(NoRule) as refused:
+        with pytest.raises(NoRule, match="outside of the model, a spread output meets a hook or a plain tensor"):
             use(y)
-        found.append(str(refused.value))
-    return found
 
 
-def test_spread_outputs_and_plain_gradients_do_not_meet(ranks: Ranks) -> None:
-    for found in ranks(2).run(spread_outputs):
-        assert all("outside of the model, a spread output meets a hook or a plain tensor" in each for each in found)
-
-
-def unusual_buffers(comm: Communicator) -> None:
+@on_ranks(2)
+def test_models_with_unusual_buffers_and_copies_of_them(comm: Communicator) -> None:
     model = made(Dense)
     model.register_buffer("expanded", torch.ones(1).expand(3))
     model.register_buffer("conjugate", torch.ones(2, dtype=torch.complex128).conj())
@@ -293,17 +289,14 @@ def unusual_buffers(comm: Communicator) -> None:
     torch.testing.assert_close(wrapped(images), made(Dense)(images))
 
 
-def test_models_with_unusual_buffers_and_copies_of_them(ranks: Ranks) -> None:
-    ranks(2).run(unusual_buffers)
-
-
 def test_ranks_that_are_not_alike_are_refused_together(ranks: Ranks) -> None:
     for found in ranks(2).run(unlike):
         assert len(found) == 18
         assert {name: message for name, (words, message) in found.items() if not message.startswith(words)} == {}
 
 
-def outputs_of_all_kinds(comm: Communicator) -> None:
+@on_ranks(4)
+def test_inputs_and_outputs_may_be_nests(comm: Communicator) -> None:
     @dataclass(frozen=True)
     class Result:
         logits: Tensor
@@ -321,10 +314,6 @@ def outputs_of_all_kinds(comm: Communicator) -> None:
     torch.testing.assert_close(found.others[1]["mean"], images.mean())
     assert found.others[1]["name"] == "x"
     assert list(mpi4dl.parallelize(made(), comm=comm).state_dict()) == list(made().state_dict())
-
-
-def test_inputs_and_outputs_may_be_nests(ranks: Ranks) -> None:
-    ranks(4).run(outputs_of_all_kinds)
 
 
 def test_checksums_see_other_values_flips_and_permutations() -> None:

@@ -7,7 +7,7 @@ from torch import nn
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.replicas.group import LocalGradients
 from mpi4dl.parallel.replicas.reducer import Reducer, sums_on_host
-from tests.pool.ranks import Ranks
+from tests.parallel.spatial.comparing import on_ranks
 
 
 class Model(nn.Module):
@@ -39,7 +39,9 @@ def model_after(reducer_of: object, num_passes: int) -> tuple[Model, Reducer | L
     return model, reducer
 
 
-def body(comm: Communicator, num_passes: int) -> None:
+@pytest.mark.parametrize("num_passes", [1, 3])
+@on_ranks(1)
+def test_alone_is_a_reducer_of_one_rank(comm: Communicator, num_passes: int) -> None:
     ours, alone = model_after(LocalGradients, num_passes)
     theirs, reducer = model_after(lambda parameters: Reducer(parameters, comm).attach(), num_passes)
     assert alone.used == reducer.used == [True, True, True, True, False, False]
@@ -53,11 +55,6 @@ def body(comm: Communicator, num_passes: int) -> None:
         if p.grad is not None and q.grad is not None:
             assert p.grad.layout is torch.strided
             torch.testing.assert_close(p.grad, q.grad)
-
-
-def test_alone_is_a_reducer_of_one_rank(ranks: Ranks) -> None:
-    for num_passes in (1, 3):
-        ranks(1).run(body, num_passes)
 
 
 def test_without_gradients_there_is_nothing_to_square() -> None:
