@@ -13,10 +13,11 @@ from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.spatial.rules import draws
 from tests.parallel.spatial.comparing import SOME_ARRANGEMENTS, Arrangement, Case, arrange, on_ranks, table_test
-from tests.pool.ranks import Ranks
 
 
-def drop_pixels(comm: Communicator, inplace: bool) -> dict[str, float]:
+@pytest.mark.parametrize("inplace", [False, True])
+@on_ranks(4)
+def test_each_tile_has_a_mask_of_its_own(comm: Communicator, inplace: bool) -> None:
     """Statistics of what dropout does to ones, and of its gradient."""
     image = torch.ones(2, 8, 64, 64, requires_grad=True)
     tiles = arrange(image, comm, Arrangement(2, 2))
@@ -28,23 +29,11 @@ def drop_pixels(comm: Communicator, inplace: bool) -> dict[str, float]:
     quarters = dropped.unflatten(3, (2, 32)).unflatten(2, (2, 32))
     corners = [quarters[:, :, i, :, j].reshape(-1) for i in (0, 1) for j in (0, 1)]
     alike = [float((a == b).float().mean()) for i, a in enumerate(corners) for b in corners[:i]]
-    return {
-        "kept": float((dropped > 0).float().mean()),
-        "largest": float(dropped.max()),
-        "gradient is the mask": float(torch.equal(gradient, dropped)),
-        "most alike": max(alike),
-        "next draw": float(torch.rand(())),
-    }
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-def test_each_tile_has_a_mask_of_its_own(ranks: Ranks, inplace: bool) -> None:
-    first, *others = ranks(4).run(drop_pixels, inplace)
-    assert others == [first] * 3
-    assert first["kept"] == pytest.approx(0.75, abs=0.01)
-    assert first["largest"] == pytest.approx(4 / 3)
-    assert first["gradient is the mask"] == 1
-    assert first["most alike"] < 0.65  # 0.75^2 + 0.25^2 = 0.625 by chance
+    comm.agree(None, kept=float(dropped.mean()), next_draw=float(torch.rand(())))
+    assert float((dropped > 0).float().mean()) == pytest.approx(0.75, abs=0.01)
+    assert float(dropped.max()) == pytest.approx(4 / 3)
+    assert torch.equal(gradient, dropped)
+    assert max(alike) < 0.65  # 0.75^2 + 0.25^2 = 0.625 by chance
 
 
 @on_ranks(2)
