@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 def train(comm: "Communicator", asked: CommandLine[Config]) -> None:
     """Train, or with `--print-config` print the options. Collective."""
     if asked.config.run.print_config:
-        from mpi4dl.training.data import to_print
-        from mpi4dl.training.resuming import as_it_began
+        from mpi4dl.training.setup import as_it_began, to_print
 
         config = as_it_began(comm, asked.config)
         with comm.together((ValueError,)):

@@ -76,7 +76,7 @@ def ask(library: str, path: Path, wanted: Any = None) -> tuple[dict[str, Any], b
         BadImage: the file cannot be opened or decoded, or the process died over it.
     """
     idle, child = _idle.setdefault(library, []), None
-    while child is None or child.process.poll() is not None:
+    while child is None or child.process.poll() is not None:  # a copy of this process has none that live
         try:
             child = idle.pop()  # in one step, as other threads do so too
         except IndexError:

@@ -21,6 +21,7 @@ from mpi4dl.options.tasks import with_task
 from mpi4dl.results.formats import read_object
 from mpi4dl.results.job import Settings, difference, settings_of
 from mpi4dl.results.names import CONFIG, VERSIONS
+from mpi4dl.runs.assembly import prints_of
 from mpi4dl.runs.folder import default_path
 from mpi4dl.runs.samples import FILE as SAMPLES
 from mpi4dl.runs.samples import RunSamples
@@ -99,7 +100,10 @@ def _as_trained(config: Config, runs: Mapping[int, Path]) -> tuple[Config, set[i
         if (path / MODEL).is_file():
             done.add(fold)
             then |= {**read_object(path / VERSIONS)["files"], **_contents(RunSamples.read(path / SAMPLES))}
-            now |= {**files_of(framed), **_contents(RunSamples.of(samples.training, samples.validation))}
+            now |= {
+                **files_of(prints_of(framed), framed.tuning.weights),
+                **_contents(RunSamples.of(samples.training, samples.validation)),
+            }
             now |= _new_samples(config, samples)
         require_alike(path, then, now)
     return config, done

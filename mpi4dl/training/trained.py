@@ -148,7 +148,7 @@ class TrainedOptions(ModelOptions):
 
     def validation(self, comm: Communicator) -> Named:
         """The images that validated in training. Collective; raises Refusal on all ranks."""
-        return open_images(comm, self._config).validation
+        return open_images(comm, self.source).validation
 
     def tissue_cells(self, slide: Any) -> "Mask":
         """Which cells of a slide have tissue, as the training found it."""

@@ -1,6 +1,7 @@
 """mpi4dl.datasets.files and .pillow: files of all kinds, intact and damaged."""
 
 import importlib
+import multiprocessing
 import os
 import re
 import struct
@@ -26,45 +27,37 @@ def read_all(path):
     return image.read(*whole(*image.size))
 
 
-def test_png_is_read_exactly(tmp_path):
-    pixels = noise_image(HEIGHT, WIDTH)
-    PIL.Image.fromarray(pixels).save(tmp_path / "a.png")
-    image = open_image(tmp_path / "a.png")
+NOISE, GREY, CLEAR = (noise_image(HEIGHT, WIDTH, channels) for channels in (3, 1, 4))
+CLEAR[..., 3] = np.where(CLEAR[..., 3] > 128, 255, 0)
+TWO = np.where(GREY > 128, np.uint8([200, 10, 30]), np.uint8([5, 100, 250]))
+PICTURES = {
+    "colour": (PIL.Image.fromarray(NOISE), NOISE),
+    "grey": (PIL.Image.fromarray(GREY[..., 0]), GREY.repeat(3, axis=2)),
+    "grey of 16 bits": (PIL.Image.fromarray(GREY[..., 0].astype(np.uint16) * 257), GREY.repeat(3, axis=2)),
+    "palette": (PIL.Image.fromarray(TWO).quantize(4), TWO),
+    "transparent, on white": (PIL.Image.fromarray(CLEAR), np.where(CLEAR[..., 3:] == 255, CLEAR[..., :3], 255)),
+}
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+@pytest.mark.parametrize("kind", PICTURES)
+@pytest.mark.parametrize("at_once", [1 << 20, 300])
+def test_pictures_are_read_exactly(tmp_path, monkeypatch, kind, suffix, at_once):
+    """Whole, and a box of them, converted at once or in strips; of palettes in TIFF, too."""
+    monkeypatch.setattr(files, "_STRIP_PIXELS", at_once)
+    picture, pixels = PICTURES[kind]
+    picture.save(tmp_path / f"a.{suffix}")
+    assert np.array_equal(read_all(tmp_path / f"a.{suffix}"), pixels)
+    image = open_image(tmp_path / f"a.{suffix}")
     assert image.size == (HEIGHT, WIDTH)
     assert np.array_equal(image.read(Interval(3, 20), Interval(11, 50)), pixels[3:20, 11:50])
+    assert [image.read(*box).shape for box in (whole(0, 9), whole(9, 0))] == [(0, 9, 3), (9, 0, 3)]
 
 
 def test_jpeg_is_read_nearly(tmp_path):
     pixels = smooth_image(HEIGHT, WIDTH)
     PIL.Image.fromarray(pixels).save(tmp_path / "a.JPG", quality=95)
     assert np.abs(read_all(tmp_path / "a.JPG").astype(int) - pixels).max() < 12
-
-
-def test_grey_png(tmp_path):
-    pixels = noise_image(HEIGHT, WIDTH, 1)
-    PIL.Image.fromarray(pixels[..., 0]).save(tmp_path / "a.png")
-    assert np.array_equal(read_all(tmp_path / "a.png"), pixels.repeat(3, axis=2))
-
-
-def test_sixteen_bit_grey_png(tmp_path):
-    pixels = noise_image(HEIGHT, WIDTH, 1)
-    PIL.Image.fromarray(pixels[..., 0].astype(np.uint16) * 257).save(tmp_path / "a.png")
-    assert np.array_equal(read_all(tmp_path / "a.png"), pixels.repeat(3, axis=2))
-
-
-def test_palette_png(tmp_path):
-    pixels = np.where(noise_image(HEIGHT, WIDTH, 1) > 128, np.uint8([200, 10, 30]), np.uint8([5, 100, 250]))
-    PIL.Image.fromarray(pixels).quantize(4).save(tmp_path / "a.png")
-    with PIL.Image.open(tmp_path / "a.png") as image:
-        assert image.mode == "P"
-    assert np.array_equal(read_all(tmp_path / "a.png"), pixels)
-
-
-def test_transparent_png_lies_on_white(tmp_path):
-    pixels = noise_image(HEIGHT, WIDTH, 4)
-    pixels[..., 3] = np.where(pixels[..., 3] > 128, 255, 0)
-    PIL.Image.fromarray(pixels).save(tmp_path / "a.png")
-    assert np.array_equal(read_all(tmp_path / "a.png"), np.where(pixels[..., 3:] == 255, pixels[..., :3], 255))
 
 
 def test_the_content_decides_and_not_the_extension(tmp_path):
@@ -75,14 +68,6 @@ def test_the_content_decides_and_not_the_extension(tmp_path):
     (tmp_path / "b.tif").rename(tmp_path / "b.jpg")
     for name in ("a.tif", "b.jpg"):
         assert np.array_equal(read_all(tmp_path / name), pixels)
-
-
-def test_palette_tiff(tmp_path):
-    PIL.Image.fromarray(smooth_image(HEIGHT, WIDTH)).quantize(16).save(tmp_path / "a.tif")
-    with PIL.Image.open(tmp_path / "a.tif") as image:
-        assert image.mode == "P"
-        expected = np.asarray(image.convert("RGB"))
-    assert np.array_equal(read_all(tmp_path / "a.tif"), expected)
 
 
 def test_openslide_reads_scanners_formats(tmp_path):
@@ -270,6 +255,31 @@ def test_threads_ask_the_same_child_one_after_the_other(tmp_path, monkeypatch):
         both = threads.map(lambda _: image.read(*whole(100, 80)), range(2))
         assert all(np.array_equal(found, pixels) for found in both)
     assert len(started) in (2, 3)
+
+
+def test_copies_of_a_process_ask_children_of_their_own(tmp_path, monkeypatch):
+    """As workers of a DataLoader are copies of a process that has looked at the files."""
+    monkeypatch.setattr(reader_process, "_idle", {})
+    images = []
+    for seed in range(2):
+        path, pixels = tmp_path / f"{seed}.tif", np.random.default_rng(seed).integers(0, 256, (90, 80, 3), np.uint8)
+        tifffile.imwrite(path, pixels, tile=(64, 64), photometric="rgb", compression="jpegxr")
+        images.append((open_image(path), tifffile.imread(path)))
+
+    right = multiprocessing.Array("i", 5)
+
+    def count_right(number):
+        image, pixels = images[number % 2]
+        right[number] = sum(np.array_equal(image.read(*whole(90, 80)), pixels) for _ in range(40))
+
+    count_right(0)
+    copies = [multiprocessing.get_context("fork").Process(target=count_right, args=(i,)) for i in range(1, 5)]
+    for copy in copies:
+        copy.start()
+    count_right(0)
+    for copy in copies:
+        copy.join()
+    assert list(right) == [40] * 5
 
 
 def test_a_large_picture_is_decoded_once_and_not_copied(tmp_path, monkeypatch):

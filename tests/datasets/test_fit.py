@@ -3,13 +3,11 @@
 import numpy as np
 import PIL.Image
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mpi4dl.datasets import transform
 from mpi4dl.datasets.base import WholeImage
 from mpi4dl.geometry import Interval
-from tests.datasets.boxes import cuts, noise_image, smooth_image, tiles, whole
+from tests.datasets.boxes import noise_image, smooth_image, whole
 
 
 def frames(source, target):
@@ -60,24 +58,6 @@ def test_a_large_reduction_reads_a_bounded_window_at_a_time():
     image = Endless()
     transform.resize(image, frames((100_000, 100_000), (512, 512)), (Interval(100, 130), Interval(0, 30)))
     assert image.largest < 1.2 * transform.BLOCK_SOURCE_PX
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.data())
-def test_tiles_of_a_resized_image_join_without_a_seam(data):
-    source = data.draw(st.tuples(st.integers(1, 60), st.integers(1, 60)))
-    target = data.draw(st.tuples(st.integers(1, 60), st.integers(1, 60)))
-    share, position = data.draw(st.floats(0.3, 1)), data.draw(st.floats(0, 1))
-    image = WholeImage(noise_image(*source))
-    down, across = (
-        transform.Frame(n, position * s * (1 - share), s * share / n) for s, n in zip(source, target, strict=True)
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transform, "BLOCK_PX", data.draw(st.integers(1, 40)))
-        resized = transform.resize(image, (down, across), whole(*target))
-        for rows, cols in tiles(data.draw(cuts(target[0])), data.draw(cuts(target[1]))):
-            tile = transform.resize(image, (down, across), (rows, cols))
-            assert np.array_equal(tile, resized[rows.start : rows.stop, cols.start : cols.stop])
 
 
 def test_a_smooth_image_stays_smooth_over_block_borders():

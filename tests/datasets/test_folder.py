@@ -23,11 +23,6 @@ def listed(root, classes=None):
     return open_files(root, classes=classes)
 
 
-def refused(message, *arguments):
-    with pytest.raises(DatasetError, match=re.escape(message)):
-        listed(*arguments)
-
-
 def test_classes_and_files_are_in_order(tmp_path):
     for name in ("dog/b.png", "dog/a.PNG", "cat/z.jpeg", "cat/deep/er/c.png", "cat/y.bmp"):
         put(tmp_path / name)
@@ -78,42 +73,37 @@ def test_a_bad_file_is_found_when_it_is_opened(tmp_path):
         dataset.image(1)
 
 
-def test_no_such_folder(tmp_path):
-    layout = "expected <folder>/<class>/*.png, or <folder>/train/<class>/*.png and <folder>/val/<class>/*.png"
-    refused(f"{tmp_path / 'nowhere'}: no such folder; {layout}", tmp_path / "nowhere")
+LAYOUT = "expected <folder>/<class>/*.png, or <folder>/train/<class>/*.png and <folder>/val/<class>/*.png"
+WRONG = {  # the folder, what is in it, the classes of training, and the message
+    "no such folder": ("nowhere", (), None, f"ROOT/nowhere: no such folder; {LAYOUT}"),
+    "a file": ("a.png", ("a.png",), None, "a.png: is a file, not a folder of images; expected <folder>/<class>"),
+    "nothing in it": ("", (), None, "ROOT: has no class folders; expected <folder>/<class>/*.png"),
+    "no classes": (
+        "", ("a.png",), None, "has no class folders; it has images of its own: move them into one sub-folder per class"
+    ),
+    "a class without images": (
+        "", ("a/1.png", "b/1.gif"), None,
+        "ROOT/b: this class has no images: add some, or remove the folder; files count as images if they end in .png "
+        ".jpg .jpeg .bmp .webp .tif .tiff .svs .ndpi .mrxs",
+    ),
+    "one class": ("", ("a/1.png",), None, "has only one class folder, 'a'; a classifier needs two or more"),
+    "training alone": (
+        "", ("train/a/1.png",), None,
+        "has only one class folder, 'train': add ROOT/val, or give ROOT/train; a classifier needs two",
+    ),
+    "another class": (
+        "", ("z/1.png",), ("a", "b"), "has the class 'z', but the training set has only a, b: rename or remove it"
+    ),
+}  # fmt: skip
 
 
-def test_a_file_in_place_of_the_folder(tmp_path):
-    put(tmp_path / "a.png")
-    refused("a.png: is a file, not a folder of images; expected <folder>/<class>", tmp_path / "a.png")
-
-
-def test_nothing_in_the_folder(tmp_path):
-    refused(f"{tmp_path}: has no class folders; expected <folder>/<class>/*.png", tmp_path)
-
-
-def test_images_without_class_folders(tmp_path):
-    put(tmp_path / "a.png")
-    refused("has no class folders; it has images of its own: move them into one sub-folder per class", tmp_path)
-
-
-def test_a_class_without_images(tmp_path):
-    put(tmp_path / "a/1.png")
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b/1.gif").write_bytes(b"GIF89a")
-    refused(f"{tmp_path / 'b'}: this class has no images: add some, or remove the folder; files count as", tmp_path)
-    refused("if they end in .png .jpg .jpeg .bmp .webp .tif .tiff .svs .ndpi .mrxs", tmp_path)
-
-
-def test_only_one_class(tmp_path):
-    put(tmp_path / "a/1.png")
-    refused("has only one class folder, 'a'; a classifier needs two or more", tmp_path)
-
-
-def test_training_images_without_validation_images(tmp_path):
-    put(tmp_path / "train/a/1.png")
-    train, val = tmp_path / "train", tmp_path / "val"
-    refused(f"has only one class folder, 'train': add {val}, or give {train}; a classifier needs two", tmp_path)
+@pytest.mark.parametrize("name", WRONG)
+def test_folders_that_cannot_be_are_refused(tmp_path, name):
+    folder, names, classes, message = WRONG[name]
+    for each in names:
+        put(tmp_path / each)
+    with pytest.raises(DatasetError, match=re.escape(message.replace("ROOT", str(tmp_path)))):
+        listed(tmp_path / folder, classes)
 
 
 def test_given_classes_keep_their_numbers(tmp_path):
@@ -121,11 +111,6 @@ def test_given_classes_keep_their_numbers(tmp_path):
     dataset = listed(tmp_path, ("a", "b", "c"))
     assert dataset.classes == ("a", "b", "c")
     assert dataset.label(0) == 2
-
-
-def test_a_class_that_is_not_among_the_given(tmp_path):
-    put(tmp_path / "z/1.png")
-    refused("has the class 'z', but the training set has only a, b: rename or remove it", tmp_path, ("a", "b"))
 
 
 def test_a_file_that_is_another_than_was_listed_is_refused(tmp_path):

@@ -13,8 +13,8 @@ from mpi4dl import datasets
 from mpi4dl.datasets import Augmentation, BadImage, DatasetError, Loader, View
 from mpi4dl.datasets.arrays import Synthetic
 from mpi4dl.datasets.base import WholeImage
-from mpi4dl.geometry import Box, GridShape, Interval, Tiling
-from tests.datasets.sharing import Share
+from mpi4dl.geometry import Box, GridShape, Interval
+from tests.datasets.sharing import Share, owned
 
 SIZE = (12, 10)
 DATASET = Synthetic(11, (15, 13), num_classes=3)
@@ -31,15 +31,12 @@ def test_the_tiles_of_all_ranks_make_up_the_batch(grid):
     def loader(boxes_of):
         return Loader(DATASET, VARIED, 4, boxes_of, seed=1, shuffle=True)
 
-    def owned(rank):
-        return lambda n: [Tiling.even(grid, (n, *SIZE)).owned(rank)]
-
-    parts = [list(loader(owned(rank)).epoch(2)) for rank in range(grid.size)]
+    parts = [list(loader(owned(grid, SIZE, rank)).epoch(2)) for rank in range(grid.size)]
     for number, batch in enumerate(loader(WHOLE).epoch(2)):
         assert batch.tiles[0].dtype == torch.float32
         joined = torch.full_like(batch.tiles[0], torch.nan)
         for rank in range(grid.size):
-            part, (box,) = parts[rank][number], owned(rank)(len(batch.indices))
+            part, (box,) = parts[rank][number], owned(grid, SIZE, rank)(len(batch.indices))
             assert part.indices == batch.indices
             assert torch.equal(part.labels, batch.labels)
             where = [slice(*interval) for interval in box]
@@ -140,6 +137,16 @@ def test_positions_of_errors_are_those_of_the_global_batch(folder):
         assert batch.tiles[0].shape == (2, 3, *SIZE)
         errors.append(sorted(batch.errors))
     assert errors == [[1], [2]]
+
+
+def test_a_lazy_batch_names_what_cannot_be_opened_and_reading_it_is_an_error(folder):
+    (batch,) = Loader(folder, View(SIZE), 4, WHOLE, on_bad_image="report", lazy=True).epoch(0)
+    assert list(batch.errors) == [1]
+    assert (batch.tiles[0].shape, batch.tiles[0].dtype) == ((4, 3, *SIZE), torch.float32)
+    for position in (1, 2):
+        with pytest.raises(BadImage):
+            batch.tiles[0][[position]].read(Box(Interval(0, 1), WHOLE.rows, WHOLE.cols))
+    assert batch.tiles[0][[3]].read(Box(Interval(0, 1), WHOLE.rows, WHOLE.cols)).unique().numel() == 3
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

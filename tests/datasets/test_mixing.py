@@ -14,24 +14,18 @@ from mpi4dl.datasets.augment import Mixup
 from mpi4dl.datasets.loader import balanced, class_counts
 from mpi4dl.datasets.sources import open_files
 from mpi4dl.datasets.transform import Pointwise
-from mpi4dl.geometry import Box, GridShape, Interval, Tiling
+from mpi4dl.geometry import Box, GridShape, Interval
+from tests.datasets.sharing import owned
 
 SIZE = (12, 10)
 DATASET = Synthetic(11, (15, 13), num_classes=3)
 MIXUP = Mixup(0.4, 3, seed=5)
+whole = owned(GridShape(1, 1, 1), SIZE, 0)
 VIEW = View(SIZE, augmentation=Augmentation(flip_rows=True, contrast=0.3), seed=4)
 
 
 def loader(boxes_of, **options):
     return Loader(DATASET, VIEW, 4, boxes_of, seed=1, shuffle=True, **options)
-
-
-def owned(grid, rank):
-    return lambda n: [Tiling.even(grid, (n, *SIZE)).owned(rank)]
-
-
-def whole(n):
-    return [Box(Interval(0, n), Interval(0, SIZE[0]), Interval(0, SIZE[1]))]
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -47,8 +41,8 @@ def test_ranks_mix_their_boxes_of_what_is_mixed_on_one(grid, lazy):
         classes = torch.nn.functional.one_hot(before.labels, 3).float()
         assert torch.equal(batch.labels, share * classes + (1 - share) * classes[list(partners)])
         for rank in range(grid.size):
-            part = next(loader(owned(grid, rank), mixup=MIXUP, lazy=lazy).epoch(2, start=number))
-            (box,) = owned(grid, rank)(len(batch.indices))
+            part = next(loader(owned(grid, SIZE, rank), mixup=MIXUP, lazy=lazy).epoch(2, start=number))
+            (box,) = owned(grid, SIZE, rank)(len(batch.indices))
             tile = part.tiles[0]
             if lazy:
                 tile = tile.read(Box(Interval(0, box.batch.length), *box.space))
@@ -64,7 +58,9 @@ def test_a_sample_is_lost_with_its_partner(tmp_path):
     mixup, errors = Mixup(1.0, 2), set()
     for rank in range(5):
         options = {"on_bad_image": "report", "mixup": mixup}
-        (batch,) = Loader(open_files(tmp_path), View(SIZE), 5, owned(GridShape(5, 1, 1), rank), **options).epoch(0)
+        (batch,) = Loader(open_files(tmp_path), View(SIZE), 5, owned(GridShape(5, 1, 1), SIZE, rank), **options).epoch(
+            0
+        )
         errors |= set(batch.errors)
         assert len({*batch.errors.values()}) <= 1
     assert errors == {2, mixup.draw(0, (0, 1, 2, 3, 4)).partners.index(2)}

@@ -21,9 +21,10 @@ from mpi4dl.datasets.loader import repeats
 from mpi4dl.datasets.randomness import DatasetRandomness
 from mpi4dl.datasets.split import split
 from mpi4dl.datasets.transform import Pointwise
-from mpi4dl.geometry import Box, GridShape, Interval, Tiling
+from mpi4dl.geometry import Box, GridShape, Interval
 from mpi4dl.training.data import _each
 from mpi4dl.training.input_pipeline import BadImages
+from tests.datasets.sharing import owned
 from tests.pool.ranks import Ranks
 
 SIZE, COUNT = (12, 10), 6
@@ -83,11 +84,7 @@ class Patchwise(Erased):
 
 def batches(dataset: Any, grid: GridShape, rank: int, epoch: int, start: int = 0, **options: Any) -> list[Any]:
     view = View(SIZE, augmentation=Augmentation(), seed=3, mean=(0.0,) * 3, std=(1.0,) * 3)
-
-    def boxes(n: int) -> list[Box]:
-        return [Tiling.even(grid, (n, *SIZE)).owned(rank)]
-
-    return list(Loader(dataset, view, 2, boxes, seed=1, shuffle=True, **options).epoch(epoch, start))
+    return list(Loader(dataset, view, 2, owned(grid, SIZE, rank), seed=1, shuffle=True, **options).epoch(epoch, start))
 
 
 def states() -> list[Any]:
@@ -112,7 +109,7 @@ def test_what_a_dataset_draws_is_alike_on_all_ranks(source: str, kind: type[Eras
         own = states()
         for number, batch in enumerate(batches(adapt(kind(source)), grid, rank, 2, start=rank % 2, num_workers=2)):
             expected = plain[number + rank % 2]
-            (box,) = [Tiling.even(grid, (2, *SIZE)).owned(rank)]
+            (box,) = owned(grid, SIZE, rank)(2)
             part = expected.tiles[0][(slice(None), slice(None), *(slice(*each) for each in box.space))]
             assert torch.equal(batch.tiles[0], part)
             assert torch.equal(batch.labels, expected.labels)
@@ -284,9 +281,7 @@ def test_a_sample_that_is_repeated_is_varied_anew(lazy: bool) -> None:
     dataset, view = Rare(10, (15, 13), 2), View(SIZE, augmentation=Augmentation(crop=0.5, brightness=0.5), seed=4)
 
     def loader(grid: GridShape, rank: int) -> Loader:
-        def boxes(n: int) -> list[Box]:
-            return [Tiling.even(grid, (n, *SIZE)).owned(rank)]
-
+        boxes = owned(grid, SIZE, rank)
         return Loader(dataset, view, 5, boxes, seed=1, shuffle=True, sampling="balanced", lazy=lazy, num_workers=2)
 
     seen, number = [], 0

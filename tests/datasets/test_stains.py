@@ -56,17 +56,10 @@ def test_no_variation_changes_nothing_and_every_byte_stays_a_byte() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 10**6), st.data())
-def test_a_box_has_the_colours_of_the_whole(seed: int, data: st.DataObject) -> None:
-    """Bit for bit: of an image with varied stains, and of a slide with normalised ones."""
+@given(st.data())
+def test_a_box_has_the_normalised_colours_of_the_whole(data: st.DataObject) -> None:
     pixels = stained(70, 70)
     rows, cols = (Interval(*sorted(data.draw(st.tuples(st.integers(0, 70), st.integers(0, 70))))) for _ in "rc")
-    view = View((70, 70), augmentation=Augmentation(stains=0.3, turns=4, saturation=0.2, flip_rows=True), seed=seed)
-    variation = view.variation(0, 0)
-    part = view.tile(WholeImage(pixels), rows, cols, variation=variation) if rows.length and cols.length else None
-    if part is not None:
-        all_of_it = view.tile(WholeImage(pixels), *whole(70, 70), variation=variation)
-        assert np.array_equal(part, all_of_it[:, slice(*rows), slice(*cols)])
     box = (slice(*rows), slice(*cols))
     for method, (kind, reference) in METHODS.items():
         measured = kind.measured(pixels.reshape(-1, 3))

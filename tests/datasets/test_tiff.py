@@ -72,30 +72,36 @@ def test_jpeg_tiles(tmp_path):
     assert np.abs(open_image(path).read(*whole(HEIGHT, WIDTH)).astype(int) - pixels).mean() < 2
 
 
-def test_planes_one_after_the_other(tmp_path):
-    pixels = noise_image(HEIGHT, WIDTH)
-    planes = np.ascontiguousarray(pixels.transpose(2, 0, 1))
-    assert_boxes_equal(write(tmp_path / "a.tif", planes, **TILED, planarconfig="separate"), pixels)
+NOISE, GREY, CLEAR = (noise_image(HEIGHT, WIDTH, channels) for channels in (3, 1, 4))
+CLEAR[..., 3] = np.where(CLEAR[..., 3] > 128, 255, 0)
+PLANES, GREYS, COLOURS = NOISE.transpose(2, 0, 1), GREY.repeat(3, axis=2), noise_image(256, 3, 1)[..., 0]
+BLACK, WHITE = ({"photometric": name} for name in ("minisblack", "miniswhite"))
+PALETTE = {"photometric": "palette", "colormap": COLOURS.T.astype(np.uint16) * 257}
+PAGES = {**BLACK, "metadata": {"axes": "CYX"}}
+BITS = np.where(GREYS > 127, 255, 0)
+STORED = {
+    "planes one after the other": (PLANES, {**TILED, "planarconfig": "separate"}, NOISE),
+    "grey": (GREY[..., 0], {**TILED, **BLACK}, GREYS),
+    "negative of grey": (255 - GREY[..., 0], {**TILED, **WHITE}, GREYS),
+    "16 bits": (NOISE.astype(np.uint16) * 257, TILED, NOISE),
+    "1 bit": (GREY[..., 0] > 127, BLACK, BITS),
+    "1 bit, white is 0": (GREY[..., 0] <= 127, WHITE, BITS),
+    "transparent, on white": (
+        CLEAR, {**TILED, "extrasamples": ["unassalpha"]}, np.where(CLEAR[..., 3:] == 255, CLEAR[..., :3], 255)
+    ),
+    "another channel": (CLEAR, {**TILED, "extrasamples": ["unspecified"]}, CLEAR[..., :3]),
+    "palette in tiles": (GREY[..., 0], {**TILED, **PALETTE}, COLOURS[GREY[..., 0]]),
+    "palette in strips": (GREY[..., 0], {"rowsperstrip": 17, "compression": "lzw", **PALETTE}, COLOURS[GREY[..., 0]]),
+    "channels as pages of OME": (PLANES, {**PAGES, "ome": True}, NOISE),
+    "channels as tiled pages": (PLANES, {**PAGES, "ome": True, **TILED, "compression": "zlib"}, NOISE),
+    "channels as pages of ImageJ": (PLANES, {**PAGES, "imagej": True}, NOISE),
+}  # fmt: skip
 
 
-def test_grey_and_its_negative(tmp_path):
-    grey = noise_image(HEIGHT, WIDTH, 1)
-    expected = grey.repeat(3, axis=2)
-    assert_boxes_equal(write(tmp_path / "a.tif", grey[..., 0], **TILED, photometric="minisblack"), expected)
-    assert_boxes_equal(write(tmp_path / "b.tif", 255 - grey[..., 0], **TILED, photometric="miniswhite"), expected)
-
-
-def test_sixteen_bits(tmp_path):
-    pixels = noise_image(HEIGHT, WIDTH)
-    assert_boxes_equal(write(tmp_path / "a.tif", pixels.astype(np.uint16) * 257, **TILED), pixels)
-
-
-def test_transparency_shows_white_paper(tmp_path):
-    pixels = noise_image(HEIGHT, WIDTH, 4)
-    pixels[..., 3] = np.where(pixels[..., 3] > 128, 255, 0)
-    expected = np.where(pixels[..., 3:] == 255, pixels[..., :3], 255)
-    assert_boxes_equal(write(tmp_path / "a.tif", pixels, **TILED, extrasamples=["unassalpha"]), expected)
-    assert_boxes_equal(write(tmp_path / "b.tif", pixels, **TILED, extrasamples=["unspecified"]), pixels[..., :3])
+@pytest.mark.parametrize("kind", STORED)
+def test_whatever_is_stored_is_read_as_three_bytes(tmp_path, kind):
+    samples, options, expected = STORED[kind]
+    assert_boxes_equal(write(tmp_path / "a.tif", np.ascontiguousarray(samples), **options), expected)
 
 
 def test_tiles_that_the_file_leaves_out_are_white(tmp_path):
@@ -176,7 +182,6 @@ def test_five_channels_are_refused(tmp_path):
         open_image(path)
 
 
-GREY = noise_image(HEIGHT, WIDTH, 1)
 SCALED = {
     "12 bits": ((GREY.astype(int) * 4095 // 255).astype(np.uint16), {"bitspersample": 12}),
     "12 of 16 bits": ((GREY.astype(int) * 4095 // 255).astype(np.uint16), {"extratags": [(281, "H", 1, 4095, True)]}),
@@ -210,14 +215,6 @@ def test_significant_bits_of_ome(tmp_path):
     assert np.abs(found.astype(int) - GREY).max() <= 1
 
 
-def test_one_bit(tmp_path):
-    for photometric in ("minisblack", "miniswhite"):
-        bits = GREY[..., 0] > 127
-        tifffile.imwrite(tmp_path / "a.tif", bits, photometric=photometric)
-        expected = np.where(bits == (photometric == "minisblack"), 255, 0)
-        assert np.array_equal(open_image(tmp_path / "a.tif").read(*whole(HEIGHT, WIDTH))[..., 1], expected)
-
-
 @pytest.mark.skipif(not hasattr(imagecodecs, "CCITTFAX4"), reason="this imagecodecs reads no faxes")
 @pytest.mark.parametrize("compression", ["group3", "group4", "tiff_ccitt"])
 def test_faxes(tmp_path, compression):
@@ -231,14 +228,6 @@ def test_inks(tmp_path):
     image.save(tmp_path / "a.tif")
     expected = np.asarray(image.convert("RGB")).astype(int)
     assert np.abs(open_image(tmp_path / "a.tif").read(*whole(HEIGHT, WIDTH)) - expected).max() <= 1
-
-
-def test_a_palette(tmp_path):
-    numbers, colours = noise_image(HEIGHT, WIDTH, 1)[..., 0], noise_image(256, 3, 1)[..., 0]
-    palette = colours.T.astype(np.uint16) * 257
-    for name, options in (("tiles", TILED), ("strips", {"rowsperstrip": 17, "compression": "lzw"})):
-        path = write(tmp_path / f"{name}.tif", numbers, photometric="palette", colormap=palette, **options)
-        assert_boxes_equal(path, colours[numbers])
 
 
 @pytest.mark.parametrize(
@@ -259,15 +248,6 @@ def test_colours_that_would_be_wrong_are_refused(tmp_path, options, reason):
             file.pages[0].tags["YCbCrSubSampling"].overwrite((2, 2))
     with pytest.raises(BadImage, match=reason):
         open_image(path).read(*whole(HEIGHT, WIDTH))
-
-
-@pytest.mark.parametrize("options", [{"ome": True}, {"ome": True, **TILED, "compression": "zlib"}, {"imagej": True}])
-def test_channels_that_are_pages_of_their_own(tmp_path, options):
-    pixels = noise_image(HEIGHT, WIDTH)
-    channels = np.ascontiguousarray(pixels.transpose(2, 0, 1))
-    metadata = {"axes": "CYX"}
-    tifffile.imwrite(tmp_path / "a.tif", channels, photometric="minisblack", metadata=metadata, **options)
-    assert_boxes_equal(tmp_path / "a.tif", pixels)
 
 
 @pytest.mark.parametrize(

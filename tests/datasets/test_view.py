@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpi4dl.datasets import Augmentation, Variation, View
+from mpi4dl.datasets import Augmentation, Variation, View, transform
 from mpi4dl.datasets.base import WholeImage
 from mpi4dl.geometry import Interval
 from tests.datasets.boxes import cuts, noise_image, tiles, whole
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_tiles_join_to_the_whole(data):
     sizes = st.tuples(st.integers(1, 50), st.integers(1, 50))
@@ -29,17 +29,21 @@ def test_tiles_join_to_the_whole(data):
             brightness=st.floats(0, 1),
             contrast=st.floats(0, 1),
             saturation=st.floats(0, 1),
+            stains=st.floats(0, 1),
+            degrees=st.sampled_from([0, 0, 20]),
             turns=st.sampled_from([1, 2, 4]),
         )
     )
-    patch = data.draw(st.none() | st.integers(1, 20))
+    side = data.draw(st.none() | st.integers(1, 20))
     fit = data.draw(st.sampled_from(["resize", "crop"]))
-    view = View(target, fit, data.draw(st.none() | st.just(augmentation)), patch=patch)
+    view = View(target, fit, data.draw(st.none() | st.just(augmentation)), patch=side)
     variation = view.variation(data.draw(st.integers(0, 99)), data.draw(st.integers(0, 9)))
-    expected = view.tile(image, *whole(*target), variation=variation)
-    joined = np.full_like(expected, np.nan)
-    for rows, cols in tiles(data.draw(cuts(target[0])), data.draw(cuts(target[1]))):
-        joined[:, rows.start : rows.stop, cols.start : cols.stop] = view.tile(image, rows, cols, variation=variation)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transform, "BLOCK_PX", data.draw(st.integers(1, 40)))
+        expected = view.tile(image, *whole(*target), variation=variation)
+        joined = np.full_like(expected, np.nan)
+        for rows, cols in tiles(data.draw(cuts(target[0])), data.draw(cuts(target[1]))):
+            joined[:, slice(*rows), slice(*cols)] = view.tile(image, rows, cols, variation=variation)
     assert np.array_equal(joined, expected)
 
 

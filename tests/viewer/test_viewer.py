@@ -429,7 +429,7 @@ def test_caches_are_bounded_and_keep_what_was_used_last() -> None:
         ("{out} --slides {there}/none.csv", "--slides {there}/none.csv: no such file"),
         ("{out} --host 203.0.113.1 --port 0", "cannot listen on 203.0.113.1:0"),
         ("{out} --port 99999", "99999"),
-        ("{out} --assume-mpp -1", "positive"),
+        ("{out} --assume-mpp -1", "--assume-mpp is '-1', but must be a number greater than 0"),
     ],
 )
 def test_what_the_command_refuses(

@@ -104,38 +104,33 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "with a token": lambda: WithToken(),
 }
 SHAPE = (BATCH, FEATURES, 2, 3)
-CASES = {
-    **functions(
-        {
-            "sdpa": lambda x: sdpa(sequence(x), sequence(x), sequence(x) * 2),
-            "sdpa, heads": lambda x: sdpa(*(sequence(x).unflatten(2, (2, 2)).transpose(1, 2) for _ in range(3))),
-            "sdpa, mask": lambda x: sdpa(sequence(x), sequence(x), sequence(x), attn_mask=MASK),
-            "sdpa, causal": lambda x: sdpa(sequence(x), sequence(x), sequence(x), is_causal=True, scale=0.3),
-            "sdpa, masks": lambda x: sdpa(sequence(x), sequence(x), sequence(x), attn_mask=MASKS[:BATCH]),
-            "sdpa, padding": lambda x: sdpa(heads(x), heads(x), heads(x), attn_mask=~PADDING[:, None, None]),
-            "sdpa, padding of pixels": lambda x: sdpa(heads(x), heads(x), heads(x), attn_mask=bright(x)[:, None, None]),
-            "sdpa, masks of pixels": lambda x: sdpa(
-                *(sequence(x),) * 3,
-                attn_mask=bright(x)[:, None] & bright(x)[..., None] | torch.eye(TOKENS, dtype=torch.bool),
-            ),
-            "sdpa, biases of pixels": lambda x: sdpa(*(sequence(x),) * 3, attn_mask=sequence(x).mean(-1)[:, None]),
-            "sdpa, keys of all": lambda x: sdpa(sequence(x), KEYS, KEYS * 2),
-            "sdpa, asked by all": lambda x: sdpa(KEYS, sequence(x), sequence(x) * 2),
-            "sdpa, of one head's keys": lambda x: sdpa(
-                sequence(x).unflatten(2, (2, 2)).transpose(1, 2),
-                *(sequence(x)[..., :2].unsqueeze(1),) * 2,
-                enable_gqa=True,
-            ),
-            "written out": lambda x: (sequence(x) @ sequence(x).mT + MASK).softmax(-1) @ sequence(x),
-            "einsum": lambda x: torch.einsum(
-                "nst,ntf->nsf", torch.einsum("nsf,ntf->nst", sequence(x), sequence(x)), sequence(x)
-            ),
-        },
-        FEATURES,
-        [SHAPE[2:]],
-        spread=False,
+WHOLE = {
+    "sdpa": lambda x: sdpa(sequence(x), sequence(x), sequence(x) * 2),
+    "sdpa, heads": lambda x: sdpa(*(sequence(x).unflatten(2, (2, 2)).transpose(1, 2) for _ in range(3))),
+    "sdpa, mask": lambda x: sdpa(sequence(x), sequence(x), sequence(x), attn_mask=MASK),
+    "sdpa, causal": lambda x: sdpa(sequence(x), sequence(x), sequence(x), is_causal=True, scale=0.3),
+    "sdpa, masks": lambda x: sdpa(sequence(x), sequence(x), sequence(x), attn_mask=MASKS[:BATCH]),
+    "sdpa, padding": lambda x: sdpa(heads(x), heads(x), heads(x), attn_mask=~PADDING[:, None, None]),
+    "sdpa, padding of pixels": lambda x: sdpa(heads(x), heads(x), heads(x), attn_mask=bright(x)[:, None, None]),
+    "sdpa, masks of pixels": lambda x: sdpa(
+        *(sequence(x),) * 3,
+        attn_mask=bright(x)[:, None] & bright(x)[..., None] | torch.eye(TOKENS, dtype=torch.bool),
     ),
-    **{name: Case(make, (SHAPE,), spread=False) for name, make in MODULES.items()},
+    "sdpa, biases of pixels": lambda x: sdpa(*(sequence(x),) * 3, attn_mask=sequence(x).mean(-1)[:, None]),
+    "sdpa, keys of all": lambda x: sdpa(sequence(x), KEYS, KEYS * 2),
+    "sdpa, asked by all": lambda x: sdpa(KEYS, sequence(x), sequence(x) * 2),
+    "sdpa, of one head's keys": lambda x: sdpa(
+        sequence(x).unflatten(2, (2, 2)).transpose(1, 2),
+        *(sequence(x)[..., :2].unsqueeze(1),) * 2,
+        enable_gqa=True,
+    ),
+    "written out": lambda x: (sequence(x) @ sequence(x).mT + MASK).softmax(-1) @ sequence(x),
+    "einsum": lambda x: torch.einsum(
+        "nst,ntf->nsf", torch.einsum("nsf,ntf->nst", sequence(x), sequence(x)), sequence(x)
+    ),
+}
+CASES = functions(WHOLE, FEATURES, [SHAPE[2:]], spread=False) | {
+    name: Case(make, (SHAPE,), spread=False) for name, make in MODULES.items()
 }
 IN_EVALUATION = {name: Case(lambda make=make: make().eval(), (SHAPE,), spread=False) for name, make in MODULES.items()}
 TOGETHER = {

@@ -1,0 +1,622 @@
+"""mpi4dl.datasets.samples and .table: tables as clinics and CLAM write them, folders of slides, files of splits."""
+
+import csv
+import io
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpi4dl import datasets
+from mpi4dl.datasets import DatasetError
+from mpi4dl.datasets.kinds import SLIDES
+from mpi4dl.datasets.samples import SampleTable, read_samples, read_split_file
+from mpi4dl.datasets.sources import open_files
+from mpi4dl.datasets.table import identifies
+
+FILES = ("s1.svs", "s2.tiff", "a/s3.ndpi", "a/s4.ome.tif", "b/s4.png")
+
+
+def touch(folder: Path, names: tuple[str, ...]) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return folder
+
+
+@pytest.fixture
+def slides(tmp_path: Path) -> Path:
+    return touch(tmp_path / "slides", FILES)
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    root = touch(tmp_path / "images", ("a/1.png", "a/2.png", "b/1.png", "b/3.jpg"))
+    for path in root.glob("*/*"):
+        PIL.Image.new("RGB", (5, 4)).save(path)
+    return root
+
+
+def read(root: Path, text: str, encoding: str = "utf-8", **options: Any) -> SampleTable:
+    (root / "slides.csv").write_text(text, encoding, newline="")
+    return read_samples(root / "slides.csv", **{"kind": SLIDES, **options})
+
+
+def write(folder: Path, text: str) -> Path:
+    (folder / "labels.csv").write_text(text, "utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("text", "task", "found", "classes", "labels"),
+    [
+        ("file,grade\na/1.png,low\nb/3.jpg,high\n", None, "classify", ("high", "low"), [1, 0]),
+        ("\ufefffilename;class\r\na/2;10\r\n3;2\r\n\r\n", None, "classify", ("2", "10"), [1, 0]),
+        ('"image"\t"age"\n"./a/2.png"\t" 61.5"\n3.jpg\t-1e1', None, "regress", ("age",), [(61.5,), (-10.0,)]),
+        ("file,age\na/1.png,61\n3,61\na/2.png,50\n", "classify", "classify", ("50", "61"), [1, 1, 0]),
+        ("file,t,s\na/1.png,1,0\nb\\1.png,1,1\n", None, "multilabel", ("t", "s"), [(1.0, 0.0), (1.0, 1.0)]),
+        ("file,t,s\na/1.png,1.5,0\nb/1.png,1,.5\n", None, "regress", ("t", "s"), [(1.5, 0.0), (1.0, 0.5)]),
+        ("file,t,s\na/1.png,1,0\nb/1.png,1,.5\n", "regress", "regress", ("t", "s"), [(1.0, 0.0), (1.0, 0.5)]),
+        ("file,gone\na/1.png,1\nb/1.png,0\n", None, "classify", ("0", "1"), [1, 0]),
+        ("file,grade\na/1.png,1_1\nb/1.png,1_2\n", None, "classify", ("1_1", "1_2"), [0, 1]),
+        ("sep=;\nslide_id;patient;dose;\na/1;7;1,5;\n3;8;0,25;\n;;;\n", None, "regress", ("dose",), [(1.5,), (0.25,)]),
+        ("case_id,slide_id,label\np,a/1,x\np,3,y\n", None, "classify", ("x", "y"), [0, 1]),
+        ("patient,file,event,time\n1,a/1,TRUE,1\n2,3,FALSE,2\n", None, "survival", ("risk",), [(1.0, 1.0), (2.0, 0.0)]),
+        ("Event,path,Time\n1,a/1.png,37\n0,b/1,0\n", None, "survival", ("risk",), [(37.0, 1.0), (0.0, 0.0)]),
+    ],
+)
+def test_columns_tell_the_task(
+    images: Path, text: str, task: str | None, found: str, classes: tuple[str, ...], labels: list[Any]
+) -> None:
+    folder = open_files(write(images, text), task=task)
+    assert (folder.task, folder.classes) == (found, classes)
+    assert [folder.label(index) for index in range(len(folder))] == labels
+    assert folder.image(0).size == (4, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "task", "classes", "labels", "columns"),
+    [
+        ("case_id,slide_id,label\np,s1,x\nq,s2,y\n", {}, "classify", ("x", "y"), [0, 1],
+         {"slide": "slide_id", "patient": "case_id", "label": "label"}),
+        ("\ufeffSlide-Name;PatientID;Class;MPP\r\ns1.svs;p;10;0,25\r\na\\s3;q;2;0,5\r\n",
+         {}, "classify", ("2", "10"), [1, 0],
+         {"slide": "Slide-Name", "patient": "PatientID", "mpp": "MPP", "label": "Class"}),
+        ("file\tpatient\ttime\tEvent\tage\ns1\tp\t37.5\t1\t61\ns2\tq\t2\tFALSE\t50\n",
+         {}, "survival", ("risk",), [(37.5, 1.0), (2.0, 0.0)],
+         {"slide": "file", "patient": "patient", "label": "time, event"}),
+        (",slide,patient,grade\n0,s1,p,1_1\n1,s2,q,1_2\n", {}, "classify", ("1_1", "1_2"), [0, 1],
+         {"slide": "slide", "patient": "patient", "label": "grade"}),
+        ("Unnamed: 0,wsi,case,necrosis,stroma\n0,s1,p,1,0\n1,s2,q,1,1\n",
+         {}, "multilabel", ("necrosis", "stroma"), [(1.0, 0.0), (1.0, 1.0)],
+         {"slide": "wsi", "patient": "case", "label": "necrosis, stroma"}),
+        ("slide,patient,dose,sex\ns1,p,1.5,f\ns2,q,2,m\n",
+         {"label_columns": ["dose"]}, "regress", ("dose",), [(1.5,), (2.0,)],
+         {"slide": "slide", "patient": "patient", "label": "dose"}),
+        ("slide,patient,label,time,event\ns1,p,x,1,0\ns2,q,y,2,1\n",
+         {"task": "survival"}, "survival", ("risk",), [(1.0, 0.0), (2.0, 1.0)],
+         {"slide": "slide", "patient": "patient", "label": "time, event"}),
+        ("slide,patient,label\ns1,p,y\ns2,q,y\n", {"classes": ("x", "y")}, "classify", ("x", "y"), [1, 1],
+         {"slide": "slide", "patient": "patient", "label": "label"}),
+        ("slide,patient,label\ns1,p,\ns2,q,nan\n", {"label_columns": ()}, None, (), [None, None],
+         {"slide": "slide", "patient": "patient"}),
+        ("slide_id,image,who,case_id,annotation\ns1,z,p,u,x\ns2,z,q,v,y\n",
+         {"columns": {"slide": "slide_id", "patient": "who"}, "label_columns": ("annotation",)},
+         "classify", ("x", "y"), [0, 1],
+         {"slide": "slide_id", "patient": "who", "label": "annotation"}),
+        ("slide,patient,split,cohort_split,grade\ns1,p,a,train,x\ns2,q,b,val,y\n",
+         {"columns": {"split": "Cohort Split"}}, "classify", ("x", "y"), [0, 1],
+         {"slide": "slide", "patient": "patient", "split": "cohort_split", "label": "grade"}),
+        ("Scan;patient;label;size, in mm, if known, by eye, once\ns1;p;x;1\ns2;q;y;2\n",
+         {"columns": {"slide": "Scan"}}, "classify", ("x", "y"), [0, 1],
+         {"slide": "Scan", "patient": "patient", "label": "label"}),
+        ("slide,patient,mask\ns1,p,b/s4.png\ns4,q,NA\n", {"task": "segment"}, "segment", (), [None, None],
+         {"slide": "slide", "patient": "patient", "annotation": "mask"}),
+    ],
+)  # fmt: skip
+def test_columns_are_found_by_their_names(
+    slides: Path,
+    text: str,
+    options: Mapping[str, Any],
+    task: str | None,
+    classes: tuple[str, ...],
+    labels: list[Any],
+    columns: dict[str, str],
+) -> None:
+    found = read(slides, text, **options)
+    assert (found.task, found.classes) == (task, classes)
+    assert [row.label for row in found.rows] == labels
+    assert found.columns == columns
+    assert [row.patient for row in found.rows] == ["p", "q"]
+    assert [row.line for row in found.rows] == [2, 3]
+
+
+def test_all_that_a_row_has(slides: Path) -> None:
+    text = (
+        "slide_id,case_id,label,split,fold,mpp,annotation\ns1.svs,p,x,Train,0,0.25,s1.geojson\ns4.png,q,y,dev,,n/a,\n"
+    )
+    first, second = read(slides, text).rows
+    assert first == (2, "s1.svs", "s1.svs", "p", "train", 0, 0, 0.25, "s1.geojson")
+    assert second == (3, "s4.png", "b/s4.png", "q", "val", None, 1, None, None)
+
+
+def test_slides_are_found_in_another_folder_and_by_absolute_paths(slides: Path, tmp_path_factory: Any) -> None:
+    table = tmp_path_factory.mktemp("tables") / "slides.csv"
+    table.write_text(f"path,label\n{slides}/a/s3.ndpi,x\ns2.tiff,y\n")
+    found = read_samples(table, SLIDES, folder=slides)
+    assert [row.path for row in found.rows] == ["a/s3.ndpi", "s2.tiff"]
+    assert any("3 slides below" in remark for remark in found.remarks)
+
+
+def test_names_with_points_are_found_in_subfolders_too(tmp_path: Path) -> None:
+    names = ("TCGA-AA-0001-01Z.8c5f", "TCGA-AA-0001-01Z.9d0e")
+    touch(tmp_path, tuple(f"{name[-4:]}/{name}.svs" for name in names))
+    found = read(tmp_path, f"slide_id,label\n{names[1]},x\n{names[0]},y\n")
+    assert [row.path for row in found.rows] == [f"9d0e/{names[1]}.svs", f"8c5f/{names[0]}.svs"]
+    assert {row.patient for row in found.rows} == {"TCGA-AA-0001"}
+    assert [row.name for row in read_samples(tmp_path, SLIDES).rows] == [*names]
+
+
+def test_annotations_are_no_slides(slides: Path) -> None:
+    text = "slide,patient,mask\ns4,p,./b/s4.png\n"
+    (row,) = read(slides, text).rows
+    assert (row.path, row.annotation) == ("a/s4.ome.tif", "./b/s4.png")
+
+
+@pytest.mark.parametrize(
+    ("names", "patients", "remark"),
+    [
+        (("s1", "s2"), ["s1", "s2"], "each slide is its own patient"),
+        (("TCGA-AA-0001-01Z", "tcga-ab-0002"), ["TCGA-AA-0001", "TCGA-AB-0002"], "2 TCGA barcodes"),
+        (("TCGA-AA-0001-01Z", "TCGA-AA-00012"), ["TCGA-AA-0001", "TCGA-AA-00012"], "each other slide"),
+    ],
+)
+def test_without_a_column_of_patients(tmp_path: Path, names: list[str], patients: list[str], remark: str) -> None:
+    touch(tmp_path, tuple(f"{name}.uuid.svs" for name in names))
+    found = read(tmp_path, "slide,label\n" + "".join(f"{name},{name[-3:]}\n" for name in names))
+    assert [row.patient for row in found.rows] == patients
+    assert any(remark in each for each in found.remarks)
+
+
+def test_slides_that_are_their_patients_by_a_column(slides: Path) -> None:
+    found = read(slides, "case_id,slide_id,label\ns1,s1,x\ns2,s2,y\n", task="classify")
+    assert ([row.patient for row in found.rows], found.remarks[:-1]) == (["s1", "s2"], ())
+
+
+def test_a_table_longer_than_any_is_not_read(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpi4dl.datasets.table.MOST_BYTES", 1 << 20)
+    write(images, "file,grade\n" + "a/1.png,low\n" * 100_000)
+    with pytest.raises(DatasetError, match=r"labels\.csv: has more than 1 MiB"):
+        open_files(images)
+
+
+def test_a_column_says_which_images_are_for_what(images: Path) -> None:
+    write(images, "file,split,age\na/1.png,Train,1\na/2.png,test,2\nb/1.png,val,3\nb/3.jpg,trn,4\n")
+    training, validation = datasets.open(images)
+    assert [training.name(i) for i in range(2)] == ["a/1.png", "b/3.jpg"]
+    assert [validation.label(i) for i in range(len(validation))] == [(3.0,)]
+    assert training.task == "regress"
+    write(images, "file,split,age\na/1.png,train,1\na/2.png,train,2\n")
+    with pytest.raises(DatasetError, match=r"has no image to validate with: add images, or change the split"):
+        datasets.open(images)
+
+
+def test_chosen_columns(images: Path) -> None:
+    write(images, "file,sex,age,stage\na/1.png,f,61,2\nb/1.png,m,50,3\n")
+    folder = open_files(images, label_columns=("stage", "age"))
+    assert (folder.task, folder.classes, folder.label(0)) == ("regress", ("stage", "age"), (2.0, 61.0))
+    with pytest.raises(DatasetError, match=r"line 2: 'sex' is 'f', but regress needs a number"):
+        open_files(images, task="regress")
+    with pytest.raises(DatasetError, match=r"the columns sex, age, stage, .* name those that are learnt"):
+        open_files(images)
+    with pytest.raises(DatasetError, match=r"has no column 'grade' of labels, but sex, age, stage"):
+        open_files(images, label_columns=("grade",))
+
+
+WRONG_IMAGES: list[tuple[str, str | None, str]] = [
+    ("", None, "labels.csv: is empty; expected a line such as file,class"),
+    ("file,class\n", None, "labels.csv: names no image"),
+    ("name,class\na,b\n", None, "line 1: has name, class: none of them can be the column of file names"),
+    ("file\na/1.png\n", None, "has no column of labels beside the file names"),
+    ("file,class,class\na,b,c\n", None, "line 1: has two columns 'class'"),
+    ("file,class,\na,b,c\n", None, "line 1: has a column without a name"),
+    ("file,class\na/1.png,x\n\na/2.png\n", None, "line 4: has 1 values for 2 columns"),
+    ("file,class\na/1.png,x\na/2.png,\n", None, "line 3: 'class' is empty"),
+    ("file,class\na/1.png,x\n,y\n", None, "line 3: 'file' is empty"),
+    ("file,class\na/1.png,x\nb/1.png,y\na/1.png,y\n", None, "line 4: a/1.png is a/1.png, as line 2 is already"),
+    ("file,class\na/1.png,x\n3.jpg,y\nb/3,y\n", None, "line 4: b/3 is b/3.jpg, as line 3 is already"),
+    ("file,class\na/1.png,x\nb/2.png,y\n", None, "line 3: b/2.png is no image below"),
+    ("file,class\na/1.png,x\n../x.png,y\n", None, "line 3: ../x.png is no image below"),
+    ("file,class\n1.png,x\n3.jpg,y\n", None, "line 2: 1.png is one of 2 images, such as a/1.png and b/1.png below"),
+    ("file,class\na/1.png,x\n3.jpg,x\n", None, "all images have class 'x'; a classifier needs two classes or more"),
+    ("file,age\na/1.png,1\n3.jpg,nan\n", "regress", "line 3: 'age' is 'nan', but regress needs a number"),
+    ("file,x,y\na/1.png,1,0\n3.jpg,1,2\n", "multilabel", "line 3: 'y' is '2', but multilabel needs 0 or 1"),
+    ("file,time,event\na/1.png,1,0\n3.jpg,1,2\n", None, "line 3: 'event' is '2', but survival needs 0 or 1"),
+    ("file,time,event\na/1.png,-1,0\n", None, "line 2: 'time' is '-1', but no time is negative"),
+    ("file,time\na/1.png,1\n", "survival", "has no column 'event': survival needs time and event"),
+    ("file,x,y\na/1.png,1,0\n", "classify", "has the columns x, y, but a class is one column"),
+    ("file,x\na/1.png,1\n", "segment", "segment needs a column mask or annotation: name it by `annotation_column`"),
+    ("file,split,x\na/1.png,a,1.5\n", None, "line 2: 'split' is 'a', but must be train, val or test"),
+    ("file,class\n\"a/1.png,x\n", None, "is no line of a table"),
+    ("file,label\na/1.png,0.5\n3.jpg,0.7\n", None, "numbers that are not whole, which may be classes or amounts"),
+    ("file,her2\na/1.png,0\n3.jpg,1+\n", None, "line 3: 'her2' is '1+', which is no number, but line 2 has '0'"),
+    ("file,dose\na/1.png,1.5\n3.jpg,NA\n", None, "line 3: 'dose' is 'NA', which says that there is no value"),
+    ("file;dose\na/1.png;1.5\n3.jpg;2,5\n", None, "line 2: 'dose' is '1.5', but line 3 has '2,5'"),
+    ("file;dose\na/1.png;1,500\n3.jpg;2\n", None, "line 2: 'dose' is '1,500', whose comma may part thousands"),
+    ("file;dose\na/1.png;1.500\n3.jpg;2\n", None, "line 2: 'dose' is '1.500', whose point may part thousands"),
+    ("file,patient\na/1.png,1\n3.jpg,2\n", None, "has no column of labels beside the file names"),
+    ("file,grade\na/1.png,Low\n3.jpg,low\n", None, "line 3: 'grade' is 'low', but line 2 has 'Low'"),
+    ("file,label\na/1.png,1\n3.jpg,1.0\n", None, "line 3: 'label' is '1.0', but line 2 has '1'"),
+    ("file\x00,age\na/1.png,1\n", None, "line 1: has a NUL"),
+    ("file,stage\n" + "".join(f"{i},{i % 3}\n" for i in range(9)), None, "has 3 whole numbers, which may be classes"),
+    ("file,age\na/1.png," + 4300 * "9" + "\n3.jpg,1\n", "regress", "(4300 characters), but regress needs a number"),
+]  # fmt: skip
+WRONG_SLIDES: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("name,label\ns1,x\n", {}, ["line 1", "name, label", "`slide_column`"]),
+    ("file,path,label\ns1,s1,x\n", {}, ["line 1", "file and path", "`slide_column`"]),
+    ("slide,case_id,patient,label\ns1,p,p,x\n", {}, ["line 1", "case_id and patient", "`patient_column`"]),
+    ("slide,mask,annotation\ns1,p,x\n", {}, ["line 1", "mask and annotation", "`annotation_column`"]),
+    ("slide,label,target\ns1,p,x\n", {}, ["line 1", "label and target", "`label_columns`"]),
+    ("slide,label,time,event\ns1,p,1,1\n", {}, ["line 1", "label", "time and event", "`label_columns`"]),
+    ("slide,label\ns1,x\n", {"columns": {"patient": "who"}}, ["'who'", "slide, label", "`patient_column`"]),
+    ("slide,label\ns1,x\n", {"label_columns": ["who"]}, ["'who'", "label"]),
+    ("slide,patient\ns1,x\n", {"task": "classify"}, ["no column of labels"]),
+    ("slide,label\ns1,x\n", {"task": "segment"}, ["slide, label", "`annotation_column`"]),
+    ("slide,label\ns1,x\ns9,y\n", {}, ["line 3", "s9", "no slide", "`slides_folder`"]),
+    ("slide,label\ns1,x\ns2,z\n", {"classes": ("x", "y")}, ["line 3", "'z'", "x, y"]),
+    ("slide,dose\ns1,1.5\ns2,1_1\n", {}, ["line 3", "'1_1'", "line 2", "'1.5'"]),
+    ("slide;dose\r\ns1;1,5\r\ns2;>10\r\n", {}, ["line 3", "'>10'", "line 2", "'1,5'"]),
+    ("slide,patient,label\ns1,p,x\ns2,,y\n", {}, ["line 3", "'patient' is empty"]),
+    ("slide,patient,label\ns1,p,x\ns2,NA,y\n", {}, ["line 3", "'patient' is 'NA'"]),
+    ("slide,patient,label\ns1,P 1,x\ns2,p 1,y\n", {}, ["line 3", "'p 1'", "line 2", "'P 1'"]),
+    ("slide,patient,split,label\ns1,p,train,x\ns2,q,val,y\na/s3,p,test,y\n",
+     {}, ["line 4", "'p'", "test", "'a/s3'", "train", "'s1' of line 2"]),
+    ("slide,patient,fold,label\ns1,p,0,x\ns2,p,1,y\n", {}, ["line 3", "'p'", "fold 1", "'s2'", "fold 0", "'s1'"]),
+    ("slide,split,label\ns1,train,x\ns2,,y\n", {}, ["line 3", "'split' is empty", "train, val or test"]),
+    ("slide,fold,label\ns1,0,x\ns2,-1,y\n", {}, ["line 3", "'fold' is '-1'"]),
+    ("slide,fold,label\ns1,1.0,x\ns2,1.5,y\n", {}, ["line 3", "'fold' is '1.5'"]),
+    ("slide,mpp,label\ns1,0.5,x\ns2,0,y\n", {}, ["line 3", "'mpp' is '0'"]),
+    ("slide,mpp,label\ns1,true,x\ns2,1,y\n", {}, ["line 2", "'mpp' is 'true'"]),
+    ("slide,mpp,label\ns1,0.5,x\ns2,inf,y\n", {}, ["line 3", "'mpp' is 'inf'"]),
+    ("slide;mpp;label\ns1;0,5;x\ns2;0.25;y\n", {}, ["line 3", "'0.25'", "line 2", "'0,5'"]),
+    ("slide,label\n", {}, ["names no slide"]),
+    ("slide,label\ns1,x\n", {"task": "generate"}, ["classify, multilabel, regress, survival", "generate"]),
+    ("slide,label\ns1,x\ns2,y\n", {"folder": Path("nowhere")}, ["nowhere", "no such folder", "`slides_folder`"]),
+    ("slide,fold,label\ns1,0,x\ns2," + 5000 * "1" + ",y\n", {}, ["line 3", "5000 characters"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "task", "message"), WRONG_IMAGES)
+def test_what_is_wrong_with_images_is_said_with_its_line(
+    images: Path, text: str, task: str | None, message: str
+) -> None:
+    with pytest.raises(DatasetError, match=re.escape(message)):
+        open_files(write(images, text), task=task)
+
+
+@pytest.mark.parametrize(("text", "options", "parts"), WRONG_SLIDES)
+def test_what_is_wrong_with_slides_is_said_with_its_line(
+    slides: Path, text: str, options: dict[str, Any], parts: list[str]
+) -> None:
+    with pytest.raises(DatasetError) as caught:
+        read(slides, text, **options)
+    message = str(caught.value)
+    assert [part for part in parts if part not in message] == [], message
+    assert re.search(r"slides\.csv|nowhere", message)
+
+
+def test_text_in_an_unknown_encoding_is_refused_with_its_line(slides: Path) -> None:
+    with pytest.raises(DatasetError, match=r"slides\.csv, line 3: is no text in UTF-8 .* in Excel as 'CSV UTF-8'"):
+        read(slides, "slide,label\ns1,low\ns2,h\u00f6her\n", "latin-1")
+
+
+def test_an_unknown_role_is_an_error_of_the_caller(slides: Path) -> None:
+    with pytest.raises(ValueError, match="'grade'"):
+        read(slides, "slide,label\ns1,x\n", columns={"grade": "label"})
+
+
+def test_a_label_of_thousands_of_digits_is_a_class(images: Path) -> None:
+    """Python turns no text of so many digits into a number."""
+    folder = open_files(write(images, f"file,label\na/1.png,{5000 * '9'}\n3.jpg,2\n"))
+    assert folder.classes == ("2", 5000 * "9")
+
+
+@pytest.mark.parametrize(
+    "name", ["id", "ID", "patient", "PatientID", "patient_id", "Case ID", "slide_id", "caseId", "MRN"]
+)
+def test_columns_that_identify_are_never_learnt(images: Path, name: str) -> None:
+    assert identifies(name)
+    write(images, f"file,{name},dose\na/1.png,1,1.5\n3.jpg,2,2.5\n")
+    folder = open_files(images)
+    assert (folder.task, folder.classes) == ("regress", ("dose",))
+    assert name in folder.columns.values() or f"columns not used: {name}" in folder.remarks
+    assert "the task is regress, as the columns tell: `task` says otherwise" in folder.remarks
+    with pytest.raises(DatasetError, match=f"the column '{name}' identifies a patient or sample"):
+        open_files(images, label_columns=(name,))
+    for other in ("age", "label", "class_id", "ki67_index", "time", "event", "idh1", "status", "grade", "valid"):
+        assert not identifies(other)
+
+
+class Clinical:
+    """A table as clinics write them: what it means, how it is written, and what is wrong with it, if anything."""
+
+    CLASSES = ("benign", "tumour", "Stage II", "1_1", "h\u00f6her", "none", "3+")
+    MISSING = ("", "nan", "NaN", "NA", "n/a", "n.a.", "N.A.", "-", "#N/A", "NULL", "?")
+
+    def __init__(self, data: st.DataObject) -> None:
+        draw = data.draw
+        self.count = draw(st.integers(4, 12), label="count")
+        self.kind = draw(st.sampled_from(["classify", "regress", "multilabel", "survival", "binary"]), label="kind")
+        self.delimiter = draw(st.sampled_from(",;\t"), label="delimiter")
+        self.comma = draw(st.booleans(), label="decimal commas")
+        numbers = st.lists(st.integers(-9999, 9999), min_size=self.count, max_size=self.count, unique=True)
+        bits = st.lists(st.integers(0, 1), min_size=self.count, max_size=self.count).filter(lambda x: len({*x}) == 2)
+        self.columns: dict[str, list[str]] = {}
+        self.labels: list[Any] = []
+        if self.kind == "classify":
+            name = draw(st.sampled_from(["label", "Class", "diagnosis"]))
+            known = draw(st.lists(st.sampled_from(self.CLASSES), min_size=2, max_size=4, unique=True))
+            self.columns[name] = [known[i % len(known)] for i in range(self.count)]
+            self.classes = tuple(sorted(known))
+            self.labels = [self.classes.index(each) for each in self.columns[name]]
+        elif self.kind == "binary":
+            values = draw(bits)
+            words = draw(st.sampled_from([("0", "1"), ("FALSE", "TRUE"), ("no", "yes")]))
+            self.columns["recurrence"] = [words[value] for value in values]
+            self.classes, self.labels = words, values
+        elif self.kind == "multilabel":
+            self.classes = ("necrosis", "stroma")
+            values = [draw(bits) for _ in self.classes]
+            words = [draw(st.sampled_from([("0", "1"), ("FALSE", "TRUE"), ("false", "true")])) for _ in self.classes]
+            for name, column, said in zip(self.classes, values, words, strict=True):
+                self.columns[name] = [said[value] for value in column]
+            self.labels = [tuple(map(float, row)) for row in zip(*values, strict=True)]
+        elif self.kind == "regress":
+            self.classes = ("dose",)
+            values = [n + 0.25 for n in draw(numbers)]
+            self.columns["dose"] = [self.decimal(value) for value in values]
+            self.labels = [(value,) for value in values]
+        else:
+            self.classes = ("risk",)
+            values, events = [abs(n) + 0.5 for n in draw(numbers)], draw(bits)
+            self.columns |= {"Time": [self.decimal(value) for value in values], "event": [*map(str, events)]}
+            self.labels = [(value, float(event)) for value, event in zip(values, events, strict=True)]
+        self.targets = tuple(self.columns)
+        self.damaged: int | None = None
+        self.again = False
+        damage = draw(st.sampled_from(["", "", "missing", "underscore", "twice", "mixed", "case"]), label="damage")
+        self.spoil(damage, draw(st.integers(1, self.count - 1)), draw(st.sampled_from(self.MISSING)))
+        self.more(data)
+
+    def decimal(self, value: float) -> str:
+        return str(value).replace(".", ",") if self.comma else str(value)
+
+    def spoil(self, damage: str, row: int, missing: str) -> None:
+        """Harm one line so that nobody can say what it means."""
+        name, amounts = self.targets[0], self.kind in ("regress", "survival")
+        if damage == "missing":
+            self.columns[name][row] = missing
+        elif damage == "underscore" and amounts:
+            self.columns[name][row] = "1_1"
+        elif damage == "mixed" and amounts:
+            other = "0.5" if self.comma else "0,5"
+            self.columns[name][row] = other
+            # The line with a point is named.
+            row = row if self.comma else next(i for i in range(self.count) if i != row)
+        elif damage == "twice":
+            self.again = True
+        elif damage == "case" and self.columns[name][row].swapcase() != self.columns[name][row]:
+            if self.kind not in ("classify", "binary"):
+                return
+            word = self.columns[name][row]
+            if self.columns[name].count(word) < 2:
+                return
+            self.columns[name][row] = word.swapcase()
+            row = row if word in self.columns[name][:row] else self.columns[name].index(word, row)
+        else:
+            return
+        self.damaged = row
+
+    def more(self, data: st.DataObject) -> None:
+        """What is beside the labels, and how the text is written."""
+        draw = data.draw
+        every = range(self.count)
+        self.columns[draw(st.sampled_from(["file", "Slide ID", "filename", "WSI"]))] = [f"a/{i}.png" for i in every]
+        self.patients = [f"a/{i}.png" for i in every]
+        self.splits, self.mpps = [""] * self.count, [None if i % 4 == 3 else 0.25 + i / 16 for i in every]
+        if draw(st.booleans(), label="identifiers"):
+            self.patients = [f"p{i // 2}" for i in every]
+            name = draw(st.sampled_from(["case_id", "Patient", "subject-id"]))
+            self.columns |= {name: self.patients, "MRN": [f"C{i}" for i in every]}
+        if draw(st.booleans(), label="splits"):
+            self.splits = [("train", "val", "test")[i // 2 % 3] for i in every]
+            self.columns["split"] = [("train", "Val", "testing")[i // 2 % 3] for i in every]
+        self.columns["MPP"] = ["NA" if mpp is None else self.decimal(mpp) for mpp in self.mpps]
+        names = draw(st.permutations([*self.columns]), label="order")
+        if self.kind == "multilabel":  # whose labels stand as the columns do
+            self.classes = tuple(name for name in names if name in self.targets)
+            places = [self.targets.index(name) for name in self.classes]
+            self.labels = [tuple(label[place] for place in places) for label in self.labels]
+        rows = [names, *([self.columns[name][i] for name in names] for i in range(self.count))]
+        if self.again:
+            rows.append(rows[1 + (self.damaged or 0)])
+            self.damaged = self.count
+        pad = draw(st.sampled_from(["", " ", "\u00a0"]), label="pad")
+        empty, below = draw(st.integers(0, 2), label="empty columns"), draw(st.integers(0, 2), label="empty rows")
+        rows = [[f"{pad}{value}{pad}" for value in row] + [""] * empty for row in rows] + [
+            [""] * (len(names) + empty)
+        ] * below
+        quoting = draw(st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]), label="quoting")
+        text, ending = io.StringIO(), draw(st.sampled_from(["\n", "\r\n"]), label="ending")
+        csv.writer(text, delimiter=self.delimiter, quoting=quoting, lineterminator=ending).writerows(rows)
+        self.encoding = draw(st.sampled_from(["utf-8", "utf-8-sig", "utf-16"]), label="encoding")
+        self.content = text.getvalue().encode(self.encoding)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_tables_as_clinics_write_them_mean_what_they_say_or_are_refused_with_the_line(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    told = Clinical(data)
+    path: Path = tmp_path_factory.getbasetemp() / "clinical" / "clinical.csv"
+    (path.parent / "a").mkdir(parents=True, exist_ok=True)
+    for number in range(12):
+        (path.parent / "a" / f"{number}.png").touch()
+    path.write_bytes(told.content)
+    if told.damaged is not None:
+        with pytest.raises(DatasetError, match=rf"clinical\.csv, line {told.damaged + 2}: "):
+            read_samples(path)
+        return
+    found = read_samples(path)
+    assert found.task == ("classify" if told.kind == "binary" else told.kind)
+    assert found.classes == told.classes
+    assert [row.label for row in found.rows] == told.labels
+    rows = [(row.name, row.patient, row.split, row.mpp) for row in found.rows]
+    names = [f"a/{number}.png" for number in range(told.count)]
+    assert rows == [*zip(names, told.patients, told.splits, told.mpps, strict=True)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["train", "val", "test"])), min_size=1, max_size=8))
+def test_no_patient_of_a_table_is_in_two_splits(
+    tmp_path_factory: pytest.TempPathFactory, slides: list[tuple[int, str]]
+) -> None:
+    root = touch(tmp_path_factory.getbasetemp() / "splits", tuple(f"s{n}.svs" for n in range(8)))
+    text = "slide,patient,split\n" + "".join(f"s{n},p{patient},{part}\n" for n, (patient, part) in enumerate(slides))
+    # The first line whose patient has another part before.
+    parts: dict[int, str] = {}
+    twice = next((n for n, (patient, part) in enumerate(slides) if parts.setdefault(patient, part) != part), None)
+    if twice is None:
+        assert [row.split for row in read(root, text).rows] == [part for _, part in slides]
+        return
+    patient, part = slides[twice]
+    first = next(n for n, slide in enumerate(slides) if slide[0] == patient)
+    with pytest.raises(DatasetError) as caught:
+        read(root, text)
+    named = [f"line {twice + 2}: patient 'p{patient}'", f"{part} by 's{twice}'"]
+    named += [f"{slides[first][1]} by 's{first}' of line {first + 2}"]
+    assert [each for each in named if each not in str(caught.value)] == [], caught.value
+
+
+def test_damaged_tables_are_refused_or_read(slides: Path) -> None:
+    whole = b"slide,patient,split,time,event,mpp,fold\ns1,p,train,3.5,1,0.5,0\nb/s4.png,q,val,4,0,0.25,1\n"
+    random = np.random.default_rng(0)
+    for read_file in (read_samples, read_split_file):
+        for _ in range(100):
+            spoilt = bytearray(whole)
+            for _ in range(random.integers(1, 4)):
+                spoilt[random.integers(len(spoilt))] = random.choice([0, 10, 13, 34, 44, 59, 255, random.integers(256)])
+            (slides / "slides.csv").write_bytes(bytes(spoilt[: random.integers(1, len(spoilt) + 1)]))
+            with suppress(DatasetError):
+                read_file(slides / "slides.csv")
+
+
+# Folders of slides
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "task", "rows"),
+    [
+        (("b.svs", "a.ome.tiff"), {}, None, [("a.ome", "", None), ("b", "", None)]),
+        (("x/b.svs", "x/a.svs", "y/b.tif", "y/c/d.tif"), {}, "classify",
+         [("a", "", 0), ("x/b", "", 0), ("y/b", "", 1), ("d", "", 1)]),
+        (("x/b.svs", "y/a.svs"), {}, None, [("b", "", None), ("a", "", None)]),
+        (("x/a.svs", "x/b.svs"), {}, None, [("a", "", None), ("b", "", None)]),
+        (("x/b.svs", "y/a.svs"), {"task": "classify"}, "classify", [("b", "", 0), ("a", "", 1)]),
+        (("x/b.svs", "y/a.svs"), {"task": "classify", "label_columns": ()}, None, [("b", "", None), ("a", "", None)]),
+        (("y/b.svs",), {"classes": ("x", "y")}, "classify", [("b", "", 1)]),
+        (("train/x/a.svs", "train/y/b.svs", "Test/x/c.svs", "Test/y/d.svs"), {}, "classify",
+         [("c", "test", 0), ("d", "test", 1), ("a", "train", 0), ("b", "train", 1)]),
+    ],
+)  # fmt: skip
+def test_folders(
+    tmp_path: Path, files: tuple[str, ...], options: dict[str, Any], task: str | None, rows: list[Any]
+) -> None:
+    found = read_samples(touch(tmp_path, files), **{"kind": SLIDES, **options})
+    assert found.task == task
+    assert [(row.name, row.split, row.label) for row in found.rows] == rows
+    assert [row.path for row in found.rows] == sorted(files)
+    assert {row.line for row in found.rows} == {0}
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "parts"),
+    [
+        ((), {}, ["no slides", ".svs"]),
+        (("a.svs", "a.tif"), {}, ["a.svs", "a.tif"]),
+        (("a.svs", "x/b.tif"), {"task": "classify"}, ["a.svs", "slides.csv"]),
+        (("x/b.tif",), {"task": "classify"}, ["'x'", "two"]),
+        (("x/b.tif",), {"task": "classify", "classes": ("u", "v")}, ["'x'", "u, v"]),
+        (("x/b.tif",), {"task": "regress"}, ["regress", "slides.csv"]),
+        (("x/b.tif",), {"columns": {"slide": "x"}}, ["slides.csv"]),
+        (("train/TCGA-AA-0001-1.svs", "val/TCGA-AA-0001-2.svs"), {}, ["TCGA-AA-0001", "train", "val"]),
+    ],
+)
+def test_folders_that_are_wrong(
+    tmp_path: Path, files: tuple[str, ...], options: dict[str, Any], parts: list[str]
+) -> None:
+    with pytest.raises(DatasetError) as caught:
+        read_samples(touch(tmp_path, files), **{"kind": SLIDES, **options})
+    assert [part for part in parts if part not in str(caught.value)] == [], caught.value
+
+
+# Files of splits
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ",train,val,test\n0,a,c,1_1\n1,b,,\n",
+        "train;val;test\r\na;c;1_1\r\nb;;\r\n",
+        ",train,val,test\na,True,False,False\nb,TRUE,False,False\nc,False,True,False\n1_1,False,False,True\nd,False,False,False\n",
+        "slide_id,case_id,split\na,p,train\nb,p,train\nc,q,val\n1_1,r,test\n",
+        "\ufeffslide_id;fold;split\r\na;0;train\r\nb;1,0;train\r\nc;;val\r\n1_1;NaN;test\r\n",
+    ],
+)
+def test_split_files(tmp_path: Path, text: str) -> None:
+    (tmp_path / "splits_0.csv").write_text(text, newline="", encoding="utf-8")
+    found = read_split_file(tmp_path / "splits_0.csv")
+    assert {each.name: each.split for each in found} == {"a": "train", "b": "train", "c": "val", "1_1": "test"}
+    folds = {"a": 0, "b": 1} if "fold" in text else {}
+    assert {each.name: each.fold for each in found if each.fold is not None} == folds
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (",train,val,test\n0,a,c,\n1,b,a,\n", ["line 3", "'a'", "val", "line 2", "train"]),
+        (",train,val,test\n0,a,c,\n1,a,,\n", ["line 3", "'a'", "line 2"]),
+        (",train,val\na,True,True\n", ["line 2", "'a'"]),
+        (",train,val\n,True,False\n", ["line 2", "names no sample"]),
+        ("train,val\nTrue,False\n", ["no column of samples"]),
+        (",train\n0,a\n", ["line 1", "train", "slide_id and split"]),
+        (",train,val,valid\n0,a,b,c\n", ["line 1", "val and valid"]),
+        ("slide,label\na,x\n", ["line 1", "slide, label"]),
+        ("slide,split\na,x\n", ["line 2", "'split' is 'x'"]),
+        ("slide,fold\na,0\nb,x\n", ["line 3", "'fold' is 'x'"]),
+        ("slide,fold\na,0\na,1\n", ["line 3", "'a'", "fold 1", "line 2", "fold 0"]),
+        ("train,val\nnan,nan\n", ["names no sample"]),
+    ],
+)
+def test_split_files_that_are_wrong(tmp_path: Path, text: str, parts: list[str]) -> None:
+    (tmp_path / "splits_0.csv").write_text(text)
+    with pytest.raises(DatasetError) as caught:
+        read_split_file(tmp_path / "splits_0.csv")
+    assert [part for part in ["splits_0.csv", *parts] if part not in str(caught.value)] == [], caught.value
+
+
+def test_columns_of_numbers_that_the_user_names_are_those_of_training_in_order(slides: Path) -> None:
+    """Under other names. The same names in another order stay what they are."""
+    text = "slide,Dosis,Alter\ns1,1,2.5\ns2,3,4.5\n"
+    how: dict[str, Any] = {"task": "regress", "label_columns": ("Alter", "Dosis")}
+    found = read(slides, text, classes=("age", "dose"), **how)
+    assert found.classes == ("age", "dose")
+    assert [row.label for row in found.rows] == [(2.5, 1.0), (4.5, 3.0)]
+    assert read(slides, text, classes=("Dosis", "Alter"), **how).classes == ("Alter", "Dosis")
