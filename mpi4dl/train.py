@@ -31,9 +31,12 @@ def train(comm: "Communicator", asked: CommandLine[Config]) -> None:
         return
 
     if asked.config.slides.fold == ALL_FOLDS:
-        from mpi4dl.inference.folds import train_folds
+        from mpi4dl.inference.folds import summarise
+        from mpi4dl.training.folds import train_folds
 
-        train_folds(comm, asked.config, asked.spell, asked.argv)
+        folder = train_folds(comm, asked.config, asked.spell, asked.argv)
+        if folder is not None:
+            summarise(comm, folder, spell=asked.spell)
         return
 
     from mpi4dl.training.run import fit

@@ -26,6 +26,7 @@ from mpi4dl.predict import PredictConfig
 from mpi4dl.report import ReportConfig
 from mpi4dl.serve import ServeConfig
 from mpi4dl.slides import COMMANDS as OF_SLIDES
+from mpi4dl.training.trained import ModelOptions
 from mpi4dl.view import ViewConfig
 from tests.pool.job import mpirun
 from tests.pool.zygote import ROOT
@@ -162,7 +163,8 @@ def test_a_command_is_one_that_there_is(command: Command) -> None:
     elif command.name in ("evaluate", "predict"):
         found = parse_options(config, words[1:], "", "")
         ranks = int(command.ranks or 1)
-        assert build_plan(placed(Config(), Inference(found.inputs, found.placing), ranks)[0]).num_ranks == ranks
+        values, _ = placed(ModelOptions(), Inference(found.inputs, found.placing), ranks)
+        assert build_plan(with_values(Config(), values)).num_ranks == ranks
     elif config is not None:
         parse_options(config, [*dropwhile(lambda word: not word.startswith("-"), words)], "", "")
     elif command.name.startswith("benchmarks run "):
