@@ -83,6 +83,7 @@ WHOLE = {
     "amin of equals": lambda x: x.clamp(-0.2, 0.2).amin(),
     "maximum of equals": lambda x: x.round().max(),
     "maximum of integers": lambda x: (3 * x).to(torch.int32).max(),
+    "places of numbers of 32 bits": lambda x: (x.float().max(2), x.float().argmin(), x.round().int().max(3)),
     "sum of integers": lambda x: (3 * x).to(torch.int32).sum(),
     "sum of booleans": lambda x: (x > 0).sum((0, 2, 3)),
     "logsumexp of booleans": lambda x: (x > 0).logsumexp(3),
