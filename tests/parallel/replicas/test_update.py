@@ -12,7 +12,7 @@ from mpi4dl.parallel.replicas import update
 from mpi4dl.parallel.replicas.buckets import BucketSegment
 from mpi4dl.parallel.replicas.group import ReplicaGroup
 from mpi4dl.parallel.replicas.update import Device, Disk, Host, Master, Update, home_for, make_master
-from tests.pool.ranks import Ranks
+from tests.parallel.spatial.comparing import on_ranks
 
 F64 = torch.float64
 
@@ -119,15 +119,11 @@ def build_and_step(comm: Communicator, home: Disk) -> None:
     group.step(1.0)
 
 
-def fill(comm: Communicator, room: int) -> str:
-    with pytest.raises(Refusal) as refused:
-        build_and_step(comm, Full(room if comm.rank == 1 else 100))
-    return str(refused.value)
-
-
 @pytest.mark.parametrize("room", [0, 2], ids=["when built", "in the first step"])
-def test_all_ranks_learn_that_the_disk_of_one_is_full(ranks: Ranks, room: int) -> None:
-    assert ranks(2).run(fill, room) == ["rank 1: there is no room"] * 2
+@on_ranks(2)
+def test_all_ranks_learn_that_the_disk_of_one_is_full(comm: Communicator, room: int) -> None:
+    with pytest.raises(Refusal, match=r"^rank 1: there is no room$"):
+        build_and_step(comm, Full(room if comm.rank == 1 else 100))
 
 
 def test_a_full_disk_says_where_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
