@@ -208,9 +208,11 @@ def validation(shop: Shop, trained: "Trained") -> dict[str, Any]:
     import torch
     from torch.nn import functional as F
 
+    from mpi4dl.options.sources import TextSource
     from mpi4dl.training.texts import open_texts
 
-    texts = open_texts(shop.comm, trained.config)
+    assert isinstance(trained.run.source, TextSource)
+    texts = open_texts(shop.comm, trained.run.source)
     data = texts.validation
     (model,) = shop.held.modules_of.values()
     losses = []

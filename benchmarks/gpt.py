@@ -37,11 +37,13 @@ def plainly(config: "Config", texts: "Texts", num_steps: int) -> dict[str, Any]:
 
     from mpi4dl.options.models import build_model
     from mpi4dl.options.optimizers import build_optimizer, build_schedule
+    from mpi4dl.options.sources import source_of
 
-    model = build_model(config, texts.number_of_classes(config), 0)
+    source = source_of(config)
+    model = build_model(config, source.number_of_classes(texts.training), 0)
     optimizer = build_optimizer(config, model.parameters())
     schedule = build_schedule(config, optimizer)
-    training, validation = texts.loaders(config, lambda n: whole(n, config), lambda n: whole(n, config))
+    training, validation = source.loaders(texts, lambda n: whole(n, config), lambda n: whole(n, config))
     schedule.begin(num_steps)
     losses: list[float] = []
     began, epoch = time.perf_counter(), 0
@@ -78,6 +80,7 @@ def run(options: Options) -> None:
     from mpi4dl.comm import world
     from mpi4dl.options import build
     from mpi4dl.options.config import parse
+    from mpi4dl.options.sources import TextSource
     from mpi4dl.training.texts import open_texts
 
     config = parse(["--config", str(options.folder / "config.toml")])
@@ -85,7 +88,7 @@ def run(options: Options) -> None:
     steps = [each for each in records if each["phase"] == "train"]
     (validation,) = [each for each in records if each["phase"] == "validation"]
     interval, last = config.run.log_interval, steps[-1]["step"]
-    plain = plainly(config, open_texts(world(), config), last)
+    plain = plainly(config, open_texts(world(), TextSource(config)), last)
     means = [statistics.fmean(plain["losses"][max(0, each["step"] - interval) : each["step"]]) for each in steps]
     apart = max(abs(each["loss"] - mean) / mean for each, mean in zip(steps, means, strict=True))
     ours, theirs = build.build_plan(config).describe(), "plain PyTorch, one process"

@@ -45,21 +45,13 @@ TRAIN = """
     mpirun -n RANKS mpi4dl train --FLAG VALUE ...
     mpi4dl plan --FLAG VALUE ...
 """
-SMALL = """
-## mpi4dl export, mpi4dl report, mpi4dl view and mpi4dl doctor
+EXPORT = """
+## mpi4dl export
 
-- `mpi4dl export RUN OUT` writes weights for plain PyTorch. OUT ends in `.pt` or `.safetensors`. Of a run with
-  `--ema` it takes the average.
-- `mpi4dl report RUN RUN` writes a page of these runs. `--out FILE` names it (default `report.html`). Pictures of
-  images are shown that lie below the current folder or beside the runs; `--images FOLDER` names another place.
-- `mpi4dl view FOLDER` shows slides with predictions and maps in a browser. `--slides` and `--slides-folder` name slides
-  that have moved, and those of a FOLDER that somebody else's jobs wrote. `--assume-mpp` gives the microns per
-  pixel of slides that do not say them. `--host`, `--port` and `--allowed-hosts` are as those of serve; `--port` is 8080
-  by default.
-- `mpirun -n RANKS mpi4dl doctor` shows the MPI library, cores and GPUs, and times messages. `--gpu-wire` with
-  `auto`, `direct`, `staged` or `nccl` selects how GPU tensors travel. `--save FILE.toml` describes the machine for
-  `mpi4dl plan --machine`.
-- `mpi4dl slides check`, `tissue`, `hits` and `compose` have the options of `--help all`.
+    mpi4dl export RUN_OR_CHECKPOINT OUT
+
+It writes weights for plain PyTorch and has no options. OUT ends in `.pt` or `.safetensors`. Of a run with `--ema` it
+takes the average.
 """
 TITLES = {
     "model": "Model",
@@ -86,6 +78,13 @@ TITLES = {
     "batching": "Batch and cache",
     "serving": "Server",
     "cores": "Threads",
+    "reading": "Slides",
+    "outlining": "Tissue and output",
+    "annotated": "Annotations",
+    "composing": "Synthetic slides",
+    "examining": "Messages and machine",
+    "viewing": "Slides and address",
+    "page": "Page and images",
 }
 
 
@@ -153,12 +152,15 @@ def _presets() -> Iterable[str]:
 
 def options_page() -> str:
     """The text of docs/reference/options.md."""
+    from mpi4dl import report, view
+    from mpi4dl.doctor import DoctorConfig
     from mpi4dl.embed import EmbedConfig
     from mpi4dl.evaluate import EvaluateConfig
     from mpi4dl.generate import GenerateConfig
     from mpi4dl.plan import PlanConfig
     from mpi4dl.predict import PredictConfig
     from mpi4dl.serve import ServeConfig
+    from mpi4dl.slides import COMMANDS
 
     lines = [HEAD.rstrip("\n"), TRAIN.rstrip("\n"), *_defaults(), *_presets(), *_tables(PlanConfig, set())]
     seeing: set[str] = set()
@@ -172,7 +174,15 @@ def options_page() -> str:
     lines += ["\n## mpi4dl generate and mpi4dl serve"]
     lines += ["\n    mpirun -n RANKS mpi4dl generate RUN --FLAG VALUE ..."]
     lines += [*_tables(GenerateConfig, texts), *_tables(ServeConfig, texts)]
-    return "\n".join([*lines, SMALL.rstrip("\n")]) + "\n"
+    for name, each in COMMANDS.items():
+        lines += [f"\n## mpi4dl slides {name}", f"\n    mpirun -n RANKS mpi4dl slides {name} {each.words}"]
+        lines += [*_tables(each.config, set())]
+    lines += ["\n## mpi4dl doctor", "\n    mpirun -n RANKS mpi4dl doctor --FLAG VALUE ..."]
+    lines += [*_tables(DoctorConfig, set())]
+    for page, config in ((view, view.ViewConfig), (report, report.ReportConfig)):
+        name = page.__name__.rpartition(".")[2]
+        lines += [f"\n## mpi4dl {name}", f"\n    mpi4dl {name} {page.USAGE}", *_tables(config, set())]
+    return "\n".join([*lines, EXPORT.rstrip("\n")]) + "\n"
 
 
 def on_post_build(config: Any) -> None:

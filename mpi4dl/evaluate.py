@@ -38,12 +38,11 @@ class EvaluateConfig:
 @command(EvaluateConfig, USAGE, DESCRIPTION, source="the folder of a run, a checkpoint, or weights")
 def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     """Measure the model that `asked.source` names. Collective."""
-    from mpi4dl._signatures import signature_of
-    from mpi4dl.datasets.slides.record import record_of
     from mpi4dl.inference.images import framed_for, open_to_evaluate, seen_before
     from mpi4dl.inference.model import Predictor
     from mpi4dl.inference.scoring import judging_by, score
     from mpi4dl.results.evaluations import file_of_evaluation
+    from mpi4dl.results.slides import places_of
 
     config, options = asked.config, asked.config.evaluating
     others = options.slides or options.features
@@ -68,7 +67,7 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     )  # fmt: skip
     model = Predictor(asked.source, chosen, comm, partial(framed_for, comm, options, config.columns))
     images, which = open_to_evaluate(
-        comm, model.config, model.about, model.folder, options.images, others is not None, options.part
+        comm, model.trained, model.folder, options.images, others is not None, options.part
     )
     warnings: list[str] = []
     with comm.together((ValueError, OSError)):
@@ -86,9 +85,8 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
         "warnings": warnings,
         "plan": str(model.plan),
         "precision": config.placing.precision,
+        **places_of(images),
     }
-    slides = record_of(images)
-    told |= {} if slides is None else {"slides": {**slides, "signature": signature_of(slides)}}
     with comm.together():
         if comm.rank == 0:
             remarks = scores.write(file, told, options.level)

@@ -5,32 +5,21 @@ model.load_state_dict(safetensors.torch.load_file("weights.safetensors"))
 """
 
 import json
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from mpi4dl._commands import one_message, typed
 from mpi4dl._files import Replacement
-from mpi4dl.options.declare import CommandParser
+from mpi4dl.options.command import CommandLine, LocalCommand
+from mpi4dl.options.declare import ConfigError
 
+USAGE = "RUN_OR_CHECKPOINT OUT"
 DESCRIPTION = "Write the weights of a run as a state_dict for plain PyTorch. No MPI needed."
 SUFFIXES = (".pt", ".safetensors")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    with one_message():
-        command(argv)
-
-
-def command(argv: Sequence[str] | None) -> None:
-    """Export what a command line asks for. Raises ValueError and OSError."""
-    parser = CommandParser(prog=typed("export"), description=DESCRIPTION)
-    parser.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help="a run's folder, or a checkpoint in it")
-    parser.add_argument("out", metavar="OUT", type=Path, help="a file that ends in .pt or .safetensors")
-    options = parser.parse_args(argv)
-    if options.out.suffix not in SUFFIXES:
-        parser.error(f"{options.out} must end in {' or '.join(SUFFIXES)}")
-    for line in export(options.source, options.out):
-        print(line)
+@dataclass(frozen=True)
+class ExportConfig:
+    """No options: the suffix of OUT chooses the format."""
 
 
 def export(source: Path, out: Path) -> list[str]:
@@ -87,6 +76,15 @@ def export(source: Path, out: Path) -> list[str]:
     of = "" if of_average is None else f"; averages of the weights (ema), of {of_average}"
     return [*(f"skipped {text}" for text in skipped), f"{out}: {len(state)} values of {file}{of}{checked}"]
 
+
+def _export(_: CommandLine[ExportConfig], source: Path, out: Path) -> None:
+    if out.suffix not in SUFFIXES:
+        raise ConfigError(f"{out} must end in {' or '.join(SUFFIXES)}")
+    for line in export(source, out):
+        print(line)
+
+
+main = LocalCommand("export", _export, ExportConfig, USAGE, DESCRIPTION).main
 
 if __name__ == "__main__":
     main()

@@ -4,18 +4,17 @@ It describes a training with these flags, or searches for the fastest plan, with
 `--measure` starts short trainings by plans, and shows their speed and memory beside the estimates.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 
-from mpi4dl._commands import one_message, typed
 from mpi4dl._progress import ProgressLine
 from mpi4dl.estimate.plan_options import Measuring, OnMachine, Searched, Shown
+from mpi4dl.options.command import CommandLine, LocalCommand
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.declare import parse_options, spelling, without_flags
+from mpi4dl.options.declare import without_flags
 
 USAGE = "[--timeline FILE] [--config FILE] [--FLAG VALUE ...]"
 DESCRIPTION = "Show what a plan needs, search for the fastest, and --measure some. Only --measure needs MPI."
@@ -29,17 +28,11 @@ class PlanConfig(Config):
     measuring: Measuring = field(default_factory=Measuring)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print what the command line `argv` would train; whatever is wrong with it ends in one message."""
-    with one_message(spelling(PlanConfig)):
-        show(list(sys.argv[1:] if argv is None else argv))
-
-
-def show(argv: Sequence[str]) -> None:
+def show(asked_for: CommandLine[PlanConfig]) -> None:
     """Print the overview, and draw its timeline. Raises ValueError."""
-    config = parse_options(PlanConfig, argv, f"{typed('plan')} {USAGE}", DESCRIPTION)
+    config, argv = asked_for.config, asked_for.argv
     if config.run.print_config:
-        from mpi4dl.training.data import to_print
+        from mpi4dl.training.setup import to_print
 
         print(to_print(Config(**{section.name: getattr(config, section.name) for section in fields(Config)})), end="")
         return
@@ -75,8 +68,8 @@ def show(argv: Sequence[str]) -> None:
             found = planned(work, profiler, flags, progress)
             lines = [str(found)]
             if measures:
-                lines += ["", *table(measure([found.estimate], searched=False), None, work.num_tokens)]
-    print(spelling(PlanConfig)("\n".join(lines)))
+                lines += ["", *table(measure([found.estimate], searched=False), None, work.source.tokens)]
+    print(asked_for.spell("\n".join(lines)))
     if measures:
         print(f"measurements: {config.measuring.measure_folder}")
     if found is not None and timeline is not None:
@@ -114,6 +107,9 @@ def timeline_of(asked: str) -> Path:
         raise ConfigError(f"--timeline {path}: the name must end in .png or .txt")
     return path
 
+
+plan = LocalCommand("plan", show, PlanConfig, USAGE, DESCRIPTION)
+main = plan.main
 
 if __name__ == "__main__":
     main()

@@ -57,11 +57,7 @@ def predict(comm: "Communicator", asked: CommandLine[PredictConfig]) -> None:
 
     framed = partial(framed_for, comm, chosen, config.columns)
     model = Predictor(asked.source, Inference(config.inputs, config.placing), comm, framed)
-    images: Named
-    if chosen.images is not None:
-        images = open_any(comm, model.config, model.about, where)
-    else:
-        images = open_any_slides(comm, model.config, model.about)
+    images: Named = open_any_slides(comm, model.trained) if other else open_any(comm, model.trained, where)
     name = f"predictions-{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(where).absolute().name).strip('-')}"
     out = model.folder / name if config.predicting.out is None else Path(config.predicting.out)
     predicting = Predicting(model, images, where, out, (config,), speaks=True)

@@ -4,30 +4,32 @@ It is one file without scripts or network access: you can mail it, and read it o
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpi4dl._commands import one_message, typed
-from mpi4dl.options.declare import CommandParser
+from mpi4dl.options.command import CommandLine, LocalCommand
+from mpi4dl.options.declare import option
+from mpi4dl.options.kinds import NAME, optional
 
+USAGE = "RUN ... [--out FILE] [--images FOLDER]"
 DESCRIPTION = "Write an HTML page of runs: options, curves, metrics, images, speed and memory. No MPI needed."
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Write the page that the command line `argv` asks for; whatever is wrong with it ends in one message."""
-    with one_message():
-        command(argv)
+@dataclass(frozen=True)
+class Page:
+    """The file of the page, and the images that it shows."""
+
+    out: str = option("report.html", "the HTML file that is written", NAME)
+    images: str | None = option(
+        None,
+        "folder of the images that the page shows; none: looks below the current folder and beside the runs",
+        optional(NAME),
+    )
 
 
-def command(argv: Sequence[str] | None) -> None:
-    """Write the page that a command line asks for. Raises ValueError and OSError."""
-    parser = CommandParser(prog=typed("report"), description=DESCRIPTION)
-    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="a run's folder; several are shown together")
-    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("report.html"), help="default: %(default)s")
-    where = "where pictures of images are, if not below the current folder or beside the runs"
-    parser.add_argument("--images", metavar="FOLDER", type=Path, help=where)
-    options = parser.parse_args(argv)
-    for line in report(options.runs, options.out, options.images):
-        print(line)
+@dataclass(frozen=True)
+class ReportConfig:
+    page: Page = field(default_factory=Page)
 
 
 def report(runs: Sequence[Path], out: Path, images: Path | None = None) -> list[str]:
@@ -42,6 +44,14 @@ def report(runs: Sequence[Path], out: Path, images: Path | None = None) -> list[
         raise ValueError(f"--images {images}: no such folder; name the one that the names of images begin in")
     return write(runs, out, images)
 
+
+def _report(asked: CommandLine[ReportConfig], *runs: Path) -> None:
+    page = asked.config.page
+    for line in report(runs, Path(page.out), None if page.images is None else Path(page.images)):
+        print(line)
+
+
+main = LocalCommand("report", _report, ReportConfig, USAGE, DESCRIPTION).main
 
 if __name__ == "__main__":
     main()

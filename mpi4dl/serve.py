@@ -19,8 +19,9 @@ if runs(__name__):
 from mpi4dl._files import read_regular
 from mpi4dl._wording import to_install
 from mpi4dl.options.command import CommandLine, command
-from mpi4dl.options.declare import ConfigError, instead, option, same_as
-from mpi4dl.options.kinds import COUNT, COUNT_OR_ZERO, NAME, NAMES, NOT_NEGATIVE, integer, optional
+from mpi4dl.options.declare import ConfigError, instead, like, option, same_as
+from mpi4dl.options.kinds import COUNT, COUNT_OR_ZERO, NAME, NOT_NEGATIVE, PORT, optional
+from mpi4dl.options.sections.address import Address
 from mpi4dl.runs.stopping import StopSignals
 from mpi4dl.text.options import Batching, Ranks
 
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 USAGE = "RUN_OR_CHECKPOINT [--port PORT] [--FLAG VALUE ...]"
 DESCRIPTION = "Serve a trained model to clients of OpenAI's HTTP interface."
 TOKEN_VARIABLE = "MPI4DL_TOKEN"
-PORT = integer("a port from 0 to 65535", lambda port: 0 <= port <= 65535)
-
-
 MOST_BODY_BYTES = 1 << 20  # of a request
 
 
@@ -41,13 +39,7 @@ MOST_BODY_BYTES = 1 << 20  # of a request
 class Serving:
     """The address, limits of requests and connections, and how the server ends."""
 
-    host: str = option(
-        "127.0.0.1",
-        "address to listen on; the default is reachable from this machine only",
-        NAME,
-        brief="the address to listen on",
-        known_as=same_as("bind"),
-    )
+    host: str = like(Address, "host")
     port: int = option(
         8000,
         "port to listen on; 0: any free port, which is printed",
@@ -78,12 +70,7 @@ class Serving:
         brief="tokens of a text at most",
         known_as=same_as("max-model-len max-new-tokens"),
     )
-    allowed_hosts: tuple[str, ...] | None = option(
-        None,
-        "host names that clients may use, such as gpu7.example.org or '*.example.org'; none: localhost, the machine's "
-        "name, --host, and addresses",
-        optional(NAMES),
-    )
+    allowed_hosts: tuple[str, ...] | None = like(Address, "allowed_hosts")
     drain_seconds: float = option(30.0, "seconds that running requests may take when the server stops", NOT_NEGATIVE)
     threads: int | None = option(
         None,

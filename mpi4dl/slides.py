@@ -187,11 +187,16 @@ def tissue(comm: "Communicator", asked: CommandLine[TissueConfig]) -> None:
     _each(comm, len(slides), show)
 
 
-def _each(comm: "Communicator", count: int, work: Callable[[int, Feed], str]) -> int:
+def _each(
+    comm: "Communicator",
+    count: int,
+    work: Callable[[int, Feed], str],
+    done: Callable[[int], object] = lambda index: None,
+) -> int:
     """Share `count` slides over the ranks, print what `work(index, feed)` returns, and return how many lines that was.
 
-    `feed()` is a sign of life, due every few minutes: a rank without one ends the job. Collective; an OSError of one
-    rank ends the command on all.
+    Rank 0 calls `done(index)` for each slide that is done. `feed()` is a sign of life, due every few minutes: a rank
+    without one ends the job. Collective; an OSError of one rank ends the command on all.
     """
     from mpi4dl._progress import ProgressOfImages
     from mpi4dl.runs.stopping import SETTLED_SECONDS, HangTimeout
@@ -205,6 +210,9 @@ def _each(comm: "Communicator", count: int, work: Callable[[int, Feed], str]) ->
             if first + comm.rank < count:
                 with patience.working("slide"):
                     line = work(first + comm.rank, patience.feed)
+        with comm.together((OSError,)):
+            for index in range(first, min(first + comm.size, count)) if comm.rank == 0 else ():
+                done(index)
         lines = [each for each in comm.all_gather_object(line) if each]
         for each in lines if comm.rank == 0 else ():
             print(each, flush=True)
@@ -311,23 +319,37 @@ def compose(comm: "Communicator", asked: CommandLine[ComposeConfig]) -> None:
     """Write synthetic slides: stained tissue on glass, and lesions in those of every second patient. Collective."""
     from mpi4dl._files import write_durably
     from mpi4dl._wording import counted
-    from mpi4dl.datasets.slides.compose import RECORD, TABLE, Cohort
+    from mpi4dl.datasets.slides.compose import TABLE, Cohort
+    from mpi4dl.results.job import FolderJob, ItemInput, settings_of
+    from mpi4dl.results.names import COMPOSED
 
     folder, chosen = Path(asked.source), asked.config.composing
+    job: FolderJob | None = None  # on rank 0
+    todo: list[int] = []
     with comm.together((ValueError, OSError)):
         made = {name: getattr(chosen, name) for name in ("patients", "slides_each", "size", "lesion_share", "seed")}
         cohort = Cohort(mpps=chosen.mpp, **made)
-        folder.mkdir(parents=True, exist_ok=True)
-        cohort.require_own(folder)
+        numbers = {cohort.name(number): number for number in range(len(cohort))}
+        if comm.rank == 0:
+            inputs = dict.fromkeys(numbers, ItemInput(None))
+            there = [folder / name for name in (*numbers, TABLE)]
+            job = FolderJob(folder, COMPOSED, settings_of(asked.config), inputs, writes=there)
+            todo = [number for name, number in numbers.items() if name not in job.done]
+    todo = comm.broadcast_object(todo)
 
     def write(index: int, feed: Feed) -> str:
-        cohort.write(folder, index, feed)
+        cohort.write(folder, todo[index], feed)
         return ""
 
-    with comm.together((OSError,)):
-        if comm.rank == 0:  # before the slides: after an early end, only the same options continue
-            write_durably(folder / RECORD, cohort.record().encode())
-    _each(comm, len(cohort), write)
+    def done(index: int) -> None:
+        if job is not None:
+            job.add({"slide": cohort.name(todo[index])}, cohort.files(folder, todo[index]))
+
+    try:
+        _each(comm, len(todo), write, done)
+    finally:
+        if job is not None:
+            job.close()
     with comm.together((OSError,)):
         if comm.rank == 0:
             write_durably(folder / TABLE, cohort.table().encode())

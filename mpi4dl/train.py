@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 def train(comm: "Communicator", asked: CommandLine[Config]) -> None:
     """Train, or with `--print-config` print the options. Collective."""
     if asked.config.run.print_config:
-        from mpi4dl.training.data import to_print
-        from mpi4dl.training.resuming import as_it_began
+        from mpi4dl.training.setup import as_it_began, to_print
 
         config = as_it_began(comm, asked.config)
         with comm.together((ValueError,)):
@@ -32,9 +31,12 @@ def train(comm: "Communicator", asked: CommandLine[Config]) -> None:
         return
 
     if asked.config.slides.fold == ALL_FOLDS:
-        from mpi4dl.inference.folds import train_folds
+        from mpi4dl.inference.folds import summarise
+        from mpi4dl.training.folds import train_folds
 
-        train_folds(comm, asked.config, asked.spell, asked.argv)
+        folder = train_folds(comm, asked.config, asked.spell, asked.argv)
+        if folder is not None:
+            summarise(comm, folder, spell=asked.spell)
         return
 
     from mpi4dl.training.run import fit

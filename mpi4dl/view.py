@@ -3,30 +3,43 @@
 It serves a page to this machine: a list of slides, deep zoom, maps over slides, annotations. It works offline.
 """
 
-import argparse
 import asyncio
-import math
 import signal
 import sys
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpi4dl._commands import one_message, typed
 from mpi4dl._wording import counted, to_install
-from mpi4dl.options.declare import CommandParser
+from mpi4dl.options.command import CommandLine, LocalCommand
+from mpi4dl.options.config import Slides
+from mpi4dl.options.declare import like, option
+from mpi4dl.options.kinds import NAME, PORT, optional
+from mpi4dl.options.sections.address import Address
 
+USAGE = "FOLDER [--FLAG VALUE ...]"
 DESCRIPTION = "Show slides with their predictions and maps in a browser. No MPI needed."
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Serve what the command line `argv` asks for; whatever is wrong with it ends in one message."""
-    with one_message():
-        command(argv)
+@dataclass(frozen=True)
+class Viewing:
+    """The slides, if they have moved, and the address of the page."""
+
+    slides: str | None = option(None, "the table or folder of slides; none: as predict had it", optional(NAME))
+    slides_folder: str | None = like(Slides, "slides_folder")
+    assume_mpp: float | None = like(Slides, "assume_mpp")
+    host: str = like(Address, "host")
+    port: int = option(8080, "port to listen on; 0: any free port, which is printed", PORT)
+    allowed_hosts: tuple[str, ...] | None = like(Address, "allowed_hosts")
 
 
-def command(argv: Sequence[str] | None) -> None:
-    """Serve what a command line asks for, until a signal. Raises ValueError and OSError."""
-    options = _parser().parse_args(argv)
+@dataclass(frozen=True)
+class ViewConfig:
+    viewing: Viewing = field(default_factory=Viewing)
+
+
+def view(asked: CommandLine[ViewConfig], folder: Path) -> None:
+    """Serve the predictions in a folder until a signal. Raises ValueError and OSError."""
+    options = asked.config.viewing
     try:
         from mpi4dl._http import Limits, bind, is_loopback, url_of
         from mpi4dl.viewer.app import make_app, server_of
@@ -35,8 +48,9 @@ def command(argv: Sequence[str] | None) -> None:
         raise ValueError(f"the viewer needs packages that are not installed ({error}); run {needed}") from None
     from mpi4dl.viewer.results import read_results
 
-    results = read_results(options.folder, options.slides, options.slides_folder, options.assume_mpp)
-    app = make_app(results, (options.host, *options.allowed_hosts.split(",")))
+    table, slides_folder = (None if each is None else Path(each) for each in (options.slides, options.slides_folder))
+    results = read_results(folder, table, slides_folder, options.assume_mpp)
+    app = make_app(results, (options.host, *(options.allowed_hosts or ())))
     if not is_loopback(options.host):
         print(f"mpi4dl: everybody who reaches {options.host} can see these slides", file=sys.stderr)
     try:
@@ -52,43 +66,11 @@ def command(argv: Sequence[str] | None) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):  # also as uvicorn raises them again when it has stopped
             signal.signal(number, lambda *_: sys.exit(0))
         listener.listen()  # so that a browser may ask as soon as it knows the address
-        print(f"{counted(len(results.slides), 'slide')} of {options.folder} at {url_of(listener)}", flush=True)
+        print(f"{counted(len(results.slides), 'slide')} of {folder} at {url_of(listener)}", flush=True)
         asyncio.run(server_of(app, Limits()).serve([listener]))
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(prog=typed("view"), description=DESCRIPTION)
-    parser.add_argument(
-        "folder", metavar="FOLDER", type=Path, help="what predict or evaluate wrote by --out, or the folder of a run"
-    )
-    parser.add_argument("--slides", metavar="TABLE", type=Path, help="the table or folder of slides, if it has moved")
-    parser.add_argument(
-        "--slides-folder", metavar="FOLDER", type=Path, help="the folder of the slides, if it has moved"
-    )
-    parser.add_argument(
-        "--assume-mpp", metavar="UM", type=_mpp, help="microns per pixel of level 0 of slides that do not say it"
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s, for this machine only")
-    parser.add_argument("--port", type=_port, default=8080, help="default: %(default)s; 0: any free port")
-    parser.add_argument("--allowed-hosts", metavar="NAMES", default="", help="host names that browsers may use")
-    return parser
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port from 0 to 65535")
-    return int(text)
-
-
-def _mpp(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of microns per pixel")
-    return found
-
+main = LocalCommand("view", view, ViewConfig, USAGE, DESCRIPTION).main
 
 if __name__ == "__main__":
     main()

@@ -330,7 +330,6 @@ ALIKE = {
     ("mpi4dl.inference.model", "predictions"): "all ranks raise this Refusal together",
     ("mpi4dl.inference.model", "_found_late"): "the plan alone decides",
     ("mpi4dl.inference.model", "_one_by_one"): "all ranks raise this Refusal together",
-    ("mpi4dl.inference.scoring", "_add_counts"): "whether classes overlap follows from the model",
     ("mpi4dl.inference.predicting", "__iter__"): "whether outputs are dense follows from the model",
     ("mpi4dl.parallel.own_loop", "_gradients"): "ranks have kept the same tensors, in graphs of the same form",
     ("mpi4dl.options.tasks", "build_task"): "an option, on which all have agreed",
@@ -548,3 +547,39 @@ def test_the_checker_of_sizes_can_fail() -> None:
     assert list(too_large("def f(a, b, c, d, e, f, g, h):\n    pass\n", "a")) == ["a.f takes 8 arguments"]
     assert list(too_large("def f():\n" + "    pass\n" * 60, "a")) == ["a.f has 61 lines"]
     assert nested(ast.parse("if a:\n    pass\nelif b:\n    pass\nelif c:\n    pass")) == 1
+
+
+# Who turns a configuration into objects; below, everybody gets these, or the section that is asked for.
+MAY_NAME_CONFIG = (
+    "mpi4dl.options.",
+    "mpi4dl.runs.",
+    "mpi4dl.training.setup",
+    "mpi4dl.training.trained",
+    "mpi4dl.training.folds",
+)
+
+
+def names_config(source: str) -> list[str]:
+    """Where a module imports the class of all options, or takes one as an argument, in words."""
+    found = []
+    for node in ast.walk(parsed(source)):
+        if isinstance(node, ast.ImportFrom) and node.module == "mpi4dl.options.config":
+            found += [f"imports {each.name}" for each in node.names if each.name == "Config"]
+        elif isinstance(node, ast.arg) and node.annotation is not None:
+            names = {each.id for each in ast.walk(node.annotation) if isinstance(each, ast.Name)}
+            found += [f"takes {node.arg}"] * ("Config" in names)
+    return found
+
+
+def test_nobody_below_the_commands_gets_a_whole_configuration() -> None:
+    modules = {module_of(path): path.read_text() for path in python_files("mpi4dl")}
+    naming = {module for module, source in modules.items() if names_config(source)}
+    allowed = {module for module in naming if module.count(".") == 1 or module.startswith(MAY_NAME_CONFIG)}
+    assert naming == allowed
+    assert {"mpi4dl.train", "mpi4dl.runs.assembly", "mpi4dl.training.setup"} <= allowed
+
+
+def test_the_finder_of_whole_configurations_can_fail() -> None:
+    assert names_config("from mpi4dl.options.config import Config, parse") == ["imports Config"]
+    assert names_config("def f(config: Config | None): pass") == ["takes config"]
+    assert names_config("from mpi4dl.options.config import Data\ndef f(data: Data): pass") == []

@@ -60,7 +60,7 @@ class FileKind:
         if not folder.is_dir():
             what = f"is a file, not a folder of {self.nouns}" if folder.exists() else f"no such folder of {self.nouns}"
             raise DatasetError(f"{folder}: {what}: name one by `{self.folder_option}`")
-        return self.samples_of(folder, [path for path, _ in files_below(folder, self.suffixes)])
+        return self.samples_of(folder, [*files_below(folder, self.suffixes)])
 
     def samples_of(self, folder: Path, paths: Sequence[Path]) -> tuple[list[str], dict[str, str]]:
         """The same of these files in the folder."""

@@ -281,6 +281,14 @@ def num_bytes_of(path: Path) -> int:
     return found.st_size if stat.S_ISREG(found.st_mode) else UNKNOWN
 
 
+def known_size(path: Path) -> int:
+    """The same; UNKNOWN also of what is not there, such as a link to nowhere: opening it will say so."""
+    try:
+        return num_bytes_of(path)
+    except OSError:
+        return UNKNOWN
+
+
 def of_another_kind(values: str, others: str) -> str:
     """Why a volume does not belong to a set, after its name."""
     return (
@@ -289,16 +297,9 @@ def of_another_kind(values: str, others: str) -> str:
     )
 
 
-def files_below(folder: Path, suffixes: tuple[str, ...], without: Collection[str] = ()) -> Iterator[tuple[Path, int]]:
-    """The files below a folder that end so, and their sizes in bytes; `without` what is in folders of these names."""
+def files_below(folder: Path, suffixes: tuple[str, ...], without: Collection[str] = ()) -> Iterator[Path]:
+    """The files below a folder that end so; `without` what is in folders of these names."""
     for parent, folders, names in os.walk(folder):
         # A scanner's MRXS slide is one file beside a folder of its data; nothing in there ends like an image.
         folders[:] = [name for name in folders if visible(name) and name not in without]
-        for name in names:
-            if visible(name) and name.lower().endswith(suffixes):
-                path = Path(parent, name)
-                try:
-                    size = path.stat().st_size
-                except OSError:  # a link to nowhere is an image that cannot be read
-                    size = UNKNOWN
-                yield path, size
+        yield from (Path(parent, name) for name in names if visible(name) and name.lower().endswith(suffixes))

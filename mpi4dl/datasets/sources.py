@@ -14,13 +14,12 @@ from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.listed import (
     LAYOUT,
     TRAINING,
-    UNKNOWN,
     File,
     ListedFiles,
     class_folders,
     files_below,
+    known_size,
     mask_as_text,
-    num_bytes_of,
     parts,
     subfolders,
     text_of,
@@ -47,7 +46,9 @@ class SampleFiles(ListedFiles):
         self.source, self.kind, self.rows, self.columns = source, kind, table.rows, table.columns
         self.labels_of, self.classes, self.remarks = table.task, table.classes, table.remarks
         self.task = table.task or "classify"
-        super().__init__(root, [_file(root, row) for row in table.rows], kind is VOLUMES)
+        labels = [0 if row.label is None else row.label for row in table.rows]
+        files = [File(row.path, known_size(root / row.path), of) for row, of in zip(table.rows, labels, strict=True)]
+        super().__init__(root, files, kind is VOLUMES)
 
     @property
     def patients(self) -> list[str]:
@@ -112,14 +113,6 @@ class SampleFiles(ListedFiles):
 
 
 _TRAIN_VAL = ("train", "val")
-
-
-def _file(root: Path, row: Sample) -> File:
-    label = 0 if row.label is None else row.label
-    try:
-        return File(row.path, num_bytes_of(root / row.path), label)
-    except OSError:  # which opening it will say
-        return File(row.path, UNKNOWN, label)
 
 
 # A folder with a folder for each class.
@@ -203,7 +196,7 @@ def mask_table(root: Path, kind: FileKind = PICTURES, split: str = "", before: s
         raise DatasetError(f"{root}: has {', '.join(subfolders(root)) or 'no folders'}; {LAYOUT_OF_MASKS}")
     suffixes = mask_suffixes(kind is VOLUMES)
     images = _by_name(root / IMAGES, kind.below(root / IMAGES)[0], kind.suffixes)
-    files = [path.relative_to(root / MASKS).as_posix() for path, _ in files_below(root / MASKS, suffixes)]
+    files = [path.relative_to(root / MASKS).as_posix() for path in files_below(root / MASKS, suffixes)]
     masks = _by_name(root / MASKS, files, suffixes)
     if not images:
         raise DatasetError(f"{root / IMAGES}: has no {kind.nouns}; {LAYOUT_OF_MASKS}")
@@ -260,7 +253,7 @@ class MaskedFiles(SampleFiles):
         beside = source.parent if source.is_file() else root
         names = [str(row.annotation).replace("\\", "/") for row in table.rows]
         root_of_masks = beside if (beside / names[0]).is_file() else root
-        self.masks = ListedFiles(root_of_masks, [File(name, _size(root_of_masks / name)) for name in names])
+        self.masks = ListedFiles(root_of_masks, [File(name, known_size(root_of_masks / name)) for name in names])
         self._ignored = ignore_index
         places = dict.fromkeys((root, *(root / each for each in {name.partition("/")[0] for name in names})))
         named = next((path for path in (each / CLASSES for each in (*places, root.parent)) if path.is_file()), None)
@@ -313,13 +306,6 @@ class MaskedFiles(SampleFiles):
                 f"{self.masks.path(0).parent}: masks hold nothing but 0 and 255, and 255 is ignored: set "
                 "`ignore_index` to none if white is class 1"
             )
-
-
-def _size(path: Path) -> int:
-    try:
-        return num_bytes_of(path)
-    except OSError:  # which opening it will say
-        return UNKNOWN
 
 
 def _names(path: Path) -> tuple[str, ...]:

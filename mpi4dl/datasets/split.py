@@ -37,13 +37,20 @@ class Named(Dataset, Protocol):
 
 
 class Subset:
-    """Some samples of a dataset, in the given order."""
+    """Some samples of a dataset, in the given order.
+
+    Attributes:
+        values: the form in which values of volumes are read; None for images.
+        compared: whether ranks compare what they have of a sample.
+    """
 
     def __init__(self, whole: Named, indices: Sequence[int]) -> None:
         self.whole, self.indices = whole, indices
         self.classes = whole.classes
         self.channels = whole.channels
         self.task = task_of(whole)
+        self.values: str | None = getattr(whole, "values", None)
+        self.compared = bool(getattr(whole, "compared", False))
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -52,16 +59,6 @@ class Subset:
     def draws(self) -> bool:
         """Whether the samples are varied by random numbers of the dataset's own."""
         return bool(getattr(self.whole, "draws", False))
-
-    @property
-    def values(self) -> str | None:
-        """The form in which values of volumes are read; None for images."""
-        return getattr(self.whole, "values", None)
-
-    @property
-    def compared(self) -> bool:
-        """Whether ranks compare what they have of a sample."""
-        return bool(getattr(self.whole, "compared", False))
 
     def drawn(self, key: tuple[int, ...]) -> "Subset":
         """The samples as they are drawn by a key."""

@@ -17,8 +17,8 @@ from mpi4dl.engine import Engine
 from mpi4dl.estimate.passes import SLOW_PASSES, Passes, passes_of_needs, passes_of_patches, patches_words
 from mpi4dl.estimate.summary import PlanSummary, overview
 from mpi4dl.estimate.workload import Workload, kept_outputs
-from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.models import patch_options, tensor_styles
+from mpi4dl.options.declare import ConfigError
+from mpi4dl.options.sections.parallel import Parallel
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.costs.cost_model import Profiler, flop_seconds
 from mpi4dl.parallel.costs.sites import planned_cuts
@@ -31,15 +31,13 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions, segments_of
 from mpi4dl.parallel.streaming.memory_limit import ASSUMED_SPEEDS, Speeds, describe
 from mpi4dl.parallel.tensor.cutting import with_cuts
-from mpi4dl.tasks.task import TASKS, Task
 
 
 def passes_of(work: Workload, stages: LocalStages) -> Passes | None:
     """The passes of a step over streamed tiles; None without streaming, or if norms need no statistics passes."""
-    config = work.config
-    if config.parallel.stream_norm != "exact" or not config.streams_images:
+    if work.parallel.stream_norm != "exact" or not work.streams_images:
         return None
-    if config.model.patches is not None:
+    if work.patch is not None:
         return passes_of_patches(work, stages.plan)
     if not isinstance(stages.stream, StreamOptions):
         return None
@@ -54,22 +52,22 @@ def look_ahead(
 
     With patches it estimates the patches that each rank runs at once, as one image, and multiplies by their number.
     """
-    config, shown, patches = work.config, work.one_tile(plan), patch_options(work.config, plan)
+    shown, patches = work.one_tile(plan), work.patches_by(plan)
     profiler = options.pop("profiler", None) or Profiler.of_user()
     found = overview(
         work.name,
         shown.estimator(plan, device, profiler),
         plan,
-        accept=TASKS.get(config.data.task, Task).require_form,
-        recompute=config.training.recompute,
+        accept=work.require_form,
+        recompute=work.training.recompute,
         stream=stream if patches is None else None,
         **options,
     )
     if patches is None:
         return found
     passes = passes_of_patches(work, plan)
-    of_tile = shown.config.samples_per_step * shown.patches_each
-    of_all = config.samples_per_step * work.patches_each
+    of_tile = shown.batch[0] * shown.patches_each
+    of_all = work.batch[0] * work.patches_each
     remark = f"{patches.remark}; {counted(passes.tiles, 'tile')} of each rank in every pass over them"
     if work.patches is not None:
         remark += f"\n{patches_words(work, passes)}"
@@ -81,11 +79,11 @@ def require_rules(work: Workload, plan: Plan) -> None:
 
     A model in several stages is not looked at: which of its stages share what is known to their ranks.
     """
-    if plan.num_stages > 1 or plan.is_plain(0) or work.config.model.patches is not None:
+    if plan.num_stages > 1 or plan.is_plain(0) or work.patch is not None:
         return
     try:
         model = work.model()
-        cuts = planned_cuts(model, plan, tensor_styles(work.config))
+        cuts = planned_cuts(model, plan, work.styles)
         spatial.require_rules(model, plan.microbatch(work.batch), plan.shape(0), partial(with_cuts, cutting=cuts))
     except (spatial.NoRule, ValueError) as problem:
         raise ValueError(f"`model` {work.name}: {problem}") from problem
@@ -93,7 +91,7 @@ def require_rules(work: Workload, plan: Plan) -> None:
 
 def explain(work: Workload, engine: Engine) -> Iterator[str]:
     """The messages of each operator of a model in one stage, or the ranks of each stage; and the memory of a rank."""
-    stages, patches = engine.stages, work.config.model.patches
+    stages, patches = engine.stages, work.patch
     balance = stages.counts if stages.plan.num_stages > 1 else "flops"
     found = look_ahead(work, stages.plan, torch.device("cpu"), stages.stream, balance=balance)
     if engine.plan.num_stages == 1 and patches is None:
@@ -123,7 +121,7 @@ def stream_of(
     Where that is to be chosen, it is what chooses for stages of so many units, alike on all ranks if they are given the
     same `speeds`; these are measured if they are left out.
     """
-    chosen, limit = work.config.parallel, work.config.parallel.memory_limit
+    chosen, limit = work.parallel, work.parallel.memory_limit
     asked = chosen.stream
     if asked is None and chosen.stream_until is not None:
         raise ConfigError(f"`stream_until` {chosen.stream_until} says where streaming ends, but `stream` is missing")
@@ -135,11 +133,11 @@ def stream_of(
         return None
     if not isinstance(asked, str):
         segments = segments_of(chosen.stream_segments)
-        return StreamOptions(asked, chosen.stream_until, chosen.stream_norm, segments, kept_outputs(work.config))
+        return StreamOptions(asked, chosen.stream_until, chosen.stream_norm, segments, kept_outputs(chosen))
     if plan.bidirectional and chosen.stream_norm != "exact":
         raise ConfigError("copies in both directions share their statistics later: stream with `stream_norm` exact")
     estimator = work.estimator(None, device, Profiler.of_user())
-    estimator.speeds = speeds or measured_speeds(work.config, device)
+    estimator.speeds = speeds or measured_speeds(chosen, device)
 
     def choose(cuttable: Cuttable, counts: Sequence[int]) -> StreamOptions:
         found = estimator.choose_tiles(plan, counts, limit or 0, any_zero=False)
@@ -149,13 +147,12 @@ def stream_of(
     return choose
 
 
-def measured_speeds(config: Config, device: torch.device, local_size: int = 1) -> Speeds:
+def measured_speeds(chosen: Parallel, device: torch.device, local_size: int = 1) -> Speeds:
     """How fast this machine, of so many ranks, computes, and its disk is, where `stream` auto has to know.
 
     It is measured once, and remembered, so that the same job is streamed alike again. Of the memory that ranks leave,
     files get half.
     """
-    chosen = config.parallel
     if chosen.stream != "auto" or chosen.memory_limit is None:
         return ASSUMED_SPEEDS
     cached = max(0.0, memory_of_node() / local_size - chosen.memory_limit) / 2
@@ -189,7 +186,7 @@ def looked_at(work: Workload, engine: Engine, places: Sequence[NodeMemory]) -> t
             if places:
                 need = MemoryNeed(work, engine, places)
                 problem = need.problem()
-                refuses = work.config.parallel.memory_check == "error" and not work.config.run.dry_run
+                refuses = work.parallel.memory_check == "error" and not work.run.dry_run
                 if problem is not None and refuses and need.impossible:
                     return remarks, problem
                 remarks += [] if problem is None else [f"warning: {problem}"]
@@ -204,14 +201,14 @@ class MemoryNeed:
     """The memory that a run needs on its nodes, and other ways to run that need less."""
 
     def __init__(self, work: Workload, engine: Engine, places: Sequence[NodeMemory]) -> None:
-        self.work, self.config, self.plan, self.device = work, work.config, engine.plan, engine.device
+        self.work, self.plan, self.device = work, engine.plan, engine.device
         self.ranks: dict[NodeMemory, list[int]] = {}
         for rank, place in enumerate(places):
             self.ranks.setdefault(place, []).append(rank)
         self.estimator = work.one_tile(self.plan).estimator(self.plan, self.device, Profiler.of_user())
         self.counts = engine.stages.counts if self.plan.num_stages > 1 else (len(self.estimator.cuttable),)
-        self.stream = engine.stages.stream if self.config.model.patches is None else None
-        needs = self.of_ranks(self.config.data.batch_size, self.config.training.recompute, self.stream)
+        self.stream = engine.stages.stream if work.patch is None else None
+        needs = self.of_ranks(work.batch_size, work.training.recompute, self.stream)
         self.place = max(self.ranks, key=lambda place: self.on_place(place, needs) / place.num_bytes)
         self.most = max(needs)
         self.needed = self.on_place(self.place, needs)
@@ -221,7 +218,7 @@ class MemoryNeed:
         estimator = replace(self.estimator, image=self.work.of_batches(size).one_tile(self.plan).batch)
         needs = None if stream is None else estimator.streaming(self.plan, self.counts, stream)
         memory = estimator.memory(self.plan, self.counts, recompute, needs, exact=True)
-        return memory.of_ranks(self.plan.zero, self.config.parallel.offload == "disk")
+        return memory.of_ranks(self.plan.zero, self.work.parallel.offload == "disk")
 
     def on_place(self, place: NodeMemory, needs: Sequence[int]) -> int:
         """The memory of all ranks there together; `needs` are those of the ranks of one replica."""
@@ -236,8 +233,11 @@ class MemoryNeed:
     @property
     def impossible(self) -> bool:
         """Whether the run cannot fit: what is frozen, and types of 2 bytes, make it smaller than is counted."""
-        exact = not self.config.tuning.freeze and self.config.training.precision == "fp32"
-        return exact and self.needed > REFUSED * self.place.num_bytes
+        return (
+            not self.work.tuning.freeze
+            and self.work.training.precision == "fp32"
+            and self.needed > REFUSED * self.place.num_bytes
+        )
 
     def problem(self) -> str | None:
         """The sentence for the user; None if the run fits."""
@@ -257,17 +257,17 @@ class MemoryNeed:
 
     def remedies(self) -> Iterator[str]:
         """Remedies that fit, in words; each was counted."""
-        config, own = self.config, self.config.data.batch_size
+        work, own = self.work, self.work.batch_size
         limit = int(0.9 * self.place.num_bytes / len(self.ranks[self.place]))
-        by_limit = replace(config, parallel=replace(config.parallel, stream="auto", memory_limit=limit))
-        streams = not config.streams_images
+        by_limit = replace(work.parallel, stream="auto", memory_limit=limit)
+        streams = not work.streams_images
         speeds = measured_speeds(by_limit, self.device) if streams else ASSUMED_SPEEDS
         estimator = replace(self.estimator, streams=streams, speeds=speeds)
         for again, needs in estimator.ways(self.plan, self.counts, limit, any_zero=False):
-            if again and (config.training.recompute or config.model.patches is not None):
+            if again and (work.training.recompute or work.patch is not None):
                 continue
             word = f"`stream` auto with `memory_limit` {max(1, limit >> 20)}MiB" if needs else "`recompute`" * again
-            recompute, stream = again or config.training.recompute, self.stream if needs is None else needs.options
+            recompute, stream = again or work.training.recompute, self.stream if needs is None else needs.options
             for size in smaller(own, self.least_batch) if needs is None else (own,):
                 if (word or size != own) and self.fits(size, recompute, stream):
                     yield " with ".join(filter(None, (f"`batch_size` {size}" * (size != own), word)))
@@ -276,7 +276,7 @@ class MemoryNeed:
     @property
     def least_batch(self) -> int:
         plan = self.plan
-        return plan.replicas * max(plan.batch_ways) * ceil(plan.num_microbatches / self.config.training.accumulate)
+        return plan.replicas * max(plan.batch_ways) * ceil(plan.num_microbatches / self.work.training.accumulate)
 
 
 def smaller(batch_size: int, least: int) -> Iterator[int]:

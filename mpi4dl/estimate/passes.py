@@ -14,7 +14,6 @@ from mpi4dl._wording import counted, duration
 from mpi4dl.estimate.workload import Workload
 from mpi4dl.geometry import GridShape, even_cuts
 from mpi4dl.models.patches import PatchModel
-from mpi4dl.options.models import patch_options
 from mpi4dl.parallel.pipeline.split import image_dtype
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.memory_limit import SegmentNeeds, StreamNeeds, needs_of_segments
@@ -96,23 +95,23 @@ def patches_words(work: Workload, passes: Passes | None = None) -> str:
     """How often a step runs how many patches of slides; without `passes` there are no statistics passes."""
     assert work.patches is not None
     forward, backward = (1, 1) if passes is None else (passes.forward, passes.backward)
-    each, config = work.patches, work.config
+    each = work.patches
     found = (
-        f"a step runs about {counted(round(each.mean * config.samples_per_step), 'patch', 'patches')} with tissue, "
+        f"a step runs about {counted(round(each.mean * work.batch[0]), 'patch', 'patches')} with tissue, "
         f"{forward} x forward and {backward} x backward (the mean of {counted(each.looked_at, 'slide')})"
     )
-    if forward + backward >= SLOW_PASSES and config.slides.most_patches is None:
+    if forward + backward >= SLOW_PASSES and each.all:
         found += f"; `most_patches` {max(1, round(each.mean / 2))} would draw half of them in each epoch"
     return found
 
 
 def passes_of_patches(work: Workload, plan: Plan) -> Passes:
     """The passes over all patches. Segments are cut as in the run, because norms of branches may share a pass."""
-    model, options = work.model(), patch_options(work.config, plan)
+    model, options = work.model(), work.patches_by(plan)
     assert isinstance(model, PatchModel)
     assert options is not None
     encoder, size, grid = model.encoder, (model.patch, model.patch), plan.shape(0)
-    samples = max(1, work.config.samples_per_step // plan.num_microbatches)
+    samples = max(1, work.batch[0] // plan.num_microbatches)
     cuts = [round(cut * work.patches_each) for cut in even_cuts(samples, grid.batch)]
     counts, shape = [stop - start for start, stop in pairwise(cuts)], torch.Size((cuts[-1], work.channels, *size))
     tiles, spec = patch_tiles(shape, image_dtype(encoder), counts, GridShape(grid.size, 1, 1), 0, options.at_once)

@@ -23,9 +23,8 @@ from mpi4dl._wording import counted
 from mpi4dl.estimate.memory import HEAP_KEPT, OF_TENSORS, Allocator, BuildOptimizer, PlanMemory, StageState, count_state
 from mpi4dl.estimate.step_time import StepTime
 from mpi4dl.geometry import ceil_div
-from mpi4dl.options.build import options_of_plan
-from mpi4dl.options.config import Config, parse
-from mpi4dl.options.declare import flags_for, without_flags
+from mpi4dl.options.build import flags_with, options_of_plan
+from mpi4dl.options.sections.parallel import Parallel
 from mpi4dl.parallel.costs.cost_model import (
     Group,
     Profiler,
@@ -88,30 +87,27 @@ class PlanEstimate(NamedTuple):
             found.append(f"stream {grid_name(self.stream.counts)} in {cut}{files}")
         return ", ".join(found)
 
-    def options(self, config: Config) -> dict[str, Any]:
-        """The values of all options that this choice decides, for a command whose other options are those of `config`.
+    def options(self, parallel: Parallel, accumulate: int) -> dict[str, Any]:
+        """The values of all options that this choice decides, for a command that has these others.
 
         A balance by hand is for one number of stages, and gives way to the default.
         """
-        by_hand = isinstance(config.parallel.balance, tuple)
+        by_hand = isinstance(parallel.balance, tuple)
         stream = self.stream
         return {
-            **options_of_plan(self.plan, config.training.accumulate),
+            **options_of_plan(self.plan, accumulate),
             "stream": None if stream is None else stream.counts,
             "stream_segments": None if stream is None else "norms" if stream.segments == EACH_NORM else stream.segments,
             "stream_until": None if stream is None else stream.until,
-            "stream_keep": "disk" if stream is not None and stream.uses_files else config.parallel.stream_keep,
+            "stream_keep": "disk" if stream is not None and stream.uses_files else parallel.stream_keep,
             "memory_limit": None,
             "recompute": self.recompute,
-            "balance": Config().parallel.balance if by_hand else config.parallel.balance,
+            "balance": Parallel.balance if by_hand else parallel.balance,
         }
 
     def flags(self, given: Sequence[str] = ()) -> list[str]:
         """The flags of a training by this choice. Of `given`, flags of the command, those stay that it leaves open."""
-        decided = self.options(Config())
-        others = without_flags(Config, given, (name for name in decided if name != "balance"))
-        config = parse(others)
-        return [*others, *flags_for(config, self.options(config))]
+        return flags_with(given, self.options)
 
 
 class Step(NamedTuple):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from mpi4dl._files import unwritable
 from mpi4dl._memory import keep_freed_memory
@@ -26,11 +25,10 @@ from mpi4dl.estimate.scaling import draw_scaling, numbers_of_ranks, scaling_line
 from mpi4dl.estimate.search import candidates, degrees_of, ranked, search
 from mpi4dl.estimate.summary import PlanSummary
 from mpi4dl.estimate.workload import Workload
-from mpi4dl.options.build import build_plan, number_of_steps, options_of_plan
-from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.declare import with_values
+from mpi4dl.options.build import options_of_plan
+from mpi4dl.options.declare import ConfigError
 from mpi4dl.options.models import without_rules
-from mpi4dl.options.optimizers import build_optimizer, build_schedule
+from mpi4dl.options.sections.parallel import Parallel
 from mpi4dl.parallel.costs.cost_model import Profiler
 from mpi4dl.parallel.costs.store import Store, machine
 from mpi4dl.parallel.plan import Plan
@@ -57,40 +55,38 @@ def planned(work: Workload, profiler: Profiler, flags: Sequence[str], tell: Tell
 
     Raises ValueError for what the training would refuse, as far as that can be seen without its ranks.
     """
-    config = work.config
-    plan = build_plan(config)
+    plan = work.plan()
     if profiler.machine is not None and plan.num_ranks > profiler.machine.num_ranks:
         raise ConfigError(
             f"{plan} = {plan.num_ranks} ranks, but the machine of --machine has {profiler.machine.num_ranks}: raise "
             "`nodes` in its file, or plan for fewer ranks"
         )
-    if config.model.patches is not None and profiler.store.path is not None:
+    if work.patch is not None and profiler.store.path is not None:
         raise ConfigError(
-            f"`patches` {config.model.patches}: --timings is for models of whole images: leave it out, to time layers "
+            f"`patches` {work.patch}: --timings is for models of whole images: leave it out, to time layers "
             "here or count them by the rates of --machine"
         )
-    optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(2, 2))])
-    build_schedule(config, optimizer).begin(number_of_steps(config, work.num_batches))
+    work.require_schedule(work.num_batches)
     tell("looking for operators without a rule", 0, 0)
-    with without_rules(config):
+    with without_rules(work.parallel):
         require_rules(work, plan)
     tell("counting what each stage computes and keeps, and timing it", 0, 0)
-    with as_a_rank(config, plan.num_ranks) as device:
+    with as_a_rank(work.parallel, plan.num_ranks) as device:
         return look_ahead(
             work,
             plan,
             device,
             stream_of(work, plan, device),
-            balance=config.parallel.balance,
+            balance=work.parallel.balance,
             profiler=profiler,
             command=shlex.join(["mpirun", "-n", str(plan.num_ranks), "python", "-m", "mpi4dl.train", *flags]),
         )
 
 
 class Candidates(NamedTuple):
-    """What is searched: plans of up to `num_ranks` ranks for a configuration, of which each has `most_bytes`."""
+    """What is searched: plans of up to `num_ranks` ranks for a training, of which each has `most_bytes`."""
 
-    config: Config
+    work: Workload
     estimator: Estimator
     num_ranks: int
     ranks_per_node: int | None
@@ -103,19 +99,17 @@ class Candidates(NamedTuple):
         return [] if machine is None else [machine.describe()]
 
     def plans(self, num_ranks: int, batch_size: int | None = None) -> list[Plan]:
-        """Those that a training by them would take; `batch_size` is another one than that of the configuration."""
-        config, found = self.config, self.estimator
-        if batch_size is not None:
-            config = with_values(config, {"batch_size": batch_size})
+        """Those that a training by them would take; `batch_size` is another one than that of the options."""
+        work = self.work if batch_size is None else self.work.of_batches(batch_size)
+        found, accumulate = self.estimator, work.training.accumulate
         neighbours = min(num_ranks, self.ranks_per_node or num_ranks)
-        degrees = degrees_of(found.cuttable.model, num_ranks, neighbours, found.styles, config.parallel.moe == "expert")
-        kept = {name: getattr(config.parallel, name) for name in Plan.not_searched()}
+        degrees = degrees_of(found.cuttable.model, num_ranks, neighbours, found.styles, work.parallel.moe == "expert")
+        kept = {name: getattr(work.parallel, name) for name in Plan.not_searched()}
         image = (batch_size or found.image[0], *found.image[1:])
         plans = []
-        for each in candidates(num_ranks, len(found.cuttable), image, degrees, kept, config.training.accumulate):
-            asked = with_values(config, options_of_plan(each, config.training.accumulate))
+        for each in candidates(num_ranks, len(found.cuttable), image, degrees, kept, accumulate):
             with suppress(ConfigError):  # images of their own sizes share no microbatch
-                plans.append(build_plan(asked))
+                plans.append(work.plan(**options_of_plan(each, accumulate)))
         return plans
 
 
@@ -128,9 +122,9 @@ def searching(work: Workload, asked: Searched, profiler: Profiler, tell: Tell) -
     if machine is not None:
         limit, ranks_per_node = limit or machine.memory, ranks_per_node or machine.ranks_per_node
     tell("building the model", 0, 0)
-    with as_a_rank(work.config, num_ranks) as device:
+    with as_a_rank(work.parallel, num_ranks) as device:
         found = work.estimator(None, device, profiler)
-        yield Candidates(work.config, found, num_ranks, ranks_per_node, float("inf") if limit is None else limit)
+        yield Candidates(work, found, num_ranks, ranks_per_node, float("inf") if limit is None else limit)
 
 
 def searched(
@@ -144,7 +138,7 @@ def searched(
     """A table of the fastest plans, some of them `measured`, and the command that starts each. Raises ValueError."""
     with searching(work, asked, profiler, tell) as found:
         ranking = search(found.estimator, found.plans(found.num_ranks), found.most_bytes, tell)
-        how = (work.num_tokens, profiler.machine, found.estimator.profiler.source(found.estimator.device))
+        how = (work.source.tokens, profiler.machine, found.estimator.profiler.source(found.estimator.device))
         ranking = ranking._replace(best=tuple(measured(ranking.best)))
         return [*found.described, *ranked(ranking, found.num_ranks, found.most_bytes, flags, *how)]
 
@@ -155,7 +149,7 @@ def scaled(work: Workload, asked: Searched, on: OnMachine, profiler: Profiler, t
     with searching(work, asked, profiler, tell) as found:
         numbers, limit = numbers_of_ranks(found.num_ranks), found.most_bytes
         points = scaling_points(found.estimator, found.plans, numbers, on.scaling == "weak", limit, tell)
-    tokens = work.num_tokens
+    tokens = work.source.tokens
     lines = [*found.described, *scaling_lines(points, found.ranks_per_node, tokens, limit)]
     size = f"{tokens} tokens" if tokens else f"{'x'.join(map(str, found.estimator.image[2:]))} px"
     title = f"{work.name}, {size}: {on.scaling} scaling"
@@ -220,15 +214,15 @@ def require_ranks(asked: Searched, profiler: Profiler) -> int:
 
 
 @contextmanager
-def as_a_rank(config: Config, num_ranks: int) -> Iterator[torch.device]:
+def as_a_rank(parallel: Parallel, num_ranks: int) -> Iterator[torch.device]:
     """Compute in here as a rank of the training would: on which device, with the threads and the memory that it has.
 
     Ranks are taken to share this machine. Where a GPU was asked for and is not here, it cannot be timed.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(config.parallel.threads or asked_threads() or max(1, cores() // num_ranks))
-    keep_freed_memory(config.parallel.keep_freed_memory)
+    torch.set_num_threads(parallel.threads or asked_threads() or max(1, cores() // num_ranks))
+    keep_freed_memory(parallel.keep_freed_memory)
     try:
-        yield torch.device("cuda" if config.parallel.device != "cpu" and torch.cuda.is_available() else "cpu")
+        yield torch.device("cuda" if parallel.device != "cpu" and torch.cuda.is_available() else "cpu")
     finally:
         torch.set_num_threads(before)

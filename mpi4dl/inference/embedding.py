@@ -36,17 +36,16 @@ from mpi4dl.inference.masks import bases_of
 from mpi4dl.models.patches import headless
 from mpi4dl.models.registry import OWN_MODELS, TIMM
 from mpi4dl.options import parts
-from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.declare import options_of, value_of, with_options, with_values
+from mpi4dl.options.declare import ConfigError, options_of, value_of
 from mpi4dl.options.kinds import AUTO, part_name
-from mpi4dl.options.models import build_model
 from mpi4dl.options.parts import is_own
-from mpi4dl.options.sources import SlideSource, unstained
+from mpi4dl.options.sources import unstained
 from mpi4dl.results.job import FolderJob, ItemInput, settings_of
 from mpi4dl.results.names import FEATURES
-from mpi4dl.runs.assembly import assemble
 from mpi4dl.runs.folder import better_weights
 from mpi4dl.runs.stopping import HangTimeout
+from mpi4dl.training.data import measure_stains, shared
+from mpi4dl.training.trained import ModelOptions
 
 if TYPE_CHECKING:
     from mpi4dl.datasets.slides.dataset import Patches, SlideFolder
@@ -100,14 +99,15 @@ def _features(model: nn.Module, patches: Tensor, precision: str) -> Tensor:
     return found.flatten(1).float()
 
 
-def training_options(options: Any, comm: Communicator) -> Config:
+def training_options(options: Any, comm: Communicator) -> ModelOptions:
     """The options of an embedding as those of a training, which builds models and reads slides.
 
     The normalization of stains is that of the training of the weights, unless options say another. Collective; raises
     Refusal on all ranks if there is no such reference.
     """
     num_ranks, patch = comm.size, options.encoder.patches
-    shared = options_of(Config).keys() & options_of(type(options)).keys() - OTHERWISE
+    usual = ModelOptions()
+    shared = usual.names() & options_of(type(options)).keys() - OTHERWISE
     given = {name: value_of(options, name) for name in shared}
     given |= {"image_size": (patch, patch), "data": num_ranks, "batch_size": num_ranks}
     weights, model = options.encoder.weights, part_name(options.encoder.model)
@@ -119,13 +119,13 @@ def training_options(options: Any, comm: Communicator) -> Config:
                 trained = _trained_options(weights, model) if weights not in (None, PRETRAINED) else None
                 if asked["stain_reference"] is not None:
                     raise ConfigError("`stain_reference` is for a `stain_norm`: choose macenko or reinhard")
-                asked = {name: value_of(trained or Config(), name) for name in STAINS}
-            found = SlideSource(with_values(Config(), {**given, **asked})).with_reference()
-            stains = {name: value_of(found, name) for name in STAINS}
-    return with_values(Config(), {**given, **comm.broadcast_object(stains)})
+                asked = {name: (trained or usual).value(name) for name in STAINS}
+            found = usual.with_values({**given, **asked}).with_reference()
+            stains = {name: found.value(name) for name in STAINS}
+    return usual.with_values({**given, **comm.broadcast_object(stains)})
 
 
-def open_encoder(comm: Communicator, options: Any, config: Config) -> tuple[Encoder, list[str]]:
+def open_encoder(comm: Communicator, options: Any, model_options: ModelOptions) -> tuple[Encoder, list[str]]:
     """The model that the options name, with its weights, on each rank; and remarks. Collective.
 
     Raises:
@@ -134,9 +134,9 @@ def open_encoder(comm: Communicator, options: Any, config: Config) -> tuple[Enco
     from mpi4dl.checkpoints.weights import load_weights
     from mpi4dl.parallel.pipeline.local_stages import LocalStages
 
-    assembly = assemble(config, comm, ("model",))
-    chosen, name, patch = options.encoder, config.model_name, options.encoder.patches
-    own = is_own(config.model.model)
+    assembly = model_options.assemble(comm, ("model",))
+    chosen, name, patch = options.encoder, model_options.name, options.encoder.patches
+    own = is_own(model_options.part)
     weights = None if own and chosen.weights == PRETRAINED else chosen.weights
     trained = None
     with comm.together((ValueError, OSError)):
@@ -144,8 +144,8 @@ def open_encoder(comm: Communicator, options: Any, config: Config) -> tuple[Enco
             trained = _trained_options(weights, name)
     trained = comm.broadcast_object(trained)
     with comm.together((ValueError, TypeError)):
-        model = build_model(config, NUM_OUTPUTS, 3)
-        mean, std = _normalisation(config, model, trained, chosen.mean, chosen.std)
+        model = model_options.build(NUM_OUTPUTS, 3)
+        mean, std = _normalisation(model_options, model, trained, chosen.mean, chosen.std)
         try:
             headless(model, NUM_OUTPUTS)
         except ValueError as error:
@@ -156,7 +156,7 @@ def open_encoder(comm: Communicator, options: Any, config: Config) -> tuple[Enco
         try:
             remarks = [*load_weights(stages, weights, model=name, complete=True), *better_weights(Path(weights))]
         except Refusal as error:
-            raise Refusal(f"{error}{_other_encoder(config, trained)}") from None
+            raise Refusal(f"{error}{_other_encoder(model_options, trained)}") from None
     elif own:
         remarks = [f"the weights are those that {name} made"]
     else:
@@ -166,7 +166,7 @@ def open_encoder(comm: Communicator, options: Any, config: Config) -> tuple[Enco
         try:
             with torch.no_grad():
                 tried = _features(
-                    model, torch.zeros(1, 3, patch, patch, device=assembly.device), config.training.precision
+                    model, torch.zeros(1, 3, patch, patch, device=assembly.device), model_options.precision
                 )
         except (ValueError, TypeError, RuntimeError, AssertionError) as error:
             reason = str(error).partition("\n")[0]
@@ -175,11 +175,11 @@ def open_encoder(comm: Communicator, options: Any, config: Config) -> tuple[Enco
                 "or `model_options` such as img_size or dynamic_img_size"
             ) from None
     print_of = comm.broadcast_object(_fingerprint(model) if comm.rank == 0 else "")
-    found = Encoder(model, patch, tried.shape[1], mean, std, print_of, assembly.device, config.training.precision)
+    found = Encoder(model, patch, tried.shape[1], mean, std, print_of, assembly.device, model_options.precision)
     return found, remarks
 
 
-def _trained_options(weights: str, model: str) -> Config | None:
+def _trained_options(weights: str, model: str) -> ModelOptions | None:
     """The options of the training whose weights these are, as far as they tell how pixels become inputs; None if they
     do not say them.
 
@@ -196,14 +196,12 @@ def _trained_options(weights: str, model: str) -> Config | None:
     if about is None:
         return None
     options = about.options
-    return with_options(Config(), {name: options[name] for name in TRAINED if name in options})
+    return ModelOptions.read({name: options[name] for name in TRAINED if name in options})
 
 
-def _other_encoder(config: Config, trained: Config | None) -> str:
+def _other_encoder(asked: ModelOptions, trained: ModelOptions | None) -> str:
     """What to choose instead, if the weights are of another encoder than the one that is asked for; else empty."""
-    ours, theirs = (
-        None if each is None else (each.model_name, dict(each.model.model_options)) for each in (config, trained)
-    )
+    ours, theirs = (None if each is None else (each.name, dict(each.options)) for each in (asked, trained))
     if theirs is None or ours == theirs:
         return ""
     name, options = theirs
@@ -212,15 +210,15 @@ def _other_encoder(config: Config, trained: Config | None) -> str:
 
 
 def _normalisation(
-    config: Config, model: nn.Module, trained: Config | None, mean: Any, std: Any
+    options: ModelOptions, model: nn.Module, trained: ModelOptions | None, mean: Any, std: Any
 ) -> tuple[tuple[float, ...], ...]:
     """The mean and the standard deviation of channels: as asked, or those that the model was `trained` with."""
     usual: tuple[Any, Any] = ("imagenet", "imagenet")
-    name = config.model.model
+    name = options.part
     if trained is not None:
-        usual = (trained.data.mean, trained.data.std)
+        usual = (trained.mean, trained.std)
     elif is_own(name) or name in OWN_MODELS:
-        usual = (config.data.mean, config.data.std)
+        usual = (options.mean, options.std)
     elif name.startswith(TIMM):
         about = getattr(model, "pretrained_cfg", None) or {}
         usual = (about.get("mean") or "imagenet", about.get("std") or "imagenet")
@@ -265,7 +263,7 @@ def shares_of(units: Sequence[PatchBatch], num_ranks: int) -> list[list[PatchBat
 
 
 class Embedding:
-    """The slides that a configuration names, of which files of features are written into a folder. Collective.
+    """The slides that options name, of which files of features are written into a folder. Collective.
 
     `patience` ends the job if a rank is silent for too long. `close` lets other jobs into the folder.
 
@@ -280,17 +278,15 @@ class Embedding:
     """
 
     def __init__(
-        self, comm: Communicator, options: Any, config: Config, encoder: Encoder, patience: HangTimeout
+        self, comm: Communicator, options: Any, trained: ModelOptions, encoder: Encoder, patience: HangTimeout
     ) -> None:
-        from mpi4dl.training.data import shared
-
         def opened() -> tuple[Any, Any]:
-            slides = SlideSource(config).open_files(labelled=False)
+            slides = trained.source.open_files(labelled=False)
             return slides, slides
 
         self.comm, self.encoder, self.patience = comm, encoder, patience
         self.slides: SlideFolder = shared(comm, opened)[0]  # type: ignore[assignment]
-        self.at_once, self.num_workers = config.model.patches_at_once, options.work.num_workers
+        self.at_once, self.num_workers = trained.patches_at_once, options.work.num_workers
         self.names = [self.slides.name(index) for index in range(len(self.slides))]
         bases = [Path(without_suffix(name, WHOLE_SLIDES)) for name in self.names]
         if len({str(base).casefold() for base in bases}) < len(bases):
@@ -304,15 +300,16 @@ class Embedding:
         found = None
         with comm.together((ValueError, OSError)):
             if comm.rank == 0:
-                self.job = self._begin(options, config, folder)
+                self.job = self._begin(options, trained, folder)
                 found = self.job.settings, [n for n, name in enumerate(self.names) if name in self.job.done]
         self.settings, done = comm.broadcast_object(found)
         self.done = {*done}
         self.remarks = (*self.slides.remarks, *self.slides.first_slide())
 
-    def _begin(self, options: Any, config: Config, folder: Path) -> FolderJob:
+    def _begin(self, options: Any, trained: ModelOptions, folder: Path) -> FolderJob:
         """On rank 0. Raises ConfigError, ValueError, OSError."""
-        model, stains = config.model.model, SlideSource(config).stains()
+        source: Any = trained.source
+        model, stains = trained.part, source.stains()
         settings = settings_of(
             options,
             model=part_name(model) + (f" (file {parts.print_of(model)})" if is_own(model) else ""),
@@ -364,8 +361,6 @@ class Embedding:
 
     def measure_stains(self) -> None:
         """Measure the stains of all slides to do, each on one rank, if they are to be normalized."""
-        from mpi4dl.training.data import measure_stains
-
         measure_stains(self.comm, self.slides, self.todo, self.patience)
         self.unstained: list[str] = unstained(self.slides)
 

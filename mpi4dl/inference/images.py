@@ -1,7 +1,7 @@
 """The images that a trained model looks at: with labels, to be compared with, or any, wherever they lie."""
 
 import glob
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from math import prod
 from pathlib import Path
@@ -22,42 +22,47 @@ from mpi4dl.datasets.split import Named, Subset, in_whole
 from mpi4dl.datasets.table import folded_column
 from mpi4dl.datasets.volumes import open_volume
 from mpi4dl.inference.options import Evaluating, TableColumns, ToPredict
-from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.declare import value_of, with_values
+from mpi4dl.options.declare import ConfigError
 from mpi4dl.options.kinds import AUTO
-from mpi4dl.options.sources import LOOKED_AT, named_columns, source_of
+from mpi4dl.options.sources import LOOKED_AT
 from mpi4dl.runs.description import Description
 from mpi4dl.runs.samples import FILE as SAMPLES
 from mpi4dl.runs.samples import RunSamples
 from mpi4dl.tasks.task import TASKS
-from mpi4dl.training.data import open_images, shared, unlike_values
+from mpi4dl.training.data import shared, unlike_values
+from mpi4dl.training.trained import TrainedOptions
 
 LISTS = (".txt", ".lst")
 PATTERN = frozenset("*?[")
 
 
-def open_labelled(comm: Communicator, config: Config, about: Description, source: str | None) -> tuple[Named, str]:
+def open_labelled(comm: Communicator, trained: TrainedOptions, source: str | None) -> tuple[Named, str]:
     """Images with labels of the kind that the model was trained for, the same on all ranks, and which they are.
 
     Without a `source` they are those that validated. Collective. Raises Refusal on all ranks.
     """
-    _require_pictures(comm, config, source)
+    _require_pictures(comm, trained, source)
     if source is None:
-        found = open_images(comm, config).validation
+        found = trained.validation(comm)
         names = {found.name(index) for index in range(len(found))}  # one of all windows of a slide
         what = f"the {len(names)} images that validated in training"
     else:
-        told: list[str] = []
-
-        def open_twice() -> tuple[Named, Named]:
-            images, which = _labelled(source, config, about)
-            told.append(which)
-            return images, images
-
-        found, _ = shared(comm, open_twice)
-        what = comm.broadcast_object("".join(told))
-    require_alike(comm, found, about)
+        found, what = _shared(comm, lambda: _labelled(source, trained))
+    require_alike(comm, found, trained.about)
     return found, what
+
+
+def _shared(comm: Communicator, opened: Callable[[], tuple[Named, str]]) -> tuple[Named, str]:
+    """What `opened()` finds on rank 0, and says of it, on all ranks. Collective; raises Refusal on all ranks."""
+    told: list[str] = []
+
+    def open_twice() -> tuple[Named, Named]:
+        found, which = opened()
+        told.append(which)
+        return found, found
+
+    found, _ = shared(comm, open_twice)
+    return found, comm.broadcast_object("".join(told))
 
 
 def require_alike(comm: Communicator, found: Named, about: Description) -> None:
@@ -93,11 +98,12 @@ def _other_channels(found: Named, about: Description) -> str | None:
     return f"the images have {found.channels} channels, but the model was trained on {about.channels}"
 
 
-def _labelled(source: str, config: Config, about: Description) -> tuple[Named, str]:
+def _labelled(source: str, trained: TrainedOptions) -> tuple[Named, str]:
     """The images of a source, and which of them. Raises DatasetError."""
-    path, volumes, classes = Path(source).expanduser(), len(config.data.image_size) > 2, about.classes
+    about, axes = trained.about, len(trained.size)
+    path, volumes, classes = Path(source).expanduser(), axes > 2, about.classes
     if path.suffix == ".npz":
-        training, test = load_npz(path, len(config.data.image_size))
+        training, test = load_npz(path, axes)
         arrays = test or training
         if len(arrays.classes) <= len(classes):  # they are numbers, whatever training called them
             arrays.classes = classes
@@ -116,8 +122,8 @@ def _labelled(source: str, config: Config, about: Description) -> tuple[Named, s
         task=about.task if table else None,
         label_columns=about.classes if table and FORMS[about.task].named_by_column else None,
         classes=classes,
-        columns=named_columns(config.slides) if table else None,
-        ignore_index=config.data.ignore_index,
+        columns=trained.columns if table else None,
+        ignore_index=trained.ignore_index,
     )
     if not table:
         return files, f"{len(files)} {files.kind.nouns} of {folder}{which}"
@@ -151,19 +157,15 @@ def _part(path: Path) -> tuple[Path, str]:
     return path, ""
 
 
-def open_any(comm: Communicator, config: Config, about: Description, source: str) -> "UnlabelledFiles":
+def open_any(comm: Communicator, trained: TrainedOptions, source: str) -> "UnlabelledFiles":
     """Images without labels: all below a folder, one file, what a pattern matches, or a list has, on all ranks.
 
     Collective. Raises Refusal on all ranks.
     """
 
-    _require_pictures(comm, config, source)
-
-    def opened() -> tuple[UnlabelledFiles, UnlabelledFiles]:
-        files = _listed(source, len(config.data.image_size) > 2)
-        return files, files
-
-    found, _ = shared(comm, opened)
+    _require_pictures(comm, trained, source)
+    about = trained.about
+    found, _ = _shared(comm, lambda: (_listed(source, len(trained.size) > 2), ""))
     assert isinstance(found, UnlabelledFiles)
     if about.channels != found.channels:
         comm.agree(f"the images have {found.channels} channels, but the model was trained on {about.channels}")
@@ -171,8 +173,10 @@ def open_any(comm: Communicator, config: Config, about: Description, source: str
     return found
 
 
-def framed_for(comm: Communicator, asked: ToPredict | Evaluating, columns: TableColumns, config: Config) -> Config:
-    """The configuration of training with other slides, and the image size in which these fit. Collective.
+def framed_for(
+    comm: Communicator, asked: ToPredict | Evaluating, columns: TableColumns, trained: TrainedOptions
+) -> TrainedOptions:
+    """The options of training with other slides, and the image size in which these fit. Collective.
 
     Raises Refusal on all ranks for slides where training saw none, for features of slides likewise, and for columns of
     no other slides.
@@ -181,35 +185,26 @@ def framed_for(comm: Communicator, asked: ToPredict | Evaluating, columns: Table
     if slides is None and features is None:
         alone = next((each.name for each in fields(columns) if getattr(columns, each.name) is not None), None)
         comm.agree(None if alone is None else f"`{alone}` is for a table of other slides: name it by `slides`")
-        return config
-    problem, on_features = None, config.slides.features is not None
-    if config.slides.slides is None:
-        problem = "`slides` is for a model that was trained on `slides`: name pictures by `images`"
-    elif on_features and features is None:
-        problem = "the model was trained on `features`: name those of other slides, which mpi4dl embed writes"
-    elif features is not None and not on_features:
-        problem = "`features` is for a model that was trained on `features`: leave it out, and name `slides` alone"
-    comm.agree(problem)
-    from mpi4dl.training.setup import framed
-
-    size = config.data.image_size if config.data.fit == "crop" else AUTO
+        return trained
+    comm.agree(trained.source.refusal(slides, features))
+    size = trained.size if trained.fit == "crop" else AUTO
     given: dict[str, Any] = {"slides": slides or features, "features": features, "image_size": size}
     given["slides_folder"] = asked.slides_folder
     with comm.together((ValueError, OSError)):
-        named = _columns_of_slides(config, columns, Path(slides or features or "")) if comm.rank == 0 else None
+        named = _columns_of_slides(trained, columns, Path(slides or features or "")) if comm.rank == 0 else None
     given |= comm.broadcast_object(named)
     given["on_bad_image"] = "skip"  # which the predictions say
-    return framed(with_values(config, given), comm)
+    return trained.framed(comm, given)
 
 
-def _columns_of_slides(config: Config, columns: TableColumns, table: Path) -> dict[str, Any]:
+def _columns_of_slides(training: TrainedOptions, columns: TableColumns, table: Path) -> dict[str, Any]:
     """The columns of another table: those that were asked for, else those of training that it has. Raises DatasetError.
 
     Other ones are found by the usual names.
     """
     table = table.expanduser()
     asked = {each.name: getattr(columns, each.name) for each in fields(columns)}
-    trained = {name: value_of(config, name) for name in asked}
+    trained = {name: training.value(name) for name in asked}
     names = {name: (value,) if isinstance(value, str) else value or () for name, value in trained.items()}
     header = (
         open_table(table, SLIDES, {name for each in names.values() for name in each}).columns if table.is_file() else []
@@ -219,35 +214,24 @@ def _columns_of_slides(config: Config, columns: TableColumns, table: Path) -> di
     return {name: kept[name] if value is None else value for name, value in asked.items()}
 
 
-def _require_pictures(comm: Communicator, config: Config, source: str | None) -> None:
+def _require_pictures(comm: Communicator, trained: TrainedOptions, source: str | None) -> None:
     """Raise Refusal on all ranks if a model of slides, which have a resolution, is to look at pictures as they are."""
-    of_slides = source is not None and config.slides.slides is not None
+    of_slides = source is not None and trained.source.of_slides
     comm.agree("the model was trained on `slides`: name others by `slides`, not by `images`" if of_slides else None)
 
 
-def open_labelled_slides(
-    comm: Communicator, config: Config, about: Description, part: str | None = None
-) -> tuple[Named, str]:
-    """The slides that a configuration names, with labels of the kind of training, and which they are, on all ranks.
+def open_labelled_slides(comm: Communicator, trained: TrainedOptions, part: str | None = None) -> tuple[Named, str]:
+    """The slides that the options name, with labels of the kind of training, and which they are, on all ranks.
 
     Of a table with a split they are those of a part, by default for tests, or else for validation. Collective. Raises
     Refusal on all ranks.
     """
-    told: list[str] = []
-
-    def opened() -> tuple[Named, Named]:
-        found, which = held_out(source_of(with_values(config, {"task": about.task})).open_files(about.classes), part)
-        told.append(which)
-        return found, found
-
-    found, _ = shared(comm, opened)
-    require_alike(comm, found, about)
-    return found, comm.broadcast_object("".join(told))
+    found, which = _shared(comm, lambda: held_out(trained.files(), part))
+    require_alike(comm, found, trained.about)
+    return found, which
 
 
-def open_files_of_run(
-    comm: Communicator, config: Config, about: Description, folder: Path, part: str
-) -> tuple[Named, str]:
+def open_files_of_run(comm: Communicator, trained: TrainedOptions, folder: Path, part: str) -> tuple[Named, str]:
     """The samples of a split, such as val or test, by the table that a run keeps in its folder, and which they are.
 
     Files that came since are not among them. Collective. Raises Refusal on all ranks.
@@ -257,43 +241,35 @@ def open_files_of_run(
         missing = f"{folder}: has no {SAMPLES}, in which a run keeps which samples are for what: name others"
     comm.agree(comm.broadcast_object(missing))
 
-    def opened() -> tuple[Named, Named]:
-        files = source_of(with_values(config, {"task": about.task})).open_files(about.classes)
-        split: Any = files.split(fraction=0.5, seed=0, split_file=kept)[0].whole
+    def opened() -> tuple[Named, str]:
+        split: Any = trained.files().split(fraction=0.5, seed=0, split_file=kept)[0].whole
         indices = [i for i, row in enumerate(split.rows) if row.split == part]
         if not indices:
             raise DatasetError(f"`part` {part}: {kept}: no sample is for {part}")
-        found = Subset(split, indices)
-        return found, found
+        return Subset(split, indices), f"the {len(indices)} {part} {split.kind.nouns} of the run"
 
-    found, _ = shared(comm, opened)
-    require_alike(comm, found, about)
-    return found, f"the {len(found)} {part} {in_whole(found)[0].kind.nouns} of the run"
+    found, which = _shared(comm, opened)
+    require_alike(comm, found, trained.about)
+    return found, which
 
 
 def open_to_evaluate(
-    comm: Communicator,
-    config: Config,
-    about: Description,
-    folder: Path,
-    images: str | None,
-    named: bool,
-    part: str | None,
+    comm: Communicator, trained: TrainedOptions, folder: Path, images: str | None, named: bool, part: str | None
 ) -> tuple[Named, str]:
     """The images with labels that an evaluation is asked for, and which they are, on all ranks.
 
-    `images` is a source of pictures. Of a model of slides `named` says that the configuration names those asked for;
-    else they are the slides of a part of the run in this folder. Collective. Raises Refusal on all ranks.
+    `images` is a source of pictures. Of a model of slides `named` says that the options name those asked for; else they
+    are the slides of a part of the run in this folder. Collective. Raises Refusal on all ranks.
     """
-    of_files = images is None and source_of(config).has_files
+    of_files = images is None and trained.source.has_files
     comm.agree(
         None if of_files or part is None else "`part` is for the files that a run was trained on, or other `slides`"
     )
     if named:
-        return open_labelled_slides(comm, config, about, part)
+        return open_labelled_slides(comm, trained, part)
     if of_files:
-        return open_files_of_run(comm, config, about, folder, part or "val")
-    return open_labelled(comm, config, about, images)
+        return open_files_of_run(comm, trained, folder, part or "val")
+    return open_labelled(comm, trained, images)
 
 
 def seen_before(images: Any, folder: Path) -> list[str]:
@@ -316,15 +292,10 @@ def seen_before(images: Any, folder: Path) -> list[str]:
     return found
 
 
-def open_any_slides(comm: Communicator, config: Config, about: Description) -> Named:
-    """The slides that a configuration names, without their labels, on all ranks. Collective; raises Refusal."""
-
-    def opened() -> tuple[Named, Named]:
-        found = source_of(config).open_files(labelled=False)
-        return found, found
-
-    slides = shared(comm, opened)[0]
-    comm.agree(_other_channels(slides, about) or unlike_values(slides, about.values))
+def open_any_slides(comm: Communicator, trained: TrainedOptions) -> Named:
+    """The slides that the options name, without their labels, on all ranks. Collective; raises Refusal."""
+    slides, _ = _shared(comm, lambda: (trained.source.open_files(labelled=False), ""))
+    comm.agree(_other_channels(slides, trained.about) or unlike_values(slides, trained.about.values))
     return slides
 
 
@@ -413,7 +384,7 @@ class Coverage:
     """
 
     def __init__(self, comm: Communicator, model: Any, images: Named, whole: bool = False) -> None:
-        self.frame = model.config.data.image_size
+        self.frame = model.trained.size
         self.crops = model.fit == "crop" and not whole
         self.shares: list[float] = []
         self.remarks: list[str] = []
@@ -454,9 +425,8 @@ class Coverage:
         return [f"the model saw {mean:.3g} % of the pixels of images on average, {least:.3g} % at least"]
 
 
-def require_sight(config: Config, about: Description, source: str) -> None:
-    """Raises ConfigError for a model that sees no images."""
-    if TASKS[about.task].of_text:
-        raise ConfigError(
-            f"{source} is `model` {config.model_name}, which was trained on text: continue text with mpi4dl generate"
-        )
+def without_sight(trained: TrainedOptions, source: str) -> str | None:
+    """What to do with a model that sees no images, instead."""
+    if not TASKS[trained.about.task].of_text:
+        return None
+    return f"{source} is `model` {trained.name}, which was trained on text: continue text with mpi4dl generate"

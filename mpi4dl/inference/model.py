@@ -19,45 +19,25 @@ from mpi4dl.datasets.transform import Fit, View, as_fit
 from mpi4dl.datasets.transformed import Batch, TransformedImages
 from mpi4dl.engine import BatchOutputs, Runner
 from mpi4dl.geometry import Box
-from mpi4dl.inference.images import require_sight
+from mpi4dl.inference.images import without_sight
 from mpi4dl.inference.options import Inference, placed
-from mpi4dl.options import parts
-from mpi4dl.options.config import Config, facts
-from mpi4dl.options.data import build_views
-from mpi4dl.options.declare import with_values
-from mpi4dl.options.models import build_model
+from mpi4dl.options.config import facts
 from mpi4dl.options.sources import unstained
 from mpi4dl.parallel.inputs import Shape, own_or, size_of
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
-from mpi4dl.runs.assembly import assemble
-from mpi4dl.runs.description import description_of, find_weights, folder_of, hold_trained
+from mpi4dl.runs.description import find_weights, folder_of, hold_trained
 from mpi4dl.runs.folder import better_weights
 from mpi4dl.runs.stopping import HangTimeout
-from mpi4dl.tasks.task import TASKS, Task
+from mpi4dl.tasks.task import Task
 from mpi4dl.training.data import measure_stains
 from mpi4dl.training.input_pipeline import BadImages
+from mpi4dl.training.trained import TrainedOptions
 
 if TYPE_CHECKING:
-    from mpi4dl.datasets.slides.tissue import Mask
     from mpi4dl.inference.cell_maps import CellMaps
     from mpi4dl.parallel.streaming.patches import Attended
 
 OWN = ("model", "transforms")  # parts of the user's that this process needs
-
-
-def skips_glass(model: "Predictor") -> bool:
-    """Whether windows of slides that show no tissue are of the first class without a look at them."""
-    config, task = model.config, model.task
-    of_slides = config.slides.slides is not None and task.dense and not task.binary
-    return of_slides and model.fit == "crop" and config.slides.background != "keep"
-
-
-def cells_of(model: "Predictor", slide: Any) -> "Mask":
-    """Which cells of a slide have tissue, as the training found it."""
-    from mpi4dl.datasets.slides.tissue import tissue_cells
-
-    chosen = model.config.slides
-    return tissue_cells(slide, None if isinstance(chosen.tissue, str) else chosen.tissue, chosen.leave_out)
 
 
 class Prediction(NamedTuple):
@@ -74,10 +54,10 @@ class Prediction(NamedTuple):
 class Predictor:
     """A trained model of images over the ranks of `comm`. Collective, as are all methods.
 
-    `source` is the folder of a run, a checkpoint, or weights that mpi4dl wrote. `framed` gives the configuration of
-    training the size of other images, where that differs. Raises Refusal on all ranks, in one
-    sentence, if there are none, if code of the user's that the model needs is other than it was, or if the plan cannot
-    be.
+    `source` is the folder of a run, a checkpoint, or weights that mpi4dl wrote. `framed` gives the options of training
+    the size of other images, where that differs. `trained` are these, with the plan of now. Raises Refusal on all
+    ranks, in one sentence, if there are none, if code of the user's that the model needs is other than it was, or if
+    the plan cannot be.
     """
 
     def __init__(
@@ -85,7 +65,7 @@ class Predictor:
         source: str | Path,
         chosen: Inference,
         comm: Communicator,
-        framed: Callable[[Config], Config] = lambda config: config,
+        framed: Callable[[TrainedOptions], TrainedOptions] = lambda trained: trained,
     ) -> None:
         self.comm, self.source = comm, Path(source)
         comm.agree(None, source=str(source), **facts(chosen))
@@ -93,21 +73,19 @@ class Predictor:
         found = find_weights(comm, self.source)
         self.weights, self.average, self._remarks = found.weights, found.average, list(found.remarks)
         self._remarks += comm.broadcast_object(better_weights(self.source))
-        self.about, ours = about, _ = description_of(comm, self.weights, self.folder)
-        with comm.together((ValueError, OSError)):
-            owns = {name: getattr(chosen.inputs, name) for name in OWN}
-            config = about.config(str(self.weights), ours, chosen.inputs.trust_code, **owns)
-            require_sight(config, about, str(source))
-        if config.slides.slides is not None and config.data.fit == "auto":  # of a run that padded slides
-            config = with_values(config, {"fit": about.fit})
-        config = framed(config)
+        owns = {name: getattr(chosen.inputs, name) for name in OWN}
+        trained = TrainedOptions.of(comm, self.weights, self.folder, chosen.inputs.trust_code, owns)
+        self.about = about = trained.about
+        comm.agree(without_sight(trained, str(source)))
+        trained = framed(trained)
         with comm.together((ValueError,)):
-            self.config, why = placed(config, chosen, comm.size)
+            values, why = placed(trained, chosen, comm.size)
+            self.trained = trained.with_values(values)
         self.asked_fit, self.precision = chosen.inputs.fit, chosen.placing.precision
         self.fit: Fit = about.fit if self.asked_fit == "auto" else as_fit(self.asked_fit)
-        self.may_crop = "crop" in (self.asked_fit, config.data.fit)
+        self.may_crop = "crop" in (self.asked_fit, trained.fit)
         self._remarks += [why] if why else []
-        self.assembly = assemble(self.config, comm, OWN, num_samples=self.config.data.batch_size)
+        self.assembly = self.trained.assemble(comm, OWN, self.trained.batch_size)
         self.plan = self.assembly.plan
         # Of code of the user's its name and its file, by option.
         prints = self.assembly.prints.items()
@@ -119,7 +97,7 @@ class Predictor:
             self.patience.feed()
             if self.precision == "int8":
                 self._remarks.append(self._round_weights(held))
-            self.runner = Runner(held, self.plan, comm=comm, precision=self.config.training.precision)
+            self.runner = Runner(held, self.plan, comm=comm, precision=self.trained.precision)
         self.runner.executor.progress = lambda doing: self.patience.feed()
 
     def _round_weights(self, held: LocalStages) -> str:
@@ -127,13 +105,13 @@ class Predictor:
         from mpi4dl.parallel.pipeline.split import outline
 
         with self.comm.together((ValueError, TypeError)):
-            model = outline(lambda: build_model(self.config, self.about.num_outputs, self.about.channels))
+            model = outline(lambda: self.trained.build(self.about.num_outputs, self.about.channels))
         return round_weights(held, model)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """End the job if a rank is silent for too long in here, where others wait for it."""
-        self.patience = HangTimeout(self.config.parallel.hang_timeout if self.comm.size > 1 else 0.0)
+        self.patience = HangTimeout(self.trained.hang_timeout if self.comm.size > 1 else 0.0)
         try:
             yield
         finally:
@@ -146,19 +124,26 @@ class Predictor:
 
     def title(self) -> list[str]:
         """The title, in lines."""
-        size = "x".join(map(str, self.config.data.image_size))
+        size = "x".join(map(str, self.trained.size))
         known = ", ".join(map(printable, self.about.classes[:10])) + " ..." * (len(self.about.classes) > 10)
-        what = f"{self.config.model_name} to {self.about.task}" + (f": {known}" if known else "")
+        what = f"{self.trained.name} to {self.about.task}" + (f": {known}" if known else "")
         shown = self.assembly.source.described or f"images of {size}"
         return [f"{self.weights}: {what}; {shown}; {self.plan.describe()}", *self._remarks]
 
-    @cached_property
+    @property
     def task(self) -> Task:
-        """The task of the training. The loss tells only whether classes of a mask may overlap, if it has a name."""
-        loss = self.config.training.loss
-        named = loss if isinstance(loss, str) and not parts.is_own(loss) else None
-        options = self.config.training.loss_options if named or loss is None else {}
-        return TASKS[self.about.task](self.about.num_outputs, named, options)
+        """The task of the training."""
+        return self.trained.task
+
+    @property
+    def by_windows(self) -> bool:
+        """Whether the model makes masks of windows of slides."""
+        return self.trained.source.of_slides and self.task.dense and self.fit == "crop"
+
+    @property
+    def skips_glass(self) -> bool:
+        """Whether windows of slides that show no tissue are of the first class without a look at them."""
+        return self.by_windows and not self.task.binary and self.trained.skips_glass
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
@@ -180,26 +165,26 @@ class Predictor:
 
         Raises Refusal on all ranks for what is no image's fault.
         """
-        config, runner, data = self.config, self.runner, self.config.data
+        trained, runner = self.trained, self.runner
         measure_stains(self.comm, images)
         for remark in unstained(images) if self.comm.rank == 0 else ():
             print(remark, flush=True)
         with self.comm.together((ValueError, TypeError)):
-            _, view = build_views(config, self.about.channels, self.fit)
+            view = trained.view(self.fit)
         loader = Loader(
             images,
             view,
-            data.batch_size,
+            trained.batch_size,
             self._boxes,
-            num_workers=data.num_workers,
+            num_workers=trained.num_workers,
             on_bad_image="report",
-            lazy=config.streams_images,
+            lazy=trained.streams,
         )
         bad = BadImages(self.comm, "skip", logs=False)
         with self._watched(), self.assembly.running(self.about.num_outputs, self.about.channels):
             for batch in loader.epoch(0):
                 self.patience.begin("batch")
-                size = data.image_size
+                size = trained.size
                 count = len(batch.indices)
                 microbatches, reads = (
                     self.plan.divide(count, False),
@@ -231,7 +216,7 @@ class Predictor:
         maps: "CellMaps | None",
     ) -> Prediction:
         given = (batch.tiles, len(batch.indices), microbatches)
-        sizes = own_or(batch.sizes, self.config.data.image_size)
+        sizes = own_or(batch.sizes, self.trained.size)
         watching: AbstractContextManager[None] = nullcontext()
         if maps is not None:
             watching, of = maps.watching(size_of(sizes, microbatches[0])), partial(maps.of, of)
@@ -242,7 +227,7 @@ class Predictor:
     def _found_late(self, refusal: Refusal) -> bool:
         """Whether an image that is read box by box was found to be damaged, by all ranks together."""
         together = self.plan.num_stages == 1 and not self.plan.bidirectional
-        if not (together and self.config.streams_images):
+        if not (together and self.trained.streams):
             return False
         cause = refusal.__cause__
         while isinstance(cause, Refusal):
@@ -272,5 +257,5 @@ class Predictor:
             yield seen
 
     def _boxes(self, num_samples: int, of_samples: Sequence[Shape] | None = None) -> list[Box]:
-        sizes = own_or(of_samples, self.config.data.image_size)
+        sizes = own_or(of_samples, self.trained.size)
         return [read.box for read in self.runner.reads(num_samples, sizes, False)]

@@ -1,10 +1,10 @@
 """The options of commands that use a trained model: changes to options of the training, plan and devices."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from math import isqrt, prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mpi4dl.options.config import Config, Data, Parallel, Slides
+from mpi4dl.options.config import Data, Parallel, Slides
 from mpi4dl.options.declare import ConfigError, instead, like, neutral, option, same_as
 from mpi4dl.options.kinds import (
     BOOLEAN,
@@ -19,7 +19,9 @@ from mpi4dl.options.kinds import (
     choice,
     optional,
 )
-from mpi4dl.options.sources import source_of
+
+if TYPE_CHECKING:
+    from mpi4dl.training.trained import ModelOptions
 
 PRECISIONS = ("fp32", "bf16", "fp16", "int8")
 MAPS = ("auto", "attention", "activation", "gradient", "none")
@@ -265,17 +267,22 @@ class EvaluationOptions:
     columns: LabelledColumns = field(default_factory=LabelledColumns)
 
 
-def placed(config: Config, chosen: Inference, num_ranks: int) -> tuple[Config, str]:
-    """The configuration of training with the plan that is asked for now, or that fits to so many ranks; and why."""
-    asked, size = chosen.placing, config.data.image_size
-    batch_size, what = chosen.inputs.batch_size or config.data.batch_size, source_of(config).sample_noun
+def placed(trained: "ModelOptions", chosen: Inference, num_ranks: int) -> tuple[dict[str, Any], str]:
+    """The options of training that are others for the plan that is asked for now, or that fits so many ranks; and why
+    it was chosen.
+
+    Raises ConfigError for a size of batches that cannot be.
+    """
+    asked, size = chosen.placing, trained.size
+    batch_size, what = chosen.inputs.batch_size or trained.batch_size, trained.source.sample_noun
+    own_sizes = trained.source.own_sizes
     tiles, data, why = asked.tiles, asked.data, ""
     alone = asked.stages == asked.tensor == 1
     if tiles is None and data is None and alone and num_ranks > 1:
         shared = prod(size) >= LARGE_PIXELS or (chosen.inputs.batch_size or num_ranks) < num_ranks
-        if config.model.patches is not None:
+        if trained.patch is not None:
             tiles, why = ((1, num_ranks),), f"`tiles` 1x{num_ranks}: ranks share the patches of each {what}"
-        elif shared or config.data.fit == "own":
+        elif shared or own_sizes:
             tiles = (_near_square(num_ranks, len(size)),)
             grid = "x".join(map(str, tiles[0]))
             why = f"`tiles` {grid}: all ranks share each {what}; `data` {num_ranks} would share out the {what}s"
@@ -286,7 +293,7 @@ def placed(config: Config, chosen: Inference, num_ranks: int) -> tuple[Config, s
     if data is None:
         others = asked.tensor * sum(prod(grid) for grid in _each(tiles, asked.stages))
         data = max(1, num_ranks // others)
-    if config.data.fit == "own":
+    if own_sizes:
         batch_size = data
         if chosen.inputs.batch_size not in (None, batch_size):
             held = f"with `data` {data} a batch has {batch_size}"
@@ -295,17 +302,10 @@ def placed(config: Config, chosen: Inference, num_ranks: int) -> tuple[Config, s
             )
     elif chosen.inputs.batch_size is None:
         batch_size = max(batch_size, data)
-    parallel = replace(
-        config.parallel,
-        tiles=tiles,
-        data=data,
-        balance="flops",
-        **{name: getattr(asked, name) for name in sorted(_SAME)},
-    )
-    data_section = replace(config.data, batch_size=batch_size, num_workers=chosen.inputs.num_workers)
     computed = "fp32" if asked.precision == "int8" else asked.precision  # int8 is of weights alone
-    training = replace(config.training, precision=computed)
-    return replace(config, parallel=parallel, data=data_section, training=training), why
+    more = {"batch_size": batch_size, "num_workers": chosen.inputs.num_workers, "precision": computed}
+    same = {name: getattr(asked, name) for name in _SAME}
+    return {**same, "tiles": tiles, "data": data, "balance": "flops", **more}, why
 
 
 _SAME = frozenset(each.name for each in fields(Placing)) & frozenset(each.name for each in fields(Parallel))

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mpi4dl._files import checksum
 from mpi4dl._progress import ProgressOfImages
-from mpi4dl._signatures import signature_of
 from mpi4dl._wording import counted, some
 from mpi4dl.comm import Refusal
 from mpi4dl.datasets.base import DatasetError, printable
@@ -32,12 +31,13 @@ from mpi4dl.inference.masks import (
     in_tissue,
     path_of,
 )
-from mpi4dl.inference.model import Prediction, Predictor, cells_of, skips_glass
+from mpi4dl.inference.model import Prediction, Predictor
 from mpi4dl.inference.options import ToPredict
 from mpi4dl.inference.records import NOT_NUMBERS, columns_of, is_undefined
-from mpi4dl.results.formats import Record, write_object
+from mpi4dl.results.formats import Record
 from mpi4dl.results.job import FolderJob, ItemInput, settings_of
 from mpi4dl.results.names import PREDICTIONS
+from mpi4dl.results.slides import places_of
 
 if TYPE_CHECKING:
     from mpi4dl.inference.cell_maps import CellMaps
@@ -77,7 +77,7 @@ class Predicting:
         task = model.task
         self.dense, self.binary = task.dense, task.binary
         self.apart = self.binary and len(model.classes) > 1
-        size = model.config.data.image_size
+        size = model.trained.size
         if self.dense and len(size) == 1:
             raise Refusal("masks of sequences are not written: predict by mpi4dl.Engine")
         if self.dense and out is None:
@@ -85,7 +85,7 @@ class Predicting:
         if self.dense and model.asked_fit == "crop":
             raise Refusal("`fit` crop is not for masks, which are of whole images: leave it out, or choose resize")
         self.coverage = Coverage(self.comm, model, images, whole=self.dense)
-        self.of_slides = self.dense and model.config.slides.slides is not None
+        self.of_slides = self.dense and model.trained.source.of_slides
         self.suffix = ARRAY
         if self.of_slides:
             self.suffix = CLASS_MAP
@@ -117,11 +117,11 @@ class Predicting:
             with self.comm.together():
                 if self.comm.rank == 0:
                     settings = self._settings(where, images, options)
-                    inputs, again = self._inputs(images), chosen.overwrite
-                    self.job = FolderJob(out, PREDICTIONS, settings, inputs, columns=columns, overwrite=again)
+                    again = chosen.overwrite
+                    how: dict[str, Any] = {"columns": columns, "more": places_of(images), "overwrite": again}
+                    self.job = FolderJob(out, PREDICTIONS, settings, self._inputs(images), **how)
                     for left in (out / FOLDER).rglob(".*.new"):
                         left.unlink(missing_ok=True)
-                    self._record_slides(out, images)
                     done = {*self.job.done}
                     if self.job.dropped and not again:
                         told = counted(len(self.job.dropped), "line")
@@ -136,7 +136,7 @@ class Predicting:
     def _kind_of_maps(self, asked: ToPredict) -> str:
         """attention, activation, gradient or none. Raises Refusal for what cannot be."""
         model, plan = self.model, self.model.plan
-        of_patches = model.config.model.patches is not None or model.config.slides.features is not None
+        of_patches = model.trained.patch is not None
         if asked.maps == "none" or (self.dense and asked.maps == "auto"):
             return "none"
         why = self._no_maps()
@@ -169,7 +169,7 @@ class Predicting:
             return "ranks must share each slide by `tiles` alone: leave out `data` and `stages`"
         if model.fit not in OWN_SCALE:
             return f"slides were fitted by {model.fit}, which changes their scale: train with `fit` {OWN_SCALE[0]}"
-        if len(model.config.data.image_size) != 2:
+        if len(model.trained.size) != 2:
             return "maps are of pictures: leave them out of volumes and sequences"
         return ""
 
@@ -208,15 +208,6 @@ class Predicting:
         told = ({**images.told(n), "as": str(self._bases[images.name(n)])} for n in numbers)
         return {images.name(n): ItemInput(images.path(n), each) for n, each in zip(numbers, told, strict=True)}
 
-    def _record_slides(self, out: Path, images: Named) -> None:
-        """Write where slides are, for the viewer. On rank 0; raises OSError."""
-        from mpi4dl.datasets.slides.record import SLIDES, record_of
-
-        record = record_of(images)
-        if record is not None:
-            record["signature"] = signature_of(record)
-            write_object(out / SLIDES, record)
-
     def _files(self, name: str) -> list[Path]:
         """Where the masks of an image are written."""
         assert self.out is not None
@@ -233,7 +224,7 @@ class Predicting:
         """The file of a slide's mask. Raises OSError, DatasetError."""
         from mpi4dl.inference.class_maps import ClassMap, MapOptions
 
-        options = MapOptions(self.min_area, self.model.config.slides.annotation_origin == "bounds")
+        options = MapOptions(self.min_area, self.model.trained.in_bounds)
         slide: Any = self.images.image(index)
         return ClassMap(path, slide, self.model.classes, options)
 
@@ -281,7 +272,7 @@ class Predicting:
         from mpi4dl.datasets.slides.features import Bag
         from mpi4dl.inference.maps import PatchMap, map_of_cells, write_map
 
-        attended, patch = self.model.attended, self.model.config.model.patches
+        attended, patch = self.model.attended, self.model.trained.patch
         cells = () if self.cells is None else self.cells.found
         self.num_unmapped += self.cells is not None and not cells
         if self.out is None or position >= max(len(cells), 0 if patch is None else len(attended)):
@@ -324,7 +315,7 @@ class Predicting:
         if "error" in record or not self.coverage.crops:
             return record
         try:
-            share = seen_of(self.images.image(index).size, self.model.config.data.image_size)
+            share = seen_of(self.images.image(index).size, self.model.trained.size)
         except DatasetError as error:
             return self._named(index, {"error": printable(str(error))})
         if share < 1 and not self.model.may_crop:
@@ -344,8 +335,8 @@ class Predicting:
         for start in range(0, len(self.images), AT_ONCE):
             indices = range(start, min(start + AT_ONCE, len(self.images)))
             targets = self.comm.broadcast_object([*map(self._target, indices)] if self.comm.rank == 0 else None)
-            if skips_glass(self.model):
-                targets = in_tissue(self.comm, Subset(self.images, indices), targets, partial(cells_of, self.model))
+            if self.model.skips_glass:
+                targets = in_tissue(self.comm, Subset(self.images, indices), targets, self.model.trained.tissue_cells)
                 self.num_windows[0] += sum(target.num_windows for target in targets)
                 self.num_windows[1] += sum(target.num_in_all for target in targets)
             windows = Windows(self.images, indices, targets)
@@ -376,7 +367,7 @@ class Predicting:
     def _target(self, index: int) -> Target:
         """How an image is seen; one that cannot be opened is found to be damaged when it is read."""
         model = self.model
-        frame = model.config.data.image_size
+        frame = model.trained.size
         try:
             source = tuple(self.images.image(index).size)
         except DatasetError:
@@ -402,7 +393,7 @@ class Predicting:
         postponed: FailingLater,
     ) -> None:
         """Put the windows of a batch into the masks that they belong to, on rank 0, some rows at a time. Collective."""
-        frame = self.model.config.data.image_size
+        frame = self.model.trained.size
         shape = self._shape(outputs, self.binary)
         if shape[self.binary :] != frame:
             sides = ("x".join(map(str, each)) for each in (shape[self.binary :], frame))
@@ -449,7 +440,7 @@ class Predicting:
 
     def _shape(self, outputs: BatchOutputs, channels: bool) -> tuple[int, ...]:
         """That of the dense outputs of an image. Collective."""
-        extent = torch.zeros(1 + channels + len(self.model.config.data.image_size), dtype=torch.int64)
+        extent = torch.zeros(1 + channels + len(self.model.trained.size), dtype=torch.int64)
         for piece in outputs.pieces:
             extent = extent.maximum(torch.tensor([cut.stop for cut in piece.where]))
         return tuple(self.comm.all_reduce(extent, "max").tolist())[1:]

@@ -110,6 +110,20 @@ def of_drawn_groups(measure: Measure, members: Sequence[Tensor]) -> Measure:
     return lambda drawn: measure(torch.cat([members[n] for n in drawn.tolist()]))
 
 
+def measured_by(
+    functions: Mapping[str, Measure], members: Mapping[Any, Tensor], count: int, resamples: int, level: float
+) -> dict[str, Measured]:
+    """Each metric of `count` samples with its interval, by the bootstrap over groups, whose `members` these are."""
+    found: dict[str, Measured] = {}
+    for name, function in functions.items():
+        low, high = math.nan, math.nan
+        if resamples and len(members) > 1:
+            of_groups = of_drawn_groups(function, [*members.values()])
+            low, high, _ = bootstrap(of_groups, len(members), num_resamples=resamples, level=level)
+        found[name] = Measured(function(torch.arange(count)), low, high)
+    return found
+
+
 @dataclass(frozen=True)
 class Samples:
     """Predictions (N, ...) and targets (N, ...) of samples of a level: slide, patient or image.
@@ -266,16 +280,7 @@ class Samples:
 
     def measured(self, judging: Judging, resamples: int, level: float) -> dict[str, Measured]:
         """Each metric with its interval, by the bootstrap over groups."""
-        members = [*self.members().values()]
-        everyone = torch.arange(len(self.of))
-        found: dict[str, Measured] = {}
-        for name, function in self.functions(judging).items():
-            low, high = math.nan, math.nan
-            if resamples and len(members) > 1:
-                of_groups = of_drawn_groups(function, members)
-                low, high, _ = bootstrap(of_groups, len(members), num_resamples=resamples, level=level)
-            found[name] = Measured(function(everyone), low, high)
-        return found
+        return measured_by(self.functions(judging), self.members(), len(self.of), resamples, level)
 
     def records(self, times: Mapping[str, int]) -> list[dict[str, Any]]:
         """A record of each patient with this number of slides, as the table of patients has it."""

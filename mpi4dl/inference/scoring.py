@@ -18,10 +18,11 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.split import Named, Subset, in_whole
+from mpi4dl.engine import BatchOutputs
 from mpi4dl.geometry import Interval
 from mpi4dl.inference.images import Coverage, open_files_of_run, open_labelled, seen_of
 from mpi4dl.inference.masks import Target, WindowInterval, Windows, in_tissue
-from mpi4dl.inference.model import Prediction, Predictor, cells_of, skips_glass
+from mpi4dl.inference.model import Prediction, Predictor
 from mpi4dl.inference.options import Inference
 from mpi4dl.inference.records import ALIKE, NOT_NUMBERS, columns_of, is_undefined
 from mpi4dl.inference.samples import (
@@ -35,15 +36,15 @@ from mpi4dl.inference.samples import (
     calibration_table,
     curves_table,
     draw_curves,
+    measured_by,
     members_of,
-    of_drawn_groups,
 )
 from mpi4dl.results.evaluations import write_evaluation
 from mpi4dl.results.formats import Record, table
 from mpi4dl.tasks.curves import CallCounts, is_rule
 from mpi4dl.tasks.formulas import as_targets
-from mpi4dl.tasks.metrics import MEASURES, WHY_NONE, bootstrap, of_class
-from mpi4dl.tasks.task import TASKS, Regress, Task
+from mpi4dl.tasks.metrics import MEASURES, WHY_NONE, of_class
+from mpi4dl.tasks.task import TASKS, Regress
 
 if TYPE_CHECKING:
     from mpi4dl.datasets.slides.windows import MaskWindow
@@ -189,11 +190,10 @@ def score(
     """Evaluate a model on images with labels. Collective; raises Refusal on all ranks if none can be read."""
     looked_at = _windows_of(model, images)
     images = images if looked_at is None else looked_at.images
-    found = _Collected(model, images, looked_at)
+    found: _Collected = _Masks(model, images, looked_at) if model.task.dense else _Answers(model, images)
     judging, noun = judging or Judging(), model.assembly.source.noun
-    of = (lambda outputs: model.task.measured(outputs, None)) if found.dense else model.task.predictions
     with closing(ProgressOfImages(len(images), speaks and model.comm.rank == 0, noun)) as progress:
-        for seen in model.predictions(looked_at or images, of):
+        for seen in model.predictions(looked_at or images, found.wanted):
             with model.comm.together():
                 found.add(seen)
             ended = [*map(found.ended, (*seen.indices, *seen.errors))]
@@ -209,13 +209,7 @@ def score(
     scores = None
     with model.comm.together((ValueError, TypeError, RuntimeError)):
         if model.comm.rank == 0:
-            if found.dense or found.undefined:
-                metrics, confusion = found.metrics(resamples, level)
-                scores = Scores(
-                    model.about.task, model.classes, metrics=metrics, confusion=confusion, what=noun, **kept
-                )
-            else:
-                scores = scores_of(found.samples(), judging, resamples, level, speaks=speaks, **kept)
+            scores = found.scores(judging, resamples, level, speaks, kept)
     shared = model.comm.broadcast_object(scores and replace(scores, records=(), levels=()))
     return shared if scores is None else scores
 
@@ -277,10 +271,10 @@ def judging_by(
     model = Predictor(source, chosen, comm)
     own = f"the validation {model.assembly.source.noun}s of the run"
     try:
-        if model.config.slides.slides is None:
-            images, which = open_labelled(comm, model.config, model.about, None)
+        if model.trained.source.of_slides:
+            images, which = open_files_of_run(comm, model.trained, model.folder, "val")
         else:
-            images, which = open_files_of_run(comm, model.config, model.about, model.folder, "val")
+            images, which = open_labelled(comm, model.trained, None)
         if comm.rank == 0 and speaks:
             print(f"the threshold is chosen on {which}", flush=True)
         found = score(model, images, resamples=0, level=0.95, speaks=speaks, judging=judging).thresholds
@@ -364,19 +358,18 @@ def _windows_of(model: Predictor, images: Named) -> _LabelledWindows | None:
 
     Collective.
     """
-    config = model.config
-    if config.slides.slides is None or not model.task.dense or model.fit != "crop":
+    if not model.by_windows:
         return None
     whole, found = in_whole(images)
     indices = [*dict.fromkeys(found)]
-    slides, frame = Subset(whole, indices), config.data.image_size
+    slides, frame = Subset(whole, indices), model.trained.size
     targets = None
     if model.comm.rank == 0:
         sizes = [_size_of(slides, index, frame) for index in range(len(slides))]
         targets = [Target.of(size, frame, "crop", beyond=True) for size in sizes]
     targets = model.comm.broadcast_object(targets)
-    if skips_glass(model):
-        targets = in_tissue(model.comm, slides, targets, partial(cells_of, model))
+    if model.skips_glass:
+        targets = in_tissue(model.comm, slides, targets, model.trained.tissue_cells)
     return _LabelledWindows(slides, range(len(slides)), targets)
 
 
@@ -401,40 +394,105 @@ def _undefined(predicted: Tensor) -> bool:
 
 
 class _Collected:
-    """The results so far: on rank 0 records, predictions and targets, or counts of pixels for each image.
+    """The results so far: records on all ranks, of images that can be read and of others. Subclasses measure them."""
 
-    With `windows` these are what the model looks at, in order.
-    """
-
-    def __init__(self, model: Predictor, images: Named, windows: _LabelledWindows | None = None) -> None:
-        self.model, self.images, self.windows = model, images, windows
-        self._of_windows: dict[int, tuple[Tensor, int]] = {}  # pixels counted, and windows with what is no number
-        self.task: Task = model.task
-        self.dense, self.binary = self.task.dense, self.task.binary
+    def __init__(self, model: Predictor, images: Named, whole: bool = False) -> None:
+        self.model, self.images, self.task = model, images, model.task
         self.records: dict[int, Record] = {}
         self.bad: dict[str, str] = {}
         self.count = 0
-        self.seen: list[tuple[Tensor, Tensor]] = []
-        self.counts: list[Tensor] = []
         self.undefined = 0  # images of which some output is not a number
         self.indices: list[int] = []
+        self.metric_names: Sequence[str] = model.task.metric_names
         self.patients = patients_of(images)
-        self.coverage = Coverage(model.comm, model, images, whole=windows is not None)
+        self.coverage = Coverage(model.comm, model, images, whole=whole)
 
-    def _with_share(self, index: int, said: Record) -> Record:
-        """A record, with the share of the image that the model saw if that may be a part."""
-        record = {**self._named(index), **said}
-        if self.coverage.crops:
-            share = seen_of(self.images.image(index).size, self.model.config.data.image_size)
+    def wanted(self, outputs: Any) -> Tensor:
+        """What is compared with labels, of the outputs of the model."""
+        raise NotImplementedError
+
+    def _take(self, seen: Prediction, outputs: BatchOutputs) -> None:
+        """Add the outputs of a batch. Collective."""
+        raise NotImplementedError
+
+    def _measured(self, judging: Judging, resamples: int, level: float, speaks: bool, kept: dict[str, Any]) -> Scores:
+        raise NotImplementedError
+
+    def scores(self, judging: Judging, resamples: int, level: float, speaks: bool, kept: dict[str, Any]) -> Scores:
+        """How well the model does, on rank 0, with what is `kept` of all images; of outputs that are no numbers NaN."""
+        if not self.undefined:
+            return self._measured(judging, resamples, level, speaks, kept)
+        nothing = Measured(math.nan, math.nan, math.nan)
+        return self._scores({name: nothing for name in self.metric_names if name != CONFUSION}, None, kept)
+
+    def _scores(self, metrics: Mapping[str, Measured], confusion: list[Any] | None, kept: dict[str, Any]) -> Scores:
+        task, noun = self.model.about.task, self.model.assembly.source.noun
+        return Scores(task, self.model.classes, metrics=metrics, confusion=confusion, what=noun, **kept)
+
+    def _place(self, index: int) -> tuple[int, bool]:
+        """The image of a sample that the model sees, and whether it is the last one of that."""
+        return index, True
+
+    def ended(self, index: int) -> bool:
+        """Whether all of an image was looked at, with this sample."""
+        return self._place(index)[1]
+
+    def add(self, seen: Prediction) -> None:
+        """Add a batch. Collective."""
+        for index, error in seen.errors.items():
+            self._fail(self._place(index)[0], printable(error))
+        if seen.outputs is not None:
+            self._take(seen, seen.outputs)
+
+    def _fail(self, index: int, error: str) -> None:
+        if index not in self.records:
+            self.bad[self.images.name(index)] = error
+            self.records[index] = {**self._named(index), "error": error}
+
+    def _record(self, index: int, said: Record | None) -> None:
+        """Add the record of an image, with the share that the model saw if that may be a part; None: no numbers."""
+        self.indices.append(index)
+        self.count += 1
+        if said is None:
+            self.undefined += 1
+            said = {"error": NOT_NUMBERS}
+        elif self.coverage.crops:
+            share = seen_of(self.images.image(index).size, self.model.trained.size)
             if share < 1 and not self.model.may_crop:
                 raise Refusal(self.coverage.refusal(self.images.name(index), share))
             self.coverage.add(share)
-            record["seen"] = share
-        return record
+            said = {**said, "seen": share}
+        self.records[index] = {**self._named(index), **said}
 
     def _named(self, index: int) -> Record:
         named = {"image": self.images.name(index)}
         return named if self.patients is None else {**named, "patient": self.patients[index]}
+
+
+class _Answers(_Collected):
+    """Answers of whole images or slides: their predictions and targets."""
+
+    def __init__(self, model: Predictor, images: Named) -> None:
+        super().__init__(model, images)
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def wanted(self, outputs: Any) -> Tensor:
+        return self.task.predictions(outputs)
+
+    def _take(self, seen: Prediction, outputs: BatchOutputs) -> None:
+        if outputs.dense:
+            raise Refusal(f"the model's outputs are dense, but it is evaluated to {self.model.about.task}: predict")
+        whole = outputs.whole
+        if whole is None:
+            self.count += len(seen.indices)  # which rank 0 records
+            return
+        values, targets = whole.double(), seen.labels
+        targets = targets.double() if targets.is_floating_point() else targets
+        if isinstance(self.task, Regress):
+            values = as_targets(values, targets)
+        self.seen.append((values, targets))
+        for index, value, label in zip(seen.indices, values, targets, strict=True):
+            self._record(index, None if is_undefined(value) else self.task.answer(self.model.classes, value, label))
 
     def samples(self) -> Samples:
         """The predictions and targets, of images or slides. Those of all images are numbers."""
@@ -444,80 +502,72 @@ class _Collected:
         noun, known = self.model.assembly.source.noun, self.patients is not None
         return Samples(noun, self.task, self.model.classes, names, of, outputs, targets, known)
 
-    def ended(self, index: int) -> bool:
-        """Whether all of an image was looked at, with this sample."""
-        return self.windows is None or self.windows.place(index)[2]
+    def _measured(self, judging: Judging, resamples: int, level: float, speaks: bool, kept: dict[str, Any]) -> Scores:
+        return scores_of(self.samples(), judging, resamples, level, speaks=speaks, **kept)
 
-    def add(self, seen: Prediction) -> None:
-        for index, error in seen.errors.items():
-            if self.windows is not None:
-                index = self.windows.place(index)[0]
-                self._of_windows.pop(index, None)
-                if self.images.name(index) in self.bad:
-                    continue
-            self.bad[self.images.name(index)] = printable(error)
-            self.records[index] = {**self._named(index), "error": printable(error)}
-        if seen.outputs is None:
-            return
-        self.count += len(seen.indices) if self.windows is None else 0
-        if self.dense:
-            self._add_counts(seen)
-        elif seen.outputs.dense:
-            raise Refusal(f"the model's outputs are dense, but it is evaluated to {self.model.about.task}: predict")
-        elif seen.outputs.whole is not None:
-            outputs, targets = seen.outputs.whole.double(), seen.labels
-            targets = targets.double() if targets.is_floating_point() else targets
-            if isinstance(self.task, Regress):
-                outputs = as_targets(outputs, targets)
-            self.seen.append((outputs, targets))
-            self.indices += seen.indices
-            for index, values, label in zip(seen.indices, outputs, targets, strict=True):
-                if is_undefined(values):
-                    self.undefined += 1
-                    self.records[index] = {**self._named(index), "error": NOT_NUMBERS}
-                    continue
-                said = self.task.answer(self.model.classes, values, label)
-                self.records[index] = self._with_share(index, said)
 
-    def _add_counts(self, seen: Prediction) -> None:
-        """Of each image, how many pixels of each class were taken for which one: each rank counts its own."""
-        assert seen.outputs is not None
-        size = 2 if self.binary else self.task.num_outputs
-        layers = self.task.num_outputs if self.binary else 1
+class _Masks(_Collected):
+    """Masks: of each image, how many pixels of each class were taken for which one.
+
+    With `windows` these are what the model looks at, in order. Labels that may overlap are layers of two classes each.
+    """
+
+    def __init__(self, model: Predictor, images: Named, windows: _LabelledWindows | None) -> None:
+        super().__init__(model, images, whole=windows is not None)
+        self.windows, self.metric_names = windows, ALIKE
+        self.layers, self.size = (self.task.num_outputs, 2) if self.task.binary else (1, self.task.num_outputs)
+        self._open: dict[int, tuple[Tensor, int]] = {}  # pixels counted, and windows with what is no number
+        self.counts: list[Tensor] = []
+
+    def wanted(self, outputs: Any) -> Tensor:
+        return self.task.measured(outputs, None)
+
+    def _place(self, index: int) -> tuple[int, bool]:
+        if self.windows is None:
+            return index, True
+        image, _, last = self.windows.place(index)
+        return image, last
+
+    def _take(self, seen: Prediction, outputs: BatchOutputs) -> None:
+        """Each rank counts the pixels that it has."""
+        size, layers, axes = self.size, self.layers, len(self.model.trained.size)
         found = torch.zeros((len(seen.indices), layers, size * size), dtype=torch.int64)
         undefined = torch.zeros(len(seen.indices), dtype=torch.int64)
-        for where, values in seen.outputs.pieces:
-            for place, number in enumerate(range(where[0].start, where[0].stop)):
-                for layer in range(layers):
-                    predicted = values[place, layer] if self.binary else values[place]
+        for where, values in outputs.pieces:
+            values = values.reshape(len(values), layers, *values.shape[-axes:])
+            for of_image, number in zip(values, range(where[0].start, where[0].stop), strict=True):
+                labels = seen.labels[number].reshape(layers, *seen.labels.shape[-axes:])
+                for layer, predicted in enumerate(of_image):
                     if _undefined(predicted):
                         undefined[number] += 1
                         continue
-                    predicted = predicted.long()
-                    true = seen.labels[number, layer] if self.binary else seen.labels[number]
-                    true = true[where[2:] if self.binary else where[1:]].long()
+                    true = labels[layer][where[-axes:]].long()
                     known = (true >= 0) & (true < size)
-                    pairs = true[known] * size + predicted[known]
+                    pairs = true[known] * size + predicted.long()[known]
                     found[number, layer] += torch.bincount(pairs, minlength=size * size)
         self.model.comm.all_reduce(found)
         self.model.comm.all_reduce(undefined)
-        counts = found.view(len(seen.indices), *((layers,) if self.binary else ()), size, size)
-        if self.windows is None:
-            self._count(seen.indices, counts, undefined)
+        for index, counts, wrong in zip(
+            seen.indices, found.view(-1, layers, size, size), undefined.tolist(), strict=True
+        ):
+            image, last = self._place(index)
+            before, already = self._open.pop(image, (torch.zeros_like(counts), 0))
+            self._open[image] = before + counts, already + wrong
+            if last:
+                self._end(image, *self._open.pop(image))
+
+    def _end(self, image: int, counts: Tensor, undefined: int) -> None:
+        """Add an image all of whose windows were looked at. Collective."""
+        if image in self.records:
             return
-        for index, each, wrong in zip(seen.indices, counts, undefined.tolist(), strict=True):
-            image, _, last = self.windows.place(index)
-            before, already = self._of_windows.pop(image, (torch.zeros_like(each), 0))
-            self._of_windows[image] = before + each, already + wrong
-            if last and self.images.name(image) not in self.bad:
-                total, missing = self._of_windows.pop(image)
-                error = None if layers > 1 else self._add_not_seen(image, total)
-                if error is not None:
-                    self.bad[self.images.name(image)] = error
-                    self.records[image] = {**self._named(image), "error": error}
-                    continue
-                self.count += 1
-                self._count((image,), total[None], torch.tensor([missing]))
+        if self.windows is not None and not self.task.binary:
+            error = self._add_not_seen(image, counts[0])
+            if error is not None:
+                self._fail(image, error)
+                return
+        self.counts.append(counts if self.task.binary else counts[0])
+        alike = {name: float(MEASURES[name](self.counts[-1].double())) for name in ALIKE}
+        self._record(image, None if undefined else alike)
 
     def _add_not_seen(self, image: int, total: Tensor) -> str | None:
         """Count the pixels of windows without tissue, which are of the first class; the error of their mask, if any."""
@@ -532,41 +582,17 @@ class _Collected:
         total[:, 0] += found
         return error
 
-    def _count(self, indices: Sequence[int], counts: Tensor, undefined: Tensor) -> None:
-        """Add images whose pixels are counted, (N, ..., classes, classes)."""
-        self.indices += indices
-        self.counts.append(counts)
-        for number, (index, each) in enumerate(zip(indices, counts, strict=True)):
-            if undefined[number]:
-                self.undefined += 1
-                self.records[index] = {**self._named(index), "error": NOT_NUMBERS}
-                continue
-            alike = {name: float(MEASURES[name](each.double())) for name in ALIKE}
-            self.records[index] = self._with_share(index, alike)
-
-    def metrics(self, resamples: int, level: float) -> tuple[dict[str, Measured], list[Any] | None]:
-        """The metrics of masks with intervals, and how classes were confused; of outputs that are no numbers, NaN."""
-        nothing = Measured(math.nan, math.nan, math.nan)
-        if self.undefined:
-            names = ALIKE if self.dense else self.task.metric_names
-            return {name: nothing for name in names if name != CONFUSION}, None
-        counts = torch.cat(self.counts).double()
+    def _measured(self, judging: Judging, resamples: int, level: float, speaks: bool, kept: dict[str, Any]) -> Scores:
+        counts = torch.stack(self.counts).double()
 
         def function(of: Any) -> Callable[[Tensor], float]:
             return lambda drawn: float(of(counts[drawn].sum(0)))
 
         functions = {name: function(MEASURES[name]) for name in ALIKE}
-        if not self.binary:
+        if not self.task.binary:
             for number, name in enumerate(self.model.classes):
                 for measure in ("dice", "iou"):
                     functions[f"{measure} {name}"] = function(partial(of_class, measure, number))
         of = range(self.count) if self.patients is None else [self.patients[index] for index in self.indices]
-        members = [*members_of(of).values()]
-        found: dict[str, Measured] = {}
-        for name, value in functions.items():
-            low, high = math.nan, math.nan
-            if resamples and len(members) > 1:
-                of_groups = of_drawn_groups(value, members)
-                low, high, _ = bootstrap(of_groups, len(members), num_resamples=resamples, level=level)
-            found[name] = Measured(value(torch.arange(self.count)), low, high)
-        return found, counts.sum(0).long().tolist()
+        metrics = measured_by(functions, members_of(of), self.count, resamples, level)
+        return self._scores(metrics, counts.sum(0).long().tolist(), kept)

@@ -70,11 +70,11 @@ class TrainedModel(Predictor):
         others = self._others(images, asked.slides, asked.features)
         model = self._framed(asked, given.columns)
         if others is not None:
-            found = open_any_slides(self.comm, model.config, model.about)
+            found = open_any_slides(self.comm, model.trained)
         elif images is None:
             raise Refusal("`images` is missing: a folder, an image, a pattern or a dataset; or `slides`, or `features`")
         elif isinstance(images, str | Path):
-            found = open_any(self.comm, self.config, self.about, str(images))
+            found = open_any(self.comm, self.trained, str(images))
         else:
             found = self._adapted(images)
         folder = None if out is None else Path(out)
@@ -100,8 +100,7 @@ class TrainedModel(Predictor):
         model = self._framed(asked, given.columns)
         if images is None or isinstance(images, str | Path):
             source = None if images is None else str(images)
-            of = (model.config, model.about, self.folder, source, others is not None, asked.part)
-            found, _ = open_to_evaluate(self.comm, *of)
+            found, _ = open_to_evaluate(self.comm, model.trained, self.folder, source, others is not None, asked.part)
         else:
             found = self._adapted(images)
             require_alike(self.comm, found, self.about)
@@ -133,7 +132,7 @@ class TrainedModel(Predictor):
         """This model, or the same one for slides of other sizes."""
         framed = partial(framed_for, self.comm, asked, columns)
         if asked.slides is None and asked.features is None:
-            framed(self.config)  # refuses columns of no table
+            framed(self.trained)  # refuses columns of no table
             return self
         return Predictor(self.source, self.chosen, self.comm, framed)
 

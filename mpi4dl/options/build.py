@@ -1,16 +1,26 @@
-"""The plan that a configuration asks for, and how the engine trains by it."""
+"""What a configuration asks a training to compute: the plan, the engine's options, and all of it as a spec."""
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import nn
 
 from mpi4dl._wording import counted
-from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.config import Config, ConfigError, Parallel, Training, parse
+from mpi4dl.options.declare import flags_for, with_values, without_flags
+from mpi4dl.options.models import build_model, patch_options, tensor_styles
+from mpi4dl.options.optimizers import build_optimizer, build_schedule
 from mpi4dl.options.parts import call, load
 from mpi4dl.options.sources import source_of
 from mpi4dl.parallel.inputs import batch_shape, of_tokens, space_of
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.tasks.task import TASKS, Task
+
+if TYPE_CHECKING:
+    from mpi4dl.parallel.streaming.patches import PatchOptions
 
 
 def build_plan(config: Config) -> Plan:
@@ -39,11 +49,6 @@ def options_of_plan(plan: Plan, accumulate: int = 1) -> dict[str, Any]:
     return {**plan.asked(), "microbatches": plan.microbatches // accumulate}
 
 
-def batch_of(config: Config, channels: int) -> tuple[int, ...]:
-    """The shape of a batch of images of so many channels, or of tokens, which have none."""
-    return batch_shape(config.samples_per_step, channels, config.data.image_size)
-
-
 def title_of(name: str, num_parameters: int, plan: Plan, image: Sequence[int], samples: str = "") -> str:
     """The model, the plan, and the samples of such a batch, in one line; `samples` describes them otherwise."""
     size, ranks = " x ".join(map(str, space_of(image))), counted(plan.num_ranks, "rank")
@@ -69,13 +74,96 @@ def engine_options(config: Config) -> dict[str, Any]:
     }
 
 
-def number_of_steps(config: Config, num_batches: int) -> int:
+def number_of_steps(training: Training, num_batches: int) -> int:
     """How many steps a run makes whose epochs have so many batches."""
-    steps, limit = config.training.epochs * num_batches, config.training.max_steps
+    steps, limit = training.epochs * num_batches, training.max_steps
     return steps if limit is None else min(steps, limit)
 
 
-def build_callbacks(config: Config) -> list[Any]:
+def build_callbacks(named: Sequence[Any]) -> list[Any]:
     """The callbacks of a run. Raises ConfigError."""
-    made = [load("callbacks", part) for part in config.run.callbacks]
+    made = [load("callbacks", part) for part in named]
     return [call("callbacks", part) if inspect.isclass(part) else part for part in made]
+
+
+def flags_with(given: Sequence[str], decided: Callable[[Parallel, int], Mapping[str, Any]]) -> list[str]:
+    """The flags of a training that are `given`, but for the options that `decided(parallel, accumulate)` decides.
+
+    A balance that is given is read by it.
+    """
+    names = decided(Parallel(), 1)
+    others = without_flags(Config, given, (name for name in names if name != "balance"))
+    config = parse(others)
+    return [*others, *flags_for(config, decided(config.parallel, config.training.accumulate))]
+
+
+@dataclass
+class TrainingSpec:
+    """What a training computes: the model for so many outputs, and images of so many channels, its plan and optimizer.
+
+    Attributes:
+        name: that of the model.
+        patch: the side of the patches in which the model sees images; None if it sees them whole.
+        batch: the shape of the samples of a step, (N, C, H, W), or (N, T) of tokens, which have no channels.
+        require_form: of the task, whether it takes outputs of some form; of no task yet all are taken.
+    """
+
+    config: Config
+    num_outputs: int
+    channels: int
+
+    def __post_init__(self) -> None:
+        config, data = self.config, self.config.data
+        self.name, self.source, self.patch = config.model_name, source_of(config), config.model.patches
+        self.parallel, self.training, self.tuning, self.run = (
+            config.parallel,
+            config.training,
+            config.tuning,
+            config.run,
+        )
+        self.batch_size, self.streams_images = data.batch_size, config.streams_images
+        self.batch = batch_shape(config.samples_per_step, self.channels, data.image_size)
+        self.require_form: Callable[..., Any] = TASKS.get(data.task, Task).require_form
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """How the engine trains. Raises ConfigError."""
+        return engine_options(self.config)
+
+    @property
+    def styles(self) -> dict[str, str] | None:
+        """How parameters are cut; None if by the table for the model. Raises ConfigError."""
+        return tensor_styles(self.parallel)
+
+    def build(self) -> nn.Module:
+        """The whole model, as `build_model`."""
+        return build_model(self.config, self.num_outputs, self.channels)
+
+    def model(self) -> nn.Module:
+        """The model on the meta device."""
+        from mpi4dl.parallel.pipeline.split import outline
+
+        return outline(self.build).train()
+
+    def patches_by(self, plan: Plan) -> "PatchOptions | None":
+        """How patches are streamed by a plan; None if the model sees whole images. Raises ConfigError."""
+        return patch_options(self.config, plan)
+
+    def plan(self, **changed: Any) -> Plan:
+        """The plan of the configuration with these options `changed`. Raises ConfigError."""
+        return build_plan(with_values(self.config, changed))
+
+    def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        return build_optimizer(self.config, parameters)
+
+    def require_schedule(self, num_batches: int) -> None:
+        """Raise ConfigError for an optimizer or a schedule that cannot be, of epochs of so many batches."""
+        optimizer = self.optimizer([nn.Parameter(torch.zeros(2, 2))])
+        build_schedule(self.config, optimizer).begin(number_of_steps(self.training, num_batches))
+
+    def of_batches(self, size: int, image_size: tuple[int, ...] | None = None) -> Self:
+        """The same with batches of this size; with an `image_size` these are made of patches, in one step."""
+        changed: dict[str, Any] = {"batch_size": size}
+        if image_size is not None:
+            changed |= {"image_size": image_size, "accumulate": 1, "min_tissue": 0.0}
+        return replace(self, config=with_values(self.config, changed))

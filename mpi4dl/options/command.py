@@ -1,4 +1,4 @@
-"""The frame of a command under mpirun: its options, its help, and the function that all ranks run.
+"""The frame of a command: its options, its help, and the function that it runs, under mpirun on all ranks.
 
 A page such as `mpi4dl.evaluate` declares the options, and one function that this makes into a command.
 """
@@ -7,6 +7,8 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from mpi4dl._commands import one_message, typed
@@ -106,6 +108,41 @@ def refuse_together(read: Callable[[], object], spell: Callable[[str], str]) -> 
         problem = str(error)
     if failure.start().alike(problem is not None):
         raise Refusal(problem)
+
+
+@dataclass(frozen=True)
+class LocalCommand(Generic[T]):
+    """A command without MPI, of one process. `main()` is the command; called with a command line, it raises ValueError.
+
+    `act(asked, *paths)`: what it does. `words`: what follows its name in the line on usage: a word for each path,
+    `...` behind the last if there may be more, and the flags in brackets.
+    """
+
+    name: str
+    act: Callable[..., None]
+    config: type[T]
+    words: str
+    description: str
+
+    def main(self, argv: Sequence[str] | None = None) -> None:
+        """Do what `argv` asks for, or the program's own command line. Whatever is wrong ends in one message."""
+        with one_message():
+            self(sys.argv[1:] if argv is None else argv)
+
+    def __call__(self, argv: Sequence[str]) -> None:
+        """Do what `argv` asks for. Raises ValueError, in the words of the command, and OSError."""
+        spell, usage = spelling(self.config), f"{typed(self.name)} {self.words}"
+        named, several, _ = self.words.partition("[")[0].partition("...")
+        wanted = named.split()
+        paths = [*takewhile(lambda word: not word.startswith("-"), argv)] if wanted else []
+        missing, more = wanted[len(paths) :], [] if several else paths[len(wanted) :]
+        with speaking(spell):
+            if missing and asked_topic(argv) is None:
+                raise ConfigError(f"name {' and '.join(missing)} before the flags: {usage}")
+            if more:
+                raise ConfigError(f"the argument {more[0]!r} is one too many: {usage}")
+            config = parse_options(self.config, argv[len(paths) :], usage, self.description)
+            self.act(CommandLine(config, "", [*argv], spell), *map(Path, paths))
 
 
 def command(

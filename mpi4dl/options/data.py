@@ -10,10 +10,9 @@ from mpi4dl import datasets
 from mpi4dl.datasets.augment import Mixup
 from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.transform import NORMALISATIONS, Fit, Pointwise
-from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.config import Config, ConfigError, Data
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import blaming, call, load
-from mpi4dl.options.sources import source_of
 
 if TYPE_CHECKING:
     from mpi4dl.datasets.named import NamedTransform
@@ -44,7 +43,7 @@ def build_views(config: Config, channels: int, fit: Fit) -> tuple[datasets.View,
         degrees=data.rotate_degrees,
         scale=data.scale,
     )
-    mean, std = normalisation(config, channels)
+    mean, std = normalisation(data, channels)
     common: Mapping[str, Any] = {"fit": fit, "mean": mean, "std": std, "transform": build_transform(config, channels)}
     common = {**common, "patch": config.model.patches}
     training = datasets.View(data.image_size, augmentation=augmentation, seed=config.training.seed, **common)
@@ -63,10 +62,10 @@ def _require_square(config: Config, fit: Fit) -> None:
     )
 
 
-def normalisation(config: Config, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def normalisation(data: Data, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """The mean and the standard deviation of each channel. Raises ConfigError for other channels."""
     found = []
-    for place, (name, asked) in enumerate((("mean", config.data.mean), ("std", config.data.std))):
+    for place, (name, asked) in enumerate((("mean", data.mean), ("std", data.std))):
         assert asked is not None
         values = NORMALISATIONS[asked][place] if isinstance(asked, str) else asked
         if len(values) not in (1, channels):
@@ -138,14 +137,14 @@ def build_augment(config: Config, channels: int, task: str) -> "tuple[NamedTrans
     return tuple(found)
 
 
-def build_mixup(config: Config, task: str, num_classes: int) -> Mixup | None:
+def build_mixup(config: Config, task: str, num_classes: int, of_slides: bool) -> Mixup | None:
     """How training images are mixed; None if they are not. Raises ConfigError for labels that cannot be."""
     if not config.data.mixup:
         return None
     if not FORMS[task].have_means:
         mixed = ", ".join(form.task for form in FORMS.values() if form.have_means)
         raise ConfigError(f"`mixup` {config.data.mixup}: labels to {task} have no means; it is for {mixed}")
-    if source_of(config).of_slides and config.model.patches is not None:
+    if of_slides and config.model.patches is not None:
         raise ConfigError(
             f"`mixup` {config.data.mixup} mixes whole images, but each slide has `patches` at other places"
         )

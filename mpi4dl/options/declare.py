@@ -178,20 +178,21 @@ def options_of(config_type: type) -> dict[str, Option]:
     return options
 
 
-class CommandParser(argparse.ArgumentParser):
-    """Raises ConfigError where argparse would print its usage, once on each rank, and leave."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help" if self.add_help else message)
-
-
 def _parser(config_type: type, usage: str = "", description: str = "", section: str = "") -> argparse.ArgumentParser:
-    """The parser of the flags of a config, or of one section."""
-    parser = CommandParser(
-        usage=usage, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False
+    """The parser of the flags of a config, or of one section. It raises ArgumentError."""
+    parser = argparse.ArgumentParser(
+        usage=usage,
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        add_help=False,
+        exit_on_error=False,
     )
-    if not section:
+    if len(sections_of(config_type)) < 2:
+        parser.add_argument(*HELP, action="store_true", help="show this help")
+    elif not section:
         parser.add_argument(*HELP, metavar="GROUP", nargs="?", help="show the most used options, one group, or all")
+    if not section and sections_of(config_type):
         parser.add_argument("--config", metavar="FILE", help="read options from a TOML file; flags override it")
     groups: dict[str, Any] = {}
     for item in options_of(config_type).values():
@@ -214,11 +215,11 @@ def asked_topic(argv: Sequence[str]) -> str | None:
 
 
 def help_text(config_type: type, topic: str, usage: str, description: str) -> str:
-    """The text of `--help TOPIC`. Raises ConfigError for a topic that is no group of options."""
+    """The text of `--help TOPIC`: of few options always all. Raises ConfigError for a topic that is no group."""
     sections = {section: _first_line(found) for section, found in sections_of(config_type).items()}
     if topic in sections:
         return _parser(config_type, usage, sections[topic], topic).format_help()
-    if topic == ALL:
+    if topic == ALL or (not topic and len(sections) < 2):
         return _parser(config_type, usage, description).format_help()
     if topic:
         known = (*sections, ALL)
@@ -304,14 +305,14 @@ def _parse_flags(config_type: type, argv: list[str], options: Mapping[str, Optio
     """The values of all flags as text. Raises ConfigError."""
     try:
         given, unknown = _parser(config_type).parse_known_args(argv)
-    except ConfigError as error:
-        found = re.match(r"argument (--[\w-]+)(?:/\S+)?: (expected one argument|ignored explicit)", str(error))
+    except argparse.ArgumentError as error:
+        flag = (error.argument_name or "").partition("/")[0]
         flags = {flag: item for item in options.values() for flag in (*item.flags, *item.former_flags)}
-        named = flags.get(found[1]) if found else None
-        if found is None or named is None:
+        if flag not in flags:
             raise ConfigError(f"{error}; --help all lists every flag") from None
-        if named.kind is BOOLEAN or found[1] == named.negation:
-            raise ConfigError(f"{found[1]} takes no value: write {named.flag} or {named.negation} alone") from None
+        named = flags[flag]
+        if named.kind is BOOLEAN or flag == named.negation:
+            raise ConfigError(f"{flag} takes no value: write {named.flag} or {named.negation} alone") from None
         raise ConfigError(f"{named.flag} has no value: it must be {named.kind.wanted}") from None
     if unknown:
         _refuse_unknown_argument(unknown, argv, options)

@@ -19,6 +19,7 @@ from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.data import normalisation
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import call, is_own, load
+from mpi4dl.options.sections.parallel import Parallel
 from mpi4dl.options.sources import source_of
 from mpi4dl.parallel.inputs import copied
 from mpi4dl.parallel.plan import Plan
@@ -108,7 +109,7 @@ def _of_patches(config: Config, encoder: nn.Module, num_classes: int, channels: 
     except ValueError as error:
         raise ConfigError(f"`patches` {patch} of `model` {config.model_name}: {error}") from None
     aggregator = AGGREGATORS[chosen.aggregator](num_features, num_classes)
-    mean, std = normalisation(config, channels)
+    mean, std = normalisation(config.data, channels)
     if min_tissue and max(len(set(mean)), len(set(std))) > 1:
         raise ConfigError(
             f"`min_tissue` {chosen.min_tissue} compares channels: set one `mean` and one `std` for all, not "
@@ -122,9 +123,9 @@ def _feature_norm(config: Config, num_features: int) -> nn.Module | None:
     return None if config.model.feature_norm == "none" else nn.BatchNorm1d(num_features, affine=False)
 
 
-def tensor_styles(config: Config) -> dict[str, str] | None:
+def tensor_styles(parallel: Parallel) -> dict[str, str] | None:
     """How parameters are cut, by the file that flags name; None if by the table for the model. Raises ConfigError."""
-    name = config.parallel.tensor_styles
+    name = parallel.tensor_styles
     if name is None:
         return None
     try:
@@ -161,6 +162,6 @@ def patch_options(config: Config, plan: Plan) -> "PatchOptions | None":
     return PatchOptions(at_once, parallel.stream_norm, segments_of(parallel.stream_segments), keep, remark)
 
 
-def without_rules(config: Config) -> AbstractContextManager[None]:
+def without_rules(parallel: Parallel) -> AbstractContextManager[None]:
     """Within it, operators without a rule are gathered or refused, as `no_rule` says."""
-    return gathering() if config.parallel.no_rule == "gather" else nullcontext()
+    return gathering() if parallel.no_rule == "gather" else nullcontext()

@@ -9,6 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,12 +24,15 @@ from mpi4dl.datasets.base import task_of
 from mpi4dl.datasets.kinds import PICTURES, VOLUMES
 from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.listed import parts
+from mpi4dl.datasets.loader import Loader
 from mpi4dl.datasets.samples import TABLE
 from mpi4dl.datasets.sources import SYNTHETIC, SampleFiles, open_files
 from mpi4dl.datasets.split import Named, in_whole, split
 from mpi4dl.datasets.transform import STRIDE_PX, Fit, as_fit
+from mpi4dl.geometry import Box
 from mpi4dl.models.registry import require_known
 from mpi4dl.options.config import Config, ConfigError, Slides
+from mpi4dl.options.data import build_augment, build_mixup, build_views, number_of_classes
 from mpi4dl.options.declare import with_values
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.parts import call, is_own, load
@@ -38,6 +42,8 @@ if TYPE_CHECKING:
     from mpi4dl.datasets.slides.dataset import SlideFolder
     from mpi4dl.datasets.stains import StainNormalization
     from mpi4dl.parallel.plan import Plan
+
+BoxesOf = Callable[[int], Sequence[Box]]
 
 FOLDS = "folds.csv"  # in the folder of the runs of all folds: which samples are in which
 FEATURES_MODEL = "features"  # how files of a run name the model that has no encoder
@@ -66,24 +72,28 @@ class DataSource:
         noun: what messages call a file of samples; sample_noun: a sample.
         inputs: what models of it take; other_model: what to do about one of others.
         of_slides: whether samples are slides, which have a resolution.
-        tells_labels: whether labels are at hand without reading samples.
-        own_for_each_rank: whether each rank opens it for itself.
+        is_own: whether it is the user's, which each rank opens for itself, and whose labels may need its images.
+        size: that of samples as the model sees them; own_sizes: whether each sample keeps its own.
+        is_pictures: whether samples are pictures, whose values are from 0 to 1.
+        has_pictures: whether TensorBoard can show samples beside each other.
+        all_patches: whether training sees all patches of a slide with tissue, rather than some in each epoch.
+        tokens: of a sample of text; None of others.
     """
 
     noun, inputs = "image", "images"
     other_model = "which `images` have not: give `text`, or choose a model of images"  # where a model has other inputs
-    of_text = of_slides = own_for_each_rank = False
-    tells_labels = True
-    reads_features = False
+    of_text = of_slides = is_own = reads_features = False
     slide_options: ClassVar[tuple[str, ...]] = ("stain_norm", "leave_out")  # which do not apply
 
     def __init__(self, config: Config) -> None:
-        self._config, self._data, self._slides = config, config.data, config.slides
-        self.size, self.patch = config.data.image_size, config.model.patches
-
-    @property
-    def sample_noun(self) -> str:
-        return self.noun
+        self.config, self.data, self.slides = config, config.data, config.slides
+        self.size, self.patch, self.seed = config.data.image_size, config.model.patches, config.training.seed
+        self.own_sizes = config.data.fit == "own"
+        self.is_pictures = len(self.size) == 2 and not self.is_own
+        self.has_pictures = not (self.own_sizes or self.of_text)
+        self.all_patches = config.slides.most_patches is None
+        self.tokens = config.data.context if self.of_text else None
+        self.sample_noun = "window" if self.of_slides and config.data.fit == "crop" else self.noun
 
     @property
     def described(self) -> str:
@@ -93,28 +103,8 @@ class DataSource:
     @property
     def has_files(self) -> bool:
         """Whether samples are files of a table or folder."""
-        path = Path(self._data.images).expanduser()
+        path = Path(self.data.images).expanduser()
         return path.suffix != ".npz" and not is_cifar(path)
-
-    @property
-    def own_sizes(self) -> bool:
-        """Whether each sample keeps its size."""
-        return self._data.fit == "own"
-
-    @property
-    def is_pictures(self) -> bool:
-        """Whether samples are pictures, whose values are from 0 to 1."""
-        return len(self.size) == 2
-
-    @property
-    def has_pictures(self) -> bool:
-        """Whether TensorBoard can show samples beside each other."""
-        return not self.own_sizes
-
-    @property
-    def tokens(self) -> int | None:
-        """The tokens of a sample of text."""
-        return None
 
     # What is asked for.
 
@@ -124,14 +114,14 @@ class DataSource:
         Raises:
             ConfigError: options of other kinds of data, or two kinds.
         """
-        config, data = self._config, self._data
-        names = {"slides": self._slides.slides or self._slides.features, "dataset": data.dataset, "text": data.text}
+        config, data = self.config, self.data
+        names = {"slides": self.slides.slides or self.slides.features, "dataset": data.dataset, "text": data.text}
         images = None if data.images == SYNTHETIC else data.images
         both = [name for name, value in {**names, "images": images}.items() if value is not None]
         if len(both) > 1:
             raise ConfigError(f"`{both[0]}` and `{both[1]}` were both given: choose one")
         for name in self.slide_options:
-            value = getattr(self._slides, name)
+            value = getattr(self.slides, name)
             if value != getattr(Slides, name):
                 shown = ",".join(value) if isinstance(value, tuple) else value
                 raise ConfigError(f"`{name}` {shown} is for slides: name them by `slides`")
@@ -140,8 +130,8 @@ class DataSource:
 
     def require_model(self) -> None:
         """Raise ValueError for a name of a model that there is not, before data is read and anything is counted."""
-        if not is_own(self._config.model.model):
-            require_known(self._config.model.model)
+        if not is_own(self.config.model.model):
+            require_known(self.config.model.model)
 
     def framed(self, fit_before: Callable[[], Fit | None] = lambda: None) -> Config:
         """The configuration with what the sizes of samples decide; `fit_before` is the `fit` of a run that goes on.
@@ -149,7 +139,7 @@ class DataSource:
         Raises:
             ConfigError, DatasetError: samples do not fit.
         """
-        return self._config
+        return self.config
 
     def refusal(self, slides: str | None, features: str | None) -> str | None:
         """Why a model of this kind of data takes no such other slides, or features of slides."""
@@ -157,14 +147,14 @@ class DataSource:
 
     def require_plan(self, plan: "Plan") -> None:
         """Raise ConfigError for a plan that does not go with the data."""
-        if plan.cuts_parameters and self._config.streams_images:
+        if plan.cuts_parameters and self.config.streams_images:
             raise ConfigError(f"{plan} with `stream` or `patches`: streamed tiles and patches need whole parameters")
         if self.own_sizes:
             self._require_own_sizes(plan)
 
     def _require_own_sizes(self, plan: "Plan") -> None:
         """Raise ConfigError if images of their own size would have to share a microbatch, or have partners."""
-        data, ways = self._data, plan.replicas_together * max(plan.batch_ways)
+        data, ways = self.data, plan.replicas_together * max(plan.batch_ways)
         if ways > 1:
             raise ConfigError(
                 f"{plan} shares out the images of a microbatch, and by `fit` own they differ in size: choose `tiles`, "
@@ -176,11 +166,11 @@ class DataSource:
                 f"`bidirectional` {plan.bidirectional} evaluates two images at once, and by `fit` own they differ in "
                 "size: leave it out, or choose `fit` pad"
             )
-        replicas, microbatches = plan.replicas, self._config.parallel.microbatches
+        replicas, microbatches = plan.replicas, self.config.parallel.microbatches
         if data.batch_size != replicas * microbatches:
             asked = f"`batch_size` {data.batch_size} with `microbatches` {microbatches}"
             asked += f" of each of `data` {replicas}" if replicas > 1 else ""
-            steps = max(1, data.batch_size * self._config.training.accumulate // replicas)
+            steps = max(1, data.batch_size * self.config.training.accumulate // replicas)
             raise ConfigError(
                 f"{asked}: by `fit` own images differ in size, so a microbatch has one: choose `batch_size` {replicas} "
                 f"and `accumulate` {steps}, or `fit` pad"
@@ -197,17 +187,17 @@ class DataSource:
 
         Raises ConfigError, DatasetError.
         """
-        data = self._data
+        data = self.data
         return datasets.open(
             data.images,
             size=self.size,
-            num_classes=self._config.model.num_classes,
+            num_classes=self.config.model.num_classes,
             num_train=data.num_samples,
             num_val=max(1, round(data.num_samples * data.val_fraction)),
             validation_fraction=data.val_fraction,
             task=self._task,
             label_columns=data.label_columns,
-            columns=named_columns(self._slides),
+            columns=named_columns(self.slides),
             ignore_index=data.ignore_index,
             validating=validating,
             **self._split(),
@@ -218,33 +208,33 @@ class DataSource:
 
         Raises ConfigError, DatasetError.
         """
-        data = self._data
+        data = self.data
         return open_files(
             Path(data.images).expanduser(),
             VOLUMES if len(self.size) > 2 else PICTURES,
             task=self._task,
             label_columns=data.label_columns,
             classes=classes,
-            columns=named_columns(self._slides),
-            num_classes=self._config.model.num_classes,
+            columns=named_columns(self.slides),
+            num_classes=self.config.model.num_classes,
             ignore_index=data.ignore_index,
         )
 
     @property
     def _task(self) -> str | None:
         """The task by which labels are read; None if they tell it."""
-        return self._data.task if self._data.task in FORMS else None
+        return self.data.task if self.data.task in FORMS else None
 
     def _split(self) -> dict[str, Any]:
         """How samples are split. Raises ConfigError."""
         split_file, of_fold = self._split_file()
-        training, slides = self._config.training, self._slides
+        training, slides = self.config.training, self.slides
         found = {"seed": training.seed, "validates": training.eval_every is not None, "folds": slides.folds}
-        return {**found, "fold": fold_of_run(self._config), "split_file": split_file, "of_fold": of_fold}
+        return {**found, "fold": fold_of_run(self.config), "split_file": split_file, "of_fold": of_fold}
 
     def _split_file(self) -> tuple[Path | None, bool]:
         """The file that says how samples are split, if any does, and whether it is that of one fold."""
-        chosen, run, fold = self._slides, self._config.run.run_folder, fold_of_run(self._config)
+        chosen, run, fold = self.slides, self.config.run.run_folder, fold_of_run(self.config)
         if chosen.folds is not None and not fold < chosen.folds > 1:
             raise ConfigError(f"`fold` {fold} of `folds` {chosen.folds}: choose two folds or more, and one from 0 on")
         if chosen.split_file is None:
@@ -263,6 +253,27 @@ class DataSource:
         """The task that the labels of samples are for."""
         return task_of(samples)
 
+    def number_of_classes(self, samples: Any) -> int:
+        """The number of classes by the option, or else by the samples. Raises ConfigError if that is too few."""
+        return number_of_classes(self.config, samples.classes)
+
+    def loaders(self, images: Any, training: BoxesOf, validation: BoxesOf) -> tuple[Loader, Loader]:
+        """The loaders of a rank's boxes of the `training` and `validation` samples of `images`, transformed to `fit`.
+
+        They report unreadable images. Raises ConfigError, and ValueError as Loader.
+        """
+        config, data, of = self.config, self.data, images.training
+        views = build_views(config, of.channels, images.fit)
+        varied = replace(views[0], augment=build_augment(config, of.channels, task_of(of)))
+        common: dict[str, Any] = {"seed": config.training.seed, "num_workers": data.num_workers}
+        common |= {"on_bad_image": "report", "lazy": config.streams_images}
+        ordered: dict[str, Any] = {"shuffle": True, "drop_last": True, "sampling": data.sampling}
+        ordered["mixup"] = build_mixup(config, task_of(of), self.number_of_classes(of), self.of_slides)
+        return (
+            Loader(of, varied, config.samples_per_step, training, **ordered, **common),
+            Loader(images.validation, views[1], data.batch_size, validation, **common),
+        )
+
     def patches_of(self, samples: Any) -> Callable[[int], int] | None:
         """Gives the number of patches with tissue of a sample, where these are looked for before."""
         return None
@@ -271,8 +282,8 @@ class DataSource:
 
     def fit_of(self, sizes: Sequence[tuple[int, ...]], before: Fit | None) -> Fit:
         """One way for all images of a run, whatever their format. Raises ConfigError where they are of both kinds."""
-        if self._data.fit != "auto":
-            return as_fit(self._data.fit)
+        if self.data.fit != "auto":
+            return as_fit(self.data.fit)
         if before is not None:
             return before
         large = [len(size) == 2 and prod(size) > SLIDE_PIXELS for size in sizes]
@@ -291,7 +302,7 @@ class DataSource:
         Raises ConfigError for masks that are too large, or of images of their own sizes.
         """
         dense = TASKS[task_of(training)].dense
-        if self._config.streams_images and dense and prod(self.size) > SLIDE_PIXELS:
+        if self.config.streams_images and dense and prod(self.size) > SLIDE_PIXELS:
             raise ConfigError(
                 f"`image_size` {'x'.join(map(str, self.size))} with masks: every rank has whole masks of a batch, 8 "
                 "bytes a pixel, and `stream` and `patches` are for more pixels than that: at most 8192x8192"
@@ -312,15 +323,15 @@ class DataSource:
         """How many samples there are, what is to be learnt of them, and where they lie."""
         said = f"{counted(len(training), self.sample_noun)} to train on + {len(validation)} to validate with"
         task, classes = task_of(training), training.classes
-        if classes and self.tells_labels:
+        if classes and not self.is_own:
             known = f"{said}, {TASKS[task].described(training, validation)}"
-            return [known, *self._origin(), *self._missing_classes(training, validation)]
+            return [known, *self._missing_classes(training, validation), *self._origin()]
         named = f": {counted(len(classes), 'class', 'classes')}, {some(list(classes))}" if classes else ""
         return [f"{said}, to {task}{named}" if classes or task != "classify" else said, *self._origin()]
 
     def _origin(self) -> list[str]:
         """The folders that training and validation samples lie in."""
-        path = Path(self._data.images).expanduser()
+        path = Path(self.data.images).expanduser()
         folders = path.is_dir() and not any((path / name).exists() for name in ("batches.meta", TABLE))
         found = parts(path) if folders else None
         if found is None:
@@ -357,7 +368,7 @@ class DataSource:
         what = f"{self.sample_noun}s of {_range(sizes)} px" if sizes else f"{self.sample_noun}s"
         if count > LOOKED_AT:
             what += f" ({len(sizes)} of {count} looked at)"
-        random_crop = fit == "resize" and self._data.random_crop
+        random_crop = fit == "resize" and self.data.random_crop
         if sizes and set(sizes) == {size} and not random_crop:
             return f"{what} are shown as they are"
         smaller = any(a < b for each in sizes for a, b in zip(each, size, strict=True))
@@ -380,7 +391,7 @@ class DataSource:
         return at_once, f"{self._patches(rows, cols)}: {at_once} at once on each rank, {norms} norms"
 
     def _patches(self, rows: int, cols: int) -> str:
-        least = self._config.model.min_tissue
+        least = self.config.model.min_tissue
         which = f", those with at least {100 * least:g} % of tissue" if least else ""
         return f"{rows} x {cols} patches of {self.patch} px in each image{which}"
 
@@ -397,12 +408,11 @@ class SyntheticSource(DataSource):
 class OwnSource(DataSource):
     """Datasets of the user's, whose pixels may have any values."""
 
-    has_files = is_pictures = False
-    own_for_each_rank, tells_labels = True, False
+    has_files, is_own = False, True
 
     def open(self, validating: Mapping[str, bool] | None = None) -> tuple[Named, Named]:
         """As `DataSource.open`; one dataset that is alone is split."""
-        part, options = self._data.dataset, self._data.dataset_options
+        part, options = self.data.dataset, self.data.dataset_options
         made = part if isinstance(part, tuple) else load("dataset", part)
         if inspect.isclass(made) or inspect.isroutine(made):
             in_two = "split" in inspect.signature(made).parameters and "split" not in options
@@ -414,8 +424,8 @@ class OwnSource(DataSource):
         found = datasets.adapt(made)
         if isinstance(found, tuple):
             return found
-        training = self._config.training
-        fraction, validates = self._data.val_fraction, training.eval_every is not None
+        training = self.config.training
+        fraction, validates = self.data.val_fraction, training.eval_every is not None
         return split(found, fraction, training.seed, validating or {}, validates=validates)
 
     def task_of(self, samples: Any) -> str:
@@ -441,20 +451,39 @@ class TextSource(DataSource):
 
     noun, inputs = "document", "tokens"
     other_model = "which `text` has not: choose a model of text such as gpt2"
-    of_text = True
-    has_files = has_pictures = False
-
-    @property
-    def tokens(self) -> int | None:
-        return self._data.context
+    of_text, has_files = True, False
 
     def require_plan(self, plan: "Plan") -> None:
-        if self._config.streams_images:
+        if self.config.streams_images:
             raise ConfigError("`stream` and `patches` are for images, but `text` was given")
         super().require_plan(plan)
 
     def task_of(self, samples: Any) -> str:
         return "language"
+
+    @property
+    def token_folder(self) -> Path:
+        """Where tokens are kept, which all runs beside each other share."""
+        return Path(self.config.run.run_folder or "runs/RUN").parent / "tokens"
+
+    def number_of_classes(self, samples: Any) -> int:
+        """The number of different tokens. Raises ConfigError if another one was asked for."""
+        asked, found = self.config.model.num_classes, int(samples.vocabulary)
+        if asked is not None:
+            raise ConfigError(f"`num_classes` {asked}: of text it is that of different tokens, {found} here")
+        return found
+
+    def loaders(self, images: Any, training: BoxesOf, validation: BoxesOf) -> tuple[Loader, Loader]:
+        """The loaders of a rank's tokens of both. Raises ValueError as Loader."""
+        from mpi4dl.datasets.text.dataset import TokenBatches
+
+        common: dict[str, Any] = {"num_workers": self.data.num_workers}
+        ordered: dict[str, Any] = {"seed": self.seed, "shuffle": True, "drop_last": True}
+        samples = self.config.samples_per_step
+        return (
+            Loader(TokenBatches(images.training), None, samples, training, **ordered, **common),
+            Loader(TokenBatches(images.validation), None, self.data.batch_size, validation, **common),
+        )
 
 
 class SlideSource(DataSource):
@@ -463,10 +492,6 @@ class SlideSource(DataSource):
     noun = "slide"
     of_slides = has_files = True
     slide_options = ()
-
-    @property
-    def sample_noun(self) -> str:
-        return "window" if self._data.fit == "crop" else "slide"
 
     @property
     def described(self) -> str:
@@ -487,7 +512,7 @@ class SlideSource(DataSource):
             ConfigError, DatasetError: there are no such slides, one is larger than the image size, or one cannot be
                 read, unless `on_bad_image` is skip.
         """
-        fit, asked = self._data.fit, self.size
+        fit, asked = self.data.fit, self.size
         config = self.with_reference()
         if self.patch is not None and fit not in ("auto", "pad"):
             raise ConfigError(f"`fit` {fit} is for whole images, and `patches` are cut from slides as they are")
@@ -502,7 +527,7 @@ class SlideSource(DataSource):
             return config
         unit = (1, 1) if self.patch else config.parallel.tiles[0][-2:]
         multiple = [(self.patch or STRIDE_PX) * count for count in unit]
-        fitting, extremes = slides.frame(multiple, self._data.on_bad_image == "skip")
+        fitting, extremes = slides.frame(multiple, self.data.on_bad_image == "skip")
         if asked == AUTO:
             return with_values(config, {"image_size": fitting})
         for largest in sorted(extremes, key=lambda slide: -max(slide.size)):
@@ -519,8 +544,8 @@ class SlideSource(DataSource):
 
     def _usual_fit(self) -> str:
         """Each slide at its own size, unless patches are cut from it or it has a mask."""
-        dense = self._data.task == "segment"
-        if self._data.task == AUTO:
+        dense = self.data.task == "segment"
+        if self.data.task == AUTO:
             with suppress(datasets.DatasetError):  # which opening them with their labels will say
                 dense = self.open_files().labels_of == "segment"
         return "pad" if self.patch is not None or dense else "own"
@@ -535,9 +560,9 @@ class SlideSource(DataSource):
         from mpi4dl.datasets.slides.tissue import tissue_pixels
         from mpi4dl.datasets.stains import METHODS
 
-        method, reference = self._slides.stain_norm, self._slides.stain_reference
+        method, reference = self.slides.stain_norm, self.slides.stain_reference
         if method == "none" or reference is None or _numbers_in(reference) is not None:
-            return self._config
+            return self.config
         path = Path(reference).expanduser()
         if not path.exists():
             raise ConfigError(f"`stain_reference` {reference}: there is no such file")
@@ -547,7 +572,7 @@ class SlideSource(DataSource):
                 f"`stain_reference` {reference}: shows too little stained tissue to measure: choose another"
             )
         numbers = ",".join(f"{number:.6g}" for number in measured.numbers)
-        return with_values(self._config, {"stain_reference": numbers})
+        return with_values(self.config, {"stain_reference": numbers})
 
     def stains(self) -> "StainNormalization | None":
         """How the colours of slides become those of a reference, which is numbers; None if they do not.
@@ -556,7 +581,7 @@ class SlideSource(DataSource):
         """
         from mpi4dl.datasets.stains import METHODS, StainNormalization
 
-        method, reference = self._slides.stain_norm, self._slides.stain_reference
+        method, reference = self.slides.stain_norm, self.slides.stain_reference
         if method == "none":
             if reference is not None:
                 raise ConfigError(f"`stain_reference` {reference}: name the `stain_norm` that it is for")
@@ -573,13 +598,13 @@ class SlideSource(DataSource):
     def open(self, validating: Mapping[str, bool] | None = None) -> tuple[Named, Named]:
         """As `DataSource.open`; windows of slides with masks by `fit` crop."""
         with ProgressLine() as tell:
-            how: dict[str, Any] = {"fraction": self._data.val_fraction, "known": validating, **self._split()}
+            how: dict[str, Any] = {"fraction": self.data.val_fraction, "known": validating, **self._split()}
             training, validation = self.open_files(tell=tell).split(**how)
             whole: Any = training.whole
-            if whole.masks is not None and self._data.fit == "crop":
+            if whole.masks is not None and self.data.fit == "crop":
                 return self._windows(whole, training.indices, validation.indices, tell)
         for name in ("crops_each", "crops_on_classes"):
-            if getattr(self._slides, name) != getattr(Slides, name):
+            if getattr(self.slides, name) != getattr(Slides, name):
                 raise ConfigError(f"`{name}` is for windows of slides to segment: say `task` segment and `fit` crop")
         return training, validation
 
@@ -589,7 +614,7 @@ class SlideSource(DataSource):
         """Random windows of the slides to train on, and the grid of windows of those to validate with."""
         from mpi4dl.datasets.slides.windows import GridWindows, RandomWindows
 
-        chosen, validates = self._slides, self._config.training.eval_every is not None
+        chosen, validates = self.slides, self.config.training.eval_every is not None
         each = RandomWindows(slides, training, self.size, chosen.crops_each, chosen.crops_on_classes)
         grid = GridWindows(slides, validation if validates else validation[:1], self.size, tell)
         windows = counted(chosen.crops_each, "window")
@@ -604,7 +629,7 @@ class SlideSource(DataSource):
         from mpi4dl.datasets.slides.masks import MaskOptions
         from mpi4dl.datasets.slides.slide import Resolution
 
-        chosen, path, model = self._slides, Path(self._slides.slides or "").expanduser(), self._config.model
+        chosen, path, model = self.slides, Path(self.slides.slides or "").expanduser(), self.config.model
         try:
             resolution = Resolution(chosen.mpp, chosen.magnification, chosen.level, chosen.assume_mpp)
         except ValueError as error:
@@ -618,7 +643,7 @@ class SlideSource(DataSource):
                 chosen.unannotated == "ignore",
                 chosen.annotation_origin == "bounds",
                 model.num_classes,
-                self._data.ignore_index,
+                self.data.ignore_index,
             ),
             chosen.background == "white" or (chosen.background == "auto" and self.own_sizes),
             self.stains(),
@@ -628,7 +653,7 @@ class SlideSource(DataSource):
             path,
             options,
             task=self._task if labelled else None,
-            label_columns=self._data.label_columns if labelled else (),
+            label_columns=self.data.label_columns if labelled else (),
             classes=classes,
             # A folder to predict of has no columns, whatever the table of training had.
             columns=named_columns(chosen) if labelled or path.is_file() else {},
@@ -638,10 +663,10 @@ class SlideSource(DataSource):
     def _folder(self, path: Path, options: Any, **how: Any) -> "SlideFolder":
         from mpi4dl.datasets.slides.dataset import SlideFolder
 
-        return SlideFolder(path, options, folder=_path(self._slides.slides_folder), **how)
+        return SlideFolder(path, options, folder=_path(self.slides.slides_folder), **how)
 
     def patches_of(self, samples: Any) -> Callable[[int], int] | None:
-        patch, most = self.patch, self._slides.most_patches
+        patch, most = self.patch, self.slides.most_patches
 
         def count(index: int) -> int:
             found = len(samples.tissue_patches(index, patch))
@@ -653,7 +678,7 @@ class SlideSource(DataSource):
         return []
 
     def _stained(self, samples: Named) -> list[str]:
-        method, reference = self._slides.stain_norm, self._slides.stain_reference
+        method, reference = self.slides.stain_norm, self.slides.stain_reference
         to = "the built-in reference" if reference is None else f"`stain_reference` {reference}"
         return [*[f"stains are normalized to {to} by {method}"] * (method != "none"), *unstained(samples)]
 
@@ -683,7 +708,7 @@ class FeatureSource(SlideSource):
         Raises:
             ConfigError: options that would change patches, or need their pixels.
         """
-        config, data, parallel, slides = self._config, self._data, self._config.parallel, self._slides
+        config, data, parallel, slides = self.config, self.data, self.config.parallel, self.slides
         super().prepared()
         asked = {
             "rotate": data.rotate != "none",
@@ -726,7 +751,7 @@ class FeatureSource(SlideSource):
     def _folder(self, path: Path, options: Any, **how: Any) -> "SlideFolder":
         from mpi4dl.datasets.slides.features import FeatureFolder
 
-        chosen = self._slides
+        chosen = self.slides
         folder = Path(chosen.features or "").expanduser()
         return FeatureFolder(path, options, folder=folder, slides=_path(chosen.slides_folder), **how)
 

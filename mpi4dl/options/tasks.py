@@ -173,10 +173,14 @@ def build_metrics(config: Config, task: Task) -> dict[str, Any]:
 
 
 class Monitor(NamedTuple):
-    """The monitor of the best weights: its name, without val_, and whether higher values are better."""
+    """The monitor of the best weights: its name, without val_, and whether higher values are better.
+
+    `patience` is how many validations that are no better end the run; None: none do.
+    """
 
     name: str
     higher_is_better: bool
+    patience: int | None = None
 
 
 def monitored(config: Config, task: Task, metrics: Mapping[str, Any]) -> Monitor | None:
@@ -202,7 +206,7 @@ def monitored(config: Config, task: Task, metrics: Mapping[str, Any]) -> Monitor
             f"`monitor` val_{name}: it is unknown whether higher or lower values are better: give the "
             "metric an attribute `higher_is_better`"
         )
-    return Monitor(name, higher)
+    return Monitor(name, higher, chosen.patience)
 
 
 def directions(task: Task, metrics: Mapping[str, Any], monitor: Monitor | None) -> dict[str, bool | None]:

@@ -21,7 +21,7 @@ from markupsafe import Markup
 from mpi4dl._files import leads_to, read_regular, write_durably
 from mpi4dl._palette import CURVES, PURPOSES
 from mpi4dl._wording import counted
-from mpi4dl.options.config import Config, to_toml
+from mpi4dl.options.config import default_toml
 from mpi4dl.parallel.tables.drawing import as_svg, legend, summary
 from mpi4dl.reports.reading import (
     Judged,
@@ -283,7 +283,7 @@ def configurations(runs: Sequence[ShownRun]) -> tuple[list[Row], list[Row]]:
     """The options that differ between runs, or from their defaults; and all others."""
     import tomllib
 
-    defaults = flattened(tomllib.loads(to_toml(Config())))
+    defaults = flattened(tomllib.loads(default_toml()))
     first: list[Row] = []
     rest: list[Row] = []
     for row in table(runs, [run.options for run in runs]):

@@ -1,6 +1,6 @@
 """The one way to go on: a job over many items does those that are not done, in a folder of one set of settings.
 
-    predictions.json     {"version": 1, "settings": {"fit": "auto", "weights": "...", ...}}
+    predictions.json     {"version": 1, "settings": {"fit": "auto", "weights": "...", ...}, "slides": {...}}
     predictions.jsonl    {"image": "a.png", ..., "file": {"bytes": 9, "crc32": "..."}, "files": {"masks/a.png": 120}}
     predictions.csv      the same records as a table, of jobs that want one
 
@@ -114,6 +114,7 @@ class FolderJob:
         folder: made if it is not there.
         settings: those of `settings_of`.
         inputs: of each item its input; None: nothing tells it from others, and it is never done before.
+        more: what NAME.json says besides, for readers, such as where slides are.
         columns: those of a table of the same records; None: there is none.
         writes: files that items may have; in a folder that is no job's they are somebody else's.
         overwrite: begin anew, whatever there is of this kind.
@@ -135,12 +136,14 @@ class FolderJob:
         settings: Settings,
         inputs: Mapping[str, ItemInput | None],
         *,
+        more: Mapping[str, Any] | None = None,
         columns: Sequence[str] | None = None,
         writes: Sequence[Path] = (),
         overwrite: bool = False,
         dry_run: bool = False,
     ) -> None:
         self.folder, self.kind, self.settings, self.inputs, self.columns = folder, kind, settings, inputs, columns
+        self._more = more or {}
         self._about, self._lines, self._table = (folder / f"{kind.name}.{end}" for end in ("json", "jsonl", "csv"))
         self._open: list[Lines] = []
         self._lock: int | None = None
@@ -165,7 +168,7 @@ class FolderJob:
 
     def _records(self, writes: Sequence[Path], overwrite: bool) -> list[Record]:
         """The records that there are, which are of the same settings. Raises ConfigError, OSError."""
-        remedy = "choose another `out`, or say `overwrite`"
+        remedy = self.kind.remedy
         if not self._about.exists():
             there = next((path for path in (self._lines, *writes) if path.exists()), None)
             if there is not None and not overwrite:
@@ -203,7 +206,7 @@ class FolderJob:
             below(self.folder, name).unlink(missing_ok=True)
         if overwrite:  # before the settings change, which records of others must never outlive
             self._lines.unlink(missing_ok=True)
-        write_object(self._about, {"settings": self.settings})
+        write_object(self._about, {"settings": self.settings, **self._more})
         write_durably(self._lines, b"".join(map(as_line, self._kept)))
         self._open = [Lines(self._lines)]
         if self.columns is not None:

@@ -16,9 +16,9 @@ from mpi4dl._randomness import seed_python
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import DatasetError
 from mpi4dl.options import parts
-from mpi4dl.options.build import batch_of, build_plan
+from mpi4dl.options.build import TrainingSpec, build_plan
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.models import build_model, patch_options, tensor_styles, without_rules
+from mpi4dl.options.models import without_rules
 from mpi4dl.options.sources import DataSource, source_of
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
@@ -60,13 +60,28 @@ class ModelAssembly:
         The random numbers that training draws follow from `seed`, in one stage or several.
         """
         with self.comm.together((ValueError, TypeError)):
-            return hold_model(self.config, self.plan, num_outputs, channels, self.comm, self.device)
+            return hold_model(TrainingSpec(self.config, num_outputs, channels), self.plan, self.comm, self.device)
 
     @contextmanager
     def running(self, num_outputs: int, channels: int) -> Iterator[None]:
         """Run the model in here: operators without a rule are gathered or refused, and errors name the model."""
-        with without_rules(self.config), blaming_the_model(self.config, self.plan, num_outputs, channels):
+        with (
+            without_rules(self.config.parallel),
+            blaming_the_model(TrainingSpec(self.config, num_outputs, channels), self.plan),
+        ):
             yield
+
+
+def prints_of(config: Config, own: Collection[str] = tuple(OWN_PARTS)) -> dict[tuple[str, str], str | None]:
+    """Fingerprints of the files of the user's `own` parts, by option and part, which are loaded. Raises ConfigError."""
+    found: dict[tuple[str, str], str | None] = {}
+    for name in own:
+        part = getattr(getattr(config, OWN_PARTS[name]), name)
+        for each in part if isinstance(part, tuple) else () if part is None else (part,):
+            if parts.is_own(each):
+                parts.load(name, each)
+                found[name, parts.part_name(each)] = parts.print_of(each)
+    return found
 
 
 def assemble(
@@ -80,13 +95,7 @@ def assemble(
         Refusal: on all ranks: a part cannot be loaded or differs between ranks, or the plan does not fit.
     """
     with comm.together((ValueError,)):
-        prints: dict[tuple[str, str], str | None] = {}
-        for name in own:
-            part = getattr(getattr(config, OWN_PARTS[name]), name)
-            for each in part if isinstance(part, tuple) else () if part is None else (part,):
-                if parts.is_own(each):
-                    parts.load(name, each)
-                    prints[name, parts.part_name(each)] = parts.print_of(each)
+        prints = prints_of(config, own)
     comm.agree(None, **{f"the file of `{name}` {part}": each for (name, part), each in prints.items()})
     with comm.together((ValueError,)):
         source_of(config).require_model()
@@ -106,40 +115,36 @@ def assemble(
     return ModelAssembly(config, comm, plan, device, prints)
 
 
-def hold_model(
-    config: Config, plan: Plan, num_outputs: int, channels: int, comm: Communicator, device: torch.device
-) -> LocalStages:
+def hold_model(spec: TrainingSpec, plan: Plan, comm: Communicator, device: torch.device) -> LocalStages:
     """The stages of `ModelAssembly.hold`. Raises ValueError on all ranks."""
-    chosen, stream = config.parallel, None
+    chosen, stream = spec.parallel, None
     if (chosen.stream, chosen.stream_until, chosen.memory_limit) != (None, None, None):
         from mpi4dl.estimate.dry_run import measured_speeds, stream_of
         from mpi4dl.estimate.workload import Workload
 
-        own = measured_speeds(config, device, comm.node.local_size) if comm.rank == 0 else None
+        own = measured_speeds(chosen, device, comm.node.local_size) if comm.rank == 0 else None
         speeds = comm.broadcast_object(own)
-        stream = stream_of(Workload(config, num_outputs, channels), plan, device, speeds)
-    torch.manual_seed(config.training.seed)
-    seed_python(config.training.seed)
-    patches = patch_options(config, plan)
+        stream = stream_of(Workload(spec.config, spec.num_outputs, spec.channels), plan, device, speeds)
+    torch.manual_seed(spec.training.seed)
+    seed_python(spec.training.seed)
+    patches = spec.patches_by(plan)
     if patches is None and (plan.num_stages > 1 or stream is not None):
-        return _cut_model(config, plan, num_outputs, channels, comm, device, stream)
-    model = build_model(config, num_outputs, channels)
+        return _cut_model(spec, plan, comm, device, stream)
+    model = spec.build()
     if patches is None:
-        return LocalStages.whole(model, plan, comm, styles=tensor_styles(config), device=device)
+        return LocalStages.whole(model, plan, comm, styles=spec.styles, device=device)
     from mpi4dl.models.patches import PatchModel
     from mpi4dl.parallel.streaming.patches import stream_patches
 
     assert isinstance(model, PatchModel)
     try:
-        stream_patches(model.to(device), patches, channels)
+        stream_patches(model.to(device), patches, spec.channels)
     except ValueError as error:
-        raise ConfigError(f"`stream_segments` {patches.segments} of `model` {config.model_name}: {error}") from error
+        raise ConfigError(f"`stream_segments` {patches.segments} of `model` {spec.name}: {error}") from error
     return LocalStages.whole(model, plan, comm, patches)
 
 
-def _cut_model(
-    config: Config, plan: Plan, num_outputs: int, channels: int, comm: Communicator, device: torch.device, stream: Any
-) -> LocalStages:
+def _cut_model(spec: TrainingSpec, plan: Plan, comm: Communicator, device: torch.device, stream: Any) -> LocalStages:
     """A model of several stages, or of one whose images are streamed."""
     from mpi4dl.parallel.costs.cost_model import Profiler
     from mpi4dl.parallel.costs.timing import Seconds, time_units
@@ -154,30 +159,30 @@ def _cut_model(
 
     try:
         return split(
-            lambda: build_model(config, num_outputs, channels),
+            spec.build,
             plan,
             comm,
             device=device,
-            seed=config.training.seed,
-            balance=config.parallel.balance,
-            image=plan.microbatch(batch_of(config, channels)),
+            seed=spec.training.seed,
+            balance=spec.parallel.balance,
+            image=plan.microbatch(spec.batch),
             profiler=Profiler.of_user(time=time_and_tidy),
             stream=stream,
-            styles=tensor_styles(config),
-            check=config.parallel.check,
+            styles=spec.styles,
+            check=spec.parallel.check,
         )
     except ConfigError:
         raise
     except CannotStream as error:
-        asked = config.parallel.stream
+        asked = spec.parallel.stream
         named = asked if isinstance(asked, str) else "x".join(map(str, asked or ()))
         raise ConfigError(f"`stream` {named}: {error}") from error
     except ValueError as error:
-        raise ConfigError(f"`model` {config.model_name}: {error}") from error
+        raise ConfigError(f"`model` {spec.name}: {error}") from error
 
 
 @contextmanager
-def blaming_the_model(config: Config, plan: Plan, num_outputs: int, channels: int) -> Iterator[None]:
+def blaming_the_model(spec: TrainingSpec, plan: Plan) -> Iterator[None]:
     """Train in here: errors of operators without a rule, or that the plain model makes too, become a Refusal."""
     try:
         yield
@@ -188,8 +193,8 @@ def blaming_the_model(config: Config, plan: Plan, num_outputs: int, channels: in
     except (RuntimeError, AssertionError, ValueError) as problem:  # NoRule is one: shapes are those of the whole
         from mpi4dl.parallel.pipeline.split import outline, unfit
 
-        model = outline(lambda: build_model(config, num_outputs, channels))
-        reason = unfit(model, plan.microbatch(batch_of(config, channels)))
+        model = outline(spec.build)
+        reason = unfit(model, plan.microbatch(spec.batch))
         if reason is None and not isinstance(problem, NoRule | ValueError):
             raise
-        raise Refusal(f"`model` {config.model_name}: {reason or problem}") from problem
+        raise Refusal(f"`model` {spec.name}: {reason or problem}") from problem

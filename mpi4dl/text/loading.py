@@ -14,10 +14,9 @@ from mpi4dl.comm import Communicator
 from mpi4dl.datasets.text import BPETokenizer, ByteTokenizer, Tokenizer
 from mpi4dl.engine.precision import int8_of
 from mpi4dl.models.experts import Experts
-from mpi4dl.options.config import Config, ConfigError, parse
+from mpi4dl.options.declare import ConfigError
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
-from mpi4dl.runs.assembly import assemble
-from mpi4dl.runs.description import FoundWeights, find_weights, folder_of, hold_trained, with_own_model
+from mpi4dl.runs.description import FoundWeights, RunOptions, find_weights, folder_of, hold_trained
 from mpi4dl.text.batcher import Batcher
 from mpi4dl.text.options import Batching, Ranks
 from mpi4dl.text.products import ROWS_OF_PRODUCTS, exchange, pack_weights
@@ -191,19 +190,19 @@ def _matrices_of(module: nn.Module) -> tuple[str, ...]:
 class Trained:
     """The results of a run: its options, its tokenizer, and where its weights are."""
 
-    config: Config
+    run: RunOptions
     tokenizer: Tokenizer
     found: FoundWeights
 
     @property
     def context(self) -> int:
         """How many tokens the model can look at."""
-        return int(self.config.model.model_options.get("context", self.config.data.context))
+        return int(self.run.model.model_options.get("context", self.run.source.tokens))
 
     @property
     def separator(self) -> int | None:
         """The token behind which nothing of before is seen, if the model was trained so."""
-        return self.tokenizer.end if self.config.data.document_mask else None
+        return self.tokenizer.end if self.run.source.data.document_mask else None
 
 
 def find_trained(comm: Communicator, source: Path, trust_code: bool = False) -> Trained:
@@ -218,14 +217,14 @@ def find_trained(comm: Communicator, source: Path, trust_code: bool = False) -> 
     """
     folder = folder_of(comm, source)
     with comm.together((ValueError, OSError)):
-        config = parse(["--config", str(folder / "config.toml")])
-        if config.data.text is None or config.data.task not in ("auto", "language"):
-            trained_on = "images" if config.data.text is None else "masked tokens"
-            raise ConfigError(f"{source}: --model {config.model_name} was trained on {trained_on}: it writes no text")
-        has_bytes = config.data.tokenizer == "bytes"
+        run = RunOptions.read(folder)
+        chosen, of_text = run.source.data, run.source.of_text
+        if not of_text or chosen.task not in ("auto", "language"):
+            trained_on = "masked tokens" if of_text else "images"
+            raise ConfigError(f"{source}: --model {run.name} was trained on {trained_on}: it writes no text")
+        has_bytes = chosen.tokenizer == "bytes"
         tokenizer: Tokenizer = ByteTokenizer() if has_bytes else BPETokenizer.load(folder / TOKENIZER)
-    config = with_own_model(comm, config, folder, trust_code)
-    return Trained(config, tokenizer, find_weights(comm, source))
+    return Trained(run.with_own_model(comm, folder, trust_code), tokenizer, find_weights(comm, source))
 
 
 def hold_text_model(
@@ -236,7 +235,7 @@ def hold_text_model(
     Raises:
         Refusal: on all ranks: the plan does not fit to the number of ranks or to the model, or the weights are not its.
     """
-    assembly = assemble(ranks.placed(trained.config, threads), comm, ("model",))
+    assembly = trained.run.assemble(comm, ranks.instead_of(trained.run.parallel, threads))
     stages, remarks = hold_trained(assembly, trained.found, trained.tokenizer.vocabulary, 0)
     with comm.together((ValueError,)):
         lower_weights(stages, ranks.precision)

@@ -2,10 +2,10 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from mpi4dl.options.config import Config, Parallel
+from mpi4dl.options.config import Parallel
 from mpi4dl.options.declare import instead, like, option, same_as
 from mpi4dl.options.kinds import (
     BOOLEAN,
@@ -206,13 +206,11 @@ class Ranks:
         False, "load code that the run names as its model, even if your training did not sign it", BOOLEAN
     )
 
-    def placed(self, config: Config, threads: int | None = None) -> Config:
-        """The configuration of a run, to be generated with by these ranks instead of those that trained it."""
+    def instead_of(self, trained: Parallel, threads: int | None = None) -> Parallel:
+        """How these ranks hold a model, instead of those that trained it."""
         asked = {each.name: getattr(self, each.name) for each in fields(Parallel) if hasattr(self, each.name)}
-        as_trained = {name: getattr(config.parallel, name) for name in ("tensor_styles", "moe")}
-        how = {"tiles": ((1,),), "balance": "flops", **as_trained, **asked}
-        training = replace(config.training, accumulate=1)
-        return replace(config, parallel=Parallel(**how, threads=threads), training=training)
+        as_trained = {name: getattr(trained, name) for name in ("tensor_styles", "moe")}
+        return Parallel(**{"tiles": ((1,),), "balance": "flops", **as_trained, **asked}, threads=threads)
 
 
 @dataclass(frozen=True)

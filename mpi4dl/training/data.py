@@ -3,7 +3,6 @@
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,23 +11,17 @@ from mpi4dl._files import Replacement, naming
 from mpi4dl._progress import ProgressOfImages
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.arrays import ArrayDataset
-from mpi4dl.datasets.base import task_of
 from mpi4dl.datasets.listed import ListedFiles
-from mpi4dl.datasets.loader import Loader
 from mpi4dl.datasets.split import Named, in_whole
 from mpi4dl.datasets.transform import Fit
-from mpi4dl.geometry import Box
-from mpi4dl.options.config import Config, ConfigError, to_toml
-from mpi4dl.options.data import build_augment, build_mixup, build_views, number_of_classes
-from mpi4dl.options.kinds import AUTO
-from mpi4dl.options.sources import FOLDS, DataSource, source_of, wholes
-from mpi4dl.options.tasks import with_task
+from mpi4dl.options.declare import ConfigError
+from mpi4dl.options.sections.run import Run
+from mpi4dl.options.sources import FOLDS, DataSource, wholes
 from mpi4dl.runs.description import Description, described_by
 from mpi4dl.runs.samples import RunSamples
 from mpi4dl.runs.stopping import HangTimeout
 
 Pair = tuple[Named, Named]
-BoxesOf = Callable[[int], Sequence[Box]]
 
 
 class Images(NamedTuple):
@@ -48,25 +41,8 @@ class Images(NamedTuple):
     def channels(self) -> int:
         return self.training.channels
 
-    def number_of_classes(self, config: Config) -> int:
-        """The number of classes by the option, or else by the data. Raises ConfigError if that is too few."""
-        return number_of_classes(config, self.classes)
-
     def bits_per_byte(self, loss: float) -> None:
         """Images are no text."""
-
-    def loaders(self, config: Config, training: BoxesOf, validation: BoxesOf) -> tuple[Loader, Loader]:
-        """The loaders of a rank's boxes of both; they report unreadable images. Raises ValueError as Loader."""
-        views, data = build_views(config, self.training.channels, self.fit), config.data
-        varied = replace(views[0], augment=build_augment(config, self.training.channels, task_of(self.training)))
-        common: dict[str, Any] = {"seed": config.training.seed, "num_workers": data.num_workers}
-        common |= {"on_bad_image": "report", "lazy": config.streams_images}
-        ordered: dict[str, Any] = {"shuffle": True, "drop_last": True, "sampling": data.sampling}
-        ordered["mixup"] = build_mixup(config, task_of(self.training), self.number_of_classes(config))
-        return (
-            Loader(self.training, varied, config.samples_per_step, training, **ordered, **common),
-            Loader(self.validation, views[1], data.batch_size, validation, **common),
-        )
 
     def record(self, comm: Communicator, folder: Path) -> None:
         """Keep the table in the folder of a run, and all folds beside it. Collective.
@@ -94,9 +70,9 @@ class Before(NamedTuple):
         return None if self.about is None else self.about.fit
 
 
-def before(config: Config) -> Before | None:
-    """The samples of the run that a configuration resumes; None if there is none. Raises ConfigError, OSError."""
-    resume, folder = config.run.resume, config.run.run_folder
+def before(run: Run) -> Before | None:
+    """The samples of the run that is resumed; None if there is none. Raises ConfigError, OSError."""
+    resume, folder = run.resume, run.run_folder
     if resume == "none" or (resume == "auto" and folder is None):
         return None
     asked = Path(folder or "") if resume == "auto" else Path(resume)
@@ -105,19 +81,18 @@ def before(config: Config) -> Before | None:
     return None if samples is None else Before(samples, next(filter(None, map(described_by, places)), None))
 
 
-def open_images(comm: Communicator, config: Config) -> Images:
-    """The images that a configuration names, the same on all ranks. Collective.
+def open_images(comm: Communicator, source: DataSource, run: Run | None = None) -> Images:
+    """The images of a source, split as in the run that is resumed, the same on all ranks. Collective.
 
     Raises Refusal on all ranks if there are none such, or if a rank sees other files than rank 0.
     """
     recorded = None
     with comm.together((ValueError, OSError)):
-        if comm.rank == 0:
-            recorded = before(config)
+        if comm.rank == 0 and run is not None:
+            recorded = before(run)
     known = None if recorded is None else recorded.samples.validating()
 
-    source = source_of(config)
-    open_pair = _each if source.own_for_each_rank else shared
+    open_pair = _each if source.is_own else shared
     training, validation = open_pair(comm, lambda: source.open(known))
     for part in (training, validation):
         measure_stains(comm, part)
@@ -128,21 +103,10 @@ def open_images(comm: Communicator, config: Config) -> Images:
     return Images(training, validation, *comm.broadcast_object(described))
 
 
-def open_alone(config: Config) -> Images:
-    """The images that a configuration names, for a process that is no rank of a job. Raises ValueError and OSError."""
-    training, validation = source_of(config).open()
-    return Images(training, validation, *_describe(source_of(config), training, validation, None))
-
-
-def to_print(config: Config) -> str:
-    """All options as a TOML file, with the defaults of the task, if it is known or the images tell it."""
-    try:
-        told = source_of(config).of_text or config.data.task != AUTO
-        training = None if told else source_of(config).open()[0]
-    except (ValueError, OSError) as problem:
-        reason = datasets.printable(str(problem)).partition("\n")[0]
-        return f"# auto: what suits the task of the images, which cannot be opened: {reason}\n{to_toml(config)}"
-    return to_toml(with_task(config, training))
+def open_alone(source: DataSource) -> Images:
+    """The images of a source, for a process that is no rank of a job. Raises ValueError and OSError."""
+    training, validation = source.open()
+    return Images(training, validation, *_describe(source, training, validation, None))
 
 
 def open_together(comm: Communicator, source: str | Path, **options: Any) -> Pair:

@@ -17,11 +17,11 @@ from mpi4dl._wording import counted, duration
 from mpi4dl.comm.node import Node
 from mpi4dl.engine import Engine
 from mpi4dl.engine.precision import kernels_chosen
-from mpi4dl.options.build import batch_of, title_of
-from mpi4dl.options.config import Config
+from mpi4dl.options.build import TrainingSpec, title_of
 from mpi4dl.options.kinds import part_name
+from mpi4dl.options.sections.optimizer import Optimizer
 from mpi4dl.options.sections.parallel import Parallel
-from mpi4dl.options.sources import source_of
+from mpi4dl.options.sections.training import Training
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
 from mpi4dl.results.formats import Lines, as_line
@@ -38,17 +38,15 @@ if TYPE_CHECKING:
 # The first lines of a run.
 
 
-def title(config: Config, engine: Engine) -> str:
+def title(spec: TrainingSpec, engine: Engine) -> str:
     """The title of a training, in one line."""
-    source = source_of(config)
-    batch = batch_of(config, 0 if source.of_text else 1)
-    told = title_of(config.model_name, engine.stages.num_parameters, engine.plan, batch, source.described)
+    told = title_of(spec.name, engine.stages.num_parameters, engine.plan, spec.batch, spec.source.described)
     return f"{told}, {engine.device.type}" + (f" ({kernels_chosen()})" if engine.device.type == "cuda" else "")
 
 
-def goal(config: Config, engine: Engine, task: Task, num_steps: int) -> str:
+def goal(chosen: Optimizer, training: Training, engine: Engine, task: Task, num_steps: int) -> str:
     """The task, its loss, the optimizer, the steps and how many parameters are trained, in one line."""
-    chosen, stages = config.optimizer, engine.stages
+    stages = engine.stages
     optimizer = part_name(chosen.optimizer) + "".join(f", {name} {x}" for name, x in chosen.optimizer_options.items())
     rate = f"learning rate {chosen.lr:g}"
     if chosen.scheduler or chosen.lr_schedule != "constant":
@@ -57,18 +55,18 @@ def goal(config: Config, engine: Engine, task: Task, num_steps: int) -> str:
         share = isinstance(chosen.warmup, float)
         rate += f" after a warm-up of {f'{100 * chosen.warmup:g} %' if share else counted(int(chosen.warmup), 'step')}"
     trained = sum(math.prod(stages.shapes[name][0]) for name in stages.trained if name in stages.shapes)
-    loss = part_name(config.training.loss or task.default_loss)
+    loss = part_name(training.loss or task.default_loss)
     parts = [f"task {task.name}, loss {loss}, {optimizer}, {rate}, {counted(num_steps, 'step')}"]
-    if config.training.max_steps is None:
-        parts.append(f" in {counted(config.training.epochs, 'epoch')}")
+    if training.max_steps is None:
+        parts.append(f" in {counted(training.epochs, 'epoch')}")
     if trained != stages.num_parameters:
         parts.append(f"; {trained:,} of {stages.num_parameters:,} parameters are trained")
     return "".join(parts)
 
 
-def without_effect(config: Config, engine: Engine) -> list[str]:
+def without_effect(chosen: Parallel, engine: Engine) -> list[str]:
     """Remarks on given options that have no effect here."""
-    chosen, plan = config.parallel, engine.plan
+    plan = engine.plan
     shared = any(len(plan.holders(stage)) > 1 for stage in range(plan.num_stages))
     found = []
     if engine.device.type == "cpu" and (chosen.deterministic or chosen.tf32 != Parallel.tf32):

@@ -15,12 +15,10 @@ from mpi4dl.checkpoints.json_values import Damaged, JsonValue, Unreadable, unlik
 from mpi4dl.checkpoints.manifest import MODEL, STATE, candidates_at
 from mpi4dl.checkpoints.saved import Saved, newest_whole
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.options.config import OF_THE_TASK, Config, ConfigError, shared_options, to_toml
-from mpi4dl.options.declare import dump, value_of, with_options
-from mpi4dl.options.kinds import AUTO
-from mpi4dl.options.parts import is_own, load, print_of
+from mpi4dl.options.config import default_options
+from mpi4dl.options.declare import ConfigError, dump
+from mpi4dl.options.sections.run import Run
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.runs.assembly import OWN_PARTS
 from mpi4dl.runs.folder import RunFolder, default_path
 
 NUM_IMAGES = "the number of training images"
@@ -61,21 +59,25 @@ class Origin(NamedTuple):
     folder: RunFolder
     in_place: bool
     candidates: Sequence[Path]
+    is_named: bool = True
 
 
-def find_origin(comm: Communicator, config: Config) -> Origin:
-    """The origin by `resume` and `run_folder` of rank 0. Collective. Raises Refusal for what is not there."""
+def find_origin(comm: Communicator, run: Run, model: str) -> Origin:
+    """The origin of a run of this model by `resume` and `run_folder` of rank 0. Collective.
+
+    Raises Refusal for what is not there.
+    """
     found = None
     with comm.together((ConfigError, OSError)):
-        found = _find(config, datetime.now()) if comm.rank == 0 else None
+        found = _find(run, model, datetime.now()) if comm.rank == 0 else None
     return comm.broadcast_object(found)
 
 
-def _find(config: Config, now: datetime) -> Origin:
-    asked, named = config.run.resume, config.run.run_folder
-    folder = Path(named or default_path(config.model_name, now))
+def _find(run: Run, model: str, now: datetime) -> Origin:
+    asked, named = run.resume, run.run_folder
+    folder = Path(named or default_path(model, now))
     if asked == "none":
-        return Origin(RunFolder(folder), False, ())
+        return Origin(RunFolder(folder), False, (), named is not None)
     if asked == "auto":
         if named is None:
             raise ConfigError("`resume` auto continues the run in `run_folder`: add `run_folder`")
@@ -87,46 +89,22 @@ def _find(config: Config, now: datetime) -> Origin:
     candidates = candidates_at(path)
     if not candidates:
         raise ConfigError(f"`resume` {asked}: there is no checkpoint in this folder")
-    return Origin(RunFolder(folder), folder.is_dir() and path.resolve() == folder.resolve(), candidates)
+    return Origin(
+        RunFolder(folder), folder.is_dir() and path.resolve() == folder.resolve(), candidates, named is not None
+    )
 
 
-def as_it_began(comm: Communicator, config: Config) -> Config:
-    """The configuration with the values of the checkpoint that `resume` names for the options that are AUTO.
+def options_before(comm: Communicator, run: Run, plan: Plan | None = None) -> Mapping[str, str]:
+    """The options of the checkpoint that `resume` names, by `plan` if it is given; empty if there is none. Collective.
 
-    One that cannot be read says nothing here: what is wrong with it is found when it is loaded. Collective.
+    One that cannot be read says nothing here: what is wrong with it is found when it is loaded.
     """
-    known = None
-    names = [name for name in OF_THE_TASK if value_of(config, name) == AUTO]
-    if comm.rank == 0 and names and config.run.resume != "none":
+    known: Mapping[str, str] = {}
+    if comm.rank == 0 and run.resume != "none":
         with suppress(ConfigError, OSError):
-            known = _options_of(_find(config, datetime.now()).candidates)
-    known = comm.broadcast_object(known)
-    if known is None:
-        return config
-    found = with_options(config, {name: known[name] for name in names if name in known})
-    was, now = known.get("scheduler"), shared_options(found)["scheduler"]
-    if was not in (None, now):  # else the schedule from there meets this one, and nobody asked for both
-        before, after = (str(each).strip('"') for each in (was, now))
-        raise Refusal(
-            f"`resume` {config.run.resume}: the run there was written with `scheduler` {before}, but this is {after}: "
-            "keep the value of that run, or choose another `run_folder`"
-        )
+            known = _options_of(_find(run, "", datetime.now()).candidates, plan) or {}
+    found: Mapping[str, str] = comm.broadcast_object(known)
     return found
-
-
-def as_it_was_cut(comm: Communicator, config: Config, plan: Plan) -> Config:
-    """The configuration with the cut of the checkpoint that `resume` names, if stages are cut by what is timed.
-
-    Times differ from start to start; where a model is cut decides which random numbers its layers draw. A checkpoint of
-    another plan, or one that cannot be read, says nothing here: what is wrong with it is found when it is loaded.
-    Collective.
-    """
-    cut = None
-    if comm.rank == 0 and plan.num_stages > 1 and config.parallel.balance in TIMED:
-        with suppress(ConfigError, OSError):
-            cut = (_options_of(_find(config, datetime.now()).candidates, plan) or {}).get(BALANCE)
-    cut = comm.broadcast_object(cut)
-    return config if cut is None else with_options(config, {BALANCE: cut})
 
 
 def _options_of(checkpoints: Sequence[Path], plan: Plan | None = None) -> dict[str, str] | None:
@@ -161,8 +139,12 @@ def choose(comm: Communicator, origin: Origin, checkpoints: Checkpoints | None) 
     return found, [f"skipped {one}" for one in skipped]
 
 
-def record(origin: Origin, step: int, config: Config, comm: Communicator, argv: Sequence[str]) -> None:
-    """Write into the run's folder how the run was started, or went on from `step`. Collective.
+def record(
+    origin: Origin, step: int, options: str, files: Mapping[str, str], comm: Communicator, argv: Sequence[str]
+) -> None:
+    """Write into the run's folder how the run was started, or went on from `step`, with which options and files.
+
+    Collective.
 
     Raises Refusal on all ranks if the folder cannot be made, holds other files, or another job writes into it.
     """
@@ -170,10 +152,10 @@ def record(origin: Origin, step: int, config: Config, comm: Communicator, argv: 
         if comm.rank == 0:
             folder = origin.folder
             if not origin.in_place:
-                folder.claim(or_beside=config.run.run_folder is None)
+                folder.claim(or_beside=not origin.is_named)
             since = step if origin.in_place else 0
-            folder.write_config(to_toml(config), since)
-            folder.write_versions(comm.mpi_library, ["python", "-m", "mpi4dl.train", *argv], since, files_of(config))
+            folder.write_config(options, since)
+            folder.write_versions(comm.mpi_library, ["python", "-m", "mpi4dl.train", *argv], since, files)
     origin.folder.path = comm.broadcast_object(origin.folder.path)
 
 
@@ -235,13 +217,13 @@ def _evaluation(node: JsonValue) -> dict[str, Any]:
     }
 
 
-def options_to_compare(config: Config, num_images: int, counts: Sequence[int] = ()) -> dict[str, str]:
+def options_to_compare(options: Mapping[str, str], num_images: int, counts: Sequence[int] = ()) -> dict[str, str]:
     """The options of a run that its checkpoints store, as a TOML file has them.
 
     Of `balance` it is what it came to: `counts` units of each stage.
     """
     cut = {BALANCE: dump(",".join(map(str, counts)))} if counts else {}
-    return {**shared_options(config), **cut, **code_of(config), NUM_IMAGES: str(num_images)}
+    return {**options, **cut, NUM_IMAGES: str(num_images)}
 
 
 def contents_of(training: Any) -> dict[str, str]:
@@ -253,26 +235,18 @@ def contents_of(training: Any) -> dict[str, str]:
     return {} if arrays is None else {f"{CODE}`images`": arrays()}
 
 
-def code_of(config: Config) -> dict[str, str]:
-    """Checksums of the files with code of the user's, by the option that names it."""
-    found = {}
-    for name, section in OWN_PARTS.items():
-        part = getattr(getattr(config, section), name)
-        own = [each for each in (part if isinstance(part, tuple) else (part,)) if each is not None and is_own(each)]
-        for each in own:
-            load(name, each)
-        if own:
-            found[f"{CODE}`{name}`"] = ",".join(str(print_of(each)) for each in own)
-    return found
-
-
-def files_of(config: Config) -> dict[str, str]:
-    """The same, and the checksum of the file of weights that a run begins with. Raises OSError."""
-    weights = None if config.tuning.weights is None else Path(config.tuning.weights).expanduser()
-    if weights is not None and weights.is_dir():
-        weights = weights / MODEL
-    first = {} if weights is None or not weights.is_file() else {f"{CODE}`weights`": checksum(weights)}
-    return {**code_of(config), **first}
+def files_of(prints: Mapping[tuple[str, str], str | None], weights: str | None = None) -> dict[str, str]:
+    """Checksums of the files with code of the user's, of which there are `prints`, by the option that names it; and of
+    the file of weights that a run begins with. Raises OSError.
+    """
+    found: dict[str, str] = {}
+    for (name, _), each in prints.items():
+        key = f"{CODE}`{name}`"
+        found[key] = f"{found[key]},{each}" if key in found else str(each)
+    path = None if weights is None else Path(weights).expanduser()
+    if path is not None and path.is_dir():
+        path = path / MODEL
+    return found if path is None or not path.is_file() else {**found, f"{CODE}`weights`": checksum(path)}
 
 
 def compare(checkpoint: Path, there: Progress, options: Mapping[str, str]) -> list[str]:
@@ -281,7 +255,7 @@ def compare(checkpoint: Path, there: Progress, options: Mapping[str, str]) -> li
     Raises Refusal, alike on all ranks, where the run could not go on as it was begun.
     """
     unknown = {name: "unknown" for name in options if name.startswith(CODE)}
-    before = {**shared_options(Config()), **unknown, **there.options}  # an option that it does not know has its default
+    before = {**default_options(), **unknown, **there.options}  # an option that it does not know has its default
     missing = next((name for name in options if name not in before), None)
     if missing is not None:
         raise Refusal(f"{checkpoint}: {STATE} does not say what {_shown(missing)} was")
@@ -323,14 +297,6 @@ def require_fit(checkpoint: Path, there: Progress, scheduler: Any, num_batches: 
         problem = unlike(there.scheduler or {}, scheduler.state_dict())
     if problem is not None:
         raise Refusal(f"{checkpoint} does not fit: {problem}")
-
-
-def with_its_own(config: Config, checkpoint: Path, there: Progress) -> Config:
-    """The configuration by which a run goes on: what the checkpoint knows better is as it was."""
-    try:
-        return with_options(config, {name: there.options[name] for name in FROM_CHECKPOINT if name in there.options})
-    except ConfigError as problem:
-        raise Refusal(f"{checkpoint}: {STATE}: {problem}") from None
 
 
 def command_to_go_on(num_ranks: int, argv: Sequence[str], folder: Path) -> str:

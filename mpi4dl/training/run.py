@@ -18,14 +18,12 @@ from mpi4dl.checkpoints.manifest import AVERAGE, CHECKPOINTS, MODEL
 from mpi4dl.comm import Refusal
 from mpi4dl.comm.node import core_wait_seconds
 from mpi4dl.engine import Evaluation, NotFinite
-from mpi4dl.options.config import Config
 from mpi4dl.options.models import without_rules
-from mpi4dl.options.sources import source_of
+from mpi4dl.options.sections.parallel import Parallel
 from mpi4dl.options.tasks import directions
 from mpi4dl.parallel.inputs import OwnSizes, own_or
 from mpi4dl.results.formats import write_object
 from mpi4dl.results.names import MEASURES
-from mpi4dl.runs.description import Description
 from mpi4dl.runs.folder import BEST
 from mpi4dl.runs.stopping import Stopped, StopSignals
 from mpi4dl.training import resuming
@@ -38,10 +36,8 @@ from mpi4dl.training.report import (
     WorkMeter,
     compared,
     expert_use,
-    goal,
     summary,
     title,
-    without_effect,
 )
 from mpi4dl.training.resuming import contents_of, options_to_compare
 from mpi4dl.training.setup import Setup, told_before
@@ -53,17 +49,17 @@ def fit(setup: Setup) -> Evaluation | None:
 
     Returns the last validation. Collective.
     """
-    config, place = setup.config, (setup.num_outputs, setup.channels)
+    spec = setup.spec
     with ExitStack() as closing:
         closing.callback(setup.patience.stop)
-        with without_rules(config):
+        with without_rules(spec.parallel):
             told = told_before(setup)
             setup.patience.feed()
-            if config.run.dry_run:
+            if spec.run.dry_run:
                 dry_run(setup, told)
                 return None
         run = TrainingRun(setup, told, closing)
-        with setup.assembly.running(*place):
+        with setup.assembly.running(spec.num_outputs, spec.channels):
             run.all_epochs()
     return run.evaluation
 
@@ -72,12 +68,12 @@ def dry_run(setup: Setup, told: Sequence[str]) -> None:
     """Print what training would take, from rank 0. Collective."""
     from mpi4dl.estimate.dry_run import explain
 
-    config, engine = setup.config, setup.engine
+    engine = setup.engine
     with engine.comm.together((ValueError,)):
         if engine.comm.rank == 0:
             found = [*explain(setup.workload(), engine)]
             told = [line for line in told if line not in "\n".join(found).splitlines()]
-            lines = (title(config, engine), *found, *setup.images.remarks, *setup.remarks, *told)
+            lines = (title(setup.spec, engine), *found, *setup.images.remarks, *setup.remarks, *told)
             print(setup.spell("\n".join(lines)))
             print(f"dry run: {counted(setup.num_steps, 'step was', 'steps were')} not made")
 
@@ -171,17 +167,18 @@ class TrainingRun:
         `told` is what there is to say beside the remarks of `setup`; `closing` ends what must be ended.
         """
         self.closing, self.spell, self.argv, self.callbacks = closing, setup.spell, setup.argv, setup.callbacks
-        self.config, self.engine, self.schedule, self.images = setup.config, setup.engine, setup.schedule, setup.images
-        config, engine, comm = self.config, self.engine, self.engine.comm
-        self.comm, self.size = comm, config.data.image_size
+        self.engine, self.schedule, self.images, self.spec = setup.engine, setup.schedule, setup.images, setup.spec
+        self.chosen, self.tuning, self.source = self.spec.run, self.spec.tuning, self.spec.source
+        engine, comm, run = self.engine, self.engine.comm, self.chosen
+        self.comm, self.size = comm, self.source.size
         self.task, self.metrics, self.patience, self.meter = setup.task, setup.metrics, setup.patience, setup.meter
         self.training, self.validation, self.num_steps = setup.training, setup.validation, setup.num_steps
         self.stopping = self.remembered = self.heeds_callbacks = False
         self.unfrozen: set[tuple[int, str]] = set()
-        self.best = None if setup.monitor is None else Best(*setup.monitor, config.learning.patience)
-        self.bad_images = BadImages(comm, config.data.on_bad_image)
+        self.best = None if setup.monitor is None else Best(*setup.monitor)
+        self.bad_images = BadImages(comm, self.source.data.on_bad_image)
         contents = contents_of(self.images.training)
-        self.options = options_to_compare(config, len(self.images.training), engine.stages.counts) | contents
+        self.options = options_to_compare(setup.options, len(self.images.training), engine.stages.counts) | contents
         self.epoch, self.batch, self.due = 0, 0, False
         self.interval = self.new_interval()
         self.has_experts = any(name.endswith(".router.weight") for name in engine.stages.shapes)
@@ -193,7 +190,7 @@ class TrainingRun:
         self.checkpoints: Checkpoints | None = None  # as long as nothing is saved
         self.reporter: Reporter | None = None  # on rank 0, once the folder is there
         self.painter: Painter | None = None
-        origin = resuming.find_origin(comm, config)
+        origin = resuming.find_origin(comm, run, self.spec.name)
         self.folder = origin.folder
         closing.callback(self.folder.unlock)
         if origin.in_place:
@@ -201,12 +198,15 @@ class TrainingRun:
             self.checkpoints = self.open_checkpoints()
         source, remarks = resuming.choose(comm, origin, self.checkpoints)
         metrics_bytes = 0 if source is None else self.go_on(source, remarks)
-        resuming.record(origin, engine.num_steps, self.config, comm, self.argv)
+        with comm.together((ValueError, OSError)):
+            options = setup.toml(self.options, source)
+            files = resuming.files_of(setup.assembly.prints, self.tuning.weights)
+        resuming.record(origin, engine.num_steps, options, files, comm, self.argv)
         self.images.record(comm, self.folder.path)
-        self.about = Description.of(config, self.images, setup.num_outputs).record(comm, self.folder.path)
+        self.about = setup.about().record(comm, self.folder.path)
         if not origin.in_place:
             closing.push(self.discard_if_refused)
-        if self.checkpoints is None and config.run.save_every != "none":
+        if self.checkpoints is None and run.save_every != "none":
             self.checkpoints = self.open_checkpoints()
         with comm.together((OSError,)):
             if comm.rank == 0:
@@ -216,22 +216,22 @@ class TrainingRun:
                 )
         closing.enter_context(self.folder.rank_log(comm.rank))
         self.signals = closing.enter_context(StopSignals())
+        lines = setup.first_lines()
         if comm.rank == 0:
             if origin.in_place:
                 self.folder.cut_metrics(metrics_bytes)
-            how = (self.num_steps, engine.num_steps, config.run.tensorboard, self.images.classes)
-            self.reporter = closing.enter_context(Reporter(self.folder, *how, noun=source_of(config).sample_noun))
-            self.painter = Painter(self.reporter, self.folder, config, engine, title(config, engine), self.num_steps)
+            how = (self.num_steps, engine.num_steps, run.tensorboard, self.images.classes)
+            self.reporter = closing.enter_context(Reporter(self.folder, *how, noun=self.source.sample_noun))
+            self.painter = Painter(self.reporter, self.folder, options, engine, lines[0], self.num_steps)
             engine.executor.progress = self.progress
-        self.showing = Showing(self.reporter, engine, config, self.task, self.images.classes)
+        self.showing = Showing(self.reporter, engine, self.source, self.task, self.images.classes)
         comm.barrier()  # so that nobody's first steps count as a wait what rank 0 draws here
         streamed = () if engine.stages.stream is None else (engine.stages.stream.remark,)
-        limit = config.parallel.hang_timeout
-        if limit not in (0.0, Config().parallel.hang_timeout):
+        limit = self.spec.parallel.hang_timeout
+        if limit not in (0.0, Parallel.hang_timeout):
             remarks = [*remarks, f"a rank without a sign of life for {limit:g} s ends the job: `hang_timeout`"]
-        learnt = goal(config, engine, self.task, self.num_steps)
-        said = (*self.images.remarks, *setup.remarks, *told, *without_effect(config, engine), *filter(None, streamed))
-        for line in (title(config, engine), learnt, *said, *remarks):
+        said = (*self.images.remarks, *setup.remarks, *told, *lines[2:], *filter(None, streamed))
+        for line in (*lines[:2], *said, *remarks):
             self.say(line)
 
     def discard_if_refused(self, _: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -241,13 +241,12 @@ class TrainingRun:
                 self.folder.discard()
 
     def open_checkpoints(self) -> Checkpoints:
-        return self.closing.enter_context(Checkpoints(self.folder.path / CHECKPOINTS, self.comm, self.config.run.keep))
+        return self.closing.enter_context(Checkpoints(self.folder.path / CHECKPOINTS, self.comm, self.chosen.keep))
 
     def go_on(self, source: Path, remarks: list[str]) -> int:
         """Take everything from a checkpoint; returns how much of metrics.jsonl had been written by then."""
         there = resuming.Progress.at(source)
         more = resuming.compare(source, there, self.options)
-        self.config = resuming.with_its_own(self.config, source, there)
         self.schedule.require(self.num_steps, there.scheduler)
         resuming.require_fit(source, there, self.schedule.scheduler, len(self.training))
         load(self.engine, source) if self.checkpoints is None else self.checkpoints.load(self.engine, source)
@@ -292,7 +291,7 @@ class TrainingRun:
 
     def saves_at(self, step: int) -> bool:
         """Whether a checkpoint is due that `save_every` counts in steps."""
-        every = self.config.run.save_every
+        every = self.chosen.save_every
         return isinstance(every, int) and step % every == 0
 
     @property
@@ -322,7 +321,7 @@ class TrainingRun:
 
     def all_epochs(self) -> None:
         """Train, save, validate; keep the weights at the end."""
-        began, epochs, earlier = time.perf_counter(), self.config.training.epochs, self.engine.num_steps
+        began, epochs, earlier = time.perf_counter(), self.spec.training.epochs, self.engine.num_steps
         # Ranks may have other callbacks: whether any has steps to look at, all know, so that all ask whether to stop.
         listening = any(hasattr(callback, "on_step_end") for callback in self.callbacks)
         self.waited_for_cores, self.began_steps = core_wait_seconds(), began
@@ -339,7 +338,7 @@ class TrainingRun:
         if self.checkpoints is not None:
             self.checkpoints.wait()
         save_model(self.engine, self.folder.path / MODEL, self.images.classes, self.about.metadata)
-        if self.config.tuning.ema is not None:
+        if self.tuning.ema is not None:
             with self.averaged():
                 save_model(self.engine, self.folder.path / AVERAGE, self.images.classes, self.about.metadata)
         seconds, skipped = time.perf_counter() - began, self.bad_images.skipped
@@ -372,7 +371,11 @@ class TrainingRun:
 
     def one_epoch(self) -> None:
         """Train for an epoch, or the rest of it, save, and do the work after it."""
-        saves, every, epochs = self.config.run.save_every, self.config.training.eval_every, self.config.training.epochs
+        saves, every, epochs = (
+            self.chosen.save_every,
+            self.spec.training.eval_every,
+            self.spec.training.epochs,
+        )
         if not self.due:
             self.unfreeze()
             self.train()
@@ -393,7 +396,7 @@ class TrainingRun:
 
     def unfreeze(self) -> None:
         """Train what is frozen no more in this epoch."""
-        for epoch, pattern in self.config.tuning.unfreeze:
+        for epoch, pattern in self.tuning.unfreeze:
             if epoch <= self.epoch + 1 and (epoch, pattern) not in self.unfrozen:
                 self.unfrozen.add((epoch, pattern))
                 names = self.engine.unfreeze(pattern)
@@ -401,7 +404,7 @@ class TrainingRun:
 
     def averaged(self) -> AbstractContextManager[None]:
         """The context in which the weights are those that are validated."""
-        return nullcontext() if self.config.tuning.ema is None else self.engine.averaged()
+        return nullcontext() if self.tuning.ema is None else self.engine.averaged()
 
     def train(self) -> None:
         """Train for the rest of the epoch, or up to the last step."""
@@ -426,7 +429,7 @@ class TrainingRun:
                 self.tell("on_step_end", result)
                 if self.reporter is not None:
                     self.reporter.advance(self.engine.num_steps)
-                if self.engine.num_steps % self.config.run.log_interval == 0:
+                if self.engine.num_steps % self.chosen.log_interval == 0:
                     self.report()
                 if self.finished:
                     break
@@ -439,7 +442,7 @@ class TrainingRun:
     def report(self) -> None:
         """Say how the steps went since the last report."""
         if not self.remembered and self.interval.losses:
-            self.remembered = remember(self.painter, self.config, self.engine, self.meter)
+            self.remembered = remember(self.painter, self.spec.parallel.offload == "disk", self.engine, self.meter)
             self.look_at_cores()
         found = self.interval.report(self.epoch + 1, self.meter.peak_bytes())
         self.interval = self.new_interval()
@@ -463,7 +466,7 @@ class TrainingRun:
             self.say(crowded(rank, worst, threads))
 
     def new_interval(self, losses: Sequence[float] = ()) -> LogInterval:
-        return LogInterval(self.engine, self.training, losses, source_of(self.config).tokens)
+        return LogInterval(self.engine, self.training, losses, self.source.tokens)
 
     def own_news(self, bad_image: bool = False) -> ControlFlags:
         """The flags of this rank."""
@@ -483,7 +486,7 @@ class TrainingRun:
         try:
             yield
         except (NotFinite, UnreadableImages):
-            if self.engine.num_steps and self.config.run.save_every != "none":
+            if self.engine.num_steps and self.chosen.save_every != "none":
                 self.say(f"saved at step {self.save_now()}")
             raise
 

@@ -13,26 +13,34 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpi4dl._memory import MemoryMeter, load_libraries, place_of
 from mpi4dl._progress import ProgressLine, Tell, quietly
+from mpi4dl.checkpoints.manifest import STATE
 from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.datasets.base import printable
 from mpi4dl.datasets.loader import Loader
 from mpi4dl.engine import Engine
 from mpi4dl.geometry import Box
 from mpi4dl.options import build
-from mpi4dl.options.config import Config, ConfigError, facts
-from mpi4dl.options.declare import value_of, with_values
+from mpi4dl.options.build import TrainingSpec
+from mpi4dl.options.config import OF_THE_TASK, Config, ConfigError, facts, shared_options, to_toml
+from mpi4dl.options.declare import value_of, with_options, with_values
+from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.optimizers import Schedule, build_optimizer, build_schedule, groups_of
-from mpi4dl.options.sources import in_folder_of_fold, source_of, with_frame
+from mpi4dl.options.sources import TextSource, in_folder_of_fold, source_of, with_frame
 from mpi4dl.options.tasks import Monitor, build_metrics, build_task, monitored, with_task
 from mpi4dl.parallel.inputs import Shape, of_tokens, own_or
+from mpi4dl.parallel.plan import Plan
 from mpi4dl.runs.assembly import ModelAssembly, assemble
+from mpi4dl.runs.description import Description
 from mpi4dl.runs.stopping import HangTimeout
 from mpi4dl.tasks.task import Task
 from mpi4dl.training.data import Images, before, open_alone, open_images
-from mpi4dl.training.resuming import as_it_began, as_it_was_cut
+from mpi4dl.training.report import goal, title, without_effect
+from mpi4dl.training.resuming import BALANCE, FROM_CHECKPOINT, TIMED, files_of, options_before
 
 if TYPE_CHECKING:
     from mpi4dl.estimate.workload import Workload
@@ -66,22 +74,39 @@ class Setup:
     @property
     def num_steps(self) -> int:
         """How many steps the run has."""
-        return build.number_of_steps(self.config, len(self.training))
+        return build.number_of_steps(self.config.training, len(self.training))
 
     @property
-    def num_outputs(self) -> int:
-        return self.task.num_outputs
+    def spec(self) -> TrainingSpec:
+        """What is computed."""
+        return TrainingSpec(self.config, self.task.num_outputs, self.images.channels)
 
     @property
-    def channels(self) -> int:
-        return self.images.channels
+    def options(self) -> dict[str, str]:
+        """The options by which a run that goes on is compared, with the code of the user's."""
+        return {**shared_options(self.config), **files_of(self.assembly.prints)}
+
+    def toml(self, before: Mapping[str, str], checkpoint: Path | None) -> str:
+        """All options as a TOML file: those that a checkpoint knows better are as they were `before`."""
+        return to_toml(self.config if checkpoint is None else with_its_own(self.config, before, checkpoint))
+
+    def first_lines(self) -> list[str]:
+        """The title of the run, what it learns, and remarks on options without effect."""
+        config, engine = self.config, self.engine
+        learnt = goal(config.optimizer, config.training, engine, self.task, self.num_steps)
+        return [title(self.spec, engine), learnt, *without_effect(config.parallel, engine)]
+
+    def about(self) -> Description:
+        """The description of the trained model."""
+        return Description.of(self.config, self.images, self.task.num_outputs)
 
     def workload(self, tell: Tell = quietly) -> "Workload":
         """What is estimated. Patches of slides are counted."""
         from mpi4dl.estimate.workload import Workload, patches_of_slides
 
-        patches = patches_of_slides(source_of(self.config), self.images.training, tell)
-        return Workload(self.config, self.num_outputs, self.channels, patches, len(self.training))
+        spec = self.spec
+        patches = patches_of_slides(spec.source, self.images.training, tell)
+        return Workload(self.config, spec.num_outputs, spec.channels, patches, len(self.training))
 
 
 def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str, argv: Sequence[str] = ()) -> Setup:
@@ -96,7 +121,7 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
     config = as_it_began(comm, config)
     with comm.together((ValueError, TypeError)):
         config = with_task(config, images.training)
-        task = build_task(config, images.training, images.number_of_classes(config), comm)
+        task = build_task(config, images.training, source_of(config).number_of_classes(images.training), comm)
         metrics = build_metrics(config, task)
         monitor = monitored(config, task, metrics)
         meter = MemoryMeter(assembly.device)
@@ -121,9 +146,9 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
         return [read.box for read in engine.reads(num_samples, own_or(sizes, config.data.image_size), training)]
 
     with comm.together((ValueError,)):
-        callbacks = build.build_callbacks(config)
-        loaders = images.loaders(config, boxes, partial(boxes, training=False))
-        schedule.begin(build.number_of_steps(config, len(loaders[0])))
+        callbacks = build.build_callbacks(config.run.callbacks)
+        loaders = source_of(config).loaders(images, boxes, partial(boxes, training=False))
+        schedule.begin(build.number_of_steps(config.training, len(loaders[0])))
     return Setup(
         config, assembly, engine, schedule, images, *loaders, task, metrics, monitor, callbacks, remarks, patience,
         meter, spell, argv,
@@ -136,7 +161,7 @@ def framed(config: Config, comm: Communicator) -> Config:
     with comm.together((ValueError, OSError)):
         config = source_of(config).prepared()
         if comm.rank == 0:
-            found = source_of(config).framed(lambda: None if (kept := before(config)) is None else kept.fit)
+            found = source_of(config).framed(lambda: None if (kept := before(config.run)) is None else kept.fit)
     names = ("image_size", "fit", "stain_reference")
     return with_values(config, comm.broadcast_object(found and {name: value_of(found, name) for name in names}))
 
@@ -146,11 +171,12 @@ def open_samples(config: Config, comm: Communicator | None = None) -> "Images | 
 
     Without `comm` they are for a process that is no rank of a job. Raises ValueError and OSError.
     """
-    if not source_of(config).of_text:
-        return open_alone(config) if comm is None else open_images(comm, config)
+    source = source_of(config)
+    if not isinstance(source, TextSource):
+        return open_alone(source) if comm is None else open_images(comm, source, config.run)
     from mpi4dl.training.texts import open_text_alone, open_texts
 
-    return open_text_alone(config) if comm is None else open_texts(comm, config)
+    return open_text_alone(source) if comm is None else open_texts(comm, source)
 
 
 def with_samples(config: Config, tell: Tell = quietly) -> "Workload":
@@ -163,10 +189,61 @@ def with_samples(config: Config, tell: Tell = quietly) -> "Workload":
     config = with_frame(config)
     samples = open_samples(config)
     config = with_task(config, samples.training)
-    num_batches = len(samples.loaders(config, lambda _: [], lambda _: [])[0])
-    task = build_task(config, samples.training, samples.number_of_classes(config))
-    patches = patches_of_slides(source_of(config), samples.training, tell)
+    source = source_of(config)
+    num_batches = len(source.loaders(samples, lambda _: [], lambda _: [])[0])
+    task = build_task(config, samples.training, source.number_of_classes(samples.training))
+    patches = patches_of_slides(source, samples.training, tell)
     return Workload(config, task.num_outputs, samples.channels, patches, num_batches)
+
+
+def to_print(config: Config) -> str:
+    """All options as a TOML file, with the defaults of the task, if it is known or the images tell it."""
+    try:
+        told = source_of(config).of_text or config.data.task != AUTO
+        training = None if told else source_of(config).open()[0]
+    except (ValueError, OSError) as problem:
+        reason = printable(str(problem)).partition("\n")[0]
+        return f"# auto: what suits the task of the images, which cannot be opened: {reason}\n{to_toml(config)}"
+    return to_toml(with_task(config, training))
+
+
+def as_it_began(comm: Communicator, config: Config) -> Config:
+    """The configuration with the values of the checkpoint that `resume` names for the options that are AUTO.
+
+    Collective. Raises Refusal for a schedule beside that of the checkpoint.
+    """
+    known = options_before(comm, config.run)
+    names = [name for name in OF_THE_TASK if value_of(config, name) == AUTO]
+    if not names or not known:
+        return config
+    found = with_options(config, {name: known[name] for name in names if name in known})
+    was, now = known.get("scheduler"), shared_options(found)["scheduler"]
+    if was not in (None, now):  # else the schedule from there meets this one, and nobody asked for both
+        before, after = (str(each).strip('"') for each in (was, now))
+        raise Refusal(
+            f"`resume` {config.run.resume}: the run there was written with `scheduler` {before}, but this is {after}: "
+            "keep the value of that run, or choose another `run_folder`"
+        )
+    return found
+
+
+def as_it_was_cut(comm: Communicator, config: Config, plan: Plan) -> Config:
+    """The configuration with the cut of the checkpoint that `resume` names, if stages are cut by what is timed.
+
+    Times differ from start to start; where a model is cut decides which random numbers its layers draw. Collective.
+    """
+    if plan.num_stages == 1 or config.parallel.balance not in TIMED:
+        return config
+    known = options_before(comm, config.run, plan)
+    return with_options(config, {name: known[name] for name in (BALANCE,) if name in known})
+
+
+def with_its_own(config: Config, before: Mapping[str, str], checkpoint: Path) -> Config:
+    """The configuration by which a run goes on, with what its checkpoint knows better. Raises ConfigError."""
+    try:
+        return with_options(config, {name: before[name] for name in FROM_CHECKPOINT if name in before})
+    except ConfigError as problem:
+        raise ConfigError(f"{checkpoint}: {STATE}: {problem}") from None
 
 
 SMALL = 0.25  # of the memory: a run that needs no more by a generous guess is not looked at
@@ -179,13 +256,13 @@ def told_before(setup: Setup) -> list[str]:
     Raises:
         Refusal: the run clearly does not fit into the memory of a node; on all ranks. A dry run only warns.
     """
-    config, engine, comm = setup.config, setup.engine, setup.engine.comm
+    spec, engine, comm = setup.spec, setup.engine, setup.engine.comm
     told: tuple[list[str], str | None] = ([], None)
     places = comm.all_gather_object(place_of(engine.device))
     if comm.rank == 0:
         least = min(place.num_bytes for place in places)
-        counts = config.parallel.memory_check != "none" and not is_small(config, engine, setup.channels, least)
-        if counts or config.streams_images:
+        counts = spec.parallel.memory_check != "none" and not is_small(spec, engine, least)
+        if counts or spec.streams_images:
             from mpi4dl.estimate.dry_run import looked_at
 
             with ProgressLine() as tell:
@@ -197,8 +274,8 @@ def told_before(setup: Setup) -> list[str]:
     return list(remarks)
 
 
-def is_small(config: Config, engine: Engine, channels: int, num_bytes: int) -> bool:
+def is_small(spec: TrainingSpec, engine: Engine, num_bytes: int) -> bool:
     """Whether all ranks together need less than a share of so many bytes, by a guess that is far too high."""
-    batch, weights = build.batch_of(config, channels), engine.stages.num_parameters
+    batch, weights = spec.batch, engine.stages.num_parameters
     each = weights if of_tokens(batch) else GUESSED_PER_VALUE
     return 4 * (prod(batch) * each + engine.comm.size * weights * GUESSED_PER_WEIGHT) < SMALL * num_bytes

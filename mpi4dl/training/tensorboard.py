@@ -14,9 +14,8 @@ from mpi4dl._memory import MemoryMeter
 from mpi4dl._palette import GOOD, INK, PAPER, WRONG, of_classes
 from mpi4dl.engine import Engine
 from mpi4dl.engine.runner import measured_as_is
-from mpi4dl.options.config import Config, to_toml
 from mpi4dl.options.data import normalisation
-from mpi4dl.options.sources import source_of
+from mpi4dl.options.sources import DataSource
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.tables.simulator import Simulation
 from mpi4dl.results.formats import write_object
@@ -135,11 +134,11 @@ class Showing:
     volumes it is the slice in the middle, and a sequence is shown as one row.
     """
 
-    def __init__(self, reporter: Any, engine: Engine, config: Config, task: Task, classes: Sequence[str]) -> None:
-        wanted = reporter is not None and reporter.has_pictures and source_of(config).has_pictures
+    def __init__(self, reporter: Any, engine: Engine, source: DataSource, task: Task, classes: Sequence[str]) -> None:
+        wanted = reporter is not None and reporter.has_pictures and source.has_pictures
         wanted = wanted and engine.stages.stream is None
         self._shows = bool(engine.comm.broadcast_object(wanted))
-        self._reporter, self._engine, self._config, self._task = reporter, engine, config, task
+        self._reporter, self._engine, self._source, self._task = reporter, engine, source, task
         self._classes = classes
         self._images: Tensor | None = None
         self._found: Taken | None = None
@@ -191,10 +190,12 @@ class Showing:
         part = self._engine.stages.parts.get((0, 0))
         if not self._shows or part is None:
             return None
-        images = _small(self._engine.images(part, tiles[0], microbatch, self._config.data.image_size))
+        images = _small(self._engine.images(part, tiles[0], microbatch, self._source.size))
         if images.shape[1] not in (1, 3):
             return None
-        mean, std = (images.new_tensor(each)[:, None, None] for each in normalisation(self._config, images.shape[1]))
+        mean, std = (
+            images.new_tensor(each)[:, None, None] for each in normalisation(self._source.data, images.shape[1])
+        )
         return images * std + mean
 
     def _of(self, outputs: Any, targets: Any) -> Taken | None:
@@ -257,14 +258,14 @@ class Painter:
     """
 
     def __init__(
-        self, reporter: Any, folder: RunFolder, config: Config, engine: Engine, title: str, num_steps: int
+        self, reporter: Any, folder: RunFolder, options: str, engine: Engine, title: str, num_steps: int
     ) -> None:
         self._reporter, self._folder, self._step = reporter, folder, engine.num_steps
         costs, plan = engine.stages.costs, engine.plan.describe()
         source, timeline = "" if costs is None else costs.source, timeline_of(engine)
         modules = tuple(modules_of(engine))
         self.portrait = RunSnapshot(title, plan, num_steps, modules, (), source, timeline)
-        reporter.text("run/options", to_toml(config), self._step)
+        reporter.text("run/options", options, self._step)
         reporter.rows("run/parameters by module", ("module", "values", "of them trained"), modules, self._step)
         if timeline is not None:
             from mpi4dl.parallel.tables.drawing import as_image, as_text
@@ -289,9 +290,9 @@ class Painter:
             self._reporter.say(f"{path} cannot be written: {error.strerror}; the run goes on without")
 
 
-def remember(painter: Painter | None, config: Config, engine: Engine, meter: MemoryMeter) -> bool:
+def remember(painter: Painter | None, on_disk: bool, engine: Engine, meter: MemoryMeter) -> bool:
     """Have rank 0's painter remember the memory of all ranks, once steps were made. Collective; True, as it is done."""
-    own = purposes_of(engine, meter.peak_bytes(), config.parallel.offload == "disk")
+    own = purposes_of(engine, meter.peak_bytes(), on_disk)
     memory = engine.comm.all_gather_object(own)
     if painter is not None:
         painter.remember(memory)

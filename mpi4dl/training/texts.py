@@ -5,7 +5,6 @@ from pathlib import Path
 
 from mpi4dl._wording import counted
 from mpi4dl.comm import Communicator
-from mpi4dl.datasets.loader import Loader
 from mpi4dl.datasets.text import (
     BPETokenizer,
     ByteTokenizer,
@@ -20,9 +19,8 @@ from mpi4dl.datasets.text import (
     pieces,
     split_documents,
 )
-from mpi4dl.datasets.text.dataset import TokenBatches
-from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.training.data import BoxesOf
+from mpi4dl.options.declare import ConfigError
+from mpi4dl.options.sources import TextSource
 
 TOKENIZER = "tokenizer.json"
 
@@ -38,37 +36,11 @@ class Texts:
     classes: tuple[str, ...] = ()
     channels: int = 0
 
-    def loaders(self, config: Config, training: BoxesOf, validation: BoxesOf) -> tuple[Loader, Loader]:
-        """The loaders of this rank's tokens of both. Raises ValueError as Loader."""
-        data, seed = config.data, config.training.seed
-        return (
-            Loader(
-                TokenBatches(self.training),
-                None,
-                config.samples_per_step,
-                training,
-                seed=seed,
-                shuffle=True,
-                drop_last=True,
-                num_workers=data.num_workers,
-            ),
-            Loader(TokenBatches(self.validation), None, data.batch_size, validation, num_workers=data.num_workers),
-        )
-
     def record(self, comm: Communicator, folder: Path) -> None:
         """Keep a tokenizer that was trained in the folder of a run. Collective."""
         with comm.together((OSError,)):
             if comm.rank == 0 and isinstance(self.tokenizer, BPETokenizer):
                 self.tokenizer.save(folder / TOKENIZER)
-
-    def number_of_classes(self, config: Config) -> int:
-        """The number of different tokens. Raises ConfigError if another one was asked for."""
-        if config.model.num_classes is not None:
-            raise ConfigError(
-                f"`num_classes` {config.model.num_classes}: of text it is that of different tokens, "
-                f"{self.training.vocabulary} here"
-            )
-        return self.training.vocabulary
 
     def bits_per_byte(self, loss: float) -> float | None:
         """A validation loss, in nats for each token, in bits per byte; None if only some tokens are targets."""
@@ -78,38 +50,37 @@ class Texts:
         return bits_per_byte(loss, stream.num_tokens, stream.num_bytes)
 
 
-def open_texts(comm: Communicator, config: Config) -> Texts:
-    """The text that a configuration names, the same on all ranks. Collective; raises Refusal on all of them.
+def open_texts(comm: Communicator, source: TextSource) -> Texts:
+    """The text of a source, the same on all ranks. Collective; raises Refusal on all of them.
 
     Rank 0 encodes it, once for all runs, into a file that all ranks read.
     """
     found: tuple[Path, Tokenizer] | None = None
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
-            found = _encoded(config)
+            found = _encoded(source)
     header, tokenizer = comm.broadcast_object(found)
     with comm.together((ValueError, OSError)):
-        return _texts(config, header, tokenizer)
+        return _texts(source, header, tokenizer)
 
 
-def open_text_alone(config: Config) -> Texts:
+def open_text_alone(source: TextSource) -> Texts:
     """The same for a process that is no rank of a job. Raises ValueError and OSError."""
-    return _texts(config, *_encoded(config))
+    return _texts(source, *_encoded(source))
 
 
-def _encoded(config: Config) -> tuple[Path, Tokenizer]:
+def _encoded(source: TextSource) -> tuple[Path, Tokenizer]:
     """The header of the file with the tokens."""
-    data = config.data
+    data, folder = source.data, source.token_folder
     assert data.text is not None
     documents = find_documents(*(source.strip() for source in data.text.split(",")))
-    folder = Path(config.run.run_folder or "runs/RUN").parent / "tokens"  # which all runs beside each other share
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(data.tokenizer, documents, folder)
     return encode_corpus(documents, tokenizer, folder).path.with_suffix(".json"), tokenizer
 
 
-def _texts(config: Config, header: Path, tokenizer: Tokenizer) -> Texts:
-    data, seed = config.data, config.training.seed
+def _texts(source: TextSource, header: Path, tokenizer: Tokenizer) -> Texts:
+    data, seed = source.data, source.seed
     training, validation = split_documents(TokenFile(header), data.val_fraction, seed)
     parts = [
         MaskedTokenDataset(stream, data.context, seed) if data.task == "masked" else TokenDataset(stream, data.context)

@@ -1,6 +1,6 @@
 """The results of slides that a folder has: their predictions, labels, maps and annotations, and where the slides are.
 
-predictions.jsonl, slides.json     as `mpi4dl predict` writes them, with maps/NAME.geojson or masks/NAME.geojson
+predictions.jsonl and .json         as `mpi4dl predict` writes them, with maps/NAME.geojson or masks/NAME.geojson
 evaluation*.csv, evaluation*.json  as `mpi4dl evaluate` writes them: predictions beside labels
 
 A folder may have both; then they are shown together. Of a run's folder the newest results are taken. Contents of these
@@ -22,11 +22,11 @@ from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.datasets.files import WHOLE_SLIDES
 from mpi4dl.datasets.samples import Sample, SampleTable, read_samples, without_suffix
 from mpi4dl.datasets.slides.annotations import POLYGONS
-from mpi4dl.datasets.slides.record import SLIDES
 from mpi4dl.results.evaluations import SavedEvaluation
 from mpi4dl.results.formats import Record, below, is_below, nested, read_object, reading
 from mpi4dl.results.names import PREDICTIONS
 from mpi4dl.results.runs import FolderResults, predictions_in
+from mpi4dl.results.slides import KEY
 
 GEOJSON, CLASS_MAP = ".geojson", ".ome.tif"
 LEAST_PROBABILITY = 1e-12
@@ -108,7 +108,7 @@ def read_results(
     if slides is not None and not slides.exists():
         raise ValueError(f"--slides {slides}: no such file or folder")
     told = _recorded(predicted, evaluated)
-    with reading(evaluated or folder if predicted is None else predicted / SLIDES):
+    with reading(evaluated or folder if predicted is None else predicted / _PLACES):
         place = _Place(told, slides, slides_folder, folder, remarks)
         records = {place.name_of(name): record for name, record in records.items()}
     with reading(evaluated or folder if predicted is None else predicted / f"{PREDICTIONS.name}.jsonl"):
@@ -119,16 +119,19 @@ def read_results(
     return SlideResults(str(folder.resolve().name), viewed, tuple(remarks))
 
 
+_PLACES = f"{PREDICTIONS.name}.json"
 _EXPECTED = "name a folder that mpi4dl predict --slides or mpi4dl evaluate --slides wrote, or that of a run"
 
 
 def _recorded(predicted: Path | None, evaluated: Path | None) -> Record:
     """What predictions or an evaluation say of their slides; empty if nothing does. Raises OSError, DamagedResult."""
-    if predicted is not None and (predicted / SLIDES).exists():
-        return read_object(predicted / SLIDES)
-    about: Record = {} if evaluated is None else SavedEvaluation(evaluated).told
-    slides: Record = about.get("slides") or {"root": about.get("root")}
-    return slides
+    places = None if predicted is None else predicted / _PLACES
+    slides: Record = {} if places is None or not places.exists() else read_object(places).get(KEY) or {}
+    if slides or evaluated is None:
+        return slides
+    about = SavedEvaluation(evaluated).told
+    found: Record = about.get(KEY) or {"root": about.get("root")}
+    return found
 
 
 def _newest(found: Sequence[Path], what: str, remarks: list[str]) -> Path | None:

@@ -20,7 +20,7 @@ import mpi4dl._progress
 from mpi4dl import models
 from mpi4dl._progress import CLEAR, ProgressLine
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.estimate import workload
+from mpi4dl.options import build
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import parse
 from mpi4dl.options.sources import SyntheticSource
@@ -136,7 +136,7 @@ class _Turning(nn.Module):
 def test_an_operator_without_a_rule_is_seen_before_there_are_ranks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workload, "build_model", lambda *_: _Turning())
+    monkeypatch.setattr(build, "build_model", lambda *_: _Turning())
     main(SMALL)
     assert "fft" in refusal(capsys, *SMALL, "--tiles", "1x2")
 

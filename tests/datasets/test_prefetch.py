@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -86,6 +87,15 @@ def test_a_forgotten_prefetcher_ends_its_threads():
     next(prefetcher)
     del prefetcher
     gc.collect()
+
+
+def test_a_thread_that_waits_keeps_no_item():
+    prefetcher = Prefetcher(lambda i: threading.Event(), 1, 1, 1)
+    found, deadline = weakref.ref(next(prefetcher)), time.monotonic() + 20
+    while found() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert found() is None
+    prefetcher.close()
 
 
 @pytest.mark.parametrize("item", ["time.sleep(0.01)", "time.sleep(1000)"])

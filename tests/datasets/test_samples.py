@@ -528,6 +528,7 @@ def test_damaged_tables_are_refused_or_read(slides: Path) -> None:
         (("x/b.svs", "x/a.svs", "y/b.tif", "y/c/d.tif"), {}, "classify",
          [("a", "", 0), ("x/b", "", 0), ("y/b", "", 1), ("d", "", 1)]),
         (("x/b.svs", "y/a.svs"), {}, None, [("b", "", None), ("a", "", None)]),
+        (("x/a.svs", "x/b.svs"), {}, None, [("a", "", None), ("b", "", None)]),
         (("x/b.svs", "y/a.svs"), {"task": "classify"}, "classify", [("b", "", 0), ("a", "", 1)]),
         (("x/b.svs", "y/a.svs"), {"task": "classify", "label_columns": ()}, None, [("b", "", None), ("a", "", None)]),
         (("y/b.svs",), {"classes": ("x", "y")}, "classify", [("b", "", 1)]),

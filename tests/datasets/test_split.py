@@ -189,7 +189,7 @@ def test_one_fold_is_none() -> None:
     [
         ("classify", "ppppqr", [0, 1, 1, 0, 0, 2], [1, 1, 1, 1, 0, 2]),  # as many of both: the highest
         ("classify", "ppp", [0, 0, 2], [0, 0, 0]),  # the most frequent
-        ("survival", "pqr", [(3.0, 1.0), (1.0, 0.0), (9.0, 1.0)], [1, 0, 1]),
+        ("survival", "pqrp", [(3.0, 1.0), (1.0, 0.0), (9.0, 1.0), (4.0, 0.0)], [1, 0, 1, 1]),
         ("multilabel", "pqrss", [(1, 0), (1, 1), (0, 0), (1, 0), (0, 1)], [0, 1, -1, 1, 1]),
         ("regress", "abcdefgh", [(float(n),) for n in (7, 0, 1, 2, 3, 4, 5, 6)], [3, 0, 0, 1, 1, 2, 2, 3]),
         ("regress", "abcd", [(1.0,), (1.0,), (1.0,), (2.0,)], [0, 0, 0, 3]),  # equal ones are together

@@ -29,7 +29,7 @@ from mpi4dl.parallel.costs.units import count_units
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tables.simulator import simulate
-from mpi4dl.plan import show
+from mpi4dl.plan import plan as show
 from tests.support.tiny import TINY_RESNET, tiny_resnet
 
 CPU = torch.device("cpu")
@@ -342,7 +342,7 @@ def test_patches_are_planned_for_another_machine(
     show([*flags, "--machine", str(path)])
     assert any("10000 GFLOP/s a rank" in line for line in capsys.readouterr().out.splitlines())
     Store().save(timings)
-    with pytest.raises(ConfigError, match=rf"`patches` {patch}: --timings is for models of whole images"):
+    with pytest.raises(ConfigError, match=rf"--patch-size {patch}: --timings is for models of whole images"):
         show([*flags, "--timings", str(timings)])
 
 

@@ -17,7 +17,8 @@ from mpi4dl.evaluate import EvaluateConfig
 from mpi4dl.inference.options import Inference, placed
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import Config
-from mpi4dl.options.declare import parse_options
+from mpi4dl.options.declare import parse_options, with_values
+from mpi4dl.training.trained import ModelOptions
 from tests.pool.job import launcher
 from tests.pool.zygote import ROOT
 from tests.support.batch_scripts import RECORDS, SCRIPTS, Batch, batches, recipes, recorded
@@ -73,7 +74,8 @@ def test_its_commands_are_some_that_there_are(batch: Batch, tmp_path: Path) -> N
                 assert found.slides.slides == "slides.csv"
             elif source:
                 chosen = Inference(found.inputs, found.placing)
-                assert build_plan(placed(Config(), chosen, ranks)[0]).num_ranks == ranks
+                values, _ = placed(ModelOptions(), chosen, ranks)
+                assert build_plan(with_values(Config(), values)).num_ranks == ranks
     if "array" in batch.directives:
         assert (found.slides.folds, found.slides.fold) == (5, 3)
 

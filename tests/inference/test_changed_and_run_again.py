@@ -193,8 +193,9 @@ def content(path: Path) -> Any:
         return sorted(({**line, "file": None} for line in lines), key=str)
     if path.name == "features.json":  # of a folder that may have slides of other tables
         return json.loads(path.read_text())
-    if path.name == "slides.json":
-        return {**json.loads(path.read_text()), "signature": None}
+    if path.name == "predictions.json":
+        told = json.loads(path.read_text())
+        return told | {"slides": {**told.get("slides", {}), "signature": None}}
     if path.name == "predictions.csv":
         return sorted(path.read_text().splitlines())
     return path.read_bytes()

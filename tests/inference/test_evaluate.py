@@ -32,6 +32,7 @@ from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.predict import predict
 from mpi4dl.results.evaluations import file_of_evaluation
+from mpi4dl.training.trained import ModelOptions
 from tests.inference.cases import CLASSES, SIZE, Shown, shown, train_nothing, write_images
 from tests.pool.ranks import Ranks
 
@@ -267,10 +268,10 @@ def test_labels_of_another_kind_are_refused(tmp_path: Path) -> None:
 
 def test_a_plan_is_chosen_by_the_size_of_images() -> None:
     def chosen(side: int, num_ranks: int, **placing: Any) -> tuple[Any, int, int]:
-        config = from_keywords(Config, {"image_size": (side, side), "batch_size": 2})
+        config = ModelOptions(from_keywords(Config, {"image_size": (side, side), "batch_size": 2}))
         inputs = Inputs(batch_size=placing.pop("batch_size", None))
         found, _ = placed(config, Inference(inputs, Placing(**placing)), num_ranks)
-        return found.parallel.tiles, found.parallel.data, found.data.batch_size
+        return found["tiles"], found["data"], found["batch_size"]
 
     assert chosen(512, 4) == (((1, 1),), 4, 4)
     assert chosen(4096, 4) == (((2, 2),), 1, 2)
@@ -280,10 +281,11 @@ def test_a_plan_is_chosen_by_the_size_of_images() -> None:
 
 
 def test_images_of_their_own_sizes_come_one_at_a_time() -> None:
-    config = from_keywords(Config, {"image_size": (64, 64), "fit": "own", "batch_size": 1, "slides": "slides"})
+    asked = {"image_size": (64, 64), "fit": "own", "batch_size": 1, "slides": "slides"}
+    config = ModelOptions(from_keywords(Config, asked))
     for batch_size in (None, 2):
         found, why = placed(config, Inference(Inputs(batch_size=batch_size), Placing(data=2)), 2)
-        assert (found.data.batch_size, why) == (2, "")
+        assert (found["batch_size"], why) == (2, "")
     assert "each slide" in placed(config, Inference(), 2)[1]
     with pytest.raises(ConfigError, match=r"`batch_size` 4: .* slides .* a batch has 2: leave it out"):
         placed(config, Inference(Inputs(batch_size=4), Placing(data=2)), 2)

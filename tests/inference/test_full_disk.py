@@ -211,9 +211,7 @@ PLACES = {
         *("config.toml", "versions.json", "samples.csv", "model.json", "measures.json"),
         *("best.safetensors", "model.safetensors"),
     ),
-    "predict": (
-        *("maps/s2.png", "maps/s2.ome.tif", "maps/s2.geojson", "predictions.csv", "predictions.json", "slides.json"),
-    ),
+    "predict": (*("maps/s2.png", "maps/s2.ome.tif", "maps/s2.geojson", "predictions.csv", "predictions.json"),),
     "evaluate": (
         *("evaluation.csv", "evaluation.json", "calibration.csv", "curves.csv", "curves.png", "patients.csv"),
     ),
@@ -226,7 +224,7 @@ NO_PLACES = (
     r"log-rank\d+\.txt",
     r"portrait\.json",
     r"metrics\.jsonl",
-    r"(predictions|features)\.jsonl",
+    r"(predictions|features|compose)\.jsonl",
     "checkpoints/.*",
 )
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from mpi4dl.comm import Refusal
 from mpi4dl.datasets import DatasetError
 from mpi4dl.options import build
+from mpi4dl.options.build import TrainingSpec
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.data import build_views, number_of_classes
 from mpi4dl.options.models import build_model
@@ -291,7 +292,7 @@ def test_what_goes_wrong_in_training_is_blamed_on_the_model_only_if_it_is_the_mo
     config = configured("--model small_resnet --image-size 8")
 
     def said(error: Exception) -> str:
-        blaming = blaming_the_model(config, build.build_plan(config), 2, 3)
+        blaming = blaming_the_model(TrainingSpec(config, 2, 3), build.build_plan(config))
         with pytest.raises(Exception) as caught, blaming:  # noqa: PT011 - its kind is said with its message
             raise error
         return f"{type(caught.value).__name__}: {caught.value}"
@@ -300,3 +301,18 @@ def test_what_goes_wrong_in_training_is_blamed_on_the_model_only_if_it_is_the_mo
     assert said(DatasetError("no tifffile")) == "Refusal: no tifffile"
     assert said(Refusal("as it is")) == "Refusal: as it is"
     assert said(RuntimeError("out of luck")) == "RuntimeError: out of luck"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--stain-norm macenko", "`stain_norm` macenko is for slides"),
+        ("--images scans --leave-out pen,blur", "`leave_out` pen,blur is for slides"),
+        ("--images scans --text stdlib", "`text` and `images` were both given"),
+        ("--dataset my_code.py:Scans --text stdlib", "`dataset` and `text` were both given"),
+        ("--features bags --images scans", "`slides` and `images` were both given"),
+    ],
+)
+def test_options_of_another_kind_of_data_are_refused(flags: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        source_of(configured(flags)).prepared()

@@ -514,37 +514,7 @@ def recomputed_outside(wrap: Wrap) -> list[Tensor]:
     return found_in(model)
 
 
+# All functions of this file that make a model parallel.
 LOOPS: dict[str, Callable[[Wrap], list[Tensor]]] = {
-    loop.__name__: loop
-    for loop in (
-        steps,
-        accumulation,
-        several_losses,
-        tensor_hooks,
-        optimizer_in_backward,
-        sam,
-        lbfgs,
-        scaled,
-        ema,
-        gan,
-        moco,
-        autograd_grad,
-        attack,
-        freezing,
-        a_shared_module,
-        a_chain,
-        recomputed,
-        last_batch,
-        dropped,
-        a_dense_loss,
-        a_recurrent_layer,
-        reparametrized,
-        reparametrized_by_hooks,
-        kept_tensors,
-        kept_by_all_means,
-        other_ways_in,
-        after_an_error,
-        in_other_types,
-        recomputed_outside,
-    )
+    name: loop for name, loop in list(globals().items()) if "wrap" in getattr(loop, "__annotations__", ())
 }

@@ -22,6 +22,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.parallel.own_loop import Tiles, checksum
 from mpi4dl.parallel.spatial import NoRule, SpatialTensor
 from tests.parallel.own_loops import LOOPS, Dense, Network, Wrap, batches, made
+from tests.parallel.spatial.comparing import on_ranks
 from tests.pool.ranks import Ranks
 
 GRIDS = {"1x2": ("1x2", 1), "2x2": ("2x2", 1), "data2": ("1x1", 2), "1x2-data2": ("1x2", 2)}
@@ -126,32 +127,42 @@ def refused(comm: Communicator, loop: Callable[[Wrap], Any], **options: Any) -> 
     return "nothing"
 
 
-def unlike(comm: Communicator) -> Iterator[str]:
-    """What goes wrong on some ranks alone, or cannot be exact."""
+def unlike(comm: Communicator) -> dict[str, tuple[str, str]]:
+    """What goes wrong on some ranks alone, or cannot be exact: how the error of each loop should begin, and it."""
     images, labels = next(batches(1))
+    found: dict[str, tuple[str, str]] = {}
 
+    def refused_with(words: str) -> Callable[[Callable[[Wrap], None]], None]:
+        return lambda loop: found.__setitem__(loop.__name__, (words, refused(comm, loop)))
+
+    @refused_with("Refusal: ranks 0 and 1 called the model with other inputs")
     def other_images(wrap: Wrap) -> None:
         wrap(made())(images.flip(3) if comm.rank else images)
 
+    @refused_with("Refusal: the parameters or buffers of ranks 0 and 1 differ")
     def other_weights(wrap: Wrap) -> None:
         model = wrap(made())
         if comm.rank:
             model.head.bias.data.add_(1)
         model(images)
 
+    @refused_with("Refusal: the model draws random numbers, as for dropout, and the ranks drew different ones")
     def other_draws(wrap: Wrap) -> None:
         model = wrap(nn.Sequential(nn.Dropout(), made()))
         torch.manual_seed(comm.rank)
         model(images)
 
+    @refused_with("Refusal: again has a backward hook, which would see the part of one rank")
     def a_backward_hook(wrap: Wrap) -> None:
         model = made()
         model.again.register_full_backward_hook(lambda module, inputs, outputs: None)
         wrap(model)(images)
 
+    @refused_with("Refusal: the model got tensors of shapes [(4, 3, 18, 1)], none of which can be cut into 1 x 2 tiles")
     def a_small_image(wrap: Wrap) -> None:
         wrap(made())(images[..., : comm.size - 1])
 
+    @refused_with("TypeError: a SimpleNamespace with tensors goes in or out of a model on tiles")
     def an_object(wrap: Wrap) -> None:
         class Returned(nn.Module):
             def forward(self, x: Tensor) -> Any:
@@ -159,29 +170,37 @@ def unlike(comm: Communicator) -> Iterator[str]:
 
         wrap(Returned())(images)
 
+    @refused_with("RuntimeError: second derivatives are not computed through a model on tiles")
     def a_penalty(wrap: Wrap) -> None:
         model, x = wrap(made()), images.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         gradient.square().sum().backward()
 
+    @refused_with("ValueError: the model is parallelized already")
     def twice(wrap: Wrap) -> None:
         wrap(wrap(made()))
 
+    @refused_with("NoRule: torch.autograd.Function in module Network has no exact rule")
     def checkpoints_of_the_old_kind(wrap: Wrap) -> None:
         wrap(made(Network, recompute=True))(images)
 
+    @refused_with(
+        "NoRule: Tensor.square has no exact rule for a tensor whose image is spread over ranks: it is given a tensor"
+    )
     def spread_and_kept(wrap: Wrap) -> None:
         model, seen = made(), list[Tensor]()
         model.again.register_forward_hook(lambda module, inputs, output: seen.append(output))
         wrap(model)(images)
         seen[0].square().mean()
 
+    @refused_with("Refusal: ranks 0 and 1 call the model in other modes")
     def another_mode(wrap: Wrap) -> None:
         model = wrap(made())
         for number in range(5):
             model.train(comm.rank == 0 or number < 4)
             model(images)
 
+    @refused_with("Refusal: ranks 0 and 1 call the model in other modes")
     def other_trained(wrap: Wrap) -> None:
         model = wrap(made())
         for _ in range(4):
@@ -189,12 +208,14 @@ def unlike(comm: Communicator) -> Iterator[str]:
         model.first.requires_grad_(comm.rank == 0)
         model(images)
 
+    @refused_with("Refusal: ranks 0 and 1 called the model with other inputs")
     def others_in_evaluation(wrap: Wrap) -> None:
         model = wrap(made().eval())
         with torch.no_grad():
             for number in range(6):
                 model(images if comm.rank or number < 5 else images + 1)
 
+    @refused_with("Refusal: the model takes a gradient within its own forward pass")
     def a_gradient_within(wrap: Wrap) -> None:
         class Weighted(Network):
             def forward(self, x: Tensor) -> Tensor:
@@ -204,10 +225,12 @@ def unlike(comm: Communicator) -> Iterator[str]:
 
         wrap(made(Weighted))(images)
 
+    @refused_with("Refusal: torch.func transforms a model on tiles")
     def a_transform(wrap: Wrap) -> None:
         model = wrap(made())
         torch.func.grad(lambda x: model(x).sum())(images)
 
+    @refused_with("TypeError: a Independent with tensors goes in or out")
     def a_hidden_result(wrap: Wrap) -> None:
         class Distributed(Network):
             def forward(self, x: Tensor) -> Any:
@@ -215,6 +238,7 @@ def unlike(comm: Communicator) -> Iterator[str]:
 
         wrap(made(Distributed))(images)
 
+    @refused_with("ValueError: the model has a forward that is no method of its class")
     def before_compiling(wrap: Wrap) -> None:
         model = made()
         with pytest.raises(ValueError, match="Sequential"):
@@ -222,63 +246,19 @@ def unlike(comm: Communicator) -> Iterator[str]:
         model.forward = model.body
         wrap(model)
 
+    @refused_with("RuntimeError: loss.backward() would leave each rank with the gradients of its tile")
     def no_tiles_backward(wrap: Wrap) -> None:
         tiles = mpi4dl.tiles(1, comm.size, comm=comm)
         F.cross_entropy(tiles.whole(made()(tiles.cut(images))), labels).backward()
 
-    for loop in (
-        other_images,
-        other_weights,
-        other_draws,
-        a_backward_hook,
-        a_small_image,
-        an_object,
-        a_penalty,
-        twice,
-        checkpoints_of_the_old_kind,
-        spread_and_kept,
-        another_mode,
-        other_trained,
-        others_in_evaluation,
-        a_gradient_within,
-        a_transform,
-        a_hidden_result,
-        before_compiling,
-        no_tiles_backward,
-    ):
-        yield refused(comm, loop)
+    return found
 
 
-def all_refused(comm: Communicator) -> list[str]:
-    return list(unlike(comm))
-
-
-WORDS = (
-    "Refusal: ranks 0 and 1 called the model with other inputs",
-    "Refusal: the parameters or buffers of ranks 0 and 1 differ",
-    "Refusal: the model draws random numbers, as for dropout, and the ranks drew different ones",
-    "Refusal: again has a backward hook, which would see the part of one rank",
-    "Refusal: the model got tensors of shapes [(4, 3, 18, 1)], none of which can be cut into 1 x 2 tiles",
-    "TypeError: a SimpleNamespace with tensors goes in or out of a model on tiles",
-    "RuntimeError: second derivatives are not computed through a model on tiles",
-    "ValueError: the model is parallelized already",
-    "NoRule: torch.autograd.Function in module Network has no exact rule",
-    "NoRule: Tensor.square has no exact rule for a tensor whose image is spread over ranks: it is given a tensor",
-    "Refusal: ranks 0 and 1 call the model in other modes",
-    "Refusal: ranks 0 and 1 call the model in other modes",
-    "Refusal: ranks 0 and 1 called the model with other inputs",
-    "Refusal: the model takes a gradient within its own forward pass",
-    "Refusal: torch.func transforms a model on tiles",
-    "TypeError: a Independent with tensors goes in or out",
-    "ValueError: the model has a forward that is no method of its class",
-    "RuntimeError: loss.backward() would leave each rank with the gradients of its tile",
-)
-
-
-def spread_outputs(comm: Communicator) -> list[str]:
+@on_ranks(2)
+def test_spread_outputs_and_plain_gradients_do_not_meet(comm: Communicator) -> None:
     """What may not be done outside with a spread output that has a gradient."""
     model = mpi4dl.parallelize(made(Dense), (1, comm.size), outputs="spread", comm=comm)
-    scale, found = nn.Parameter(torch.ones(())), []
+    scale = nn.Parameter(torch.ones(()))
     uses: tuple[Callable[[Tensor], Any], ...] = (
         lambda y: y * scale,
         lambda y: y.register_hook(lambda gradient: None),
@@ -286,18 +266,12 @@ def spread_outputs(comm: Communicator) -> list[str]:
     )
     for use in uses:
         y = model(next(batches(1))[0])
-        with pytest.raises(NoRule) as refused:
+        with pytest.raises(NoRule, match="outside of the model, a spread output meets a hook or a plain tensor"):
             use(y)
-        found.append(str(refused.value))
-    return found
 
 
-def test_spread_outputs_and_plain_gradients_do_not_meet(ranks: Ranks) -> None:
-    for found in ranks(2).run(spread_outputs):
-        assert all("outside of the model, a spread output meets a hook or a plain tensor" in each for each in found)
-
-
-def unusual_buffers(comm: Communicator) -> None:
+@on_ranks(2)
+def test_models_with_unusual_buffers_and_copies_of_them(comm: Communicator) -> None:
     model = made(Dense)
     model.register_buffer("expanded", torch.ones(1).expand(3))
     model.register_buffer("conjugate", torch.ones(2, dtype=torch.complex128).conj())
@@ -315,18 +289,14 @@ def unusual_buffers(comm: Communicator) -> None:
     torch.testing.assert_close(wrapped(images), made(Dense)(images))
 
 
-def test_models_with_unusual_buffers_and_copies_of_them(ranks: Ranks) -> None:
-    ranks(2).run(unusual_buffers)
-
-
 def test_ranks_that_are_not_alike_are_refused_together(ranks: Ranks) -> None:
-    for found in ranks(2).run(all_refused):
-        assert len(found) == len(WORDS)
-        for words, message in zip(WORDS, found, strict=True):
-            assert message.startswith(words)
+    for found in ranks(2).run(unlike):
+        assert len(found) == 18
+        assert {name: message for name, (words, message) in found.items() if not message.startswith(words)} == {}
 
 
-def outputs_of_all_kinds(comm: Communicator) -> None:
+@on_ranks(4)
+def test_inputs_and_outputs_may_be_nests(comm: Communicator) -> None:
     @dataclass(frozen=True)
     class Result:
         logits: Tensor
@@ -344,10 +314,6 @@ def outputs_of_all_kinds(comm: Communicator) -> None:
     torch.testing.assert_close(found.others[1]["mean"], images.mean())
     assert found.others[1]["name"] == "x"
     assert list(mpi4dl.parallelize(made(), comm=comm).state_dict()) == list(made().state_dict())
-
-
-def test_inputs_and_outputs_may_be_nests(ranks: Ranks) -> None:
-    ranks(4).run(outputs_of_all_kinds)
 
 
 def test_checksums_see_other_values_flips_and_permutations() -> None:

@@ -17,6 +17,7 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import DatasetError
 from mpi4dl.options import sources
 from mpi4dl.options.config import parse
+from mpi4dl.options.sources import source_of
 from mpi4dl.runs.samples import FILE, RunSamples
 from mpi4dl.training.data import before, open_images, open_together
 from tests.pool.ranks import Ranks
@@ -133,7 +134,7 @@ Described = tuple[str, tuple[str, ...]] | str
 def described(comm: Communicator, argv: list[str], folder: Path | None = None) -> Described:
     """How images are shown, and what is said of them; they are kept in the folder of a run, if there is one."""
     try:
-        images = open_images(comm, parse([*FLAGS, *argv]))
+        images = open_images(comm, source_of(config := parse([*FLAGS, *argv])), config.run)
     except Refusal as refusal:
         return str(refusal)
     if folder is not None:
@@ -248,7 +249,7 @@ def test_the_table_of_a_run_is_found_from_its_checkpoints_and_read_as_it_was_wri
     (tmp_path / "run" / "checkpoints" / "step-1").mkdir(parents=True)
     now.write(tmp_path / "run")
     for path in ("run", "run/checkpoints", "run/checkpoints/step-1"):
-        found = before(parse(["--resume", str(tmp_path / path)]))
+        found = before(parse(["--resume", str(tmp_path / path)]).run)
         assert found is not None
         assert found.samples.samples == now.samples
         assert found.about is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.options.config import Config, parse, shared_options
+from mpi4dl.options.config import Config, ConfigError, parse, shared_options
 from mpi4dl.training.resuming import (
     FROM_CHECKPOINT,
     NUM_IMAGES,
@@ -17,14 +17,13 @@ from mpi4dl.training.resuming import (
     SAME_ALWAYS,
     SAME_WITHIN_AN_EPOCH,
     Progress,
-    as_it_began,
     command_to_go_on,
     compare,
     find_origin,
     options_to_compare,
     require_fit,
-    with_its_own,
 )
+from mpi4dl.training.setup import as_it_began, with_its_own
 from tests.checkpoints.made import write
 from tests.pool.ranks import Ranks
 from tests.support.commands import settled
@@ -33,7 +32,7 @@ from tests.support.commands import settled
 def found(comm: Communicator, flags: list[str]) -> tuple[Path, bool, list[str]] | str:
     """A body: the folder, whether the run is in it already, and the names of checkpoints; or the refusal."""
     try:
-        origin = find_origin(comm, parse(flags))
+        origin = find_origin(comm, (config := parse(flags)).run, config.model_name)
     except Refusal as refusal:
         return str(refusal)
     return origin.folder.path, origin.in_place, [path.name for path in origin.candidates]
@@ -77,7 +76,7 @@ def test_a_run_that_goes_on_without_a_name_gets_a_folder_of_its_own(ranks: Ranks
 
 
 CONFIG = settled([])
-OPTIONS = options_to_compare(CONFIG, num_images=100)
+OPTIONS = options_to_compare(shared_options(CONFIG), num_images=100)
 PROGRESS = Progress(1, 0, [0.5], [], {"loss": 0.5, "accuracy": None, "count": 3}, None, 10, OPTIONS)
 PLACE = Path("run/checkpoints/step-00000007")
 
@@ -140,11 +139,13 @@ def test_an_option_that_the_checkpoint_does_not_know_was_at_its_default_but_ther
 
 def test_what_the_checkpoint_knows_better_is_the_configuration_that_goes_on() -> None:
     options = {**OPTIONS, "lr": "0.5", "optimizer_options": "{ betas = [0.8, 0.9] }", "mean": "0.25"}
-    found = with_its_own(CONFIG, PLACE, PROGRESS._replace(options=options))
+    found = with_its_own(CONFIG, options, PLACE)
     assert found.optimizer == replace(CONFIG.optimizer, lr=0.5, optimizer_options={"betas": [0.8, 0.9]})
     assert replace(found, optimizer=CONFIG.optimizer) == CONFIG
-    with pytest.raises(Refusal, match=r"step-00000007: state.json: `lr` is 'fast', but must be a number of at least 0"):
-        with_its_own(CONFIG, PLACE, PROGRESS._replace(options={**OPTIONS, "lr": "fast"}))
+    with pytest.raises(
+        ConfigError, match=r"step-00000007: state.json: `lr` is 'fast', but must be a number of at least 0"
+    ):
+        with_its_own(CONFIG, {**OPTIONS, "lr": "fast"}, PLACE)
 
 
 def began(comm: Communicator, flags: list[str]) -> Config | str:

@@ -16,10 +16,10 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
 from mpi4dl.datasets.slides.features import FeatureFolder
 from mpi4dl.datasets.slides.geojson import collection, feature, squares
-from mpi4dl.datasets.slides.record import SLIDES, record_of
 from mpi4dl.datasets.slides.slide import Resolution
 from mpi4dl.inference.maps import PatchMap, geojson
 from mpi4dl.results.formats import as_object
+from mpi4dl.results.slides import record_of
 from mpi4dl.slides import slides
 from mpi4dl.viewer.hits import Hit, csv_of
 from mpi4dl.viewer.results import read_results
@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
     slides = SlideFolder(tmp_path / "slides.csv", SlideOptions(Resolution(mpp=MPP)), label_columns=())
     out = tmp_path / "out"
     (out / "maps").mkdir(parents=True)
-    (out / SLIDES).write_text(as_object(record_of(slides) or {}))
+    (out / "predictions.json").write_text(as_object({"settings": {}, "slides": record_of(slides)}))
     records = []
     places = [(row, col) for row in range(4) for col in range(5)]
     for index in range(len(PEAKS) + 1):
@@ -103,7 +103,7 @@ def test_predictions_of_features_are_shown_on_their_slides(ranks: Ranks, folder:
         with h5py.File(bags / f"s{number}.h5", "w") as file:
             file["features"] = np.zeros((3, 2), np.float32)
     of_features = FeatureFolder(bags, SlideOptions(Resolution()), folder=bags, slides=folder.parent, label_columns=())
-    (folder / SLIDES).write_text(as_object(record_of(of_features) or {}))
+    (folder / "predictions.json").write_text(as_object({"settings": {}, "slides": record_of(of_features)}))
     lines = (folder / "predictions.jsonl").read_text().replace(".tif", ".h5")
     (folder / "predictions.jsonl").write_text(lines)
     assert [slide.path for slide in read_results(folder).slides] == [

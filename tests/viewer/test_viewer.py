@@ -24,11 +24,11 @@ import pytest
 from mpi4dl.datasets.slides.compose import Cohort
 from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
 from mpi4dl.datasets.slides.geojson import collection, feature, squares
-from mpi4dl.datasets.slides.record import SLIDES, record_of
 from mpi4dl.datasets.slides.slide import Resolution, Slide, open_slide
 from mpi4dl.geometry import Interval
 from mpi4dl.inference.maps import PatchMap, geojson
 from mpi4dl.results.formats import DamagedResult, as_object, read_object
+from mpi4dl.results.slides import record_of
 from mpi4dl.viewer.app import make_app
 from mpi4dl.viewer.reading import Cache, Pyramid, SlideReader
 from mpi4dl.viewer.results import read_results
@@ -38,6 +38,9 @@ from tests.viewer.browser import chromium, page
 PATCH = 64
 EVIL = "<img src=x onerror=alert(1)>.tif"
 TITLE = "attention"
+
+
+PLACES = "predictions.json"  # where predictions say where slides are
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +61,7 @@ def predicted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     slides = SlideFolder(folder / "slides" / "slides.csv", SlideOptions(Resolution(mpp=1.0)), label_columns=())
     out = folder / "out"
     (out / "maps").mkdir(parents=True)
-    (out / SLIDES).write_text(as_object(record_of(slides) or {}))
+    (out / PLACES).write_text(as_object({"settings": {}, "slides": record_of(slides)}))
     lines = []
     for index in range(len(slides)):
         places = slides.tissue_patches(index, PATCH).tolist()
@@ -235,8 +238,8 @@ def test_an_evaluation_alone_and_with_predictions_is_shown(predicted: Path, tmp_
     evaluation(out, rows)
     both = {slide.name: slide for slide in read_results(out).slides}
     assert (both["slide_000.tif"].label, both["slide_000.tif"].prediction) == ("tumour", "tumour")
-    told = {"slides": read_object(out / SLIDES)}
-    for path in (SLIDES, "predictions.jsonl"):
+    told = {"slides": read_object(out / PLACES)["slides"]}
+    for path in (PLACES, "predictions.jsonl"):
         (out / path).unlink()
     evaluation(out, rows, **told)
     first, second = read_results(out).slides
@@ -293,7 +296,7 @@ def test_what_is_missing_or_damaged_is_an_error_of_that_slide_alone(predicted: P
         assert "slide_00" in value(app, f"/api/slides/{number}/map", 422)["error"]
 
 
-@pytest.mark.parametrize("name", ["predictions.jsonl", SLIDES, "maps/slide_000.geojson", "evaluation.csv"])
+@pytest.mark.parametrize("name", ["predictions.jsonl", PLACES, "maps/slide_000.geojson", "evaluation.csv"])
 def test_absurd_numbers_in_any_place_are_an_error_of_a_slide_or_of_the_file(
     predicted: Path, tmp_path: Path, name: str
 ) -> None:
@@ -345,7 +348,7 @@ def test_recorded_places_outside_are_followed_only_where_the_user_names_them(
     elsewhere.mkdir(parents=True)
     monkeypatch.chdir(elsewhere)
     out = copied(predicted, elsewhere)
-    told = read_object(out / SLIDES)
+    told = read_object(out / PLACES)["slides"]
     own = elsewhere / "slides"
     own.mkdir()
     (own / "slides.csv").write_text("slide\nslide_001.ome.tif\n")
@@ -360,7 +363,7 @@ def test_recorded_places_outside_are_followed_only_where_the_user_names_them(
     if key == "link":
         (own / "link.geojson").symlink_to(annotation)
         (own / "slide_001.ome.tif").symlink_to(slides / "slide_001.ome.tif")
-    (out / SLIDES).write_text(as_object(told))
+    (out / PLACES).write_text(as_object({"settings": {}, "slides": told}))
     for each in read_results(out).slides:
         assert each.annotation is None
         assert each.path is None or not each.path.exists()
@@ -426,7 +429,7 @@ def test_caches_are_bounded_and_keep_what_was_used_last() -> None:
         ("{out} --slides {there}/none.csv", "--slides {there}/none.csv: no such file"),
         ("{out} --host 203.0.113.1 --port 0", "cannot listen on 203.0.113.1:0"),
         ("{out} --port 99999", "99999"),
-        ("{out} --assume-mpp -1", "positive"),
+        ("{out} --assume-mpp -1", "--assume-mpp is '-1', but must be a number greater than 0"),
     ],
 )
 def test_what_the_command_refuses(
@@ -535,7 +538,7 @@ def test_a_browser_draws_slides_maps_and_annotations(address: str, tmp_path: Pat
 
 def test_slides_of_a_moved_folder_are_found_by_the_table_named(predicted: Path, tmp_path: Path) -> None:
     out = copied(predicted, tmp_path)
-    (out / SLIDES).unlink()
+    (out / PLACES).unlink()
     lost = read_results(out)
     assert all(slide.path is None for slide in lost.slides)
     assert "--slides" in " ".join(lost.remarks)

@@ -8,11 +8,10 @@ so that a slide of 65,536 px takes no more memory than one of 1,024 px.
 
 import csv
 import io
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._files import Replacement, map_new, naming, read_regular, write_durably
+from mpi4dl._files import Replacement, map_new, naming, write_durably
 from mpi4dl.datasets.arrays import scatter
 from mpi4dl.datasets.base import DatasetError, Pixels
 from mpi4dl.datasets.slides.geojson import collection, feature
@@ -28,7 +27,7 @@ from mpi4dl.datasets.slides.geojson import collection, feature
 CLASSES = ("normal", "tumour")
 TILE = 256  # px
 ANNOTATIONS = "annotations"
-TABLE, RECORD = "slides.csv", "compose.json"  # the slides, and the options that they were composed with
+TABLE = "slides.csv"
 MOST_LESION = 0.01
 SMALLEST_LEVEL = 1024  # px, of the longer side
 GLASS = (243, 242, 244)
@@ -269,36 +268,23 @@ class Cohort:
         return (number // self.slides_each) % 2 == 1
 
     def write(self, folder: Path, number: int, progress: Callable[[], object] = lambda: None) -> Path:
-        """Write a slide, and `annotations/NAME.geojson` of a tumour slide; one that is there already is kept.
+        """Write a slide, and `annotations/NAME.geojson` of a tumour slide.
 
         `progress` is called before each row of tiles.
         """
-        path, slide = folder / self.name(number), self.composition(number)
-        if not path.exists():
-            (folder / ANNOTATIONS).mkdir(parents=True, exist_ok=True)
-            write_slide(path, slide, progress)
-        if slide.lesions:
-            write_durably(folder / self._annotation(number), annotations(slide).encode())
+        (path, *beside), slide = self.files(folder, number), self.composition(number)
+        (folder / ANNOTATIONS).mkdir(parents=True, exist_ok=True)
+        write_slide(path, slide, progress)
+        for each in beside:
+            write_durably(each, annotations(slide).encode())
         return path
+
+    def files(self, folder: Path, number: int) -> list[Path]:
+        """The file of a slide, and that of its annotation if it has one."""
+        return [folder / name for name in (self.name(number), self._annotation(number)) if name]
 
     def _annotation(self, number: int) -> str:
         return f"{ANNOTATIONS}/slide_{number:03d}.geojson" if self._has_tumour(number) else ""
-
-    def record(self) -> str:
-        """The text of `compose.json`: the options."""
-        return json.dumps(asdict(self), indent=1) + "\n"
-
-    def require_own(self, folder: Path) -> None:
-        """Raise DatasetError if `folder` has slides that were composed with other options, or none of these.
-
-        Raises OSError.
-        """
-        if not any((folder / name).exists() for name in (TABLE, RECORD, *map(self.name, range(len(self))))):
-            return
-        ours, known = (self.record(), RECORD) if (folder / RECORD).exists() else (self.table(), TABLE)
-        path = folder / known
-        if not path.exists() or read_regular(path).decode() != ours:
-            raise DatasetError(f"{folder} has other slides, or slides composed with other options: name another folder")
 
     def table(self) -> str:
         """The text of `slides.csv`: case_id, slide_id, label, annotation."""

@@ -77,7 +77,7 @@ def _documents(source: str | Path) -> list[Document]:
 
 
 def _inside(root: Path, suffixes: tuple[str, ...], without: frozenset[str]) -> list[Document]:
-    files = (path for path, _ in files_below(root, suffixes, without) if path.is_file())
+    files = filter(Path.is_file, files_below(root, suffixes, without))
     return sorted(Document(path.relative_to(root).as_posix(), path) for path in files)
 
 

@@ -1,4 +1,4 @@
-"""Prices: timed once and remembered, counted where nothing can be timed, and what stages cost by them."""
+"""Prices: timed once and remembered, counted where nothing can be timed; what stages cost, recomputed ones too."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from mpi4dl import models
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.traffic import Round
 from mpi4dl.parallel.costs.cost_model import (
@@ -20,8 +21,10 @@ from mpi4dl.parallel.costs.cost_model import (
     StageSeconds,
     costs_for,
     costs_of,
+    groups_of,
     measure_link,
     measured_costs,
+    recomputed,
     stages_on,
 )
 from mpi4dl.parallel.costs.machine import Machine
@@ -31,7 +34,7 @@ from mpi4dl.parallel.costs.stage_traffic import WaitSeconds
 from mpi4dl.parallel.costs.store import Store
 from mpi4dl.parallel.costs.timing import Seconds
 from mpi4dl.parallel.cut import split
-from mpi4dl.parallel.pipeline.split import Cuttable
+from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
 
@@ -167,3 +170,22 @@ def test_all_ranks_time_their_own_tiles_and_know_the_same(ranks: Ranks) -> None:
     assert (len(counts), sum(counts)) == (2, 4)
     assert same_randomness
     assert min(link) > 0
+
+
+def test_groups_are_the_units_of_blocks() -> None:
+    cuttable = Cuttable(outline(lambda: models.build("small_resnet", 10)))
+    groups = groups_of(cuttable)
+    assert [cuttable.names[first] for first, _ in groups] == [
+        *("stem.0", "stage1_block1", "stage1_block2", "stage2_block1", "stage2_block2", "stage3_block1"),
+        *("stage3_block2", "head"),
+    ]
+    assert groups[0] == (0, 4)
+
+
+def test_of_a_group_its_inputs_are_kept_until_it_runs_again() -> None:
+    column = tuple(UnitCosts(10 * i, i, 0, 1, 2) for i in range(1, 5))
+    found = recomputed(column, [(0, 1), (2, 4)], 7)
+    assert [unit.kept_bytes for unit in found] == [7, 20, 2, 0]
+    assert [unit.backward_bytes for unit in found] == [12, 2, 2, 2 + 30 + 40]
+    seconds = recomputed((UnitCosts(forward_seconds=1.0, backward_seconds=2.0),) * 3, [(1, 2)], 0)
+    assert [unit.backward_seconds for unit in seconds] == [2.0, 3.0, 2.0]

@@ -11,7 +11,7 @@ from mpi4dl.comm.packing import Piece
 from mpi4dl.models.experts import Experts
 from mpi4dl.parallel.experts import NOBODY, ExpertPlacement, Traffic, Travel, lay_over, through
 from mpi4dl.parallel.spatial.grid import Arrangement, Grid
-from tests.pool.ranks import Ranks
+from tests.parallel.spatial.comparing import on_ranks
 from tests.support.short_runs import EXACT
 
 EXPERTS, HIDDEN, TOP_K = 8, 6, 2
@@ -46,12 +46,15 @@ def counted(comm: Communicator) -> list[int]:
     return sent
 
 
-def compare(comm: Communicator, nodes: list[list[int]] | None) -> None:
+@pytest.mark.parametrize("nodes", [None, [[0, 1], [2, 3]], [[0, 2], [1, 3]]])
+@on_ranks(4)
+def test_what_comes_back_is_what_one_process_makes(comm: Communicator, nodes: list[list[int]] | None) -> None:
     grid = Grid(comm, tokens=1, batch=comm.size)
     grid.arrangement = Arrangement(experts=comm.size)
-    if nodes is not None:
-        Communicator.nodes = lambda self: nodes  # type: ignore[method-assign]
-    residence = ExpertPlacement(EXPERTS, ("experts",), grid)
+    with pytest.MonkeyPatch.context() as patch:
+        if nodes is not None:
+            patch.setattr(Communicator, "nodes", lambda self: nodes)
+        residence = ExpertPlacement(EXPERTS, ("experts",), grid)
     assert len(residence.paths) == (2 if nodes else 1)
     layer = experts()
     x, chosen, weights = tokens_of(comm.rank)
@@ -78,20 +81,8 @@ def compare(comm: Communicator, nodes: list[list[int]] | None) -> None:
     assert torch.allclose(found[2], mine, rtol=0, atol=EXACT)
 
 
-@pytest.mark.parametrize("nodes", [None, [[0, 1], [2, 3]], [[0, 2], [1, 3]]])
-def test_what_comes_back_is_what_one_process_makes(ranks: Ranks, nodes: list[list[int]] | None) -> None:
-    ranks(4).run(compare_and_restore, nodes)
-
-
-def compare_and_restore(comm: Communicator, nodes: list[list[int]] | None) -> None:
-    original = Communicator.nodes
-    try:
-        compare(comm, nodes)
-    finally:
-        Communicator.nodes = original  # type: ignore[method-assign]
-
-
-def is_linear(comm: Communicator) -> None:
+@on_ranks(3)
+def test_a_journey_is_a_linear_map_with_its_adjoint(comm: Communicator) -> None:
     """<A x, y> = <x, A' y>, summed over the ranks."""
     generator = torch.Generator().manual_seed(comm.rank)
     sends = torch.randint(0, 4, (comm.size, 1), generator=generator)
@@ -105,11 +96,8 @@ def is_linear(comm: Communicator) -> None:
     assert sums[0] == pytest.approx(float(sums[1]), rel=1e-12)
 
 
-def test_a_journey_is_a_linear_map_with_its_adjoint(ranks: Ranks) -> None:
-    ranks(3).run(is_linear)
-
-
-def bytes_sent(comm: Communicator) -> None:
+@on_ranks(2)
+def test_two_messages_of_d_for_each_token(comm: Communicator) -> None:
     """Two messages of d for each token and rank that it goes to, and beside them its choices and their weights."""
     x, chosen, weights = (t for t in tokens_of(0))
     x.requires_grad_()
@@ -124,10 +112,6 @@ def bytes_sent(comm: Communicator) -> None:
     torch.autograd.grad(made.sum(), x)
     assert sent[0] == 2 * x.nbytes + len(x) * 8  # and the gradients of weights
     assert forward > 0
-
-
-def test_two_messages_of_d_for_each_token(ranks: Ranks) -> None:
-    ranks(2).run(bytes_sent)
 
 
 class Loop(nn.Module):
@@ -147,7 +131,8 @@ class Loop(nn.Module):
         return made
 
 
-def of_rank_0_alone(comm: Communicator) -> None:
+@on_ranks(2)
+def test_ranks_whose_experts_nobody_chose_have_zeros_and_take_part(comm: Communicator) -> None:
     grid = Grid(comm, tokens=1, batch=comm.size)
     grid.arrangement = Arrangement(experts=comm.size)
     plain, layer = Loop(), Loop()
@@ -162,10 +147,6 @@ def of_rank_0_alone(comm: Communicator) -> None:
     assert torch.allclose(layer.matrices.grad, expected, rtol=0, atol=EXACT)
     assert layer.runs == 1  # also where no token comes, so that ranks that share the parameters can gather them
     assert not expected.any() or comm.rank == 0
-
-
-def test_ranks_whose_experts_nobody_chose_have_zeros_and_take_part(ranks: Ranks) -> None:
-    ranks(2).run(of_rank_0_alone)
 
 
 def test_tokens_without_any_expert_stay_where_they_are() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.parallel.pipeline.executor import RunningStatistics
 from mpi4dl.parallel.plan import Plan
+from tests.parallel.spatial.comparing import on_ranks
 from tests.pool.ranks import Ranks
 
 PLAN = Plan(((1, 1), (1, 1)), microbatches=2, bidirectional=2)
@@ -74,11 +75,8 @@ def test_both_copies_follow_all_microbatches_in_the_order_of_a_plain_loop(ranks:
     assert [int(model.usual.num_batches_tracked), int(model.sometimes.num_batches_tracked)] == [16, 8]
 
 
-def test_a_stage_without_running_statistics_sends_nothing(ranks: Ranks) -> None:
-    ranks(2).run(apply_nothing)
-
-
-def apply_nothing(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_stage_without_running_statistics_sends_nothing(comm: Communicator) -> None:
     statistics = RunningStatistics(nn.BatchNorm2d(CHANNELS, track_running_stats=False), comm, {0: True})
     if comm.rank == 0:
         statistics.apply(PLAN.divide(8))

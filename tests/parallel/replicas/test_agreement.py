@@ -5,7 +5,7 @@ from torch import Tensor
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.replicas.groups import digest, disagreement
-from tests.pool.ranks import Ranks
+from tests.parallel.spatial.comparing import on_ranks
 
 
 def test_digests_tell_bits_shapes_and_dtypes_apart() -> None:
@@ -16,22 +16,14 @@ def test_digests_tell_bits_shapes_and_dtypes_apart() -> None:
     assert digest(matrix.t()) == digest(matrix.t().contiguous())
 
 
-def compare(comm: Communicator) -> list[str | None]:
+@on_ranks(3)
+def test_ranks_that_differ_from_the_first_are_named(comm: Communicator) -> None:
     def values(a: float = 0.0, **others: Tensor) -> dict[str, Tensor]:
         return {"a": torch.tensor([a, 1.0]), "nan": torch.tensor(float("nan"))} | others
 
     last = comm.rank == comm.size - 1
-    return [
-        disagreement(comm, values()),
-        disagreement(comm, values(1e-40 if last else 0.0)),
-        disagreement(comm, values(float(comm.rank), b=torch.ones(1 + comm.rank % 2))),
-    ]
-
-
-def test_ranks_that_differ_from_the_first_are_named(ranks: Ranks) -> None:
-    found = [
-        None,
-        "a on ranks [2] of the 3 that hold them differ from those of the first",
-        "a and 1 other values on ranks [1, 2] of the 3 that hold them differ from those of the first",
-    ]
-    assert ranks(3).run(compare) == [found] * 3
+    said = "of the 3 that hold them differ from those of the first"
+    assert disagreement(comm, values()) is None
+    assert disagreement(comm, values(1e-40 if last else 0.0)) == f"a on ranks [2] {said}"
+    others = values(float(comm.rank), b=torch.ones(1 + comm.rank % 2))
+    assert disagreement(comm, others) == f"a and 1 other values on ranks [1, 2] {said}"

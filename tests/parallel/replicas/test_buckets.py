@@ -1,12 +1,27 @@
-"""Buckets hold every parameter once, and ranks own every element once."""
+"""Buckets hold every parameter once, ranks own every element once, and flat memory is seen as parameters are."""
 
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from mpi4dl.parallel.replicas.buckets import Bucket, BucketLayout, BucketSegment, plan_buckets, plan_cuts
+from mpi4dl.comm import Communicator
+from mpi4dl.parallel.replicas.buckets import (
+    Bucket,
+    BucketLayout,
+    BucketSegment,
+    Shard,
+    assemble,
+    laid_out,
+    plan_buckets,
+    plan_cuts,
+    seen_as,
+    strides_of,
+)
+from tests.pool.ranks import Ranks
 
 
 @pytest.mark.parametrize(
@@ -72,3 +87,62 @@ def test_spans_of_a_whole_bucket_are_its_parameters() -> None:
     layout = BucketLayout((3, 0, 2), (Bucket((2, 1, 0), (0, 2, 2), 5),), ((0, 5),), 0)
     assert list(layout.segments(0)) == [BucketSegment(2, 0, 2, 0), BucketSegment(1, 0, 0, 2), BucketSegment(0, 0, 3, 2)]
     assert [segment.place for segment in layout.segments(0, slice(1, 4))] == [slice(1, 2), slice(2, 4)]
+
+
+IMAGES = torch.arange(2.0 * 3 * 4 * 5).view(2, 3, 4, 5)
+VALUES = {
+    "plain": IMAGES,
+    "channels last": IMAGES.to(memory_format=torch.channels_last),
+    "transposed": torch.arange(6.0).view(2, 3).t(),
+    "one channel": torch.arange(4.0).view(4, 1, 1, 1).to(memory_format=torch.channels_last),
+    "a number": torch.tensor(2.0),
+    "nothing": torch.empty(0, 3),
+}
+GAPS = {"every other": torch.arange(8.0).view(4, 2)[::2], "repeated": torch.ones(()).expand(2, 3)}
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
+def test_memory_without_gaps_is_seen_as_it_is(value: Tensor) -> None:
+    assert strides_of(value) == value.stride()
+    flat = torch.arange(3.0 + value.numel())[3:]
+    seen = seen_as(flat, value)
+    assert (seen.shape, seen.stride(), seen.data_ptr()) == (value.shape, value.stride(), flat.data_ptr())
+    assert seen.flatten().sort().values.tolist() == flat.tolist()
+    copied = laid_out(value.reshape(-1), value)
+    assert torch.equal(copied, value)
+    assert copied.stride() == value.stride()
+
+
+@pytest.mark.parametrize("value", GAPS.values(), ids=GAPS.keys())
+def test_other_memory_is_seen_plainly(value: Tensor) -> None:
+    assert strides_of(value) == value.contiguous().stride()
+    assert torch.equal(laid_out(value.reshape(-1), value), value)
+
+
+SHAPES = {
+    "w": ((2, 3), torch.float32),
+    "n": ((), torch.int64),
+    "low": ((4,), torch.bfloat16),
+    "none": ((2,), torch.bool),
+}
+
+
+def gather(comm: Communicator) -> dict[str, tuple[str, object]] | None:
+    """Rank 0 has nothing of w, rank 1 its end, rank 2 its beginning; masters of `low` are in float32."""
+    parts = [
+        [Shard("low", 2, torch.tensor([2.0, 3.0]))],
+        [Shard("w", 4, torch.tensor([4.0, 5.0])), Shard("low", 0, torch.tensor([0.0, 1.0]))],
+        [Shard("w", 0, torch.arange(4.0).view(2, 2)), Shard("n", 0, torch.tensor(7))],
+    ]
+    found = assemble(comm, parts[comm.rank], SHAPES)
+    return None if found is None else {name: (str(value.dtype), value.tolist()) for name, value in found.items()}
+
+
+def test_parts_of_all_ranks_make_values_in_the_dtypes_that_were_asked_for(ranks: Ranks) -> None:
+    first, *others = ranks(3).run(gather)
+    assert others == [None, None]
+    assert first == {
+        "w": ("torch.float32", [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]),
+        "n": ("torch.int64", 7),
+        "low": ("torch.bfloat16", [0.0, 1.0, 2.0, 3.0]),
+    }

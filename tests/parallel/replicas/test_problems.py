@@ -10,7 +10,7 @@ from torch import nn, optim
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.replicas.optimizer_traits import backward_hook_in, problem_with
 from mpi4dl.parallel.replicas.reducer import Reducer
-from tests.pool.ranks import Ranks
+from tests.parallel.spatial.comparing import on_ranks
 
 
 def parameter(num_elements: int) -> nn.Parameter:
@@ -80,11 +80,8 @@ def test_backward_hooks_of_modules(register: str) -> None:
     handle.remove()
 
 
-def watch(comm: Communicator) -> str | None:
+@on_ranks(1)
+def test_how_another_engine_watches_is_no_hook(comm: Communicator) -> None:
     p = parameter(2)
     Reducer([p], comm).attach()
-    return problem_with(optim.SGD([p]), {"p": p}, num_holders=2)
-
-
-def test_how_another_engine_watches_is_no_hook(ranks: Ranks) -> None:
-    assert ranks(1).run(watch) == [None]
+    assert problem_with(optim.SGD([p]), {"p": p}, num_holders=2) is None

@@ -1,6 +1,5 @@
 """Gradients are the sums over the ranks, in buckets that every rank starts in the same order."""
 
-import copy
 from collections.abc import Iterable
 
 import pytest
@@ -11,6 +10,7 @@ from mpi4dl.comm import Communicator, Pending, exchange
 from mpi4dl.parallel.replicas.buckets import plan_buckets
 from mpi4dl.parallel.replicas.parameter_sums import summed
 from mpi4dl.parallel.replicas.reducer import Reducer, plan_layout, sums_on_host
+from tests.parallel.spatial.comparing import on_ranks
 from tests.pool.ranks import Ranks
 
 F64, F32 = torch.float64, torch.float32
@@ -165,8 +165,9 @@ def test_each_rank_gets_the_sum_of_its_own_part(
     assert sorted(owned) == sorted(everything)
 
 
-def overlap(comm: Communicator) -> tuple[int, int]:
-    """How many of a plain chain's reductions began before backward was over, and how many there are."""
+@on_ranks(2)
+def test_full_buckets_are_under_way_while_backward_still_runs(comm: Communicator) -> None:
+    """Of a plain chain with two buckets one reduction began before backward was over."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(4)))
     reducer = reducer_of(model.parameters(), comm, 2 * 9 * 4).attach()
@@ -175,14 +176,11 @@ def overlap(comm: Communicator) -> tuple[int, int]:
     reducer.prepare()
     model(torch.ones(1, 3)).sum().backward()
     reducer.finish()
-    return seen[0], len(reducer.layout.buckets)
+    assert (seen[0], len(reducer.layout.buckets)) == (1, 2)
 
 
-def test_full_buckets_are_under_way_while_backward_still_runs(ranks: Ranks) -> None:
-    assert ranks(2).run(overlap) == [(1, 2)] * 2
-
-
-def reduce_beside_other_collectives(comm: Communicator) -> None:
+@on_ranks(3)
+def test_reductions_do_not_get_between_the_collectives_of_backward(comm: Communicator) -> None:
     """Backward has collectives of its own, as batch normalisation does, while ranks fill their buckets unevenly."""
     model, images = model_and_images(comm.size)
     reducer = reducer_of(model.parameters(), comm, 1).attach()
@@ -204,24 +202,17 @@ def reduce_beside_other_collectives(comm: Communicator) -> None:
     compare(model, {name: p.grad for name, p in plain.named_parameters()})
 
 
-def test_reductions_do_not_get_between_the_collectives_of_backward(ranks: Ranks) -> None:
-    ranks(3).run(reduce_beside_other_collectives)
-
-
-def reduce_existing(comm: Communicator) -> list[list[float]]:
+@on_ranks(3)
+def test_gradients_that_exist_already_are_summed(comm: Communicator) -> None:
+    """The second has none on any rank, the third on one alone."""
     parameters = [nn.Parameter(torch.zeros(shape, dtype=F64)) for shape in ((2,), (1, 2), (2,), (2,))]
     parameters.append(nn.Parameter(torch.zeros(2, dtype=F32)))
     for i, p in enumerate(parameters):
         if i != 1 and (i != 2 or comm.rank == 1):
             p.grad = torch.full_like(p, float(comm.rank + 1 + 10 * i))
     wholes = summed(parameters, [p.grad for p in parameters], comm)
-    return [[] if whole is None else whole.flatten().tolist() for whole in wholes]
-
-
-def test_gradients_that_exist_already_are_summed(ranks: Ranks) -> None:
-    """The second has none on any rank, the third on one alone."""
-    expected = [[6.0] * 2, [], [22.0] * 2, [96.0] * 2, [126.0] * 2]
-    assert ranks(3).run(reduce_existing) == [expected] * 3
+    found = [[] if whole is None else whole.flatten().tolist() for whole in wholes]
+    assert found == [[6.0] * 2, [], [22.0] * 2, [96.0] * 2, [126.0] * 2]
 
 
 def norm_and_scale(comm: Communicator) -> tuple[float, bool]:
@@ -252,7 +243,9 @@ def test_norm_and_scale_are_those_of_the_whole_gradient_alike_on_all_ranks(ranks
     assert results[0][1]
 
 
-def reduce_low_precision(comm: Communicator) -> list[float]:
+@on_ranks(4)
+def test_low_precision_gradients_round_once(comm: Communicator) -> None:
+    """256 + 1 + 1 + 1 = 259, of which bfloat16's neighbours are 258 and 260; added one by one it would stay 256."""
     p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     reducer = Reducer([p], comm).attach()
     reducer.prepare()
@@ -260,47 +253,37 @@ def reduce_low_precision(comm: Communicator) -> list[float]:
     reducer.finish()
     assert p.grad is not None
     assert p.grad.dtype == torch.bfloat16
-    return p.grad.tolist()
+    assert p.grad.tolist() == [260.0, 260.0]
 
 
-def test_low_precision_gradients_round_once(ranks: Ranks) -> None:
-    """256 + 1 + 1 + 1 = 259, of which bfloat16's neighbours are 258 and 260; added one by one it would stay 256."""
-    assert ranks(4).run(reduce_low_precision) == [[260.0, 260.0]] * 4
-
-
-def backward_without_prepare(comm: Communicator) -> float:
+@on_ranks(2)
+def test_only_a_prepared_backward_is_reduced(comm: Communicator) -> None:
     """An attached reducer leaves a backward pass that it was not prepared for alone."""
     p = nn.Parameter(torch.ones(()))
     reducer = Reducer([p], comm).attach()
     (p * (comm.rank + 1)).backward()
     assert p.grad is not None
-    plain = copy.copy(float(p.grad))
+    assert float(p.grad) == comm.rank + 1
     reducer.prepare()
     (p * 10).backward()
     reducer.finish()
     assert float(p.grad) == 10.0 * comm.size
     (p * 1).backward()
     assert float(p.grad) == 10.0 * comm.size + 1
-    return plain
 
 
-def test_only_a_prepared_backward_is_reduced(ranks: Ranks) -> None:
-    assert ranks(2).run(backward_without_prepare) == [1.0, 2.0]
-
-
-def reduce_nothing(comm: Communicator) -> float:
+@on_ranks(2)
+def test_a_model_without_trained_parameters_has_a_gradient_of_norm_zero(comm: Communicator) -> None:
     reducer = Reducer([nn.Parameter(torch.ones(2), requires_grad=False)], comm).attach()
     reducer.prepare()
     reducer.finish()
     reducer.scale(2.0)
-    return sums_on_host([reducer.squares()])[0] ** 0.5
+    assert sums_on_host([reducer.squares()])[0] == 0.0
 
 
-def test_a_model_without_trained_parameters_has_a_gradient_of_norm_zero(ranks: Ranks) -> None:
-    assert ranks(2).run(reduce_nothing) == [0.0, 0.0]
-
-
-def reduce_a_view(comm: Communicator, zero: int) -> list[float]:
+@pytest.mark.parametrize("zero", [0, 2])
+@on_ranks(2)
+def test_gradients_that_share_their_memory_are_left_alone(comm: Communicator, zero: int) -> None:
     """The gradient of a parameter is a view of one that others still need."""
     p, x = nn.Parameter(torch.zeros(1, 4, dtype=F64)), torch.zeros(4, dtype=F64, requires_grad=True)
     reducer = reducer_of([p], comm, 1, zero).attach()
@@ -311,9 +294,4 @@ def reduce_a_view(comm: Communicator, zero: int) -> list[float]:
     reducer.finish()
     own = reducer.layout.own(0) if zero else slice(None)
     assert reducer.owned(0).tolist() == [comm.size * i for i in (0.0, 1.0, 2.0, 3.0)[own]]
-    return seen[0].tolist()
-
-
-@pytest.mark.parametrize("zero", [0, 2])
-def test_gradients_that_share_their_memory_are_left_alone(ranks: Ranks, zero: int) -> None:
-    assert ranks(2).run(reduce_a_view, zero) == [[0.0, 1.0, 2.0, 3.0]] * 2
+    assert seen[0].tolist() == [0.0, 1.0, 2.0, 3.0]

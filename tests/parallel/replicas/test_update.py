@@ -1,10 +1,18 @@
-"""What an optimizer begins with is cut up with its parameters, and what a checkpoint has of it goes to its place."""
+"""What an optimizer begins with is cut up with its parameters, and lives where it was asked to."""
 
+import os
+from pathlib import Path
+
+import pytest
 import torch
 from torch import nn, optim
 
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.parallel.replicas import update
 from mpi4dl.parallel.replicas.buckets import BucketSegment
-from mpi4dl.parallel.replicas.update import Device, Master, Update, make_master
+from mpi4dl.parallel.replicas.group import ReplicaGroup
+from mpi4dl.parallel.replicas.update import Device, Disk, Host, Master, Update, home_for, make_master
+from tests.parallel.spatial.comparing import on_ranks
 
 F64 = torch.float64
 
@@ -47,3 +55,83 @@ def test_state_from_a_checkpoint_goes_where_its_parameter_is() -> None:
         assert (found["exp_avg"].shape, found["n"]) == ((2, 3), 2)
         where[fused] = [found[key].device.type for key in ("exp_avg", "row", "step")]
     assert where == {False: ["meta", "meta", "cpu"], True: ["meta", "meta", "meta"]}
+
+
+def mapped_files(folder: Path) -> int:
+    return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.parametrize("value", [torch.arange(6.0).view(2, 3), torch.ones(3, dtype=torch.bfloat16), torch.zeros(0)])
+def test_disk_keeps_values_in_files_without_names(tmp_path: Path, value: torch.Tensor) -> None:
+    home = Disk(tmp_path)
+    first, second = home.place(value), home.place(value.t() if value.dim() == 2 else value)
+    assert mapped_files(tmp_path) == 1
+    assert os.listdir(tmp_path) == []
+    for placed, wanted in ((first, value), (second, value.t() if value.dim() == 2 else value)):
+        assert placed.dtype == wanted.dtype
+        assert torch.equal(placed, wanted)
+    if value.numel():
+        first.zero_()
+        assert torch.equal(second.reshape(value.shape[::-1]).t() if value.dim() == 2 else second, value)
+        assert home.place(first) is first
+
+
+def test_a_value_larger_than_a_block_has_one_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update, "BLOCK_BYTES", 256)
+    home = Disk(tmp_path)
+    placed = [home.place(torch.full((n,), float(n))) for n in (16, 16, 100, 16)]
+    assert mapped_files(tmp_path) == 3  # 64 + 64, 400, 64 bytes
+    assert [float(value.mean()) for value in placed] == [16.0, 16.0, 100.0, 16.0]
+
+
+def test_values_stay_where_they_are_on_the_host() -> None:
+    value = torch.ones(2)
+    assert Device().place(value) is value
+    assert Host().place(value) is value
+
+
+def test_homes_by_name(tmp_path: Path) -> None:
+    assert [type(home_for(name, tmp_path)) for name in ("none", "cpu", "disk")] == [Device, Host, Disk]
+    with pytest.raises(ValueError, match="offload is 'tape', but must be one of none, cpu, disk"):
+        home_for("tape")
+
+
+class Full(Disk):
+    """A disk that is full after some values."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+
+    def place(self, value: torch.Tensor) -> torch.Tensor:
+        self.room -= 1
+        if self.room < 0:
+            raise OSError("there is no room")
+        return super().place(value)
+
+
+def build_and_step(comm: Communicator, home: Disk) -> None:
+    model = nn.Linear(4, 4)
+    group = ReplicaGroup(model.named_parameters(), comm, torch.optim.Adam(model.parameters()), home)
+    group.reducer.prepare()
+    model(torch.ones(1, 4)).sum().backward()
+    group.reducer.finish()
+    group.step(1.0)
+
+
+@pytest.mark.parametrize("room", [0, 2], ids=["when built", "in the first step"])
+@on_ranks(2)
+def test_all_ranks_learn_that_the_disk_of_one_is_full(comm: Communicator, room: int) -> None:
+    with pytest.raises(Refusal, match=r"^rank 1: there is no room$"):
+        build_and_step(comm, Full(room if comm.rank == 1 else 100))
+
+
+def test_a_full_disk_says_where_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match=r"no room .* in .*nowhere \(No such file .*name another folder by .* TMPDIR"):
+        Disk(tmp_path / "nowhere").place(torch.ones(1))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=f"no room for 64 MiB more in {tmp_path} .*name another folder by .* TMPDIR"):
+        Disk(tmp_path).place(torch.ones(1))

@@ -385,12 +385,13 @@ def run_body(comm: Communicator, module: str, test: str, arguments: dict[str, An
 
 
 def on_ranks(num_ranks: int | None = None) -> Callable[[Callable[..., None]], Any]:
-    """Make a function of a communicator a test that runs on so many ranks, or on those of its `arrangement`."""
+    """Make a function of a communicator a test on so many ranks, or on those of its `arrangement` or `plan`."""
 
     def make(body: Callable[..., None]) -> Any:
         def test(ranks: Ranks, **arguments: Any) -> None:
-            team = ranks(arguments["arrangement"].size if num_ranks is None else num_ranks)
-            team.run(run_body, body.__module__, body.__name__, arguments)
+            if num_ranks is None:
+                size = arguments["arrangement"].size if "arrangement" in arguments else arguments["plan"].num_ranks
+            ranks(num_ranks or size).run(run_body, body.__module__, body.__name__, arguments)
 
         comm, *others = inspect.signature(body).parameters.values()
         signature = inspect.Signature([comm.replace(name="ranks"), *others])

@@ -1,6 +1,7 @@
 """Dropout on tiles: the mask of plain PyTorch; of what is large one of its own on every tile, of right statistics."""
 
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,11 +12,12 @@ from torch.nn import functional as F
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.spatial.rules import draws
-from tests.parallel.spatial.comparing import SOME_ARRANGEMENTS, Arrangement, arrange, difference, on_ranks
-from tests.pool.ranks import Ranks
+from tests.parallel.spatial.comparing import SOME_ARRANGEMENTS, Arrangement, Case, arrange, on_ranks, table_test
 
 
-def drop_pixels(comm: Communicator, inplace: bool) -> dict[str, float]:
+@pytest.mark.parametrize("inplace", [False, True])
+@on_ranks(4)
+def test_each_tile_has_a_mask_of_its_own(comm: Communicator, inplace: bool) -> None:
     """Statistics of what dropout does to ones, and of its gradient."""
     image = torch.ones(2, 8, 64, 64, requires_grad=True)
     tiles = arrange(image, comm, Arrangement(2, 2))
@@ -27,23 +29,11 @@ def drop_pixels(comm: Communicator, inplace: bool) -> dict[str, float]:
     quarters = dropped.unflatten(3, (2, 32)).unflatten(2, (2, 32))
     corners = [quarters[:, :, i, :, j].reshape(-1) for i in (0, 1) for j in (0, 1)]
     alike = [float((a == b).float().mean()) for i, a in enumerate(corners) for b in corners[:i]]
-    return {
-        "kept": float((dropped > 0).float().mean()),
-        "largest": float(dropped.max()),
-        "gradient is the mask": float(torch.equal(gradient, dropped)),
-        "most alike": max(alike),
-        "next draw": float(torch.rand(())),
-    }
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-def test_each_tile_has_a_mask_of_its_own(ranks: Ranks, inplace: bool) -> None:
-    first, *others = ranks(4).run(drop_pixels, inplace)
-    assert others == [first] * 3
-    assert first["kept"] == pytest.approx(0.75, abs=0.01)
-    assert first["largest"] == pytest.approx(4 / 3)
-    assert first["gradient is the mask"] == 1
-    assert first["most alike"] < 0.65  # 0.75^2 + 0.25^2 = 0.625 by chance
+    comm.agree(None, kept=float(dropped.mean()), next_draw=float(torch.rand(())))
+    assert float((dropped > 0).float().mean()) == pytest.approx(0.75, abs=0.01)
+    assert float(dropped.max()) == pytest.approx(4 / 3)
+    assert torch.equal(gradient, dropped)
+    assert max(alike) < 0.65  # 0.75^2 + 0.25^2 = 0.625 by chance
 
 
 @on_ranks(2)
@@ -57,7 +47,18 @@ def test_dropout_repeats_by_the_seed_and_only_by_it(comm: Communicator) -> None:
     assert not torch.equal(first.local, second.local)
 
 
-CHANNELS = {
+def drawn(function: Callable[..., Tensor], *args: Any) -> Case:
+    """What it makes of a copy of an image, from one seed, and the numbers that follow."""
+
+    def draw(x: Tensor) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(4)
+        return function(x * 1, *args), torch.rand(3)
+
+    return Case(lambda: draw, ((3, 16, 6, 5),), spread=False)
+
+
+# Where channels are dropped, on images, lines and volumes of one sample.
+CHANNELS: dict[str, Callable[[Tensor, float, bool], Tensor]] = {
     "dropout": lambda x, p, inplace: F.dropout(x, p, True, inplace),
     "dropout of a turned image": lambda x, p, inplace: F.dropout(x.transpose(0, 1), p, True, inplace).transpose(0, 1),
     "dropout of tokens": lambda x, p, inplace: F.dropout(x.flatten(2), p).unflatten(2, (6, 5)),
@@ -66,29 +67,12 @@ CHANNELS = {
     "dropout1d, one sample": lambda x, p, inplace: F.dropout1d(x.sum((0, 1)), p, True, inplace).expand(3, 16, 6, 5),
     "dropout3d, one sample": lambda x, p, inplace: F.dropout3d(x, p, True, inplace),
 }
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("arrangement", SOME_ARRANGEMENTS, ids=str)
-@on_ranks()
-def test_dropped_pixels_and_channels_are_those_of_plain_pytorch(
-    comm: Communicator, arrangement: Arrangement, inplace: bool
-) -> None:
-    """Values and gradients where channels are dropped, on images, lines and volumes of one sample."""
-    wrong = []
-    for name, function in CHANNELS.items():
-        image = torch.randn(3, 16, 6, 5, dtype=torch.float64)
-        plain, ours = image.clone().requires_grad_(), image.clone().requires_grad_()
-        torch.manual_seed(4)
-        expected = function(plain * 1, 0.4, inplace)
-        torch.manual_seed(4)
-        found = spatial.gather(function(arrange(ours, comm, arrangement) * 1, 0.4, inplace))
-        weights = torch.randn_like(image).reshape(expected.shape)
-        (expected * weights).sum().backward()
-        (found * weights).sum().div(comm.size).backward()
-        wrong += difference(name, found, expected)
-        wrong += difference(f"gradient of {name}", comm.all_reduce(ours.grad), plain.grad)
-    assert not wrong, wrong
+DROPPED = {
+    f"{name}{' in place' * inplace}": drawn(function, 0.4, inplace)
+    for inplace in (False, True)
+    for name, function in CHANNELS.items()
+}
+test_dropped_pixels_and_channels_are_those_of_plain_pytorch = table_test(__name__, SOME_ARRANGEMENTS, "DROPPED")
 
 
 @on_ranks(2)
@@ -150,26 +134,8 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "alpha dropout of all": lambda x: F.alpha_dropout(x, 1.0, True),
     "a generator": lambda x: x * x.detach().clone().normal_(generator=torch.Generator().manual_seed(5)),
 }
-
-
-@pytest.mark.parametrize("arrangement", SOME_ARRANGEMENTS, ids=str)
-@on_ranks()
-def test_random_pixels_are_those_of_plain_pytorch(comm: Communicator, arrangement: Arrangement) -> None:
-    wrong = []
-    for name, function in DRAWS.items():
-        image = torch.randn(3, 16, 6, 5, dtype=torch.float64)
-        plain, ours = image.clone().requires_grad_(), image.clone().requires_grad_()
-        torch.manual_seed(4)
-        expected, state = function(plain * 1), torch.get_rng_state()
-        torch.manual_seed(4)
-        found = spatial.gather(function(arrange(ours, comm, arrangement) * 1))
-        wrong += [] if torch.equal(state, torch.get_rng_state()) else [f"{name}: other numbers follow"]
-        weights = torch.randn_like(expected.detach())
-        (expected * weights).sum().backward()
-        (found * weights).sum().div(comm.size).backward()
-        wrong += difference(name, found.detach(), expected.detach())
-        wrong += difference(f"gradient of {name}", comm.all_reduce(ours.grad), plain.grad)
-    assert not wrong, wrong
+DRAWN = {name: drawn(function) for name, function in DRAWS.items()}
+test_random_pixels_are_those_of_plain_pytorch = table_test(__name__, SOME_ARRANGEMENTS, "DRAWN")
 
 
 @on_ranks(4)

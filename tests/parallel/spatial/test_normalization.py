@@ -279,7 +279,9 @@ def one_image(by_formula: bool = False) -> nn.Module:
     return TokensOfOneImage(by_formula).double()
 
 
-def learn_of_one_image(comm: Communicator, plan: Plan) -> None:
+@pytest.mark.parametrize("plan", [Plan(), Plan(((1, 1), (1, 1))), Plan(((1, 2),))], ids=str)
+@on_ranks()
+def test_gradients_of_one_image_are_right_where_the_kernel_of_cpus_is_not(comm: Communicator, plan: Plan) -> None:
     image, target = torch.rand(1, 3, 6, 8, generator=torch.Generator().manual_seed(1)).double(), torch.tensor([2])
     if plan.num_stages == 1:
         held = LocalStages.whole(one_image(), plan, comm)
@@ -299,8 +301,3 @@ def learn_of_one_image(comm: Communicator, plan: Plan) -> None:
     for name, value in held.own_state().items():
         if not name.startswith("norm.running") and not name.endswith("tracked"):
             assert_close(value, state[name], EXACT, name)
-
-
-@pytest.mark.parametrize("plan", [Plan(), Plan(((1, 1), (1, 1))), Plan(((1, 2),))], ids=str)
-def test_gradients_of_one_image_are_right_where_the_kernel_of_cpus_is_not(ranks: Ranks, plan: Plan) -> None:
-    ranks(plan.num_ranks).run(learn_of_one_image, plan)

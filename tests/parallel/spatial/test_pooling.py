@@ -54,78 +54,72 @@ def on_tiles(x: Tensor, *numbers: int) -> Tensor:
     return rule(x, *numbers) if isinstance(x, spatial.SpatialTensor) else contrast(x, *numbers)
 
 
-CASES = {
-    **modules(
-        lambda: nn.MaxPool2d(2),
-        lambda: nn.MaxPool2d(3, stride=1, padding=1),
-        lambda: nn.MaxPool2d(3, stride=2),
-        lambda: nn.MaxPool2d(3, stride=2, padding=1),
-        lambda: nn.MaxPool2d(3, stride=2, padding=1, ceil_mode=True),
-        lambda: nn.MaxPool2d(2, ceil_mode=True),
-        lambda: nn.MaxPool2d(3, stride=1, padding=1, dilation=2),
-        lambda: nn.MaxPool2d((1, 3), stride=(2, 1), padding=(0, 1)),
-        lambda: nn.MaxPool2d(5, stride=3, padding=2, ceil_mode=True),
-        lambda: nn.AvgPool2d(2),
-        lambda: nn.AvgPool2d(2, ceil_mode=True),
-        lambda: nn.AvgPool2d(3, stride=1, padding=1),
-        lambda: nn.AvgPool2d(3, stride=1, padding=1, count_include_pad=False),
-        lambda: nn.AvgPool2d(3, stride=2, padding=1, ceil_mode=True),
-        lambda: nn.AvgPool2d(3, stride=2, padding=1, ceil_mode=True, count_include_pad=False),
-        lambda: nn.AvgPool2d(3, stride=2, padding=1, divisor_override=5),
-        lambda: nn.AvgPool2d((3, 2), stride=(2, 1), padding=(1, 0), count_include_pad=False),
-        lambda: nn.AvgPool2d(5, stride=3, padding=2, ceil_mode=True),
-        lambda: nn.LPPool2d(2, 3),
-        lambda: nn.LPPool2d(2, 3, stride=1),
-        lambda: nn.LPPool2d(4, 2, stride=2, ceil_mode=True),
-        lambda: nn.LPPool2d(2, (4, 3), stride=(3, 2), ceil_mode=True),
-        lambda: nn.Unfold(3, padding=1, stride=2),
-        lambda: nn.Unfold((2, 3)),
-        lambda: nn.Sequential(nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(2, 2, ceil_mode=True), nn.AvgPool2d(2, 1)),
-    ),
-    **large(
-        lambda: nn.MaxPool2d(3, 1, 1),
-        lambda: nn.MaxPool2d(3, 2, 1, ceil_mode=True),
-        lambda: nn.MaxPool2d(2, ceil_mode=True),
-        lambda: nn.MaxPool2d((3, 5), 1, (1, 2), dilation=2),
-        lambda: nn.AvgPool2d(3, 1, 1),
-        lambda: nn.AvgPool2d((2, 5), 1, (1, 0), count_include_pad=False),
-        lambda: nn.AvgPool2d((1, 4), 1, (0, 2), divisor_override=3),
-        lambda: nn.AvgPool2d(5, 3, 2, ceil_mode=True, count_include_pad=False),
-    ),
-    **modules(
-        lambda: nn.AdaptiveAvgPool2d(1),
-        lambda: nn.AdaptiveAvgPool2d((1, 3)),
-        lambda: nn.AdaptiveAvgPool2d(7),
-        lambda: nn.AdaptiveAvgPool2d((None, 2)),
-        lambda: nn.AdaptiveMaxPool2d(1),
-        lambda: nn.AdaptiveMaxPool2d((1, 3)),
-        lambda: nn.AdaptiveMaxPool2d(7),
-        lambda: nn.AdaptiveMaxPool2d((None, 2)),
-        spread=False,
-    ),
-    **functions(
-        {
-            "a description of windows, stride 1": lambda x: on_tiles(x, 3, 1, 1),
-            "a description of windows, stride 2": lambda x: on_tiles(x, 5, 2, 2),
-            "a description of windows, stride 3": lambda x: on_tiles(x, 2, 3, 1),
-            "average pooling, a stride of none": lambda x: F.avg_pool2d(x, 2, ()),
-            "unfold rows": lambda x: x.unfold(2, 3, 2),
-            "unfold columns and rows": lambda x: x.unfold(3, 2, 1).unfold(2, 3, 3),
-            "unfold channels": lambda x: x.unfold(1, 2, 1),
-            "max pool of equal pixels": lambda x: F.max_pool2d((x > 0).to(x.dtype) * x, 3, 2, 1),
-            "pooling a feature that is all negative": lambda x: F.max_pool2d(-x.exp(), 3, 1, 1),
-        }
-    ),
-    **functions(
-        {
-            "adaptive max of equal pixels": lambda x: F.adaptive_max_pool2d(x.clamp(-0.3, 0.3), 2),
-            "adaptive average of one row": lambda x: F.adaptive_avg_pool2d(x[:, :, 1:2], (2, 3)),
-            "adaptive average beside infinities": lambda x: F.adaptive_avg_pool2d(
-                x.masked_fill(x > 1, math.inf), (3, 5)
-            ).nan_to_num(0, 5, 5),
-        },
-        spread=False,
-    ),
+SPREAD = {
+    "a description of windows, stride 1": lambda x: on_tiles(x, 3, 1, 1),
+    "a description of windows, stride 2": lambda x: on_tiles(x, 5, 2, 2),
+    "a description of windows, stride 3": lambda x: on_tiles(x, 2, 3, 1),
+    "average pooling, a stride of none": lambda x: F.avg_pool2d(x, 2, ()),
+    "unfold rows": lambda x: x.unfold(2, 3, 2),
+    "unfold columns and rows": lambda x: x.unfold(3, 2, 1).unfold(2, 3, 3),
+    "unfold channels": lambda x: x.unfold(1, 2, 1),
+    "max pool of equal pixels": lambda x: F.max_pool2d((x > 0).to(x.dtype) * x, 3, 2, 1),
+    "pooling a feature that is all negative": lambda x: F.max_pool2d(-x.exp(), 3, 1, 1),
 }
+WHOLE = {
+    "adaptive max of equal pixels": lambda x: F.adaptive_max_pool2d(x.clamp(-0.3, 0.3), 2),
+    "adaptive average of one row": lambda x: F.adaptive_avg_pool2d(x[:, :, 1:2], (2, 3)),
+    "adaptive average beside infinities": lambda x: F.adaptive_avg_pool2d(
+        x.masked_fill(x > 1, math.inf), (3, 5)
+    ).nan_to_num(0, 5, 5),
+}
+CASES = modules(
+    lambda: nn.MaxPool2d(2),
+    lambda: nn.MaxPool2d(3, stride=1, padding=1),
+    lambda: nn.MaxPool2d(3, stride=2),
+    lambda: nn.MaxPool2d(3, stride=2, padding=1),
+    lambda: nn.MaxPool2d(3, stride=2, padding=1, ceil_mode=True),
+    lambda: nn.MaxPool2d(2, ceil_mode=True),
+    lambda: nn.MaxPool2d(3, stride=1, padding=1, dilation=2),
+    lambda: nn.MaxPool2d((1, 3), stride=(2, 1), padding=(0, 1)),
+    lambda: nn.MaxPool2d(5, stride=3, padding=2, ceil_mode=True),
+    lambda: nn.AvgPool2d(2),
+    lambda: nn.AvgPool2d(2, ceil_mode=True),
+    lambda: nn.AvgPool2d(3, stride=1, padding=1),
+    lambda: nn.AvgPool2d(3, stride=1, padding=1, count_include_pad=False),
+    lambda: nn.AvgPool2d(3, stride=2, padding=1, ceil_mode=True),
+    lambda: nn.AvgPool2d(3, stride=2, padding=1, ceil_mode=True, count_include_pad=False),
+    lambda: nn.AvgPool2d(3, stride=2, padding=1, divisor_override=5),
+    lambda: nn.AvgPool2d((3, 2), stride=(2, 1), padding=(1, 0), count_include_pad=False),
+    lambda: nn.AvgPool2d(5, stride=3, padding=2, ceil_mode=True),
+    lambda: nn.LPPool2d(2, 3),
+    lambda: nn.LPPool2d(2, 3, stride=1),
+    lambda: nn.LPPool2d(4, 2, stride=2, ceil_mode=True),
+    lambda: nn.LPPool2d(2, (4, 3), stride=(3, 2), ceil_mode=True),
+    lambda: nn.Unfold(3, padding=1, stride=2),
+    lambda: nn.Unfold((2, 3)),
+    lambda: nn.Sequential(nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(2, 2, ceil_mode=True), nn.AvgPool2d(2, 1)),
+)
+CASES |= large(
+    lambda: nn.MaxPool2d(3, 1, 1),
+    lambda: nn.MaxPool2d(3, 2, 1, ceil_mode=True),
+    lambda: nn.MaxPool2d(2, ceil_mode=True),
+    lambda: nn.MaxPool2d((3, 5), 1, (1, 2), dilation=2),
+    lambda: nn.AvgPool2d(3, 1, 1),
+    lambda: nn.AvgPool2d((2, 5), 1, (1, 0), count_include_pad=False),
+    lambda: nn.AvgPool2d((1, 4), 1, (0, 2), divisor_override=3),
+    lambda: nn.AvgPool2d(5, 3, 2, ceil_mode=True, count_include_pad=False),
+)
+CASES |= modules(
+    lambda: nn.AdaptiveAvgPool2d(1),
+    lambda: nn.AdaptiveAvgPool2d((1, 3)),
+    lambda: nn.AdaptiveAvgPool2d(7),
+    lambda: nn.AdaptiveAvgPool2d((None, 2)),
+    lambda: nn.AdaptiveMaxPool2d(1),
+    lambda: nn.AdaptiveMaxPool2d((1, 3)),
+    lambda: nn.AdaptiveMaxPool2d(7),
+    lambda: nn.AdaptiveMaxPool2d((None, 2)),
+    spread=False,
+)
+CASES |= functions(SPREAD) | functions(WHOLE, spread=False)
 
 test_pooling_equals_that_of_the_whole_image = table_test(__name__, chosen(ARRANGEMENTS))

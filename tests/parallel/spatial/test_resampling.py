@@ -151,23 +151,18 @@ def turn(x: Tensor) -> Tensor:
     return x.mean((1, 2, 3)).view(-1, 1, 1) * torch.tensor([[0.8, -0.6, 0.1], [0.6, 0.8, 0.2]])
 
 
-SAMPLES = {
-    **functions(
-        {
-            "grid_sample, everybody's places": lambda x: F.grid_sample(x, places(x), align_corners=False),
-            "grid_sample, spread places": lambda x: F.grid_sample(
-                x, x[:, :2].tanh().permute(0, 2, 3, 1), mode="bicubic", align_corners=True
-            ),
-            "grid_sample of a plain image": lambda x: F.grid_sample(
-                places(x, 4).permute(0, 3, 1, 2), x[:, :2].permute(0, 2, 3, 1), align_corners=False
-            ),
-            "grid_sample, nearest, reflected": lambda x: F.grid_sample(
-                x, 2 * places(x), "nearest", "reflection", False
-            ),
-            "affine_grid": lambda x: F.grid_sample(x, F.affine_grid(turn(x), (3, 4, 6, 7), False), align_corners=False),
-        }
+SPREAD_SAMPLES = {
+    "grid_sample, everybody's places": lambda x: F.grid_sample(x, places(x), align_corners=False),
+    "grid_sample, spread places": lambda x: F.grid_sample(
+        x, x[:, :2].tanh().permute(0, 2, 3, 1), mode="bicubic", align_corners=True
     ),
+    "grid_sample of a plain image": lambda x: F.grid_sample(
+        places(x, 4).permute(0, 3, 1, 2), x[:, :2].permute(0, 2, 3, 1), align_corners=False
+    ),
+    "grid_sample, nearest, reflected": lambda x: F.grid_sample(x, 2 * places(x), "nearest", "reflection", False),
+    "affine_grid": lambda x: F.grid_sample(x, F.affine_grid(turn(x), (3, 4, 6, 7), False), align_corners=False),
 }
+SAMPLES = functions(SPREAD_SAMPLES)
 
 test_samples_equal_those_of_the_whole_image = table_test(__name__, SOME_ARRANGEMENTS, "SAMPLES")
 

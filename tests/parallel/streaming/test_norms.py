@@ -16,7 +16,7 @@ from mpi4dl.parallel.streaming.margins import CannotStream, StreamPlan
 from mpi4dl.parallel.streaming.norms import Moments
 from mpi4dl.parallel.streaming.stream import Streaming
 from mpi4dl.parallel.streaming.stream_tiles import StreamTiles
-from tests.pool.ranks import Ranks
+from tests.parallel.spatial.comparing import on_ranks
 
 SIZE = (37, 29)
 
@@ -83,7 +83,9 @@ def by_running_statistics(model: nn.Module, x: Tensor) -> tuple[Tensor, Callable
     return model(x), merge
 
 
-def compare(comm: Communicator, norms: str) -> dict[str, float]:
+@pytest.mark.parametrize("norms", ["running", "frozen"])
+@on_ranks(2)
+def test_known_statistics(comm: Communicator, norms: str) -> None:
     """How far gradients and buffers are from those of a plain layer whose norms are in evaluation mode."""
     ours, theirs, x = layers(), layers(), images()
     expected, merge = by_running_statistics(theirs, x)
@@ -102,13 +104,7 @@ def compare(comm: Communicator, norms: str) -> dict[str, float]:
         errors[name] = float((p.grad - q.grad).abs().max())
     for (name, b), c in zip(ours.named_buffers(), theirs.buffers(), strict=True):
         errors[name] = float((b - c).abs().max())
-    return errors
-
-
-@pytest.mark.parametrize("norms", ["running", "frozen"])
-def test_known_statistics(ranks: Ranks, norms: str) -> None:
-    for errors in ranks(2).run(compare, norms):
-        assert max(errors.values()) < 1e-10, errors
+    assert max(errors.values()) < 1e-10, errors
 
 
 def test_moments_are_merged_without_loss_of_digits() -> None:

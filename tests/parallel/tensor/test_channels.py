@@ -12,9 +12,9 @@ from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.grid import Grid
-from mpi4dl.parallel.spatial.tensor import wrap
 from mpi4dl.parallel.tensor.cutting import cut_parameters
 from mpi4dl.parallel.tensor.styles import Degrees, cutting_of
+from tests.parallel.tensor.test_cut_parameters import assert_parts_learn_alike
 from tests.pool.ranks import Ranks
 from tests.support.short_runs import EXACT, Task, assert_close, check
 
@@ -65,17 +65,7 @@ def compare(comm: Communicator, cols: int, features: int) -> None:
     weights = torch.linspace(1, 2, expected.numel(), dtype=torch.float64).view(expected.shape)
     (expected * weights).sum().backward()
     (spatial.gather(found) * weights).sum().div(comm.size).backward()
-    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        whole = p.grad
-        if name in layouts:
-            whole = spatial.gather(wrap(p.grad, layouts[name]))
-            whole = grid.along(grid.space).all_reduce(whole.clone())
-        else:
-            whole = comm.all_reduce(p.grad.clone())
-        assert_close(whole, q.grad, EXACT, name)
-        assert name not in layouts or p.numel() < q.numel()
+    assert_parts_learn_alike(model, plain, layouts, grid)
     for (name, b), c in zip(model.named_buffers(), plain.buffers(), strict=True):
         assert_close(b.double(), c.double(), EXACT, name)
 

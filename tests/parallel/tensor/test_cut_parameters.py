@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.spatial.grid import Grid
+from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.tensor import wrap
 from mpi4dl.parallel.tensor.cutting import cut_parameters
 from mpi4dl.parallel.tensor.styles import Degrees, cutting_of
@@ -103,7 +103,8 @@ def compare(comm: Communicator, kv_heads: int, tied: bool, options: Mapping[str,
     loss = loss_of(expected, **options)
     loss.backward()
     cuts = cutting_of(model, FUSED if kv_heads == HEADS else GROUPED, Degrees(comm.size))
-    layouts = cut_parameters(model, cuts, Grid(comm, features=comm.size))
+    grid = Grid(comm, features=comm.size)
+    layouts = cut_parameters(model, cuts, grid)
     logits = model(TOKENS)
     assert isinstance(logits, spatial.SpatialTensor)
     assert logits.local.shape[-1] < VOCABULARY
@@ -111,10 +112,18 @@ def compare(comm: Communicator, kv_heads: int, tied: bool, options: Mapping[str,
     found = loss_of(logits, **options)
     assert_close(found.detach(), loss.detach(), EXACT, "loss")
     (found / comm.size).backward()
+    assert_parts_learn_alike(model, plain, layouts, grid)
+
+
+def assert_parts_learn_alike(model: nn.Module, plain: nn.Module, layouts: Mapping[str, Layout], grid: Grid) -> None:
+    """The gradients of all ranks' parts make those of the plain model, and ranks have parts of what has a layout."""
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert p.grad is not None
         assert q.grad is not None
-        whole = spatial.gather(wrap(p.grad, layouts[name])) if name in layouts else comm.all_reduce(p.grad.clone())
+        if name in layouts:
+            whole = grid.along(grid.space).all_reduce(spatial.gather(wrap(p.grad, layouts[name])).clone())
+        else:
+            whole = grid.comm.all_reduce(p.grad.clone())
         assert_close(whole, q.grad, EXACT, name)
         assert name not in layouts or p.numel() < q.numel()
 

@@ -23,61 +23,50 @@ from tests.pool.ranks import Ranks
 from tests.support.short_runs import Task, check, words_loss
 
 import_torchvision()
-pytest.importorskip("transformers")
-
-from transformers import (  # noqa: E402
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteMoeConfig,
-    GraniteMoeForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    RobertaConfig,
-    RobertaForMaskedLM,
-    XLMRobertaConfig,
-    XLMRobertaForMaskedLM,
-)
-
+transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.exhaustive
 VOCABULARY = 23
 WORDS = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 24, "intermediate_size": 20}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def of(kind: str, head: str, **sizes: Any) -> nn.Module:
+    """A model of this kind, by a configuration of these sizes."""
+    model: nn.Module = getattr(transformers, kind + head)(getattr(transformers, f"{kind}Config")(**sizes))
+    return model
+
+
+def language(kind: str, **sizes: Any) -> Callable[[], nn.Module]:
+    return lambda: of(kind, "ForCausalLM", **sizes, **COMMON)
+
+
+def sparse(kind: str, **sizes: Any) -> Callable[[], nn.Module]:
+    return lambda: of(kind, "ForCausalLM", **sizes, **SPARSE)
+
+
+def masked(kind: str, padding: int | None = None) -> Callable[[], nn.Module]:
+    return lambda: of(kind, "ForMaskedLM", **BERT_SIZES | {"pad_token_id": padding})
+
+
+GPT2: dict[str, Any] = {"n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 4}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(
-            n_positions=16, n_embd=24, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **COMMON
-        )
-    ),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES, **COMMON)),
-    "roberta": lambda: RobertaForMaskedLM(RobertaConfig(**BERT_SIZES | {"pad_token_id": 1})),
-    "xlm-roberta": lambda: XLMRobertaForMaskedLM(XLMRobertaConfig(**BERT_SIZES | {"pad_token_id": 1})),
-    "bert": lambda: BertForMaskedLM(BertConfig(**BERT_SIZES)),
+    "gpt2": lambda: of("GPT2", "LMHeadModel", **GPT2, **COMMON),
+    "llama": language("Llama", num_key_value_heads=2, **SIZES),
+    "roberta": masked("Roberta", 1),
+    "xlm-roberta": masked("XLMRoberta", 1),
+    "bert": masked("Bert"),
 }
-TIED: dict[str, Callable[[], nn.Module]] = {  # and their last stage asks for the type of what is tied
-    "mamba": lambda: MambaForCausalLM(MambaConfig(hidden_size=24, num_hidden_layers=2, state_size=4, **COMMON)),
-}
-MODELS_OF_EXPERTS: dict[str, Callable[[], nn.Module]] = {
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(num_local_experts=4, **SPARSE)),
-    "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(num_experts=4, **SPARSE)),
-    "granite": lambda: GraniteMoeForCausalLM(GraniteMoeConfig(num_local_experts=4, **SPARSE)),
-    "qwen2": lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(num_experts=4, shared_expert_intermediate_size=16, **SPARSE)),
-    "qwen3": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts=5, mlp_only_layers=[0], **SPARSE)),
-    "gpt-oss": lambda: GptOssForCausalLM(GptOssConfig(num_local_experts=4, head_dim=6, sliding_window=4, **SPARSE)),
+# Tied ones, whose last stage asks for the type of what is tied.
+TIED = {"mamba": language("Mamba", hidden_size=24, num_hidden_layers=2, state_size=4)}
+MODELS_OF_EXPERTS = {
+    "mixtral": sparse("Mixtral", num_local_experts=4),
+    "olmoe": sparse("Olmoe", num_experts=4),
+    "granite": sparse("GraniteMoe", num_local_experts=4),
+    "qwen2": sparse("Qwen2Moe", num_experts=4, shared_expert_intermediate_size=16),
+    "qwen3": sparse("Qwen3Moe", num_experts=5, mlp_only_layers=[0]),
+    "gpt-oss": sparse("GptOss", num_local_experts=4, head_dim=6, sliding_window=4),
 }
 COMMON = WORDS | {"use_cache": False}
 BERT_SIZES: dict[str, Any] = SIZES | NO_DROPOUT | COMMON | {"max_position_embeddings": 16}

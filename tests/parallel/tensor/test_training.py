@@ -16,6 +16,7 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
+from tests.parallel.spatial.comparing import on_ranks
 from tests.parallel.tensor.test_cut_parameters import FUSED, GROUPED, HEADS, VOCABULARY, build
 from tests.pool.ranks import Ranks
 from tests.support.short_runs import NUM_CLASSES, Task, check, engine_of, label, step, words_loss
@@ -179,37 +180,24 @@ def test_our_models(ranks: Ranks, name: str, sequence: bool) -> None:
     check(ranks, task, replace(plan, sequence=sequence))
 
 
-def refuse(comm: Communicator) -> list[str]:
-    """What parts of parameters cannot be trained with."""
-    plan, found = PLANS["tensor 2"], []
-    with pytest.raises(Refusal) as caught:
-        engine_of(comm, replace(LANGUAGE, optimizer="Adafactor"), plan)
-    found.append(str(caught.value))
+@on_ranks(2)
+def test_what_parts_cannot_be_trained_with(comm: Communicator) -> None:
+    with pytest.raises(Refusal, match="Adafactor works on whole ones"):
+        engine_of(comm, replace(LANGUAGE, optimizer="Adafactor"), PLANS["tensor 2"])
     with pytest.raises(ValueError, match="mirrored copy of GEMS has whole parameters"):
         Plan(((1,), (1,)), tensor=2, bidirectional=1)
     with pytest.raises(ValueError, match="`sequence` shares tokens among the ranks of `tensor`"):
         replace(ONE, sequence=True)
-    return found
 
 
-def draw_unlike(comm: Communicator) -> str:
-    """What is said of ranks that share layers, and would drop other values of what each of them has whole."""
+@on_ranks(2)
+def test_ranks_that_share_layers_draw_alike(comm: Communicator) -> None:
+    """Ranks that share layers are refused if they would drop other values of what each of them has whole."""
     engine = engine_of(comm, OF_OURS["ViT"][0], Plan(((1, 1),), tensor=2))
     torch.manual_seed(comm.rank)
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(Refusal, match="with the same seed on all ranks") as caught:
         step(engine, OF_OURS["ViT"][0], 0)
-    return str(caught.value)
-
-
-def test_ranks_that_share_layers_draw_alike(ranks: Ranks) -> None:
-    first, second = ranks(2).run(draw_unlike)
-    assert first == second
-    assert "with the same seed on all ranks" in first
-
-
-def test_what_parts_cannot_be_trained_with(ranks: Ranks) -> None:
-    (optimizer,) = ranks(2).run(refuse)[0]
-    assert "Adafactor works on whole ones" in optimizer
+    comm.agree(None, said=str(caught.value))
 
 
 def tensors_in(objects: list[Any]) -> list[Tensor]:
@@ -217,8 +205,11 @@ def tensors_in(objects: list[Any]) -> list[Tensor]:
     return [each for each in objects if issubclass(type(each), Tensor)]
 
 
-def collect(comm: Communicator, sequence: bool) -> list[tuple[int, ...]]:
-    """The shapes of tensors that the steps left to the garbage collector."""
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.sample(1)
+@on_ranks(2)
+def test_nothing_waits_for_the_garbage_collector(comm: Communicator, sequence: bool) -> None:
+    """Logits that did, a step's after the other's, made a rank's memory grow by a third."""
     engine = engine_of(comm, LANGUAGE, replace(ONE, tensor=2, sequence=sequence))
     for number in range(5):
         step(engine, LANGUAGE, number)
@@ -231,15 +222,8 @@ def collect(comm: Communicator, sequence: bool) -> list[tuple[int, ...]]:
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
         left = [each for each in tensors_in(gc.garbage) if id(each) not in before]
-        return [tuple(each.shape) for each in left if each.numel() >= LENGTH * LANGUAGE.batch]
+        assert [tuple(each.shape) for each in left if each.numel() >= LENGTH * LANGUAGE.batch] == []
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.sample(1)
-def test_nothing_waits_for_the_garbage_collector(ranks: Ranks, sequence: bool) -> None:
-    """Logits that did, a step's after the other's, made a rank's memory grow by a third."""
-    assert ranks(2).run(collect, sequence) == [[], []]

@@ -1,4 +1,4 @@
-"""Where the slides of predictions are: recorded beside them, so that they can be shown later.
+"""Where slides are: recorded under `slides` with predictions and evaluations of them, so that they can be shown later.
 
     {"source": "/data/slides.csv", "root": "/data", "columns": {"slide": "slide_id", "label": "label"},
      "in_bounds": false,
@@ -14,16 +14,27 @@ began.
 from pathlib import Path
 from typing import Any
 
+from mpi4dl._signatures import signature_of
 from mpi4dl.datasets.slides.dataset import SlideFolder
 from mpi4dl.datasets.slides.features import FeatureFolder
 from mpi4dl.datasets.split import Named, in_whole
 
-SLIDES = "slides.json"  # beside predictions
+KEY = "slides"  # of predictions.json and evaluation.json
 
 
-def record_of(images: Named) -> dict[str, Any] | None:
+def places_of(*parts: Named) -> dict[str, Any]:
+    """What a file of results says of the slides that it is of, with this user's signature; nothing of other images.
+
+    The parts are of one table or folder, such as those of folds.
+    """
+    found = record_of(*parts)
+    return {} if found is None else {KEY: {**found, "signature": signature_of(found)}}
+
+
+def record_of(*parts: Named) -> dict[str, Any] | None:
     """What a record of these slides, or of some of them, has, as JSON; None for other images."""
-    slides, _ = in_whole(images)
+    wholes = [in_whole(part)[0] for part in parts]
+    slides = wholes[-1]
     if not isinstance(slides, SlideFolder):
         return None
     bags = slides if isinstance(slides, FeatureFolder) else None
@@ -42,7 +53,8 @@ def record_of(images: Named) -> dict[str, Any] | None:
                 "mpp": assumed if row.mpp is None else row.mpp,
                 **({} if bags is None else {"file": bags.slide_of(row.path)}),
             }
-            for row in slides.rows
+            for whole in wholes
+            for row in whole.rows
         },
     }
 

@@ -1,0 +1,145 @@
+"""Cross-validation by patient: all folds trained one after the other, each in a run of its own.
+
+runs/cv/folds.csv                    which slides are in which fold
+runs/cv/fold_0, runs/cv/fold_1 ...   the run of each fold
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from mpi4dl.checkpoints.manifest import MODEL
+from mpi4dl.comm import Communicator
+from mpi4dl.datasets.split import in_whole
+from mpi4dl.options.config import OF_THE_TASK, Config, ConfigError, parse
+from mpi4dl.options.declare import value_of, with_values, without_flags
+from mpi4dl.options.kinds import AUTO
+from mpi4dl.options.sources import source_of, with_frame
+from mpi4dl.options.tasks import with_task
+from mpi4dl.results.formats import read_object
+from mpi4dl.results.job import Settings, difference, settings_of
+from mpi4dl.results.names import CONFIG, VERSIONS
+from mpi4dl.runs.assembly import prints_of
+from mpi4dl.runs.folder import default_path
+from mpi4dl.runs.samples import FILE as SAMPLES
+from mpi4dl.runs.samples import RunSamples
+from mpi4dl.training.data import Images
+from mpi4dl.training.resuming import command_to_go_on, files_of
+from mpi4dl.training.run import fit
+from mpi4dl.training.setup import open_samples, set_up
+
+_NAME = re.compile(r"fold_([0-9]{1,6})")
+
+
+def fold_folders(folder: Path) -> dict[int, Path]:
+    """The folders of the runs of folds in a folder, by their numbers; empty if it is itself a run."""
+    if not folder.is_dir() or (folder / CONFIG).is_file():
+        return {}
+    found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    of = {int(name[1]): path for name, path in found if name and (path / CONFIG).is_file()}
+    return dict(sorted(of.items()))
+
+
+def train_folds(comm: Communicator, config: Config, spell: Callable[[str], str], argv: Sequence[str]) -> Path | None:
+    """Train all folds, those that are finished aside. The folder of their runs; None if not all of them are finished.
+
+    Collective; raises Refusal on all ranks.
+    """
+    chosen, run = config.slides, config.run
+    if chosen.folds is None or not source_of(config).has_files:
+        comm.agree("`fold` all trains all folds of `slides`, or of `images` in files: say how many by `folds`")
+    if run.resume not in ("none", "auto"):
+        comm.agree(f"`resume` {run.resume}: `fold` all continues in `run_folder` by `resume` auto")
+    asked = None if comm.rank else run.run_folder or str(default_path(config.model_name, datetime.now()))
+    folder, num_folds = Path(comm.broadcast_object(asked)), chosen.folds or 0
+    found: tuple[Config, set[int]] = config, set()
+    if run.resume == "auto":
+        with comm.together((ValueError, OSError)):
+            if comm.rank == 0:
+                found = _as_trained(config, fold_folders(folder))
+        found = comm.broadcast_object(found)
+    config, done = found
+    for fold in range(num_folds):
+        path = folder / f"fold_{fold}"
+        if fold in done:
+            _say(comm, f"fold {fold} of {num_folds} is finished: {path}")
+            continue
+        _say(comm, f"fold {fold} of {num_folds}: {path}")
+        words = [*without_flags(Config, argv, ("fold",)), "--fold", str(fold)]
+        fit(set_up(_of_fold(config, fold, path), comm, spell, words))
+        if run.dry_run:
+            return None
+        if not comm.broadcast_object((path / MODEL).is_file()):
+            go_on = command_to_go_on(comm.size, argv, folder)
+            _say(comm, f"stopped in fold {fold} of {num_folds}; continue this fold and the others with: {go_on}")
+            return None
+    return folder
+
+
+def _of_fold(config: Config, fold: int, path: Path) -> Config:
+    return with_values(config, {"fold": fold, "run_folder": str(path)})
+
+
+def _as_trained(config: Config, runs: Mapping[int, Path]) -> tuple[Config, set[int]]:
+    """The configuration with what the runs of folds had for options that are left open; and the finished folds.
+
+    Raises ConfigError where options, the user's files or slides are others than they were. DatasetError, OSError.
+    """
+    done = set()
+    for fold, path in runs.items():
+        there = _config_of(path)
+        left_open = [name for name in OF_THE_TASK if value_of(config, name) == AUTO]
+        config = with_values(config, {name: value_of(there, name) for name in left_open})
+        framed = with_frame(_of_fold(config, fold, path))
+        samples = open_samples(framed)
+        assert isinstance(samples, Images)
+        framed = with_task(framed, samples.training)
+        then, now = settings_of(there), settings_of(framed)
+        if (path / MODEL).is_file():
+            done.add(fold)
+            then |= {**read_object(path / VERSIONS)["files"], **_contents(RunSamples.read(path / SAMPLES))}
+            now |= {
+                **files_of(prints_of(framed), framed.tuning.weights),
+                **_contents(RunSamples.of(samples.training, samples.validation)),
+            }
+            now |= _new_samples(config, samples)
+        require_alike(path, then, now)
+    return config, done
+
+
+def _contents(kept: RunSamples) -> dict[str, list[Any]]:
+    """What is known of each sample of a run, and its label."""
+    return {f"sample {each.file}": [*each] for each in kept.samples}
+
+
+def _new_samples(config: Config, samples: Images) -> dict[str, str]:
+    """Samples that the table has got since its folds were made; a file of splits may leave some out."""
+    whole, _ = in_whole(samples.training)
+    rows = whole.rows if config.slides.split_file is None else ()
+    return {f"sample {row.path}": "in no fold" for row in rows if not row.split and row.fold is None}
+
+
+def require_alike(path: Path, then: Settings, now: Settings) -> None:
+    """Raise ConfigError if the run of a fold was trained with other settings than those of others."""
+    other = difference(then, now)
+    if other:
+        raise ConfigError(
+            f"{path} was trained with {other}, and all folds need the same: change it back, or "
+            "train in another `run_folder`"
+        )
+
+
+def _config_of(run: Path) -> Config:
+    return parse(["--config", str(run / CONFIG)])
+
+
+def _say(comm: Communicator, line: str) -> None:
+    if comm.rank == 0:
+        print(line, flush=True)
+
+
+def settings_of_fold(path: Path) -> Settings:
+    """The options of the run of a fold, and the user's files; without the number of the fold."""
+    return {**settings_of(_of_fold(_config_of(path), 0, path)), **read_object(path / VERSIONS)["files"]}

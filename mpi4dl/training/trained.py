@@ -1,0 +1,158 @@
+"""The options by which a model is built, as its users ask for them: `ModelOptions`, or `TrainedOptions` of a run.
+
+No room above this one sees a configuration: what it wants to know of one is an attribute here.
+"""
+
+from collections.abc import Collection, Mapping, Set
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn
+
+from mpi4dl.comm import Communicator
+from mpi4dl.datasets.sources import SampleFiles
+from mpi4dl.datasets.split import Named
+from mpi4dl.datasets.transform import Fit, View
+from mpi4dl.options import parts
+from mpi4dl.options.config import Config
+from mpi4dl.options.data import build_views
+from mpi4dl.options.declare import options_of, value_of, with_options, with_values
+from mpi4dl.options.models import build_model
+from mpi4dl.options.sources import named_columns, source_of
+from mpi4dl.runs.assembly import ModelAssembly, assemble
+from mpi4dl.runs.description import Description, description_of
+from mpi4dl.tasks.task import TASKS, Task
+from mpi4dl.training.data import open_images
+from mpi4dl.training.setup import framed
+
+if TYPE_CHECKING:
+    from mpi4dl.datasets.slides.tissue import Mask
+
+T = TypeVar("T", bound="ModelOptions")
+
+
+class ModelOptions:
+    """The options of a model and of its samples.
+
+    Attributes:
+        name, part, options: the model by its name, or as it was given, and its own options.
+        source: where samples come from; what depends on the kind of data is asked there.
+        size: the image size; patch: the side of patches, or None; patches_at_once: how many a rank runs at once.
+        fit: how images get that size, as it was asked for.
+        mean, std: by which pixels are normalized.
+        batch_size, num_workers, precision, hang_timeout: as the options of these names.
+        streams: whether images are read box by box while the model runs.
+    """
+
+    def __init__(self, config: Config | None = None) -> None:
+        self._config = config = Config() if config is None else config
+        model, data = config.model, config.data
+        self.name, self.part, self.options = config.model_name, model.model, model.model_options
+        self.source, self.size = source_of(config), data.image_size
+        self.patch, self.patches_at_once = model.patches, model.patches_at_once
+        self.fit, self.mean, self.std = data.fit, data.mean, data.std
+        self.batch_size, self.num_workers = data.batch_size, data.num_workers
+        self.precision, self.hang_timeout = config.training.precision, config.parallel.hang_timeout
+        self.streams = config.streams_images
+
+    @classmethod
+    def names(cls) -> Set[str]:
+        """The names of all options."""
+        return options_of(Config).keys()
+
+    @classmethod
+    def read(cls, options: Mapping[str, str]) -> "ModelOptions":
+        """Those that a file names. Raises ConfigError."""
+        return ModelOptions(with_options(Config(), options))
+
+    def value(self, name: str) -> Any:
+        """The value of an option."""
+        return value_of(self._config, name)
+
+    def with_values(self: T, values: Mapping[str, Any]) -> T:
+        """The same with other values of some options. Raises ConfigError."""
+        return self._like(with_values(self._config, values))
+
+    def with_reference(self: T) -> T:
+        """The same with the numbers of the stains of a reference of slides. Raises ConfigError, DatasetError."""
+        source: Any = self.source
+        return self._like(source.with_reference())
+
+    def _like(self: T, config: Config) -> T:
+        return type(self)(config)
+
+    def assemble(self, comm: Communicator, own: Collection[str], num_samples: int | None = None) -> ModelAssembly:
+        """The plan, and the device of this rank. Collective; raises Refusal as `runs.assembly.assemble`."""
+        return assemble(self._config, comm, own, num_samples=num_samples)
+
+    def build(self, num_outputs: int, channels: int) -> nn.Module:
+        """The plain model. Raises ValueError, TypeError."""
+        return build_model(self._config, num_outputs, channels)
+
+
+class TrainedOptions(ModelOptions):
+    """The options of a training, and what it decided about the model and its images: `about`.
+
+    Attributes:
+        skips_glass: whether training left out what of slides is no tissue.
+        in_bounds: whether coordinates of annotations begin where the scanner began.
+        columns, ignore_index: of tables, and of masks.
+    """
+
+    def __init__(self, config: Config, about: Description) -> None:
+        super().__init__(config)
+        self.about = about
+        self.skips_glass = config.slides.background != "keep"
+        self.in_bounds = config.slides.annotation_origin == "bounds"
+        self.columns, self.ignore_index = named_columns(config.slides), config.data.ignore_index
+
+    def _like(self, config: Config) -> "TrainedOptions":
+        return TrainedOptions(config, self.about)
+
+    @classmethod
+    def of(
+        cls, comm: Communicator, weights: Path, folder: Path, trusts_code: bool, own: Mapping[str, Any]
+    ) -> "TrainedOptions":
+        """Those of weights, or of the run in their folder; with `own` parts instead of those of training. Collective.
+
+        Raises Refusal on all ranks if there are none, or if they name code that must not be loaded, or that is other
+        than it was.
+        """
+        about, ours = description_of(comm, weights, folder)
+        with comm.together((ValueError, OSError)):
+            config = about.config(str(weights), ours, trusts_code, **own)
+        if source_of(config).of_slides and config.data.fit == "auto":  # of a run that padded slides
+            config = with_values(config, {"fit": about.fit})
+        return cls(config, about)
+
+    def framed(self, comm: Communicator, values: Mapping[str, Any]) -> "TrainedOptions":
+        """Those for other slides, with the image size in which these fit. Collective; raises Refusal on all ranks."""
+        return self._like(framed(with_values(self._config, values), comm))
+
+    @cached_property
+    def task(self) -> Task:
+        """The task of the training. The loss tells only whether classes of a mask may overlap, if it has a name."""
+        loss = self._config.training.loss
+        named = loss if isinstance(loss, str) and not parts.is_own(loss) else None
+        options = self._config.training.loss_options if named or loss is None else {}
+        return TASKS[self.about.task](self.about.num_outputs, named, options)
+
+    def view(self, fit: Fit) -> View:
+        """How images become the inputs of the model. Raises ValueError, TypeError."""
+        return build_views(self._config, self.about.channels, fit)[1]
+
+    def files(self) -> SampleFiles:
+        """The files that the options name, with labels of the kind of training. Raises ConfigError, DatasetError."""
+        return source_of(with_values(self._config, {"task": self.about.task})).open_files(self.about.classes)
+
+    def validation(self, comm: Communicator) -> Named:
+        """The images that validated in training. Collective; raises Refusal on all ranks."""
+        return open_images(comm, self.source).validation
+
+    def tissue_cells(self, slide: Any) -> "Mask":
+        """Which cells of a slide have tissue, as the training found it."""
+        from mpi4dl.datasets.slides.tissue import tissue_cells
+
+        chosen = self._config.slides
+        return tissue_cells(slide, None if isinstance(chosen.tissue, str) else chosen.tissue, chosen.leave_out)
