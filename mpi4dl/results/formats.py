@@ -70,6 +70,16 @@ def read_object(path: Path) -> Record:
     return parse_object(read_regular(path), path)
 
 
+def read_part(path: Path, name: str) -> Record:
+    """The object of this name in such a file. Raises OSError, DamagedResult."""
+    content = read_object(path)
+    with reading(path):
+        if not isinstance(content[name], dict):
+            raise ValueError(f"its {name} are no object")
+    found: Record = content[name]
+    return found
+
+
 def parse_object(text: bytes | str, where: Path | str) -> Record:
     """The content of such a text, which was found there. Raises DamagedResult."""
     with reading(where):

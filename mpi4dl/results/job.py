@@ -28,7 +28,7 @@ from mpi4dl.results.formats import (
     below,
     finite,
     read_lines,
-    read_object,
+    read_part,
     reading,
     table,
     table_row,
@@ -175,7 +175,7 @@ class FolderJob:
                 raise ConfigError(f"{there} was written by something else: {remedy}")
             return []
         try:
-            other = difference(read_object(self._about)["settings"], self.settings)
+            other = difference(read_part(self._about, "settings"), self.settings)
             records = read_lines(self._lines) if self._lines.exists() else []
             with reading(self._lines):
                 for record in records:

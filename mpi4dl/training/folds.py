@@ -18,7 +18,7 @@ from mpi4dl.options.declare import value_of, with_values, without_flags
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.sources import source_of, with_frame
 from mpi4dl.options.tasks import with_task
-from mpi4dl.results.formats import read_object
+from mpi4dl.results.formats import read_part
 from mpi4dl.results.job import Settings, difference, settings_of
 from mpi4dl.results.names import CONFIG, VERSIONS
 from mpi4dl.runs.assembly import prints_of
@@ -99,7 +99,7 @@ def _as_trained(config: Config, runs: Mapping[int, Path]) -> tuple[Config, set[i
         then, now = settings_of(there), settings_of(framed)
         if (path / MODEL).is_file():
             done.add(fold)
-            then |= {**read_object(path / VERSIONS)["files"], **_contents(RunSamples.read(path / SAMPLES))}
+            then |= {**read_part(path / VERSIONS, "files"), **_contents(RunSamples.read(path / SAMPLES))}
             now |= {
                 **files_of(prints_of(framed), framed.tuning.weights),
                 **_contents(RunSamples.of(samples.training, samples.validation)),
@@ -142,4 +142,4 @@ def _say(comm: Communicator, line: str) -> None:
 
 def settings_of_fold(path: Path) -> Settings:
     """The options of the run of a fold, and the user's files; without the number of the fold."""
-    return {**settings_of(_of_fold(_config_of(path), 0, path)), **read_object(path / VERSIONS)["files"]}
+    return {**settings_of(_of_fold(_config_of(path), 0, path)), **read_part(path / VERSIONS, "files")}

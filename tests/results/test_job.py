@@ -155,7 +155,8 @@ def test_settings_may_change_while_nothing_is_done(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content"),
     [("made.json", "{"), ("made.json", "[]"), ("made.json", '{"settings": {}}'), ("made.jsonl", "{\n{}\n"),
-     ("made.json", '{"version": 2, "settings": {}}'), ("made.jsonl", '{"image": "a"}\n')],
+     ("made.json", '{"version": 2, "settings": {}}'), ("made.json", '{"version": 1}'),
+     ("made.json", '{"version": 1, "settings": []}'), ("made.jsonl", '{"image": "a"}\n')],
 )  # fmt: skip
 def test_a_damaged_file_is_an_error_that_names_it(work: Work, name: str, content: str) -> None:
     (work.out / name).write_text(content)
