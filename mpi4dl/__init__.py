@@ -17,7 +17,7 @@ Most scripts need only these names. Each is imported on first use, and `world()`
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from mpi4dl.checkpoints import Checkpoints
