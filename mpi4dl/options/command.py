@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -15,7 +15,7 @@ from mpi4dl._commands import one_message, typed
 from mpi4dl._compiler import defer_compiler
 from mpi4dl._memory import within_limits
 from mpi4dl.comm import Refusal, failure
-from mpi4dl.options.declare import ConfigError, asked_topic, facts, parse_options, speaking, spelling
+from mpi4dl.options.declare import HELP, ConfigError, asked_topic, facts, options_of, parse_options, speaking, spelling
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -134,15 +134,26 @@ class LocalCommand(Generic[T]):
         spell, usage = spelling(self.config), f"{typed(self.name)} {self.words}"
         named, several, _ = self.words.partition("[")[0].partition("...")
         wanted = named.split()
-        paths = [*takewhile(lambda word: not word.startswith("-"), argv)] if wanted else []
+        paths, flags = self._apart(argv) if wanted else ([], [*argv])
         missing, more = wanted[len(paths) :], [] if several else paths[len(wanted) :]
         with speaking(spell):
-            if missing and asked_topic(argv) is None:
-                raise ConfigError(f"name {' and '.join(missing)} before the flags: {usage}")
+            config = parse_options(self.config, flags, usage, self.description)
+            if missing:
+                raise ConfigError(f"name {' and '.join(missing)}: {usage}")
             if more:
                 raise ConfigError(f"the argument {more[0]!r} is one too many: {usage}")
-            config = parse_options(self.config, argv[len(paths) :], usage, self.description)
             self.act(CommandLine(config, "", [*argv], spell), *map(Path, paths))
+
+    def _apart(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The paths and the flags of a command line: the word behind a flag is its value, unless it is a switch."""
+        switches = {flag for item in options_of(self.config).values() if item.kind.switch for flag in item.flags}
+        paths, flags, words = list[str](), list[str](), iter(argv)
+        for word in words:
+            if not word.startswith("-"):
+                paths.append(word)
+            else:
+                flags += [word] if word in {*switches, *HELP} or "=" in word else [word, *islice(words, 1)]
+        return paths, flags
 
 
 def command(
