@@ -171,8 +171,8 @@ def test_what_cannot_be_learnt_or_measured_is_refused(flags: str, message: str) 
 
 def test_what_options_leave_open_follows_from_the_labels() -> None:
     task, metrics, monitor = task_by("--class-weights balanced --metrics auc,f1 --patience 2")
-    assert (task.name, list(metrics), monitor) == ("classify", ["auc", "f1"], ("loss", False))
-    assert task_by("--monitor val_auc")[2] == ("auc", True)
+    assert (task.name, list(metrics), monitor) == ("classify", ["auc", "f1"], ("loss", False, 2))
+    assert task_by("--monitor val_auc")[2] == ("auc", True, None)
     assert list(task_by("--monitor val_average_precision")[1]) == [
         "balanced_accuracy",
         "f1",
@@ -183,9 +183,9 @@ def test_what_options_leave_open_follows_from_the_labels() -> None:
     assert task.loss_options["class_weights"] == pytest.approx((6 / 9, 2.0, 1.0))
     assert balanced_weights([0, 0, 2], 3) == (0.75, 0.0, 1.5)
     task, metrics, monitor = task_by("--class-weights balanced --monitor val_auc", "multilabel")
-    assert (task.name, "auc" in metrics, monitor) == ("multilabel", True, ("auc", True))
+    assert (task.name, "auc" in metrics, monitor) == ("multilabel", True, ("auc", True, None))
     assert task.loss_options["class_weights"] == (1.0, 5.0, 0.0)
-    assert task_by("--patience 1", "segment")[2] == ("dice", True)
+    assert task_by("--patience 1", "segment")[2] == ("dice", True, 1)
     masks = np.stack([Labelled("segment").label(index) for index in range(6)])
     with_class = [(masks == number).sum() for number in (0, 1)]  # class 2 has no pixel, and ignored ones do not count
     weights = task_by("--class-weights balanced", "segment")[0].loss_options["class_weights"]
@@ -323,7 +323,7 @@ def test_the_best_is_told_by_the_metrics_direction() -> None:
 )
 def test_the_metric_says_its_direction(flags: str, expected: tuple[str, bool]) -> None:
     task, metrics, monitor = task_by(flags)
-    assert monitor == expected
+    assert monitor == (*expected, None)
     told = directions(task, metrics, monitor)
     assert told[expected[0]] == expected[1]
     assert (told["loss"], told["accuracy"]) == (False, True)

@@ -19,6 +19,7 @@ from mpi4dl._wording import duration
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine, Evaluation
 from mpi4dl.options.config import parse
+from mpi4dl.options.sources import source_of
 from mpi4dl.parallel.costs.cost_model import StageCosts, stages_on
 from mpi4dl.parallel.costs.machine import Machine
 from mpi4dl.parallel.costs.meter import UnitCosts
@@ -299,7 +300,7 @@ def watched(comm: Communicator, plan: Plan, task: Task, targets: Tensor, folder:
     engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.1), lambda x, y: 0 * x.sum(), comm=comm)
     config = parse(["--image-size", "x".join(map(str, SIZE)), "--mean", "0.5", "--std", "0.25"])
     reporter = Kept(RunFolder(folder), 9, classes=CLASSES) if comm.rank == 0 else None
-    showing = Showing(reporter, engine, config, task, CLASSES)
+    showing = Showing(reporter, engine, source_of(config), task, CLASSES)
     images, said = images_of(COUNT), []
     words = task.words
 
