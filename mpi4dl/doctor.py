@@ -25,9 +25,7 @@ class Examining:
     """The wire that is measured, and the file that describes the machine."""
 
     gpu_wire: str = like(Parallel, "gpu_wire")
-    save: str | None = option(
-        None, f"a TOML file for {SAVED}; its name is that of the machine", optional(NAME), brief=f"a file for {SAVED}"
-    )
+    save: str | None = option(None, f"a TOML file for {SAVED}; its name is that of the machine", optional(NAME))
 
 
 @dataclass(frozen=True)

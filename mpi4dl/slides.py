@@ -62,9 +62,7 @@ class Outlining:
 class Annotated:
     """The annotations, and which of them count."""
 
-    slides: str | None = option(
-        None, "the table with annotations; none: that of the predictions", optional(NAME), brief="the table"
-    )
+    slides: str | None = option(None, "the table with annotations; none: that of the predictions", optional(NAME))
     slides_folder: str | None = like(Slides, "slides_folder")
     assume_mpp: float | None = like(Slides, "assume_mpp")
     classes: tuple[str, ...] | None = option(
@@ -76,9 +74,9 @@ class Annotated:
 class Composing:
     """The number of patients and slides, and what the slides are like."""
 
-    patients: int = option(20, "number of patients; every second one has a tumour", COUNT, brief="number of patients")
-    slides_each: int = option(1, "number of slides of each patient", COUNT, brief="slides of each patient")
-    size: int = option(8192, "the longest side in pixels", COUNT, brief="the longest side in pixels")
+    patients: int = option(20, "number of patients; every second one has a tumour", COUNT)
+    slides_each: int = option(1, "number of slides of each patient", COUNT)
+    size: int = option(8192, "the longest side in pixels", COUNT)
     mpp: tuple[float, ...] = option((0.5,), "microns per pixel of the slides in turn", EACH_MPP)
     lesion_share: float = option(0.0004, "share of lesions in the area of a slide with a tumour", SHARE)
     seed: int = option(0, "the seed of the slides", SEED)

@@ -1,6 +1,7 @@
 """How well a model does on images with labels: metrics with intervals by the bootstrap, and a record of each image."""
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -393,7 +394,7 @@ def _undefined(predicted: Tensor) -> bool:
     return bool(predicted.isnan().any()) if predicted.is_floating_point() else int(predicted.min()) < 0
 
 
-class _Collected:
+class _Collected(ABC):
     """The results so far: records on all ranks, of images that can be read and of others. Subclasses measure them."""
 
     def __init__(self, model: Predictor, images: Named, whole: bool = False) -> None:
@@ -407,16 +408,17 @@ class _Collected:
         self.patients = patients_of(images)
         self.coverage = Coverage(model.comm, model, images, whole=whole)
 
+    @abstractmethod
     def wanted(self, outputs: Any) -> Tensor:
         """What is compared with labels, of the outputs of the model."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take(self, seen: Prediction, outputs: BatchOutputs) -> None:
         """Add the outputs of a batch. Collective."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _measured(self, judging: Judging, resamples: int, level: float, speaks: bool, kept: dict[str, Any]) -> Scores:
-        raise NotImplementedError
+        """The scores, all outputs being numbers, on rank 0."""
 
     def scores(self, judging: Judging, resamples: int, level: float, speaks: bool, kept: dict[str, Any]) -> Scores:
         """How well the model does, on rank 0, with what is `kept` of all images; of outputs that are no numbers NaN."""

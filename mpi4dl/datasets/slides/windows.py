@@ -4,6 +4,7 @@ training     each epoch, `each` windows of a slide, by (seed, epoch, sample) alo
 validation   the windows of a grid that show tissue, so that each pixel counts once
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -63,16 +64,16 @@ class MaskWindow:
         return found
 
 
-class SlideWindows(Subset):
+class SlideWindows(Subset, ABC):
     """Windows of `size` px of slides, whose corners subclasses say."""
 
     def __init__(self, whole: SlideFolder, indices: Sequence[int], size: tuple[int, ...]) -> None:
         super().__init__(whole, indices)
         self._slides, self._size = whole, size
 
+    @abstractmethod
     def corner(self, sample: int) -> Corner:
         """The upper left corner of a window, in pixels of its slide. Raises BadImage."""
-        raise NotImplementedError
 
     def image(self, index: int) -> Image:
         return SlideWindow(self._slides.image(self.indices[index]), self.corner(index), self._size)
