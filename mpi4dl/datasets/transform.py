@@ -315,8 +315,8 @@ class View:
     def __post_init__(self) -> None:
         if min(self.size) < 1:
             raise ValueError(f"size={self.size}: each side must be at least 1 pixel")
-        if self.fit not in _FITTED:
-            raise ValueError(f"fit={self.fit!r}: expected one of {', '.join(_FITTED)}")
+        if self.fit not in FITTED:
+            raise ValueError(f"fit={self.fit!r}: expected one of {', '.join(FITTED)}")
         if len(self.mean) != len(self.std) or min(self.std) <= 0:
             raise ValueError(f"mean={self.mean}, std={self.std}: one of each per channel, and every std above 0")
 
@@ -330,7 +330,7 @@ class View:
     @property
     def own_sizes(self) -> bool:
         """Whether each image has a view of its own size."""
-        return _FITTED[self.fit].own_sizes
+        return FITTED[self.fit].own_sizes
 
     def variation(self, index: int, epoch: int, repeat: int = 0) -> Variation:
         """The augmentation of sample `index` in `epoch`, at its `repeat`-th occurrence, counted from 0."""
@@ -428,12 +428,12 @@ class View:
             Interval(size - interval.stop, size - interval.start) if flip else interval
             for size, interval, flip in zip(self.size, space, flips, strict=True)
         ]
-        fitted = _FITTED[self.fit](self.size, image.size, variation)
+        fitted = FITTED[self.fit](self.size, image.size, variation)
         read = partial(fitted.pixels, image)
         pixels = self._affine(fitted, variation).pixels(turned, read) if variation.moves else read(*turned)
         return pixels[tuple(slice(None, None, -1 if flip else 1) for flip in flips)]
 
-    def _affine(self, fitted: "_Cropped", variation: Variation) -> Affine:
+    def _affine(self, fitted: "Cropped", variation: Variation) -> Affine:
         """How a fitted image is turned and scaled, about the middle of what the frame shows of it."""
         if len(self.size) != 2:
             raise ValueError(f"degrees {variation.degrees:g} and scale {variation.scale:g} are for pictures")
@@ -463,7 +463,7 @@ class View:
         whole: Any = mask.shape if isinstance(mask, np.ndarray) else mask.size
         others, sides = whole[:-num_axes], whole[-num_axes:]
         dtype = mask.dtype if isinstance(mask, np.ndarray) and mask.dtype.kind == "f" else np.dtype(np.int64)
-        fitted = _FITTED[self.fit](self.size, sides, variation)
+        fitted = FITTED[self.fit](self.size, sides, variation)
         found, outside = np.empty((*others, *self.size), dtype), np.nan if dtype.kind == "f" else IGNORED
         for block, places in self._nearest_blocks(fitted, variation):
             inside: npt.NDArray[np.bool_] = np.array(True)
@@ -482,7 +482,7 @@ class View:
         backwards: tuple[Any, ...] = tuple(slice(None, None, -1 if flip else 1) for flip in variation.flips(num_axes))
         return np.ascontiguousarray(found[(..., *backwards)])
 
-    def _nearest_blocks(self, fitted: "_Cropped", variation: Variation) -> Iterator[tuple[Any, Any]]:
+    def _nearest_blocks(self, fitted: "Cropped", variation: Variation) -> Iterator[tuple[Any, Any]]:
         """Blocks of the frame, of few rows of the source each, and where their pixels are in the fitted image."""
         whole = [Interval(0, size) for size in self.size]
         if variation.moves:
@@ -496,10 +496,11 @@ class View:
             yield block, np.ix_(*(np.arange(*each) for each in block))
 
 
-class _Cropped:
+class Cropped:
     """How an image of these `sides` fills a frame: by a window of this size, padded where the image is smaller."""
 
-    own_sizes = False
+    own_sizes = False  # whether each image has a frame of its own size
+    windows, scales = True, False  # whether a frame is a window of an image; whether its scale is another one
 
     def __init__(self, frame: Sequence[int], sides: Sequence[int], variation: Variation) -> None:
         self.frame, self.sides, self._share = frame, sides, variation.crop
@@ -519,11 +520,13 @@ class _Cropped:
         return np.floor(axis.start + (at + 0.5) * axis.scale).astype(np.int64)
 
 
-class _OwnSized(_Cropped):
-    own_sizes = True
+class _OwnSized(Cropped):
+    own_sizes, windows = True, False
 
 
-class _Padded(_Cropped):
+class _Padded(Cropped):
+    windows = False
+
     def axis(self, size: int, side: int, position: float) -> Frame:
         return Frame(min(size, side), 0, 1.0)
 
@@ -534,7 +537,9 @@ class _Padded(_Cropped):
         return super().pixels(image, *space)
 
 
-class _Scaled(_Cropped):
+class _Scaled(Cropped):
+    windows, scales = False, True
+
     def axis(self, size: int, side: int, position: float) -> Frame:
         shown = side * self._share
         return Frame(size, position * (side - shown), shown / size)
@@ -546,7 +551,7 @@ class _Scaled(_Cropped):
         return np.where((at >= 0) & (at < axis.size), super().source(axis, at), -1)
 
 
-_FITTED: dict[str, type[_Cropped]] = {"resize": _Scaled, "crop": _Cropped, "pad": _Padded, "own": _OwnSized}
+FITTED: dict[str, type[Cropped]] = {"resize": _Scaled, "crop": Cropped, "pad": _Padded, "own": _OwnSized}
 
 
 class _Resized:
