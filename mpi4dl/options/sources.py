@@ -734,7 +734,7 @@ def unstained(samples: Named) -> list[str]:
 
 def named_columns(chosen: Any) -> dict[str, str]:
     """The column of each role that an option names."""
-    found = {role: getattr(chosen, f"{role}_column") for role in ("slide", "patient", "annotation")}
+    found = {role: getattr(chosen, f"{role}_column", None) for role in ("slide", "patient", "annotation", "weight")}
     return {role: name for role, name in found.items() if name is not None}
 
 
