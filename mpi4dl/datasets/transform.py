@@ -439,6 +439,18 @@ class View:
             raise ValueError(f"degrees {variation.degrees:g} and scale {variation.scale:g} are for pictures")
         return Affine(variation.degrees, variation.scale, tuple(axis.size for axis in fitted.axes), self.patch)
 
+    def target(self, target: Image, variation: Variation | None = None) -> npt.NDArray[np.float32]:
+        """The target of an image, a picture of the same size, transformed like the image: (channels, *size), 0 to 1.
+
+        Its pixels are moved as those of the image are. Nothing changes their colours, and they are not normalised.
+
+        Raises:
+            BadImage: the file cannot be decoded.
+        """
+        pixels = self.pixels(target, *(Interval(0, side) for side in self.size), variation=variation)
+        values = pixels.astype(np.float32) / np.float32(WHITE) if pixels.dtype == np.uint8 else pixels
+        return np.ascontiguousarray(np.moveaxis(values, -1, 0))
+
     def mask(self, mask: npt.NDArray[Any] | MaskImage, variation: Variation | None = None) -> npt.NDArray[Any]:
         """The mask (..., height, width) of an image, transformed like the image: (..., *size).
 

@@ -14,10 +14,10 @@ from mpi4dl.datasets.arrays import is_cifar, load_cifar, load_npz
 from mpi4dl.datasets.base import BadImage, DatasetError, task_of
 from mpi4dl.datasets.files import open_image
 from mpi4dl.datasets.kinds import PICTURES, SLIDES, VOLUMES
-from mpi4dl.datasets.labels import FORMS
+from mpi4dl.datasets.labels import FORMS, files_of
 from mpi4dl.datasets.listed import TEST, UNKNOWN, VALIDATION, File, ListedFiles, num_bytes_of, subfolders
 from mpi4dl.datasets.samples import TABLE, open_table
-from mpi4dl.datasets.sources import SampleFiles, is_segmented, open_files
+from mpi4dl.datasets.sources import SampleFiles, open_files, paired_form
 from mpi4dl.datasets.split import Named, Subset, in_whole
 from mpi4dl.datasets.table import folded_column
 from mpi4dl.datasets.volumes import open_volume
@@ -114,7 +114,7 @@ def _labelled(source: str, trained: TrainedOptions) -> tuple[Named, str]:
         raise DatasetError(f"{source}: no such file or folder; expected a folder of images with labels, or an .npz")
     table = path.suffix.lower() == ".csv" or (path / TABLE).is_file()
     folder, which = (path, "") if table else _part(path)
-    if not table and not TASKS[about.task].dense and about.task != "classify":
+    if not table and not files_of(about.task) and about.task != "classify":
         raise DatasetError(f"{source}: has no labels to {about.task}; {FORMS[about.task].where}")
     files = open_files(
         folder,
@@ -148,7 +148,7 @@ def held_out(files: SampleFiles, split: str | None) -> tuple[Subset, str]:
 def _part(path: Path) -> tuple[Path, str]:
     """The folder to evaluate on: that for tests, of a source of several parts, or for validation."""
     names = subfolders(path)
-    if is_segmented(path):
+    if paired_form(path) is not None:
         return path, ""
     for kind in (TEST, VALIDATION):
         found = [name for name in names if name.casefold() in kind]

@@ -62,7 +62,8 @@ class Task:
     metric_names: ClassVar[tuple[str, ...]] = ()
     monitor: ClassVar[str] = "loss"
     accuracy: ClassVar[bool] = False  # whether validation counts it beside the loss
-    dense: ClassVar[bool] = False  # whether outputs are of pixels
+    dense: ClassVar[bool] = False  # whether outputs are masks, classes of pixels
+    makes_images: ClassVar[bool] = False  # whether outputs are images of values
     of_text: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = usual()  # options of training, by name
 
@@ -314,6 +315,31 @@ class Regress(Task):
         return ("value",) if not classes and self.num_outputs == 1 else super().names(classes)
 
 
+class MakeImage(Regress):
+    """Images out of images: outputs and targets (N, channels, H, W), values from 0 to 1."""
+
+    name = "image"
+    default_loss = "l1"
+    metric_names = ("psnr", "mae", "mse")
+    monitor = "psnr"
+    defaults = usual(optimizer_options={"weight_decay": 0.0})  # which restoration is trained without
+    makes_images = True
+
+    @property
+    def usual_metrics(self) -> tuple[str, ...]:
+        return ("psnr", "mae")
+
+    @classmethod
+    def require_form(cls, outputs: Any) -> None:
+        main = main_output(outputs)
+        if not isinstance(main, Tensor) or main.dim() < 4:
+            _refuse(main, None, cls.name, "(batch, channels, height, width), as of `model` unet or smp/Unet")
+
+    @classmethod
+    def described(cls, training: Any, validation: Any) -> str:
+        return f"each with a target of {counted(len(training.classes), 'channel')}: {some(training.classes)}"
+
+
 class Segment(Task):
     """A class for each pixel: outputs (N, classes, H, W), masks (N, H, W); or (N, classes, H, W) of 0 and 1, which may
     overlap, for losses of which bce is one, or by their option `binary`. Volumes and lines are alike.
@@ -444,5 +470,5 @@ class Masked(Language):
 
 
 TASKS: Mapping[str, type[Task]] = {
-    task.name: task for task in (Classify, MultiLabel, Regress, Segment, Survive, Language, Masked)
+    task.name: task for task in (Classify, MultiLabel, Regress, MakeImage, Segment, Survive, Language, Masked)
 }

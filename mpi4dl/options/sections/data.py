@@ -29,7 +29,7 @@ from mpi4dl.options.kinds import (
     or_auto,
 )
 
-TASK_NAMES = ("classify", "multilabel", "regress", "segment", "survival", "language", "masked")
+TASK_NAMES = ("classify", "multilabel", "regress", "image", "segment", "survival", "language", "masked")
 
 
 @dataclass(frozen=True)
