@@ -15,7 +15,7 @@ from mpi4dl._files import open_regular
 from mpi4dl._wording import counted
 from mpi4dl.datasets import tiff
 from mpi4dl.datasets.base import BadImage, Image, Values, package, unit_values
-from mpi4dl.datasets.colour import TAG, upright
+from mpi4dl.datasets.colour import TAG, WHITE, upright
 from mpi4dl.datasets.files import blaming
 from mpi4dl.geometry import Interval
 
@@ -108,3 +108,9 @@ class _Decoded:
 
     def read(self, *space: Interval) -> Values:
         return self._pixels[tuple(slice(*interval) for interval in space)]
+
+
+def planes_of(pixels: Values) -> npt.NDArray[np.float32]:
+    """Pixels (rows, columns, channels) as a target: (channels, rows, columns), 0 to 1."""
+    values = pixels.astype(np.float32) / np.float32(WHITE) if pixels.dtype == np.uint8 else pixels
+    return np.ascontiguousarray(np.moveaxis(values, -1, 0), np.float32)

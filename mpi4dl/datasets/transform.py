@@ -21,6 +21,7 @@ from mpi4dl.datasets.affine import Affine
 from mpi4dl.datasets.augment import TRANSFORM_STREAM, Augmentation, Variation, vary_colour
 from mpi4dl.datasets.base import IGNORED, DatasetError, Image, MaskImage, Values
 from mpi4dl.datasets.colour import WHITE
+from mpi4dl.datasets.pairs import planes_of
 from mpi4dl.datasets.randomness import DatasetRandomness
 from mpi4dl.geometry import Interval, ceil_div
 
@@ -447,9 +448,7 @@ class View:
         Raises:
             BadImage: the file cannot be decoded.
         """
-        pixels = self.pixels(target, *(Interval(0, side) for side in self.size), variation=variation)
-        values = pixels.astype(np.float32) / np.float32(WHITE) if pixels.dtype == np.uint8 else pixels
-        return np.ascontiguousarray(np.moveaxis(values, -1, 0))
+        return planes_of(self.pixels(target, *(Interval(0, side) for side in self.size), variation=variation))
 
     def mask(self, mask: npt.NDArray[Any] | MaskImage, variation: Variation | None = None) -> npt.NDArray[Any]:
         """The mask (..., height, width) of an image, transformed like the image: (..., *size).

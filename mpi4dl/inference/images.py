@@ -16,6 +16,7 @@ from mpi4dl.datasets.files import open_image
 from mpi4dl.datasets.kinds import PICTURES, SLIDES, VOLUMES
 from mpi4dl.datasets.labels import FORMS, files_of
 from mpi4dl.datasets.listed import TEST, UNKNOWN, VALIDATION, File, ListedFiles, num_bytes_of, subfolders
+from mpi4dl.datasets.pairs import StoredPicture, open_stored_picture
 from mpi4dl.datasets.samples import TABLE, open_table
 from mpi4dl.datasets.sources import SampleFiles, open_files, paired_form
 from mpi4dl.datasets.split import Named, Subset, in_whole
@@ -165,7 +166,8 @@ def open_any(comm: Communicator, trained: TrainedOptions, source: str) -> "Unlab
 
     _require_pictures(comm, trained, source)
     about = trained.about
-    found, _ = _shared(comm, lambda: (_listed(source, len(trained.size) > 2), ""))
+    stored = about.channels if TASKS[about.task].makes_images and trained.source.has_files else None
+    found, _ = _shared(comm, lambda: (_listed(source, len(trained.size) > 2, stored), ""))
     assert isinstance(found, UnlabelledFiles)
     if about.channels != found.channels:
         comm.agree(f"the images have {found.channels} channels, but the model was trained on {about.channels}")
@@ -308,7 +310,20 @@ class UnlabelledFiles(ListedFiles):
         return 0
 
 
-def _listed(source: str, volumes: bool) -> UnlabelledFiles:
+class UnlabelledPictures(UnlabelledFiles):
+    """Pictures of so many channels, as their files store them."""
+
+    def __init__(self, root: Path, files: Sequence[File], channels: int) -> None:
+        super().__init__(root, files)
+        self.channels = channels
+
+    def image(self, index: int) -> StoredPicture:
+        found = open_stored_picture(self.checked(index))
+        found.require(self.channels, None, "input")
+        return found
+
+
+def _listed(source: str, volumes: bool, stored: int | None) -> UnlabelledFiles:
     path, kind = Path(source).expanduser(), VOLUMES if volumes else PICTURES
     what, suffixes = kind.nouns, kind.suffixes
     if path.is_dir():
@@ -332,7 +347,7 @@ def _listed(source: str, volumes: bool) -> UnlabelledFiles:
     twice = _twice([each.name for each in found])
     if twice is not None:
         raise DatasetError(f"{source}: names {twice} twice")
-    return UnlabelledFiles(root, found, volumes)
+    return UnlabelledFiles(root, found, volumes) if stored is None else UnlabelledPictures(root, found, stored)
 
 
 def _require_image(path: Path, volumes: bool) -> None:

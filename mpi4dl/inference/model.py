@@ -21,7 +21,7 @@ from mpi4dl.engine import BatchOutputs, Runner
 from mpi4dl.geometry import Box
 from mpi4dl.inference.images import without_sight
 from mpi4dl.inference.options import Inference, placed
-from mpi4dl.options.config import facts
+from mpi4dl.options.config import ConfigError, facts
 from mpi4dl.options.sources import unstained
 from mpi4dl.parallel.inputs import Shape, own_or, size_of
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
@@ -79,10 +79,12 @@ class Predictor:
         comm.agree(without_sight(trained, str(source)))
         trained = framed(trained)
         with comm.together((ValueError,)):
+            trained = _at_own_sizes(trained, chosen.inputs.fit)
             values, why = placed(trained, chosen, comm.size)
             self.trained = trained.with_values(values)
         self.asked_fit, self.precision = chosen.inputs.fit, chosen.placing.precision
         self.fit: Fit = about.fit if self.asked_fit == "auto" else as_fit(self.asked_fit)
+        self.fit = "own" if trained.fit == "own" else self.fit
         self.may_crop = "crop" in (self.asked_fit, trained.fit)
         self._remarks += [why] if why else []
         self.assembly = self.trained.assemble(comm, OWN, self.trained.batch_size)
@@ -259,3 +261,12 @@ class Predictor:
     def _boxes(self, num_samples: int, of_samples: Sequence[Shape] | None = None) -> list[Box]:
         sizes = own_or(of_samples, self.trained.size)
         return [read.box for read in self.runner.reads(num_samples, sizes, False)]
+
+
+def _at_own_sizes(trained: TrainedOptions, asked_fit: str) -> TrainedOptions:
+    """The options by which a model that makes images sees each file whole, at its own size. Raises ConfigError."""
+    if not (trained.task.makes_images and trained.source.has_files):
+        return trained
+    if asked_fit != "auto":
+        raise ConfigError(f"`fit` {asked_fit}: a model that makes images sees each at its own size: leave it out")
+    return trained.with_values({"fit": "own"})

@@ -33,6 +33,8 @@ from mpi4dl.inference.masks import (
 )
 from mpi4dl.inference.model import Prediction, Predictor
 from mpi4dl.inference.options import ToPredict
+from mpi4dl.inference.pictures import FOLDER as IMAGES
+from mpi4dl.inference.pictures import PictureFile, suffix_of
 from mpi4dl.inference.records import NOT_NUMBERS, columns_of, is_undefined
 from mpi4dl.results.formats import Record
 from mpi4dl.results.job import FolderJob, ItemInput, settings_of
@@ -91,6 +93,9 @@ class Predicting:
             self.suffix = CLASS_MAP
         elif self.dense and len(size) == 2:
             self.suffix = PICTURE
+        elif task.makes_images:
+            self.suffix = suffix_of(model.about.values)
+        self.folder = IMAGES if task.makes_images else FOLDER
         self.job: FolderJob | None = None
         self.bad: list[str] = []
         self.remarks: list[str] = list(self.coverage.remarks)
@@ -120,7 +125,7 @@ class Predicting:
                     again = chosen.overwrite
                     how: dict[str, Any] = {"columns": columns, "more": places_of(images), "overwrite": again}
                     self.job = FolderJob(out, PREDICTIONS, settings, self._inputs(images), **how)
-                    for left in (out / FOLDER).rglob(".*.new"):
+                    for left in (out / self.folder).rglob(".*.new"):
                         left.unlink(missing_ok=True)
                     done = {*self.job.done}
                     if self.job.dropped and not again:
@@ -212,7 +217,7 @@ class Predicting:
         """Where the masks of an image are written."""
         assert self.out is not None
         numbers = range(len(self.model.classes)) if self.apart else (None,)
-        return [self.out / FOLDER / path_of(self._bases[name], self.suffix, number) for number in numbers]
+        return [self.out / self.folder / path_of(self._bases[name], self.suffix, number) for number in numbers]
 
     def _beside(self, name: str) -> list[Path]:
         """What is written of a slide besides its mask."""
@@ -450,14 +455,13 @@ class Predicting:
         if self.out is None:
             raise Refusal("`out` is missing: it is the folder that dense outputs are written to")
         shape = self._shape(outputs, True)
-        files: dict[int, ArrayMask] = {}
+        files: dict[int, ArrayMask | PictureFile] = {}
         with self.comm.together((OSError,)):
             postponed = FailingLater()
             for where, values in outputs.bands(band_height(math.prod(shape) // shape[-2])):
                 number = where[0].start
                 if number not in files:
-                    path = self._files(self.images.name(seen.indices[number]))[0]
-                    opened = postponed.do(partial(ArrayMask, path, shape, "f4"))
+                    opened = postponed.do(partial(self._opened, seen.indices[number], shape))
                     if opened is None:
                         continue
                     files[number] = opened
@@ -471,9 +475,20 @@ class Predicting:
         found = {}
         for n, file in files.items():
             index, path = seen.indices[n], file.path
+            if isinstance(file, PictureFile) and file.undefined:
+                found[index] = self._named(index, {"error": NOT_NUMBERS})
+                continue
             self._wrote[self.images.name(index)] = [path]
             found[index] = self._named(index, {"prediction": path.relative_to(self.out).as_posix()})
         return found
+
+    def _opened(self, index: int, shape: tuple[int, ...]) -> ArrayMask | PictureFile:
+        """The file of dense numbers of an image, of which the model's outputs have this shape. Raises OSError."""
+        path = self._files(self.images.name(index))[0]
+        if not self.model.task.makes_images:
+            return ArrayMask(path, shape, "f4")
+        height, width = self.images.image(index).size if self.model.fit == "own" else shape[1:]
+        return PictureFile(path, (height, width), shape[0], self.model.about.values)
 
 
 def _problem(record: Record) -> str:

@@ -2,6 +2,7 @@
 
     classify      prediction, probabilities of all classes        regress    prediction, or several by name
     multilabel    predictions (0, 1) and probabilities by name    survival   risk, of which more is worse
+    image         prediction, the file of the picture; beside a target how alike both are: psnr, ssim, mae
     segment       the file of the mask, the pixels of each class; beside a true mask how alike both are; of slides
                   `beside`, the picture and the polygons, in JSON alone
 
@@ -17,6 +18,7 @@ from mpi4dl.results.formats import flat
 from mpi4dl.tasks.task import Task
 
 ALIKE = ("pixel_accuracy", "dice", "iou")
+LIKENESS = ("psnr", "ssim", "mae")
 NOT_NUMBERS = "the model's outputs are not numbers (NaN)"
 
 
@@ -32,7 +34,9 @@ def columns_of(
 
     With `crops` there is `seen`, the share of an image's pixels that the model saw; with `patients` the patient.
     """
-    if not task.dense:
+    if task.makes_images:
+        every = [*LIKENESS] if labelled else ["prediction"]
+    elif not task.dense:
         label = torch.zeros(task.label_size(len(classes))) if labelled else None
         every = [*flat(task.answer(classes, torch.zeros(len(classes)), label))]
     elif labelled:

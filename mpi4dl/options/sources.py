@@ -265,8 +265,6 @@ class DataSource:
             return as_fit(self.data.fit)
         if before is not None:
             return before
-        if self.data.task == "image":
-            return "crop"
         large = [len(size) == 2 and prod(size) > SLIDE_PIXELS for size in sizes]
         if any(large) and not all(large):
             raise ConfigError(
@@ -289,6 +287,9 @@ class DataSource:
                 "bytes a pixel, and `stream` and `patches` are for more pixels than that: at most 8192x8192"
             )
         sizes = list(_sizes(training))
+        if TASKS[task_of(training)].makes_images:
+            self._require_pictures()
+            before = before or "crop"
         fit = self.fit_of(sizes, before)
         if FITTED[fit].own_sizes and dense:
             raise ConfigError("`fit` own is not for masks: choose `fit` pad, or crop for windows of slides")
