@@ -107,4 +107,4 @@ FORMS: Mapping[str, LabelForm] = {
 
 def files_of(task: str | None) -> str:
     """What the labels of a task are called if they are files, such as mask; else nothing."""
-    return FORMS[task].files if task in FORMS else ""
+    return "" if task is None or task not in FORMS else FORMS[task].files

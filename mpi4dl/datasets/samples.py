@@ -163,8 +163,9 @@ def read_samples(
             raise DatasetError(f"{path}: is a folder of slides, and has no columns: name a table, such as slides.csv")
         return read_folder(path, kind, task, classes, label_columns is None)
     table = open_table(path, kind, columns.values())
-    of_files = FORMS[task].column if task in FORMS else ""
-    columns = {"annotation": name for name in table.columns if folded_column(name) == of_files != ""} | {**columns}
+    for name in table.columns if task is not None and files_of(task) else ():
+        if folded_column(name) == FORMS[str(task)].column:
+            columns = {"annotation": name, **columns}
     taken = _columns_taken(table, columns, label_columns or ())
     lines = table.lines()
     require_values([taken["slide"]], lines)

@@ -257,7 +257,9 @@ class PairedFiles(SampleFiles):
         bare = next((row for row in table.rows if row.annotation is None), None)
         if bare is not None:
             noun = files_of(table.task)
-            raise DatasetError(f"{source}, line {bare.line}: {bare.name} has no {noun}: name one, or leave the line out")
+            raise DatasetError(
+                f"{source}, line {bare.line}: {bare.name} has no {noun}: name one, or leave the line out"
+            )
         beside = source.parent if source.is_file() else root
         names = [str(row.annotation).replace("\\", "/") for row in table.rows]
         base = beside if (beside / names[0]).is_file() else root
@@ -430,6 +432,7 @@ def open_files(
     Raises:
         DatasetError: there is no such source, or it does not hold what it should.
     """
+
     def paired(source: Path, root: Path, table: SampleTable) -> SampleFiles:
         if table.task == "image":
             return TargetFiles(source, root, table)

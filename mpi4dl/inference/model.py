@@ -129,7 +129,8 @@ class Predictor:
         size = "x".join(map(str, self.trained.size))
         known = ", ".join(map(printable, self.about.classes[:10])) + " ..." * (len(self.about.classes) > 10)
         what = f"{self.trained.name} to {self.about.task}" + (f": {known}" if known else "")
-        shown = self.assembly.source.described or f"images of {size}"
+        at_own = "each image at its own size" if self.task.makes_images and self.fit == "own" else ""
+        shown = at_own or self.assembly.source.described or f"images of {size}"
         return [f"{self.weights}: {what}; {shown}; {self.plan.describe()}", *self._remarks]
 
     @property

@@ -21,6 +21,7 @@ from mpi4dl.tasks.formulas import (
     Focal,
     OfHeads,
     SumOfLosses,
+    charbonnier_loss,
     main_output,
 )
 

@@ -320,7 +320,7 @@ class MakeImage(Regress):
 
     name = "image"
     default_loss = "l1"
-    metric_names = ("psnr", "mae", "mse")
+    metric_names = ("psnr", "mae", "mse", "rmse")
     monitor = "psnr"
     defaults = usual(optimizer_options={"weight_decay": 0.0})  # which restoration is trained without
     makes_images = True
