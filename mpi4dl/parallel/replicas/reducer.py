@@ -233,7 +233,7 @@ class Reducer(GradientSums):
 
     def _is_added_up(self, i: int, gradient: Tensor | None) -> bool:
         """Whether autograd has added a gradient to its bucket, with which this pass does no more."""
-        if self._missing or not self.used[i]:
+        if self._missing or not self.collecting or not self.used[i]:
             return False
         number, slot = self._place[i]
         return number in self._flat and gradient is self._views[number][slot]
