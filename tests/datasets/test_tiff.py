@@ -175,6 +175,15 @@ def test_a_file_that_shrinks_after_it_was_opened(tmp_path):
         image.read(Interval(0, 1), Interval(0, 1))
 
 
+def test_only_the_rows_of_a_box_are_read_of_what_is_not_compressed(tmp_path, monkeypatch):
+    pixels = noise_image(HEIGHT, WIDTH)
+    image = open_image(write(tmp_path / "a.tif", pixels, rowsperstrip=HEIGHT))
+    read, read_bytes = os.pread, []
+    monkeypatch.setattr("os.pread", lambda *args: read_bytes.append(args[1]) or read(*args))
+    assert np.array_equal(image.read(Interval(31, 97), Interval(5, 9)), pixels[31:97, 5:9])
+    assert sum(read_bytes) == 66 * WIDTH * 3
+
+
 def test_five_channels_are_refused(tmp_path):
     path = tmp_path / "a.tif"
     tifffile.imwrite(path, noise_image(HEIGHT, WIDTH, 5), **TILED, photometric="minisblack", planarconfig="contig")
