@@ -261,6 +261,12 @@ def text_of(label: Any, classes: Sequence[str]) -> str | None:
     return repr(label) if isinstance(label, float) else ", ".join(map(repr, label))
 
 
+def with_details(label: str | None, mpp: Any, weight: Any) -> str | None:
+    """A label as text, with microns per pixel and the weight in the loss, which may be None."""
+    found = label if mpp is None else f"{label} at {mpp} um per pixel"
+    return found if weight is None else f"{found} with weight {weight}"
+
+
 def mask_as_text(name: str, masks: ListedFiles, index: int) -> str:
     """The file of a mask as text, with its size and a checksum of some of its bytes."""
     return f"{name} of {masks.files[index].num_bytes} bytes, checksum {masks.fingerprint(index) or 0:08x}"

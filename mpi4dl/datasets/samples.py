@@ -64,11 +64,14 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "fold": ("fold",),
     "mpp": ("mpp", "microns_per_pixel"),
     "annotation": ("annotation", "annotations", "mask"),
+    "weight": (),  # a column `weight` may be that of bodies: the user names it
 }
+MAY_BE_WEIGHTS = ("weight", "weights", "sample_weight")
 LABEL_COLUMNS = ("label", "labels", "class", "target")
 CLASS_COLUMNS = ("label", "labels", "class")  # whole numbers in these are classes
 MASK_PRINT = "mask_print"
-OF_FILES = ("bytes", "crc32", MASK_PRINT)  # in the table of a run
+LOSS_WEIGHT = "loss_weight"
+OF_FILES = ("bytes", "crc32", MASK_PRINT, LOSS_WEIGHT)  # in the table of a run
 _NO_COLUMNS: Mapping[str, str] = {}
 _SPLIT_LAYOUT = "expected columns train, val and test that list samples, or columns file or slide_id and split or fold"
 _BARCODE = re.compile(r"(TCGA-[A-Z0-9]{2}-[A-Z0-9]{4})(?![A-Z0-9])", re.IGNORECASE)  # 12 characters name the patient
@@ -90,6 +93,7 @@ class Sample(NamedTuple):
         label: a class index, or a tuple of numbers; None without labels.
         mpp: microns per pixel of level 0, as the table says; None if it does not.
         annotation: the file of its mask or annotation, as in the table; None if it has none.
+        weight: what its loss is multiplied by in training; None if no column says it.
     """
 
     line: int
@@ -101,6 +105,7 @@ class Sample(NamedTuple):
     label: Label | None = None
     mpp: float | None = None
     annotation: str | None = None
+    weight: float | None = None
 
 
 class SampleTable(NamedTuple):
@@ -151,7 +156,7 @@ def read_samples(
     if unknown:
         raise ValueError(f"no role {unknown[0]!r} of columns: expected {', '.join(ROLES)}")
     if path.is_dir():
-        if columns or label_columns or folder is not None:
+        if without_weight(columns) or label_columns or folder is not None:
             raise DatasetError(f"{path}: is a folder of slides, and has no columns: name a table, such as slides.csv")
         return read_folder(path, kind, task, classes, label_columns is None)
     table = open_table(path, kind, columns.values())
@@ -163,7 +168,8 @@ def read_samples(
     may_be_labels = [name for name in others if folded_column(name) not in usual or name in (label_columns or ())]
     found_task, names, learnt, labels = _labels(table, kind, lines, taken, may_be_labels, task, label_columns, classes)
     patients, remarks = _patients(kind, lines, taken)
-    parts, folds, mpps = _parts(lines, taken), _folds(lines, taken), _mpps(table, lines, taken)
+    parts, folds = _parts(lines, taken), _folds(lines, taken)
+    mpps, weights = _mpps(table, lines, taken), _weights(table, lines, taken)
     annotations = _values("annotation", lines, taken, lambda line, text: text)
     root = folder if folder is not None else path.parent
     files, parts_of = samples_below(root, kind, annotations)
@@ -171,9 +177,8 @@ def read_samples(
     asked = [_below(root, name) for name in slides]
     asked = [_instead(parts_of.get(name, name), kind, files) for name in asked]
     paths = found_in(path, [*zip([line.number for line in lines], asked, strict=True)], files, root, kind)
-    rows = tuple(
-        map(Sample, [line.number for line in lines], slides, paths, patients, parts, folds, labels, mpps, annotations)
-    )
+    numbers = [line.number for line in lines]
+    rows = tuple(map(Sample, numbers, slides, paths, patients, parts, folds, labels, mpps, annotations, weights))
     require_patients_apart(rows, path)
     unused = [name for name in others if name not in learnt and folded_column(name) not in OF_FILES]
     if learnt:
@@ -182,9 +187,17 @@ def read_samples(
         remarks += (f"the task is {found_task}, as the columns tell: `task` says otherwise",)
     if unused:
         remarks += (f"columns not used: {some(unused, 10)}",)
+    if "weight" not in taken:
+        maybe = [name for name in unused if folded_column(name) in MAY_BE_WEIGHTS]
+        remarks += tuple(f"`weight_column` {name} would weigh each {kind.noun} in the loss" for name in maybe[:1])
     if len(files) > len(rows):
         remarks += (f"{counted(len(files) - len(rows), kind.noun, kind.nouns)} below {root} not in the table",)
     return SampleTable(found_task, names, rows, taken, remarks)
+
+
+def without_weight(columns: Mapping[str, str]) -> Sequence[str]:
+    """The columns that a source must have."""
+    return [name for role, name in columns.items() if role != "weight"]
 
 
 def open_table(path: Path, kind: FileKind = PICTURES, named: Collection[str] = ()) -> CsvTable:
@@ -203,6 +216,8 @@ def _columns_taken(table: CsvTable, named: Mapping[str, str], labels: Sequence[s
     for role, asked in named.items():
         same = [name for name in header if folded_column(name) == folded_column(asked)]
         found = [name for name in header if name == asked] or same
+        if role == "weight" and not found:  # tables to evaluate or to predict of lack it
+            continue
         if len(found) != 1:
             other = f"no column {asked!r}, but {some(header)}" if not found else f"{' and '.join(found)}"
             raise DatasetError(f"{where}: has {other}: choose the column of the {role} by `{role}_column`")
@@ -341,17 +356,38 @@ def _folds(lines: Sequence[Line], taken: Mapping[str, str]) -> list[int | None]:
 
 
 def _mpps(table: CsvTable, lines: Sequence[Line], taken: Mapping[str, str]) -> list[float | None]:
-    column = taken.get("mpp", "")
+    wanted = "a positive number of microns per pixel"
+    return _amounts(table, lines, taken, "mpp", wanted, lambda number: number > 0)
+
+
+def _weights(table: CsvTable, lines: Sequence[Line], taken: Mapping[str, str]) -> list[float | None]:
+    found = _amounts(table, lines, taken, "weight", "a finite number, 0 or more", lambda number: number >= 0)
+    for line, weight in zip(lines, found, strict=True):
+        if weight is None and "weight" in taken:
+            raise line.wrong(f"{taken['weight']!r} is empty: fill in the weight, or leave the line out")
+    return found
+
+
+def _amounts(
+    table: CsvTable,
+    lines: Sequence[Line],
+    taken: Mapping[str, str],
+    role: str,
+    wanted: str,
+    allowed: Callable[[float], bool],
+) -> list[float | None]:
+    """The number of each line in the column of a role. Raises DatasetError."""
+    column = taken.get(role, "")
     said = [line for line in lines if column and not says_none(line.values[column])]
     LabelColumns(table.path, (column,), said, table.delimiter).require_one_decimal_mark()
 
-    def mpp(line: Line, text: str) -> float:
+    def amount(line: Line, text: str) -> float:
         number = None if text.isalpha() else as_number(text)
-        if number is None or number <= 0:
-            raise line.wrong(f"{column!r} is {quoted(text)}, but must be a positive number of microns per pixel")
+        if number is None or not allowed(number):
+            raise line.wrong(f"{column!r} is {quoted(text)}, but must be {wanted}")
         return number
 
-    return _values("mpp", lines, taken, mpp)
+    return _values(role, lines, taken, amount)
 
 
 def samples_below(folder: Path, kind: FileKind, without: Sequence[str | None] = ()) -> tuple[list[str], dict[str, str]]:

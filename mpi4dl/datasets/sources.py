@@ -24,9 +24,18 @@ from mpi4dl.datasets.listed import (
     subfolders,
     text_of,
     visible,
+    with_details,
 )
 from mpi4dl.datasets.masks import IGNORE_INDEX, Mask, mask_suffixes, open_stored, values_in
-from mpi4dl.datasets.samples import TABLE, Sample, SampleTable, patients_of, read_samples, without_suffix
+from mpi4dl.datasets.samples import (
+    TABLE,
+    Sample,
+    SampleTable,
+    patients_of,
+    read_samples,
+    without_suffix,
+    without_weight,
+)
 from mpi4dl.datasets.split import Named, Subset, fold_table, split, split_rows
 
 
@@ -66,10 +75,9 @@ class SampleFiles(ListedFiles):
         return any(row.fold is not None for row in self.rows)
 
     def label_as_text(self, index: int) -> str | None:
-        """What is to be learnt of a sample, and the microns per pixel that the table says."""
+        """What is to be learnt of a sample, with the microns per pixel and the weight that the table says."""
         row = self.rows[index]
-        found = self.mask_as_text(index) or text_of(row.label, self.classes)
-        return found if row.mpp is None else f"{found} at {row.mpp} um per pixel"
+        return with_details(self.mask_as_text(index) or text_of(row.label, self.classes), row.mpp, row.weight)
 
     def mask_as_text(self, index: int) -> str | None:
         """The mask of a sample that has one, by its name, size and checksum; None if masks are not read."""
@@ -96,6 +104,13 @@ class SampleFiles(ListedFiles):
                 raise DatasetError(
                     f"{self.source}: has no {self.kind.noun} {lacks}: add {self.kind.nouns}, or change the split"
                 )
+        weights = found[0].weights
+        if weights is not None and not any(weights):
+            first = whole.rows[found[0].indices[0]]
+            raise DatasetError(
+                f"{self.source}, line {first.line}: {self.columns['weight']!r} is 0, as of all {self.kind.nouns} to "
+                "train on: give one a weight above 0"
+            )
         if self.tells_patients:
             counts = [len({whole.rows[i].patient for i in part.indices}) for part in found]
             remarks += (f"{counted(counts[0], 'patient')} to train on + {counts[1]} to validate with",)
@@ -358,7 +373,7 @@ def open_files(
         if found.task is None and label_columns is None:
             raise DatasetError(f"{table}: has no column of labels beside the file names; {kind.layout}")
         return SampleFiles(table, root, found, kind)
-    named = [*(label_columns or ()), *(columns or {}).values()]
+    named = [*(label_columns or ()), *without_weight(columns or {})]
     if named:
         raise DatasetError(f"{path}: has no {TABLE}, of which {', '.join(named)} could be columns")
     if is_segmented(path):

@@ -60,6 +60,12 @@ class Subset:
         """Whether the samples are varied by random numbers of the dataset's own."""
         return bool(getattr(self.whole, "draws", False))
 
+    @property
+    def weights(self) -> list[float] | None:
+        """What the loss of each sample is multiplied by, as a table says it; None if it does not."""
+        rows = getattr(self.whole, "rows", ())
+        return [rows[index].weight for index in self.indices] if rows and rows[0].weight is not None else None
+
     def drawn(self, key: tuple[int, ...]) -> "Subset":
         """The samples as they are drawn by a key."""
         whole = drawn(self.whole, key)

@@ -5,13 +5,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from mpi4dl.datasets.augment import Blend, Mixup, Variation
 from mpi4dl.datasets.base import IGNORED, BadImage, Dataset, DatasetError, Image, drawn
+from mpi4dl.datasets.split import Subset
 from mpi4dl.datasets.transform import View
 from mpi4dl.geometry import Box
 
@@ -91,6 +92,13 @@ class LazyImages:
         return tile
 
 
+class WeightedLabels(NamedTuple):
+    """The labels of a batch, and what the loss of each sample is multiplied by, (N,), float64."""
+
+    labels: torch.Tensor
+    weights: torch.Tensor
+
+
 MASK_DIMS = 2  # labels of so many dims or more are masks; of volumes, those of as many as these
 
 
@@ -106,6 +114,7 @@ class Batch:
     on ranks that hold a part of the image, and perhaps not on all. `digests` are, of samples that ranks compare, those
     of the label and of the image, or -1 of what this rank has not. `problem`, reported too, is what this rank alone may
     be short of: a file that others see, a package. `sizes` are those of the samples' views, where each has its own.
+    `weights` (samples,), float64, are those of a table in the loss.
     """
 
     tiles: tuple[torch.Tensor | LazyImages, ...]
@@ -115,6 +124,12 @@ class Batch:
     problem: str | None = None
     digests: tuple[tuple[int, int], ...] | None = None
     sizes: tuple[tuple[int, ...], ...] | None = None
+    weights: torch.Tensor | None = None
+
+    @property
+    def targets(self) -> torch.Tensor | WeightedLabels:
+        """What the loss of training takes."""
+        return self.labels if self.weights is None else WeightedLabels(self.labels, self.weights)
 
     @property
     def is_short(self) -> bool:
@@ -135,6 +150,8 @@ class TransformedImages:
         self, dataset: Dataset, view: View, reports: bool = False, lazy: bool = False, mixup: Mixup | None = None
     ) -> None:
         self._dataset, self._view, self._reports, self._lazy, self._mixup = dataset, view, reports, lazy, mixup
+        weights = dataset.weights if isinstance(dataset, Subset) else None
+        self._weights = None if weights is None else torch.tensor(weights, dtype=torch.float64)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -154,13 +171,14 @@ class TransformedImages:
             lost = {place: errors[other] for place, other in enumerate(blend.partners) if other in errors}
             errors = lost | errors
         digests = tuple(reading.digests) if getattr(self._dataset, "compared", False) else None
-        return Batch(tiles, stacked, indices, errors, next(iter(reading.problems), None), digests)
+        weights = None if self._weights is None else self._weights[list(indices)]
+        return Batch(tiles, stacked, indices, errors, next(iter(reading.problems), None), digests, weights=weights)
 
     def sizes(
         self, indices: Sequence[int], epoch: int = 0, repeats: Sequence[int] = ()
     ) -> tuple[tuple[int, ...], ...] | None:
         """The size of each image's view; None where all have one. Of an image that cannot be opened, the largest."""
-        if self._view.fit != "own":
+        if not self._view.own_sizes:
             return None
         again = repeats or (0,) * len(indices)
         varied = (self._view.variation(index, epoch, repeat) for index, repeat in zip(indices, again, strict=True))

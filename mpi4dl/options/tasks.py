@@ -93,6 +93,8 @@ def build_task(config: Config, dataset: Any, num_classes: int, comm: Communicato
         options["class_weights"] = weights
     if config.learning.label_smoothing:
         options["label_smoothing"] = config.learning.label_smoothing
+    if config.slides.weight_column is not None:
+        _require_weights(config, dataset)
     if own:
         return TASKS[config.data.task](num_classes, _own_loss(part, options))
     auxiliary = options.pop("auxiliary", None)
@@ -104,6 +106,21 @@ def build_task(config: Config, dataset: Any, num_classes: int, comm: Communicato
             "give one for each"
         )
     return task
+
+
+def _require_weights(config: Config, dataset: Any) -> None:
+    """Raise ConfigError where the loss of a sample cannot be multiplied by a weight of its own."""
+    loss, mixup = config.training.loss, config.data.mixup
+    whole_batch = TASKS[config.data.task].default_loss == "cox" if loss is None else "cox" in str(loss).split("+")
+    problems = {
+        "samples have no table with such a column": getattr(dataset, "weights", None) is None,
+        f"`mixup` {mixup} mixes samples of several weights: leave one of them out": bool(mixup),
+        "your own loss gets no weights: choose a `loss` by name": loss is not None and is_own(loss),
+        "`loss` cox compares samples with each other: choose another `loss`": whole_batch,
+    }
+    problem = next((each for each, found in problems.items() if found), None)
+    if problem is not None:
+        raise ConfigError(f"`weight_column` {config.slides.weight_column}: {problem}")
 
 
 def _require_taken(option: str, part: Any, names: Sequence[str]) -> None:

@@ -5,8 +5,8 @@
 
 `file` is the path from the folder of samples on, or a sample's name. `split` is train, val or test. Labels of numbers
 have a column each, with their names; `mask_print` tells a mask from others. `bytes` and `crc32`, of some of its bytes,
-tell a file from others. Cells are empty where there is nothing. `mpi4dl train --split-file` takes such a table, and
-pandas.read_csv reads it.
+tell a file from others. Cells are empty where there is nothing. With `weight_column` there is a last column,
+`loss_weight`. `mpi4dl train --split-file` takes such a table, and pandas.read_csv reads it.
 """
 
 import csv
@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from mpi4dl._files import naming, read_regular, write_durably
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets.labels import FORMS
-from mpi4dl.datasets.samples import MASK_PRINT
+from mpi4dl.datasets.listed import with_details
+from mpi4dl.datasets.samples import LOSS_WEIGHT, MASK_PRINT
 from mpi4dl.datasets.split import Named, in_whole
 from mpi4dl.options.declare import ConfigError
 
@@ -63,7 +64,8 @@ class RunSamples(NamedTuple):
             RunSample(name, line["slide_id"], line["case_id"], _text(whole, index), split, *_file(line))
             for ((split, name), (whole, index)), line in zip(found.items(), lines, strict=True)
         )
-        return cls(samples, tuple(lines), (*BEFORE, *names, *AFTER))
+        weighted = (LOSS_WEIGHT,) * any(LOSS_WEIGHT in line for line in lines)
+        return cls(samples, tuple(lines), (*BEFORE, *names, *AFTER, *weighted))
 
     @classmethod
     def read(cls, path: Path) -> "RunSamples":
@@ -72,8 +74,10 @@ class RunSamples(NamedTuple):
             reader = csv.DictReader(io.StringIO(read_regular(path).decode(errors="surrogateescape")), strict=True)
             lines = tuple(reader)
             columns = tuple(reader.fieldnames or ())
-            names = [name for name in columns if name not in (*BEFORE, *AFTER)]
-            if columns != (*BEFORE, *names, *AFTER) or any(None in line or None in line.values() for line in lines):
+            weighted = columns[-1:] if columns[-1:] == (LOSS_WEIGHT,) else ()
+            names = [name for name in columns if name not in (*BEFORE, *AFTER, *weighted)]
+            whole = columns == (*BEFORE, *names, *AFTER, *weighted)
+            if not whole or any(None in line or None in line.values() for line in lines):
                 raise ValueError
             samples = tuple(
                 RunSample(line["file"], line["slide_id"], line["case_id"], _label(line, names), line["split"],
@@ -179,6 +183,7 @@ def _line(split: str, whole: Any, index: int, names: Sequence[str]) -> dict[str,
     row = rows[index]
     line |= {"slide_id": row.name, "case_id": row.patient, "fold": _cell(row.fold), "mpp": _cell(row.mpp)}
     line |= {"annotation": _cell(row.annotation), MASK_PRINT: _cell(whole.mask_as_text(index))}
+    line |= {} if row.weight is None else {LOSS_WEIGHT: repr(row.weight)}
     if isinstance(row.label, tuple):
         line |= {name: repr(number) for name, number in zip(names, row.label, strict=True)}
     elif row.label is not None:
@@ -204,8 +209,7 @@ def _file(line: Mapping[str, str]) -> tuple[int | None, int | None]:
 def _label(line: Mapping[str, str], names: Sequence[str]) -> str | None:
     """What is to be learnt, as `label_as_text` says it."""
     cells = [line[name] for name in names if line[name]]
-    found = line[MASK_PRINT] or ", ".join(cells) or None
-    return f"{found} at {line['mpp']} um per pixel" if line["mpp"] else found
+    return with_details(line[MASK_PRINT] or ", ".join(cells) or None, line["mpp"] or None, line.get(LOSS_WEIGHT))
 
 
 def _differ(before: RunSample, now: RunSample) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl.comm import Refusal
+from mpi4dl.datasets.transformed import WeightedLabels
 from mpi4dl.models.layers import Penalized
 from mpi4dl.parallel.spatial import SpatialTensor, shard_like
 
@@ -347,7 +348,8 @@ def main_output(outputs: Any) -> Any:
 class OfHeads(BatchLoss):
     """A loss of a model's main output, with that of auxiliary heads by `factor`, and penalties of routing on top.
 
-    `require(outputs, targets)` raises Refusal where the main output does not fit.
+    `require(outputs, targets)` raises Refusal where the main output does not fit. Of `WeightedLabels` each sample's
+    part of the loss is multiplied by its weight, and divisors stay: (weights * losses).mean().
     """
 
     def __init__(
@@ -363,15 +365,30 @@ class OfHeads(BatchLoss):
         heads = heads_of(outputs, self.factor)
         for head in (heads.main, *(other for _, other in heads.auxiliary)):
             if self.require is not None:
-                self.require(head, targets)
-        found = list(self.loss.sums(heads.main, targets))
+                self.require(head, labels_of(targets))
+        found = list(self._sums(heads.main, targets))
         for factor, other in heads.auxiliary:
-            found = [a + factor * b for a, b in zip(found, self.loss.sums(other, targets), strict=True)]
+            found = [a + factor * b for a, b in zip(found, self._sums(other, targets), strict=True)]
         penalty = found[0].new_zeros(()) if heads.penalty is None else heads.penalty.sum()
         return [*found, penalty]
 
+    def _sums(self, outputs: Any, targets: Any) -> Sequence[Tensor]:
+        if not isinstance(targets, WeightedLabels):
+            return self.loss.sums(outputs, targets)
+        terms = []
+        for weight in targets.weights.unique().tolist():
+            index = (targets.weights == weight).nonzero().flatten()
+            part = self.loss.sums(outputs.index_select(0, index), targets.labels[index])
+            terms.append([weight * total for total in part])
+        return [sum(each[1:], each[0]) for each in zip(*terms, strict=True)]
+
     def weights(self, targets: Any) -> Sequence[float]:
-        return [*self.loss.weights(targets), float(num_samples(targets))]
+        return [*self.loss.weights(labels_of(targets)), float(num_samples(targets))]
+
+
+def labels_of(targets: Any) -> Any:
+    """Targets without the weights of samples."""
+    return targets.labels if isinstance(targets, WeightedLabels) else targets
 
 
 def num_samples(targets: Any) -> int:

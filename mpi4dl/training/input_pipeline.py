@@ -87,9 +87,9 @@ class BadImages:
         )
         indices = tuple(batch.indices[position] for position in keep)
         sizes = batch.sizes and tuple(batch.sizes[position] for position in keep)
-        batch = replace(
-            batch, tiles=tiles, labels=batch.labels[keep], indices=indices, errors={}, digests=None, sizes=sizes
-        )
+        weights = None if batch.weights is None else batch.weights[keep]
+        batch = replace(batch, tiles=tiles, labels=batch.labels[keep], weights=weights, indices=indices, sizes=sizes)
+        batch = replace(batch, errors={}, digests=None)
         return batch, tuple(microbatch for microbatch in left if not microbatch.samples.empty)
 
 

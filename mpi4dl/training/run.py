@@ -420,7 +420,7 @@ class TrainingRun:
                 learns_shapes = self.engine.num_steps == first
                 with nullcontext() if self.work is None or learns_shapes else self.work:
                     result = self.engine.step(
-                        batch.tiles, batch.labels, own_or(batch.sizes, self.size), microbatches, tell
+                        batch.tiles, batch.targets, own_or(batch.sizes, self.size), microbatches, tell
                     )
                 reading.hear(result.told)
                 self.batch = reading.used

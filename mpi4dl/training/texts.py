@@ -72,8 +72,7 @@ def open_text_alone(source: TextSource) -> Texts:
 def _encoded(source: TextSource) -> tuple[Path, Tokenizer]:
     """The header of the file with the tokens."""
     data, folder = source.data, source.token_folder
-    assert data.text is not None
-    documents = find_documents(*(source.strip() for source in data.text.split(",")))
+    documents = find_documents(*data.corpus)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(data.tokenizer, documents, folder)
     return encode_corpus(documents, tokenizer, folder).path.with_suffix(".json"), tokenizer

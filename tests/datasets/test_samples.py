@@ -140,11 +140,12 @@ def test_columns_are_found_by_their_names(
 
 def test_all_that_a_row_has(slides: Path) -> None:
     text = (
-        "slide_id,case_id,label,split,fold,mpp,annotation\ns1.svs,p,x,Train,0,0.25,s1.geojson\ns4.png,q,y,dev,,n/a,\n"
+        "slide_id,case_id,label,split,fold,mpp,annotation,w\n"
+        "s1.svs,p,x,Train,0,0.25,s1.geojson,2.5\ns4.png,q,y,dev,,n/a,,0\n"
     )
-    first, second = read(slides, text).rows
-    assert first == (2, "s1.svs", "s1.svs", "p", "train", 0, 0, 0.25, "s1.geojson")
-    assert second == (3, "s4.png", "b/s4.png", "q", "val", None, 1, None, None)
+    first, second = read(slides, text, columns={"weight": "w"}).rows
+    assert first == (2, "s1.svs", "s1.svs", "p", "train", 0, 0, 0.25, "s1.geojson", 2.5)
+    assert second == (3, "s4.png", "b/s4.png", "q", "val", None, 1, None, None, 0.0)
 
 
 def test_slides_are_found_in_another_folder_and_by_absolute_paths(slides: Path, tmp_path_factory: Any) -> None:
@@ -258,6 +259,7 @@ WRONG_IMAGES: list[tuple[str, str | None, str]] = [
     ("file,stage\n" + "".join(f"{i},{i % 3}\n" for i in range(9)), None, "has 3 whole numbers, which may be classes"),
     ("file,age\na/1.png," + 4300 * "9" + "\n3.jpg,1\n", "regress", "(4300 characters), but regress needs a number"),
 ]  # fmt: skip
+WEIGHED = {"columns": {"weight": "w"}}
 WRONG_SLIDES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("name,label\ns1,x\n", {}, ["line 1", "name, label", "`slide_column`"]),
     ("file,path,label\ns1,s1,x\n", {}, ["line 1", "file and path", "`slide_column`"]),
@@ -283,6 +285,11 @@ WRONG_SLIDES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("slide,fold,label\ns1,0,x\ns2,-1,y\n", {}, ["line 3", "'fold' is '-1'"]),
     ("slide,fold,label\ns1,1.0,x\ns2,1.5,y\n", {}, ["line 3", "'fold' is '1.5'"]),
     ("slide,mpp,label\ns1,0.5,x\ns2,0,y\n", {}, ["line 3", "'mpp' is '0'"]),
+    ("slide,w,label\ns1,1,x\ns2,-1,y\n", WEIGHED, ["line 3", "'w' is '-1'", "0 or more"]),
+    ("slide,w,label\ns1,inf,x\ns2,1,y\n", WEIGHED, ["line 2", "'w' is 'inf'", "finite"]),
+    ("slide,w,label\ns1,1,x\ns2,nan,y\n", WEIGHED, ["line 3", "'w' is empty"]),
+    ("slide,w,label\ns1,1,x\ns2,much,y\n", WEIGHED, ["line 3", "'w' is 'much'"]),
+    ("slide;w;label\ns1;1,5;x\ns2;0.5;y\n", WEIGHED, ["line 3", "'0.5'", "line 2", "'1,5'"]),
     ("slide,mpp,label\ns1,true,x\ns2,1,y\n", {}, ["line 2", "'mpp' is 'true'"]),
     ("slide,mpp,label\ns1,0.5,x\ns2,inf,y\n", {}, ["line 3", "'mpp' is 'inf'"]),
     ("slide;mpp;label\ns1;0,5;x\ns2;0.25;y\n", {}, ["line 3", "'0.25'", "line 2", "'0,5'"]),
@@ -291,6 +298,22 @@ WRONG_SLIDES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("slide,label\ns1,x\ns2,y\n", {"folder": Path("nowhere")}, ["nowhere", "no such folder", "`slides_folder`"]),
     ("slide,fold,label\ns1,0,x\ns2," + 5000 * "1" + ",y\n", {}, ["line 3", "5000 characters"]),
 ]  # fmt: skip
+
+
+def test_a_column_of_weights_is_one_that_the_user_names(images: Path) -> None:
+    folder = write(images, "file,weight,age\na/1.png,0,61.5\na/2.png,0,50\nb/3.jpg,2.5,40.5\n")
+    named = open_files(folder, columns={"weight": "Weight"})
+    assert (named.classes, [row.weight for row in named.rows]) == (("age",), [0.0, 0.0, 2.5])
+    alone = open_files(folder)
+    assert (alone.classes, {row.weight for row in alone.rows}) == (("weight", "age"), {None})
+    chosen = open_files(folder, label_columns=["age"])
+    assert "`weight_column` weight would weigh each image in the loss" in chosen.remarks
+    assert open_files(folder, label_columns=["age"], columns={"weight": "lacking"}).rows == chosen.rows
+    known = {"a/1.png": False, "a/2.png": False, "b/3.jpg": True}
+    with pytest.raises(DatasetError, match=r"line 2: 'weight' is 0, as of all images to train on"):
+        named.split(known=known, fraction=0.5, seed=0)
+    training, _ = named.split(known={**known, "a/1.png": True, "b/3.jpg": False}, fraction=0.5, seed=0)
+    assert training.weights == [0.0, 2.5]
 
 
 @pytest.mark.parametrize(("text", "task", "message"), WRONG_IMAGES)

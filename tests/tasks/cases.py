@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
+from mpi4dl.datasets.transformed import WeightedLabels
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
@@ -58,6 +59,7 @@ class Case:
     targets: str
     plain: Callable[[Tensor, Any], Tensor]
     auxiliary: bool = False
+    sample_weights: bool = False
 
     def loss(self) -> BatchLoss:
         return OfHeads(build_loss(self.name, **dict(self.options)))
@@ -68,7 +70,14 @@ class Case:
         return model.double()
 
     def __str__(self) -> str:
-        return "-".join([self.name, self.targets, *(name for name, _ in self.options)])
+        more = ["sample_weights"] * self.sample_weights
+        return "-".join([self.name, self.targets, *(name for name, _ in self.options), *more])
+
+    def to_train(self, count: int, seed: int) -> Any:
+        """The targets of a step."""
+        targets = targets_of(self.targets, count, seed)
+        weights = torch.tensor([2.0, 0.5, 0.0, 2.0, 1.25, 0.3, 3.0, 0.0, 1.0], dtype=torch.float64)[:count]
+        return WeightedLabels(targets, weights) if self.sample_weights else targets
 
 
 def targets_of(kind: str, count: int, seed: int = 0) -> Any:
@@ -177,6 +186,27 @@ def plain_breslow(outputs: Tensor, targets: Any) -> Tensor:
     return plain_cox(outputs, targets, "breslow")
 
 
+def plain_of_samples(outputs: Any, targets: Any) -> Tensor:
+    """The mean over what counts, by weights of classes and of samples, with a head that counts one half."""
+    if isinstance(outputs, dict):
+        return plain_of_samples(outputs["out"], targets) + 0.5 * plain_of_samples(outputs["aux"], targets)
+    labels, samples = targets if isinstance(targets, tuple) else (targets, torch.ones(len(targets)))
+    each = F.cross_entropy(outputs, labels.long(), weights_of_classes(), ignore_index=IGNORED, reduction="none")
+    known = labels[labels != IGNORED].long()
+    return (each.reshape(len(labels), -1) * samples[:, None]).sum() / weights_of_classes()[known].sum()
+
+
+def plain_dice_of_samples(outputs: Tensor, targets: Any) -> Tensor:
+    labels, samples = targets if isinstance(targets, tuple) else (targets, torch.ones(len(targets)))
+    each = [plain_dice(outputs[i : i + 1], labels[i : i + 1]) for i in range(len(labels))]
+    return (torch.stack(each) * samples).mean()
+
+
+def plain_squares_of_samples(outputs: Tensor, targets: Any) -> Tensor:
+    labels, samples = targets if isinstance(targets, tuple) else (targets, torch.ones(len(targets)))
+    return ((outputs - labels) ** 2 * samples.view(-1, 1, 1, 1)).mean()
+
+
 COUNTED = (("class_weights", WEIGHTS), ("ignore_index", IGNORED))
 IGNORING = (("ignore_index", IGNORED),)
 BINARY = (*IGNORING, ("binary", True))
@@ -184,7 +214,14 @@ WEIGHTED = Case("cross_entropy", COUNTED, "mask", plain_auxiliary, auxiliary=Tru
 BOTH = Case("dice+cross_entropy", IGNORING, "mask", plain_both)
 SMOOTH = Case("cross_entropy", (*COUNTED, ("label_smoothing", 0.1)), "labels", plain_smooth)
 EFRON = Case("cox", (), "times", plain_cox)
+OF_SAMPLES = Case("cross_entropy", COUNTED, "mask", plain_of_samples, auxiliary=True, sample_weights=True)
+CLASSES_OF_SAMPLES = Case("cross_entropy", COUNTED, "labels", plain_of_samples, sample_weights=True)
+DICE_OF_SAMPLES = Case("dice", IGNORING, "mask", plain_dice_of_samples, sample_weights=True)
 CASES = [
+    OF_SAMPLES,
+    CLASSES_OF_SAMPLES,
+    DICE_OF_SAMPLES,
+    Case("mse", (), "map", plain_squares_of_samples, sample_weights=True),
     WEIGHTED,
     BOTH,
     SMOOTH,
@@ -211,7 +248,7 @@ def by_plain_pytorch(case: Case, count: int) -> tuple[list[float], nn.Module]:
     losses = []
     for number in range(2):
         optimizer.zero_grad()
-        loss = case.plain(model(images_of(count, number)), targets_of(case.targets, count, number))
+        loss = case.plain(model(images_of(count, number)), case.to_train(count, number))
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
@@ -230,7 +267,7 @@ def on_ranks(comm: Communicator, case: Case, plan: Plan, count: int) -> tuple[li
     engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.1), case.loss(), comm=comm)
     losses = []
     for number in range(2):
-        targets = targets_of(case.targets, count, number)
+        targets = case.to_train(count, number)
         losses.append(engine.step(tiles_of(images_of(count, number), engine), targets, SIZE).loss)
     losses.append(engine.evaluate(in_batches(engine, images_of(count), targets_of(case.targets, count)), SIZE).loss)
     return losses, engine.gather_state()

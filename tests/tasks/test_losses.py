@@ -8,7 +8,19 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.losses import build_loss
 from tests.pool.ranks import Ranks
 from tests.support.short_runs import EXACT, assert_close
-from tests.tasks.cases import BOTH, CASES, EFRON, SMOOTH, WEIGHTED, Case, by_plain_pytorch, on_ranks
+from tests.tasks.cases import (
+    BOTH,
+    CASES,
+    CLASSES_OF_SAMPLES,
+    DICE_OF_SAMPLES,
+    EFRON,
+    OF_SAMPLES,
+    SMOOTH,
+    WEIGHTED,
+    Case,
+    by_plain_pytorch,
+    on_ranks,
+)
 
 TILES, SPLIT = Plan(((2, 2),)), Plan(((1, 2),), data=2, microbatches=2)
 WAYS = Plan(((1, 2),), batch_ways=(2,))
@@ -26,7 +38,10 @@ def agree(ranks: Ranks, case: Case, plan: Plan, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("case", "plan", "count"),
-    [(WEIGHTED, SPLIT, 7), (WEIGHTED, STAGES, 6), (BOTH, TILES, 2), (SMOOTH, SPLIT, 7), (EFRON, WAYS, 9)],
+    [
+        *((WEIGHTED, SPLIT, 7), (WEIGHTED, STAGES, 6), (BOTH, TILES, 2), (SMOOTH, SPLIT, 7), (EFRON, WAYS, 9)),
+        *((OF_SAMPLES, SPLIT, 7), (DICE_OF_SAMPLES, WAYS, 8), (CLASSES_OF_SAMPLES, STAGES, 6)),
+    ],
     ids=str,
 )
 def test_a_loss_is_that_of_the_whole_batch(ranks: Ranks, case: Case, plan: Plan, count: int) -> None:

@@ -161,12 +161,30 @@ def task_by(flags: str, task: str = "classify", num_classes: int = 3) -> tuple[A
         ),
         (f"--loss {HERE}:plain_loss --class-weights 1,2,3", "`class_weights` is not taken by the own `loss`"),
         (f"--loss {HERE}:OwnLoss --label-smoothing 0.1", "`label_smoothing` is not taken by the own `loss`"),
+        ("--weight-column w", "`weight_column` w: samples have no table with such a column"),
         ("--patience 3 --eval-every none", "`monitor` and `patience` look at validations, of which `eval_every` none"),
     ],
 )
 def test_what_cannot_be_learnt_or_measured_is_refused(flags: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         task_by(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--mixup 0.2", "`weight_column` w: `mixup` 0.2 mixes samples of several weights"),
+        (f"--loss {HERE}:plain_loss", "`weight_column` w: your own loss gets no weights"),
+        ("--loss cross_entropy+cox", "`weight_column` w: `loss` cox compares samples with each other"),
+        ("--task survival", "`weight_column` w: `loss` cox compares samples with each other"),
+    ],
+)
+def test_weights_of_samples_are_refused_where_a_loss_cannot_have_them(flags: str, message: str) -> None:
+    dataset: Any = Labelled("survival" if "survival" in flags else "classify", 6)
+    dataset.weights = [1.0] * 6
+    config = with_task(parse(["--weight-column", "w", *flags.split()]), dataset)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        build_task(config, dataset, 3)
 
 
 def test_what_options_leave_open_follows_from_the_labels() -> None:

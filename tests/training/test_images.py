@@ -393,10 +393,15 @@ def of_resolutions(root: Path, swapped: bool) -> str:
     return of_slides(root, swapped, "mpp", ("0.25", "0.5"))
 
 
+def of_weights(root: Path, swapped: bool) -> str:
+    return of_slides(root, swapped, "counts", ("0.5", "2")).replace("--slides", "--weight-column counts --slides")
+
+
 @pytest.mark.parametrize(
     ("source", "names"),
     [
         (of_slides, ("s3.tif (b, now a)", "s4.tif (a, now b)")),
+        (of_weights, ("s3.tif (b with weight 2.0, now b with weight 0.5)",)),
         (of_resolutions, ("s3.tif (b at 0.5", "now b at 0.25")),
         (of_alike, ("light/7.bmp (dark, now light)", "dark/3.bmp (light, now dark)")),
         (of_own_dataset, ("3 (light, now dark)", "4 (dark, now light)")),

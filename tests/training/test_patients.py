@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
 
 from mpi4dl.datasets.sources import open_files
 from mpi4dl.evaluate import evaluate
@@ -16,6 +19,7 @@ from mpi4dl.runs.samples import FILE, RunSamples
 from mpi4dl.train import train
 from tests.pool.ranks import Ranks
 from tests.support.commands import read_rows, said, words
+from tests.support.short_runs import assert_close
 
 PATIENTS, EACH = 6, 3
 
@@ -64,6 +68,56 @@ def test_no_patient_trains_and_validates(images: Path, tmp_path: Path) -> None:
     split.write_text(split.read_text().replace("p4_0.png,val", "p4_0.png,train"))
     with pytest.raises(ValueError, match=r"patient 'patient 4' is in val by 'p4_1\.png'"):
         parts_of(flags_of(images, tmp_path, f"--split-file {split}"))
+
+
+MEAN = """
+import torch
+
+class Mean(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.last = torch.nn.Linear(3, 2, bias=False)
+        torch.nn.init.ones_(self.last.weight)
+
+    def forward(self, x):
+        return self.last(x.mean((2, 3)))
+"""
+
+
+def test_weights_of_a_table_are_those_of_plain_pytorch(ranks: Ranks, images: Path, tmp_path: Path) -> None:
+    """Two steps on all images but one that cannot be read; the run is evaluated without weights."""
+    root, run = tmp_path / "images", tmp_path / "run"
+    root.mkdir()
+    lines, pixels, labels, weights = ["file,Loss Weight,split,stage"], [], [], []
+    for number, path in enumerate(sorted(images.glob("*.png"))):
+        weight, split = (0.0, 0.5, 3.0)[number % 3], "val" if number > 13 else "train"
+        (root / path.name).write_bytes(path.read_bytes() if number != 5 else b"none")
+        lines.append(f"{path.name},{weight},{split},{'ab'[number % 2]}")
+        if split == "train" and number != 5:
+            pixels.append((torch.from_numpy(np.array(PIL.Image.open(path))).double() / 255 - 0.5) / 0.25)
+            labels.append(number % 2)
+            weights.append(weight)
+    (root / "labels.csv").write_text("\n".join(lines))
+    (tmp_path / "mean.py").write_text(MEAN)
+    flags = words(
+        f"--images {root} --model {tmp_path / 'mean.py'}:Mean --image-size 32 --batch-size 7 --accumulate 2 --epochs 2",
+        f"--weight-column loss_weight --optimizer SGD --lr 0.5 --lr-schedule constant --no-flip --run-folder {run}",
+        "--on-bad-image skip --tiles 1x2 --microbatches 1 --label-columns stage --save-every none --no-tensorboard",
+        "--deterministic",
+    )
+    told, *_ = ranks(2).run(said, train, flags)
+    assert "weight = Loss Weight" in told
+    plain = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        each = F.cross_entropy(torch.stack(pixels).mean((1, 2)) @ plain.T, torch.tensor(labels), reduction="none")
+        (gradient,) = torch.autograd.grad((each * torch.tensor(weights)).mean(), plain)
+        plain = plain - 0.5 * gradient
+    (found,) = load_file(run / "model.safetensors").values()
+    assert_close(found.double(), plain.detach(), 1e-5, "weight")
+    evaluated, *_ = ranks(1).run(said, evaluate, [str(run)])
+    assert "accuracy" in evaluated
+    rows = read_rows(run / FILE)
+    assert {float(row["loss_weight"]) for row in rows} == {0.0, 0.5, 3.0}
 
 
 def test_a_run_keeps_its_table_and_is_evaluated_on_it_by_patient(ranks: Ranks, images: Path, tmp_path: Path) -> None:

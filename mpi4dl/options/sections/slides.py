@@ -106,6 +106,12 @@ class Slides:
     annotation_column: str | None = option(
         None, "the column of annotations for --task segment; none: by the usual names", optional(NAME)
     )
+    weight_column: str | None = option(
+        None,
+        "the column of the weight of each sample in the loss of training, 0 or more; none: all weigh alike",
+        optional(NAME),
+        known_as=same_as("sample-weight sample-weights sample-weight-column"),
+    )
     unannotated: str = option(
         "background",
         "what pixels without annotation are: the class background, or left out of loss and metrics",
@@ -127,3 +133,8 @@ class Slides:
     crops_on_classes: float = option(
         0.0, "share of these windows whose centre is drawn on an annotated class, each class equally often", SHARE
     )
+
+    @property
+    def named(self) -> str | None:
+        """The slides, or else their features."""
+        return self.slides or self.features
