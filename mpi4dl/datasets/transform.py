@@ -9,6 +9,7 @@ Slides are normalised to a reference stain before, where they are read. Masks go
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil, floor
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -70,13 +71,10 @@ def crop(image: Image, corner: Sequence[int], space: Sequence[Interval]) -> Valu
     lengths = tuple(interval.length for interval in space)
     if part.shape[:-1] == lengths:
         return part
-    pixels = np.full((*lengths, part.shape[-1]), WHITE if _is_picture(part) else 0, part.dtype)
+    is_picture = part.dtype == np.uint8 and part.ndim == 3
+    pixels = np.full((*lengths, part.shape[-1]), WHITE if is_picture else 0, part.dtype)
     pixels[tuple(slice(i.start - s.start, i.stop - s.start) for i, s in zip(inside, sources, strict=True))] = part
     return pixels
-
-
-def _is_picture(pixels: npt.NDArray[Any]) -> bool:
-    return pixels.dtype == np.uint8 and pixels.ndim == 3
 
 
 def resize(image: Image, frames: Sequence[Frame], space: Sequence[Interval]) -> Values:
@@ -269,7 +267,7 @@ STRIDE_PX = 32  # sides of images of their own size are multiples of it: the str
 
 def as_fit(text: object) -> Fit:
     """A text as one of them; "resize" for any other, as in files of early versions."""
-    return next((fit for fit in get_args(Fit) if fit == text), "resize")
+    return next((each for each in get_args(Fit) if each == text), "resize")
 
 
 # Per-channel mean and standard deviation of ImageNet, for values in [0, 1]: what published weights were trained with.
@@ -317,18 +315,22 @@ class View:
     def __post_init__(self) -> None:
         if min(self.size) < 1:
             raise ValueError(f"size={self.size}: each side must be at least 1 pixel")
-        if self.fit not in get_args(Fit):
-            raise ValueError(f"fit={self.fit!r}: expected one of {', '.join(get_args(Fit))}")
+        if self.fit not in FITTED:
+            raise ValueError(f"fit={self.fit!r}: expected one of {', '.join(FITTED)}")
         if len(self.mean) != len(self.std) or min(self.std) <= 0:
             raise ValueError(f"mean={self.mean}, std={self.std}: one of each per channel, and every std above 0")
 
     def for_image(self, size: Sequence[int], variation: Variation | None = None) -> "View":
         """The view of an image of this size (height, width), which is varied."""
-        if self.fit != "own":
+        if not self.own_sizes:
             return self
-        sides = tuple(ceil_div(side, STRIDE_PX) * STRIDE_PX for side in size)
-        turned = variation is not None and variation.transposed
-        return replace(self, size=_swapped(sides) if turned else sides, fit="pad")
+        sides = _swapped(size) if variation is not None and variation.transposed else size
+        return replace(self, size=tuple(ceil_div(side, STRIDE_PX) * STRIDE_PX for side in sides), fit="pad")
+
+    @property
+    def own_sizes(self) -> bool:
+        """Whether each image has a view of its own size."""
+        return FITTED[self.fit].own_sizes
 
     def variation(self, index: int, epoch: int, repeat: int = 0) -> Variation:
         """The augmentation of sample `index` in `epoch`, at its `repeat`-th occurrence, counted from 0."""
@@ -426,29 +428,16 @@ class View:
             Interval(size - interval.stop, size - interval.start) if flip else interval
             for size, interval, flip in zip(self.size, space, flips, strict=True)
         ]
-        if self.fit != "resize":
-            self._require_room(image.size)
-
-        def read(*box: Interval) -> Values:
-            return self._fitted(image, box, variation)
-
-        pixels = self._affine(image.size, variation).pixels(turned, read) if variation.moves else read(*turned)
+        fitted = FITTED[self.fit](self.size, image.size, variation)
+        read = partial(fitted.pixels, image)
+        pixels = self._affine(fitted, variation).pixels(turned, read) if variation.moves else read(*turned)
         return pixels[tuple(slice(None, None, -1 if flip else 1) for flip in flips)]
 
-    def _fitted(self, image: Image, space: Sequence[Interval], variation: Variation) -> Values:
-        """A box of the image cropped or resized to the frame; beyond the frame, it is white, or what is there."""
-        sides = list(zip(self.size, image.size, variation.places(len(self.size)), strict=True))
-        if self.fit != "resize":
-            return crop(image, [self._corner(source - size, place) for size, source, place in sides], space)
-        frames = [_frame(size, source, variation.crop, place) for size, source, place in sides]
-        return crop(_Resized(image, frames), (0,) * len(space), space)
-
-    def _affine(self, size: Sequence[int], variation: Variation) -> Affine:
-        """How an image of this size is turned and scaled; what is padded has its middle in the middle of the image."""
+    def _affine(self, fitted: "Cropped", variation: Variation) -> Affine:
+        """How a fitted image is turned and scaled, about the middle of what the frame shows of it."""
         if len(self.size) != 2:
             raise ValueError(f"degrees {variation.degrees:g} and scale {variation.scale:g} are for pictures")
-        shown = tuple(map(min, zip(self.size, size, strict=True))) if self.fit == "pad" else self.size
-        return Affine(variation.degrees, variation.scale, shown, self.patch)
+        return Affine(variation.degrees, variation.scale, tuple(axis.size for axis in fitted.axes), self.patch)
 
     def mask(self, mask: npt.NDArray[Any] | MaskImage, variation: Variation | None = None) -> npt.NDArray[Any]:
         """The mask (..., height, width) of an image, transformed like the image: (..., *size).
@@ -471,28 +460,18 @@ class View:
     def _flipped_mask(self, mask: npt.NDArray[Any] | MaskImage, variation: Variation) -> npt.NDArray[Any]:
         """The nearest pixel of a mask for each one of the view, block by block, before rows and columns are swapped."""
         num_axes = len(self.size)
-        dtype: np.dtype[Any] = np.dtype(np.int64)
-        sides, others = (mask.shape if isinstance(mask, np.ndarray) else mask.size)[-num_axes:], ()
-        if isinstance(mask, np.ndarray):
-            others = mask.shape[:-num_axes]
-            dtype = mask.dtype if mask.dtype.kind == "f" else dtype
-        sources = [
-            self._sources(size, source, place, variation)
-            for size, source, place in zip(self.size, sides, variation.places(num_axes), strict=True)
-        ]
+        whole: Any = mask.shape if isinstance(mask, np.ndarray) else mask.size
+        others, sides = whole[:-num_axes], whole[-num_axes:]
+        dtype = mask.dtype if isinstance(mask, np.ndarray) and mask.dtype.kind == "f" else np.dtype(np.int64)
+        fitted = FITTED[self.fit](self.size, sides, variation)
         found, outside = np.empty((*others, *self.size), dtype), np.nan if dtype.kind == "f" else IGNORED
-        for block, places in self._nearest_blocks(sources[0], sides, variation):
+        for block, places in self._nearest_blocks(fitted, variation):
             inside: npt.NDArray[np.bool_] = np.array(True)
             wanted: list[Any] = []
-            for place, of, size, source in zip(places, sources, self.size, sides, strict=True):
-                nearest = np.floor(place + 0.5).astype(np.int64)
-                if self.fit == "resize":
-                    inside = inside & (nearest >= 0) & (nearest < size)
-                    nearest = of[np.clip(nearest, 0, size - 1)]
-                else:
-                    nearest += of[0]
-                    inside = inside & (nearest >= 0) & (nearest < source)
-                wanted.append(np.clip(nearest, 0, source - 1))
+            for axis, place, side in zip(fitted.axes, places, sides, strict=True):
+                nearest = fitted.source(axis, np.floor(place + 0.5).astype(np.int64))
+                inside = inside & (nearest >= 0) & (nearest < side)
+                wanted.append(np.clip(nearest, 0, side - 1))
             if isinstance(mask, np.ndarray):
                 shown = mask[(..., *wanted)]
             else:
@@ -503,39 +482,76 @@ class View:
         backwards: tuple[Any, ...] = tuple(slice(None, None, -1 if flip else 1) for flip in variation.flips(num_axes))
         return np.ascontiguousarray(found[(..., *backwards)])
 
-    def _nearest_blocks(
-        self, rows: npt.NDArray[np.int64], sides: Sequence[int], variation: Variation
-    ) -> Iterator[tuple[Sequence[Interval], Sequence[npt.NDArray[Any]]]]:
-        """Blocks of the frame, for each of which few `rows` of the source are in memory, and where its pixels come
-        from in the fitted image, along each axis.
-        """
+    def _nearest_blocks(self, fitted: "Cropped", variation: Variation) -> Iterator[tuple[Any, Any]]:
+        """Blocks of the frame, of few rows of the source each, and where their pixels are in the fitted image."""
         whole = [Interval(0, size) for size in self.size]
         if variation.moves:
-            affine = self._affine(sides, variation)
+            affine = self._affine(fitted, variation)
             yield from ((block, affine.places(*block)) for block in affine.blocks(whole, MASK_ROWS))
             return
+        rows = fitted.source(fitted.axes[0], np.arange(self.size[0]))
         step = max(1, MASK_ROWS * len(rows) // (int(rows.max()) - int(rows.min()) + 1))
         for start in range(0, len(rows), step):
             block = [Interval(start, min(start + step, len(rows))), *whole[1:]]
             yield block, np.ix_(*(np.arange(*each) for each in block))
 
-    def _corner(self, free_px: int, position: float) -> int:
-        """Where a window begins that has this much room to move."""
-        return 0 if self.fit == "pad" else _corner(free_px, position)
 
-    def _require_room(self, size: Sequence[int]) -> None:
-        if self.fit == "pad" and any(side > most for side, most in zip(size, self.size, strict=True)):
-            sides, frame = ("x".join(map(str, each)) for each in (size, self.size))
-            raise DatasetError(
-                f"an image of {sides} px is larger than `image_size` {frame}, and `fit` pad cuts nothing"
-            )
+class Cropped:
+    """How an image of these `sides` fills a frame: by a window of this size, padded where the image is smaller."""
 
-    def _sources(self, size: int, source: int, position: float, variation: Variation) -> npt.NDArray[np.int64]:
-        """Which row, or column, of the source is nearest to each one of the frame; there may be none."""
-        if self.fit != "resize":
-            return np.arange(size) + self._corner(source - size, position)
-        frame = _frame(size, source, variation.crop, position)
-        return np.minimum(np.floor(frame.start + (np.arange(size) + 0.5) * frame.scale).astype(np.int64), source - 1)
+    own_sizes = False  # whether each image has a frame of its own size
+    windows, scales = True, False  # whether a frame is a window of an image; whether its scale is another one
+
+    def __init__(self, frame: Sequence[int], sides: Sequence[int], variation: Variation) -> None:
+        self.frame, self.sides, self._share = frame, sides, variation.crop
+        self.axes = [self.axis(*each) for each in zip(frame, sides, variation.places(len(frame)), strict=True)]
+
+    def axis(self, size: int, side: int, position: float) -> Frame:
+        """What the frame shows along an axis; a negative room to move is padding, shared by both sides."""
+        free = side - size
+        return Frame(size, -(-free // 2) if free < 0 else min(free, int(position * (free + 1))), 1.0)
+
+    def pixels(self, image: Image, *space: Interval) -> Values:
+        """A box of the fitted image; beyond the frame, it is white, or what is there."""
+        return crop(image, [int(axis.start) for axis in self.axes], space)
+
+    def source(self, axis: Frame, at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Which row, or column, of the image is nearest to these of the frame; outside of it there is none."""
+        return np.floor(axis.start + (at + 0.5) * axis.scale).astype(np.int64)
+
+
+class _OwnSized(Cropped):
+    own_sizes, windows = True, False
+
+
+class _Padded(Cropped):
+    windows = False
+
+    def axis(self, size: int, side: int, position: float) -> Frame:
+        return Frame(min(size, side), 0, 1.0)
+
+    def pixels(self, image: Image, *space: Interval) -> Values:
+        if any(side > most for side, most in zip(self.sides, self.frame, strict=True)):
+            sides, frame = ("x".join(map(str, each)) for each in (self.sides, self.frame))
+            raise DatasetError(f"an image of {sides} px is larger than `image_size` {frame}: `fit` pad cuts nothing")
+        return super().pixels(image, *space)
+
+
+class _Scaled(Cropped):
+    windows, scales = False, True
+
+    def axis(self, size: int, side: int, position: float) -> Frame:
+        shown = side * self._share
+        return Frame(size, position * (side - shown), shown / size)
+
+    def pixels(self, image: Image, *space: Interval) -> Values:
+        return crop(_Resized(image, self.axes), (0,) * len(space), space)
+
+    def source(self, axis: Frame, at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return np.where((at >= 0) & (at < axis.size), super().source(axis, at), -1)
+
+
+FITTED: dict[str, type[Cropped]] = {"resize": _Scaled, "crop": Cropped, "pad": _Padded, "own": _OwnSized}
 
 
 class _Resized:
@@ -572,15 +588,3 @@ def _transposed_patches(values: npt.NDArray[Any], patch: int) -> npt.NDArray[Any
         *others, down * patch, across * patch, channels
     )
     return made
-
-
-def _corner(free_px: int, position: float) -> int:
-    """Where a window begins that has this much room to move; a negative room is padding, shared by both sides."""
-    if free_px < 0:
-        return -(-free_px // 2)
-    return min(free_px, int(position * (free_px + 1)))
-
-
-def _frame(size: int, source: int, share: float, position: float) -> Frame:
-    shown = source * share
-    return Frame(size, position * (source - shown), shown / size)

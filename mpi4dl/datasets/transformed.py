@@ -178,7 +178,7 @@ class TransformedImages:
         self, indices: Sequence[int], epoch: int = 0, repeats: Sequence[int] = ()
     ) -> tuple[tuple[int, ...], ...] | None:
         """The size of each image's view; None where all have one. Of an image that cannot be opened, the largest."""
-        if self._view.fit != "own":
+        if not self._view.own_sizes:
             return None
         again = repeats or (0,) * len(indices)
         varied = (self._view.variation(index, epoch, repeat) for index, repeat in zip(indices, again, strict=True))

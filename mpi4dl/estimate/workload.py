@@ -101,4 +101,4 @@ def patches_of_slides(source: DataSource, training: Any, tell: Tell = quietly) -
         tell("counting patches with tissue", number, len(chosen))
         with suppress(DatasetError, OSError):  # training says what is wrong with a slide
             taken.append(count(index))
-    return SlidePatches(sum(taken) / len(taken), len(taken), source.all_patches) if taken else None
+    return SlidePatches(sum(taken) / len(taken), len(taken), source.slides.most_patches is None) if taken else None

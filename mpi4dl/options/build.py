@@ -36,7 +36,38 @@ def build_plan(config: Config) -> Plan:
     if local and plan.experts * max(plan.batch_ways) == 1:
         plan = replace(plan, local_batches=True)
     source.require_plan(plan)
+    if source.own_sizes:
+        _require_own_sizes(config, plan)
     return plan
+
+
+def _require_own_sizes(config: Config, plan: Plan) -> None:
+    """Raise ConfigError if images of their own size would have to share a microbatch, or have partners."""
+    data, ways = config.data, plan.replicas_together * max(plan.batch_ways)
+    if ways > 1:
+        raise ConfigError(
+            f"{plan} shares out the images of a microbatch, and by `fit` own they differ in size: choose `tiles`, "
+            "by which ranks share each image, `data` alone, by which each replica has images of its own, or `fit` "
+            "pad"
+        )
+    if plan.bidirectional:
+        raise ConfigError(
+            f"`bidirectional` {plan.bidirectional} evaluates two images at once, and by `fit` own they differ in "
+            "size: leave it out, or choose `fit` pad"
+        )
+    replicas, microbatches = plan.replicas, config.parallel.microbatches
+    if data.batch_size != replicas * microbatches:
+        asked = f"`batch_size` {data.batch_size} with `microbatches` {microbatches}"
+        asked += f" of each of `data` {replicas}" if replicas > 1 else ""
+        steps = max(1, data.batch_size * config.training.accumulate // replicas)
+        raise ConfigError(
+            f"{asked}: by `fit` own images differ in size, so a microbatch has one: choose `batch_size` {replicas} "
+            f"and `accumulate` {steps}, or `fit` pad"
+        )
+    if data.mixup:
+        raise ConfigError(f"`mixup` {data.mixup} mixes images of one size: choose `fit` pad or resize, not own")
+    if not source_of(config).is_pictures:
+        raise ConfigError("`fit` own is for pictures and slides: leave it out")
 
 
 def options_of_plan(plan: Plan, accumulate: int = 1) -> dict[str, Any]:

@@ -54,10 +54,10 @@ class Config:
         mean = self.data.mean
         if self.data.std is None:
             object.__setattr__(self, "data", replace(self.data, std=mean if isinstance(mean, str) else (0.25,)))
-        if self.data.image_size == AUTO and self.slides.slides is None and self.slides.features is None:
+        if self.data.image_size == AUTO and self.slides.named is None:
             object.__setattr__(self, "data", replace(self.data, image_size=USUAL_SIZE))
         size, tiles = self.data.image_size, self.parallel.tiles
-        if self.data.text is not None:
+        if self.data.corpus:
             object.__setattr__(self, "data", replace(self.data, image_size=(self.data.context,)))
             if set(tiles) == {(1, 1)}:
                 object.__setattr__(self, "parallel", replace(self.parallel, tiles=((1,),) * len(tiles)))
@@ -90,7 +90,7 @@ class Config:
     @property
     def streams_images(self) -> bool:
         """Whether ranks read tiles or patches of images one after the other, so that no rank has a whole image."""
-        return self.parallel.stream is not None or self.model.patches is not None
+        return self.parallel.stream is not None or self.model.sees_patches
 
 
 def parse(argv: Sequence[str]) -> Config:

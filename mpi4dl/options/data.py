@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mpi4dl import datasets
 from mpi4dl.datasets.augment import Mixup
 from mpi4dl.datasets.labels import FORMS
-from mpi4dl.datasets.transform import NORMALISATIONS, Fit, Pointwise
+from mpi4dl.datasets.transform import FITTED, NORMALISATIONS, Fit, Pointwise
 from mpi4dl.options.config import Config, ConfigError, Data
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import blaming, call, load
@@ -53,7 +53,7 @@ def build_views(config: Config, channels: int, fit: Fit) -> tuple[datasets.View,
 def _require_square(config: Config, fit: Fit) -> None:
     """Raise ConfigError for quarter turns of images that are not square."""
     size = config.data.image_size
-    alike = size[-2:-1] == size[-1:] or fit == "own" or config.model.patches is not None
+    alike = size[-2:-1] == size[-1:] or FITTED[fit].own_sizes or config.model.sees_patches
     if config.data.rotate != "quarter" or alike:
         return
     raise ConfigError(
@@ -111,7 +111,7 @@ def build_augment(config: Config, channels: int, task: str) -> "tuple[NamedTrans
         raise ConfigError("`augment` is for pictures: leave it out")
     tiles, stream = config.parallel.tiles[0], config.parallel.stream
     cut = None
-    if config.model.patches is None:
+    if not config.model.sees_patches:
         shown = "x".join(map(str, tiles))
         cut = f"`tiles` {shown}" if math.prod(tiles) > 1 else "`stream`" if stream is not None else None
     found = []
@@ -144,7 +144,7 @@ def build_mixup(config: Config, task: str, num_classes: int, of_slides: bool) ->
     if not FORMS[task].have_means:
         mixed = ", ".join(form.task for form in FORMS.values() if form.have_means)
         raise ConfigError(f"`mixup` {config.data.mixup}: labels to {task} have no means; it is for {mixed}")
-    if of_slides and config.model.patches is not None:
+    if of_slides and config.model.sees_patches:
         raise ConfigError(
             f"`mixup` {config.data.mixup} mixes whole images, but each slide has `patches` at other places"
         )

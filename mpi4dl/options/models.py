@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,15 +53,19 @@ def build_model(config: Config, num_classes: int, channels: int) -> nn.Module:
 def _drawn(config: Config, num_classes: int, channels: int) -> nn.Module:
     torch.manual_seed(config.training.seed)
     seed_python(config.training.seed)
-    name, options, source = config.model.model, config.model.model_options, source_of(config)
+    chosen, source = config.model, source_of(config)
     if source.reads_features:
         from mpi4dl.models.patches import AGGREGATORS, PatchModel
 
-        aggregator = AGGREGATORS[config.model.aggregator](channels, num_classes)
+        aggregator = AGGREGATORS[chosen.aggregator](channels, num_classes)
         return PatchModel(nn.Flatten(), aggregator, 1, norm=_feature_norm(config, channels))
-    if is_own(name):
-        model = own_model(name, options, num_classes, channels)
-        return model if config.model.patches is None else _of_patches(config, model, num_classes, channels)
+    made = own_model if is_own(chosen.model) else partial(_known_model, config)
+    model = made(chosen.model, chosen.model_options, num_classes, channels)
+    return _of_patches(config, model, num_classes, channels) if chosen.sees_patches else model
+
+
+def _known_model(config: Config, name: str, options: Mapping[str, Any], num_classes: int, channels: int) -> nn.Module:
+    source = source_of(config)
     if takes(name) != source.inputs:
         require_known(name)
         raise ConfigError(f"`model` {name} takes {takes(name)}, {source.other_model}")
@@ -71,10 +76,9 @@ def _drawn(config: Config, num_classes: int, channels: int) -> nn.Module:
     elif takes_channels(name):
         options = {"in_channels": channels, **options}
     try:
-        model = models.build(name, None if source.of_text else num_classes, **options)
+        return models.build(name, None if source.of_text else num_classes, **options)
     except TypeError as error:
         raise ConfigError(f"`model` {name} does not take these options {dict(options)}: {error}") from None
-    return model if config.model.patches is None else _of_patches(config, model, num_classes, channels)
 
 
 def own_model(part: Any, options: Mapping[str, Any], num_classes: int, channels: int) -> nn.Module:
@@ -140,7 +144,7 @@ def tensor_styles(parallel: Parallel) -> dict[str, str] | None:
 def patch_options(config: Config, plan: Plan) -> "PatchOptions | None":
     """How patches are streamed; None if the model sees whole images. Raises ConfigError where options contradict."""
     chosen = config.model
-    if chosen.patches is None:
+    if not chosen.sees_patches:
         if chosen.min_tissue:
             raise ConfigError(f"`min_tissue` {chosen.min_tissue} chooses patches, but `patches` is missing")
         return None

@@ -28,7 +28,7 @@ from mpi4dl.datasets.loader import Loader
 from mpi4dl.datasets.samples import TABLE
 from mpi4dl.datasets.sources import SYNTHETIC, SampleFiles, open_files
 from mpi4dl.datasets.split import Named, in_whole, split
-from mpi4dl.datasets.transform import STRIDE_PX, Fit, as_fit
+from mpi4dl.datasets.transform import FITTED, STRIDE_PX, Fit, as_fit
 from mpi4dl.geometry import Box
 from mpi4dl.models.registry import require_known
 from mpi4dl.options.config import Config, ConfigError, Slides
@@ -74,9 +74,9 @@ class DataSource:
         of_slides: whether samples are slides, which have a resolution.
         is_own: whether it is the user's, which each rank opens for itself, and whose labels may need its images.
         size: that of samples as the model sees them; own_sizes: whether each sample keeps its own.
+        windows: whether samples are windows of slides.
+        may_pad: whether samples are padded, or nobody asked how they get the image size.
         is_pictures: whether samples are pictures, whose values are from 0 to 1.
-        has_pictures: whether TensorBoard can show samples beside each other.
-        all_patches: whether training sees all patches of a slide with tissue, rather than some in each epoch.
         tokens: of a sample of text; None of others.
     """
 
@@ -86,14 +86,15 @@ class DataSource:
     slide_options: ClassVar[tuple[str, ...]] = ("stain_norm", "leave_out")  # which do not apply
 
     def __init__(self, config: Config) -> None:
-        self.config, self.data, self.slides = config, config.data, config.slides
+        self._config, self.data, self.slides = config, config.data, config.slides
         self.size, self.patch, self.seed = config.data.image_size, config.model.patches, config.training.seed
-        self.own_sizes = config.data.fit == "own"
+        self.validates = config.training.eval_every is not None
+        fitted = FITTED[as_fit(config.data.fit)]
+        self.own_sizes, self.windows = fitted.own_sizes, self.of_slides and fitted.windows
+        self.may_pad = config.data.fit in ("auto", "pad")
         self.is_pictures = len(self.size) == 2 and not self.is_own
-        self.has_pictures = not (self.own_sizes or self.of_text)
-        self.all_patches = config.slides.most_patches is None
         self.tokens = config.data.context if self.of_text else None
-        self.sample_noun = "window" if self.of_slides and config.data.fit == "crop" else self.noun
+        self.sample_noun = "window" if self.windows else self.noun
 
     @property
     def described(self) -> str:
@@ -114,8 +115,8 @@ class DataSource:
         Raises:
             ConfigError: options of other kinds of data, or two kinds.
         """
-        config, data = self.config, self.data
-        names = {"slides": self.slides.slides or self.slides.features, "dataset": data.dataset, "text": data.text}
+        data = self.data
+        names = {"slides": self.slides.named, "dataset": data.dataset, "text": data.text}
         images = None if data.images == SYNTHETIC else data.images
         both = [name for name, value in {**names, "images": images}.items() if value is not None]
         if len(both) > 1:
@@ -126,12 +127,12 @@ class DataSource:
                 shown = ",".join(value) if isinstance(value, tuple) else value
                 raise ConfigError(f"`{name}` {shown} is for slides: name them by `slides`")
         self.require_model()
-        return config
+        return self._config
 
     def require_model(self) -> None:
         """Raise ValueError for a name of a model that there is not, before data is read and anything is counted."""
-        if not is_own(self.config.model.model):
-            require_known(self.config.model.model)
+        if not is_own(self._config.model.model):
+            require_known(self._config.model.model)
 
     def framed(self, fit_before: Callable[[], Fit | None] = lambda: None) -> Config:
         """The configuration with what the sizes of samples decide; `fit_before` is the `fit` of a run that goes on.
@@ -139,7 +140,7 @@ class DataSource:
         Raises:
             ConfigError, DatasetError: samples do not fit.
         """
-        return self.config
+        return self._config
 
     def refusal(self, slides: str | None, features: str | None) -> str | None:
         """Why a model of this kind of data takes no such other slides, or features of slides."""
@@ -147,38 +148,8 @@ class DataSource:
 
     def require_plan(self, plan: "Plan") -> None:
         """Raise ConfigError for a plan that does not go with the data."""
-        if plan.cuts_parameters and self.config.streams_images:
+        if plan.cuts_parameters and self._config.streams_images:
             raise ConfigError(f"{plan} with `stream` or `patches`: streamed tiles and patches need whole parameters")
-        if self.own_sizes:
-            self._require_own_sizes(plan)
-
-    def _require_own_sizes(self, plan: "Plan") -> None:
-        """Raise ConfigError if images of their own size would have to share a microbatch, or have partners."""
-        data, ways = self.data, plan.replicas_together * max(plan.batch_ways)
-        if ways > 1:
-            raise ConfigError(
-                f"{plan} shares out the images of a microbatch, and by `fit` own they differ in size: choose `tiles`, "
-                "by which ranks share each image, `data` alone, by which each replica has images of its own, or `fit` "
-                "pad"
-            )
-        if plan.bidirectional:
-            raise ConfigError(
-                f"`bidirectional` {plan.bidirectional} evaluates two images at once, and by `fit` own they differ in "
-                "size: leave it out, or choose `fit` pad"
-            )
-        replicas, microbatches = plan.replicas, self.config.parallel.microbatches
-        if data.batch_size != replicas * microbatches:
-            asked = f"`batch_size` {data.batch_size} with `microbatches` {microbatches}"
-            asked += f" of each of `data` {replicas}" if replicas > 1 else ""
-            steps = max(1, data.batch_size * self.config.training.accumulate // replicas)
-            raise ConfigError(
-                f"{asked}: by `fit` own images differ in size, so a microbatch has one: choose `batch_size` {replicas} "
-                f"and `accumulate` {steps}, or `fit` pad"
-            )
-        if data.mixup:
-            raise ConfigError(f"`mixup` {data.mixup} mixes images of one size: choose `fit` pad or resize, not own")
-        if not self.is_pictures:
-            raise ConfigError("`fit` own is for pictures and slides: leave it out")
 
     # What there is.
 
@@ -191,15 +162,13 @@ class DataSource:
         return datasets.open(
             data.images,
             size=self.size,
-            num_classes=self.config.model.num_classes,
             num_train=data.num_samples,
             num_val=max(1, round(data.num_samples * data.val_fraction)),
             validation_fraction=data.val_fraction,
-            task=self._task,
-            label_columns=data.label_columns,
-            columns=named_columns(self.slides),
-            ignore_index=data.ignore_index,
             validating=validating,
+            num_classes=self._config.model.num_classes,
+            ignore_index=data.ignore_index,
+            **self._labels(),
             **self._split(),
         )
 
@@ -208,33 +177,25 @@ class DataSource:
 
         Raises ConfigError, DatasetError.
         """
-        data = self.data
-        return open_files(
-            Path(data.images).expanduser(),
-            VOLUMES if len(self.size) > 2 else PICTURES,
-            task=self._task,
-            label_columns=data.label_columns,
-            classes=classes,
-            columns=named_columns(self.slides),
-            num_classes=self.config.model.num_classes,
-            ignore_index=data.ignore_index,
-        )
+        kind, data = VOLUMES if len(self.size) > 2 else PICTURES, self.data
+        values: dict[str, Any] = {"num_classes": self._config.model.num_classes, "ignore_index": data.ignore_index}
+        return open_files(Path(data.images).expanduser(), kind, classes=classes, **values, **self._labels())
 
-    @property
-    def _task(self) -> str | None:
-        """The task by which labels are read; None if they tell it."""
-        return self.data.task if self.data.task in FORMS else None
+    def _labels(self) -> dict[str, Any]:
+        """Where labels are; of the task None if they tell it."""
+        task, columns = self.data.task if self.data.task in FORMS else None, named_columns(self.slides)
+        return {"task": task, "label_columns": self.data.label_columns, "columns": columns}
 
     def _split(self) -> dict[str, Any]:
         """How samples are split. Raises ConfigError."""
-        split_file, of_fold = self._split_file()
-        training, slides = self.config.training, self.slides
-        found = {"seed": training.seed, "validates": training.eval_every is not None, "folds": slides.folds}
-        return {**found, "fold": fold_of_run(self.config), "split_file": split_file, "of_fold": of_fold}
+        fold = self.slides.fold if isinstance(self.slides.fold, int) else 0  # of all folds the first
+        split_file, of_fold = self._split_file(fold)
+        found = {"validates": self.validates, "folds": self.slides.folds, "fold": fold, "of_fold": of_fold}
+        return {"seed": self.seed, "split_file": split_file, **found}
 
-    def _split_file(self) -> tuple[Path | None, bool]:
+    def _split_file(self, fold: int) -> tuple[Path | None, bool]:
         """The file that says how samples are split, if any does, and whether it is that of one fold."""
-        chosen, run, fold = self.slides, self.config.run.run_folder, fold_of_run(self.config)
+        chosen, run = self.slides, self._config.run.run_folder
         if chosen.folds is not None and not fold < chosen.folds > 1:
             raise ConfigError(f"`fold` {fold} of `folds` {chosen.folds}: choose two folds or more, and one from 0 on")
         if chosen.split_file is None:
@@ -255,17 +216,17 @@ class DataSource:
 
     def number_of_classes(self, samples: Any) -> int:
         """The number of classes by the option, or else by the samples. Raises ConfigError if that is too few."""
-        return number_of_classes(self.config, samples.classes)
+        return number_of_classes(self._config, samples.classes)
 
     def loaders(self, images: Any, training: BoxesOf, validation: BoxesOf) -> tuple[Loader, Loader]:
         """The loaders of a rank's boxes of the `training` and `validation` samples of `images`, transformed to `fit`.
 
         They report unreadable images. Raises ConfigError, and ValueError as Loader.
         """
-        config, data, of = self.config, self.data, images.training
+        config, data, of = self._config, self.data, images.training
         views = build_views(config, of.channels, images.fit)
         varied = replace(views[0], augment=build_augment(config, of.channels, task_of(of)))
-        common: dict[str, Any] = {"seed": config.training.seed, "num_workers": data.num_workers}
+        common: dict[str, Any] = {"seed": self.seed, "num_workers": data.num_workers}
         common |= {"on_bad_image": "report", "lazy": config.streams_images}
         ordered: dict[str, Any] = {"shuffle": True, "drop_last": True, "sampling": data.sampling}
         ordered["mixup"] = build_mixup(config, task_of(of), self.number_of_classes(of), self.of_slides)
@@ -302,14 +263,14 @@ class DataSource:
         Raises ConfigError for masks that are too large, or of images of their own sizes.
         """
         dense = TASKS[task_of(training)].dense
-        if self.config.streams_images and dense and prod(self.size) > SLIDE_PIXELS:
+        if self._config.streams_images and dense and prod(self.size) > SLIDE_PIXELS:
             raise ConfigError(
                 f"`image_size` {'x'.join(map(str, self.size))} with masks: every rank has whole masks of a batch, 8 "
                 "bytes a pixel, and `stream` and `patches` are for more pixels than that: at most 8192x8192"
             )
         sizes = list(_sizes(training))
         fit = self.fit_of(sizes, before)
-        if fit == "own" and dense:
+        if FITTED[fit].own_sizes and dense:
             raise ConfigError("`fit` own is not for masks: choose `fit` pad, or crop for windows of slides")
         remarks = [
             *self._counted(training, validation),
@@ -332,8 +293,8 @@ class DataSource:
     def _origin(self) -> list[str]:
         """The folders that training and validation samples lie in."""
         path = Path(self.data.images).expanduser()
-        folders = path.is_dir() and not any((path / name).exists() for name in ("batches.meta", TABLE))
-        found = parts(path) if folders else None
+        others = self.data.images == SYNTHETIC or any((path / name).exists() for name in ("batches.meta", TABLE))
+        found = parts(path) if path.is_dir() and not others else None
         if found is None:
             return []
         unused = f"; {', '.join(found.unused)} beside them not read" if found.unused else ""
@@ -368,7 +329,7 @@ class DataSource:
         what = f"{self.sample_noun}s of {_range(sizes)} px" if sizes else f"{self.sample_noun}s"
         if count > LOOKED_AT:
             what += f" ({len(sizes)} of {count} looked at)"
-        random_crop = fit == "resize" and self.data.random_crop
+        random_crop = FITTED[fit].scales and self.data.random_crop
         if sizes and set(sizes) == {size} and not random_crop:
             return f"{what} are shown as they are"
         smaller = any(a < b for each in sizes for a, b in zip(each, size, strict=True))
@@ -391,7 +352,7 @@ class DataSource:
         return at_once, f"{self._patches(rows, cols)}: {at_once} at once on each rank, {norms} norms"
 
     def _patches(self, rows: int, cols: int) -> str:
-        least = self.config.model.min_tissue
+        least = self._config.model.min_tissue
         which = f", those with at least {100 * least:g} % of tissue" if least else ""
         return f"{rows} x {cols} patches of {self.patch} px in each image{which}"
 
@@ -424,9 +385,7 @@ class OwnSource(DataSource):
         found = datasets.adapt(made)
         if isinstance(found, tuple):
             return found
-        training = self.config.training
-        fraction, validates = self.data.val_fraction, training.eval_every is not None
-        return split(found, fraction, training.seed, validating or {}, validates=validates)
+        return split(found, self.data.val_fraction, self.seed, validating or {}, validates=self.validates)
 
     def task_of(self, samples: Any) -> str:
         found = super().task_of(samples)
@@ -442,9 +401,6 @@ class OwnSource(DataSource):
             if not each.tells_labels
         ]
 
-    def _origin(self) -> list[str]:
-        return []
-
 
 class TextSource(DataSource):
     """Text, whose samples are so many tokens."""
@@ -454,7 +410,7 @@ class TextSource(DataSource):
     of_text, has_files = True, False
 
     def require_plan(self, plan: "Plan") -> None:
-        if self.config.streams_images:
+        if self._config.streams_images:
             raise ConfigError("`stream` and `patches` are for images, but `text` was given")
         super().require_plan(plan)
 
@@ -464,11 +420,11 @@ class TextSource(DataSource):
     @property
     def token_folder(self) -> Path:
         """Where tokens are kept, which all runs beside each other share."""
-        return Path(self.config.run.run_folder or "runs/RUN").parent / "tokens"
+        return Path(self._config.run.run_folder or "runs/RUN").parent / "tokens"
 
     def number_of_classes(self, samples: Any) -> int:
         """The number of different tokens. Raises ConfigError if another one was asked for."""
-        asked, found = self.config.model.num_classes, int(samples.vocabulary)
+        asked, found = self._config.model.num_classes, int(samples.vocabulary)
         if asked is not None:
             raise ConfigError(f"`num_classes` {asked}: of text it is that of different tokens, {found} here")
         return found
@@ -479,7 +435,7 @@ class TextSource(DataSource):
 
         common: dict[str, Any] = {"num_workers": self.data.num_workers}
         ordered: dict[str, Any] = {"seed": self.seed, "shuffle": True, "drop_last": True}
-        samples = self.config.samples_per_step
+        samples = self._config.samples_per_step
         return (
             Loader(TokenBatches(images.training), None, samples, training, **ordered, **common),
             Loader(TokenBatches(images.validation), None, self.data.batch_size, validation, **common),
@@ -514,16 +470,16 @@ class SlideSource(DataSource):
         """
         fit, asked = self.data.fit, self.size
         config = self.with_reference()
-        if self.patch is not None and fit not in ("auto", "pad"):
+        if self.patch is not None and not self.may_pad:
             raise ConfigError(f"`fit` {fit} is for whole images, and `patches` are cut from slides as they are")
         source = type(self)(config)
         slides = source.open_files(labelled=False)
         if fit == "auto":
             fit = fit_before() or source._usual_fit()
             config = with_values(config, {"fit": fit})
-        if asked == AUTO and fit == "crop":
+        if asked == AUTO and FITTED[fit].windows:
             raise ConfigError("`fit` crop takes windows of `image_size` from slides: say it, such as 512")
-        if asked != AUTO and fit not in ("pad", "own"):
+        if asked != AUTO and (FITTED[fit].windows or FITTED[fit].scales):
             return config
         unit = (1, 1) if self.patch else config.parallel.tiles[0][-2:]
         multiple = [(self.patch or STRIDE_PX) * count for count in unit]
@@ -562,7 +518,7 @@ class SlideSource(DataSource):
 
         method, reference = self.slides.stain_norm, self.slides.stain_reference
         if method == "none" or reference is None or _numbers_in(reference) is not None:
-            return self.config
+            return self._config
         path = Path(reference).expanduser()
         if not path.exists():
             raise ConfigError(f"`stain_reference` {reference}: there is no such file")
@@ -572,7 +528,7 @@ class SlideSource(DataSource):
                 f"`stain_reference` {reference}: shows too little stained tissue to measure: choose another"
             )
         numbers = ",".join(f"{number:.6g}" for number in measured.numbers)
-        return with_values(self.config, {"stain_reference": numbers})
+        return with_values(self._config, {"stain_reference": numbers})
 
     def stains(self) -> "StainNormalization | None":
         """How the colours of slides become those of a reference, which is numbers; None if they do not.
@@ -601,7 +557,7 @@ class SlideSource(DataSource):
             how: dict[str, Any] = {"fraction": self.data.val_fraction, "known": validating, **self._split()}
             training, validation = self.open_files(tell=tell).split(**how)
             whole: Any = training.whole
-            if whole.masks is not None and self.data.fit == "crop":
+            if whole.masks is not None and self.windows:
                 return self._windows(whole, training.indices, validation.indices, tell)
         for name in ("crops_each", "crops_on_classes"):
             if getattr(self.slides, name) != getattr(Slides, name):
@@ -614,9 +570,9 @@ class SlideSource(DataSource):
         """Random windows of the slides to train on, and the grid of windows of those to validate with."""
         from mpi4dl.datasets.slides.windows import GridWindows, RandomWindows
 
-        chosen, validates = self.slides, self.config.training.eval_every is not None
+        chosen = self.slides
         each = RandomWindows(slides, training, self.size, chosen.crops_each, chosen.crops_on_classes)
-        grid = GridWindows(slides, validation if validates else validation[:1], self.size, tell)
+        grid = GridWindows(slides, validation if self.validates else validation[:1], self.size, tell)
         windows = counted(chosen.crops_each, "window")
         slides.remarks += (f"{windows} of each slide in an epoch; {len(grid)} windows with tissue validate",)
         return each, grid
@@ -629,7 +585,7 @@ class SlideSource(DataSource):
         from mpi4dl.datasets.slides.masks import MaskOptions
         from mpi4dl.datasets.slides.slide import Resolution
 
-        chosen, path, model = self.slides, Path(self.slides.slides or "").expanduser(), self.config.model
+        chosen, path, model = self.slides, Path(self.slides.named or "").expanduser(), self._config.model
         try:
             resolution = Resolution(chosen.mpp, chosen.magnification, chosen.level, chosen.assume_mpp)
         except ValueError as error:
@@ -649,21 +605,16 @@ class SlideSource(DataSource):
             self.stains(),
             chosen.leave_out,
         )
-        return self._folder(
-            path,
-            options,
-            task=self._task if labelled else None,
-            label_columns=self.data.label_columns if labelled else (),
-            classes=classes,
-            # A folder to predict of has no columns, whatever the table of training had.
-            columns=named_columns(chosen) if labelled or path.is_file() else {},
-            tell=tell,
-        )
+        how = self._labels()
+        if not labelled:  # a folder to predict of has no columns, whatever the table of training had
+            how |= {"task": None, "label_columns": (), "columns": how["columns"] if path.is_file() else {}}
+        folder = None if chosen.slides_folder is None else Path(chosen.slides_folder).expanduser()
+        return self._folder(path, options, folder, classes=classes, tell=tell, **how)
 
-    def _folder(self, path: Path, options: Any, **how: Any) -> "SlideFolder":
+    def _folder(self, path: Path, options: Any, slides: Path | None, **how: Any) -> "SlideFolder":
         from mpi4dl.datasets.slides.dataset import SlideFolder
 
-        return SlideFolder(path, options, folder=_path(self.slides.slides_folder), **how)
+        return SlideFolder(path, options, folder=slides, **how)
 
     def patches_of(self, samples: Any) -> Callable[[int], int] | None:
         patch, most = self.patch, self.slides.most_patches
@@ -673,9 +624,6 @@ class SlideSource(DataSource):
             return found if most is None else min(found, most)
 
         return None if patch is None else count
-
-    def _origin(self) -> list[str]:
-        return []
 
     def _stained(self, samples: Named) -> list[str]:
         method, reference = self.slides.stain_norm, self.slides.stain_reference
@@ -708,15 +656,15 @@ class FeatureSource(SlideSource):
         Raises:
             ConfigError: options that would change patches, or need their pixels.
         """
-        config, data, parallel, slides = self.config, self.data, self.config.parallel, self.slides
+        config, data, parallel, chosen = self._config, self.data, self._config.parallel, self.slides
         super().prepared()
         asked = {
             "rotate": data.rotate != "none",
             "rotate_degrees": data.rotate_degrees,
             "scale": data.scale != (1.0, 1.0),
             "stain_jitter": data.stain_jitter,
-            "stain_norm": slides.stain_norm != "none",
-            "leave_out": slides.leave_out != (),
+            "stain_norm": chosen.stain_norm != "none",
+            "leave_out": chosen.leave_out != (),
             "random_crop": data.random_crop,
             "jitter": data.jitter,
             "mixup": data.mixup,
@@ -724,18 +672,18 @@ class FeatureSource(SlideSource):
             "augment": data.augment != (),
             "stream": parallel.stream is not None,
             "stages": parallel.stages > 1,
-            "fit": data.fit not in ("auto", "pad"),
+            "fit": not self.may_pad,
             "task": data.task == "segment",
         }
         wrong = next((name for name, given in asked.items() if given), None)
         if wrong is not None:
             raise ConfigError(
-                f"`{wrong}` is for models that see pixels, and `features` {slides.features} has none: leave it out"
+                f"`{wrong}` is for models that see pixels, and `features` {chosen.features} has none: leave it out"
             )
         given: dict[str, Any] = {"model": FEATURES_MODEL, "model_options": {}, "patches": 1, "min_tissue": 0.0}
         given |= {"mean": (0.0,), "std": (1.0,), "flip": "none", "fit": "pad"}
         given |= {"mpp": None, "magnification": None, "level": None, "stream_segments": None, "stream_keep": None}
-        given["slides"] = slides.slides or slides.features
+        given["slides"] = chosen.named
         if config.tuning.weights == "pretrained":
             given["weights"] = None
         return with_values(config, given)
@@ -748,12 +696,11 @@ class FeatureSource(SlideSource):
             return None
         return "the model was trained on `features`: name those of other slides, which mpi4dl embed writes"
 
-    def _folder(self, path: Path, options: Any, **how: Any) -> "SlideFolder":
+    def _folder(self, path: Path, options: Any, slides: Path | None, **how: Any) -> "SlideFolder":
         from mpi4dl.datasets.slides.features import FeatureFolder
 
         chosen = self.slides
-        folder = Path(chosen.features or "").expanduser()
-        return FeatureFolder(path, options, folder=folder, slides=_path(chosen.slides_folder), **how)
+        return FeatureFolder(path, options, folder=Path(chosen.features or "").expanduser(), slides=slides, **how)
 
     def _too_large(self, slide: Any, sides: str, frame: str, needed: str) -> str:
         return f"a slide has {slide.size[1]} patches, more than `image_size` {frame}: leave it out"
@@ -791,11 +738,6 @@ def named_columns(chosen: Any) -> dict[str, str]:
     return {role: name for role, name in found.items() if name is not None}
 
 
-def fold_of_run(config: Config) -> int:
-    """The number of the fold that validates; the first, of all."""
-    return config.slides.fold if isinstance(config.slides.fold, int) else 0
-
-
 def in_folder_of_fold(config: Config) -> Config:
     """The configuration with the run of a fold in a folder of its own, such as runs/mine/fold_2 in runs/mine."""
     chosen, run = config.slides, config.run.run_folder
@@ -803,10 +745,6 @@ def in_folder_of_fold(config: Config) -> Config:
     if chosen.folds is None or run is None or Path(run).name == name:
         return config
     return with_values(config, {"run_folder": str(Path(run) / name)})
-
-
-def _path(folder: str | None) -> Path | None:
-    return None if folder is None else Path(folder).expanduser()
 
 
 def _numbers_in(text: str) -> tuple[float, ...] | None:

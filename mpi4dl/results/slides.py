@@ -16,7 +16,6 @@ from typing import Any
 
 from mpi4dl._signatures import signature_of
 from mpi4dl.datasets.slides.dataset import SlideFolder
-from mpi4dl.datasets.slides.features import FeatureFolder
 from mpi4dl.datasets.split import Named, in_whole
 
 KEY = "slides"  # of predictions.json and evaluation.json
@@ -37,8 +36,7 @@ def record_of(*parts: Named) -> dict[str, Any] | None:
     slides = wholes[-1]
     if not isinstance(slides, SlideFolder):
         return None
-    bags = slides if isinstance(slides, FeatureFolder) else None
-    root = ((bags.slides_root if bags is not None else None) or slides.root).absolute()
+    root = (slides.slides_root or slides.root).absolute()
     assumed = slides.options.resolution.assumed_mpp
     return {
         "source": str(slides.source.absolute()),
@@ -51,7 +49,7 @@ def record_of(*parts: Named) -> dict[str, Any] | None:
                 "patient": row.patient,
                 "annotation": None if row.annotation is None else str(annotation_of(row.annotation, slides)),
                 "mpp": assumed if row.mpp is None else row.mpp,
-                **({} if bags is None else {"file": bags.slide_of(row.path)}),
+                **slides.place_of(row.path),
             }
             for whole in wholes
             for row in whole.rows

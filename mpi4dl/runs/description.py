@@ -354,15 +354,11 @@ def description_of(comm: Communicator, weights: Path, folder: Path) -> tuple[Des
     return answer
 
 
-@dataclass
 class RunOptions:
     """The options of a run, as its folder has them."""
 
-    config: Config
-
-    def __post_init__(self) -> None:
-        config = self.config
-        self.name, self.source = config.model_name, source_of(config)
+    def __init__(self, config: Config) -> None:
+        self._config, self.name, self.source = config, config.model_name, source_of(config)
         self.model, self.parallel = config.model, config.parallel
 
     @classmethod
@@ -382,7 +378,7 @@ class RunOptions:
         found = None
         with comm.together((ValueError, OSError)):
             if comm.rank == 0:
-                about, options, where = described_by(folder), shared_options(self.config), str(folder)
+                about, options, where = described_by(folder), shared_options(self._config), str(folder)
                 if about is None and not asked:
                     raise untrusted(where, "model", text)
                 if about is None:
@@ -390,9 +386,9 @@ class RunOptions:
                 else:
                     same = all(about.options.get(name) == options[name] for name in ("model", "model_options"))
                     found = about.part("model", text, str(folder / FILE), same and about.is_ours(), asked)
-        return RunOptions(replace(self.config, model=replace(self.model, model=comm.broadcast_object(found))))
+        return RunOptions(replace(self._config, model=replace(self.model, model=comm.broadcast_object(found))))
 
     def assemble(self, comm: Communicator, parallel: Parallel) -> ModelAssembly:
         """Place the model over ranks otherwise than in training, for batches of any size. Collective."""
-        training = replace(self.config.training, accumulate=1)
-        return assemble(replace(self.config, parallel=parallel, training=training), comm, ("model",))
+        training = replace(self._config.training, accumulate=1)
+        return assemble(replace(self._config, parallel=parallel, training=training), comm, ("model",))

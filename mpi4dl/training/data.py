@@ -200,7 +200,7 @@ def _arrays(pair: Pair) -> list[ArrayDataset]:
 
 
 def _folders(pair: Pair) -> list[ListedFiles]:
-    return [files for whole in wholes(pair) if isinstance(whole, ListedFiles) for files in whole.lists()]
+    return [files for whole in wholes(pair) for files in getattr(whole, "lists", tuple)()]
 
 
 def _describe(

@@ -124,7 +124,6 @@ class Taken(NamedTuple):
 
     predicted: Tensor
     true: Tensor
-    dense: bool
 
 
 class Showing:
@@ -135,7 +134,7 @@ class Showing:
     """
 
     def __init__(self, reporter: Any, engine: Engine, source: DataSource, task: Task, classes: Sequence[str]) -> None:
-        wanted = reporter is not None and reporter.has_pictures and source.has_pictures
+        wanted = reporter is not None and reporter.has_pictures and not (source.own_sizes or source.of_text)
         wanted = wanted and engine.stages.stream is None
         self._shows = bool(engine.comm.broadcast_object(wanted))
         self._reporter, self._engine, self._source, self._task = reporter, engine, source, task
@@ -175,7 +174,7 @@ class Showing:
             return
         n = min(len(images), len(found.predicted), len(found.true))
         predicted, true = found.predicted[:n], found.true[:n]
-        if found.dense:
+        if predicted.dim() == 3:
             picture = overlaid(images[:n], *(_resized(mask, images.shape[2:]) for mask in (true, predicted)))
         else:
             words = ([self._task.words(each, self._classes) for each in values] for values in (true, predicted))
@@ -205,7 +204,7 @@ class Showing:
         if predicted.dim() < 3:
             whole = spatial.gather(predicted) if isinstance(predicted, spatial.SpatialTensor) else predicted
             few = self._task.predictions(whole[:MOST_IMAGES]).float().cpu()
-            return Taken(few, targets[:MOST_IMAGES].clone().cpu(), False)
+            return Taken(few, targets[:MOST_IMAGES].clone().cpu())
         if not self._task.dense:
             return None
         overlaps = self._task.binary
@@ -213,7 +212,7 @@ class Showing:
         true = _class_map(true, True) if overlaps else true
         true = torch.where(true == self._task.ignore_index, NO_CLASS, true)
         few = self._task.predictions(_small(predicted))  # of few pixels: probabilities take as much as outputs
-        return Taken(_class_map(few, overlaps).cpu(), _sampled(true), True)
+        return Taken(_class_map(few, overlaps).cpu(), _sampled(true))
 
 
 def _small(values: Any) -> Tensor:

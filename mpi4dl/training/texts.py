@@ -83,8 +83,7 @@ def open_text_alone(source: TextSource) -> Texts:
 def _encoded(source: TextSource, run: Run | None = None) -> tuple[Path, Tokenizer]:
     """The header of the file with the tokens, and the tokenizer, which a run that is resumed has already."""
     data, folder = source.data, source.token_folder
-    assert data.text is not None
-    documents = find_documents(*(source.strip() for source in data.text.split(",")))
+    documents = find_documents(*data.corpus)
     folder.mkdir(parents=True, exist_ok=True)
     kept = [] if run is None else [each / TOKENIZER for each in folders_before(run) if (each / TOKENIZER).is_file()]
     trained = bool(kept) and data.tokenizer.startswith("bpe:")

@@ -122,8 +122,8 @@ class TrainedOptions(ModelOptions):
         about, ours = description_of(comm, weights, folder)
         with comm.together((ValueError, OSError)):
             config = about.config(str(weights), ours, trusts_code, **own)
-        if source_of(config).of_slides and config.data.fit == "auto":  # of a run that padded slides
-            config = with_values(config, {"fit": about.fit})
+        if source_of(config).of_slides:  # those of early runs were padded
+            config = with_values(config, {"fit": source_of(config).fit_of((), about.fit)})
         return cls(config, about)
 
     def framed(self, comm: Communicator, values: Mapping[str, Any]) -> "TrainedOptions":

@@ -63,6 +63,7 @@ class SlideFolder(SampleFiles):
     """
 
     kind = SLIDES
+    slides_root: Path | None = None  # of what is no slide itself
 
     def __init__(
         self,
@@ -105,6 +106,10 @@ class SlideFolder(SampleFiles):
 
     def lists(self) -> tuple[ListedFiles, ...]:
         return (self,) if self.masks is None else (self, self.masks.files)
+
+    def place_of(self, name: str) -> dict[str, str | None]:
+        """The slide of a file that is no slide itself, for records."""
+        return {}
 
     def label(self, index: int) -> Any:
         """What is to be learnt of a slide; its mask is yet to be read. Raises BadImage, OtherFile."""

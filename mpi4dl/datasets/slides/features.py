@@ -406,6 +406,9 @@ class FeatureFolder(SlideFolder):
         """The slide of a file of features, from `slides_root` on; None if it is not at hand."""
         return self._by_name.get(without_suffix(Path(name).name, FEATURES.suffixes))
 
+    def place_of(self, name: str) -> dict[str, str | None]:
+        return {"file": self.slide_of(name)}
+
     def _all_patches(self, index: int, patch: int) -> Patches:
         count = self.image(index).size[1]
         return np.stack([np.zeros(count, np.int64), np.arange(count)], axis=1)

@@ -211,3 +211,8 @@ class Data:
         known_as=same_as("workers j dataloader-num-workers"),
     )
     on_bad_image: str = option("error", "what to do with an unreadable image", choice("error", "skip"))
+
+    @property
+    def corpus(self) -> tuple[str, ...]:
+        """What `text` names; nothing of images."""
+        return () if self.text is None else tuple(name.strip() for name in self.text.split(","))

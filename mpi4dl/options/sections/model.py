@@ -54,3 +54,7 @@ class Model:
     )
     min_tissue: float = option(0.0, "drop patches with a smaller share of coloured pixels; 0: keep all", SHARE)
     patches_at_once: int = option(16, "number of patches that each rank processes at once", COUNT)
+
+    @property
+    def sees_patches(self) -> bool:
+        return self.patches is not None

@@ -133,3 +133,8 @@ class Slides:
     crops_on_classes: float = option(
         0.0, "share of these windows whose centre is drawn on an annotated class, each class equally often", SHARE
     )
+
+    @property
+    def named(self) -> str | None:
+        """The slides, or else their features."""
+        return self.slides or self.features
