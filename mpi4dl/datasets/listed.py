@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpi4dl._files import open_regular
-from mpi4dl.datasets.base import BadImage, DatasetError, Image
+from mpi4dl.datasets.base import BadImage, DatasetError, Image, Whole
 from mpi4dl.datasets.files import DICOM, open_image
 from mpi4dl.datasets.volumes import VolumeFile, open_volume
 
@@ -110,7 +110,7 @@ class OtherFile(DatasetError):
     """The file at a path is not the listed one."""
 
 
-class ListedFiles:
+class ListedFiles(Whole):
     """Files below `root`; with `volumes`, each is one. They have as many channels as the first that can be read.
 
     Attributes:
@@ -120,6 +120,7 @@ class ListedFiles:
         DatasetError: values of volumes are of several kinds.
     """
 
+    root: Path
     remarks: tuple[str, ...] = ()
 
     def __init__(self, root: Path, files: Sequence[File], volumes: bool = False) -> None:

@@ -11,7 +11,6 @@ from mpi4dl._files import Replacement, naming
 from mpi4dl._progress import ProgressOfImages
 from mpi4dl._wording import some
 from mpi4dl.comm import Communicator
-from mpi4dl.datasets.arrays import ArrayDataset
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.split import Named, in_whole
 from mpi4dl.datasets.transform import Fit
@@ -195,12 +194,12 @@ def _each(comm: Communicator, open_pair: Callable[[], Pair]) -> Pair:
     return pair
 
 
-def _arrays(pair: Pair) -> list[ArrayDataset]:
-    return [whole for whole in wholes(pair) if isinstance(whole, ArrayDataset)]
+def _arrays(pair: Pair) -> list[Any]:
+    return [whole for whole in wholes(pair) if whole.in_memory]
 
 
 def _folders(pair: Pair) -> list[ListedFiles]:
-    return [files for whole in wholes(pair) for files in getattr(whole, "lists", tuple)()]
+    return [files for whole in wholes(pair) for files in whole.lists()]
 
 
 def _describe(
