@@ -20,6 +20,7 @@ from mpi4dl.datasets.transformed import Batch, TransformedImages
 from mpi4dl.engine import BatchOutputs, Runner
 from mpi4dl.geometry import Box
 from mpi4dl.inference.images import without_sight
+from mpi4dl.inference.masks import FITS
 from mpi4dl.inference.options import Inference, placed
 from mpi4dl.options.config import facts
 from mpi4dl.options.sources import unstained
@@ -81,9 +82,11 @@ class Predictor:
         with comm.together((ValueError,)):
             values, why = placed(trained, chosen, comm.size)
             self.trained = trained.with_values(values)
-        self.asked_fit, self.precision = chosen.inputs.fit, chosen.placing.precision
-        self.fit: Fit = about.fit if self.asked_fit == "auto" else as_fit(self.asked_fit)
-        self.may_crop = "crop" in (self.asked_fit, trained.fit)
+        self.precision, auto = chosen.placing.precision, chosen.inputs.fit == "auto"
+        self.fit: Fit = about.fit if auto else as_fit(chosen.inputs.fit)
+        self.largest = about.largest if auto else None
+        self.asked_to_crop = not auto and FITS[self.fit].crops
+        self.may_crop = self.asked_to_crop or FITS[as_fit(trained.fit)].crops
         self._remarks += [why] if why else []
         self.assembly = self.trained.assemble(comm, OWN, self.trained.batch_size)
         self.plan = self.assembly.plan
@@ -137,8 +140,8 @@ class Predictor:
 
     @property
     def by_windows(self) -> bool:
-        """Whether the model makes masks of windows of slides."""
-        return self.trained.source.of_slides and self.task.dense and self.fit == "crop"
+        """Whether masks of slides are made of windows."""
+        return self.trained.source.of_slides and FITS[self.fit].crops
 
     @property
     def skips_glass(self) -> bool:

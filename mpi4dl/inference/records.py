@@ -10,13 +10,11 @@ With labels there is `label`, or `labels` by name, or `time` and `event`. Unread
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from mpi4dl.results.formats import flat
 from mpi4dl.tasks.task import Task
 
-ALIKE = ("pixel_accuracy", "dice", "iou")
 NOT_NUMBERS = "the model's outputs are not numbers (NaN)"
 
 
@@ -32,18 +30,8 @@ def columns_of(
 
     With `crops` there is `seen`, the share of an image's pixels that the model saw; with `patients` the patient.
     """
-    if not task.dense:
-        label = torch.zeros(task.label_size(len(classes))) if labelled else None
-        every = [*flat(task.answer(classes, torch.zeros(len(classes)), label))]
-    elif labelled:
-        every = [*ALIKE]
-    else:
-        every = [*(_named("mask", classes) if apart else ["mask"]), *_named("pixels", classes)]
+    every = flat(task.blank(classes, labelled, apart))
     return ["image", *(["patient"] if patients else []), *every, *(["seen"] if crops else []), "error"]
-
-
-def _named(what: str, names: Sequence[str]) -> list[str]:
-    return [f"{what} {name}" for name in names]
 
 
 def is_undefined(outputs: Tensor) -> bool:

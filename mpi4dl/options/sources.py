@@ -268,7 +268,7 @@ class DataSource:
                 f"`image_size` {'x'.join(map(str, self.size))} with masks: every rank has whole masks of a batch, 8 "
                 "bytes a pixel, and `stream` and `patches` are for more pixels than that: at most 8192x8192"
             )
-        sizes = list(_sizes(training))
+        sizes = list(some_sizes(training))
         fit = self.fit_of(sizes, before)
         if FITTED[fit].own_sizes and dense:
             raise ConfigError("`fit` own is not for masks: choose `fit` pad, or crop for windows of slides")
@@ -755,7 +755,7 @@ def _numbers_in(text: str) -> tuple[float, ...] | None:
     return found if all(map(math.isfinite, found)) else None
 
 
-def _sizes(dataset: Named) -> Iterator[tuple[int, ...]]:
+def some_sizes(dataset: Named) -> Iterator[tuple[int, ...]]:
     """The sizes of some images, from the first to the last; of those that can be read."""
     count = min(LOOKED_AT, len(dataset))
     for number in range(count):

@@ -169,6 +169,12 @@ class Task:
         return {**({} if true is None else {"label": true[0]}), "prediction": values[0]}
 
     @classmethod
+    def blank(cls, classes: Sequence[str], labelled: bool, apart: bool) -> Record:
+        """A record as one of a sample is, of zeros; with a mask of each class, if these are `apart`."""
+        label = torch.zeros(cls.label_size(len(classes))) if labelled else None
+        return cls.answer(classes, torch.zeros(len(classes)), label)
+
+    @classmethod
     def label_size(cls, num_classes: int) -> int:
         """How many numbers the label of a sample has."""
         return num_classes
@@ -314,6 +320,9 @@ class Regress(Task):
         return ("value",) if not classes and self.num_outputs == 1 else super().names(classes)
 
 
+ALIKE = ("pixel_accuracy", "dice", "iou")  # how alike two masks are
+
+
 class Segment(Task):
     """A class for each pixel: outputs (N, classes, H, W), masks (N, H, W); or (N, classes, H, W) of 0 and 1, which may
     overlap, for losses of which bce is one, or by their option `binary`. Volumes and lines are alike.
@@ -321,7 +330,7 @@ class Segment(Task):
 
     name = "segment"
     default_loss = "cross_entropy"
-    metric_names = ("pixel_accuracy", "dice", "iou", "confusion")
+    metric_names = (*ALIKE, "confusion")
     monitor = "dice"
     defaults = usual(optimizer_options={"weight_decay": 0.01})  # as SegFormer: Xie et al. 2021
     dense = True
@@ -364,6 +373,12 @@ class Segment(Task):
         if self.binary:
             return (found > 0).to(found.dtype).masked_fill(found.isnan(), nan)
         return found.argmax(1).masked_fill(found.isnan().any(1), NO_CLASS)
+
+    @classmethod
+    def blank(cls, classes: Sequence[str], labelled: bool, apart: bool) -> Record:
+        named = dict.fromkeys(classes, 0)
+        masks: Record = {"masks": named} if apart else {"mask": ""}
+        return dict.fromkeys(ALIKE, 0) if labelled else {**masks, "pixels": named}
 
     @classmethod
     def described(cls, training: Any, validation: Any) -> str:
