@@ -53,14 +53,14 @@ def predict(comm: "Communicator", asked: CommandLine[PredictConfig]) -> None:
 
     from mpi4dl.inference.images import framed_for, open_any, open_any_slides
     from mpi4dl.inference.model import Predictor
-    from mpi4dl.inference.predicting import Predicting
+    from mpi4dl.inference.predicting import predictions_of
 
     framed = partial(framed_for, comm, chosen, config.columns)
     model = Predictor(asked.source, Inference(config.inputs, config.placing), comm, framed)
     images: Named = open_any_slides(comm, model.trained) if other else open_any(comm, model.trained, where)
     name = f"predictions-{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(where).absolute().name).strip('-')}"
     out = model.folder / name if config.predicting.out is None else Path(config.predicting.out)
-    predicting = Predicting(model, images, where, out, (config,), speaks=True)
+    predicting = predictions_of(model, images, where, out, (config,), speaks=True)
     for line in (*model.title(), *predicting.remarks) if comm.rank == 0 else ():
         print(asked.spell(line), flush=True)
     count = sum(1 for _ in predicting)

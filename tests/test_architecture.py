@@ -330,7 +330,6 @@ ALIKE = {
     ("mpi4dl.inference.model", "predictions"): "all ranks raise this Refusal together",
     ("mpi4dl.inference.model", "_found_late"): "the plan alone decides",
     ("mpi4dl.inference.model", "_one_by_one"): "all ranks raise this Refusal together",
-    ("mpi4dl.inference.predicting", "__iter__"): "whether outputs are dense follows from the model",
     ("mpi4dl.parallel.own_loop", "_gradients"): "ranks have kept the same tensors, in graphs of the same form",
     ("mpi4dl.options.tasks", "build_task"): "an option, on which all have agreed",
     (

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._files import open_regular
-from mpi4dl.datasets.base import DatasetError, Image, Pixels, WholeImage, unit_values
+from mpi4dl.datasets.base import DatasetError, Image, Pixels, Whole, WholeImage, unit_values
 from mpi4dl.datasets.colour import bytes_of
 from mpi4dl.datasets.files import check_unpacked
 from mpi4dl.datasets.listed import text_of
@@ -25,8 +25,10 @@ _CHANNELS = (1, 3, 4)
 _SIDES = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
 
 
-class ArrayDataset:
+class ArrayDataset(Whole):
     """Images (count, height, width, channels), or with other axes of space, and their labels (count,)."""
+
+    in_memory = True
 
     def __init__(self, images: npt.NDArray[Any], labels: npt.NDArray[np.int64], classes: tuple[str, ...]) -> None:
         self.classes = classes
@@ -230,7 +232,7 @@ _WAVE = np.round(80 * np.sin(2 * pi * np.arange(_PHASES) / _PHASES)).astype(np.i
 _NOISE_BITS = 6
 
 
-class Synthetic:
+class Synthetic(Whole):
     """Noisy stripes whose direction and tint tell the class; class i % num_classes for image i.
 
     In a volume they lean along its depth too; of a sequence it is how close they are that tells the class.

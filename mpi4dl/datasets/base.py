@@ -158,6 +158,18 @@ class Dataset(Protocol):
         """
 
 
+class Whole:
+    """A dataset that has all its samples, of which subsets are parts: the answers of one whose samples are no files."""
+
+    root: Path | None = None  # the folder that names of samples begin in
+    of_slides = False  # whether samples are slides, which results of them record
+    in_memory = False  # whether each rank has all pixels, which ranks compare
+
+    def lists(self) -> tuple[Any, ...]:
+        """All lists of files that reading samples may open."""
+        return ()
+
+
 def task_of(dataset: Any) -> str:
     """The task of a dataset's labels: one class per image, unless it declares another."""
     return getattr(dataset, "task", "classify")

@@ -16,12 +16,14 @@ from typing import Any
 
 Answer = tuple[dict[str, Any], bytes]
 Read = Callable[[Any], Answer]  # what is read of an open file
+OPAQUE = b"\xff"
 
 
 def slide(path: str) -> Read:
-    """The vendor of a slide, its levels and properties with its ICC profile, or the RGBA bytes of a box of a level.
+    """The vendor of a slide, its levels and properties with its ICC profile, or the bytes of a box of a level.
 
-    A box is its left and upper side in pixels of level 0, its level, and its width and height in pixels of that.
+    A box is its left and upper side in pixels of level 0, its level, and its width and height in pixels of that. Its
+    bytes are RGB where all of it is opaque, and RGBA elsewhere.
     """
     import openslide
 
@@ -37,7 +39,9 @@ def slide(path: str) -> Read:
             profile = getattr(opened, "color_profile", None)
             return answer | {"properties": dict(opened.properties)}, profile.tobytes() if profile else b""
         left, top, level, width, height = box
-        return {}, opened.read_region((left, top), level, (width, height)).tobytes()
+        pixels = opened.read_region((left, top), level, (width, height))
+        opaque = pixels.tobytes("raw", "A") == OPAQUE * (width * height)
+        return {}, pixels.tobytes("raw", "RGB" if opaque else "RGBA")
 
     return read
 

@@ -30,6 +30,8 @@ def bytes_of(samples: npt.NDArray[Any], top: float | None = None) -> Pixels:
     Raises:
         ValueError: floating point samples outside the range, or that are no numbers; a type that is no real number.
     """
+    if samples.dtype == np.uint8 and top in (None, WHITE):
+        return samples
     if samples.dtype == np.bool_:
         return samples.astype(np.uint8) * np.uint8(WHITE)
     if samples.dtype.kind not in _KINDS_OF_NUMBERS:
@@ -38,8 +40,6 @@ def bytes_of(samples: npt.NDArray[Any], top: float | None = None) -> Pixels:
         return _bytes_of_floats(samples, 1.0 if top is None else top)
     info = np.iinfo(samples.dtype)
     top = info.max if top is None else int(top)
-    if (info.min, top) == (0, WHITE) and samples.dtype == np.uint8:
-        return samples
     if samples.dtype.kind == "u" and info.bits <= _TABLE_BITS:
         return _table(top)[np.minimum(samples, samples.dtype.type(min(top, info.max)))]
     share = (samples.astype(np.float64) - info.min) / (top - info.min)

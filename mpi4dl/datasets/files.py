@@ -1,12 +1,13 @@
 """Which reader opens an image file; whatever a reader stumbles over becomes one kind of error here."""
 
+import io
 import os
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import PIL.Image
@@ -23,42 +24,51 @@ from mpi4dl.geometry import Interval
 # Read PNG, JPEG and other images that have to be decoded whole, with Pillow.
 
 _TOO_LARGE = (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning)
+_SMALL_BYTES = 1 << 18
 _STRIP_PIXELS = 1 << 20  # converted at a time, so that little is alive beside the decoded image and the result
 
 # Pillow warns of a large picture, or of odd metadata, at each reading on each rank. What matters is raised.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
-def open_picture(path: Path) -> Image:
-    """An image file whose header is read at once, and whose pixels are decoded, all of them, at the first `read`.
+def _open_picture(path: Path, file: BinaryIO) -> Image:
+    """An image whose header is read at once, and whose pixels are decoded, all of them, at the first `read`.
+
+    Of a small file all bytes are read at once, so that it is opened once. A larger one is opened again for its pixels.
 
     Raises:
         BadImage: not an image, or larger than Pillow's own limit. Damaged ones raise what Pillow raises.
     """
     try:
-        with PIL.Image.open(path) as image:
-            size, tiff = image.size, image.format == "TIFF"
-            # Not the override for PNG, which decodes all pixels to find what may stand behind them.
-            orientation = None if tiff else PIL.Image.Image.getexif(image).get(TAG)
+        file.seek(0)
+        small = os.fstat(file.fileno()).st_size <= _SMALL_BYTES
+        image = PIL.Image.open(io.BytesIO(file.read()) if small else file)
+        # Not the override for PNG, which decodes all pixels to find what may stand behind them.
+        orientation = None if image.format == "TIFF" else PIL.Image.Image.getexif(image).get(TAG)
     except _TOO_LARGE as error:
         reason = f"is too large to be decoded whole ({error}): convert it to a tiled TIFF in RGB or grey"
         raise BadImage(path, f"{reason}, of which boxes can be read") from error
     except PIL.UnidentifiedImageError as error:
         reason = "is not an image of a kind that Pillow knows: the file is damaged, or its extension is wrong"
         raise BadImage(path, reason) from error
-    return upright(_Picture(path, size), orientation)  # Pillow itself turns what is in a TIFF file
+    # Pillow itself turns what is in a TIFF file.
+    return upright(_Picture(path, image.size, image if small else None), orientation)
 
 
 class _Picture:
-    def __init__(self, path: Path, size: tuple[int, int]) -> None:
-        self._path = path
+    def __init__(self, path: Path, size: tuple[int, int], opened: PIL.Image.Image | None) -> None:
+        self._path, self._opened = path, opened
         self.size = size[::-1]
 
     @cached_property
     def _decoded(self) -> PIL.Image.Image:
-        # By its path, Pillow 13 maps an uncompressed TIFF that stands on its side with its sides exchanged.
-        with self._path.open("rb") as stream, PIL.Image.open(stream) as image:
+        image, self._opened = self._opened, None
+        if image is not None:
             image.load()
+        else:
+            # By its path, Pillow 13 maps an uncompressed TIFF that stands on its side with its sides exchanged.
+            with self._path.open("rb") as stream, PIL.Image.open(stream) as image:
+                image.load()
         if image.size != self.size[::-1]:
             raise BadImage(self._path, f"has {image.size} pixels where its header says {self.size[::-1]}")
         return image
@@ -95,24 +105,23 @@ def open_image(path: Path) -> Image:
         BadImage: the file cannot be read, is empty, damaged, or no image; so does `read` of what this returns.
         DatasetError: the package that reads this format is not installed.
     """
-    with blaming(path):
-        with open_regular(path) as file:
-            magic = file.read(4)
-        if not magic:
-            raise BadImage(path, "is empty (0 bytes)")
-        return _ImageFile(path, _reader(path, magic))
+    with blaming(path), open_regular(path) as file:
+        return _ImageFile(path, _reader(path, file))
 
 
-def _reader(path: Path, magic: bytes) -> Image:
+def _reader(path: Path, file: BinaryIO) -> Image:
+    magic = file.read(4)
+    if not magic:
+        raise BadImage(path, "is empty (0 bytes)")
     if path.suffix.lower() in SLIDE_SUFFIXES:
         width, height = open_with_openslide(path)[0]["levels"][0]
         return OpenSlideLevel(path, 0, (height, width), 1.0)
     if magic not in tiff.MAGIC:
-        return open_picture(path)
+        return _open_picture(path, file)
     try:
         return tiff.open_tiff(path)
     except Unsupported:
-        return open_picture(path)
+        return _open_picture(path, file)
 
 
 class _ImageFile:

@@ -28,7 +28,7 @@ class LabelForm:
         where: where labels of images are written, for errors.
         looks_like: whether a label, a tensor, is of this form; the first form that says so is that of a dataset that
             does not name its task.
-        in_tables: whether a table can have them.
+        in_folders: whether folders of images can tell them; in_tables: whether a table can have them.
         columns: the columns of a table that they are, in this order; empty: any.
         named_by_column: each column is a label of its own, and classes are the names of columns.
         classes: the names of what is learnt, if they are always the same.
@@ -42,6 +42,7 @@ class LabelForm:
     task: str
     where: str
     looks_like: Callable[[torch.Tensor], bool] = _never
+    in_folders: bool = False
     in_tables: bool = True
     columns: tuple[str, ...] = ()
     named_by_column: bool = False
@@ -72,6 +73,7 @@ FORMS: Mapping[str, LabelForm] = {
             "classify",
             "a class is the folder of an image, or a column of labels.csv",
             lambda label: label.dim() == 0 and not label.is_floating_point(),
+            in_folders=True,
             have_means=True,
         ),
         LabelForm(
@@ -88,6 +90,7 @@ FORMS: Mapping[str, LabelForm] = {
             "segment",
             "expected images/NAME.png and masks/NAME.png, or such folders below train and val",
             lambda label: True,
+            in_folders=True,
             in_tables=False,
             files="mask",
             folders=("images", "masks"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpi4dl._files import open_regular
-from mpi4dl.datasets.base import BadImage, DatasetError, Image
+from mpi4dl.datasets.base import BadImage, DatasetError, Image, Whole
 from mpi4dl.datasets.files import DICOM, open_image
 from mpi4dl.datasets.volumes import VolumeFile, open_volume
 
@@ -110,7 +110,7 @@ class OtherFile(DatasetError):
     """The file at a path is not the listed one."""
 
 
-class ListedFiles:
+class ListedFiles(Whole):
     """Files below `root`; with `volumes`, each is one. They have as many channels as the first that can be read.
 
     Attributes:
@@ -120,6 +120,7 @@ class ListedFiles:
         DatasetError: values of volumes are of several kinds.
     """
 
+    root: Path
     remarks: tuple[str, ...] = ()
 
     def __init__(self, root: Path, files: Sequence[File], volumes: bool = False) -> None:
@@ -190,13 +191,12 @@ class ListedFiles:
 
     def checked(self, index: int) -> Path:
         """Where file `index` is. Raises OtherFile if it is not the one that was listed."""
-        self._check_size(index)
+        path = self._check_size(index)
         if self._prints and self._prints[index] not in (None, self._print(index)):
             raise OtherFile(
-                f"{self.path(index)}: has other content {self._reader} than elsewhere, though as many bytes: "
-                f"{_SAME_FILES}"
+                f"{path}: has other content {self._reader} than elsewhere, though as many bytes: {_SAME_FILES}"
             )
-        return self.path(index)
+        return path
 
     def prints(self, part: slice, reader: str) -> list[int | None]:
         """A checksum of some bytes of each file of a part of the list; None of what cannot be read.
@@ -224,20 +224,21 @@ class ListedFiles:
         """From now on, accept only files with these checksums, one for each of the list."""
         self._prints = prints
 
-    def _check_size(self, index: int) -> None:
+    def _check_size(self, index: int) -> Path:
         path, listed = self.path(index), self.files[index].num_bytes
         if listed == UNKNOWN:
-            return
+            return path
         try:
             found = num_bytes_of(path)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise OtherFile(f"{path}: is not there {self._reader}, but was listed: {_SAME_FILES}") from error
         except OSError:
-            return  # which opening it will say
+            return path  # which opening it will say
         if found not in (listed, UNKNOWN):
             raise OtherFile(
                 f"{path}: has {found} bytes {self._reader}, but had {listed} when it was listed: {_SAME_FILES}"
             )
+        return path
 
     def _print(self, index: int) -> int | None:
         found = 0

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import PIL.Image
 import torch
 
-from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError, Values, WholeImage, unit_values
+from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError, Values, Whole, WholeImage, unit_values
 from mpi4dl.datasets.colour import rgb_of_pillow
 from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.listed import text_of
@@ -159,7 +159,7 @@ _LOOKS = 4  # at each sample
 _UNREADABLE = (OSError, EOFError, SyntaxError, zlib.error)  # what decoders raise of damaged files
 
 
-class OwnDataset:
+class OwnDataset(Whole):
     """A dataset of the user's; a sample without a name is called by its number.
 
     The task is the dataset's `task`, or follows from the form of a label. An integer is a class, integers of 0 and 1

@@ -111,10 +111,9 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
 # Read boxes of slide scanners' formats (SVS, NDPI, MRXS, ...) with OpenSlide, in processes that may die.
 
 GENERIC = "generic-tiff"  # OpenSlide's name for TIFF of nobody's
-# OpenSlide hands out four bytes per pixel; strips keep what is alive beside the result small.
+# Where a box is not opaque there are four bytes for each pixel; strips keep what is alive beside the result small.
 STRIP_ROWS = 1024
 ALIGNED_PX = 512  # each side of the boxes that are read of levels which are no whole number of times smaller
-BYTES_PER_PIXEL = 4
 
 
 def vendor_of(path: Path) -> str | None:
@@ -180,18 +179,18 @@ class OpenSlideLevel:
         return pixels[rows.start - top : rows.stop - top, cols.start - left : cols.stop - left]
 
     def _read(self, rows: Interval, cols: Interval) -> Pixels:
-        pixels = np.empty((rows.length, cols.length, 3), np.uint8)
-        if pixels.size == 0:
+        if 0 in (rows.length, cols.length) or rows.length > STRIP_ROWS:
+            pixels = np.empty((rows.length, cols.length, 3), np.uint8)
+            for top in range(rows.start, rows.stop if cols.length else rows.start, STRIP_ROWS):
+                strip = Interval(top, min(top + STRIP_ROWS, rows.stop))
+                pixels[top - rows.start : strip.stop - rows.start] = self._read(strip, cols)
             return pixels
-        for top in range(rows.start, rows.stop, STRIP_ROWS):
-            height = min(STRIP_ROWS, rows.stop - top)
-            corner = round(cols.start * self._downsample), round(top * self._downsample)
-            answer, content = ask("openslide", self._path, (*corner, self._level, cols.length, height))
-            if "error" in answer:
-                raise BadImage(self._path, f"cannot be decoded: {answer['error']}")
-            samples = np.frombuffer(content, np.uint8).reshape(height, cols.length, BYTES_PER_PIXEL)
-            pixels[top - rows.start : top - rows.start + height] = over_white(samples[..., :3], samples[..., 3])
-        return pixels
+        corner = round(cols.start * self._downsample), round(rows.start * self._downsample)
+        answer, content = ask("openslide", self._path, (*corner, self._level, cols.length, rows.length))
+        if "error" in answer:
+            raise BadImage(self._path, f"cannot be decoded: {answer['error']}")
+        found = np.frombuffer(content, np.uint8).reshape(rows.length, cols.length, -1)
+        return found if found.shape[2] == len("RGB") else over_white(found[..., :3], found[..., 3])
 
 
 def _grid(wanted: Interval, size: int) -> list[Interval]:

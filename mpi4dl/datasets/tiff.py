@@ -119,6 +119,11 @@ MOST_SPARE = 4  # times as many pixels as its tile a picture may have
 VALUES = ("uint8", "uint16", "float32")  # types of pictures whose values are read as they are stored
 LOSSY = (6, 7, *DEADLY, 33007, 34892)  # JPEG, JPEG XR, and JPEG under other numbers
 
+# Of JPEG: a segment begins with its mark, kind and length; that of a frame has bits, height and width then.
+START_OF_JPEG, MARK, FRAME = b"\xff\xd8", 0xFF, struct.Struct(">BBHBHH")
+FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive
+BEFORE_FRAME = (0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE)  # tables, restart interval, applications, comment
+
 # Without OpenSlide, tifffile shows other pictures than there are: padded or overlapping tiles, the label as the slide,
 # levels of other factors. Aperio's pages it shows truly, except two kinds of JPEG 2000 whose colours are no RGB.
 SCANNERS = ("philips", "bif", "scn")  # by tifffile's names
@@ -310,14 +315,29 @@ def _ratio(value: Any) -> float | None:
         return None
 
 
+def _pixels_of_jpeg(data: bytes) -> int | None:
+    """The pixels of a JPEG by the header of its frame, if nothing but tables, comments and such comes before it."""
+    at = len(START_OF_JPEG)
+    while data.startswith(START_OF_JPEG) and len(data) >= at + FRAME.size:
+        mark, kind, length, _, height, width = FRAME.unpack_from(data, at)
+        if mark == MARK and kind in FRAMES:
+            return int(height * width)
+        if mark != MARK or kind not in BEFORE_FRAME or length < 2:
+            break
+        at += 2 + length
+    return None
+
+
 def _is_measured(path: Path, index: int, data: bytes, sides: tuple[int, int]) -> bool:
-    """Whether Pillow knows the size of a tile that is a picture: a few bytes may claim any number of pixels.
+    """Whether the size of a tile that is a picture is known: a few bytes may claim any number of pixels.
 
     Raises BadImage for a picture that is far larger than the tile that it is to be.
     """
+    pixels = _pixels_of_jpeg(data)
     try:
-        with PIL.Image.open(io.BytesIO(data)) as picture:
-            pixels = prod(picture.size)
+        if pixels is None:
+            with PIL.Image.open(io.BytesIO(data)) as picture:
+                pixels = prod(picture.size)
     except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
         pixels = sys.maxsize
     except (OSError, SyntaxError, ValueError, LookupError, TypeError, struct.error, EOFError, ArithmeticError):
@@ -380,6 +400,11 @@ class _Tiff:
         self._tiles_down = ceil_div(self.height, self._tile_height)
         self._tiles_across = ceil_div(self.width, self._tile_width)
         self._planes = first.samplesperpixel if first.planarconfig == 2 else 1
+        # Where rows lie in the file as they are, those that a box needs are read alone.
+        self._row_shape = (self._tile_width, first.samplesperpixel // self._planes)
+        formats = np.unique(first.tags.valueof("SampleFormat", _UNSIGNED)).tolist()
+        stored = (first.compression, first.predictor, first.fillorder, first.bitspersample, formats)
+        self._plain_rows = stored == (_UNCOMPRESSED, 1, 1, 8, [_UNSIGNED])
         expected = self._tiles_down * self._tiles_across * self._planes
         for page in pages:
             _check_segments(path, page)
@@ -396,21 +421,25 @@ class _Tiff:
 
     def read(self, *space: Interval) -> npt.NDArray[Any]:
         rows, cols = space
+<<<<<<< HEAD
         pixels = np.empty((rows.length, cols.length, *self.blank.shape), self.blank.dtype)
         sides = zip(space, (self._tile_height, self._tile_width), strict=True)
         tiles = [range(each.start // side, ceil_div(each.stop, side) if pixels.size else 0) for each, side in sides]
+=======
+        pixels = np.empty((rows.length, cols.length, *self._blank.shape), self._blank.dtype)
+        if not pixels.size:
+            return pixels
+        spans = map(_spans, space, (self._tile_height, self._tile_width))
+>>>>>>> main
         descriptor = os.open(self._path, os.O_RDONLY)
         try:
-            for down, across in product(*tiles):
-                top, left = down * self._tile_height, across * self._tile_width
-                inside_rows = rows.intersect(Interval(top, top + self._tile_height))
-                inside_cols = cols.intersect(Interval(left, left + self._tile_width))
-                part = pixels[_slice(inside_rows, rows.start), _slice(inside_cols, cols.start)]
-                samples = self._tile(descriptor, down, across)
+            for (down, inner_rows, outer_rows), (across, inner_cols, outer_cols) in product(*spans):
+                part = pixels[outer_rows, outer_cols]
+                samples = self._tile(descriptor, down, across, inner_rows)
                 if samples is None:
                     part[...] = self.blank
                     continue
-                found = samples[_slice(inside_rows, top), _slice(inside_cols, left)]
+                found = samples[:, inner_cols]
                 if found.shape[:2] != part.shape[:2]:
                     part[...] = self.blank
                 part[: found.shape[0], : found.shape[1]] = self._colour(found)
@@ -418,33 +447,38 @@ class _Tiff:
             os.close(descriptor)
         return pixels
 
-    def _tile(self, descriptor: int, down: int, across: int) -> npt.NDArray[Any] | None:
-        """The samples (rows, columns, samples) of one tile, or None where the file leaves it out as empty."""
+    def _tile(self, descriptor: int, down: int, across: int, rows: slice) -> npt.NDArray[Any] | None:
+        """The samples (rows, columns, samples) of rows of a tile, or None where the file leaves it out as empty."""
         planes = []
         for page in self._pages:
             for plane in range(self._planes):
                 index = (plane * self._tiles_down + down) * self._tiles_across + across
-                samples = self._segment(descriptor, page, index)
+                samples = self._segment(descriptor, page, index, rows)
                 if samples is None:
                     return None
                 planes.append(samples)
         return planes[0] if len(planes) == 1 else np.concatenate(planes, axis=2)
 
-    def _segment(self, descriptor: int, page: Any, index: int) -> npt.NDArray[Any] | None:
-        offset, num_bytes = page.dataoffsets[index], page.databytecounts[index]
+    def _segment(self, descriptor: int, page: Any, index: int, rows: slice) -> npt.NDArray[Any] | None:
+        offset, num_bytes, row_bytes = page.dataoffsets[index], page.databytecounts[index], prod(self._row_shape)
         if offset == 0 or num_bytes == 0:
             return None
+        left = max(0, os.fstat(descriptor).st_size - offset)
+        if left < num_bytes:
+            raise BadImage(self._path, f"is truncated: tile {index} has {left} of {num_bytes} bytes")
+        if self._plain_rows and num_bytes >= self._tile_height * row_bytes:
+            count = rows.stop - rows.start
+            data = os.pread(descriptor, count * row_bytes, offset + rows.start * row_bytes)
+            return np.frombuffer(data, np.uint8).reshape(count, *self._row_shape)
         data = os.pread(descriptor, num_bytes, offset)
-        if len(data) < num_bytes:
-            raise BadImage(self._path, f"is truncated: tile {index} has {len(data)} of {num_bytes} bytes")
         sides = self._tile_height, self._tile_width
         if self._elsewhere or (self._pictures and not _is_measured(self._path, index, data, sides)):
-            return _elsewhere(self._path, page, index)[0]
+            return _elsewhere(self._path, page, index)[0, rows]
         try:
             samples = self._decode(data, index, jpegtables=self._jpegtables)[0]
         except Exception as error:  # each codec has its own kinds of error for bytes that it cannot decode
             raise BadImage(self._path, f"tile {index} cannot be decoded: {error}") from error
-        return samples[0]
+        return samples[0, rows]
 
 
 class _Indices(_Tiff):
@@ -460,6 +494,7 @@ class _Indices(_Tiff):
         return np.zeros((), first.dtype), lambda samples: samples[..., 0]
 
 
+<<<<<<< HEAD
 class _Values(_Tiff):
     """A picture whose values are as they are stored, and missing pixels 0."""
 
@@ -475,6 +510,15 @@ class _Values(_Tiff):
 
 def _slice(interval: Interval, origin: int) -> slice:
     return slice(interval.start - origin, interval.stop - origin)
+=======
+def _spans(wanted: Interval, side: int) -> list[tuple[int, slice, slice]]:
+    """The tiles of an axis that an interval touches: of each its number, and the part in it and in the interval."""
+    found = []
+    for number in range(wanted.start // side, ceil_div(wanted.stop, side)):
+        first, start, stop = number * side, max(wanted.start, number * side), min(wanted.stop, (number + 1) * side)
+        found.append((number, slice(start - first, stop - first), slice(start - wanted.start, stop - wanted.start)))
+    return found
+>>>>>>> main
 
 
 def _planes(path: Path, file: Any, number: int = 0) -> Sequence[Any]:

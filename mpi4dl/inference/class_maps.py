@@ -54,6 +54,8 @@ class ClassMap:
         if len(classes) > MOST_CLASSES:
             raise DatasetError(f"{len(classes)} classes: class maps of slides have up to {MOST_CLASSES}")
         self.path, self._slide, self._classes, self._options = path, slide, tuple(classes), options
+        base = path.name.removesuffix(ENDINGS[0])
+        self.beside = [path.with_name(f"{base}{ending}") for ending in ENDINGS[1:]]  # the picture and the polygons
         path.parent.mkdir(parents=True, exist_ok=True)
         self._rows = Replacement(path.with_name(f"{path.name}.rows"))
         try:
@@ -70,7 +72,7 @@ class ClassMap:
     def close(self) -> None:
         """Write the files. Raises OSError, or DatasetError if the slide cannot be read or a package is missing."""
         try:
-            _, picture, polygons = files_beside(self.path)
+            picture, polygons = self.beside
             write_durably(picture, thumbnail_of(self._map, self._slide, self._classes))
             write_durably(polygons, geojson(self._map, self._slide, self._classes, self._options).encode())
             write_pyramid(self.path, self._map, self._slide, self._classes)
@@ -80,12 +82,6 @@ class ClassMap:
     def drop(self) -> None:
         self._map = None
         self._rows.drop()
-
-
-def files_beside(path: Path) -> list[Path]:
-    """The files of a class map whose OME-TIFF is `path`: that, the picture and the polygons."""
-    base = path.name.removesuffix(ENDINGS[0])
-    return [path.with_name(f"{base}{ending}") for ending in ENDINGS]
 
 
 def write_pyramid(path: Path, classes_of: npt.NDArray[np.uint8], slide: Slide, classes: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpi4dl._files import open_regular
 from mpi4dl._wording import counted, some
-from mpi4dl.comm import Communicator
+from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.arrays import is_cifar, load_cifar, load_npz
 from mpi4dl.datasets.base import BadImage, DatasetError, task_of
 from mpi4dl.datasets.files import open_image
@@ -21,11 +21,13 @@ from mpi4dl.datasets.samples import TABLE, open_table
 from mpi4dl.datasets.sources import SampleFiles, open_files, paired_form
 from mpi4dl.datasets.split import Named, Subset, in_whole
 from mpi4dl.datasets.table import folded_column
+from mpi4dl.datasets.transform import as_fit
 from mpi4dl.datasets.volumes import open_volume
+from mpi4dl.inference.masks import FITS
 from mpi4dl.inference.options import Evaluating, TableColumns, ToPredict
 from mpi4dl.options.declare import ConfigError
 from mpi4dl.options.kinds import AUTO
-from mpi4dl.options.sources import LOOKED_AT
+from mpi4dl.options.sources import some_sizes
 from mpi4dl.runs.description import Description
 from mpi4dl.runs.samples import FILE as SAMPLES
 from mpi4dl.runs.samples import RunSamples
@@ -115,7 +117,11 @@ def _labelled(source: str, trained: TrainedOptions) -> tuple[Named, str]:
         raise DatasetError(f"{source}: no such file or folder; expected a folder of images with labels, or an .npz")
     table = path.suffix.lower() == ".csv" or (path / TABLE).is_file()
     folder, which = (path, "") if table else _part(path)
+<<<<<<< HEAD
     if not table and not files_of(about.task) and about.task != "classify":
+=======
+    if not table and not FORMS[about.task].in_folders:
+>>>>>>> main
         raise DatasetError(f"{source}: has no labels to {about.task}; {FORMS[about.task].where}")
     files = open_files(
         folder,
@@ -189,7 +195,7 @@ def framed_for(
         comm.agree(None if alone is None else f"`{alone}` is for a table of other slides: name it by `slides`")
         return trained
     comm.agree(trained.source.refusal(slides, features))
-    size = trained.size if trained.fit == "crop" else AUTO
+    size = trained.size if FITS[as_fit(trained.fit)].crops else AUTO
     given: dict[str, Any] = {"slides": slides or features, "features": features, "image_size": size}
     given["slides_folder"] = asked.slides_folder
     with comm.together((ValueError, OSError)):
@@ -399,8 +405,8 @@ class Coverage:
     """
 
     def __init__(self, comm: Communicator, model: Any, images: Named, whole: bool = False) -> None:
-        self.frame = model.trained.size
-        self.crops = model.fit == "crop" and not whole
+        self.frame, self.may_crop = model.trained.size, model.may_crop
+        self.crops = FITS[model.fit].crops and not whole
         self.shares: list[float] = []
         self.remarks: list[str] = []
         if not self.crops:
@@ -408,14 +414,8 @@ class Coverage:
         shares: list[float] = []
         with comm.together((ValueError, OSError)):
             if comm.rank == 0:
-                count = min(LOOKED_AT, len(images))
-                for number in range(count):
-                    try:
-                        size = images.image(number * (len(images) - 1) // max(1, count - 1)).size
-                    except BadImage:
-                        continue
-                    shares.append(seen_of(size, self.frame))
-                if shares and min(shares) < 1 and not model.may_crop:
+                shares = [seen_of(size, self.frame) for size in some_sizes(images)]
+                if shares and min(shares) < 1 and not self.may_crop:
                     raise ConfigError(self.refusal("the model", min(shares)))
         shares = comm.broadcast_object(shares)
         if shares and min(shares) < 1:
@@ -429,8 +429,13 @@ class Coverage:
             "large images in training; choose `fit` crop to see that part alone, or `fit` resize for whole images"
         )
 
-    def add(self, share: float) -> None:
+    def add(self, images: Named, index: int) -> float:
+        """Add an image; the share that the model saw. Raises Refusal for a part of it alone, and DatasetError."""
+        share = seen_of(images.image(index).size, self.frame)
+        if share < 1 and not self.may_crop:
+            raise Refusal(self.refusal(images.name(index), share))
         self.shares.append(share)
+        return share
 
     def summary(self) -> list[str]:
         """The summary of all images, in a line."""

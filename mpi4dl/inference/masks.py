@@ -10,7 +10,7 @@ import threading
 import zlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,7 +26,6 @@ import numpy.typing as npt
 from mpi4dl._files import Replacement, map_new, naming
 from mpi4dl._palette import of_classes
 from mpi4dl._progress import ProgressLine, quietly
-from mpi4dl.comm import Communicator
 from mpi4dl.datasets.base import BadImage, DatasetError, Image, Values
 from mpi4dl.datasets.listed import OtherFile
 from mpi4dl.datasets.split import Named
@@ -65,6 +64,38 @@ def windows_along(size: int, frame: int) -> list[WindowInterval]:
     ]
 
 
+class Way(NamedTuple):
+    """How windows see an axis of images by a `fit`.
+
+    `side(source, frame, largest, beyond)` is how many pixels show an image of `source` px, which begins at
+    `start(source, side)`, with `scale(source, side)` of them for each of its own. `crops`: of an image that is not seen
+    by windows, the centre alone may be seen. `for_maps`: maps may lie over the image.
+    """
+
+    side: Callable[[int, int, int, bool], int]
+    start: Callable[[int, int], int] = lambda source, side: 0
+    scale: Callable[[int, int], float] = lambda source, side: 1
+    crops: bool = False
+    for_maps: bool = False
+
+
+def _resized(source: int, frame: int, largest: int, beyond: bool) -> int:
+    return frame if source <= largest else max(frame, round(source * frame / largest))
+
+
+def _cropped(source: int, frame: int, largest: int, beyond: bool) -> int:
+    return max(frame, source + 2 * (frame // (2 * SHARED) * beyond))
+
+
+_PADDED = Way(lambda source, frame, largest, beyond: frame, for_maps=True)
+FITS: Mapping[Fit, Way] = {
+    "resize": Way(_resized, scale=lambda source, side: side / source),
+    "crop": Way(_cropped, start=lambda source, side: (side - source) // 2, crops=True),
+    "pad": _PADDED,
+    "own": _PADDED,
+}
+
+
 @dataclass(frozen=True)
 class Target:
     """How an image of `source` px is seen by windows of `frame` px: brought to `size` px, by `fit`.
@@ -96,20 +127,18 @@ class Target:
         `beyond`: windows reach beyond an image that is cropped, so that they decide no pixel at their own sides, where
         convolutions see zeros.
         """
-        if fit == "crop":
-            margins = [side // (2 * SHARED) * beyond for side in frame]
-            wider = [side + 2 * margin for side, margin in zip(source, margins, strict=True)]
-            return cls(source, tuple(map(max, wider, frame)), frame, fit)
-        if fit == "pad":
-            return cls(source, frame, frame, fit)
-        known = source if largest is None else largest
-        sides = zip(source, frame, known, strict=True)
-        return cls(source, tuple(b if a <= c else max(b, round(a * b / c)) for a, b, c in sides), frame, fit)
+        sides = zip(source, frame, source if largest is None else largest, strict=True)
+        return cls(source, tuple(FITS[fit].side(*each, beyond) for each in sides), frame, fit)
 
     @cached_property
     def intervals(self) -> list[list[WindowInterval]]:
         """The windows along each axis."""
         return [windows_along(size, frame) for size, frame in zip(self.size, self.frame, strict=True)]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Where the image begins in what windows see, along each axis."""
+        return [FITS[self.fit].start(*sides) for sides in zip(self.source, self.size, strict=True)]
 
     @property
     def num_in_all(self) -> int:
@@ -136,8 +165,7 @@ class Target:
 
     def corner(self, intervals: Sequence[WindowInterval]) -> tuple[int, ...]:
         """The upper left corner of a window by `fit` crop, in pixels of the image."""
-        spare = ((size - source) // 2 for size, source in zip(self.size, self.source, strict=True))
-        return tuple(cut.start - each for cut, each in zip(intervals, spare, strict=True))
+        return tuple(cut.start - start for cut, start in zip(intervals, self._starts, strict=True))
 
     def in_tissue(self, cells: npt.NDArray[np.bool_], cell: int) -> "Target":
         """The same by the windows that show tissue, or the first if none does; by `fit` crop.
@@ -147,8 +175,7 @@ class Target:
         sums = np.pad(cells.cumsum(0, dtype=np.int64).cumsum(1), ((1, 0), (1, 0)))
         ends = []
         for axis, (intervals, frame) in enumerate(zip(self.intervals, self.frame, strict=True)):
-            spare = (self.size[axis] - self.source[axis]) // 2
-            starts = np.array([cut.start for cut in intervals]) - spare
+            starts = np.array([cut.start for cut in intervals]) - self._starts[axis]
             sides = np.stack([starts // cell, -(-(starts + frame) // cell)])
             ends.append(np.clip(sides, 0, cells.shape[axis]))
         (top, bottom), (left, right) = ends
@@ -159,37 +186,38 @@ class Target:
 
     def places(self) -> list[npt.NDArray[np.int64]]:
         """For each pixel of the image along each axis, which pixel of what windows see shows it."""
-        found = []
-        for source, size in zip(self.source, self.size, strict=True):
-            if self.fit == "crop":
-                found.append(np.arange(source) + (size - source) // 2)
-            elif self.fit == "pad":
-                found.append(np.arange(source))
-            else:
-                nearest = np.floor((np.arange(source) + 0.5) * (size / source)).astype(np.int64)
-                found.append(np.minimum(nearest, size - 1))
+        found, sides = [], zip(self.source, self.size, self._starts, strict=True)
+        for source, size, start in sides:
+            nearest = np.floor((np.arange(source) + 0.5) * FITS[self.fit].scale(source, size)).astype(np.int64)
+            found.append(np.minimum(nearest + start, size - 1))
         return found
 
 
-def in_tissue(
-    comm: Communicator, slides: Any, targets: Sequence[Target], cells_of: Callable[[Any], npt.NDArray[np.bool_]]
-) -> list[Target]:
-    """The `targets` of the first slides, by windows that show tissue, which ranks find in their shares. Collective.
+def targets_of(model: Any, images: Named, indices: Sequence[int]) -> list[Target]:
+    """How a model sees these images, alike on all ranks; slides by windows that show tissue, if it skips glass.
 
-    A slide that cannot be read keeps its windows, and reading them says what is wrong. `cells_of(slide)` says which
-    cells of a slide have tissue. Raises Refusal on all ranks if a package is missing.
+    Ranks find tissue in their shares. An image that cannot be opened keeps its windows, and reading them says what is
+    wrong. Collective. Raises Refusal on all ranks if a package is missing.
     """
-    from mpi4dl.datasets.slides.slide import CELL_PX
+    comm, frame, targets = model.comm, model.trained.size, []
+    for index in indices if comm.rank == 0 else ():
+        source = frame
+        with suppress(DatasetError):
+            source = tuple(images.image(index).size)
+        targets.append(Target.of(source, frame, model.fit, model.largest, beyond=model.by_windows))
+    found: dict[int, Target] = dict(enumerate(comm.broadcast_object(targets)))
+    if model.skips_glass:
+        from mpi4dl.datasets.slides.slide import CELL_PX
 
-    found = {}
-    with comm.together((DatasetError,)), ProgressLine() if comm.rank == 0 else nullcontext(quietly) as tell:
-        for index in range(comm.rank, len(targets), comm.size):
-            tell("finding tissue", index, len(targets))
-            with suppress(BadImage, OtherFile):
-                found[index] = targets[index].in_tissue(cells_of(slides.image(index)), CELL_PX)
-    for of_rank in comm.all_gather_object(found):
-        found |= of_rank
-    return [found.get(index, target) for index, target in enumerate(targets)]
+        mine = {}
+        with comm.together((DatasetError,)), ProgressLine() if comm.rank == 0 else nullcontext(quietly) as tell:
+            for n in range(comm.rank, len(found), comm.size):
+                tell("finding tissue", n, len(found))
+                with suppress(BadImage, OtherFile):
+                    mine[n] = found[n].in_tissue(model.trained.tissue_cells(images.image(indices[n])), CELL_PX)
+        for of_rank in comm.all_gather_object(mine):
+            found |= of_rank
+    return [*found.values()]
 
 
 class Windows:
@@ -298,8 +326,15 @@ def path_of(base: Path, suffix: str, number: int | None = None) -> Path:
 class PngFile:
     """A PNG file, written from top to bottom, which is there when it is whole. Raises OSError."""
 
+<<<<<<< HEAD
     def __init__(self, path: Path, size: tuple[int, int], kind: int, wide: bool = False, palette: bytes = b"") -> None:
         self.path, self._wide = path, wide
+=======
+    beside: tuple[Path, ...] = ()  # more files of a mask
+
+    def __init__(self, path: Path, size: tuple[int, int], num_classes: int) -> None:
+        self.path, self._wide = path, num_classes > 256
+>>>>>>> main
         path.parent.mkdir(parents=True, exist_ok=True)
         self._new = Replacement(path)
         self._file = self._new.temporary.open("wb")
@@ -344,6 +379,8 @@ class PngMask(PngFile):
 
 class ArrayMask:
     """The same as an array in an .npy file, of any number of axes. Raises OSError."""
+
+    beside: tuple[Path, ...] = ()
 
     def __init__(self, path: Path, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
         self.path = path

@@ -20,6 +20,7 @@ from mpi4dl.datasets.transformed import Batch, TransformedImages
 from mpi4dl.engine import BatchOutputs, Runner
 from mpi4dl.geometry import Box
 from mpi4dl.inference.images import without_sight
+from mpi4dl.inference.masks import FITS
 from mpi4dl.inference.options import Inference, placed
 from mpi4dl.options.config import ConfigError, facts
 from mpi4dl.options.sources import unstained
@@ -82,10 +83,18 @@ class Predictor:
             trained = _at_own_sizes(trained, chosen.inputs.fit)
             values, why = placed(trained, chosen, comm.size)
             self.trained = trained.with_values(values)
+<<<<<<< HEAD
         self.asked_fit, self.precision = chosen.inputs.fit, chosen.placing.precision
         self.fit: Fit = about.fit if self.asked_fit == "auto" else as_fit(self.asked_fit)
         self.fit = "own" if trained.fit == "own" else self.fit
         self.may_crop = "crop" in (self.asked_fit, trained.fit)
+=======
+        self.precision, auto = chosen.placing.precision, chosen.inputs.fit == "auto"
+        self.fit: Fit = about.fit if auto else as_fit(chosen.inputs.fit)
+        self.largest = about.largest if auto else None
+        self.asked_to_crop = not auto and FITS[self.fit].crops
+        self.may_crop = self.asked_to_crop or FITS[as_fit(trained.fit)].crops
+>>>>>>> main
         self._remarks += [why] if why else []
         self.assembly = self.trained.assemble(comm, OWN, self.trained.batch_size)
         self.plan = self.assembly.plan
@@ -140,8 +149,8 @@ class Predictor:
 
     @property
     def by_windows(self) -> bool:
-        """Whether the model makes masks of windows of slides."""
-        return self.trained.source.of_slides and self.task.dense and self.fit == "crop"
+        """Whether masks of slides are made of windows."""
+        return self.trained.source.of_slides and FITS[self.fit].crops
 
     @property
     def skips_glass(self) -> bool:

@@ -1,7 +1,8 @@
 """Predictions of images without labels: a record of each, written as it comes, and its mask beside it."""
 
 import math
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,21 +16,20 @@ from mpi4dl._progress import ProgressOfImages
 from mpi4dl._wording import counted, some
 from mpi4dl.comm import Refusal
 from mpi4dl.datasets.base import DatasetError, printable
-from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.engine import BatchOutputs
-from mpi4dl.inference.images import Coverage, seen_of
+from mpi4dl.inference.images import Coverage
 from mpi4dl.inference.masks import (
+    FITS,
     FOLDER,
     ArrayMask,
     FailingLater,
     StitchedMask,
-    Target,
     Windows,
     band_height,
     bases_of,
-    in_tissue,
     path_of,
+    targets_of,
 )
 from mpi4dl.inference.model import Prediction, Predictor
 from mpi4dl.inference.options import ToPredict
@@ -46,21 +46,41 @@ if TYPE_CHECKING:
 
 PICTURE, ARRAY, CLASS_MAP = ".png", ".npy", ".ome.tif"
 CELL_KINDS = ("activation", "gradient")  # of maps
-OWN_SCALE = ("pad", "own")  # fits of slides that keep their scale, from the upper left corner on
 AT_ONCE = 256  # images whose sizes are read before the first of them is looked at
 
 
-class Predicting:
+def predictions_of(
+    model: Predictor, images: Named, where: str, out: Path | None, options: Sequence[Any], speaks: bool = False
+) -> "Predicting":
+    """The predictions of a model for images by its task: see `Predicting`. Collective; raises Refusal on all ranks."""
+    asked: ToPredict = next(each.predicting for each in options if hasattr(each, "predicting"))
+    kind: type[Predicting]
+    if not model.task.dense:
+        of_slides = (asked.slides or asked.features) is not None
+        kind = _MappedAnswers if of_slides and out is not None else _Answers
+    elif model.trained.source.of_slides:
+        kind = _ClassMaps
+    elif len(model.trained.size) == 1:
+        raise Refusal("masks of sequences are not written: predict by mpi4dl.Engine")
+    else:
+        kind = _Masks
+    return kind(model, images, where, out, asked, options, speaks)
+
+
+class Predicting(ABC):
     """The predictions of a model for images, in order, and in the files of the folder `out` if there is one.
     Collective.
 
-    Images that are done there already are not looked at again. `options` are the configs by which it is predicted. The
-    maps that they ask for are written beside, of slides. `remarks` are for the reader.
+    Images that are done there already are not looked at again. `options` are the configs by which it is predicted.
+    `remarks` are for the reader. Subclasses are for answers and for masks, of pictures and of slides.
 
     Raises:
-        Refusal: maps that the model or the plan cannot make; auto leaves them out with a remark. On all ranks, also:
-            `out` has predictions by other options.
+        Refusal: `out` has predictions by other options, or what subclasses refuse. On all ranks.
     """
+
+    suffix = ARRAY  # of the files of an image
+    by_windows = False  # whether all of an image is seen
+    maps = "none"  # the kind of heat maps that are written
 
     def __init__(
         self,
@@ -68,14 +88,13 @@ class Predicting:
         images: Named,
         where: str,
         out: Path | None,
+        chosen: ToPredict,
         options: Sequence[Any],
-        speaks: bool = False,
+        speaks: bool,
     ) -> None:
-        chosen: ToPredict = next(each.predicting for each in options if hasattr(each, "predicting"))
-        of_slides = chosen.slides is not None or chosen.features is not None
-        self.min_area = chosen.min_area
-        self.model, self.out, self.comm, self.speaks = model, out, model.comm, speaks
+        self.chosen, self.model, self.out, self.comm, self.speaks = chosen, model, out, model.comm, speaks
         self.noun = model.assembly.source.noun
+<<<<<<< HEAD
         task = model.task
         self.dense, self.binary = task.dense, task.binary
         self.apart = self.binary and len(model.classes) > 1
@@ -96,29 +115,19 @@ class Predicting:
         elif task.makes_images:
             self.suffix = suffix_of(model.about.values)
         self.folder = IMAGES if task.makes_images else FOLDER
+=======
+        self.apart = model.task.binary and len(model.classes) > 1
+        self.coverage = Coverage(self.comm, model, images, whole=self.by_windows)
+>>>>>>> main
         self.job: FolderJob | None = None
         self.bad: list[str] = []
-        self.remarks: list[str] = list(self.coverage.remarks)
-        self.num_windows = [0, 0]  # that show tissue, and in all
-        self.num_unmapped = 0  # slides whose model has nothing to map
-        self.cells: CellMaps | None = None
-        self.maps = self._kind_of_maps(chosen) if of_slides and out is not None else "none"
-        if self.maps in CELL_KINDS:
-            self.cells = self._cell_maps(chosen)
-        if self.dense:
-            frame = "x".join(map(str, size))
-            what = (
-                "class maps have the resolution of the model"
-                if self.of_slides
-                else "masks have the size of their images"
-            )
-            self.remarks.append(f"{what}; larger {self.noun}s are seen by windows of {frame}")
+        self.remarks: list[str] = [*self.coverage.remarks, *self._prepare()]
         names = [images.name(index) for index in range(len(images))]
         self._bases = dict(zip(names, bases_of(names, self.suffix), strict=True))
         self._wrote: dict[str, list[Path]] = {}  # files of images whose record is not yet added, on rank 0
         done: set[str] = set()
         if out is not None:
-            columns = columns_of(type(task), model.classes, False, self.apart, self.coverage.crops)
+            columns = columns_of(type(model.task), model.classes, False, self.apart, self.coverage.crops)
             with self.comm.together():
                 if self.comm.rank == 0:
                     settings = self._settings(where, images, options)
@@ -138,59 +147,15 @@ class Predicting:
         already = len(names) - len(self.images)
         self.remarks += [f"{counted(already, self.noun)} done before"] if already else []
 
-    def _kind_of_maps(self, asked: ToPredict) -> str:
-        """attention, activation, gradient or none. Raises Refusal for what cannot be."""
-        model, plan = self.model, self.model.plan
-        of_patches = model.trained.patch is not None
-        if asked.maps == "none" or (self.dense and asked.maps == "auto"):
-            return "none"
-        why = self._no_maps()
-        if asked.maps == "auto" and (not why or of_patches):
-            kind = "attention" if of_patches else "activation"
-        elif asked.maps == "auto":
-            self.remarks.append(f"no maps: {why}")
-            return "none"
-        else:
-            kind = asked.maps
-        if self.dense:
-            raise Refusal(f"`maps` {kind} is not for segmentation, whose class maps are its maps: leave it out")
-        if (kind == "attention") != of_patches:
-            other = "attention or auto" if of_patches else "activation or gradient"
-            what = "patches" if of_patches else "whole slides"
-            raise Refusal(f"`maps` {kind} is not for a model of {what}: choose {other}")
-        if kind == "attention" and (asked.map_class or asked.map_layer):
-            name = "map_class" if asked.map_class else "map_layer"
-            raise Refusal(f"`{name}` is for models that see whole slides: leave it out for one of patches")
-        if kind == "attention" and max(plan.replicas, plan.num_microbatches) > 1:
-            raise Refusal("`maps` are made by ranks that share each slide: leave out `data`, or say --no-maps")
-        if kind in CELL_KINDS and why:
-            raise Refusal(f"`maps` {kind}: {why}, or choose none")
-        return kind
+    def _prepare(self) -> list[str]:
+        """Get ready; remarks on what will be made. Raises Refusal for what cannot be."""
+        return []
 
-    def _no_maps(self) -> str:
-        """Why this plan makes no maps of whole slides, and what to change; empty if it does."""
-        model, plan = self.model, self.model.plan
-        if max(plan.replicas, plan.num_microbatches, plan.num_stages) > 1:
-            return "ranks must share each slide by `tiles` alone: leave out `data` and `stages`"
-        if model.fit not in OWN_SCALE:
-            return f"slides were fitted by {model.fit}, which changes their scale: train with `fit` {OWN_SCALE[0]}"
-        if len(model.trained.size) != 2:
-            return "maps are of pictures: leave them out of volumes and sequences"
-        return ""
+    @abstractmethod
+    def _records(self) -> Iterator[dict[int, Record]]:
+        """The records of images that were looked at, by the number of the image, on rank 0. Collective."""
 
-    def _cell_maps(self, asked: ToPredict) -> "CellMaps":
-        """What maps the slides. Raises Refusal for a class or layer that the model does not have."""
-        from mpi4dl.inference.cell_maps import CellMaps, CellOptions
-
-        model, number = self.model, None
-        if asked.map_class is not None:
-            if asked.map_class not in model.classes:
-                raise Refusal(f"`map_class` {asked.map_class} is no class of the model: {some(model.classes)}")
-            number = model.classes.index(asked.map_class)
-        (part,) = model.runner.stages.parts.values()
-        return CellMaps(part.module, part.grid, CellOptions(self.maps, number, asked.map_layer), asked.maps != "auto")
-
-    def _settings(self, where: str, images: Named, options: Sequence[Any]) -> Record:
+    def _settings(self, where: str, images: Any, options: Sequence[Any]) -> Record:
         """What decides all records. On rank 0; raises OSError."""
         model = self.model
         files = [model.weights, *([model.average] if model.average is not None else [])]
@@ -202,12 +167,12 @@ class Predicting:
             maps=self.maps,
         )
         named = {name: found[name] for name in ("slides", "features") if found[name] != "none"} or {"images": where}
-        listed = isinstance(images, ListedFiles)
-        return found | {n: str(Path(at).absolute()) if listed else type(images).__name__ for n, at in named.items()}
+        own = None if images.root is not None else type(images).__name__
+        return found | {name: own or str(Path(at).absolute()) for name, at in named.items()}
 
-    def _inputs(self, images: Named) -> dict[str, ItemInput | None]:
+    def _inputs(self, images: Any) -> dict[str, ItemInput | None]:
         """What each image is made of; nothing tells those apart that are no files."""
-        if not isinstance(images, ListedFiles):
+        if images.root is None:
             return dict.fromkeys(self._bases)
         numbers = range(len(images))
         told = ({**images.told(n), "as": str(self._bases[images.name(n)])} for n in numbers)
@@ -219,20 +184,6 @@ class Predicting:
         numbers = range(len(self.model.classes)) if self.apart else (None,)
         return [self.out / self.folder / path_of(self._bases[name], self.suffix, number) for number in numbers]
 
-    def _beside(self, name: str) -> list[Path]:
-        """What is written of a slide besides its mask."""
-        from mpi4dl.inference.class_maps import files_beside
-
-        return files_beside(self._files(name)[0])[1:] if self.of_slides else []
-
-    def _class_map(self, index: int, path: Path) -> Any:
-        """The file of a slide's mask. Raises OSError, DatasetError."""
-        from mpi4dl.inference.class_maps import ClassMap, MapOptions
-
-        options = MapOptions(self.min_area, self.model.trained.in_bounds)
-        slide: Any = self.images.image(index)
-        return ClassMap(path, slide, self.model.classes, options)
-
     def __iter__(self) -> Iterator[Record]:
         """The records of images that had none, alike on all ranks."""
         progress = ProgressOfImages(len(self.images), self.speaks and self.comm.rank == 0, self.noun)
@@ -240,7 +191,7 @@ class Predicting:
             closing.callback(progress.close)
             if self.job is not None:
                 closing.callback(self.job.close)
-            for found in self._masks() if self.dense else self._answers():
+            for found in self._records():
                 with self.comm.together((OSError,)):
                     ordered = [self._written(found[index]) for index in sorted(found)]
                 ordered = self.comm.broadcast_object(ordered)
@@ -254,194 +205,12 @@ class Predicting:
             return record
         return self.job.add(record, self._wrote.pop(record["image"], ()))
 
-    def _answers(self) -> Iterator[dict[int, Record]]:
-        """The records of batches by the number of the image, on rank 0. Collective."""
-        task, classes = self.model.task, self.model.classes
-        for seen in self.model.predictions(self.images, task.predictions, self.cells):
-            found: dict[int, Record] = dict(self._bad(seen))
-            outputs = seen.outputs
-            if outputs is not None and outputs.dense:
-                found |= self._dense(seen, outputs)
-            elif outputs is not None:
-                whole = () if outputs.whole is None else zip(seen.indices, outputs.whole, strict=True)
-                with self.comm.together((OSError,)):
-                    for position, (index, values) in enumerate(whole):
-                        said = {"error": NOT_NUMBERS} if is_undefined(values) else task.answer(classes, values)
-                        found[index] = self._named(index, said)
-                        if self.maps != "none" and "error" not in said:
-                            found[index] = self._mapped(index, position, found[index])
-            yield {index: self._with_share(index, record) for index, record in found.items()}
-
-    def _mapped(self, index: int, position: int, record: Record) -> Record:
-        """Write the heat map of a slide, on rank 0; the record names its files, or the error. Raises OSError."""
-        from mpi4dl.datasets.slides.features import Bag
-        from mpi4dl.inference.maps import PatchMap, map_of_cells, write_map
-
-        attended, patch = self.model.attended, self.model.trained.patch
-        cells = () if self.cells is None else self.cells.found
-        self.num_unmapped += self.cells is not None and not cells
-        if self.out is None or position >= max(len(cells), 0 if patch is None else len(attended)):
-            return record
-        slide: Any = self.images.image(index)
-        try:
-            if self.cells is not None:
-                values, side, number = cells[position]
-                found = map_of_cells(slide, values.numpy(), side, self._title(number))
-            else:
-                assert patch is not None
-                places, weights, name = attended[position]
-                found = PatchMap(places, weights.numpy(), patch, name)
-            if isinstance(slide, Bag):
-                where = slide.places()
-                if where is None:
-                    return record
-                slide, found = where[0], PatchMap(where[1], found.values, where[2], found.title)
-            paths = write_map(self.out, self._bases[self.images.name(index)], slide, found)
-        except DatasetError as error:
-            return self._named(index, {"error": printable(str(error))})
-        self._wrote[record["image"]] = paths
-        return {**record, "maps": [path.relative_to(self.out).as_posix() for path in paths]}
-
     def summary(self) -> tuple[str, ...]:
         """Remarks on what was made of the images."""
-        problems = [self.cells.problem] if self.num_unmapped and self.cells is not None else []
-        seen, of = self.num_windows
-        if of:
-            told = f"{seen:,} of {counted(of, 'window')} of slides show tissue"
-            problems.append(f"{told}; pixels of others are of class {printable(self.model.classes[0])}")
-        return (*self.coverage.summary(), *problems)
-
-    def _title(self, number: int) -> str:
-        """That of a map of an output, such as activation tumour."""
-        classes = self.model.classes
-        return f"{self.maps} {classes[number]}" if len(classes) > 1 else self.maps
-
-    def _with_share(self, index: int, record: Record) -> Record:
-        if "error" in record or not self.coverage.crops:
-            return record
-        try:
-            share = seen_of(self.images.image(index).size, self.model.trained.size)
-        except DatasetError as error:
-            return self._named(index, {"error": printable(str(error))})
-        if share < 1 and not self.model.may_crop:
-            return self._named(index, {"error": self.coverage.refusal(self.images.name(index), share)})
-        self.coverage.add(share)
-        return {**record, "seen": share}
+        return tuple(self.coverage.summary())
 
     def _named(self, index: int, said: Record) -> Record:
         return {"image": self.images.name(index), **said}
-
-    def _bad(self, seen: Prediction) -> Iterator[tuple[int, Record]]:
-        for index, error in seen.errors.items():
-            yield index, self._named(index, {"error": printable(error)})
-
-    def _masks(self) -> Iterator[dict[int, Record]]:
-        """The same of masks, each made of the windows of its image. Collective."""
-        for start in range(0, len(self.images), AT_ONCE):
-            indices = range(start, min(start + AT_ONCE, len(self.images)))
-            targets = self.comm.broadcast_object([*map(self._target, indices)] if self.comm.rank == 0 else None)
-            if self.model.skips_glass:
-                targets = in_tissue(self.comm, Subset(self.images, indices), targets, self.model.trained.tissue_cells)
-                self.num_windows[0] += sum(target.num_windows for target in targets)
-                self.num_windows[1] += sum(target.num_in_all for target in targets)
-            windows = Windows(self.images, indices, targets)
-            stitching: dict[int, StitchedMask] = {}
-            errors: dict[int, str] = {}
-            for seen in self.model.predictions(windows, self._mask):
-                for index, error in seen.errors.items():
-                    errors.setdefault(windows.place(index)[0], error)
-                with self.comm.together((OSError,)):
-                    postponed = FailingLater()
-                    if seen.outputs is not None:
-                        self._stitch(windows, seen, seen.outputs, stitching, errors, postponed)
-                    ended = [windows.place(index) for index in (*seen.indices, *seen.errors)]
-                    found = {}
-                    try:
-                        postponed.settle()
-                        for position in sorted(position for position, _, last in ended if last):
-                            found[indices[position]] = self._finished(
-                                indices[position], stitching.get(position), errors.get(position)
-                            )
-                            stitching.pop(position, None)
-                    except OSError:
-                        for mask in stitching.values():
-                            mask.drop()
-                        raise
-                yield found
-
-    def _target(self, index: int) -> Target:
-        """How an image is seen; one that cannot be opened is found to be damaged when it is read."""
-        model = self.model
-        frame = model.trained.size
-        try:
-            source = tuple(self.images.image(index).size)
-        except DatasetError:
-            source = frame
-        fit = model.fit
-        largest = model.about.largest if model.asked_fit == "auto" else None
-        return Target.of(source, frame, fit, largest, beyond=self.of_slides)
-
-    def _mask(self, outputs: Any) -> Tensor:
-        """The number of a class for each pixel, or of each class whether it is there; -1 of what is not a number."""
-        found: Tensor = self.model.task.measured(outputs, None)
-        if found.is_floating_point():
-            found = found.masked_fill(found.isnan(), -1)
-        return found.clamp(min=-1).to(torch.int16 if len(self.model.classes) < 1 << 15 else torch.int32)
-
-    def _stitch(
-        self,
-        windows: Windows,
-        seen: Prediction,
-        outputs: BatchOutputs,
-        stitching: dict[int, StitchedMask],
-        errors: dict[int, str],
-        postponed: FailingLater,
-    ) -> None:
-        """Put the windows of a batch into the masks that they belong to, on rank 0, some rows at a time. Collective."""
-        frame = self.model.trained.size
-        shape = self._shape(outputs, self.binary)
-        if shape[self.binary :] != frame:
-            sides = ("x".join(map(str, each)) for each in (shape[self.binary :], frame))
-            raise Refusal("the model's outputs have {} pixels for images of {}: masks need one each".format(*sides))
-        layers = len(self.model.classes) if self.binary else 0
-        for where, values in outputs.bands(band_height(math.prod(shape) // shape[-2])):
-            position, intervals, _ = windows.place(seen.indices[where[0].start])
-            if position in errors:
-                continue
-            if position not in stitching:
-                paths = self._files(windows.images.name(windows.indices[position]))
-                target = windows.targets[position]
-                make = partial(self._class_map, windows.indices[position]) if self.of_slides else None
-                made = postponed.do(partial(StitchedMask, paths, target, self.model.classes, layers, make))
-                if made is None:
-                    continue
-                stitching[position] = made
-            part = where[1 + self.binary :]
-            postponed.do(partial(stitching[position].add, intervals, part, values[0].numpy()))
-
-    def _finished(self, index: int, mask: StitchedMask | None, error: str | None) -> Record:
-        """The record of an image all of whose windows were seen. Raises OSError."""
-        if error is not None or mask is None:
-            if mask is not None:
-                mask.drop()
-            return self._named(index, {"error": printable(error or "was not seen")})
-        name = self.images.name(index)
-        try:
-            mask.close()
-        except DatasetError as problem:
-            mask.drop()
-            return self._named(index, {"error": printable(str(problem))})
-        if mask.undefined:
-            told = f"{NOT_NUMBERS} at {mask.undefined} of {math.prod(mask.target.source)} pixels"
-            return self._named(index, {"error": told})
-        assert self.out is not None
-        self._wrote[name] = [*self._files(name), *self._beside(name)]
-        paths = [path.relative_to(self.out).as_posix() for path in self._files(name)]
-        classes = self.model.classes
-        masks: Record = {"masks": dict(zip(classes, paths, strict=True))} if self.apart else {"mask": paths[0]}
-        if self.of_slides:
-            masks["beside"] = [path.relative_to(self.out).as_posix() for path in self._beside(name)]
-        return self._named(index, {**masks, "pixels": dict(zip(classes, mask.counts.tolist(), strict=True))})
 
     def _shape(self, outputs: BatchOutputs, channels: bool) -> tuple[int, ...]:
         """That of the dense outputs of an image. Collective."""
@@ -449,6 +218,38 @@ class Predicting:
         for piece in outputs.pieces:
             extent = extent.maximum(torch.tensor([cut.stop for cut in piece.where]))
         return tuple(self.comm.all_reduce(extent, "max").tolist())[1:]
+
+
+class _Answers(Predicting):
+    """Answers of whole images, such as a class or numbers. Dense ones are written as arrays."""
+
+    cells: "CellMaps | None" = None
+
+    def _records(self) -> Iterator[dict[int, Record]]:
+        for seen in self.model.predictions(self.images, self.model.task.predictions, self.cells):
+            found = {index: self._named(index, {"error": printable(error)}) for index, error in seen.errors.items()}
+            outputs = seen.outputs
+            if outputs is not None and outputs.dense:
+                found |= self._dense(seen, outputs)
+            elif outputs is not None:
+                whole = () if outputs.whole is None else zip(seen.indices, outputs.whole, strict=True)
+                with self.comm.together((OSError,)):
+                    for position, (index, values) in enumerate(whole):
+                        found[index] = self._answered(index, position, values)
+            yield {index: self._with_share(index, record) for index, record in found.items()}
+
+    def _answered(self, index: int, position: int, values: Tensor) -> Record:
+        """The record of an image, which has this position in its batch, on rank 0. Raises OSError."""
+        said = {"error": NOT_NUMBERS} if is_undefined(values) else self.model.task.answer(self.model.classes, values)
+        return self._named(index, said)
+
+    def _with_share(self, index: int, record: Record) -> Record:
+        if "error" in record or not self.coverage.crops:
+            return record
+        try:
+            return {**record, "seen": self.coverage.add(self.images, index)}
+        except (DatasetError, Refusal) as error:
+            return self._named(index, {"error": printable(str(error))})
 
     def _dense(self, seen: Prediction, outputs: BatchOutputs) -> dict[int, Record]:
         """Write dense numbers of a batch, arrays, a few rows at a time. On rank 0 the records. Collective."""
@@ -489,6 +290,240 @@ class Predicting:
             return ArrayMask(path, shape, "f4")
         height, width = self.images.image(index).size if self.model.fit == "own" else shape[1:]
         return PictureFile(path, (height, width), shape[0], self.model.about.values)
+
+
+class _MappedAnswers(_Answers):
+    """Answers of slides with the heat maps that were asked for.
+
+    Raises Refusal for maps that the model or the plan cannot make; auto leaves them out with a remark.
+    """
+
+    num_unmapped = 0  # slides whose model has nothing to map
+
+    def _prepare(self) -> list[str]:
+        asked, plan, of_patches = self.chosen, self.model.plan, self.model.trained.patch is not None
+        why, kind = self._no_maps(), asked.maps
+        if kind == "none":
+            return []
+        if kind == "auto":
+            if why and not of_patches:
+                return [f"no maps: {why}"]
+            kind = "attention" if of_patches else "activation"
+        if (kind == "attention") != of_patches:
+            other = "attention or auto" if of_patches else "activation or gradient"
+            what = "patches" if of_patches else "whole slides"
+            raise Refusal(f"`maps` {kind} is not for a model of {what}: choose {other}")
+        if kind == "attention" and (asked.map_class or asked.map_layer):
+            name = "map_class" if asked.map_class else "map_layer"
+            raise Refusal(f"`{name}` is for models that see whole slides: leave it out for one of patches")
+        if kind == "attention" and max(plan.replicas, plan.num_microbatches) > 1:
+            raise Refusal("`maps` are made by ranks that share each slide: leave out `data`, or say --no-maps")
+        self.maps = kind
+        if kind in CELL_KINDS:
+            if why:
+                raise Refusal(f"`maps` {kind}: {why}, or choose none")
+            self.cells = self._cell_maps()
+        return []
+
+    def _no_maps(self) -> str:
+        """Why this plan makes no maps of whole slides, and what to change; empty if it does."""
+        model, plan = self.model, self.model.plan
+        if max(plan.replicas, plan.num_microbatches, plan.num_stages) > 1:
+            return "ranks must share each slide by `tiles` alone: leave out `data` and `stages`"
+        if not FITS[model.fit].for_maps:
+            return f"slides were fitted by {model.fit}, which changes their scale: train with `fit` pad"
+        if len(model.trained.size) != 2:
+            return "maps are of pictures: leave them out of volumes and sequences"
+        return ""
+
+    def _cell_maps(self) -> "CellMaps":
+        """What maps the slides. Raises Refusal for a class or layer that the model does not have."""
+        from mpi4dl.inference.cell_maps import CellMaps, CellOptions
+
+        asked, model, number = self.chosen, self.model, None
+        if asked.map_class is not None:
+            if asked.map_class not in model.classes:
+                raise Refusal(f"`map_class` {asked.map_class} is no class of the model: {some(model.classes)}")
+            number = model.classes.index(asked.map_class)
+        (part,) = model.runner.stages.parts.values()
+        return CellMaps(part.module, part.grid, CellOptions(self.maps, number, asked.map_layer), asked.maps != "auto")
+
+    def _answered(self, index: int, position: int, values: Tensor) -> Record:
+        """Write the heat map of a slide, too; the record names its files, or the error."""
+        from mpi4dl.inference.maps import PatchMap, map_of_cells, write_map
+
+        record = super()._answered(index, position, values)
+        if self.maps == "none" or "error" in record:
+            return record
+        attended, patch = self.model.attended, self.model.trained.patch
+        cells = () if self.cells is None else self.cells.found
+        self.num_unmapped += self.cells is not None and not cells
+        if self.out is None or position >= max(len(cells), 0 if patch is None else len(attended)):
+            return record
+        slide: Any = self.images.image(index)
+        try:
+            if self.cells is not None:
+                cell_values, side, number = cells[position]
+                of = f" {self.model.classes[number]}" * (len(self.model.classes) > 1)
+                found = map_of_cells(slide, cell_values.numpy(), side, f"{self.maps}{of}")
+            else:
+                assert patch is not None
+                places, weights, name = attended[position]
+                found = PatchMap(places, weights.numpy(), patch, name)
+            where = slide.places(found.places, found.patch)
+            if where is None:
+                return record
+            found = found._replace(places=where[1], patch=where[2])
+            paths = write_map(self.out, self._bases[self.images.name(index)], where[0], found)
+        except DatasetError as error:
+            return self._named(index, {"error": printable(str(error))})
+        self._wrote[record["image"]] = paths
+        return {**record, "maps": [path.relative_to(self.out).as_posix() for path in paths]}
+
+    def summary(self) -> tuple[str, ...]:
+        problems = (self.cells.problem,) if self.num_unmapped and self.cells is not None else ()
+        return (*super().summary(), *problems)
+
+
+class _Masks(Predicting):
+    """Masks of images, made of the windows of each."""
+
+    suffix, by_windows = PICTURE, True
+    size_of_masks = "masks have the size of their images"
+
+    def _prepare(self) -> list[str]:
+        if self.out is None:
+            raise Refusal("`out` is missing: it is the folder that masks are written to")
+        if self.model.asked_to_crop:
+            raise Refusal("`fit` crop is not for masks, which are of whole images: leave it out, or choose resize")
+        self.num_windows = [0, 0]  # that show tissue, and in all
+        self.suffix = self.suffix if len(self.model.trained.size) == 2 else ARRAY
+        frame = "x".join(map(str, self.model.trained.size))
+        return [f"{self.size_of_masks}; larger {self.noun}s are seen by windows of {frame}"]
+
+    def _opener(self, index: int) -> Callable[[Path], Any] | None:
+        """What opens the file of an image's mask; None: that of pictures and volumes."""
+        return None
+
+    def _records(self) -> Iterator[dict[int, Record]]:
+        for start in range(0, len(self.images), AT_ONCE):
+            indices = range(start, min(start + AT_ONCE, len(self.images)))
+            targets = targets_of(self.model, self.images, indices)
+            self.num_windows[0] += sum(target.num_windows for target in targets)
+            self.num_windows[1] += sum(target.num_in_all for target in targets)
+            windows = Windows(self.images, indices, targets)
+            stitching: dict[int, StitchedMask] = {}
+            errors: dict[int, str] = {}
+            for seen in self.model.predictions(windows, self._mask):
+                for index, error in seen.errors.items():
+                    errors.setdefault(windows.place(index)[0], error)
+                with self.comm.together((OSError,)):
+                    postponed = FailingLater()
+                    if seen.outputs is not None:
+                        self._stitch(windows, seen, seen.outputs, stitching, errors, postponed)
+                    ended = [windows.place(index) for index in (*seen.indices, *seen.errors)]
+                    found = {}
+                    try:
+                        postponed.settle()
+                        for position in sorted(position for position, _, last in ended if last):
+                            found[indices[position]] = self._finished(
+                                indices[position], stitching.get(position), errors.get(position)
+                            )
+                            stitching.pop(position, None)
+                    except OSError:
+                        for mask in stitching.values():
+                            mask.drop()
+                        raise
+                yield found
+
+    def summary(self) -> tuple[str, ...]:
+        seen, of = self.num_windows
+        if not (of and self.model.skips_glass):
+            return ()
+        told = f"{seen:,} of {counted(of, 'window')} of slides show tissue"
+        return (f"{told}; pixels of others are of class {printable(self.model.classes[0])}",)
+
+    def _mask(self, outputs: Any) -> Tensor:
+        """The number of a class for each pixel, or of each class whether it is there; -1 of what is not a number."""
+        found: Tensor = self.model.task.measured(outputs, None)
+        if found.is_floating_point():
+            found = found.masked_fill(found.isnan(), -1)
+        return found.clamp(min=-1).to(torch.int16 if len(self.model.classes) < 1 << 15 else torch.int32)
+
+    def _stitch(
+        self,
+        windows: Windows,
+        seen: Prediction,
+        outputs: BatchOutputs,
+        stitching: dict[int, StitchedMask],
+        errors: dict[int, str],
+        postponed: FailingLater,
+    ) -> None:
+        """Put the windows of a batch into the masks that they belong to, on rank 0, some rows at a time. Collective."""
+        frame, binary = self.model.trained.size, self.model.task.binary
+        shape = self._shape(outputs, binary)
+        if shape[binary:] != frame:
+            sides = ("x".join(map(str, each)) for each in (shape[binary:], frame))
+            raise Refusal("the model's outputs have {} pixels for images of {}: masks need one each".format(*sides))
+        layers = len(self.model.classes) if binary else 0
+        for where, values in outputs.bands(band_height(math.prod(shape) // shape[-2])):
+            position, intervals, _ = windows.place(seen.indices[where[0].start])
+            if position in errors:
+                continue
+            if position not in stitching:
+                paths = self._files(windows.images.name(windows.indices[position]))
+                target, opener = windows.targets[position], self._opener(windows.indices[position])
+                made = postponed.do(partial(StitchedMask, paths, target, self.model.classes, layers, opener))
+                if made is None:
+                    continue
+                stitching[position] = made
+            part = where[1 + binary :]
+            postponed.do(partial(stitching[position].add, intervals, part, values[0].numpy()))
+
+    def _finished(self, index: int, mask: StitchedMask | None, error: str | None) -> Record:
+        """The record of an image all of whose windows were seen. Raises OSError."""
+        if error is not None or mask is None:
+            if mask is not None:
+                mask.drop()
+            return self._named(index, {"error": printable(error or "was not seen")})
+        name = self.images.name(index)
+        try:
+            mask.close()
+        except DatasetError as problem:
+            mask.drop()
+            return self._named(index, {"error": printable(str(problem))})
+        if mask.undefined:
+            told = f"{NOT_NUMBERS} at {mask.undefined} of {math.prod(mask.target.source)} pixels"
+            return self._named(index, {"error": told})
+        assert self.out is not None
+        files, beside = [file.path for file in mask.files], mask.files[0].beside
+        self._wrote[name] = [*files, *beside]
+        paths = [path.relative_to(self.out).as_posix() for path in files]
+        classes = self.model.classes
+        masks: Record = {"masks": dict(zip(classes, paths, strict=True))} if self.apart else {"mask": paths[0]}
+        if beside:
+            masks["beside"] = [path.relative_to(self.out).as_posix() for path in beside]
+        return self._named(index, {**masks, "pixels": dict(zip(classes, mask.counts.tolist(), strict=True))})
+
+
+class _ClassMaps(_Masks):
+    """Class maps of slides, each with a picture and polygons beside it."""
+
+    suffix = CLASS_MAP
+    size_of_masks = "class maps have the resolution of the model"
+
+    def _prepare(self) -> list[str]:
+        kind = self.chosen.maps
+        if kind not in ("none", "auto"):
+            raise Refusal(f"`maps` {kind} is not for segmentation, whose class maps are its maps: leave it out")
+        return super()._prepare()
+
+    def _opener(self, index: int) -> Callable[[Path], Any]:
+        from mpi4dl.inference.class_maps import ClassMap, MapOptions
+
+        images: Any = self.images
+        options = MapOptions(self.chosen.min_area, self.model.trained.in_bounds)
+        return lambda path: ClassMap(path, images.image(index), self.model.classes, options)
 
 
 def _problem(record: Record) -> str:

@@ -11,14 +11,16 @@ With labels there is `label`, or `labels` by name, or `time` and `event`. Unread
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from mpi4dl.results.formats import flat
 from mpi4dl.tasks.task import Task
 
+<<<<<<< HEAD
 ALIKE = ("pixel_accuracy", "dice", "iou")
 LIKENESS = ("psnr", "ssim", "mae")
+=======
+>>>>>>> main
 NOT_NUMBERS = "the model's outputs are not numbers (NaN)"
 
 
@@ -34,6 +36,7 @@ def columns_of(
 
     With `crops` there is `seen`, the share of an image's pixels that the model saw; with `patients` the patient.
     """
+<<<<<<< HEAD
     if task.makes_images:
         every = [*LIKENESS] if labelled else ["prediction"]
     elif not task.dense:
@@ -43,11 +46,10 @@ def columns_of(
         every = [*ALIKE]
     else:
         every = [*(_named("mask", classes) if apart else ["mask"]), *_named("pixels", classes)]
+=======
+    every = flat(task.blank(classes, labelled, apart))
+>>>>>>> main
     return ["image", *(["patient"] if patients else []), *every, *(["seen"] if crops else []), "error"]
-
-
-def _named(what: str, names: Sequence[str]) -> list[str]:
-    return [f"{what} {name}" for name in names]
 
 
 def is_undefined(outputs: Tensor) -> bool:

@@ -17,16 +17,23 @@ from mpi4dl._progress import ProgressLine, ProgressOfImages, quietly
 from mpi4dl._wording import aligned, counted
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import DatasetError, printable
+<<<<<<< HEAD
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.pairs import planes_of
+=======
+>>>>>>> main
 from mpi4dl.datasets.split import Named, Subset, in_whole
 from mpi4dl.engine import BatchOutputs
 from mpi4dl.geometry import Interval
-from mpi4dl.inference.images import Coverage, open_files_of_run, open_labelled, seen_of
-from mpi4dl.inference.masks import Target, WindowInterval, Windows, in_tissue
+from mpi4dl.inference.images import Coverage, open_files_of_run, open_labelled
+from mpi4dl.inference.masks import Target, WindowInterval, Windows, targets_of
 from mpi4dl.inference.model import Prediction, Predictor
 from mpi4dl.inference.options import Inference
+<<<<<<< HEAD
 from mpi4dl.inference.records import ALIKE, LIKENESS, NOT_NUMBERS, columns_of, is_undefined
+=======
+from mpi4dl.inference.records import NOT_NUMBERS, columns_of, is_undefined
+>>>>>>> main
 from mpi4dl.inference.samples import (
     CONFUSION,
     UNDEFINED,
@@ -47,7 +54,7 @@ from mpi4dl.tasks.curves import CallCounts, is_rule
 from mpi4dl.tasks.formulas import as_targets
 from mpi4dl.tasks.likeness import Likeness
 from mpi4dl.tasks.metrics import MEASURES, WHY_NONE, of_class
-from mpi4dl.tasks.task import TASKS, Regress
+from mpi4dl.tasks.task import ALIKE, TASKS, Regress
 
 BAND_ROWS = 256  # of images that are compared at a time
 
@@ -193,6 +200,7 @@ def score(
     judging: Judging | None = None,
 ) -> Scores:
     """Evaluate a model on images with labels. Collective; raises Refusal on all ranks if none can be read."""
+<<<<<<< HEAD
     looked_at = _windows_of(model, images)
     images = images if looked_at is None else looked_at.images
     found: _Collected
@@ -203,6 +211,13 @@ def score(
     judging, noun = judging or Judging(), model.assembly.source.noun
     with closing(ProgressOfImages(len(images), speaks and model.comm.rank == 0, noun)) as progress:
         for seen in model.predictions(looked_at or found.shown, found.wanted):
+=======
+    found: _Collected = (_Masks if model.task.dense else _Answers)(model, images)
+    images = found.images
+    judging, noun = judging or Judging(), model.assembly.source.noun
+    with closing(ProgressOfImages(len(images), speaks and model.comm.rank == 0, noun)) as progress:
+        for seen in model.predictions(found.looked_at, found.wanted):
+>>>>>>> main
             with model.comm.together():
                 found.add(seen)
             ended = [*map(found.ended, (*seen.indices, *seen.errors))]
@@ -214,7 +229,9 @@ def score(
         what = counted(found.undefined, noun)
         remarks.append(f"the model's outputs of {what} are not numbers (NaN), and so no metric is one")
     kept: dict[str, Any] = {"records": [found.records[index] for index in sorted(found.records)], "bad": found.bad}
-    kept |= {"crops": found.coverage.crops, "root": _root_of(images), "count": found.count, "remarks": tuple(remarks)}
+    root = in_whole(images)[0].root
+    kept |= {"crops": found.coverage.crops, "count": found.count, "remarks": tuple(remarks)}
+    kept["root"] = None if root is None else str(root.absolute())
     scores = None
     with model.comm.together((ValueError, TypeError, RuntimeError)):
         if model.comm.rank == 0:
@@ -362,39 +379,6 @@ def _core_of(mask: Any, target: Target, intervals: Sequence[WindowInterval]) -> 
     return MaskWindow(mask, (row, col), target.frame, tuple(cut.core.shift(-cut.start) for cut in intervals))
 
 
-def _windows_of(model: Predictor, images: Named) -> _LabelledWindows | None:
-    """The windows by which slides are seen whole, of a model that was trained on windows; None of other images.
-
-    Collective.
-    """
-    if not model.by_windows:
-        return None
-    whole, found = in_whole(images)
-    indices = [*dict.fromkeys(found)]
-    slides, frame = Subset(whole, indices), model.trained.size
-    targets = None
-    if model.comm.rank == 0:
-        sizes = [_size_of(slides, index, frame) for index in range(len(slides))]
-        targets = [Target.of(size, frame, "crop", beyond=True) for size in sizes]
-    targets = model.comm.broadcast_object(targets)
-    if model.skips_glass:
-        targets = in_tissue(model.comm, slides, targets, model.trained.tissue_cells)
-    return _LabelledWindows(slides, range(len(slides)), targets)
-
-
-def _size_of(images: Named, index: int, otherwise: tuple[int, ...]) -> tuple[int, ...]:
-    try:
-        return tuple(images.image(index).size)
-    except DatasetError:  # which reading it will say
-        return otherwise
-
-
-def _root_of(images: Any) -> str | None:
-    """The folder that names of images begin in, if they are files."""
-    whole, _ = in_whole(images)
-    return str(whole.root.absolute()) if isinstance(whole, ListedFiles) else None
-
-
 def _undefined(predicted: Tensor) -> bool:
     """Whether a part of a mask is of outputs that are not numbers."""
     if not predicted.numel():
@@ -407,6 +391,7 @@ class _Collected(ABC):
 
     def __init__(self, model: Predictor, images: Named, whole: bool = False) -> None:
         self.model, self.images, self.task = model, images, model.task
+        self.looked_at = images
         self.records: dict[int, Record] = {}
         self.bad: dict[str, str] = {}
         self.count = 0
@@ -468,11 +453,7 @@ class _Collected(ABC):
             self.undefined += 1
             said = {"error": NOT_NUMBERS}
         elif self.coverage.crops:
-            share = seen_of(self.images.image(index).size, self.model.trained.size)
-            if share < 1 and not self.model.may_crop:
-                raise Refusal(self.coverage.refusal(self.images.name(index), share))
-            self.coverage.add(share)
-            said = {**said, "seen": share}
+            said = {**said, "seen": self.coverage.add(self.images, index)}
         self.records[index] = {**self._named(index), **said}
 
     def _named(self, index: int) -> Record:
@@ -520,12 +501,18 @@ class _Answers(_Collected):
 class _Masks(_Collected):
     """Masks: of each image, how many pixels of each class were taken for which one.
 
-    With `windows` these are what the model looks at, in order. Labels that may overlap are layers of two classes each.
+    The model may look at `windows` of them, in order. Labels that may overlap are layers of two classes each.
     """
 
-    def __init__(self, model: Predictor, images: Named, windows: _LabelledWindows | None) -> None:
-        super().__init__(model, images, whole=windows is not None)
-        self.windows, self.metric_names = windows, ALIKE
+    def __init__(self, model: Predictor, images: Named) -> None:
+        self.windows: _LabelledWindows | None = None
+        if model.by_windows:  # slides are seen whole
+            whole, found = in_whole(images)
+            images = Subset(whole, [*dict.fromkeys(found)])
+            every = range(len(images))
+            self.windows = _LabelledWindows(images, every, targets_of(model, images, every))
+        super().__init__(model, images, whole=model.by_windows)
+        self.looked_at, self.metric_names = self.windows or images, ALIKE
         self.layers, self.size = (self.task.num_outputs, 2) if self.task.binary else (1, self.task.num_outputs)
         self._open: dict[int, tuple[Tensor, int]] = {}  # pixels counted, and windows with what is no number
         self.counts: list[Tensor] = []

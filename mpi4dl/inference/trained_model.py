@@ -19,7 +19,7 @@ from mpi4dl.inference.options import (
     TableColumns,
     ToPredict,
 )
-from mpi4dl.inference.predicting import Predicting
+from mpi4dl.inference.predicting import predictions_of
 from mpi4dl.inference.scoring import Scores, judging_by, score
 from mpi4dl.options.config import facts
 from mpi4dl.options.declare import from_keywords
@@ -78,7 +78,7 @@ class TrainedModel(Predictor):
         else:
             found = self._adapted(images)
         folder = None if out is None else Path(out)
-        return iter(Predicting(model, found, str(others or images), folder, (self.chosen, given)))
+        return iter(predictions_of(model, found, str(others or images), folder, (self.chosen, given)))
 
     def evaluate(self, images: Any = None, out: str | Path | None = None, **options: Any) -> Scores:
         """Metrics of the task with intervals, and a record of each image, on rank 0.

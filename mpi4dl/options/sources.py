@@ -286,10 +286,14 @@ class DataSource:
                 f"`image_size` {'x'.join(map(str, self.size))} with masks: every rank has whole masks of a batch, 8 "
                 "bytes a pixel, and `stream` and `patches` are for more pixels than that: at most 8192x8192"
             )
+<<<<<<< HEAD
         sizes = list(_sizes(training))
         if TASKS[task_of(training)].makes_images:
             self._require_pictures()
             before = before or "crop"
+=======
+        sizes = list(some_sizes(training))
+>>>>>>> main
         fit = self.fit_of(sizes, before)
         if FITTED[fit].own_sizes and dense:
             raise ConfigError("`fit` own is not for masks: choose `fit` pad, or crop for windows of slides")
@@ -776,7 +780,7 @@ def _numbers_in(text: str) -> tuple[float, ...] | None:
     return found if all(map(math.isfinite, found)) else None
 
 
-def _sizes(dataset: Named) -> Iterator[tuple[int, ...]]:
+def some_sizes(dataset: Named) -> Iterator[tuple[int, ...]]:
     """The sizes of some images, from the first to the last; of those that can be read."""
     count = min(LOOKED_AT, len(dataset))
     for number in range(count):

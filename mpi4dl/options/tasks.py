@@ -16,6 +16,7 @@ from mpi4dl.tasks.directions import higher_is_better
 from mpi4dl.tasks.metrics import make_metric
 from mpi4dl.tasks.task import TASKS, Task
 
+BALANCED = "balanced"  # of `class_weights`
 LARGEST_UNIT_VALUE = 2.0  # of means and deviations of pixels from 0 to 1, with room for unusual ones
 
 
@@ -70,25 +71,14 @@ def with_defaults(config: Config) -> Config:
     return with_values(config, {name: value for name, value in usual.items() if value_of(config, name) == AUTO})
 
 
-def build_task(config: Config, dataset: Any, num_classes: int, comm: Communicator | None = None) -> Task:
-    """The task with its loss, by name or the user's own. Raises ConfigError.
-
-    Collective over `comm`, whose ranks share the work of counting the pixels of masks.
-    """
+def build_task(config: Config, dataset: Any, num_classes: int) -> Task:
+    """The task with its loss, by name or the user's own. Raises ConfigError."""
+    config = with_class_weights(config, dataset, num_classes)
     part, options = config.training.loss, dict(config.training.loss_options)
     weights, own = config.learning.class_weights, part is not None and is_own(part)
     asked = {"class_weights": weights is not None, "label_smoothing": bool(config.learning.label_smoothing)}
     if own:
         _require_taken("loss", part, [name for name, given in asked.items() if given])
-    if weights == "balanced":
-        loss = None if own else part
-        found = TASKS[config.data.task](num_classes, loss, options).balanced_weights(dataset, comm)
-        if found is None:
-            raise ConfigError(
-                f"`class_weights` balanced counts labels, which `task` {config.data.task} has none of, or of which a "
-                "pixel may have several: give a number for each class, such as 1,2.5"
-            )
-        weights = tuple(found)
     if weights is not None:
         options["class_weights"] = weights
     if config.learning.label_smoothing:
@@ -106,6 +96,28 @@ def build_task(config: Config, dataset: Any, num_classes: int, comm: Communicato
             "give one for each"
         )
     return task
+
+
+def with_class_weights(
+    config: Config, dataset: Any, num_classes: int, comm: Communicator | None = None, known: str | None = None
+) -> Config:
+    """The configuration with the numbers of `class_weights` that are balanced, or `known` from the start of the run.
+
+    Collective over `comm`, whose ranks share the work of counting the pixels of masks. Raises ConfigError.
+    """
+    if config.learning.class_weights != BALANCED:
+        return config
+    if known is not None:
+        return with_values(config, {"class_weights": tuple(map(float, known.split(",")))})
+    part, options = config.training.loss, dict(config.training.loss_options)
+    loss = None if part is not None and is_own(part) else part
+    found = TASKS[config.data.task](num_classes, loss, options).balanced_weights(dataset, comm)
+    if found is None:
+        raise ConfigError(
+            f"`class_weights` balanced counts labels, which `task` {config.data.task} has none of, or of which a "
+            "pixel may have several: give a number for each class, such as 1,2.5"
+        )
+    return with_values(config, {"class_weights": tuple(found)})
 
 
 def _require_weights(config: Config, dataset: Any) -> None:

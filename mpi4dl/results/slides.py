@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from mpi4dl._signatures import signature_of
-from mpi4dl.datasets.slides.dataset import SlideFolder
 from mpi4dl.datasets.split import Named, in_whole
 
 KEY = "slides"  # of predictions.json and evaluation.json
@@ -33,31 +32,30 @@ def places_of(*parts: Named) -> dict[str, Any]:
 def record_of(*parts: Named) -> dict[str, Any] | None:
     """What a record of these slides, or of some of them, has, as JSON; None for other images."""
     wholes = [in_whole(part)[0] for part in parts]
-    slides = wholes[-1]
-    if not isinstance(slides, SlideFolder):
+    whole = wholes[-1]
+    if not whole.of_slides:
         return None
-    root = (slides.slides_root or slides.root).absolute()
-    assumed = slides.options.resolution.assumed_mpp
+    assumed = whole.options.resolution.assumed_mpp
     return {
-        "source": str(slides.source.absolute()),
-        "root": str(root),
-        "columns": dict(slides.columns),
-        "in_bounds": slides.options.masks.in_bounds,
+        "source": str(whole.source.absolute()),
+        "root": str((whole.slides_root or whole.root).absolute()),
+        "columns": dict(whole.columns),
+        "in_bounds": whole.options.masks.in_bounds,
         "slides": {
             row.path: {
                 "slide": row.name,
                 "patient": row.patient,
-                "annotation": None if row.annotation is None else str(annotation_of(row.annotation, slides)),
+                "annotation": None if row.annotation is None else str(annotation_of(row.annotation, whole)),
                 "mpp": assumed if row.mpp is None else row.mpp,
-                **slides.place_of(row.path),
+                **whole.place_of(row.path),
             }
-            for whole in wholes
-            for row in whole.rows
+            for part in wholes
+            for row in part.rows
         },
     }
 
 
-def annotation_of(name: str, slides: SlideFolder) -> Path:
+def annotation_of(name: str, whole: Any) -> Path:
     """The file of an annotation, which a table names from its own folder on, or from that of the slides."""
-    beside, below = (folder.absolute() / name.replace("\\", "/") for folder in (slides.source.parent, slides.root))
-    return below if below.is_file() and not beside.is_file() else beside
+    beside, below = (folder.absolute() / name.replace("\\", "/") for folder in (whole.source.parent, whole.root))
+    return Path(below if below.is_file() and not beside.is_file() else beside)

@@ -68,6 +68,18 @@ class RunSamples(NamedTuple):
         return cls(samples, tuple(lines), (*BEFORE, *names, *AFTER, *weighted))
 
     @classmethod
+    def of_documents(cls, sizes: Mapping[str, Mapping[str, int]]) -> "RunSamples":
+        """The documents of text: `sizes` has the bytes of each, by its part and its name."""
+        samples = tuple(
+            RunSample(name, name, name, None, split, size) for split, of in sizes.items() for name, size in of.items()
+        )
+        lines = tuple(
+            {"file": each.file, "slide_id": each.name, "case_id": each.patient, "split": each.split,
+             "bytes": _cell(each.num_bytes)} for each in samples
+        )  # fmt: skip
+        return cls(samples, lines, (*BEFORE, "label", *AFTER))
+
+    @classmethod
     def read(cls, path: Path) -> "RunSamples":
         """The table of a run. Raises ConfigError if it is damaged."""
         try:
@@ -154,6 +166,7 @@ class RunSamples(NamedTuple):
         for names, what in (
             ([name for name in before if name not in after], "is gone since"),
             ([name for name in after if name not in before], "is new"),
+            ([name for name in before if name in after and _differ(before[name], after[name])], "has other content"),
             ([name for name in new if name in old and new[name] > old[name]], "was trained on, and now validates"),
             ([name for name in new if name in old and new[name] < old[name]], "validated, and is now trained on"),
         ):

@@ -170,6 +170,12 @@ class Task:
         return {**({} if true is None else {"label": true[0]}), "prediction": values[0]}
 
     @classmethod
+    def blank(cls, classes: Sequence[str], labelled: bool, apart: bool) -> Record:
+        """A record as one of a sample is, of zeros; with a mask of each class, if these are `apart`."""
+        label = torch.zeros(cls.label_size(len(classes))) if labelled else None
+        return cls.answer(classes, torch.zeros(len(classes)), label)
+
+    @classmethod
     def label_size(cls, num_classes: int) -> int:
         """How many numbers the label of a sample has."""
         return num_classes
@@ -315,6 +321,7 @@ class Regress(Task):
         return ("value",) if not classes and self.num_outputs == 1 else super().names(classes)
 
 
+<<<<<<< HEAD
 class MakeImage(Regress):
     """Images out of images: outputs and targets (N, channels, H, W), values from 0 to 1."""
 
@@ -338,6 +345,9 @@ class MakeImage(Regress):
     @classmethod
     def described(cls, training: Any, validation: Any) -> str:
         return f"each with a target of {counted(len(training.classes), 'channel')}: {some(training.classes)}"
+=======
+ALIKE = ("pixel_accuracy", "dice", "iou")  # how alike two masks are
+>>>>>>> main
 
 
 class Segment(Task):
@@ -347,7 +357,7 @@ class Segment(Task):
 
     name = "segment"
     default_loss = "cross_entropy"
-    metric_names = ("pixel_accuracy", "dice", "iou", "confusion")
+    metric_names = (*ALIKE, "confusion")
     monitor = "dice"
     defaults = usual(optimizer_options={"weight_decay": 0.01})  # as SegFormer: Xie et al. 2021
     dense = True
@@ -390,6 +400,12 @@ class Segment(Task):
         if self.binary:
             return (found > 0).to(found.dtype).masked_fill(found.isnan(), nan)
         return found.argmax(1).masked_fill(found.isnan().any(1), NO_CLASS)
+
+    @classmethod
+    def blank(cls, classes: Sequence[str], labelled: bool, apart: bool) -> Record:
+        named = dict.fromkeys(classes, 0)
+        masks: Record = {"masks": named} if apart else {"mask": ""}
+        return dict.fromkeys(ALIKE, 0) if labelled else {**masks, "pixels": named}
 
     @classmethod
     def described(cls, training: Any, validation: Any) -> str:

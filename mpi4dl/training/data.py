@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from mpi4dl import datasets
 from mpi4dl._files import Replacement, naming
 from mpi4dl._progress import ProgressOfImages
+from mpi4dl._wording import some
 from mpi4dl.comm import Communicator
-from mpi4dl.datasets.arrays import ArrayDataset
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.pairs import DEPTHS
 from mpi4dl.datasets.split import Named, in_whole
@@ -71,14 +71,19 @@ class Before(NamedTuple):
         return None if self.about is None else self.about.fit
 
 
-def before(run: Run) -> Before | None:
-    """The samples of the run that is resumed; None if there is none. Raises ConfigError, OSError."""
+def folders_before(run: Run) -> tuple[Path, ...]:
+    """Where the folder of the run that is resumed may be, which `resume` names, or a checkpoint in it."""
     resume, folder = run.resume, run.run_folder
     if resume == "none" or (resume == "auto" and folder is None):
-        return None
+        return ()
     asked = Path(folder or "") if resume == "auto" else Path(resume)
-    samples = RunSamples.at(asked)
-    places = (asked, asked.absolute().parent, asked.absolute().parent.parent)
+    return asked, asked.absolute().parent, asked.absolute().parent.parent
+
+
+def before(run: Run) -> Before | None:
+    """The samples of the run that is resumed; None if there is none. Raises ConfigError, OSError."""
+    places = folders_before(run)
+    samples = RunSamples.at(places[0]) if places else None
     return None if samples is None else Before(samples, next(filter(None, map(described_by, places)), None))
 
 
@@ -190,12 +195,12 @@ def _each(comm: Communicator, open_pair: Callable[[], Pair]) -> Pair:
     return pair
 
 
-def _arrays(pair: Pair) -> list[ArrayDataset]:
-    return [whole for whole in wholes(pair) if isinstance(whole, ArrayDataset)]
+def _arrays(pair: Pair) -> list[Any]:
+    return [whole for whole in wholes(pair) if whole.in_memory]
 
 
 def _folders(pair: Pair) -> list[ListedFiles]:
-    return [files for whole in wholes(pair) for files in getattr(whole, "lists", tuple)()]
+    return [files for whole in wholes(pair) for files in whole.lists()]
 
 
 def _describe(
@@ -210,7 +215,10 @@ def _describe(
             raise ConfigError(unlike)
         recorded.samples.require_unchanged(now)
         if about is not None and about.classes != tuple(training.classes):
-            remarks.append(f"the classes were {', '.join(about.classes)}, and are {', '.join(training.classes)}")
+            raise ConfigError(
+                f"the classes were {some(about.classes)} when the run began, and are {some(training.classes)}, so that "
+                "outputs would mean others: put them back, or train in another `run_folder`"
+            )
         remarks += recorded.samples.changes(now)
         remarks += source.not_compared((training, validation))
     return fit, tuple(datasets.printable(remark) for remark in remarks), largest

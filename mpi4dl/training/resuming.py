@@ -23,10 +23,14 @@ from mpi4dl.runs.folder import RunFolder, default_path
 
 NUM_IMAGES = "the number of training images"
 CODE = "the file of "  # before the name of an option with code of the user's
+CONTENT = "the content of some samples of "  # before the name of an option
+CLASS_WEIGHTS = "the numbers of `class_weights`"  # that are balanced
 BALANCE = "balance"
 TIMED = ("auto", "measured")  # cuts that may come out otherwise at the next start
 # The purpose of the weights, and the images that they have never seen.
 SAME_ALWAYS = (
+    "task",
+    "tokenizer",
     "model",
     "model_options",
     "optimizer",
@@ -226,13 +230,18 @@ def options_to_compare(options: Mapping[str, str], num_images: int, counts: Sequ
     return {**options, **cut, NUM_IMAGES: str(num_images)}
 
 
-def contents_of(training: Any) -> dict[str, str]:
+def contents_of(training: Any, validation: Any) -> dict[str, str]:
     """The digest of samples that are no files of their own, by the option that names them."""
-    whole = getattr(training, "whole", training)
-    text, arrays = getattr(whole, "stream", None), getattr(whole, "digest", None)
-    if text is not None:
-        return {f"{CODE}`text`": text.digest}
-    return {} if arrays is None else {f"{CODE}`images`": arrays()}
+    found: dict[str, str] = {}
+    wholes = [getattr(each, "whole", each) for each in (training, validation)]
+    for whole, which in zip(wholes, ("", " that validate"), strict=True):
+        text, arrays = getattr(whole, "stream", None), getattr(whole, "digest", None)
+        if which and (text is not None or whole is wholes[0]):
+            continue
+        found |= {} if text is None else {f"{CODE}`text`": text.digest}
+        found |= {} if arrays is None else {f"{CODE}`images`{which}": arrays()}
+        found |= {f"{CONTENT}`dataset`{which}": str(whole.print())} if hasattr(whole, "print") else {}
+    return found
 
 
 def files_of(prints: Mapping[tuple[str, str], str | None], weights: str | None = None) -> dict[str, str]:
@@ -254,7 +263,7 @@ def compare(checkpoint: Path, there: Progress, options: Mapping[str, str]) -> li
 
     Raises Refusal, alike on all ranks, where the run could not go on as it was begun.
     """
-    unknown = {name: "unknown" for name in options if name.startswith(CODE)}
+    unknown = {name: "unknown" for name in options if name.startswith((CODE, CONTENT, CLASS_WEIGHTS))}
     before = {**default_options(), **unknown, **there.options}  # an option that it does not know has its default
     missing = next((name for name in options if name not in before), None)
     if missing is not None:

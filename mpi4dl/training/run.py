@@ -177,7 +177,7 @@ class TrainingRun:
         self.unfrozen: set[tuple[int, str]] = set()
         self.best = None if setup.monitor is None else Best(*setup.monitor)
         self.bad_images = BadImages(comm, self.source.data.on_bad_image)
-        contents = contents_of(self.images.training)
+        contents = contents_of(self.images.training, self.images.validation)
         self.options = options_to_compare(setup.options, len(self.images.training), engine.stages.counts) | contents
         self.epoch, self.batch, self.due = 0, 0, False
         self.interval = self.new_interval()

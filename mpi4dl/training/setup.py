@@ -31,7 +31,7 @@ from mpi4dl.options.declare import value_of, with_options, with_values
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.optimizers import Schedule, build_optimizer, build_schedule, groups_of
 from mpi4dl.options.sources import TextSource, in_folder_of_fold, source_of, with_frame
-from mpi4dl.options.tasks import Monitor, build_metrics, build_task, monitored, with_task
+from mpi4dl.options.tasks import BALANCED, Monitor, build_metrics, build_task, monitored, with_class_weights, with_task
 from mpi4dl.parallel.inputs import Shape, of_tokens, own_or
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.runs.assembly import ModelAssembly, assemble
@@ -40,7 +40,7 @@ from mpi4dl.runs.stopping import HangTimeout
 from mpi4dl.tasks.task import Task
 from mpi4dl.training.data import Images, before, open_alone, open_images
 from mpi4dl.training.report import goal, title, without_effect
-from mpi4dl.training.resuming import BALANCE, FROM_CHECKPOINT, TIMED, files_of, options_before
+from mpi4dl.training.resuming import BALANCE, CLASS_WEIGHTS, FROM_CHECKPOINT, TIMED, files_of, options_before
 
 if TYPE_CHECKING:
     from mpi4dl.estimate.workload import Workload
@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 class Setup:
     """Everything that is trained with, the same on all ranks but for their parts of the model and of batches.
 
-    `spell` puts the names of options in messages as the user typed them; `argv` is the command line.
+    `spell` puts the names of options in messages as the user typed them; `argv` is the command line. `balance` are the
+    numbers of `class_weights`.
     """
 
     config: Config
@@ -70,6 +71,7 @@ class Setup:
     meter: MemoryMeter
     spell: Callable[[str], str]
     argv: Sequence[str]
+    balance: Any
 
     @property
     def num_steps(self) -> int:
@@ -84,7 +86,9 @@ class Setup:
     @property
     def options(self) -> dict[str, str]:
         """The options by which a run that goes on is compared, with the code of the user's."""
-        return {**shared_options(self.config), **files_of(self.assembly.prints)}
+        balanced = self.config.learning.class_weights == BALANCED
+        counted = {CLASS_WEIGHTS: ",".join(map(repr, self.balance))} if balanced else {}
+        return {**shared_options(self.config), **files_of(self.assembly.prints), **counted}
 
     def toml(self, before: Mapping[str, str], checkpoint: Path | None) -> str:
         """All options as a TOML file: those that a checkpoint knows better are as they were `before`."""
@@ -119,9 +123,12 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
     images = open_samples(config, comm)
     patience.feed()
     config = as_it_began(comm, config)
+    known = options_before(comm, config.run).get(CLASS_WEIGHTS)
     with comm.together((ValueError, TypeError)):
         config = with_task(config, images.training)
-        task = build_task(config, images.training, source_of(config).number_of_classes(images.training), comm)
+        count = source_of(config).number_of_classes(images.training)
+        weighed = with_class_weights(config, images.training, count, comm, known)
+        task = build_task(weighed, images.training, count)
         metrics = build_metrics(config, task)
         monitor = monitored(config, task, metrics)
         meter = MemoryMeter(assembly.device)
@@ -151,7 +158,7 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
         schedule.begin(build.number_of_steps(config.training, len(loaders[0])))
     return Setup(
         config, assembly, engine, schedule, images, *loaders, task, metrics, monitor, callbacks, remarks, patience,
-        meter, spell, argv,
+        meter, spell, argv, weighed.learning.class_weights,
     )  # fmt: skip
 
 
@@ -176,7 +183,7 @@ def open_samples(config: Config, comm: Communicator | None = None) -> "Images | 
         return open_alone(source) if comm is None else open_images(comm, source, config.run)
     from mpi4dl.training.texts import open_text_alone, open_texts
 
-    return open_text_alone(source) if comm is None else open_texts(comm, source)
+    return open_text_alone(source) if comm is None else open_texts(comm, source, config.run)
 
 
 def with_samples(config: Config, tell: Tell = quietly) -> "Workload":

@@ -1,6 +1,7 @@
 """The text of a run: found and encoded by rank 0 for all, cut into samples, and what a loss says of it."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpi4dl._wording import counted
@@ -20,7 +21,10 @@ from mpi4dl.datasets.text import (
     split_documents,
 )
 from mpi4dl.options.declare import ConfigError
+from mpi4dl.options.sections.run import Run
 from mpi4dl.options.sources import TextSource
+from mpi4dl.runs.samples import RunSamples
+from mpi4dl.training.data import Before, before, folders_before
 
 TOKENIZER = "tokenizer.json"
 
@@ -37,10 +41,12 @@ class Texts:
     channels: int = 0
 
     def record(self, comm: Communicator, folder: Path) -> None:
-        """Keep a tokenizer that was trained in the folder of a run. Collective."""
-        with comm.together((OSError,)):
-            if comm.rank == 0 and isinstance(self.tokenizer, BPETokenizer):
-                self.tokenizer.save(folder / TOKENIZER)
+        """Keep the table of documents in the folder of a run, and a tokenizer that was trained. Collective."""
+        with comm.together((ValueError, OSError)):
+            if comm.rank == 0:
+                _table(self.training, self.validation).write(folder)
+                if isinstance(self.tokenizer, BPETokenizer):
+                    self.tokenizer.save(folder / TOKENIZER)
 
     def bits_per_byte(self, loss: float) -> float | None:
         """A validation loss, in nats for each token, in bits per byte; None if only some tokens are targets."""
@@ -50,18 +56,23 @@ class Texts:
         return bits_per_byte(loss, stream.num_tokens, stream.num_bytes)
 
 
-def open_texts(comm: Communicator, source: TextSource) -> Texts:
+def open_texts(comm: Communicator, source: TextSource, run: Run | None = None) -> Texts:
     """The text of a source, the same on all ranks. Collective; raises Refusal on all of them.
 
-    Rank 0 encodes it, once for all runs, into a file that all ranks read.
+    Rank 0 encodes it, once for all runs, into a file that all ranks read. A `run` that is resumed keeps its tokenizer,
+    and the part of each document.
     """
-    found: tuple[Path, Tokenizer] | None = None
+    found: tuple[Path, Tokenizer, dict[str, bool]] | None = None
+    recorded: Before | None = None
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
-            found = _encoded(source)
-    header, tokenizer = comm.broadcast_object(found)
+            recorded = None if run is None else before(run)
+            found = (*_encoded(source, run), {} if recorded is None else recorded.samples.validating())
+    header, tokenizer, known = comm.broadcast_object(found)
     with comm.together((ValueError, OSError)):
-        return _texts(source, header, tokenizer)
+        texts = _texts(source, header, tokenizer, known)
+    changes = () if recorded is None else recorded.samples.changes(_table(texts.training, texts.validation))
+    return replace(texts, remarks=(*texts.remarks, *changes))
 
 
 def open_text_alone(source: TextSource) -> Texts:
@@ -69,18 +80,20 @@ def open_text_alone(source: TextSource) -> Texts:
     return _texts(source, *_encoded(source))
 
 
-def _encoded(source: TextSource) -> tuple[Path, Tokenizer]:
-    """The header of the file with the tokens."""
+def _encoded(source: TextSource, run: Run | None = None) -> tuple[Path, Tokenizer]:
+    """The header of the file with the tokens, and the tokenizer, which a run that is resumed has already."""
     data, folder = source.data, source.token_folder
     documents = find_documents(*data.corpus)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer(data.tokenizer, documents, folder)
+    kept = [] if run is None else [each / TOKENIZER for each in folders_before(run) if (each / TOKENIZER).is_file()]
+    trained = bool(kept) and data.tokenizer.startswith("bpe:")
+    tokenizer = BPETokenizer.load(kept[0]) if trained else _tokenizer(data.tokenizer, documents)
     return encode_corpus(documents, tokenizer, folder).path.with_suffix(".json"), tokenizer
 
 
-def _texts(source: TextSource, header: Path, tokenizer: Tokenizer) -> Texts:
+def _texts(source: TextSource, header: Path, tokenizer: Tokenizer, known: Mapping[str, bool] | None = None) -> Texts:
     data, seed = source.data, source.seed
-    training, validation = split_documents(TokenFile(header), data.val_fraction, seed)
+    training, validation = split_documents(TokenFile(header), data.val_fraction, seed, known)
     parts = [
         MaskedTokenDataset(stream, data.context, seed) if data.task == "masked" else TokenDataset(stream, data.context)
         for stream in (training, validation)
@@ -93,7 +106,12 @@ def _texts(source: TextSource, header: Path, tokenizer: Tokenizer) -> Texts:
     return Texts(parts[0], parts[1], tokenizer, (remark,))
 
 
-def _tokenizer(asked: str, documents: tuple[Document, ...], folder: Path) -> Tokenizer:
+def _table(*parts: TokenDataset | MaskedTokenDataset) -> RunSamples:
+    """The documents that train and those that validate."""
+    return RunSamples.of_documents(dict(zip(("train", "val"), (part.stream.sizes for part in parts), strict=True)))
+
+
+def _tokenizer(asked: str, documents: tuple[Document, ...]) -> Tokenizer:
     """Bytes, or byte pairs, which are learnt of the text."""
     kind, _, size = asked.partition(":")
     if kind == "bytes" and not size:

@@ -1,5 +1,6 @@
 """mpi4dl.datasets.tiff: boxes of TIFF files equal the same box of the whole, and only their tiles are decoded."""
 
+import io
 import os
 import subprocess
 import sys
@@ -173,6 +174,27 @@ def test_a_file_that_shrinks_after_it_was_opened(tmp_path):
     path.unlink()
     with pytest.raises(BadImage, match=r"cannot be read: No such file"):
         image.read(Interval(0, 1), Interval(0, 1))
+
+
+def test_only_the_rows_of_a_box_are_read_of_what_is_not_compressed(tmp_path, monkeypatch):
+    pixels = noise_image(HEIGHT, WIDTH)
+    image = open_image(write(tmp_path / "a.tif", pixels, rowsperstrip=HEIGHT))
+    read, read_bytes = os.pread, []
+    monkeypatch.setattr("os.pread", lambda *args: read_bytes.append(args[1]) or read(*args))
+    assert np.array_equal(image.read(Interval(31, 97), Interval(5, 9)), pixels[31:97, 5:9])
+    assert sum(read_bytes) == 66 * WIDTH * 3
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_a_jpeg_that_claims_far_more_pixels_than_its_tile_is_refused(tmp_path, progressive):
+    for name, side in (("good.tif", 64), ("bomb.tif", 600)):
+        stream = io.BytesIO()
+        PIL.Image.fromarray(smooth_image(side, side)).save(stream, "JPEG", progressive=progressive)
+        how = {"shape": (64, 64, 3), "dtype": np.uint8, "tile": (64, 64), "photometric": "ycbcr"}
+        tifffile.imwrite(tmp_path / name, iter([stream.getvalue()]), compression="jpeg", **how)
+    assert open_image(tmp_path / "good.tif").read(*whole(64, 64)).shape == (64, 64, 3)
+    with pytest.raises(BadImage, match="far larger than 64 x 64"):
+        open_image(tmp_path / "bomb.tif").read(*whole(64, 64))
 
 
 def test_five_channels_are_refused(tmp_path):

@@ -59,7 +59,7 @@ ZERO = "--data 2 --zero 3"
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
     """A user's file, and beside it weights of a model with another head, as Lightning keeps them."""
-    path = tmp_path / "my_scans.py"
+    path = tmp_path / "my_tuned_scans.py"
     path.write_text(OWN + MODEL)
     torch.manual_seed(9)
     state = module_at(path).Double(7).state_dict()

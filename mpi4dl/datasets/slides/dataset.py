@@ -62,7 +62,7 @@ class SlideFolder(SampleFiles):
         DatasetError: as `read_samples`.
     """
 
-    kind = SLIDES
+    kind, of_slides = SLIDES, True
     slides_root: Path | None = None  # of what is no slide itself
 
     def __init__(

@@ -121,8 +121,8 @@ class Bag:
             return level0 * side0 / side  # type: ignore[operator]
         return MPP_AT_1X / self._magnification if self._magnification else None
 
-    def places(self) -> tuple[Slide, list[tuple[float, float]], float] | None:
-        """The slide at level 0, the row and the column of each patch in units of its side, and that side.
+    def places(self, patches: Any, side: float) -> tuple[Slide, list[tuple[float, float]], float] | None:
+        """Where the `patches` of a map lie: the slide at level 0, rows and columns in units of a side, and that side.
 
         Without the slide itself at hand, it is a white one. None if the file does not say where patches are. Raises
         BadImage, DatasetError.

@@ -235,6 +235,10 @@ class Slide:
         height, width = (side * self.downsample for side in self.size)
         return self.at(max(1.0, max(height, width) / longest))
 
+    def places(self, patches: Any, side: float) -> "tuple[Slide, Any, float]":
+        """Where the `patches` (row, column) of a map of `side` px each lie: the slide, their places and their side."""
+        return self, patches, side
+
     def in_level_0(self, row: Place, col: Place) -> tuple[Place, Place]:
         """The place (row, column) of the full level 0 of a place in pixels of this resolution; or of arrays of them."""
         return self.origin[0] + row * self.scale[0], self.origin[1] + col * self.scale[1]

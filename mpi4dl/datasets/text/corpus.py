@@ -12,7 +12,7 @@ import codecs
 import hashlib
 import json
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -267,7 +267,7 @@ class TokenStream:
     """The tokens of the documents `chosen` of a token file (None: all), each with the token that ends it.
 
     Attributes:
-        names: those of the documents.
+        names: those of the documents; sizes: the bytes of the text of each.
         num_tokens: how many tokens they have, their ends included.
         num_bytes: how many bytes of text they are.
         vocabulary: the number of different tokens.
@@ -282,9 +282,10 @@ class TokenStream:
         self._ends: npt.NDArray[np.int64] = np.cumsum(lengths)  # in this stream
         # The offset from a place in the stream to that in the file.
         self._shifts: npt.NDArray[np.int64] = ends[list(numbers)] - self._ends
-        self.names = tuple(file.documents[number].name for number in numbers)
+        self.sizes = {file.documents[number].name: file.documents[number].num_bytes for number in numbers}
+        self.names = tuple(self.sizes)
         self.num_tokens = int(lengths.sum())
-        self.num_bytes = sum(file.documents[number].num_bytes for number in numbers)
+        self.num_bytes = sum(self.sizes.values())
         self.vocabulary, self.digest = file.vocabulary, file.digest
 
     def read(self, interval: Interval) -> Tokens:
@@ -307,15 +308,17 @@ class TokenStream:
         return np.searchsorted(self._ends, np.arange(*interval), side="right").astype(np.int64)
 
 
-def split_documents(file: TokenFile, fraction: float, seed: int = 0) -> tuple[TokenStream, TokenStream]:
+def split_documents(
+    file: TokenFile, fraction: float, seed: int = 0, known: Mapping[str, bool] | None = None
+) -> tuple[TokenStream, TokenStream]:
     """Documents for training and validation: `fraction` of them validate, by a hash of `seed` and their names.
 
-    All of a document is in one part.
+    All of a document is in one part. `known` says of documents by name whether they validated before; they stay there.
 
     Raises:
         DatasetError: a fraction outside (0, 1), or fewer than two documents.
     """
     names = [document.name for document in file.documents]
-    aside = split_patients(names, [0] * len(names), fraction, seed, noun="documents")
+    aside = split_patients(names, [0] * len(names), fraction, seed, known, noun="documents")
     training, validation = ([i for i, held in enumerate(aside) if held is part] for part in (False, True))
     return TokenStream(file, training), TokenStream(file, validation)

@@ -38,8 +38,8 @@ class Data:
 
     images: str = option(
         "synthetic",
-        "a folder of images or volumes: with one subfolder per class, with labels.csv, or with images and masks, or inputs "
-        "and targets; an .npz file; or synthetic",
+        "a folder of images or volumes: with one subfolder per class, with labels.csv, or with images and masks, or "
+        "inputs and targets; an .npz file; or synthetic",
         NAME,
         brief="a folder, an .npz file, or synthetic",
         known_as=same_as("data-dir data-path datapath data-root dataset-dir train-dir dataset-path image-dir root")

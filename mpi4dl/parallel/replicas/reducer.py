@@ -231,6 +231,13 @@ class Reducer(GradientSums):
         while self._next < len(self.layout.buckets) and not self._missing[self._next]:
             self._start_next()
 
+    def _is_added_up(self, i: int, gradient: Tensor | None) -> bool:
+        """Whether autograd has added a gradient to its bucket, with which this pass does no more."""
+        if self._missing or not self.collecting or not self.used[i]:
+            return False
+        number, slot = self._place[i]
+        return number in self._flat and gradient is self._views[number][slot]
+
     def _put(self, number: int, slot: int, parameter: Tensor, gradient: Tensor) -> None:
         """Move a gradient into its bucket, where autograd adds those of the passes that follow."""
         if number not in self._flat:
@@ -368,7 +375,7 @@ class Reducer(GradientSums):
 
 def _tell(reducer: "weakref.ref[Reducer]", i: int, parameter: Tensor) -> None:
     alive = reducer()
-    if alive is not None:
+    if alive is not None and not alive._is_added_up(i, parameter.grad):
         with torch._C.DisableTorchFunction():  # what is done to gradients here is not the model's doing
             alive._arrived(i, parameter)
 

@@ -9,6 +9,7 @@ ones, which every rank has whole, are cropped.
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
+from operator import is_
 from typing import NamedTuple
 
 from torch import Tensor
@@ -20,9 +21,9 @@ from mpi4dl.parallel.spatial.grid import Flat, Layout
 from mpi4dl.parallel.spatial.halo import gather, gather_axes, retile
 from mpi4dl.parallel.spatial.redistribution import redistribute
 from mpi4dl.parallel.spatial.sums import add_up, share_alike, with_all_features
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, local_part, refusal, wrap
 
-Labels = Sequence[Hashable]
+Labels = Sequence[Hashable]  # tuples and ranges, by which results are remembered
 OTHER_AXES = "operands have different axes of the image in a dim"
 
 
@@ -116,6 +117,12 @@ def contract(
 
     Over axes that are summed, all ranks add up.
     """
+    layouts = [x.layout if isinstance(x, SpatialTensor) else None for x in operands]
+    key = (*labels, result, *layouts, *(x.shape for x in operands))
+    first = next((known for known in layouts if known is not None), None)
+    local: Layout | None = None if first is None else first.known(key)
+    if local is not None:  # most calls: each rank multiplies what it has
+        return wrap(function(*map(local_part, operands)), local)
     alone = _under_one_label(_one_pixel_gathered(operands, labels), labels, result, {})
     lead = next((x for x in alone if isinstance(x, SpatialTensor)), None)
     if lead is None:
@@ -137,7 +144,10 @@ def contract(
                 part = between_copies(part, flat, names.index(label))
         parts.append(part)
     summed = tuple(axis for axis, (label, _) in axes.held.items() if label not in result)
-    return add_up(function(*parts), axes.layout(lead.layout, result), summed)
+    layout = axes.layout(lead.layout, result)
+    if first is not None and not summed and all(map(is_, parts, map(local_part, operands))):
+        first.cached(key, lambda: layout)
+    return add_up(function(*parts), layout, summed)
 
 
 def _one_pixel_gathered(operands: Sequence[Tensor], labels: Sequence[Labels]) -> list[Tensor]:

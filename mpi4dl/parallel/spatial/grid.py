@@ -246,6 +246,13 @@ class Layout:
         """That of a tensor that every rank has whole."""
         return cls(grid, Tiling.copies(grid.shape), (None,) * len(grid.shape))
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((id(self.grid), self.tiling, self.dims, self.flat))
+
     @cached_property
     def _cache(self) -> dict[Hashable, Any]:
         return {}
@@ -262,8 +269,14 @@ class Layout:
         if found is None:
             if len(self._cache) >= KNOWN:
                 self._cache.clear()
-            found = self._cache[key] = find()
+            found = find()
+            self._cache[key] = found = self.grid.intern(found) if isinstance(found, Layout) else found  # type: ignore
+        assert found is not None
         return found
+
+    def known(self, key: Hashable) -> Any:
+        """What is cached by this key; None if nothing is."""
+        return self._cache.get(key)
 
     @cached_property
     def owned(self) -> Box:

@@ -5,8 +5,8 @@ Dims of the operands that go together have one label, as in einsum. An axis of t
     einsum("nchw,kc->nkhw")   c is not cut: local           einsum("nchw,nkhw->nck")   h, w are summed: all-reduced
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from itertools import count
+from collections.abc import Callable, Hashable
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -17,14 +17,15 @@ from mpi4dl.parallel.spatial.alignment import Labels, contract
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, refusal, register
 
 
-def _matrices(left: Tensor, right: Tensor) -> tuple[list[Labels], Labels]:
+@cache
+def _matrices(left: int, right: int) -> tuple[tuple[Labels, Labels], Labels]:
     """The labels of a matrix product as torch.matmul has it: vectors, matrices, and batches of them that broadcast."""
-    batch = max(left.dim(), right.dim(), 2) - 2
+    batch = max(left, right, 2) - 2
     names = [f"batch {i}" for i in range(batch)]
-    of_left = ["k"] if left.dim() == 1 else [*names[batch - left.dim() + 2 :], "m", "k"]
-    of_right = ["k"] if right.dim() == 1 else [*names[batch - right.dim() + 2 :], "k", "n"]
-    outer = ["m"] * (left.dim() > 1) + ["n"] * (right.dim() > 1)
-    return [of_left, of_right], [*names, *outer]
+    of_left = ["k"] if left == 1 else [*names[batch - left + 2 :], "m", "k"]
+    of_right = ["k"] if right == 1 else [*names[batch - right + 2 :], "k", "n"]
+    outer = ["m"] * (left > 1) + ["n"] * (right > 1)
+    return (tuple(of_left), tuple(of_right)), (*names, *outer)
 
 
 def _product(function: Any) -> Callable[..., Tensor]:
@@ -32,21 +33,22 @@ def _product(function: Any) -> Callable[..., Tensor]:
 
     def rule(input: Tensor, *others: Tensor, **options: Any) -> Tensor:
         (other,) = others or options.values()
-        labels, result = _matrices(input, other)
-        _check(name, (input, other), labels)
+        labels, result = _matrices(input.dim(), other.dim())
+        _check(name, (input.shape, other.shape), labels)
         return contract(name, function, (input, other), labels, result)
 
     return rule
 
 
-def _check(name: str, operands: Sequence[Tensor], labels: Sequence[Labels]) -> None:
+@lru_cache(maxsize=1024)
+def _check(name: str, shapes: tuple[torch.Size, ...], labels: tuple[Labels, ...]) -> None:
     """Parts might pass where PyTorch refuses the whole."""
     sizes: dict[Hashable, int] = {}
-    for x, names in zip(operands, labels, strict=True):
-        for size, label in zip(x.shape, names, strict=True):
+    for shape, names in zip(shapes, labels, strict=True):
+        for size, label in zip(shape, names, strict=True):
             broadcasts = 1 in (size, sizes.setdefault(label, size)) and label not in ("k", "in")
             if sizes[label] != size and not broadcasts:
-                raise RuntimeError(f"{name}: shapes {[tuple(y.shape) for y in operands]} cannot be multiplied")
+                raise RuntimeError(f"{name}: shapes {[*map(tuple, shapes)]} cannot be multiplied")
             sizes[label] = max(sizes[label], size)
 
 
@@ -71,6 +73,13 @@ for names, product in (("addmm", torch.mm), ("baddbmm", torch.bmm), ("addmv", to
         register(function, flat=True)(_added(product))
 
 
+@cache
+def _of_linear(pixels: int, matrix: bool) -> tuple[tuple[Labels, Labels, Labels], Labels]:
+    """The labels of input, weight and bias, and of the result."""
+    names, out = tuple(f"dim {i}" for i in range(pixels)), ("out",) * matrix
+    return ((*names, "in"), (*out, "in"), out), (*names, *out)
+
+
 @register(F.linear, flat=True)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A product with the last dim, the same for every pixel; over a last dim that is cut, the ranks' parts add up.
@@ -79,19 +88,13 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     weight's first dim is a cut of the result.
     """
     name = "torch.nn.functional.linear"
-    pixels = [f"dim {i}" for i in range(input.dim() - 1)]
-    labels: list[Labels] = [[*pixels, "in"], ["out", "in"] if weight.dim() == 2 else ["in"]]
-    _check(name, (input, weight), labels)
-    result = [*pixels, "out"] if weight.dim() == 2 else pixels
-    summed = any(
-        isinstance(x, SpatialTensor) and x.layout.cut(names.index("in"))
-        for x, names in zip((input, weight), labels, strict=True)
-    )
+    labels, result = _of_linear(input.dim() - 1, weight.dim() == 2)
+    _check(name, (input.shape, weight.shape), labels[:2])
+    summed = any(isinstance(x, SpatialTensor) and x.layout.cut(x.dim() - 1) for x in (input, weight))
     if bias is None or summed:
-        y = contract(name, F.linear, (input, weight), labels, result)
+        y = contract(name, F.linear, (input, weight), labels[:2], result)
         return y if bias is None else y + bias
-    of_bias = ["out"] if weight.dim() == 2 else []
-    return contract(name, F.linear, (input, weight, bias), [*labels, of_bias], result)
+    return contract(name, F.linear, (input, weight, bias), labels, result)
 
 
 @register(F.bilinear, torch.bilinear)
@@ -104,10 +107,10 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
         raise RuntimeError(
             f"{name}: inputs of {tuple(input1.shape)} and {tuple(input2.shape)} differ before their last"
         )
-    pixels = [f"dim {i}" for i in range(input1.dim() - 1)]
-    labels: list[Labels] = [[*pixels, "k"], [*pixels, "in"], ["out", "k", "in"]]
-    _check(name, (input1, input2, weight), labels)
-    y = contract(name, F.bilinear, (input1, input2, weight), labels, [*pixels, "out"])
+    pixels = tuple(f"dim {i}" for i in range(input1.dim() - 1))
+    labels: tuple[Labels, ...] = ((*pixels, "k"), (*pixels, "in"), ("out", "k", "in"))
+    _check(name, (input1.shape, input2.shape, weight.shape), labels)
+    y = contract(name, F.bilinear, (input1, input2, weight), labels, (*pixels, "out"))
     return y if bias is None else y + bias
 
 
@@ -123,14 +126,14 @@ def einsum(equation: Any, *operands: Any) -> Tensor:
         raise ValueError(f"einsum(): {equation!r} has {len(terms)} operands, but {len(tensors)} were given")
     most = max(x.dim() - len(term.replace("...", "")) for x, term in zip(tensors, terms, strict=True))
 
-    def labels(term: str, dots: int) -> list[str]:
+    def labels(term: str, dots: int) -> tuple[str, ...]:
         before, _, after = term.partition("...")
-        return [*before, *(f"...{i}" for i in range(most - dots, most)), *after] if "..." in term else [*term]
+        return (*before, *(f"...{i}" for i in range(most - dots, most)), *after) if "..." in term else (*term,)
 
-    names = [labels(term, x.dim() - len(term.replace("...", ""))) for x, term in zip(tensors, terms, strict=True)]
+    names = tuple(labels(t, x.dim() - len(t.replace("...", ""))) for x, t in zip(tensors, terms, strict=True))
     letters = sorted({letter for term in terms for letter in term.replace("...", "")})
     implied = "..." * ("..." in inputs) + "".join(a for a in letters if inputs.count(a) == 1)
-    _check("torch.einsum", tensors, names)
+    _check("torch.einsum", tuple(x.shape for x in tensors), names)
     return contract(
         "torch.einsum",
         lambda *parts: torch.einsum(equation, *parts),
@@ -142,18 +145,17 @@ def einsum(equation: Any, *operands: Any) -> Tensor:
 
 @register(*named("outer", "ger"))
 def outer(input: Tensor, vec2: Tensor) -> Tensor:
-    return contract("torch.outer", torch.outer, (input, vec2), (["m"], ["n"]), ["m", "n"])
+    return contract("torch.outer", torch.outer, (input, vec2), (("m",), ("n",)), ("m", "n"))
 
 
 @register(*named("tensordot"))
 def tensordot(a: Tensor, b: Tensor, dims: Any = 2) -> Tensor:
-    number = iter(count())
     if isinstance(dims, int):
         dims = (list(range(a.dim() - dims, a.dim())), list(range(dims)))
     over_a, over_b = ([d % x.dim() for d in over] for over, x in zip(dims, (a, b), strict=True))
-    of_a: list[Hashable] = [next(number) for _ in range(a.dim())]
-    of_b: list[Hashable] = [of_a[over_a[over_b.index(d)]] if d in over_b else next(number) for d in range(b.dim())]
-    result = [n for n in of_a if of_a.index(n) not in over_a] + [n for d, n in enumerate(of_b) if d not in over_b]
+    of_a = tuple(range(a.dim()))
+    of_b = tuple(of_a[over_a[over_b.index(d)]] if d in over_b else a.dim() + d for d in range(b.dim()))
+    result = (*(n for n in of_a if n not in over_a), *(n for d, n in enumerate(of_b) if d not in over_b))
     return contract(
         "torch.tensordot", lambda x, y: torch.tensordot(x, y, (over_a, over_b)), (a, b), (of_a, of_b), result
     )

@@ -284,8 +284,8 @@ def embedding(
         found = F.embedding(torch.where(inside, indices - rows.start, 0), table, own)
         return found * inside.unsqueeze(-1)
 
-    indices = [f"dim {i}" for i in range(input.dim())]
-    return contract(name, of_own_rows, (input, weight), [indices, ["row", "feature"]], [*indices, "feature"])
+    indices = tuple(f"dim {i}" for i in range(input.dim()))
+    return contract(name, of_own_rows, (input, weight), (indices, ("row", "feature")), (*indices, "feature"))
 
 
 @register(F.one_hot, flat=True)
@@ -314,8 +314,8 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
     for other in range(input.dim()):
         if other != dim and index.shape[other] != input.shape[other]:
             input = input.narrow(other, 0, index.shape[other])
-    names: list[Any] = list(range(input.dim()))
-    sources = ["source" if d == dim else d for d in names]
+    names = range(input.dim())
+    sources = tuple("source" if d == dim else d for d in names)
 
     def take(at: Tensor, own: Tensor) -> Tensor:
         return torch.gather(own, dim, at, sparse_grad=sparse_grad)

@@ -122,8 +122,8 @@ def _over_classes(function: Any, options: dict[str, Any], reduction: str) -> Ten
     having = (input, target) if probable else (input,)
     if any(isinstance(x, SpatialTensor) and x.layout.axis(classes) is not None for x in having):
         raise refusal(name, f"dim {classes} is not the classes here")
-    dims: list[Any] = list(range(input.dim()))
-    others = [dim for dim in dims if dim != classes]
+    dims = range(input.dim())
+    others = tuple(dim for dim in dims if dim != classes)
 
     def of_each(own: Tensor, wanted: Tensor) -> Tensor:
         return function(**options | {"input": own, "target": wanted})
@@ -168,8 +168,8 @@ def _of_cut_classes(
 
 def _chosen(x: SpatialTensor, index: Tensor, dim: int) -> Tensor:
     """Of each place along `dim`, which ranks share, the value that `index` names."""
-    labels = [f"dim {i}" for i in range(x.dim())]
-    others = [label for i, label in enumerate(labels) if i != dim]
+    labels = range(x.dim())
+    others = tuple(label for label in labels if label != dim)
     axis = x.layout.axis(dim)
     assert axis is not None
     own = x.layout.owned[axis]
@@ -181,7 +181,7 @@ def _chosen(x: SpatialTensor, index: Tensor, dim: int) -> Tensor:
         found = values.gather(dim, torch.where(inside, wanted - own.start, 0).unsqueeze(dim)).squeeze(dim)
         return torch.where(inside, found, 0)
 
-    return contract("torch.nn.functional.cross_entropy", of_own, (x, index), [labels, others], others)
+    return contract("torch.nn.functional.cross_entropy", of_own, (x, index), (labels, others), others)
 
 
 # Losses that are made of operators which have rules: of vectors, how near two of them are, what each label says.

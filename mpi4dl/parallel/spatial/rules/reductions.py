@@ -39,7 +39,7 @@ def reduced_layout(layout: Layout, dims: Sequence[int], keepdim: bool) -> Layout
             return None
         return dim if keepdim else dim - sum(d < dim for d in dims)
 
-    return layout.cached((reduced_layout, tuple(dims), keepdim), lambda: layout.grid.intern(layout.moved(moved)))
+    return layout.cached((reduced_layout, tuple(dims), keepdim), lambda: layout.moved(moved))
 
 
 def whole_along(x: Tensor, dims: Sequence[int]) -> Tensor:

@@ -32,8 +32,9 @@ from mpi4dl.parallel.spatial.tensor import (
 
 @register(*named("permute"), flat=True)
 def permute(input: SpatialTensor, *dims: Any, **named_dims: Any) -> Tensor:
-    order = [place_of(d, input.dim()) for d in numbers(dims or tuple(named_dims.values()))]
-    return wrap(input.local.permute(order), input.layout.moved(order.index))
+    order = tuple(place_of(d, input.dim()) for d in numbers(dims or tuple(named_dims.values())))
+    layout = input.layout
+    return wrap(input.local.permute(order), layout.cached((permute, order), lambda: layout.moved(order.index)))
 
 
 @register(*named("transpose", "swapaxes", "swapdims"), flat=True)
@@ -51,6 +52,11 @@ def reshape_local(x: SpatialTensor, shape: Sequence[int]) -> Tensor:
     told: it is gathered, which is one pixel. A dim of several axes that becomes dims of other sizes than theirs is cut
     anew. All are gathered where an axis would begin within a dim.
     """
+    key = (reshape_local, x.shape, *shape)
+    local = x.layout.known(key)
+    if local is not None:  # most calls: a view of what each rank has
+        layout, shape = local
+        return wrap(x.local.reshape(shape), layout)
     shape = list(shape)
     if -1 in shape:
         known = prod(n for n in shape if n != -1)
@@ -64,8 +70,12 @@ def reshape_local(x: SpatialTensor, shape: Sequence[int]) -> Tensor:
         tiling = cuts_that_divide(x.layout, grouped)
         cut = retile(x, tiling)
         layout = regrouped(cut.layout, grouped)
-        y = wrap(cut.local.reshape(layout.local_shape(tuple(shape))), layout)
-        return y if cut is x else copied(y, x)
+        own = layout.local_shape(tuple(shape))
+        y = wrap(cut.local.reshape(own), layout)
+        if cut is not x:
+            return copied(y, x)
+        x.layout.cached(key, lambda: (layout.grid.intern(layout), own))
+        return y
     anew = _cut_for(x, shape)
     if anew is not None:
         return copied(reshape_local(anew, shape), x)
@@ -117,8 +127,9 @@ def unflatten(input: SpatialTensor, dim: int, sizes: Sequence[int]) -> Tensor:
 
 @register(*named("unsqueeze"), flat=True)
 def unsqueeze(input: SpatialTensor, dim: int) -> Tensor:
-    dim = place_of(dim, input.dim() + 1)
-    return wrap(input.local.unsqueeze(dim), input.layout.moved(lambda d: d + (d >= dim)))
+    dim, layout = place_of(dim, input.dim() + 1), input.layout
+    moved = layout.cached((unsqueeze, dim), lambda: layout.moved(lambda d: d + (d >= dim)))
+    return wrap(input.local.unsqueeze(dim), moved)
 
 
 @register(*named("squeeze"), flat=True)
