@@ -99,6 +99,7 @@ FORMS: Mapping[str, LabelForm] = {
             "image",
             "expected inputs/NAME.png and targets/NAME.png, such folders below train and val, or a table with columns "
             "image and target",
+            in_folders=True,
             in_tables=False,
             files="target",
             folders=("inputs", "targets"),

@@ -421,16 +421,10 @@ class _Tiff:
 
     def read(self, *space: Interval) -> npt.NDArray[Any]:
         rows, cols = space
-<<<<<<< HEAD
         pixels = np.empty((rows.length, cols.length, *self.blank.shape), self.blank.dtype)
-        sides = zip(space, (self._tile_height, self._tile_width), strict=True)
-        tiles = [range(each.start // side, ceil_div(each.stop, side) if pixels.size else 0) for each, side in sides]
-=======
-        pixels = np.empty((rows.length, cols.length, *self._blank.shape), self._blank.dtype)
         if not pixels.size:
             return pixels
         spans = map(_spans, space, (self._tile_height, self._tile_width))
->>>>>>> main
         descriptor = os.open(self._path, os.O_RDONLY)
         try:
             for (down, inner_rows, outer_rows), (across, inner_cols, outer_cols) in product(*spans):
@@ -494,7 +488,6 @@ class _Indices(_Tiff):
         return np.zeros((), first.dtype), lambda samples: samples[..., 0]
 
 
-<<<<<<< HEAD
 class _Values(_Tiff):
     """A picture whose values are as they are stored, and missing pixels 0."""
 
@@ -508,9 +501,6 @@ class _Values(_Tiff):
         return np.zeros(count, first.dtype), lambda samples: samples
 
 
-def _slice(interval: Interval, origin: int) -> slice:
-    return slice(interval.start - origin, interval.stop - origin)
-=======
 def _spans(wanted: Interval, side: int) -> list[tuple[int, slice, slice]]:
     """The tiles of an axis that an interval touches: of each its number, and the part in it and in the interval."""
     found = []
@@ -518,7 +508,6 @@ def _spans(wanted: Interval, side: int) -> list[tuple[int, slice, slice]]:
         first, start, stop = number * side, max(wanted.start, number * side), min(wanted.stop, (number + 1) * side)
         found.append((number, slice(start - first, stop - first), slice(start - wanted.start, stop - wanted.start)))
     return found
->>>>>>> main
 
 
 def _planes(path: Path, file: Any, number: int = 0) -> Sequence[Any]:

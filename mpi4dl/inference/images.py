@@ -14,7 +14,7 @@ from mpi4dl.datasets.arrays import is_cifar, load_cifar, load_npz
 from mpi4dl.datasets.base import BadImage, DatasetError, task_of
 from mpi4dl.datasets.files import open_image
 from mpi4dl.datasets.kinds import PICTURES, SLIDES, VOLUMES
-from mpi4dl.datasets.labels import FORMS, files_of
+from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.listed import TEST, UNKNOWN, VALIDATION, File, ListedFiles, num_bytes_of, subfolders
 from mpi4dl.datasets.pairs import StoredPicture, open_stored_picture
 from mpi4dl.datasets.samples import TABLE, open_table
@@ -117,11 +117,7 @@ def _labelled(source: str, trained: TrainedOptions) -> tuple[Named, str]:
         raise DatasetError(f"{source}: no such file or folder; expected a folder of images with labels, or an .npz")
     table = path.suffix.lower() == ".csv" or (path / TABLE).is_file()
     folder, which = (path, "") if table else _part(path)
-<<<<<<< HEAD
-    if not table and not files_of(about.task) and about.task != "classify":
-=======
     if not table and not FORMS[about.task].in_folders:
->>>>>>> main
         raise DatasetError(f"{source}: has no labels to {about.task}; {FORMS[about.task].where}")
     files = open_files(
         folder,

@@ -326,15 +326,10 @@ def path_of(base: Path, suffix: str, number: int | None = None) -> Path:
 class PngFile:
     """A PNG file, written from top to bottom, which is there when it is whole. Raises OSError."""
 
-<<<<<<< HEAD
-    def __init__(self, path: Path, size: tuple[int, int], kind: int, wide: bool = False, palette: bytes = b"") -> None:
-        self.path, self._wide = path, wide
-=======
     beside: tuple[Path, ...] = ()  # more files of a mask
 
-    def __init__(self, path: Path, size: tuple[int, int], num_classes: int) -> None:
-        self.path, self._wide = path, num_classes > 256
->>>>>>> main
+    def __init__(self, path: Path, size: tuple[int, int], kind: int, wide: bool = False, palette: bytes = b"") -> None:
+        self.path, self._wide = path, wide
         path.parent.mkdir(parents=True, exist_ok=True)
         self._new = Replacement(path)
         self._file = self._new.temporary.open("wb")
@@ -379,6 +374,8 @@ class PngMask(PngFile):
 
 class ArrayMask:
     """The same as an array in an .npy file, of any number of axes. Raises OSError."""
+
+    undefined = False  # values that are no numbers are written
 
     beside: tuple[Path, ...] = ()
 

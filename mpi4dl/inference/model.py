@@ -83,18 +83,12 @@ class Predictor:
             trained = _at_own_sizes(trained, chosen.inputs.fit)
             values, why = placed(trained, chosen, comm.size)
             self.trained = trained.with_values(values)
-<<<<<<< HEAD
-        self.asked_fit, self.precision = chosen.inputs.fit, chosen.placing.precision
-        self.fit: Fit = about.fit if self.asked_fit == "auto" else as_fit(self.asked_fit)
-        self.fit = "own" if trained.fit == "own" else self.fit
-        self.may_crop = "crop" in (self.asked_fit, trained.fit)
-=======
         self.precision, auto = chosen.placing.precision, chosen.inputs.fit == "auto"
         self.fit: Fit = about.fit if auto else as_fit(chosen.inputs.fit)
+        self.fit = "own" if trained.fit == "own" else self.fit
         self.largest = about.largest if auto else None
         self.asked_to_crop = not auto and FITS[self.fit].crops
         self.may_crop = self.asked_to_crop or FITS[as_fit(trained.fit)].crops
->>>>>>> main
         self._remarks += [why] if why else []
         self.assembly = self.trained.assemble(comm, OWN, self.trained.batch_size)
         self.plan = self.assembly.plan

@@ -55,7 +55,9 @@ def predictions_of(
     """The predictions of a model for images by its task: see `Predicting`. Collective; raises Refusal on all ranks."""
     asked: ToPredict = next(each.predicting for each in options if hasattr(each, "predicting"))
     kind: type[Predicting]
-    if not model.task.dense:
+    if model.task.makes_images:
+        kind = _Pictures
+    elif not model.task.dense:
         of_slides = (asked.slides or asked.features) is not None
         kind = _MappedAnswers if of_slides and out is not None else _Answers
     elif model.trained.source.of_slides:
@@ -79,6 +81,7 @@ class Predicting(ABC):
     """
 
     suffix = ARRAY  # of the files of an image
+    folder = FOLDER  # of these files, in `out`
     by_windows = False  # whether all of an image is seen
     maps = "none"  # the kind of heat maps that are written
 
@@ -94,31 +97,8 @@ class Predicting(ABC):
     ) -> None:
         self.chosen, self.model, self.out, self.comm, self.speaks = chosen, model, out, model.comm, speaks
         self.noun = model.assembly.source.noun
-<<<<<<< HEAD
-        task = model.task
-        self.dense, self.binary = task.dense, task.binary
-        self.apart = self.binary and len(model.classes) > 1
-        size = model.trained.size
-        if self.dense and len(size) == 1:
-            raise Refusal("masks of sequences are not written: predict by mpi4dl.Engine")
-        if self.dense and out is None:
-            raise Refusal("`out` is missing: it is the folder that masks are written to")
-        if self.dense and model.asked_fit == "crop":
-            raise Refusal("`fit` crop is not for masks, which are of whole images: leave it out, or choose resize")
-        self.coverage = Coverage(self.comm, model, images, whole=self.dense)
-        self.of_slides = self.dense and model.trained.source.of_slides
-        self.suffix = ARRAY
-        if self.of_slides:
-            self.suffix = CLASS_MAP
-        elif self.dense and len(size) == 2:
-            self.suffix = PICTURE
-        elif task.makes_images:
-            self.suffix = suffix_of(model.about.values)
-        self.folder = IMAGES if task.makes_images else FOLDER
-=======
         self.apart = model.task.binary and len(model.classes) > 1
         self.coverage = Coverage(self.comm, model, images, whole=self.by_windows)
->>>>>>> main
         self.job: FolderJob | None = None
         self.bad: list[str] = []
         self.remarks: list[str] = [*self.coverage.remarks, *self._prepare()]
@@ -276,7 +256,7 @@ class _Answers(Predicting):
         found = {}
         for n, file in files.items():
             index, path = seen.indices[n], file.path
-            if isinstance(file, PictureFile) and file.undefined:
+            if file.undefined:
                 found[index] = self._named(index, {"error": NOT_NUMBERS})
                 continue
             self._wrote[self.images.name(index)] = [path]
@@ -285,10 +265,21 @@ class _Answers(Predicting):
 
     def _opened(self, index: int, shape: tuple[int, ...]) -> ArrayMask | PictureFile:
         """The file of dense numbers of an image, of which the model's outputs have this shape. Raises OSError."""
-        path = self._files(self.images.name(index))[0]
-        if not self.model.task.makes_images:
-            return ArrayMask(path, shape, "f4")
+        return ArrayMask(self._files(self.images.name(index))[0], shape, "f4")
+
+
+class _Pictures(_Answers):
+    """Pictures that the model makes, of the size of their images."""
+
+    folder = IMAGES
+
+    def _prepare(self) -> list[str]:
+        self.suffix = suffix_of(self.model.about.values)
+        return []
+
+    def _opened(self, index: int, shape: tuple[int, ...]) -> ArrayMask | PictureFile:
         height, width = self.images.image(index).size if self.model.fit == "own" else shape[1:]
+        path = self._files(self.images.name(index))[0]
         return PictureFile(path, (height, width), shape[0], self.model.about.values)
 
 

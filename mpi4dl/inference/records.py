@@ -16,11 +16,6 @@ from torch import Tensor
 from mpi4dl.results.formats import flat
 from mpi4dl.tasks.task import Task
 
-<<<<<<< HEAD
-ALIKE = ("pixel_accuracy", "dice", "iou")
-LIKENESS = ("psnr", "ssim", "mae")
-=======
->>>>>>> main
 NOT_NUMBERS = "the model's outputs are not numbers (NaN)"
 
 
@@ -36,19 +31,7 @@ def columns_of(
 
     With `crops` there is `seen`, the share of an image's pixels that the model saw; with `patients` the patient.
     """
-<<<<<<< HEAD
-    if task.makes_images:
-        every = [*LIKENESS] if labelled else ["prediction"]
-    elif not task.dense:
-        label = torch.zeros(task.label_size(len(classes))) if labelled else None
-        every = [*flat(task.answer(classes, torch.zeros(len(classes)), label))]
-    elif labelled:
-        every = [*ALIKE]
-    else:
-        every = [*(_named("mask", classes) if apart else ["mask"]), *_named("pixels", classes)]
-=======
     every = flat(task.blank(classes, labelled, apart))
->>>>>>> main
     return ["image", *(["patient"] if patients else []), *every, *(["seen"] if crops else []), "error"]
 
 

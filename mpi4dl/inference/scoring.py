@@ -17,11 +17,7 @@ from mpi4dl._progress import ProgressLine, ProgressOfImages, quietly
 from mpi4dl._wording import aligned, counted
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import DatasetError, printable
-<<<<<<< HEAD
-from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.pairs import planes_of
-=======
->>>>>>> main
 from mpi4dl.datasets.split import Named, Subset, in_whole
 from mpi4dl.engine import BatchOutputs
 from mpi4dl.geometry import Interval
@@ -29,11 +25,7 @@ from mpi4dl.inference.images import Coverage, open_files_of_run, open_labelled
 from mpi4dl.inference.masks import Target, WindowInterval, Windows, targets_of
 from mpi4dl.inference.model import Prediction, Predictor
 from mpi4dl.inference.options import Inference
-<<<<<<< HEAD
-from mpi4dl.inference.records import ALIKE, LIKENESS, NOT_NUMBERS, columns_of, is_undefined
-=======
 from mpi4dl.inference.records import NOT_NUMBERS, columns_of, is_undefined
->>>>>>> main
 from mpi4dl.inference.samples import (
     CONFUSION,
     UNDEFINED,
@@ -52,7 +44,7 @@ from mpi4dl.results.evaluations import write_evaluation
 from mpi4dl.results.formats import Record, table
 from mpi4dl.tasks.curves import CallCounts, is_rule
 from mpi4dl.tasks.formulas import as_targets
-from mpi4dl.tasks.likeness import Likeness
+from mpi4dl.tasks.likeness import LIKENESS, Likeness
 from mpi4dl.tasks.metrics import MEASURES, WHY_NONE, of_class
 from mpi4dl.tasks.task import ALIKE, TASKS, Regress
 
@@ -200,24 +192,12 @@ def score(
     judging: Judging | None = None,
 ) -> Scores:
     """Evaluate a model on images with labels. Collective; raises Refusal on all ranks if none can be read."""
-<<<<<<< HEAD
-    looked_at = _windows_of(model, images)
-    images = images if looked_at is None else looked_at.images
-    found: _Collected
-    if model.task.makes_images:
-        found = _Pictures(model, images)
-    else:
-        found = _Masks(model, images, looked_at) if model.task.dense else _Answers(model, images)
-    judging, noun = judging or Judging(), model.assembly.source.noun
-    with closing(ProgressOfImages(len(images), speaks and model.comm.rank == 0, noun)) as progress:
-        for seen in model.predictions(looked_at or found.shown, found.wanted):
-=======
-    found: _Collected = (_Masks if model.task.dense else _Answers)(model, images)
+    kind = _Pictures if model.task.makes_images else _Masks if model.task.dense else _Answers
+    found: _Collected = kind(model, images)
     images = found.images
     judging, noun = judging or Judging(), model.assembly.source.noun
     with closing(ProgressOfImages(len(images), speaks and model.comm.rank == 0, noun)) as progress:
         for seen in model.predictions(found.looked_at, found.wanted):
->>>>>>> main
             with model.comm.together():
                 found.add(seen)
             ended = [*map(found.ended, (*seen.indices, *seen.errors))]
@@ -400,7 +380,6 @@ class _Collected(ABC):
         self.metric_names: Sequence[str] = model.task.metric_names
         self.patients = patients_of(images)
         self.coverage = Coverage(model.comm, model, images, whole=whole)
-        self.shown = images  # what the model looks at, where that is no windows
 
     @abstractmethod
     def wanted(self, outputs: Any) -> Tensor:
@@ -608,7 +587,7 @@ class _Pictures(_Collected):
 
     def __init__(self, model: Predictor, images: Named) -> None:
         super().__init__(model, images)
-        self.metric_names, self.shown = LIKENESS, _WithoutLabels(images, range(len(images)))
+        self.metric_names, self.looked_at = LIKENESS, _WithoutLabels(images, range(len(images)))
         self.alike: list[dict[str, float]] = []
 
     def wanted(self, outputs: Any) -> Tensor:

@@ -286,14 +286,10 @@ class DataSource:
                 f"`image_size` {'x'.join(map(str, self.size))} with masks: every rank has whole masks of a batch, 8 "
                 "bytes a pixel, and `stream` and `patches` are for more pixels than that: at most 8192x8192"
             )
-<<<<<<< HEAD
-        sizes = list(_sizes(training))
+        sizes = list(some_sizes(training))
         if TASKS[task_of(training)].makes_images:
             self._require_pictures()
             before = before or "crop"
-=======
-        sizes = list(some_sizes(training))
->>>>>>> main
         fit = self.fit_of(sizes, before)
         if FITTED[fit].own_sizes and dense:
             raise ConfigError("`fit` own is not for masks: choose `fit` pad, or crop for windows of slides")

@@ -17,6 +17,7 @@ from mpi4dl._wording import counted, some
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import BadImage, pixels_of
 from mpi4dl.tasks.formulas import IGNORED, BatchLoss, Counting, CrossEntropy, OfHeads, as_targets, main_output
+from mpi4dl.tasks.likeness import LIKENESS
 from mpi4dl.tasks.losses import (
     balanced_weights,
     build_loss,
@@ -321,7 +322,6 @@ class Regress(Task):
         return ("value",) if not classes and self.num_outputs == 1 else super().names(classes)
 
 
-<<<<<<< HEAD
 class MakeImage(Regress):
     """Images out of images: outputs and targets (N, channels, H, W), values from 0 to 1."""
 
@@ -343,11 +343,15 @@ class MakeImage(Regress):
             _refuse(main, None, cls.name, "(batch, channels, height, width), as of `model` unet or smp/Unet")
 
     @classmethod
+    def blank(cls, classes: Sequence[str], labelled: bool, apart: bool) -> Record:
+        return dict.fromkeys(LIKENESS, 0) if labelled else {"prediction": ""}
+
+    @classmethod
     def described(cls, training: Any, validation: Any) -> str:
         return f"each with a target of {counted(len(training.classes), 'channel')}: {some(training.classes)}"
-=======
+
+
 ALIKE = ("pixel_accuracy", "dice", "iou")  # how alike two masks are
->>>>>>> main
 
 
 class Segment(Task):
