@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpi4dl._commands import runs
+from mpi4dl._commands import run_command, runs
 from mpi4dl.comm import failure
 
 if runs(__name__):
@@ -85,11 +85,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if FEATURES not in flags:
         predict.main(arguments)
         return
-    from mpi4dl import embed
-
     place = flags.index(FEATURES)
     arguments[place] = arguments[place].replace(FEATURES, "--out")
-    embed.main([*(["--weights"] if not arguments[0].startswith("-") else []), *arguments])
+    run_command("embed", [*(["--weights"] if not arguments[0].startswith("-") else []), *arguments])
 
 
 if __name__ == "__main__":
