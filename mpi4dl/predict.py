@@ -20,7 +20,8 @@ if runs(__name__):
 from mpi4dl._wording import counted
 from mpi4dl.inference.options import Inference, Inputs, Placing, TableColumns, ToPredict
 from mpi4dl.options.command import CommandLine, command
-from mpi4dl.options.declare import ConfigError
+from mpi4dl.options.declare import ConfigError, neutral
+from mpi4dl.options.kinds import NAME, optional
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -32,11 +33,24 @@ FEATURES = "--features-out"
 
 
 @dataclass(frozen=True)
+class Features:
+    """Features of slides instead of predictions."""
+
+    features_out: str | None = neutral(
+        None,
+        "write the features of tissue patches by the run's encoder into this folder; all other flags are then those of "
+        "mpi4dl embed",
+        optional(NAME),
+    )
+
+
+@dataclass(frozen=True)
 class PredictConfig:
     predicting: ToPredict = field(default_factory=ToPredict)
     columns: TableColumns = field(default_factory=TableColumns)
     inputs: Inputs = field(default_factory=Inputs)
     placing: Placing = field(default_factory=Placing)
+    embedding: Features = field(default_factory=Features)
 
 
 @command(PredictConfig, USAGE, DESCRIPTION, source="the folder of a run, a checkpoint, or weights")
@@ -45,6 +59,8 @@ def predict(comm: "Communicator", asked: CommandLine[PredictConfig]) -> None:
     config, chosen = asked.config, asked.config.predicting
     where = chosen.images or chosen.slides or chosen.features
     with comm.together((ConfigError,)):
+        if config.embedding.features_out is not None:
+            raise ConfigError("`features_out` is a task of mpi4dl embed: start `mpi4dl embed`")
         if where is None:
             raise ConfigError(
                 "`images` is missing: a folder, an image, a pattern, or a .txt file with paths; or `slides`, or "

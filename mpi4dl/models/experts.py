@@ -189,7 +189,7 @@ class Experts(nn.Module):
     """Feed-forward layers without biases, E of them: tokens (.., C), of which each goes to those `chosen` for it.
 
     `chosen` (.., k) are numbers of experts, E for none, and what they make of a token is summed by `weights` (.., k).
-    With `fewest_rows` no expert's product has fewer rows, where the last bits of a row would depend on their number.
+    With `row_multiple` each expert's product has a multiple of it in rows, on whose number a row's last bits depend.
     The matrices of all experts are one parameter, (E, out, in), so that they are multiplied as groups.
     """
 
@@ -198,7 +198,7 @@ class Experts(nn.Module):
         if activation not in get_args(Activation):
             raise ValueError(f"activation={activation!r} is unknown: choose 'gelu' or 'swiglu'")
         check_sizes(num_experts=num_experts, hidden=hidden, ff_dim=ff_dim)
-        self.num_experts, self.fewest_rows = num_experts, 0
+        self.num_experts, self.row_multiple = num_experts, 0
         self.up = nn.Parameter(torch.empty(num_experts, ff_dim, hidden))
         self.gate = nn.Parameter(torch.empty(num_experts, ff_dim, hidden)) if activation == "swiglu" else None
         self.output = nn.Parameter(torch.empty(num_experts, hidden, ff_dim))
@@ -215,8 +215,8 @@ class Experts(nn.Module):
         source = order // k
         rows = tokens[source]
         real: Tensor | slice = slice(None)
-        if self.fewest_rows and not order.is_meta:
-            rows, counts, real = padded(rows, counts, self.fewest_rows)
+        if self.row_multiple and not order.is_meta:
+            rows, counts, real = padded(rows, counts, self.row_multiple)
         up = grouped_linear(rows, self.up, counts)
         if self.gate is None:
             inner = F.gelu(up, approximate="tanh")
@@ -226,9 +226,9 @@ class Experts(nn.Module):
         return torch.zeros_like(tokens).index_add(0, source, made.to(tokens.dtype)).view(x.shape)
 
 
-def padded(rows: Tensor, counts: Tensor, fewest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of groups with zeros behind them, so that no group that has any has fewer; their counts; where they are."""
-    full = torch.where(counts > 0, counts.clamp_min(fewest), 0)
+def padded(rows: Tensor, counts: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of groups with zeros behind them, so that each group has a multiple; their counts; where rows are."""
+    full = (counts + multiple - 1) // multiple * multiple
     shift = (full.cumsum(0) - full) - (counts.cumsum(0) - counts)
     places = torch.arange(len(rows), device=rows.device) + shift.repeat_interleave(counts)
     found = rows.new_zeros(int(full.sum()), rows.shape[1]).index_copy(0, places, rows)

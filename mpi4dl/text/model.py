@@ -226,14 +226,16 @@ class PagedModel:
         self._num_logits = 0  # of how many tokens of a row they are wanted, in whole multiples
         heads = [m for path, m in stages.named_modules() if path.endswith(LOGITS_LAYER) and isinstance(m, nn.Linear)]
         self._hooks = [head.register_forward_pre_hook(self._wanted) for head in heads]
-        # An expert has no capacity that a token's neighbours could fill, and no product of fewer rows than others.
+        # An expert has no capacity that a token's neighbours could fill, and products of as many rows as others.
         routers = [m for m in stages.modules() if isinstance(m, Router)]
-        self._experts = [(experts, experts.fewest_rows) for experts in stages.modules() if isinstance(experts, Experts)]
+        self._experts = [
+            (experts, experts.row_multiple) for experts in stages.modules() if isinstance(experts, Experts)
+        ]
         self._capacities = [(router, router.capacity_factor) for router in routers]
         for router in routers:
             router.capacity_factor = None
         for experts, _ in self._experts:
-            experts.fewest_rows = self._row_multiple
+            experts.row_multiple = self._row_multiple
         self._modes = stages.training
         stages.eval()
         self._rows_alike, self._num_tokens = rows_alike(stages), 0
@@ -250,8 +252,8 @@ class PagedModel:
             layer.past = None
         for router, capacity in self._capacities:
             router.capacity_factor = capacity
-        for experts, fewest in self._experts:
-            experts.fewest_rows = fewest
+        for experts, multiple in self._experts:
+            experts.row_multiple = multiple
         self.stages.train(self._modes)
 
     @property

@@ -199,7 +199,7 @@ def exchange(
 
 @cache
 def rows_of_product(shape: torch.Size, dtype: torch.dtype, device: torch.device, threads: int) -> int | None:
-    """The smallest of `MULTIPLES` from which on PyTorch's product gives each row the same bits in any number of rows.
+    """The smallest of `MULTIPLES` of which any multiple of rows gives each row the same bits in PyTorch's product.
 
     The matrix is (outputs, inputs), or (experts, outputs, inputs), whose first expert is tried. None: of none of them.
     """
@@ -212,14 +212,13 @@ def rows_of_product(shape: torch.Size, dtype: torch.dtype, device: torch.device,
             return F.linear(rows, weight)
         return grouped_linear(rows, weight[None], torch.tensor([number], device=device))
 
-    expected = product(MOST_ROWS)[0]
-    most = MOST_ROWS
-    for fewest in reversed(MULTIPLES):
-        tried = {fewest, fewest + 1, fewest + 7, *range(2 * fewest, min(most, 8 * fewest) + 1, fewest), most // 2, most}
-        if not all(bool((product(number) == expected).all()) for number in sorted(tried)):
+    expected, found = product(MOST_ROWS)[0], None
+    for rows in reversed(MULTIPLES):
+        few, many = range(rows, 8 * rows + 1, rows), (MOST_ROWS // 2 + rows, MOST_ROWS - rows, MOST_ROWS)
+        if not all(bool((product(number) == expected).all()) for number in (*few, *many)):
             break
-        most = fewest
-    return most if most < MOST_ROWS else None
+        found = rows
+    return found
 
 
 def row_multiple(stages: LocalStages) -> int:

@@ -104,9 +104,9 @@ def test_experts_are_given_back_as_they_were() -> None:
     held = LocalStages.whole(GPT(257, 32, 1, 4, hidden=64, mixture=MIXTURE), Plan.of(tiles=((1,),)), world())
     (experts,) = (module for module in held.modules() if isinstance(module, Experts))
     model = PagedModel(held, world(), 16)
-    assert experts.fewest_rows > 0
+    assert experts.row_multiple > 0
     model.close()
-    assert experts.fewest_rows == 0
+    assert experts.row_multiple == 0
 
 
 def test_four_bits_want_groups_of_inputs() -> None:
