@@ -296,6 +296,11 @@ class Layout:
         return all(dim is None for dim in self.dims)
 
     @cached_property
+    def has_whole_samples(self) -> bool:
+        """Whether ranks share nothing but samples, which are dim 0."""
+        return all(dim in (None, 0) or parts == 1 for dim, parts in zip(self.dims, self.grid.shape, strict=True))
+
+    @cached_property
     def narrow(self) -> "Layout":
         """The same layout, holding what it owns and no more."""
         return self.grid.intern(replace(self, tiling=self.tiling.narrow)) if self.wide else self

@@ -223,7 +223,7 @@ def read_features(path: Path) -> None:
     bag = open_bag(path)
     count = bag.size[1]
     assert bag.read(Interval(0, 1), Interval(0, min(count, MOST_ROWS))).shape[2] == bag.channels
-    where = bag.places()
+    where = bag.places((), 0.0)
     if where is not None:
         slide, places, side = where
         cells = np.asarray(places)

@@ -320,7 +320,7 @@ def group_norm(
     """Statistics over the channels of a group and the whole image, for each sample."""
     if shared(input, 1):
         return _group_norm_of_own(input, num_groups, weight, bias, eps)
-    if input.layout.dims[BATCH] in (None, 0) and not any(input.layout.cut(dim) for dim in range(1, input.dim())):
+    if input.layout.has_whole_samples:
         return wrap(torch.group_norm(input.local, num_groups, weight, bias, eps), input.layout)
     input = in_plain_dtype(input, lambda image: F.group_norm(image, 1))
     return _by_sample(input, num_groups, weight, bias, eps, "torch.nn.functional.group_norm")[0]
