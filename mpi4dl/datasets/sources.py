@@ -10,6 +10,7 @@ from mpi4dl._files import open_regular
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets.arrays import Synthetic, is_cifar, load_cifar, load_npz
 from mpi4dl.datasets.base import BadImage, DatasetError, task_of
+from mpi4dl.datasets.files import CHANNEL_NAMES, DEPTHS, TARGET_SUFFIXES, StoredPicture, open_stored_picture
 from mpi4dl.datasets.kinds import PICTURES, VOLUMES, FileKind
 from mpi4dl.datasets.labels import FORMS, LabelForm, files_of
 from mpi4dl.datasets.listed import (
@@ -28,7 +29,6 @@ from mpi4dl.datasets.listed import (
     with_details,
 )
 from mpi4dl.datasets.masks import IGNORE_INDEX, Mask, mask_suffixes, open_stored, values_in
-from mpi4dl.datasets.pairs import DEPTHS, NAMES, TARGETS, StoredPicture, open_stored_picture
 from mpi4dl.datasets.samples import (
     TABLE,
     Sample,
@@ -214,7 +214,7 @@ def pair_table(
     if paired_form(root) is not form:
         raise DatasetError(f"{root}: has {', '.join(subfolders(root)) or 'no folders'}; {form.where}")
     first, second = (root / name for name in form.folders)
-    suffixes = mask_suffixes(kind is VOLUMES) if form.task == "segment" else TARGETS
+    suffixes = mask_suffixes(kind is VOLUMES) if form.task == "segment" else TARGET_SUFFIXES
     images = _by_name(first, kind.below(first)[0], kind.suffixes)
     others = _by_name(second, [path.relative_to(second).as_posix() for path in files_below(second, suffixes)], suffixes)
     if not images:
@@ -288,7 +288,7 @@ class TargetFiles(PairedFiles):
         if not looked:
             raise DatasetError(f"{source}: none of the pictures that were looked at, and of their targets, can be read")
         image, target = looked[0]
-        self.channels, self.values, self.classes = image.channels, target.depth, NAMES[target.channels]
+        self.channels, self.values, self.classes = image.channels, target.depth, CHANNEL_NAMES[target.channels]
         for image, target in looked:
             self._require_alike(image, target)
         self.remarks = (

@@ -21,7 +21,7 @@ from mpi4dl.datasets.affine import Affine
 from mpi4dl.datasets.augment import TRANSFORM_STREAM, Augmentation, Variation, vary_colour
 from mpi4dl.datasets.base import IGNORED, DatasetError, Image, MaskImage, Values
 from mpi4dl.datasets.colour import WHITE
-from mpi4dl.datasets.pairs import planes_of
+from mpi4dl.datasets.files import planes_of
 from mpi4dl.datasets.randomness import DatasetRandomness
 from mpi4dl.geometry import Interval, ceil_div
 

@@ -12,7 +12,7 @@ import torch
 
 from mpi4dl.datasets.augment import Blend, Mixup, Variation
 from mpi4dl.datasets.base import IGNORED, BadImage, Dataset, DatasetError, Image, drawn
-from mpi4dl.datasets.pairs import StoredPicture
+from mpi4dl.datasets.files import StoredPicture
 from mpi4dl.datasets.split import Subset
 from mpi4dl.datasets.transform import View
 from mpi4dl.geometry import Box

@@ -12,11 +12,10 @@ from mpi4dl._wording import counted, some
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.arrays import is_cifar, load_cifar, load_npz
 from mpi4dl.datasets.base import BadImage, DatasetError, task_of
-from mpi4dl.datasets.files import open_image
+from mpi4dl.datasets.files import StoredPicture, open_image, open_stored_picture
 from mpi4dl.datasets.kinds import PICTURES, SLIDES, VOLUMES
 from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.listed import TEST, UNKNOWN, VALIDATION, File, ListedFiles, num_bytes_of, subfolders
-from mpi4dl.datasets.pairs import StoredPicture, open_stored_picture
 from mpi4dl.datasets.samples import TABLE, open_table
 from mpi4dl.datasets.sources import SampleFiles, open_files, paired_form
 from mpi4dl.datasets.split import Named, Subset, in_whole

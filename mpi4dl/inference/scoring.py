@@ -17,7 +17,7 @@ from mpi4dl._progress import ProgressLine, ProgressOfImages, quietly
 from mpi4dl._wording import aligned, counted
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import DatasetError, printable
-from mpi4dl.datasets.pairs import planes_of
+from mpi4dl.datasets.files import planes_of
 from mpi4dl.datasets.split import Named, Subset, in_whole
 from mpi4dl.engine import BatchOutputs
 from mpi4dl.geometry import Interval
@@ -44,9 +44,9 @@ from mpi4dl.results.evaluations import write_evaluation
 from mpi4dl.results.formats import Record, table
 from mpi4dl.tasks.curves import CallCounts, is_rule
 from mpi4dl.tasks.formulas import as_targets
-from mpi4dl.tasks.likeness import LIKENESS, Likeness
+from mpi4dl.tasks.likeness import Likeness
 from mpi4dl.tasks.metrics import MEASURES, WHY_NONE, of_class
-from mpi4dl.tasks.task import ALIKE, TASKS, Regress
+from mpi4dl.tasks.task import ALIKE, LIKENESS, TASKS, Regress
 
 BAND_ROWS = 256  # of images that are compared at a time
 

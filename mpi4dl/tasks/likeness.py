@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LIKENESS = ("psnr", "ssim", "mae")
 SIGMA = 1.5
 RADIUS = 5  # 3.5 sigma, rounded
 SIDE = 2 * RADIUS + 1

@@ -17,7 +17,6 @@ from mpi4dl._wording import counted, some
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import BadImage, pixels_of
 from mpi4dl.tasks.formulas import IGNORED, BatchLoss, Counting, CrossEntropy, OfHeads, as_targets, main_output
-from mpi4dl.tasks.likeness import LIKENESS
 from mpi4dl.tasks.losses import (
     balanced_weights,
     build_loss,
@@ -320,6 +319,9 @@ class Regress(Task):
 
     def names(self, classes: Sequence[str]) -> tuple[str, ...]:
         return ("value",) if not classes and self.num_outputs == 1 else super().names(classes)
+
+
+LIKENESS = ("psnr", "ssim", "mae")  # how alike two images are
 
 
 class MakeImage(Regress):

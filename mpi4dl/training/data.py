@@ -11,8 +11,8 @@ from mpi4dl._files import Replacement, naming
 from mpi4dl._progress import ProgressOfImages
 from mpi4dl._wording import some
 from mpi4dl.comm import Communicator
+from mpi4dl.datasets.files import DEPTHS
 from mpi4dl.datasets.listed import ListedFiles
-from mpi4dl.datasets.pairs import DEPTHS
 from mpi4dl.datasets.split import Named, in_whole
 from mpi4dl.datasets.transform import Fit
 from mpi4dl.options.declare import ConfigError

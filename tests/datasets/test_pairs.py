@@ -1,4 +1,4 @@
-"""mpi4dl.datasets.pairs: pictures keep channels and depth, targets move as their inputs do, and mistakes are named."""
+"""Pairs of pictures keep channels and depth, targets move as their inputs do, and mistakes are named."""
 
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ import torch
 
 from mpi4dl import datasets
 from mpi4dl.datasets import Augmentation, BadImage, DatasetError, Loader, View
+from mpi4dl.datasets.files import open_stored_picture
 from mpi4dl.datasets.kinds import PICTURES
-from mpi4dl.datasets.pairs import open_stored_picture
 from mpi4dl.datasets.sources import open_files
 from mpi4dl.geometry import Box, Interval
 from mpi4dl.options.config import ConfigError, parse

@@ -149,6 +149,14 @@ def cached_weights(folder: Path) -> None:
     torch.save(build("resnet50").state_dict(), file)
 
 
+def own_pairs(folder: Path) -> None:
+    """The pictures that the page's own script makes."""
+    code = re.search(r"^```python\n(.*?)^```$", TEXTS[PAIRS], re.MULTILINE | re.DOTALL)
+    assert code is not None
+    plain(code[1], folder)
+
+
+PAIRS = "docs/how-to/images-out-of-images.md"
 GPT = (
     "--text",
     "examples",
@@ -195,6 +203,7 @@ PAGES = {
     "docs/how-to/map-whole-slides.md": Page(after=SLIDES),
     "docs/how-to/augment-slides.md": Page(after=SLIDES),
     "docs/how-to/segment-slides.md": Page(),
+    PAIRS: Page([own_pairs]),
     "docs/how-to/choose-a-plan.md": Page(),
     "docs/how-to/cross-validate.md": Page([composed], without={"train --folds": CLUSTER}),
     "docs/how-to/train-on-features.md": Page(
