@@ -5,7 +5,7 @@ model.load_state_dict(safetensors.torch.load_file("weights.safetensors"))
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpi4dl._files import Replacement
@@ -25,8 +25,9 @@ class ExportConfig:
 def export(source: Path, out: Path) -> list[str]:
     """Write the state_dict of the newest whole checkpoint in `source`, or of a run without any, its weights.
 
-    Of a run with `ema` parameters are their average. Every value has all of its names, and the file says what it is
-    of. Returns what there is to say. Raises ValueError where there are no weights, or only damaged ones, and OSError.
+    Of a run with `ema` parameters are their average. Adapters are merged: the model is the plain one. Every value has
+    all of its names, and the file says what it is of. Returns what there is to say. Raises ValueError where there are
+    no weights, or only damaged ones, and OSError.
     """
     from collections import OrderedDict
 
@@ -35,9 +36,9 @@ def export(source: Path, out: Path) -> list[str]:
     from mpi4dl.checkpoints.json_values import Damaged
     from mpi4dl.checkpoints.manifest import ABOUT, CLASSES, MANIFEST
     from mpi4dl.checkpoints.storage import Spec, StorageLayout, write
-    from mpi4dl.checkpoints.weights import average_of, open_weights, weights_in, with_average
+    from mpi4dl.checkpoints.weights import LORA, average_of, open_weights, weights_in, with_average, without_adapters
     from mpi4dl.parallel.replicas.buckets import Shard
-    from mpi4dl.runs.description import FILE, described_by
+    from mpi4dl.runs.description import FILE, Description, described_by
 
     if not source.is_dir():
         raise ValueError(f"{source}: no such folder; name a run, or one of its checkpoints")
@@ -54,11 +55,15 @@ def export(source: Path, out: Path) -> list[str]:
     if of_average is not None:
         averages = with_average(stored, of_average)
         state = {name: averages.read(name).to(value.dtype) for name, value in state.items()}
+    plain = without_adapters(replace(stored, read=state.__getitem__))
+    state = {name: plain.read(name) for name in state if name in plain.shapes}
     runs = (folder for folder in (source, *source.absolute().parents[:2]) if (folder / FILE).is_file())
     described = described_by(next(runs, source))
     about = {name: stored.metadata[name] for name in (CLASSES, ABOUT) if name in stored.metadata}
+    if described is None and ABOUT in about:
+        described = Description.read(about[ABOUT], str(file))
     if described is not None:
-        about |= {CLASSES: json.dumps(described.classes), ABOUT: described.text}
+        about |= {CLASSES: json.dumps(described.classes), ABOUT: described.without(LORA).text}
     same = out.suffix == ".pt"  # torch.save keeps what is tied, safetensors wants copies
     state |= {name: state[first] if same else state[first].clone() for name, first in stored.ties.items()}
     with Replacement(out) as temporary:

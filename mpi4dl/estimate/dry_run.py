@@ -234,7 +234,7 @@ class MemoryNeed:
     def impossible(self) -> bool:
         """Whether the run cannot fit: what is frozen, and types of 2 bytes, make it smaller than is counted."""
         return (
-            not self.work.tuning.freeze
+            not (self.work.tuning.freeze or self.work.tuning.lora)
             and self.work.training.precision == "fp32"
             and self.needed > REFUSED * self.place.num_bytes
         )

@@ -440,6 +440,9 @@ def _dump_key(key: str) -> str:
 # Kinds of value that go by patterns of names: which ones, numbers for some, and from which epoch on.
 
 
+LORA_KEYS = ("r", "alpha", "targets", "dropout", "train")
+
+
 def _patterns(value: Any) -> tuple[str, ...]:
     if type(value) not in (str, list, tuple) or not all(isinstance(each, str) for each in value):
         raise ValueError
@@ -468,6 +471,30 @@ def _numbers(value: Any) -> dict[str, float]:
     return found
 
 
+def _read_lora(text: str) -> dict[str, Any]:
+    """`r=16,targets=qkv,proj`: a piece without an equals sign belongs to the key before it."""
+    found: dict[str, list[str]] = {}
+    for piece in split_patterns(text):
+        name, equals, rest = (part.strip() for part in piece.partition("="))
+        if (equals and name in found) or not (equals or found):
+            raise ValueError
+        found.setdefault(name if equals else [*found][-1], []).append(rest if equals else name)
+    return {
+        name: values if name in ("targets", "train") else _literal(",".join(values)) for name, values in found.items()
+    }
+
+
+def _lora(value: Any) -> dict[str, Any]:
+    """The arguments of `mpi4dl.models.lora.add_lora`, all of them."""
+    if not isinstance(value, Mapping) or not {"r", "targets"} <= value.keys() <= {*LORA_KEYS}:
+        raise ValueError
+    rank, names = COUNT.check(value["r"]), {name: _patterns(value.get(name, ())) for name in ("targets", "train")}
+    alpha, dropout = POSITIVE.check(value.get("alpha", rank)), NOT_NEGATIVE.check(value.get("dropout", 0.0))
+    if not names["targets"] or dropout >= 1:
+        raise ValueError
+    return {"r": rank, "alpha": alpha, "targets": [*names["targets"]], "dropout": dropout, "train": [*names["train"]]}
+
+
 def _epochs(value: Any) -> tuple[tuple[int, str], ...]:
     if isinstance(value, Mapping):
         pairs = [(epoch, pattern) for epoch, some in value.items() for pattern in _patterns(some)]
@@ -487,6 +514,12 @@ PATTERNS = Kind(
     "PATTERN,...",
     _patterns,
     raw=",".join,
+)
+LORA = Kind(
+    "adapters such as r=16,alpha=32,targets=qkv,proj, with dropout=0.1 and train=norm if wanted",
+    "K=V,...",
+    _lora,
+    read=_read_lora,
 )
 NUMBERS = Kind(
     "numbers of at least 0 by patterns of names, such as head.*=0.01,*.bias=0",

@@ -39,6 +39,13 @@ def build_model(config: Config, num_classes: int, channels: int) -> nn.Module:
     It is in training mode, and trained, but for what is to be in evaluation mode, or frozen.
     """
     model, chosen = _drawn(config, num_classes, channels).train(), config.tuning
+    if chosen.lora is not None:
+        from mpi4dl.models.lora import add_lora
+
+        try:
+            add_lora(model, **chosen.lora)
+        except ValueError as error:
+            raise ConfigError(f"`lora` of `model` {config.model_name}: {error}") from None
     for option, patterns, apply in (
         ("freeze", chosen.freeze, freeze),
         ("eval_mode", chosen.eval_mode, keep_in_evaluation),

@@ -38,6 +38,7 @@ SAME_ALWAYS = (
     "lr_schedule",
     "warmup",
     "freeze",
+    "lora",
     "unfreeze",
     "lr_of",
     "weight_decay_of",

@@ -11,6 +11,7 @@ from mpi4dl.options.kinds import (
     COUNT_OR_SHARE,
     EPOCHS,
     KEYWORDS,
+    LORA,
     NAME,
     NOT_NEGATIVE,
     NUMBERS,
@@ -110,6 +111,13 @@ class Tuning:
         PATTERNS,
         known_as=same_as("freeze-layers")
         | instead("use {option} with patterns of names, such as layer1.*,bn*", "freeze-backbone"),
+    )
+    lora: Mapping[str, Any] | None = option(
+        None,
+        "train low-rank adapters of the linear layers whose names end so, and the last layer or the aggregator; r: "
+        "rank, alpha: scale times r, dropout, train: more modules to train; none: no adapters",
+        optional(LORA),
+        brief="train low-rank adapters of some layers alone",
     )
     unfreeze: tuple[tuple[int, str], ...] = option(
         (), "frozen parameters to train from an epoch on, such as 3:layer4.*,5:layer3.*", EPOCHS
