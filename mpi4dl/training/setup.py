@@ -117,6 +117,11 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
     """Build what a configuration names, each rank its part. Collective; raises Refusal on all ranks."""
     comm.agree(None, **facts(config))
     config = framed(in_folder_of_fold(config), comm)
+    chosen_plan: list[str] = []
+    if config.parallel.plan is not None:
+        from mpi4dl.training.fastest_plan import with_fastest_plan
+
+        config, chosen_plan = with_fastest_plan(config, comm, partial(with_samples, config))
     assembly = assemble(config, comm, num_samples=config.samples_per_step)
     patience = HangTimeout(config.parallel.hang_timeout)
     load_libraries(assembly.device, shapes=assembly.plan.num_stages > 1 or config.streams_images)
@@ -157,7 +162,8 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
         loaders = source_of(config).loaders(images, boxes, partial(boxes, training=False))
         schedule.begin(build.number_of_steps(config.training, len(loaders[0])))
     return Setup(
-        config, assembly, engine, schedule, images, *loaders, task, metrics, monitor, callbacks, remarks, patience,
+        config, assembly, engine, schedule, images, *loaders, task, metrics, monitor, callbacks,
+        [*chosen_plan, *remarks], patience,
         meter, spell, argv, weighed.learning.class_weights,
     )  # fmt: skip
 

@@ -24,6 +24,12 @@ from mpi4dl.options.kinds import (
 class Parallel:
     """How ranks share the work: tiles, stages, replicas, tensors, experts."""
 
+    plan: str | None = neutral(
+        None,
+        "auto: the fastest plan that fits into memory, for the ranks of mpirun, instead of --tiles and others",
+        optional(choice("auto")),
+        brief="auto: the fastest plan that fits, for the ranks of mpirun",
+    )
     tiles: tuple[tuple[int, ...], ...] = neutral(
         ((1, 1),),
         "grid of tiles of every image, one tile per rank: for all stages, or for each",
