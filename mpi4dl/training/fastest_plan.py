@@ -4,9 +4,7 @@ It is searched as by `mpi4dl plan --ranks N`; the times of layers are kept for t
 microbatch, their number stays as it is: a plan never changes what is trained.
 """
 
-import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -20,46 +18,39 @@ from mpi4dl.estimate.plan_options import OnMachine, Searched
 from mpi4dl.estimate.planning import profiler_of, searching
 from mpi4dl.estimate.search import search
 from mpi4dl.estimate.workload import Workload
-from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.declare import flags_for, value_of, with_values
+from mpi4dl.options.config import ConfigError
+from mpi4dl.options.sections.parallel import Parallel
 
 SEARCH_SECONDS = 60.0
-CHOSEN = ("tiles", "stages", "batch_ways", "data", "schedule", "bidirectional", "chunks", "tensor", "experts")
+CHOSEN = ("tiles", "stages", "batch_ways", "data", "schedule", "bidirectional", "chunks", "tensor", "experts", "stream")
+
+FastestPlan = tuple[dict[str, Any], str]  # the options that ask for it, and a line about it
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The options of a plan, and a line about it."""
+def fastest_plan(parallel: Parallel, comm: Communicator, work: Callable[[], Workload]) -> FastestPlan:
+    """The fastest plan for all ranks. `work` makes what is estimated; rank 0 calls it. Collective.
 
-    options: dict[str, Any]
-    told: str
-
-
-def with_fastest_plan(config: Config, comm: Communicator, work: Callable[[], Workload]) -> tuple[Config, list[str]]:
-    """The configuration by the fastest plan, and a remark. Collective. Raises Refusal where none fits, or is asked for.
-
-    `work` makes what is estimated; rank 0 calls it.
+    Raises Refusal where none fits, or where options say already what is chosen.
     """
     with comm.together((ValueError,)):
-        require_open(config)
-        device = comm.node.device(config.parallel.device)
-    places, choice = comm.all_gather_object(place_of(device)), None
+        require_open(parallel)
+        device = comm.node.device(parallel.device)
+    places = comm.all_gather_object(place_of(device))
     with comm.together((ValueError, OSError)):
-        if comm.rank == 0:
-            choice = choose(work(), places, comm.node.local_size)
-    found: Choice = comm.broadcast_object(choice)
-    return with_values(config, found.options), [found.told]
+        found = choose(work(), places, comm.node.local_size) if comm.rank == 0 else None
+    chosen: FastestPlan = comm.broadcast_object(found)
+    return chosen
 
 
-def require_open(config: Config) -> None:
+def require_open(parallel: Parallel) -> None:
     """Raise ConfigError where options say already what `plan` auto chooses."""
-    taken = [name for name in CHOSEN if value_of(config, name) != value_of(Config(), name)]
+    taken = [name for name in CHOSEN if getattr(parallel, name) != getattr(Parallel(), name)]
     if taken:
         names = ", ".join(f"`{name}`" for name in taken)
         raise ConfigError(f"`plan` auto chooses {names}, too: leave out one or the other")
 
 
-def choose(work: Workload, places: Sequence[NodeMemory], ranks_per_node: int) -> Choice:
+def choose(work: Workload, places: Sequence[NodeMemory], ranks_per_node: int) -> FastestPlan:
     """The fastest plan for ranks at these places. Raises ValueError where none fits."""
     limit = int(min(each.num_bytes / places.count(each) for each in places) / REFUSED)
     asked = Searched(ranks=len(places), ranks_per_node=ranks_per_node, memory=limit)
@@ -74,12 +65,9 @@ def choose(work: Workload, places: Sequence[NodeMemory], ranks_per_node: int) ->
     if not ranking.best:
         raise ConfigError(
             f"no plan for {counted(len(places), 'rank')} fits into {mebibytes(limit)} of each: the smallest needs "
-            f"{mebibytes(ranking.smallest.num_bytes)} ({ranking.smallest}); start more ranks, lower "
-            "`batch_size`, or choose `stream` auto"
+            f"{mebibytes(ranking.smallest.num_bytes)} ({ranking.smallest}); start more ranks, lower `batch_size`, or "
+            "choose `stream` auto"
         )
-    best = ranking.best[0]
-    options = best.options(work.parallel, work.training.accumulate)
-    flags = flags_for(with_values(work.config, {"plan": None}), options)
-    fitting = counted(len(ranking.best), "plan")
+    best, fitting = ranking.best[0], counted(len(ranking.best), "plan")
     told = f"`plan` auto: {best}, the fastest of {fitting} that fit"
-    return Choice(options, f"{told}; to keep it, replace --plan auto by {shlex.join(flags) or 'nothing'}")
+    return best.options(work.parallel, work.training.accumulate), told

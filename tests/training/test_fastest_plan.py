@@ -9,6 +9,7 @@ import pytest
 from mpi4dl._memory import NodeMemory
 from mpi4dl.options.config import ConfigError, parse
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.plan import plan
 from mpi4dl.train import train
 from mpi4dl.training.fastest_plan import choose
 from mpi4dl.training.setup import with_samples
@@ -72,6 +73,15 @@ def test_microbatches_are_chosen_where_no_norm_sees_them(
     with pytest.raises(ConfigError, match="looked"):
         choose(with_samples(parse(flags)), [NodeMemory("a", 1 << 34)] * 2, 2)
     assert looked_at == found
+
+
+def test_the_search_of_the_planning_command_leaves_it_out(capsys: pytest.CaptureFixture[str]) -> None:
+    plan([*FLAGS, *AUTO, "--ranks", "2"])
+    commands = [line for line in capsys.readouterr().out.splitlines() if "mpi4dl.train" in line]
+    assert commands
+    assert not [line for line in commands if "--plan" in line]
+    with pytest.raises(ConfigError, match=r"^--plan auto is for a training: here --ranks N shows the fastest plans$"):
+        plan([*FLAGS, *AUTO])
 
 
 def test_what_fits_no_rank_is_refused_with_what_it_needs() -> None:

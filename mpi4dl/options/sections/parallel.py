@@ -24,12 +24,6 @@ from mpi4dl.options.kinds import (
 class Parallel:
     """How ranks share the work: tiles, stages, replicas, tensors, experts."""
 
-    plan: str | None = neutral(
-        None,
-        "auto: the fastest plan that fits into memory, for the ranks of mpirun, instead of --tiles and others",
-        optional(choice("auto")),
-        brief="auto: the fastest plan that fits, for the ranks of mpirun",
-    )
     tiles: tuple[tuple[int, ...], ...] = neutral(
         ((1, 1),),
         "grid of tiles of every image, one tile per rank: for all stages, or for each",
@@ -40,6 +34,12 @@ class Parallel:
         | instead("use {option} with a grid such as 2x2: tiles are counted, not measured", "tile-size")
         | instead("use {option} with a grid for each of --stages, such as 2x2,1x1", "spatial-size")
         | instead("leave it out; in a script, spatial.widen fetches one wide halo by hand", "halo-d2 fused-layers"),
+    )
+    plan: str | None = neutral(
+        None,
+        "auto: the fastest plan that fits into memory, for the ranks of mpirun, instead of --tiles and others",
+        optional(choice("auto")),
+        brief="auto: the fastest plan that fits, for the ranks of mpirun",
     )
     stages: int = neutral(
         1,
