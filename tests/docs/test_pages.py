@@ -150,10 +150,11 @@ def cached_weights(folder: Path) -> None:
 
 
 def own_pairs(folder: Path) -> None:
-    """The pictures that the page's own script makes."""
-    code = re.search(r"^```python\n(.*?)^```$", TEXTS[PAIRS], re.MULTILINE | re.DOTALL)
-    assert code is not None
-    plain(code[1], folder)
+    """The pictures that the page's own scripts make, and its model."""
+    pairs, model, halves, *_ = re.findall(r"^```python\n(.*?)^```$", TEXTS[PAIRS], re.MULTILINE | re.DOTALL)
+    plain(pairs, folder)
+    (folder / "upscale.py").write_text(model)
+    plain(halves, folder)
 
 
 PAIRS = "docs/how-to/images-out-of-images.md"
