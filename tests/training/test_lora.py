@@ -244,7 +244,9 @@ def test_a_run_goes_on_predicts_and_is_merged(ranks: Ranks, own: Path, tmp_path:
         images = torch.stack([torch.from_numpy(module_at(own).Scan(12 + n).values).movedim(2, 0) for n in range(5)])
         expected = plain.eval()(images).softmax(1)
     for found in (of_run, of_file):
-        torch.testing.assert_close(torch.tensor([[*each.values()] for each in found]), expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            torch.tensor([[*each.values()] for each in found], dtype=torch.float64), expected, rtol=1e-6, atol=1e-6
+        )
 
 
 class Home(nn.Module):
