@@ -13,11 +13,12 @@ from mpi4dl.inference.masks import GREY, RGB, PngFile
 
 FOLDER = "images"
 BYTES = "uint8"
+PNG_KINDS = {1: GREY, 3: RGB}  # by channels
 
 
-def suffix_of(depth: str | None) -> str:
+def suffix_of(depth: str | None, channels: int) -> str:
     """How files of pictures of this depth end."""
-    return ".png" if depth == BYTES else ".tif"
+    return ".png" if depth == BYTES and channels in PNG_KINDS else ".tif"
 
 
 class TiffFile:
@@ -27,10 +28,11 @@ class TiffFile:
         tifffile = package("tifffile", f"{path}: writing TIFF", "tifffile", "imagecodecs")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._new = Replacement(path)
-        shape, shown = ((*size, 3), "rgb") if channels == 3 else (size, "minisblack")
+        shape, shown = (*size, channels)[: 2 + (channels > 1)], "rgb" if channels == 3 else "minisblack"
         try:
             with naming(path):
-                tifffile.imwrite(self._new.temporary, shape=shape, dtype=depth, photometric=shown)
+                how = {"photometric": shown, "planarconfig": "contig" if channels > 1 else None}
+                tifffile.imwrite(self._new.temporary, shape=shape, dtype=depth, **how)
                 with tifffile.TiffFile(self._new.temporary) as file:
                     offset = file.pages[0].dataoffsets[0]
                 self._file = self._new.temporary.open("r+b")
@@ -59,14 +61,15 @@ class TiffFile:
 class PictureFile:
     """The picture that a model made of one image of this `size`, from rows that come from top to bottom.
 
-    Values below 0 and above 1 become 0 and 1, unless `depth` is of floating point. `undefined`: some are no numbers.
+    Values below 0, or of integers with a sign below -1, and above 1 become these, unless `depth` is of floating point.
+    `undefined`: some are no numbers.
     """
 
     def __init__(self, path: Path, size: tuple[int, int], channels: int, depth: str | None) -> None:
         self.path, self._size, self._depth, self.undefined = path, size, depth or "float32", False
         self._file: PngFile | TiffFile
-        if depth == BYTES:
-            self._file = PngFile(path, size, RGB if channels == 3 else GREY)
+        if suffix_of(depth, channels) == ".png":
+            self._file = PngFile(path, size, PNG_KINDS[channels])
         else:
             self._file = TiffFile(path, size, channels, self._depth)
 
@@ -78,7 +81,8 @@ class PictureFile:
         if self.undefined or not values.size:
             return
         if self._depth != "float32":
-            values = np.rint(values.clip(0, 1) * np.float64(np.iinfo(self._depth).max))
+            limits = np.iinfo(self._depth)
+            values = np.rint(values.clip(np.sign(limits.min), 1) * np.float64(limits.max))
         self._file.write(where, values.astype(self._depth))
 
     def close(self) -> None:

@@ -274,7 +274,7 @@ class _Pictures(_Answers):
     folder = IMAGES
 
     def _prepare(self) -> list[str]:
-        self.suffix = suffix_of(self.model.about.values)
+        self.suffix = suffix_of(self.model.about.values, self.model.about.num_outputs)
         return []
 
     def _opened(self, index: int, shape: tuple[int, ...]) -> ArrayMask | PictureFile:

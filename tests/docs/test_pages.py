@@ -149,13 +149,18 @@ def cached_weights(folder: Path) -> None:
     torch.save(build("resnet50").state_dict(), file)
 
 
-def own_pairs(folder: Path) -> None:
+def made_by(page: str) -> Callable[[Path], None]:
     """The pictures that the page's own script makes."""
-    code = re.search(r"^```python\n(.*?)^```$", TEXTS[PAIRS], re.MULTILINE | re.DOTALL)
-    assert code is not None
-    plain(code[1], folder)
+
+    def write(folder: Path) -> None:
+        code = re.search(r"^```python\n(.*?)^```$", TEXTS[page], re.MULTILINE | re.DOTALL)
+        assert code is not None
+        plain(code[1], folder)
+
+    return write
 
 
+BANDS = "docs/how-to/multi-band-images.md"
 PAIRS = "docs/how-to/images-out-of-images.md"
 GPT = (
     "--text",
@@ -203,7 +208,8 @@ PAGES = {
     "docs/how-to/map-whole-slides.md": Page(after=SLIDES),
     "docs/how-to/augment-slides.md": Page(after=SLIDES),
     "docs/how-to/segment-slides.md": Page(),
-    PAIRS: Page([own_pairs]),
+    PAIRS: Page([made_by(PAIRS)]),
+    BANDS: Page([made_by(BANDS)]),
     "docs/how-to/choose-a-plan.md": Page(),
     "docs/how-to/cross-validate.md": Page([composed], without={"train --folds": CLUSTER}),
     "docs/how-to/train-on-features.md": Page(
