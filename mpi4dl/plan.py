@@ -53,6 +53,8 @@ def show(asked_for: CommandLine[PlanConfig]) -> None:
     from mpi4dl.training.measured import measured
     from mpi4dl.training.setup import with_samples
 
+    if config.parallel.plan is not None and not searches:
+        raise ConfigError("`plan` auto is for a training: here --ranks N shows the fastest plans")
     measures, found = config.measuring.measure is not None, None
     with ProgressLine() as progress, _as_a_message():
         progress("reading the data")

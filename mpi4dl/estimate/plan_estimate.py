@@ -101,6 +101,7 @@ class PlanEstimate(NamedTuple):
             "stream_until": None if stream is None else stream.until,
             "stream_keep": "disk" if stream is not None and stream.uses_files else parallel.stream_keep,
             "memory_limit": None,
+            "plan": None,
             "recompute": self.recompute,
             "balance": Parallel.balance if by_hand else parallel.balance,
         }

@@ -5,6 +5,7 @@ search       the best, by samples a second, each with as little to save memory a
 """
 
 import shlex
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -148,10 +149,17 @@ class Ranking(NamedTuple):
 
 
 def search(
-    estimator: Estimator, plans: Iterable[Plan], most_bytes: float = float("inf"), tell: Tell = quietly
+    estimator: Estimator,
+    plans: Iterable[Plan],
+    most_bytes: float = float("inf"),
+    tell: Tell = quietly,
+    seconds: float = float("inf"),
 ) -> Ranking:
-    """All plans by samples a second; of those that are equally fast, the one that needs less memory first."""
-    found = promising(estimator, list(plans), most_bytes, tell)
+    """All plans by samples a second; of those that are equally fast, the one that needs less memory first.
+
+    After so many `seconds`, those that were looked at.
+    """
+    found = promising(estimator, list(plans), most_bytes, tell, time.monotonic() + seconds)
     if not found:
         raise ValueError("no plan is for so many ranks and such batches: raise `batch_size`, or choose fewer `ranks`")
     fitting = sorted(
@@ -161,19 +169,23 @@ def search(
 
 
 def promising(
-    estimator: Estimator, plans: Sequence[Plan], most_bytes: float = float("inf"), tell: Tell = quietly
+    estimator: Estimator,
+    plans: Sequence[Plan],
+    most_bytes: float = float("inf"),
+    tell: Tell = quietly,
+    until: float = float("inf"),
 ) -> list[PlanEstimate]:
     """The estimates of plans. Of many, other schedules and mirrored copies are looked at for promising stages alone.
 
     Then images are streamed only if nothing else fits.
     """
     if len(plans) <= MANY_PLANS:
-        return [each for each in estimates(estimator, plans, most_bytes, tell) if each is not None]
+        return [each for each in estimates(estimator, plans, most_bytes, tell, until) if each is not None]
     plain = [plan for plan in plans if plan.schedule == "1f1b" and not plan.bidirectional]
     known, streams = {*plain}, estimator.streams
     estimator.streams = False
     try:
-        found = [each for each in estimates(estimator, plain, most_bytes, tell) if each is not None]
+        found = [each for each in estimates(estimator, plain, most_bytes, tell, until) if each is not None]
         speeds: dict[Any, float] = {}
         for each in found:
             if each.num_bytes <= most_bytes:
@@ -184,11 +196,11 @@ def promising(
             speeds = {_stages_of(each.plan): 1.0 for each in found if each.num_bytes <= near}
         least = max(speeds.values(), default=0.0) / PROMISING
         others = [plan for plan in plans if plan not in known and speeds.get(_stages_of(plan), -1.0) >= least]
-        found += [each for each in estimates(estimator, others, most_bytes, tell) if each is not None]
+        found += [each for each in estimates(estimator, others, most_bytes, tell, until) if each is not None]
     finally:
         estimator.streams = streams
     if streams and all(each.num_bytes > most_bytes for each in found):
-        found += [each for each in estimates(estimator, plain, most_bytes, tell) if each is not None]
+        found += [each for each in estimates(estimator, plain, most_bytes, tell, until) if each is not None]
     return found
 
 
@@ -197,17 +209,24 @@ def _stages_of(plan: Plan) -> tuple[Any, ...]:
 
 
 def estimates(
-    estimator: Estimator, plans: Sequence[Plan], most_bytes: float = float("inf"), tell: Tell = quietly
+    estimator: Estimator,
+    plans: Sequence[Plan],
+    most_bytes: float = float("inf"),
+    tell: Tell = quietly,
+    until: float = float("inf"),
 ) -> list[PlanEstimate | None]:
     """The estimate of each of these plans; None for one that is refused. All are timed in TIMING_SECONDS.
 
-    With less than `most_bytes` of memory, a plan may come back with more to save memory than it had.
+    With less than `most_bytes` of memory, a plan may come back with more to save memory than it had. Plans that are not
+    reached `until` then, by time.monotonic, have none.
     """
     shapes = {site for plan in plans for site in estimator.sites(plan)}
     seconds = max(LEAST_SECONDS, TIMING_SECONDS / max(1, len(shapes)))
     estimator.profiler = replace(estimator.profiler, site_seconds=seconds)
     found: list[PlanEstimate | None] = []
     for number, plan in enumerate(plans):
+        if time.monotonic() > until:
+            break
         tell("plans that were timed and simulated", number, len(plans))
         found.append(None)
         with suppress(ValueError, RuntimeError):  # a schedule, or batch norm, that cannot be

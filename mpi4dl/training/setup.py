@@ -9,6 +9,7 @@ sum with what it has.
 A run that is small by a generous guess is not counted, and imports nothing that counts.
 """
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +28,7 @@ from mpi4dl.geometry import Box
 from mpi4dl.options import build
 from mpi4dl.options.build import TrainingSpec
 from mpi4dl.options.config import OF_THE_TASK, Config, ConfigError, facts, shared_options, to_toml
-from mpi4dl.options.declare import value_of, with_options, with_values
+from mpi4dl.options.declare import flags_for, value_of, with_options, with_values
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.optimizers import Schedule, build_optimizer, build_schedule, groups_of
 from mpi4dl.options.sections.data import MEASURED
@@ -118,6 +119,14 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
     """Build what a configuration names, each rank its part. Collective; raises Refusal on all ranks."""
     comm.agree(None, **facts(config))
     config = framed(in_folder_of_fold(config), comm)
+    chosen_plan: list[str] = []
+    if config.parallel.plan is not None:
+        from mpi4dl.training.fastest_plan import fastest_plan
+
+        options, told = fastest_plan(config.parallel, comm, partial(with_samples, config))
+        flags = shlex.join(flags_for(with_values(config, {"plan": None}), options))
+        chosen_plan = [f"{told}; to keep it, replace --plan auto by {flags or 'nothing'}"]
+        config = with_values(config, options)
     assembly = assemble(config, comm, num_samples=config.samples_per_step)
     patience = HangTimeout(config.parallel.hang_timeout)
     load_libraries(assembly.device, shapes=assembly.plan.num_stages > 1 or config.streams_images)
@@ -159,7 +168,8 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
         loaders = source_of(config).loaders(images, boxes, partial(boxes, training=False))
         schedule.begin(build.number_of_steps(config.training, len(loaders[0])))
     return Setup(
-        config, assembly, engine, schedule, images, *loaders, task, metrics, monitor, callbacks, remarks, patience,
+        config, assembly, engine, schedule, images, *loaders, task, metrics, monitor, callbacks,
+        [*chosen_plan, *remarks], patience,
         meter, spell, argv, weighed.learning.class_weights,
     )  # fmt: skip
 

@@ -159,7 +159,7 @@ def test_a_command_is_one_that_there_is(command: Command) -> None:
         assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     elif command.name in ("train", "plan"):
         found = parse_options(config, words, "", "")
-        assert command.ranks in ("", str(build_plan(found).num_ranks))
+        assert found.parallel.plan == "auto" or command.ranks in ("", str(build_plan(found).num_ranks))
     elif command.name in ("evaluate", "predict"):
         found = parse_options(config, words[1:], "", "")
         ranks = int(command.ranks or 1)

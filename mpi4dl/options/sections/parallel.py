@@ -35,6 +35,12 @@ class Parallel:
         | instead("use {option} with a grid for each of --stages, such as 2x2,1x1", "spatial-size")
         | instead("leave it out; in a script, spatial.widen fetches one wide halo by hand", "halo-d2 fused-layers"),
     )
+    plan: str | None = neutral(
+        None,
+        "auto: the fastest plan that fits into memory, for the ranks of mpirun, instead of --tiles and others",
+        optional(choice("auto")),
+        brief="auto: the fastest plan that fits, for the ranks of mpirun",
+    )
     stages: int = neutral(
         1,
         "number of pipeline stages of the model",

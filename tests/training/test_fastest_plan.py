@@ -1,0 +1,90 @@
+"""mpi4dl.train --plan auto: the plan is searched for the ranks that there are, and trains what any plan trains."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mpi4dl._memory import NodeMemory
+from mpi4dl.options.config import ConfigError, parse
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.plan import plan
+from mpi4dl.train import train
+from mpi4dl.training.fastest_plan import choose
+from mpi4dl.training.setup import with_samples
+from tests.pool.job import mpirun
+from tests.pool.ranks import Ranks
+from tests.support.commands import PLAIN, TRAIN, read_metrics, refused
+from tests.support.interrupted import program
+
+FLAGS = (
+    "--model small_resnet --model-options num_filters=4 --image-size 20 --batch-size 4 --num-samples 20 "
+    "--num-workers 0 --no-tensorboard --save-every 2 --log-interval 1"
+).split()
+RUN = [*FLAGS, *PLAIN, "--epochs", "2"]
+AUTO = ["--plan", "auto"]
+DIES = program("", "if engine.num_steps == 5:\n    os.kill(os.getpid(), signal.SIGKILL)")
+
+
+def losses(folder: Path) -> list[float]:
+    return [each["loss"] for each in read_metrics(folder)]
+
+
+def test_a_killed_run_goes_on_by_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """Each job finds a plan of its own for the ranks that it has, and says how to keep it."""
+    auto = [*RUN, *AUTO, "--resume", "auto", "--run-folder", str(tmp_path / "run")]
+    job = mpirun(2, "-c", DIES, *auto)
+    said = re.search(r"--plan auto: .* that fit; to keep it, replace --plan auto by (.*)\n", job.stdout)
+    assert said is not None, job.stderr
+    assert job.code != 0
+    kept = parse([*RUN, *shlex.split(said[1])])
+    assert Plan.of(**{name: getattr(kept.parallel, name) for name in Plan.options()}).num_ranks == 2
+    done = mpirun(1, *TRAIN, *auto)
+    assert (done.code, done.stderr) == (0, "")
+    assert "by nothing\n" in done.stdout
+    assert "resumes from" in done.stdout
+    [written] = (tmp_path / "run").glob("config-step-*.toml")
+    assert parse(["--config", str(written)]).parallel == parse(RUN).parallel
+    ranks(1).run(train, [*RUN, "--run-folder", str(tmp_path / "whole")])
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
+
+
+def test_options_of_a_plan_are_not_chosen_too(ranks: Ranks, tmp_path: Path) -> None:
+    said = ranks(2).run(refused, train, [*RUN, *AUTO, "--tiles", "1x2", "--run-folder", str(tmp_path / "run")])
+    assert set(said) == {"--plan auto chooses --tiles, too: leave out one or the other"}
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("norm", "asked", "found"), [("batch", 1, {1}), ("batch", 2, {2}), ("none", 2, {2}), ("none", 1, {1, 2, 4})]
+)
+def test_microbatches_are_chosen_where_no_norm_sees_them(
+    monkeypatch: pytest.MonkeyPatch, norm: str, asked: int, found: set[int]
+) -> None:
+    looked_at = set()
+
+    def search(estimator, plans, *rest):
+        looked_at.update(each.num_microbatches for each in plans)
+        raise ConfigError("looked")
+
+    monkeypatch.setattr("mpi4dl.training.fastest_plan.search", search)
+    flags = [*FLAGS, "--model-options", f"num_filters=4,norm={norm}", "--microbatches", str(asked)]
+    with pytest.raises(ConfigError, match="looked"):
+        choose(with_samples(parse(flags)), [NodeMemory("a", 1 << 34)] * 2, 2)
+    assert looked_at == found
+
+
+def test_the_search_of_the_planning_command_leaves_it_out(capsys: pytest.CaptureFixture[str]) -> None:
+    plan([*FLAGS, *AUTO, "--ranks", "2"])
+    commands = [line for line in capsys.readouterr().out.splitlines() if "mpi4dl.train" in line]
+    assert commands
+    assert not [line for line in commands if "--plan" in line]
+    with pytest.raises(ConfigError, match=r"^--plan auto is for a training: here --ranks N shows the fastest plans$"):
+        plan([*FLAGS, *AUTO])
+
+
+def test_what_fits_no_rank_is_refused_with_what_it_needs() -> None:
+    work = with_samples(parse(RUN))
+    with pytest.raises(ConfigError, match=r"^no plan for 2 ranks fits into 0.4 MiB of each: the smallest needs [1-9]"):
+        choose(work, [NodeMemory("a", 1 << 20), NodeMemory("a", 1 << 20)], 2)
