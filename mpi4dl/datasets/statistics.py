@@ -19,7 +19,7 @@ STRIP_VALUES = 1 << 22  # read at a time
 Numbers = npt.NDArray[np.float64]
 
 
-class Moments(NamedTuple):
+class ChannelMoments(NamedTuple):
     """Of each channel: how many pixels have data, their mean, and the sum of squared differences from it."""
 
     count: Numbers
@@ -27,7 +27,7 @@ class Moments(NamedTuple):
     squares: Numbers
 
 
-def moments_of(image: Image, channels: int) -> Moments:
+def moments_of(image: Image, channels: int) -> ChannelMoments:
     """Those of an image with values of 0 to 1, as `View` normalises them. Raises BadImage."""
     first, *others = image.size
     step = max(1, STRIP_VALUES // max(1, prod(others) * channels))
@@ -35,16 +35,16 @@ def moments_of(image: Image, channels: int) -> Moments:
     return merged(_moments(image.read(strip, *(Interval(0, side) for side in others))) for strip in strips)
 
 
-def _moments(pixels: npt.NDArray[np.generic]) -> Moments:
+def _moments(pixels: npt.NDArray[np.generic]) -> ChannelMoments:
     values = pixels.reshape(-1, pixels.shape[-1]).astype(np.float64)
     values /= WHITE if pixels.dtype == np.uint8 else 1
     known = ~np.isnan(values)
     count = known.sum(0).astype(np.float64)
     mean = np.where(known, values, 0).sum(0) / np.maximum(count, 1)
-    return Moments(count, mean, np.where(known, (values - mean) ** 2, 0).sum(0))
+    return ChannelMoments(count, mean, np.where(known, (values - mean) ** 2, 0).sum(0))
 
 
-def merged(parts: Iterable[Moments]) -> Moments:
+def merged(parts: Iterable[ChannelMoments]) -> ChannelMoments:
     """The moments of all parts together, of which there is at least one."""
     count, mean, squares = next(parts := iter(parts))
     for part in parts:
@@ -52,4 +52,4 @@ def merged(parts: Iterable[Moments]) -> Moments:
         share = part.count / np.maximum(total, 1)
         squares = squares + part.squares + (part.mean - mean) ** 2 * count * share
         count, mean = total, mean + (part.mean - mean) * share
-    return Moments(count, mean, squares)
+    return ChannelMoments(count, mean, squares)
