@@ -54,6 +54,7 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
 
         given = others or options.images
         comm.agree(f"{asked.source} has folds: evaluate one of them, such as fold_0, on others" if given else None)
+        comm.agree(f"`seams`: {asked.source} has folds: evaluate one of them" if options.seams else None)
         judging = Judging(options.threshold, options.positive, options.patients)
         out = None if options.out is None else Path(options.out)
         summarise(
@@ -75,7 +76,10 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
             warnings = seen_before(images, model.folder)
     for line in (*model.title(), f"evaluated on {which}", *warnings) if comm.rank == 0 else ():
         print(asked.spell(line), flush=True)
-    scores = score(model, images, speaks=True, resamples=options.resamples, level=options.level, judging=judging)
+    scores = score(
+        model, images, speaks=True, resamples=options.resamples, level=options.level, judging=judging,
+        seams=options.seams,
+    )  # fmt: skip
     file = file_of_evaluation(model.folder, None if options.out is None else Path(options.out), datetime.now())
     told: dict[str, Any] = {
         "source": asked.source,

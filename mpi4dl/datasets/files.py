@@ -198,6 +198,9 @@ _PNG = b"\x89PNG"
 _BIT_DEPTH = 24  # where a PNG file has it
 
 
+SCALES = (1, 2, 4)  # how many times as large as inputs targets may be
+
+
 def channel_names(count: int) -> tuple[str, ...]:
     """The names of so many channels."""
     known = {1: ("grey",), 3: ("red", "green", "blue")}
@@ -207,6 +210,7 @@ def channel_names(count: int) -> tuple[str, ...]:
 class StoredPicture:
     """A picture of `channels`, whose `values` are of the type `depth` in its file. Pixels of `no_data` have none.
 
+    Of a target, `scale` says how many times as large as its input it is.
     `gaps`: pixels that are not-a-number have no data; of other images they are errors.
     """
 
@@ -214,7 +218,7 @@ class StoredPicture:
 
     def __init__(self, path: Path, stored: Image, channels: int, depth: str, no_data: float | None = None) -> None:
         self.path, self.size, self.channels, self.values = path, stored.size, channels, depth
-        self._stored, self._no_data = stored, no_data
+        self.scale, self._stored, self._no_data = 1, stored, no_data
 
     def read(self, *space: Interval) -> Values:
         """A box, (rows, columns, channels): uint8, or float32 that is 0 to 1 of 16 bits, and as stored of 32.
@@ -239,11 +243,50 @@ class StoredPicture:
             raise BadImage(self.path, f"{told}: write all {noun}s alike")
 
     def require_size_of(self, image: Any) -> None:
-        """Raise BadImage if the input of this target has another size."""
-        if tuple(self.size) != tuple(image.size):
+        """Raise BadImage if this target is not `scale` times as large as its input."""
+        if tuple(self.size) != tuple(self.scale * side for side in image.size):
             mine, others = (" x ".join(map(str, each)) for each in (self.size, image.size))
             told = f"is a target of {mine} pixels, but its input {getattr(image, 'path', '')} has {others}"
-            raise BadImage(self.path, f"{told}: they must be equal")
+            larger = f"{' or '.join(map(str, SCALES[1:]))} times as many along each side in all pairs"
+            usual = f"{self.scale} times as many along each side, as in the first pair"
+            raise BadImage(self.path, f"{told}: they must be {f'equal, or {larger}' if self.scale == 1 else usual}")
+
+    def blocks(self) -> "Image":
+        """The target as an image of the size of its input: channels are `scale` x `scale` pixels in rows, each of all
+        channels.
+        """
+        return self if self.scale == 1 else _Blocks(self)
+
+
+def as_rgb(values: Values) -> Pixels:
+    """Pixels (rows, columns, channels) of bytes, or of 0 to 1, in colours of bytes; of other channels than 3 the first
+    three, or the first in grey.
+    """
+    values = values[..., : 3 if values.shape[-1] > 2 else 1]
+    shown = values if values.dtype == np.uint8 else np.rint(np.nan_to_num(values).clip(0, 1) * WHITE)
+    return np.broadcast_to(shown, (*values.shape[:-1], 3)).astype(np.uint8)
+
+
+class ShownPicture:
+    """A stored picture in colours of 8 bits, as people look at it: values below 0 and above 1 become 0 and 1."""
+
+    def __init__(self, stored: StoredPicture) -> None:
+        self._stored, self.size = stored, stored.size
+
+    def read(self, *space: Interval) -> Pixels:
+        return as_rgb(self._stored.read(*space))
+
+
+class _Blocks:
+    def __init__(self, target: StoredPicture) -> None:
+        self._target = target
+        self.size = tuple(side // target.scale for side in target.size)
+
+    def read(self, *space: Interval) -> Values:
+        scale = self._target.scale
+        pixels = self._target.read(*(Interval(each.start * scale, each.stop * scale) for each in space))
+        rows, cols = (each.length for each in space)
+        return pixels.reshape(rows, scale, cols, scale, -1).swapaxes(1, 2).reshape(rows, cols, -1)
 
 
 def open_stored_picture(path: Path, bands: Sequence[int] = ()) -> StoredPicture:

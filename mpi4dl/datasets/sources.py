@@ -12,6 +12,7 @@ from mpi4dl.datasets.arrays import Synthetic, is_cifar, load_cifar, load_npz
 from mpi4dl.datasets.base import BadImage, DatasetError, task_of
 from mpi4dl.datasets.files import (
     DEPTHS,
+    SCALES,
     TARGET_SUFFIXES,
     Channels,
     StoredPicture,
@@ -287,13 +288,14 @@ class PairedFiles(SampleFiles):
 
 
 class TargetFiles(PairedFiles):
-    """Pictures with a target each, a picture of the same size: `classes` are the names of the targets' channels.
+    """Pictures with a target each, a picture: `classes` are the names of the targets' channels.
 
     Attributes:
         values: the depth of all targets.
+        target_scale: how many times as large as their inputs they are.
 
     Raises:
-        DatasetError: pictures that differ in size from their targets, or in channels or depth from others.
+        DatasetError: targets of another scale than the first, or pictures of other channels or depth than others.
     """
 
     def __init__(self, source: Path, root: Path, table: SampleTable, bands: tuple[int, ...] = ()) -> None:
@@ -304,11 +306,14 @@ class TargetFiles(PairedFiles):
             raise DatasetError(f"{source}: none of the pictures that were looked at, and of their targets, can be read")
         image, target = looked[0]
         self.channels, self.values, self.classes = image.channels, target.values, channel_names(target.channels)
+        self.target_scale = target.size[0] // image.size[0]
+        self.target_scale = self.target_scale if self.target_scale in SCALES else 1
         for image, target in looked:
             self._require_alike(image, target)
         self.remarks = (
             f"inputs have {counted(image.channels, 'channel')} of {DEPTHS[image.values]}, targets "
-            f"{counted(target.channels, 'channel')} of {DEPTHS[target.values]}",
+            f"{counted(target.channels, 'channel')} of {DEPTHS[target.values]}"
+            + (f", and {self.target_scale} times the height and width of inputs" if self.target_scale > 1 else ""),
             *table.remarks,
         )
 
@@ -324,8 +329,7 @@ class TargetFiles(PairedFiles):
     def _require_alike(self, image: StoredPicture, target: StoredPicture) -> None:
         """Raise BadImage for a pair of two sizes, or of other channels or another depth than others."""
         image.require(self.channels, None, "input")
-        target.require(len(self.classes), self.values, "target")
-        target.require_size_of(image)
+        self._required(target).require_size_of(image)
 
     def image(self, index: int) -> StoredPicture:
         """Raises BadImage and OtherFile."""
@@ -335,9 +339,12 @@ class TargetFiles(PairedFiles):
 
     def label(self, index: int) -> StoredPicture:
         """The target of image `index`, its header read and its pixels not. Raises BadImage and OtherFile."""
-        found = open_stored_picture(self.annotations.checked(index))
-        found.require(len(self.classes), self.values, "target")
-        return found
+        return self._required(open_stored_picture(self.annotations.checked(index)))
+
+    def _required(self, target: StoredPicture) -> StoredPicture:
+        target.require(len(self.classes), self.values, "target")
+        target.scale = self.target_scale
+        return target
 
 
 class MaskedFiles(PairedFiles):

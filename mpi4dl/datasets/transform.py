@@ -26,6 +26,7 @@ from mpi4dl.datasets.randomness import DatasetRandomness
 from mpi4dl.geometry import Interval, ceil_div
 
 if TYPE_CHECKING:
+    from mpi4dl.datasets.files import StoredPicture
     from mpi4dl.datasets.named import NamedTransform
 
 # Make an image of any size fill a frame of the training size, by cropping or by resizing, one box at a time.
@@ -443,15 +444,25 @@ class View:
             raise ValueError(f"degrees {variation.degrees:g} and scale {variation.scale:g} are for pictures")
         return Affine(variation.degrees, variation.scale, tuple(axis.size for axis in fitted.axes), self.patch)
 
-    def target(self, target: Image, variation: Variation | None = None) -> npt.NDArray[np.float32]:
-        """The target of an image, a picture of the same size, transformed like the image: (channels, *size), 0 to 1.
+    def target(self, target: "StoredPicture", variation: Variation | None = None) -> npt.NDArray[np.float32]:
+        """The target of an image, transformed like the image: (channels, *size), 0 to 1; of a `scale` times as much.
 
-        Its pixels are moved as those of the image are. Nothing changes their colours, and they are not normalised.
+        Its pixels are moved as those of the image are, with `scale` x `scale` of them for each. Nothing changes their
+        colours, and they are not normalised.
 
         Raises:
             BadImage: the file cannot be decoded.
         """
-        return planes_of(self.pixels(target, *(Interval(0, side) for side in self.size), variation=variation))
+        scale, variation = target.scale, variation or Variation()
+        moved = self.pixels(target.blocks(), *(Interval(0, side) for side in self.size), variation=variation)
+        if scale == 1:
+            return planes_of(moved)
+        rows, cols, _ = moved.shape
+        inner = moved.reshape(rows, cols, scale, scale, -1)
+        flipped = tuple(slice(None, None, -1 if flip else 1) for flip in variation.flips(2))
+        inner = inner[(slice(None), slice(None), *flipped)]
+        inner = inner.swapaxes(2, 3) if variation.transposed else inner
+        return planes_of(inner.swapaxes(1, 2).reshape(rows * scale, cols * scale, -1))
 
     def mask(self, mask: npt.NDArray[Any] | MaskImage, variation: Variation | None = None) -> npt.NDArray[Any]:
         """The mask (..., height, width) of an image, transformed like the image: (..., *size).

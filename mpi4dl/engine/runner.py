@@ -89,6 +89,11 @@ class BatchOutputs:
         for where, values in self.pieces:
             array[where] = values.numpy()
 
+    def extent(self) -> tuple[int, ...]:
+        """The size of dense outputs of a sample, the largest along each dim; () of nothing. Collective."""
+        every = [where[1:] for of_rank in self.comm.all_gather_object([w for w, _ in self.pieces]) for where in of_rank]
+        return tuple(max(cut.stop for cut in cuts) for cuts in zip(*every, strict=True))
+
     def bands(self, height: int) -> Iterator[OutputPiece]:
         """Dense outputs on rank 0, sample by sample, each from top to bottom in bands (1, .., rows, W) of up to so many
         rows: no rank ever has more than that. Rows are the dim before the last; others yield nothing. Collective.

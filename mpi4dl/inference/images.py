@@ -315,7 +315,9 @@ class UnlabelledFiles(ListedFiles):
 
 
 class UnlabelledPictures(UnlabelledFiles):
-    """Pictures of so many channels, as their files store them."""
+    """Pictures of so many channels, as their files store them, of which others are made."""
+
+    are_made_from = True
 
     def __init__(self, root: Path, files: Sequence[File], volumes: bool, channels: Channels, num_channels: int) -> None:
         super().__init__(root, files)

@@ -50,12 +50,15 @@ class WindowInterval(NamedTuple):
     core: Interval
 
 
-def windows_along(size: int, frame: int) -> list[WindowInterval]:
-    """Windows of `frame` px that cover `size` px, the last one at the end; the cores are all pixels, each once."""
+def windows_along(size: int, frame: int, shared: int | None = None) -> list[WindowInterval]:
+    """Windows of `frame` px that cover `size` px, the last one at the end; the cores are all pixels, each once.
+
+    Neighbours share `shared` px, and the last two more; None: a fourth of them, on the grid.
+    """
     if size <= frame:
         return [WindowInterval(0, Interval(0, size))]
-    step = max(1, frame - -(-frame // SHARED))
-    step = step // GRID * GRID or step
+    step = max(1, frame - (-(-frame // SHARED) if shared is None else shared))
+    step = step if shared is not None else step // GRID * GRID or step
     starts = [*range(0, size - frame, step), size - frame]
     middles = [(start + following + frame) // 2 for start, following in pairwise(starts)]
     return [
@@ -100,7 +103,8 @@ FITS: Mapping[Fit, Way] = {
 class Target:
     """How an image of `source` px is seen by windows of `frame` px: brought to `size` px, by `fit`.
 
-    Windows are counted row by row. `chosen` are the numbers of those that are looked at; None: all.
+    Windows are counted row by row. `chosen` are the numbers of those that are looked at; None: all. Neighbours share
+    `shared` px: see `windows_along`.
     """
 
     source: tuple[int, ...]
@@ -108,6 +112,7 @@ class Target:
     frame: tuple[int, ...]
     fit: Fit
     chosen: tuple[int, ...] | None = None
+    shared: int | None = None
 
     @classmethod
     def of(
@@ -133,7 +138,7 @@ class Target:
     @cached_property
     def intervals(self) -> list[list[WindowInterval]]:
         """The windows along each axis."""
-        return [windows_along(size, frame) for size, frame in zip(self.size, self.frame, strict=True)]
+        return [windows_along(size, frame, self.shared) for size, frame in zip(self.size, self.frame, strict=True)]
 
     @cached_property
     def _starts(self) -> list[int]:

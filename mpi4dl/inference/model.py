@@ -43,13 +43,14 @@ OWN = ("model", "transforms")  # parts of the user's that this process needs
 
 class Prediction(NamedTuple):
     """The result of a batch: `errors` say by index which images cannot be read; `outputs` are those of the others,
-    whose `indices` and `labels` are these. None if there are no others.
+    whose `indices` and `labels` are these, as the model sees them in these `sizes`. None if there are no others.
     """
 
     indices: tuple[int, ...]
     labels: Any
     outputs: BatchOutputs | None
     errors: dict[int, str]
+    sizes: tuple[tuple[int, ...], ...] = ()
 
 
 class Predictor:
@@ -228,7 +229,8 @@ class Predictor:
             watching, of = maps.watching(size_of(sizes, microbatches[0])), partial(maps.of, of)
         with watching:
             outputs = next(iter(self.runner.predict([given], sizes, of)))
-        return Prediction(batch.indices, batch.labels, outputs, errors)
+        shown = batch.sizes or (self.trained.size,)
+        return Prediction(batch.indices, batch.labels, outputs, errors, shown)
 
     def _found_late(self, refusal: Refusal) -> bool:
         """Whether an image that is read box by box was found to be damaged, by all ranks together."""

@@ -10,6 +10,7 @@ from mpi4dl.options.kinds import (
     BOOLEAN,
     COUNT,
     COUNT_OR_ZERO,
+    COUNTS,
     GRIDS,
     NAME,
     NOT_NEGATIVE,
@@ -248,6 +249,13 @@ class Evaluating:
         "the class of two that is looked for; none: the second",
         optional(NAME),
         known_as=same_as("positive-class"),
+    )
+    seams: tuple[int, ...] | None = option(
+        None,
+        "also make each image in tiles of so many px, each alone, and measure their seams: such as 256, or 256,64 with "
+        "an overlap, which is averaged; for a model that makes images",
+        optional(COUNTS),
+        brief="the side of tiles made alone, whose seams are measured",
     )
 
 

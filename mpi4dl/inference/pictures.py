@@ -1,19 +1,37 @@
 """Pictures that a model makes, written a few rows at a time: PNG of 8 bits, TIFF of more."""
 
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import PIL.Image
 
 from mpi4dl._files import Replacement, naming
-from mpi4dl.datasets.base import package
+from mpi4dl.comm import Refusal
+from mpi4dl.datasets.base import Pixels, package
+from mpi4dl.datasets.colour import WHITE
+from mpi4dl.datasets.files import SCALES, ShownPicture, StoredPicture, as_rgb
+from mpi4dl.datasets.transform import STRIDE_PX
+from mpi4dl.geometry import Interval, ceil_div
 from mpi4dl.inference.masks import GREY, RGB, PngFile
 
 FOLDER = "images"
 BYTES = "uint8"
 PNG_KINDS = {1: GREY, 3: RGB}  # by channels
+
+
+def scale_of(made: Sequence[int], sizes: Iterable[Sequence[int]]) -> int:
+    """How many times as large as inputs of these sizes, padded, outputs of up to this size are. Raises Refusal."""
+    seen = [max(ceil_div(side, STRIDE_PX) * STRIDE_PX for side in sides) for sides in zip(*sizes, strict=True)]
+    scale = made[0] // seen[0]
+    if scale not in SCALES or [scale * side for side in seen] != [*made]:
+        told, shown = ("x".join(map(str, each)) for each in (made, seen))
+        raise Refusal(f"the model's outputs have {told} pixels for images of {shown}: expected as many, 2 or 4 times")
+    return scale
 
 
 def suffix_of(depth: str | None, channels: int) -> str:
@@ -56,6 +74,46 @@ class TiffFile:
         with suppress(OSError):
             self._file.close()
         self._new.drop()
+
+
+SHOWN_PX, GAP_PX = 160, 8
+
+
+class Example:
+    """The middle of an image, of what a model made of it from top to bottom, and of its target, side by side.
+
+    It has `SHOWN_PX` pixels of the target at most, along each side.
+    """
+
+    def __init__(self, image: StoredPicture, target: StoredPicture) -> None:
+        self._image, self._target = image, target
+        sides = [min(SHOWN_PX // target.scale, side) for side in image.size]
+        self._box = [
+            Interval((n - side) // 2, (n - side) // 2 + side) for n, side in zip(image.size, sides, strict=True)
+        ]
+        self._rows, self._cols = (Interval(target.scale * at.start, target.scale * at.stop) for at in self._box)
+        self._made: list[npt.NDArray[Any]] = []
+
+    def add(self, rows: slice, made: npt.NDArray[Any]) -> None:
+        """The next rows, (channels, rows, columns)."""
+        here = slice(*(min(max(at - rows.start, 0), made.shape[1]) for at in self._rows))
+        self._made.append(made[:, here, slice(*self._cols)])
+
+    def pixels(self) -> Pixels:
+        """The picture. Raises BadImage."""
+        scale, made = self._target.scale, np.moveaxis(np.concatenate(self._made, 1), 0, -1)
+        image = ShownPicture(self._image).read(*self._box).repeat(scale, 0).repeat(scale, 1)
+        gap = np.full((len(image), GAP_PX, 3), WHITE, np.uint8)
+        target = ShownPicture(self._target).read(self._rows, self._cols)
+        return np.concatenate((image, gap, as_rgb(made), gap, target), 1)
+
+
+def jpeg_of(examples: Sequence[Pixels]) -> bytes:
+    """Examples below each other, as JPEG."""
+    width, file = max(each.shape[1] for each in examples), BytesIO()
+    padded = [np.pad(e, ((0, GAP_PX), (0, width - e.shape[1]), (0, 0)), constant_values=WHITE) for e in examples]
+    PIL.Image.fromarray(np.concatenate(padded)).save(file, "JPEG", quality=90)
+    return file.getvalue()
 
 
 class PictureFile:

@@ -34,7 +34,7 @@ from mpi4dl.inference.masks import (
 from mpi4dl.inference.model import Prediction, Predictor
 from mpi4dl.inference.options import ToPredict
 from mpi4dl.inference.pictures import FOLDER as IMAGES
-from mpi4dl.inference.pictures import PictureFile, suffix_of
+from mpi4dl.inference.pictures import PictureFile, scale_of, suffix_of
 from mpi4dl.inference.records import NOT_NUMBERS, columns_of, is_undefined
 from mpi4dl.results.formats import Record
 from mpi4dl.results.job import FolderJob, ItemInput, settings_of
@@ -192,13 +192,6 @@ class Predicting(ABC):
     def _named(self, index: int, said: Record) -> Record:
         return {"image": self.images.name(index), **said}
 
-    def _shape(self, outputs: BatchOutputs, channels: bool) -> tuple[int, ...]:
-        """That of the dense outputs of an image. Collective."""
-        extent = torch.zeros(1 + channels + len(self.model.trained.size), dtype=torch.int64)
-        for piece in outputs.pieces:
-            extent = extent.maximum(torch.tensor([cut.stop for cut in piece.where]))
-        return tuple(self.comm.all_reduce(extent, "max").tolist())[1:]
-
 
 class _Answers(Predicting):
     """Answers of whole images, such as a class or numbers. Dense ones are written as arrays."""
@@ -235,14 +228,15 @@ class _Answers(Predicting):
         """Write dense numbers of a batch, arrays, a few rows at a time. On rank 0 the records. Collective."""
         if self.out is None:
             raise Refusal("`out` is missing: it is the folder that dense outputs are written to")
-        shape = self._shape(outputs, True)
+        shape = outputs.extent()
         files: dict[int, ArrayMask | PictureFile] = {}
+        scale = self._scale(seen, shape)
         with self.comm.together((OSError,)):
             postponed = FailingLater()
             for where, values in outputs.bands(band_height(math.prod(shape) // shape[-2])):
                 number = where[0].start
                 if number not in files:
-                    opened = postponed.do(partial(self._opened, seen.indices[number], shape))
+                    opened = postponed.do(partial(self._opened, seen.indices[number], shape, scale))
                     if opened is None:
                         continue
                     files[number] = opened
@@ -263,13 +257,17 @@ class _Answers(Predicting):
             found[index] = self._named(index, {"prediction": path.relative_to(self.out).as_posix()})
         return found
 
-    def _opened(self, index: int, shape: tuple[int, ...]) -> ArrayMask | PictureFile:
+    def _scale(self, seen: Prediction, shape: tuple[int, ...]) -> int:
+        """How many times as large as their images outputs are. Collective; raises Refusal."""
+        return 1
+
+    def _opened(self, index: int, shape: tuple[int, ...], scale: int) -> ArrayMask | PictureFile:
         """The file of dense numbers of an image, of which the model's outputs have this shape. Raises OSError."""
         return ArrayMask(self._files(self.images.name(index))[0], shape, "f4")
 
 
 class _Pictures(_Answers):
-    """Pictures that the model makes, of the size of their images."""
+    """Pictures that the model makes, of the size of their images, or a multiple."""
 
     folder = IMAGES
 
@@ -277,8 +275,13 @@ class _Pictures(_Answers):
         self.suffix = suffix_of(self.model.about.values, self.model.about.num_outputs)
         return []
 
-    def _opened(self, index: int, shape: tuple[int, ...]) -> ArrayMask | PictureFile:
-        height, width = self.images.image(index).size if self.model.fit == "own" else shape[1:]
+    def _scale(self, seen: Prediction, shape: tuple[int, ...]) -> int:
+        return scale_of(shape[1:], seen.sizes)
+
+    def _opened(self, index: int, shape: tuple[int, ...], scale: int) -> ArrayMask | PictureFile:
+        height, width = shape[1:]
+        if self.model.fit == "own":
+            height, width = (scale * side for side in self.images.image(index).size)
         path = self._files(self.images.name(index))[0]
         return PictureFile(path, (height, width), shape[0], self.model.about.values)
 
@@ -452,7 +455,7 @@ class _Masks(Predicting):
     ) -> None:
         """Put the windows of a batch into the masks that they belong to, on rank 0, some rows at a time. Collective."""
         frame, binary = self.model.trained.size, self.model.task.binary
-        shape = self._shape(outputs, binary)
+        shape = outputs.extent()
         if shape[binary:] != frame:
             sides = ("x".join(map(str, each)) for each in (shape[binary:], frame))
             raise Refusal("the model's outputs have {} pixels for images of {}: masks need one each".format(*sides))

@@ -16,7 +16,7 @@ from torch import Tensor
 from mpi4dl._progress import ProgressLine, ProgressOfImages, quietly
 from mpi4dl._wording import aligned, counted
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.datasets.base import DatasetError, printable
+from mpi4dl.datasets.base import BadImage, DatasetError, Pixels, printable
 from mpi4dl.datasets.files import planes_of
 from mpi4dl.datasets.split import Named, Subset, in_whole
 from mpi4dl.engine import BatchOutputs
@@ -25,6 +25,7 @@ from mpi4dl.inference.images import Coverage, open_files_of_run, open_labelled
 from mpi4dl.inference.masks import Target, WindowInterval, Windows, targets_of
 from mpi4dl.inference.model import Prediction, Predictor
 from mpi4dl.inference.options import Inference
+from mpi4dl.inference.pictures import Example, jpeg_of, scale_of
 from mpi4dl.inference.records import NOT_NUMBERS, columns_of, is_undefined
 from mpi4dl.inference.samples import (
     CONFUSION,
@@ -40,14 +41,18 @@ from mpi4dl.inference.samples import (
     measured_by,
     members_of,
 )
+from mpi4dl.inference.tiled import Joined, TilesAlone
 from mpi4dl.results.evaluations import write_evaluation
 from mpi4dl.results.formats import Record, table
+from mpi4dl.results.names import EXAMPLES
 from mpi4dl.tasks.curves import CallCounts, is_rule
 from mpi4dl.tasks.formulas import as_targets
 from mpi4dl.tasks.likeness import Likeness
 from mpi4dl.tasks.metrics import MEASURES, WHY_NONE, of_class
-from mpi4dl.tasks.task import ALIKE, LIKENESS, TASKS, Regress
+from mpi4dl.tasks.seams import Seams
+from mpi4dl.tasks.task import ALIKE, LIKENESS, SEAMS, TASKS, Regress
 
+MOST_EXAMPLES = 4  # of images that a model makes, in a picture
 BAND_ROWS = 256  # of images that are compared at a time
 
 if TYPE_CHECKING:
@@ -76,7 +81,7 @@ class Scores:
     `confusion[i][j]` counts what is class i and was taken for class j, pixels of masks; of labels that may occur
     together it has such a matrix for each. `bad` says which images could not be read. With `crops` records say which
     share of an image was `seen`. `root` is the folder that names of images begin in. `patients` are there for slides.
-    `levels` are the predictions of images, or of slides and of patients.
+    `levels` are the predictions of images, or of slides and of patients. `pictures` are files of examples by name.
     """
 
     task: str
@@ -94,6 +99,7 @@ class Scores:
     patients: LevelScores | None = None
     thresholds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     levels: Sequence[Samples] = field(default=(), repr=False)
+    pictures: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     judging: Judging = field(default_factory=Judging)
 
     def table(self, level: float, intervals: bool = True) -> Iterator[str]:
@@ -132,7 +138,7 @@ class Scores:
     def files(self) -> tuple[dict[str, bytes], tuple[str, ...]]:
         """More files by their names, such as curves.csv, and what is to be said of them."""
         if not self.levels or not self.levels[0].problems(self.judging):
-            return {}, ()
+            return {**self.pictures}, ()
         found = {
             "curves.csv": curves_table(self.levels, self.judging),
             "calibration.csv": calibration_table(self.levels, self.judging),
@@ -158,6 +164,7 @@ class Scores:
         found |= {"bad": self.bad, "root": self.root, "remarks": self.remarks}
         known = any("patient" in record for record in self.records)
         columns = columns_of(TASKS[self.task], self.classes, True, crops=self.crops, patients=known)
+        columns[-1:-1] = [name for name in SEAMS if any(name in record for record in self.records)]
         if any("fold" in record for record in self.records):
             columns.insert(columns.index("patient") + 1, "fold")
         files, remarks = self.files()
@@ -190,10 +197,17 @@ def score(
     level: float,
     speaks: bool = False,
     judging: Judging | None = None,
+    seams: tuple[int, ...] | None = None,
 ) -> Scores:
-    """Evaluate a model on images with labels. Collective; raises Refusal on all ranks if none can be read."""
-    kind = _Pictures if model.task.makes_images else _Masks if model.task.dense else _Answers
-    found: _Collected = kind(model, images)
+    """Evaluate a model on images with labels; of one that makes images, also the seams of tiles: see `TilesAlone`.
+
+    Collective; raises Refusal on all ranks if no image can be read.
+    """
+    found: _Collected
+    if seams is not None or model.task.makes_images:
+        found = _Pictures(model, images, seams)
+    else:
+        found = (_Masks if model.task.dense else _Answers)(model, images)
     images = found.images
     judging, noun = judging or Judging(), model.assembly.source.noun
     with closing(ProgressOfImages(len(images), speaks and model.comm.rank == 0, noun)) as progress:
@@ -204,19 +218,21 @@ def score(
             progress.advance(sum(ended), sum(ended[len(seen.indices) :]))
     if not found.count:
         raise Refusal(f"none of {len(images)} {noun}s can be read: {next(iter(found.bad.values()), 'there are none')}")
+    found.look_again(speaks)
     remarks = found.coverage.summary()
     if found.undefined:
         what = counted(found.undefined, noun)
         remarks.append(f"the model's outputs of {what} are not numbers (NaN), and so no metric is one")
     kept: dict[str, Any] = {"records": [found.records[index] for index in sorted(found.records)], "bad": found.bad}
     root = in_whole(images)[0].root
+    kept["pictures"] = found.pictures()
     kept |= {"crops": found.coverage.crops, "count": found.count, "remarks": tuple(remarks)}
     kept["root"] = None if root is None else str(root.absolute())
     scores = None
     with model.comm.together((ValueError, TypeError, RuntimeError)):
         if model.comm.rank == 0:
             scores = found.scores(judging, resamples, level, speaks, kept)
-    shared = model.comm.broadcast_object(scores and replace(scores, records=(), levels=()))
+    shared = model.comm.broadcast_object(scores and replace(scores, records=(), levels=(), pictures={}))
     return shared if scores is None else scores
 
 
@@ -412,6 +428,13 @@ class _Collected(ABC):
         """Whether all of an image was looked at, with this sample."""
         return self._place(index)[1]
 
+    def pictures(self) -> dict[str, bytes]:
+        """Pictures of examples, files by their names, on rank 0."""
+        return {}
+
+    def look_again(self, speaks: bool) -> None:  # noqa: B027
+        """Look at images a second time, in another way, if that was asked for. Collective."""
+
     def add(self, seen: Prediction) -> None:
         """Add a batch. Collective."""
         for index, error in seen.errors.items():
@@ -583,50 +606,122 @@ class _WithoutLabels(Subset):
 
 
 class _Pictures(_Collected):
-    """Images that the model makes: of each how alike it is to its target, which rank 0 reads band by band."""
+    """Images that the model makes: of each how alike it is to its target, which rank 0 reads band by band.
 
-    def __init__(self, model: Predictor, images: Named) -> None:
+    With `seams` also how it shows the borders of tiles, and how an image does that is made in these, each alone.
+    """
+
+    def __init__(self, model: Predictor, images: Named, seams: tuple[int, ...] | None) -> None:
         super().__init__(model, images)
         self.metric_names, self.looked_at = LIKENESS, _WithoutLabels(images, range(len(images)))
-        self.alike: list[dict[str, float]] = []
+        self.alike: dict[int, dict[str, float]] = {}
+        self.examples: list[Pixels] = []
+        self.tiles: TilesAlone | None = None
+        if seams is not None:
+            wrong = not model.task.makes_images or model.fit != "own"
+            model.comm.agree("`seams` are of pictures that a model makes, as files have them" if wrong else None)
+            with model.comm.together((ValueError,)):
+                self.tiles = TilesAlone.of(seams)
+            self.metric_names = (*LIKENESS, *SEAMS)
 
     def wanted(self, outputs: Any) -> Tensor:
         return self.task.predictions(outputs)
 
     def _take(self, seen: Prediction, outputs: BatchOutputs) -> None:
         pairs: dict[int, _Pair] = {}
+        scale = scale_of(outputs.extent()[1:], seen.sizes)
         for where, values in outputs.bands(BAND_ROWS):
             number = where[0].start
             if number not in pairs:
-                pairs[number] = _Pair(self.images, seen.indices[number], self.model.fit == "own")
+                pairs[number] = self._pair(seen.indices[number], scale)
             pairs[number].add(where[-2], values[0])
         found = {seen.indices[number]: pair.result() for number, pair in pairs.items()}
+        for index, pair in zip(found, pairs.values(), strict=True):
+            if len(self.examples) < MOST_EXAMPLES and pair.example is not None and isinstance(found[index], dict):
+                self.examples.append(pair.example.pixels())
         for index, alike in self.model.comm.broadcast_object(found).items():
             if isinstance(alike, str):
                 self._fail(index, alike)
                 continue
-            self.alike += [alike] if alike else []
-            self._record(index, alike or None)
+            self.alike[index] = alike
+            self._record(index, {**alike} or None)
+
+    def pictures(self) -> dict[str, bytes]:
+        return {EXAMPLES: jpeg_of(self.examples)} if self.examples else {}
+
+    def _pair(self, index: int, scale: int) -> "_Pair":
+        return _Pair(self.images, index, scale, self.model.fit == "own", self.tiles)
+
+    def look_again(self, speaks: bool) -> None:
+        """The same images in tiles, each made alone."""
+        if self.tiles is None:
+            return
+        comm, targets = self.model.comm, dict[int, Target]()
+        with comm.together():
+            for index in self.indices if comm.rank == 0 else ():
+                target = self.tiles.target(self.images.image(index).size)
+                targets |= {index: target} if self.alike[index] and target.num_in_all > 1 else {}
+        targets = comm.broadcast_object(targets)
+        indices, tiles = [*targets], Windows(self.images, [*targets], [*targets.values()])
+        joined: dict[int, tuple[Joined, _Pair]] = {}
+        found: dict[int, dict[str, float] | str] = {}
+        with closing(ProgressOfImages(len(tiles), speaks and comm.rank == 0, "tile")) as progress:
+            for seen in self.model.predictions(tiles, self.wanted):
+                comm.agree(next(iter(seen.errors.values()), None))
+                assert seen.outputs is not None
+                with comm.together():
+                    scale = scale_of(seen.outputs.extent()[1:], seen.sizes)
+                    for where, values in seen.outputs.bands(scale * self.tiles.side):
+                        position, intervals, last = tiles.place(seen.indices[where[0].start])
+                        if position not in joined:
+                            pair = self._pair(indices[position], scale)
+                            joined[position] = Joined(tiles.targets[position], scale, pair.add), pair
+                        joined[position][0].add(intervals, values[0])
+                        if last:
+                            image, pair = joined.pop(position)
+                            image.close()
+                            found[indices[position]] = pair.result()
+                progress.advance(len(seen.indices), 0)
+        found = comm.broadcast_object(found)
+        for index, whole in self.alike.items():
+            alike = found.get(index, whole)  # which of one tile is the same
+            if isinstance(alike, str):
+                raise Refusal(alike)
+            whole |= {f"{name}_tiled": alike.get(name, math.nan) for name in ("seams", "psnr")}
+            self.records[index] |= {name: whole[name] for name in SEAMS if name in whole and "seams" in alike}
 
     def _measured(self, judging: Judging, resamples: int, level: float, speaks: bool, kept: dict[str, Any]) -> Scores:
         def function(name: str) -> Callable[[Tensor], float]:
-            values = torch.tensor([each[name] for each in self.alike], dtype=torch.float64)
-            return lambda drawn: float(values[drawn].mean())
+            values = torch.tensor([self.alike[index][name] for index in self.indices], dtype=torch.float64)
+            mean = torch.nanmean if name in SEAMS else torch.mean  # an image of one tile has no seam
+            return lambda drawn: float(mean(values[drawn]))
 
         of = range(self.count) if self.patients is None else [self.patients[index] for index in self.indices]
-        functions = {name: function(name) for name in LIKENESS}
+        functions = {name: function(name) for name in self.metric_names}
         return self._scores(measured_by(functions, members_of(of), self.count, resamples, level), None, kept)
 
 
 class _Pair:
     """What a model makes of an image, and its target: compared from top to bottom, as far as the image goes."""
 
-    def __init__(self, images: Named, index: int, own_size: bool) -> None:
+    def __init__(self, images: Named, index: int, scale: int, own_size: bool, tiles: TilesAlone | None) -> None:
         self._alike, self._error, self._undefined = Likeness(), "", False
+        self._seams: dict[str, Seams] = {}
+        self.example: Example | None = None
         try:
             self._target = images.label(index)
             if own_size:
-                self._target.require_size_of(images.image(index))
+                image: Any = images.image(index)
+                self._target.require_size_of(image)
+                if self._target.scale != scale:
+                    told = (
+                        f"is {self._target.scale} times as large as its input, and what the model makes {scale} times"
+                    )
+                    raise BadImage(self._target.path, told)
+                self.example = Example(image, self._target)
+                size, borders = self._target.size, [] if tiles is None else tiles.borders(image.size)
+                borders = [[scale * at for at in along] for along in borders]
+                self._seams = {name: Seams(size, borders) for name in ("seams", "seams_target") if borders}
         except DatasetError as error:
             self._error = printable(str(error))
 
@@ -645,6 +740,10 @@ class _Pair:
             self._error = f"the target has shape {tuple(target.shape)}, but the model makes {tuple(made.shape)}"
         elif made.numel():
             self._alike.add(made, target)
+            if self.example is not None:
+                self.example.add(rows, made.numpy())
+            for seams, rows_of in zip(self._seams.values(), (made, target), strict=False):
+                seams.add(rows_of)
 
     def _rows(self, rows: slice) -> Tensor:
         target = self._target
@@ -657,4 +756,5 @@ class _Pair:
 
     def result(self) -> dict[str, float] | str:
         """The metrics; nothing if outputs are no numbers; or the error."""
-        return self._error or ({} if self._undefined else self._alike.values())
+        seams = {name: found.value() for name, found in self._seams.items()}
+        return self._error or ({} if self._undefined else {**self._alike.values(), **seams})

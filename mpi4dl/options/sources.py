@@ -293,6 +293,13 @@ class DataSource:
         sizes = list(some_sizes(training))
         if TASKS[task_of(training)].makes_images:
             self._require_pictures()
+            scaled = int(getattr(in_whole(training)[0], "target_scale", 1))
+            moved = {"rotate_degrees": self.data.rotate_degrees, "scale": self.data.scale != (1.0, 1.0)}
+            for name in (name for name, asked in moved.items() if asked and scaled > 1):
+                raise ConfigError(
+                    f"`{name}` is for targets of the size of their inputs, and these are {scaled} times as large: "
+                    "choose `flip` or `rotate`"
+                )
             before = before or "crop"
         fit = self.fit_of(sizes, before)
         if FITTED[fit].own_sizes and dense:

@@ -34,8 +34,9 @@ from mpi4dl.reports.reading import (
     not_finite,
     read_runs,
 )
-from mpi4dl.results.evaluations import SavedEvaluation
+from mpi4dl.results.evaluations import SavedEvaluation, beside
 from mpi4dl.results.formats import reading
+from mpi4dl.results.names import EXAMPLES
 
 # Curves as SVG: small, readable on a phone, in the page's own colours and letters, with values to point at.
 
@@ -164,6 +165,7 @@ def _n(value: float) -> str:
 SIDE_PX = 160
 MOST_PIXELS = 1 << 26  # of an image that is decoded for this; slides are larger
 MOST_BYTES = 1 << 28
+MOST_INLINED_BYTES = 1 << 20
 
 
 def image_folders(root: Path) -> list[Path]:
@@ -203,6 +205,13 @@ def thumbnail(path: Path) -> str | None:
     except Exception:  # decoders raise of every kind, and a report goes on without a picture
         return None
     return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def _inlined(path: Path) -> str | None:
+    """A JPEG as the source of an <img>, as it is; None if there is none, or it is too large."""
+    if path.is_symlink() or not path.is_file() or path.stat().st_size > MOST_INLINED_BYTES:
+        return None
+    return "data:image/jpeg;base64," + base64.b64encode(read_regular(path)).decode()
 
 
 PAGE = "page.html"
@@ -412,6 +421,7 @@ def _evaluation(run: ShownRun, one: SavedEvaluation, images: Path | None) -> dic
         **_shown(f"{run.name}: {one.path.relative_to(run.path).with_suffix('')}", told["classes"], matrix),
         "metrics": [(row["metric"], number_text(row["value"]), *_between(row)) for row in rows],
         "count": len(looked_at),
+        "made": _inlined(beside(one.path, EXAMPLES)),
         "examples": [
             (what, [_example(each, find(each.image, folders, homes)) for each in some])
             for what, some in zip(("Best", "Worst"), extremes(looked_at, MOST_EXAMPLES), strict=True)
@@ -424,7 +434,7 @@ def _shown(title: str, classes: Sequence[str], matrix: Sequence[Sequence[float]]
     """An evaluation of which there is no more than a confusion matrix."""
     names = [*classes, *(f"class {i}" for i in range(len(classes), len(matrix or ())))]
     found = {"matrix": _matrix(names, matrix or ()), "confusions": _confusions(names, matrix or ())}
-    return {"title": title, "metrics": [], "count": 0, "examples": [], **found}
+    return {"title": title, "metrics": [], "count": 0, "examples": [], "made": None, **found}
 
 
 def _between(row: Mapping[str, Any]) -> tuple[str, str]:

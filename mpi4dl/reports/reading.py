@@ -16,7 +16,7 @@ from mpi4dl.results.runs import FolderResults
 from mpi4dl.runs.folder import RunSnapshot
 from mpi4dl.tasks.directions import higher_is_better
 
-ALIKE = ("dice", "iou", "pixel_accuracy")  # of masks
+ALIKE = ("dice", "iou", "pixel_accuracy", "ssim")  # of masks, and of images
 COORDINATES = ("phase", "step", "epoch")
 TAIL_LINES = 12
 

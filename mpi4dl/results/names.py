@@ -25,5 +25,5 @@ CONFIG, VERSIONS, METRICS, LOG = "config.toml", "versions.json", "metrics.jsonl"
 DESCRIPTION, MEASURES, PORTRAIT = "model.json", "measures.json", "portrait.json"
 
 # Of an evaluation: two files of one name, and others whose names begin otherwise.
-EVALUATION, COMPARISON, SUMMARY = "evaluation", "comparison.csv", "cross-validation.csv"
-BESIDE = ("curves.csv", "calibration.csv", "curves.png", "patients.csv", COMPARISON, SUMMARY)
+EVALUATION, COMPARISON, SUMMARY, EXAMPLES = "evaluation", "comparison.csv", "cross-validation.csv", "examples.jpg"
+BESIDE = ("curves.csv", "calibration.csv", "curves.png", "patients.csv", COMPARISON, SUMMARY, EXAMPLES)

@@ -30,11 +30,14 @@ def places_of(*parts: Named) -> dict[str, Any]:
 
 
 def record_of(*parts: Named) -> dict[str, Any] | None:
-    """What a record of these slides, or of some of them, has, as JSON; None for other images."""
+    """What a record of these slides, or of some of them, has, as JSON; None for other images.
+
+    Of pictures of which others are made it is their folder alone.
+    """
     wholes = [in_whole(part)[0] for part in parts]
     whole = wholes[-1]
     if not whole.of_slides:
-        return None
+        return {"root": str(whole.root.absolute())} if getattr(whole, "are_made_from", False) else None
     assumed = whole.options.resolution.assumed_mpp
     return {
         "source": str(whole.source.absolute()),

@@ -322,6 +322,7 @@ class Regress(Task):
 
 
 LIKENESS = ("psnr", "ssim", "mae")  # how alike two images are
+SEAMS = ("seams", "seams_tiled", "seams_target", "psnr_tiled")  # beside an image that is made in tiles
 
 
 class MakeImage(Regress):

@@ -15,7 +15,7 @@ No name or path of a request reaches the file system: slides have numbers, and f
 
 import asyncio
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from typing import Any
@@ -81,7 +81,7 @@ def make_app(results: SlideResults, hosts: Collection[str] = ()) -> ASGIApp:
     pool, room = ThreadPoolExecutor(threads, "slides"), asyncio.Semaphore(threads)
     thumbnails = asyncio.Semaphore(max(1, threads - 1))  # of a long list, which leave room for tiles
     contents = {name: files(__package__).joinpath("static", name).read_bytes() for name in STATIC}
-    listed = as_json(_listing(results))
+    listed = as_json(_listing(results, reader.made))
 
     async def page(request: Request) -> Response:
         name = request.path_params.get("name", PAGE)
@@ -147,7 +147,7 @@ def make_app(results: SlideResults, hosts: Collection[str] = ()) -> ASGIApp:
     return Guard(app, _error, hosts, 0, _refusal, HEADERS)
 
 
-def _listing(results: SlideResults) -> dict[str, Any]:
+def _listing(results: SlideResults, made: Mapping[int, int]) -> dict[str, Any]:
     slides = [
         {
             "name": printable(slide.name),
@@ -161,7 +161,8 @@ def _listing(results: SlideResults) -> dict[str, Any]:
             "map": slide.map is not None,
             "annotations": slide.annotation is not None,
             "classes": slide.classes is not None,
+            "made": made.get(number),
         }
-        for slide in results.slides
+        for number, slide in enumerate(results.slides)
     ]
     return {"title": results.title, "remarks": results.remarks, "colours": LOADS, "kinds": CURVES, "slides": slides}

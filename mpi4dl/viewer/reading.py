@@ -15,6 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +24,9 @@ import numpy as np
 from mpi4dl._files import read_regular
 from mpi4dl._numbers import parse_json
 from mpi4dl.datasets.base import BadImage, DatasetError, Pixels, printable
+from mpi4dl.datasets.files import ShownPicture, open_stored_picture
 from mpi4dl.datasets.slides.annotations import FARTHEST, read_annotations
-from mpi4dl.datasets.slides.slide import MPP_AT_1X, Resolution, Slide, open_slide
+from mpi4dl.datasets.slides.slide import MPP_AT_1X, Level, Resolution, Slide, SlideFile, open_slide
 from mpi4dl.geometry import Interval, ceil_div
 from mpi4dl.viewer.results import ViewedSlide
 
@@ -93,11 +95,15 @@ class Pyramid(NamedTuple):
 class SlideReader:
     """Reads what is shown of slides; each thread that calls it opens slides of its own.
 
+    `made` has for a slide of which a model made a picture the number of that.
+
     All methods raise Missing for numbers that no slide has, and DatasetError for slides that cannot be read.
     """
 
     def __init__(self, slides: Sequence[ViewedSlide]) -> None:
-        self.slides = slides
+        made = [number for number, slide in enumerate(slides) if slide.made is not None]
+        self.made = {number: len(slides) + place for place, number in enumerate(made)}
+        self.slides = (*slides, *(replace(slides[number], path=slides[number].made) for number in made))
         self._tiles, self._others = Cache(), Cache()
         self._of_thread = threading.local()
 
@@ -117,7 +123,7 @@ class SlideReader:
                     slide.error or f"{slide.name}: nothing says where it is; name its folder by --slides"
                 )
             if downsample == 1.0:
-                views[key] = open_slide(slide.path, Resolution(assumed_mpp=slide.mpp))
+                views[key] = opened(slide, slide.path)
             else:
                 views[key] = self.view(number).at(downsample)
             while len(views) > MOST_VIEWS:
@@ -200,6 +206,13 @@ class SlideReader:
             return as_json({"names": names, "regions": regions})
 
         return self._others.get((number, what), make)
+
+
+def opened(slide: ViewedSlide, path: Path) -> Slide:
+    """A slide, or a picture of any depth of which another was made. Raises DatasetError."""
+    if slide.made is None:
+        return open_slide(path, Resolution(assumed_mpp=slide.mpp))
+    return Slide(SlideFile(path, (Level(ShownPicture(open_stored_picture(path)), 1.0),)), 1.0)
 
 
 def read_extended(view: Slide, box: Sequence[Interval]) -> Pixels:

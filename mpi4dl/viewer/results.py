@@ -29,6 +29,7 @@ from mpi4dl.results.runs import FolderResults, predictions_in
 from mpi4dl.results.slides import KEY
 
 GEOJSON, CLASS_MAP = ".geojson", ".ome.tif"
+IMAGES = "images"  # the folder of pictures that a model made, as inference.pictures has it, which imports torch
 LEAST_PROBABILITY = 1e-12
 LONGEST_PLACE = 200  # characters of a remark
 
@@ -51,6 +52,7 @@ class ViewedSlide:
         classes: the GeoJSON file of its predicted regions of classes.
         in_bounds: whether coordinates of annotations and classes begin where the scanner began.
         mpp: microns per pixel of level 0 of a slide that does not say them.
+        made: the picture that a model made of it.
     """
 
     name: str
@@ -67,6 +69,7 @@ class ViewedSlide:
     classes: Path | None = None
     in_bounds: bool = False
     mpp: float | None = None
+    made: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -271,9 +274,11 @@ def _viewed(name: str, record: Record, place: _Place, predicted: Path | None, mp
         "prediction", record.get("predictions", record.get("risk", _shares(record.get("pixels", {}))))
     )
     numbers: dict[str, float] = record.get("probabilities", {})
-    alike = record.get("dice")
+    alike, made = record.get("dice"), None
     if prediction is None and alike is not None:
         prediction = f"Dice {alike:.3f}"
+    if predicted is not None and not numbers and _text(prediction).startswith(f"{IMAGES}/"):
+        made, prediction = below(predicted, str(prediction)), None
     error, path = _text(record.get("error")), place.file(name)
     if not is_below(name):
         error = "its name leads out of the folder of slides, and is not followed"
@@ -292,6 +297,7 @@ def _viewed(name: str, record: Record, place: _Place, predicted: Path | None, mp
         None if predicted is None else _classes_of(record, predicted),
         place.in_bounds,
         table_mpp or mpp or place.assumed_mpp(name),
+        made,
     )
 
 

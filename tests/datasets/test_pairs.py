@@ -15,7 +15,7 @@ from mpi4dl import datasets
 from mpi4dl.datasets import Augmentation, BadImage, DatasetError, Loader, View
 from mpi4dl.datasets.files import open_stored_picture
 from mpi4dl.datasets.kinds import PICTURES
-from mpi4dl.datasets.sources import open_files
+from mpi4dl.datasets.sources import TargetFiles, open_files
 from mpi4dl.geometry import Box, Interval
 from mpi4dl.options.config import ConfigError, parse
 from mpi4dl.options.data import build_augment
@@ -98,6 +98,48 @@ def test_targets_move_as_their_inputs(tmp_path: Path, view: View, dtype: str) ->
         assert len({float(sample.mean()) for sample in batch.labels}) == 4
 
 
+@pytest.mark.parametrize("scale", [2, 4])
+@pytest.mark.parametrize("view", [
+    View((16, 20), "crop", Augmentation(flip_rows=True, flip_cols=True), mean=(0, 0, 0), std=(1, 1, 1)),
+    View((40, 40), "crop", Augmentation(flip_cols=True, turns=4), mean=(0, 0, 0), std=(1, 1, 1)),
+    View((40, 44), "pad", Augmentation(flip_rows=True), mean=(0, 0, 0), std=(1, 1, 1)),
+])  # fmt: skip
+def test_larger_targets_move_as_their_inputs(tmp_path: Path, scale: int, view: View) -> None:
+    """Values are places: those of a target begin with those of its input, and are of neighbours everywhere."""
+    for number in range(4):
+        for folder, times in (("inputs", 1), ("targets", scale)):
+            rows, cols = np.mgrid[: times * (21 + number), : times * 30] + times  # 0 is padding
+            places = np.stack([rows, cols, np.ones_like(rows)], 2).astype(np.float32)
+            write(tmp_path / folder / f"{number}.tif", places)
+    files = open_files(tmp_path)
+    assert isinstance(files, TargetFiles)
+    assert files.target_scale == scale
+    whole = [Box(*(Interval(0, side) for side in (4, *view.size)))]
+    for epoch in range(4):
+        (batch,) = Loader(files, view, 4, lambda count: whole).epoch(epoch)
+        assert batch.labels.shape == (4, 3, *(scale * side for side in view.size))
+        blocks = batch.tiles[0].repeat_interleave(scale, 2).repeat_interleave(scale, 3)
+        assert torch.equal(batch.labels[:, :2] // scale, blocks[:, :2])
+        inside = batch.labels[:, 2] > 0
+        assert torch.equal(inside, blocks[:, 2] > 0)
+        for axis in (1, 2):
+            steps = batch.labels[:, :2].diff(dim=axis + 1).abs().sum(1)
+            both = inside.narrow(axis, 1, steps.shape[axis]) & inside.narrow(axis, 0, steps.shape[axis])
+            assert both.any()
+            assert (steps[both] == 1).all()
+
+
+def test_targets_of_bytes_are_padded_white(tmp_path: Path) -> None:
+    write(tmp_path / "inputs" / "a.png", picture("uint8", size=(8, 8)))
+    write(tmp_path / "targets" / "a.png", picture("uint8", size=(16, 16)))
+    files, view = open_files(tmp_path), View((12, 8), "crop", mean=(0, 0, 0), std=(1, 1, 1))
+    label = view.target(files.label(0))
+    assert label.shape == (3, 24, 16)
+    assert (label[:, :4] == 1).all()
+    assert (label[:, 20:] == 1).all()
+    assert np.array_equal(label[:, 4:20], np.moveaxis(picture("uint8", size=(16, 16)), 2, 0).astype(np.float32) / 255)
+
+
 def pairs(root: Path, count: int = 3, **targets: Any) -> Path:
     for number in range(count):
         write(root / "inputs" / f"p{number}.png", picture("uint8", 1, seed=number))
@@ -131,6 +173,18 @@ def test_parts_of_a_folder(tmp_path: Path) -> None:
         (
             lambda root: write(root / "targets/p1.tif", picture("uint16", size=(21, 29))),
             r"p1.tif: is a target of 21 x 29 pixels, but its input .*p1.png has 21 x 30: they must be equal",
+        ),
+        (
+            lambda root: write(root / "targets/p1.tif", picture("uint16", size=(42, 60))),
+            "p1.tif: is a target of 42 x 60 pixels, but its input .*they must be equal, or 2 or 4 times as many",
+        ),
+        (
+            lambda root: write(root / "targets/p0.tif", picture("uint16", size=(42, 60))),
+            "p1.tif: is a target of 21 x 30 pixels, but its input .*must be 2 times as many.* first pair",
+        ),
+        (
+            lambda root: write(root / "targets/p0.tif", picture("uint16", size=(63, 90))),
+            "p0.tif: is a target of 63 x 90 pixels, but its input .*must be equal",
         ),
         (
             lambda root: write(root / "targets/p1.tif", picture("uint16", 1)),
@@ -179,6 +233,14 @@ def test_what_is_not_there_is_refused(flags: str, message: str) -> None:
     config = parse(["--task", "image", *flags.split()])
     with pytest.raises(ConfigError, match=message):
         source_of(config).prepared()
+
+
+@pytest.mark.parametrize(("flags", "name"), [("--rotate-degrees 10", "rotate_degrees"), ("--scale 0.8,1.2", "scale")])
+def test_larger_targets_are_not_turned_a_little(tmp_path: Path, flags: str, name: str) -> None:
+    flags = f"--images {pairs(tmp_path, size=(42, 60))} --image-size 16 --model unet {flags}"
+    source = source_of(with_task(parse(flags.split()), open_files(tmp_path, PICTURES)))
+    with pytest.raises(ConfigError, match=f"`{name}` is for targets of the size of their inputs.*2 times as large"):
+        source.describe(*source.open(), None)
 
 
 def test_mixed_images_and_moved_pixels_are_refused(tmp_path: Path) -> None:

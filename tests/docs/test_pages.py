@@ -149,15 +149,18 @@ def cached_weights(folder: Path) -> None:
     torch.save(build("resnet50").state_dict(), file)
 
 
-def made_by(page: str) -> Callable[[Path], None]:
-    """The pictures that the page's own script makes."""
+def own_pairs(folder: Path) -> None:
+    """The pictures that the page's own scripts make, and its model."""
+    pairs, model, halves, *_ = re.findall(r"^```python\n(.*?)^```$", TEXTS[PAIRS], re.MULTILINE | re.DOTALL)
+    plain(pairs, folder)
+    (folder / "upscale.py").write_text(model)
+    plain(halves, folder)
 
-    def write(folder: Path) -> None:
-        code = re.search(r"^```python\n(.*?)^```$", TEXTS[page], re.MULTILINE | re.DOTALL)
-        assert code is not None
-        plain(code[1], folder)
 
-    return write
+def own_rasters(folder: Path) -> None:
+    """The rasters that the page's own script makes."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", TEXTS[BANDS], re.MULTILINE | re.DOTALL)
+    plain(code, folder)
 
 
 BANDS = "docs/how-to/multi-band-images.md"
@@ -208,8 +211,8 @@ PAGES = {
     "docs/how-to/map-whole-slides.md": Page(after=SLIDES),
     "docs/how-to/augment-slides.md": Page(after=SLIDES),
     "docs/how-to/segment-slides.md": Page(),
-    PAIRS: Page([made_by(PAIRS)]),
-    BANDS: Page([made_by(BANDS)]),
+    PAIRS: Page([own_pairs]),
+    BANDS: Page([own_rasters]),
     "docs/how-to/choose-a-plan.md": Page(),
     "docs/how-to/cross-validate.md": Page([composed], without={"train --folds": CLUSTER}),
     "docs/how-to/train-on-features.md": Page(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from benchmarks.common import options as benchmarks
 from docs.check_prose import average, pages, problems, problems_of_code, sentences
@@ -107,7 +108,7 @@ def scripts() -> dict[str, tuple[int, str]]:
 
 
 def test_all_scripts_are_found() -> None:
-    assert sorted(scripts().keys() - OF_RUNS) == ["grid", "own", "program", "stages", "tiles"]
+    assert sorted(scripts().keys() - OF_RUNS) == ["gan", "grid", "own", "program", "stages", "tiles"]
     assert scripts().keys() > OF_RUNS
     assert all(text.count("\n") > 5 for _, text in scripts().values())
 
@@ -125,6 +126,28 @@ def test_a_script_runs_as_it_is_printed(name: str, tmp_path: Path) -> None:
     assert job.stdout.count("StepResult(loss=") == (5 if name == "stages" else 0)
     assert job.stdout.count("layer4.1.conv2") == (1 if name == "grid" else 0)
     assert ("accuracy 1.000" in job.stdout) == (name == "own")
+
+
+def test_adversarial_and_perceptual_losses_are_those_of_one_process(tmp_path: Path) -> None:
+    """In float64: the weights of both models after all steps of the page's script, on two tiles."""
+    double = "import torch\n\ntorch.set_default_dtype(torch.float64)\n"
+    saving = """
+import sys
+if mpi4dl.world().rank == 0:
+    torch.save([generator.state_dict(), discriminator.state_dict()], sys.argv[1])
+"""
+    num_ranks, text = scripts()["gan"]
+    (tmp_path / "double.py").write_text(double + text + saving)
+    found = []
+    for count in (1, num_ranks):
+        job = mpirun(count, "double.py", f"{count}.pt", folder=tmp_path)
+        assert job.code == 0, job.stdout + job.stderr
+        found.append((job.stdout, torch.load(tmp_path / f"{count}.pt")))
+    (said, alone), (said_of_ranks, on_ranks) = found
+    assert said == said_of_ranks
+    for ours, plain in zip(on_ranks, alone, strict=True):
+        for name, value in plain.items():
+            assert torch.allclose(ours[name], value, rtol=0, atol=1e-9), name
 
 
 def test_ranks_of_scripts_on_tiles_draw_the_same_images() -> None:

@@ -94,7 +94,7 @@ def test_an_unknown_name_gets_the_nearest_ones(name, nearest):
 
 
 def test_an_unknown_option_gets_the_legal_ones():
-    legal = "its options are 'depth', 'in_channels', 'num_classes', 'num_filters'"
+    legal = "its options are 'depth', 'in_channels', 'norm', 'num_classes', 'num_filters'"
     with pytest.raises(ValueError, match=f"model 'unet' has no option 'num_layer'; {legal}"):
         models.build("unet", num_layer=3)
     with pytest.raises(ValueError, match=r"'resnet110_v2' has no option 'depth'; .* 'in_channels', 'num_classes'"):

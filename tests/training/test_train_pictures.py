@@ -1,6 +1,8 @@
 """Images out of images: every plan trains as plain PyTorch, and makes and judges the pictures that it does."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -82,11 +84,13 @@ def test_a_run_goes_on_on_other_tiles(ranks: Ranks, tmp_path: Path) -> None:
     assert losses_of(run) == pytest.approx(plain_losses([*flags, "--run-folder", str(run)]), rel=1e-4)
 
 
-def use(comm: Communicator, run: Path, pairs: Path, out: Path, plan: dict[str, str]) -> list[str]:
+def use(
+    comm: Communicator, run: Path, pairs: Path, out: Path, plan: dict[str, str], seams: str | None = None
+) -> list[str]:
     """A body: predict of the inputs, evaluate on the pairs; what is wrong with any."""
     model = mpi4dl.TrainedModel(run, comm=comm, **plan)
     found = [*model.predict(pairs / "inputs", out)]
-    model.evaluate(pairs, out, resamples=10)
+    model.evaluate(pairs, out, resamples=10, seams=seams)
     return [record["error"] for record in found if "error" in record]
 
 
@@ -159,3 +163,116 @@ def test_a_target_of_another_size_is_a_record_with_an_error(ranks: Ranks, tmp_pa
     assert wrong == ["p4"]
     assert "9 x 9 pixels, but its input" in rows["p4"]["error"]
     assert open_results(run) is not None
+
+
+def seams_of(image: Tensor, side: int, overlap: int, scale: int = 1) -> float:
+    """The steps of an image across the borders of tiles over those beside them, line by line."""
+    across, beside = [], []
+    for axis in (1, 2):
+        length = image.shape[axis]
+        ends = {scale * k for start in starts(length // scale, side, overlap) for k in (start, start + side)}
+        borders = {k for k in ends if 0 < k < length}
+        for k in range(1, length):
+            step = (image.select(axis, k) - image.select(axis, k - 1)).double().abs().flatten()
+            if k in borders:
+                across.append(step)
+            elif {k - 1, k + 1} & borders:
+                beside.append(step)
+    return float(torch.cat(across).mean() / torch.cat(beside).mean())
+
+
+def starts(length: int, side: int, overlap: int) -> list[int]:
+    return [*range(0, length - side, side - overlap), length - side]
+
+
+def in_tiles(make: Callable[[Tensor], Tensor], x: Tensor, side: int, overlap: int) -> Tensor:
+    """An image (1, channels, H, W) made in tiles, each alone, with their mean where they overlap."""
+    sums, covers = torch.zeros(3, *x.shape[2:]), torch.zeros(x.shape[2:])
+    for row in starts(x.shape[2], side, overlap):
+        for col in starts(x.shape[3], side, overlap):
+            where = np.s_[..., row : row + side, col : col + side]
+            sums[where] += make(x[where])[0]
+            covers[where] += 1
+    return sums / covers
+
+
+def test_seams_of_tiles_that_are_made_alone(ranks: Ranks, tmp_path: Path) -> None:
+    pairs, out = tmp_path / "pairs", tmp_path / "out"
+    for number, size in enumerate([(64, 96), (70, 101), (32, 75), (20, 30)]):
+        write(pairs / "inputs" / f"p{number}.tif", picture("float32", 1, size, number))
+        write(pairs / "targets" / f"p{number}.tif", picture("float32", 3, size, number))
+    options = "norm=instance,num_filters=4,depth=2"
+    run = run_train(ranks, tmp_path / "run", COMMON, pairs, f"--model-options {options} --val-fraction 0.5")
+    model = models.build("unet", 3, in_channels=1, num_filters=4, depth=2, norm="instance").eval()
+    model.load_state_dict(load_file(max((run / "checkpoints").glob("*/model.safetensors"))))
+    for overlap, plan in ((0, {"tiles": "1x2"}), (8, {"data": "2"})):
+        ranks(2).run(use, run, pairs, out, plan, f"32,{overlap}" if overlap else "32")
+        rows = {Path(row["image"]).stem: row for row in read_rows(out / "evaluation.csv")}
+        for name in ("p0", "p1", "p2"):
+            x = torch.from_numpy(tifffile.imread(pairs / f"inputs/{name}.tif"))[None, None]
+            target = torch.from_numpy(tifffile.imread(pairs / f"targets/{name}.tif")).permute(2, 0, 1)
+            padded = F.pad(x, (0, -x.shape[3] % 32, 0, -x.shape[2] % 32))
+            with torch.no_grad():
+                whole = model((padded - 0.5) / 0.25)[0, :, : x.shape[2], : x.shape[3]]
+                tiled = in_tiles(lambda tile: model((tile - 0.5) / 0.25), x, 32, overlap)
+            expected = [seams_of(each, 32, overlap) for each in (whole, tiled, target)]
+            found = [float(rows[name][column]) for column in ("seams", "seams_tiled", "seams_target")]
+            assert found == pytest.approx(expected, rel=1e-4)
+            psnr = metrics.peak_signal_noise_ratio(target.numpy(), tiled.numpy(), data_range=1)
+            assert float(rows[name]["psnr_tiled"]) == pytest.approx(psnr, rel=1e-4)
+            assert abs(expected[1] - expected[0]) > 0.01
+        assert rows["p3"]["psnr_tiled"] == rows["p3"]["psnr"]  # of one tile
+
+
+UPSCALE = """from torch import nn
+
+def build(num_classes, in_channels, scale=2):
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 16, 5, padding=2), nn.ReLU(), nn.Conv2d(16, num_classes * scale**2, 3, padding=1),
+        nn.PixelShuffle(scale),
+    )
+"""
+
+
+def test_pictures_larger_than_their_inputs(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training by replicas of tiles, pictures and their metrics by tiles, are those of plain PyTorch at 2 times."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "upscale.py").write_text(UPSCALE)
+    for number in range(6):
+        size = (40 + 3 * number, 61 - 2 * number)
+        write(tmp_path / "pairs" / "inputs" / f"p{number}.tif", picture("float32", 1, size, number))
+        larger = picture("float32", 3, (2 * size[0], 2 * size[1]), number)
+        write(tmp_path / "pairs" / "targets" / f"p{number}.tif", larger)
+    flags = words(
+        COMMON, tmp_path / "pairs", f"--model {tmp_path}/upscale.py:build --model-options scale=2 --rotate quarter",
+        "--image-size 32",
+    )  # fmt: skip
+    run, out = run_train(ranks, tmp_path / "run", *flags, "--tiles 1x2 --data 2"), tmp_path / "out"
+    builder: dict[str, Any] = {}
+    exec(UPSCALE, builder)
+    config = parse(flags)
+    training, _ = source_of(config).open()
+    view, _ = build_views(with_task(config, training), training.channels, "crop")
+    torch.manual_seed(config.training.seed)
+    model = builder["build"](3, 1).train()
+    boxes = [Box(Interval(0, 2), Interval(0, 32), Interval(0, 32))]
+    loader = Loader(training, view, 2, lambda count: boxes, shuffle=True, drop_last=True)
+    batches = (batch for epoch in range(2) for batch in loader.epoch(epoch))
+    losses = (F.l1_loss(model(batch.tiles[0]), batch.labels) for batch in batches)
+    assert losses_of(run) == pytest.approx(plain_steps(torch.optim.SGD(model.parameters(), lr=0.02), losses), rel=1e-4)
+    assert ranks(2).run(use, run, tmp_path / "pairs", out, {"tiles": "1x2"}, "32") == [[], []]
+    rows = {Path(row["image"]).stem: row for row in read_rows(out / "evaluation.csv")}
+    model.eval()
+    with PIL.Image.open(out / "examples.jpg") as shown:
+        assert shown.size == (3 * 2 * 61 + 2 * 8, sum(2 * (40 + 3 * number) + 8 for number in range(4)))
+    for row in read_rows(out / "predictions.csv"):
+        name = Path(row["image"]).stem
+        x = torch.from_numpy(tifffile.imread(tmp_path / f"pairs/inputs/{name}.tif"))[None, None]
+        target = torch.from_numpy(tifffile.imread(tmp_path / f"pairs/targets/{name}.tif")).permute(2, 0, 1)
+        padded = F.pad(x, (0, -x.shape[3] % 32, 0, -x.shape[2] % 32))
+        with torch.no_grad():
+            made = model((padded - 0.5) / 0.25)[0, :, : 2 * x.shape[2], : 2 * x.shape[3]]
+        assert np.allclose(tifffile.imread(out / row["prediction"]), made.permute(1, 2, 0), rtol=0, atol=1e-5)
+        psnr = metrics.peak_signal_noise_ratio(target.numpy(), made.numpy(), data_range=1)
+        assert float(rows[name]["psnr"]) == pytest.approx(psnr, rel=1e-5)
+        assert float(rows[name]["seams"]) == pytest.approx(seams_of(made, 32, 0, 2), rel=1e-4)

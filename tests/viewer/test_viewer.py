@@ -21,6 +21,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from mpi4dl._signatures import signature_of
 from mpi4dl.datasets.slides.compose import Cohort
 from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
 from mpi4dl.datasets.slides.geojson import collection, feature, squares
@@ -32,6 +33,7 @@ from mpi4dl.results.slides import record_of
 from mpi4dl.viewer.app import make_app
 from mpi4dl.viewer.reading import Cache, Pyramid, SlideReader
 from mpi4dl.viewer.results import read_results
+from tests.datasets.test_pairs import picture, write
 from tests.pool.zygote import ROOT
 from tests.viewer.browser import chromium, page
 
@@ -227,6 +229,37 @@ def test_regions_of_predicted_classes_are_read_beside_their_maps(predicted: Path
     (out / "predictions.jsonl").write_text(json.dumps({**record, "mask": "../slide_000.ome.tif"}) + "\n")
     with pytest.raises(DamagedResult, match="outside"):
         read_results(out)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """Predictions of pictures: of one of 16 bits, and one of floating point, of twice the size, are made others."""
+    folder = tmp_path / "predicted"
+    for number, (depth, suffix) in enumerate((("uint16", ".png"), ("float32", ".tif"))):
+        write(tmp_path / "inputs" / f"p{number}{suffix}", picture(depth, 1, (40, 60), number))
+        write(folder / "images" / f"p{number}{suffix}", picture(depth, 3, (80, 120), number))
+    lines = [{"image": f"p{n}{s}", "prediction": f"images/p{n}{s}"} for n, s in enumerate((".png", ".tif"))]
+    (folder / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    root = {"root": str(tmp_path / "inputs")}
+    (folder / PLACES).write_text(as_object({"settings": {}, "slides": {**root, "signature": signature_of(root)}}))
+    return folder
+
+
+def test_pictures_that_a_model_made_are_slides_beside_their_inputs(made: Path) -> None:
+    app = make_app(read_results(made))
+    listed = value(app, "/api/slides")["slides"]
+    assert [(each["name"], each["prediction"], each["made"]) for each in listed] == [
+        ("p0.png", "", 2),
+        ("p1.tif", "", 3),
+    ]
+    for number, depth in enumerate(("uint16", "float32")):
+        for at, channels, size in ((number, 1, (40, 60)), (number + 2, 3, (80, 120))):
+            facts = value(app, f"/api/slides/{at}")
+            assert (facts["height"], facts["width"]) == size
+            stored = picture(depth, channels, size, number) / (65535 if depth == "uint16" else 1)
+            expected = np.rint(255 * stored.reshape(*size, channels)).astype(np.uint8)
+            found = pixels(app, f"/api/slides/{at}/tiles/0/0_0.png")
+            assert np.array_equal(found, np.broadcast_to(expected, (*size, 3)))
 
 
 def test_an_evaluation_alone_and_with_predictions_is_shown(predicted: Path, tmp_path: Path) -> None:
@@ -445,7 +478,11 @@ def test_what_the_command_refuses(
 
 @contextmanager
 def viewing(
-    predicted: Path, num_files: int = 1024, err: int | None = None, end: signal.Signals = signal.SIGTERM
+    predicted: Path,
+    num_files: int = 1024,
+    err: int | None = None,
+    end: signal.Signals = signal.SIGTERM,
+    num_slides: int = 4,
 ) -> Iterator[str]:
     """Where the command serves the predictions, with so many open files at most, until it is sent `end`."""
     viewer = [sys.executable, "-m", "mpi4dl.view", str(predicted), "--port", "0"]
@@ -454,7 +491,7 @@ def viewing(
         try:
             assert process.stdout is not None
             said = process.stdout.readline()
-            found = re.fullmatch(r"4 slides of \S+ at (http://127\.0\.0\.1:\d+)\n", said)
+            found = re.fullmatch(rf"{num_slides} slides of \S+ at (http://127\.0\.0\.1:\d+)\n", said)
             assert found, said
             yield found[1]
         finally:
@@ -533,6 +570,18 @@ def test_a_browser_draws_slides_maps_and_annotations(address: str, tmp_path: Pat
             shown.value(f"location.hash = '{hash_}'")
             shown.wait("document.documentElement.scrollWidth <= innerWidth && innerWidth === 390")
             shown.wait(f"document.body.classList.contains('open') === {str(bool(hash_)).lower()}")
+        assert shown.problems == []
+
+
+@pytest.mark.skipif(chromium() is None, reason="no chromium is installed")
+def test_a_browser_divides_an_input_from_what_was_made_of_it(made: Path, tmp_path: Path) -> None:
+    with viewing(made, num_slides=2) as address, page(tmp_path / "chromium") as shown:
+        shown.go(f"{address}/#0")
+        shown.wait("viewer && viewer.world.getItemCount() === 2 && viewer.world.getItemAt(1).getClip() !== null")
+        assert shown.value("[viewer.world.getItemAt(1).getClip().x, $('controls').hidden]") == [60, False]
+        shown.value("$('split').value = 25; $('split').dispatchEvent(new Event('input'))")
+        assert shown.value("viewer.world.getItemAt(1).getClip().x") == 30
+        assert shown.value("viewer.world.getItemAt(1).getBounds().width") == 1
         assert shown.problems == []
 
 

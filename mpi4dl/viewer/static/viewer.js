@@ -123,6 +123,7 @@ async function open() {
     state.facts = facts;
     describe(slide, facts);
     show(number, facts);
+    if (slide.made !== null) over(number, slide.made, await get(`/api/slides/${slide.made}`));
   } catch (error) {
     if (state.number === number) say(slide.error || error.message);
     return;
@@ -130,8 +131,9 @@ async function open() {
   for (const each of document.querySelectorAll(".of-map")) each.hidden = !slide.map;
   for (const each of document.querySelectorAll(".of-annotations")) each.hidden = !slide.annotations;
   for (const each of document.querySelectorAll(".of-classes")) each.hidden = !slide.classes;
+  for (const each of document.querySelectorAll(".of-made")) each.hidden = slide.made === null;
   for (const each of document.querySelectorAll(".of-drawn")) each.hidden = !slide.map && !slide.classes;
-  $("controls").hidden = !slide.map && !slide.annotations && !slide.classes;
+  $("controls").hidden = !slide.map && !slide.annotations && !slide.classes && slide.made === null;
   const parts = [
     slide.map && get(`/api/slides/${number}/map`).then((found) => state.number === number && mapped(found)),
     slide.annotations && get(`/api/slides/${number}/annotations`).then((found) => state.number === number && annotated(found)),
@@ -163,6 +165,30 @@ function describe(slide, facts) {
   $("facts").textContent = [slide.patient, ...parts].filter(Boolean).join(" · ");
 }
 
+const source = (number, facts) => ({
+  width: facts.width,
+  height: facts.height,
+  tileSize: facts.tile,
+  tileOverlap: 0,
+  minLevel: 0,
+  maxLevel: facts.levels - 1,
+  getTileUrl: (level, col, row) => `/api/slides/${number}/tiles/${level}/${col}_${row}.jpg`,
+});
+
+// The picture that a model made lies over its input, from a place on that the reader moves
+
+function over(number, made, facts) {
+  if (state.number === number) viewer.addTiledImage({ tileSource: source(made, facts), success: divide });
+}
+
+function divide() {
+  const made = viewer && viewer.world.getItemAt(1);
+  if (!made) return;
+  const { x: width, y: height } = made.getContentSize();
+  const from = width * Number($("split").value) / 100;
+  made.setClip(new OpenSeadragon.Rect(from, 0, width - from, height));
+}
+
 function show(number, facts) {
   const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
   viewer = OpenSeadragon({
@@ -179,15 +205,7 @@ function show(number, facts) {
     gestureSettingsMouse: { clickToZoom: false, dblClickToZoom: true },
     gestureSettingsTouch: { clickToZoom: false, dblClickToZoom: true, pinchRotate: false },
     gestureSettingsPen: { clickToZoom: false, dblClickToZoom: true },
-    tileSources: {
-      width: facts.width,
-      height: facts.height,
-      tileSize: facts.tile,
-      tileOverlap: 0,
-      minLevel: 0,
-      maxLevel: facts.levels - 1,
-      getTileUrl: (level, col, row) => `/api/slides/${number}/tiles/${level}/${col}_${row}.jpg`,
-    },
+    tileSources: source(number, facts),
   });
   viewer.canvas.setAttribute("role", "application");
   viewer.canvas.setAttribute("aria-label", "The slide: arrow keys move it, plus and minus zoom, 0 shows the whole");
@@ -472,6 +490,7 @@ function listen() {
   $("filter").addEventListener("input", list);
   $("order").addEventListener("change", list);
   for (const id of ["show-map", "opacity", "show-outlines", "show-classes", "show-annotations"]) $(id).addEventListener("input", draw);
+  $("split").addEventListener("input", divide);
   for (const id of ["least", "scaling"]) $(id).addEventListener("input", paint);
   $("previous").addEventListener("click", () => step(-1));
   $("next").addEventListener("click", () => step(1));
