@@ -22,7 +22,7 @@ Numbers = npt.NDArray[np.float64]
 class ChannelMoments(NamedTuple):
     """Of each channel: how many pixels have data, their mean, and the sum of squared differences from it."""
 
-    count: Numbers
+    num_known: Numbers
     mean: Numbers
     squares: Numbers
 
@@ -48,8 +48,8 @@ def merged(parts: Iterable[ChannelMoments]) -> ChannelMoments:
     """The moments of all parts together, of which there is at least one."""
     count, mean, squares = next(parts := iter(parts))
     for part in parts:
-        total = count + part.count
-        share = part.count / np.maximum(total, 1)
+        total = count + part.num_known
+        share = part.num_known / np.maximum(total, 1)
         squares = squares + part.squares + (part.mean - mean) ** 2 * count * share
         count, mean = total, mean + (part.mean - mean) * share
     return ChannelMoments(count, mean, squares)

@@ -119,6 +119,8 @@ PICTURES = (6, 7, 33003, 33004, 33005, 33007, 34712, 34892, 34933, 50001)  # JPE
 MOST_SPARE = 4  # times as many pixels as its tile a picture may have
 VALUES = ("uint8", "uint16", "int16", "float32")  # types of pictures whose values are read as they are stored
 GDAL_NODATA = 42113  # a tag: the value of pixels that have none, as text
+# Tags of GeoTIFF: scale of pixels, tie points, transformation, directory of keys, and their numbers and texts.
+GEO_TAGS = (33550, 33922, 34264, 34735, 34736, 34737)
 LOSSY = (6, 7, *DEADLY, 33007, 34892)  # JPEG, JPEG XR, and JPEG under other numbers
 
 # Of JPEG: a segment begins with its mark, kind and length; that of a frame has bits, height and width then.
@@ -172,6 +174,20 @@ def has_bands(path: Path) -> bool:
         count, opaque = len(_planes(path, file)) * first.samplesperpixel, {_PREMULTIPLIED, _STRAIGHT}
         shown = int(first.photometric) in (_MIN_IS_BLACK, _RGB)
         return shown and count - bool(opaque & {*first.extrasamples}) not in (1, 3)
+
+
+def geo_tags(path: Path, *others: int) -> list[tuple[int, int, int, Any, bool]]:
+    """The tags that say where on Earth the pixels of a picture lie, with `others` if there are such, as tifffile writes
+    them; none of other pictures. Raises BadImage.
+    """
+    with path.open("rb") as file:
+        if file.read(4) not in MAGIC:
+            return []
+    with opened(path) as file:
+        tags = file.pages[0].tags
+        found = [tags[code] for code in (*GEO_TAGS, *others) if code in tags]
+        placed = any(tag.code in GEO_TAGS for tag in found)
+        return [(tag.code, int(tag.dtype), tag.count, tag.value, True) for tag in found if placed]
 
 
 def chosen_bands(path: Path, bands: Sequence[int], count: int) -> list[int]:

@@ -40,16 +40,21 @@ def suffix_of(depth: str | None, channels: int) -> str:
 
 
 class TiffFile:
-    """An uncompressed TIFF file, written from top to bottom, which is there when it is whole. Raises OSError."""
+    """An uncompressed TIFF file with these tags, written from top to bottom, which is there when it is whole.
 
-    def __init__(self, path: Path, size: tuple[int, int], channels: int, depth: str) -> None:
+    Raises OSError.
+    """
+
+    beside: tuple[Path, ...] = ()  # more files of a mask
+
+    def __init__(self, path: Path, size: tuple[int, ...], channels: int, depth: str, tags: Sequence[Any] = ()) -> None:
         tifffile = package("tifffile", f"{path}: writing TIFF", "tifffile", "imagecodecs")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._new = Replacement(path)
         shape, shown = (*size, channels)[: 2 + (channels > 1)], "rgb" if channels == 3 else "minisblack"
         try:
             with naming(path):
-                how = {"photometric": shown, "planarconfig": "contig" if channels > 1 else None}
+                how = {"photometric": shown, "planarconfig": "contig" if channels > 1 else None, "extratags": tags}
                 tifffile.imwrite(self._new.temporary, shape=shape, dtype=depth, **how)
                 with tifffile.TiffFile(self._new.temporary) as file:
                     offset = file.pages[0].dataoffsets[0]
@@ -58,12 +63,12 @@ class TiffFile:
         except OSError:
             self._new.drop()
             raise
-        self.path = path
+        self.path, self._depth = path, depth
 
     def write(self, where: tuple[slice, ...], rows: npt.NDArray[Any]) -> None:
         """The next rows, (rows, width, channels)."""
         with naming(self.path):
-            self._file.write(np.ascontiguousarray(rows).tobytes())
+            self._file.write(np.ascontiguousarray(rows, self._depth).tobytes())
 
     def close(self) -> None:
         with naming(self.path):
@@ -123,13 +128,15 @@ class PictureFile:
     `undefined`: some are no numbers.
     """
 
-    def __init__(self, path: Path, size: tuple[int, int], channels: int, depth: str | None) -> None:
+    def __init__(
+        self, path: Path, size: tuple[int, int], channels: int, depth: str | None, tags: Sequence[Any] = ()
+    ) -> None:
         self.path, self._size, self._depth, self.undefined = path, size, depth or "float32", False
         self._file: PngFile | TiffFile
-        if suffix_of(depth, channels) == ".png":
+        if path.suffix == ".png":
             self._file = PngFile(path, size, PNG_KINDS[channels])
         else:
-            self._file = TiffFile(path, size, channels, self._depth)
+            self._file = TiffFile(path, size, channels, self._depth, tags)
 
     def write(self, where: tuple[slice, ...], rows: npt.NDArray[Any]) -> None:
         """Rows (channels, rows, width) of what the model sees, of which the image is the upper left corner."""

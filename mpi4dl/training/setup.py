@@ -185,7 +185,8 @@ def with_measured(config: Config, comm: Communicator, images: "Images | Texts", 
     comm.agree(f"`{asked[0]}` measured is not for {source.noun}s: give numbers" if asked and numberless else None)
     if known:
         return with_options(config, {name: known[name] for name in asked})
-    found = measured(comm, images.training, patience) if asked else {}
+    training: Any = images.training
+    found = measured(comm, training, patience) if asked else {}
     return with_values(config, {name: found[name] for name in asked})
 
 
