@@ -413,7 +413,7 @@ class _Masks(Predicting):
             raise Refusal("`fit` crop is not for masks, which are of whole images: leave it out, or choose resize")
         self.num_windows = [0, 0]  # that show tissue, and in all
         self.suffix = self.suffix if len(self.model.trained.size) == 2 else ARRAY
-        self.placed = self.suffix == PICTURE and self._are_placed()
+        self.placed = self._are_placed() and self.suffix == PICTURE
         self.suffix = ".tif" if self.placed else self.suffix
         frame = "x".join(map(str, self.model.trained.size))
         return [f"{self.size_of_masks}; larger {self.noun}s are seen by windows of {frame}"]
