@@ -6,11 +6,11 @@
 import io
 import os
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -180,12 +180,19 @@ def blaming(path: Path) -> Iterator[None]:
         raise BadImage(path, f"cannot be decoded: {str(error) or type(error).__name__}") from error
 
 
-# Inputs and targets of a model that makes images out of images keep their channels, 1 (grey) or 3 (red, green, blue),
-# and their depth: 8 or 16 bits, or 32 of floating point.
+# Inputs and targets of a model that makes images out of images, and rasters of several bands, keep their channels and
+# their depth: 8 or 16 bits, or 32 of floating point.
 
 TARGET_SUFFIXES = (".png", ".tif", ".tiff")
-CHANNEL_NAMES = {1: ("grey",), 3: ("red", "green", "blue")}  # of channels
-DEPTHS = {"uint8": "8 bits", "uint16": "16 bits", "float32": "32 bits of floating point"}
+DEPTHS = {
+    "uint8": "8 bits",
+    "uint16": "16 bits",
+    "int16": "16 bits with a sign",
+    "float32": "32 bits of floating point",
+}
+# Which channels of pictures are read: as colours of 8 bits, all as they are stored, or these, counted from 1; auto: all
+# of those that are neither grey nor of three colours.
+Channels = Literal["auto", "rgb", "all"] | tuple[int, ...]
 _CHANNELS = {"1": 1, "L": 1, "I": 1, "I;16": 1, "RGB": 3, "P": 3}  # by Pillow's modes
 _PNG = b"\x89PNG"
 _BIT_DEPTH = 24  # where a PNG file has it
@@ -194,32 +201,45 @@ _BIT_DEPTH = 24  # where a PNG file has it
 SCALES = (1, 2, 4)  # how many times as large as inputs targets may be
 
 
+def channel_names(count: int) -> tuple[str, ...]:
+    """The names of so many channels."""
+    known = {1: ("grey",), 3: ("red", "green", "blue")}
+    return known.get(count) or tuple(f"band {number}" for number in range(1, count + 1))
+
+
 class StoredPicture:
-    """A picture of `channels`, whose values are of the type `depth` in its file.
+    """A picture of `channels`, whose `values` are of the type `depth` in its file. Pixels of `no_data` have none.
 
     Of a target, `scale` says how many times as large as its input it is.
+    `gaps`: pixels that are not-a-number have no data; of other images they are errors.
     """
 
-    def __init__(self, path: Path, stored: Image, channels: int, depth: str) -> None:
-        self.path, self.size, self.channels, self.depth = path, stored.size, channels, depth
-        self.scale, self._stored = 1, stored
+    gaps = True
+
+    def __init__(self, path: Path, stored: Image, channels: int, depth: str, no_data: float | None = None) -> None:
+        self.path, self.size, self.channels, self.values = path, stored.size, channels, depth
+        self.scale, self._stored, self._no_data = 1, stored, no_data
 
     def read(self, *space: Interval) -> Values:
         """A box, (rows, columns, channels): uint8, or float32 that is 0 to 1 of 16 bits, and as stored of 32.
+
+        Where no data is marked by a value, it is float32, and not-a-number there.
 
         Raises:
             BadImage: the file cannot be decoded.
         """
         with blaming(self.path):
-            return unit_values(self._stored.read(*space))
+            stored = self._stored.read(*space)
+            values = unit_values(stored)
+            return values if self._no_data is None else np.where(stored == self._no_data, np.nan, _unit(values))
 
     def require(self, channels: int, depth: str | None, noun: str) -> None:
         """Raise BadImage if other pictures of this kind have other channels, or another depth."""
         if self.channels != channels:
             has = counted(self.channels, "channel")
             raise BadImage(self.path, f"has {has}, but other {noun}s have {channels}: write all {noun}s alike")
-        if depth is not None and self.depth != depth:
-            told = f"has {DEPTHS[self.depth]}, but other {noun}s have {DEPTHS[depth]}"
+        if depth is not None and self.values != depth:
+            told = f"has {DEPTHS[self.values]}, but other {noun}s have {DEPTHS[depth]}"
             raise BadImage(self.path, f"{told}: write all {noun}s alike")
 
     def require_size_of(self, image: Any) -> None:
@@ -239,7 +259,10 @@ class StoredPicture:
 
 
 def as_rgb(values: Values) -> Pixels:
-    """Pixels (rows, columns, 1 or 3) of bytes, or of 0 to 1, in colours of bytes."""
+    """Pixels (rows, columns, channels) of bytes, or of 0 to 1, in colours of bytes; of other channels than 3 the first
+    three, or the first in grey.
+    """
+    values = values[..., : 3 if values.shape[-1] > 2 else 1]
     shown = values if values.dtype == np.uint8 else np.rint(np.nan_to_num(values).clip(0, 1) * WHITE)
     return np.broadcast_to(shown, (*values.shape[:-1], 3)).astype(np.uint8)
 
@@ -266,8 +289,8 @@ class _Blocks:
         return pixels.reshape(rows, scale, cols, scale, -1).swapaxes(1, 2).reshape(rows, cols, -1)
 
 
-def open_stored_picture(path: Path) -> StoredPicture:
-    """A picture, its header read and its pixels not.
+def open_stored_picture(path: Path, bands: Sequence[int] = ()) -> StoredPicture:
+    """A picture, its header read and its pixels not; with all its channels, or with these, counted from 1.
 
     Raises:
         BadImage: the file cannot be read, is damaged, or has other channels or another depth.
@@ -278,29 +301,30 @@ def open_stored_picture(path: Path) -> StoredPicture:
         if not head:
             raise BadImage(path, "is empty (0 bytes)")
         if head[:4] in tiff.MAGIC:
-            return StoredPicture(path, *tiff.open_values(path))
-        return _open_stored(path, head)
+            return StoredPicture(path, *tiff.open_values(path, bands))
+        return _open_stored(path, head, bands)
 
 
 _WANTED = "expected 1 channel (grey) or 3 (RGB), of 8 or 16 bits"
 
 
-def _open_stored(path: Path, head: bytes) -> StoredPicture:
+def _open_stored(path: Path, head: bytes, bands: Sequence[int]) -> StoredPicture:
     wide = head[:4] == _PNG and head[-1] == 16
     with PIL.Image.open(path) as image:
         size, mode, tag = image.size, image.mode, PIL.Image.Image.getexif(image).get(TAG)
         transparent = "transparency" in image.info
     if mode not in _CHANNELS or transparent:
         raise BadImage(path, f"has pixels of {mode}{' with transparency' * transparent}: {_WANTED}")
-    stored = upright(_Decoded(path, size, mode, wide), tag)
-    return StoredPicture(path, stored, _CHANNELS[mode], "uint16" if wide else "uint8")
+    places = tiff.chosen_bands(path, bands, _CHANNELS[mode])
+    stored = upright(_Decoded(path, size, mode, wide, places), tag)
+    return StoredPicture(path, stored, len(places), "uint16" if wide else "uint8")
 
 
 class _Decoded:
     """A picture that is decoded whole, at the first `read`; of 16 bits not by Pillow, which has 8 of three channels."""
 
-    def __init__(self, path: Path, size: tuple[int, int], mode: str, wide: bool) -> None:
-        self._path, self.size, self._mode, self._wide = path, size[::-1], mode, wide
+    def __init__(self, path: Path, size: tuple[int, int], mode: str, wide: bool, bands: list[int]) -> None:
+        self._path, self.size, self._mode, self._wide, self._bands = path, size[::-1], mode, wide, bands
 
     @cached_property
     def _pixels(self) -> npt.NDArray[Any]:
@@ -310,13 +334,18 @@ class _Decoded:
         else:
             with PIL.Image.open(self._path) as image:
                 found = np.asarray(image.convert("RGB" if _CHANNELS[self._mode] == 3 else "L"))
-        return found.reshape(*self.size, _CHANNELS[self._mode])
+        return found.reshape(*self.size, _CHANNELS[self._mode])[..., self._bands]
 
     def read(self, *space: Interval) -> Values:
         return self._pixels[tuple(slice(*interval) for interval in space)]
 
 
 def planes_of(pixels: Values) -> npt.NDArray[np.float32]:
-    """Pixels (rows, columns, channels) as a target: (channels, rows, columns), 0 to 1."""
-    values = pixels.astype(np.float32) / np.float32(WHITE) if pixels.dtype == np.uint8 else pixels
-    return np.ascontiguousarray(np.moveaxis(values, -1, 0), np.float32)
+    """Pixels (rows, columns, channels) as a target: (channels, rows, columns), 0 to 1; 0 where there is no data."""
+    values = np.moveaxis(_unit(pixels), -1, 0)
+    return np.ascontiguousarray(np.where(np.isnan(values), np.float32(0), values))
+
+
+def _unit(pixels: Values) -> npt.NDArray[np.float32]:
+    """Values of 0 to 1 as float32."""
+    return pixels.astype(np.float32) / np.float32(WHITE if pixels.dtype == np.uint8 else 1)

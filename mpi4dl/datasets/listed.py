@@ -7,12 +7,14 @@ import os
 import stat
 import zlib
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpi4dl._files import open_regular
 from mpi4dl.datasets.base import BadImage, DatasetError, Image, Whole
-from mpi4dl.datasets.files import DICOM, open_image
+from mpi4dl.datasets.files import DICOM, Channels, StoredPicture, open_image, open_stored_picture
+from mpi4dl.datasets.tiff import Unsupported, has_bands
 from mpi4dl.datasets.volumes import VolumeFile, open_volume
 
 # Which folders of a source of images are its classes, and which are its parts for training and for validation.
@@ -114,21 +116,26 @@ class ListedFiles(Whole):
     """Files below `root`; with `volumes`, each is one. They have as many channels as the first that can be read.
 
     Attributes:
-        values: what values of volumes are read as, which all have alike; None of images.
+        values: what values of volumes are read as, or the depth of pictures as they are stored, which all have alike;
+            None of pictures in colours.
+        bands: which channels of pictures are read as they are stored, all if empty; None of pictures in colours.
 
     Raises:
-        DatasetError: values of volumes are of several kinds.
+        DatasetError: values are of several kinds.
     """
 
     root: Path
     remarks: tuple[str, ...] = ()
 
-    def __init__(self, root: Path, files: Sequence[File], volumes: bool = False) -> None:
+    def __init__(self, root: Path, files: Sequence[File], volumes: bool = False, channels: Channels = "rgb") -> None:
         self.root, self.files, self.volumes = root, tuple(files), volumes
         self._prints: Sequence[int | None] = ()
         self._own_prints: dict[int, int | None] = {}
         self._reader = "here"
-        self.channels, self.values = self._look() if volumes else (3, None)
+        self.bands: tuple[int, ...] | None = channels if isinstance(channels, tuple) else ()
+        if channels == "rgb" or (channels == "auto" and (volumes or not self._have_bands())):
+            self.bands = None
+        self.channels, self.values = (3, None) if self._in_colours else self._look()
 
     def __len__(self) -> int:
         return len(self.files)
@@ -162,29 +169,43 @@ class ListedFiles(Whole):
             OtherFile: it is not the one that was listed.
         """
         path = self.checked(index)
-        if not self.volumes:
+        if self._in_colours:
             return open_image(path)
-        volume = open_volume(path)
-        if volume.channels != self.channels:
-            raise BadImage(path, f"has {volume.channels} channels where others have {self.channels}")
-        if self.values is not None and volume.values != self.values:
-            raise BadImage(path, of_another_kind(volume.values, self.values))
-        return volume
+        found = self._open(path)
+        found.require(self.channels, self.values, "image")
+        return found
+
+    @property
+    def _in_colours(self) -> bool:
+        return self.bands is None and not self.volumes
+
+    def _open(self, path: Path) -> "VolumeFile | StoredPicture":
+        return open_volume(path) if self.volumes else open_stored_picture(path, self.bands or ())
+
+    def _some(self) -> Iterator[int]:
+        """Files to look at, from the first to the last, and then all others."""
+        yield from dict.fromkeys([*range(0, len(self), max(1, len(self) // LOOKED_AT)), *range(len(self))])
+
+    def _have_bands(self) -> bool:
+        """Whether the first TIFF file that can be read has other channels than pictures in colours."""
+        for index in self._some():
+            with suppress(BadImage, Unsupported):
+                if self.name(index).lower().endswith((".tif", ".tiff")):
+                    return has_bands(self.path(index))
+        return False
 
     def _look(self) -> tuple[int, str | None]:
-        """The channels of the first volume that can be read, and what its values are; some others are looked at."""
-        first: VolumeFile | None = None
+        """The channels of the first file that can be read, and what its values are; some others are looked at."""
+        first: VolumeFile | StoredPicture | None = None
         looked = 0
-        for index in dict.fromkeys([*range(0, len(self), max(1, len(self) // LOOKED_AT)), *range(len(self))]):
+        for index in self._some():
             try:
-                volume = open_volume(self.path(index))
+                found = self._open(self.path(index))
             except BadImage:
                 continue
             looked += 1
-            if first is None:
-                first = volume
-            elif volume.values != first.values:
-                raise DatasetError(f"{self.path(index)}: {of_another_kind(volume.values, first.values)}")
+            first = first or found
+            found.require(found.channels if self.volumes else first.channels, first.values, "image")
             if looked >= LOOKED_AT:
                 break
         return (1, None) if first is None else (first.channels, first.values)
@@ -294,14 +315,6 @@ def known_size(path: Path) -> int:
         return num_bytes_of(path)
     except OSError:
         return UNKNOWN
-
-
-def of_another_kind(values: str, others: str) -> str:
-    """Why a volume does not belong to a set, after its name."""
-    return (
-        f"values are read {values}, but those of other volumes {others}: write all of a set as NIfTI, or all in "
-        "one type, such as .npy of float32 in the units that you mean"
-    )
 
 
 def files_below(folder: Path, suffixes: tuple[str, ...], without: Collection[str] = ()) -> Iterator[Path]:

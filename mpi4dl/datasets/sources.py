@@ -10,7 +10,15 @@ from mpi4dl._files import open_regular
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets.arrays import Synthetic, is_cifar, load_cifar, load_npz
 from mpi4dl.datasets.base import BadImage, DatasetError, task_of
-from mpi4dl.datasets.files import CHANNEL_NAMES, DEPTHS, SCALES, TARGET_SUFFIXES, StoredPicture, open_stored_picture
+from mpi4dl.datasets.files import (
+    DEPTHS,
+    SCALES,
+    TARGET_SUFFIXES,
+    Channels,
+    StoredPicture,
+    channel_names,
+    open_stored_picture,
+)
 from mpi4dl.datasets.kinds import PICTURES, VOLUMES, FileKind
 from mpi4dl.datasets.labels import FORMS, LabelForm, files_of
 from mpi4dl.datasets.listed import (
@@ -53,13 +61,18 @@ class SampleFiles(ListedFiles):
         columns: the column of each role; empty without a table.
     """
 
-    def __init__(self, source: Path, root: Path, table: SampleTable, kind: FileKind, channels: int = 3) -> None:
+    def __init__(
+        self, source: Path, root: Path, table: SampleTable, kind: FileKind, channels: Channels = "rgb"
+    ) -> None:
         self.source, self.kind, self.rows, self.columns = source, kind, table.rows, table.columns
-        self.labels_of, self.classes, self.remarks = table.task, table.classes, table.remarks
+        self.labels_of, self.classes = table.task, table.classes
         self.task = table.task or "classify"
         labels = [0 if row.label is None else row.label for row in table.rows]
         files = [File(row.path, known_size(root / row.path), of) for row, of in zip(table.rows, labels, strict=True)]
-        super().__init__(root, files, kind is VOLUMES)
+        super().__init__(root, files, kind is VOLUMES, channels)
+        depth = DEPTHS.get(self.values or "")
+        of_bands = (f"images have {counted(self.channels, 'channel')} of {depth}",) if depth else ()
+        self.remarks = (*of_bands, *table.remarks)
 
     @property
     def patients(self) -> list[str]:
@@ -252,8 +265,10 @@ class PairedFiles(SampleFiles):
         DatasetError: a file without one.
     """
 
-    def __init__(self, source: Path, root: Path, table: SampleTable, kind: FileKind = PICTURES) -> None:
-        super().__init__(source, root, table, kind)
+    def __init__(
+        self, source: Path, root: Path, table: SampleTable, kind: FileKind = PICTURES, channels: Channels = "rgb"
+    ) -> None:
+        super().__init__(source, root, table, kind, channels)
         bare = next((row for row in table.rows if row.annotation is None), None)
         if bare is not None:
             noun = files_of(table.task)
@@ -283,19 +298,21 @@ class TargetFiles(PairedFiles):
         DatasetError: targets of another scale than the first, or pictures of other channels or depth than others.
     """
 
-    def __init__(self, source: Path, root: Path, table: SampleTable) -> None:
+    def __init__(self, source: Path, root: Path, table: SampleTable, bands: tuple[int, ...] = ()) -> None:
         super().__init__(source, root, table)
+        self.bands = bands
         looked = [*self._looked_at()]
         if not looked:
             raise DatasetError(f"{source}: none of the pictures that were looked at, and of their targets, can be read")
         image, target = looked[0]
-        self.channels, self.values, self.classes = image.channels, target.depth, CHANNEL_NAMES[target.channels]
+        self.channels, self.values, self.classes = image.channels, target.values, channel_names(target.channels)
         self.target_scale = target.size[0] // image.size[0]
         self.target_scale = self.target_scale if self.target_scale in SCALES else 1
         for image, target in looked:
             self._require_alike(image, target)
         self.remarks = (
-            f"targets have {counted(target.channels, 'channel')} of {DEPTHS[target.depth]}"
+            f"inputs have {counted(image.channels, 'channel')} of {DEPTHS[image.values]}, targets "
+            f"{counted(target.channels, 'channel')} of {DEPTHS[target.values]}"
             + (f", and {self.target_scale} times the height and width of inputs" if self.target_scale > 1 else ""),
             *table.remarks,
         )
@@ -306,7 +323,8 @@ class TargetFiles(PairedFiles):
         for number in range(count):
             index = number * (len(self) - 1) // max(1, count - 1)
             with suppress(BadImage):  # which reading it will say
-                yield open_stored_picture(self.path(index)), open_stored_picture(self.annotations.path(index))
+                target = open_stored_picture(self.annotations.path(index))
+                yield open_stored_picture(self.path(index), self.bands or ()), target
 
     def _require_alike(self, image: StoredPicture, target: StoredPicture) -> None:
         """Raise BadImage for a pair of two sizes, or of other channels or another depth than others."""
@@ -315,7 +333,7 @@ class TargetFiles(PairedFiles):
 
     def image(self, index: int) -> StoredPicture:
         """Raises BadImage and OtherFile."""
-        found = open_stored_picture(self.checked(index))
+        found = open_stored_picture(self.checked(index), self.bands or ())
         found.require(self.channels, None, "input")
         return found
 
@@ -348,8 +366,9 @@ class MaskedFiles(PairedFiles):
         classes: tuple[str, ...] | None = None,
         num_classes: int | None = None,
         ignore_index: int | None = IGNORE_INDEX,
+        channels: Channels = "rgb",
     ) -> None:
-        super().__init__(source, root, table, kind)
+        super().__init__(source, root, table, kind, channels)
         names = [file.name for file in self.annotations.files]
         self._ignored = ignore_index
         places = dict.fromkeys((root, *(root / each for each in {name.partition("/")[0] for name in names})))
@@ -364,7 +383,7 @@ class MaskedFiles(PairedFiles):
         self.remarks = (
             f"masks of {self.annotations.path(0).parent} have {len(classes)} classes{whence}"
             + ("" if ignore_index is None else f"; {ignore_index} is ignored"),
-            *table.remarks,
+            *self.remarks,
         )
 
     def label(self, index: int) -> Mask:
@@ -429,11 +448,12 @@ def open_files(
     columns: Mapping[str, str] | None = None,
     num_classes: int | None = None,
     ignore_index: int | None = IGNORE_INDEX,
+    channels: Channels = "auto",
 ) -> SampleFiles:
     """The pictures or volumes of a table, or of a folder that has one, or whose folders are classes or masks.
 
     `folder` has the files of a table; by default it is that of the table. `classes` fixes the classes and their order.
-    Others: as `read_samples`, and `MaskedFiles`.
+    `channels` are those of pictures that are read. Others: as `read_samples`, and `MaskedFiles`.
 
     Raises:
         DatasetError: there is no such source, or it does not hold what it should.
@@ -441,8 +461,8 @@ def open_files(
 
     def paired(source: Path, root: Path, table: SampleTable) -> SampleFiles:
         if table.task == "image":
-            return TargetFiles(source, root, table)
-        return MaskedFiles(source, root, table, kind, classes, num_classes, ignore_index)
+            return TargetFiles(source, root, table, channels if isinstance(channels, tuple) else ())
+        return MaskedFiles(source, root, table, kind, classes, num_classes, ignore_index, channels)
 
     table = path / TABLE if path.is_dir() and (path / TABLE).is_file() else path
     if table != path or table.suffix.lower() == ".csv":
@@ -453,7 +473,7 @@ def open_files(
             return paired(table, root, found)
         if found.task is None and label_columns is None:
             raise DatasetError(f"{table}: has no column of labels beside the file names; {kind.layout}")
-        return SampleFiles(table, root, found, kind)
+        return SampleFiles(table, root, found, kind, channels)
     named = [*(label_columns or ()), *without_weight(columns or {})]
     if named:
         raise DatasetError(f"{path}: has no {TABLE}, of which {', '.join(named)} could be columns")
@@ -463,7 +483,7 @@ def open_files(
     found_parts = parts(path) if classes is None else None
     form = None if found_parts is None else paired_form(path / found_parts.training)
     if found_parts is None or form is None:
-        return SampleFiles(path, path, class_table(path, kind, classes), kind)
+        return SampleFiles(path, path, class_table(path, kind, classes), kind, channels)
     pair = [
         pair_table(path / name, form, kind, part, f"{name}/")
         for name, part in zip((found_parts.training, found_parts.validation), _TRAIN_VAL, strict=True)
@@ -494,6 +514,7 @@ def open(
     fold: int = 0,
     split_file: Path | None = None,
     of_fold: bool = False,
+    channels: Channels = "auto",
 ) -> tuple[Named, Named]:
     """The training and the validation images of a source.
 
@@ -512,6 +533,8 @@ def open(
 
     With a `size` of three numbers all of these are volumes, and files of folders one volume each: .npy, .npz, stacks of
     TIFF pages, NIfTI, series of DICOM. With one, synthetic images and .npz files are sequences.
+
+    Pictures are read in colours of 8 bits, or with the `channels` of their files: see `files.Channels`.
 
     Where nothing `validates`, there may be no images for it.
 
@@ -542,6 +565,7 @@ def open(
             columns=columns,
             num_classes=num_classes,
             ignore_index=ignore_index,
+            channels=channels,
         )
         found = files.split(
             fraction=validation_fraction, seed=seed, known=validating, folds=folds, fold=fold, split_file=split_file,

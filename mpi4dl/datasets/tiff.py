@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import PIL.Image
 
+from mpi4dl._wording import counted
 from mpi4dl.datasets.base import BadImage, DatasetError, Image, Pixels, package
 from mpi4dl.datasets.colour import TAG, WHITE, bytes_of, rgb_of, upright
 from mpi4dl.datasets.reader_process import ask, has_openslide, needs_openslide
@@ -116,7 +117,10 @@ DEADLY = (22610, 34934)
 UNMEASURED = (*DEADLY, 34887, 50002, 52546)
 PICTURES = (6, 7, 33003, 33004, 33005, 33007, 34712, 34892, 34933, 50001)  # JPEG, JPEG 2000, PNG, WebP
 MOST_SPARE = 4  # times as many pixels as its tile a picture may have
-VALUES = ("uint8", "uint16", "float32")  # types of pictures whose values are read as they are stored
+VALUES = ("uint8", "uint16", "int16", "float32")  # types of pictures whose values are read as they are stored
+GDAL_NODATA = 42113  # a tag: the value of pixels that have none, as text
+# Tags of GeoTIFF: scale of pixels, tie points, transformation, directory of keys, and their numbers and texts.
+GEO_TAGS = (33550, 33922, 34264, 34735, 34736, 34737)
 LOSSY = (6, 7, *DEADLY, 33007, 34892)  # JPEG, JPEG XR, and JPEG under other numbers
 
 # Of JPEG: a segment begins with its mark, kind and length; that of a frame has bits, height and width then.
@@ -151,17 +155,49 @@ def open_tiff(path: Path, indices: bool = False) -> Image:
     return _opened_as(_Indices if indices else _Tiff, path)[0]
 
 
-def open_values(path: Path) -> tuple[Image, int, str]:
-    """The same with values as they are stored, of 1 or 3 channels; the number of channels, and the type of values.
+def open_values(path: Path, bands: Sequence[int] = ()) -> tuple[Image, int, str, float | None]:
+    """The same with values as they are stored, of all channels, or of these, counted from 1.
+
+    With it come the number of channels, the type of values, and the value of pixels that have none.
 
     Raises:
         BadImage: damaged, a stack of images, or with other channels or types.
     """
-    image, stored = _opened_as(_Values, path)
-    return image, len(stored.blank), stored.blank.dtype.name
+    image, stored = _opened_as(partial(_Values, bands=bands), path)
+    return image, len(stored.blank), stored.blank.dtype.name, stored.no_data
 
 
-def _opened_as(kind: "type[_Tiff]", path: Path) -> "tuple[Image, _Tiff]":
+def has_bands(path: Path) -> bool:
+    """Whether a picture is neither grey nor of three colours, with or without opacity. Raises BadImage, Unsupported."""
+    with opened(path) as file:
+        first = file.pages[0]
+        count, opaque = len(_planes(path, file)) * first.samplesperpixel, {_PREMULTIPLIED, _STRAIGHT}
+        shown = int(first.photometric) in (_MIN_IS_BLACK, _RGB)
+        return shown and count - bool(opaque & {*first.extrasamples}) not in (1, 3)
+
+
+def geo_tags(path: Path, *others: int) -> list[tuple[int, int, int, Any, bool]]:
+    """The tags that say where on Earth the pixels of a picture lie, with `others` if there are such, as tifffile writes
+    them; none of other pictures. Raises BadImage.
+    """
+    with path.open("rb") as file:
+        if file.read(4) not in MAGIC:
+            return []
+    with opened(path) as file:
+        tags = file.pages[0].tags
+        found = [tags[code] for code in (*GEO_TAGS, *others) if code in tags]
+        placed = any(tag.code in GEO_TAGS for tag in found)
+        return [(tag.code, int(tag.dtype), tag.count, tag.value, True) for tag in found if placed]
+
+
+def chosen_bands(path: Path, bands: Sequence[int], count: int) -> list[int]:
+    """The places of these bands, counted from 1, among `count`; of all without any. Raises BadImage."""
+    if max(bands, default=0) > count:
+        raise BadImage(path, f"has {counted(count, 'channel')}, and `channels` names number {max(bands)}")
+    return [band - 1 for band in bands] or [*range(count)]
+
+
+def _opened_as(kind: "Callable[..., _Tiff]", path: Path) -> "tuple[Image, Any]":
     with opened(path) as file:
         first: Any = file.pages[0]
         _check_segments(path, first)
@@ -400,6 +436,7 @@ class _Tiff:
         self._tiles_down = ceil_div(self.height, self._tile_height)
         self._tiles_across = ceil_div(self.width, self._tile_width)
         self._planes = first.samplesperpixel if first.planarconfig == 2 else 1
+        self._read = [*product(pages, range(self._planes))]  # in this order
         # Where rows lie in the file as they are, those that a box needs are read alone.
         self._row_shape = (self._tile_width, first.samplesperpixel // self._planes)
         formats = np.unique(first.tags.valueof("SampleFormat", _UNSIGNED)).tolist()
@@ -444,13 +481,12 @@ class _Tiff:
     def _tile(self, descriptor: int, down: int, across: int, rows: slice) -> npt.NDArray[Any] | None:
         """The samples (rows, columns, samples) of rows of a tile, or None where the file leaves it out as empty."""
         planes = []
-        for page in self._pages:
-            for plane in range(self._planes):
-                index = (plane * self._tiles_down + down) * self._tiles_across + across
-                samples = self._segment(descriptor, page, index, rows)
-                if samples is None:
-                    return None
-                planes.append(samples)
+        for page, plane in self._read:
+            index = (plane * self._tiles_down + down) * self._tiles_across + across
+            samples = self._segment(descriptor, page, index, rows)
+            if samples is None:
+                return None
+            planes.append(samples)
         return planes[0] if len(planes) == 1 else np.concatenate(planes, axis=2)
 
     def _segment(self, descriptor: int, page: Any, index: int, rows: slice) -> npt.NDArray[Any] | None:
@@ -489,16 +525,40 @@ class _Indices(_Tiff):
 
 
 class _Values(_Tiff):
-    """A picture whose values are as they are stored, and missing pixels 0."""
+    """A picture whose values are as they are stored, of all its bands or of some; missing tiles have no data, or 0.
+
+    Bands that lie each in tiles of their own are read alone.
+    """
+
+    def __init__(self, path: Path, pages: Sequence[Any], ome: str | None, bands: Sequence[int]) -> None:
+        self._bands = bands
+        super().__init__(path, pages, ome)
+        if len(self._read) > 1 and len(self._read) == len(pages) * pages[0].samplesperpixel:
+            self._read = [self._read[band] for band in self._bands]
+            self._colour = lambda samples: samples
 
     def _meaning(self, ome: str | None) -> tuple[npt.NDArray[Any], Callable[[npt.NDArray[Any]], npt.NDArray[Any]]]:
         first = self._pages[0]
         count, photometric = len(self._pages) * first.samplesperpixel, int(first.photometric)
         jpeg = photometric == _YCBCR and first.compression in _JPEG_COMPRESSIONS
-        if count not in (1, 3) or str(first.dtype) not in VALUES or not (jpeg or photometric in (_MIN_IS_BLACK, _RGB)):
+        if str(first.dtype) not in VALUES or not (jpeg or photometric in (_MIN_IS_BLACK, _RGB)):
             told = f"has {count} values of {first.dtype} in each pixel, shown as {first.photometric.name}"
-            raise BadImage(self._path, f"{told}: expected 1 (grey) or 3 (RGB), of {', '.join(VALUES)}")
-        return np.zeros(count, first.dtype), lambda samples: samples
+            raise BadImage(self._path, f"{told}: expected 1 (grey), 3 (RGB) or bands, of {', '.join(VALUES)}")
+        self._bands = chosen_bands(self._path, self._bands, count)
+        self.no_data = _no_data(first)
+        blank = np.full(len(self._bands), self.no_data or 0, first.dtype)
+        whole = self._bands == [*range(count)]
+        return blank, lambda samples: samples if whole else samples[..., self._bands]
+
+
+def _no_data(page: Any) -> float | None:
+    """The value of pixels that have none, by the tag of GDAL; None if no pixel can have it."""
+    try:
+        value = float(str(page.tags.valueof(GDAL_NODATA, "")).strip(" \0"))
+    except ValueError:
+        return None
+    limits: Any = np.finfo(page.dtype) if page.dtype.kind == "f" else np.iinfo(page.dtype)
+    return value if limits.min <= value <= limits.max else None
 
 
 def _spans(wanted: Interval, side: int) -> list[tuple[int, slice, slice]]:

@@ -291,7 +291,8 @@ class View:
 
     Volumes have a size of three numbers, the depth first, sequences one. `mean` and `std` are of values between 0 and
     1: of bytes over 255, of other integers over the largest of their type, of floating point as it is. `transform` is
-    what the user does to pixels before, and `augment` are transforms by name of training images.
+    what the user does to pixels before, and `augment` are transforms by name of training images. Pixels without data
+    are 0 after that.
 
     `fit` says how an image, of whatever format, fills it: "resize" to exactly this size, or "crop" a window of this
     size (padded where the image is smaller, pictures with white, others with 0), or "pad", where the image begins at
@@ -382,6 +383,8 @@ class View:
         for plane, mean, std in zip(planes, self.mean, self.std, strict=True):
             plane *= np.float32(1.0 / (top * std))
             plane -= np.float32(mean / std)
+        if getattr(image, "gaps", False) and pixels.dtype != np.uint8:
+            planes[np.isnan(planes)] = 0
         return planes
 
     def pixels(self, image: Image, *space: Interval, variation: Variation | None = None) -> Values:

@@ -70,6 +70,17 @@ class VolumeFile:
         self.channels = 1 if self._channel is None else shape[self._channel]
         self.size = tuple(n for dim, n in enumerate(shape) if dim != self._channel)
 
+    def require(self, channels: int, values: str | None, noun: str) -> None:
+        """Raise BadImage if other volumes have other channels, or values of another kind."""
+        if self.channels != channels:
+            raise BadImage(self._path, f"has {self.channels} channels where others have {channels}")
+        if values not in (None, self.values):
+            raise BadImage(
+                self._path,
+                f"values are read {self.values}, but those of other volumes {values}: write all of a set as NIfTI, or "
+                "all in one type, such as .npy of float32 in the units that you mean",
+            )
+
     def read(self, *space: Interval) -> Values:
         with blaming(self._path):
             values = self.stored(*space)

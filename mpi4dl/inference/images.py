@@ -3,6 +3,7 @@
 import glob
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from mpi4dl._wording import counted, some
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.arrays import is_cifar, load_cifar, load_npz
 from mpi4dl.datasets.base import BadImage, DatasetError, task_of
-from mpi4dl.datasets.files import StoredPicture, open_image, open_stored_picture
+from mpi4dl.datasets.files import Channels, StoredPicture, open_image, open_stored_picture
 from mpi4dl.datasets.kinds import PICTURES, SLIDES, VOLUMES
 from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.listed import TEST, UNKNOWN, VALIDATION, File, ListedFiles, num_bytes_of, subfolders
@@ -126,6 +127,7 @@ def _labelled(source: str, trained: TrainedOptions) -> tuple[Named, str]:
         classes=classes,
         columns=trained.columns if table else None,
         ignore_index=trained.ignore_index,
+        channels=trained.channels,
     )
     if not table:
         return files, f"{len(files)} {files.kind.nouns} of {folder}{which}"
@@ -167,8 +169,9 @@ def open_any(comm: Communicator, trained: TrainedOptions, source: str) -> "Unlab
 
     _require_pictures(comm, trained, source)
     about = trained.about
-    stored = about.channels if TASKS[about.task].makes_images and trained.source.has_files else None
-    found, _ = _shared(comm, lambda: (_listed(source, len(trained.size) > 2, stored), ""))
+    makes_images = TASKS[about.task].makes_images and trained.source.has_files
+    kind = partial(UnlabelledPictures, num_channels=about.channels) if makes_images else UnlabelledFiles
+    found, _ = _shared(comm, lambda: (_listed(source, len(trained.size) > 2, kind, trained.channels), ""))
     assert isinstance(found, UnlabelledFiles)
     if about.channels != found.channels:
         comm.agree(f"the images have {found.channels} channels, but the model was trained on {about.channels}")
@@ -316,17 +319,19 @@ class UnlabelledPictures(UnlabelledFiles):
 
     are_made_from = True
 
-    def __init__(self, root: Path, files: Sequence[File], channels: int) -> None:
+    def __init__(self, root: Path, files: Sequence[File], volumes: bool, channels: Channels, num_channels: int) -> None:
         super().__init__(root, files)
-        self.channels = channels
+        self.channels, self.bands = num_channels, channels if isinstance(channels, tuple) else ()
 
     def image(self, index: int) -> StoredPicture:
-        found = open_stored_picture(self.checked(index))
+        found = open_stored_picture(self.checked(index), self.bands or ())
         found.require(self.channels, None, "input")
         return found
 
 
-def _listed(source: str, volumes: bool, stored: int | None) -> UnlabelledFiles:
+def _listed(
+    source: str, volumes: bool, listed: "Callable[..., UnlabelledFiles]", channels: Channels
+) -> UnlabelledFiles:
     path, kind = Path(source).expanduser(), VOLUMES if volumes else PICTURES
     what, suffixes = kind.nouns, kind.suffixes
     if path.is_dir():
@@ -350,7 +355,7 @@ def _listed(source: str, volumes: bool, stored: int | None) -> UnlabelledFiles:
     twice = _twice([each.name for each in found])
     if twice is not None:
         raise DatasetError(f"{source}: names {twice} twice")
-    return UnlabelledFiles(root, found, volumes) if stored is None else UnlabelledPictures(root, found, stored)
+    return listed(root, found, volumes, channels)
 
 
 def _require_image(path: Path, volumes: bool) -> None:

@@ -268,7 +268,7 @@ class _Window:
     def __init__(self, whole: Image, target: Target, corner: Sequence[int]) -> None:
         self._whole, self._corner = whole, corner
         self._view = View(target.size, target.fit)
-        self.size = target.frame
+        self.size, self.gaps = target.frame, getattr(whole, "gaps", False)
 
     def read(self, *space: Interval) -> Values:
         moved = (Interval(part.start + at, part.stop + at) for part, at in zip(space, self._corner, strict=True))

@@ -21,6 +21,7 @@ from mpi4dl.inference.masks import GREY, RGB, PngFile
 
 FOLDER = "images"
 BYTES = "uint8"
+PNG_KINDS = {1: GREY, 3: RGB}  # by channels
 
 
 def scale_of(made: Sequence[int], sizes: Iterable[Sequence[int]]) -> int:
@@ -33,22 +34,28 @@ def scale_of(made: Sequence[int], sizes: Iterable[Sequence[int]]) -> int:
     return scale
 
 
-def suffix_of(depth: str | None) -> str:
+def suffix_of(depth: str | None, channels: int) -> str:
     """How files of pictures of this depth end."""
-    return ".png" if depth == BYTES else ".tif"
+    return ".png" if depth == BYTES and channels in PNG_KINDS else ".tif"
 
 
 class TiffFile:
-    """An uncompressed TIFF file, written from top to bottom, which is there when it is whole. Raises OSError."""
+    """An uncompressed TIFF file with these tags, written from top to bottom, which is there when it is whole.
 
-    def __init__(self, path: Path, size: tuple[int, int], channels: int, depth: str) -> None:
+    Raises OSError.
+    """
+
+    beside: tuple[Path, ...] = ()  # more files of a mask
+
+    def __init__(self, path: Path, size: tuple[int, ...], channels: int, depth: str, tags: Sequence[Any] = ()) -> None:
         tifffile = package("tifffile", f"{path}: writing TIFF", "tifffile", "imagecodecs")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._new = Replacement(path)
-        shape, shown = ((*size, 3), "rgb") if channels == 3 else (size, "minisblack")
+        shape, shown = (*size, channels)[: 2 + (channels > 1)], "rgb" if channels == 3 else "minisblack"
         try:
             with naming(path):
-                tifffile.imwrite(self._new.temporary, shape=shape, dtype=depth, photometric=shown)
+                how = {"photometric": shown, "planarconfig": "contig" if channels > 1 else None, "extratags": tags}
+                tifffile.imwrite(self._new.temporary, shape=shape, dtype=depth, **how)
                 with tifffile.TiffFile(self._new.temporary) as file:
                     offset = file.pages[0].dataoffsets[0]
                 self._file = self._new.temporary.open("r+b")
@@ -56,12 +63,12 @@ class TiffFile:
         except OSError:
             self._new.drop()
             raise
-        self.path = path
+        self.path, self._depth = path, depth
 
     def write(self, where: tuple[slice, ...], rows: npt.NDArray[Any]) -> None:
         """The next rows, (rows, width, channels)."""
         with naming(self.path):
-            self._file.write(np.ascontiguousarray(rows).tobytes())
+            self._file.write(np.ascontiguousarray(rows, self._depth).tobytes())
 
     def close(self) -> None:
         with naming(self.path):
@@ -117,16 +124,19 @@ def jpeg_of(examples: Sequence[Pixels]) -> bytes:
 class PictureFile:
     """The picture that a model made of one image of this `size`, from rows that come from top to bottom.
 
-    Values below 0 and above 1 become 0 and 1, unless `depth` is of floating point. `undefined`: some are no numbers.
+    Values below 0, or of integers with a sign below -1, and above 1 become these, unless `depth` is of floating point.
+    `undefined`: some are no numbers.
     """
 
-    def __init__(self, path: Path, size: tuple[int, int], channels: int, depth: str | None) -> None:
+    def __init__(
+        self, path: Path, size: tuple[int, int], channels: int, depth: str | None, tags: Sequence[Any] = ()
+    ) -> None:
         self.path, self._size, self._depth, self.undefined = path, size, depth or "float32", False
         self._file: PngFile | TiffFile
-        if depth == BYTES:
-            self._file = PngFile(path, size, RGB if channels == 3 else GREY)
+        if path.suffix == ".png":
+            self._file = PngFile(path, size, PNG_KINDS[channels])
         else:
-            self._file = TiffFile(path, size, channels, self._depth)
+            self._file = TiffFile(path, size, channels, self._depth, tags)
 
     def write(self, where: tuple[slice, ...], rows: npt.NDArray[Any]) -> None:
         """Rows (channels, rows, width) of what the model sees, of which the image is the upper left corner."""
@@ -136,7 +146,8 @@ class PictureFile:
         if self.undefined or not values.size:
             return
         if self._depth != "float32":
-            values = np.rint(values.clip(0, 1) * np.float64(np.iinfo(self._depth).max))
+            limits = np.iinfo(self._depth)
+            values = np.rint(values.clip(np.sign(limits.min), 1) * np.float64(limits.max))
         self._file.write(where, values.astype(self._depth))
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,8 @@ from mpi4dl._progress import ProgressOfImages
 from mpi4dl._wording import counted, some
 from mpi4dl.comm import Refusal
 from mpi4dl.datasets.base import DatasetError, printable
-from mpi4dl.datasets.split import Named, Subset
+from mpi4dl.datasets.split import Named, Subset, in_whole
+from mpi4dl.datasets.tiff import GDAL_NODATA, geo_tags
 from mpi4dl.engine import BatchOutputs
 from mpi4dl.inference.images import Coverage
 from mpi4dl.inference.masks import (
@@ -34,7 +35,7 @@ from mpi4dl.inference.masks import (
 from mpi4dl.inference.model import Prediction, Predictor
 from mpi4dl.inference.options import ToPredict
 from mpi4dl.inference.pictures import FOLDER as IMAGES
-from mpi4dl.inference.pictures import PictureFile, scale_of, suffix_of
+from mpi4dl.inference.pictures import PictureFile, TiffFile, scale_of, suffix_of
 from mpi4dl.inference.records import NOT_NUMBERS, columns_of, is_undefined
 from mpi4dl.results.formats import Record
 from mpi4dl.results.job import FolderJob, ItemInput, settings_of
@@ -96,7 +97,7 @@ class Predicting(ABC):
         speaks: bool,
     ) -> None:
         self.chosen, self.model, self.out, self.comm, self.speaks = chosen, model, out, model.comm, speaks
-        self.noun = model.assembly.source.noun
+        self.noun, self.images = model.assembly.source.noun, images
         self.apart = model.task.binary and len(model.classes) > 1
         self.coverage = Coverage(self.comm, model, images, whole=self.by_windows)
         self.job: FolderJob | None = None
@@ -189,6 +190,21 @@ class Predicting(ABC):
         """Remarks on what was made of the images."""
         return tuple(self.coverage.summary())
 
+    def _are_placed(self) -> bool:
+        """Whether the first image is a TIFF file that says where on Earth it lies, and so what is made of it, too."""
+        found = False
+        with self.comm.together((OSError,)):
+            if self.comm.rank == 0 and len(self.images):
+                with suppress(DatasetError):
+                    found = bool(self._tags(0))
+        return bool(self.comm.broadcast_object(found))
+
+    def _tags(self, index: int, *others: int) -> list[Any]:
+        """The tags of an image that say where it lies. Raises DatasetError, OSError."""
+        whole, indices = in_whole(self.images)
+        path = getattr(whole, "path", None)
+        return [] if path is None else geo_tags(path(indices[index]), *others)
+
     def _named(self, index: int, said: Record) -> Record:
         return {"image": self.images.name(index), **said}
 
@@ -272,7 +288,8 @@ class _Pictures(_Answers):
     folder = IMAGES
 
     def _prepare(self) -> list[str]:
-        self.suffix = suffix_of(self.model.about.values)
+        self.suffix = suffix_of(self.model.about.values, self.model.about.num_outputs)
+        self.suffix = ".tif" if self._are_placed() else self.suffix
         return []
 
     def _scale(self, seen: Prediction, shape: tuple[int, ...]) -> int:
@@ -280,10 +297,14 @@ class _Pictures(_Answers):
 
     def _opened(self, index: int, shape: tuple[int, ...], scale: int) -> ArrayMask | PictureFile:
         height, width = shape[1:]
+        depth, tags = self.model.about.values, []
         if self.model.fit == "own":
-            height, width = (scale * side for side in self.images.image(index).size)
+            source: Any = self.images.image(index)
+            height, width = (scale * side for side in source.size)
+            if scale == 1:  # others have pixels at other places
+                tags = self._tags(index, *(GDAL_NODATA,) * (getattr(source, "values", None) == depth))
         path = self._files(self.images.name(index))[0]
-        return PictureFile(path, (height, width), shape[0], self.model.about.values)
+        return PictureFile(path, (height, width), shape[0], depth, tags)
 
 
 class _MappedAnswers(_Answers):
@@ -392,12 +413,18 @@ class _Masks(Predicting):
             raise Refusal("`fit` crop is not for masks, which are of whole images: leave it out, or choose resize")
         self.num_windows = [0, 0]  # that show tissue, and in all
         self.suffix = self.suffix if len(self.model.trained.size) == 2 else ARRAY
+        self.placed = self._are_placed() and self.suffix == PICTURE
+        self.suffix = ".tif" if self.placed else self.suffix
         frame = "x".join(map(str, self.model.trained.size))
         return [f"{self.size_of_masks}; larger {self.noun}s are seen by windows of {frame}"]
 
     def _opener(self, index: int) -> Callable[[Path], Any] | None:
         """What opens the file of an image's mask; None: that of pictures and volumes."""
-        return None
+        if not self.placed:
+            return None
+        depth = "uint8" if len(self.model.classes) <= 256 else "uint16"
+        size, tags = self.images.image(index).size, self._tags(index)
+        return lambda path: TiffFile(path, size, 1, depth, tags)
 
     def _records(self) -> Iterator[dict[int, Record]]:
         for start in range(0, len(self.images), AT_ONCE):

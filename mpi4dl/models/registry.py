@@ -116,9 +116,12 @@ def takes(name: str) -> Takes:
     return OWN_MODELS[name].takes if name in OWN_MODELS else "images"
 
 
-def takes_channels(name: str) -> bool:
-    """Whether a model of this name is built for a number of channels, by its option `in_channels`."""
-    return name.startswith(SMP) or (name in OWN_MODELS and "in_channels" in _parameter_names(OWN_MODELS[name].builder))
+def option_of_channels(name: str) -> str | None:
+    """The option by which a model of this name is built for a number of channels; None of others, which take 3."""
+    if name.startswith(TIMM):
+        return "in_chans"
+    own = name in OWN_MODELS and "in_channels" in _parameter_names(OWN_MODELS[name].builder)
+    return "in_channels" if own or name.startswith(SMP) else None
 
 
 def without_loading(name: str, options: Mapping[str, object]) -> dict[str, object]:

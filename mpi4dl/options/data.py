@@ -25,8 +25,10 @@ def build_views(config: Config, channels: int, fit: Fit) -> tuple[datasets.View,
     """How training images are shown, varied at random, and how validation images are."""
     data, all_axes = config.data, config.data.flip == "all"
     _require_square(config, fit)
-    if data.stain_jitter and channels != RGB:
-        raise ConfigError(f"`stain_jitter` {data.stain_jitter} is for pictures, and images have {channels} channels")
+    if data.stain_jitter and (channels != RGB or data.channels not in ("auto", "rgb")):
+        raise ConfigError(
+            f"`stain_jitter` {data.stain_jitter} is for pictures in colours, and images have {channels} channels"
+        )
     for name, chosen in (("rotate_degrees", data.rotate_degrees), ("scale", data.scale != (1.0, 1.0))):
         if chosen and len(data.image_size) != 2:
             raise ConfigError(f"`{name}` is for pictures, and images have {len(data.image_size)} axes: leave it out")

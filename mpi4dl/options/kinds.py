@@ -177,6 +177,23 @@ MEANS = per_channel(NUMBER, "imagenet", "half")
 DEVIATIONS = per_channel(POSITIVE, "imagenet", "half")
 
 
+def _channels(value: Any) -> Any:
+    if value in ("auto", "rgb", "all"):
+        return value
+    found = tuple(COUNT.check(int(each) if isinstance(each, str) else each) for each in _entries(value))
+    if not found:
+        raise ValueError
+    return found
+
+
+CHANNELS = Kind(
+    "auto, rgb, all, or numbers of channels such as 4,3,2, counted from 1",
+    "{auto,rgb,all}|N,...",
+    _channels,
+    raw=lambda value: value if isinstance(value, str) else ",".join(map(str, value)),
+)
+
+
 def choice(*choices: str, switch: tuple[str, str] | None = None) -> Kind:
     """One of these words. `switch`: those that the flag alone, or `true`, and `--no-FLAG`, or `false`, stand for."""
 

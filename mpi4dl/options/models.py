@@ -15,7 +15,7 @@ from mpi4dl._files import read_regular
 from mpi4dl._randomness import seed_python
 from mpi4dl._wording import counted
 from mpi4dl.engine.tuning import freeze, keep_in_evaluation
-from mpi4dl.models.registry import require_known, takes, takes_channels
+from mpi4dl.models.registry import option_of_channels, require_known, takes
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.data import normalisation
 from mpi4dl.options.kinds import part_name
@@ -80,8 +80,13 @@ def _known_model(config: Config, name: str, options: Mapping[str, Any], num_clas
         options = {"vocabulary": num_classes, "context": config.data.context, **options}
         if config.data.document_mask:  # the end of a document is the last of the tokenizer's, before the mask
             options["separator"] = num_classes - (2 if config.data.task == "masked" else 1)
-    elif takes_channels(name):
-        options = {"in_channels": channels, **options}
+    elif (option := option_of_channels(name)) is not None:
+        options = {option: channels, **options}
+    elif channels != len(RGB):
+        raise ConfigError(
+            f"`model` {name} takes images of 3 channels, and these have {channels}: choose one of mpi4dl, timm/ or "
+            "smp/, or 3 channels by `channels`"
+        )
     try:
         return models.build(name, None if source.of_text else num_classes, **options)
     except TypeError as error:

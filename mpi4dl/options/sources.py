@@ -126,6 +126,8 @@ class DataSource:
             if value != getattr(Slides, name):
                 shown = ",".join(value) if isinstance(value, tuple) else value
                 raise ConfigError(f"`{name}` {shown} is for slides: name them by `slides`")
+        if data.channels != "auto" and not (self.has_files and self.is_pictures and not self.of_slides):
+            raise ConfigError(f"`channels` is for files of pictures, not for other {self.inputs}: leave it out")
         self.require_model()
         if data.task == "image":
             self._require_pictures()
@@ -186,6 +188,7 @@ class DataSource:
             validating=validating,
             num_classes=self._config.model.num_classes,
             ignore_index=data.ignore_index,
+            channels=data.channels,
             **self._labels(),
             **self._split(),
         )
@@ -197,6 +200,7 @@ class DataSource:
         """
         kind, data = VOLUMES if len(self.size) > 2 else PICTURES, self.data
         values: dict[str, Any] = {"num_classes": self._config.model.num_classes, "ignore_index": data.ignore_index}
+        values["channels"] = data.channels
         return open_files(Path(data.images).expanduser(), kind, classes=classes, **values, **self._labels())
 
     def _labels(self) -> dict[str, Any]:

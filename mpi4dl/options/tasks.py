@@ -27,7 +27,8 @@ def with_task(config: Config, dataset: Any) -> Config:
     and for a mean or a deviation of another scale than pixels have.
     """
     asked, source = config.data.task, source_of(config)
-    _require_unit_scale(config)
+    if getattr(dataset, "values", None) != "float32":
+        _require_unit_scale(config)
     if asked == "auto":
         return with_defaults(with_values(config, {"task": source.task_of(dataset)}))
     if TASKS[asked].of_text != source.of_text:

@@ -11,6 +11,7 @@ from mpi4dl._files import Replacement, naming
 from mpi4dl._progress import ProgressOfImages
 from mpi4dl._wording import some
 from mpi4dl.comm import Communicator
+from mpi4dl.datasets.base import task_of
 from mpi4dl.datasets.files import DEPTHS
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.split import Named, in_whole
@@ -179,6 +180,32 @@ def measure_stains(
     progress.close()
 
 
+def measured(comm: Communicator, images: Named, patience: HangTimeout) -> dict[str, tuple[float, ...]]:
+    """The mean and the standard deviation of each channel of all images, each measured on one rank; pixels without data
+    count for nothing. Collective.
+
+    Images that cannot be read are left out. Raises Refusal on all ranks for a channel that has one value or none.
+    """
+    from mpi4dl.datasets.statistics import merged, moments_of
+
+    found, progress = [], ProgressOfImages(len(images), comm.rank == 0, "image", "measuring channels")
+    for first in range(0, len(images), comm.size):
+        mine = None
+        with comm.together((datasets.DatasetError, OSError)):
+            if first + comm.rank < len(images):
+                with patience.working("channels"), suppress(datasets.BadImage):  # which reading it will say
+                    mine = moments_of(images.image(first + comm.rank), images.channels)
+        found += [each for each in comm.all_gather_object(mine) if each is not None]
+        progress.advance(min(comm.size, len(images) - first), 0)
+    progress.close()
+    comm.agree(None if found else "`mean` measured: no training image can be read")
+    count, mean, squares = merged(found)
+    flat = [str(number) for number, each in enumerate(squares, 1) if not each > 0]
+    told = f"`std` measured: channel {some(flat)} has one value in all training images, or no data"
+    comm.agree(f"{told}: choose others by `channels`, or give numbers" if flat else None)
+    return {"mean": tuple(mean.tolist()), "std": tuple(((squares / count) ** 0.5).tolist())}
+
+
 def _each(comm: Communicator, open_pair: Callable[[], Pair]) -> Pair:
     """The user's datasets, which each rank makes for itself, and which must look alike. Collective; raises Refusal."""
     pair: Pair | None = None
@@ -229,7 +256,8 @@ def unlike_values(images: Any, trained_on: str | None) -> str | None:
     values = getattr(images, "values", None)
     if None not in (values, trained_on) and values != trained_on:
         if values in DEPTHS:
-            return f"targets have {DEPTHS[values]}, but training had {DEPTHS.get(trained_on or '', trained_on)}"
+            what = "targets" if task_of(images) == "image" else "images"
+            return f"{what} have {DEPTHS[values]}, but training had {DEPTHS.get(trained_on or '', trained_on)}"
         if str(values).startswith("features"):
             return f"the slides have {values}, but training had {trained_on}: embed the slides by that model"
         return (

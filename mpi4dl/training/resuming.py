@@ -44,6 +44,7 @@ SAME_ALWAYS = (
     "weight_decay_of",
     "seed",
     "val_fraction",
+    "channels",
     "mean",
     "std",
     "label_columns",

@@ -31,6 +31,7 @@ from mpi4dl.options.config import OF_THE_TASK, Config, ConfigError, facts, share
 from mpi4dl.options.declare import flags_for, value_of, with_options, with_values
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.optimizers import Schedule, build_optimizer, build_schedule, groups_of
+from mpi4dl.options.sections.data import MEASURED
 from mpi4dl.options.sources import TextSource, in_folder_of_fold, source_of, with_frame
 from mpi4dl.options.tasks import BALANCED, Monitor, build_metrics, build_task, monitored, with_class_weights, with_task
 from mpi4dl.parallel.inputs import Shape, of_tokens, own_or
@@ -39,7 +40,7 @@ from mpi4dl.runs.assembly import ModelAssembly, assemble
 from mpi4dl.runs.description import Description
 from mpi4dl.runs.stopping import HangTimeout
 from mpi4dl.tasks.task import Task
-from mpi4dl.training.data import Images, before, open_alone, open_images
+from mpi4dl.training.data import Images, before, measured, open_alone, open_images
 from mpi4dl.training.report import goal, title, without_effect
 from mpi4dl.training.resuming import BALANCE, CLASS_WEIGHTS, FROM_CHECKPOINT, TIMED, files_of, options_before
 
@@ -132,6 +133,7 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
     images = open_samples(config, comm)
     patience.feed()
     config = as_it_began(comm, config)
+    config = with_measured(config, comm, images, patience)
     known = options_before(comm, config.run).get(CLASS_WEIGHTS)
     with comm.together((ValueError, TypeError)):
         config = with_task(config, images.training)
@@ -172,6 +174,26 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
     )  # fmt: skip
 
 
+def with_measured(config: Config, comm: Communicator, images: "Images | Texts", patience: HangTimeout) -> Config:
+    """The configuration with the numbers of a mean and a deviation that are measured: those of the run that is resumed,
+    or of its training images. Collective; raises Refusal.
+    """
+    asked = _to_measure(config)
+    known = options_before(comm, config.run) if asked else {}
+    source = source_of(config)
+    numberless = source.of_text or source.of_slides
+    comm.agree(f"`{asked[0]}` measured is not for {source.noun}s: give numbers" if asked and numberless else None)
+    if known:
+        return with_options(config, {name: known[name] for name in asked})
+    training: Any = images.training
+    found = measured(comm, training, patience) if asked else {}
+    return with_values(config, {name: found[name] for name in asked})
+
+
+def _to_measure(config: Config) -> list[str]:
+    return [name for name in ("mean", "std") if value_of(config, name) == MEASURED]
+
+
 def framed(config: Config, comm: Communicator) -> Config:
     """The configuration with the image size of its slides, found by rank 0. Collective; raises Refusal."""
     found = None
@@ -204,6 +226,8 @@ def with_samples(config: Config, tell: Tell = quietly) -> "Workload":
     from mpi4dl.estimate.workload import Workload, patches_of_slides
 
     config = with_frame(config)
+    numbers = {"mean": (0.5,), "std": (0.25,)}  # which change no estimate
+    config = with_values(config, {name: numbers[name] for name in _to_measure(config)})
     samples = open_samples(config)
     config = with_task(config, samples.training)
     source = source_of(config)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from mpi4dl.comm import Communicator
+from mpi4dl.datasets.files import Channels
 from mpi4dl.datasets.sources import SampleFiles
 from mpi4dl.datasets.split import Named
 from mpi4dl.datasets.transform import Fit, View
@@ -97,7 +98,7 @@ class TrainedOptions(ModelOptions):
     Attributes:
         skips_glass: whether training left out what of slides is no tissue.
         in_bounds: whether coordinates of annotations begin where the scanner began.
-        columns, ignore_index: of tables, and of masks.
+        columns, ignore_index, channels: of tables, of masks, and of pictures.
     """
 
     def __init__(self, config: Config, about: Description) -> None:
@@ -106,6 +107,7 @@ class TrainedOptions(ModelOptions):
         self.skips_glass = config.slides.background != "keep"
         self.in_bounds = config.slides.annotation_origin == "bounds"
         self.columns, self.ignore_index = named_columns(config.slides), config.data.ignore_index
+        self.channels: Channels = config.data.channels
 
     def _like(self, config: Config) -> "TrainedOptions":
         return TrainedOptions(config, self.about)

@@ -49,7 +49,7 @@ def picture(dtype: str, channels: int = 3, size: tuple[int, int] = (21, 30), see
 def test_values_are_those_of_the_file(tmp_path: Path, suffix: str, dtype: str, channels: int) -> None:
     values = picture(dtype, channels)
     found = open_stored_picture(write(tmp_path / f"a{suffix}", values))
-    assert (found.size, found.channels, found.depth) == ((21, 30), channels, dtype)
+    assert (found.size, found.channels, found.values) == ((21, 30), channels, dtype)
     top = 1 if dtype == "float32" else np.iinfo(dtype).max
     expected = values.reshape(21, 30, channels)[3:20, 5:17]
     read = found.read(Interval(3, 20), Interval(5, 17))

@@ -157,6 +157,13 @@ def own_pairs(folder: Path) -> None:
     plain(halves, folder)
 
 
+def own_rasters(folder: Path) -> None:
+    """The rasters that the page's own script makes."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", TEXTS[BANDS], re.MULTILINE | re.DOTALL)
+    plain(code, folder)
+
+
+BANDS = "docs/how-to/multi-band-images.md"
 PAIRS = "docs/how-to/images-out-of-images.md"
 GPT = (
     "--text",
@@ -205,6 +212,7 @@ PAGES = {
     "docs/how-to/augment-slides.md": Page(after=SLIDES),
     "docs/how-to/segment-slides.md": Page(),
     PAIRS: Page([own_pairs]),
+    BANDS: Page([own_rasters]),
     "docs/how-to/choose-a-plan.md": Page(),
     "docs/how-to/cross-validate.md": Page([composed], without={"train --folds": CLUSTER}),
     "docs/how-to/train-on-features.md": Page(

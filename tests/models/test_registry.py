@@ -182,7 +182,7 @@ def test_models_of_smp() -> None:
         model = models.build("smp/Unet", 3, encoder_name="resnet18", in_channels=4)
         assert type(model) is smp.Unet
         assert model.eval()(torch.empty(2, 4, 32, 64)).shape == (2, 3, 32, 64)
-        assert models.registry.takes_channels("smp/Unet")
+        assert models.registry.option_of_channels("smp/Unet") == "in_channels"
     with pytest.raises(ValueError, match="has no model 'UNet'; the nearest names are 'Unet'"):
         models.build("smp/UNet")
     with pytest.raises(ValueError, match=r"no encoder 'resnet20'; the nearest names are .*'resnet101'.*, and tu-NAME"):

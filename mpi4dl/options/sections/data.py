@@ -10,26 +10,30 @@ from mpi4dl.options.kinds import (
     AUTO,
     BOOLEAN,
     CALLS,
+    CHANNELS,
     COUNT,
     COUNT_OR_ZERO,
-    DEVIATIONS,
     IMAGE_SIZE,
     KEYWORDS,
-    MEANS,
     NAME,
     NAMES,
     NOT_NEGATIVE,
+    NUMBER,
     PART,
     PART_OR_PAIR,
+    POSITIVE,
     PROPER_FRACTION,
     RANGE,
     SHARE,
     choice,
     optional,
     or_auto,
+    per_channel,
 )
 
 TASK_NAMES = ("classify", "multilabel", "regress", "image", "segment", "survival", "language", "masked")
+
+MEASURED = "measured"  # a mean, and a deviation: those of the training images
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,13 @@ class Data:
         "share of the images for validation",
         PROPER_FRACTION,
         known_as=same_as("val-split validation-split test-size"),
+    )
+    channels: Any = option(
+        "auto",
+        "channels of pictures: rgb, in colours of 8 bits; all, as files store them; or some, such as 4,3,2, counted "
+        "from 1; auto: all of TIFF files of several bands and for --task image, else rgb",
+        CHANNELS,
+        known_as=same_as("bands"),
     )
     fit: str = option(
         "auto",
@@ -158,12 +169,15 @@ class Data:
         choice("shuffled", "balanced"),
     )
     mean: tuple[float, ...] | str = option(
-        (0.5,), "mean that is subtracted from every pixel (0 to 1), for all channels or each, or imagenet", MEANS
+        (0.5,),
+        "mean that is subtracted from every pixel (0 to 1), for all channels or each, imagenet, or measured: that of "
+        "each channel of the training images",
+        per_channel(NUMBER, "imagenet", "half", MEASURED),
     )
     std: tuple[float, ...] | str | None = option(
         None,
         "divisor of every pixel after that; none: that of a --mean by name, else 0.25",
-        optional(DEVIATIONS),
+        optional(per_channel(POSITIVE, "imagenet", "half", MEASURED)),
     )
     label_columns: tuple[str, ...] | None = option(
         None, "columns of the table that are labels; none: by the usual names, or all", optional(NAMES)

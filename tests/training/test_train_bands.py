@@ -1,0 +1,179 @@
+"""Rasters of several bands: every plan trains as plain PyTorch, by numbers measured over the training images alone."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import tifffile
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpi4dl
+from mpi4dl import models
+from mpi4dl.comm import Communicator
+from mpi4dl.datasets import Loader
+from mpi4dl.geometry import Box, Interval
+from mpi4dl.options.config import parse
+from mpi4dl.options.data import build_views
+from mpi4dl.options.declare import with_values
+from mpi4dl.options.sources import source_of
+from mpi4dl.options.tasks import with_task
+from tests.datasets.test_bands import TILED, raster, write
+from tests.pool.ranks import Ranks
+from tests.support.commands import losses_of, plain_steps, read_rows, run_train, words
+
+COMMON = (
+    "--image-size 32 --batch-size 2 --num-workers 0 --epochs 2 --fit crop --eval-every none --log-interval 1 --lr 0.02 "
+    "--optimizer SGD --optimizer-options momentum=0 --lr-schedule constant --mean measured --flip all --images"
+)
+UNET: dict[str, int] = {"num_filters": 4, "depth": 2}
+MODELS = {"classify": ("resnet_v1", {"num_filters": 4, "depth": 8}), "segment": ("unet", UNET), "image": ("unet", UNET)}
+
+
+def raster_of(number: int, bands: int = 6) -> Any:
+    """One with a stripe without data."""
+    values = raster("int16", bands, number) // 2 + 100 * number
+    values[number : number + 4, :, 2] = -9999
+    return values
+
+
+def write_rasters(root: Path, task: str) -> Path:
+    """6 rasters to train on and 2 to validate with, each with a class, a mask, or a raster of 4 bands."""
+    for number in range(8):
+        part, name = root / ("train" if number < 6 else "val"), f"{number}.tif"
+        folder = {"classify": "ab"[number % 2], "segment": "images", "image": "inputs"}[task]
+        write(part / folder / name, raster_of(number), no_data="-9999", planar=number % 2 == 0, **TILED)
+        if task == "segment":
+            (part / "masks").mkdir(exist_ok=True)
+            mask = np.random.default_rng(number).integers(0, 3, (41, 53), np.uint8)
+            PIL.Image.fromarray(mask).save(part / "masks" / f"{number}.png")
+        elif task == "image":
+            write(part / "targets" / name, raster("int16", 4, number))
+    return root
+
+
+def measured() -> tuple[tuple[float, ...], tuple[float, ...]]:
+    known = np.ma.masked_equal(np.concatenate([raster_of(number) for number in range(6)]), -9999)
+    shares = (known / 32767).astype(np.float32).astype(np.float64)
+    return tuple(shares.mean((0, 1)).tolist()), tuple(shares.std((0, 1)).tolist())
+
+
+def plain_model(task: str) -> nn.Module:
+    outputs = {"classify": 2, "segment": 3, "image": 4}[task]
+    name, options = MODELS[task]
+    return models.build(name, outputs, in_channels=6, **options)
+
+
+def plain_losses(flags: list[str], task: str) -> list[float]:
+    """A loop of plain PyTorch over whole crops."""
+    config = parse(flags)
+    training, _ = source_of(config).open()
+    mean, std = measured()
+    config = with_task(with_values(config, {"mean": mean, "std": std}), training)
+    view, _ = build_views(config, training.channels, "crop")
+    torch.manual_seed(config.training.seed)
+    model = plain_model(task).train()
+    loader = Loader(
+        training, view, 2, lambda count: [Box(Interval(0, count), Interval(0, 32), Interval(0, 32))],
+        shuffle=True, drop_last=True,
+    )  # fmt: skip
+    loss = F.l1_loss if task == "image" else F.cross_entropy
+    batches = (batch for epoch in range(2) for batch in loader.epoch(epoch))
+    losses = (loss(model(batch.tiles[0]), batch.labels) for batch in batches)
+    return plain_steps(torch.optim.SGD(model.parameters(), lr=0.02), losses)
+
+
+def flags_of(root: Path, task: str) -> list[str]:
+    name, options = MODELS[task]
+    said = ",".join(f"{option}={value}" for option, value in options.items())
+    return words("--model", name, "--model-options", said, COMMON, write_rasters(root, task))
+
+
+PLANS = ["--tiles 1x2", "--tiles 2x2", "--tiles 1x2 --data 2 --zero 2", "--tiles 2x1,1x1 --stages 2"]
+
+
+@pytest.mark.parametrize("task", MODELS)
+@pytest.mark.parametrize("plan", [*PLANS, "--tiles 1x2 --stream 2x2"])
+@pytest.mark.sample(3)
+def test_training_by_every_plan(ranks: Ranks, tmp_path: Path, plan: str, task: str) -> None:
+    flags = flags_of(tmp_path / "rasters", task)
+    run = run_train(ranks, tmp_path / "run", *flags, plan)
+    assert losses_of(run) == pytest.approx(plain_losses(flags, task), rel=1e-4)
+
+
+def test_a_run_goes_on_with_its_numbers(ranks: Ranks, tmp_path: Path) -> None:
+    """Those of its training images when it began, also where there are more now."""
+    flags, run = [*flags_of(tmp_path / "rasters", "classify"), "--resume", "auto"], tmp_path / "run"
+    run_train(ranks, run, *flags, "--tiles 1x2 --max-steps 3 --save-every 3")
+    numbers = parse(["--config", str(run / "config.toml")]).data
+    assert numbers.mean == pytest.approx(measured()[0], rel=1e-9)
+    assert numbers.std == pytest.approx(measured()[1], rel=1e-9)
+    write(tmp_path / "rasters" / "train" / "a" / "more.tif", raster("int16"))
+    run_train(ranks, run, *flags, "--tiles 2x1 --max-steps 6")
+    assert parse(["--config", str(run / "config.toml")]).data == numbers
+    assert len(losses_of(run)) == 6
+
+
+def use(comm: Communicator, run: Path, images: Path, out: Path) -> list[str]:
+    """A body: predict; what is wrong with any."""
+    found = [*mpi4dl.TrainedModel(run, comm=comm, tiles="1x2").predict(images, out)]
+    return [record["error"] for record in found if "error" in record]
+
+
+def made_by(run: Path, number: int) -> Tensor:
+    """What the plain model makes of a whole raster, padded with 0 to multiples of 32 px as it is: (bands, H, W)."""
+    model = plain_model("image").eval()
+    model.load_state_dict(load_file(max((run / "checkpoints").glob("*/model.safetensors"))))
+    values = raster_of(number)
+    (mean, std) = (torch.tensor(each)[:, None, None] for each in measured())
+    x = (torch.from_numpy((values / 32767).astype(np.float32)).permute(2, 0, 1) - mean) / std
+    x[torch.from_numpy(values == -9999).permute(2, 0, 1)] = 0
+    x = torch.cat([x, (-mean / std).expand(6, 64 - 41, 53)], 1)
+    x = torch.cat([x, (-mean / std).expand(6, 64, 64 - 53)], 2)
+    with torch.no_grad():
+        made: Tensor = model(x[None].float())[0, :, :41, :53]
+    return made
+
+
+def test_rasters_are_made_of_rasters(ranks: Ranks, tmp_path: Path) -> None:
+    """The files of predictions have the bands and the type of targets."""
+    root = tmp_path / "rasters"
+    flags = flags_of(root, "image")
+    run = run_train(ranks, tmp_path / "run", *flags, "--max-steps 3")
+    assert all(found == [] for found in ranks(2).run(use, run, root / "val" / "inputs", tmp_path / "out"))
+    rows = read_rows(tmp_path / "out" / "predictions.csv")
+    assert len(rows) == 2
+    for row in rows:
+        found = tifffile.imread(tmp_path / "out" / row["prediction"])
+        assert (found.shape, found.dtype) == ((41, 53, 4), np.int16)
+        made = made_by(run, int(Path(row["image"]).stem)).permute(1, 2, 0).numpy()
+        assert np.abs(found - np.rint(made.clip(-1, 1) * 32767.0)).max() <= 1
+
+
+def test_other_images_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    flags = flags_of(tmp_path / "rasters", "classify")
+    run = run_train(ranks, tmp_path / "run", *flags, "--max-steps 1")
+    write(tmp_path / "five" / "a.tif", raster("int16", 5))
+    write(tmp_path / "unsigned" / "a.tif", raster("uint16"))
+    assert all(found == [] for found in ranks(2).run(use, run, tmp_path / "rasters" / "val", tmp_path / "out"))
+    for folder, message in (
+        ("five", "the images have 5 channels, but the model was trained on 6"),
+        ("unsigned", "images have 16 bits, but training had 16 bits with a sign"),
+    ):
+        with pytest.raises(Exception, match=message):
+            ranks(2).run(use, run, tmp_path / folder, tmp_path / "out")
+
+
+def test_a_channel_of_one_value_has_no_deviation(ranks: Ranks, tmp_path: Path) -> None:
+    flags = flags_of(tmp_path / "rasters", "classify")
+    for path in (tmp_path / "rasters").glob("*/*/*.tif"):
+        values = raster_of(int(path.stem))
+        values[..., 4] = 7
+        write(path, values)
+    with pytest.raises(Exception, match="channel 5 has one value in all training images"):
+        run_train(ranks, tmp_path / "run", *flags, "--tiles 1x2")
+    run_train(ranks, tmp_path / "run", *flags, "--tiles 1x2 --max-steps 1 --channels 4,3,2,6,1,3")
