@@ -43,14 +43,14 @@ def add_lora(
         targets: the ends of the paths of layers, such as qkv or attn.proj, in which * is anything. What they match
             besides linear layers, such as a convolution, stays frozen.
         dropout: of the inputs of adapters.
-        train: modules that are trained whole, likewise. So is the last layer, or the aggregator of a model of patches.
+        train: modules that are trained whole, likewise. So are the aggregator of a model of patches, the classifiers
+            of a model of timm, and the last layer of others.
 
     Raises:
         ValueError: a name matches no module, or no linear layer; or a layer cannot have an adapter.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    head = "aggregator" if "aggregator" in modules else [*dict(model.named_parameters())][-1].rpartition(".")[0]
-    whole = {head, *(path for name in train for path in _matching(name, modules, "train"))}
+    whole = {*_heads(model, modules), *(path for name in train for path in _matching(name, modules, "train"))}
     within = tuple(f"{path}." for path in whole)
     inner = {path: each for path, each in modules.items() if path not in whole and not path.startswith(within)}
     layers = {path: each for path, each in inner.items() if isinstance(each, nn.Linear)}
@@ -73,6 +73,16 @@ def add_lora(
         setattr(modules[home], leaf, made[id(layer)].train(layer.training))
     for path in whole:
         modules[path].requires_grad_(True)
+
+
+def _heads(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:
+    """The paths of what is new for the task: the aggregator, the classifiers that timm names, or the last layer."""
+    if "aggregator" in modules:
+        return ["aggregator"]
+    named: Any = getattr(model, "get_classifier", tuple)()
+    classifiers = {id(each) for each in (named if isinstance(named, tuple | list) else (named,))}
+    found = [path for path, each in modules.items() if id(each) in classifiers and any(True for _ in each.parameters())]
+    return found or [[*dict(model.named_parameters())][-1].rpartition(".")[0]]
 
 
 def _matching(name: str, modules: Iterable[str], option: str, layers: Iterable[str] | None = None) -> list[str]:

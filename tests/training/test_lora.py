@@ -1,5 +1,6 @@
 """Adapters of low rank by the command equal plain PyTorch, by any plan; merged weights; what is refused of them."""
 
+import importlib.util
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import mpi4dl
+from mpi4dl import models
 from mpi4dl.checkpoints.weights import open_weights, without_adapters
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets import Loader
@@ -293,6 +295,15 @@ def test_what_is_trained_and_dropped_out() -> None:
     x = torch.ones(1000, 4)
     assert len(layer(x).unique(dim=0)) > 2
     assert len(layer.eval()(x).unique(dim=0)) == 1
+
+
+def test_all_classifiers_of_a_model_of_timm_are_trained() -> None:
+    if importlib.util.find_spec("timm") is None:
+        pytest.skip("timm is not installed")
+    model = models.build("timm/deit_tiny_distilled_patch16_224", 3)
+    add_lora(model, 2, 4, ["qkv"])
+    names = {name for name, p in model.named_parameters() if p.requires_grad and "lora" not in name}
+    assert names == {f"{home}.{leaf}" for home in ("head", "head_dist") for leaf in ("weight", "bias")}
 
 
 def test_the_option_as_flags_and_files_have_it() -> None:
