@@ -5,6 +5,7 @@ microbatch, their number stays as it is: a plan never changes what is trained.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -44,7 +45,9 @@ def fastest_plan(parallel: Parallel, comm: Communicator, work: Callable[[], Work
 
 def require_open(parallel: Parallel) -> None:
     """Raise ConfigError where options say already what `plan` auto chooses."""
-    taken = [name for name in CHOSEN if getattr(parallel, name) != getattr(Parallel(), name)]
+    cuts = any(n > 1 for tiles in parallel.tiles for n in tiles)  # a volume and a text have other axes than a picture
+    asked = parallel if cuts else replace(parallel, tiles=Parallel().tiles)
+    taken = [name for name in CHOSEN if getattr(asked, name) != getattr(Parallel(), name)]
     if taken:
         names = ", ".join(f"`{name}`" for name in taken)
         raise ConfigError(f"`plan` auto chooses {names}, too: leave out one or the other")

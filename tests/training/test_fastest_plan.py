@@ -11,7 +11,7 @@ from mpi4dl.options.config import ConfigError, parse
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.plan import plan
 from mpi4dl.train import train
-from mpi4dl.training.fastest_plan import choose
+from mpi4dl.training.fastest_plan import choose, require_open
 from mpi4dl.training.setup import with_samples
 from tests.pool.job import mpirun
 from tests.pool.ranks import Ranks
@@ -54,6 +54,13 @@ def test_options_of_a_plan_are_not_chosen_too(ranks: Ranks, tmp_path: Path) -> N
     said = ranks(2).run(refused, train, [*RUN, *AUTO, "--tiles", "1x2", "--run-folder", str(tmp_path / "run")])
     assert set(said) == {"--plan auto chooses --tiles, too: leave out one or the other"}
     assert not (tmp_path / "run").exists()
+
+
+def test_texts_and_volumes_are_left_open_too() -> None:
+    for flags in ("--text stdlib --model gpt", "--image-size 8x8x8 --model resnet3d"):
+        require_open(parse(flags.split()).parallel)
+    with pytest.raises(ConfigError, match=r"^`plan` auto chooses `tiles`, too"):
+        require_open(parse("--text stdlib --model gpt --tiles 2".split()).parallel)
 
 
 @pytest.mark.parametrize(
