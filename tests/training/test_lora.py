@@ -90,6 +90,8 @@ def own(tmp_path: Path) -> Path:
 
 
 def flags_of(own: Path, model: str) -> list[str]:
+    if model == FUSED and importlib.util.find_spec("timm") is None:
+        pytest.skip("timm is not installed")
     return words(FLAGS, f"--dataset={own}:Scans", f"--loss={own}:loss", f"--model={own}:{model}")
 
 
