@@ -36,7 +36,7 @@ def export(source: Path, out: Path) -> list[str]:
     from mpi4dl.checkpoints.json_values import Damaged
     from mpi4dl.checkpoints.manifest import ABOUT, CLASSES, MANIFEST
     from mpi4dl.checkpoints.storage import Spec, StorageLayout, write
-    from mpi4dl.checkpoints.weights import LORA, average_of, open_weights, weights_in, with_average, without_adapters
+    from mpi4dl.checkpoints.weights import average_of, open_weights, weights_in, with_average, without_adapters
     from mpi4dl.parallel.replicas.buckets import Shard
     from mpi4dl.runs.description import FILE, Description, described_by
 
@@ -63,7 +63,7 @@ def export(source: Path, out: Path) -> list[str]:
     if described is None and ABOUT in about:
         described = Description.read(about[ABOUT], str(file))
     if described is not None:
-        about |= {CLASSES: json.dumps(described.classes), ABOUT: described.without(LORA).text}
+        about |= {CLASSES: json.dumps(described.classes), ABOUT: described.without("lora").text}
     same = out.suffix == ".pt"  # torch.save keeps what is tied, safetensors wants copies
     state |= {name: state[first] if same else state[first].clone() for name, first in stored.ties.items()}
     with Replacement(out) as temporary:

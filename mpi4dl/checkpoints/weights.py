@@ -4,11 +4,9 @@ rank 0      file -> names matched to those of the model -> values, one after the
 the first holder of each stage, or part      its elements, which the others that hold them then have from it
 """
 
-import json
 import pickle
 import re
 import struct
-import tomllib
 import warnings
 from argparse import Namespace
 from collections import Counter
@@ -23,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mpi4dl._files import is_stored_zip, open_regular, read_regular
+from mpi4dl._files import is_stored_zip, open_regular
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl._wording import counted, printable, to_install
 from mpi4dl.checkpoints.json_values import Damaged
@@ -52,9 +50,7 @@ DAMAGED = (
     *(ArithmeticError, MemoryError, struct.error),
 )
 MOST_NESTED = 4  # dicts, in one of which a state_dict is
-LORA, NONE = "lora", '"none"'  # the option, and how files have it that it was not used
-DESCRIPTION = "model.json"  # in the folder of a run
-ADAPTERS = (".lora_A.weight", ".lora_B.weight")
+ADAPTER = (".lora_A.weight", ".lora_B.weight", ".lora_alpha")  # of a layer, as models.lora has it
 HALF_BYTES = ("F4", "F6_E2M3", "F6_E3M2")  # types of which several values share bytes
 CACHED_NAMES = ("model.safetensors", "pytorch_model.bin")
 
@@ -363,32 +359,28 @@ def with_average(stored: WeightSource, path: Path) -> WeightSource:
     return replace(stored, origin=f"{stored.origin} (averages)", read=read)
 
 
-def without_adapters(stored: WeightSource) -> WeightSource:
-    """The weights of the plain model, W + alpha / r * B A, of a training with `lora`; others as they are.
+def has_adapters(names: Iterable[str]) -> bool:
+    """Whether these names of values are of a training with `lora`."""
+    return any(name.endswith(ADAPTER[-1]) for name in names)
 
-    Raises Damaged.
-    """
-    if not any(name.endswith(ADAPTERS) for name in stored.shapes):
-        return stored
-    beside = (folder / DESCRIPTION for folder in Path(stored.origin).absolute().parents[:3])  # of a run's checkpoints
-    try:
-        text = stored.metadata.get(ABOUT) or next((read_regular(path) for path in beside if path.is_file()), "{}")
-        options = json.loads(text).get("options", {})
-        chosen = tomllib.loads(f"{LORA} = {options.get(LORA, NONE)}")[LORA]
-        alpha = None if chosen == "none" else float(chosen["alpha"])
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{stored.origin}: what it says of `{LORA}` cannot be read: {error}") from None
-    if alpha is None:
+
+def without_adapters(stored: WeightSource) -> WeightSource:
+    """The weights of the plain model, W + alpha / r * B A, of a training with `lora`; others as they are."""
+    if not has_adapters(stored.shapes):
         return stored
 
     def read(name: str) -> Tensor:
-        value, (first, second) = stored.read(name), (name.removesuffix(".weight") + end for end in ADAPTERS)
-        if first not in stored.shapes:
+        """Raises Damaged."""
+        value, beside = stored.read(name), [name.removesuffix(".weight") + end for end in ADAPTER]
+        if beside[-1] not in stored.shapes:
             return value
-        a, b = (stored.read(each).to(torch.float64) for each in (first, second))
-        return (value.to(torch.float64) + b @ a * (alpha / len(a))).to(value.dtype)
+        try:
+            a, b, alpha = (stored.read(each).to(torch.float64) for each in beside)
+            return value.to(torch.float64).add(b @ a * (alpha / len(a))).to(value.dtype)
+        except (KeyError, RuntimeError, TypeError, SafetensorError) as error:
+            raise Damaged(f"{stored.origin}: the adapter of {name} cannot be merged: {error}") from None
 
-    shapes = {name: shape for name, shape in stored.shapes.items() if not name.endswith(ADAPTERS)}
+    shapes = {name: shape for name, shape in stored.shapes.items() if not name.endswith(ADAPTER)}
     return replace(stored, origin=f"{stored.origin} (with merged adapters)", shapes=shapes, read=read)
 
 
@@ -421,7 +413,7 @@ def load_weights(
             average = average_of(Path(stored.origin).parent) if Path(source).is_dir() else average
             if average is not None:
                 stored = with_average(stored, average)
-            if not (strict and any(name.endswith(ADAPTERS) for name in stages.shapes)):
+            if not (strict and has_adapters(stages.shapes)):
                 stored = without_adapters(stored)
             matching = match(stored.shapes, {name: shape for name, (shape, _) in stages.shapes.items()}, stages.ties)
             _require(stored, matching, stages, strict, complete)

@@ -19,7 +19,6 @@ from mpi4dl.datasets.transform import STRIDE_PX
 from mpi4dl.geometry import Interval, ceil_div
 from mpi4dl.inference.masks import GREY, RGB, PngFile
 
-FOLDER = "images"
 BYTES = "uint8"
 PNG_KINDS = {1: GREY, 3: RGB}  # by channels
 

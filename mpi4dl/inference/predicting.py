@@ -34,12 +34,11 @@ from mpi4dl.inference.masks import (
 )
 from mpi4dl.inference.model import Prediction, Predictor
 from mpi4dl.inference.options import ToPredict
-from mpi4dl.inference.pictures import FOLDER as IMAGES
 from mpi4dl.inference.pictures import PictureFile, TiffFile, scale_of, suffix_of
 from mpi4dl.inference.records import NOT_NUMBERS, columns_of, is_undefined
 from mpi4dl.results.formats import Record
 from mpi4dl.results.job import FolderJob, ItemInput, settings_of
-from mpi4dl.results.names import PREDICTIONS
+from mpi4dl.results.names import IMAGES, PREDICTIONS
 from mpi4dl.results.slides import places_of
 
 if TYPE_CHECKING:

@@ -3,7 +3,8 @@
     y = W x + b + alpha / r * B A x        A (r, in), B (out, r): trained; W and b: frozen
 
 A layer keeps the names of its weight and bias, so weights of the plain model load into it. Beside them it has
-`lora_A.weight` and `lora_B.weight`, as in the package peft. B begins as zero: the model begins as the plain one.
+`lora_A.weight` and `lora_B.weight`, as in the package peft, and `lora_alpha`, so that weights alone say what they are
+merged to. B begins as zero: the model begins as the plain one.
 """
 
 import inspect
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 class LoRALinear(nn.Linear):
     """A linear layer with an adapter of rank `r`: (..., in) to (..., out). It takes over the parameters of `base`."""
 
+    lora_alpha: Tensor
+
     def __init__(self, base: nn.Linear, r: int, alpha: float, dropout: float = 0.0) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
@@ -26,10 +29,11 @@ class LoRALinear(nn.Linear):
         self.lora_A = nn.Linear(base.in_features, r, **like)  # Kaiming uniform with a = sqrt(5)
         self.lora_B = nn.Linear(r, base.out_features, **like)
         nn.init.zeros_(self.lora_B.weight)
-        self.scale = alpha / r
+        self.register_buffer("lora_alpha", base.weight.new_tensor(alpha))
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.lora_B(self.lora_A(self.lora_dropout(x))) * self.scale
+        scale = self.lora_alpha / self.lora_A.out_features
+        return super().forward(x) + self.lora_B(self.lora_A(self.lora_dropout(x))) * scale
 
 
 def add_lora(

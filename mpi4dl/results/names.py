@@ -24,6 +24,9 @@ COMPOSED = JobKind("compose", "slide", remedy="name another folder")
 CONFIG, VERSIONS, METRICS, LOG = "config.toml", "versions.json", "metrics.jsonl", "log-rank0.txt"
 DESCRIPTION, MEASURES, PORTRAIT = "model.json", "measures.json", "portrait.json"
 
+# Of predictions: the folder of pictures that a model made.
+IMAGES = "images"
+
 # Of an evaluation: two files of one name, and others whose names begin otherwise.
 EVALUATION, COMPARISON, SUMMARY, EXAMPLES = "evaluation", "comparison.csv", "cross-validation.csv", "examples.jpg"
 BESIDE = ("curves.csv", "calibration.csv", "curves.png", "patients.csv", COMPARISON, SUMMARY, EXAMPLES)

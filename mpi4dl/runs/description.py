@@ -23,7 +23,7 @@ from typing import Any
 from mpi4dl._files import naming, read_regular, write_durably
 from mpi4dl.checkpoints.checkpoints import refusing
 from mpi4dl.checkpoints.manifest import ABOUT, AVERAGE, MODEL
-from mpi4dl.checkpoints.weights import DESCRIPTION, LORA, average_of, load_weights, open_weights, weights_in
+from mpi4dl.checkpoints.weights import average_of, load_weights, open_weights, weights_in
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.transform import Fit, as_fit
 from mpi4dl.models.registry import without_loading
@@ -38,11 +38,11 @@ from mpi4dl.results.formats import as_object, parse_object, reading
 from mpi4dl.runs.assembly import ModelAssembly, assemble
 from mpi4dl.tasks.task import TASKS
 
-FILE = DESCRIPTION
+FILE = "model.json"
 MOST = 1 << 31  # outputs or channels that a model may have
 
 SECTIONS = ("model", "data", "slides")
-MORE = ("loss", "loss_options", "stream_norm", "deterministic", "tf32", LORA)
+MORE = ("loss", "loss_options", "stream_norm", "deterministic", "tf32", "lora")
 OF_THE_TASK = ("task", "text")
 OWN = ("model", "transforms", "dataset")  # what may be code of the user's, by the section that has it
 HOMES = {"model": "model", "transforms": "data", "dataset": "data"}

@@ -24,12 +24,11 @@ from mpi4dl.datasets.samples import Sample, SampleTable, read_samples, without_s
 from mpi4dl.datasets.slides.annotations import POLYGONS
 from mpi4dl.results.evaluations import SavedEvaluation
 from mpi4dl.results.formats import Record, below, is_below, nested, read_object, reading
-from mpi4dl.results.names import PREDICTIONS
+from mpi4dl.results.names import IMAGES, PREDICTIONS
 from mpi4dl.results.runs import FolderResults, predictions_in
 from mpi4dl.results.slides import KEY
 
 GEOJSON, CLASS_MAP = ".geojson", ".ome.tif"
-IMAGES = "images"  # the folder of pictures that a model made, as inference.pictures has it, which imports torch
 LEAST_PROBABILITY = 1e-12
 LONGEST_PLACE = 200  # characters of a remark
 

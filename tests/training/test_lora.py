@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import mpi4dl
 from mpi4dl import models
+from mpi4dl.checkpoints.json_values import Damaged
 from mpi4dl.checkpoints.weights import open_weights, without_adapters
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets import Loader
@@ -64,7 +65,7 @@ FUSED = "Timm --lora r=3,alpha=6,targets=qkv,proj,train=net.norm"
 OF_PATCHES = "patch --patches 32 --lora r=3,alpha=6,targets=query,value --aggregator mean"
 FEW = {
     "own on tiles": (QUERIES, "--tiles 1x2"),
-    "timm by stages": (FUSED, "--stages 2 --balance flops"),
+    "own by stages of tiles": (QUERIES, "--stages 2 --tiles 1x2,1x1 --balance flops --microbatches 2"),
     "patches on tiles": (OF_PATCHES, "--tiles 1x2"),
 }
 MORE = {
@@ -72,7 +73,7 @@ MORE = {
     "own by replicas": (QUERIES, "--data 2"),
     "own by zero 1": (QUERIES, "--data 2 --zero 1"),
     "own by zero 3": (QUERIES, "--data 2 --zero 3"),
-    "own by stages of tiles": (QUERIES, "--stages 2 --tiles 1x2,1x1 --balance flops --microbatches 2"),
+    "timm by stages": (FUSED, "--stages 2 --balance flops"),
     "own by features": (QUERIES, "--tensor 2"),
     "own recomputed": (QUERIES, "--recompute"),
     "timm on tiles": (FUSED, "--tiles 1x2"),
@@ -168,6 +169,7 @@ def plainly(own: Path, model: str) -> tuple[nn.Module, list[float], dict[str, Te
         for ours, stored in ((".base.", "."), (".first", ".lora_A.weight"), (".second", ".lora_B.weight")):
             name = name.replace(ours, stored)
         state[name] = value
+    state |= {f"{path}.lora_alpha": torch.tensor(6.0, dtype=torch.float64) for path in adapted}
     return plain, losses, state
 
 
@@ -251,6 +253,23 @@ def test_a_run_goes_on_predicts_and_is_merged(ranks: Ranks, own: Path, tmp_path:
         torch.testing.assert_close(
             torch.tensor([[*each.values()] for each in found], dtype=torch.float64), expected, rtol=1e-6, atol=1e-6
         )
+
+
+def test_weights_alone_say_what_they_are_merged_to(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    plain = {name: value.clone() for name, value in model.state_dict().items()}
+    add_lora(nn.Sequential(model, nn.Linear(3, 2)), 2, 5, ["0.0"])
+    nn.init.ones_(model[0].lora_B.weight)
+    state = model.state_dict()
+    save_file(state, tmp_path / "alone.safetensors")
+    found = without_adapters(open_weights(str(tmp_path / "alone.safetensors")))
+    assert {*found.shapes} == plain.keys()
+    expected = plain["0.weight"] + 5 / 2 * torch.ones(3, 2) @ state["0.lora_A.weight"]
+    torch.testing.assert_close(found.read("0.weight"), expected)
+    del state["0.lora_A.weight"]
+    save_file(state, tmp_path / "damaged.safetensors")
+    with pytest.raises(Damaged, match=r"the adapter of 0\.weight cannot be merged: "):
+        without_adapters(open_weights(str(tmp_path / "damaged.safetensors"))).read("0.weight")
 
 
 class Home(nn.Module):
