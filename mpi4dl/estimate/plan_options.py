@@ -15,7 +15,6 @@ class Shown:
         "file for a drawing of the timeline of a step, FILE.png or FILE.txt; none: no file",
         optional(NAME),
         flag_only=True,
-        brief="FILE.png or FILE.txt for the timeline of a step",
     )
 
 

@@ -48,7 +48,6 @@ class Optimizer:
         AUTO,
         "keyword arguments of the optimizer, such as momentum=0.9; auto: for AdamW the weight decay for the task",
         or_auto(KEYWORDS),
-        brief="such as weight_decay=0.05",
         known_as=same_as("opt-args optimizer-args optim-args")
         | instead("use {option} momentum={value} with --optimizer SGD", "momentum sgd-momentum")
         | instead("use {option} weight_decay={value}", "weight-decay wd")
