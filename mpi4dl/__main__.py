@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mpi4dl._commands import RANK_VARIABLES, REMOVED, USER_ERROR, command_names, front_door, one_message
+from mpi4dl._commands import RANK_VARIABLES, REMOVED, USER_ERROR, command_names, front_door, one_message, run_command
 from mpi4dl._wording import aligned
 
 HELP = ("help", "-h", "--help")
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         words = [words[1], "--help", *words[2:]]
     name, arguments = (words[0], words[1:]) if words else ("", [])
     if name in command_names():
-        importlib.import_module(f"mpi4dl.{name}").main(arguments)
+        run_command(name, arguments)
         return
     with one_message():
         if name in ("", *HELP):

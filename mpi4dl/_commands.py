@@ -1,10 +1,11 @@
 """The commands, each a public module at the top of the package, and how commands without MPI end."""
 
 import contextlib
+import importlib
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 SCRIPT = "mpi4dl"
@@ -15,6 +16,11 @@ def command_names() -> list[str]:
     """The names of all commands, without importing them."""
     modules = pkgutil.iter_modules([str(Path(__file__).parent)])
     return [module.name for module in modules if not module.ispkg and not module.name.startswith("_")]
+
+
+def run_command(name: str, argv: Sequence[str]) -> None:
+    """Do what this command line asks the command of this name for."""
+    importlib.import_module(f"mpi4dl.{name}").main(argv)
 
 
 REMOVED = {"sweep": "plan --ranks 4 --measure 3"}  # commands of before, and what to write now

@@ -4,12 +4,14 @@ It writes a line for each image as soon as it is ready, and masks. Started again
 """
 
 import re
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpi4dl._commands import runs
+from mpi4dl._commands import run_command, runs
 from mpi4dl.comm import failure
 
 if runs(__name__):
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 USAGE = "RUN_OR_WEIGHTS --images FOLDER [--FLAG VALUE ...]"
 DESCRIPTION = "Let a trained model predict of images without labels."
+FEATURES = "--features-out"
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,17 @@ def predict(comm: "Communicator", asked: CommandLine[PredictConfig]) -> None:
     comm.agree(f"none of {counted(count, predicting.noun)} can be read: {predicting.bad[0]}" if nothing else None)
 
 
-main = predict.main
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command: `RUN --features-out FOLDER --slides TABLE` is `mpi4dl embed --weights RUN --out FOLDER`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    flags = [word.partition("=")[0] for word in arguments]
+    if FEATURES not in flags:
+        predict.main(arguments)
+        return
+    place = flags.index(FEATURES)
+    arguments[place] = arguments[place].replace(FEATURES, "--out")
+    run_command("embed", [*(["--weights"] if not arguments[0].startswith("-") else []), *arguments])
+
 
 if __name__ == "__main__":
     main()

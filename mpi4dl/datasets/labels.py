@@ -34,6 +34,9 @@ class LabelForm:
         classes: the names of what is learnt, if they are always the same.
         wrong: what is wrong with a number in a column of a table; empty: nothing.
         have_means: whether a weighted mean of two labels is a label, as mixup needs it.
+        files: what labels are called that are files, each for an image; empty: they are no files.
+        folders: the folders of images and of these files, beside each other.
+        column: the usual column of these files in a table, beside those of `samples.ROLES`.
     """
 
     task: str
@@ -46,6 +49,9 @@ class LabelForm:
     classes: tuple[str, ...] = ()
     wrong: Callable[[str, float], str] = _any_number
     have_means: bool = False
+    files: str = ""
+    folders: tuple[str, str] = ("", "")
+    column: str = ""
 
 
 def _wrong_label(column: str, number: float) -> str:
@@ -86,6 +92,23 @@ FORMS: Mapping[str, LabelForm] = {
             lambda label: True,
             in_folders=True,
             in_tables=False,
+            files="mask",
+            folders=("images", "masks"),
+        ),
+        LabelForm(
+            "image",
+            "expected inputs/NAME.png and targets/NAME.png, such folders below train and val, or a table with columns "
+            "image and target",
+            in_folders=True,
+            in_tables=False,
+            files="target",
+            folders=("inputs", "targets"),
+            column="target",
         ),
     )
 }
+
+
+def files_of(task: str | None) -> str:
+    """What the labels of a task are called if they are files, such as mask; else nothing."""
+    return "" if task is None or task not in FORMS else FORMS[task].files

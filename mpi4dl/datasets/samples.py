@@ -15,6 +15,9 @@
     file,mask                           masks, to segment
     a/1.png,masks/1.png
 
+    image,target                        pictures that a model learns to make
+    a/1.png,stained/1.png
+
 Images, volumes, slides and features of slides have the same columns. They are found by the names in `ROLES` and
 `LABEL_COLUMNS`, or named by the user. `Slide ID`, `slide-id` and `SlideID` are slide_id. Delimiters, encodings, numbers
 and missing values are those of table.py.
@@ -28,7 +31,7 @@ from typing import NamedTuple, TypeVar
 from mpi4dl._wording import counted, quoted, some
 from mpi4dl.datasets.base import DatasetError
 from mpi4dl.datasets.kinds import FEATURES, PICTURES, FileKind
-from mpi4dl.datasets.labels import FORMS, SURVIVAL
+from mpi4dl.datasets.labels import FORMS, SURVIVAL, files_of
 from mpi4dl.datasets.listed import PARTS
 from mpi4dl.datasets.table import (
     FEW_VALUES,
@@ -160,6 +163,9 @@ def read_samples(
             raise DatasetError(f"{path}: is a folder of slides, and has no columns: name a table, such as slides.csv")
         return read_folder(path, kind, task, classes, label_columns is None)
     table = open_table(path, kind, columns.values())
+    for name in table.columns if task is not None and files_of(task) else ():
+        if folded_column(name) == FORMS[str(task)].column:
+            columns = {"annotation": name, **columns}
     taken = _columns_taken(table, columns, label_columns or ())
     lines = table.lines()
     require_values([taken["slide"]], lines)
@@ -258,13 +264,14 @@ def _labels(
     """The task, the classes, the columns of labels, and the label of each line. Raises DatasetError."""
     nothing = [None] * len(lines)
     tabled = [form.task for form in FORMS.values() if form.in_tables]
-    if task is not None and task not in (*tabled, "segment"):
+    of_files = files_of(task)
+    if task is not None and task not in tabled and not of_files:
         raise DatasetError(f"{table.path}: a table is for one of {', '.join(tabled)}, but {task} was asked for")
-    if task == "segment":
+    if of_files:
         if "annotation" not in taken:
             raise DatasetError(
-                f"{table.path}: has {some(table.columns)}, but segment needs a column mask or annotation: name it by "
-                "`annotation_column`"
+                f"{table.path}: has {some(table.columns)}, but {task} needs a column {of_files} or annotation: name it "
+                "by `annotation_column`"
             )
         return task, classes or (), (), nothing
     if columns is not None and not columns:

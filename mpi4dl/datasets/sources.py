@@ -1,7 +1,8 @@
 """Sources of images or volumes: "synthetic", an .npz file, or files: a folder for each class, a table, or masks."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from mpi4dl._wording import counted, some
 from mpi4dl.datasets.arrays import Synthetic, is_cifar, load_cifar, load_npz
 from mpi4dl.datasets.base import BadImage, DatasetError, task_of
 from mpi4dl.datasets.kinds import PICTURES, VOLUMES, FileKind
-from mpi4dl.datasets.labels import FORMS
+from mpi4dl.datasets.labels import FORMS, LabelForm, files_of
 from mpi4dl.datasets.listed import (
     LAYOUT,
     TRAINING,
@@ -27,6 +28,7 @@ from mpi4dl.datasets.listed import (
     with_details,
 )
 from mpi4dl.datasets.masks import IGNORE_INDEX, Mask, mask_suffixes, open_stored, values_in
+from mpi4dl.datasets.pairs import DEPTHS, NAMES, TARGETS, StoredPicture, open_stored_picture
 from mpi4dl.datasets.samples import (
     TABLE,
     Sample,
@@ -188,45 +190,47 @@ def _rows_of_classes(
     return rows, known
 
 
-# Masks of the same names in the folder `masks` beside a folder `images`, or in a column of a table.
+# Masks of the same names in the folder `masks` beside a folder `images`, or in a column of a table; targets likewise.
 
-IMAGES, MASKS, CLASSES = "images", "masks", "classes.txt"
-LAYOUT_OF_MASKS = FORMS["segment"].where
+CLASSES = "classes.txt"
 LOOKED_AT = 8
 _BLACK_AND_WHITE = ({0, 255}, {255})
 
 
-def is_segmented(root: Path) -> bool:
-    """Whether a folder has images and their masks."""
-    return (root / IMAGES).is_dir() and (root / MASKS).is_dir()
+def paired_form(root: Path) -> LabelForm | None:
+    """The form of labels of a folder that has images and a file for each, such as a mask; None of other folders."""
+    found = (form for form in FORMS.values() if form.files and all((root / name).is_dir() for name in form.folders))
+    return next(found, None)
 
 
-def mask_table(root: Path, kind: FileKind = PICTURES, split: str = "", before: str = "") -> SampleTable:
-    """The files of `root/images` with the masks of `root/masks`; names begin with `before`.
+def pair_table(
+    root: Path, form: LabelForm, kind: FileKind = PICTURES, split: str = "", before: str = ""
+) -> SampleTable:
+    """The files of the first folder of the form with those of the second; names begin with `before`.
 
     Raises:
-        DatasetError: no files, one without a mask or with two.
+        DatasetError: no files, one without a mask or target, or with two.
     """
-    if not is_segmented(root):
-        raise DatasetError(f"{root}: has {', '.join(subfolders(root)) or 'no folders'}; {LAYOUT_OF_MASKS}")
-    suffixes = mask_suffixes(kind is VOLUMES)
-    images = _by_name(root / IMAGES, kind.below(root / IMAGES)[0], kind.suffixes)
-    files = [path.relative_to(root / MASKS).as_posix() for path in files_below(root / MASKS, suffixes)]
-    masks = _by_name(root / MASKS, files, suffixes)
+    if paired_form(root) is not form:
+        raise DatasetError(f"{root}: has {', '.join(subfolders(root)) or 'no folders'}; {form.where}")
+    first, second = (root / name for name in form.folders)
+    suffixes = mask_suffixes(kind is VOLUMES) if form.task == "segment" else TARGETS
+    images = _by_name(first, kind.below(first)[0], kind.suffixes)
+    others = _by_name(second, [path.relative_to(second).as_posix() for path in files_below(second, suffixes)], suffixes)
     if not images:
-        raise DatasetError(f"{root / IMAGES}: has no {kind.nouns}; {LAYOUT_OF_MASKS}")
-    missing = [found for name, found in images.items() if name not in masks]
+        raise DatasetError(f"{first}: has no {kind.nouns}; {form.where}")
+    missing = [found for name, found in images.items() if name not in others]
     if missing:
         more = f", and {len(missing) - 1} others have none" if len(missing) > 1 else ""
-        bare, asked = root / IMAGES / missing[0], root / MASKS / Path(missing[0]).with_suffix(".png")
-        raise DatasetError(f"{bare}: has no mask{more}: add {asked}, or a TIFF file of this name")
+        bare, asked = first / missing[0], second / Path(missing[0]).with_suffix(".png")
+        raise DatasetError(f"{bare}: has no {form.files}{more}: add {asked}, or a TIFF file of this name")
     rows = []
     for name, file in images.items():
-        path = f"{before}{IMAGES}/{file}"
-        rows.append(Sample(0, path, path, path, split, annotation=f"{before}{MASKS}/{masks[name]}"))
-    spare = len(masks) - len(images)
-    remarks = (f"{spare} masks of {root / MASKS} have no image",) if spare else ()
-    table = SampleTable("segment", (), tuple(rows), {}, remarks)
+        path = f"{before}{first.name}/{file}"
+        rows.append(Sample(0, path, path, path, split, annotation=f"{before}{second.name}/{others[name]}"))
+    spare = len(others) - len(images)
+    remarks = (f"{spare} {form.files}s of {second} have no image",) if spare else ()
+    table = SampleTable(form.task, (), tuple(rows), {}, remarks)
     return table if split else _with_patients(table, kind)
 
 
@@ -241,7 +245,85 @@ def _by_name(folder: Path, files: Sequence[str], suffixes: tuple[str, ...]) -> d
     return found
 
 
-class MaskedFiles(SampleFiles):
+class PairedFiles(SampleFiles):
+    """Files of a table of samples, each with a file of its own to learn, such as a mask: `annotations`.
+
+    Raises:
+        DatasetError: a file without one.
+    """
+
+    def __init__(self, source: Path, root: Path, table: SampleTable, kind: FileKind = PICTURES) -> None:
+        super().__init__(source, root, table, kind)
+        bare = next((row for row in table.rows if row.annotation is None), None)
+        if bare is not None:
+            noun = files_of(table.task)
+            raise DatasetError(
+                f"{source}, line {bare.line}: {bare.name} has no {noun}: name one, or leave the line out"
+            )
+        beside = source.parent if source.is_file() else root
+        names = [str(row.annotation).replace("\\", "/") for row in table.rows]
+        base = beside if (beside / names[0]).is_file() else root
+        self.annotations = ListedFiles(base, [File(name, known_size(base / name)) for name in names])
+
+    def lists(self) -> tuple[ListedFiles, ...]:
+        return self, self.annotations
+
+    def mask_as_text(self, index: int) -> str:
+        return mask_as_text(self.annotations.name(index), self.annotations, index)
+
+
+class TargetFiles(PairedFiles):
+    """Pictures with a target each, a picture of the same size: `classes` are the names of the targets' channels.
+
+    Attributes:
+        values: the depth of all targets.
+
+    Raises:
+        DatasetError: pictures that differ in size from their targets, or in channels or depth from others.
+    """
+
+    def __init__(self, source: Path, root: Path, table: SampleTable) -> None:
+        super().__init__(source, root, table)
+        looked = [*self._looked_at()]
+        if not looked:
+            raise DatasetError(f"{source}: none of the pictures that were looked at, and of their targets, can be read")
+        image, target = looked[0]
+        self.channels, self.values, self.classes = image.channels, target.depth, NAMES[target.channels]
+        for image, target in looked:
+            self._require_alike(image, target)
+        self.remarks = (
+            f"targets have {counted(target.channels, 'channel')} of {DEPTHS[target.depth]}",
+            *table.remarks,
+        )
+
+    def _looked_at(self) -> Iterator[tuple[StoredPicture, StoredPicture]]:
+        """Some of the pairs that can be opened, from the first to the last."""
+        count = min(LOOKED_AT, len(self))
+        for number in range(count):
+            index = number * (len(self) - 1) // max(1, count - 1)
+            with suppress(BadImage):  # which reading it will say
+                yield open_stored_picture(self.path(index)), open_stored_picture(self.annotations.path(index))
+
+    def _require_alike(self, image: StoredPicture, target: StoredPicture) -> None:
+        """Raise BadImage for a pair of two sizes, or of other channels or another depth than others."""
+        image.require(self.channels, None, "input")
+        target.require(len(self.classes), self.values, "target")
+        target.require_size_of(image)
+
+    def image(self, index: int) -> StoredPicture:
+        """Raises BadImage and OtherFile."""
+        found = open_stored_picture(self.checked(index))
+        found.require(self.channels, None, "input")
+        return found
+
+    def label(self, index: int) -> StoredPicture:
+        """The target of image `index`, its header read and its pixels not. Raises BadImage and OtherFile."""
+        found = open_stored_picture(self.annotations.checked(index))
+        found.require(len(self.classes), self.values, "target")
+        return found
+
+
+class MaskedFiles(PairedFiles):
     """Files of a table of samples with masks: files of class indices, `ignore_index` left out.
 
     Classes have the names in `classes.txt`, a line for each, in `root`, the folder of the masks' one or one above; else
@@ -262,13 +344,7 @@ class MaskedFiles(SampleFiles):
         ignore_index: int | None = IGNORE_INDEX,
     ) -> None:
         super().__init__(source, root, table, kind)
-        bare = next((row for row in table.rows if row.annotation is None), None)
-        if bare is not None:
-            raise DatasetError(f"{source}, line {bare.line}: {bare.name} has no mask: name one, or leave the line out")
-        beside = source.parent if source.is_file() else root
-        names = [str(row.annotation).replace("\\", "/") for row in table.rows]
-        root_of_masks = beside if (beside / names[0]).is_file() else root
-        self.masks = ListedFiles(root_of_masks, [File(name, known_size(root_of_masks / name)) for name in names])
+        names = [file.name for file in self.annotations.files]
         self._ignored = ignore_index
         places = dict.fromkeys((root, *(root / each for each in {name.partition("/")[0] for name in names})))
         named = next((path for path in (each / CLASSES for each in (*places, root.parent)) if path.is_file()), None)
@@ -280,27 +356,21 @@ class MaskedFiles(SampleFiles):
         self.classes = classes
         whence = "" if named is None else f", as {named} names them"
         self.remarks = (
-            f"masks of {self.masks.path(0).parent} have {len(classes)} classes{whence}"
+            f"masks of {self.annotations.path(0).parent} have {len(classes)} classes{whence}"
             + ("" if ignore_index is None else f"; {ignore_index} is ignored"),
             *table.remarks,
         )
 
-    def lists(self) -> tuple[ListedFiles, ...]:
-        return self, self.masks
-
     def label(self, index: int) -> Mask:
         """The mask of image `index`, its header read and its pixels not. Raises BadImage and OtherFile."""
-        path = self.masks.checked(index)
+        path = self.annotations.checked(index)
         return Mask(path, open_stored(path, self.volumes), len(self.classes), self._ignored)
-
-    def mask_as_text(self, index: int) -> str:
-        return mask_as_text(self.masks.name(index), self.masks, index)
 
     def _values(self, indices: Sequence[int]) -> set[int]:
         found: set[int] = set()
         for index in indices:
             try:
-                found |= set(values_in(self.masks.path(index), self.volumes).tolist())
+                found |= set(values_in(self.annotations.path(index), self.volumes).tolist())
             except BadImage:  # which reading it to train will say
                 continue
         return found
@@ -318,7 +388,7 @@ class MaskedFiles(SampleFiles):
         found = self._values([number * (len(self) - 1) // max(1, count - 1) for number in range(count)])
         if self._ignored == IGNORE_INDEX and found in _BLACK_AND_WHITE:
             raise DatasetError(
-                f"{self.masks.path(0).parent}: masks hold nothing but 0 and 255, and 255 is ignored: set "
+                f"{self.annotations.path(0).parent}: masks hold nothing but 0 and 255, and 255 is ignored: set "
                 "`ignore_index` to none if white is class 1"
             )
 
@@ -362,31 +432,38 @@ def open_files(
     Raises:
         DatasetError: there is no such source, or it does not hold what it should.
     """
-    masks: dict[str, Any] = {"classes": classes, "num_classes": num_classes, "ignore_index": ignore_index}
+
+    def paired(source: Path, root: Path, table: SampleTable) -> SampleFiles:
+        if table.task == "image":
+            return TargetFiles(source, root, table)
+        return MaskedFiles(source, root, table, kind, classes, num_classes, ignore_index)
+
     table = path / TABLE if path.is_dir() and (path / TABLE).is_file() else path
     if table != path or table.suffix.lower() == ".csv":
         how: dict[str, Any] = {"task": task, "label_columns": label_columns, "classes": classes}
         found = read_samples(table, kind, folder=folder, columns=columns or {}, **how)
         root = folder or table.parent
-        if found.task == "segment":
-            return MaskedFiles(table, root, found, kind, **masks)
+        if files_of(found.task):
+            return paired(table, root, found)
         if found.task is None and label_columns is None:
             raise DatasetError(f"{table}: has no column of labels beside the file names; {kind.layout}")
         return SampleFiles(table, root, found, kind)
     named = [*(label_columns or ()), *without_weight(columns or {})]
     if named:
         raise DatasetError(f"{path}: has no {TABLE}, of which {', '.join(named)} could be columns")
-    if is_segmented(path):
-        return MaskedFiles(path, path, mask_table(path, kind), kind, **masks)
+    form = paired_form(path)
+    if form is not None:
+        return paired(path, path, pair_table(path, form, kind))
     found_parts = parts(path) if classes is None else None
-    if found_parts is None or not is_segmented(path / found_parts.training):
+    form = None if found_parts is None else paired_form(path / found_parts.training)
+    if found_parts is None or form is None:
         return SampleFiles(path, path, class_table(path, kind, classes), kind)
     pair = [
-        mask_table(path / name, kind, part, f"{name}/")
+        pair_table(path / name, form, kind, part, f"{name}/")
         for name, part in zip((found_parts.training, found_parts.validation), _TRAIN_VAL, strict=True)
     ]
     both = pair[0]._replace(rows=pair[0].rows + pair[1].rows, remarks=pair[0].remarks + pair[1].remarks)
-    return MaskedFiles(path, path, both, kind, **masks)
+    return paired(path, path, both)
 
 
 SYNTHETIC, SYNTHETIC_CLASSES = "synthetic", 10

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import Dataset, DatasetError, Image, drawn, task_of
 from mpi4dl.datasets.kinds import PICTURES, FileKind
+from mpi4dl.datasets.labels import files_of
 from mpi4dl.datasets.samples import Sample, read_split_file, require_patients_apart
 
 MOST_BINS = 4  # of numbers, whose quantiles are strata
@@ -160,7 +161,7 @@ def strata_of(task: str | None, patients: Sequence[str], labels: Sequence[Any]) 
         found = {patient: min(own, key=lambda n: (times[n], n), default=-1) for patient, own in has.items()}
     elif task == "survival":
         found = {patient: int(max(event for _, event in own)) for patient, own in of.items()}
-    elif task == "segment":
+    elif files_of(task):
         found = {patient: int(any(own)) for patient, own in of.items()}
     elif task == "regress":
         found = _quantiles({patient: fsum(label[0] for label in own) / len(own) for patient, own in of.items()})
@@ -171,7 +172,7 @@ def strata_of(task: str | None, patients: Sequence[str], labels: Sequence[Any]) 
 
 def _labels(task: str | None, rows: Sequence[Sample]) -> list[Any]:
     """What the samples are stratified by."""
-    return [row.annotation is not None if task == "segment" else row.label for row in rows]
+    return [row.annotation is not None if files_of(task) else row.label for row in rows]
 
 
 def _quantiles(values: Mapping[str, float]) -> dict[str, int]:
@@ -370,7 +371,7 @@ def split_rows(
         rows = tuple(
             row._replace(split="val" if validates else "train") for row, validates in zip(rows, aside, strict=True)
         )
-        by = "whether there are annotations" if task == "segment" else "label"
+        by = "whether there are annotations" if files_of(task) else "label"
         of_patients = kind.tells_patients or any(row.patient != row.name for row in rows)
         return rows, (f"split {'by patient, ' * of_patients}stratified by {by}",)
     remarks += check_parts(rows, task, classes, kind)

@@ -116,6 +116,7 @@ DEADLY = (22610, 34934)
 UNMEASURED = (*DEADLY, 34887, 50002, 52546)
 PICTURES = (6, 7, 33003, 33004, 33005, 33007, 34712, 34892, 34933, 50001)  # JPEG, JPEG 2000, PNG, WebP
 MOST_SPARE = 4  # times as many pixels as its tile a picture may have
+VALUES = ("uint8", "uint16", "float32")  # types of pictures whose values are read as they are stored
 LOSSY = (6, 7, *DEADLY, 33007, 34892)  # JPEG, JPEG XR, and JPEG under other numbers
 
 # Of JPEG: a segment begins with its mark, kind and length; that of a frame has bits, height and width then.
@@ -147,12 +148,26 @@ def open_tiff(path: Path, indices: bool = False) -> Image:
         BadImage: damaged, truncated, a stack of images, or with a number of channels that no colour image has.
         Unsupported: intact, but of colours that this reader leaves to Pillow.
     """
+    return _opened_as(_Indices if indices else _Tiff, path)[0]
+
+
+def open_values(path: Path) -> tuple[Image, int, str]:
+    """The same with values as they are stored, of 1 or 3 channels; the number of channels, and the type of values.
+
+    Raises:
+        BadImage: damaged, a stack of images, or with other channels or types.
+    """
+    image, stored = _opened_as(_Values, path)
+    return image, len(stored.blank), stored.blank.dtype.name
+
+
+def _opened_as(kind: "type[_Tiff]", path: Path) -> "tuple[Image, _Tiff]":
     with opened(path) as file:
         first: Any = file.pages[0]
         _check_segments(path, first)
         _check_directories(path, file)
-        kind = _Indices if indices else _Tiff
-        return upright(kind(path, _planes(path, file), file.ome_metadata), first.tags.valueof(TAG))
+        stored = kind(path, _planes(path, file), file.ome_metadata)
+        return upright(stored, first.tags.valueof(TAG)), stored
 
 
 @contextmanager
@@ -370,7 +385,7 @@ class _Tiff:
         # Both are looked up in the file when first used, and it is closed by then.
         self._decode, self._jpegtables = first.decode, first.jpegtables
         self._elsewhere, self._pictures = (int(first.compression) in kinds for kinds in (UNMEASURED, PICTURES))
-        self._blank, self._colour = self._meaning(ome)
+        self.blank, self._colour = self._meaning(ome)
         self.height: int = first.imagelength
         self.width: int = first.imagewidth
         self._tile_height: int = first.tilelength if first.is_tiled else min(first.rowsperstrip, self.height)
@@ -406,7 +421,7 @@ class _Tiff:
 
     def read(self, *space: Interval) -> npt.NDArray[Any]:
         rows, cols = space
-        pixels = np.empty((rows.length, cols.length, *self._blank.shape), self._blank.dtype)
+        pixels = np.empty((rows.length, cols.length, *self.blank.shape), self.blank.dtype)
         if not pixels.size:
             return pixels
         spans = map(_spans, space, (self._tile_height, self._tile_width))
@@ -416,11 +431,11 @@ class _Tiff:
                 part = pixels[outer_rows, outer_cols]
                 samples = self._tile(descriptor, down, across, inner_rows)
                 if samples is None:
-                    part[...] = self._blank
+                    part[...] = self.blank
                     continue
                 found = samples[:, inner_cols]
                 if found.shape[:2] != part.shape[:2]:
-                    part[...] = self._blank
+                    part[...] = self.blank
                 part[: found.shape[0], : found.shape[1]] = self._colour(found)
         finally:
             os.close(descriptor)
@@ -471,6 +486,19 @@ class _Indices(_Tiff):
         if int(first.compression) in LOSSY:
             raise BadImage(self._path, "is compressed with loss, which changes classes: write it without")
         return np.zeros((), first.dtype), lambda samples: samples[..., 0]
+
+
+class _Values(_Tiff):
+    """A picture whose values are as they are stored, and missing pixels 0."""
+
+    def _meaning(self, ome: str | None) -> tuple[npt.NDArray[Any], Callable[[npt.NDArray[Any]], npt.NDArray[Any]]]:
+        first = self._pages[0]
+        count, photometric = len(self._pages) * first.samplesperpixel, int(first.photometric)
+        jpeg = photometric == _YCBCR and first.compression in _JPEG_COMPRESSIONS
+        if count not in (1, 3) or str(first.dtype) not in VALUES or not (jpeg or photometric in (_MIN_IS_BLACK, _RGB)):
+            told = f"has {count} values of {first.dtype} in each pixel, shown as {first.photometric.name}"
+            raise BadImage(self._path, f"{told}: expected 1 (grey) or 3 (RGB), of {', '.join(VALUES)}")
+        return np.zeros(count, first.dtype), lambda samples: samples
 
 
 def _spans(wanted: Interval, side: int) -> list[tuple[int, slice, slice]]:

@@ -21,6 +21,7 @@ from mpi4dl.datasets.affine import Affine
 from mpi4dl.datasets.augment import TRANSFORM_STREAM, Augmentation, Variation, vary_colour
 from mpi4dl.datasets.base import IGNORED, DatasetError, Image, MaskImage, Values
 from mpi4dl.datasets.colour import WHITE
+from mpi4dl.datasets.pairs import planes_of
 from mpi4dl.datasets.randomness import DatasetRandomness
 from mpi4dl.geometry import Interval, ceil_div
 
@@ -438,6 +439,16 @@ class View:
         if len(self.size) != 2:
             raise ValueError(f"degrees {variation.degrees:g} and scale {variation.scale:g} are for pictures")
         return Affine(variation.degrees, variation.scale, tuple(axis.size for axis in fitted.axes), self.patch)
+
+    def target(self, target: Image, variation: Variation | None = None) -> npt.NDArray[np.float32]:
+        """The target of an image, a picture of the same size, transformed like the image: (channels, *size), 0 to 1.
+
+        Its pixels are moved as those of the image are. Nothing changes their colours, and they are not normalised.
+
+        Raises:
+            BadImage: the file cannot be decoded.
+        """
+        return planes_of(self.pixels(target, *(Interval(0, side) for side in self.size), variation=variation))
 
     def mask(self, mask: npt.NDArray[Any] | MaskImage, variation: Variation | None = None) -> npt.NDArray[Any]:
         """The mask (..., height, width) of an image, transformed like the image: (..., *size).

@@ -12,6 +12,7 @@ import torch
 
 from mpi4dl.datasets.augment import Blend, Mixup, Variation
 from mpi4dl.datasets.base import IGNORED, BadImage, Dataset, DatasetError, Image, drawn
+from mpi4dl.datasets.pairs import StoredPicture
 from mpi4dl.datasets.split import Subset
 from mpi4dl.datasets.transform import View
 from mpi4dl.geometry import Box
@@ -297,6 +298,9 @@ class _Reading:
             if label is not None and self._is_mask(label):
                 variation, shown = self._variation(position), None
                 with self._reporting(position):
+                    if isinstance(label, StoredPicture):
+                        found.append(torch.from_numpy(self._view.target(label, variation)))
+                        continue
                     mask = label.numpy() if isinstance(label, torch.Tensor) else label
                     shown = torch.from_numpy(self._view.mask(mask, variation))
             found.append(shown)
@@ -311,7 +315,9 @@ class _Reading:
         if label is None or not self._is_mask(label):
             return
         size = " x ".join(map(str, image.size))
-        if not isinstance(label, torch.Tensor):
+        if isinstance(label, StoredPicture):
+            label.require_size_of(image)
+        elif not isinstance(label, torch.Tensor):
             if tuple(label.size) != tuple(image.size):
                 found = " x ".join(map(str, label.size))
                 where = getattr(label, "path", f"the mask of sample {index}")

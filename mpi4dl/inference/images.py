@@ -16,8 +16,9 @@ from mpi4dl.datasets.files import open_image
 from mpi4dl.datasets.kinds import PICTURES, SLIDES, VOLUMES
 from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.listed import TEST, UNKNOWN, VALIDATION, File, ListedFiles, num_bytes_of, subfolders
+from mpi4dl.datasets.pairs import StoredPicture, open_stored_picture
 from mpi4dl.datasets.samples import TABLE, open_table
-from mpi4dl.datasets.sources import SampleFiles, is_segmented, open_files
+from mpi4dl.datasets.sources import SampleFiles, open_files, paired_form
 from mpi4dl.datasets.split import Named, Subset, in_whole
 from mpi4dl.datasets.table import folded_column
 from mpi4dl.datasets.transform import as_fit
@@ -150,7 +151,7 @@ def held_out(files: SampleFiles, split: str | None) -> tuple[Subset, str]:
 def _part(path: Path) -> tuple[Path, str]:
     """The folder to evaluate on: that for tests, of a source of several parts, or for validation."""
     names = subfolders(path)
-    if is_segmented(path):
+    if paired_form(path) is not None:
         return path, ""
     for kind in (TEST, VALIDATION):
         found = [name for name in names if name.casefold() in kind]
@@ -167,7 +168,8 @@ def open_any(comm: Communicator, trained: TrainedOptions, source: str) -> "Unlab
 
     _require_pictures(comm, trained, source)
     about = trained.about
-    found, _ = _shared(comm, lambda: (_listed(source, len(trained.size) > 2), ""))
+    stored = about.channels if TASKS[about.task].makes_images and trained.source.has_files else None
+    found, _ = _shared(comm, lambda: (_listed(source, len(trained.size) > 2, stored), ""))
     assert isinstance(found, UnlabelledFiles)
     if about.channels != found.channels:
         comm.agree(f"the images have {found.channels} channels, but the model was trained on {about.channels}")
@@ -310,7 +312,20 @@ class UnlabelledFiles(ListedFiles):
         return 0
 
 
-def _listed(source: str, volumes: bool) -> UnlabelledFiles:
+class UnlabelledPictures(UnlabelledFiles):
+    """Pictures of so many channels, as their files store them."""
+
+    def __init__(self, root: Path, files: Sequence[File], channels: int) -> None:
+        super().__init__(root, files)
+        self.channels = channels
+
+    def image(self, index: int) -> StoredPicture:
+        found = open_stored_picture(self.checked(index))
+        found.require(self.channels, None, "input")
+        return found
+
+
+def _listed(source: str, volumes: bool, stored: int | None) -> UnlabelledFiles:
     path, kind = Path(source).expanduser(), VOLUMES if volumes else PICTURES
     what, suffixes = kind.nouns, kind.suffixes
     if path.is_dir():
@@ -334,7 +349,7 @@ def _listed(source: str, volumes: bool) -> UnlabelledFiles:
     twice = _twice([each.name for each in found])
     if twice is not None:
         raise DatasetError(f"{source}: names {twice} twice")
-    return UnlabelledFiles(root, found, volumes)
+    return UnlabelledFiles(root, found, volumes) if stored is None else UnlabelledPictures(root, found, stored)
 
 
 def _require_image(path: Path, volumes: bool) -> None:

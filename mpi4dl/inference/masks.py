@@ -272,7 +272,7 @@ class _Window:
 
 FOLDER = "masks"
 BAND_BYTES = 1 << 24
-_PALETTE, _GREY = 3, 0  # types of PNG
+_PALETTE, RGB, GREY = 3, 2, 0  # types of PNG
 
 
 def band_height(width: int) -> int:
@@ -323,30 +323,29 @@ def path_of(base: Path, suffix: str, number: int | None = None) -> Path:
     return base.with_name(f"{base.name}{'' if number is None else f'.{number}'}{suffix}")
 
 
-class PngMask:
-    """A PNG file of numbers below `num_classes`, which is there when it is whole. Raises OSError."""
+class PngFile:
+    """A PNG file, written from top to bottom, which is there when it is whole. Raises OSError."""
 
     beside: tuple[Path, ...] = ()  # more files of a mask
 
-    def __init__(self, path: Path, size: tuple[int, int], num_classes: int) -> None:
-        self.path, self._wide = path, num_classes > 256
+    def __init__(self, path: Path, size: tuple[int, int], kind: int, wide: bool = False, palette: bytes = b"") -> None:
+        self.path, self._wide = path, wide
         path.parent.mkdir(parents=True, exist_ok=True)
         self._new = Replacement(path)
         self._file = self._new.temporary.open("wb")
         self._packer = zlib.compressobj()
         height, width = size
-        kind, bits = (_GREY, 16) if self._wide else (_PALETTE, 8)
         self._file.write(b"\x89PNG\r\n\x1a\n")
-        self._chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, kind, 0, 0, 0))
-        if not self._wide:
-            self._chunk(b"PLTE", of_classes(max(2, num_classes)))
+        self._chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 16 if wide else 8, kind, 0, 0, 0))
+        if palette:
+            self._chunk(b"PLTE", palette)
 
     def _chunk(self, name: bytes, data: bytes) -> None:
         with naming(self.path):
             self._file.write(struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)))
 
     def write(self, where: tuple[slice, ...], rows: npt.NDArray[Any]) -> None:
-        """The next rows, (rows, width)."""
+        """The next rows, (rows, width) or (rows, width, channels)."""
         values = np.ascontiguousarray(rows, ">u2" if self._wide else np.uint8).view(np.uint8).reshape(len(rows), -1)
         data = self._packer.compress(np.insert(values, 0, 0, axis=1).tobytes())  # each row is as it is: filter 0
         if data:
@@ -365,8 +364,18 @@ class PngMask:
         self._new.drop()
 
 
+class PngMask(PngFile):
+    """A PNG file of numbers below `num_classes`."""
+
+    def __init__(self, path: Path, size: tuple[int, int], num_classes: int) -> None:
+        wide = num_classes > 256
+        super().__init__(path, size, GREY if wide else _PALETTE, wide, b"" if wide else of_classes(max(2, num_classes)))
+
+
 class ArrayMask:
     """The same as an array in an .npy file, of any number of axes. Raises OSError."""
+
+    undefined = False  # values that are no numbers are written
 
     beside: tuple[Path, ...] = ()
 

@@ -22,7 +22,7 @@ from mpi4dl.geometry import Box
 from mpi4dl.inference.images import without_sight
 from mpi4dl.inference.masks import FITS
 from mpi4dl.inference.options import Inference, placed
-from mpi4dl.options.config import facts
+from mpi4dl.options.config import ConfigError, facts
 from mpi4dl.options.sources import unstained
 from mpi4dl.parallel.inputs import Shape, own_or, size_of
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
@@ -80,10 +80,12 @@ class Predictor:
         comm.agree(without_sight(trained, str(source)))
         trained = framed(trained)
         with comm.together((ValueError,)):
+            trained = _at_own_sizes(trained, chosen.inputs.fit)
             values, why = placed(trained, chosen, comm.size)
             self.trained = trained.with_values(values)
         self.precision, auto = chosen.placing.precision, chosen.inputs.fit == "auto"
         self.fit: Fit = about.fit if auto else as_fit(chosen.inputs.fit)
+        self.fit = "own" if trained.fit == "own" else self.fit
         self.largest = about.largest if auto else None
         self.asked_to_crop = not auto and FITS[self.fit].crops
         self.may_crop = self.asked_to_crop or FITS[as_fit(trained.fit)].crops
@@ -130,7 +132,8 @@ class Predictor:
         size = "x".join(map(str, self.trained.size))
         known = ", ".join(map(printable, self.about.classes[:10])) + " ..." * (len(self.about.classes) > 10)
         what = f"{self.trained.name} to {self.about.task}" + (f": {known}" if known else "")
-        shown = self.assembly.source.described or f"images of {size}"
+        at_own = "each image at its own size" if self.task.makes_images and self.fit == "own" else ""
+        shown = at_own or self.assembly.source.described or f"images of {size}"
         return [f"{self.weights}: {what}; {shown}; {self.plan.describe()}", *self._remarks]
 
     @property
@@ -262,3 +265,12 @@ class Predictor:
     def _boxes(self, num_samples: int, of_samples: Sequence[Shape] | None = None) -> list[Box]:
         sizes = own_or(of_samples, self.trained.size)
         return [read.box for read in self.runner.reads(num_samples, sizes, False)]
+
+
+def _at_own_sizes(trained: TrainedOptions, asked_fit: str) -> TrainedOptions:
+    """The options by which a model that makes images sees each file whole, at its own size. Raises ConfigError."""
+    if not (trained.task.makes_images and trained.source.has_files):
+        return trained
+    if asked_fit != "auto":
+        raise ConfigError(f"`fit` {asked_fit}: a model that makes images sees each at its own size: leave it out")
+    return trained.with_values({"fit": "own"})

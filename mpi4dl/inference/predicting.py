@@ -33,6 +33,8 @@ from mpi4dl.inference.masks import (
 )
 from mpi4dl.inference.model import Prediction, Predictor
 from mpi4dl.inference.options import ToPredict
+from mpi4dl.inference.pictures import FOLDER as IMAGES
+from mpi4dl.inference.pictures import PictureFile, suffix_of
 from mpi4dl.inference.records import NOT_NUMBERS, columns_of, is_undefined
 from mpi4dl.results.formats import Record
 from mpi4dl.results.job import FolderJob, ItemInput, settings_of
@@ -53,7 +55,9 @@ def predictions_of(
     """The predictions of a model for images by its task: see `Predicting`. Collective; raises Refusal on all ranks."""
     asked: ToPredict = next(each.predicting for each in options if hasattr(each, "predicting"))
     kind: type[Predicting]
-    if not model.task.dense:
+    if model.task.makes_images:
+        kind = _Pictures
+    elif not model.task.dense:
         of_slides = (asked.slides or asked.features) is not None
         kind = _MappedAnswers if of_slides and out is not None else _Answers
     elif model.trained.source.of_slides:
@@ -77,6 +81,7 @@ class Predicting(ABC):
     """
 
     suffix = ARRAY  # of the files of an image
+    folder = FOLDER  # of these files, in `out`
     by_windows = False  # whether all of an image is seen
     maps = "none"  # the kind of heat maps that are written
 
@@ -109,7 +114,7 @@ class Predicting(ABC):
                     again = chosen.overwrite
                     how: dict[str, Any] = {"columns": columns, "more": places_of(images), "overwrite": again}
                     self.job = FolderJob(out, PREDICTIONS, settings, self._inputs(images), **how)
-                    for left in (out / FOLDER).rglob(".*.new"):
+                    for left in (out / self.folder).rglob(".*.new"):
                         left.unlink(missing_ok=True)
                     done = {*self.job.done}
                     if self.job.dropped and not again:
@@ -157,7 +162,7 @@ class Predicting(ABC):
         """Where the masks of an image are written."""
         assert self.out is not None
         numbers = range(len(self.model.classes)) if self.apart else (None,)
-        return [self.out / FOLDER / path_of(self._bases[name], self.suffix, number) for number in numbers]
+        return [self.out / self.folder / path_of(self._bases[name], self.suffix, number) for number in numbers]
 
     def __iter__(self) -> Iterator[Record]:
         """The records of images that had none, alike on all ranks."""
@@ -231,14 +236,13 @@ class _Answers(Predicting):
         if self.out is None:
             raise Refusal("`out` is missing: it is the folder that dense outputs are written to")
         shape = self._shape(outputs, True)
-        files: dict[int, ArrayMask] = {}
+        files: dict[int, ArrayMask | PictureFile] = {}
         with self.comm.together((OSError,)):
             postponed = FailingLater()
             for where, values in outputs.bands(band_height(math.prod(shape) // shape[-2])):
                 number = where[0].start
                 if number not in files:
-                    path = self._files(self.images.name(seen.indices[number]))[0]
-                    opened = postponed.do(partial(ArrayMask, path, shape, "f4"))
+                    opened = postponed.do(partial(self._opened, seen.indices[number], shape))
                     if opened is None:
                         continue
                     files[number] = opened
@@ -252,9 +256,31 @@ class _Answers(Predicting):
         found = {}
         for n, file in files.items():
             index, path = seen.indices[n], file.path
+            if file.undefined:
+                found[index] = self._named(index, {"error": NOT_NUMBERS})
+                continue
             self._wrote[self.images.name(index)] = [path]
             found[index] = self._named(index, {"prediction": path.relative_to(self.out).as_posix()})
         return found
+
+    def _opened(self, index: int, shape: tuple[int, ...]) -> ArrayMask | PictureFile:
+        """The file of dense numbers of an image, of which the model's outputs have this shape. Raises OSError."""
+        return ArrayMask(self._files(self.images.name(index))[0], shape, "f4")
+
+
+class _Pictures(_Answers):
+    """Pictures that the model makes, of the size of their images."""
+
+    folder = IMAGES
+
+    def _prepare(self) -> list[str]:
+        self.suffix = suffix_of(self.model.about.values)
+        return []
+
+    def _opened(self, index: int, shape: tuple[int, ...]) -> ArrayMask | PictureFile:
+        height, width = self.images.image(index).size if self.model.fit == "own" else shape[1:]
+        path = self._files(self.images.name(index))[0]
+        return PictureFile(path, (height, width), shape[0], self.model.about.values)
 
 
 class _MappedAnswers(_Answers):

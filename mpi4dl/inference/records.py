@@ -2,6 +2,7 @@
 
     classify      prediction, probabilities of all classes        regress    prediction, or several by name
     multilabel    predictions (0, 1) and probabilities by name    survival   risk, of which more is worse
+    image         prediction, the file of the picture; beside a target how alike both are: psnr, ssim, mae
     segment       the file of the mask, the pixels of each class; beside a true mask how alike both are; of slides
                   `beside`, the picture and the polygons, in JSON alone
 

@@ -17,6 +17,7 @@ from mpi4dl._progress import ProgressLine, ProgressOfImages, quietly
 from mpi4dl._wording import aligned, counted
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import DatasetError, printable
+from mpi4dl.datasets.pairs import planes_of
 from mpi4dl.datasets.split import Named, Subset, in_whole
 from mpi4dl.engine import BatchOutputs
 from mpi4dl.geometry import Interval
@@ -43,8 +44,11 @@ from mpi4dl.results.evaluations import write_evaluation
 from mpi4dl.results.formats import Record, table
 from mpi4dl.tasks.curves import CallCounts, is_rule
 from mpi4dl.tasks.formulas import as_targets
+from mpi4dl.tasks.likeness import LIKENESS, Likeness
 from mpi4dl.tasks.metrics import MEASURES, WHY_NONE, of_class
 from mpi4dl.tasks.task import ALIKE, TASKS, Regress
+
+BAND_ROWS = 256  # of images that are compared at a time
 
 if TYPE_CHECKING:
     from mpi4dl.datasets.slides.windows import MaskWindow
@@ -188,7 +192,8 @@ def score(
     judging: Judging | None = None,
 ) -> Scores:
     """Evaluate a model on images with labels. Collective; raises Refusal on all ranks if none can be read."""
-    found: _Collected = (_Masks if model.task.dense else _Answers)(model, images)
+    kind = _Pictures if model.task.makes_images else _Masks if model.task.dense else _Answers
+    found: _Collected = kind(model, images)
     images = found.images
     judging, noun = judging or Judging(), model.assembly.source.noun
     with closing(ProgressOfImages(len(images), speaks and model.comm.rank == 0, noun)) as progress:
@@ -568,3 +573,88 @@ class _Masks(_Collected):
         of = range(self.count) if self.patients is None else [self.patients[index] for index in self.indices]
         metrics = measured_by(functions, members_of(of), self.count, resamples, level)
         return self._scores(metrics, counts.sum(0).long().tolist(), kept)
+
+
+class _WithoutLabels(Subset):
+    """Images of which no labels are read."""
+
+    def label(self, index: int) -> Any:
+        return 0
+
+
+class _Pictures(_Collected):
+    """Images that the model makes: of each how alike it is to its target, which rank 0 reads band by band."""
+
+    def __init__(self, model: Predictor, images: Named) -> None:
+        super().__init__(model, images)
+        self.metric_names, self.looked_at = LIKENESS, _WithoutLabels(images, range(len(images)))
+        self.alike: list[dict[str, float]] = []
+
+    def wanted(self, outputs: Any) -> Tensor:
+        return self.task.predictions(outputs)
+
+    def _take(self, seen: Prediction, outputs: BatchOutputs) -> None:
+        pairs: dict[int, _Pair] = {}
+        for where, values in outputs.bands(BAND_ROWS):
+            number = where[0].start
+            if number not in pairs:
+                pairs[number] = _Pair(self.images, seen.indices[number], self.model.fit == "own")
+            pairs[number].add(where[-2], values[0])
+        found = {seen.indices[number]: pair.result() for number, pair in pairs.items()}
+        for index, alike in self.model.comm.broadcast_object(found).items():
+            if isinstance(alike, str):
+                self._fail(index, alike)
+                continue
+            self.alike += [alike] if alike else []
+            self._record(index, alike or None)
+
+    def _measured(self, judging: Judging, resamples: int, level: float, speaks: bool, kept: dict[str, Any]) -> Scores:
+        def function(name: str) -> Callable[[Tensor], float]:
+            values = torch.tensor([each[name] for each in self.alike], dtype=torch.float64)
+            return lambda drawn: float(values[drawn].mean())
+
+        of = range(self.count) if self.patients is None else [self.patients[index] for index in self.indices]
+        functions = {name: function(name) for name in LIKENESS}
+        return self._scores(measured_by(functions, members_of(of), self.count, resamples, level), None, kept)
+
+
+class _Pair:
+    """What a model makes of an image, and its target: compared from top to bottom, as far as the image goes."""
+
+    def __init__(self, images: Named, index: int, own_size: bool) -> None:
+        self._alike, self._error, self._undefined = Likeness(), "", False
+        try:
+            self._target = images.label(index)
+            if own_size:
+                self._target.require_size_of(images.image(index))
+        except DatasetError as error:
+            self._error = printable(str(error))
+
+    def add(self, rows: slice, made: Tensor) -> None:
+        """The next rows of what the model makes, (channels, rows, columns)."""
+        if self._error:
+            return
+        try:
+            target = self._rows(rows)
+        except DatasetError as error:
+            self._error = printable(str(error))
+            return
+        made = made[:, : target.shape[1], : target.shape[2]]
+        self._undefined |= is_undefined(made)
+        if made.shape != target.shape:
+            self._error = f"the target has shape {tuple(target.shape)}, but the model makes {tuple(made.shape)}"
+        elif made.numel():
+            self._alike.add(made, target)
+
+    def _rows(self, rows: slice) -> Tensor:
+        target = self._target
+        if not hasattr(target, "read"):
+            whole = torch.as_tensor(target)
+            return (whole if whole.dim() == 3 else whole[None])[:, rows]
+        height, width = target.size
+        pixels = target.read(Interval(min(rows.start, height), min(rows.stop, height)), Interval(0, width))
+        return torch.from_numpy(planes_of(pixels))
+
+    def result(self) -> dict[str, float] | str:
+        """The metrics; nothing if outputs are no numbers; or the error."""
+        return self._error or ({} if self._undefined else self._alike.values())

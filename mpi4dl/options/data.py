@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4dl import datasets
 from mpi4dl.datasets.augment import Mixup
-from mpi4dl.datasets.labels import FORMS
+from mpi4dl.datasets.labels import FORMS, files_of
 from mpi4dl.datasets.transform import FITTED, NORMALISATIONS, Fit, Pointwise
 from mpi4dl.options.config import Config, ConfigError, Data
 from mpi4dl.options.kinds import part_name
@@ -128,10 +128,10 @@ def build_augment(config: Config, channels: int, task: str) -> "tuple[NamedTrans
                 f"`augment` {text} makes of a pixel what depends on others, and {cut} cuts images: choose {instead}, "
                 "or `patches`, or leave images whole"
             )
-        if task == "segment" and transform.moves:
+        if files_of(task) and transform.moves:
             raise ConfigError(
-                f"`augment` {text} moves pixels, and masks would stay: choose `rotate_degrees`, `scale`, `flip` or "
-                "`rotate`, which masks follow"
+                f"`augment` {text} moves pixels, and {files_of(task)}s would stay: choose `rotate_degrees`, `scale`, "
+                f"`flip` or `rotate`, which {files_of(task)}s follow"
             )
         found.append(transform)
     return tuple(found)

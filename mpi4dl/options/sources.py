@@ -22,7 +22,7 @@ from mpi4dl._wording import counted, some
 from mpi4dl.datasets.arrays import is_cifar
 from mpi4dl.datasets.base import task_of
 from mpi4dl.datasets.kinds import PICTURES, VOLUMES
-from mpi4dl.datasets.labels import FORMS
+from mpi4dl.datasets.labels import FORMS, files_of
 from mpi4dl.datasets.listed import parts
 from mpi4dl.datasets.loader import Loader
 from mpi4dl.datasets.samples import TABLE
@@ -127,7 +127,25 @@ class DataSource:
                 shown = ",".join(value) if isinstance(value, tuple) else value
                 raise ConfigError(f"`{name}` {shown} is for slides: name them by `slides`")
         self.require_model()
+        if data.task == "image":
+            self._require_pictures()
         return self._config
+
+    def _require_pictures(self) -> None:
+        """Raise ConfigError for what is not there to make images out of images."""
+        wrong = None
+        if self.of_slides or self.of_text:
+            wrong = f"is for pairs of pictures, not for {self.noun}s: name their folder or table by `images`"
+        elif len(self.size) != 2:
+            wrong = f"is for pictures, but `image_size` has {counted(len(self.size), 'number')}: give two"
+        elif self.patch is not None:
+            wrong = "makes whole images, and `patches` give one answer for all: leave it out"
+        elif self.data.fit in ("resize", "own"):
+            wrong = f"trains on pixels as they are, and `fit` {self.data.fit} does not: choose crop or pad"
+        elif self.data.random_crop:
+            wrong = "trains on pixels as they are, and `random_crop` scales them: leave it out"
+        if wrong is not None:
+            raise ConfigError(f"`task` image {wrong}")
 
     def require_model(self) -> None:
         """Raise ValueError for a name of a model that there is not, before data is read and anything is counted."""
@@ -262,13 +280,16 @@ class DataSource:
 
         Raises ConfigError for masks that are too large, or of images of their own sizes.
         """
-        dense = TASKS[task_of(training)].dense
+        dense = bool(files_of(task_of(training)))
         if self._config.streams_images and dense and prod(self.size) > SLIDE_PIXELS:
             raise ConfigError(
                 f"`image_size` {'x'.join(map(str, self.size))} with masks: every rank has whole masks of a batch, 8 "
                 "bytes a pixel, and `stream` and `patches` are for more pixels than that: at most 8192x8192"
             )
         sizes = list(some_sizes(training))
+        if TASKS[task_of(training)].makes_images:
+            self._require_pictures()
+            before = before or "crop"
         fit = self.fit_of(sizes, before)
         if FITTED[fit].own_sizes and dense:
             raise ConfigError("`fit` own is not for masks: choose `fit` pad, or crop for windows of slides")

@@ -19,6 +19,8 @@ HIGHER_IS_BETTER: Mapping[str, bool] = {
     "dice": True,
     "iou": True,
     "r2": True,
+    "psnr": True,
+    "ssim": True,
     "concordance": True,
 }
 

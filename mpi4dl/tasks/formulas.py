@@ -279,6 +279,12 @@ class Difference(BatchLoss):
         return (float(targets.numel()),)
 
 
+def charbonnier_loss(outputs: Tensor, targets: Tensor, eps: float, reduction: str) -> Tensor:
+    """sqrt(difference^2 + eps^2), added up: Lai et al. 2017, "Deep Laplacian pyramid networks", eq. 3."""
+    found = ((outputs - targets).square() + eps**2).sqrt()
+    return found.sum() if reduction == "sum" else found.mean()
+
+
 def as_targets(outputs: Tensor, targets: Tensor) -> Tensor:
     """Outputs (N, 1, ...) beside targets (N, ...) are (N, ...) too."""
     return outputs.squeeze(1) if targets.dim() == outputs.dim() - 1 and outputs.shape[1] == 1 else outputs

@@ -21,6 +21,7 @@ from mpi4dl.tasks.formulas import (
     Focal,
     OfHeads,
     SumOfLosses,
+    charbonnier_loss,
     main_output,
 )
 
@@ -153,12 +154,16 @@ def huber(delta: float = 1.0) -> BatchLoss:
     return Difference(F.huber_loss, delta=delta)
 
 
+def charbonnier(eps: float = 1e-3) -> BatchLoss:
+    return Difference(charbonnier_loss, eps=eps)
+
+
 def cox(ties: str = "efron") -> BatchLoss:
     return Cox(ties)
 
 
 LOSSES: Mapping[str, Callable[..., BatchLoss]] = {
-    function.__name__: function for function in (cross_entropy, bce, dice, focal, mse, l1, huber, cox)
+    function.__name__: function for function in (cross_entropy, bce, dice, focal, mse, l1, huber, charbonnier, cox)
 }
 
 

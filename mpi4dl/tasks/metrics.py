@@ -207,6 +207,16 @@ class MeanError:
         return mean.sqrt() if self.root else mean
 
 
+class PeakSignalToNoise(MeanError):
+    """-10 log10 of the mean squared error, in decibels, of values from 0 to 1; infinite where nothing differs."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+
+    def compute(self) -> Tensor:
+        return -10 * super().compute().log10()
+
+
 class RSquared:
     """1 - (sum of squared errors) / (sum of squared deviations from the mean); the mean over outputs (N, K).
 
@@ -278,6 +288,7 @@ OF_NUMBERS: Mapping[str, Callable[[], Any]] = {
     "mse": partial(MeanError, 2),
     "rmse": partial(MeanError, 2, root=True),
     "r2": RSquared,
+    "psnr": PeakSignalToNoise,
     "concordance": Concordance,
 }
 

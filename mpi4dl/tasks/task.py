@@ -17,6 +17,7 @@ from mpi4dl._wording import counted, some
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import BadImage, pixels_of
 from mpi4dl.tasks.formulas import IGNORED, BatchLoss, Counting, CrossEntropy, OfHeads, as_targets, main_output
+from mpi4dl.tasks.likeness import LIKENESS
 from mpi4dl.tasks.losses import (
     balanced_weights,
     build_loss,
@@ -62,7 +63,8 @@ class Task:
     metric_names: ClassVar[tuple[str, ...]] = ()
     monitor: ClassVar[str] = "loss"
     accuracy: ClassVar[bool] = False  # whether validation counts it beside the loss
-    dense: ClassVar[bool] = False  # whether outputs are of pixels
+    dense: ClassVar[bool] = False  # whether outputs are masks, classes of pixels
+    makes_images: ClassVar[bool] = False  # whether outputs are images of values
     of_text: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = usual()  # options of training, by name
 
@@ -320,6 +322,35 @@ class Regress(Task):
         return ("value",) if not classes and self.num_outputs == 1 else super().names(classes)
 
 
+class MakeImage(Regress):
+    """Images out of images: outputs and targets (N, channels, H, W), values from 0 to 1."""
+
+    name = "image"
+    default_loss = "l1"
+    metric_names = ("psnr", "mae", "mse", "rmse")
+    monitor = "psnr"
+    defaults = usual(optimizer_options={"weight_decay": 0.0})  # which restoration is trained without
+    makes_images = True
+
+    @property
+    def usual_metrics(self) -> tuple[str, ...]:
+        return ("psnr", "mae")
+
+    @classmethod
+    def require_form(cls, outputs: Any) -> None:
+        main = main_output(outputs)
+        if not isinstance(main, Tensor) or main.dim() < 4:
+            _refuse(main, None, cls.name, "(batch, channels, height, width), as of `model` unet or smp/Unet")
+
+    @classmethod
+    def blank(cls, classes: Sequence[str], labelled: bool, apart: bool) -> Record:
+        return dict.fromkeys(LIKENESS, 0) if labelled else {"prediction": ""}
+
+    @classmethod
+    def described(cls, training: Any, validation: Any) -> str:
+        return f"each with a target of {counted(len(training.classes), 'channel')}: {some(training.classes)}"
+
+
 ALIKE = ("pixel_accuracy", "dice", "iou")  # how alike two masks are
 
 
@@ -459,5 +490,5 @@ class Masked(Language):
 
 
 TASKS: Mapping[str, type[Task]] = {
-    task.name: task for task in (Classify, MultiLabel, Regress, Segment, Survive, Language, Masked)
+    task.name: task for task in (Classify, MultiLabel, Regress, MakeImage, Segment, Survive, Language, Masked)
 }

@@ -12,6 +12,7 @@ from mpi4dl._progress import ProgressOfImages
 from mpi4dl._wording import some
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.listed import ListedFiles
+from mpi4dl.datasets.pairs import DEPTHS
 from mpi4dl.datasets.split import Named, in_whole
 from mpi4dl.datasets.transform import Fit
 from mpi4dl.options.declare import ConfigError
@@ -227,6 +228,8 @@ def unlike_values(images: Any, trained_on: str | None) -> str | None:
     """The difference of values of volumes from the training's, recorded as `trained_on`, in one sentence."""
     values = getattr(images, "values", None)
     if None not in (values, trained_on) and values != trained_on:
+        if values in DEPTHS:
+            return f"targets have {DEPTHS[values]}, but training had {DEPTHS.get(trained_on or '', trained_on)}"
         if str(values).startswith("features"):
             return f"the slides have {values}, but training had {trained_on}: embed the slides by that model"
         return (

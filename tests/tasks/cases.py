@@ -207,6 +207,10 @@ def plain_squares_of_samples(outputs: Tensor, targets: Any) -> Tensor:
     return ((outputs - labels) ** 2 * samples.view(-1, 1, 1, 1)).mean()
 
 
+def plain_charbonnier(outputs: Tensor, targets: Tensor) -> Tensor:
+    return torch.sqrt((outputs - targets) ** 2 + 1e-6).mean()
+
+
 COUNTED = (("class_weights", WEIGHTS), ("ignore_index", IGNORED))
 IGNORING = (("ignore_index", IGNORED),)
 BINARY = (*IGNORING, ("binary", True))
@@ -217,6 +221,7 @@ EFRON = Case("cox", (), "times", plain_cox)
 OF_SAMPLES = Case("cross_entropy", COUNTED, "mask", plain_of_samples, auxiliary=True, sample_weights=True)
 CLASSES_OF_SAMPLES = Case("cross_entropy", COUNTED, "labels", plain_of_samples, sample_weights=True)
 DICE_OF_SAMPLES = Case("dice", IGNORING, "mask", plain_dice_of_samples, sample_weights=True)
+CHARBONNIER = Case("charbonnier", (), "map", plain_charbonnier)
 CASES = [
     OF_SAMPLES,
     CLASSES_OF_SAMPLES,
@@ -236,6 +241,7 @@ CASES = [
     Case("bce", COUNTED, "masks", plain_binary),
     Case("huber", (("delta", 0.7),), "map", partial(F.huber_loss, delta=0.7)),
     Case("l1", (), "map", F.l1_loss),
+    CHARBONNIER,
     Case("mse", (), "map", F.mse_loss),
 ]
 

@@ -11,6 +11,7 @@ from tests.support.short_runs import EXACT, assert_close
 from tests.tasks.cases import (
     BOTH,
     CASES,
+    CHARBONNIER,
     CLASSES_OF_SAMPLES,
     DICE_OF_SAMPLES,
     EFRON,
@@ -41,6 +42,7 @@ def agree(ranks: Ranks, case: Case, plan: Plan, count: int) -> None:
     [
         *((WEIGHTED, SPLIT, 7), (WEIGHTED, STAGES, 6), (BOTH, TILES, 2), (SMOOTH, SPLIT, 7), (EFRON, WAYS, 9)),
         *((OF_SAMPLES, SPLIT, 7), (DICE_OF_SAMPLES, WAYS, 8), (CLASSES_OF_SAMPLES, STAGES, 6)),
+        *((CHARBONNIER, TILES, 2), (CHARBONNIER, SPLIT, 7), (CHARBONNIER, STAGES, 6)),
     ],
     ids=str,
 )

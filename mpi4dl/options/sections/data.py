@@ -29,7 +29,7 @@ from mpi4dl.options.kinds import (
     or_auto,
 )
 
-TASK_NAMES = ("classify", "multilabel", "regress", "segment", "survival", "language", "masked")
+TASK_NAMES = ("classify", "multilabel", "regress", "image", "segment", "survival", "language", "masked")
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Data:
 
     images: str = option(
         "synthetic",
-        "a folder of images or volumes: with one subfolder per class, with labels.csv, or with images and masks; an "
-        ".npz file; or synthetic",
+        "a folder of images or volumes: with one subfolder per class, with labels.csv, or with images and masks, or "
+        "inputs and targets; an .npz file; or synthetic",
         NAME,
         brief="a folder, an .npz file, or synthetic",
         known_as=same_as("data-dir data-path datapath data-root dataset-dir train-dir dataset-path image-dir root")
@@ -182,8 +182,8 @@ class Data:
     )
     task: str = option(
         "auto",
-        "what to learn: one class or several labels of an image, numbers, a mask, survival; for text the next token "
-        "or masked tokens; auto: by the labels, language for text",
+        "what to learn: one class or several labels of an image, numbers, a mask, an image, survival; for text the "
+        "next token or masked tokens; auto: by the labels, language for text",
         choice("auto", *TASK_NAMES),
         brief="classify, segment, ...; auto: by the labels",
         known_as=same_as("problem-type"),

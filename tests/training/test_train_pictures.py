@@ -1,0 +1,161 @@
+"""Images out of images: every plan trains as plain PyTorch, and makes and judges the pictures that it does."""
+
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+import tifffile
+import torch
+from safetensors.torch import load_file
+from skimage import metrics
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpi4dl
+from mpi4dl import models
+from mpi4dl.comm import Communicator
+from mpi4dl.datasets import Loader
+from mpi4dl.geometry import Box, Interval
+from mpi4dl.options.config import parse
+from mpi4dl.options.data import build_views
+from mpi4dl.options.sources import source_of
+from mpi4dl.options.tasks import with_task
+from mpi4dl.results import open as open_results
+from tests.datasets.test_pairs import picture, write
+from tests.pool.ranks import Ranks
+from tests.support.commands import losses_of, plain_steps, read_rows, run_train, words
+
+COMMON = (
+    "--model unet --model-options num_filters=4,depth=2 --image-size 32x48 --batch-size 2 --num-workers 0 --epochs 2 "
+    "--eval-every none --log-interval 1 --lr 0.02 --optimizer SGD --lr-schedule constant --flip all --images"
+)
+OPTIONS = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False, "data_range": 1}
+
+
+def write_pairs(root: Path, depth: str) -> Path:
+    """8 pairs of different sizes: grey of 16 bits, and a target in colours."""
+    for number in range(8):
+        size = (40 + 3 * number, 61 - 2 * number)
+        write(root / "inputs" / f"p{number}.png", picture("uint16", 1, size, number))
+        suffix = ".png" if depth == "uint8" else ".tif"
+        write(root / "targets" / f"p{number}{suffix}", picture(depth, 3, size, number))
+    return root
+
+
+def plain_model(channels: int = 1) -> nn.Module:
+    return models.build("unet", 3, in_channels=channels, num_filters=4, depth=2)
+
+
+def plain_losses(flags: list[str]) -> list[float]:
+    """A loop of plain PyTorch over whole crops and their targets."""
+    config = parse(flags)
+    training, _ = source_of(config).open()
+    config = with_task(config, training)
+    view, _ = build_views(config, training.channels, "crop")
+    torch.manual_seed(config.training.seed)
+    model = plain_model().train()
+    loader = Loader(
+        training, view, 2, lambda count: [Box(Interval(0, count), Interval(0, 32), Interval(0, 48))],
+        shuffle=True, drop_last=True,
+    )  # fmt: skip
+    batches = (batch for epoch in range(2) for batch in loader.epoch(epoch))
+    losses = (F.l1_loss(model(batch.tiles[0]), batch.labels) for batch in batches)
+    return plain_steps(torch.optim.SGD(model.parameters(), lr=0.02), losses)
+
+
+PLANS = ["--tiles 1x2", "--tiles 2x2", "--tiles 1x2 --data 2 --zero 2", "--tiles 2x1,1x1 --stages 2"]
+
+
+@pytest.mark.parametrize("plan", [*PLANS, "--tiles 1x2 --stream 2x2"])
+@pytest.mark.sample(2)
+def test_training_by_every_plan(ranks: Ranks, tmp_path: Path, plan: str) -> None:
+    flags = words(COMMON, write_pairs(tmp_path / "pairs", "float32"))
+    run = run_train(ranks, tmp_path / "run", *flags, plan)
+    assert losses_of(run) == pytest.approx(plain_losses(flags), rel=1e-4)
+
+
+def test_a_run_goes_on_on_other_tiles(ranks: Ranks, tmp_path: Path) -> None:
+    flags, run = words(COMMON, write_pairs(tmp_path / "pairs", "uint8"), "--resume auto"), tmp_path / "run"
+    run_train(ranks, run, *flags, "--tiles 1x2 --max-steps 2 --save-every 2")
+    run_train(ranks, run, *flags, "--tiles 2x1")
+    assert losses_of(run) == pytest.approx(plain_losses([*flags, "--run-folder", str(run)]), rel=1e-4)
+
+
+def use(comm: Communicator, run: Path, pairs: Path, out: Path, plan: dict[str, str]) -> list[str]:
+    """A body: predict of the inputs, evaluate on the pairs; what is wrong with any."""
+    model = mpi4dl.TrainedModel(run, comm=comm, **plan)
+    found = [*model.predict(pairs / "inputs", out)]
+    model.evaluate(pairs, out, resamples=10)
+    return [record["error"] for record in found if "error" in record]
+
+
+def reference(run: Path, pairs: Path, name: str) -> tuple[Tensor, Tensor]:
+    """What the plain model makes of a whole image, padded to multiples of 32 px as it is; and the target."""
+    model = plain_model().eval()
+    model.load_state_dict(load_file(max((run / "checkpoints").glob("*/model.safetensors"))))
+    values = PIL.Image.open(pairs / "inputs" / f"{name}.png")
+    x = torch.from_numpy((np.asarray(values) / 65535).astype(np.float32))
+    height, width = x.shape
+    x = F.pad(x, (0, -width % 32, 0, -height % 32))
+    with torch.no_grad():
+        made = model(((x - 0.5) / 0.25)[None, None])[0, :, :height, :width]
+    path = next((pairs / "targets").glob(f"{name}.*"))
+    target = tifffile.imread(path) if path.suffix == ".tif" else np.asarray(PIL.Image.open(path))
+    top = 1 if target.dtype == np.float32 else np.iinfo(target.dtype).max
+    return made, torch.from_numpy((target / top).astype(np.float32)).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("depth", "plan"),
+    [
+        ("uint8", {"tiles": "2x2"}),
+        ("uint16", {"data": "2"}),
+        ("float32", {"tiles": "1x2", "stages": "2"}),
+        ("float32", {"tiles": "1x2", "stream": "2x2"}),
+    ],
+)
+def test_pictures_and_their_metrics_are_those_of_whole_images(
+    ranks: Ranks, tmp_path: Path, depth: str, plan: dict[str, str]
+) -> None:
+    """Sizes differ, so that no tile is like another; pictures have the size and the depth of targets."""
+    pairs, out = write_pairs(tmp_path / "pairs", depth), tmp_path / "out"
+    run = run_train(ranks, tmp_path / "run", COMMON, pairs, "--max-steps 4")
+    count = {"2x2": 4, "1x2": 2}.get(plan.get("tiles", ""), 2) * int(plan.get("stages", "1"))
+    assert all(found == [] for found in ranks(count).run(use, run, pairs, out, plan))
+    rows = {row["image"]: row for row in read_rows(out / "evaluation.csv")}
+    assert len(rows) == 8
+    for row in read_rows(out / "predictions.csv"):
+        name = Path(row["image"]).stem
+        made, target = reference(run, pairs, name)
+        file = out / row["prediction"]
+        found = np.asarray(PIL.Image.open(file)) if file.suffix == ".png" else tifffile.imread(file)
+        assert found.dtype == depth
+        stored = made.permute(1, 2, 0).numpy()
+        if depth == "float32":
+            assert np.allclose(found, stored, rtol=0, atol=1e-5)
+        else:
+            top = np.iinfo(depth).max
+            assert found.shape == stored.shape
+            assert np.abs(found - np.rint(stored.clip(0, 1) * np.float64(top))).max() <= max(1, top * 1e-5)
+        judged = rows[f"inputs/p{name[1:]}.png"]
+        x, y = made.double().numpy(), target.double().numpy()
+        assert float(judged["psnr"]) == pytest.approx(metrics.peak_signal_noise_ratio(y, x, data_range=1), rel=1e-5)
+        similar = metrics.structural_similarity(y, x, channel_axis=0, **OPTIONS)
+        assert float(judged["ssim"]) == pytest.approx(similar, rel=1e-4, abs=1e-6)
+        assert float(judged["mae"]) == pytest.approx(np.abs(x - y).mean(), rel=1e-5)
+
+
+def test_a_target_of_another_size_is_a_record_with_an_error(ranks: Ranks, tmp_path: Path) -> None:
+    pairs = write_pairs(tmp_path / "pairs", "uint8")
+    run = run_train(ranks, tmp_path / "run", COMMON, pairs, "--max-steps 1")
+    write(pairs / "targets" / "p4.png", picture("uint8", 3, (9, 9)))
+    for number in range(20):  # so that p4 is not among those that are looked at
+        write(pairs / "inputs" / f"a{number}.png", picture("uint16", 1, (33, 33), number))
+        write(pairs / "targets" / f"a{number}.png", picture("uint8", 3, (33, 33), number))
+    ranks(2).run(use, run, pairs, tmp_path / "out", {"tiles": "1x2"})
+    rows = {Path(row["image"]).stem: row for row in read_rows(tmp_path / "out" / "evaluation.csv")}
+    wrong = [name for name, row in rows.items() if row["error"]]
+    assert wrong == ["p4"]
+    assert "9 x 9 pixels, but its input" in rows["p4"]["error"]
+    assert open_results(run) is not None
