@@ -15,7 +15,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/pip install $(QUIETLY) -c constraints.txt -e '.[mpich,test]'
 	touch $@
 
-.PHONY: install train slides gpt moe docs dist test test-oldest test-newest mutants fuzz soak test-gpu gpu-report lint clean
+.PHONY: install train slides tune gpt moe docs dist test test-oldest test-newest mutants fuzz soak test-gpu gpu-report lint clean
 install: $(STAMP)
 
 data/tissue: $(STAMP) examples/tissue_slides.py
@@ -41,7 +41,29 @@ slides: $(STAMP) data/slides/slides.csv
 		--slides-folder data/slides --out predicted/features
 	$(TWO) mpi4dl.slides hits predicted/features --slides data/slides/slides.csv
 	$(TWO) mpi4dl.train --config examples/slides.toml --mpp 8 --run-folder runs/slides_512
-	$(BIN)/python -m examples.slides_results
+	$(BIN)/python -m examples.slides_results slides
+
+data/textures: $(STAMP) examples/textures.py
+	$(BIN)/python -m examples.textures --out $@
+
+data/tune/slides.csv: $(STAMP)
+	$(TWO) mpi4dl.slides compose data/tune --patients 20 --slides-each 2 --size 4096 --lesion-share 0.002
+
+tune: $(STAMP) data/textures data/tune/slides.csv
+	$(TWO) mpi4dl.train --config examples/textures.toml
+	$(TWO) mpi4dl.embed --slides data/tune/slides.csv --mpp 2 --patch-size 64 --out features/tune --model vit \
+		--model-options image_size=64,patch=8,num_layers=4,hidden=96,num_heads=3 --mean 0.5 --std 0.25 --weights runs/textures
+	$(TWO) mpi4dl.train --slides data/tune/slides.csv --features features/tune --aggregator gated-attention \
+		--feature-norm batch --batch-size 2 --val-fraction 0.3 --tiles 1x2 --optimizer AdamW --lr 0.001 --epochs 10 \
+		--monitor val_loss --run-folder runs/tune_frozen --resume auto
+	$(TWO) mpi4dl.train --config examples/tune.toml --lora r=8,alpha=16,targets=query,value --run-folder runs/tune_lora
+	$(TWO) mpi4dl.train --config examples/tune.toml --lr-of 'encoder.*=0.0001' --run-folder runs/tune_all
+	$(TWO) mpi4dl.predict runs/tune_frozen --features features/tune --slides-folder data/tune --out predicted/tune_frozen
+	$(TWO) mpi4dl.slides hits predicted/tune_frozen --slides data/tune/slides.csv
+	for run in tune_lora tune_all; do \
+		$(TWO) mpi4dl.predict runs/$$run --slides data/tune/slides.csv --out predicted/$$run || exit 1; \
+		$(TWO) mpi4dl.slides hits predicted/$$run || exit 1; done
+	$(BIN)/python -m examples.slides_results tune
 
 gpt: $(STAMP)
 	$(BIN)/mpirun -n 4 $(BIN)/python -m mpi4dl.train --config examples/gpt.toml

@@ -1,6 +1,7 @@
-"""Show what `make slides` found: the best validation AUC of each run, and how often its map is highest in a lesion.
+"""Show what `make slides` and `make tune` found: the best validation AUC, and how often a map is highest in a lesion.
 
-    python -m examples.slides_results
+    python -m examples.slides_results slides
+    python -m examples.slides_results tune
 
 The exit code is 1 if a run with maps misses its goals, or if 512 px were enough to see the lesions.
 """
@@ -23,18 +24,25 @@ class Form(NamedTuple):
     finds: bool | None
 
 
-FORMS = (
-    Form("whole slides, streamed", "slides", "slides", finds=True),
-    Form("patches, gated attention, end to end", "slides_patches", "patches", finds=True),
-    Form("the same on frozen features", "slides_features", "features", finds=None),
-    Form("whole slides of 512 px", "slides_512", None, finds=False),
-)
+FORMS = {
+    "slides": (
+        Form("whole slides, streamed", "slides", "slides", finds=True),
+        Form("patches, gated attention, end to end", "slides_patches", "patches", finds=True),
+        Form("the same on frozen features", "slides_features", "features", finds=None),
+        Form("whole slides of 512 px", "slides_512", None, finds=False),
+    ),
+    "tune": (
+        Form("frozen features", "tune_frozen", "tune_frozen", finds=None),
+        Form("adapters of rank 8", "tune_lora", "tune_lora", finds=None),
+        Form("all weights", "tune_all", "tune_all", finds=None),
+    ),
+}
 
 
-def main() -> None:
+def main(demonstration: str) -> None:
     failed = []
     print(f"{'':38}  epochs  best validation AUC  highest in the lesion, of validation")
-    for form in FORMS:
+    for form in FORMS[demonstration]:
         epochs, auc = aucs_of(Path("runs") / form.run)
         hits, held = [], []
         if form.predicted is not None:
@@ -71,4 +79,4 @@ def validating(run: Path) -> set[str]:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
