@@ -14,13 +14,16 @@ import time
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
 import mpi4dl
+from mpi4dl._torchvision import prepare_torchvision
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Runner
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
+
+prepare_torchvision()  # which diffusers may import: also a build for GPUs beside a torch for CPUs
+from diffusers import AutoencoderKL  # noqa: E402
 
 CHANNELS = (32, 32, 64, 64)  # of each resolution: Stable Diffusion has (128, 256, 512, 512)
 
