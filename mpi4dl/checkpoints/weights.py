@@ -243,8 +243,8 @@ def _of_page(model: str, page: str) -> Path:
     if found is None:
         raise ValueError(
             f"`weights`: those of {model} are not in the cache of Hugging Face, and nothing is downloaded: accept "
-            f"their licence at https://huggingface.co/{page}, download {CACHED_NAMES[1]} there, and give its path; `weights` "
-            "none asks for random weights"
+            f"their licence at https://huggingface.co/{page}, download {CACHED_NAMES[1]} there, and give its path; "
+            "`weights` none asks for random weights"
         )
     return found
 
