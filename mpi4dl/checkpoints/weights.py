@@ -24,6 +24,7 @@ from torch import Tensor
 from mpi4dl._files import is_stored_zip, open_regular
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl._wording import counted, printable, to_install
+from mpi4dl.checkpoints.huggingface import CONFIG, Checkpoint, is_checkpoint
 from mpi4dl.checkpoints.json_values import Damaged
 from mpi4dl.checkpoints.manifest import ABOUT, AVERAGE, CLASSES, MODEL, OPTIMIZER, candidates_at
 from mpi4dl.checkpoints.saved import newest_whole
@@ -36,6 +37,7 @@ from mpi4dl.parallel.replicas.group import SLOT
 #
 # weights.pt  epoch=3.ckpt    what torch.save wrote: a state_dict, or a dict that has one
 # weights.safetensors         the same without pickles
+# folder with config.json      GPT-2 or Llama, as transformers writes them, for our GPT
 # runs/mine                   a run's newest checkpoint, or the weights that it ended with
 # ResNet50_Weights.DEFAULT    torchvision's, from PyTorch's cache
 # pretrained                  those of the model's own package, torchvision or timm, from its cache
@@ -76,6 +78,8 @@ def open_weights(source: str, model: str = "") -> WeightSource:
     Raises ValueError in one sentence where there are none, and OSError.
     """
     path = Path(source)
+    if path.is_dir() and is_checkpoint(path):
+        return _of_transformers(path)
     if path.is_dir():
         path = _of_run(path)
     elif not path.exists():
@@ -108,6 +112,23 @@ def _of_run(folder: Path) -> Path:
             f"`weights` {folder} is neither a run with weights nor a checkpoint of one: there is no {MODEL}"
         )
     return path
+
+
+def _of_transformers(folder: Path) -> WeightSource:
+    checkpoint = Checkpoint(folder)
+    stored: dict[str, WeightSource] = {}
+    for path in checkpoint.files:
+        open_regular(path).close()
+        file = _of_safetensors(path)
+        stored |= dict.fromkeys(file.shapes, file)
+    places = checkpoint.places(stored)
+    shapes = {
+        name: tuple(place.of(torch.empty(stored[place.name].shapes[place.name], device="meta")).shape)
+        for name, place in places.items()
+    }
+    return WeightSource(
+        str(folder / CONFIG), shapes, lambda name: places[name].of(stored[places[name].name].read(places[name].name))
+    )
 
 
 def _of_safetensors(path: Path) -> WeightSource:
