@@ -7,13 +7,17 @@ from torch import Tensor, nn
 from mpi4dl.models.experts import Mixture
 from mpi4dl.models.layers import Penalized
 from mpi4dl.models.transformer import (
+    NORM_EPS,
+    ROTARY_BASE,
     Activation,
+    Norm,
     Positions,
     TokenEmbedding,
     TransformerBlock,
     check_sizes,
     documents_of,
     initialize_transformer,
+    make_norm,
     through,
 )
 
@@ -32,7 +36,11 @@ class GPT(nn.Module):
         hidden: the number of features of a token between blocks.
         ff_dim: the width of feed-forward layers. None: 4 * hidden, or about 8/3 * hidden for "swiglu".
         positions: "learned" vectors for each of `context` positions, or "rotary" queries and keys.
+        rotary_base: what the angles of "rotary" are powers of.
+        head_dim: the number of features of a head. None: hidden / num_heads.
         activation: "gelu" or "swiglu".
+        norm: "layer" or "rms"; `norm_eps` is added to its variance.
+        bias: linear layers have a bias, but for `lm_head`.
         dropout: of embeddings, attention weights and what blocks add.
         tied: the weight of `lm_head` is that of the embedding.
         separator: the token that ends a document, if no token is to see others than its own. None: all see each other.
@@ -54,7 +62,12 @@ class GPT(nn.Module):
         hidden: int = 384,
         ff_dim: int | None = None,
         positions: Positions = "learned",
+        rotary_base: float = ROTARY_BASE,
+        head_dim: int | None = None,
         activation: Activation = "gelu",
+        norm: Norm = "layer",
+        norm_eps: float = NORM_EPS,
+        bias: bool = True,
         dropout: float = 0.0,
         tied: bool = True,
         separator: int | None = None,
@@ -72,16 +85,21 @@ class GPT(nn.Module):
                 num_heads,
                 ff_dim,
                 num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
                 causal=True,
                 rotary=rotary,
+                rotary_base=rotary_base,
                 activation=activation,
+                norm=norm,
+                norm_eps=norm_eps,
+                bias=bias,
                 dropout=dropout,
                 mixture=None if mixture is None else mixture.layer(number, hidden, ff_dim, activation, dropout),
             )
             for number in range(num_layers)
         )
         self.separator = separator
-        self.norm = nn.LayerNorm(hidden)
+        self.norm = make_norm(hidden, norm, norm_eps)
         self.lm_head = nn.Linear(hidden, vocabulary, bias=False)
         if tied:
             self.lm_head.weight = self.embedding.tokens.weight

@@ -18,9 +18,11 @@ from torch import Tensor, fx, nn
 
 Activation = Literal["gelu", "swiglu"]
 Positions = Literal["learned", "rotary"]
+Norm = Literal["layer", "rms"]
 
 INITIAL_STD = 0.02
 ROTARY_BASE = 10_000.0
+NORM_EPS = 1e-5
 FF_MULTIPLE = 8  # a feed-forward width that is rounded is a multiple of this
 
 
@@ -77,17 +79,17 @@ fx.wrap("documents_of")
 fx.wrap("within_context")
 
 
-def rotate(x: Tensor, positions: Tensor) -> Tensor:
+def rotate(x: Tensor, positions: Tensor, base: float = ROTARY_BASE) -> Tensor:
     """Turn pairs of features of x (N, T, heads, D) by angles that grow with `positions` (N, T).
 
-    Feature i < D/2 is paired with i + D/2, and its angle is position * 10000^(-2i/D). A product of a query and a key
+    Feature i < D/2 is paired with i + D/2, and its angle is position * base^(-2i/D). A product of a query and a key
     then depends on positions by their difference alone. Angles are computed in float32 or better.
 
     Su et al. 2021, "RoFormer", https://arxiv.org/abs/2104.09864.
     """
     half = x.shape[-1] // 2
     dtype = torch.promote_types(x.dtype, torch.float32)
-    frequencies = ROTARY_BASE ** (-torch.arange(half, dtype=dtype, device=x.device) / half)
+    frequencies = base ** (-torch.arange(half, dtype=dtype, device=x.device) / half)
     angles = positions[:, :, None, None] * frequencies
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x[..., :half], x[..., half:]
@@ -107,10 +109,10 @@ def within_context(tokens: Tensor, context: int) -> Tensor:
 class Attention(nn.Module):
     """Multi-head attention of a sequence to itself: (N, T, C) to (N, T, C).
 
-    `num_kv_heads` keys and values are shared by groups of heads (None: each head has its own). With `causal` no token
-    sees later ones; with document ids (N, T) none sees another document. `rotary` turns queries and keys by their
-    positions. `dropout` is of the attention weights and of the output. Text generation sets `past`, the cache of keys
-    and values.
+    `num_kv_heads` keys and values are shared by groups of heads (None: each head has its own). `head_dim` is D (None:
+    hidden / num_heads). With `causal` no token sees later ones; with document ids (N, T) none sees another document.
+    `rotary` turns queries and keys by their positions, with this `rotary_base`. `dropout` is of the attention weights
+    and of the output. Text generation sets `past`, the cache of keys and values.
 
     Raises:
         ValueError: `hidden` is not divisible by `num_heads`, or `num_heads` not by `num_kv_heads`; `rotary` and heads
@@ -123,28 +125,33 @@ class Attention(nn.Module):
         num_heads: int,
         num_kv_heads: int | None = None,
         *,
+        head_dim: int | None = None,
         causal: bool = False,
         rotary: bool = False,
+        rotary_base: float = ROTARY_BASE,
+        bias: bool = True,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        check_sizes(hidden=hidden, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        check_sizes(hidden=hidden, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if hidden % num_heads:
+        if head_dim is None and hidden % num_heads:
             raise ValueError(f"hidden={hidden} must be divisible by num_heads={num_heads}")
         if num_heads % num_kv_heads:
             raise ValueError(f"num_heads={num_heads} must be divisible by num_kv_heads={num_kv_heads}")
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, hidden // num_heads
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim or hidden // num_heads
         if rotary and self.head_dim % 2:
             raise ValueError(
-                f"rotary positions need heads of an even size, but hidden={hidden} / num_heads={num_heads} is "
-                f"{self.head_dim}"
+                "rotary positions need heads of an even size, but "
+                + (f"hidden={hidden} / num_heads={num_heads}" if head_dim is None else "head_dim")
+                + f" is {self.head_dim}"
             )
         self.causal, self.rotary, self.grouped = causal, rotary, num_kv_heads != num_heads
-        self.query = nn.Linear(hidden, num_heads * self.head_dim)
-        self.key = nn.Linear(hidden, num_kv_heads * self.head_dim)
-        self.value = nn.Linear(hidden, num_kv_heads * self.head_dim)
-        self.output = nn.Linear(num_heads * self.head_dim, hidden)
+        self.rotary_base = rotary_base
+        self.query = nn.Linear(hidden, num_heads * self.head_dim, bias)
+        self.key = nn.Linear(hidden, num_kv_heads * self.head_dim, bias)
+        self.value = nn.Linear(hidden, num_kv_heads * self.head_dim, bias)
+        self.output = nn.Linear(num_heads * self.head_dim, hidden, bias)
         self.dropout = nn.Dropout(dropout)
         self.past: Past | None = None
 
@@ -156,7 +163,7 @@ class Attention(nn.Module):
         value = self.value(x).view(batch, length, -1, self.head_dim)
         if self.rotary:
             positions = positions_of(x) if self.past is None else self.past.positions
-            query, key = rotate(query, positions), rotate(key, positions)
+            query, key = (rotate(x, positions, self.rotary_base) for x in (query, key))
         if self.past is not None:
             attended = self.past.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
             return self.output(attended.transpose(1, 2).flatten(2))
@@ -183,16 +190,21 @@ class FeedForward(nn.Module):
     """
 
     def __init__(
-        self, hidden: int, ff_dim: int | None = None, activation: Activation = "gelu", dropout: float = 0.0
+        self,
+        hidden: int,
+        ff_dim: int | None = None,
+        activation: Activation = "gelu",
+        dropout: float = 0.0,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         if activation not in get_args(Activation):
             raise ValueError(f"activation={activation!r} is unknown: choose 'gelu' or 'swiglu'")
         check_sizes(hidden=hidden, ff_dim=ff_dim)
         width = default_ff_dim(hidden, activation) if ff_dim is None else ff_dim
-        self.up = nn.Linear(hidden, width)
-        self.gate: nn.Linear | None = nn.Linear(hidden, width) if activation == "swiglu" else None
-        self.output = nn.Linear(width, hidden)
+        self.up = nn.Linear(hidden, width, bias)
+        self.gate: nn.Linear | None = nn.Linear(hidden, width, bias) if activation == "swiglu" else None
+        self.output = nn.Linear(width, hidden, bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -201,11 +213,18 @@ class FeedForward(nn.Module):
         return self.dropout(self.output(inner))
 
 
+def make_norm(hidden: int, kind: Norm = "layer", eps: float = NORM_EPS) -> nn.Module:
+    """Layer norm, or "rms": Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467. Raises ValueError."""
+    if kind not in get_args(Norm):
+        raise ValueError(f"norm={kind!r} is unknown: choose 'layer' or 'rms'")
+    return nn.LayerNorm(hidden, eps) if kind == "layer" else nn.RMSNorm(hidden, eps)
+
+
 class TransformerBlock(nn.Module):
     """Attention, then feed-forward layers, each normalized before and added to its input: (N, T, C) to (N, T, C).
 
-    Options and errors are those of `Attention` and `FeedForward`. `mixture`, a MixtureOfExperts in the place of the
-    latter, may have a penalty (N,), and then the block returns that too.
+    Options and errors are those of `Attention`, `FeedForward` and `make_norm`. `mixture`, a MixtureOfExperts in the
+    place of the feed-forward layers, may have a penalty (N,), and then the block returns that too.
 
     Xiong et al. 2020, "On Layer Normalization in the Transformer Architecture", https://arxiv.org/abs/2002.04745.
     """
@@ -217,18 +236,33 @@ class TransformerBlock(nn.Module):
         ff_dim: int | None = None,
         *,
         num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         causal: bool = False,
         rotary: bool = False,
+        rotary_base: float = ROTARY_BASE,
         activation: Activation = "gelu",
+        norm: Norm = "layer",
+        norm_eps: float = NORM_EPS,
+        bias: bool = True,
         dropout: float = 0.0,
         mixture: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.mixed, self.penalized = mixture is not None, getattr(mixture, "penalizes", False)
-        self.norm1 = nn.LayerNorm(hidden)
-        self.attention = Attention(hidden, num_heads, num_kv_heads, causal=causal, rotary=rotary, dropout=dropout)
-        self.norm2 = nn.LayerNorm(hidden)
-        self.feed_forward = FeedForward(hidden, ff_dim, activation, dropout) if mixture is None else mixture
+        self.norm1 = make_norm(hidden, norm, norm_eps)
+        self.attention = Attention(
+            hidden,
+            num_heads,
+            num_kv_heads,
+            head_dim=head_dim,
+            causal=causal,
+            rotary=rotary,
+            rotary_base=rotary_base,
+            bias=bias,
+            dropout=dropout,
+        )
+        self.norm2 = make_norm(hidden, norm, norm_eps)
+        self.feed_forward = FeedForward(hidden, ff_dim, activation, dropout, bias) if mixture is None else mixture
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         x = x + self.attention(self.norm1(x), documents)

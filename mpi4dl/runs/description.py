@@ -29,7 +29,7 @@ from mpi4dl.datasets.transform import Fit, as_fit
 from mpi4dl.models.registry import without_loading
 from mpi4dl.options import parts
 from mpi4dl.options.config import Config, ConfigError, Parallel, parse, shared_options
-from mpi4dl.options.declare import nearest, options_of, with_options
+from mpi4dl.options.declare import nearest, options_of, with_options, with_values
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import is_own
 from mpi4dl.options.sources import source_of
@@ -370,6 +370,11 @@ class RunOptions:
     def read(cls, folder: Path) -> "RunOptions":
         """Raises ConfigError for a file that is none of a run."""
         return cls(parse(["--config", str(folder / "config.toml")]))
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "RunOptions":
+        """Those of a run that has these values, by the options' names, and defaults otherwise."""
+        return cls(with_values(Config(), values))
 
     def with_own_model(self, comm: Communicator, folder: Path, asked: bool) -> "RunOptions":
         """The options with the run's own model where that is now, if it has one.

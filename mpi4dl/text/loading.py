@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mpi4dl.checkpoints.huggingface import Checkpoint, is_checkpoint
 from mpi4dl.comm import Communicator
-from mpi4dl.datasets.text import BPETokenizer, ByteTokenizer, Tokenizer
+from mpi4dl.datasets.text import BPETokenizer, ByteTokenizer, PretrainedTokenizer, Tokenizer
 from mpi4dl.engine.precision import int8_of
 from mpi4dl.models.experts import Experts
 from mpi4dl.options.declare import ConfigError
@@ -209,12 +210,14 @@ def find_trained(comm: Communicator, source: Path, trust_code: bool = False) -> 
     """The content of the folder of a run of `mpi4dl train`, or of one of its checkpoints. Collective.
 
     The newest whole checkpoint counts, or of a run without any the weights that it wrote at its end. Of a run with
-    `ema` it is their average.
+    `ema` it is their average. Or the content of a folder that transformers wrote, with GPT-2 or Llama.
 
     Raises:
         Refusal: on all ranks: there is no such folder, it has no weights, it is of a model that writes no text, or it
             names code of others without `trust_code`.
     """
+    if comm.broadcast_object(is_checkpoint(source)):
+        return _find_pretrained(comm, source)
     folder = folder_of(comm, source)
     with comm.together((ValueError, OSError)):
         run = RunOptions.read(folder)
@@ -225,6 +228,15 @@ def find_trained(comm: Communicator, source: Path, trust_code: bool = False) -> 
         has_bytes = chosen.tokenizer == "bytes"
         tokenizer: Tokenizer = ByteTokenizer() if has_bytes else BPETokenizer.load(folder / TOKENIZER)
     return Trained(run.with_own_model(comm, folder, trust_code), tokenizer, find_weights(comm, source))
+
+
+def _find_pretrained(comm: Communicator, source: Path) -> Trained:
+    with comm.together((ValueError, OSError)):
+        checkpoint = Checkpoint(source)
+        options = checkpoint.options
+        tokenizer = PretrainedTokenizer(source / TOKENIZER, options["vocabulary"], checkpoint.end)
+        named = {"model": "gpt", "model_options": options, "text": str(source), "context": options["context"]}
+    return Trained(RunOptions.of(named), tokenizer, FoundWeights(source, ()))
 
 
 def hold_text_model(

@@ -222,7 +222,9 @@ PAGES = {
     "docs/how-to/train-on-features.md": Page(
         [composed, embedded, ON_PATCHES], without={"embed --slides data/slides/slides.csv --mpp 0.5": "needs timm"}
     ),
-    "docs/how-to/tune-an-encoder.md": Page(),
+    "docs/how-to/tune-an-encoder.md": Page(
+        without={"train --slides slides.csv --model uni2": "needs timm, and weights with a licence"}
+    ),
     "docs/how-to/profile.md": Page(),
     "docs/how-to/plan-for-a-cluster.md": Page(
         without={"benchmarks run forecast": MINUTES, "benchmarks run choices": MINUTES}

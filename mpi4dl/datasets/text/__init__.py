@@ -16,13 +16,14 @@ from mpi4dl.datasets.text.corpus import (
     split_documents,
 )
 from mpi4dl.datasets.text.dataset import MaskedTokenDataset, TokenDataset, TokenSample, bits_per_byte
-from mpi4dl.datasets.text.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
+from mpi4dl.datasets.text.tokenizer import BPETokenizer, ByteTokenizer, PretrainedTokenizer, Tokenizer
 
 __all__ = [
     "BPETokenizer",
     "ByteTokenizer",
     "Document",
     "MaskedTokenDataset",
+    "PretrainedTokenizer",
     "TokenDataset",
     "TokenFile",
     "TokenSample",

@@ -126,13 +126,7 @@ class BPETokenizer:
         Raises:
             DatasetError: the file cannot be read or holds no tokenizer, or the package `tokenizers` is missing.
         """
-        tokenizers = _tokenizers()
-        try:
-            return cls(tokenizers.Tokenizer.from_str(read_regular(path).decode()))
-        except OSError as error:
-            raise DatasetError(f"{path}: cannot be read: {error.strerror or error}") from error
-        except Exception as error:  # the package has no class of errors of its own
-            raise DatasetError(f"{path}: holds no tokenizer ({error}): train one anew") from error
+        return cls(_inner_at(path, "train one anew"))
 
     def save(self, path: Path) -> None:
         """Write the tokenizer to one JSON file, whole or not at all. Raises DatasetError if it cannot be written."""
@@ -146,6 +140,49 @@ class BPETokenizer:
         found = np.asarray(tokens, np.int64)
         text: str = self._inner.decode(found[found < self.end].tolist(), skip_special_tokens=False)
         return text
+
+
+class PretrainedTokenizer:
+    """The tokenizer of a model of transformers, whose `vocabulary` and `end` (-1: none) are those of the model.
+
+    The tokens that it puts around a text, such as a first one, are among those of the text.
+
+    Raises:
+        DatasetError: as `BPETokenizer.load`.
+    """
+
+    def __init__(self, path: Path, vocabulary: int, end: int) -> None:
+        if not path.is_file():
+            raise DatasetError(
+                f"{path} is missing: write it with AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of "
+                "transformers"
+            )
+        self._inner, self.vocabulary, self.end = _inner_at(path, "save it anew"), vocabulary, end
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self.fingerprint = hashlib.blake2b(self._inner.to_str().encode(), digest_size=16).hexdigest()
+        # Some decoders leave out a space at the beginning of a text: so there is always a beginning before it.
+        self._before = self._inner.encode("a", add_special_tokens=False).ids
+        self._length = len(self._inner.decode(self._before))
+
+    def encode(self, text: str) -> npt.NDArray[np.int64]:
+        return np.array(self._inner.encode(text).ids, np.int64)
+
+    def decode(self, tokens: npt.ArrayLike) -> str:
+        found = np.asarray(tokens, np.int64).tolist()
+        text: str = self._inner.decode([*self._before, *found], skip_special_tokens=True)
+        return text[self._length :]
+
+
+def _inner_at(path: Path, remedy: str) -> Any:
+    """The `tokenizers.Tokenizer` of a JSON file. Raises DatasetError."""
+    tokenizers = _tokenizers()
+    try:
+        return tokenizers.Tokenizer.from_str(read_regular(path).decode())
+    except OSError as error:
+        raise DatasetError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # the package has no class of errors of its own
+        raise DatasetError(f"{path}: holds no tokenizer ({error}): {remedy}") from error
 
 
 def _tokenizers() -> Any:
