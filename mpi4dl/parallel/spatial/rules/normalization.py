@@ -305,7 +305,8 @@ def _norm(layout: Layout, shape: Sequence[int], eps: float, held: Tiling) -> Nor
 def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
     """y * weight + bias in the dtype of y, which may have fewer bits than they. Nobody else has y."""
     dtype = y.dtype
-    if not torch.is_grad_enabled() and type(y) is Tensor and all(t is None or t.dtype == dtype for t in (weight, bias)):
+    as_it_is = (weight is None or weight.dtype == dtype) and (bias is None or bias.dtype == dtype)
+    if as_it_is and type(y) is Tensor and not torch.is_grad_enabled():
         y = y if weight is None else y.mul_(weight)
         return y if bias is None else y.add_(bias)
     y = y if weight is None else y * weight
@@ -328,9 +329,10 @@ def group_norm(
         return wrap(torch.group_norm(input.local, num_groups, weight, bias, eps), input.layout)
     input = in_plain_dtype(input, lambda image: F.group_norm(image, 1))
     y = _by_sample(input, num_groups, weight, bias, eps, "torch.nn.functional.group_norm")[0]
-    if not y.is_cpu or y.dim() not in CHANNELS_LAST or not channels_last(input.local):
+    local = input.local
+    if local.is_contiguous() or not local.is_cpu or local.dim() not in CHANNELS_LAST or not channels_last(local):
         return y
-    return y.contiguous(memory_format=CHANNELS_LAST[y.dim()])  # as PyTorch: random numbers are drawn in this order
+    return y.contiguous(memory_format=CHANNELS_LAST[local.dim()])  # as PyTorch: random numbers are drawn in this order
 
 
 def _group_norm_of_own(
