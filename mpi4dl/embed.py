@@ -19,6 +19,7 @@ from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.config import Data, Model, Parallel, Slides, Training
 from mpi4dl.options.declare import ConfigError, instead, like, neutral, option, same_as
 from mpi4dl.options.kinds import AUTO, BOOLEAN, COUNT, DEVIATIONS, MEANS, NAME, SHARE, choice, optional, or_auto
+from mpi4dl.options.presets import of_encoder
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -118,6 +119,11 @@ class EmbedConfig:
     embedding: ToEmbed = field(default_factory=ToEmbed)
     encoder: Encoding = field(default_factory=Encoding)
     work: Execution = field(default_factory=Execution)
+
+    @staticmethod
+    def below(values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the encoder that `values` name gives the patches; `weights` may know another mean and deviation."""
+        return {name: value for name, value in of_encoder(values).items() if name in ("patches", "mpp")}
 
 
 @command(EmbedConfig, USAGE, DESCRIPTION)

@@ -24,11 +24,11 @@ from torch import Tensor
 from mpi4dl._files import is_stored_zip, open_regular
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl._wording import counted, printable, to_install
-from mpi4dl.checkpoints.huggingface import CONFIG, Checkpoint, is_checkpoint
 from mpi4dl.checkpoints.json_values import Damaged
 from mpi4dl.checkpoints.manifest import ABOUT, AVERAGE, CLASSES, MODEL, OPTIMIZER, candidates_at
 from mpi4dl.checkpoints.saved import newest_whole
 from mpi4dl.comm import Communicator
+from mpi4dl.models.registry import page_of
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.replicas.group import SLOT
 
@@ -77,9 +77,11 @@ def open_weights(source: str, model: str = "") -> WeightSource:
     Raises ValueError in one sentence where there are none, and OSError.
     """
     path = Path(source)
-    if path.is_dir() and is_checkpoint(path):
-        return _of_transformers(path)
     if path.is_dir():
+        from mpi4dl.checkpoints.huggingface import is_checkpoint
+
+        if is_checkpoint(path):
+            return _of_transformers(path)
         path = _of_run(path)
     elif not path.exists():
         path = _cached(source, model)
@@ -114,6 +116,8 @@ def _of_run(folder: Path) -> Path:
 
 
 def _of_transformers(folder: Path) -> WeightSource:
+    from mpi4dl.checkpoints.huggingface import CONFIG, Checkpoint
+
     checkpoint = Checkpoint(folder)
     stored: dict[str, WeightSource] = {}
     for path in checkpoint.files:
@@ -222,6 +226,8 @@ def _cached(source: str, model: str) -> Path:
         )
     if source == PRETRAINED and model.startswith(TIMM):
         return _of_timm(model.removeprefix(TIMM))
+    if source == PRETRAINED and page_of(model):
+        return _of_page(model, page_of(model))
     models = import_torchvision().models
     try:
         found = models.get_model_weights(model).DEFAULT if source == PRETRAINED else models.get_weight(source)
@@ -247,14 +253,34 @@ def _of_timm(name: str) -> Path:
     if known is None or not (known.hf_hub_id or known.url):
         raise ValueError(f"`weights` {PRETRAINED}: timm has no trained weights of {name}")
     if known.hf_hub_id:
-        from huggingface_hub import try_to_load_from_cache
-
-        for file in (known.hf_hub_filename,) if getattr(known, "hf_hub_filename", None) else CACHED_NAMES:
-            found = try_to_load_from_cache(known.hf_hub_id, file)
-            if isinstance(found, str):
-                return Path(found)
+        named = getattr(known, "hf_hub_filename", None)
+        found = _of_hub(known.hf_hub_id, (named,) if named else CACHED_NAMES)
+        if found is not None:
+            return found
     file = Path(torch.hub.get_dir()) / "checkpoints" / (known.url or f"{name}.pth").rpartition("/")[2]
     return _there(file, f"the weights of {TIMM}{name}", f"timm.create_model({name!r}, pretrained=True)")
+
+
+def _of_page(model: str, page: str) -> Path:
+    """The file of a published encoder of tiles. Raises ValueError if it is not in the cache."""
+    found = _of_hub(page, CACHED_NAMES)
+    if found is None:
+        raise ValueError(
+            f"`weights`: those of {model} are not in the cache of Hugging Face, and nothing is downloaded: accept "
+            f"their licence at https://huggingface.co/{page}, download {CACHED_NAMES[1]} there, and give its path; "
+            "`weights` none asks for random weights"
+        )
+    return found
+
+
+def _of_hub(page: str, names: Iterable[str]) -> Path | None:
+    """The first file of these names that the cache of Hugging Face has of a page."""
+    try:
+        hub = import_module("huggingface_hub")
+    except ImportError:
+        return None
+    paths = (hub.try_to_load_from_cache(page, name) for name in names)
+    return next((Path(path) for path in paths if isinstance(path, str)), None)
 
 
 def _there(file: Path, what: str, call: str) -> Path:

@@ -34,11 +34,12 @@ from mpi4dl.engine.precision import AUTOCAST
 from mpi4dl.geometry import Interval, ceil_div, even_cuts
 from mpi4dl.inference.masks import bases_of
 from mpi4dl.models.patches import headless
-from mpi4dl.models.registry import OWN_MODELS, TIMM
+from mpi4dl.models.registry import OWN_MODELS, TIMM, described
 from mpi4dl.options import parts
 from mpi4dl.options.declare import ConfigError, options_of, value_of
 from mpi4dl.options.kinds import AUTO, part_name
 from mpi4dl.options.parts import is_own
+from mpi4dl.options.presets import ENCODERS
 from mpi4dl.options.sources import unstained
 from mpi4dl.results.job import FolderJob, ItemInput, settings_of
 from mpi4dl.results.names import FEATURES
@@ -174,6 +175,7 @@ def open_encoder(comm: Communicator, options: Any, model_options: ModelOptions) 
                 f"`model` {name} does not encode patches of {patch} x {patch} px ({reason}): choose other `patches`, "
                 "or `model_options` such as img_size or dynamic_img_size"
             ) from None
+    remarks = [*described(name, model_options.options), *remarks]
     print_of = comm.broadcast_object(_fingerprint(model) if comm.rank == 0 else "")
     found = Encoder(model, patch, tried.shape[1], mean, std, print_of, assembly.device, model_options.precision)
     return found, remarks
@@ -217,6 +219,8 @@ def _normalisation(
     name = options.part
     if trained is not None:
         usual = (trained.mean, trained.std)
+    elif name in ENCODERS:
+        usual = (ENCODERS[name]["mean"], ENCODERS[name]["std"])
     elif is_own(name) or name in OWN_MODELS:
         usual = (options.mean, options.std)
     elif name.startswith(TIMM):

@@ -1,6 +1,7 @@
 """Builds a model from its name: one of our own, from the table below, or of timm, smp or torchvision.
 
 resnet_v2                           OWN_MODELS
+uni2                                OWN_MODELS too: an encoder of tiles of slides, which timm makes
 resnet50, fcn_resnet50, r3d_18      a builder of torchvision.models
 timm/vit_tiny_patch16_224           what timm.create_model makes, if that package is installed
 smp/Unet                            a class of segmentation_models_pytorch, likewise; its classes are num_classes
@@ -31,12 +32,14 @@ class Entry:
 
     `path` is the module of `mpi4dl.models` and the name in it, which are imported when the model is wanted. `groups`
     are options of which each is an object of the type at such a path, made of options that have its fields' names.
+    `page` is where Hugging Face has the weights of a published encoder of tiles of slides, which needs timm.
     """
 
     path: str
     fixed: Mapping[str, object] = field(default_factory=dict)
     takes: Takes = "images"
     groups: Mapping[str, str] = field(default_factory=dict)
+    page: str = ""
 
     @property
     def builder(self) -> Callable[..., nn.Module]:
@@ -75,6 +78,13 @@ OWN_MODELS: Mapping[str, Entry] = MappingProxyType(
         "unet": Entry("unet.UNet", {"dims": 2}),
         "unet3d": Entry("unet.unet3d"),
         "vit": Entry("vit.ViT", groups=MIXTURE),
+        "uni": Entry("pathology.uni", page="MahmoodLab/UNI"),
+        "uni2": Entry("pathology.uni2", page="MahmoodLab/UNI2-h"),
+        "virchow": Entry("pathology.virchow", page="paige-ai/Virchow"),
+        "virchow2": Entry("pathology.virchow2", page="paige-ai/Virchow2"),
+        "gigapath": Entry("pathology.gigapath", page="prov-gigapath/prov-gigapath"),
+        "hoptimus0": Entry("pathology.hoptimus0", page="bioptimus/H-optimus-0"),
+        "hoptimus1": Entry("pathology.hoptimus1", page="bioptimus/H-optimus-1"),
     }
 )
 
@@ -124,6 +134,26 @@ def option_of_channels(name: str) -> str | None:
     return "in_channels" if own or name.startswith(SMP) else None
 
 
+def page_of(name: str) -> str:
+    """The page of Hugging Face that has the weights of a published encoder of tiles of slides; empty of others."""
+    return OWN_MODELS[name].page if name in OWN_MODELS else ""
+
+
+def with_defaults(name: str, options: Mapping[str, object]) -> dict[str, object]:
+    """The options of a published encoder of tiles, with those that its name implies. Raises ValueError without timm."""
+    _require_timm(name)
+    parameters = inspect.signature(OWN_MODELS[name].builder).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY} | dict(options)
+
+
+def described(name: str, options: Mapping[str, object]) -> list[str]:
+    """A line about a published encoder of tiles, with all of its options; of other models none."""
+    if not page_of(name):
+        return []
+    chosen = ", ".join(f"{option} {value}" for option, value in with_defaults(name, options).items())
+    return [f"{name}: the architecture of {page_of(name)}, by timm: {chosen}"]
+
+
 def without_loading(name: str, options: Mapping[str, object]) -> dict[str, object]:
     """The options of a model that gets its weights from elsewhere: without those that make its package load some."""
     loads = LOADING if name.startswith((TIMM, SMP)) else ()
@@ -167,6 +197,7 @@ def require_known(name: str) -> None:
         _timm_with(name.removeprefix(TIMM))
     elif name.startswith(SMP):
         _smp_with(name.removeprefix(SMP))
+    _require_timm(name)
     if name in OWN_MODELS or name.startswith((TIMM, SMP)):
         return
     known = names(torchvision=True)
@@ -182,6 +213,7 @@ def require_known(name: str) -> None:
 
 
 def _build_own(name: str, entry: Entry, options: Mapping[str, object]) -> nn.Module:
+    _require_timm(name)
     own = _parameter_names(entry.builder) - entry.fixed.keys() - entry.groups.keys()
     kinds = {group: _at(path) for group, path in entry.groups.items()}
     fields = {group: _parameter_names(kind) for group, kind in kinds.items()}
@@ -194,6 +226,12 @@ def _build_own(name: str, entry: Entry, options: Mapping[str, object]) -> nn.Mod
             raise ValueError(f"model {name!r} needs {_listed(missing)} beside {_listed(sorted(chosen))}")
         given |= {group: kind(**chosen)} if chosen else {}
     return entry.builder(**entry.fixed, **given)
+
+
+def _require_timm(name: str) -> None:
+    """Raises ValueError for an encoder of tiles if its package is not installed."""
+    if page_of(name):
+        _imported("timm", name)
 
 
 def _timm_with(name: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 from mpi4dl._commands import typed
 from mpi4dl.options.declare import ConfigError, facts, from_keywords, parse_options, shared_options, to_toml
 from mpi4dl.options.kinds import AUTO, part_name
-from mpi4dl.options.presets import PRESETS
+from mpi4dl.options.presets import PRESETS, of_encoder
 from mpi4dl.options.sections.data import Data
 from mpi4dl.options.sections.model import Model
 from mpi4dl.options.sections.optimizer import Optimizer, Tuning
@@ -71,11 +71,14 @@ class Config:
 
     @staticmethod
     def below(values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the preset that `values` name gives options that they lack. Its rate and decay are for AdamW alone."""
+        """What the preset and the encoder that `values` name give options that they lack.
+
+        The rate and the decay of presets are for AdamW alone.
+        """
         preset = PRESETS.get(values.get("preset", ""), {})
-        if values.get("optimizer", AUTO) in (AUTO, "AdamW"):
-            return preset
-        return {name: value for name, value in preset.items() if name not in ("lr", "optimizer_options")}
+        if values.get("optimizer", AUTO) not in (AUTO, "AdamW"):
+            preset = {name: value for name, value in preset.items() if name not in ("lr", "optimizer_options")}
+        return {**preset, **of_encoder(values)}
 
     @property
     def samples_per_step(self) -> int:

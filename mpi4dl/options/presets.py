@@ -1,4 +1,4 @@
-"""Defaults for kinds of training: above those of tasks, and below files and flags."""
+"""Defaults for kinds of training, and for published encoders: above those of tasks, and below files and flags."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -55,3 +55,30 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "epochs": 100,
     },
 }
+
+IMAGENET: Mapping[str, Any] = {"mean": "imagenet", "std": "imagenet", "patches": 224, "mpp": 0.5}
+OPTIMUS = {**IMAGENET, "mean": [0.707223, 0.578729, 0.703617], "std": [0.211883, 0.230117, 0.177517]}
+
+# What published encoders of tiles of slides were trained with, by `model`.
+ENCODERS: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(("uni", "uni2", "virchow", "virchow2", "gigapath"), IMAGENET),
+    **dict.fromkeys(("hoptimus0", "hoptimus1"), OPTIMUS),
+}
+
+
+def of_encoder(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the encoder that is the `model` of these values gives other options; of no such encoder nothing.
+
+    Tiles and their resolution are of slides alone: other images may be tiles themselves.
+    """
+    model = values.get("model")
+    if not isinstance(model, str) or model not in ENCODERS or values.get("features") is not None:
+        return {}
+    found = {"weights": "pretrained", **ENCODERS[model]}
+    if values.get("mean") is not None:
+        del found["std"]
+    if values.get("slides") is None:
+        del found["patches"]
+    if values.get("slides") is None or any(values.get(name) is not None for name in ("magnification", "level")):
+        del found["mpp"]
+    return found

@@ -30,7 +30,7 @@ from mpi4dl.datasets.sources import SYNTHETIC, SampleFiles, open_files
 from mpi4dl.datasets.split import Named, in_whole, split
 from mpi4dl.datasets.transform import FITTED, STRIDE_PX, Fit, as_fit
 from mpi4dl.geometry import Box
-from mpi4dl.models.registry import require_known
+from mpi4dl.models.registry import page_of, require_known, with_defaults
 from mpi4dl.options.config import Config, ConfigError, Slides
 from mpi4dl.options.data import build_augment, build_mixup, build_views, number_of_classes
 from mpi4dl.options.declare import with_values
@@ -110,7 +110,7 @@ class DataSource:
     # What is asked for.
 
     def prepared(self) -> Config:
-        """The configuration as this kind of data needs it.
+        """The configuration as this kind of data needs it, with all options of a published encoder of tiles.
 
         Raises:
             ConfigError: options of other kinds of data, or two kinds.
@@ -131,6 +131,9 @@ class DataSource:
         self.require_model()
         if data.task == "image":
             self._require_pictures()
+        model = self._config.model
+        if isinstance(model.model, str) and page_of(model.model):
+            return with_values(self._config, {"model_options": with_defaults(model.model, model.model_options)})
         return self._config
 
     def _require_pictures(self) -> None:

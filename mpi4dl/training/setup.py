@@ -25,6 +25,7 @@ from mpi4dl.datasets.base import printable
 from mpi4dl.datasets.loader import Loader
 from mpi4dl.engine import Engine
 from mpi4dl.geometry import Box
+from mpi4dl.models.registry import described
 from mpi4dl.options import build
 from mpi4dl.options.build import TrainingSpec
 from mpi4dl.options.config import OF_THE_TASK, Config, ConfigError, facts, shared_options, to_toml
@@ -119,6 +120,7 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
     """Build what a configuration names, each rank its part. Collective; raises Refusal on all ranks."""
     comm.agree(None, **facts(config))
     config = framed(in_folder_of_fold(config), comm)
+    require_weights(config, comm)
     chosen_plan: list[str] = []
     if config.parallel.plan is not None:
         from mpi4dl.training.fastest_plan import fastest_plan
@@ -147,11 +149,11 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
     assembly = replace(assembly, config=config)
     model = replace(assembly, config=cut).hold(task.num_outputs, images.channels)
     patience.feed()
-    chosen, remarks = config.tuning, []
+    chosen, remarks = config.tuning, described(config.model_name, config.model.model_options)
     if chosen.weights is not None:
         from mpi4dl.checkpoints.weights import load_weights
 
-        remarks = load_weights(model, chosen.weights, model=config.model_name, strict=chosen.strict)
+        remarks += load_weights(model, chosen.weights, model=config.model_name, strict=chosen.strict)
     with comm.together((ValueError, TypeError)):
         optimizer = build_optimizer(config, groups_of(config, model))
         schedule = build_schedule(config, optimizer)
@@ -172,6 +174,17 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
         [*chosen_plan, *remarks], patience,
         meter, spell, argv, weighed.learning.class_weights,
     )  # fmt: skip
+
+
+def require_weights(config: Config, comm: Communicator) -> None:
+    """Raise Refusal on all ranks if the weights to begin with cannot be read, before a large model is made."""
+    if config.tuning.weights is None:
+        return
+    from mpi4dl.checkpoints.weights import open_weights
+
+    with comm.together((ValueError, OSError)):
+        if comm.rank == 0:
+            open_weights(config.tuning.weights, config.model_name)
 
 
 def with_measured(config: Config, comm: Communicator, images: "Images | Texts", patience: HangTimeout) -> Config:

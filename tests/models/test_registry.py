@@ -23,11 +23,12 @@ OF_IMAGES = [
     "vit",
 ]
 OF_TOKENS = ["bert", "bert_2_5b", "bert_base", "gpt", "gpt2", "gpt2_large", "gpt2_medium", "gpt2_xl"]
+OF_TILES = ["gigapath", "hoptimus0", "hoptimus1", "uni", "uni2", "virchow", "virchow2"]  # see test_pathology
 SIZES = {"resnet1d": (33,), "resnet3d": (9, 33, 47), "unet3d": (9, 33, 47), "vit": (32, 32)}
 
 
 def test_names_are_ours_and_torchvisions_when_asked():
-    assert models.names() == sorted(OF_IMAGES + OF_TOKENS)
+    assert models.names() == sorted(OF_IMAGES + OF_TOKENS + OF_TILES)
     everything = models.names(torchvision=True)
     assert {*OF_IMAGES, *OF_TOKENS, "resnet50", "densenet121", "fcn_resnet50"} < set(everything)
     assert everything == sorted(everything)

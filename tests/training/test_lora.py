@@ -53,6 +53,13 @@ class Timm(nn.Module):
     def forward(self, x):
         return self.net(x.double())
 
+class Virchow(Timm):
+    def __init__(self, num_classes):
+        nn.Module.__init__(self)
+        from mpi4dl.models import build
+        sizes = dict(in_channels=2, embed_dim=12, depth=2, num_heads=2, img_size=28)
+        self.net = build("virchow2", num_classes, **sizes).double()
+
 own, patch = partial(ViT, size=(64, 72)), partial(ViT, size=32)
 """
 FLAGS = (
@@ -63,10 +70,12 @@ FLAGS = (
 QUERIES = "own --lora r=3,alpha=6,targets=query,attention.output,up"
 FUSED = "Timm --lora r=3,alpha=6,targets=qkv,proj,train=net.norm"
 OF_PATCHES = "patch --patches 32 --lora r=3,alpha=6,targets=query,value --aggregator mean"
+OF_TILES = "Virchow --patches 28 --lora r=3,alpha=6,targets=qkv,fc1 --aggregator mean"
 FEW = {
     "own on tiles": (QUERIES, "--tiles 1x2"),
     "own by stages of tiles": (QUERIES, "--stages 2 --tiles 1x2,1x1 --balance flops --microbatches 2"),
     "patches on tiles": (OF_PATCHES, "--tiles 1x2"),
+    "published encoder on tiles": (OF_TILES, "--tiles 1x2"),
 }
 MORE = {
     "own on more tiles": (QUERIES, "--tiles 2x2"),
@@ -78,6 +87,7 @@ MORE = {
     "own recomputed": (QUERIES, "--recompute"),
     "timm on tiles": (FUSED, "--tiles 1x2"),
     "timm by zero 3": (FUSED, "--data 2 --zero 3"),
+    "published encoder by replicas": (OF_TILES, "--data 2 --zero 2"),
     "patches by replicas": (OF_PATCHES, "--data 2 --zero 2"),
     "patches on tiles of replicas": (OF_PATCHES, "--tiles 1x2 --data 2"),
 }
@@ -91,7 +101,7 @@ def own(tmp_path: Path) -> Path:
 
 
 def flags_of(own: Path, model: str) -> list[str]:
-    if model == FUSED and importlib.util.find_spec("timm") is None:
+    if model in (FUSED, OF_TILES) and importlib.util.find_spec("timm") is None:
         pytest.skip("timm is not installed")
     return words(FLAGS, f"--dataset={own}:Scans", f"--loss={own}:loss", f"--model={own}:{model}")
 
