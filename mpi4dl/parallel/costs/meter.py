@@ -24,10 +24,16 @@ from mpi4dl.comm.traffic import Traffic
 from mpi4dl.parallel.spatial.dry_run_grid import DryRunGrid
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
 
-FLASH, FLASH_ON_CPUS = (
-    getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{where}") for where in ("", "_for_cpu")
+FLASH, FLASH_BACKWARD, FLASH_ON_CPUS, FLASH_BACKWARD_ON_CPUS = (
+    getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{where}{way}")
+    for where in ("", "_for_cpu")
+    for way in ("", "_backward")
 )
-FLOPS = {**flop_registry, FLASH_ON_CPUS: flop_registry[FLASH]}
+FLOPS = {
+    **flop_registry,
+    FLASH_ON_CPUS: flop_registry[FLASH],
+    FLASH_BACKWARD_ON_CPUS: flop_registry[FLASH_BACKWARD],
+}
 ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 
 
@@ -307,7 +313,8 @@ class UnitCosts(NamedTuple):
         forward_bytes, backward_bytes: the most memory of either pass at a time, beside what is kept.
         largest_bytes: the largest tensor.
         summed_bytes: what ranks that share features sum up, forward and backward.
-        flops: those of convolutions, matrix products and attention, forward.
+        flops, backward_flops: those of convolutions, matrix products and attention, of either pass. Frozen weights have
+            no gradients.
         touched_bytes: what operators without FLOPs read and write, forward.
         operators: how many there are, with FLOPs or without, forward.
         there, back: what ranks send each other in the forward and the backward pass.
@@ -323,6 +330,7 @@ class UnitCosts(NamedTuple):
     largest_bytes: int = 0
     summed_bytes: int = 0
     flops: float = 0.0
+    backward_flops: float = 0.0
     touched_bytes: int = 0
     operators: int = 0
     there: Traffic = ()
@@ -334,7 +342,8 @@ class UnitCosts(NamedTuple):
     def part(self, num_ranks: int) -> "UnitCosts":
         """An even part of the counts for each of so many ranks, which send each other nothing."""
         parts = {name: ceil(getattr(self, name) / num_ranks) for name in COUNTS if name.endswith("_bytes")}
-        return UnitCosts(**parts, flops=self.flops / num_ranks, operators=self.operators)
+        flops = {name: getattr(self, name) / num_ranks for name in COUNTS if name.endswith("flops")}
+        return UnitCosts(**parts, **flops, operators=self.operators)
 
 
 COUNTS = UnitCosts._fields[: UnitCosts._fields.index("there")]
@@ -391,6 +400,7 @@ def dry_run(
         backward_bytes=max(0, meter.peak_bytes - kept),
         largest_bytes=meter.largest_bytes,
         summed_bytes=counts["over_features"] - before["over_features"],
+        backward_flops=meter.flops - work["flops"],
         **work,  # type: ignore[arg-type]
         there=there,
         back=grid.comm.recorder.take(),
