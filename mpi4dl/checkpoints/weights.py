@@ -24,7 +24,6 @@ from torch import Tensor
 from mpi4dl._files import is_stored_zip, open_regular
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl._wording import counted, printable, to_install
-from mpi4dl.checkpoints.huggingface import CONFIG, Checkpoint, is_checkpoint
 from mpi4dl.checkpoints.json_values import Damaged
 from mpi4dl.checkpoints.manifest import ABOUT, AVERAGE, CLASSES, MODEL, OPTIMIZER, candidates_at
 from mpi4dl.checkpoints.saved import newest_whole
@@ -78,9 +77,11 @@ def open_weights(source: str, model: str = "") -> WeightSource:
     Raises ValueError in one sentence where there are none, and OSError.
     """
     path = Path(source)
-    if path.is_dir() and is_checkpoint(path):
-        return _of_transformers(path)
     if path.is_dir():
+        from mpi4dl.checkpoints.huggingface import is_checkpoint
+
+        if is_checkpoint(path):
+            return _of_transformers(path)
         path = _of_run(path)
     elif not path.exists():
         path = _cached(source, model)
@@ -115,6 +116,8 @@ def _of_run(folder: Path) -> Path:
 
 
 def _of_transformers(folder: Path) -> WeightSource:
+    from mpi4dl.checkpoints.huggingface import CONFIG, Checkpoint
+
     checkpoint = Checkpoint(folder)
     stored: dict[str, WeightSource] = {}
     for path in checkpoint.files:

@@ -97,9 +97,15 @@ class _Picture:
 
 SLIDE_SUFFIXES = (".svs", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".svslide")
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
-SUFFIXES = PICTURE_SUFFIXES + SLIDE_SUFFIXES
+ZARR_SUFFIXES = (".zarr", ".ome.zarr")
+SUFFIXES = PICTURE_SUFFIXES + SLIDE_SUFFIXES + ZARR_SUFFIXES
 DICOM = ".dcm"  # of files that are a slide together with others in their folder
-WHOLE_SLIDES = (*SUFFIXES, DICOM)
+WHOLE_SLIDES = (*PICTURE_SUFFIXES, *SLIDE_SUFFIXES, DICOM)
+
+
+def is_zarr(path: Path) -> bool:
+    """Whether a path is a folder of Zarr, which is one image: nothing in there is an image of its own."""
+    return path.name.lower().endswith(ZARR_SUFFIXES) and path.is_dir()
 
 
 def open_image(path: Path) -> Image:
@@ -109,6 +115,11 @@ def open_image(path: Path) -> Image:
         BadImage: the file cannot be read, is empty, damaged, or no image; so does `read` of what this returns.
         DatasetError: the package that reads this format is not installed.
     """
+    if is_zarr(path):
+        stored = open_stored_picture(path)
+        if stored.channels not in (1, 3):
+            raise BadImage(path, f"has {stored.channels} channels, and colours have 1 or 3: choose some by `channels`")
+        return ShownPicture(stored)
     with blaming(path), open_regular(path) as file:
         return _ImageFile(path, _reader(path, file))
 
@@ -183,7 +194,7 @@ def blaming(path: Path) -> Iterator[None]:
 # Inputs and targets of a model that makes images out of images, and rasters of several bands, keep their channels and
 # their depth: 8 or 16 bits, or 32 of floating point.
 
-TARGET_SUFFIXES = (".png", ".tif", ".tiff")
+TARGET_SUFFIXES = (".png", ".tif", ".tiff", *ZARR_SUFFIXES)
 DEPTHS = {
     "uint8": "8 bits",
     "uint16": "16 bits",
@@ -296,6 +307,10 @@ def open_stored_picture(path: Path, bands: Sequence[int] = ()) -> StoredPicture:
         BadImage: the file cannot be read, is damaged, or has other channels or another depth.
     """
     with blaming(path):
+        if is_zarr(path):
+            from mpi4dl.datasets import zarrs
+
+            return StoredPicture(path, *zarrs.open_values(path, bands))
         with open_regular(path) as file:
             head = file.read(_BIT_DEPTH + 1)
         if not head:

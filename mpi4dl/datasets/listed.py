@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 
 from mpi4dl._files import open_regular
 from mpi4dl.datasets.base import BadImage, DatasetError, Image, Whole
-from mpi4dl.datasets.files import DICOM, Channels, StoredPicture, open_image, open_stored_picture
+from mpi4dl.datasets.files import (
+    DICOM,
+    ZARR_SUFFIXES,
+    Channels,
+    StoredPicture,
+    is_zarr,
+    open_image,
+    open_stored_picture,
+)
 from mpi4dl.datasets.tiff import Unsupported, has_bands
 from mpi4dl.datasets.volumes import VolumeFile, open_volume
 
@@ -87,7 +95,8 @@ def subfolders(root: Path) -> tuple[str, ...]:
     if not root.is_dir():
         what = "is a file, not a folder of images" if root.exists() else "no such folder"
         raise DatasetError(f"{root}: {what}; {LAYOUT}")
-    return tuple(sorted(entry.name for entry in root.iterdir() if entry.is_dir() and visible(entry.name)))
+    found = (entry.name for entry in root.iterdir() if entry.is_dir() and not is_zarr(entry))
+    return tuple(sorted(filter(visible, found)))
 
 
 def visible(name: str) -> bool:
@@ -97,6 +106,7 @@ def visible(name: str) -> bool:
 PROBE_BYTES = 4096
 UNKNOWN = -1
 LOOKED_AT = 8  # volumes, from the first to the last
+METADATA_OF_ZARR = ("zarr.json", ".zarray", ".zattrs", ".zgroup")
 _SAME_FILES = "all ranks must see the same files, and they must stay as they are"
 
 
@@ -187,11 +197,14 @@ class ListedFiles(Whole):
         yield from dict.fromkeys([*range(0, len(self), max(1, len(self) // LOOKED_AT)), *range(len(self))])
 
     def _have_bands(self) -> bool:
-        """Whether the first TIFF file that can be read has other channels than pictures in colours."""
+        """Whether the first TIFF file or folder of Zarr that can be read has other channels than colours have."""
         for index in self._some():
             with suppress(BadImage, Unsupported):
-                if self.name(index).lower().endswith((".tif", ".tiff")):
-                    return has_bands(self.path(index))
+                path = self.path(index)
+                if is_zarr(path):
+                    return open_stored_picture(path).channels not in (1, 3)
+                if path.name.lower().endswith((".tif", ".tiff")):
+                    return has_bands(path)
         return False
 
     def _look(self) -> tuple[int, str | None]:
@@ -295,9 +308,12 @@ def mask_as_text(name: str, masks: ListedFiles, index: int) -> str:
 
 
 def files_at(path: Path) -> list[Path]:
-    """The files of an image: one, or all of a slide that is a folder of DICOM. Raises OSError."""
+    """The files of an image: one, all of a slide that is a folder of DICOM, or the metadata of Zarr. Raises OSError."""
     if not path.is_dir():
         return [path]
+    if is_zarr(path):
+        places = (folder / name for folder in (path, path / "0") for name in METADATA_OF_ZARR)
+        return [each for each in places if each.is_file()]
     return sorted(each for each in path.iterdir() if visible(each.name) and each.name.lower().endswith(DICOM))
 
 
@@ -322,4 +338,8 @@ def files_below(folder: Path, suffixes: tuple[str, ...], without: Collection[str
     for parent, folders, names in os.walk(folder):
         # A scanner's MRXS slide is one file beside a folder of its data; nothing in there ends like an image.
         folders[:] = [name for name in folders if visible(name) and name not in without]
-        yield from (Path(parent, name) for name in names if visible(name) and name.lower().endswith(suffixes))
+        zarrs = [name for name in folders if name.lower().endswith(ZARR_SUFFIXES)]
+        folders[:] = [name for name in folders if name not in zarrs]
+        of_zarr = [name for name in zarrs if name.lower().endswith(suffixes)]
+        named = (name for name in names if visible(name) and name.lower().endswith(suffixes))
+        yield from (Path(parent, name) for name in (*of_zarr, *named))

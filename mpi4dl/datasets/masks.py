@@ -13,11 +13,11 @@ from mpi4dl._files import open_regular
 from mpi4dl.datasets import tiff
 from mpi4dl.datasets.base import IGNORED, BadImage
 from mpi4dl.datasets.colour import TAG, upright
-from mpi4dl.datasets.files import blaming
+from mpi4dl.datasets.files import ZARR_SUFFIXES, blaming, is_zarr
 from mpi4dl.datasets.volumes import VOLUME_SUFFIXES, open_volume
 from mpi4dl.geometry import Interval
 
-PICTURES = (".png", ".tif", ".tiff", ".bmp", ".gif")
+PICTURES = (".png", ".tif", ".tiff", ".bmp", ".gif", *ZARR_SUFFIXES)
 IGNORE_INDEX = 255  # as in the masks of PASCAL VOC and Cityscapes
 _MODES = ("1", "L", "P", "I", "I;16", "I;16B", "I;16L")
 _WHITE = 255
@@ -64,6 +64,10 @@ def open_stored(path: Path, volumes: bool = False) -> Stored:
         BadImage: the file cannot be read, is damaged, or no mask.
     """
     with blaming(path):
+        if is_zarr(path):
+            from mpi4dl.datasets import zarrs
+
+            return zarrs.open_indices(path)
         with open_regular(path) as file:
             magic = file.read(4)
         if not magic:

@@ -180,6 +180,8 @@ def geo_tags(path: Path, *others: int) -> list[tuple[int, int, int, Any, bool]]:
     """The tags that say where on Earth the pixels of a picture lie, with `others` if there are such, as tifffile writes
     them; none of other pictures. Raises BadImage.
     """
+    if path.is_dir():
+        return []
     with path.open("rb") as file:
         if file.read(4) not in MAGIC:
             return []

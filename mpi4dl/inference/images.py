@@ -13,7 +13,7 @@ from mpi4dl._wording import counted, some
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.arrays import is_cifar, load_cifar, load_npz
 from mpi4dl.datasets.base import BadImage, DatasetError, task_of
-from mpi4dl.datasets.files import Channels, StoredPicture, open_image, open_stored_picture
+from mpi4dl.datasets.files import Channels, StoredPicture, is_zarr, open_image, open_stored_picture
 from mpi4dl.datasets.kinds import PICTURES, SLIDES, VOLUMES
 from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.listed import TEST, UNKNOWN, VALIDATION, File, ListedFiles, num_bytes_of, subfolders
@@ -334,7 +334,9 @@ def _listed(
 ) -> UnlabelledFiles:
     path, kind = Path(source).expanduser(), VOLUMES if volumes else PICTURES
     what, suffixes = kind.nouns, kind.suffixes
-    if path.is_dir():
+    if is_zarr(path):
+        root, found, problem = path.parent, [_file(path.name, path)], ""
+    elif path.is_dir():
         root, found = path, [_file(name, path / name) for name in kind.below(path)[0]]
         problem = f"{path}: has no {what}, which end in {' '.join(suffixes)}"
     elif path.suffix.lower() in LISTS and path.is_file():
@@ -345,7 +347,9 @@ def _listed(
             _require_image(path, volumes)
         root, found, problem = path.parent, [_file(path.name, path)], ""
     elif PATTERN & set(source):
-        names = sorted(name for name in glob.glob(str(path), recursive=True) if not Path(name).is_dir())
+        names = sorted(
+            name for name in glob.glob(str(path), recursive=True) if is_zarr(Path(name)) or not Path(name).is_dir()
+        )
         root, found = Path(), [_file(name, Path(name)) for name in names]
         problem = f"{source}: no file matches this"
     else:

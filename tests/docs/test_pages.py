@@ -14,6 +14,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,6 +58,7 @@ QUICKLY = {  # by command, and by what one of its words contains: flags that com
         "--text": "--model-options num_layers=2,hidden=64,num_heads=4 --context 64",
     },
     "examples/gigapixel_slide.py": {"": "--size 1024"},
+    "examples.decode_latents": {"": "--latent 8"},
     "benchmarks run halo": {"": "--sizes 64 --quick"},
     "benchmarks run published": {"": "--quick"},
     "serve": {"": "--port 0"},
@@ -183,12 +185,13 @@ TISSUE, SLIDES = [pictures("data/tissue")], "docs/tutorials/slides.md"
 class Page(NamedTuple):
     """What the page's commands need, the page whose commands it continues, and why some commands are not run.
 
-    The commands of `without` are named by how they begin.
+    The commands of `without` are named by how they begin. A page that needs another package is skipped without it.
     """
 
     data: Sequence[Callable[[Path], None]] = ()
     after: str = ""
     without: Mapping[str, str] = {}
+    needs: str = "torch"
 
 
 CLUSTER = "is of a batch script"
@@ -213,6 +216,7 @@ PAGES = {
     "docs/how-to/segment-slides.md": Page(),
     PAIRS: Page([own_pairs]),
     BANDS: Page([own_rasters]),
+    "docs/how-to/decode-latents.md": Page(needs="diffusers"),
     "docs/how-to/choose-a-plan.md": Page(),
     "docs/how-to/cross-validate.md": Page([composed], without={"train --folds": CLUSTER}),
     "docs/how-to/train-on-features.md": Page(
@@ -360,6 +364,8 @@ def named(command: Command, begin: str) -> bool:
 def test_the_commands_of_a_page_run_as_they_are_printed(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if find_spec(PAGES[page].needs) is None:
+        pytest.skip(f"{PAGES[page].needs} is not installed")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     follow(page, tmp_path)

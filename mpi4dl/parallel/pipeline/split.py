@@ -264,13 +264,15 @@ def outline(build: Callable[[], nn.Module]) -> nn.Module:
     with forked():
         try:
             with torch.device("meta"):
-                return build()
+                model = build()
         except (NotImplementedError, RuntimeError, TypeError):
             # Some models read values while they are built (torchvision's RegNet computes its widths with tensors),
             # also by numpy, which takes no tensor without values: a TypeError.
             with torch.device("cpu"):
                 model = build()
-            return copy.deepcopy(model, memo=shapes_of(model))  # .to("meta") would untie what is tied
+    if all(x.is_meta for x in (*model.parameters(), *model.buffers())):
+        return model
+    return copy.deepcopy(model, memo=shapes_of(model))  # also one that was there; .to("meta") would untie what is tied
 
 
 def shapes_of(model: nn.Module) -> dict[int, Tensor]:

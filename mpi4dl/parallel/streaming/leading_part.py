@@ -168,7 +168,7 @@ class ValuesBetween:
     """
 
     def __init__(self, first: Any) -> None:
-        self.result = first
+        self.result = self._images = first
         self._known: dict[str, Any] = {}
         self._used: set[str] = set()
 
@@ -198,6 +198,8 @@ class ValuesBetween:
         program = segment.program
         if program is not None and not program.stage_program.is_last:
             known = self._known | dict(zip(program.stage_program.outputs, self.result, strict=True))
+            if program.stage_program.is_first:  # those behind it may read the images again
+                known |= dict.fromkeys(program.stage_program.inputs, self._images)
             self._known = {name: known[name] for name in program.alive}
             self.result = tuple(self._known.values())
 
@@ -356,6 +358,8 @@ class LeadingPart:
         images = values[0]
         if not isinstance(images, StreamedImages):  # such as meta tensors: the stage makes all calls itself
             return 0, dict(zip(stage.stage_program.inputs, values, strict=True))
+        if set(self.alive) & set(stage.stage_program.inputs):  # what is not streamed takes them too
+            images = in_memory(images)
         source, grid = _source(images), images.grid
         tiles = StreamTiles(grid.shape, grid.rank, self.options.counts, grid.tracks_batch)
         spec = tiles.image_spec(source.shape, source.dtype, images.samples)
@@ -418,7 +422,10 @@ def _num_units_until(until: str, names: Sequence[str], most: int) -> int:
     if not ends:
         raise CannotStream(f"there is no {until!r} in the first stage, whose parts are {', '.join(names)}")
     if ends[-1] > most:
-        raise CannotStream(f"the whole model would be streamed, up to {names[ends[-1] - 1]}: end it before that")
+        last = names[ends[-1] - 1]
+        raise CannotStream(
+            f"the whole model would be streamed, up to {last}: end it before that, or append an nn.Identity"
+        )
     return ends[-1]
 
 

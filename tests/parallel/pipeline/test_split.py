@@ -271,6 +271,14 @@ def test_a_model_may_read_its_values_as_it_is_built() -> None:
     assert [(tuple(p.shape), p.is_meta) for p in model.parameters()] == [((3, 2), True), ((3,), True)]
 
 
+def test_a_model_that_is_there_already_is_cut_with_its_values() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    shapes = outline(lambda: model)
+    assert all(p.is_meta for p in shapes.parameters())
+    made = materialize(Cuttable(shapes).stage((1, 1), 0), lambda: model, "cpu", seed=0)
+    assert torch.equal(made.state_dict()["0.weight"], model[0].weight)
+
+
 def test_another_model_is_not_materialized() -> None:
     stage = Cuttable(nn.Sequential(nn.Linear(2, 3), nn.ReLU())).stage((1, 1), 0)
     message = r"build\(\) made 0.bias of shape \(4,\), but the model that was split has \(3,\)"

@@ -74,6 +74,22 @@ def test_channels_last_stays_so_and_is_exact(comm: Communicator, arrangement: Ar
     assert compare_models(comm, model, plain_model) == []
 
 
+@pytest.mark.parametrize("narrowed", [False, True])
+@on_ranks(2)
+def test_dropout_behind_a_group_norm_draws_in_the_order_that_the_norm_leaves(
+    comm: Communicator, narrowed: bool
+) -> None:
+    torch.set_default_dtype(torch.float64)
+    model = nn.Sequential(nn.GroupNorm(2, 4), nn.Dropout(0.5))
+    image = torch.randn(2, 13, 10, 8).permute(0, 3, 1, 2)  # as of tokens that became pixels again
+    image = image[:, :4] if narrowed else image[:, :4].contiguous(memory_format=torch.channels_last)
+    torch.manual_seed(2)
+    plain = model(image)
+    torch.manual_seed(2)
+    ours = model(arrange(image, comm, Arrangement(1, 2)))
+    torch.testing.assert_close(spatial.gather(ours), plain, rtol=1e-12, atol=1e-12)
+
+
 def train_in_low_precision(comm: Communicator, arrangement: Arrangement, dtype: torch.dtype, whole_model: bool) -> None:
     """A step in low precision, by autocast or with the model itself cast, is as near to float64 as PyTorch's own."""
     exact = network().double()

@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from mpi4dl._torchvision import import_torchvision
@@ -119,7 +120,22 @@ class Written(nn.Sequential):
         super().__init__(first, Writes(), nn.Sequential(Writes(), Writes()), pool, nn.Flatten(), nn.Linear(4, 3))
 
 
+class Again(nn.Module):
+    """The image itself is read again: behind a norm, and by what is not streamed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.second, self.other = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.pool, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.norm(self.first(x)) + x)
+        return self.head(self.pool(self.other(self.second(y)) * x).flatten(1))
+
+
 ALONE = {
+    "images again": Task(Again, (24, 26), stream=StreamOptions((2, 2), "other"), balance=(6, 4)),
     "skipping": SKIPPING,
     "in place": Task(Written, (24, 26), stream=StreamOptions((2, 2), "2"), balance=(4, 3)),
     "pairs": Task(Paired, (24, 26), stream=StreamOptions((2, 2), "2"), balance=(4, 1)),

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from mpi4dl.comm.exchange import BACKWARD_TAG, FORWARD_TAG, Exchange, once_differentiable
+from mpi4dl.comm.exchange import BACKWARD_TAG, CHANNELS_LAST, FORWARD_TAG, Exchange, once_differentiable
 from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import BATCH, Tiling, widest
 from mpi4dl.parallel.spatial.grid import Layout
@@ -31,6 +31,7 @@ from mpi4dl.parallel.spatial.rules.norm_kernels import (
     kernels_for,
     sharers,
 )
+from mpi4dl.parallel.spatial.rules.resampling import channels_last
 from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
 from mpi4dl.parallel.spatial.sums import shared, with_all_features
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, substitutes, wrap
@@ -302,8 +303,12 @@ def _norm(layout: Layout, shape: Sequence[int], eps: float, held: Tiling) -> Nor
 
 
 def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
-    """y * weight + bias in the dtype of y, which may have fewer bits than they."""
+    """y * weight + bias in the dtype of y, which may have fewer bits than they. Nobody else has y."""
     dtype = y.dtype
+    as_it_is = (weight is None or weight.dtype == dtype) and (bias is None or bias.dtype == dtype)
+    if as_it_is and type(y) is Tensor and not torch.is_grad_enabled():
+        y = y if weight is None else y.mul_(weight)
+        return y if bias is None else y.add_(bias)
     y = y if weight is None else y * weight
     return (y if bias is None else y + bias).to(dtype)
 
@@ -323,7 +328,11 @@ def group_norm(
     if input.layout.has_whole_samples:
         return wrap(torch.group_norm(input.local, num_groups, weight, bias, eps), input.layout)
     input = in_plain_dtype(input, lambda image: F.group_norm(image, 1))
-    return _by_sample(input, num_groups, weight, bias, eps, "torch.nn.functional.group_norm")[0]
+    y = _by_sample(input, num_groups, weight, bias, eps, "torch.nn.functional.group_norm")[0]
+    local = input.local
+    if local.is_contiguous() or not local.is_cpu or local.dim() not in CHANNELS_LAST or not channels_last(local):
+        return y
+    return y.contiguous(memory_format=CHANNELS_LAST[local.dim()])  # as PyTorch: random numbers are drawn in this order
 
 
 def _group_norm_of_own(

@@ -79,8 +79,8 @@ def transposed(taps: Sequence[Sequence[tuple[int, float]]], num_rows: int) -> li
 
 
 def channels_last(x: Tensor) -> bool:
-    """Whether the channels of a pixel of x (N, C, H, W) lie side by side, and not only since there is but a pixel."""
-    return x.stride(1) == 1 and x.shape[1] > 1 and x.shape[2] * x.shape[3] > 1
+    """Whether the channels of a pixel of x (N, C, *) lie side by side, and not only since there is but a pixel."""
+    return x.stride(1) == 1 and x.shape[1] > 1 and prod(x.shape[2:]) > 1
 
 
 def weigh(x: Tensor, rows: Weighing | None, cols: Weighing | None) -> Tensor:

@@ -1,0 +1,130 @@
+"""Read boxes of Zarr arrays, plain ones or OME-Zarr images: only the chunks that a box touches are read and decoded."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpi4dl.datasets.base import BadImage, package
+from mpi4dl.datasets.tiff import VALUES, chosen_bands
+from mpi4dl.geometry import Interval
+
+NAMES = {"y": "y", "row": "y", "height": "y", "x": "x", "col": "x", "column": "x", "width": "x"}
+NAMES |= {"c": "c", "channel": "c", "band": "c"}
+
+
+def open_values(path: Path, bands: Sequence[int] = ()) -> tuple["ZarrImage", int, str, None]:
+    """The image in a folder of Zarr, the number of its channels, and the type of its values, as `tiff.open_values`.
+
+    Raises:
+        BadImage: other axes or types, or damaged. DatasetError: zarr is not installed.
+    """
+    image = ZarrImage(path, bands)
+    if image.dtype not in VALUES:
+        raise BadImage(path, f"has values of {image.dtype}: expected {', '.join(VALUES)}")
+    return image, len(image.bands), image.dtype, None
+
+
+class _Indices:
+    """A mask: (rows, columns) of numbers of classes."""
+
+    def __init__(self, path: Path) -> None:
+        self._image = ZarrImage(path)
+        self.size: tuple[int, ...] = self._image.size
+        if len(self._image.bands) != 1:
+            found = f"has {len(self._image.bands)} channels"
+            raise BadImage(path, f"{found}: a mask has one number in each place, that of its class")
+
+    def read(self, *space: Interval) -> npt.NDArray[Any]:
+        return self._image.read(*space)[..., 0]
+
+
+def open_indices(path: Path) -> _Indices:
+    """The mask in a folder of Zarr. Raises as `open_values`."""
+    return _Indices(path)
+
+
+def _of_group(path: Path, group: Any) -> tuple[Any, list[str]]:
+    """The finest level of the one image in a group of OME-Zarr, and the names of its axes."""
+    attributes = dict(group.attrs)
+    about = attributes.get("ome", attributes)
+    if "plate" in about or "well" in about or "bioformats2raw.layout" in about:
+        raise BadImage(path, "has several images (a plate, or a series): write each to a folder of its own")
+    images = about.get("multiscales") or []
+    if len(images) != 1 or not images[0].get("datasets"):
+        raise BadImage(path, f"is a group with {len(images)} images of OME-Zarr (multiscales), not one")
+    level = str(images[0]["datasets"][0].get("path"))
+    array = group.get(level)
+    if array is None or not hasattr(array, "shape"):
+        raise BadImage(path, f"names its finest level {level!r}, which is not there")
+    named = images[0].get("axes") or "tczyx"[-len(array.shape) :]
+    return array, [each["name"] if isinstance(each, dict) else str(each) for each in named]
+
+
+def _axes_of(array: Any) -> list[str] | None:
+    """The names of the axes of a plain array, where it has them."""
+    names = getattr(array.metadata, "dimension_names", None) or dict(array.attrs).get("_ARRAY_DIMENSIONS")
+    return None if not names or None in names else [str(name) for name in names]
+
+
+def _known(path: Path, named: list[str] | None, shape: tuple[int, ...]) -> dict[str, int]:
+    """Which axes are y, x and, if there are any, channels; others have one entry. Raises BadImage."""
+    size = " x ".join(map(str, shape))
+    if named is None:
+        if len(shape) == 2:
+            return {"y": 0, "x": 1}
+        if len(shape) == 3:
+            first, middle, last = shape
+            if first < min(middle, last):
+                return {"c": 0, "y": 1, "x": 2}
+            if last < min(first, middle):
+                return {"y": 0, "x": 1, "c": 2}
+        message = f"is an array of {size} without names of its axes: expected (H, W), (C, H, W) or (H, W, C), of fewer"
+        raise BadImage(path, f"{message} channels than rows and columns")
+    found: dict[str, int] = {}
+    for axis, name in enumerate(named):
+        kind = NAMES.get(name.lower())
+        if kind is None and shape[axis] != 1:
+            raise BadImage(path, f"is a stack of images (axes {', '.join(named)}, {size}): write each by itself")
+        if kind in found:
+            raise BadImage(path, f"has two axes that may be {kind} ({', '.join(named)})")
+        if kind is not None:
+            found[kind] = axis
+    if not {"y", "x"} <= found.keys() or len(named) != len(shape):
+        raise BadImage(path, f"has axes {', '.join(named)} of {size}: expected y and x among them")
+    return found
+
+
+class ZarrImage:
+    """An image whose values are as they are stored, of all its channels or of some, counted from 1."""
+
+    def __init__(self, path: Path, bands: Sequence[int] = ()) -> None:
+        zarr = package("zarr", f"{path}: reading Zarr", "mpi4dl[zarr]")
+        try:
+            found = zarr.open(store=path, mode="r")
+        except Exception as error:  # damaged metadata makes it stumble in many ways
+            raise BadImage(path, f"has no readable metadata of Zarr: {error}") from error
+        array, names = _of_group(path, found) if isinstance(found, zarr.Group) else (found, _axes_of(found))
+        axes = _known(path, names, array.shape)
+        self.dtype = array.dtype.name
+        self.size: tuple[int, int] = array.shape[axes["y"]], array.shape[axes["x"]]
+        if min(self.size) < 1:
+            raise BadImage(path, f"has {self.size[0]} x {self.size[1]} pixels")
+        self.bands = chosen_bands(path, bands, array.shape[axes["c"]] if "c" in axes else 1)
+        self._array, self._axes = array, axes
+
+    def read(self, *space: Interval) -> npt.NDArray[Any]:
+        """A box, (rows, columns, channels)."""
+        first = min(self.bands)
+        wanted = {"y": space[0], "x": space[1], "c": Interval(first, max(self.bands) + 1)}
+        where: list[Any] = [0] * len(self._array.shape)
+        for name, axis in self._axes.items():
+            where[axis] = slice(*wanted[name])
+        found = np.asarray(self._array[tuple(where)])
+        order = sorted(self._axes, key=self._axes.__getitem__)
+        if "c" not in order:
+            found, order = found[..., None], [*order, "c"]
+        found = found.transpose([order.index(name) for name in "yxc"])[..., [band - first for band in self.bands]]
+        return np.ascontiguousarray(found.astype(found.dtype.newbyteorder("="), copy=False))
