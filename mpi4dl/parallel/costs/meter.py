@@ -67,13 +67,13 @@ class OperatorMeter(TorchDispatchMode):
                 return results
         results = function(*args, **kwargs)
         given, made = _tensors((args, kwargs)), _tensors(results)
+        places = {x.untyped_storage()._cdata for x in given}
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=results)
             self.operators += 1
-        elif not any(each.alias_info is not None and not each.alias_info.is_write for each in function._schema.returns):
+        elif not _is_view(function, places, made):
             self.operators += 1
             self.touched_bytes += sum({id(x): x.nbytes for x in (*given, *made)}.values())
-        places = {x.untyped_storage()._cdata for x in given}
         for storage in (x.untyped_storage() for x in made):
             place, size = storage._cdata, storage.nbytes()
             if place not in places and place not in self._known:
@@ -87,6 +87,12 @@ class OperatorMeter(TorchDispatchMode):
     def _freed(self, place: int, size: int) -> None:
         self._known.discard(place)
         self.live_bytes -= size
+
+
+def _is_view(function: Any, places: set[int], made: Sequence[Tensor]) -> bool:
+    """Whether an operator shows its arguments otherwise: by storages, since `_unsafe_view` declares no alias."""
+    writes = any(each.alias_info is not None and each.alias_info.is_write for each in function._schema.arguments)
+    return bool(made) and not writes and all(x.untyped_storage()._cdata in places for x in made)
 
 
 def _tensors(values: Any) -> list[Tensor]:
