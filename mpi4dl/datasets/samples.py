@@ -174,7 +174,9 @@ def read_samples(
     taken = _columns_taken(table, columns, label_columns or ())
     lines = table.lines()
     require_values([taken["slide"]], lines)
-    stand_beside, covariates = _covariates(table, lines, asked_covariates, taken, label_columns or ())
+    usual_labels = [name for name in table.columns if folded_column(name) in LABEL_COLUMNS]
+    named_labels = usual_labels if label_columns is None else label_columns
+    stand_beside, covariates = _covariates(table, lines, asked_covariates, taken, named_labels)
     spoken_for = {*taken.values(), *stand_beside}
     others = [name for name in table.columns if name not in spoken_for and not _INDEX.fullmatch(name)]
     usual = {name for names in ROLES.values() for name in names} | {*OF_FILES}

@@ -85,6 +85,7 @@ def test_one_value_of_all_stays_where_it_is(tmp_path: Path) -> None:
         ("agee", TABLE, r"slides.csv, line 1: has no column 'agee' of covariates, but patient, file"),
         ("sex", TABLE.replace("stain", "sex_"), "has two columns 'SEX' of covariates, but sex, sex_"),
         ("patient", TABLE, "'patient' is the column of the patient: leave it out of `covariates`"),
+        ("label", TABLE, "'label' is the column of the label: leave it out of `covariates`"),
         ("age", TABLE.replace("60", "1,500").replace(",", ";").replace("1;500", "1,500"), "may part thousands"),
     ],
 )
