@@ -218,7 +218,7 @@ def with_covariates(config: Config, comm: Communicator, images: "Images | Texts"
     parts: Any = images
     (whole, indices), (_, others) = in_whole(parts.training), in_whole(parts.validation)
     with comm.together((ValueError,)):
-        before = {name: known[name] for name in ("covariates",) if name in known}
+        before = {"covariates": known["covariates"]} if "covariates" in known else {}
         found = with_options(with_values(config, {"covariates": ()}), before).slides.covariates
         if [each.text for each in found] != [each.text for each in asked]:
             found = fitted(asked, whole.rows, indices)
