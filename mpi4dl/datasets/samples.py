@@ -26,7 +26,7 @@ and missing values are those of table.py.
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from mpi4dl._wording import counted, quoted, some
 from mpi4dl.datasets.base import DatasetError
@@ -74,7 +74,8 @@ LABEL_COLUMNS = ("label", "labels", "class", "target")
 CLASS_COLUMNS = ("label", "labels", "class")  # whole numbers in these are classes
 MASK_PRINT = "mask_print"
 LOSS_WEIGHT = "loss_weight"
-OF_FILES = ("bytes", "crc32", MASK_PRINT, LOSS_WEIGHT)  # in the table of a run
+COVARIATES = "covariates"
+OF_FILES = ("bytes", "crc32", MASK_PRINT, LOSS_WEIGHT, COVARIATES)  # in the table of a run
 _NO_COLUMNS: Mapping[str, str] = {}
 _SPLIT_LAYOUT = "expected columns train, val and test that list samples, or columns file or slide_id and split or fold"
 _BARCODE = re.compile(r"(TCGA-[A-Z0-9]{2}-[A-Z0-9]{4})(?![A-Z0-9])", re.IGNORECASE)  # 12 characters name the patient
@@ -97,6 +98,7 @@ class Sample(NamedTuple):
         mpp: microns per pixel of level 0, as the table says; None if it does not.
         annotation: the file of its mask or annotation, as in the table; None if it has none.
         weight: what its loss is multiplied by in training; None if no column says it.
+        covariates: columns and texts, as `covariates.read_cells` reads them.
     """
 
     line: int
@@ -109,6 +111,7 @@ class Sample(NamedTuple):
     mpp: float | None = None
     annotation: str | None = None
     weight: float | None = None
+    covariates: tuple[tuple[str, str | None], ...] = ()
 
 
 class SampleTable(NamedTuple):
@@ -137,7 +140,7 @@ def read_samples(
     task: str | None = None,
     label_columns: Sequence[str] | None = None,
     classes: tuple[str, ...] | None = None,
-    columns: Mapping[str, str] = _NO_COLUMNS,
+    columns: Mapping[str, Any] = _NO_COLUMNS,
 ) -> SampleTable:
     """Read a table of samples, or a folder of slides whose subfolders may be their classes.
 
@@ -149,19 +152,21 @@ def read_samples(
         label_columns: the columns of labels; by default one of `LABEL_COLUMNS`, or all that identify nobody. With an
             empty sequence no label is read, as for prediction.
         classes: the classes and their order, if they must agree with those of training.
-        columns: the column that the user named for a role of `ROLES`.
+        columns: the column that the user named for a role of `ROLES`; and `Covariate`s, as COVARIATES.
 
     Raises:
         DatasetError: the table is wrong, which names the file and the line; or a file is missing.
         ValueError: a role that `ROLES` does not have.
     """
-    unknown = sorted({*columns} - {*ROLES})
+    asked_covariates: Sequence[Any] = columns.get(COVARIATES, ())
+    unknown = sorted({*columns} - {*ROLES, COVARIATES})
     if unknown:
         raise ValueError(f"no role {unknown[0]!r} of columns: expected {', '.join(ROLES)}")
     if path.is_dir():
         if without_weight(columns) or label_columns or folder is not None:
             raise DatasetError(f"{path}: is a folder of slides, and has no columns: name a table, such as slides.csv")
         return read_folder(path, kind, task, classes, label_columns is None)
+    columns = {role: name for role, name in columns.items() if role != COVARIATES}
     table = open_table(path, kind, columns.values())
     for name in table.columns if task is not None and files_of(task) else ():
         if folded_column(name) == FORMS[str(task)].column:
@@ -169,7 +174,11 @@ def read_samples(
     taken = _columns_taken(table, columns, label_columns or ())
     lines = table.lines()
     require_values([taken["slide"]], lines)
-    others = [name for name in table.columns if name not in taken.values() and not _INDEX.fullmatch(name)]
+    usual_labels = [name for name in table.columns if folded_column(name) in LABEL_COLUMNS]
+    named_labels = usual_labels if label_columns is None else label_columns
+    stand_beside, covariates = _covariates(table, lines, asked_covariates, taken, named_labels)
+    spoken_for = {*taken.values(), *stand_beside}
+    others = [name for name in table.columns if name not in spoken_for and not _INDEX.fullmatch(name)]
     usual = {name for names in ROLES.values() for name in names} | {*OF_FILES}
     may_be_labels = [name for name in others if folded_column(name) not in usual or name in (label_columns or ())]
     found_task, names, learnt, labels = _labels(table, kind, lines, taken, may_be_labels, task, label_columns, classes)
@@ -184,11 +193,14 @@ def read_samples(
     asked = [_instead(parts_of.get(name, name), kind, files) for name in asked]
     paths = found_in(path, [*zip([line.number for line in lines], asked, strict=True)], files, root, kind)
     numbers = [line.number for line in lines]
-    rows = tuple(map(Sample, numbers, slides, paths, patients, parts, folds, labels, mpps, annotations, weights))
+    said = (parts, folds, labels, mpps, annotations, weights, covariates)
+    rows = tuple(map(Sample, numbers, slides, paths, patients, *said))
     require_patients_apart(rows, path)
     unused = [name for name in others if name not in learnt and folded_column(name) not in OF_FILES]
     if learnt:
         taken["label"] = ", ".join(learnt)
+    if stand_beside:
+        taken[COVARIATES] = ", ".join(stand_beside)
     if task is None and found_task is not None:
         remarks += (f"the task is {found_task}, as the columns tell: `task` says otherwise",)
     if unused:
@@ -201,7 +213,7 @@ def read_samples(
     return SampleTable(found_task, names, rows, taken, remarks)
 
 
-def without_weight(columns: Mapping[str, str]) -> Sequence[str]:
+def without_weight(columns: Mapping[str, Any]) -> Sequence[Any]:
     """The columns that a source must have."""
     return [name for role, name in columns.items() if role != "weight"]
 
@@ -373,6 +385,19 @@ def _weights(table: CsvTable, lines: Sequence[Line], taken: Mapping[str, str]) -
         if weight is None and "weight" in taken:
             raise line.wrong(f"{taken['weight']!r} is empty: fill in the weight, or leave the line out")
     return found
+
+
+def _covariates(
+    table: CsvTable, lines: Sequence[Line], asked: Sequence[Any], taken: Mapping[str, str], labels: Sequence[str]
+) -> tuple[list[str], list[Any]]:
+    """The columns of covariates, and the cells of each line. Raises DatasetError."""
+    if not asked:
+        return [], [()] * len(lines)
+    from mpi4dl.datasets.covariates import read_cells
+
+    return read_cells(
+        table, lines, asked, {name: role for role, name in taken.items()} | dict.fromkeys(labels, "label")
+    )
 
 
 def _amounts(

@@ -94,6 +94,10 @@ class SampleFiles(ListedFiles):
         row = self.rows[index]
         return with_details(self.mask_as_text(index) or text_of(row.label, self.classes), row.mpp, row.weight)
 
+    def covariates_as_text(self, index: int) -> str:
+        """The cells of the covariates of a sample; empty without any."""
+        return ", ".join(f"{column}={cell or ''}" for column, cell in self.rows[index].covariates)
+
     def mask_as_text(self, index: int) -> str | None:
         """The mask of a sample that has one, by its name, size and checksum; None if masks are not read."""
         return None

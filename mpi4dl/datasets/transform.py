@@ -26,6 +26,7 @@ from mpi4dl.datasets.randomness import DatasetRandomness
 from mpi4dl.geometry import Interval, ceil_div
 
 if TYPE_CHECKING:
+    from mpi4dl.datasets.covariates import Covariate
     from mpi4dl.datasets.files import StoredPicture
     from mpi4dl.datasets.named import NamedTransform
 
@@ -299,7 +300,7 @@ class View:
     the upper left corner and may not be larger. By "own" each image has a view of its own size, `for_image`, in which
     it is padded to multiples of 32 px. Without an `augmentation` the view is the centre, unchanged: what validation
     wants. By a quarter turn the image fills a frame whose last two sides are swapped, which is then turned; or patches
-    of `patch` px, if given, are turned where they are.
+    of `patch` px, if given, are turned where they are. `covariates` are columns whose cells stand beside a sample.
 
     Raises:
         ValueError: a size, a fit, or a mean and std that cannot be.
@@ -314,6 +315,7 @@ class View:
     transform: Pointwise | None = None
     patch: int | None = None
     augment: tuple["NamedTransform", ...] = ()
+    covariates: tuple["Covariate", ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.size) < 1:

@@ -13,7 +13,7 @@ import torch
 from mpi4dl.datasets.augment import Blend, Mixup, Variation
 from mpi4dl.datasets.base import IGNORED, BadImage, Dataset, DatasetError, Image, drawn
 from mpi4dl.datasets.files import StoredPicture
-from mpi4dl.datasets.split import Subset
+from mpi4dl.datasets.split import Subset, in_whole
 from mpi4dl.datasets.transform import View
 from mpi4dl.geometry import Box
 
@@ -80,6 +80,14 @@ class LazyImages:
             (last[0] - row if flips[0] else row, last[1] - col if flips[1] else col) for row, col in found.tolist()
         ]
         return sorted(places)
+
+    def covariates(self, position: int) -> list[float]:
+        """The numbers that stand beside a sample, by its line of the table."""
+        named: Any = self.dataset
+        whole, indices = in_whole(named)
+        cells = whole.rows[indices[self.indices[position]]].covariates if self.view.covariates else ()
+        pairs = zip(self.view.covariates, cells, strict=True)
+        return [number for each, (_, cell) in pairs for number in each.numbers(cell)]
 
     def _read(self, indices: tuple[int, ...], repeats: tuple[int, ...], box: Box) -> torch.Tensor:
         tile = torch.empty((box.batch.length, self.dataset.channels, *box.shape[1:]), dtype=self.dtype)

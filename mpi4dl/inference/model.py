@@ -174,7 +174,9 @@ class Predictor:
         """
         trained, runner = self.trained, self.runner
         measure_stains(self.comm, images)
-        for remark in unstained(images) if self.comm.rank == 0 else ():
+        with self.comm.together((ValueError,)):
+            told = [*unstained(images), *trained.remarks_on(images)]
+        for remark in told if self.comm.rank == 0 else ():
             print(remark, flush=True)
         with self.comm.together((ValueError, TypeError)):
             view = trained.view(self.fit)

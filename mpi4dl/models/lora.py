@@ -33,7 +33,8 @@ class LoRALinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         scale = self.lora_alpha / self.lora_A.out_features
-        return super().forward(x) + self.lora_B(self.lora_A(self.lora_dropout(x))) * scale
+        # Scaled where it has r features, not where it has all.
+        return super().forward(x) + self.lora_B(self.lora_A(self.lora_dropout(x)) * scale)
 
 
 def add_lora(

@@ -24,7 +24,8 @@ class PatchModel(nn.Module):
     returns what there is to say of its image. The rest at the right and at the bottom is dropped. Of each image only
     patches are taken of whose pixels a share of at least `min_tissue` is of tissue, as `tissue` finds it; or the one
     that has the most. `colour` is in units of what the model is given. `norm`, such as a batch norm over all patches
-    (P, F), comes between the encoder and the aggregator.
+    (P, F), comes between the encoder and the aggregator. With `num_covariates` the aggregator takes so many numbers of
+    each image beside its bag: see `beside`.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class PatchModel(nn.Module):
         min_tissue: float = 0.0,
         colour: float = COLOUR,
         norm: nn.Module | None = None,
+        num_covariates: int = 0,
     ) -> None:
         super().__init__()
         if patch < 1 or not 0 <= min_tissue <= 1:
@@ -43,9 +45,10 @@ class PatchModel(nn.Module):
             )
         self.encoder, self.norm, self.aggregator = encoder, norm, aggregator
         self.patch, self.min_tissue, self.colour = patch, min_tissue, colour
+        self.num_covariates = num_covariates
 
-    def forward(self, images: Tensor) -> Tensor:
-        """(N, C, H, W) -> (N, K). Raises ValueError for images smaller than a patch."""
+    def forward(self, images: Tensor, covariates: Tensor | None = None) -> Tensor:
+        """(N, C, H, W) -> (N, K), with covariates (N, number). Raises ValueError for images smaller than a patch."""
         num_images, each = len(images), patches_in(images.shape[2:], self.patch)
         patches = cut(images, self.patch)
         counts = [each] * num_images
@@ -54,27 +57,36 @@ class PatchModel(nn.Module):
             kept = [chosen(some, self.min_tissue) for some in shares.split(each)]
             patches = patches[torch.cat([found + each * i for i, found in enumerate(kept)])]
             counts = [len(found) for found in kept]
-        return self.aggregate(self.encoder(patches), counts)
+        return self.aggregate(self.encoder(patches), counts, covariates)
 
-    def aggregate(self, features: Tensor, counts: Sequence[int]) -> Tensor:
-        """The aggregator's output for the features of all patches, with the number of patches of each image."""
-        return torch.stack([self.aggregator(bag) for bag in self._bags(features, counts)])
+    def aggregate(self, features: Tensor, counts: Sequence[int], covariates: Tensor | None = None) -> Tensor:
+        """The aggregator's output for the features of all patches, with the number of patches of each image.
 
-    def _bags(self, features: Tensor, counts: Sequence[int]) -> tuple[Tensor, ...]:
-        """The features of each image's patches: (n, F)."""
+        Without `covariates` they are zeros: the mean of numbers, and no class.
+        """
+        return torch.stack([self.aggregator(*each) for each in self._bags(features, counts, covariates)])
+
+    def _bags(self, features: Tensor, counts: Sequence[int], covariates: Tensor | None) -> list[tuple[Tensor, ...]]:
+        """The features of each image's patches, (n, F), and its covariates, if there are any."""
         flat = features.flatten(1)
-        return (flat if self.norm is None else self.norm(flat)).split(list(counts))
+        bags = (flat if self.norm is None else self.norm(flat)).split(list(counts))
+        if not self.num_covariates:
+            return [(bag,) for bag in bags]
+        found = flat.new_zeros(len(bags), self.num_covariates) if covariates is None else covariates.to(flat)
+        return [*zip(bags, found, strict=True)]
 
-    def patch_values(self, features: Tensor, counts: Sequence[int]) -> tuple[str, list[Tensor]] | None:
+    def patch_values(
+        self, features: Tensor, counts: Sequence[int], covariates: Tensor | None = None
+    ) -> tuple[str, list[Tensor]] | None:
         """What each patch counts in its image, (n,) for each image, and what that is: its attention, or its logit.
 
         None of an aggregator that has neither.
         """
-        bags = self._bags(features, counts)
+        bags = self._bags(features, counts, covariates)
         for name in ("attention", "logit"):
             values = getattr(self.aggregator, name, None)
             if values is not None:
-                return name, [values(bag) for bag in bags]
+                return name, [values(*bag) for bag in bags]
         return None
 
 
@@ -104,27 +116,38 @@ def chosen(shares: Tensor, min_tissue: float) -> Tensor:
     return found if len(found) else shares.argmax()[None]
 
 
-# Aggregators of the features of all patches of an image: (n, F) -> (K,), in any order of the patches.
+# Aggregators of the features of all patches of an image: (n, F) -> (K,), in any order of the patches; with the numbers
+# of the image that stand beside its embedding, (number,), if the head is for some.
+
+
+def beside(embedding: Tensor, covariates: Tensor | None) -> Tensor:
+    """The input of a head: embeddings (..., F) and, behind them, covariates (..., number)."""
+    return embedding if covariates is None else torch.cat([embedding, covariates], -1)
 
 
 class PoolingAggregator(nn.Module):
     """Logits of what `pool` leaves of the features, such as their mean, or the largest of each."""
 
-    def __init__(self, pool: Callable[..., Tensor], num_features: int, num_classes: int) -> None:
+    def __init__(
+        self, pool: Callable[..., Tensor], num_features: int, num_classes: int, num_covariates: int = 0
+    ) -> None:
         super().__init__()
-        self.pool, self.head = pool, nn.Linear(num_features, num_classes)
+        self.pool, self.head = pool, nn.Linear(num_features + num_covariates, num_classes)
 
-    def forward(self, features: Tensor) -> Tensor:
+    def forward(self, features: Tensor, covariates: Tensor | None = None) -> Tensor:
         """(n, F) -> (K,)."""
-        return self.head(self.pool(features, dim=0))
+        return self.head(beside(self.pool(features, dim=0), covariates))
 
-    def logit(self, features: Tensor) -> Tensor:
+    def logit(self, features: Tensor, covariates: Tensor | None = None) -> Tensor:
         """The logits of patches, (n, F) -> (n,), as if each were the whole image: a class activation map.
 
         Of two classes it is how far the second one's logit is above the first one's; of others, that of the image's.
         """
-        logits = self.head(features)
-        return logits[:, 1] - logits[:, 0] if logits.shape[1] == 2 else logits[:, int(self(features).argmax())]
+        of_each = None if covariates is None else covariates.expand(len(features), -1)
+        logits = self.head(beside(features, of_each))
+        if logits.shape[1] == 2:
+            return logits[:, 1] - logits[:, 0]
+        return logits[:, int(self(features, covariates).argmax())]
 
 
 class GatedAttention(nn.Module):
@@ -135,19 +158,19 @@ class GatedAttention(nn.Module):
     these get no gradients.
     """
 
-    def __init__(self, num_features: int, num_classes: int, num_hidden: int = 128) -> None:
+    def __init__(self, num_features: int, num_classes: int, num_hidden: int = 128, num_covariates: int = 0) -> None:
         super().__init__()
         self.values = nn.Linear(num_features, num_hidden)
         self.gates = nn.Linear(num_features, num_hidden)
         self.weights = nn.Linear(num_hidden, 1, bias=False)
         nn.init.zeros_(self.weights.weight)
-        self.head = nn.Linear(num_features, num_classes)
+        self.head = nn.Linear(num_features + num_covariates, num_classes)
 
-    def forward(self, features: Tensor) -> Tensor:
+    def forward(self, features: Tensor, covariates: Tensor | None = None) -> Tensor:
         """(n, F) -> (K,)."""
-        return self.head(self.attention(features)[None].mm(features)[0])
+        return self.head(beside(self.attention(features)[None].mm(features)[0], covariates))
 
-    def attention(self, features: Tensor) -> Tensor:
+    def attention(self, features: Tensor, covariates: Tensor | None = None) -> Tensor:
         """The weight of each patch, (n, F) -> (n,); they sum to 1."""
         gated = torch.tanh(self.values(features)) * torch.sigmoid(self.gates(features))
         return torch.softmax(self.weights(gated), 0)[:, 0]
@@ -158,18 +181,26 @@ class TransformerAggregator(nn.Module):
     2020.
     """
 
-    def __init__(self, num_features: int, num_classes: int, width: int = 256, depth: int = 2, heads: int = 4) -> None:
+    def __init__(
+        self,
+        num_features: int,
+        num_classes: int,
+        width: int = 256,
+        depth: int = 2,
+        heads: int = 4,
+        num_covariates: int = 0,
+    ) -> None:
         super().__init__()
         self.project = nn.Linear(num_features, width)
         self.token = nn.Parameter(torch.zeros(1, width))
         layer = nn.TransformerEncoderLayer(width, heads, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, depth, nn.LayerNorm(width), enable_nested_tensor=False)
-        self.head = nn.Linear(width, num_classes)
+        self.head = nn.Linear(width + num_covariates, num_classes)
 
-    def forward(self, features: Tensor) -> Tensor:
+    def forward(self, features: Tensor, covariates: Tensor | None = None) -> Tensor:
         """(n, F) -> (K,)."""
         tokens = torch.cat([self.token, self.project(features)])
-        return self.head(self.layers(tokens[None])[0, 0])
+        return self.head(beside(self.layers(tokens[None])[0, 0], covariates))
 
 
 AGGREGATORS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(

@@ -47,7 +47,7 @@ def build_views(config: Config, channels: int, fit: Fit) -> tuple[datasets.View,
     )
     mean, std = normalisation(data, channels)
     common: Mapping[str, Any] = {"fit": fit, "mean": mean, "std": std, "transform": build_transform(config, channels)}
-    common = {**common, "patch": config.model.patches}
+    common = {**common, "patch": config.model.patches, "covariates": config.slides.covariates}
     training = datasets.View(data.image_size, augmentation=augmentation, seed=config.training.seed, **common)
     return training, datasets.View(data.image_size, **common)
 

@@ -415,6 +415,32 @@ NAMES = Kind(
     lambda value: tuple(_nonempty_text(each).strip() for each in _entries(value)),
     raw=",".join,
 )
+
+
+def _covariates(value: Any) -> tuple[Any, ...]:
+    entries = [each for each in _entries(value) if each != ""]
+    if not entries:
+        return ()
+    from mpi4dl.datasets.covariates import Covariate
+
+    found = tuple(each if isinstance(each, Covariate) else Covariate.read(each) for each in entries)
+    if len({each.column for each in found}) < len(found):
+        raise ValueError
+    return found
+
+
+def _raw_covariates(value: Any) -> Any:
+    if any(each.fit for each in value):
+        return [[each.text, *each.fit] for each in value]
+    return ",".join(each.text for each in value)
+
+
+COVARIATES = Kind(
+    "names of columns with commas between them, such as age,sex, with :class behind one whose numbers are classes",
+    "NAME,...",
+    _covariates,
+    raw=_raw_covariates,
+)
 CALLS = Kind(
     "names with arguments in brackets where needed, with commas between them, such as "
     "RandomPosterize(bits=4),RandomGrayscale",

@@ -61,14 +61,15 @@ def _drawn(config: Config, num_classes: int, channels: int) -> nn.Module:
     torch.manual_seed(config.training.seed)
     seed_python(config.training.seed)
     chosen, source = config.model, source_of(config)
+    beside = {"num_covariates": sum(each.width for each in config.slides.covariates)}
     if source.reads_features:
         from mpi4dl.models.patches import AGGREGATORS, PatchModel
 
-        aggregator = AGGREGATORS[chosen.aggregator](channels, num_classes)
-        return PatchModel(nn.Flatten(), aggregator, 1, norm=_feature_norm(config, channels))
+        aggregator = AGGREGATORS[chosen.aggregator](channels, num_classes, **beside)
+        return PatchModel(nn.Flatten(), aggregator, 1, norm=_feature_norm(config, channels), **beside)
     made = own_model if is_own(chosen.model) else partial(_known_model, config)
     model = made(chosen.model, chosen.model_options, num_classes, channels)
-    return _of_patches(config, model, num_classes, channels) if chosen.sees_patches else model
+    return _of_patches(config, model, num_classes, channels, beside) if chosen.sees_patches else model
 
 
 def _known_model(config: Config, name: str, options: Mapping[str, Any], num_classes: int, channels: int) -> nn.Module:
@@ -107,7 +108,9 @@ def own_model(part: Any, options: Mapping[str, Any], num_classes: int, channels:
     return model
 
 
-def _of_patches(config: Config, encoder: nn.Module, num_classes: int, channels: int) -> "PatchModel":
+def _of_patches(
+    config: Config, encoder: nn.Module, num_classes: int, channels: int, beside: Mapping[str, int]
+) -> "PatchModel":
     """The model that looks at patches by this encoder. Raises ConfigError if it cannot."""
     from mpi4dl.models.patches import AGGREGATORS, COLOUR, PatchModel, headless, patches_in
 
@@ -124,14 +127,15 @@ def _of_patches(config: Config, encoder: nn.Module, num_classes: int, channels: 
         num_features = headless(encoder, num_classes)
     except ValueError as error:
         raise ConfigError(f"`patches` {patch} of `model` {config.model_name}: {error}") from None
-    aggregator = AGGREGATORS[chosen.aggregator](num_features, num_classes)
+    aggregator = AGGREGATORS[chosen.aggregator](num_features, num_classes, **beside)
     mean, std = normalisation(config.data, channels)
     if min_tissue and max(len(set(mean)), len(set(std))) > 1:
         raise ConfigError(
             f"`min_tissue` {chosen.min_tissue} compares channels: set one `mean` and one `std` for all, not "
             f"{','.join(map(str, mean))} and {','.join(map(str, std))}"
         )
-    return PatchModel(encoder, aggregator, patch, min_tissue, COLOUR / std[0], _feature_norm(config, num_features))
+    norm = _feature_norm(config, num_features)
+    return PatchModel(encoder, aggregator, patch, min_tissue, COLOUR / std[0], norm, **beside)
 
 
 def _feature_norm(config: Config, num_features: int) -> nn.Module | None:

@@ -25,7 +25,7 @@ from mpi4dl.datasets.kinds import PICTURES, VOLUMES
 from mpi4dl.datasets.labels import FORMS, files_of
 from mpi4dl.datasets.listed import parts
 from mpi4dl.datasets.loader import Loader
-from mpi4dl.datasets.samples import TABLE
+from mpi4dl.datasets.samples import COVARIATES, TABLE
 from mpi4dl.datasets.sources import SYNTHETIC, SampleFiles, open_files
 from mpi4dl.datasets.split import Named, in_whole, split
 from mpi4dl.datasets.transform import FITTED, STRIDE_PX, Fit, as_fit
@@ -126,6 +126,12 @@ class DataSource:
             if value != getattr(Slides, name):
                 shown = ",".join(value) if isinstance(value, tuple) else value
                 raise ConfigError(f"`{name}` {shown} is for slides: name them by `slides`")
+        if self.slides.covariates and not (self.of_slides and (self.reads_features or self.patch)):
+            shown = ",".join(each.text for each in self.slides.covariates)
+            raise ConfigError(
+                f"`covariates` {shown} stand beside the embedding of a slide: name a table by `slides`, with `patches` "
+                "or `features`"
+            )
         if data.channels != "auto" and not (self.has_files and self.is_pictures and not self.of_slides):
             raise ConfigError(f"`channels` is for files of pictures, not for other {self.inputs}: leave it out")
         self.require_model()
@@ -642,7 +648,8 @@ class SlideSource(DataSource):
         )
         how = self._labels()
         if not labelled:  # a folder to predict of has no columns, whatever the table of training had
-            how |= {"task": None, "label_columns": (), "columns": how["columns"] if path.is_file() else {}}
+            kept = {role: name for role, name in how["columns"].items() if path.is_file() or role == COVARIATES}
+            how |= {"task": None, "label_columns": (), "columns": kept}
         folder = None if chosen.slides_folder is None else Path(chosen.slides_folder).expanduser()
         return self._folder(path, options, folder, classes=classes, tell=tell, **how)
 
@@ -767,9 +774,10 @@ def unstained(samples: Named) -> list[str]:
     return [] if found is None else [found]
 
 
-def named_columns(chosen: Any) -> dict[str, str]:
-    """The column of each role that an option names."""
+def named_columns(chosen: Any) -> dict[str, Any]:
+    """The column of each role that an option names, and covariates."""
     found = {role: getattr(chosen, f"{role}_column", None) for role in ("slide", "patient", "annotation", "weight")}
+    found[COVARIATES] = getattr(chosen, COVARIATES, ()) or None
     return {role: name for role, name in found.items() if name is not None}
 
 

@@ -5,8 +5,9 @@
 
 `file` is the path from the folder of samples on, or a sample's name. `split` is train, val or test. Labels of numbers
 have a column each, with their names; `mask_print` tells a mask from others. `bytes` and `crc32`, of some of its bytes,
-tell a file from others. Cells are empty where there is nothing. With `weight_column` there is a last column,
-`loss_weight`. `mpi4dl train --split-file` takes such a table, and pandas.read_csv reads it.
+tell a file from others. Cells are empty where there is nothing. With `weight_column` there is a column `loss_weight`
+behind these, and with `covariates` one of this name, such as `age=61, sex=f`. `mpi4dl train --split-file` takes such a
+table, and pandas.read_csv reads it.
 """
 
 import csv
@@ -19,7 +20,7 @@ from mpi4dl._files import naming, read_regular, write_durably
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.listed import with_details
-from mpi4dl.datasets.samples import LOSS_WEIGHT, MASK_PRINT
+from mpi4dl.datasets.samples import COVARIATES, LOSS_WEIGHT, MASK_PRINT
 from mpi4dl.datasets.split import Named, in_whole
 from mpi4dl.options.declare import ConfigError
 
@@ -27,6 +28,7 @@ FILE = "samples.csv"
 MOST_NAMES = 3
 BEFORE = ("file", "slide_id", "case_id")
 AFTER = ("split", "fold", "mpp", "annotation", MASK_PRINT, "bytes", "crc32")
+IF_ASKED = (LOSS_WEIGHT, COVARIATES)  # behind these
 
 
 class RunSample(NamedTuple):
@@ -39,6 +41,7 @@ class RunSample(NamedTuple):
     split: str
     num_bytes: int | None = None
     checksum: int | None = None
+    covariates: str = ""
 
 
 class RunSamples(NamedTuple):
@@ -61,11 +64,11 @@ class RunSamples(NamedTuple):
         names = _names_of_labels(whole)
         lines = [_line(split, whole, index, names) for (split, _), (whole, index) in found.items()]
         samples = tuple(
-            RunSample(name, line["slide_id"], line["case_id"], _text(whole, index), split, *_file(line))
+            RunSample(name, line["slide_id"], line["case_id"], _text(whole, index), split, *_of_file(line))
             for ((split, name), (whole, index)), line in zip(found.items(), lines, strict=True)
         )
-        weighted = (LOSS_WEIGHT,) * any(LOSS_WEIGHT in line for line in lines)
-        return cls(samples, tuple(lines), (*BEFORE, *names, *AFTER, *weighted))
+        more = [name for name in IF_ASKED if any(name in line for line in lines)]
+        return cls(samples, tuple(lines), (*BEFORE, *names, *AFTER, *more))
 
     @classmethod
     def of_documents(cls, sizes: Mapping[str, Mapping[str, int]]) -> "RunSamples":
@@ -86,14 +89,14 @@ class RunSamples(NamedTuple):
             reader = csv.DictReader(io.StringIO(read_regular(path).decode(errors="surrogateescape")), strict=True)
             lines = tuple(reader)
             columns = tuple(reader.fieldnames or ())
-            weighted = columns[-1:] if columns[-1:] == (LOSS_WEIGHT,) else ()
-            names = [name for name in columns if name not in (*BEFORE, *AFTER, *weighted)]
-            whole = columns == (*BEFORE, *names, *AFTER, *weighted)
+            more = [name for name in IF_ASKED if name in columns[-len(IF_ASKED) :]]
+            names = [name for name in columns if name not in (*BEFORE, *AFTER, *more)]
+            whole = columns == (*BEFORE, *names, *AFTER, *more)
             if not whole or any(None in line or None in line.values() for line in lines):
                 raise ValueError
             samples = tuple(
                 RunSample(line["file"], line["slide_id"], line["case_id"], _label(line, names), line["split"],
-                          *_file(line)) for line in lines
+                          *_of_file(line)) for line in lines
             )  # fmt: skip
         except (OSError, ValueError, csv.Error) as error:
             raise ConfigError(
@@ -135,7 +138,7 @@ class RunSamples(NamedTuple):
         return {each.file if times[each.file] == 1 else f"{each.split} {each.file}": each for each in self.samples}
 
     def require_unchanged(self, now: "RunSamples") -> None:
-        """Raise ConfigError if a sample has another label, or its file other content, than this table says.
+        """Raise ConfigError if a sample has another label or other covariates, or its file other content, than here.
 
         A file that is in another folder now is known by its size and its checksum, if no other file has both.
         """
@@ -143,14 +146,17 @@ class RunSamples(NamedTuple):
         pairs = [(name, name) for name in before if name in after]
         there, here = _by_file(before), _by_file(after)
         pairs += [(name, here[key]) for key, name in there.items() if here.get(key, name) != name]
-        labels = [
-            f"{new} ({before[old].label}, now {after[new].label})"
-            for old, new in pairs
-            if before[old].label != after[new].label
+        both = [(new, before[old], after[new]) for old, new in pairs]
+        labels = [f"{name} ({was.label}, now {now.label})" for name, was, now in both if was.label != now.label]
+        covariates = [
+            f"{name} ({was.covariates or 'none'}, now {now.covariates or 'none'})"
+            for name, was, now in both
+            if was.covariates != now.covariates
         ]
         files = [name for name, new in pairs if name == new and _differ(before[name], after[name])]
         for changed, what, back in (
             (labels, "with another label", "put the labels back, or train with the new ones"),
+            (covariates, "with other covariates", "put the cells back, or train with the new ones"),
             (files, "with other content", "put the files back, or train on the new ones"),
         ):
             if changed:
@@ -197,6 +203,7 @@ def _line(split: str, whole: Any, index: int, names: Sequence[str]) -> dict[str,
     line |= {"slide_id": row.name, "case_id": row.patient, "fold": _cell(row.fold), "mpp": _cell(row.mpp)}
     line |= {"annotation": _cell(row.annotation), MASK_PRINT: _cell(whole.mask_as_text(index))}
     line |= {} if row.weight is None else {LOSS_WEIGHT: repr(row.weight)}
+    line |= {COVARIATES: whole.covariates_as_text(index)} if row.covariates else {}
     if isinstance(row.label, tuple):
         line |= {name: repr(number) for name, number in zip(names, row.label, strict=True)}
     elif row.label is not None:
@@ -214,9 +221,9 @@ def _cell(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _file(line: Mapping[str, str]) -> tuple[int | None, int | None]:
+def _of_file(line: Mapping[str, str]) -> tuple[int | None, int | None, str]:
     size, checksum = (int(line[name]) if line.get(name) else None for name in ("bytes", "crc32"))
-    return size, checksum
+    return size, checksum, line.get(COVARIATES, "")
 
 
 def _label(line: Mapping[str, str], names: Sequence[str]) -> str | None:

@@ -79,7 +79,8 @@ def train_folds(comm: Communicator, config: Config, spell: Callable[[str], str],
 
 
 def _of_fold(config: Config, fold: int, path: Path) -> Config:
-    return with_values(config, {"fold": fold, "run_folder": str(path)})
+    covariates = tuple(each._replace(fit=()) for each in config.slides.covariates)  # each fold has its own
+    return with_values(config, {"fold": fold, "run_folder": str(path), "covariates": covariates})
 
 
 def _as_trained(config: Config, runs: Mapping[int, Path]) -> tuple[Config, set[int]]:
@@ -96,7 +97,7 @@ def _as_trained(config: Config, runs: Mapping[int, Path]) -> tuple[Config, set[i
         samples = open_samples(framed)
         assert isinstance(samples, Images)
         framed = with_task(framed, samples.training)
-        then, now = settings_of(there), settings_of(framed)
+        then, now = settings_of(_of_fold(there, fold, path)), settings_of(framed)
         if (path / MODEL).is_file():
             done.add(fold)
             then |= {**read_part(path / VERSIONS, "files"), **_contents(RunSamples.read(path / SAMPLES))}

@@ -48,6 +48,7 @@ SAME_ALWAYS = (
     "mean",
     "std",
     "label_columns",
+    "covariates",
     "ignore_index",
     "folds",
     "fold",

@@ -23,6 +23,7 @@ from mpi4dl.checkpoints.manifest import STATE
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import printable
 from mpi4dl.datasets.loader import Loader
+from mpi4dl.datasets.split import in_whole
 from mpi4dl.engine import Engine
 from mpi4dl.geometry import Box
 from mpi4dl.models.registry import described
@@ -136,6 +137,7 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
     patience.feed()
     config = as_it_began(comm, config)
     config = with_measured(config, comm, images, patience)
+    config, of_covariates = with_covariates(config, comm, images)
     known = options_before(comm, config.run).get(CLASS_WEIGHTS)
     with comm.together((ValueError, TypeError)):
         config = with_task(config, images.training)
@@ -171,7 +173,7 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
         schedule.begin(build.number_of_steps(config.training, len(loaders[0])))
     return Setup(
         config, assembly, engine, schedule, images, *loaders, task, metrics, monitor, callbacks,
-        [*chosen_plan, *remarks], patience,
+        [*chosen_plan, *of_covariates, *remarks], patience,
         meter, spell, argv, weighed.learning.class_weights,
     )  # fmt: skip
 
@@ -201,6 +203,28 @@ def with_measured(config: Config, comm: Communicator, images: "Images | Texts", 
     training: Any = images.training
     found = measured(comm, training, patience) if asked else {}
     return with_values(config, {name: found[name] for name in asked})
+
+
+def with_covariates(config: Config, comm: Communicator, images: "Images | Texts") -> tuple[Config, list[str]]:
+    """The configuration with its covariates fitted to the patients to train on, or as the run that is resumed has them;
+    and remarks on these. Collective; raises Refusal.
+    """
+    asked = config.slides.covariates
+    if not asked:
+        return config, []
+    from mpi4dl.datasets.covariates import fitted, remarks
+
+    known = options_before(comm, config.run)
+    parts: Any = images
+    (whole, indices), (_, others) = in_whole(parts.training), in_whole(parts.validation)
+    with comm.together((ValueError,)):
+        before = {"covariates": known["covariates"]} if "covariates" in known else {}
+        found = with_options(with_values(config, {"covariates": ()}), before).slides.covariates
+        if [each.text for each in found] != [each.text for each in asked]:
+            found = fitted(asked, whole.rows, indices)
+        rows = [whole.rows[index] for index in (*indices, *others)]
+        told = [f"covariates {', '.join(each.described() for each in found)}", *remarks(found, rows, whole.source)]
+    return with_values(config, {"covariates": found}), [printable(line) for line in told]
 
 
 def _to_measure(config: Config) -> list[str]:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from mpi4dl.comm import Communicator
+from mpi4dl.datasets.base import printable
 from mpi4dl.datasets.files import Channels
 from mpi4dl.datasets.sources import SampleFiles
-from mpi4dl.datasets.split import Named
+from mpi4dl.datasets.split import Named, in_whole
 from mpi4dl.datasets.transform import Fit, View
 from mpi4dl.options import parts
 from mpi4dl.options.config import Config
@@ -151,6 +152,16 @@ class TrainedOptions(ModelOptions):
     def validation(self, comm: Communicator) -> Named:
         """The images that validated in training. Collective; raises Refusal on all ranks."""
         return open_images(comm, self.source).validation
+
+    def remarks_on(self, images: Named) -> list[str]:
+        """Remarks on covariates of samples. Raises DatasetError for those that cannot be."""
+        if not self._config.slides.covariates:
+            return []
+        from mpi4dl.datasets.covariates import remarks
+
+        whole, indices = in_whole(images)
+        rows = [whole.rows[index] for index in indices]
+        return [printable(line) for line in remarks(self._config.slides.covariates, rows, whole.source)]
 
     def tissue_cells(self, slide: Any) -> "Mask":
         """Which cells of a slide have tissue, as the training found it."""

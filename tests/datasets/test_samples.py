@@ -144,8 +144,8 @@ def test_all_that_a_row_has(slides: Path) -> None:
         "s1.svs,p,x,Train,0,0.25,s1.geojson,2.5\ns4.png,q,y,dev,,n/a,,0\n"
     )
     first, second = read(slides, text, columns={"weight": "w"}).rows
-    assert first == (2, "s1.svs", "s1.svs", "p", "train", 0, 0, 0.25, "s1.geojson", 2.5)
-    assert second == (3, "s4.png", "b/s4.png", "q", "val", None, 1, None, None, 0.0)
+    assert first == (2, "s1.svs", "s1.svs", "p", "train", 0, 0, 0.25, "s1.geojson", 2.5, ())
+    assert second == (3, "s4.png", "b/s4.png", "q", "val", None, 1, None, None, 0.0, ())
 
 
 def test_slides_are_found_in_another_folder_and_by_absolute_paths(slides: Path, tmp_path_factory: Any) -> None:

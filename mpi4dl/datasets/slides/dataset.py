@@ -16,7 +16,7 @@ from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import BadImage, DatasetError, Pixels, printable
 from mpi4dl.datasets.kinds import SLIDES
 from mpi4dl.datasets.listed import ListedFiles
-from mpi4dl.datasets.samples import read_samples
+from mpi4dl.datasets.samples import COVARIATES, read_samples
 from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks, Tell, quietly
 from mpi4dl.datasets.slides.slide import Cells, Resolution, Slide, open_slide
 from mpi4dl.datasets.slides.tissue import NoTissue, find_tissue, tissue_cells, tissue_pixels
@@ -74,7 +74,7 @@ class SlideFolder(SampleFiles):
         task: str | None = None,
         label_columns: Sequence[str] | None = None,
         classes: tuple[str, ...] | None = None,
-        columns: Mapping[str, str] | None = None,
+        columns: Mapping[str, Any] | None = None,
         tell: Tell = quietly,
     ) -> None:
         kind, root = self.kind, folder or (source if source.is_dir() else source.parent)
@@ -116,8 +116,8 @@ class SlideFolder(SampleFiles):
         return super().label(index) if self.masks is None else self.masks.mask(index, self.image(index))
 
     def told(self, index: int) -> dict[str, Any]:
-        mpp = self.rows[index].mpp
-        return {} if mpp is None else {"mpp": mpp}
+        mpp, covariates = self.rows[index].mpp, self.covariates_as_text(index)
+        return ({} if mpp is None else {"mpp": mpp}) | ({COVARIATES: covariates} if covariates else {})
 
     def mask_as_text(self, index: int) -> str | None:
         annotation = self.rows[index].annotation

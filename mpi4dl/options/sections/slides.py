@@ -1,9 +1,21 @@
 """Whole-slide images: their table, resolution, tissue, and folds by patient."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from mpi4dl.options.declare import instead, option, same_as
-from mpi4dl.options.kinds import COUNT, COUNT_OR_ZERO, NAME, POSITIVE, SHARE, choice, either, optional, some_of
+from mpi4dl.options.kinds import (
+    COUNT,
+    COUNT_OR_ZERO,
+    COVARIATES,
+    NAME,
+    POSITIVE,
+    SHARE,
+    choice,
+    either,
+    optional,
+    some_of,
+)
 
 ALL_FOLDS = "all"
 
@@ -111,6 +123,13 @@ class Slides:
         "the column of the weight of each sample in the loss of training, 0 or more; none: all weigh alike",
         optional(NAME),
         known_as=same_as("sample-weight sample-weights sample-weight-column"),
+    )
+    covariates: tuple[Any, ...] = option(
+        (),
+        "columns of patients, such as age,sex, that stand beside the embedding of a slide, with --patch-size or "
+        "--features; site:class: its numbers are classes",
+        COVARIATES,
+        known_as=same_as("covariate-columns clinical-columns clinical-features clinical-vars"),
     )
     unannotated: str = option(
         "background",

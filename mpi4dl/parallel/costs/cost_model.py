@@ -35,7 +35,7 @@ from mpi4dl.parallel.costs.sites import Fit, Site, Units, base_choices, extrapol
 from mpi4dl.parallel.costs.stage_traffic import NO_WAITS, StageTraffic, WaitSeconds
 from mpi4dl.parallel.costs.store import Store, cache_folder, machine, versions
 from mpi4dl.parallel.costs.timing import Clock, Seconds, clock_on, time_units
-from mpi4dl.parallel.costs.units import count_units
+from mpi4dl.parallel.costs.units import BACKWARD, count_units
 from mpi4dl.parallel.inputs import input_dtype, of_tokens
 from mpi4dl.parallel.pipeline.split import unfit
 from mpi4dl.parallel.plan import Plan, grid_name
@@ -106,8 +106,6 @@ def one_way(
 SITE_SECONDS = 4.0  # for the timing of a tile shape
 LINK = {"what": "link"}
 TIMED = ("auto", "measured")  # what can be measured between ranks is timed where there are none
-BACKWARD = 2  # times as many FLOPs and bytes as forward
-
 TimeUnits = Callable[[Any, Site, torch.device, float], Seconds]
 
 
@@ -396,8 +394,10 @@ def by_rates(
     """The unit with seconds of its FLOPs, its bytes and the start of its operators, one after the other."""
     flops = unit.flops / flops_per_second
     forward = flops + unit.touched_bytes / bytes_per_second + unit.operators * operator_seconds
-    # Gradients of weights are half of the FLOPs of the backward pass.
-    return unit._replace(forward_seconds=forward, backward_seconds=BACKWARD * forward, weight_seconds=flops)
+    # Gradients of inputs take as many FLOPs as the forward pass, and those of weights that are trained as many again.
+    times = unit.backward_flops / unit.flops if unit.flops else BACKWARD
+    weights = flops * min(1.0, max(0.0, times - 1))
+    return unit._replace(forward_seconds=forward, backward_seconds=times * forward, weight_seconds=weights)
 
 
 def stages_on(machine: Machine, plan: Plan) -> tuple[StageTraffic, ...]:
@@ -419,18 +419,21 @@ def costs_by_site(
 def costs_by_flops(cuttable: Units, plan: Plan, image: tuple[int, ...], profiler: Profiler) -> StageCosts:
     """Costs if only FLOPs take time, of which each rank of a stage has an even part, the same everywhere.
 
-    Another machine has rates of its own, if it has any, and its links for what follows the units.
+    Another machine has rates of its own, also of bytes and operators, if it has any, and its links for what follows.
     """
-    there, flops = profiler.machine, profiler.gflops * 1e9
+    there = profiler.machine
+    rates: tuple[float, ...] = (profiler.gflops * 1e9,)
     if there is not None and there.flops_per_second is not None:
-        flops = there.flops_per_second
-    whole = count_units(cuttable, on_one_rank(image), backward=False)
+        rates = there.flops_per_second, there.bytes_per_second, there.operator_seconds
+    frozen = not all(p.requires_grad for p in cuttable.model.parameters())
+    whole = count_units(cuttable, on_one_rank(image), backward=frozen)
     columns = tuple(
-        tuple(by_rates(unit.part(plan.shape(stage).size), flops) for unit in whole) for stage in range(plan.num_stages)
+        tuple(by_rates(unit.part(plan.shape(stage).size), *rates) for unit in whole) for stage in range(plan.num_stages)
     )
     left_out = "messages" if there is None else "halos"
     there = there or Machine.of_link(0.0, math.inf, plan.num_ranks, message_seconds=0.0)
-    source = f"{flops / 1e9:g} GFLOP/s a rank, a backward as two forwards; {left_out} take no time"
+    backward = "backward without gradients of frozen weights" if frozen else "a backward as two forwards"
+    source = f"{rates[0] / 1e9:g} GFLOP/s a rank, {backward}; {left_out} take no time"
     return StageCosts(columns, stages_on(there, plan), source, timed=False)
 
 

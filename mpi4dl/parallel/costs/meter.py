@@ -24,10 +24,16 @@ from mpi4dl.comm.traffic import Traffic
 from mpi4dl.parallel.spatial.dry_run_grid import DryRunGrid
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
 
-FLASH, FLASH_ON_CPUS = (
-    getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{where}") for where in ("", "_for_cpu")
+FLASH, FLASH_BACKWARD, FLASH_ON_CPUS, FLASH_BACKWARD_ON_CPUS = (
+    getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{where}{way}")
+    for where in ("", "_for_cpu")
+    for way in ("", "_backward")
 )
-FLOPS = {**flop_registry, FLASH_ON_CPUS: flop_registry[FLASH]}
+FLOPS = {
+    **flop_registry,
+    FLASH_ON_CPUS: flop_registry[FLASH],
+    FLASH_BACKWARD_ON_CPUS: flop_registry[FLASH_BACKWARD],
+}
 ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 
 
@@ -61,13 +67,13 @@ class OperatorMeter(TorchDispatchMode):
                 return results
         results = function(*args, **kwargs)
         given, made = _tensors((args, kwargs)), _tensors(results)
+        places = {x.untyped_storage()._cdata for x in given}
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=results)
             self.operators += 1
-        elif not any(each.alias_info is not None and not each.alias_info.is_write for each in function._schema.returns):
+        elif not _is_view(function, places, made):
             self.operators += 1
             self.touched_bytes += sum({id(x): x.nbytes for x in (*given, *made)}.values())
-        places = {x.untyped_storage()._cdata for x in given}
         for storage in (x.untyped_storage() for x in made):
             place, size = storage._cdata, storage.nbytes()
             if place not in places and place not in self._known:
@@ -81,6 +87,12 @@ class OperatorMeter(TorchDispatchMode):
     def _freed(self, place: int, size: int) -> None:
         self._known.discard(place)
         self.live_bytes -= size
+
+
+def _is_view(function: Any, places: set[int], made: Sequence[Tensor]) -> bool:
+    """Whether an operator shows its arguments otherwise: by storages, since `_unsafe_view` declares no alias."""
+    writes = any(each.alias_info is not None and each.alias_info.is_write for each in function._schema.arguments)
+    return bool(made) and not writes and all(x.untyped_storage()._cdata in places for x in made)
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -307,7 +319,8 @@ class UnitCosts(NamedTuple):
         forward_bytes, backward_bytes: the most memory of either pass at a time, beside what is kept.
         largest_bytes: the largest tensor.
         summed_bytes: what ranks that share features sum up, forward and backward.
-        flops: those of convolutions, matrix products and attention, forward.
+        flops, backward_flops: those of convolutions, matrix products and attention, of either pass. Frozen weights have
+            no gradients.
         touched_bytes: what operators without FLOPs read and write, forward.
         operators: how many there are, with FLOPs or without, forward.
         there, back: what ranks send each other in the forward and the backward pass.
@@ -323,6 +336,7 @@ class UnitCosts(NamedTuple):
     largest_bytes: int = 0
     summed_bytes: int = 0
     flops: float = 0.0
+    backward_flops: float = 0.0
     touched_bytes: int = 0
     operators: int = 0
     there: Traffic = ()
@@ -334,7 +348,8 @@ class UnitCosts(NamedTuple):
     def part(self, num_ranks: int) -> "UnitCosts":
         """An even part of the counts for each of so many ranks, which send each other nothing."""
         parts = {name: ceil(getattr(self, name) / num_ranks) for name in COUNTS if name.endswith("_bytes")}
-        return UnitCosts(**parts, flops=self.flops / num_ranks, operators=self.operators)
+        flops = {name: getattr(self, name) / num_ranks for name in COUNTS if name.endswith("flops")}
+        return UnitCosts(**parts, **flops, operators=self.operators)
 
 
 COUNTS = UnitCosts._fields[: UnitCosts._fields.index("there")]
@@ -391,6 +406,7 @@ def dry_run(
         backward_bytes=max(0, meter.peak_bytes - kept),
         largest_bytes=meter.largest_bytes,
         summed_bytes=counts["over_features"] - before["over_features"],
+        backward_flops=meter.flops - work["flops"],
         **work,  # type: ignore[arg-type]
         there=there,
         back=grid.comm.recorder.take(),

@@ -32,6 +32,8 @@ from mpi4dl.parallel.pipeline.program import pack
 from mpi4dl.parallel.pipeline.split import shapes_of
 from mpi4dl.parallel.pipeline.stage import made_up_stage
 
+BACKWARD = 2  # times as many FLOPs and bytes as forward
+
 
 class StageBytes(NamedTuple):
     """What a stage takes of a rank's memory, in bytes: `kept` for each microbatch under way, `working` once.
@@ -53,7 +55,8 @@ def count_units(
     """The counts of every unit at a site, the last one with the loss of tokens. Tensors of two count for the first.
 
     Rounds are those of any step but the first, before which norms do not know which of them wait for the next one.
-    `accept` is called with the model's outputs, on shapes. Without `backward` nothing is counted of that pass.
+    `accept` is called with the model's outputs, on shapes. Without `backward` nothing is counted of that pass, whose
+    FLOPs are taken to be twice those of the forward pass.
     """
     grid, empty = imagined(site), shapes_of(units.model)
     saved = SavedTensors(empty.values())
@@ -92,7 +95,8 @@ def count_units(
                     unit = cut_at(site, made_up_stage(copied(units.unit(i), empty), torch.device("cpu")), grid)
                     counted = count(unit, partial(map_local, partial(made_up_part, known.value), values), last)
             values = map_local(lambda t: t.detach().to("meta").requires_grad_(t.requires_grad), counted.results)
-            found.append(counted.costs)
+            costs = counted.costs
+            found.append(costs if backward else costs._replace(backward_flops=BACKWARD * costs.flops))
             handed_on.append([tensor.untyped_storage() for tensor in local_tensors(counted.results)])
     return tuple(
         unit._replace(

@@ -147,10 +147,20 @@ class PatchStream:
         if not isinstance(found, Tensor):
             raise TypeError(f"the encoder returns a {type(found).__name__}: it must be one tensor (patches, features)")
         features = gather(found)
+        covariates = self._covariates(images)
         if not torch.is_grad_enabled():
-            values = self._model.patch_values(features, counts)
+            values = self._model.patch_values(features, counts, covariates)
             self.seen = () if values is None else tuple(_attended(patches.places, *values))
-        return self._model.aggregate(features, counts)
+        return self._model.aggregate(features, counts, covariates)
+
+    def _covariates(self, images: StreamedImages) -> Tensor | None:
+        """Those of each sample, (N, number), float64, as its source says; None of sources without any. Collective."""
+        find: Any = getattr(images.source, "covariates", None)
+        if not self._model.num_covariates or find is None:
+            return None
+        own = range(*images.samples.owned(images.grid.coordinates[BATCH]))
+        found = _shared_out(images.grid, [(sample,) for sample in own], lambda sample: find(sample - own.start))
+        return torch.tensor([found[sample,] for sample in range(images.samples.size)], dtype=torch.float64)
 
     def patches(self, images: StreamedImages) -> PatchSource:
         """The patches with enough tissue, the same on all ranks. Collective.
@@ -278,8 +288,8 @@ def stream_patches(model: PatchModel, options: PatchOptions, channels: int = 3) 
     model.streamed = stream  # type: ignore[assignment]
 
 
-def _forward(stream: PatchStream, forward: Any, images: Any) -> Tensor:
-    found: Tensor = stream(images) if isinstance(images, StreamedImages) else forward(images)
+def _forward(stream: PatchStream, forward: Any, images: Any, *covariates: Tensor) -> Tensor:
+    found: Tensor = stream(images) if isinstance(images, StreamedImages) else forward(images, *covariates)
     return found
 
 

@@ -52,6 +52,29 @@ def costs_of_model(cuttable: Cuttable, plan: Plan, image: tuple[int, ...], profi
     return costs_for(cuttable, plan, sites_of(cuttable, plan, image), "auto", CPU, profiler)
 
 
+def partly_frozen() -> nn.Sequential:
+    """Of its four units the third is trained."""
+    made = model().requires_grad_(False)
+    made[2].requires_grad_(True)
+    return made
+
+
+@pytest.mark.parametrize("balance", ["auto", "flops"])
+def test_frozen_weights_take_no_time_backward(balance: str) -> None:
+    """The first unit with a gradient needs none of its inputs, and frozen ones behind it need none of weights."""
+    there = Machine.of_link(0.0, 1e9, 1, flops_per_second=1e9)
+    plan = Plan.of()
+    ratios = []
+    for build in (model, partly_frozen):
+        cuttable = Cuttable(outline(build), image=IMAGE)
+        sites = sites_of(cuttable, plan, IMAGE)
+        costs = costs_for(cuttable, plan, sites, balance, CPU, Profiler(machine=there))
+        ratios.append([unit.backward_seconds / unit.forward_seconds for unit in costs.columns[0]])
+    trained = [1, 2, 2, 2] if balance == "auto" else [2, 2, 2, 2]
+    assert ratios == [trained, [0, 0, 1, 1]]
+    assert costs.columns[0][3].weight_seconds == 0
+
+
 class Stopwatch:
     """Says that unit i takes 10 ** i seconds on each rank, and counts how often it was asked."""
 

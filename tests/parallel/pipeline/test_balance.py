@@ -97,6 +97,18 @@ def test_flops_of_attention_forward_and_backward_are_those_that_pytorch_counts()
     assert found.flops == expected.get_total_flops() > 0
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_views_touch_no_bytes(bias: bool):
+    """Without a bias PyTorch multiplies matrices, and hands on an `_unsafe_view` of the product."""
+    layer, x = nn.Linear(4, 6, bias=bias, device="meta"), torch.empty(2, 3, 4, device="meta")
+    with OperatorMeter() as found:
+        layer(x).transpose(0, 1)
+    assert (found.operators, found.touched_bytes) == (1, 0)
+    with found:
+        torch.zeros(5, device="meta").add_(1)
+    assert (found.operators, found.touched_bytes) == (3, 4 * 5 * 2)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_bytes_of_parameters_and_saved_activations(device: str):
     cuttable = Cuttable(layers().to(device))
