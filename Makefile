@@ -43,21 +43,21 @@ slides: $(STAMP) data/slides/slides.csv
 	$(TWO) mpi4dl.train --config examples/slides.toml --mpp 8 --run-folder runs/slides_512
 	$(BIN)/python -m examples.slides_results slides
 
-data/textures: $(STAMP) examples/textures.py
-	$(BIN)/python -m examples.textures --out $@
+data/nuclei: $(STAMP) examples/nuclei.py
+	$(BIN)/python -m examples.nuclei --out $@
 
 data/tune/slides.csv: $(STAMP)
-	$(TWO) mpi4dl.slides compose data/tune --patients 20 --slides-each 2 --size 4096 --lesion-share 0.002
+	$(TWO) mpi4dl.slides compose data/tune --patients 40 --slides-each 2 --size 1536 --mpp 1 --lesion-share 0.006
 
-tune: $(STAMP) data/textures data/tune/slides.csv
-	$(TWO) mpi4dl.train --config examples/textures.toml
-	$(TWO) mpi4dl.embed --slides data/tune/slides.csv --mpp 2 --patch-size 64 --out features/tune --model vit \
-		--model-options image_size=64,patch=8,num_layers=4,hidden=96,num_heads=3 --mean 0.5 --std 0.25 --weights runs/textures
-	$(TWO) mpi4dl.train --slides data/tune/slides.csv --features features/tune --aggregator gated-attention \
-		--feature-norm batch --batch-size 2 --val-fraction 0.3 --tiles 1x2 --optimizer AdamW --lr 0.001 --epochs 10 \
-		--monitor val_loss --run-folder runs/tune_frozen --resume auto
-	$(TWO) mpi4dl.train --config examples/tune.toml --lora r=8,alpha=16,targets=query,value --run-folder runs/tune_lora
-	$(TWO) mpi4dl.train --config examples/tune.toml --lr-of 'encoder.*=0.0001' --run-folder runs/tune_all
+tune: $(STAMP) data/nuclei data/tune/slides.csv
+	$(TWO) mpi4dl.train --config examples/nuclei.toml
+	$(TWO) mpi4dl.embed --slides data/tune/slides.csv --mpp 1 --patch-size 64 --out features/tune --model vit \
+		--model-options image_size=64,patch=8,num_layers=2,hidden=64,num_heads=2 --mean 0.5 --std 0.25 --weights runs/nuclei
+	$(TWO) mpi4dl.train --slides data/tune/slides.csv --features features/tune --aggregator max --feature-norm batch \
+		--batch-size 2 --val-fraction 0.3 --replicas 2 --optimizer AdamW --lr 0.003 --epochs 20 --monitor val_loss \
+		--log-interval 28 --run-folder runs/tune_frozen --resume auto
+	$(TWO) mpi4dl.train --config examples/tune.toml --lora r=8,alpha=16,targets=query,value --lr 0.002 --run-folder runs/tune_lora
+	$(TWO) mpi4dl.train --config examples/tune.toml --lr-of 'encoder.*=0.0003' --run-folder runs/tune_all
 	$(TWO) mpi4dl.predict runs/tune_frozen --features features/tune --slides-folder data/tune --out predicted/tune_frozen
 	$(TWO) mpi4dl.slides hits predicted/tune_frozen --slides data/tune/slides.csv
 	for run in tune_lora tune_all; do \

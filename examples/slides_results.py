@@ -3,12 +3,15 @@
     python -m examples.slides_results slides
     python -m examples.slides_results tune
 
-The exit code is 1 if a run with maps misses its goals, or if 512 px were enough to see the lesions.
+Seconds are those of training, without start and validation; memory is that of the rank that used most. The exit code is
+1 if a run misses its goals, or if 512 px were enough to see the lesions.
 """
 
 import csv
 import json
 import sys
+import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,23 +36,24 @@ FORMS = {
     ),
     "tune": (
         Form("frozen features", "tune_frozen", "tune_frozen", finds=None),
-        Form("adapters of rank 8", "tune_lora", "tune_lora", finds=None),
-        Form("all weights", "tune_all", "tune_all", finds=None),
+        Form("adapters of rank 8 (LoRA)", "tune_lora", "tune_lora", finds=None),
+        Form("all weights", "tune_all", "tune_all", finds=True),
     ),
 }
 
 
 def main(demonstration: str) -> None:
     failed = []
-    print(f"{'':38}  epochs  best validation AUC  highest in the lesion, of validation")
+    print(f"{'':36}  epochs  seconds    MiB  best validation AUC  highest in the lesion, of validation")
     for form in FORMS[demonstration]:
         epochs, auc = aucs_of(Path("runs") / form.run)
+        seconds, mebibytes = costs_of(Path("runs") / form.run)
         hits, held = [], []
         if form.predicted is not None:
             found = hits_of(Path("predicted") / form.predicted)
             hits, held = [*found.values()], [found[slide] for slide in validating(Path("runs") / form.run) & {*found}]
         counted = f"{sum(hits)} of {len(hits)} slides, {sum(held)} of {len(held)}" if hits else ""
-        print(f"{form.name:38}  {epochs:6}  {auc:19.3f}  {counted}")
+        print(f"{form.name:36}  {epochs:6}  {seconds:7.0f}  {mebibytes:5.0f}  {auc:19.3f}  {counted}")
         if form.finds is True and (auc < AUC or not hits or sum(hits) < HITS * len(hits)):
             failed.append(f"{form.name}: an AUC of {AUC} and {HITS:.0%} of the lesions were expected")
         if form.finds is False and auc >= AUC:
@@ -64,6 +68,17 @@ def aucs_of(run: Path) -> tuple[int, float]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found = [line["auc"] for line in lines if line["phase"] == "validation"]
     return len(found), max(found)
+
+
+def costs_of(run: Path) -> tuple[float, float]:
+    """The seconds that a run trained for, and the MiB of the rank that used most memory."""
+    batch_size = tomllib.loads((run / "config.toml").read_text())["data"]["batch_size"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if line["phase"] == "train"]
+    steps = pairwise((0, *(line["step"] for line in trained)))
+    rates = [line["images_per_second"] for line in trained]
+    seconds = sum((end - begin) * batch_size / rate for (begin, end), rate in zip(steps, rates, strict=True))
+    return seconds, max(line["peak_memory_bytes"] for line in trained) / 2**20
 
 
 def hits_of(predicted: Path) -> dict[str, bool]:
