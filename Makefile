@@ -56,8 +56,9 @@ tune: $(STAMP) data/nuclei data/tune/slides.csv
 	$(TWO) mpi4dl.train --slides data/tune/slides.csv --features features/tune --aggregator max --feature-norm batch \
 		--batch-size 2 --val-fraction 0.3 --replicas 2 --optimizer AdamW --lr 0.003 --epochs 20 --monitor val_loss \
 		--log-interval 28 --run-folder runs/tune_frozen --resume auto
-	$(TWO) mpi4dl.train --config examples/tune.toml --lora r=8,alpha=16,targets=query,value --lr 0.002 --run-folder runs/tune_lora
-	$(TWO) mpi4dl.train --config examples/tune.toml --lr-of 'encoder.*=0.0003' --run-folder runs/tune_all
+	$(TWO) mpi4dl.train --config examples/tune.toml --lora r=8,alpha=16,targets=query,value --lr 0.003 \
+		--lr-of 'encoder.*=0.003' --run-folder runs/tune_lora
+	$(TWO) mpi4dl.train --config examples/tune.toml
 	$(TWO) mpi4dl.predict runs/tune_frozen --features features/tune --slides-folder data/tune --out predicted/tune_frozen
 	$(TWO) mpi4dl.slides hits predicted/tune_frozen --slides data/tune/slides.csv
 	for run in tune_lora tune_all; do \

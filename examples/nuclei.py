@@ -7,6 +7,7 @@ knows nuclei, but not the lesions of the slides that it is tuned on.
 """
 
 import argparse
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -35,14 +36,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("data/nuclei"))
     out = parser.parse_args().out
+    begun = out.with_name(f"{out.name}.begun")
+    shutil.rmtree(begun, ignore_errors=True)
     random = np.random.default_rng(0)
     for size, radius_px in SIZES_PX.items():
         for density, share in DENSITIES.items():
             for part, count in PARTS.items():
-                folder = out / part / f"{size}-{density}"
+                folder = begun / part / f"{size}-{density}"
                 folder.mkdir(parents=True, exist_ok=True)
                 for number in range(count):
                     Image.fromarray(picture(radius_px, share, random)).save(folder / f"{number}.png")
+    begun.rename(out)
     print(f"{out}: {len(SIZES_PX) * len(DENSITIES)} classes of pictures of {SIDE_PX} x {SIDE_PX} px")
 
 
