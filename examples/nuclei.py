@@ -1,7 +1,7 @@
-"""Write small pictures to begin an encoder with: synthetic tissue with nuclei of three sizes, in three densities.
+"""Write small pictures to begin an encoder with: synthetic tissue with nuclei of two sizes, in three densities.
 
-Each of the nine classes has pictures in many stains. They stand for the slides that a published encoder has seen: it
-knows nuclei, but not the lesions of the slides that it is tuned on.
+Each of the six classes has pictures in many stains. They stand for the slides that a published encoder has seen: it
+knows nuclei, but none as large as in the lesions of the slides that it is tuned on.
 
     python -m examples.nuclei --out data/nuclei
 """
@@ -16,7 +16,7 @@ from PIL import Image
 from scipy.ndimage import gaussian_filter
 
 SIDE_PX = 64
-SIZES_PX = {"small": 1.5, "middle": 2.5, "large": 4.0}  # radii of nuclei
+SIZES_PX = {"small": 1.5, "middle": 2.5}  # radii of nuclei
 DENSITIES = {"sparse": 0.05, "usual": 0.15, "crowded": 0.35}  # the share of the picture that nuclei take
 PARTS = {"train": 200, "val": 40}
 
