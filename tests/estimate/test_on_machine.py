@@ -335,15 +335,34 @@ def test_the_command_plans_for_another_machine(
 def test_patches_are_planned_for_another_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], patch: str
 ) -> None:
-    """Patches have no rules for tiles: ranks have even parts of their FLOPs, here by the rate of the machine's file."""
     path, timings = tmp_path / "cluster.toml", tmp_path / "timings.json"
     path.write_text(machine_toml(MACHINE))
     flags = ["--model", TINY_RESNET, "--image-size", "512", "--batch-size", "2", "--patches", patch, "--tiles", "1x2"]
     show([*flags, "--machine", str(path)])
-    assert any("10000 GFLOP/s a rank" in line for line in capsys.readouterr().out.splitlines())
+    assert "simulated (by the rates of a cluster" in capsys.readouterr().out
     Store().save(timings)
     with pytest.raises(ConfigError, match=rf"--patch-size {patch}: --timings is for models of whole images"):
         show([*flags, "--timings", str(timings)])
+
+
+def test_a_rank_needs_for_its_patches_what_one_rank_needs_for_as_many(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(machine_toml(MACHINE))
+    patches = ["--model", TINY_RESNET, "--image-size", "512", "--patch-size", "64", "--patches-at-once", "4"]
+
+    def needs(*flags: str) -> tuple[float, str]:
+        """Seconds of a step, and MiB of activations."""
+        show([*patches, "--machine", str(path), *flags])
+        told = capsys.readouterr().out
+        row = next(line for line in told.splitlines() if "(this plan)" in line).split()
+        return float(told.splitlines()[-1].split(" s, ")[0]), row[-4]
+
+    seconds, num_bytes = needs("--batch-size", "1")
+    on_tiles = needs("--batch-size", "1", "--tiles", "2x2")
+    assert on_tiles == (pytest.approx(seconds / 4, rel=0.01), num_bytes)
+    assert needs("--batch-size", "4", "--data", "4") == (pytest.approx(seconds, rel=0.01), num_bytes)
 
 
 def test_files_that_cannot_be_made_are_refused_before_anything_is_timed(tmp_path: Path) -> None:
