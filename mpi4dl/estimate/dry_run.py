@@ -52,12 +52,12 @@ def look_ahead(
 
     With patches it estimates the patches that each rank runs at once, as one image, and multiplies by their number.
     """
-    shown, patches = work.one_tile(plan), work.patches_by(plan)
+    patches, (shown, of_tile) = work.patches_by(plan), work.one_tile(plan)
     profiler = options.pop("profiler", None) or Profiler.of_user()
     found = overview(
         work.name,
-        shown.estimator(plan, device, profiler),
-        plan,
+        shown.estimator(of_tile, device, profiler),
+        of_tile,
         accept=work.require_form,
         recompute=work.training.recompute,
         stream=stream if patches is None else None,
@@ -66,12 +66,11 @@ def look_ahead(
     if patches is None:
         return found
     passes = passes_of_patches(work, plan)
-    of_tile = shown.batch[0] * shown.patches_each
-    of_all = work.batch[0] * work.patches_each
+    here, everywhere = (p.microbatch(w.batch)[0] * w.patches_each for w, p in ((shown, of_tile), (work, plan)))
     remark = f"{patches.remark}; {counted(passes.tiles, 'tile')} of each rank in every pass over them"
     if work.patches is not None:
         remark += f"\n{patches_words(work, passes)}"
-    return found.of_patches(work.batch, passes, of_tile / of_all, remark)
+    return found.of_patches(plan, work.batch, passes, here / everywhere, remark)
 
 
 def require_rules(work: Workload, plan: Plan) -> None:
@@ -201,11 +200,12 @@ class MemoryNeed:
     """The memory that a run needs on its nodes, and other ways to run that need less."""
 
     def __init__(self, work: Workload, engine: Engine, places: Sequence[NodeMemory]) -> None:
-        self.work, self.plan, self.device = work, engine.plan, engine.device
+        self.work, self.device = work, engine.device
         self.ranks: dict[NodeMemory, list[int]] = {}
         for rank, place in enumerate(places):
             self.ranks.setdefault(place, []).append(rank)
-        self.estimator = work.one_tile(self.plan).estimator(self.plan, self.device, Profiler.of_user())
+        shown, self.plan = work.one_tile(engine.plan)
+        self.estimator = shown.estimator(self.plan, self.device, Profiler.of_user())
         self.counts = engine.stages.counts if self.plan.num_stages > 1 else (len(self.estimator.cuttable),)
         self.stream = engine.stages.stream if work.patch is None else None
         needs = self.of_ranks(work.batch_size, work.training.recompute, self.stream)
@@ -215,7 +215,7 @@ class MemoryNeed:
 
     def of_ranks(self, size: int, recompute: bool, stream: StreamOptions | ChooseStream | None) -> list[int]:
         """The memory of each rank of a replica for batches of this size, with the cut of this run."""
-        estimator = replace(self.estimator, image=self.work.of_batches(size).one_tile(self.plan).batch)
+        estimator = replace(self.estimator, image=self.work.of_batches(size).one_tile(self.plan)[0].batch)
         needs = None if stream is None else estimator.streaming(self.plan, self.counts, stream)
         memory = estimator.memory(self.plan, self.counts, recompute, needs, exact=True)
         return memory.of_ranks(self.plan.zero, self.work.parallel.offload == "disk")

@@ -184,7 +184,9 @@ class PlanSummary:
         slow = "" if passes is None or not passes.repeats else passes.words()
         return [*filter(None, (self.remark, streamed, slow))]
 
-    def of_patches(self, image: tuple[int, ...], passes: Passes, share: float, remark: str) -> "PlanSummary":
+    def of_patches(
+        self, plan: Plan, image: tuple[int, ...], passes: Passes, share: float, remark: str
+    ) -> "PlanSummary":
         """The summary of a step over all patches of a batch of shape `image`, from this one of one tile of each rank.
 
         A tile has this share of all patches. Its memory is that of the step.
@@ -197,7 +199,7 @@ class PlanSummary:
         backward = tuple(tiles * (again * f + back * b) for f, b in both)
         costs = replace(self.costs, forward_seconds=forward, backward_seconds=backward)
         work = tuple(each._replace(forward_flops=each.forward_flops / share) for each in self.work)
-        return replace(self, image=image, passes=passes, remark=remark, costs=costs, work=work, time=None)
+        return replace(self, plan=plan, image=image, passes=passes, remark=remark, costs=costs, work=work, time=None)
 
     def memory(self) -> list[str]:
         """What the rank that needs most has in its memory, for each ZeRO stage."""

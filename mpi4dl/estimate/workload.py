@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -50,14 +51,18 @@ class Workload(TrainingSpec):
         everything = patches_in(self.batch[2:], self.patch or 1)
         return everything if self.patches is None else self.patches.mean
 
-    def one_tile(self, plan: Plan) -> "Workload":
-        """The patches that each rank runs at once, as one image; unchanged without patches."""
+    def one_tile(self, plan: Plan) -> tuple["Workload", Plan]:
+        """The patches that each rank runs at once, as an image of its own, and the plan of replicas that do so.
+
+        Both are unchanged without patches.
+        """
         options, patch = self.patches_by(plan), self.patch
         if options is None or patch is None:
-            return self
-        rows, cols = plan.shape(0).space
-        size, samples = (rows * patch, cols * patch * options.at_once), plan.shape(0).batch * plan.num_microbatches
-        return replace(self.of_batches(samples, size), patches=None)
+            return self, plan
+        tiles, data = ((1,) * len(plan.tiles[0]),), plan.data * plan.batch_ways[0] * prod(plan.tiles[0])
+        plan = replace(plan, tiles=tiles, batch_ways=(), data=data, local_batches=plan.experts == 1)
+        size, samples = (patch, patch * options.at_once), plan.replicas * plan.num_microbatches
+        return replace(self.of_batches(samples, size), patches=None), plan
 
     def estimator(self, plan: Plan | None, device: torch.device, profiler: Profiler) -> Estimator:
         """An estimator of any plan, or of one: then a model of one stage need not be traceable. Raises ValueError."""
