@@ -78,7 +78,7 @@ write, ended = manifest.Writing._run, threading.Event()
 
 def limited(self):
     if self.job.step == 9 and self.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20000, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
     write(self)
     if self.job.step == 9:
         ended.set()
