@@ -20,7 +20,7 @@ from tests.support.counting import memory_of_command
 from tests.support.tiny import TINY_RESNET
 
 RUN = "--no-tensorboard --num-samples 4 --max-steps 1 --eval-every none --save-every none --num-workers 1"
-LARGE = "--model small_resnet --image-size 704 --batch-size 4"
+LARGE = "--model small_resnet --image-size 512 --batch-size 4"
 UNSTREAMED = "--schedule gpipe"  # by which nothing can be streamed, which takes long to try
 PROCESS = 40 << 20  # bytes of each rank beside its tensors
 
