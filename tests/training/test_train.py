@@ -28,11 +28,12 @@ from mpi4dl.options.sources import source_of
 from mpi4dl.results.formats import read_object
 from mpi4dl.results.names import PORTRAIT
 from mpi4dl.runs.folder import RunSnapshot
+from mpi4dl.train import train
 from tests.datasets.sharing import Share
 from tests.pool.job import Finished
 from tests.pool.ranks import Ranks
 from tests.pool.zygote import ROOT
-from tests.support.commands import read_metrics, run_train, settled, train_command, truncate, write_images
+from tests.support.commands import read_metrics, run_train, said, settled, train_command, truncate, write_images
 from tests.support.tiny import TINY_RESNET, tiny_resnet
 
 RUN = (
@@ -309,12 +310,13 @@ def test_the_printed_configuration_is_read_back(tmp_path: Path) -> None:
     assert parse(["--config", str(tmp_path / "run.toml")]) == settled(flags)
 
 
-def test_a_dry_run_says_what_training_would_take_and_trains_nothing(recorded: Recorded, tmp_path: Path) -> None:
+def test_a_dry_run_says_what_training_would_take_and_trains_nothing(
+    ranks: Ranks, recorded: Recorded, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     wide = "--model-options", "num_filters=32"
-    job = train_command(4, *recorded.flags, *wide, *TILES_2x2, "--run-folder", str(folder), "--dry-run")
-    assert (job.code, job.stderr) == (0, "")
-    title, head, *lines = job.stdout.splitlines()
+    flags = [*recorded.flags, *wide, *TILES_2x2, "--run-folder", str(folder), "--dry-run"]
+    title, head, *lines = ranks(4).run(said, train, flags)[0].splitlines()
     count = sum(p.numel() for p in tiny_resnet(2, 32).parameters())
     assert title == recorded.job.stdout.splitlines()[0].replace("4,906", f"{count:,}")
     assert re.match(r"module +operator +output +halo bytes +messages", head)
