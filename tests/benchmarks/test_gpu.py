@@ -59,10 +59,10 @@ time.sleep(600)
 def test_a_job_that_hangs_ends_with_all_that_it_started_and_leaves_what_it_found(tmp_path: Path) -> None:
     results = Results(options(tmp_path))
     with (tmp_path / "log").open("w+") as errors:
-        results.take("steps", program(HANGS), 10.0, errors)
+        results.take("steps", program(HANGS), 5.0, errors)
     saved = json.loads((tmp_path / "gpu.json").read_text())["results"]
     ((found,), (ended,)) = (saved["measurements"], saved["jobs"])
-    assert ended["outcome"] == "killed at its limit of 10 s"
+    assert ended["outcome"] == "killed at its limit of 5 s"
     deadline = time.monotonic() + 60
     while Path(f"/proc/{found['pid']}").exists() and "zombie" not in Path(f"/proc/{found['pid']}/status").read_text():
         assert time.monotonic() < deadline

@@ -48,7 +48,7 @@ from tests.support.short_runs import (
 )
 
 SAVED = 2  # steps before the checkpoint; one comes after it
-STAGES = Plan(((2, 2), (2, 2)), zero=1)
+STAGES = Plan(((1, 2), (1, 2)), zero=1)
 GEMS = Plan(((1, 1), (1, 1)), bidirectional=1)
 
 
@@ -148,9 +148,9 @@ def state_after(comm: Communicator, task: Task, plan: Plan, folder: Path) -> Map
 
 @pytest.fixture(scope="module")
 def by_stages(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Written by two stages on 2x2 tiles each, whose ranks share out the optimizer by ZeRO 1."""
+    """Written by two stages on 1x2 tiles each, whose ranks share out the optimizer by ZeRO 1."""
     folder = tmp_path_factory.mktemp("stages")
-    ranks(8).run(written, DEEP, STAGES, folder)
+    ranks(4).run(written, DEEP, STAGES, folder)
     return folder
 
 
@@ -325,8 +325,8 @@ def refused(comm: Communicator, folder: Path) -> list[str]:
         assert bits_of(engine) == before
         return str(caught.value)
 
-    wide = replace(DEEP, model_options=(("depth", 20), ("num_filters", 6)))
-    deep = replace(DEEP, model_options=(("depth", 29), ("num_filters", 4)))
+    wide = replace(DEEP, model_options=(("depth", 11), ("num_filters", 6)))
+    deep = replace(DEEP, model_options=(("depth", 20), ("num_filters", 4)))
     other = replace(DEEP, optimizer="SGD")
     grouped = model_of(DEEP)
     parameters = list(grouped.parameters())

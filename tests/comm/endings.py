@@ -10,7 +10,7 @@ from mpi4dl.comm import watchdog, failure
 from mpi4dl.comm import Refusal
 from mpi4dl.comm.watchdog import Watchdog, watchdog_thread
 watchdog.LAST_WORDS_SECONDS = 5.0
-watchdog.STUCK_SECONDS = 0.5
+watchdog.STUCK_SECONDS, watchdog.LOOK_SECONDS = 0.5, 0.2
 sys.modules["mpi4dl.comm.communicator"] = types.SimpleNamespace(world=lambda: comm)
 def wait(step):
     with watchdog_thread().waits:

@@ -17,7 +17,7 @@ FAILING_TOGETHER = """
 import torch
 from mpi4dl.comm import watchdog, failure, world
 
-failure.LATE_SECONDS, watchdog.STUCK_SECONDS, comm = {late}, {stuck}, world()
+failure.LATE_SECONDS, watchdog.STUCK_SECONDS, watchdog.LOOK_SECONDS, comm = {late}, {stuck}, 0.2, world()
 with comm.together():
     if comm.rank == 1:
         message = "the failing line"
@@ -80,7 +80,7 @@ DIFFERENT_CALLS = """
 import torch
 from mpi4dl.comm import watchdog, world
 
-watchdog.STUCK_SECONDS, watchdog.DEADLOCK_SECONDS, comm = 0.5, 0.5, world()
+watchdog.STUCK_SECONDS, watchdog.DEADLOCK_SECONDS, watchdog.LOOK_SECONDS, comm = 0.5, 0.5, 0.2, world()
 {calls}
 """
 
@@ -171,9 +171,9 @@ def test_ranks_that_end_one_after_the_other_are_left_alone() -> None:
     """Rank 2 ends at once, rank 1 when it has its message, for which it waits for longer than is suspicious."""
     main = """
 if comm.rank == 0:
-    time.sleep(3)
+    time.sleep(1.5)
     comm.send("late", 1)
-    time.sleep(2)
+    time.sleep(1)
 elif comm.rank == 1:
     wait(lambda: print(comm.recv(source=0)))
 """
@@ -351,6 +351,7 @@ SMALL = """
 import os, types
 os.statvfs = lambda path: types.SimpleNamespace(f_blocks={blocks}, f_frsize=4096, f_bavail={blocks})
 from mpi4dl.comm import failure
+failure.MEETING_SECONDS = 0.0  # there is no other rank
 failure.run(lambda: print("started"))
 """
 

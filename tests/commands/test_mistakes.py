@@ -62,7 +62,10 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("train --images photos --mean imagenet --std 58.4,57.1,57.4", ("--std 58.4,57.1,57.4", "choose 0.229,0.224,")),
     ("train --weights nowhere.pt", ("--weights nowhere.pt", "no such file", "torchvision")),
     ("train --weights notes.txt", ("--weights notes.txt", "no file that torch.save wrote")),
-    ("train --weights pretrained", ("small_resnet has no trained weights", "name a file of weights", "timm")),
+    (
+        "train --model small_resnet --weights pretrained",
+        ("small_resnet has no trained weights", "name a file of weights", "timm"),
+    ),
     ("train --resume true", ("--resume true: no such folder", "auto")),
     ("train --run-folder photos", ("photos holds files already", "--resume auto")),
     ("train --config wrong.toml", ("learning_rate in [training]", "use lr of [optimizer]: 0.1")),

@@ -246,7 +246,7 @@ NOT_RUN = {
     "docs/reference/torchvision.md": "trains all models of torchvision for hours; tests/benchmarks has it",
     "docs/scaling.md": MINUTES,
 }
-FIRST = ("docs/how-to/own-model-data-loss.md", "docs/how-to/resume.md")  # the others are of an exhaustive run
+FIRST = ("docs/how-to/own-model-data-loss.md",)  # the others are of an exhaustive run
 SERVERS = ("serve", "view")
 
 

@@ -35,11 +35,11 @@ PLANS = {
 
 
 def build() -> nn.Module:
-    return models.build("resnet_v2", 10, depth=29, num_filters=24)
+    return models.build("resnet_v2", 10, depth=20, num_filters=24)
 
 
 def build_text() -> nn.Module:
-    return models.build("gpt", None, vocabulary=99, context=128, num_layers=3, num_heads=4, hidden=128)
+    return models.build("gpt", None, vocabulary=99, context=128, num_layers=2, num_heads=4, hidden=128)
 
 
 def peak_bytes(comm: Communicator, plan: Plan, image: tuple[int, ...], trace: str) -> int:

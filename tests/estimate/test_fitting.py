@@ -17,9 +17,10 @@ from mpi4dl.training.run import fit
 from mpi4dl.training.setup import set_up, told_before
 from tests.pool.ranks import Ranks
 from tests.support.counting import memory_of_command
+from tests.support.tiny import TINY_RESNET
 
 RUN = "--no-tensorboard --num-samples 4 --max-steps 1 --eval-every none --save-every none --num-workers 1"
-LARGE = "--model small_resnet --image-size 704 --batch-size 4"
+LARGE = "--model small_resnet --image-size 512 --batch-size 4"
 UNSTREAMED = "--schedule gpipe"  # by which nothing can be streamed, which takes long to try
 PROCESS = 40 << 20  # bytes of each rank beside its tensors
 
@@ -100,8 +101,8 @@ def test_only_what_is_clearly_too_large_is_refused(
 STREAMED_RUNS = {
     "patches": "--patches 32 --patches-at-once 3 --tiles 1x2",
     "patches, segments": "--patches 32 --patches-at-once 3 --stream-segments 3",
-    "stream": "--stream 2x2 --stream-until stage2_block2",
-    "stream, segments": "--stream 2x3 --stream-until stage2_block2 --stream-segments 3 --tiles 1x2",
+    "stream": "--stream 2x2 --stream-until stage1_block1",
+    "stream, segments": "--stream 2x3 --stream-until stage1_block1 --stream-segments 3 --tiles 1x2",
 }
 
 
@@ -133,7 +134,7 @@ def tiles_of_a_step(comm: Communicator, flags: str, folder: Path) -> tuple[int, 
 @pytest.mark.parametrize("name", STREAMED_RUNS)
 @pytest.mark.sample(1)
 def test_the_passes_of_a_step_are_said_before_it(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    flags = f"--model small_resnet --model-options num_filters=4 --image-size 128 --batch-size 2 {STREAMED_RUNS[name]}"
+    flags = f"--model {TINY_RESNET} --image-size 128 --batch-size 2 {STREAMED_RUNS[name]}"
     num_ranks = build_plan(parse(flags.split())).num_ranks
     found = ranks(num_ranks).run(tiles_of_a_step, flags, tmp_path / "run")
     assert [made for made, _, _ in found] == [foreseen for _, foreseen, _ in found]

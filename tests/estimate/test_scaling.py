@@ -16,6 +16,7 @@ from mpi4dl.parallel.costs.cost_model import Profiler
 from mpi4dl.parallel.costs.machine import LinkLevel, Machine
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
+from tests.support.tiny import tiny_resnet
 
 GIB = 1 << 30
 LINKS = (LinkLevel("node", 1e-5, 5e10, ranks=4), LinkLevel("network", 2e-5, 2e10, shared_by=4))
@@ -25,6 +26,11 @@ MACHINE = Machine("a cluster", 512, 4, LINKS, 2 * GIB, "GPU", 8e12, 7e11, operat
 @pytest.fixture(scope="module")
 def cuttable() -> Cuttable:
     return Cuttable(outline(partial(models.build, "small_resnet", 10)).train())
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Cuttable:
+    return Cuttable(outline(partial(tiny_resnet, 10)).train())
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +89,8 @@ def test_near_plans_are_those_of_one_kind_and_like_good_ones() -> None:
     assert near(far, [], 1.0) == []
 
 
-def test_what_does_not_fit_lacks_memory(cuttable: Cuttable, profiler: Profiler) -> None:
-    estimator = estimator_of(cuttable, profiler, 16384, images=1)
+def test_what_does_not_fit_lacks_memory(tiny: Cuttable, profiler: Profiler) -> None:
+    estimator = estimator_of(tiny, profiler, 16384, images=1)
     points = scaling_points(estimator, partial(plans_of, estimator), [1, 2], False, GIB / 8)
     assert {point.best for point in points} == {None}
     (last,) = (point for point in points if (point.kind, point.num_ranks) == (ALL, 2))
@@ -97,8 +103,8 @@ def test_what_does_not_fit_lacks_memory(cuttable: Cuttable, profiler: Profiler) 
     assert f"{lacks:,.0f} MiB more than the 128 MiB of a rank: {last.smallest}" in lines[1]
 
 
-def test_where_nothing_fits_few_schedules_are_looked_at(cuttable: Cuttable, profiler: Profiler) -> None:
-    estimator = estimator_of(cuttable, profiler, 4096)
+def test_where_nothing_fits_few_schedules_are_looked_at(tiny: Cuttable, profiler: Profiler) -> None:
+    estimator = estimator_of(tiny, profiler, 4096)
     plans = [*islice(cycle(plans_of(estimator, 2, 8)), 1001)]
     found = promising(estimator, plans, 1.0)
     plain = sum(plan.schedule == "1f1b" and not plan.bidirectional for plan in plans)
@@ -116,8 +122,8 @@ def test_progress_names_ranks_tiles_and_plans(cuttable: Cuttable) -> None:
     assert doings == {"listing plans", "plans that were timed and simulated"}
 
 
-def test_every_point_has_the_smallest_plan_beside_the_best(cuttable: Cuttable, profiler: Profiler) -> None:
-    estimator = estimator_of(cuttable, profiler, 2048, 4)
+def test_every_point_has_the_smallest_plan_beside_the_best(tiny: Cuttable, profiler: Profiler) -> None:
+    estimator = estimator_of(tiny, profiler, 2048, 4)
     points = scaling_points(estimator, partial(plans_of, estimator), [1, 2], False, 8 * GIB)
     assert [(point.kind, point.num_ranks) for point in points] == [(kind, n) for n in (1, 2) for kind in KINDS]
     for point in points:

@@ -19,6 +19,7 @@ class Timeline:
     def __init__(self, name: str) -> None:
         self.name = name
         self.knows: dict[Timeline, int] = {self: 0}
+        self.ended: tuple[Timeline, int] | None = None
 
     def learn(self, known: "dict[Timeline, int]") -> None:
         knows = self.knows
@@ -28,6 +29,11 @@ class Timeline:
 
     def snapshot(self) -> "dict[Timeline, int]":
         return dict(self.knows)
+
+    def end(self, by: "Timeline") -> None:
+        """All that it did comes before what `by` does from now on; so nobody need know more of it."""
+        by.knows[by] += 1
+        self.ended = by, by.knows[by]
 
 
 @dataclass
@@ -42,7 +48,8 @@ class Access:
     what: str
 
     def before(self, timeline: Timeline) -> bool:
-        return timeline.knows.get(self.timeline, 0) >= self.count
+        known, count = self.timeline.ended or (self.timeline, self.count)
+        return timeline.knows.get(known, 0) >= count
 
 
 @dataclass

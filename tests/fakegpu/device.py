@@ -14,8 +14,9 @@ import contextlib
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,7 +25,6 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mpi4dl.comm import Communicator, streams
 from mpi4dl.comm.packing import Message, is_dense
@@ -180,16 +180,9 @@ class FakeGpu(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = str(function)
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        written = [
-            x
-            for argument, value in zip(function._schema.arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for x in tree_leaves(value)
-            if isinstance(x, Tensor)
-        ]
-        written += [x for x in tree_leaves(kwargs.get("out")) if isinstance(x, Tensor)]
+        name, is_view, places = described(function)
+        inputs = [*tensors_in(args), *tensors_in(kwargs.values())]
+        written = [*tensors_in(args[i] for i in places if i < len(args)), *tensors_in([kwargs.get("out")])]
         here = [x for x in inputs if self.on_device(x)]
         if name.startswith("aten.copy_"):
             return self._copy(function, args, kwargs)
@@ -209,7 +202,7 @@ class FakeGpu(TorchDispatchMode):
         kernel = KERNELS.get(name.rpartition(".")[0]) if here else None
         result = NotImplemented if kernel is None else kernel(*args, **kwargs)
         result = function(*args, **kwargs) if result is NotImplemented else result
-        views = not written and _is_view(function)
+        views = not written and is_view
         for x in [] if views else inputs:
             self.touch(timeline, x, any(x is w for w in written), name)
         if here and not views and not name.startswith(NO_KERNEL):
@@ -218,8 +211,8 @@ class FakeGpu(TorchDispatchMode):
             self.counters.launches += 0 if moved else kernels_of(name, args)
         # Zeros that autograd makes by itself, for a gradient that is none, are where the others are.
         of_autograd = name == "aten.zeros.default" and not self.making and torch._C._current_graph_task_id() >= 0
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor) and self.memory_of(x) is None and not x.is_meta:
+        for x in tensors_in([result]):
+            if self.memory_of(x) is None and not x.is_meta:
                 if here or of_autograd:
                     self.touch(timeline, self.place(x, "device"), True, name)
                 elif self.constants_are_here and any(self.only_on_host(y) for y in inputs):
@@ -264,7 +257,7 @@ class FakeGpu(TorchDispatchMode):
         timeline.learn(self.host.knows)
         for x, writes in tensors:
             self.touch(timeline, x, writes, what)
-        pending._deliveries.insert(0, lambda: self.host.learn(timeline.snapshot()))
+        pending._deliveries.insert(0, lambda: timeline.end(self.host))
         return pending
 
     problems: list[str]
@@ -286,9 +279,23 @@ def kernels_of(name: str, args: Any) -> int:
     return 1 if one else len(pairs)
 
 
-def _is_view(function: Any) -> bool:
-    returns = function._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """What an operator takes or returns: tensors, lists of them, and others."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+@cache
+def described(function: Any) -> tuple[str, bool, tuple[int, ...]]:
+    """An operator's name, whether it makes views, and which of its arguments it writes."""
+    name, schema = str(function), function._schema
+    aliases = [each.alias_info for each in schema.returns]
+    is_view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+    written = [i for i, each in enumerate(schema.arguments) if each.alias_info is not None and each.alias_info.is_write]
+    return name, is_view, tuple(written)
 
 
 @contextlib.contextmanager

@@ -362,7 +362,7 @@ INPUTS_CHANGED = [
 ]
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("case", [*OPTIONS_CHANGED, *INPUTS_CHANGED], ids=lambda case: f"{case.job}-{case.what}")
 def test_what_changed_is_made_anew_or_refused(work: Path, pristine: Path, case: Case) -> None:
     job, out = JOBS[case.job], f"out-{case.job}"
@@ -442,7 +442,7 @@ FOLDS_CHANGED: dict[str, tuple[Change, str | None]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("what", FOLDS_CHANGED)
 def test_folds_of_different_trainings_are_not_averaged(work: Path, pristine: Path, what: str) -> None:
     def run(flags: str) -> None:

@@ -239,6 +239,7 @@ def test_the_places_are_all_files_that_jobs_write(ranks: Ranks, trained: Path, t
 
 
 @pytest.mark.parametrize(("job", "place"), [(job, place) for job, places in PLACES.items() for place in places])
+@pytest.mark.sample(12)
 def test_commands_on_a_full_disk_end_all_ranks_by_its_name(
     ranks: Ranks, trained: Path, tmp_path: Path, job: str, place: str
 ) -> None:

@@ -42,7 +42,7 @@ def probabilities(comm: Communicator, run: Path, images: str, options: dict[str,
 @pytest.mark.parametrize(
     ("count", "options"),
     [
-        (1, {"stream": "2x2", "stream_until": "stem"}),
+        pytest.param(1, {"stream": "2x2", "stream_until": "stem"}, marks=pytest.mark.exhaustive),
         pytest.param(2, {"tiles": "1x2"}, marks=pytest.mark.exhaustive),
         (2, {"tiles": "1x2", "stream": "2x2", "stream_until": "stem"}),
         (2, {"stages": 2}),

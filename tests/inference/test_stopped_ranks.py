@@ -1,6 +1,7 @@
 """A rank that is stopped where no other rank's watchdog looks is noticed, in each job and at its end."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -59,12 +60,15 @@ def to_train(folder: Path) -> list[str]:
     return [*TINY, "--tiles", "1x2", "--max-steps", "1", "--no-tensorboard", "--run-folder", str(folder / "run")]
 
 
+MORE = partial(pytest.param, marks=pytest.mark.exhaustive)
+
+
 @pytest.mark.parametrize(
     ("job", "module", "place", "local", "options", "printed"),
     [
         ("predict", "mpi4dl.comm.communicator", "Communicator.agree", "nothing", trained, "2 images looked at"),
-        ("evaluate", "mpi4dl.comm.communicator", "Communicator.together", "told", to_evaluate, "evaluated on"),
-        ("embed", "mpi4dl.inference.embedding", "Embedding.run", "asked", to_embed, "1 slide"),
+        MORE("evaluate", "mpi4dl.comm.communicator", "Communicator.together", "told", to_evaluate, "evaluated on"),
+        MORE("embed", "mpi4dl.inference.embedding", "Embedding.run", "asked", to_embed, "1 slide"),
         ("train", "mpi4dl.comm.shutdown", "Meeting.gathers", "watchman", to_train, "done"),
     ],
 )

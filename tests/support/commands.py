@@ -22,11 +22,12 @@ from mpi4dl.train import train
 from tests.pool.job import Finished, mpirun
 from tests.pool.ranks import Ranks
 from tests.pool.zygote import python
+from tests.support.tiny import TINY_RESNET
 
 TRAIN = ("-m", "mpi4dl.train")
 # What plain loops of tests do, whatever is usual for a task: an epoch of SGD at a constant rate.
 PLAIN = ("--optimizer", "SGD", "--lr-schedule", "constant", "--epochs", "1", "--flip", "all")
-TINY = ("--model", "small_resnet", "--image-size", "32", "--batch-size", "4", "--num-workers", "0", *PLAIN)
+TINY = ("--model", TINY_RESNET, "--image-size", "32", "--batch-size", "4", "--num-workers", "0", *PLAIN)
 REFUSAL = "mpi4dl: "
 CLASS_COLOURS = (60, 190, 120)
 

@@ -16,11 +16,13 @@ from mpi4dl.options.declare import with_values
 from mpi4dl.options.tasks import with_defaults
 from mpi4dl.parallel.costs.cost_model import Profiler
 from mpi4dl.parallel.costs.sites import Units, on_one_rank
+from mpi4dl.parallel.costs.store import Store
 from mpi4dl.parallel.costs.units import count_units
 from mpi4dl.parallel.pipeline.split import outline
 from mpi4dl.parallel.plan import Plan
 
 CPU = torch.device("cpu")
+COUNTED = Store()  # of all tests of this process
 
 
 def count_flops(units: Units, image: tuple[int, ...]) -> list[float]:
@@ -44,7 +46,7 @@ def summary_of(
 ) -> PlanSummary:
     """The overview of a model; without a `profiler` by counted FLOPs."""
     units = units_of(outline(build).train(), plan.microbatch(image), plan.num_stages > 1)
-    profiler = profiler or Profiler(time=untimed)
+    profiler = profiler or Profiler(COUNTED, time=untimed)
     return overview(name, Estimator(units, image, profiler, CPU, optimizer, allocator), plan, **options)
 
 

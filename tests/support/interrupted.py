@@ -7,9 +7,10 @@ from mpi4dl.checkpoints.manifest import checkpoints_in
 from mpi4dl.train import train
 from tests.pool.ranks import Ranks
 from tests.support.commands import read_metrics
+from tests.support.tiny import TINY_RESNET
 
 RUN = (
-    "--model small_resnet --model-options num_filters=4 --image-size 20 --batch-size 4 --num-samples 20 "
+    f"--model {TINY_RESNET} --image-size 20 --batch-size 4 --num-samples 20 "
     "--val-fraction 0.4 --epochs 3 --num-workers 1 --log-interval 2 --optimizer AdamW --jitter 0.2 --random-crop "
     "--no-tensorboard --scheduler OneCycleLR --scheduler-options max_lr=0.01,total_steps=20"
 ).split()

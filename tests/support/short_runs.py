@@ -114,7 +114,7 @@ class Outcome:
 SMALL = Task("small_resnet", (66, 50), model_options=(("num_filters", 8),))
 UNEVEN = replace(SMALL, batch=3)
 NARROWING = replace(SMALL, size=(24, 20), batch=8)  # one pixel at the end: three of four tiles are empty there
-DEEP = Task("resnet_v2", (19, 14), optimizer="AdamW", model_options=(("depth", 20), ("num_filters", 4)))
+DEEP = Task("resnet_v2", (19, 14), optimizer="AdamW", model_options=(("depth", 11), ("num_filters", 4)))
 TORCHVISION = Task("resnet18", (71, 45))
 DENSE = Task("unet", (23, 18), batch=2, dense=True, model_options=(("num_filters", 4), ("depth", 2)))
 DROPPING = Task("dropping", (21, 17))
@@ -325,8 +325,8 @@ def batch_of(task: Task, number: int, count: int | None = None) -> tuple[Tensor,
 
 
 def held_out(task: Task) -> list[tuple[Tensor, Tensor]]:
-    """Batches for validation: a whole one, a smaller one, and one image, fewer than there are replicas."""
-    return [batch_of(task, 50 + i, count) for i, count in enumerate((task.batch, max(1, task.batch - 1), 1))]
+    """Batches for validation: one that is smaller than in training, and one image, fewer than there are replicas."""
+    return [batch_of(task, 50 + i, count) for i, count in enumerate((max(1, task.batch - 1), 1))]
 
 
 def tiles_of(images: Tensor, engine: Runner, training: bool = True) -> list[Tensor]:

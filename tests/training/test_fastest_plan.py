@@ -7,43 +7,48 @@ from pathlib import Path
 import pytest
 
 from mpi4dl._memory import NodeMemory
+from mpi4dl.comm import Communicator
 from mpi4dl.options.config import ConfigError, parse
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.plan import plan
 from mpi4dl.train import train
 from mpi4dl.training.fastest_plan import choose, require_open
 from mpi4dl.training.setup import with_samples
-from tests.pool.job import mpirun
 from tests.pool.ranks import Ranks
-from tests.support.commands import PLAIN, TRAIN, read_metrics, refused
-from tests.support.interrupted import program
+from tests.support.commands import PLAIN, read_metrics, refused, said
+from tests.support.tiny import TINY_RESNET
 
 FLAGS = (
-    "--model small_resnet --model-options num_filters=4 --image-size 20 --batch-size 4 --num-samples 20 "
+    f"--model {TINY_RESNET} --image-size 20 --batch-size 4 --num-samples 20 "
     "--num-workers 0 --no-tensorboard --save-every 2 --log-interval 1"
 ).split()
 RUN = [*FLAGS, *PLAIN, "--epochs", "2"]
 AUTO = ["--plan", "auto"]
-DIES = program("", "if engine.num_steps == 5:\n    os.kill(os.getpid(), signal.SIGKILL)")
+SMALL = ["--model", "small_resnet"]
 
 
 def losses(folder: Path) -> list[float]:
     return [each["loss"] for each in read_metrics(folder)]
 
 
-def test_a_killed_run_goes_on_by_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def told(comm: Communicator, argv: list[str]) -> str:
+    """A body: what a training prints that finds these ranks alone on their node."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm.node, "local_size", comm.size)
+        return said(comm, train, argv)
+
+
+def test_a_run_goes_on_by_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """Each job finds a plan of its own for the ranks that it has, and says how to keep it."""
     auto = [*RUN, *AUTO, "--resume", "auto", "--run-folder", str(tmp_path / "run")]
-    job = mpirun(2, "-c", DIES, *auto)
-    said = re.search(r"--plan auto: .* that fit; to keep it, replace --plan auto by (.*)\n", job.stdout)
-    assert said is not None, job.stderr
-    assert job.code != 0
-    kept = parse([*RUN, *shlex.split(said[1])])
+    begun, _ = ranks(2).run(told, [*auto, "--max-steps", "5"])
+    advice = re.search(r"--plan auto: .* that fit; to keep it, replace --plan auto by (.*)\n", begun)
+    assert advice is not None, begun
+    kept = parse([*RUN, *shlex.split(advice[1])])
     assert Plan.of(**{name: getattr(kept.parallel, name) for name in Plan.options()}).num_ranks == 2
-    done = mpirun(1, *TRAIN, *auto)
-    assert (done.code, done.stderr) == (0, "")
-    assert "by nothing\n" in done.stdout
-    assert "resumes from" in done.stdout
+    (done,) = ranks(1).run(told, auto)
+    assert "by nothing\n" in done
+    assert "resumes from" in done
     [written] = (tmp_path / "run").glob("config-step-*.toml")
     assert parse(["--config", str(written)]).parallel == parse(RUN).parallel
     ranks(1).run(train, [*RUN, "--run-folder", str(tmp_path / "whole")])
@@ -76,7 +81,7 @@ def test_microbatches_are_chosen_where_no_norm_sees_them(
         raise ConfigError("looked")
 
     monkeypatch.setattr("mpi4dl.training.fastest_plan.search", search)
-    flags = [*FLAGS, "--model-options", f"num_filters=4,norm={norm}", "--microbatches", str(asked)]
+    flags = [*FLAGS, *SMALL, "--model-options", f"num_filters=4,norm={norm}", "--microbatches", str(asked)]
     with pytest.raises(ConfigError, match="looked"):
         choose(with_samples(parse(flags)), [NodeMemory("a", 1 << 34)] * 2, 2)
     assert looked_at == found
@@ -92,6 +97,6 @@ def test_the_search_of_the_planning_command_leaves_it_out(capsys: pytest.Capture
 
 
 def test_what_fits_no_rank_is_refused_with_what_it_needs() -> None:
-    work = with_samples(parse(RUN))
+    work = with_samples(parse([*RUN, *SMALL]))
     with pytest.raises(ConfigError, match=r"^no plan for 2 ranks fits into 0.4 MiB of each: the smallest needs [1-9]"):
         choose(work, [NodeMemory("a", 1 << 20), NodeMemory("a", 1 << 20)], 2)

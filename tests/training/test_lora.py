@@ -72,12 +72,12 @@ FUSED = "Timm --lora r=3,alpha=6,targets=qkv,proj,train=net.norm"
 OF_PATCHES = "patch --patches 32 --lora r=3,alpha=6,targets=query,value --aggregator mean"
 OF_TILES = "Virchow --patches 28 --lora r=3,alpha=6,targets=qkv,fc1 --aggregator mean"
 FEW = {
-    "own on tiles": (QUERIES, "--tiles 1x2"),
     "own by stages of tiles": (QUERIES, "--stages 2 --tiles 1x2,1x1 --balance flops --microbatches 2"),
     "patches on tiles": (OF_PATCHES, "--tiles 1x2"),
-    "published encoder on tiles": (OF_TILES, "--tiles 1x2"),
 }
 MORE = {
+    "own on tiles": (QUERIES, "--tiles 1x2"),
+    "published encoder on tiles": (OF_TILES, "--tiles 1x2"),
     "own on more tiles": (QUERIES, "--tiles 2x2"),
     "own by replicas": (QUERIES, "--data 2"),
     "own by zero 1": (QUERIES, "--data 2 --zero 1"),

@@ -23,6 +23,7 @@ from mpi4dl.runs.folder import METRICS
 from mpi4dl.training import measured as measuring
 from mpi4dl.training.measured import SHORT, Record, measured, reason, run_job
 from tests.pool.zygote import ROOT
+from tests.support.tiny import TINY_RESNET
 
 MIB = 2**20
 PLANS = [
@@ -30,7 +31,7 @@ PLANS = [
     PlanEstimate(Plan(data=2), 3.0, 96 * MIB, True),
     PlanEstimate(Plan(((1, 1), (1, 1)), microbatches=2), 2.0, 32 * MIB, True, recompute=True),
 ]
-FLAGS = ["--model", "small_resnet", "--image-size", "32", "--tiles", "2x2"]
+FLAGS = ["--model", TINY_RESNET, "--image-size", "32", "--tiles", "2x2"]
 Started = Callable[..., tuple[list[Plan], list[PlanEstimate]]]
 
 

@@ -20,6 +20,7 @@ from mpi4dl.train import train
 from tests.pool.ranks import Ranks
 from tests.support.commands import read_rows, said, words
 from tests.support.short_runs import assert_close
+from tests.support.tiny import TINY_RESNET
 
 PATIENTS, EACH = 6, 3
 
@@ -43,7 +44,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def flags_of(images: Path, folder: Path, more: str = "") -> list[str]:
     common = (
-        "--patient-column Subject_No --image-size 32 --batch-size 2 --epochs 1 --max-steps 2 --model small_resnet "
+        f"--patient-column Subject_No --image-size 32 --batch-size 2 --epochs 1 --max-steps 2 --model {TINY_RESNET} "
         "--no-tensorboard --save-every none"
     )
     return words("--images", images, "--run-folder", folder, common, more)

@@ -20,7 +20,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpi4dl import models
 from mpi4dl.datasets import Batch, Loader
 from mpi4dl.geometry import Interval
 from mpi4dl.options.config import Config, parse
@@ -29,14 +28,16 @@ from mpi4dl.options.sources import source_of
 from mpi4dl.results.formats import read_object
 from mpi4dl.results.names import PORTRAIT
 from mpi4dl.runs.folder import RunSnapshot
+from mpi4dl.train import train
 from tests.datasets.sharing import Share
 from tests.pool.job import Finished
 from tests.pool.ranks import Ranks
 from tests.pool.zygote import ROOT
-from tests.support.commands import read_metrics, run_train, settled, train_command, truncate, write_images
+from tests.support.commands import read_metrics, run_train, said, settled, train_command, truncate, write_images
+from tests.support.tiny import TINY_RESNET, tiny_resnet
 
 RUN = (
-    "--model small_resnet --model-options num_filters=8 --image-size 70x62 --batch-size 4 --num-workers 1 --epochs 2 "
+    f"--model {TINY_RESNET} --model-options num_filters=8 --image-size 70x62 --batch-size 4 --num-workers 1 --epochs 2 "
     "--val-fraction 0.3 --log-interval 2 --optimizer SGD --lr 0.005 --optimizer-options momentum=0.9 --flip "
     "--jitter 0.2 --random-crop --scheduler ExponentialLR --scheduler-options gamma=0.5"
 ).split()
@@ -76,7 +77,7 @@ def test_a_run_says_how_it_goes_in_plain_lines(recorded: Recorded) -> None:
     assert (job.code, job.stderr) == (0, "")
     title, goal, classes, split, shown, *lines, done = job.stdout.splitlines()
     assert title == (
-        "small_resnet, 45,066 parameters, on 4 ranks: tiles(2x2) x data(1), images of 70 x 62 px, batches of 4, cpu"
+        f"{TINY_RESNET}, 4,906 parameters, on 4 ranks: tiles(2x2) x data(1), images of 70 x 62 px, batches of 4, cpu"
     )
     assert goal == (
         "task classify, loss cross_entropy, SGD, momentum 0.9, learning rate 0.005 by ExponentialLR, "
@@ -183,7 +184,7 @@ def plain_run(flags: Sequence[str], one_cycle: bool = False) -> list[dict[str, f
     """What the run reports of losses and accuracies, by a plain PyTorch loop."""
     config = settled(flags)
     torch.manual_seed(config.training.seed)
-    model = models.build("small_resnet", 2, num_filters=8)
+    model = tiny_resnet(2, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9)
     every_epoch = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
     every_step = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=6) if one_cycle else None
@@ -229,7 +230,7 @@ def test_a_schedule_of_steps_goes_on_at_every_step(ranks: Ranks, recorded: Recor
 
 def test_the_weights_load_into_the_plain_model(recorded: Recorded) -> None:
     torch.manual_seed(99)
-    model = models.build("small_resnet", 2, num_filters=8)
+    model = tiny_resnet(2, 8)
     assert load_model(model, recorded.folder / WEIGHTS) == (set(), [])
     with safe_open(recorded.folder / WEIGHTS, "pt") as file:
         assert file.metadata()["classes"] == '["dark", "light"]'
@@ -280,26 +281,17 @@ def printed(program: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_starts_neither_mpi_nor_torch(flag: str) -> None:
-    usage, *lines, loaded = printed(
-        "import sys; from mpi4dl.train import main\n"
-        f"try:\n    main(['--tiles', '2x2', '{flag}'])\nexcept SystemExit as stop:\n    assert not stop.code\n"
-        "print(sorted({'mpi4py', 'mpi4py.MPI', 'torch', 'torchvision', 'numpy'} & sys.modules.keys()))"
-    )
-    assert usage.startswith("usage: mpirun -n RANKS python -m mpi4dl.train")
-    assert "--tiles RxC" in "\n".join(lines)
-    assert loaded == "[]"
-
-
 def test_one_rank_without_tiles_imports_few_modules(tmp_path: Path) -> None:
-    """What is not asked for is not imported: stages, streaming, experts, texts, volumes' or plans' estimates."""
+    """What is not asked for is not imported: a compiler, stages, streaming, experts, texts, or plans' estimates."""
+    flags = ["--run-folder", str(tmp_path / "run"), *RUN, "--optimizer", "AdamW", "--max-steps", "1"]
+    flags += ["--model", "small_resnet"]
+    flags += ["--optimizer-options", "weight_decay=0.1"]
     program = (
-        "import sys; from mpi4dl.train import main\n"
-        f"main(['--run-folder', '{tmp_path / 'run'}', *{[*RUN]}, '--max-steps', '1'])\n"
-        "print(*(name for name in sys.modules if name.startswith('mpi4dl.')))"
+        f"import sys; from mpi4dl.train import main\nmain({flags})\n"
+        "print(*(name for name in sys.modules if name.startswith(('mpi4dl.', 'torch._dynamo.eval_frame'))))"
     )
     modules = printed(program)[-1].split()
+    assert "torch._dynamo.eval_frame" not in modules
     # The options of a run are one list of declarations, whose sections every run needs.
     modules = [name for name in modules if not name.startswith("mpi4dl.options.sections.")]
     assert "mpi4dl.engine.engine" in modules
@@ -318,18 +310,21 @@ def test_the_printed_configuration_is_read_back(tmp_path: Path) -> None:
     assert parse(["--config", str(tmp_path / "run.toml")]) == settled(flags)
 
 
-def test_a_dry_run_says_what_training_would_take_and_trains_nothing(recorded: Recorded, tmp_path: Path) -> None:
+def test_a_dry_run_says_what_training_would_take_and_trains_nothing(
+    ranks: Ranks, recorded: Recorded, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    job = train_command(4, *recorded.flags, *TILES_2x2, "--run-folder", str(folder), "--dry-run")
-    assert (job.code, job.stderr) == (0, "")
-    title, head, *lines = job.stdout.splitlines()
-    assert title == recorded.job.stdout.splitlines()[0]
+    wide = "--model-options", "num_filters=32"
+    flags = [*recorded.flags, *wide, *TILES_2x2, "--run-folder", str(folder), "--dry-run"]
+    title, head, *lines = ranks(4).run(said, train, flags)[0].splitlines()
+    count = sum(p.numel() for p in tiny_resnet(2, 32).parameters())
+    assert title == recorded.job.stdout.splitlines()[0].replace("4,906", f"{count:,}")
     assert re.match(r"module +operator +output +halo bytes +messages", head)
     stem = next(line for line in lines if line.startswith("stem.0"))
     halo_bytes, messages = stem.split()[3:5]
     assert int(halo_bytes.replace(",", "")) > 0
     assert int(messages) == 3
     memory = next(line for line in lines if line.startswith("--zero 0 (this plan)"))
-    assert memory.split()[4:7] == ["0", "0.2", "0.2"]
+    assert memory.split()[4:7] == ["0", *2 * [f"{4 * count / 2**20:.1f}"]]
     assert lines[-1] == "dry run: 6 steps were not made"
     assert not folder.exists()

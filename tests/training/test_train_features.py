@@ -159,14 +159,20 @@ def test_embedding_goes_on_where_it_ended_with_the_slides_that_there_are(
         assert f"{out} has results with {told}" in ranks(1).run(refused, embed, embedding(slides, out, more))[0]
 
 
+def refused_at_once(comm: Communicator, argv: list[str]) -> str:
+    """What embedding says without waiting for a lock."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mpi4dl._files.LOCK_SECONDS", 0.0)
+        return refused(comm, embed, argv)
+
+
 def test_two_jobs_do_not_embed_into_one_folder(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     held = lock(tmp_path / "out")
     assert held is not None
-    for found in ranks(2).run(refused, embed, embedding(cohort, tmp_path / "out")):
+    for found in ranks(2).run(refused_at_once, embedding(cohort, tmp_path / "out")):
         assert "another job" in found
     os.close(held)
-    ranks(2).run(embed, embedding(cohort, tmp_path / "out"))
 
 
 def watched(comm: Communicator, argv: list[str]) -> tuple[set[bool], set[bool]]:

@@ -1,6 +1,7 @@
 """mpi4dl.train: what cannot be done is refused with one message, from one rank, that says what to do instead."""
 
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,10 +14,22 @@ from torch import Tensor, nn
 from mpi4dl.comm import Communicator
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import parse
+from mpi4dl.plan import plan
 from mpi4dl.train import train
-from tests.pool.job import mpirun
 from tests.pool.ranks import Ranks
-from tests.support.commands import TINY, another, refusal, refused, train_command, truncate, words, write_images
+from tests.support.commands import (
+    TINY,
+    another,
+    losses_of,
+    refusal,
+    refused,
+    run_train,
+    train_command,
+    truncate,
+    words,
+    write_images,
+)
+from tests.support.tiny import TINY_RESNET
 from tests.training import test_train_features as features
 from tests.training import test_train_slides as slides
 from tests.training import test_train_streaming as streaming
@@ -85,7 +98,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "--stream 2x2 --memory-limit 1GiB": "--memory-limit 1,024.0 MiB is for --stream auto, which chooses",
         "--stream auto --memory-limit 5MiB": "--stream auto: no tiles keep a rank within 5.0 MiB: the least would be",
         "--stream-until stem": "--stream-until stem says where streaming ends, but --stream is missing",
-        "--patches 145": "--patch-size 145 of --model small_resnet: images of 144 x 144 px have no patches of 145 x",
+        "--patches 145": "--patch-size 145 of --model ...tiny_resnet: images of 144 x 144 px have no patches of 145 x",
         "--patches 32 --stream 2x2": "--stream is for images that the model sees whole",
         "--patches 32 --model squeezenet1_0 --model-options dropout=0.1": "it does not end in a linear layer of its "
         "classes",
@@ -221,7 +234,7 @@ NO_SIZE += "but got 32$"
 def test_a_model_that_does_not_fit_is_refused_in_its_own_words(
     ranks: Ranks, tmp_path: Path, model: type[nn.Module], pattern: str, flags: str
 ) -> None:
-    argv = words(BASES["images"], flags, "--run-folder", tmp_path / "run")
+    argv = words(BASES["images"], "--model small_resnet", flags, "--run-folder", tmp_path / "run")
     (message,) = set(ranks(2).run(refused_model, model, argv))
     assert re.match(pattern, message), message
 
@@ -252,7 +265,7 @@ def test_an_image_that_is_cut_off_is_named(tmp_path: Path) -> None:
 
 SHORT = "--image-size 32 --batch-size 4 --num-workers 0 --val-fraction 0.4 --max-steps 1 --no-tensorboard".split()
 DENSE = ("--model", "unet", "--model-options", "num_filters=4")
-OTHER = ("--model", "small_resnet")  # whose outputs are no masks
+OTHER = ("--model", TINY_RESNET)  # whose outputs are no masks
 
 
 @pytest.fixture
@@ -266,33 +279,38 @@ def masked(tmp_path: Path) -> tuple[str, ...]:
     return "--images", str(tmp_path / "data")
 
 
-@pytest.mark.parametrize(("num_ranks", "made_before"), [(2, False), (1, True)])
-def test_a_refused_run_leaves_no_folder(
-    masked: tuple[str, ...], num_ranks: int, made_before: bool, tmp_path: Path
-) -> None:
+def test_a_refused_run_leaves_no_folder(ranks: Ranks, masked: tuple[str, ...], tmp_path: Path) -> None:
     """So that the corrected command can name it again; and no run takes the folder of another one."""
     folder = tmp_path / "runs" / "one"
-    if made_before:
-        folder.mkdir(parents=True)
-    flags = (*SHORT, *masked, "--tiles", f"1x{num_ranks}", "--run-folder", str(folder))
-    assert "--model unet" in refusal(train_command(num_ranks, *flags, *OTHER))
-    assert folder.exists() == made_before
-    job = train_command(num_ranks, *flags, *DENSE)
-    assert job.code == 0, job.stderr
+    flags = [*SHORT, *masked, "--tiles", "1x2", "--run-folder", str(folder)]
+    for made_before in (False, True):
+        if made_before:
+            folder.mkdir(parents=True)
+        for message in ranks(2).run(refused, train, [*flags, *OTHER]):
+            assert "--model unet" in message
+        assert folder.exists() == made_before
+    ranks(2).run(train, [*flags, *DENSE])
     names = sorted(folder.iterdir())
-    assert refusal(train_command(num_ranks, *flags, *OTHER)).startswith(f"the run folder {folder} holds files already")
+    for message in ranks(2).run(refused, train, [*flags, *OTHER]):
+        assert message.startswith(f"the run folder {folder} holds files already")
     assert sorted(folder.iterdir()) == names
     assert folder / "model.safetensors" in names
 
 
-@pytest.mark.parametrize("command", [["-m", "mpi4dl.plan"], ["-m", "mpi4dl.train", "--dry-run"]])
-def test_a_plan_of_outputs_that_are_no_masks_is_refused(masked: tuple[str, ...], command: list[str]) -> None:
-    job = mpirun(1, *command, *SHORT[:-1], *masked, *OTHER)
-    assert (job.code, "--task segment" in job.stderr) == (2, True)
-    assert mpirun(1, *command, *SHORT[:-1], *masked, *DENSE).code == 0
+def planned(comm: Communicator, argv: list[str]) -> None:
+    plan(argv)
 
 
-def test_a_loss_of_outputs_and_targets_takes_its_options(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("act", "more"), [(planned, ()), (train, ("--dry-run",))])
+def test_a_plan_of_outputs_that_are_no_masks_is_refused(
+    ranks: Ranks, masked: tuple[str, ...], act: Callable[..., None], more: tuple[str, ...]
+) -> None:
+    flags = [*SHORT, *masked, *more]
+    assert "--task segment" in ranks(1).run(refused, act, [*flags, *OTHER])[0]
+    ranks(1).run(act, [*flags, *DENSE])
+
+
+def test_a_loss_of_outputs_and_targets_takes_its_options(ranks: Ranks, tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text(
         "from torch.nn.functional import cross_entropy\n\n"
@@ -301,8 +319,7 @@ def test_a_loss_of_outputs_and_targets_takes_its_options(tmp_path: Path) -> None
     flags = [*SHORT, *OTHER, "--num-samples", "16", "--loss", f"{own}:loss"]
     losses = []
     for scale in ("1.0", "3.0"):
-        job = train_command(1, *flags, "--loss-options", f"scale={scale}", "--run-folder", str(tmp_path / scale))
-        assert job.code == 0, job.stderr
-        losses.append(float(job.stdout.split("step 1 of 1  epoch 1  loss ")[1].split()[0]))
+        run = run_train(ranks, tmp_path / scale, *flags, "--loss-options", f"scale={scale}")
+        losses.append(losses_of(run)[0])
     assert losses[1] == pytest.approx(3 * losses[0], rel=1e-3)
-    assert "shift" in refusal(train_command(1, *flags, "--loss-options", "shift=1"))
+    assert "shift" in ranks(1).run(refused, train, [*flags, "--loss-options", "shift=1"])[0]

@@ -14,6 +14,7 @@ from signal import SIGTERM, SIGUSR1, Signals
 from typing import Any
 
 import pytest
+from torch import nn
 
 from mpi4dl.checkpoints.manifest import checkpoints_in
 from mpi4dl.comm import Communicator
@@ -37,18 +38,6 @@ from tests.support.interrupted import (
 )
 
 STEPS_IN_AN_EPOCH = 5
-BETWEEN_SAVES = program(
-    """
-rank = int(sys.argv.pop())
-saved = Path(sys.argv[sys.argv.index("--run-folder") + 1], "checkpoints", "step-00000008")
-""",
-    """
-while (engine.num_steps, engine.comm.rank) == (10, rank):
-    if saved.exists():
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.01)
-""",
-)
 KILLED = program(
     """
 from mpi4dl.comm import world
@@ -89,7 +78,7 @@ write, ended = manifest.Writing._run, threading.Event()
 
 def limited(self):
     if self.job.step == 9 and self.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20000, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
     write(self)
     if self.job.step == 9:
         ended.set()
@@ -248,9 +237,14 @@ def test_an_interruption_costs_no_step_that_was_to_be_saved(
     assert_goes_on(ranks, tmp_path / "run", uninterrupted, "--save-every", save_every)
 
 
+def dropping(num_classes: int) -> nn.Sequential:
+    layers = [nn.Conv2d(3, 4, 3, 2), nn.Dropout(0.5), nn.ReLU(), nn.Conv2d(4, 4, 3, 2), nn.Dropout(0.5)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, num_classes))
+
+
 DROPOUT = (
-    "--model squeezenet1_1 --image-size 32 --batch-size 2 --num-samples 6 --val-fraction 0.7 "
-    "--epochs 3 --no-tensorboard --stages 2 --save-every none"
+    f"--model {__file__}:dropping --image-size 32 --batch-size 2 --num-samples 6 --val-fraction 0.7 "
+    "--epochs 3 --no-tensorboard --stages 2 --balance flops --save-every none"
 ).split()
 
 
@@ -320,20 +314,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_go_on(
     assert_the_same_run(tmp_path / "run", uninterrupted)
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(
-    ranks: Ranks, uninterrupted: Path, tmp_path: Path, rank: int
-) -> None:
-    """Between two saves, with steps that were reported but not saved."""
-    more = ("--save-every", "4", "--log-interval", "2")
-    assert mpirun(2, "-c", BETWEEN_SAVES, *flags_of(tmp_path / "run", *more), str(rank)).code != 0
-    assert (read_metrics(tmp_path / "run")[-1]["step"], saved_steps(tmp_path / "run")[0]) == (10, 8)
-    assert_goes_on(ranks, tmp_path / "run", uninterrupted, *more)
-    names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert {"config.toml", "config-step-00000008.toml", "versions-step-00000008.json"} <= names
-
-
-MOMENTS = {("writes", 0): 100, ("writes", 1): 130, ("ends", 0): 13, ("ends", 1): 4}  # of one save, about
+MOMENTS = {("writes", 0): 58, ("writes", 1): 15, ("ends", 0): 13, ("ends", 1): 4}  # of one save, about
 
 
 def killed_while_saving(
@@ -358,6 +339,8 @@ def test_a_run_that_was_killed_while_it_saved_goes_on(
     moment = round(MOMENTS[during, rank] * 2.4)
     left = killed_while_saving(ranks, uninterrupted, tmp_path / "run", during, rank, moment)
     assert left == [".writing-step-00000006", "step-00000002", "step-00000004"]
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"config.toml", "config-step-00000004.toml", "versions-step-00000004.json"} <= names
 
 
 @pytest.mark.exhaustive
@@ -407,12 +390,14 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(ranks: Ranks, uninterrupt
 
 
 def test_a_run_that_is_complete_is_left_so_and_may_be_made_longer(
-    ranks: Ranks, uninterrupted: Path, copied: Path, tmp_path: Path
+    ranks: Ranks, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    assert_goes_on(ranks, copied, uninterrupted)
-    ranks(2).run(train, flags_of(tmp_path / "longer", "--epochs", "4"))
-    assert_goes_on(ranks, copied, tmp_path / "longer", "--epochs", "4")
-    assert [m["step"] for m in read_metrics(copied)][-2:] == [20, 20]
+    run = tmp_path / "run"
+    ranks(2).run(train, flags_of(run, "--epochs", "2"))
+    before = Path(shutil.copytree(run, tmp_path / "before"))
+    assert_goes_on(ranks, run, before, "--epochs", "2")
+    assert_goes_on(ranks, run, uninterrupted)
+    assert [m["step"] for m in read_metrics(run)][-2:] == [15, 15]
 
 
 OTHER_PLANS = ["--tiles 1x1", "--stages 2", pytest.param("--data 2", marks=pytest.mark.exhaustive)]
@@ -437,8 +422,8 @@ def test_another_plan_goes_on_in_a_folder_of_its_own(
     ("plan", "first"),
     [
         pytest.param("--stages 2 --bidirectional 1", "", marks=pytest.mark.exhaustive),
-        ("--stages 2 --microbatches 2 --tiles 1x1,1x1", ""),
-        ("--stages 2 --microbatches 2", "--balance 1,10"),
+        pytest.param("--stages 2 --microbatches 2 --tiles 1x1,1x1", "", marks=pytest.mark.exhaustive),
+        ("--stages 2 --microbatches 2", "--balance 1,5"),
     ],
 )
 def test_stages_go_on_as_they_were_cut_to_the_last_bit(ranks: Ranks, tmp_path: Path, plan: str, first: str) -> None:
@@ -448,7 +433,7 @@ def test_stages_go_on_as_they_were_cut_to_the_last_bit(ranks: Ranks, tmp_path: P
     """
 
     def flags(folder: str, *more: str) -> list[str]:
-        return flags_of(tmp_path / folder, *more, plan=tuple(plan.split()))
+        return flags_of(tmp_path / folder, "--epochs", "2", *more, plan=tuple(plan.split()))
 
     ranks(2).run(train, flags("whole", *first.split()))
     ranks(2).run(train, flags("run", "--max-steps", "7", *first.split()))
@@ -459,13 +444,13 @@ def test_stages_go_on_as_they_were_cut_to_the_last_bit(ranks: Ranks, tmp_path: P
     if first:
         state = checkpoints_in(tmp_path / "run" / "checkpoints")[0] / "state.json"
         options = json.loads(state.read_text())["extra"]["options"]["pairs"]  # one is called as a kind of value is
-        assert dict(options)["balance"] == '"1,10"'
+        assert dict(options)["balance"] == '"1,5"'
 
 
 REFUSALS: list[tuple[str, str]] = [
     ("--seed 3", "was written with --seed 0, but this is 3"),
     ("--optimizer SGD --scheduler-options cycle_momentum=False,max_lr=0.01,total_steps=20", "--optimizer AdamW, but"),
-    ("--model resnet_v2 --model-options depth=20", "was written with --model small_resnet, but this is resnet_v2"),
+    ("--model resnet_v2 --model-options depth=20", "was written with --model .*:tiny_resnet, but this is resnet_v2"),
     ("--val-fraction 0.3", "was written with --val-fraction 0.4, but this is 0.3: keep the value of the checkpoint"),
     ("--mean 0.4", "was written with --mean 0.5, but this is 0.4: keep the value of the checkpoint"),
     ("--std 0.3", "was written with --std 0.25, but this is 0.3: keep the value of the checkpoint"),

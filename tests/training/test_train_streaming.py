@@ -12,13 +12,14 @@ from tests.pool.job import mpirun
 from tests.pool.ranks import Ranks
 from tests.support.commands import losses_of, read_metrics, refused, run_train, words
 from tests.support.interrupted import assert_the_same_run, program
+from tests.support.tiny import TINY_RESNET
 
 COMMON = (
-    "--model small_resnet --model-options num_filters=4 --image-size 144 --batch-size 2 --num-workers 1 --epochs 1 "
+    f"--model {TINY_RESNET} --model-options num_filters=4 --image-size 144 --batch-size 2 --num-workers 1 --epochs 1 "
     "--val-fraction 0.3 --log-interval 1 --optimizer SGD --lr 0.002 --lr-schedule constant --flip "
     "--no-tensorboard"
 )
-STREAMED = "--stream 3x2 --stream-until stage2_block2 --stream-segments 2"
+STREAMED = "--stream 3x2 --stream-until stage1_block1 --stream-segments 2"
 PATCHES = "--patches 32 --patches-at-once 7 --min-tissue 0.2 --jitter 0.2"
 PLANS = (
     "--tiles 1x1",

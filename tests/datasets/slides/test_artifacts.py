@@ -197,8 +197,8 @@ def test_features_are_those_of_what_is_left(ranks: Ranks, marked: Path, tmp_path
     """By embed; files of other settings are not taken for these."""
     import h5py
 
-    argv = ["--slides", str(marked), "--assume-mpp", str(MPP), "--patches", "64", "--model", "small_resnet"]
-    argv += ["--model-options", "num_filters=2", "--weights", "none", "--num-workers", "1", "--out", str(tmp_path)]
+    argv = ["--slides", str(marked), "--assume-mpp", str(MPP), "--patches", "64", "--model", TINY_RESNET]
+    argv += ["--weights", "none", "--num-workers", "1", "--out", str(tmp_path)]
     ranks(1).run(embed, [*argv, "--leave-out", "pen"])
     slides = SlideFolder(marked, SlideOptions(Resolution(assumed_mpp=MPP), leave_out=("pen",)))
     for index in range(2):

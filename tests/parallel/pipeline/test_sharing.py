@@ -37,7 +37,7 @@ def halved(name: str, gradient: Tensor) -> Tensor:
 
 
 build_gpt = partial(models.build, "gpt", None, vocabulary=VOCABULARY, context=7, num_layers=2, hidden=24, num_heads=4)
-GPT = Task(build_gpt, (7,), 8, "smooth AdamW", tokens=VOCABULARY, loss=words_loss, num_steps=5)
+GPT = Task(build_gpt, (7,), 8, "smooth AdamW", tokens=VOCABULARY, loss=words_loss)
 GPT = GPT.with_engine(clip_norm=0.5, bucket_bytes=2000)
 REPEATING = replace(GPT, model=Repeating, balance=(6, 8))
 HOOKED = GPT.with_engine(clip_norm=0.5, gradient_hook=halved)
@@ -94,4 +94,4 @@ def test_blocks_that_are_used_again_and_hooks_on_tied_gradients(ranks: Ranks, ta
     ids=str,
 )
 def test_a_checkpoint_goes_on_by_another_plan(ranks: Ranks, tmp_path: Path, begun: Plan, ended: Plan) -> None:
-    check_going_on(ranks, GPT, tmp_path, (begun, 2), (ended, 5))
+    check_going_on(ranks, GPT, tmp_path, (begun, 1), (ended, 3))

@@ -74,7 +74,10 @@ def outcomes_of(comm: Communicator, way: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=pytest.mark.exhaustive) if way in ("microbatches", "tiles") else way for way in WAYS],
+)
 def test_what_a_trace_does_not_see_is_exact_or_refused(ranks: Ranks, way: str) -> None:
     of_all = {kind.__name__: why for kind, why in unseen.REFUSED.items()} if way not in ("tiles", "zero3") else {}
     expected = {**REFUSED[way], **of_all}

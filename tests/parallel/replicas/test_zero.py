@@ -20,7 +20,7 @@ from tests.support import short_runs
 from tests.support.short_runs import ATTENDING, DROPPING, UNUSED, Task, assert_like, check, check_going_on, label, train
 
 # Buckets so small that there are many, and that parameters are cut.
-SMALL = Task("small_resnet", (32, 24), batch=16, model_options=(("num_filters", 4),), num_steps=5)
+SMALL = Task("small_resnet", (32, 24), batch=16, model_options=(("num_filters", 4),))
 SMALL = SMALL.with_engine(bucket_bytes=1000, clip_norm=1.0)
 
 PLANS = {

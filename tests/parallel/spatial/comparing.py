@@ -8,7 +8,6 @@ import copy
 import functools
 import importlib
 import inspect
-import itertools
 import math
 import time
 import traceback
@@ -43,7 +42,7 @@ class Arrangement(NamedTuple):
     """How an image is laid over the ranks; with a depth a volume, without columns a sequence along its "rows".
 
     "wide" tiles hold a halo; "uneven" leaves one of three or more tiles without pixels, "empty" all but the last along
-    each axis. `turn`: every second case of a table, from this one on; by default all.
+    each axis. `turn`: every second case of a table, from this one on, on one of its shapes in turn; by default all.
     """
 
     rows: int
@@ -130,6 +129,12 @@ class Case(NamedTuple):
     shapes: tuple[Shape, ...]
     spread: bool = True
     image: Callable[[Tensor], Tensor] = as_drawn
+
+    def shapes_of(self, number: int, turn: int | None) -> tuple[Shape, ...]:
+        """The shapes on which the case of this number in its table is tried in a turn."""
+        if turn is None:
+            return self.shapes
+        return (self.shapes[number // 2 % len(self.shapes)],) if number % 2 == turn else ()
 
 
 def modules(
@@ -347,8 +352,8 @@ def compare_table(
     control = comm.split(0)  # so that its barrier is not taken for a collective of the case
     cases = getattr(importlib.import_module(module), table)
     cases = cases.get(len(arrangement.shape.space), cases)
-    for name, case in itertools.islice(cases.items(), arrangement.turn, None, 1 if arrangement.turn is None else 2):
-        for shape in case.shapes:
+    for number, (name, case) in enumerate(cases.items()):
+        for shape in case.shapes_of(number, arrangement.turn):
             error = ""
             try:
                 with within():

@@ -56,7 +56,8 @@ class Fourier(nn.Module):
 
 def command(comm: Communicator, folder: str, *flags: str) -> list[str]:
     """What the training command warns of on this rank."""
-    arguments = [*TINY, "--tiles", "2x1", "--num-samples", "8", "--run-folder", folder, "--no-rule", "gather", *flags]
+    arguments = [*TINY, "--model", "small_resnet", "--tiles", "2x1", "--num-samples", "8", "--run-folder", folder]
+    arguments += ["--no-rule", "gather", *flags]
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", spatial.GatheredWarning)
         patch.setattr("mpi4dl.models.build", lambda *_, **__: Fourier())

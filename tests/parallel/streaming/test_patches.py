@@ -173,13 +173,13 @@ class Shifted(nn.Module):
 
 @pytest.mark.parametrize(("path", "name"), [("", "factor"), ("2", "shift")])
 @pytest.mark.parametrize("segments", [1, 3, EACH_NORM])
-@on_ranks(2)
+@on_ranks(1)
 def test_a_change_of_what_segments_depend_on_is_refused(
     comm: Communicator, path: str, name: str, segments: int
 ) -> None:
     """A single segment runs the encoder's own code. So does one that has a block as a whole."""
     torch.manual_seed(0)
-    case = Case(options=PatchOptions(5, segments=segments))
+    case = Case(plan=Plan(), options=PatchOptions(5, segments=segments))
     model = PatchModel(Scaled(), AGGREGATORS["mean"](8, CLASSES), case.patch, 0.0, 0.5, None).double()
     stream_patches(model, case.options)
     held = LocalStages.whole(model, case.plan, comm, stream=case.options)

@@ -21,4 +21,4 @@ PLANS = {
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 def test_tensor_and_stages_go_on_by_any_plan(ranks: Ranks, tmp_path: Path, plan: Plan) -> None:
-    check_going_on(ranks, IN_STAGES, tmp_path, (BEGUN, 2), (plan, 5))
+    check_going_on(ranks, IN_STAGES, tmp_path, (BEGUN, 1), (plan, 3))

@@ -135,7 +135,7 @@ def long_request(one: Server, threads: ThreadPoolExecutor, num_tokens: int) -> "
 
 
 def test_requests_at_rising_rates_get_what_they_get_alone(shared: Server) -> None:
-    check_load(shared, rising(60, 20, 200))
+    check_load(shared, rising(30, 20, 200))
 
 
 @pytest.mark.exhaustive

@@ -99,10 +99,11 @@ def _as_numbers(x: Tensor) -> Any:
 def joined(of_ranks: Tensor, shares: Shares, count: int) -> Tensor:
     """The `sums_around` of several ranks together, which have `count` numbers a channel: (3, C), in float64."""
     sums = torch.zeros(3, of_ranks.shape[2], dtype=torch.float64, device=of_ranks.device)
-    found = _as_numbers(sums)
-    with np.errstate(all="ignore"):
-        found[0], variance = _mean_and_variance(numbers(of_ranks), shares)
-        found[1] = variance * count
+    if not sums.is_meta:
+        found = _as_numbers(sums)
+        with np.errstate(all="ignore"):
+            found[0], variance = _mean_and_variance(numbers(of_ranks), shares)
+            found[1] = variance * count
     return sums
 
 
@@ -235,6 +236,14 @@ class Kernels:
         mean, -slope / count.
         """
         moments = torch.empty(5, theirs.shape[2], dtype=torch.float64, device=theirs.device)
+        if not moments.is_meta:
+            self._fill(moments, norm, theirs, weight)
+        kind = weight.dtype if weight is not None else torch.float64 if x.dtype == torch.float64 else torch.float32
+        short = moments.to(kind)
+        return [short], moments if kind.itemsize < 4 else short
+
+    @staticmethod
+    def _fill(moments: Tensor, norm: Norm, theirs: Tensor, weight: Tensor | None) -> None:
         found, count = _as_numbers(moments), max(norm.count, 1)
         with np.errstate(all="ignore"):  # infinities are for the model to find, as in PyTorch
             found[0], variance = _mean_and_variance(numbers(theirs), norm.shares(theirs.device))
@@ -243,9 +252,6 @@ class Kernels:
             slope = ((variance + norm.eps) ** 0.5) ** -1
             found[3] = slope = slope if weight is None else slope * numbers(weight)
             found[4] = slope * (-1 / count)
-        kind = weight.dtype if weight is not None else torch.float64 if x.dtype == torch.float64 else torch.float32
-        short = moments.to(kind)
-        return [short], moments if kind.itemsize < 4 else short
 
     def applied(
         self, norm: Norm, x: Tensor, strips: Sequence[Tensor], saved: Sequence[Tensor], weight: Any, bias: Any
