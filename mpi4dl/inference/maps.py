@@ -30,6 +30,8 @@ COLOURS = "inferno"
 NUM_COLOURS = 256
 BAR_UM = (50, 100, 200, 500, 1000, 2000, 5000, 10000)  # lengths of scale bars
 DPI = 100
+BESIDE_PX, ABOVE_PX = (10, 110), (10, 30)  # of the thumbnail: left and right, below and above
+BAR_PX = 20  # the width of the legend, and its distance
 MOST_TILES = 50_000  # of a GeoJSON: QuPath and browsers take long for more
 ROUNDED = 1e-6  # of a patch
 
@@ -154,15 +156,18 @@ def picture(slide: Slide, found: PatchMap) -> bytes:
     palette[:, 3] = OPACITY * (ramp if found.by_value else 1)
     shown = ListedColormap(palette)  # also of the legend: as clear there as over tissue
     colours = shown(np.nan_to_num(shades)).astype(np.float32)
-    colours[np.isnan(shades), 3] = 0
+    opacity = np.where(np.isnan(shades), np.float32(0), colours[..., 3])[..., None]
+    pixels = np.rint(pixels * (1 - opacity) + 255 * opacity * colours[..., :3]).astype(np.uint8)
     height, width = view.size
-    figure = Figure(figsize=(width / DPI + 1.2, height / DPI + 0.4), dpi=DPI, layout="constrained")
-    axes = figure.add_subplot()
-    axes.imshow(pixels)
-    axes.imshow(colours)
+    across, down = width + sum(BESIDE_PX), height + sum(ABOVE_PX)  # places by hand: a solver of layouts takes longer
+    figure = Figure(figsize=(across / DPI, down / DPI), dpi=DPI)
+    axes = figure.add_axes((BESIDE_PX[0] / across, ABOVE_PX[0] / down, width / across, height / down))
+    axes.imshow(pixels, interpolation="none")
     axes.set_axis_off()
     axes.set_title(literal(f"{slide.file.path.name}: {found.title}"), fontsize=9)
-    bar = figure.colorbar(ScalarMappable(cmap=shown), ax=axes, shrink=0.6)
+    left, low = BESIDE_PX[0] + width + BAR_PX, ABOVE_PX[0] + 0.2 * height
+    beside = figure.add_axes((left / across, low / down, BAR_PX / across, 0.6 * height / down))
+    bar = figure.colorbar(ScalarMappable(cmap=shown), cax=beside)
     unit = "as a share of the largest" if found.by_value else "rank among the patches"
     bar.set_label(literal(f"{found.title}, {unit}"), fontsize=8)
     if view.mpp is not None:
