@@ -390,6 +390,7 @@ QUIET = {
 
 
 @pytest.mark.parametrize("name", QUIET)
+@pytest.mark.sample(3)
 def test_a_command_whose_reader_is_gone_ends_in_silence(name: str) -> None:
     """As behind `head`, which closes its end of the pipe."""
     command, *flags = QUIET[name]

@@ -326,7 +326,7 @@ PICTURES = {
 
 
 @pytest.mark.parametrize("kind", PICTURES)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_tile_that_is_a_far_larger_picture_is_refused_before_it_takes_memory(tmp_path, kind):
     compression, encode = PICTURES[kind]
     for name, side in (("small.tif", 64), ("large.tif", 4000)):

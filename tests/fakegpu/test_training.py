@@ -254,6 +254,7 @@ def train_deterministically(comm: Communicator, task: Task, plan: Plan) -> str:
 
 
 @pytest.mark.parametrize("plan", [Plan(((1, 2),)), Plan(((2, 1), (1, 1)), microbatches=2)], ids=str)
+@pytest.mark.sample(1)
 def test_tiles_call_nothing_without_a_deterministic_kernel(ranks: Ranks, plan: Plan) -> None:
     first, again = (ranks(plan.num_ranks).run(train_deterministically, ON_GPU, plan) for _ in range(2))
     assert first == again

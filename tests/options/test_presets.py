@@ -116,7 +116,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_run_begins_by_each_preset(preset: str, tmp_path: Path) -> None:
     flags = f"--preset {preset} --max-steps 2 --num-samples 16 --no-tensorboard --run-folder {tmp_path / 'run'}"
     for kind in ("images", "masks"):

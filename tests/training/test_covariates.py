@@ -295,7 +295,7 @@ def test_each_fold_has_the_mean_of_its_own_patients(ranks: Ranks, cohort: Path, 
     table, folder = tmp_path / "slides.csv", tmp_path / "cv"
     table.write_text("\n".join(line.rpartition(",")[0] for line in (cohort / "slides.csv").read_text().splitlines()))
     flags = flags_of(
-        cohort, "--folds 3 --fold all --lr 1 --epochs 4 --eval-every none --save-every none --aggregator max"
+        cohort, "--folds 3 --fold all --lr 0.5 --epochs 8 --eval-every none --save-every none --aggregator max"
     )
     flags = [*flags, "--slides", str(table), "--run-folder", str(folder)]
     told = ranks(1).run(said, train, flags)[0]

@@ -97,7 +97,7 @@ PLANS = ["--tiles 1x2", "--tiles 2x2", "--tiles 1x2 --data 2 --zero 2", "--tiles
 
 @pytest.mark.parametrize("task", MODELS)
 @pytest.mark.parametrize("plan", [*PLANS, "--tiles 1x2 --stream 2x2"])
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_training_by_every_plan(ranks: Ranks, tmp_path: Path, plan: str, task: str) -> None:
     flags = flags_of(tmp_path / "rasters", task)
     run = run_train(ranks, tmp_path / "run", *flags, plan)

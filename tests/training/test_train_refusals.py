@@ -302,6 +302,7 @@ def planned(comm: Communicator, argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("act", "more"), [(planned, ()), (train, ("--dry-run",))])
+@pytest.mark.sample(1)
 def test_a_plan_of_outputs_that_are_no_masks_is_refused(
     ranks: Ranks, masked: tuple[str, ...], act: Callable[..., None], more: tuple[str, ...]
 ) -> None:

@@ -237,21 +237,17 @@ class Kernels:
         """
         moments = torch.empty(5, theirs.shape[2], dtype=torch.float64, device=theirs.device)
         if not moments.is_meta:
-            self._fill(moments, norm, theirs, weight)
+            found, count = _as_numbers(moments), max(norm.count, 1)
+            with np.errstate(all="ignore"):  # infinities are for the model to find, as in PyTorch
+                found[0], variance = _mean_and_variance(numbers(theirs), norm.shares(theirs.device))
+                found[1] = variance
+                found[2] = variance * (count / max(count - 1, 1))
+                slope = ((variance + norm.eps) ** 0.5) ** -1
+                found[3] = slope = slope if weight is None else slope * numbers(weight)
+                found[4] = slope * (-1 / count)
         kind = weight.dtype if weight is not None else torch.float64 if x.dtype == torch.float64 else torch.float32
         short = moments.to(kind)
         return [short], moments if kind.itemsize < 4 else short
-
-    @staticmethod
-    def _fill(moments: Tensor, norm: Norm, theirs: Tensor, weight: Tensor | None) -> None:
-        found, count = _as_numbers(moments), max(norm.count, 1)
-        with np.errstate(all="ignore"):  # infinities are for the model to find, as in PyTorch
-            found[0], variance = _mean_and_variance(numbers(theirs), norm.shares(theirs.device))
-            found[1] = variance
-            found[2] = variance * (count / max(count - 1, 1))
-            slope = ((variance + norm.eps) ** 0.5) ** -1
-            found[3] = slope = slope if weight is None else slope * numbers(weight)
-            found[4] = slope * (-1 / count)
 
     def applied(
         self, norm: Norm, x: Tensor, strips: Sequence[Tensor], saved: Sequence[Tensor], weight: Any, bias: Any
