@@ -165,8 +165,8 @@ def picture(slide: Slide, found: PatchMap) -> bytes:
     axes.imshow(pixels, interpolation="none")
     axes.set_axis_off()
     axes.set_title(literal(f"{slide.file.path.name}: {found.title}"), fontsize=9)
-    left, low = BESIDE_PX[0] + width + BAR_PX, ABOVE_PX[0] + 0.2 * height
-    beside = figure.add_axes((left / across, low / down, BAR_PX / across, 0.6 * height / down))
+    corner = (BESIDE_PX[0] + width + BAR_PX) / across, (ABOVE_PX[0] + 0.2 * height) / down
+    beside = figure.add_axes((*corner, BAR_PX / across, 0.6 * height / down))
     bar = figure.colorbar(ScalarMappable(cmap=shown), cax=beside)
     unit = "as a share of the largest" if found.by_value else "rank among the patches"
     bar.set_label(literal(f"{found.title}, {unit}"), fontsize=8)
