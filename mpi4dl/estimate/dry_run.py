@@ -50,7 +50,7 @@ def look_ahead(
 ) -> PlanSummary:
     """The summary of a training by this plan; `options` are others of `overview`, and the `profiler`.
 
-    With patches it estimates the patches that each rank runs at once, as one image, and multiplies by their number.
+    With patches it estimates those that each rank runs at once, as an image of its own, and multiplies by their number.
     """
     patches, (shown, of_tile) = work.patches_by(plan), work.one_tile(plan)
     profiler = options.pop("profiler", None) or Profiler.of_user()

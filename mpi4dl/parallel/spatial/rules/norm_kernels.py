@@ -99,7 +99,7 @@ def _as_numbers(x: Tensor) -> Any:
 def joined(of_ranks: Tensor, shares: Shares, count: int) -> Tensor:
     """The `sums_around` of several ranks together, which have `count` numbers a channel: (3, C), in float64."""
     sums = torch.zeros(3, of_ranks.shape[2], dtype=torch.float64, device=of_ranks.device)
-    if not sums.is_meta:
+    if not sums.is_meta:  # a dry run has no values
         found = _as_numbers(sums)
         with np.errstate(all="ignore"):
             found[0], variance = _mean_and_variance(numbers(of_ranks), shares)
@@ -236,7 +236,7 @@ class Kernels:
         mean, -slope / count.
         """
         moments = torch.empty(5, theirs.shape[2], dtype=torch.float64, device=theirs.device)
-        if not moments.is_meta:
+        if not moments.is_meta:  # a dry run has no values
             found, count = _as_numbers(moments), max(norm.count, 1)
             with np.errstate(all="ignore"):  # infinities are for the model to find, as in PyTorch
                 found[0], variance = _mean_and_variance(numbers(theirs), norm.shares(theirs.device))
