@@ -187,7 +187,8 @@ def read_samples(
     mpps, weights = _mpps(table, lines, taken), _weights(table, lines, taken)
     annotations = _values("annotation", lines, taken, lambda line, text: text)
     root = folder if folder is not None else path.parent
-    files, parts_of = samples_below(root, kind, annotations)
+    targets = [line.values[name] for name in table.columns if folded_column(name) == "target" for line in lines]
+    files, parts_of = samples_below(root, kind, [*annotations, *targets])  # which are no samples of their own
     slides = [line.values[taken["slide"]] for line in lines]
     asked = [_below(root, name) for name in slides]
     asked = [_instead(parts_of.get(name, name), kind, files) for name in asked]

@@ -3,12 +3,15 @@
 masks/NAME.ome.tif   uint8 numbers of classes at the resolution of the model, with microns per pixel
 masks/NAME.png       the thumbnail with the classes in colours, and a legend
 masks/NAME.geojson   polygons of each class but background, for QuPath, in pixels of the full level 0
+
+Pictures that a model makes of slides are such pyramids, too: images/NAME.ome.tif.
 """
 
 import io
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,10 +43,54 @@ class MapOptions(NamedTuple):
     in_bounds: bool = False
 
 
-class ClassMap:
-    """The class map of a slide, written row by row; its three files are there after `close`.
+class SlidePicture:
+    """A picture of a slide at the resolution of the model, written row by row; the file is there after `close`.
 
-    The rows are in a file beside them until then, so that memory holds a few.
+    The rows, (height, width, channels), are in a file beside it until then, so that memory holds a few.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+
+    beside: Sequence[Path] = ()  # more files
+
+    def __init__(self, path: Path, slide: Slide, channels: Sequence[str]) -> None:
+        self.path, self._slide, self._channels, self._top = path, slide, tuple(channels), 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._rows = Replacement(path.with_name(f"{path.name}.rows"))
+        try:
+            with naming(path), self._rows.temporary.open("w+b") as file:
+                self._map: Any = map_new(file, np.uint8, self._shape())
+        except OSError:
+            self._rows.drop()
+            raise
+
+    def _shape(self) -> tuple[int, ...]:
+        return (*self._slide.size, len(self._channels))
+
+    def write(self, where: tuple[slice, ...], rows: npt.NDArray[Any]) -> None:
+        """The next rows."""
+        self._map[self._top : self._top + len(rows)] = rows
+        self._top += len(rows)
+
+    def close(self) -> None:
+        """Write the file. Raises OSError, or DatasetError if a package is missing."""
+        try:
+            with naming(self.path), self._rows.temporary.open("r+b") as file:
+                levels = [self._map]
+                while max(self._slide.size) >= SMALLEST_LEVEL << len(levels):
+                    levels.append(_halved(levels[-1], file))
+                write_pyramid(self.path, levels, self._slide, self._channels)
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        self._map = None
+        self._rows.drop()
+
+
+class ClassMap(SlidePicture):
+    """The class map of a slide, written row by row; its three files are there after `close`.
 
     Raises:
         OSError: they cannot be written.
@@ -53,17 +100,13 @@ class ClassMap:
     def __init__(self, path: Path, slide: Slide, classes: Sequence[str], options: MapOptions) -> None:
         if len(classes) > MOST_CLASSES:
             raise DatasetError(f"{len(classes)} classes: class maps of slides have up to {MOST_CLASSES}")
-        self.path, self._slide, self._classes, self._options = path, slide, tuple(classes), options
+        self._options = options
         base = path.name.removesuffix(ENDINGS[0])
         self.beside = [path.with_name(f"{base}{ending}") for ending in ENDINGS[1:]]  # the picture and the polygons
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._rows = Replacement(path.with_name(f"{path.name}.rows"))
-        try:
-            with naming(path), self._rows.temporary.open("w+b") as file:
-                self._map: Any = map_new(file, np.uint8, (slide.size[0], slide.size[1]))
-        except OSError:
-            self._rows.drop()
-            raise
+        super().__init__(path, slide, classes)
+
+    def _shape(self) -> tuple[int, ...]:
+        return (self._slide.size[0], self._slide.size[1])
 
     def write(self, where: tuple[slice, ...], rows: npt.NDArray[Any]) -> None:
         """The classes of some rows, (rows, width)."""
@@ -73,24 +116,36 @@ class ClassMap:
         """Write the files. Raises OSError, or DatasetError if the slide cannot be read or a package is missing."""
         try:
             picture, polygons = self.beside
-            write_durably(picture, thumbnail_of(self._map, self._slide, self._classes))
-            write_durably(polygons, geojson(self._map, self._slide, self._classes, self._options).encode())
-            write_pyramid(self.path, self._map, self._slide, self._classes)
+            write_durably(picture, thumbnail_of(self._map, self._slide, self._channels))
+            write_durably(polygons, geojson(self._map, self._slide, self._channels, self._options).encode())
+            sides = [self._map[:: 2**number, :: 2**number] for number in range(32)]
+            levels = sides[: 1 + sum(max(each.shape) >= 2 * SMALLEST_LEVEL for each in sides)]
+            write_pyramid(self.path, levels, self._slide, ["; ".join(self._channels)])
         finally:
             self.drop()
 
-    def drop(self) -> None:
-        self._map = None
-        self._rows.drop()
+
+def _halved(pixels: Any, file: BinaryIO) -> Any:
+    """Means of 2 x 2 pixels, (height, width, channels), mapped at the end of a file. Raises OSError."""
+    height, width, channels = pixels.shape
+    file.seek(0, os.SEEK_END)
+    found = map_new(file, np.uint8, (ceil_div(height, 2), ceil_div(width, 2), channels))
+    for top in range(0, len(found), TILE):
+        band = pixels[2 * top : 2 * (top + TILE)]
+        band = np.pad(band, ((0, len(band) % 2), (0, width % 2), (0, 0)), mode="edge").astype(np.uint16)
+        sums = band[::2, ::2] + band[1::2, ::2] + band[::2, 1::2] + band[1::2, 1::2]
+        found[top : top + TILE] = (sums + 2) >> 2
+    return found
 
 
-def write_pyramid(path: Path, classes_of: npt.NDArray[np.uint8], slide: Slide, classes: Sequence[str]) -> None:
-    """Write an array of classes as an OME-TIFF whose levels halve, each of every second pixel of the one before."""
+def write_pyramid(path: Path, levels: Sequence[Any], slide: Slide, channels: Sequence[str]) -> None:
+    """Write arrays of classes, (rows, columns), or colours as an OME-TIFF of these levels, of which each halves."""
     import tifffile
 
-    sides = [classes_of[:: 2**number, :: 2**number] for number in range(32)]
-    levels = sides[: 1 + sum(max(each.shape) >= 2 * SMALLEST_LEVEL for each in sides)]
-    about: dict[str, Any] = {"axes": "YX", "Name": slide.file.path.name, "Channel": {"Name": "; ".join(classes)}}
+    colours = levels[0].ndim > 2
+    about: dict[str, Any] = {"axes": "YXS"[: levels[0].ndim], "Name": slide.file.path.name}
+    if not colours:
+        about["Channel"] = {"Name": channels[0]}
     if slide.mpp is not None:
         about |= {
             f"PhysicalSize{axis}{what}": value for axis in "XY" for what, value in (("", slide.mpp), ("Unit", "µm"))
@@ -99,7 +154,7 @@ def write_pyramid(path: Path, classes_of: npt.NDArray[np.uint8], slide: Slide, c
         "tile": (TILE, TILE),
         "compression": "zlib",
         "dtype": np.uint8,
-        "photometric": "minisblack",
+        "photometric": "rgb" if colours else "minisblack",
     }
     with (
         naming(path),

@@ -277,4 +277,5 @@ def _at_own_sizes(trained: TrainedOptions, asked_fit: str) -> TrainedOptions:
         return trained
     if asked_fit != "auto":
         raise ConfigError(f"`fit` {asked_fit}: a model that makes images sees each at its own size: leave it out")
-    return trained.with_values({"fit": "own"})
+    background = {"background": "keep"} if trained.value("background") == "auto" else {}  # as in training
+    return trained.with_values({"fit": "own", **background})

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ from mpi4dl.datasets.files import SCALES, ShownPicture, StoredPicture, as_rgb
 from mpi4dl.datasets.transform import STRIDE_PX
 from mpi4dl.geometry import Interval, ceil_div
 from mpi4dl.inference.masks import GREY, RGB, PngFile
+
+if TYPE_CHECKING:
+    from mpi4dl.inference.class_maps import SlidePicture
 
 BYTES = "uint8"
 PNG_KINDS = {1: GREY, 3: RGB}  # by channels
@@ -124,15 +127,23 @@ class PictureFile:
     """The picture that a model made of one image of this `size`, from rows that come from top to bottom.
 
     Values below 0, or of integers with a sign below -1, and above 1 become these, unless `depth` is of floating point.
-    `undefined`: some are no numbers.
+    `undefined`: some are no numbers. `file` is what it is written to, if that is no PNG or TIFF file of its own.
     """
 
     def __init__(
-        self, path: Path, size: tuple[int, int], channels: int, depth: str | None, tags: Sequence[Any] = ()
+        self,
+        path: Path,
+        size: tuple[int, int],
+        channels: int,
+        depth: str | None,
+        tags: Sequence[Any] = (),
+        file: "SlidePicture | None" = None,
     ) -> None:
         self.path, self._size, self._depth, self.undefined = path, size, depth or "float32", False
-        self._file: PngFile | TiffFile
-        if path.suffix == ".png":
+        self._file: PngFile | TiffFile | SlidePicture
+        if file is not None:
+            self._file = file
+        elif path.suffix == ".png":
             self._file = PngFile(path, size, PNG_KINDS[channels])
         else:
             self._file = TiffFile(path, size, channels, self._depth, tags)

@@ -56,7 +56,7 @@ def predictions_of(
     asked: ToPredict = next(each.predicting for each in options if hasattr(each, "predicting"))
     kind: type[Predicting]
     if model.task.makes_images:
-        kind = _Pictures
+        kind = _SlidePictures if model.trained.source.of_slides else _Pictures
     elif not model.task.dense:
         of_slides = (asked.slides or asked.features) is not None
         kind = _MappedAnswers if of_slides and out is not None else _Answers
@@ -306,6 +306,26 @@ class _Pictures(_Answers):
         return PictureFile(path, (height, width), shape[0], depth, tags)
 
 
+class _SlidePictures(_Pictures):
+    """Pictures that the model makes of slides, pyramids of the resolution at which it sees them."""
+
+    suffix = CLASS_MAP
+
+    def _prepare(self) -> list[str]:
+        _require_no_maps(self.chosen.maps, "models that make images, whose pictures are their answers")
+        return []
+
+    def _opened(self, index: int, shape: tuple[int, ...], scale: int) -> PictureFile:
+        from mpi4dl.inference.class_maps import SlidePicture
+
+        slide: Any = self.images.image(index)
+        if scale > 1:
+            raise Refusal(f"the model makes pictures {scale} times as large as slides: expected those of their size")
+        path = self._files(self.images.name(index))[0]
+        file = SlidePicture(path, slide, self.model.classes)
+        return PictureFile(path, slide.size, shape[0], self.model.about.values, file=file)
+
+
 class _MappedAnswers(_Answers):
     """Answers of slides with the heat maps that were asked for.
 
@@ -533,9 +553,7 @@ class _ClassMaps(_Masks):
     size_of_masks = "class maps have the resolution of the model"
 
     def _prepare(self) -> list[str]:
-        kind = self.chosen.maps
-        if kind not in ("none", "auto"):
-            raise Refusal(f"`maps` {kind} is not for segmentation, whose class maps are its maps: leave it out")
+        _require_no_maps(self.chosen.maps, "segmentation, whose class maps are its maps")
         return super()._prepare()
 
     def _opener(self, index: int) -> Callable[[Path], Any]:
@@ -544,6 +562,11 @@ class _ClassMaps(_Masks):
         images: Any = self.images
         options = MapOptions(self.chosen.min_area, self.model.trained.in_bounds)
         return lambda path: ClassMap(path, images.image(index), self.model.classes, options)
+
+
+def _require_no_maps(kind: str, of: str) -> None:
+    if kind not in ("none", "auto"):
+        raise Refusal(f"`maps` {kind} is not for {of}: leave it out")
 
 
 def _problem(record: Record) -> str:

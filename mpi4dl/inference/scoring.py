@@ -56,7 +56,7 @@ MOST_EXAMPLES = 4  # of images that a model makes, in a picture
 BAND_ROWS = 256  # of images that are compared at a time
 
 if TYPE_CHECKING:
-    from mpi4dl.datasets.slides.windows import MaskWindow
+    from mpi4dl.datasets.slides.masks import MaskWindow
 
 
 @dataclass(frozen=True)
@@ -369,7 +369,7 @@ class _LabelledWindows(Windows):
 
 def _core_of(mask: Any, target: Target, intervals: Sequence[WindowInterval]) -> "MaskWindow":
     """The part of a mask that a window decides."""
-    from mpi4dl.datasets.slides.windows import MaskWindow
+    from mpi4dl.datasets.slides.masks import MaskWindow
 
     row, col = target.corner(intervals)
     return MaskWindow(mask, (row, col), target.frame, tuple(cut.core.shift(-cut.start) for cut in intervals))

@@ -145,9 +145,10 @@ class DataSource:
     def _require_pictures(self) -> None:
         """Raise ConfigError for what is not there to make images out of images."""
         wrong = None
-        if self.of_slides or self.of_text:
-            wrong = f"is for pairs of pictures, not for {self.noun}s: name their folder or table by `images`"
-        elif len(self.size) != 2:
+        if self.reads_features or self.of_text:
+            kind = "text" if self.of_text else "features"
+            wrong = f"is for pairs of pictures or slides, not for {kind}: name them by `images` or `slides`"
+        elif self.size != AUTO and len(self.size) != 2:
             wrong = f"is for pictures, but `image_size` has {counted(len(self.size), 'number')}: give two"
         elif self.patch is not None:
             wrong = "makes whole images, and `patches` give one answer for all: leave it out"
@@ -155,6 +156,8 @@ class DataSource:
             wrong = f"trains on pixels as they are, and `fit` {self.data.fit} does not: choose crop or pad"
         elif self.data.random_crop:
             wrong = "trains on pixels as they are, and `random_crop` scales them: leave it out"
+        elif self.slides.crops_on_classes:
+            wrong = "has no classes: leave out `crops_on_classes`"
         if wrong is not None:
             raise ConfigError(f"`task` image {wrong}")
 
@@ -312,7 +315,7 @@ class DataSource:
             before = before or "crop"
         fit = self.fit_of(sizes, before)
         if FITTED[fit].own_sizes and dense:
-            raise ConfigError("`fit` own is not for masks: choose `fit` pad, or crop for windows of slides")
+            raise ConfigError("`fit` own is not for masks and targets: choose `fit` pad, or crop for windows of slides")
         remarks = [
             *self._counted(training, validation),
             *(remark for whole in wholes((training, validation)) for remark in getattr(whole, "remarks", ())),
@@ -541,11 +544,11 @@ class SlideSource(DataSource):
 
     def _usual_fit(self) -> str:
         """Each slide at its own size, unless patches are cut from it or it has a mask."""
-        dense = self.data.task == "segment"
-        if self.data.task == AUTO:
+        task: str | None = self.data.task
+        if task == AUTO:
             with suppress(datasets.DatasetError):  # which opening them with their labels will say
-                dense = self.open_files().labels_of == "segment"
-        return "pad" if self.patch is not None or dense else "own"
+                task = self.open_files().labels_of
+        return "pad" if self.patch is not None or files_of(task) else "own"
 
     def with_reference(self) -> Config:
         """The configuration with the numbers of the stains of its reference, if that is a file.
@@ -598,7 +601,7 @@ class SlideSource(DataSource):
             how: dict[str, Any] = {"fraction": self.data.val_fraction, "known": validating, **self._split()}
             training, validation = self.open_files(tell=tell).split(**how)
             whole: Any = training.whole
-            if whole.masks is not None and self.windows:
+            if whole.pixels is not None and self.windows:
                 return self._windows(whole, training.indices, validation.indices, tell)
         for name in ("crops_each", "crops_on_classes"):
             if getattr(self.slides, name) != getattr(Slides, name):
@@ -715,7 +718,7 @@ class FeatureSource(SlideSource):
             "stream": parallel.stream is not None,
             "stages": parallel.stages > 1,
             "fit": not self.may_pad,
-            "task": data.task == "segment",
+            "task": bool(files_of(data.task)),
         }
         wrong = next((name for name, given in asked.items() if given), None)
         if wrong is not None:

@@ -210,7 +210,7 @@ class SlideReader:
 
 def opened(slide: ViewedSlide, path: Path) -> Slide:
     """A slide, or a picture of any depth of which another was made. Raises DatasetError."""
-    if slide.made is None:
+    if not slide.is_picture:
         return open_slide(path, Resolution(assumed_mpp=slide.mpp))
     return Slide(SlideFile(path, (Level(ShownPicture(open_stored_picture(path)), 1.0),)), 1.0)
 

@@ -52,6 +52,7 @@ class ViewedSlide:
         in_bounds: whether coordinates of annotations and classes begin where the scanner began.
         mpp: microns per pixel of level 0 of a slide that does not say them.
         made: the picture that a model made of it.
+        is_picture: whether it is a picture of any depth, of which a model made another, and no slide.
     """
 
     name: str
@@ -69,6 +70,7 @@ class ViewedSlide:
     in_bounds: bool = False
     mpp: float | None = None
     made: Path | None = None
+    is_picture: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ class _Place:
         source = slides or self._recorded_place(told.get("source"), remarks)
         columns = told.get("columns")
         self._recorded: dict[str, Record] = told.get("slides", {})
+        self.of_slides = bool(self._recorded)
         files = [each["file"] for each in self._recorded.values() if "file" in each]
         only_features = slides is None and bool(files) and source is not None and source.is_dir()
         of_slides = not files or any(files)  # otherwise what was recorded is the folder of features
@@ -297,6 +300,7 @@ def _viewed(name: str, record: Record, place: _Place, predicted: Path | None, mp
         place.in_bounds,
         table_mpp or mpp or place.assumed_mpp(name),
         made,
+        made is not None and not place.of_slides,
     )
 
 

@@ -221,7 +221,7 @@ def test_a_wrong_pair_that_nobody_looked_at_is_found_when_it_is_read(tmp_path: P
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--slides some --image-size auto", "`task` image is for pairs of pictures, not for slides"),
+        ("--features some", "`task` image is for pairs of pictures or slides, not for features"),
         ("--image-size 8x8x8", "`task` image is for pictures, but `image_size` has 3 numbers"),
         ("--patches 32", "`task` image makes whole images, and `patches` give one answer for all"),
         ("--fit resize", "`fit` resize does not: choose crop or pad"),

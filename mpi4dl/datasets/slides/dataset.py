@@ -18,7 +18,8 @@ from mpi4dl.datasets.kinds import SLIDES
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.samples import COVARIATES, read_samples
 from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks, Tell, quietly
-from mpi4dl.datasets.slides.slide import Cells, Resolution, Slide, open_slide
+from mpi4dl.datasets.slides.slide import Cells, Corner, Resolution, Slide, open_slide
+from mpi4dl.datasets.slides.targets import SlideTargets
 from mpi4dl.datasets.slides.tissue import NoTissue, find_tissue, tissue_cells, tissue_pixels
 from mpi4dl.datasets.sources import SampleFiles
 from mpi4dl.datasets.stains import Measured, Recolour, StainNormalization
@@ -82,10 +83,14 @@ class SlideFolder(SampleFiles):
         found = read_samples(source, kind, folder=folder, columns=columns or {}, **how)
         super().__init__(source, root, found, kind)
         self.options = options
-        self.masks: SlideMasks | None = None
+        self.pixels: SlideMasks | SlideTargets | None = None  # labels of pixels
         if found.task == "segment":
-            self.masks = SlideMasks(source, root, found.rows, options.masks, classes, tell)
-            self.classes, self.remarks = self.masks.classes, (*self.remarks, *self.masks.remarks)
+            self.pixels = SlideMasks(source, root, found.rows, options.masks, classes, tell)
+        elif found.task == "image":
+            self.pixels = SlideTargets(source, root, found.rows)
+        if self.pixels is not None:
+            self.classes, self.values = self.pixels.classes, self.pixels.values
+            self.remarks = (*self.remarks, *self.pixels.remarks)
         self.stains: dict[int, Measured | None] = {}
         self._forget()
 
@@ -105,15 +110,20 @@ class SlideFolder(SampleFiles):
         self._forget()
 
     def lists(self) -> tuple[ListedFiles, ...]:
-        return (self,) if self.masks is None else (self, self.masks.files)
+        return (self,) if self.pixels is None else (self, self.pixels.files)
 
     def place_of(self, name: str) -> dict[str, str | None]:
         """The slide of a file that is no slide itself, for records."""
         return {}
 
     def label(self, index: int) -> Any:
-        """What is to be learnt of a slide; its mask is yet to be read. Raises BadImage, OtherFile."""
-        return super().label(index) if self.masks is None else self.masks.mask(index, self.image(index))
+        """What is to be learnt of a slide; its mask or target is yet to be read. Raises BadImage, OtherFile."""
+        return super().label(index) if self.pixels is None else self.pixels.label(index, self.image(index))
+
+    def label_of_window(self, index: int, corner: Corner, size: tuple[int, ...]) -> Any:
+        """The part of the label of a slide whose pixels have labels."""
+        pixels: Any = self.pixels
+        return pixels.window(self.label(index), corner, size)
 
     def told(self, index: int) -> dict[str, Any]:
         mpp, covariates = self.rows[index].mpp, self.covariates_as_text(index)
@@ -121,7 +131,7 @@ class SlideFolder(SampleFiles):
 
     def mask_as_text(self, index: int) -> str | None:
         annotation = self.rows[index].annotation
-        return None if self.masks is None or annotation is None else self.masks.as_text(index, annotation)
+        return None if self.pixels is None or annotation is None else self.pixels.as_text(index, annotation)
 
     def image(self, index: int) -> Slide:
         """A slide, its header read and its pixels not; the headers of the last ones are kept.

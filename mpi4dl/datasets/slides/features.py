@@ -330,7 +330,7 @@ class FeatureFolder(SlideFolder):
         self, source: Path, options: SlideOptions, *, folder: Path, slides: Path | None = None, **more: Any
     ) -> None:
         super().__init__(source, options, folder=None if source == folder else folder, **more)
-        if self.masks is not None:
+        if self.pixels is not None:
             raise DatasetError(f"{source}: has annotations, and features have no pixels to segment: add a column label")
         self.slides_root, self._by_name = slides, dict[str, str]()
         if slides is not None:

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from mpi4dl._wording import counted, some
-from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError
+from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError, MaskImage
 from mpi4dl.datasets.listed import File, ListedFiles, mask_as_text
 from mpi4dl.datasets.masks import IGNORE_INDEX, Mask, open_stored, values_in
 from mpi4dl.datasets.samples import Sample
@@ -21,7 +24,8 @@ from mpi4dl.datasets.slides.annotations import (
     is_picture,
     read_annotations,
 )
-from mpi4dl.datasets.slides.slide import Slide
+from mpi4dl.datasets.slides.slide import Corner, Slide
+from mpi4dl.geometry import Interval
 
 BACKGROUND, ANNOTATED = "background", "annotated"
 AUXILIARY = "*"  # ends the names of QuPath's classes that are none, such as Region*
@@ -49,15 +53,42 @@ class MaskOptions:
     ignore_index: int | None = IGNORE_INDEX
 
 
+@dataclass(frozen=True)
+class MaskWindow:
+    """A window of a mask; -100 where it reaches beyond, and outside the part `core` of the window."""
+
+    mask: MaskImage
+    corner: Corner
+    size: tuple[int, ...]
+    core: tuple[Interval, ...] | None = None
+
+    def read(self, *space: Interval) -> npt.NDArray[np.int64]:
+        """The classes of a box, (rows, columns). Raises BadImage."""
+        found = np.full([interval.length for interval in space], IGNORED, np.int64)
+        sources, inside = [], []
+        cores = self.core or [Interval(0, side) for side in self.size]
+        for interval, first, side, core in zip(space, self.corner, self.mask.size, cores, strict=True):
+            kept = interval.intersect(core).shift(first).intersect(Interval(0, side))
+            if kept.length < 1:
+                return found
+            sources.append(kept)
+            inside.append(slice(kept.start - first - interval.start, kept.stop - first - interval.start))
+        found[tuple(inside)] = self.mask.read(*sources)
+        return found
+
+
 class SlideMasks:
     """The annotations of slides, all of them polygons or all pictures.
 
+    `values` of masks have no depth.
     Classes of polygons are background and the names of classes in order. Those of pictures are numbers. `classes` fixes
     them, and then no file is read here. `tell(doing, done, total)` hears of files that were read.
 
     Raises:
         DatasetError: a file that is missing or damaged, a class that is not in `classes`, or no class at all.
     """
+
+    values: str | None = None
 
     def __init__(
         self,
@@ -70,7 +101,7 @@ class SlideMasks:
     ) -> None:
         self.options = options
         self._table = table
-        found = [(i, _found(table, root, row)) for i, row in enumerate(rows) if row.annotation is not None]
+        found = [(i, annotation_path(table, root, row)) for i, row in enumerate(rows) if row.annotation is not None]
         if not found:
             raise DatasetError(f"{table}: names no annotation, but `task` segment needs one of each class")
         self._places = {index: number for number, (index, _) in enumerate(found)}
@@ -153,7 +184,7 @@ class SlideMasks:
             tell("reading annotations", number + 1, len(self.files))
         return tuple(map(str, range(max(2, most + 1))))
 
-    def mask(self, index: int, slide: Slide) -> SlideMask:
+    def label(self, index: int, slide: Slide) -> SlideMask:
         """The mask of a slide at its resolution. Raises BadImage, OtherFile."""
         number = self._places.get(index)
         outside = IGNORED if self.options.ignores_unannotated else 0
@@ -171,6 +202,9 @@ class SlideMasks:
             found = RegionMask(annotations, slide, self._numbers(annotations), outside, corner)
         found.require_on_slide()
         return found
+
+    def window(self, label: SlideMask, corner: Corner, size: tuple[int, ...]) -> MaskWindow:
+        return MaskWindow(label, corner, size)
 
     def as_text(self, index: int, name: str) -> str:
         """The annotation of a slide that has one, called `name` in the table."""
@@ -195,12 +229,12 @@ def is_auxiliary(name: str) -> bool:
     return name.endswith(AUXILIARY)
 
 
-def _found(table: Path, root: Path, row: Sample) -> Path:
+def annotation_path(table: Path, root: Path, row: Sample) -> Path:
     """The file of a row's annotation, beside the table or in the folder of slides. Raises DatasetError."""
     assert row.annotation is not None
     name = row.annotation.replace("\\", "/")
     places = [folder / name for folder in dict.fromkeys((table.parent, root))]
     path = next((each for each in places if each.is_file()), None)
     if path is None:
-        raise DatasetError(f"{table}, line {row.line}: {places[0]} is not there: correct the name of the annotation")
+        raise DatasetError(f"{table}, line {row.line}: {places[0]} is not there: correct its name")
     return path

@@ -23,12 +23,12 @@ import numpy.typing as npt
 
 from mpi4dl._files import open_regular
 from mpi4dl.datasets import tiff
-from mpi4dl.datasets.base import BadImage, Image, Pixels
+from mpi4dl.datasets.base import BadImage, Image, Pixels, Values
 from mpi4dl.datasets.files import DICOM, SLIDE_SUFFIXES, blaming, open_image
 from mpi4dl.datasets.reader_process import OpenSlideLevel, has_openslide, open_with_openslide, vendor_of
 from mpi4dl.datasets.slides import dicom
 from mpi4dl.datasets.stains import Recolour
-from mpi4dl.datasets.transform import Frame, resize
+from mpi4dl.datasets.transform import Frame, crop, resize
 from mpi4dl.geometry import Interval
 
 MPP_AT_1X = 10.0  # um per pixel: 20x is 0.5, 40x is 0.25
@@ -39,6 +39,7 @@ LEAST_MPP, MOST_MPP = 0.01, 20.0  # um per pixel of slides; other values in a fi
 CELL_PX = 32  # px of the resolution that is read, of cells that show tissue or white
 
 Cells = npt.NDArray[np.bool_]
+Corner = tuple[int, int]  # row and column of a slide at its resolution
 Place = TypeVar("Place", float, npt.NDArray[np.float64])
 
 _MICROMETRES = {"m": 1e6, "cm": 1e4, "mm": 1e3, "µm": 1.0, "\u03bcm": 1.0, "um": 1.0, "nm": 1e-3, "inch": 25400.0}
@@ -264,6 +265,19 @@ class Slide:
 
         image = PIL.Image.fromarray(np.ascontiguousarray(pixels))
         return np.asarray(PIL.ImageCms.applyTransform(image, self._colours))
+
+
+@dataclass(frozen=True)
+class SlideWindow:
+    """A window of a slide, or of a picture of one; white where it reaches beyond."""
+
+    slide: Image
+    corner: Corner
+    size: tuple[int, ...]
+
+    def read(self, *space: Interval) -> Values:
+        """The pixels of a box, (rows, columns, 3). Raises BadImage."""
+        return crop(self.slide, self.corner, space)
 
 
 def _read_padded(image: Image, space: Sequence[Interval]) -> Pixels:

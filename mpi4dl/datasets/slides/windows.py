@@ -7,61 +7,18 @@ validation   the windows of a grid that show tissue, so that each pixel counts o
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from mpi4dl.datasets.base import IGNORED, DatasetError, Image, MaskImage, Values
+from mpi4dl.datasets.base import DatasetError, Image
 from mpi4dl.datasets.slides.dataset import SlideFolder
 from mpi4dl.datasets.slides.masks import Tell, quietly
-from mpi4dl.datasets.slides.slide import Slide
+from mpi4dl.datasets.slides.slide import Corner, Slide, SlideWindow
 from mpi4dl.datasets.split import Subset
-from mpi4dl.datasets.transform import crop
-from mpi4dl.geometry import Interval
 
 WINDOW_STREAM = 53  # of random numbers
 CELLS = 2  # along each side of a window, of the grid in which tissue is found
-
-Corner = tuple[int, int]  # row and column of a slide at its resolution
-
-
-@dataclass(frozen=True)
-class SlideWindow:
-    """A window of a slide; white where it reaches beyond."""
-
-    slide: Slide
-    corner: Corner
-    size: tuple[int, ...]
-
-    def read(self, *space: Interval) -> Values:
-        """The pixels of a box, (rows, columns, 3). Raises BadImage."""
-        return crop(self.slide, self.corner, space)
-
-
-@dataclass(frozen=True)
-class MaskWindow:
-    """A window of a mask; -100 where it reaches beyond, and outside the part `core` of the window."""
-
-    mask: MaskImage
-    corner: Corner
-    size: tuple[int, ...]
-    core: tuple[Interval, ...] | None = None
-
-    def read(self, *space: Interval) -> npt.NDArray[np.int64]:
-        """The classes of a box, (rows, columns). Raises BadImage."""
-        found = np.full([interval.length for interval in space], IGNORED, np.int64)
-        sources, inside = [], []
-        cores = self.core or [Interval(0, side) for side in self.size]
-        for interval, first, side, core in zip(space, self.corner, self.mask.size, cores, strict=True):
-            kept = interval.intersect(core).shift(first).intersect(Interval(0, side))
-            if kept.length < 1:
-                return found
-            sources.append(kept)
-            inside.append(slice(kept.start - first - interval.start, kept.stop - first - interval.start))
-        found[tuple(inside)] = self.mask.read(*sources)
-        return found
 
 
 class SlideWindows(Subset, ABC):
@@ -79,7 +36,7 @@ class SlideWindows(Subset, ABC):
         return SlideWindow(self._slides.image(self.indices[index]), self.corner(index), self._size)
 
     def label(self, index: int) -> Any:
-        return MaskWindow(self._slides.label(self.indices[index]), self.corner(index), self._size)
+        return self._slides.label_of_window(self.indices[index], self.corner(index), self._size)
 
 
 class RandomWindows(SlideWindows):

@@ -116,7 +116,9 @@ class Slides:
     slide_column: str | None = option(None, "the column of slides; none: by the usual names", optional(NAME))
     patient_column: str | None = option(None, "the column of patients; none: by the usual names", optional(NAME))
     annotation_column: str | None = option(
-        None, "the column of annotations for --task segment; none: by the usual names", optional(NAME)
+        None,
+        "the column of annotations for --task segment, or of targets for --task image; none: by the usual names",
+        optional(NAME),
     )
     weight_column: str | None = option(
         None,
