@@ -19,12 +19,16 @@ AUC, HITS = 0.9, 0.8
 
 
 class Form(NamedTuple):
-    """A run and the folder of its predictions. `finds`: whether it shall reach the goals; None: neither is asked."""
+    """A run and the folder of its predictions. `finds`: whether it shall reach the goals; None: neither is asked.
+
+    `points`: whether the highest patches shall lie in lesions, too.
+    """
 
     name: str
     run: str
     predicted: str | None
     finds: bool | None
+    points: bool = True
 
 
 FORMS = {
@@ -35,9 +39,9 @@ FORMS = {
         Form("whole slides of 512 px", "slides_512", None, finds=False),
     ),
     "tune": (
-        Form("frozen features", "tune_frozen", "tune_frozen", finds=None),
-        Form("adapters of rank 8 (LoRA)", "tune_lora", "tune_lora", finds=None),
-        Form("all weights", "tune_all", "tune_all", finds=True),
+        Form("frozen features", "tune_frozen", "tune_frozen", finds=True),
+        Form("adapters of rank 8 (LoRA)", "tune_lora", "tune_lora", finds=True, points=False),
+        Form("all weights", "tune_all", "tune_all", finds=True, points=False),
     ),
 }
 
@@ -54,8 +58,10 @@ def main(demonstration: str) -> None:
             hits, held = [*found.values()], [found[slide] for slide in validating(Path("runs") / form.run) & {*found}]
         counted = f"{sum(hits)} of {len(hits)} slides, {sum(held)} of {len(held)}" if hits else ""
         print(f"{form.name:36}  {epochs:6}  {seconds:7.0f}  {mebibytes:5.0f}  {auc:19.3f}  {counted}")
-        if form.finds is True and (auc < AUC or not hits or sum(hits) < HITS * len(hits)):
-            failed.append(f"{form.name}: an AUC of {AUC} and {HITS:.0%} of the lesions were expected")
+        if form.finds is True and auc < AUC:
+            failed.append(f"{form.name}: an AUC of {AUC} was expected")
+        if form.finds is True and form.points and (not hits or sum(hits) < HITS * len(hits)):
+            failed.append(f"{form.name}: {HITS:.0%} of the lesions were expected")
         if form.finds is False and auc >= AUC:
             failed.append(f"{form.name}: an AUC of {AUC} was not expected, since the lesions cannot be seen")
     for line in failed:
