@@ -52,11 +52,21 @@ class Likeness:
 
 def similarity(made: Tensor, target: Tensor) -> Tensor:
     """The structural similarity at each window that lies inside, (channels, rows - 10, columns - 10)."""
-    fields = torch.stack((made, target, made * made, target * target, made * target)).flatten(0, 1)[:, None]
-    places = torch.arange(-RADIUS, RADIUS + 1, dtype=made.dtype)
+    brightness, structure = similarities(made[None], target[None])
+    return (brightness * structure)[0]
+
+
+def similarities(made: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """How alike brightness is at each window inside, and contrast and structure: (N, channels, rows - 10, columns - 10)
+    of images (N, channels, rows, columns).
+    """
+    num_channels = made.shape[1]
+    places = torch.arange(-RADIUS, RADIUS + 1, dtype=made.dtype, device=made.device)
     window = torch.exp(-0.5 * (places / SIGMA) ** 2)
-    window = window / window.sum()
-    means = F.conv2d(F.conv2d(fields, window.view(1, 1, -1, 1)), window.view(1, 1, 1, -1))[:, 0]
-    x, y, xx, yy, xy = means.unflatten(0, (5, -1))
+    window = (window / window.sum()).expand(5 * num_channels, 1, SIDE)
+    fields = torch.cat((made, target, made * made, target * target, made * target), 1)
+    down = F.conv2d(fields, window[..., None], groups=len(window))
+    x, y, xx, yy, xy = F.conv2d(down, window[:, :, None], groups=len(window)).split(num_channels, 1)
     varies_x, varies_y, together = xx - x * x, yy - y * y, xy - x * y
-    return (2 * x * y + C1) * (2 * together + C2) / ((x * x + y * y + C1) * (varies_x + varies_y + C2))
+    brightness = (2 * x * y + C1) / (x * x + y * y + C1)
+    return brightness, (2 * together + C2) / (varies_x + varies_y + C2)

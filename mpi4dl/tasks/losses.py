@@ -21,9 +21,12 @@ from mpi4dl.tasks.formulas import (
     Focal,
     OfHeads,
     SumOfLosses,
+    as_targets,
     charbonnier_loss,
     main_output,
+    spread,
 )
+from mpi4dl.tasks.likeness import SIDE, similarities
 
 # Survival: how long until an event, of samples some of which left before it; Cox's model, and its concordance.
 #
@@ -117,6 +120,52 @@ def concordance(risk: Tensor, time: Tensor, event: Tensor) -> float:
     return twice / (2 * comparable) if comparable else float("nan")
 
 
+# Structural similarity of images, as a loss.
+
+POWERS = (0.0448, 0.2856, 0.3001, 0.2363, 0.1333)  # of scales, from the finest: Wang et al. 2003, section 3.2
+LEAST_SIMILAR = 1e-6  # whose power has a gradient
+
+
+class Dissimilarity(BatchLoss):
+    """1 - SSIM of images (N, channels, height, width) with values from 0 to 1; of several `powers` 1 - MS-SSIM.
+
+    It is the mean over samples and channels, by Gaussian windows of 11 px that lie inside the image, in single
+    precision or double. Each scale has half the size of the one before, by means of 2 x 2 pixels. Wang et al. 2004,
+    "Image quality assessment"; Wang et al. 2003, "Multiscale structural similarity for image quality assessment".
+    """
+
+    def __init__(self, powers: Sequence[float]) -> None:
+        self.powers = tuple(powers)
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
+        outputs = as_targets(outputs, targets)
+        targets = spread(targets, outputs)
+        least = SIDE << (len(self.powers) - 1)
+        if outputs.dim() != 4 or outputs.shape != targets.shape or min(outputs.shape[2:]) < least:
+            raise Refusal(
+                f"`loss` ssim compares pictures (N, channels, height, width) of {least} px or more, not outputs of "
+                f"shape {tuple(outputs.shape)} with targets of {tuple(targets.shape)}: choose larger ones, fewer "
+                "`scales`, or another `loss`"
+            )
+        with torch.autocast(outputs.device.type, enabled=False):
+            wide = torch.float64 if outputs.dtype == torch.float64 else torch.float32
+            made, target = outputs.to(wide), targets.to(wide)
+            found = None
+            for number, power in enumerate(self.powers):
+                brightness, alike = similarities(made, target)
+                last = number == len(self.powers) - 1
+                mean = (brightness * alike if last else alike).mean((2, 3))
+                part = mean if len(self.powers) == 1 else mean.clamp(min=LEAST_SIMILAR) ** power
+                found = part if found is None else found * part
+                if not last:
+                    made, target = F.avg_pool2d(made, 2), F.avg_pool2d(target, 2)
+            assert found is not None
+            return ((1 - found).mean(1).sum(),)
+
+    def weights(self, targets: Tensor) -> Sequence[float]:
+        return (float(len(targets)),)
+
+
 def cross_entropy(
     class_weights: Sequence[float] | None = None, ignore_index: int = IGNORED, label_smoothing: float = 0.0
 ) -> BatchLoss:
@@ -158,12 +207,24 @@ def charbonnier(eps: float = 1e-3) -> BatchLoss:
     return Difference(charbonnier_loss, eps=eps)
 
 
+def ssim() -> BatchLoss:
+    return Dissimilarity((1.0,))
+
+
+def ms_ssim(scales: int = len(POWERS)) -> BatchLoss:
+    if not 1 <= scales <= len(POWERS):
+        raise TypeError(f"`scales` {scales} must be from 1 to {len(POWERS)}")
+    powers = POWERS[:scales]
+    return Dissimilarity(tuple(each / sum(powers) for each in powers))
+
+
 def cox(ties: str = "efron") -> BatchLoss:
     return Cox(ties)
 
 
 LOSSES: Mapping[str, Callable[..., BatchLoss]] = {
-    function.__name__: function for function in (cross_entropy, bce, dice, focal, mse, l1, huber, charbonnier, cox)
+    function.__name__: function
+    for function in (cross_entropy, bce, dice, focal, mse, l1, huber, charbonnier, ssim, ms_ssim, cox)
 }
 
 

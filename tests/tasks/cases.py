@@ -20,7 +20,7 @@ from mpi4dl.tasks.losses import build_loss
 from tests.support.short_runs import tiles_of
 
 NUM_CLASSES = 3
-SIZE = (11, 9)
+SIZE = (25, 23)
 IGNORED = 7
 WEIGHTS = (0.2, 1.0, 3.0)
 
@@ -211,6 +211,31 @@ def plain_charbonnier(outputs: Tensor, targets: Tensor) -> Tensor:
     return torch.sqrt((outputs - targets) ** 2 + 1e-6).mean()
 
 
+def plain_ssim(outputs: Tensor, targets: Tensor, scales: int = 1) -> Tensor:
+    """Every window of every channel by itself, with weights of two dims."""
+    places = torch.arange(-5, 6, dtype=torch.float64)
+    weights = torch.exp(-(places[:, None] ** 2 + places**2) / (2 * 1.5**2)).flatten()
+    weights, found = weights / weights.sum(), []
+    for x, y in zip(outputs.flatten(0, 1), targets.flatten(0, 1), strict=True):
+        value, powers = 1.0, torch.tensor([0.0448, 0.2856, 0.3001], dtype=torch.float64)[:scales]
+        for scale, power in enumerate((powers / powers.sum()).tolist()):
+            a, b = (F.unfold(each[None, None], 11)[0].T for each in (x, y))
+            ma, mb = a @ weights, b @ weights
+            va, vb = ((a - ma[:, None]) ** 2) @ weights, ((b - mb[:, None]) ** 2) @ weights
+            cross = ((a - ma[:, None]) * (b - mb[:, None])) @ weights
+            alike = (2 * cross + 0.03**2) / (va + vb + 0.03**2)
+            bright = (2 * ma * mb + 0.01**2) / (ma**2 + mb**2 + 0.01**2)
+            mean = (alike * bright if scale == scales - 1 else alike).mean()
+            value = value * (mean if scales == 1 else mean.clamp(min=1e-6) ** power)
+            x, y = (F.avg_pool2d(each[None], 2)[0] for each in (x, y))
+        found.append(1 - value)
+    return torch.stack(found).mean()
+
+
+def plain_l1_and_ms_ssim(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.l1_loss(outputs, targets) + plain_ssim(outputs, targets, 2)
+
+
 COUNTED = (("class_weights", WEIGHTS), ("ignore_index", IGNORED))
 IGNORING = (("ignore_index", IGNORED),)
 BINARY = (*IGNORING, ("binary", True))
@@ -222,7 +247,11 @@ OF_SAMPLES = Case("cross_entropy", COUNTED, "mask", plain_of_samples, auxiliary=
 CLASSES_OF_SAMPLES = Case("cross_entropy", COUNTED, "labels", plain_of_samples, sample_weights=True)
 DICE_OF_SAMPLES = Case("dice", IGNORING, "mask", plain_dice_of_samples, sample_weights=True)
 CHARBONNIER = Case("charbonnier", (), "map", plain_charbonnier)
+SSIM = Case("ssim", (), "map", plain_ssim)
+MS_SSIM = Case("l1+ms_ssim", (("scales", 2),), "map", plain_l1_and_ms_ssim)
 CASES = [
+    SSIM,
+    MS_SSIM,
     OF_SAMPLES,
     CLASSES_OF_SAMPLES,
     DICE_OF_SAMPLES,

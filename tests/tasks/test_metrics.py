@@ -291,7 +291,7 @@ def test_metrics_of_ones_own_on_tiles(ranks: Ranks) -> None:
     ("metrics", "message"),
     [
         ({"alone": Lonely}, "`metrics` has alone, to which several ranks added, but Lonely has no merge_state"),
-        ({"late": FailingLate}, "cannot count (3, 3, 5, 4)"),
+        ({"late": FailingLate}, "cannot count (3, 3, 12, 11)"),
         ({"wrong": FailingAtTheEnd}, "of the user's own"),
         ({"function": largest}, "`metrics` has function, a function of all predictions at once, but these are tiles"),
         ({"nothing": 3}, "`metrics` has nothing, a int, but a metric is an object with update"),
