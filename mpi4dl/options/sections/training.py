@@ -56,8 +56,8 @@ class Training:
     )
     loss: Any = option(
         None,
-        "the loss: cross_entropy, bce, dice, focal, mse, l1, huber, charbonnier, ssim, ms_ssim, cox, or a sum such as dice+focal; or "
-        "your own such as my_code.py:loss(outputs, targets); none: by the task",
+        "the loss: cross_entropy, bce, dice, focal, mse, l1, huber, charbonnier, ssim, ms_ssim, cox, or a sum such as "
+        "dice+focal; or your own such as my_code.py:loss(outputs, targets); none: by the task",
         optional(PART),
         brief="cross_entropy, dice, ... or your own",
         known_as=same_as("criterion loss-fn loss-function"),
