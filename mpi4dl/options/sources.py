@@ -605,7 +605,7 @@ class SlideSource(DataSource):
                 return self._windows(whole, training.indices, validation.indices, tell)
         for name in ("crops_each", "crops_on_classes"):
             if getattr(self.slides, name) != getattr(Slides, name):
-                raise ConfigError(f"`{name}` is for windows of slides to segment: say `task` segment and `fit` crop")
+                raise ConfigError(f"`{name}` is for windows of slides: say `fit` crop, and `task` segment or image")
         return training, validation
 
     def _windows(

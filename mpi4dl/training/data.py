@@ -127,7 +127,7 @@ def shared(comm: Communicator, open_pair: Callable[[], Pair]) -> Pair:
     Files are listed once, and each rank takes the print of some, by which all know them again. Each rank reads data in
     memory, and all compare it.
     """
-    kinds = (datasets.DatasetError, OSError)
+    kinds = (ValueError, OSError)
     pair: Pair | None = None
     with comm.together(kinds):
         if comm.rank == 0:

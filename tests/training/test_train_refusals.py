@@ -125,7 +125,8 @@ REFUSED: dict[str, dict[str, str]] = {
         "--image-size 64": "more than --image-size 64x64",
         "--slide-column what": "what",
         "--images somewhere": "--slides and --images were both given",
-        "--crops-each 4": "--task segment",
+        "--crops-each 4": "--crops-each is for windows of slides: say --fit crop, and --task segment or image",
+        "--folds 3 --fold 7": "--fold 7 of --folds 3: choose",
         "--max-side 4096": "there is no flag --max-side; leave it out",
     },
     "whole slides": {
