@@ -188,8 +188,9 @@ def read_samples(
     annotations = _values("annotation", lines, taken, lambda line, text: text)
     root = folder if folder is not None else path.parent
     targets = [line.values[name] for name in table.columns if folded_column(name) == "target" for line in lines]
-    files, parts_of = samples_below(root, kind, [*annotations, *targets])  # which are no samples of their own
     slides = [line.values[taken["slide"]] for line in lines]
+    others_files = {*annotations, *targets} - {*slides}  # which are no samples of their own
+    files, parts_of = samples_below(root, kind, others_files)
     asked = [_below(root, name) for name in slides]
     asked = [_instead(parts_of.get(name, name), kind, files) for name in asked]
     paths = found_in(path, [*zip([line.number for line in lines], asked, strict=True)], files, root, kind)
@@ -423,7 +424,9 @@ def _amounts(
     return _values(role, lines, taken, amount)
 
 
-def samples_below(folder: Path, kind: FileKind, without: Sequence[str | None] = ()) -> tuple[list[str], dict[str, str]]:
+def samples_below(
+    folder: Path, kind: FileKind, without: Collection[str | None] = ()
+) -> tuple[list[str], dict[str, str]]:
     """The samples below a folder, in order, but for the files of annotations; and the sample that a file is a part of.
 
     Raises DatasetError for none.
@@ -502,7 +505,8 @@ def read_folder(
     labels: list[int | None] = [None] * len(paths)
     remarks: tuple[str, ...] = ()
     if labelled and task not in (None, "classify"):
-        raise DatasetError(f"{folder}: is a folder of slides, but {task} needs a table of labels, such as slides.csv")
+        of = files_of(task) or "label"
+        raise DatasetError(f"{folder}: is a folder of slides, but {task} needs a table of {of}s, such as slides.csv")
     if labelled and (task is not None or _are_classes(folders, classes)):
         task, classes = "classify", _folder_classes(folder, paths, folders, classes)
         labels = [classes.index(name) for name in folders]

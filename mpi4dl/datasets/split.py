@@ -371,9 +371,10 @@ def split_rows(
         rows = tuple(
             row._replace(split="val" if validates else "train") for row, validates in zip(rows, aside, strict=True)
         )
-        by = "whether there are annotations" if files_of(task) else "label"
+        by = {"segment": "whether there are annotations", "image": ""}.get(task or "", "label")
         of_patients = kind.tells_patients or any(row.patient != row.name for row in rows)
-        return rows, (f"split {'by patient, ' * of_patients}stratified by {by}",)
+        how = ["by patient"] * of_patients + [f"stratified by {by}"] * bool(by)
+        return rows, (f"split {', '.join(how) or 'at random'}",)
     remarks += check_parts(rows, task, classes, kind)
     if not any(row.split == "val" for row in rows) and any(row.split == "test" for row in rows):
         rows = tuple(row._replace(split="val") if row.split == "test" else row for row in rows)

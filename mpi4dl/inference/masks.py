@@ -293,7 +293,7 @@ def bases_of(names: Sequence[str], suffix: str) -> list[Path]:
     """
     levels = [0] * len(names)
     while True:
-        found = [_base(name, levels[n], n) for n, name in enumerate(names)]
+        found = [_base(name, levels[n], n, suffix) for n, name in enumerate(names)]
         keys = [str(base).casefold() for base in found]
         numbers = Counter(keys)
         folders = {str(parent).casefold() for base in found for parent in base.parents}
@@ -310,13 +310,14 @@ def bases_of(names: Sequence[str], suffix: str) -> list[Path]:
                 levels[n] += 1
 
 
-def _base(name: str, level: int, number: int) -> Path:
+def _base(name: str, level: int, number: int, suffix: str) -> Path:
     parts = [part for part in Path(name).parts if part not in ("/", "..", "\\")]
     base = Path(*parts)
     if level == 0:
-        return (
-            base if base.suffix[1:].isdigit() else base.with_name(base.stem)
-        )  # a UID, whose last number is part of it
+        if base.suffix[1:].isdigit():  # a UID, whose last number is part of it
+            return base
+        inner = "".join(Path(f"_{suffix}").suffixes[:-1])  # .ome of .ome.tif, which the other file ends in, too
+        return base.with_name(base.stem.removesuffix(inner) or base.stem)
     if level == 1:
         return base
     told = sha256(name.encode(errors="surrogateescape")).hexdigest()[:8] if level == 2 else str(number)

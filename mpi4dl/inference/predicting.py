@@ -120,7 +120,7 @@ class Predicting(ABC):
                     if self.job.dropped and not again:
                         told = counted(len(self.job.dropped), "line")
                         self.remarks.append(
-                            f"{told} left out, of {self.noun}s that are gone or changed, or without their masks"
+                            f"{told} left out, of {self.noun}s that are gone or changed, or without their files"
                         )
         done = self.comm.broadcast_object(done)
         self.images = Subset(images, [index for index, name in enumerate(names) if name not in done])

@@ -142,10 +142,11 @@ class Dissimilarity(BatchLoss):
         targets = spread(targets, outputs)
         least = SIDE << (len(self.powers) - 1)
         if outputs.dim() != 4 or outputs.shape != targets.shape or min(outputs.shape[2:]) < least:
+            name, fewer = ("ms_ssim", "fewer scales by `loss_options`, ") if len(self.powers) > 1 else ("ssim", "")
             raise Refusal(
-                f"`loss` ssim compares pictures (N, channels, height, width) of {least} px or more, not outputs of "
-                f"shape {tuple(outputs.shape)} with targets of {tuple(targets.shape)}: choose larger ones, fewer "
-                "`scales`, or another `loss`"
+                f"`loss` {name} compares pictures (N, channels, height, width) of {least} px or more, not outputs of "
+                f"shape {tuple(outputs.shape)} with targets of {tuple(targets.shape)}: choose larger ones, "
+                f"{fewer}or another `loss`"
             )
         with torch.autocast(outputs.device.type, enabled=False):
             wide = torch.float64 if outputs.dtype == torch.float64 else torch.float32

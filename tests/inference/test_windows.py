@@ -58,6 +58,12 @@ def test_no_two_masks_are_in_one_place(names: list[str]) -> None:
     assert turned[::-1] == found
 
 
+def test_pyramids_of_pyramids_end_in_ome_once() -> None:
+    names = ["a/x.ome.tif", "y.svs", "z.ome.tif", "z.tif", "1.2.3", ".ome.tif"]
+    assert [*map(str, bases_of(names, ".ome.tif"))] == ["a/x", "y", "z.ome.tif", "z.tif", "1.2.3", ".ome"]
+    assert bases_of(["x.ome.tif"], ".h5") == [Path("x.ome")]
+
+
 class Near(nn.Module):
     """A class of each pixel by those up to 2 away, which a window's margin has."""
 

@@ -181,6 +181,18 @@ def test_levels_of_a_pyramid_are_means(tmp_path: Path, monkeypatch: pytest.Monke
     assert [path.name for path in tmp_path.iterdir() if "rows" in path.name] == []
 
 
+def test_slides_may_be_targets_of_each_other_and_of_themselves(cohort: Path, tmp_path: Path) -> None:
+    rows = [line.split(",") for line in (cohort / "stains.csv").read_text().split()[1:]]
+    (one, made, _), (other, *_) = (row for row in rows if row[1].endswith(".ome.tif"))
+    table = tmp_path / "both.csv"
+    table.write_text(f"slide,target,patient\n{one},{made},p0\n{made},{one},p0\n{other},{other},p1\n")
+    config = parse(words("--slides", table, "--slides-folder", cohort, COMMON, CROPS))
+    whole: Any = source_of(config).open()[0].whole
+    assert [whole.path(index) for index in range(3)] == [cohort / name for name in (one, made, other)]
+    assert all(whole.label(index).size == whole.image(index).size for index in range(3))
+    assert "split by patient" in whole.remarks
+
+
 def test_wrong_targets_are_named(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
     """A slide without a target, one that is not there, another size, and options that need classes."""
     lines = (cohort / "stains.csv").read_text().splitlines()
@@ -201,5 +213,12 @@ def test_wrong_targets_are_named(ranks: Ranks, cohort: Path, tmp_path: Path) -> 
     table.write_text("\n".join([lines[0], *map(",".join, swapped), *lines[3:]]))
     told = ranks(1).run(refused, train, [*flags, str(table), "--slides-folder", str(cohort)])[0]
     assert "at this resolution: register targets" in told
-    told = ranks(1).run(refused, train, [*flags, str(cohort / "stains.csv"), "--crops-on-classes", "0.5"])[0]
-    assert "--task image has no classes: leave out --crops-on-classes" in told
+    for more, expected in {
+        "--crops-on-classes 0.5": "--task image has no classes: leave out --crops-on-classes",
+        "--loss l1+ms_ssim": "--loss ms_ssim compares pictures (N, channels, height, width) of 176 px or more",
+        "--fit pad --image-size auto": "--crops-each is for windows of slides: say --fit crop, and --task",
+    }.items():
+        told = ranks(1).run(refused, train, [*flags, str(cohort / "stains.csv"), *words(more)])[0]
+        assert expected in told
+    flags = words(COMMON, CROPS, "--run-folder", tmp_path / "run", "--slides", cohort)
+    assert "image needs a table of targets" in ranks(1).run(refused, train, flags)[0]
