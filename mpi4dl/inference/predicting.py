@@ -440,7 +440,8 @@ class _Masks(Predicting):
             raise Refusal("`fit` crop is not for masks, which are of whole images: leave it out, or choose resize")
         self.num_windows = [0, 0]  # that show tissue, and in all
         self.suffix = self.suffix if len(self.model.trained.size) == 2 else ARRAY
-        self.form = self._form() if self.suffix == PICTURE else ""
+        found = self._form()
+        self.form = found if self.suffix == PICTURE else ""
         self.suffix = self.form or self.suffix
         frame = "x".join(map(str, self.model.trained.size))
         return [f"{self.size_of_masks}; larger {self.noun}s are seen by windows of {frame}"]
