@@ -10,7 +10,7 @@ import ast
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,19 +96,18 @@ def problems(name: str, text: str) -> Iterator[str]:
         yield f"{name}: {mean:.1f} words a sentence on average, at most {MOST_ON_AVERAGE:.0f}"
 
 
-def strings(source: str) -> Iterator[tuple[int, str, bool]]:
+def strings(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str, bool]]:
     """The line and the text of all strings of some code that have several words; True for docstrings."""
-    tree = ast.parse(source)
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docstrings = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, kinds) and _has_docstring(node)}
-    for node in ast.walk(tree):
+    docstrings = {id(node.body[0].value) for node in nodes if isinstance(node, kinds) and _has_docstring(node)}
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield node.lineno, node.value, id(node) in docstrings
 
 
-def identifiers(source: str) -> Iterator[tuple[int, str]]:
+def identifiers(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     """The line and the name of all that some code defines."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.lineno, node.name
         elif isinstance(node, ast.arg):
@@ -125,11 +124,12 @@ def _has_docstring(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.Async
 
 def problems_of_code(file: str, source: str) -> Iterator[str]:
     """A line for each thing that is wrong with the names, docstrings, messages and help texts of a file."""
-    for line, name in identifiers(source):
+    nodes = [*ast.walk(ast.parse(source))]
+    for line, name in identifiers(nodes):
         for word in re.findall(r"[A-Z]?[a-z]+", name):
             if better := BANNED_NAMES.get(word.lower().removesuffix("s")):
                 yield f"{file}:{line}: {name!r}, write {better}"
-    for line, text, is_docstring in strings(source):
+    for line, text, is_docstring in strings(nodes):
         for _, sentence in sentences(inspect.cleandoc(text)) if is_docstring else [(False, text)]:
             for pattern, better in BANNED.items():
                 if found := re.search(rf"\b(?:{pattern})\b", sentence):

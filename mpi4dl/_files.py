@@ -6,6 +6,7 @@ import glob
 import logging
 import math
 import os
+import shutil
 import stat
 import time
 import uuid
@@ -158,6 +159,21 @@ def map_new(file: BinaryIO | BufferedIOBase, dtype: Any, shape: tuple[int, ...])
     file.flush()
     os.posix_fallocate(file.fileno(), begin, max(1, num_bytes))
     return np.memmap(file, dtype, "r+", begin, shape)
+
+
+def num_bytes(path: Path) -> int:
+    """How many bytes a file has, or all files of a folder. Raises OSError."""
+    return (
+        sum(each.stat().st_size for each in path.rglob("*") if each.is_file()) if path.is_dir() else path.stat().st_size
+    )
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all that is in there, if it is there. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -83,6 +83,7 @@ def parsed(source: str) -> ast.Module:
 def _forget() -> Iterator[None]:
     yield
     parsed.cache_clear()
+    imported_for_types.cache_clear()
 
 
 def room_of(module: str) -> str:
@@ -104,6 +105,7 @@ def imported_modules(source: str, package: str) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names if base == "mpi4dl" and alias.name in FLOORS)
 
 
+@cache
 def imported_for_types(source: str) -> set[str]:
     """What is imported under `if TYPE_CHECKING:` alone, which takes no time."""
     return {

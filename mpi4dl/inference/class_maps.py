@@ -118,11 +118,15 @@ class ClassMap(SlidePicture):
             picture, polygons = self.beside
             write_durably(picture, thumbnail_of(self._map, self._slide, self._channels))
             write_durably(polygons, geojson(self._map, self._slide, self._channels, self._options).encode())
-            sides = [self._map[:: 2**number, :: 2**number] for number in range(32)]
-            levels = sides[: 1 + sum(max(each.shape) >= 2 * SMALLEST_LEVEL for each in sides)]
-            write_pyramid(self.path, levels, self._slide, ["; ".join(self._channels)])
+            write_pyramid(self.path, levels_of(self._map), self._slide, ["; ".join(self._channels)])
         finally:
             self.drop()
+
+
+def levels_of(classes_of: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
+    """A class map and smaller ones, each of every second pixel of the one before."""
+    sides = [classes_of[:: 2**number, :: 2**number] for number in range(32)]
+    return sides[: 1 + sum(max(each.shape) >= 2 * SMALLEST_LEVEL for each in sides)]
 
 
 def _halved(pixels: Any, file: BinaryIO) -> Any:

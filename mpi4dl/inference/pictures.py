@@ -1,4 +1,4 @@
-"""Pictures that a model makes, written a few rows at a time: PNG of 8 bits, TIFF of more."""
+"""Pictures that a model makes, written a few rows at a time: PNG of 8 bits, TIFF of more; Zarr of what is Zarr."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import PIL.Image
 
-from mpi4dl._files import Replacement, naming
+from mpi4dl._files import Replacement, naming, remove
 from mpi4dl.comm import Refusal
 from mpi4dl.datasets.base import Pixels, package
 from mpi4dl.datasets.colour import WHITE
@@ -22,7 +22,8 @@ from mpi4dl.inference.masks import GREY, RGB, PngFile
 if TYPE_CHECKING:
     from mpi4dl.inference.class_maps import SlidePicture
 
-BYTES = "uint8"
+BYTES, ZARR = "uint8", ".zarr"
+CHUNK_PX = 512
 PNG_KINDS = {1: GREY, 3: RGB}  # by channels
 
 
@@ -83,6 +84,59 @@ class TiffFile:
         self._new.drop()
 
 
+class ZarrFile:
+    """An image in a folder of OME-Zarr 0.5, written from top to bottom, which is there when it is whole: (channels,
+    rows, columns), or (rows, columns) of one channel. Raises OSError.
+    """
+
+    beside: tuple[Path, ...] = ()  # more files of a mask
+
+    def __init__(self, path: Path, size: tuple[int, ...], channels: int, depth: str) -> None:
+        zarr = package("zarr", f"{path}: writing Zarr", "mpi4dl[zarr]")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self._new = path, path.with_name(f".{path.name}.new")
+        axes, shape = ("yx", size) if channels == 1 else ("cyx", (channels, *size))
+        named = [{"name": axis, "type": "channel" if axis == "c" else "space"} for axis in axes]
+        level = {"path": "0", "coordinateTransformations": [{"type": "scale", "scale": [1.0] * len(axes)}]}
+        try:
+            with naming(path):
+                group = zarr.open_group(store=str(self._new), mode="w")
+                group.attrs["ome"] = {"version": "0.5", "multiscales": [{"axes": named, "datasets": [level]}]}
+                chunks = [min(CHUNK_PX, side) if axis in "yx" else 1 for axis, side in zip(axes, shape, strict=True)]
+                self._array = group.create_array("0", shape=shape, chunks=chunks, dtype=depth, dimension_names=[*axes])
+        except OSError:
+            self.drop()
+            raise
+        self._rows: list[npt.NDArray[Any]] = []
+        self._top, self._depth = 0, depth
+
+    def write(self, where: tuple[slice, ...], rows: npt.NDArray[Any]) -> None:
+        """The next rows, (rows, width, channels), or (rows, width)."""
+        self._rows.append(rows.reshape(*rows.shape[:2], -1))
+        if sum(map(len, self._rows)) >= CHUNK_PX:
+            self._flush(CHUNK_PX)
+
+    def _flush(self, multiple: int) -> None:
+        """Write rows, as many times this number of them as there are: each chunk once."""
+        rows = np.concatenate(self._rows)
+        count = len(rows) // multiple * multiple
+        values = np.moveaxis(rows[:count], -1, 0).astype(self._depth)
+        with naming(self.path):
+            self._array[..., self._top : self._top + count, :] = values if self._array.ndim == 3 else values[0]
+        self._rows, self._top = [rows[count:]], self._top + count
+
+    def close(self) -> None:
+        if self._rows:
+            self._flush(1)
+        with naming(self.path):
+            remove(self.path)
+            self._new.replace(self.path)
+
+    def drop(self) -> None:
+        with suppress(OSError):
+            remove(self._new)
+
+
 SHOWN_PX, GAP_PX = 160, 8
 
 
@@ -140,11 +194,13 @@ class PictureFile:
         file: "SlidePicture | None" = None,
     ) -> None:
         self.path, self._size, self._depth, self.undefined = path, size, depth or "float32", False
-        self._file: PngFile | TiffFile | SlidePicture
+        self._file: PngFile | TiffFile | ZarrFile | SlidePicture
         if file is not None:
             self._file = file
         elif path.suffix == ".png":
             self._file = PngFile(path, size, PNG_KINDS[channels])
+        elif path.suffix == ZARR:
+            self._file = ZarrFile(path, size, channels, self._depth)
         else:
             self._file = TiffFile(path, size, channels, self._depth, tags)
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mpi4dl._files import checksum
+from mpi4dl._files import checksum, remove
 from mpi4dl._progress import ProgressOfImages
 from mpi4dl._wording import counted, some
 from mpi4dl.comm import Refusal
 from mpi4dl.datasets.base import DatasetError, printable
+from mpi4dl.datasets.files import is_zarr
 from mpi4dl.datasets.split import Named, Subset, in_whole
 from mpi4dl.datasets.tiff import GDAL_NODATA, geo_tags
 from mpi4dl.engine import BatchOutputs
@@ -34,7 +35,7 @@ from mpi4dl.inference.masks import (
 )
 from mpi4dl.inference.model import Prediction, Predictor
 from mpi4dl.inference.options import ToPredict
-from mpi4dl.inference.pictures import PictureFile, TiffFile, scale_of, suffix_of
+from mpi4dl.inference.pictures import ZARR, PictureFile, TiffFile, ZarrFile, scale_of, suffix_of
 from mpi4dl.inference.records import NOT_NUMBERS, columns_of, is_undefined
 from mpi4dl.results.formats import Record
 from mpi4dl.results.job import FolderJob, ItemInput, settings_of
@@ -115,7 +116,7 @@ class Predicting(ABC):
                     how: dict[str, Any] = {"columns": columns, "more": places_of(images), "overwrite": again}
                     self.job = FolderJob(out, PREDICTIONS, settings, self._inputs(images), **how)
                     for left in (out / self.folder).rglob(".*.new"):
-                        left.unlink(missing_ok=True)
+                        remove(left)
                     done = {*self.job.done}
                     if self.job.dropped and not again:
                         told = counted(len(self.job.dropped), "line")
@@ -189,20 +190,28 @@ class Predicting(ABC):
         """Remarks on what was made of the images."""
         return tuple(self.coverage.summary())
 
-    def _are_placed(self) -> bool:
-        """Whether the first image is a TIFF file that says where on Earth it lies, and so what is made of it, too."""
-        found = False
+    def _form(self) -> str:
+        """How files end that are made of images which are folders of Zarr, or TIFF files that say where on Earth they
+        lie; empty for others. The first image tells.
+        """
+        found = ""
         with self.comm.together((OSError,)):
             if self.comm.rank == 0 and len(self.images):
                 with suppress(DatasetError):
-                    found = bool(self._tags(0))
-        return bool(self.comm.broadcast_object(found))
+                    found = ".tif" if self._tags(0) else ""
+                    path = self._path(0)
+                    found = path.suffix.lower() if path is not None and is_zarr(path) else found
+        return str(self.comm.broadcast_object(found))
+
+    def _path(self, index: int) -> Path | None:
+        whole, indices = in_whole(self.images)
+        path: Callable[[int], Path] | None = getattr(whole, "path", None)
+        return None if path is None else path(indices[index])
 
     def _tags(self, index: int, *others: int) -> list[Any]:
         """The tags of an image that say where it lies. Raises DatasetError, OSError."""
-        whole, indices = in_whole(self.images)
-        path = getattr(whole, "path", None)
-        return [] if path is None else geo_tags(path(indices[index]), *others)
+        path = self._path(index)
+        return [] if path is None or path.is_dir() else geo_tags(path, *others)
 
     def _named(self, index: int, said: Record) -> Record:
         return {"image": self.images.name(index), **said}
@@ -287,8 +296,7 @@ class _Pictures(_Answers):
     folder = IMAGES
 
     def _prepare(self) -> list[str]:
-        self.suffix = suffix_of(self.model.about.values, self.model.about.num_outputs)
-        self.suffix = ".tif" if self._are_placed() else self.suffix
+        self.suffix = self._form() or suffix_of(self.model.about.values, self.model.about.num_outputs)
         return []
 
     def _scale(self, seen: Prediction, shape: tuple[int, ...]) -> int:
@@ -432,17 +440,20 @@ class _Masks(Predicting):
             raise Refusal("`fit` crop is not for masks, which are of whole images: leave it out, or choose resize")
         self.num_windows = [0, 0]  # that show tissue, and in all
         self.suffix = self.suffix if len(self.model.trained.size) == 2 else ARRAY
-        self.placed = self._are_placed() and self.suffix == PICTURE
-        self.suffix = ".tif" if self.placed else self.suffix
+        found = self._form()
+        self.form = found if self.suffix == PICTURE else ""
+        self.suffix = self.form or self.suffix
         frame = "x".join(map(str, self.model.trained.size))
         return [f"{self.size_of_masks}; larger {self.noun}s are seen by windows of {frame}"]
 
     def _opener(self, index: int) -> Callable[[Path], Any] | None:
         """What opens the file of an image's mask; None: that of pictures and volumes."""
-        if not self.placed:
+        if not self.form:
             return None
         depth = "uint8" if len(self.model.classes) <= 256 else "uint16"
         size, tags = self.images.image(index).size, self._tags(index)
+        if self.form == ZARR:
+            return lambda path: ZarrFile(path, size, 1, depth)
         return lambda path: TiffFile(path, size, 1, depth, tags)
 
     def _records(self) -> Iterator[dict[int, Record]]:

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpi4dl._files import lock, open_regular, write_durably
+from mpi4dl._files import lock, open_regular, remove, write_durably
+from mpi4dl._files import num_bytes as size_of
 from mpi4dl._wording import quoted
 from mpi4dl.datasets.listed import files_at
 from mpi4dl.options.declare import ConfigError, options_of
@@ -198,12 +199,12 @@ class FolderJob:
 
     def _is_there(self, name: str, num_bytes: int) -> bool:
         path = below(self.folder, name)
-        return path.is_file() and path.stat().st_size == num_bytes
+        return path.exists() and size_of(path) == num_bytes
 
     def _begin(self, stale: Iterable[str], overwrite: bool) -> None:
         """Remove the files that no record names any longer, and write the records that hold. Raises OSError."""
         for name in stale:
-            below(self.folder, name).unlink(missing_ok=True)
+            remove(below(self.folder, name))
         if overwrite:  # before the settings change, which records of others must never outlive
             self._lines.unlink(missing_ok=True)
         write_object(self._about, {"settings": self.settings, **self._more})
@@ -224,7 +225,7 @@ class FolderJob:
         if "error" not in record and own is not None and self._begun.get(name) != own.state():
             record = {self.kind.key: name, "error": f"{own.path}: was changed while the model looked at it"}
         elif "error" not in record:
-            told = {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in files}
+            told = {path.relative_to(self.folder).as_posix(): size_of(path) for path in files}
             record = {**record, "file": {} if own is None else own.identity(), "files": told}
         for file, line in zip(self._open, (as_line(record), table_row(self.columns or (), record)), strict=False):
             file.append(line)

@@ -18,7 +18,7 @@ from mpi4dl.datasets.slides.compose import FORMATS, Composition, Disc, write_sli
 from mpi4dl.datasets.slides.geojson import outlines
 from mpi4dl.datasets.slides.slide import Slide, open_slide
 from mpi4dl.geometry import Interval
-from mpi4dl.inference.class_maps import MapOptions, write_pyramid
+from mpi4dl.inference.class_maps import MapOptions, levels_of, write_pyramid
 from mpi4dl.inference.class_maps import geojson as regions
 from mpi4dl.inference.maps import PatchMap, write_map
 
@@ -76,7 +76,7 @@ def test_class_maps_open_in_tifffile_and_their_regions_are_where_they_were(tmp_p
     classes_of[100:300, 200:500] = 1
     classes_of[150:200, 250:300] = 0
     classes_of[600:900, 50:90] = 2
-    write_pyramid(tmp_path / "map.ome.tif", classes_of, slide, ("background", "tumour", "stroma"))
+    write_pyramid(tmp_path / "map.ome.tif", levels_of(classes_of), slide, ["background; tumour; stroma"])
     with tifffile.TiffFile(tmp_path / "map.ome.tif") as file:
         levels = file.series[0].levels
         for number, level in enumerate(levels):

@@ -18,7 +18,10 @@ import mpi4dl
 from mpi4dl import models
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets import Loader
+from mpi4dl.datasets.files import open_stored_picture
+from mpi4dl.datasets.masks import open_stored
 from mpi4dl.geometry import Box, Interval
+from mpi4dl.inference import pictures
 from mpi4dl.options.config import parse
 from mpi4dl.options.data import build_views
 from mpi4dl.options.sources import source_of
@@ -274,3 +277,49 @@ def test_pictures_larger_than_their_inputs(ranks: Ranks, tmp_path: Path, monkeyp
         psnr = metrics.peak_signal_noise_ratio(target.numpy(), made.numpy(), data_range=1)
         assert float(rows[name]["psnr"]) == pytest.approx(psnr, rel=1e-5)
         assert float(rows[name]["seams"]) == pytest.approx(seams_of(made, 32, 0, 2), rel=1e-4)
+
+
+def test_pictures_of_zarr_are_zarr(ranks: Ranks, tmp_path: Path) -> None:
+    """They have the values of TIFF files of the same inputs, and what is done is not done again."""
+    zarr = pytest.importorskip("zarr")
+    pairs = write_pairs(tmp_path / "pairs", "uint16")
+    for path in [*(pairs / "inputs").iterdir()]:
+        values = np.asarray(PIL.Image.open(path))
+        array = zarr.create_array(
+            store=str(tmp_path / "z" / "inputs" / f"{path.stem}.zarr"), shape=values.shape, chunks=(16, 16), dtype="u2"
+        )
+        array[:] = values
+    run = run_train(ranks, tmp_path / "run", COMMON, pairs, "--max-steps 2")
+    for folder in (pairs, tmp_path / "z"):
+        assert all(found == [] for found in ranks(2).run(predicted, run, folder / "inputs", folder / "out"))
+    made = sorted((tmp_path / "z" / "out" / "images").iterdir())
+    assert [path.name for path in made] == [f"p{number}.zarr" for number in range(8)]
+    for path in made:
+        found = open_stored_picture(path)
+        stored = tifffile.imread(pairs / "out" / "images" / f"{path.stem}.tif")
+        assert np.array_equal(np.moveaxis(zarr.open(str(path), mode="r")["0"][:], 0, -1), stored)
+        assert (found.size, found.channels, found.values) == (stored.shape[:2], 3, "uint16")
+    before = {path: path.stat().st_mtime_ns for path in made}
+    (made[3] / "0" / "zarr.json").unlink()
+    ranks(2).run(predicted, run, tmp_path / "z" / "inputs", tmp_path / "z" / "out")
+    assert [path.name for path in made if path.stat().st_mtime_ns != before[path]] == ["p3.zarr"]
+    assert open_stored_picture(made[3]).channels == 3
+
+
+def predicted(comm: Communicator, run: Path, inputs: Path, out: Path) -> list[str]:
+    found = mpi4dl.TrainedModel(run, comm=comm, tiles="1x2").predict(inputs, out)
+    return [record["error"] for record in found if "error" in record]
+
+
+def test_a_mask_of_zarr_is_written_by_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("zarr")
+    monkeypatch.setattr(pictures, "CHUNK_PX", 16)
+    classes = np.random.default_rng(0).integers(0, 9, (50, 21))
+    for again in (False, True):  # the second takes the place of the first
+        file = pictures.ZarrFile(tmp_path / "a.zarr", (50, 21), 1, "uint8")
+        for top in range(0, 50, 7):
+            file.write((slice(top, min(top + 7, 50)), slice(0, 21)), classes[top : top + 7])
+        assert again == (tmp_path / "a.zarr").exists()
+        file.close()
+    assert np.array_equal(open_stored(tmp_path / "a.zarr").read(Interval(0, 50), Interval(0, 21)), classes)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.zarr"]

@@ -155,6 +155,32 @@ def test_whole_slides_of_their_own_sizes_are_those_of_a_plain_loop(
         assert list(line["probabilities"].values()) == pytest.approx(values, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "--tiles 1x2",
+        pytest.param("--tiles 1x1", marks=pytest.mark.exhaustive),
+        pytest.param("--tiles 1x2 --data 2 --zero 3", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_patches_of_slides_are_those_of_a_plain_loop(ranks: Ranks, cohort: Path, tmp_path: Path, plan: str) -> None:
+    """Of slides in three formats and two magnifications, by an encoder with batch norms over all patches of a step."""
+    flags = flags_of(cohort, tmp_path / "run", f"--flip none --lr 0.01 --eval-every none {plan}")
+    run = run_train(ranks, tmp_path / "run", *flags)
+    config = with_frame(parse(flags))
+    training, _ = source_of(config).open()
+    model = build_model(config, 2, 3)
+    assert isinstance(model, PatchModel)
+
+    def loss_of(batch: tuple[int, ...]) -> Tensor:
+        patches = [patches_of(training, index) for index in batch]
+        logits = model.aggregate(model.encoder(torch.cat(patches)), [*map(len, patches)])
+        return F.cross_entropy(logits, torch.tensor([training.label(index) for index in batch]))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.optimizer.lr)
+    assert losses_of(run)[:2] == pytest.approx(plain_steps(optimizer, map(loss_of, in_turn(training, 1))), rel=1e-4)
+
+
 def test_the_patches_of_a_step_and_their_passes_are_counted_before_it(
     ranks: Ranks, cohort: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
