@@ -19,7 +19,7 @@ from mpi4dl._wording import aligned
 from mpi4dl.options.command import Command, CommandLine, command, refuse_together
 from mpi4dl.options.config import Slides
 from mpi4dl.options.declare import ConfigError, asked_topic, like, nearest, option
-from mpi4dl.options.kinds import COUNT, NAME, NAMES, POSITIVE, SEED, SHARE, Kind, optional
+from mpi4dl.options.kinds import COUNT, NAME, NAMES, POSITIVE, SEED, SHARE, Kind, choice, optional
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -47,6 +47,17 @@ class CheckedSlides:
     slide_column: str | None = like(Slides, "slide_column")
     patient_column: str | None = like(Slides, "patient_column")
     annotation_column: str | None = like(Slides, "annotation_column")
+
+
+@dataclass(frozen=True)
+class CheckedLabels:
+    """What is read beside slides."""
+
+    task: str | None = option(
+        None,
+        "segment or image: the annotations or the targets that the table names are read through, too",
+        optional(choice("segment", "image")),
+    )
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,7 @@ class Composing:
 @dataclass(frozen=True)
 class CheckConfig:
     reading: CheckedSlides = field(default_factory=CheckedSlides)
+    labels: CheckedLabels = field(default_factory=CheckedLabels)
 
 
 @dataclass(frozen=True)
@@ -120,14 +132,14 @@ def check(comm: "Communicator", asked: CommandLine[CheckConfig]) -> None:
     from mpi4dl.datasets.base import DatasetError
     from mpi4dl.geometry import Interval
 
-    slides, wrong = _open(comm, asked.source, asked.config.reading), set[int]()
+    slides, wrong = _open(comm, asked.source, asked.config.reading, asked.config.labels.task), set[int]()
 
     def look(index: int, feed: Feed) -> str:
         wrong.add(index)
         try:
             slide = slides.image(index)
-            for level in slide.file.levels:
-                whole = slide.at(level.downsample)
+            wholes: list[Any] = [slide.at(level.downsample) for level in slide.file.levels]
+            for whole in (*wholes, *([] if slides.pixels is None else [slides.label(index)])):
                 rows, cols = whole.size
                 for top in range(0, rows, STRIP_PX):
                     whole.read(Interval(top, min(top + STRIP_PX, rows)), Interval(0, cols))
@@ -290,8 +302,10 @@ def hits(comm: "Communicator", asked: CommandLine[HitsConfig]) -> None:
         print(f"{counted(len(found), 'slide')} with a map and annotations; of the highest value, {', '.join(told)}")
 
 
-def _open(comm: "Communicator", source: str, chosen: CheckedSlides) -> Any:
-    """The slides that the options name, listed by rank 0 for all. Collective; raises Refusal."""
+def _open(comm: "Communicator", source: str, chosen: CheckedSlides, task: str | None = None) -> Any:
+    """The slides that the options name, listed by rank 0 for all, without labels but for those of a task of pixels.
+    Collective; raises Refusal.
+    """
     from mpi4dl.datasets.slides.dataset import SlideFolder, SlideOptions
     from mpi4dl.datasets.slides.slide import Resolution
     from mpi4dl.options.sources import named_columns
@@ -302,7 +316,8 @@ def _open(comm: "Communicator", source: str, chosen: CheckedSlides) -> Any:
             slides = SlideOptions(Resolution(chosen.mpp, chosen.magnification, None, chosen.assume_mpp))
             folder = None if chosen.slides_folder is None else Path(chosen.slides_folder)
             columns = named_columns(chosen)
-            found = SlideFolder(Path(source), slides, folder=folder, label_columns=(), columns=columns)
+            labels: Any = {"label_columns": ()} if task is None else {"task": task}
+            found = SlideFolder(Path(source), slides, folder=folder, columns=columns, **labels)
     return comm.broadcast_object(found)
 
 

@@ -229,11 +229,13 @@ def is_auxiliary(name: str) -> bool:
     return name.endswith(AUXILIARY)
 
 
-def annotation_path(table: Path, root: Path, row: Sample) -> Path:
-    """The file of a row's annotation, beside the table or in the folder of slides. Raises DatasetError."""
+def annotation_path(table: Path, root: Path, row: Sample, endings: Sequence[str] = ()) -> Path:
+    """The file of a row's annotation, beside the table or in the folder of slides; its name may lack one of the
+    `endings`. Raises DatasetError.
+    """
     assert row.annotation is not None
     name = row.annotation.replace("\\", "/")
-    places = [folder / name for folder in dict.fromkeys((table.parent, root))]
+    places = [folder / f"{name}{end}" for folder in dict.fromkeys((table.parent, root)) for end in ("", *endings)]
     path = next((each for each in places if each.is_file()), None)
     if path is None:
         raise DatasetError(f"{table}, line {row.line}: {places[0]} is not there: correct its name")

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpi4dl.datasets.base import BadImage, DatasetError, Image
-from mpi4dl.datasets.files import StoredPicture, channel_names
+from mpi4dl.datasets.files import WHOLE_SLIDES, StoredPicture, channel_names
 from mpi4dl.datasets.listed import File, ListedFiles, known_size, mask_as_text
 from mpi4dl.datasets.samples import Sample
 from mpi4dl.datasets.slides.masks import annotation_path
 from mpi4dl.datasets.slides.slide import Corner, Resolution, Slide, SlideWindow, open_slide
 
-CHANNELS = 3
+CHANNELS, OME = 3, ".ome.tif"
 
 
 class SlideTargets:
@@ -27,7 +27,7 @@ class SlideTargets:
         bare = next((row for row in rows if row.annotation is None), None)
         if bare is not None:
             raise DatasetError(f"{table}, line {bare.line}: {bare.name} has no target: name one, or leave the line out")
-        paths = [annotation_path(table, root, row).absolute() for row in rows]
+        paths = [annotation_path(table, root, row, (OME, *WHOLE_SLIDES)).absolute() for row in rows]
         self.files = ListedFiles(Path("/"), [File(str(path)[1:], known_size(path)) for path in paths])
 
     def label(self, index: int, slide: Slide) -> StoredPicture:
