@@ -26,7 +26,6 @@ from mpi4dl.tasks.formulas import (
     main_output,
     spread,
 )
-from mpi4dl.tasks.likeness import SIDE, similarities
 
 # Survival: how long until an event, of samples some of which left before it; Cox's model, and its concordance.
 #
@@ -138,6 +137,8 @@ class Dissimilarity(BatchLoss):
         self.powers = tuple(powers)
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
+        from mpi4dl.tasks.likeness import SIDE, similarities
+
         outputs = as_targets(outputs, targets)
         targets = spread(targets, outputs)
         least = SIDE << (len(self.powers) - 1)

@@ -181,7 +181,7 @@ def _asap(path: Path) -> None:
 
 def read_annotated(path: Path) -> None:
     row = Sample(2, "glass", "glass.tif", "p", annotation=path.name)
-    mask = SlideMasks(path.parent / "slides.csv", path.parent, (row,), MaskOptions()).mask(0, GLASS)
+    mask = SlideMasks(path.parent / "slides.csv", path.parent, (row,), MaskOptions()).label(0, GLASS)
     for box in ((Interval(0, SIDE), Interval(0, SIDE)), (Interval(40, 90), Interval(200, SIDE))):
         assert mask.read(*box).shape == tuple(interval.length for interval in box)
 
