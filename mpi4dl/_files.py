@@ -161,11 +161,10 @@ def map_new(file: BinaryIO | BufferedIOBase, dtype: Any, shape: tuple[int, ...])
     return np.memmap(file, dtype, "r+", begin, shape)
 
 
-def num_bytes(path: Path) -> int:
+def size_of(path: Path) -> int:
     """How many bytes a file has, or all files of a folder. Raises OSError."""
-    return (
-        sum(each.stat().st_size for each in path.rglob("*") if each.is_file()) if path.is_dir() else path.stat().st_size
-    )
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(each.stat().st_size for each in files if not each.is_dir())
 
 
 def remove(path: Path) -> None:

@@ -16,8 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpi4dl._files import lock, open_regular, remove, write_durably
-from mpi4dl._files import num_bytes as size_of
+from mpi4dl._files import lock, open_regular, remove, size_of, write_durably
 from mpi4dl._wording import quoted
 from mpi4dl.datasets.listed import files_at
 from mpi4dl.options.declare import ConfigError, options_of

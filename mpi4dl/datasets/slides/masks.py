@@ -80,7 +80,6 @@ class MaskWindow:
 class SlideMasks:
     """The annotations of slides, all of them polygons or all pictures.
 
-    `values` of masks have no depth.
     Classes of polygons are background and the names of classes in order. Those of pictures are numbers. `classes` fixes
     them, and then no file is read here. `tell(doing, done, total)` hears of files that were read.
 
@@ -88,7 +87,7 @@ class SlideMasks:
         DatasetError: a file that is missing or damaged, a class that is not in `classes`, or no class at all.
     """
 
-    values: str | None = None
+    values: str | None = None  # the depth of targets: masks have none
 
     def __init__(
         self,
