@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
+from mpi4dl._compiler import defer_compiler
 from mpi4dl._randomness import RandomStates
 from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.comm.exchange import once_differentiable, running_forward
@@ -104,7 +105,7 @@ def parallelize(
             comm.broadcast(x.data)
     torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[method-assign, assignment]
     cut.grid.loop = outputs  # type: ignore[assignment]
-    model.__class__ = _on_tiles(type(model))  # type: ignore[assignment]
+    model.__class__ = _on_tiles(type(model), cut.grid)  # type: ignore[assignment]
     vars(model)["_loop"] = _Loop(cut, outputs == "spread")
     return model
 
@@ -133,12 +134,16 @@ class _OnTiles(nn.Module):
 def _made_again(loop: "_Loop | None", kind: type[nn.Module], make: Callable[..., Any], args: Sequence[Any]) -> Any:
     model = make(*args)
     if loop is not None:
-        model.__class__ = _on_tiles(kind)
+        model.__class__ = _on_tiles(kind, loop.tiles.grid)
     return model
 
 
-def _on_tiles(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (_OnTiles, kind), {"__module__": kind.__module__})
+def _on_tiles(kind: type[nn.Module], grid: Grid) -> type[nn.Module]:
+    names: dict[str, Any] = {"__module__": kind.__module__}
+    if grid.size > 1:
+        defer_compiler()
+        names["forward"] = torch.compiler.disable(_OnTiles.forward)
+    return type(kind.__name__, (_OnTiles, kind), names)
 
 
 class _Loop:

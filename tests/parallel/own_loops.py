@@ -315,6 +315,18 @@ def recomputed(wrap: Wrap) -> list[Tensor]:
     return steps(wrap, made(Network, recompute=False))
 
 
+def compiled(wrap: Wrap) -> list[Tensor]:
+    """A model that is compiled, and one in a function that is."""
+    model = wrap(made())
+    optimizer, alone = sgd(model), torch.compile(model, backend="eager")
+    for compute in (alone, torch.compile(lambda x: model(x) * 2, backend="eager")):
+        for images, labels in batches(2):
+            optimizer.zero_grad()
+            F.cross_entropy(compute(images), labels).backward()
+            optimizer.step()
+    return found_in(model)
+
+
 def last_batch(wrap: Wrap) -> list[Tensor]:
     """Fewer samples than parts of the batch."""
     return steps(wrap, samples=1)

@@ -33,6 +33,7 @@ EXACT = 1e-10
 # Others want gradients of images, or leave out `tiles.whole`.
 OTHERS = (
     "autograd_grad",
+    "compiled",
     "attack",
     "a_chain",
     "kept_tensors",

@@ -49,6 +49,7 @@ WRITING_COPIED = "it would write in place to a tensor of which a copy is in use,
 
 IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv div floordiv mod pow and or xor lshift rshift".split()}
 NOT_IN_PLACE = {"requires_grad_"}
+MAY_COPY = {torch.reshape, torch.flatten, *(getattr(Tensor, name) for name in "reshape flatten contiguous".split())}
 
 
 class Copy(NamedTuple):
@@ -109,6 +110,12 @@ def _writes_by_name(function: Any) -> bool:
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
     return a is b or torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]
+
+
+def order_in_memory(local: Tensor) -> list[int]:
+    """The dims of a tensor, the outermost first. A dim of one entry has the stride of the one that it is within."""
+    strides = local.stride()
+    return sorted(range(local.dim()), key=lambda dim: (-strides[dim], local.shape[dim] <= 1, dim))
 
 
 def countable(x: Tensor) -> Tensor:
@@ -254,6 +261,7 @@ class SpatialTensor(Tensor):
     with `shard` or `from_tile`, and the whole of one with `gather`. Its views share its `memory`. `retained` is the
     gradient of the whole, spread in the same way, once backward has found it after `retain_grad`. `halo_sources` are
     the norms that it was made of and that may be asked to hold more. `gathered` is what `sums` gathered of it.
+    `made_by` is the call that made a view, see `of_whole`.
     """
 
     # Asked for several times in every rule: they do not go through the table of rules, and never change.
@@ -266,6 +274,8 @@ class SpatialTensor(Tensor):
     kept = False  # by somebody beside what a model returns, see `own_loop`
     gathered: Any
     halo_sources: tuple[HaloSource, ...]
+    made_by: tuple[Any, ...] | None = None
+    _of_whole: Tensor | None = None
 
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout, promised: bool | None = None) -> "SpatialTensor":
@@ -380,12 +390,13 @@ class SpatialTensor(Tensor):
             if not (without_rule and _is_uncut(args, options)):
                 raise
             return without_rule[0](function, args, options, refused)
-        for source in args:
-            if isinstance(source, SpatialTensor):
-                for y in result if isinstance(result, tuple | list) else (result,):
-                    if isinstance(y, SpatialTensor):
-                        _share_memory(y, source)
-                break
+        source = next((x for x in args if isinstance(x, SpatialTensor)), None)
+        if source is not None:
+            if function in MAY_COPY:
+                result = _copied_as_whole(function, result, source, args, options)
+            for place, y in enumerate(result) if isinstance(result, tuple | list) else ((None, result),):
+                if isinstance(y, SpatialTensor) and share_memory(y, source) and y.made_by is None:
+                    y.made_by = function, args, options, place
         return result
 
     @classmethod
@@ -488,13 +499,47 @@ def _without_flat_dims(
     return found
 
 
-def _share_memory(view: SpatialTensor, x: SpatialTensor) -> None:
-    """Let a result and what it was made of know each other, if one is a view of the other."""
+def share_memory(view: SpatialTensor, x: SpatialTensor) -> bool:
+    """Let a result and what it was made of know each other, if one is a view of the other. Returns whether it is."""
     if view is x or view._local is None or x._local is None:
-        return  # what is promised has new memory
+        return False  # what is promised has new memory
     if (view._memory is None or view._memory is not x._memory) and same_memory(view._local, x._local):
         view._memory = x.memory
         view._memory.tensors.append(weakref.ref(view))
+    return view._memory is not None and view._memory is x._memory
+
+
+def of_whole(x: SpatialTensor) -> Tensor:
+    """A tensor without values that lies in memory as PyTorch's whole does: what is a view of that, and what a copy.
+
+    The part of a rank does not tell. Behind x[:, :, 2:], the part of a rank that has none of the rows 0 and 1 is
+    contiguous, and so is one row behind x.mT.
+    """
+    if x._of_whole is None and x.made_by is not None:
+        function, args, options, place = x.made_by
+        args, options = pytree.tree_map_only(SpatialTensor, of_whole, (tuple(args), options))
+        try:
+            found = function(*args, **options)
+            x._of_whole = found if place is None else found[place]
+        except (RuntimeError, NotImplementedError):  # such as x.to("cpu"), which changes nothing
+            x._of_whole = args[0] if args[0].shape == x.shape else None
+    if x._of_whole is None:
+        x._of_whole = torch.empty_permuted(x.shape, order_in_memory(x.local), dtype=x.dtype, device="meta")
+    x.made_by = None
+    return x._of_whole
+
+
+def _copied_as_whole(function: Any, result: Any, x: SpatialTensor, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """The result of what copies if it must: a copy where PyTorch copies the whole, though the local part had none."""
+    local = result._local if isinstance(result, SpatialTensor) else None
+    if local is None or x._local is None or not same_memory(local, x._local):
+        return result
+    thin = any(held <= 1 < n for held, n in zip(x._local.shape, x.shape, strict=True))
+    if not thin and x.made_by is None and x._of_whole is None:
+        return result
+    if same_memory(function(of_whole(x), *args[1:], **options), of_whole(x)):
+        return result
+    return result.like(local.clone(memory_format=options.get("memory_format", torch.contiguous_format)))
 
 
 def _write(function: Any, rule: Rule, args: Sequence[Any], options: dict[str, Any]) -> Any:

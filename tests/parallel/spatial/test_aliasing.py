@@ -84,6 +84,19 @@ REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "windows of windows": lambda x: x.unfold(2, 3, 1).unfold(3, 2, 2),
     "pixels in lines of 16": lambda x: x.view(-1, 16),
     "one row": lambda x: x[:, :, 3:4].squeeze(2),
+    "pixels of all ranks": lambda x: x.mT.flatten(2)[:, 1:, 20:50],
+}
+# What PyTorch copies, and what would be a view of the local part on ranks without row 0, or with one sample.
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: x[:, :, 1:].contiguous(),
+    "rows of some channels": lambda x: x[:, 1:3].narrow(2, 1, 7).flatten(1, 2),
+    "rows of channels that come last": lambda x: x.contiguous(memory_format=torch.channels_last)[:, :, 1:].to(
+        memory_format=torch.channels_last
+    ),
+    "samples second": lambda x: x.transpose(0, 1).contiguous(),
+    "samples second, in one dim": lambda x: x.transpose(0, 1).reshape_as(torch.empty(8, 8, 9)),
+    "some channels": lambda x: x.cpu()[:, 1:3].flatten(0, 1),
+    "a view": lambda x: x[:, :, 1:].mT.mT.flatten(0, 1),
 }
 
 
@@ -118,6 +131,21 @@ def test_in_place_operators_change_what_they_change_in_plain_pytorch(
             x.add_(1)
         with pytest.raises(spatial.NoRule, match="copy"):
             spatial.gather(x + copy.add_(1).sum())
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("arrangement", [Arrangement(4, 1), Arrangement(2, 1, batch=2)], ids=str)
+@on_ranks(4)
+def test_what_pytorch_copies_is_no_view_of_the_local_part(comm: Communicator, arrangement: Arrangement) -> None:
+    image = torch.randn(2, 4, 8, 9)
+    wrong = []
+    for name, function in COPIES.items():
+        ours, plain = arrange(image, comm, arrangement) * 1, image * 1
+        our_result, plain_result = function(ours), function(plain)
+        our_result.add_(1)
+        plain_result.add_(1)
+        same = torch.equal(spatial.gather(ours), plain) and torch.equal(spatial.gather(our_result), plain_result)
+        wrong += [] if same else [name]
     assert not wrong, wrong
 
 

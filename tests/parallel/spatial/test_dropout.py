@@ -61,6 +61,9 @@ def drawn(function: Callable[..., Tensor], *args: Any) -> Case:
 CHANNELS: dict[str, Callable[[Tensor, float, bool], Tensor]] = {
     "dropout": lambda x, p, inplace: F.dropout(x, p, True, inplace),
     "dropout of a turned image": lambda x, p, inplace: F.dropout(x.transpose(0, 1), p, True, inplace).transpose(0, 1),
+    "dropout of samples that come second": lambda x, p, inplace: F.dropout(
+        x.transpose(0, 1).contiguous() * 1, p, True, inplace
+    ).transpose(0, 1),
     "dropout of tokens": lambda x, p, inplace: F.dropout(x.flatten(2), p).unflatten(2, (6, 5)),
     "dropout2d": lambda x, p, inplace: F.dropout2d(x, p, True, inplace),
     "dropout1d": lambda x, p, inplace: F.dropout1d(x.flatten(0, 1), p, True, inplace).unflatten(0, (3, 16)),

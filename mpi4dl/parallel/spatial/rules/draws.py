@@ -18,7 +18,15 @@ from mpi4dl.comm.exchange import narrow, shape_of
 from mpi4dl.parallel.spatial.flattening import between_copies, copies_in, cut_out
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import gather
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, refusal, register, wrap
+from mpi4dl.parallel.spatial.tensor import (
+    SpatialTensor,
+    function_name,
+    named,
+    of_whole,
+    refusal,
+    register,
+    wrap,
+)
 
 DRAWN_WHOLE = 1 << 24  # so many numbers at most: 64 MiB in float32, for a moment
 
@@ -32,10 +40,7 @@ def drawn(x: SpatialTensor, fill: Fill, dtype: torch.dtype | None = None, genera
     if x.is_meta:
         return part
     if x.shape.numel() <= DRAWN_WHOLE:
-        # In the order in which the tensor lies in memory.
-        strides = local.stride()
-        order = sorted(range(x.dim()), key=lambda dim: (-strides[dim], dim))
-        whole = torch.empty_permuted(x.shape, order, dtype=part.dtype, device=part.device)
+        whole = torch.empty_like(of_whole(x), dtype=part.dtype, device=part.device)
         fill(whole, generator)
         return part.copy_(cut_out(whole, x.layout))
     for flat in x.layout.flat:  # entries that every rank has are the same on all
@@ -178,7 +183,7 @@ for name in ("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "g
 
 @register(torch.normal)
 def normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = None) -> Tensor:
-    both = mean + 0 * std  # of the shape and the layout of the result
+    both = (mean + 0 * std).contiguous()  # of the shape and the layout of the result, in whose order PyTorch draws
     if not isinstance(both, SpatialTensor):
         return torch.normal(gather(mean) if isinstance(mean, Tensor) else mean, std, generator=generator)
     standard = wrap(drawn(both, lambda x, by: x.normal_(generator=by), generator=generator), both.layout)
@@ -231,7 +236,12 @@ def rrelu(
 
 def _of_the_whole(x: SpatialTensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """This rank's part of what a function makes of all pixels, without a gradient."""
-    return wrap(cut_out(function(gather(x.detach())), x.layout).clone(), x.layout)
+    return wrap(cut_out(function(_gathered(x)), x.layout).clone(), x.layout)
+
+
+def _gathered(x: SpatialTensor) -> Tensor:
+    """All of x without its gradient, as it lies in the memory of one process: numbers are drawn in that order."""
+    return torch.empty_like(of_whole(x), device=x.device).copy_(gather(x.detach()))
 
 
 @register(*named("multinomial"))
@@ -239,4 +249,4 @@ def multinomial(
     input: SpatialTensor, num_samples: int, replacement: bool = False, *, generator: torch.Generator | None = None
 ) -> Tensor:
     """The same numbers on every rank."""
-    return torch.multinomial(gather(input.detach()), num_samples, replacement, generator=generator)
+    return torch.multinomial(_gathered(input), num_samples, replacement, generator=generator)

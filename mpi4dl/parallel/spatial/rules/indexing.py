@@ -33,6 +33,7 @@ from mpi4dl.parallel.spatial.tensor import (
     place_of,
     refusal,
     register,
+    share_memory,
     wrap,
 )
 
@@ -429,7 +430,10 @@ def getitem(input: Tensor, index: Any) -> Tensor:
         elif isinstance(i, int):
             x = x.select(dim, i)
         else:
+            source = x
             x = crop(x, dim, i) if isinstance(x, SpatialTensor) else x[(slice(None),) * dim + (i,)]
+            if isinstance(x, SpatialTensor) and isinstance(source, SpatialTensor):
+                share_memory(x, source)
             dim += 1
     return choose_by_lists(x, lists) if lists else x
 

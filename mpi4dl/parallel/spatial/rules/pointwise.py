@@ -179,8 +179,9 @@ def to(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         rest = [x for x in args if x is not other]
         named_rest = {name: x for name, x in kwargs.items() if x is not other}
         return input.to(other.device, other.dtype, *rest, **named_rest)
-    moved: Tensor = pointwise(Tensor.to)(input, *args, **kwargs)
-    return moved
+    memory_format = kwargs.pop("memory_format", torch.preserve_format)
+    moved: Tensor = pointwise(Tensor.to)(input, *args, **kwargs) if args or kwargs else input
+    return moved if memory_format is torch.preserve_format else moved.contiguous(memory_format=memory_format)
 
 
 @register(torch.where, flat=True)

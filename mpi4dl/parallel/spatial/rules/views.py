@@ -22,6 +22,7 @@ from mpi4dl.parallel.spatial.tensor import (
     function_name,
     halo_sources_of,
     named,
+    of_whole,
     place_of,
     refusal,
     register,
@@ -82,9 +83,8 @@ def reshape_local(x: SpatialTensor, shape: Sequence[int]) -> Tensor:
     grid, pixels = x.layout.grid, x.layout.tiling.whole
     single = [axis for axis in grid.axes if x.layout.dims[axis] is not None and pixels[axis].length == 1]
     y = gather_axes(x, [axis for axis in single if grid.shape[axis] > 1] or grid.axes).reshape(shape)
-    order = sorted(range(x.dim()), key=lambda dim: -x.local.stride()[dim])
     try:
-        torch.empty_permuted(x.shape, order, dtype=x.dtype, device="meta").view(shape)
+        of_whole(x).view(shape)
     except RuntimeError:
         return y
     return copied(y, x)
