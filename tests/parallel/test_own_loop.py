@@ -90,6 +90,7 @@ def compare_loops(comm: Communicator, tiles: str, data: int, how: str, names: li
         loop = LOOPS[name]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of the old weight_norm
+            warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)  # which the compiler reads
             plain = plainly(name)
             try:
                 if how == "three calls":
