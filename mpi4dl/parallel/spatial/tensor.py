@@ -49,6 +49,7 @@ WRITING_COPIED = "it would write in place to a tensor of which a copy is in use,
 
 IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv div floordiv mod pow and or xor lshift rshift".split()}
 NOT_IN_PLACE = {"requires_grad_"}
+SEVERAL = (tuple, list)
 
 
 class Copy(NamedTuple):
@@ -260,12 +261,12 @@ class SpatialTensor(Tensor):
     shape: torch.Size = torch.Size()
     layout: Layout = None  # type: ignore[assignment]
     _local: Tensor | None
-    _first_look: Callable[[], None] | None
-    _memory: Memory | None
-    retained: "Tensor | None"
+    _first_look: Callable[[], None] | None = None
+    _memory: Memory | None = None
+    retained: "Tensor | None" = None
     kept = False  # by somebody beside what a model returns, see `own_loop`
-    gathered: Any
-    halo_sources: tuple[HaloSource, ...]
+    gathered: Any = None
+    halo_sources: tuple[HaloSource, ...] = ()
 
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout, promised: bool | None = None) -> "SpatialTensor":
@@ -273,17 +274,17 @@ class SpatialTensor(Tensor):
             _run_eagerly()
         if not layout.settled:
             layout = layout.grid.intern(layout)
-        shape = layout.cached(local.shape, lambda: layout.global_shape(local.shape))
+        shape = layout.shapes[local.shape]
         # requires_grad lets a wrapper notice that a custom autograd.Function took it: see `local` and the hook.
         requires_grad = local.requires_grad if promised is None else promised
         self = Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
         )
         self._local = local if promised is None else None
-        self._first_look = self._memory = self.retained = self.gathered = None
-        self.shape, self.layout, self.halo_sources = shape, layout, ()
+        self.shape, self.layout = shape, layout
         if requires_grad:
-            _refuse_gradients(self)
+            with torch._C.DisableTorchFunctionSubclass():
+                self._backward_hooks = _REFUSING
         return self
 
     @classmethod
@@ -380,12 +381,13 @@ class SpatialTensor(Tensor):
             if not (without_rule and _is_uncut(args, options)):
                 raise
             return without_rule[0](function, args, options, refused)
-        for source in args:
-            if isinstance(source, SpatialTensor):
-                for y in result if isinstance(result, tuple | list) else (result,):
-                    if isinstance(y, SpatialTensor):
-                        _share_memory(y, source)
-                break
+        if type(result) is SpatialTensor or isinstance(result, SEVERAL):
+            for source in args:
+                if isinstance(source, SpatialTensor):
+                    for y in (result,) if type(result) is SpatialTensor else result:
+                        if isinstance(y, SpatialTensor):
+                            _share_memory(y, source)
+                    break
         return result
 
     @classmethod
@@ -468,8 +470,17 @@ def _run_eagerly() -> None:
 
     It is done for tensors that are spread once there is a compiler, since importing one takes a second.
     """
-    traced = SpatialTensor.__dict__["__torch_function__"].__func__
-    SpatialTensor.__torch_function__ = classmethod(torch.compiler.disable(traced))  # type: ignore
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+    from torch._dynamo.decorators import skip
+
+    rules = SpatialTensor.__dict__["__torch_function__"].__func__
+    untraced = torch.compiler.disable(rules)
+
+    @skip
+    def run(*call: Any) -> Any:
+        return (rules if get_eval_frame_callback() is None else untraced)(*call)
+
+    SpatialTensor.__torch_function__ = classmethod(run)  # type: ignore
 
 
 def _without_flat_dims(
@@ -492,7 +503,9 @@ def _share_memory(view: SpatialTensor, x: SpatialTensor) -> None:
     """Let a result and what it was made of know each other, if one is a view of the other."""
     if view is x or view._local is None or x._local is None:
         return  # what is promised has new memory
-    if (view._memory is None or view._memory is not x._memory) and same_memory(view._local, x._local):
+    if view._memory is not None and view._memory is x._memory:
+        return
+    if view._local is x._local or torch._C._is_alias_of(view._local, x._local):  # type: ignore[attr-defined]
         view._memory = x.memory
         view._memory.tensors.append(weakref.ref(view))
 
@@ -511,7 +524,7 @@ def _write(function: Any, rule: Rule, args: Sequence[Any], options: dict[str, An
         for known in target.memory.tensors:
             x = known()
             if x is not None and x._local is not None and x._local.requires_grad and not x.requires_grad:
-                _refuse_gradients(x.requires_grad_())
+                x.requires_grad_()._backward_hooks = _REFUSING
     return result
 
 
@@ -529,17 +542,11 @@ def _refuse(function: Any, *args: Any, **kwargs: Any) -> Any:
     raise refusal(function_name(function))
 
 
-def _refuse_gradients(x: Tensor) -> None:
-    """Hook `_refuse_gradient` to a new leaf: as `register_hook` does, without a handle that nobody holds."""
-    with torch._C.DisableTorchFunctionSubclass():
-        x._backward_hooks = _REFUSING  # type: ignore[assignment]
-
-
 def _refuse_gradient(gradient: Tensor) -> None:
     raise refusal("torch.autograd.Function", NOT_DIFFERENTIATED)
 
 
-_REFUSING = OrderedDict({0: _refuse_gradient})
+_REFUSING = OrderedDict({0: _refuse_gradient})  # hooked to leaves as `register_hook` does, without a handle
 
 
 def _is_uncut(args: Sequence[Any], options: dict[str, Any]) -> bool:
