@@ -284,7 +284,7 @@ class SpatialTensor(Tensor):
         self.shape, self.layout = shape, layout
         if requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
-                self._backward_hooks = _REFUSING
+                self._backward_hooks = _REFUSING  # type: ignore[assignment]
         return self
 
     @classmethod
@@ -524,7 +524,7 @@ def _write(function: Any, rule: Rule, args: Sequence[Any], options: dict[str, An
         for known in target.memory.tensors:
             x = known()
             if x is not None and x._local is not None and x._local.requires_grad and not x.requires_grad:
-                x.requires_grad_()._backward_hooks = _REFUSING
+                x.requires_grad_()._backward_hooks = _REFUSING  # type: ignore[assignment]
     return result
 
 

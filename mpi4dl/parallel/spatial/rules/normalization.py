@@ -439,12 +439,11 @@ def _over_last_dims(
     that of deviations.
     """
     count = len(input.shape)
-    last = range(count - len(shape), count)
+    last = tuple(range(count - len(shape), count))
     if tuple(shape) != input.shape[count - len(shape) :]:
         raise RuntimeError(f"normalized_shape={list(shape)} does not fit a tensor of {tuple(input.shape)}")
     if input.layout.cut_dims.isdisjoint(last):
         return wrap(function(input.local, shape, *affine, eps), input.layout)
-    last = tuple(last)
     input = in_plain_dtype(input, lambda image: function(image, image.shape[-1:]))
     x: Tensor = input.float() if input.itemsize < 4 else input
     x = x - x.mean(last, True) if function is F.layer_norm else x

@@ -82,10 +82,10 @@ def pointwise(function: Any) -> Rule:
             if result is alike[0]:
                 return x
             if type(result) is Tensor and result.shape == alike[0].shape:
-                y = SpatialTensor(result, x.layout)
+                alone = SpatialTensor(result, x.layout)
                 if x.halo_sources:
-                    y.halo_sources = halo_sources_of(args)
-                return y
+                    alone.halo_sources = halo_sources_of(args)
+                return alone
         leaves, rebuild = _taken_apart(args, kwargs)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() > 0]
         operands = [leaves[i] for i in places]
