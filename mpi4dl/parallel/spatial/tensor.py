@@ -524,7 +524,7 @@ def _write(function: Any, rule: Rule, args: Sequence[Any], options: dict[str, An
         for known in target.memory.tensors:
             x = known()
             if x is not None and x._local is not None and x._local.requires_grad and not x.requires_grad:
-                x.requires_grad_()._backward_hooks = _REFUSING  # type: ignore[assignment]
+                x.requires_grad_()._backward_hooks = _REFUSING
     return result
 
 
