@@ -382,12 +382,7 @@ class SpatialTensor(Tensor):
                 raise
             return without_rule[0](function, args, options, refused)
         if type(result) is SpatialTensor or isinstance(result, SEVERAL):
-            for source in args:
-                if isinstance(source, SpatialTensor):
-                    for y in (result,) if type(result) is SpatialTensor else result:
-                        if isinstance(y, SpatialTensor):
-                            _share_memory(y, source)
-                    break
+            _share_memory(result, args)
         return result
 
     @classmethod
@@ -499,15 +494,21 @@ def _without_flat_dims(
     return found
 
 
-def _share_memory(view: SpatialTensor, x: SpatialTensor) -> None:
-    """Let a result and what it was made of know each other, if one is a view of the other."""
-    if view is x or view._local is None or x._local is None:
-        return  # what is promised has new memory
-    if view._memory is not None and view._memory is x._memory:
+def _share_memory(result: Any, args: Sequence[Any]) -> None:
+    """Let results and what they were made of, the first spread argument, know each other where they are its views."""
+    for source in args:
+        if isinstance(source, SpatialTensor):
+            break
+    else:
         return
-    if view._local is x._local or torch._C._is_alias_of(view._local, x._local):  # type: ignore[attr-defined]
-        view._memory = x.memory
-        view._memory.tensors.append(weakref.ref(view))
+    for view in (result,) if type(result) is SpatialTensor else result:
+        if view is source or not isinstance(view, SpatialTensor) or view._local is None or source._local is None:
+            continue  # what is promised has new memory
+        if view._memory is not None and view._memory is source._memory:
+            continue
+        if view._local is source._local or torch._C._is_alias_of(view._local, source._local):  # type: ignore[attr-defined]
+            view._memory = source.memory
+            view._memory.tensors.append(weakref.ref(view))
 
 
 def _write(function: Any, rule: Rule, args: Sequence[Any], options: dict[str, Any]) -> Any:
