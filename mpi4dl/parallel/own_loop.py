@@ -37,7 +37,7 @@ from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.halo import gather, gather_axes
 from mpi4dl.parallel.spatial.rules.hooks import whole_gradients
 from mpi4dl.parallel.spatial.sharding import from_tile, shard, spread_evenly
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, guards, refusal
+from mpi4dl.parallel.spatial.tensor import SEVERAL, SpatialTensor, function_name, guards, refusal
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 FIRST = 3  # forward passes of training in which ranks compare what they have
@@ -362,8 +362,7 @@ class _Border(whole_gradients):
     ) -> Any:
         if not torch.is_grad_enabled() or (getattr(function, "__name__", "") == "__get__" and function not in VIEWS):
             return super().__torch_function__(function, types, args, kwargs)
-        args = [self._within(x) for x in args]
-        kwargs = {name: self._within(x) for name, x in kwargs.items()} if kwargs else {}
+        args, kwargs = in_arguments(args, kwargs, self._within)
         result = super().__torch_function__(function, types, args, kwargs)
         self._note(result)
         if result is None and args:  # such as __setitem__
@@ -372,7 +371,8 @@ class _Border(whole_gradients):
 
     def apply(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A `torch.autograd.Function` of the user's within this pass."""
-        result = APPLY.__get__(None, function)(*map(self._within, args), **kwargs)
+        args, kwargs = in_arguments(args, kwargs, self._within)
+        result = APPLY.__get__(None, function)(*args, **kwargs)
         self._note(result)
         return result
 
@@ -385,16 +385,11 @@ class _Border(whole_gradients):
             for each in result:
                 self._note(each)
 
-    def _within(self, x: Any) -> Any:
-        """An argument of a function in this pass."""
-        if isinstance(x, tuple | list):
-            found = [self._within(each) for each in x]
-            if all(map(operator.is_, found, x)):
-                return x
-            return type(x)(*found) if hasattr(x, "_fields") else type(x)(found)
+    def _within(self, x: Tensor) -> Tensor:
+        """A tensor among the arguments of a function in this pass."""
         if isinstance(x, KeptTensor):
             x = x.outside()
-        elif not isinstance(x, Tensor) or isinstance(x, SpatialTensor) or id(x) in self._known or not x.requires_grad:
+        elif isinstance(x, SpatialTensor) or id(x) in self._known or not x.requires_grad:
             return x
         if id(x) not in self._entered:
             if self._is_of_this_pass(x.grad_fn):
@@ -444,16 +439,16 @@ class KeptTensor(Tensor):
                 return whole_gradients(args[0].grid).__torch_function__(function, types, args, kwargs)
         if function is torch.autograd.grad:
             return _gradients(*args, **(kwargs or {}))
-        args, kwargs = pytree.tree_map_only(KeptTensor, _now, (tuple(args), kwargs or {}))
-        return function(*args, **kwargs)
+        of_now, options = in_arguments(args, kwargs, _now)
+        return function(*of_now, **options)
 
 
 def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad`, where kept tensors may be among outputs and inputs."""
-    outputs, args, kwargs = pytree.tree_map_only(KeptTensor, outside, (outputs, args, kwargs))
+    (outputs, *options), named = in_arguments((outputs, *args), kwargs, outside)
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     with torch._C.DisableTorchFunctionSubclass():
-        found = torch.autograd.grad(outputs, inputs, *args, **kwargs)
+        found = torch.autograd.grad(outputs, inputs, *options, **named)
     return tuple(
         _total(x.grid.comm, g) if isinstance(x, KeptTensor) and g is not None else g
         for x, g in zip(inputs, found, strict=True)
@@ -471,7 +466,27 @@ def outside(x: Tensor) -> Tensor:
 
 def _now(x: Tensor) -> Tensor:
     """The same for a function that is called now: those that a backward pass calls again see it as it was."""
-    return outside(x) if torch._C._current_graph_task_id() < 0 else _plain(x)
+    if not isinstance(x, KeptTensor):
+        return x
+    return x.outside() if torch._C._current_graph_task_id() < 0 else _plain(x)
+
+
+def in_arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any] | None, of: Callable[[Tensor], Tensor]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a function of PyTorch's, whose tensors may stand in lists, with `of` each tensor."""
+
+    def each(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return of(x)
+        if not isinstance(x, SEVERAL):
+            return x
+        found = [each(one) for one in x]
+        if all(map(operator.is_, found, x)):
+            return x
+        return type(x)(*found) if hasattr(x, "_fields") else type(x)(found)
+
+    return [each(x) for x in args], {name: each(x) for name, x in kwargs.items()} if kwargs else {}
 
 
 APPLY = vars(torch.autograd.Function)["apply"]  # a class method, of Python or, since PyTorch 2.15, of C
@@ -486,7 +501,7 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         return APPLY.__get__(None, function)(*args, **kwargs)
     if running_forward:
         return running_forward[-1].apply(function, args, kwargs)
-    return APPLY.__get__(None, function)(*(_now(x) if isinstance(x, KeptTensor) else x for x in args), **kwargs)
+    return APPLY.__get__(None, function)(*(_now(x) if isinstance(x, Tensor) else x for x in args), **kwargs)
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ ones, which every rank has whole, are cropped.
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from operator import is_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -117,12 +117,17 @@ def contract(
 
     Over axes that are summed, all ranks add up.
     """
-    layouts = [x.layout if isinstance(x, SpatialTensor) else None for x in operands]
-    key = (*labels, result, *layouts, *(x.shape for x in operands))
-    first = next((known for known in layouts if known is not None), None)
-    local: Layout | None = None if first is None else first.known(key)
+    first: Layout | None = None
+    key: list[Any] = [labels, result]
+    for x in operands:
+        key.append(x.shape)
+        if isinstance(x, SpatialTensor):
+            first = x.layout if first is None else first
+            key.append(True if x.layout is first else x.layout)
+    of_call = tuple(key)
+    local: Layout | None = None if first is None else first.known(of_call)
     if local is not None:  # most calls: each rank multiplies what it has
-        return wrap(function(*map(local_part, operands)), local)
+        return wrap(function(*[x.local if isinstance(x, SpatialTensor) else x for x in operands]), local)
     alone = _under_one_label(_one_pixel_gathered(operands, labels), labels, result, {})
     lead = next((x for x in alone if isinstance(x, SpatialTensor)), None)
     if lead is None:
@@ -146,7 +151,7 @@ def contract(
     summed = tuple(axis for axis, (label, _) in axes.held.items() if label not in result)
     layout = axes.layout(lead.layout, result)
     if first is not None and not summed and all(map(is_, parts, map(local_part, operands))):
-        first.cached(key, lambda: layout)
+        first.cached(of_call, lambda: layout)
     return add_up(function(*parts), layout, summed)
 
 

@@ -257,6 +257,11 @@ class Layout:
     def _cache(self) -> dict[Hashable, Any]:
         return {}
 
+    @cached_property
+    def shapes(self) -> "_Shapes":
+        """The shape of the whole, by that of this rank's part."""
+        return _Shapes(self)
+
     def cached(self, key: Hashable, find: Callable[[], T]) -> T:
         """The result of `find()` for this layout, cached by this key, in which lists count as tuples.
 
@@ -313,9 +318,15 @@ class Layout:
         """All axes that these dims of a tensor carry."""
         return tuple(axis for axis, dim in enumerate(self.dims) if dim in dims)
 
+    @cached_property
+    def cut_dims(self) -> frozenset[int]:
+        """The dims that more than one rank shares."""
+        shared = zip(self.dims, self.grid.shape, strict=True)
+        return frozenset(dim for dim, parts in shared if dim is not None and parts > 1)
+
     def cut(self, dim: int) -> bool:
         """Whether more than one rank shares this dim."""
-        return any(known == dim and parts > 1 for known, parts in zip(self.dims, self.grid.shape, strict=True))
+        return dim in self.cut_dims
 
     def flat_at(self, dim: int) -> Flat | None:
         return next((flat for flat in self.flat if flat.dim == dim), None)
@@ -368,3 +379,17 @@ class Layout:
     def exchange_to(self, tiling: Tiling, fill: float = 0.0) -> Exchange:
         """The exchange after which each rank holds what `tiling` says, beyond the edge of the image if it says so."""
         return Exchange(plan_retiling(self.grid.rank, self.tiling, tiling), self.grid.comm, self.dims, fill)
+
+
+class _Shapes(dict[torch.Size, torch.Size]):
+    """Found when first asked for: every new tensor asks."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self._layout = layout
+
+    def __missing__(self, local: torch.Size) -> torch.Size:
+        if len(self) >= KNOWN:
+            self.clear()
+        self[local] = found = self._layout.global_shape(local)
+        return found

@@ -50,6 +50,7 @@ WRITING_COPIED = "it would write in place to a tensor of which a copy is in use,
 IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv div floordiv mod pow and or xor lshift rshift".split()}
 NOT_IN_PLACE = {"requires_grad_"}
 MAY_COPY = {torch.reshape, torch.flatten, *(getattr(Tensor, name) for name in "reshape flatten contiguous".split())}
+SEVERAL = (tuple, list)
 
 
 class Copy(NamedTuple):
@@ -268,12 +269,12 @@ class SpatialTensor(Tensor):
     shape: torch.Size = torch.Size()
     layout: Layout = None  # type: ignore[assignment]
     _local: Tensor | None
-    _first_look: Callable[[], None] | None
-    _memory: Memory | None
-    retained: "Tensor | None"
+    _first_look: Callable[[], None] | None = None
+    _memory: Memory | None = None
+    retained: "Tensor | None" = None
     kept = False  # by somebody beside what a model returns, see `own_loop`
-    gathered: Any
-    halo_sources: tuple[HaloSource, ...]
+    gathered: Any = None
+    halo_sources: tuple[HaloSource, ...] = ()
     made_by: tuple[Any, ...] | None = None
     _of_whole: Tensor | None = None
 
@@ -283,17 +284,17 @@ class SpatialTensor(Tensor):
             _run_eagerly()
         if not layout.settled:
             layout = layout.grid.intern(layout)
-        shape = layout.cached(local.shape, lambda: layout.global_shape(local.shape))
+        shape = layout.shapes[local.shape]
         # requires_grad lets a wrapper notice that a custom autograd.Function took it: see `local` and the hook.
         requires_grad = local.requires_grad if promised is None else promised
         self = Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
         )
         self._local = local if promised is None else None
-        self._first_look = self._memory = self.retained = self.gathered = None
-        self.shape, self.layout, self.halo_sources = shape, layout, ()
+        self.shape, self.layout = shape, layout
         if requires_grad:
-            _refuse_gradients(self)
+            with torch._C.DisableTorchFunctionSubclass():
+                self._backward_hooks = _REFUSING  # type: ignore[assignment]
         return self
 
     @classmethod
@@ -390,13 +391,8 @@ class SpatialTensor(Tensor):
             if not (without_rule and _is_uncut(args, options)):
                 raise
             return without_rule[0](function, args, options, refused)
-        source = next((x for x in args if isinstance(x, SpatialTensor)), None)
-        if source is not None:
-            if function in MAY_COPY:
-                result = _copied_as_whole(function, result, source, args, options)
-            for place, y in enumerate(result) if isinstance(result, tuple | list) else ((None, result),):
-                if isinstance(y, SpatialTensor) and share_memory(y, source) and y.made_by is None:
-                    y.made_by = function, args, options, place
+        if type(result) is SpatialTensor or isinstance(result, SEVERAL):
+            return _share_memory(function, result, args, options)
         return result
 
     @classmethod
@@ -479,8 +475,17 @@ def _run_eagerly() -> None:
 
     It is done for tensors that are spread once there is a compiler, since importing one takes a second.
     """
-    traced = SpatialTensor.__dict__["__torch_function__"].__func__
-    SpatialTensor.__torch_function__ = classmethod(torch.compiler.disable(traced))  # type: ignore
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+    from torch._dynamo.decorators import skip
+
+    rules = SpatialTensor.__dict__["__torch_function__"].__func__
+    untraced = torch.compiler.disable(rules)
+
+    @skip
+    def run(*call: Any) -> Any:
+        return (rules if get_eval_frame_callback() is None else untraced)(*call)
+
+    SpatialTensor.__torch_function__ = classmethod(run)  # type: ignore
 
 
 def _without_flat_dims(
@@ -499,14 +504,29 @@ def _without_flat_dims(
     return found
 
 
-def share_memory(view: SpatialTensor, x: SpatialTensor) -> bool:
-    """Let a result and what it was made of know each other, if one is a view of the other. Returns whether it is."""
-    if view is x or view._local is None or x._local is None:
-        return False  # what is promised has new memory
-    if (view._memory is None or view._memory is not x._memory) and same_memory(view._local, x._local):
-        view._memory = x.memory
-        view._memory.tensors.append(weakref.ref(view))
-    return view._memory is not None and view._memory is x._memory
+def _share_memory(function: Any, result: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Let results and what they were made of, the first spread argument, know each other where they are its views.
+
+    Returns the results: a copy where PyTorch copies the whole, but the rule made a view of this rank's part.
+    """
+    for source in args:
+        if isinstance(source, SpatialTensor):
+            break
+    else:
+        return result
+    for place, view in enumerate((result,) if type(result) is SpatialTensor else result):
+        if view is source or not isinstance(view, SpatialTensor) or view._local is None or source._local is None:
+            continue  # what is promised has new memory
+        if view._memory is None or view._memory is not source._memory:
+            if view._local is not source._local and not same_memory(view._local, source._local):
+                continue
+            if function in MAY_COPY and _copies_whole(function, source, args, options):
+                return view.like(view._local.clone(memory_format=options.get("memory_format", torch.contiguous_format)))
+            view._memory = source.memory
+            view._memory.tensors.append(weakref.ref(view))
+        if view.made_by is None:
+            view.made_by = function, args, options, None if view is result else place
+    return result
 
 
 def of_whole(x: SpatialTensor) -> Tensor:
@@ -529,17 +549,13 @@ def of_whole(x: SpatialTensor) -> Tensor:
     return x._of_whole
 
 
-def _copied_as_whole(function: Any, result: Any, x: SpatialTensor, args: Sequence[Any], options: dict[str, Any]) -> Any:
-    """The result of what copies if it must: a copy where PyTorch copies the whole, though the local part had none."""
-    local = result._local if isinstance(result, SpatialTensor) else None
-    if local is None or x._local is None or not same_memory(local, x._local):
-        return result
-    thin = any(held <= 1 < n for held, n in zip(x._local.shape, x.shape, strict=True))
+def _copies_whole(function: Any, x: SpatialTensor, args: Sequence[Any], options: dict[str, Any]) -> bool:
+    """Whether a function that copies if it must copies the whole of x, of which this rank's part needs no copy."""
+    thin = any(held <= 1 < n for held, n in zip(x.local.shape, x.shape, strict=True))
     if not thin and x.made_by is None and x._of_whole is None:
-        return result
-    if same_memory(function(of_whole(x), *args[1:], **options), of_whole(x)):
-        return result
-    return result.like(local.clone(memory_format=options.get("memory_format", torch.contiguous_format)))
+        return False
+    whole = of_whole(x)
+    return not same_memory(function(whole, *args[1:], **options), whole)
 
 
 def _write(function: Any, rule: Rule, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -556,7 +572,7 @@ def _write(function: Any, rule: Rule, args: Sequence[Any], options: dict[str, An
         for known in target.memory.tensors:
             x = known()
             if x is not None and x._local is not None and x._local.requires_grad and not x.requires_grad:
-                _refuse_gradients(x.requires_grad_())
+                x.requires_grad_()._backward_hooks = _REFUSING
     return result
 
 
@@ -574,17 +590,11 @@ def _refuse(function: Any, *args: Any, **kwargs: Any) -> Any:
     raise refusal(function_name(function))
 
 
-def _refuse_gradients(x: Tensor) -> None:
-    """Hook `_refuse_gradient` to a new leaf: as `register_hook` does, without a handle that nobody holds."""
-    with torch._C.DisableTorchFunctionSubclass():
-        x._backward_hooks = _REFUSING  # type: ignore[assignment]
-
-
 def _refuse_gradient(gradient: Tensor) -> None:
     raise refusal("torch.autograd.Function", NOT_DIFFERENTIATED)
 
 
-_REFUSING = OrderedDict({0: _refuse_gradient})
+_REFUSING = OrderedDict({0: _refuse_gradient})  # hooked to leaves as `register_hook` does, without a handle
 
 
 def _is_uncut(args: Sequence[Any], options: dict[str, Any]) -> bool:

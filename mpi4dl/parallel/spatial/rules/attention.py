@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # loaded where tokens go around
 MANY_TOKENS = 4096
 FEATURES = "features are spread over ranks"
 TOKENS = -2  # their dim, in front of that of features
-OF_HEADS = inspect.signature(F.multi_head_attention_forward)
+OF_HEADS = {name: of.default for name, of in inspect.signature(F.multi_head_attention_forward).parameters.items()}
 
 
 @register(F.scaled_dot_product_attention, flat=True)
@@ -188,9 +188,7 @@ def _layout_of_queries(name: str, query: Tensor, lead: SpatialTensor) -> Layout:
 def multi_head_attention_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Dims: tokens, batch, features; or tokens and features of one image."""
     name = "torch.nn.functional.multi_head_attention_forward"
-    given = OF_HEADS.bind(*args, **kwargs)
-    given.apply_defaults()
-    options = given.arguments
+    options = OF_HEADS | dict(zip(OF_HEADS, args, strict=False)) | kwargs
     inputs = {name: options[name] for name in ("query", "key", "value")}
     query, num_heads, need_weights = options["query"], options["num_heads"], options["need_weights"]
     attn_mask, padding = options["attn_mask"], options["key_padding_mask"]
@@ -199,8 +197,7 @@ def multi_head_attention_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Ten
     if apart and not dropout_p and not _differs(attn_mask, padding):
         local = {name: x.local for name, x in inputs.items()}
         y, weights = F.multi_head_attention_forward(**options | local | {"dropout_p": 0.0})
-        first = query.layout.moved(lambda dim: 0)
-        return wrap(y, query.layout), None if weights is None else wrap(weights, first)
+        return wrap(y, query.layout), None if weights is None else wrap(weights, query.layout.moved(lambda dim: 0))
     added = (options[name] for name in ("bias_k", "bias_v", "static_k", "static_v"))
     if options["add_zero_attn"] or any(x is not None for x in added):
         raise refusal(name, "keys or values are added to those of the tokens")
@@ -233,7 +230,7 @@ def multi_head_attention_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Ten
 def _shares_batch_alone(inputs: Sequence[Tensor], batch: int | None) -> bool:
     """Whether ranks have images of their own, whole, all three alike."""
     layouts = [x.layout for x in inputs if isinstance(x, SpatialTensor)]
-    alike = len(layouts) == 3 and all(layout == layouts[0] for layout in layouts)
+    alike = len(layouts) == 3 and layouts[0] == layouts[1] == layouts[2]
     return alike and all(dim in (None, batch) for dim in layouts[0].dims) and not layouts[0].flat
 
 

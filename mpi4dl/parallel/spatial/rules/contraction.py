@@ -88,9 +88,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     weight's first dim is a cut of the result.
     """
     name = "torch.nn.functional.linear"
-    labels, result = _of_linear(input.dim() - 1, weight.dim() == 2)
+    labels, result = _of_linear(len(input.shape) - 1, len(weight.shape) == 2)
     _check(name, (input.shape, weight.shape), labels[:2])
-    summed = any(isinstance(x, SpatialTensor) and x.layout.cut(x.dim() - 1) for x in (input, weight))
+    summed = any(len(x.shape) - 1 in x.layout.cut_dims for x in (input, weight) if isinstance(x, SpatialTensor))
     if bias is None or summed:
         y = contract(name, F.linear, (input, weight), labels[:2], result)
         return y if bias is None else y + bias

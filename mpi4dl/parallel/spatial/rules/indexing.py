@@ -33,7 +33,6 @@ from mpi4dl.parallel.spatial.tensor import (
     place_of,
     refusal,
     register,
-    share_memory,
     wrap,
 )
 
@@ -421,7 +420,7 @@ def getitem(input: Tensor, index: Any) -> Tensor:
     if not isinstance(input, SpatialTensor) or any(isinstance(i, SpatialTensor) for i in indices):
         return look_up(input, indices)
     indices, lists = _parted(input, indices)
-    dim = 0
+    dim, alone = 0, sum(i != slice(None) for i in indices) == 1
     x: Tensor = input
     for i in indices:
         if i is None:
@@ -430,10 +429,8 @@ def getitem(input: Tensor, index: Any) -> Tensor:
         elif isinstance(i, int):
             x = x.select(dim, i)
         else:
-            source = x
-            x = crop(x, dim, i) if isinstance(x, SpatialTensor) else x[(slice(None),) * dim + (i,)]
-            if isinstance(x, SpatialTensor) and isinstance(source, SpatialTensor):
-                share_memory(x, source)
+            if i != slice(None):  # of several, each is a call of its own, so that views and copies know their source
+                x = crop(x, dim, i) if alone and isinstance(x, SpatialTensor) else x[(slice(None),) * dim + (i,)]
             dim += 1
     return choose_by_lists(x, lists) if lists else x
 

@@ -438,10 +438,11 @@ def _over_last_dims(
     """Local where the normalized dims are not cut, as in ConvNeXt; where they are, by a root mean square: of layer norm
     that of deviations.
     """
-    last = tuple(range(input.dim() - len(shape), input.dim()))
-    if tuple(shape) != tuple(input.shape[input.dim() - len(shape) :]):
+    count = len(input.shape)
+    last = tuple(range(count - len(shape), count))
+    if tuple(shape) != input.shape[count - len(shape) :]:
         raise RuntimeError(f"normalized_shape={list(shape)} does not fit a tensor of {tuple(input.shape)}")
-    if not any(input.layout.cut(dim) for dim in last):
+    if input.layout.cut_dims.isdisjoint(last):
         return wrap(function(input.local, shape, *affine, eps), input.layout)
     input = in_plain_dtype(input, lambda image: function(image, image.shape[-1:]))
     x: Tensor = input.float() if input.itemsize < 4 else input

@@ -75,16 +75,18 @@ def pointwise(function: Any) -> Rule:
     """The rule of a function that computes each pixel of its result from the same pixel of its arguments."""
 
     def rule(*args: Any, **kwargs: Any) -> Any:
-        in_place = writes(function, kwargs)
-        alike = None if in_place else _alike(args, kwargs)
+        in_place, alike = writes(function, kwargs), _alike(args, kwargs)
         if alike is not None:  # most calls: nothing needs to be found out
             x, result = args[0], function(*alike, **kwargs)
+            if in_place:
+                return with_halo_sources(x, halo_sources_of(args))
+            if result is alike[0]:
+                return x
             if type(result) is Tensor and result.shape == alike[0].shape:
-                return (
-                    x
-                    if result is alike[0]
-                    else with_halo_sources(SpatialTensor(result, x.layout), halo_sources_of(args))
-                )
+                alone = SpatialTensor(result, x.layout)
+                if x.halo_sources:
+                    alone.halo_sources = halo_sources_of(args)
+                return alone
         leaves, rebuild = _taken_apart(args, kwargs)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() > 0]
         operands = [leaves[i] for i in places]

@@ -34,15 +34,18 @@ from mpi4dl.parallel.spatial.tensor import (
 @register(*named("permute"), flat=True)
 def permute(input: SpatialTensor, *dims: Any, **named_dims: Any) -> Tensor:
     order = tuple(place_of(d, input.dim()) for d in numbers(dims or tuple(named_dims.values())))
-    layout = input.layout
-    return wrap(input.local.permute(order), layout.cached((permute, order), lambda: layout.moved(order.index)))
+    return wrap(input.local.permute(order), _permuted(input.layout, order))
 
 
 @register(*named("transpose", "swapaxes", "swapdims"), flat=True)
 def transpose(input: SpatialTensor, dim0: int, dim1: int) -> Tensor:
-    order = list(range(input.dim()))
+    order = [*range(len(input.shape))]
     order[dim0], order[dim1] = order[dim1], order[dim0]
-    return permute(input, order)
+    return wrap(input.local.transpose(dim0, dim1), _permuted(input.layout, tuple(order)))
+
+
+def _permuted(layout: Layout, order: tuple[int, ...]) -> Layout:
+    return layout.cached((permute, order), lambda: layout.moved(order.index))
 
 
 def reshape_local(x: SpatialTensor, shape: Sequence[int]) -> Tensor:
