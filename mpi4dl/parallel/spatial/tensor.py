@@ -515,13 +515,15 @@ def _share_memory(function: Any, result: Any, args: Sequence[Any], options: dict
     else:
         return result
     for place, view in enumerate((result,) if type(result) is SpatialTensor else result):
-        if view is source or not isinstance(view, SpatialTensor) or view._local is None or source._local is None:
+        if not isinstance(view, SpatialTensor) or view._local is None or source._local is None:
             continue  # what is promised has new memory
-        if view._memory is None or view._memory is not source._memory:
-            if view._local is not source._local and not same_memory(view._local, source._local):
+        if view is source or view._memory is None or view._memory is not source._memory:
+            if view._local is not source._local and not torch._C._is_alias_of(view._local, source._local):  # type: ignore[attr-defined]
                 continue
             if function in MAY_COPY and _copies_whole(function, source, args, options):
                 return view.like(view._local.clone(memory_format=options.get("memory_format", torch.contiguous_format)))
+            if view is source:
+                continue
             view._memory = source.memory
             view._memory.tensors.append(weakref.ref(view))
         if view.made_by is None:
