@@ -196,7 +196,9 @@ class MemoryMeter:
     """The peak memory of training itself: what a rank uses beyond what it used when the meter was made.
 
     On the CPU the resident memory at that moment (interpreter, libraries) is subtracted, so make the meter after the
-    imports and before the model. On a GPU the allocator counts tensors only, and nothing is subtracted.
+    imports and before the model. Pages of files do not count: those of PyTorch's libraries come as its code is called
+    for the first time, and the system may drop them. On a GPU the allocator counts tensors only, and nothing is
+    subtracted.
     """
 
     def __init__(self, device: Device) -> None:
@@ -205,11 +207,14 @@ class MemoryMeter:
         if _on_gpu(device):
             self.baseline_bytes = 0
         else:
-            self.baseline_bytes = _status_bytes("VmRSS") or peak_memory_bytes(device)
+            self.baseline_bytes = (_status_bytes("VmRSS") or peak_memory_bytes(device)) - self._bytes_of_files()
 
     def peak_bytes(self) -> int:
         """The most bytes in use at once since the last `reset`, or since the meter was made."""
-        return max(0, peak_memory_bytes(self.device) - self.baseline_bytes)
+        return max(0, peak_memory_bytes(self.device) - self._bytes_of_files() - self.baseline_bytes)
+
+    def _bytes_of_files(self) -> int:
+        return 0 if _on_gpu(self.device) else _status_bytes("RssFile") or 0
 
     def reset(self) -> bool:
         """Count the peak anew from here on; False where the system does not let a process do that."""
