@@ -543,7 +543,7 @@ def of_whole(x: SpatialTensor) -> Tensor:
         try:
             found = function(*args, **options)
             x._of_whole = found if place is None else found[place]
-        except (RuntimeError, NotImplementedError):  # such as x.to("cpu"), which changes nothing
+        except RuntimeError:  # without values there is no such call, as of x.to("cpu"), or of the whole no such view
             x._of_whole = args[0] if args[0].shape == x.shape else None
     if x._of_whole is None:
         x._of_whole = torch.empty_permuted(x.shape, order_in_memory(x.local), dtype=x.dtype, device="meta")

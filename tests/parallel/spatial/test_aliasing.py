@@ -109,21 +109,29 @@ FLAT: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("arrangement", [Arrangement(2, 1), Arrangement(2, 2, style="wide")], ids=str)
-@on_ranks()
-def test_in_place_operators_change_what_they_change_in_plain_pytorch(
-    comm: Communicator, arrangement: Arrangement
-) -> None:
-    image = torch.randn(2, 4, 8, 9)
+def unlike_plain(
+    functions: dict[str, Any], image: torch.Tensor, comm: Communicator, arrangement: Arrangement
+) -> list[str]:
+    """The functions after whose results were written to they, or their source, differ from plain PyTorch's."""
     wrong = []
-    wide = arrangement.style == "wide"
-    for name, function in (EXACT if wide else EXACT | FLAT).items():
+    for name, function in functions.items():
         ours, plain = arrange(image, comm, arrangement) * 1, image * 1
         our_result, plain_result = function(ours), function(plain)
         our_result.add_(1)
         plain_result.add_(1)
         same = torch.equal(spatial.gather(ours), plain) and torch.equal(spatial.gather(our_result), plain_result)
         wrong += [] if same else [name]
+    return wrong
+
+
+@pytest.mark.parametrize("arrangement", [Arrangement(2, 1), Arrangement(2, 2, style="wide")], ids=str)
+@on_ranks()
+def test_in_place_operators_change_what_they_change_in_plain_pytorch(
+    comm: Communicator, arrangement: Arrangement
+) -> None:
+    image = torch.randn(2, 4, 8, 9)
+    wide = arrangement.style == "wide"
+    wrong = unlike_plain(EXACT if wide else EXACT | FLAT, image, comm, arrangement)
     for function in (REFUSED | FLAT if wide else REFUSED).values():
         x = arrange(image, comm, arrangement) * 1
         copy = function(x)
@@ -137,16 +145,7 @@ def test_in_place_operators_change_what_they_change_in_plain_pytorch(
 @pytest.mark.parametrize("arrangement", [Arrangement(4, 1), Arrangement(2, 1, batch=2)], ids=str)
 @on_ranks(4)
 def test_what_pytorch_copies_is_no_view_of_the_local_part(comm: Communicator, arrangement: Arrangement) -> None:
-    image = torch.randn(2, 4, 8, 9)
-    wrong = []
-    for name, function in COPIES.items():
-        ours, plain = arrange(image, comm, arrangement) * 1, image * 1
-        our_result, plain_result = function(ours), function(plain)
-        our_result.add_(1)
-        plain_result.add_(1)
-        same = torch.equal(spatial.gather(ours), plain) and torch.equal(spatial.gather(our_result), plain_result)
-        wrong += [] if same else [name]
-    assert not wrong, wrong
+    assert unlike_plain(COPIES, torch.randn(2, 4, 8, 9), comm, arrangement) == []
 
 
 @on_ranks(2)
