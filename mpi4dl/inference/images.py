@@ -93,7 +93,7 @@ def _other_channels(found: Named, about: Description) -> str | None:
     """A difference in the number of channels, or of features, in one sentence."""
     if found.channels == about.channels:
         return None
-    if about.options.get("features", "none") != "none":
+    if about.options.get("features", '"none"') != '"none"':
         return (
             f"patches have {found.channels} features, but the model was trained on {about.channels}: embed the slides "
             "by the encoder of training"
@@ -279,22 +279,30 @@ def open_to_evaluate(
 
 
 def seen_before(images: Any, folder: Path) -> list[str]:
-    """Warnings about patients that the run in this folder trained on, or chose its weights by; and about samples, where
-    a table does not name the patients as that of training did. Raises ConfigError.
+    """Warnings about patients that the run in this folder trained on, or chose its weights by; and about samples of no
+    such patient that it did so with, by the bytes of their files, and of slides by their names. Raises ConfigError.
     """
     whole, indices = in_whole(images)
-    rows = [whole.rows[i] for i in indices]
-    kept = RunSamples.read(folder / SAMPLES) if (folder / SAMPLES).is_file() else None
-    of_patient, of_sample = ({}, {}) if kept is None else kept.split_of()
+    rows, kept = getattr(whole, "rows", None), folder / SAMPLES
+    if rows is None or not kept.is_file():
+        return []
+    of_patient, of_name, of_content = RunSamples.read(kept).split_of()
+    patients, samples = (dict[str, set[str]]({"train": set(), "val": set(), "test": set()}) for _ in range(2))
+    for index in indices:
+        row, named = rows[index], whole.kind.tells_patients
+        if row.patient in of_patient and (named or row.patient != row.name):
+            patients[of_patient[row.patient]].add(row.patient)
+            continue
+        content = (whole.files[index].num_bytes, whole.fingerprint(index)) if hasattr(whole, "files") else None
+        part = (of_name.get(row.name) if named else None) or of_content.get(content)
+        if part is not None:
+            samples[part].add(row.name)
     found = []
     for part, what in (("train", "trained on"), ("val", "used for validation")):
-        patients = sorted({row.patient for row in rows if of_patient.get(row.patient) == part})
-        others = (row.name for row in rows if row.patient not in of_patient)
-        samples = sorted({name for name in others if of_sample.get(name) == part})
-        for kind, names in (("patient", patients), (whole.kind.noun, samples)):
+        for kind, names in (("patient", patients[part]), (whole.kind.noun, samples[part])):
             if names:
                 seen = counted(len(names), f"{kind} was", f"{kind}s were")
-                found.append(f"warning: {seen} {what}: {some(names, 5)}")
+                found.append(f"warning: {seen} {what}: {some(sorted(names), 5)}")
     return found
 
 

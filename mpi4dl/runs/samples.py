@@ -126,9 +126,11 @@ class RunSamples(NamedTuple):
         """Of each sample that trains or validates which it does, by its file."""
         return {each.file: each.split == "val" for each in self.samples if each.split != "test"}
 
-    def split_of(self) -> tuple[dict[str, str], dict[str, str]]:
-        """What each patient is for, and each sample by its name."""
-        return {each.patient: each.split for each in self.samples}, {each.name: each.split for each in self.samples}
+    def split_of(self) -> tuple[dict[str, str], dict[str, str], dict[Any, str]]:
+        """What each patient is for, and each sample by its name, and by the size and checksum of its file."""
+        of_patient, of_name = ({getattr(each, key): each.split for each in self.samples} for key in ("patient", "name"))
+        known = [each for each in self.samples if each.checksum is not None]
+        return of_patient, of_name, {(each.num_bytes, each.checksum): each.split for each in known}
 
     def _by_key(self) -> dict[str, RunSample]:
         """The samples by their file; those of two datasets that call samples alike by their part, too."""
