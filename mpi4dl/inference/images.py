@@ -13,7 +13,7 @@ from mpi4dl._wording import counted, some
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.arrays import is_cifar, load_cifar, load_npz
 from mpi4dl.datasets.base import BadImage, DatasetError, task_of
-from mpi4dl.datasets.files import Channels, StoredPicture, is_zarr, open_image, open_stored_picture
+from mpi4dl.datasets.files import DEPTHS, Channels, StoredPicture, is_zarr, open_image, open_stored_picture
 from mpi4dl.datasets.kinds import PICTURES, SLIDES, VOLUMES
 from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.listed import TEST, UNKNOWN, VALIDATION, File, ListedFiles, num_bytes_of, subfolders
@@ -83,6 +83,9 @@ def _unlike(found: Named, about: Description) -> str | None:
     unlike = unlike_values(found, about.values)
     if unlike is not None:
         return unlike
+    depth = getattr(in_whole(found)[0], "input_values", None)
+    if None not in (depth, about.input_values) and depth != about.input_values:
+        return f"inputs have {DEPTHS[depth]}, but training had {DEPTHS[about.input_values or '']}"
     known = about.classes
     if not FORMS[about.task].classes and known and tuple(found.classes) != known[: len(found.classes)]:
         return f"the labels are {', '.join(found.classes[:10])}, but those of training are {', '.join(known[:10])}"
@@ -170,7 +173,8 @@ def open_any(comm: Communicator, trained: TrainedOptions, source: str) -> "Unlab
     _require_pictures(comm, trained, source)
     about = trained.about
     makes_images = TASKS[about.task].makes_images and trained.source.has_files
-    kind = partial(UnlabelledPictures, num_channels=about.channels) if makes_images else UnlabelledFiles
+    alike = {"num_channels": about.channels, "depth": about.input_values}
+    kind = partial(UnlabelledPictures, **alike) if makes_images else UnlabelledFiles
     found, _ = _shared(comm, lambda: (_listed(source, len(trained.size) > 2, kind, trained.channels), ""))
     assert isinstance(found, UnlabelledFiles)
     if about.channels != found.channels:
@@ -327,13 +331,22 @@ class UnlabelledPictures(UnlabelledFiles):
 
     are_made_from = True
 
-    def __init__(self, root: Path, files: Sequence[File], volumes: bool, channels: Channels, num_channels: int) -> None:
+    def __init__(
+        self,
+        root: Path,
+        files: Sequence[File],
+        volumes: bool,
+        channels: Channels,
+        num_channels: int,
+        depth: str | None = None,
+    ) -> None:
         super().__init__(root, files)
         self.channels, self.bands = num_channels, channels if isinstance(channels, tuple) else ()
+        self._depth = depth
 
     def image(self, index: int) -> StoredPicture:
         found = open_stored_picture(self.checked(index), self.bands or ())
-        found.require(self.channels, None, "input")
+        found.require(self.channels, self._depth, "input")
         return found
 
 

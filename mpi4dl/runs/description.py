@@ -25,6 +25,7 @@ from mpi4dl.checkpoints.checkpoints import refusing
 from mpi4dl.checkpoints.manifest import ABOUT, AVERAGE, MODEL
 from mpi4dl.checkpoints.weights import average_of, load_weights, open_weights, weights_in
 from mpi4dl.comm import Communicator
+from mpi4dl.datasets.split import in_whole
 from mpi4dl.datasets.transform import Fit, as_fit
 from mpi4dl.models.registry import without_loading
 from mpi4dl.options import parts
@@ -62,6 +63,7 @@ class Description:
     values: str | None = None  # what values of volumes are read as
     largest: tuple[int, ...] | None = None  # size of the images that training saw whole, as far as it looked at them
     signature: str = ""
+    input_values: str | None = None  # the depth of pictures that others are made of
 
     @classmethod
     def of(cls, config: Config, images: Any, num_outputs: int) -> "Description":
@@ -81,6 +83,7 @@ class Description:
             {name: each for name, each in found.items() if each is not None},
             getattr(getattr(images, "training", None), "values", None),
             getattr(images, "largest", None),
+            input_values=getattr(in_whole(images.training)[0], "input_values", None),
         )
 
     @property
@@ -98,7 +101,7 @@ class Description:
             if not (0 < numbers[0] <= MOST and 0 <= numbers[1] <= MOST):  # text has no channels
                 raise ValueError(f"{numbers[0]} outputs of {numbers[1]} channels")
             largest = None if found["largest"] is None else tuple(map(int, found["largest"]))
-            more = as_fit(found["fit"]), own, found["values"], largest, str(found["signature"])
+            more = as_fit(found["fit"]), own, found["values"], largest, str(found["signature"]), found["input_values"]
             return cls(options, str(found["task"]), numbers[0], classes, numbers[1], *more)
 
     def write(self, folder: Path) -> None:
