@@ -54,7 +54,8 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
 
         given = others or options.images
         comm.agree(f"{asked.source} has folds: evaluate one of them, such as fold_0, on others" if given else None)
-        comm.agree(f"`seams`: {asked.source} has folds: evaluate one of them" if options.seams else None)
+        for name in ("seams", "lpips"):
+            comm.agree(f"`{name}`: {asked.source} has folds: evaluate one of them" if getattr(options, name) else None)
         judging = Judging(options.threshold, options.positive, options.patients)
         out = None if options.out is None else Path(options.out)
         summarise(
@@ -78,7 +79,7 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
         print(asked.spell(line), flush=True)
     scores = score(
         model, images, speaks=True, resamples=options.resamples, level=options.level, judging=judging,
-        seams=options.seams,
+        seams=options.seams, lpips=options.lpips,
     )  # fmt: skip
     file = file_of_evaluation(model.folder, None if options.out is None else Path(options.out), datetime.now())
     told: dict[str, Any] = {
