@@ -37,7 +37,7 @@ from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.halo import gather, gather_axes
 from mpi4dl.parallel.spatial.rules.hooks import whole_gradients
 from mpi4dl.parallel.spatial.sharding import from_tile, shard, spread_evenly
-from mpi4dl.parallel.spatial.tensor import SEVERAL, SpatialTensor, function_name, guards, refusal
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, guards, in_arguments, refusal
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 FIRST = 3  # forward passes of training in which ranks compare what they have
@@ -469,24 +469,6 @@ def _now(x: Tensor) -> Tensor:
     if not isinstance(x, KeptTensor):
         return x
     return x.outside() if torch._C._current_graph_task_id() < 0 else _plain(x)
-
-
-def in_arguments(
-    args: Sequence[Any], kwargs: Mapping[str, Any] | None, of: Callable[[Tensor], Tensor]
-) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a function of PyTorch's, whose tensors may stand in lists, with `of` each tensor."""
-
-    def each(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return of(x)
-        if not isinstance(x, SEVERAL):
-            return x
-        found = [each(one) for one in x]
-        if all(map(operator.is_, found, x)):
-            return x
-        return type(x)(*found) if hasattr(x, "_fields") else type(x)(found)
-
-    return [each(x) for x in args], {name: each(x) for name, x in kwargs.items()} if kwargs else {}
 
 
 APPLY = vars(torch.autograd.Function)["apply"]  # a class method, of Python or, since PyTorch 2.15, of C

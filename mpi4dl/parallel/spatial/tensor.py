@@ -13,11 +13,12 @@ The rule exchanges data where it must, and calls plain PyTorch on this rank's pa
 
 import functools
 import inspect
+import operator
 import sys
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -374,8 +375,8 @@ class SpatialTensor(Tensor):
         if guards:
             guards[0](function, args, options)
         if Layout.any_flat and function in _rules and function not in _of_flat:
-            args, options = _without_flat_dims(function, args, options)
-            if not any(isinstance(x, SpatialTensor) for x in pytree.tree_leaves((tuple(args), options))):
+            args, options, spread = _without_flat_dims(function, args, options)
+            if not spread:
                 return function(*args, **options)
         if substitutes:
             rule = functools.partial(substitutes[-1], function, rule)
@@ -488,20 +489,40 @@ def _run_eagerly() -> None:
     SpatialTensor.__torch_function__ = classmethod(run)  # type: ignore
 
 
+def in_arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any] | None, of: Callable[[Tensor], Tensor]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a function of PyTorch's, whose tensors may stand in lists, with `of` each tensor."""
+
+    def each(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return of(x)
+        if not isinstance(x, SEVERAL):
+            return x
+        found = [each(one) for one in x]
+        if all(map(operator.is_, found, x)):
+            return x
+        return type(x)(*found) if hasattr(x, "_fields") else type(x)(found)
+
+    return [each(x) for x in args], {name: each(x) for name, x in kwargs.items()} if kwargs else {}
+
+
 def _without_flat_dims(
     function: Any, args: Sequence[Any], options: dict[str, Any]
-) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments, with the flat dims of tensors gathered."""
-    leaves, structure = pytree.tree_flatten((tuple(args), options))
-    flat = [i for i, x in enumerate(leaves) if isinstance(x, SpatialTensor) and x.layout.flat]
-    if not flat:
-        return args, options
-    if flat[0] == 0 and writes(function, options):
+) -> tuple[Sequence[Any], dict[str, Any], bool]:
+    """The arguments, with the flat dims of tensors gathered, and whether one of them is still spread."""
+    target, spread = args[0] if args else None, False
+    if isinstance(target, SpatialTensor) and target.layout.flat and writes(function, options):
         raise refusal(function_name(function), "it writes to a tensor in which several axes are one dim")
-    for i in flat:
-        leaves[i] = copied(open_flat_dims[0](leaves[i]), leaves[i])
-    found: tuple[Sequence[Any], dict[str, Any]] = pytree.tree_unflatten(leaves, structure)
-    return found
+
+    def opened(x: Tensor) -> Tensor:
+        nonlocal spread
+        if isinstance(x, SpatialTensor) and x.layout.flat:
+            x = copied(open_flat_dims[0](x), x)
+        spread = spread or isinstance(x, SpatialTensor)
+        return x
+
+    return *in_arguments(args, options, opened), spread
 
 
 def _share_memory(function: Any, result: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -539,7 +560,7 @@ def of_whole(x: SpatialTensor) -> Tensor:
     """
     if x._of_whole is None and x.made_by is not None:
         function, args, options, place = x.made_by
-        args, options = pytree.tree_map_only(SpatialTensor, of_whole, (tuple(args), options))
+        args, options = in_arguments(args, options, lambda x: of_whole(x) if isinstance(x, SpatialTensor) else x)
         try:
             found = function(*args, **options)
             x._of_whole = found if place is None else found[place]
