@@ -42,19 +42,22 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     from mpi4dl.inference.model import Predictor
     from mpi4dl.inference.scoring import judging_by, score
     from mpi4dl.results.evaluations import file_of_evaluation
+    from mpi4dl.results.runs import fold_folders
     from mpi4dl.results.slides import places_of
 
     config, options = asked.config, asked.config.evaluating
     others = options.slides or options.features
     comm.agree("`images` and `slides` were both given: choose one" if options.images and others else None)
     chosen = Inference(config.inputs, config.placing)
-    if _is_folder_of_folds(comm, asked.source):
+    of_folds = comm.rank == 0 and bool(fold_folders(Path(asked.source)))
+    if comm.broadcast_object(of_folds):
         from mpi4dl.inference.folds import summarise
         from mpi4dl.inference.samples import Judging
 
         given = others or options.images
         comm.agree(f"{asked.source} has folds: evaluate one of them, such as fold_0, on others" if given else None)
-        comm.agree(f"`seams`: {asked.source} has folds: evaluate one of them" if options.seams else None)
+        for name in ("seams", "lpips"):
+            comm.agree(f"`{name}`: {asked.source} has folds: evaluate one of them" if getattr(options, name) else None)
         judging = Judging(options.threshold, options.positive, options.patients)
         out = None if options.out is None else Path(options.out)
         summarise(
@@ -78,7 +81,7 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
         print(asked.spell(line), flush=True)
     scores = score(
         model, images, speaks=True, resamples=options.resamples, level=options.level, judging=judging,
-        seams=options.seams,
+        seams=options.seams, lpips=options.lpips,
     )  # fmt: skip
     file = file_of_evaluation(model.folder, None if options.out is None else Path(options.out), datetime.now())
     told: dict[str, Any] = {
@@ -98,15 +101,6 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
             print("\n".join(lines))
             bad = f", {len(scores.bad)} could not be read" if scores.bad else ""
             print(f"{counted(scores.count, scores.what)} evaluated{bad}; see {file} and {file.stem}.csv")
-
-
-def _is_folder_of_folds(comm: "Communicator", source: str) -> bool:
-    """Whether a folder has the runs of folds, and is none itself. Collective."""
-    if comm.rank == 0:
-        folder = Path(source)
-        there = not (folder / "config.toml").is_file() and any(folder.glob("fold_*/config.toml"))
-    found: bool = comm.broadcast_object(comm.rank == 0 and there)
-    return found
 
 
 main = evaluate.main

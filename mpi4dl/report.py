@@ -12,7 +12,7 @@ from mpi4dl.options.declare import option
 from mpi4dl.options.kinds import NAME, optional
 
 USAGE = "RUN ... [--out FILE] [--images FOLDER]"
-DESCRIPTION = "Write an HTML page of runs: options, curves, metrics, images, speed and memory. No MPI needed."
+DESCRIPTION = "Write an HTML page of runs or folds: options, curves, metrics, images, speed and memory. No MPI needed."
 
 
 @dataclass(frozen=True)

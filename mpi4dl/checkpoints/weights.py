@@ -94,6 +94,18 @@ def open_weights(source: str, model: str = "") -> WeightSource:
     return _of_safetensors(path) if path.suffix == ".safetensors" else _of_pickle(path)
 
 
+def features_in(file: str, option: str) -> dict[str, Tensor]:
+    """The values of the part of torchvision's vgg16, alexnet or their like that looks at images, by name.
+
+    Raises ValueError that names the option, and OSError.
+    """
+    try:
+        stored = open_weights(file)
+    except ValueError as error:
+        raise ValueError(str(error).replace("`weights`", option, 1)) from None
+    return {name: stored.read(name) for name in stored.shapes if name.startswith("features.")}
+
+
 def weights_in(folder: Path, comm: Communicator | None = None) -> tuple[Path, list[str]]:
     """Where the weights are of a run's newest whole checkpoint, or without any those that it ended with.
 

@@ -28,11 +28,12 @@ from mpi4dl.options.sources import FOLDS
 from mpi4dl.results.evaluations import beside, file_of_evaluation, write_evaluation
 from mpi4dl.results.formats import csv_lines
 from mpi4dl.results.names import SUMMARY
+from mpi4dl.results.runs import fold_folders
 from mpi4dl.results.slides import places_of
 from mpi4dl.runs.folder import BEST
 from mpi4dl.runs.samples import RunSamples
 from mpi4dl.tasks.curves import is_rule
-from mpi4dl.training.folds import fold_folders, require_alike, settings_of_fold
+from mpi4dl.training.folds import require_alike, settings_of_fold
 
 
 def _say(comm: Communicator, line: str) -> None:

@@ -257,6 +257,13 @@ class Evaluating:
         optional(COUNTS),
         brief="the side of tiles made alone, whose seams are measured",
     )
+    lpips: str | None = option(
+        None,
+        "also the learned perceptual distance (LPIPS) of images from their targets, by a file of torchvision's weights "
+        "of alexnet, vgg16 or squeezenet1_1; for a model that makes images",
+        optional(NAME),
+        brief="a file of weights of alexnet or vgg16, for LPIPS",
+    )
 
 
 @dataclass(frozen=True)
@@ -291,7 +298,7 @@ def placed(trained: "ModelOptions", chosen: Inference, num_ranks: int) -> tuple[
         if trained.patch is not None:
             tiles, why = ((1, num_ranks),), f"`tiles` 1x{num_ranks}: ranks share the patches of each {what}"
         elif shared or own_sizes:
-            tiles = (_near_square(num_ranks, len(size)),)
+            tiles = (near_square(num_ranks, len(size)),)
             grid = "x".join(map(str, tiles[0]))
             why = f"`tiles` {grid}: all ranks share each {what}; `data` {num_ranks} would share out the {what}s"
         else:
@@ -325,7 +332,7 @@ def _each(tiles: tuple[tuple[int, ...], ...], stages: int) -> tuple[tuple[int, .
     return tuple(tiles[min(stage, len(tiles) - 1)] for stage in range(stages))
 
 
-def _near_square(count: int, num_axes: int) -> tuple[int, ...]:
+def near_square(count: int, num_axes: int) -> tuple[int, ...]:
     """So many tiles: of pictures as many rows as go, up to as many as columns; of volumes all of the depth."""
     if num_axes == 1:
         return (count,)

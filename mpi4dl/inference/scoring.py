@@ -24,7 +24,7 @@ from mpi4dl.geometry import Interval
 from mpi4dl.inference.images import Coverage, open_files_of_run, open_labelled
 from mpi4dl.inference.masks import Target, WindowInterval, Windows, targets_of
 from mpi4dl.inference.model import Prediction, Predictor
-from mpi4dl.inference.options import Inference
+from mpi4dl.inference.options import Inference, near_square
 from mpi4dl.inference.pictures import Example, jpeg_of, scale_of
 from mpi4dl.inference.records import NOT_NUMBERS, columns_of, is_undefined
 from mpi4dl.inference.samples import (
@@ -50,13 +50,14 @@ from mpi4dl.tasks.formulas import as_targets
 from mpi4dl.tasks.likeness import Likeness
 from mpi4dl.tasks.metrics import MEASURES, WHY_NONE, of_class
 from mpi4dl.tasks.seams import Seams
-from mpi4dl.tasks.task import ALIKE, LIKENESS, SEAMS, TASKS, Regress
+from mpi4dl.tasks.task import ALIKE, LIKENESS, LPIPS, SEAMS, TASKS, Regress
 
 MOST_EXAMPLES = 4  # of images that a model makes, in a picture
 BAND_ROWS = 256  # of images that are compared at a time
 
 if TYPE_CHECKING:
     from mpi4dl.datasets.slides.masks import MaskWindow
+    from mpi4dl.inference.perceptual import PerceptualDistance
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class Scores:
         found |= {"bad": self.bad, "root": self.root, "remarks": self.remarks}
         known = any("patient" in record for record in self.records)
         columns = columns_of(TASKS[self.task], self.classes, True, crops=self.crops, patients=known)
-        columns[-1:-1] = [name for name in SEAMS if any(name in record for record in self.records)]
+        columns[-1:-1] = [name for name in (LPIPS, *SEAMS) if any(name in record for record in self.records)]
         if any("fold" in record for record in self.records):
             columns.insert(columns.index("patient") + 1, "fold")
         files, remarks = self.files()
@@ -198,14 +199,16 @@ def score(
     speaks: bool = False,
     judging: Judging | None = None,
     seams: tuple[int, ...] | None = None,
+    lpips: str | None = None,
 ) -> Scores:
-    """Evaluate a model on images with labels; of one that makes images, also the seams of tiles: see `TilesAlone`.
+    """Evaluate a model on images with labels; of one that makes images, also the seams of tiles: see `TilesAlone`; and
+    by a file of weights their `PerceptualDistance`.
 
     Collective; raises Refusal on all ranks if no image can be read.
     """
     found: _Collected
-    if seams is not None or model.task.makes_images:
-        found = _Pictures(model, images, seams)
+    if seams is not None or lpips is not None or model.task.makes_images:
+        found = _Pictures(model, images, seams, lpips)
     else:
         found = (_Masks if model.task.dense else _Answers)(model, images)
     images = found.images
@@ -608,21 +611,31 @@ class _WithoutLabels(Subset):
 class _Pictures(_Collected):
     """Images that the model makes: of each how alike it is to its target, which rank 0 reads band by band.
 
-    With `seams` also how it shows the borders of tiles, and how an image does that is made in these, each alone.
+    With `seams` also how it shows the borders of tiles, and how an image does that is made in these, each alone. With
+    `lpips` rank 0 keeps the rows of an image, and all ranks compare it once more.
     """
 
-    def __init__(self, model: Predictor, images: Named, seams: tuple[int, ...] | None) -> None:
+    def __init__(self, model: Predictor, images: Named, seams: tuple[int, ...] | None, lpips: str | None) -> None:
         super().__init__(model, images)
         self.metric_names, self.looked_at = LIKENESS, _WithoutLabels(images, range(len(images)))
         self.alike: dict[int, dict[str, float]] = {}
         self.examples: list[Pixels] = []
         self.tiles: TilesAlone | None = None
+        self.distance: PerceptualDistance | None = None
+        if lpips is not None:
+            from mpi4dl.inference import perceptual
+
+            wrong = not model.task.makes_images or self.task.num_outputs not in (1, 3)
+            model.comm.agree("`lpips` is of grey or RGB pictures that a model makes" if wrong else None)
+            tiles = near_square(model.comm.size, 2)
+            self.distance = perceptual.PerceptualDistance(model.comm, model.assembly.device, lpips, tiles)
+            self.metric_names = (*self.metric_names, LPIPS)
         if seams is not None:
             wrong = not model.task.makes_images or model.fit != "own"
             model.comm.agree("`seams` are of pictures that a model makes, as files have them" if wrong else None)
             with model.comm.together((ValueError,)):
                 self.tiles = TilesAlone.of(seams)
-            self.metric_names = (*LIKENESS, *SEAMS)
+            self.metric_names = (*self.metric_names, *SEAMS)
 
     def wanted(self, outputs: Any) -> Tensor:
         return self.task.predictions(outputs)
@@ -634,6 +647,7 @@ class _Pictures(_Collected):
             number = where[0].start
             if number not in pairs:
                 pairs[number] = self._pair(seen.indices[number], scale)
+                pairs[number].rows = None if self.distance is None else []
             pairs[number].add(where[-2], values[0])
         found = {seen.indices[number]: pair.result() for number, pair in pairs.items()}
         for index, pair in zip(found, pairs.values(), strict=True):
@@ -644,6 +658,9 @@ class _Pictures(_Collected):
                 self._fail(index, alike)
                 continue
             self.alike[index] = alike
+            if self.distance is not None and alike:
+                own = next((each for number, each in pairs.items() if seen.indices[number] == index), None)
+                alike[LPIPS] = self.distance.of(None if own is None else own.whole())
             self._record(index, {**alike} or None)
 
     def pictures(self) -> dict[str, bytes]:
@@ -707,6 +724,7 @@ class _Pair:
     def __init__(self, images: Named, index: int, scale: int, own_size: bool, tiles: TilesAlone | None) -> None:
         self._alike, self._error, self._undefined = Likeness(), "", False
         self._seams: dict[str, Seams] = {}
+        self.rows: list[tuple[Tensor, Tensor]] | None = None  # of both, where they are kept
         self.example: Example | None = None
         try:
             self._target = images.label(index)
@@ -740,6 +758,8 @@ class _Pair:
             self._error = f"the target has shape {tuple(target.shape)}, but the model makes {tuple(made.shape)}"
         elif made.numel():
             self._alike.add(made, target)
+            if self.rows is not None:
+                self.rows.append((made.float().cpu(), target.float()))
             if self.example is not None:
                 self.example.add(rows, made.numpy())
             for seams, rows_of in zip(self._seams.values(), (made, target), strict=False):
@@ -753,6 +773,11 @@ class _Pair:
         height, width = target.size
         pixels = target.read(Interval(min(rows.start, height), min(rows.stop, height)), Interval(0, width))
         return torch.from_numpy(planes_of(pixels))
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """Both images, of which all rows are kept."""
+        made, target = (torch.cat(each, 1) for each in zip(*(self.rows or ()), strict=True))
+        return made, target
 
     def result(self) -> dict[str, float] | str:
         """The metrics; nothing if outputs are no numbers; or the error."""

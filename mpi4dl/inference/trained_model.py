@@ -88,7 +88,7 @@ class TrainedModel(Predictor):
 
         A model of slides takes `slides` instead, a table with labels, and one of features `features`, too. The
         `options` are those of `mpi4dl evaluate`: also `part`, `threshold`, such as 0.3, "youden" or "sensitivity=0.95",
-        `positive`, `patients`, `resamples`, `level` and `seams`.
+        `positive`, `patients`, `resamples`, `level`, `seams` and `lpips`.
         """
         given = self._asked(EvaluationOptions, options)
         asked = given.evaluating
@@ -104,7 +104,10 @@ class TrainedModel(Predictor):
         else:
             found = self._adapted(images)
             require_alike(self.comm, found, self.about)
-        scores = score(model, found, resamples=asked.resamples, level=asked.level, judging=judging, seams=asked.seams)
+        scores = score(
+            model, found, resamples=asked.resamples, level=asked.level, judging=judging, seams=asked.seams,
+            lpips=asked.lpips,
+        )  # fmt: skip
         if out is not None:
             file = file_of_evaluation(self.folder, Path(out), datetime.now())
             told = {"source": str(self.source), "images": str(others or images), "precision": self.precision}

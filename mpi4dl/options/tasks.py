@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from mpi4dl.checkpoints.weights import features_in
 from mpi4dl.comm import Communicator
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import nearest, value_of, with_values
@@ -88,6 +89,8 @@ def build_task(config: Config, dataset: Any, num_classes: int) -> Task:
         _require_weights(config, dataset)
     if own:
         return TASKS[config.data.task](num_classes, _own_loss(part, options))
+    if isinstance(vgg := options.get("vgg"), str):
+        options["vgg"] = features_in(vgg, "`loss_options` vgg")
     auxiliary = options.pop("auxiliary", None)
     task = TASKS[config.data.task](num_classes, part, options, auxiliary)
     task.own_loss()

@@ -1,13 +1,13 @@
 """The blocks of a model: what stands in a row, and may be computed again, or fetch its halo, as a whole."""
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mpi4dl.parallel.pipeline.decisions import INTERNAL, PLAIN
 from mpi4dl.parallel.pipeline.program import Value
@@ -72,7 +72,23 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-# State of modules in Python besides tensors, such as counters: a repeated forward pass finds it unchanged.
+# State of modules, buffers and in Python, such as counters: a repeated forward pass finds it unchanged.
+
+
+class Buffers:
+    """The buffers of a module and their places: a forward pass may write to them, or put others there."""
+
+    def __init__(self, module: nn.Module) -> None:
+        places = ((each._buffers, name) for each in module.modules() for name in each._buffers)
+        self._found = [(own, name, buffer) for own, name in places if (buffer := own[name]) is not None]
+
+    def values(self) -> list[Tensor]:
+        return [buffer.clone() for _, _, buffer in self._found]
+
+    @torch.no_grad()
+    def assign(self, values: Sequence[Tensor]) -> None:
+        for (own, name, buffer), value in zip(self._found, values, strict=True):
+            own[name] = buffer.copy_(value)
 
 
 class Attributes:
@@ -95,6 +111,10 @@ class Attributes:
                     values[name] = value
         for put in self._generators:
             put()
+
+    def differ(self) -> bool:
+        """Whether a module has other values now."""
+        return any(_plain_values(values) != before for values, before in self._values)
 
 
 def _plain_values(values: dict[str, Any]) -> dict[str, Any]:

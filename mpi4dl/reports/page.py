@@ -409,6 +409,8 @@ def _evaluations(run: ShownRun, images: Path | None) -> Iterator[dict[str, Any]]
 
 def _evaluation(run: ShownRun, one: SavedEvaluation, images: Path | None) -> dict[str, Any]:
     told = one.told
+    own = one.path.is_relative_to(run.path)  # or of all folds
+    title = f"{run.name}: {one.path.relative_to(run.path).with_suffix('')}" if own else f"all folds: {one.path.stem}"
     homes = [Path(), run.path.resolve().parent, *([] if images is None else [images])]
     folders = [*([] if images is None else image_folders(images)), *([Path(told["root"])] if told["root"] else [])]
     for root in () if told["root"] else (told.get("images"), run.options.get("data.images")):
@@ -418,7 +420,7 @@ def _evaluation(run: ShownRun, one: SavedEvaluation, images: Path | None) -> dic
     rows = [row for row in one.metrics() if row["by"] == told["what"]]
     matrix = told["confusion"] if is_matrix(told["confusion"]) else None
     return {
-        **_shown(f"{run.name}: {one.path.relative_to(run.path).with_suffix('')}", told["classes"], matrix),
+        **_shown(title, told["classes"], matrix),
         "metrics": [(row["metric"], number_text(row["value"]), *_between(row)) for row in rows],
         "count": len(looked_at),
         "made": _inlined(beside(one.path, EXAMPLES)),

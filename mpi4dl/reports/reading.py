@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from mpi4dl._numbers import number_in
 from mpi4dl._wording import counted
 from mpi4dl.options.kinds import dump
-from mpi4dl.results.evaluations import SavedEvaluation
+from mpi4dl.results.evaluations import SavedEvaluation, evaluations_in
 from mpi4dl.results.formats import Record, reading
 from mpi4dl.results.names import CONFIG, METRICS, PORTRAIT
-from mpi4dl.results.runs import FolderResults
+from mpi4dl.results.runs import FolderResults, fold_folders
 from mpi4dl.runs.folder import RunSnapshot
 from mpi4dl.tasks.directions import higher_is_better
 
@@ -77,14 +77,24 @@ class ShownRun:
 
 
 def read_runs(paths: Sequence[Path]) -> list[ShownRun]:
-    """The runs in these folders, named by as much of the end of each path as tells them apart. Raises ValueError."""
+    """The runs in these folders, named by as much of the end of each path as tells them apart. Raises ValueError.
+
+    A folder of folds is all of their runs, of which the first one has its evaluations, too.
+    """
+    folders = [(path, [*fold_folders(path).values()]) for path in paths]
+    paths = [each for path, folds in folders for each in folds or [path]]
     parts = [path.absolute().parts for path in paths]
     depth = 1
     while depth < max(map(len, parts)) and len({part[-depth:] for part in parts}) < len(set(parts)):
         depth += 1
     names = ["/".join(part[-depth:]) for part in parts]
     names = [f"{n} ({names[:i].count(n) + 1})" if n in names[:i] else n for i, n in enumerate(names)]
-    return [ShownRun(path, name) for path, name in zip(paths, names, strict=True)]
+    found = [ShownRun(path, name) for path, name in zip(paths, names, strict=True)]
+    for path, folds in folders:
+        if folds:
+            first = found[paths.index(folds[0])]
+            first.evaluations = [*evaluations_in(path), *first.evaluations]
+    return found
 
 
 def flattened(tables: Mapping[str, Any]) -> dict[str, str]:

@@ -14,7 +14,17 @@ from mpi4dl.results.names import CONFIG, DESCRIPTION, LOG, MEASURES, METRICS, PO
 LOG_BYTES = 1 << 16  # that are read, from its end
 LOG_LINE = re.compile(r"\S+ \S+ [A-Z]+ mpi4dl[\w.]*: (.*)")
 ENDS = ("done: ", "stopped by ", "ended by ")
+FOLD = re.compile(r"fold_([0-9]{1,6})")
 NOT_FINITE = ("nan", "inf", "-inf")
+
+
+def fold_folders(folder: Path) -> dict[int, Path]:
+    """The folders of the runs of folds in a folder, by their numbers; empty if it is itself a run."""
+    if not folder.is_dir() or (folder / CONFIG).is_file():
+        return {}
+    found = ((FOLD.fullmatch(path.name), path) for path in folder.iterdir())
+    of = {int(name[1]): path for name, path in found if name and (path / CONFIG).is_file()}
+    return dict(sorted(of.items()))
 
 
 class FolderResults:

@@ -8,6 +8,7 @@ HIGHER_IS_BETTER: Mapping[str, bool] = {
     "loss": False,
     "bits_per_byte": False,
     "mae": False,
+    "lpips": False,
     "mse": False,
     "rmse": False,
     "accuracy": True,

@@ -220,13 +220,21 @@ def ms_ssim(scales: int = len(POWERS)) -> BatchLoss:
     return Dissimilarity(tuple(each / sum(powers) for each in powers))
 
 
+def perceptual(
+    vgg: Mapping[str, Tensor] | None = None, layers: str = "relu1_2+relu2_2+relu3_3+relu4_3", factor: float = 1.0
+) -> BatchLoss:
+    from mpi4dl.tasks.perceptual import Perceptual
+
+    return Perceptual(vgg, layers, factor)
+
+
 def cox(ties: str = "efron") -> BatchLoss:
     return Cox(ties)
 
 
 LOSSES: Mapping[str, Callable[..., BatchLoss]] = {
     function.__name__: function
-    for function in (cross_entropy, bce, dice, focal, mse, l1, huber, charbonnier, ssim, ms_ssim, cox)
+    for function in (cross_entropy, bce, dice, focal, mse, l1, huber, charbonnier, ssim, ms_ssim, perceptual, cox)
 }
 
 

@@ -322,6 +322,7 @@ class Regress(Task):
 
 
 LIKENESS = ("psnr", "ssim", "mae")  # how alike two images are
+LPIPS = "lpips"  # how unlike they are to a network
 SEAMS = ("seams", "seams_tiled", "seams_target", "psnr_tiled")  # beside an image that is made in tiles
 
 

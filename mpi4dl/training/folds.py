@@ -4,7 +4,6 @@ runs/cv/folds.csv                    which slides are in which fold
 runs/cv/fold_0, runs/cv/fold_1 ...   the run of each fold
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -21,6 +20,7 @@ from mpi4dl.options.tasks import with_task
 from mpi4dl.results.formats import read_part
 from mpi4dl.results.job import Settings, difference, settings_of
 from mpi4dl.results.names import CONFIG, VERSIONS
+from mpi4dl.results.runs import fold_folders
 from mpi4dl.runs.assembly import prints_of
 from mpi4dl.runs.folder import default_path
 from mpi4dl.runs.samples import FILE as SAMPLES
@@ -29,17 +29,6 @@ from mpi4dl.training.data import Images
 from mpi4dl.training.resuming import command_to_go_on, files_of
 from mpi4dl.training.run import fit
 from mpi4dl.training.setup import open_samples, set_up
-
-_NAME = re.compile(r"fold_([0-9]{1,6})")
-
-
-def fold_folders(folder: Path) -> dict[int, Path]:
-    """The folders of the runs of folds in a folder, by their numbers; empty if it is itself a run."""
-    if not folder.is_dir() or (folder / CONFIG).is_file():
-        return {}
-    found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
-    of = {int(name[1]): path for name, path in found if name and (path / CONFIG).is_file()}
-    return dict(sorted(of.items()))
 
 
 def train_folds(comm: Communicator, config: Config, spell: Callable[[str], str], argv: Sequence[str]) -> Path | None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -187,6 +188,33 @@ def test_parameters_that_play_no_part_stay_as_they_are(ranks: Ranks, plan: Plan,
     for name in ("forgotten.weight", "frozen.weight"):
         assert torch.equal(expected.state[name], begin[name])
         assert expected.gradients.get(name) is None
+
+
+class Aside(nn.Module):
+    """Makes two predictions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.aside = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Linear(4, 3)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(x).tanh()
+        aside = self.aside(x.mean((2, 3)))
+        return self.last(self.second(x).mean((2, 3))), aside
+
+
+def loss_of_some(outputs: tuple[Tensor, Tensor], targets: Tensor, aside: int = 0) -> Tensor:
+    """The loss of the first prediction, and of the other one if there is a class `aside` among the targets."""
+    loss = F.cross_entropy(outputs[0], targets)
+    return loss + F.cross_entropy(outputs[1], targets) if aside in targets else loss
+
+
+@pytest.mark.parametrize("aside", [0, 9])
+@pytest.mark.parametrize("plan", [*STAGES, MIRRORED], ids=label)
+@pytest.mark.sample(3)
+def test_a_prediction_that_the_loss_leaves_out_has_no_gradient(ranks: Ranks, plan: Plan, aside: int) -> None:
+    check(ranks, Task(Aside, (12, 10), loss=partial(loss_of_some, aside=aside), optimizer="AdamW"), plan)
 
 
 def dropped(ranks: Ranks, plan: Plan, recompute: bool = False) -> list[Outcome]:

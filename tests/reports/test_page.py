@@ -268,6 +268,18 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path, capsys: pytest.CaptureF
     assert {"a/run", "b/run", "a/run (2)"} <= set(re.findall(r"[ab]/run(?: \(2\))?", page.text))
 
 
+def test_folds_are_named_by_their_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for fold in (0, 1, 10):
+        write_run(tmp_path / "cv" / f"fold_{fold}")
+    rows = "image,label,prediction,probability 1\na.png,1,1,0.75\nb.png,1,2,0.25\n"
+    write_evaluation(tmp_path / "cv" / "evaluation-1.json", rows)
+    main([str(tmp_path / "cv"), "--out", str(tmp_path / "page.html")])
+    assert "3 runs" in capsys.readouterr().out
+    text = Checked(_raw(tmp_path)).text
+    assert text.index("fold_0") < text.index("fold_1") < text.index("fold_10")
+    assert "all folds: evaluation-1" in text
+
+
 def test_axes_and_many_points() -> None:
     assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
     assert ticks(90, 350, 4) == [100, 200, 300]

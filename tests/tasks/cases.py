@@ -1,14 +1,17 @@
 """Models, batches and plain PyTorch's losses that the tests of tasks share."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mpi4dl._torchvision import import_torchvision
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.transformed import WeightedLabels
 from mpi4dl.engine import Engine
@@ -18,6 +21,10 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.formulas import BatchLoss, OfHeads
 from mpi4dl.tasks.losses import build_loss
 from tests.support.short_runs import tiles_of
+
+torchvision = import_torchvision()
+transforms = torchvision.transforms
+create_feature_extractor = import_module("torchvision.models.feature_extraction").create_feature_extractor
 
 NUM_CLASSES = 3
 SIZE = (25, 23)
@@ -62,7 +69,8 @@ class Case:
     sample_weights: bool = False
 
     def loss(self) -> BatchLoss:
-        return OfHeads(build_loss(self.name, **dict(self.options)))
+        options = {name: value() if callable(value) else value for name, value in self.options}
+        return OfHeads(build_loss(self.name, **options))
 
     def model(self) -> nn.Module:
         dense = self.targets in ("mask", "masks", "map")
@@ -236,6 +244,28 @@ def plain_l1_and_ms_ssim(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.l1_loss(outputs, targets) + plain_ssim(outputs, targets, 2)
 
 
+@cache
+def vgg16_weights() -> dict[str, Tensor]:
+    """Weights by which no layer dies, and which no file has."""
+    torch.manual_seed(1)
+    with torch.device("meta"):
+        shapes = {name: value.shape for name, value in torchvision.models.vgg16().features.state_dict().items()}
+    return {
+        f"features.{name}": torch.randn(shape, dtype=torch.float64) / math.sqrt(shape[1:].numel() or 1)
+        for name, shape in shapes.items()
+    }
+
+
+def plain_l1_and_perceptual(outputs: Tensor, targets: Tensor) -> Tensor:
+    vgg = torchvision.models.vgg16().double()
+    vgg.load_state_dict(vgg16_weights(), strict=False)
+    normalized = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    ends = {"3": "relu1_2", "8": "relu2_2"}
+    seen = create_feature_extractor(vgg.features.eval(), ends)
+    made, wanted = (seen(normalized(x)) for x in (outputs, targets))
+    return F.l1_loss(outputs, targets) + 0.5 * sum(F.l1_loss(made[name], wanted[name]) for name in ends.values())
+
+
 COUNTED = (("class_weights", WEIGHTS), ("ignore_index", IGNORED))
 IGNORING = (("ignore_index", IGNORED),)
 BINARY = (*IGNORING, ("binary", True))
@@ -249,7 +279,14 @@ DICE_OF_SAMPLES = Case("dice", IGNORING, "mask", plain_dice_of_samples, sample_w
 CHARBONNIER = Case("charbonnier", (), "map", plain_charbonnier)
 SSIM = Case("ssim", (), "map", plain_ssim)
 MS_SSIM = Case("l1+ms_ssim", (("scales", 2),), "map", plain_l1_and_ms_ssim)
+PERCEPTUAL = Case(
+    "l1+perceptual",
+    (("vgg", vgg16_weights), ("layers", "relu1_2+relu2_2"), ("factor", 0.5)),
+    "map",
+    plain_l1_and_perceptual,
+)
 CASES = [
+    PERCEPTUAL,
     SSIM,
     MS_SSIM,
     OF_SAMPLES,

@@ -17,6 +17,7 @@ from tests.tasks.cases import (
     EFRON,
     MS_SSIM,
     OF_SAMPLES,
+    PERCEPTUAL,
     SMOOTH,
     SSIM,
     WEIGHTED,
@@ -45,7 +46,7 @@ def agree(ranks: Ranks, case: Case, plan: Plan, count: int) -> None:
         *((WEIGHTED, SPLIT, 7), (WEIGHTED, STAGES, 6), (BOTH, TILES, 2), (SMOOTH, SPLIT, 7), (EFRON, WAYS, 9)),
         *((OF_SAMPLES, SPLIT, 7), (DICE_OF_SAMPLES, WAYS, 8), (CLASSES_OF_SAMPLES, STAGES, 6)),
         *((CHARBONNIER, TILES, 2), (CHARBONNIER, SPLIT, 7), (CHARBONNIER, STAGES, 6)),
-        *((SSIM, STAGES, 6), (MS_SSIM, TILES, 2), (MS_SSIM, SPLIT, 7)),
+        *((SSIM, STAGES, 6), (MS_SSIM, TILES, 2), (MS_SSIM, SPLIT, 7), (PERCEPTUAL, TILES, 2), (PERCEPTUAL, STAGES, 6)),
     ],
     ids=str,
 )

@@ -1,6 +1,7 @@
 """Images out of images: every plan trains as plain PyTorch, and makes and judges the pictures that it does."""
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 import mpi4dl
 from mpi4dl import models
+from mpi4dl._torchvision import import_torchvision
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets import Loader
 from mpi4dl.datasets.files import open_stored_picture
@@ -87,12 +89,18 @@ def test_a_run_goes_on_on_other_tiles(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def use(
-    comm: Communicator, run: Path, pairs: Path, out: Path, plan: dict[str, str], seams: str | None = None
+    comm: Communicator,
+    run: Path,
+    pairs: Path,
+    out: Path,
+    plan: dict[str, str],
+    seams: str | None = None,
+    lpips: str | None = None,
 ) -> list[str]:
     """A body: predict of the inputs, evaluate on the pairs; what is wrong with any."""
     model = mpi4dl.TrainedModel(run, comm=comm, **plan)
     found = [*model.predict(pairs / "inputs", out)]
-    model.evaluate(pairs, out, resamples=10, seams=seams)
+    model.evaluate(pairs, out, resamples=10, seams=seams, lpips=lpips)
     return [record["error"] for record in found if "error" in record]
 
 
@@ -150,6 +158,30 @@ def test_pictures_and_their_metrics_are_those_of_whole_images(
         similar = metrics.structural_similarity(y, x, channel_axis=0, **OPTIONS)
         assert float(judged["ssim"]) == pytest.approx(similar, rel=1e-4, abs=1e-6)
         assert float(judged["mae"]) == pytest.approx(np.abs(x - y).mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("alexnet", "alex"), ("vgg16", "vgg"), ("squeezenet1_1", "squeeze")])
+@pytest.mark.sample(1)
+@pytest.mark.filterwarnings("ignore:.*pretrained", "ignore:Arguments other than a weight enum")
+def test_the_perceptual_distance_is_that_of_lpips(ranks: Ranks, tmp_path: Path, name: str, kind: str) -> None:
+    pairs, file = write_pairs(tmp_path / "pairs", "uint16"), tmp_path / "weights.pth"
+    run = run_train(ranks, tmp_path / "run", COMMON, pairs, "--max-steps 1")
+    network = getattr(import_torchvision().models, name)()
+    torch.save(network.state_dict(), file)
+    plain = import_module("lpips").LPIPS(net=kind, pnet_rand=True, verbose=False)
+    own = network.features.state_dict()
+    plain.net.load_state_dict({key: own[key.partition(".")[2]] for key in plain.net.state_dict()})
+    ranks(2).run(use, run, pairs, tmp_path / "out", {"tiles": "1x2"}, None, str(file))
+    rows = read_rows(tmp_path / "out" / "evaluation.csv")
+    assert len(rows) == 8
+    for row in rows:
+        made, target = reference(run, pairs, Path(row["image"]).stem)
+        with torch.no_grad():
+            expected = float(plain(made[None], target[None], normalize=True))
+        assert float(row["lpips"]) == pytest.approx(expected, rel=1e-4)
+    torch.save({"features.0.weight": torch.ones(64, 3, 7, 7)}, file)
+    with pytest.raises(RanksFailed, match="has not the weights of torchvision's alexnet"):
+        ranks(2).run(use, run, pairs, tmp_path / "out", {"tiles": "1x2"}, None, str(file))
 
 
 def test_a_target_of_another_size_is_a_record_with_an_error(ranks: Ranks, tmp_path: Path) -> None:

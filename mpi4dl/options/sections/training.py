@@ -56,14 +56,16 @@ class Training:
     )
     loss: Any = option(
         None,
-        "the loss: cross_entropy, bce, dice, focal, mse, l1, huber, charbonnier, ssim, ms_ssim, cox, or a sum such as "
-        "dice+focal; or your own such as my_code.py:loss(outputs, targets); none: by the task",
+        "the loss: cross_entropy, bce, dice, focal, mse, l1, huber, charbonnier, ssim, ms_ssim, perceptual, cox, or a "
+        "sum such as dice+focal; or your own such as my_code.py:loss(outputs, targets); none: by the task",
         optional(PART),
         brief="cross_entropy, dice, ... or your own",
         known_as=same_as("criterion loss-fn loss-function"),
     )
     loss_options: Mapping[str, Any] = option(
-        {}, "options of the loss, such as gamma=1.5, delta=0.5, ties=breslow, or arguments of your own", KEYWORDS
+        {},
+        "options of the loss, such as gamma=1.5, delta=0.5, ties=breslow, vgg=vgg16.pth, or arguments of your own",
+        KEYWORDS,
     )
     precision: str = option(
         "fp32",

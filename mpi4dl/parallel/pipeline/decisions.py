@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from operator import is_
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -139,6 +140,10 @@ class Watch:
         return value
 
 
+def _items(container: Any) -> Iterable[Any]:
+    return itertools.chain(container, container.values()) if isinstance(container, dict) else container
+
+
 def keep_contents(values: Iterable[Any]) -> Callable[[], None]:
     """A function that gives the lists, dicts and sets in these values the contents that they have now."""
     found: dict[int, Any] = {}
@@ -148,6 +153,8 @@ def keep_contents(values: Iterable[Any]) -> Callable[[], None]:
 
     def restore() -> None:
         for container, before in contents:
+            if len(container) == len(before) and all(map(is_, _items(container), _items(before))):
+                continue  # some forbid changes, such as the configuration of a model of diffusers
             container.clear()
             container.extend(before) if isinstance(container, list | deque) else container.update(before)
 

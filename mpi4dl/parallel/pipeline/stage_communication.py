@@ -80,7 +80,7 @@ def put_together(parts: Iterator[Tensor], assembly: Assembly | None) -> Tensor:
     return torch.cat([*before, x, *behind], assembly.dim)
 
 
-ANNOUNCED, FORWARD, BACKWARD, NUM_TAGS = 0, 1, 2, 3
+ANNOUNCED, FORWARD, BACKWARD, USED, NUM_TAGS = 0, 1, 2, 3, 4
 MOST_TAGS = 32768  # those that any MPI library has
 
 
@@ -196,7 +196,7 @@ class StageBoundary:
     ) -> None:
         sources, targets = (plan.partners(comm.rank, direction, each) for each in (stage, stage + 1))
         self.comm, self.plan, self.stage, self.grid, self.device = comm, plan, stage, grid, device
-        self.ends = (*sources, *targets)
+        self.ends, self.others = (*sources, *targets), targets if sends else sources
         self.place = sources.index(comm.rank) if sends else len(sources) + targets.index(comm.rank)
         self.tag = direction * plan.num_stages + stage
         self.num_tags = plan.num_directions * plan.num_stages
@@ -284,22 +284,29 @@ class StageBoundary:
         return Received(unpack(values, announcement.header), leaves)
 
     def send_back(self, message: StageMessage, leaves: Sequence[Tensor]) -> Pending:
-        """Return the gradients of the tensors that were received; zeros where a tensor took no part in the loss."""
+        """Return the gradients of the tensors that were received, and which of several took part in the loss at all."""
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         tag = self._tag(BACKWARD, message)
         sent = [
             transfer.gradients.send(gradient, tag)
             for transfer, gradient in zip(self._differentiable(message), gradients, strict=True)
         ]
+        if len(leaves) > 1:
+            used = torch.tensor([leaf.grad is not None for leaf in leaves], dtype=torch.uint8)
+            sent += [self.comm.isend(used, source, self._tag(USED, message)) for source in self.others]
         return Pending.all(self.comm.node, sent)
 
-    def receive_back(self, message: StageMessage) -> list[Tensor]:
-        """The gradients of the values that were handed on and wanted one."""
-        arrived = self._posted(message, back=True)
-        return [
-            transfer.gradients.assemble(None, incoming)
-            for transfer, incoming in zip(self._differentiable(message), arrived, strict=True)
-        ]
+    def receive_back(self, message: StageMessage) -> list[Tensor | None]:
+        """The gradients of the values that were handed on and wanted one; None for one of several without a part in
+        the loss.
+        """
+        arrived, transfers = self._posted(message, back=True), self._differentiable(message)
+        found = [each.gradients.assemble(None, coming) for each, coming in zip(transfers, arrived, strict=True)]
+        if len(found) < 2:
+            return found
+        empty, tag = torch.empty(len(found), dtype=torch.uint8), self._tag(USED, message)
+        used = sum(self.comm.recv(empty.clone(), target, tag) for target in self.others)
+        return [x if part else None for x, part in zip(found, used, strict=True)]
 
     def _posted(self, message: StageMessage, back: bool = False) -> list[Incoming]:
         if (message, back) not in self._expected:

@@ -24,7 +24,7 @@ from mpi4dl.comm import Refusal
 from mpi4dl.comm.exchange import narrow, once_differentiable
 from mpi4dl.comm.streams import carried
 from mpi4dl.datasets import DatasetError
-from mpi4dl.parallel.blocks import Attributes
+from mpi4dl.parallel.blocks import Attributes, Buffers
 from mpi4dl.parallel.disk import ON_DEVICE, Keep, NoRoom, let_go
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import retile
@@ -41,6 +41,12 @@ from mpi4dl.parallel.streaming.stream_tiles import (
     StreamGrid,
 )
 
+DRIFTED = (
+    "the streamed part of the model does not do the same when a tile of the image runs again: as it runs it changes "
+    "what streaming does not put back, such as a list, a global, a weight, or a tensor that is no buffer, or a hook on "
+    "a gradient changes an attribute; keep numbers in attributes of modules, and write to buffers in place, in forward"
+)
+SAME = {8: 1e-12, 4: 1e-5, 2: 1e-2}  # by the bytes of a number: what kernels without an order of sums differ by
 TOUCHED_BYTES = 64 << 20  # of inputs that tiles read of files until these leave the memory
 Contributions = dict[int, Contribution]  # by tile
 TilePixels = Sequence[Tensor | None]  # for each input the pixels that a tile read; None for an input that is a tensor
@@ -143,14 +149,14 @@ class Streaming:
         self._part, self._plan, self._grid, self._norms = part, plan, grid, norms
         self._recorded: list[Sequence[Contribution]] = []  # the statistics: contributions by tile
         self._statistics = RunningNorms()
-        self._buffers = list(part.buffers())
-        self._initial_buffers = [buffer.clone() for buffer in self._buffers]
+        self._buffers = Buffers(part)
+        self._initial_buffers = self._buffers.values()
         self._parameters = [p for p in part.parameters() if p.requires_grad]
         self._device = device or next(part.parameters(), torch.empty(0)).device
         kind = self._device.type
         autocast: dict[str, Any] = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
         self._autocast = partial(torch.autocast, kind, **autocast)
-        self._attributes = Attributes(part.modules())
+        self._attributes = self._left = Attributes(part.modules())  # before the forward pass, and behind it
         self._states = RandomStates.now((self._device,))
         self._digests = self._states.digests()
         self._differentiable = torch.is_grad_enabled()
@@ -161,6 +167,8 @@ class Streaming:
             for each in self._inputs:
                 each.move()
         self._outputs: list[OutputBuffer | None] = []  # None for an output that every tile has whole
+        self._sketches: dict[int, list[Tensor]] = {}  # by tile: of its outputs in the forward pass
+        self._drift: list[Tensor] = []  # how far they were from these in the backward pass, beyond rounding
         of_images = len(self._inputs) == 1 and not isinstance(self._inputs[0].values, Tensor)
         self._background = BackgroundTiles(plan) if of_images and BackgroundTiles.applies_to(plan) else None
 
@@ -201,9 +209,10 @@ class Streaming:
             if buffer is not None:
                 del buffer.local  # the memory now belongs to the output
         if self._norms == "frozen":
-            _assign(self._buffers, self._initial_buffers)
+            self._buffers.assign(self._initial_buffers)
         elif self._norms == "running":
             self._statistics.merge(self._grid.comm)
+        self._left = Attributes(self._part.modules())
         return found
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -237,13 +246,13 @@ class Streaming:
                     known = sums[i]
                     sums[i] = gradient if known is None else known.add_(gradient, alpha=zero_weight or 1)
 
-        self._buffers = list(self._part.buffers())  # under GEMS these are not the buffers of the forward pass
-        buffers = [buffer.clone() for buffer in self._buffers]
+        self._buffers = Buffers(self._part)  # under GEMS these are not the buffers of the forward pass
+        buffers = self._buffers.values()
         state, attributes = RandomStates.now((self._device,)), Attributes(self._part.modules())
         self._all_passes(self._backward_pass, differentiate)
         state.put()
         attributes.put()
-        _assign(self._buffers, buffers)
+        self._buffers.assign(buffers)
         return [*(x.total() for x in self._inputs if isinstance(x.values, Tensor)), *sums]
 
     def _all_passes(self, one_pass: Callable[[Use], tuple[Contributions, Exception | None]], use: Use) -> None:
@@ -311,7 +320,8 @@ class Streaming:
                 return self._backward_pass(use)
             found[tile] = result.contribution if constant is None else result.contribution + len(equal) * constant
             found |= {other: torch.zeros_like(result.contribution) for other in equal}
-        return found, None
+        drifted = bool(self._drift) and float(torch.stack(self._drift).max()) > 0
+        return found, Refusal(DRIFTED) if not found and (drifted or self._left.differ()) else None
 
     def _run_tile(
         self, tile: int, read: TilePixels, use: Use, record_moments: bool = False, compare: bool = False
@@ -326,7 +336,7 @@ class Streaming:
         norms = nullcontext() if self._norms == "exact" else self._statistics.for_tile(record_moments)
         contribution, additive, comparable = None, False, []
         check = PositionCheck(self._plan.cut_axes)
-        _assign(self._buffers, self._initial_buffers)  # each tile starts with the state of the first one
+        self._buffers.assign(self._initial_buffers)  # each tile starts with the state of the first one
         self._attributes.put()
         self._states.put()
         try:
@@ -334,6 +344,7 @@ class Streaming:
                 with check if compare else nullcontext():
                     outputs = self._part(*values)
                 grid.halo_prefetch.flush()
+                self._compare(tile, outputs)
                 use(values, outputs)
             if compare:
                 comparable = [owned(y).detach() for y in outputs]
@@ -345,6 +356,13 @@ class Streaming:
         drew = compare and RandomStates.now((self._device,)).digests() != self._digests
         equal_positions = comparable and check.holds and not drew
         return _TileResult(contribution, additive, comparable if equal_positions else None, moments or [])
+
+    def _compare(self, tile: int, outputs: Sequence[Tensor]) -> None:
+        """Note how far a tile is that runs again, for its backward pass, from its outputs in the forward pass."""
+        values = [local_part(y.detach()) for y in outputs if y.is_floating_point()]
+        sketches = list(map(_sketch, values))
+        for x, before, now in zip(values, self._sketches.setdefault(tile, sketches), sketches, strict=True):
+            self._drift.append((now - before).abs().max() - SAME[x.itemsize] * before[1])
 
     def _let_go(self, values: Sequence[Tensor]) -> None:
         """Keep no more of files in memory than a few tiles had of them, which cost time to come back."""
@@ -440,7 +458,7 @@ class _Streamed(torch.autograd.Function):
         return (None, None, *ctx.streaming.backward(gradients))
 
 
-def _assign(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    with torch.no_grad():
-        for buffer, value in zip(buffers, values, strict=True):
-            buffer.copy_(value)
+def _sketch(x: Tensor) -> Tensor:
+    """The sum of x, divided by that of as many random numbers of norm 1, and the norm of x."""
+    norm = torch.linalg.vector_norm(x, dtype=torch.float64)
+    return torch.stack([x.sum(dtype=torch.float64) / max(1, x.numel()) ** 0.5, norm])

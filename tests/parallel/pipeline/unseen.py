@@ -198,6 +198,25 @@ class Naming(Base):
         return Named(logits, (logits.exp(),))
 
 
+class Fixed(dict[str, float]):
+    """Forbids changes, as the configuration of a model of diffusers does."""
+
+    def clear(self) -> None:
+        raise TypeError("it is fixed")
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("it is fixed")
+
+
+class Configured(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Fixed(scale=0.5)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x * self.config["scale"]
+
+
 class Sampling(Base):
     """A variational layer, of random numbers that one process would draw."""
 
@@ -228,6 +247,7 @@ EXACT = [
     OfAClass,
     Scripted,
     Naming,
+    Configured,
 ]
 REFUSED = {
     RecomputingAFunction: "gives torch.utils.checkpoint a function",

@@ -3,6 +3,7 @@
 import itertools
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -188,6 +189,71 @@ def test_what_a_cut_block_reads_may_not_change(comm: Communicator) -> None:
     words = r"^the attribute 1\.scale of ScaledBlocks has changed since the model was cut"
     with pytest.raises(Refusal, match=words):
         step(engine, task, 1)
+
+
+SEEN: list[int] = []
+
+
+def _see(module: nn.Module, x: Tensor) -> Tensor:
+    SEEN.append(1)
+    return x * len(SEEN)
+
+
+def _replace(module: Any, x: Tensor) -> Tensor:
+    if module.training:
+        module.mean = 0.9 * module.mean + 0.1 * x.detach().mean((0, 2, 3), keepdim=True)
+    return x - module.mean
+
+
+def _write(module: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        module.weight.mul_(0.5)
+    return x * module.weight.detach()
+
+
+def _hook(module: Any, x: Tensor) -> Tensor:
+    if x.requires_grad:
+        x.register_hook(lambda gradient: setattr(module, "scale", 0.5))
+    return x * module.scale
+
+
+class Changes(nn.Module):
+    """Changes something as it runs."""
+
+    def __init__(self, how: Any) -> None:
+        super().__init__()
+        self.weight, self.scale, self.how = nn.Parameter(torch.ones(())), 1.0, how
+        self.register_buffer("mean", torch.zeros(1, 4, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self, x)
+
+
+def changes(how: Any) -> nn.Module:
+    layers = [nn.Conv2d(3, 4, 3, padding=1), Changes(how), nn.Conv2d(4, 4, 3, 2)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+
+
+def changing(how: Any) -> Task:
+    return Task(partial(changes, how), (24, 26), stream=StreamOptions((2, 2), "1"), balance=(2, 4))
+
+
+@pytest.mark.parametrize("plan", ["tiles", "two stages"])
+def test_a_buffer_that_is_replaced_is_as_before_for_the_next_tile(ranks: Ranks, plan: str) -> None:
+    check(ranks, changing(_replace), PLANS[plan])
+
+
+@pytest.mark.parametrize("how", [_see, _write, _hook])
+def test_what_a_tile_changes_for_the_next_is_refused(ranks: Ranks, how: Any) -> None:
+    task = replace(changing(how), balance=(6,))
+    for said in ranks(2).run(refused, task, PLANS["tiles"]):
+        assert said.startswith("the streamed part of the model does not do the same when a tile")
+
+
+def refused(comm: Communicator, task: Task, plan: Plan) -> str:
+    with pytest.raises(Refusal) as found:
+        train(comm, task, plan)
+    return str(found.value)
 
 
 class _Full:
