@@ -301,7 +301,7 @@ def seen_before(images: Any, folder: Path) -> list[str]:
             patients[of_patient[row.patient]].add(row.patient)
             continue
         content = (whole.files[index].num_bytes, whole.fingerprint(index)) if hasattr(whole, "files") else None
-        part = (of_name.get(row.name) if named else None) or of_content.get(content)
+        part = (of_name.get(row.name) if named else None) or of_content.get(content)  # a folder's is not in there
         if part is not None:
             samples[part].add(row.name)
     found = []

@@ -101,7 +101,14 @@ class Description:
             if not (0 < numbers[0] <= MOST and 0 <= numbers[1] <= MOST):  # text has no channels
                 raise ValueError(f"{numbers[0]} outputs of {numbers[1]} channels")
             largest = None if found["largest"] is None else tuple(map(int, found["largest"]))
-            more = as_fit(found["fit"]), own, found["values"], largest, str(found["signature"]), found.get("input_values")
+            more = (
+                as_fit(found["fit"]),
+                own,
+                found["values"],
+                largest,
+                str(found["signature"]),
+                found.get("input_values"),
+            )
             return cls(options, str(found["task"]), numbers[0], classes, numbers[1], *more)
 
     def write(self, folder: Path) -> None:
