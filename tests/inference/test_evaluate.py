@@ -34,6 +34,7 @@ from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.predict import predict
 from mpi4dl.results.evaluations import file_of_evaluation
+from mpi4dl.runs.samples import RunSamples
 from mpi4dl.training.trained import ModelOptions
 from tests.inference.cases import CLASSES, SIZE, Shown, shown, train_nothing, write_images
 from tests.pool.ranks import Ranks
@@ -340,3 +341,26 @@ def test_pictures_of_training_are_known_by_their_bytes(tmp_path: Path) -> None:
         "warning: 1 image was trained on: a.png",
         "warning: 1 image was used for validation: b.png",
     ]
+
+
+def test_files_of_two_parts_are_known_by_their_bytes(tmp_path: Path) -> None:
+    """Whatever they are called; of Zarr, whose chunks nobody compares, nothing is known."""
+    columns = ["file", "slide_id", "case_id", "label", "split", "fold", "mpp", "annotation", "mask_print"]
+    lines = [",".join([*columns, "bytes", "crc32"])]
+    for number, (name, split, marks) in enumerate(
+        [
+            ("a.png", "train", "9,1"),
+            ("b.png", "train", "9,1"),
+            ("c.png", "val", "9,1"),
+            ("d.png", "val", "8,1"),
+            ("e.zarr", "train", "7,7"),
+            ("f.zarr", "val", "7,7"),
+            ("g.png", "train", ","),
+            ("h.png", "val", ","),
+        ]
+    ):
+        lines.append(f"{name},{number},{number},0,{split},,,,,{marks}")
+    (tmp_path / "samples.csv").write_text("\n".join(lines))
+    kept = RunSamples.read(tmp_path / "samples.csv")
+    assert [*kept.in_two_parts()] == ["warning: 1 file is in two parts, under two names: a.png (train) and c.png (val)"]
+    assert kept.split_of()[2] == {(9, 1): "train", (8, 1): "val"}
