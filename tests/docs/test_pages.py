@@ -239,7 +239,7 @@ PAGES = {
 }
 NOT_RUN = {
     "docs/explanation/gpus.md": "needs GPUs",
-    "docs/explanation/testing.md": "runs the tests themselves",
+    "docs/explanation/exactness.md": "runs the tests themselves",
     "docs/how-to/cost-of-tuning.md": "needs timm; tests/estimate has what it counts",
     "docs/reference/options.md": "its commands are patterns",
     "docs/reference/torchvision.md": "trains all models of torchvision for hours; tests/benchmarks has it",
