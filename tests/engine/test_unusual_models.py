@@ -169,7 +169,7 @@ class Shrinking(Net):
 def change(comm: Communicator, zero: int, offload: str) -> list[str]:
     """What is said of changes that a loop of one's own, or the model, makes between steps and in them."""
     said = []
-    for change in ("value", "group", "forward"):
+    for change in ("value", "group", "forward", "data"):
         model = (Shrinking if change == "forward" else Net)().double()
         optimizer = sgd(model)
         engine = engine_of(comm, model, optimizer, zero, offload=offload)
@@ -181,6 +181,8 @@ def change(comm: Communicator, zero: int, offload: str) -> list[str]:
                 if change == "value":
                     with torch.no_grad():
                         model.last.bias[:1].view(()).mul_(2) if zero < 3 else model.empty.mul_(2)
+                if change == "data":
+                    model.last.bias.data = model.last.bias.data * 2
                 if change == "group":
                     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
             said.append("")
@@ -192,7 +194,8 @@ def change(comm: Communicator, zero: int, offload: str) -> list[str]:
 @pytest.mark.parametrize(("zero", "offload"), [(0, "none"), (1, "disk"), (3, "none")])
 def test_changes_that_would_be_lost_are_refused(ranks: Ranks, zero: int, offload: str) -> None:
     wanted = {"last.bias": zero == 1, "empty": zero == 3}
-    for value, group, forward in ranks(2).run(change, zero, offload):
+    for value, group, forward, data in ranks(2).run(change, zero, offload):
+        assert data.startswith("last.bias has other memory than") == (zero > 0)
         for name, refused in wanted.items():
             assert value.startswith(f"{name} was changed outside of the optimizer") == refused
         assert group.startswith("the optimizer has other groups of parameters than") == (zero > 0)
