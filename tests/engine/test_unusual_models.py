@@ -1,6 +1,7 @@
 """Models and optimizers that are put together in unusual ways train as in plain PyTorch, or are refused."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,10 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from tests.parallel.replicas.test_step_units import Clipping
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, RanksFailed
 from tests.support.short_runs import Task, check_going_on
 
 BATCH, SIZE = 3, (5, 4)
@@ -155,6 +157,32 @@ def test_what_would_train_otherwise_is_refused(ranks: Ranks) -> None:
     for said in ranks(2).run(refuse):
         for found, wanted in zip(said, REFUSED, strict=True):
             assert found.startswith(wanted)
+
+
+def with_weights(comm: Communicator, plan: Plan, own: bool) -> None:
+    """A step with a loss that has a weight of its own, or uses those of the model."""
+    held = split(net, plan, comm, image=(BATCH, 3, *SIZE))
+    weights = [nn.Parameter(torch.ones((), dtype=torch.float64))] if own else [*held.parameters()]
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets) + sum(weight.square().sum() for weight in weights)
+
+    engine = Engine(held, plan, sgd(held), loss, comm=comm)
+    images, targets = batch(0)
+    engine.step([images[slice(*read.box.batch)] for read in engine.reads(BATCH, SIZE)], targets, SIZE)
+
+
+@pytest.mark.parametrize(
+    ("plan", "own", "said"),
+    [
+        (Plan(data=2), True, "the loss uses a tensor of its own that wants a gradient"),
+        (Plan(data=2), False, ""),
+        (Plan(((1, 1), (1, 1))), False, "the loss uses a weight of the model"),
+    ],
+)
+def test_a_loss_with_weights_is_exact_or_refused(ranks: Ranks, plan: Plan, own: bool, said: str) -> None:
+    with pytest.raises(RanksFailed, match=said) if said else nullcontext():
+        ranks(2).run(with_weights, plan, own)
 
 
 class Shrinking(Net):
