@@ -83,9 +83,9 @@ def _unlike(found: Named, about: Description) -> str | None:
     unlike = unlike_values(found, about.values)
     if unlike is not None:
         return unlike
-    depth, trained = getattr(in_whole(found)[0], "input_values", None), about.input_values
-    if depth is not None and trained is not None and depth != trained:
-        return f"inputs have {DEPTHS[depth]}, but training had {DEPTHS[trained]}"
+    depth = getattr(in_whole(found)[0], "input_values", None)
+    if depth and about.input_values and depth != about.input_values:
+        return f"inputs have {DEPTHS[depth]}, but training had {DEPTHS[about.input_values]}"
     known = about.classes
     if not FORMS[about.task].classes and known and tuple(found.classes) != known[: len(found.classes)]:
         return f"the labels are {', '.join(found.classes[:10])}, but those of training are {', '.join(known[:10])}"
@@ -173,11 +173,8 @@ def open_any(comm: Communicator, trained: TrainedOptions, source: str) -> "Unlab
     _require_pictures(comm, trained, source)
     about = trained.about
     makes_images = TASKS[about.task].makes_images and trained.source.has_files
-    kind = (
-        partial(UnlabelledPictures, num_channels=about.channels, depth=about.input_values)
-        if makes_images
-        else UnlabelledFiles
-    )
+    pictures = partial(UnlabelledPictures, num_channels=about.channels, depth=about.input_values)
+    kind = pictures if makes_images else UnlabelledFiles
     found, _ = _shared(comm, lambda: (_listed(source, len(trained.size) > 2, kind, trained.channels), ""))
     assert isinstance(found, UnlabelledFiles)
     if about.channels != found.channels:
@@ -301,7 +298,7 @@ def seen_before(images: Any, folder: Path) -> list[str]:
             patients[of_patient[row.patient]].add(row.patient)
             continue
         content = (whole.files[index].num_bytes, whole.fingerprint(index)) if hasattr(whole, "files") else None
-        part = (of_name.get(row.name) if named else None) or of_content.get(content)  # a folder's is not in there
+        part = (of_name.get(row.name) if named else None) or of_content.get(content)
         if part is not None:
             samples[part].add(row.name)
     found = []

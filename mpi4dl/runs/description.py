@@ -25,7 +25,6 @@ from mpi4dl.checkpoints.checkpoints import refusing
 from mpi4dl.checkpoints.manifest import ABOUT, AVERAGE, MODEL
 from mpi4dl.checkpoints.weights import average_of, load_weights, open_weights, weights_in
 from mpi4dl.comm import Communicator
-from mpi4dl.datasets.split import in_whole
 from mpi4dl.datasets.transform import Fit, as_fit
 from mpi4dl.models.registry import without_loading
 from mpi4dl.options import parts
@@ -83,7 +82,7 @@ class Description:
             {name: each for name, each in found.items() if each is not None},
             getattr(getattr(images, "training", None), "values", None),
             getattr(images, "largest", None),
-            input_values=getattr(in_whole(images.training)[0], "input_values", None),
+            input_values=getattr(getattr(images, "training", None), "input_values", None),
         )
 
     @property
@@ -147,7 +146,10 @@ class Description:
 
     @property
     def _unsigned(self) -> dict[str, Any]:
-        return asdict(replace(self, signature=""))
+        found = asdict(replace(self, signature=""))
+        if self.input_values is None:  # runs of earlier versions were signed without it
+            del found["input_values"]
+        return found
 
     @property
     def metadata(self) -> dict[str, str]:

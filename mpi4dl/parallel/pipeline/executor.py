@@ -477,11 +477,13 @@ class _Run:
     def input(self, action: Action) -> None:
         live, place, message = self.live[action[1:]], (action.direction, action.stage), self.message(action)
         before, behind = self.executor.before.get(place), self.executor.behind.get(place)
-        gradients = [None] * len(live.roots) if behind is None else behind.receive_back(message)
-        pairs = [(root, g) for root, g in zip(live.roots, gradients, strict=True) if behind is None or g is not None]
+        roots, gradients = live.roots, None if behind is None else behind.receive_back(message)
+        if gradients is not None:
+            roots = [root for root, gradient in zip(roots, gradients, strict=True) if gradient is not None]
+            gradients = [gradient for gradient in gradients if gradient is not None]
         with self.timed(action):
-            if pairs:
-                torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+            if roots:
+                torch.autograd.backward(roots, gradients)
         live.roots = ()
         if before is not None:
             self._keep(before.send_back(message, live.leaves))

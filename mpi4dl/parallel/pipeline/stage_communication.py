@@ -302,11 +302,10 @@ class StageBoundary:
         """
         arrived, transfers = self._posted(message, back=True), self._differentiable(message)
         found = [each.gradients.assemble(None, coming) for each, coming in zip(transfers, arrived, strict=True)]
-        if len(found) < 2:
-            return found
-        empty, tag = torch.empty(len(found), dtype=torch.uint8), self._tag(USED, message)
-        used = sum(self.comm.recv(empty.clone(), target, tag) for target in self.others)
-        return [x if part else None for x, part in zip(found, used, strict=True)]
+        used = torch.tensor([len(found) < 2] * len(found), dtype=torch.uint8)
+        for target in self.others if len(found) > 1 else ():
+            used |= self.comm.recv(torch.empty_like(used), target, self._tag(USED, message))
+        return [x if part else None for x, part in zip(found, used.tolist(), strict=True)]
 
     def _posted(self, message: StageMessage, back: bool = False) -> list[Incoming]:
         if (message, back) not in self._expected:
