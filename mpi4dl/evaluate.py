@@ -75,7 +75,7 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     )
     warnings: list[str] = []
     with comm.together((ValueError, OSError)):
-        if comm.rank == 0 and others is not None:
+        if comm.rank == 0 and (others or options.images):
             warnings = seen_before(images, model.folder)
     for line in (*model.title(), f"evaluated on {which}", *warnings) if comm.rank == 0 else ():
         print(asked.spell(line), flush=True)

@@ -16,7 +16,16 @@ from typing import Any, NamedTuple
 
 from mpi4dl._wording import counted, quoted, some
 from mpi4dl.datasets.base import DatasetError
-from mpi4dl.datasets.table import CsvTable, LabelColumns, Line, as_number, folded_column, says_none
+from mpi4dl.datasets.table import (
+    CsvTable,
+    LabelColumns,
+    Line,
+    as_number,
+    folded_column,
+    folded_name,
+    require_one_way,
+    says_none,
+)
 
 CLASS = ":class"  # behind the name of a column whose numbers are classes
 _WHOLE = re.compile(r"([0-9]+)[.,]0+")  # pandas writes 1.0 where another line has no value
@@ -109,8 +118,13 @@ def read_cells(
             what = f"{found[0]!r} is the column of the {taken[found[0]]}"
             raise DatasetError(f"{where}: {what}: leave it out of `covariates`")
         texts = [line for line in lines if not says_none(line.values[found[0]])]
-        if not each.is_class and all(as_number(line.values[found[0]]) is not None for line in texts):
-            LabelColumns(table.path, (found[0],), texts, table.delimiter).require_one_decimal_mark()
+        column = LabelColumns(table.path, (found[0],), texts, table.delimiter)
+        remedy = f"name it by `covariates` {each.column}:class"
+        of_numbers = each.of_numbers if each.fit else not each.is_class and column.require_numbers_or_words(remedy)
+        if of_numbers:
+            column.require_one_decimal_mark()
+        elif not each.fit:
+            require_one_way(found[0], texts, folded_name, "class")
         columns.append(found[0])
     cells = [[None if says_none(line.values[name]) else line.values[name] for name in columns] for line in lines]
     names = [each.column for each in asked]

@@ -81,6 +81,7 @@ _SPLIT_LAYOUT = "expected columns train, val and test that list samples, or colu
 _BARCODE = re.compile(r"(TCGA-[A-Z0-9]{2}-[A-Z0-9]{4})(?![A-Z0-9])", re.IGNORECASE)  # 12 characters name the patient
 _INDEX = re.compile(r"Unnamed: [0-9]+")  # pandas' name for a column without one
 T = TypeVar("T")
+_FOLDED_NUMBER = re.compile(r"0*([0-9]+)([.,]0+)?")
 _FOLD = re.compile(r"([0-9]{1,6})([.,]0+)?")  # pandas writes 1.0 where another line has no fold
 
 
@@ -334,8 +335,14 @@ def _patients(kind: FileKind, lines: Sequence[Line], taken: Mapping[str, str]) -
         if says_none(text):
             what = f"is {text!r}, which says that there is no value" if text else "is empty"
             raise line.wrong(f"{column!r} {what}: fill in the patient, or leave the line out")
-    require_one_way(column, lines, folded_name, "patient")
+    require_one_way(column, lines, _folded_patient, "patient")
     return [line.values[column] for line in lines], ()
+
+
+def _folded_patient(text: str) -> str:
+    """The normal form of a patient: 007 and 7.0 are 7, as spreadsheets and pandas write numbers."""
+    number = _FOLDED_NUMBER.fullmatch(text)
+    return number[1] if number else folded_name(text)
 
 
 def patients_of(names: Sequence[str], kind: FileKind, remedy: str) -> tuple[list[str], tuple[str, ...]]:

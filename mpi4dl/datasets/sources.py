@@ -295,7 +295,7 @@ class TargetFiles(PairedFiles):
     """Pictures with a target each, a picture: `classes` are the names of the targets' channels.
 
     Attributes:
-        values: the depth of all targets.
+        values: the depth of all targets; input_values: that of all pictures.
         target_scale: how many times as large as their inputs they are.
 
     Raises:
@@ -310,6 +310,7 @@ class TargetFiles(PairedFiles):
             raise DatasetError(f"{source}: none of the pictures that were looked at, and of their targets, can be read")
         image, target = looked[0]
         self.channels, self.values, self.classes = image.channels, target.values, channel_names(target.channels)
+        self.input_values = image.values
         self.target_scale = target.size[0] // image.size[0]
         self.target_scale = self.target_scale if self.target_scale in SCALES else 1
         for image, target in looked:
@@ -332,13 +333,13 @@ class TargetFiles(PairedFiles):
 
     def _require_alike(self, image: StoredPicture, target: StoredPicture) -> None:
         """Raise BadImage for a pair of two sizes, or of other channels or another depth than others."""
-        image.require(self.channels, None, "input")
+        image.require(self.channels, self.input_values, "input")
         self._required(target).require_size_of(image)
 
     def image(self, index: int) -> StoredPicture:
         """Raises BadImage and OtherFile."""
         found = open_stored_picture(self.checked(index), self.bands or ())
-        found.require(self.channels, None, "input")
+        found.require(self.channels, self.input_values, "input")
         return found
 
     def label(self, index: int) -> StoredPicture:

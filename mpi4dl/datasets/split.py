@@ -41,7 +41,8 @@ class Subset:
     """Some samples of a dataset, in the given order.
 
     Attributes:
-        values: the form in which values of volumes are read; None for images.
+        values: the form in which values of volumes are read; None for images. input_values: that of pictures of which
+            others are made.
         compared: whether ranks compare what they have of a sample.
     """
 
@@ -51,6 +52,7 @@ class Subset:
         self.channels = whole.channels
         self.task = task_of(whole)
         self.values: str | None = getattr(whole, "values", None)
+        self.input_values: str | None = getattr(whole, "input_values", None)
         self.compared = bool(getattr(whole, "compared", False))
 
     def __len__(self) -> int:

@@ -341,6 +341,8 @@ class LabelColumns:
         self._refuse_missing(name)
         found = [as_number(text) for text in self._texts(name)]
         if name.casefold() in self._of_classes:
+            if not all(re.search("[0-9]", text) for text in self._texts(name)):
+                self.require_numbers_or_words("say `task` classify")
             if None not in found and not all(number is not None and number.is_integer() for number in found):
                 raise DatasetError(
                     f"{self._path}: the column {name!r} has numbers that are not whole, which may be classes or "
@@ -348,7 +350,7 @@ class LabelColumns:
                 )
             return "classify"
         self.require_one_decimal_mark()
-        if None not in found:
+        if self.require_numbers_or_words("say `task` classify"):
             if {*found} <= {0.0, 1.0}:
                 return "classify"
             if self._few(found):
@@ -357,19 +359,27 @@ class LabelColumns:
                     "amounts: say `task` classify or regress"
                 )
             return "regress"
-        if any(number is not None for number in found):
-            word, amount = found.index(None), next(i for i, number in enumerate(found) if number is not None)
-            raise self._lines[word].wrong(
-                f"{name!r} is {self._lines[word].values[name]!r}, which is no number, but line "
-                f"{self._lines[amount].number} has {self._lines[amount].values[name]!r}: mend it, or say `task` "
-                "classify if both are classes"
-            )
         if len({*self._texts(name)}) == len(found) > FEW_VALUES:
             raise DatasetError(
                 f"{self._path}: the column {name!r} has another value in each line, such as "
                 f"{self._texts(name)[0]!r}: name the labels by `label_columns`, or say `task` classify"
             )
         return "classify"
+
+    def require_numbers_or_words(self, remedy: str) -> bool:
+        """Whether the values of the column are numbers, rather than words. Raises DatasetError if both are there."""
+        (name,) = self._names
+        found = [as_number(text) for text in self._texts(name)]
+        if None not in found:
+            return True
+        if any(number is not None for number in found):
+            word, amount = found.index(None), next(i for i, number in enumerate(found) if number is not None)
+            raise self._lines[word].wrong(
+                f"{name!r} is {self._lines[word].values[name]!r}, which is no number, but line "
+                f"{self._lines[amount].number} has {self._lines[amount].values[name]!r}: mend it, or {remedy} "
+                "if both are classes"
+            )
+        return False
 
     def _few(self, numbers: Sequence[float | None]) -> bool:
         """Whether numbers may be those of classes: whole ones, few, that come again."""

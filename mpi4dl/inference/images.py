@@ -13,7 +13,7 @@ from mpi4dl._wording import counted, some
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.arrays import is_cifar, load_cifar, load_npz
 from mpi4dl.datasets.base import BadImage, DatasetError, task_of
-from mpi4dl.datasets.files import Channels, StoredPicture, is_zarr, open_image, open_stored_picture
+from mpi4dl.datasets.files import DEPTHS, Channels, StoredPicture, is_zarr, open_image, open_stored_picture
 from mpi4dl.datasets.kinds import PICTURES, SLIDES, VOLUMES
 from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.listed import TEST, UNKNOWN, VALIDATION, File, ListedFiles, num_bytes_of, subfolders
@@ -83,6 +83,9 @@ def _unlike(found: Named, about: Description) -> str | None:
     unlike = unlike_values(found, about.values)
     if unlike is not None:
         return unlike
+    depth = getattr(in_whole(found)[0], "input_values", None)
+    if depth and about.input_values and depth != about.input_values:
+        return f"inputs have {DEPTHS[depth]}, but training had {DEPTHS[about.input_values]}"
     known = about.classes
     if not FORMS[about.task].classes and known and tuple(found.classes) != known[: len(found.classes)]:
         return f"the labels are {', '.join(found.classes[:10])}, but those of training are {', '.join(known[:10])}"
@@ -93,7 +96,7 @@ def _other_channels(found: Named, about: Description) -> str | None:
     """A difference in the number of channels, or of features, in one sentence."""
     if found.channels == about.channels:
         return None
-    if about.options.get("features", "none") != "none":
+    if about.options.get("features", '"none"') != '"none"':
         return (
             f"patches have {found.channels} features, but the model was trained on {about.channels}: embed the slides "
             "by the encoder of training"
@@ -170,7 +173,8 @@ def open_any(comm: Communicator, trained: TrainedOptions, source: str) -> "Unlab
     _require_pictures(comm, trained, source)
     about = trained.about
     makes_images = TASKS[about.task].makes_images and trained.source.has_files
-    kind = partial(UnlabelledPictures, num_channels=about.channels) if makes_images else UnlabelledFiles
+    pictures = partial(UnlabelledPictures, num_channels=about.channels, depth=about.input_values)
+    kind = pictures if makes_images else UnlabelledFiles
     found, _ = _shared(comm, lambda: (_listed(source, len(trained.size) > 2, kind, trained.channels), ""))
     assert isinstance(found, UnlabelledFiles)
     if about.channels != found.channels:
@@ -279,22 +283,30 @@ def open_to_evaluate(
 
 
 def seen_before(images: Any, folder: Path) -> list[str]:
-    """Warnings about patients that the run in this folder trained on, or chose its weights by; and about samples, where
-    a table does not name the patients as that of training did. Raises ConfigError.
+    """Warnings about patients that the run in this folder trained on, or chose its weights by; and about samples of no
+    such patient that it did so with, by the bytes of their files, and of slides by their names. Raises ConfigError.
     """
     whole, indices = in_whole(images)
-    rows = [whole.rows[i] for i in indices]
-    kept = RunSamples.read(folder / SAMPLES) if (folder / SAMPLES).is_file() else None
-    of_patient, of_sample = ({}, {}) if kept is None else kept.split_of()
+    rows, kept = getattr(whole, "rows", None), folder / SAMPLES
+    if rows is None or not kept.is_file():
+        return []
+    of_patient, of_name, of_content = RunSamples.read(kept).split_of()
+    patients, samples = (dict[str, set[str]]({"train": set(), "val": set(), "test": set()}) for _ in range(2))
+    for index in indices:
+        row, named = rows[index], whole.kind.tells_patients
+        if row.patient in of_patient and (named or row.patient != row.name):
+            patients[of_patient[row.patient]].add(row.patient)
+            continue
+        content = (whole.files[index].num_bytes, whole.fingerprint(index)) if hasattr(whole, "files") else None
+        part = (of_name.get(row.name) if named else None) or of_content.get(content)
+        if part is not None:
+            samples[part].add(row.name)
     found = []
     for part, what in (("train", "trained on"), ("val", "used for validation")):
-        patients = sorted({row.patient for row in rows if of_patient.get(row.patient) == part})
-        others = (row.name for row in rows if row.patient not in of_patient)
-        samples = sorted({name for name in others if of_sample.get(name) == part})
-        for kind, names in (("patient", patients), (whole.kind.noun, samples)):
+        for kind, names in (("patient", patients[part]), (whole.kind.noun, samples[part])):
             if names:
                 seen = counted(len(names), f"{kind} was", f"{kind}s were")
-                found.append(f"warning: {seen} {what}: {some(names, 5)}")
+                found.append(f"warning: {seen} {what}: {some(sorted(names), 5)}")
     return found
 
 
@@ -319,13 +331,22 @@ class UnlabelledPictures(UnlabelledFiles):
 
     are_made_from = True
 
-    def __init__(self, root: Path, files: Sequence[File], volumes: bool, channels: Channels, num_channels: int) -> None:
+    def __init__(
+        self,
+        root: Path,
+        files: Sequence[File],
+        volumes: bool,
+        channels: Channels,
+        num_channels: int,
+        depth: str | None = None,
+    ) -> None:
         super().__init__(root, files)
         self.channels, self.bands = num_channels, channels if isinstance(channels, tuple) else ()
+        self._depth = depth
 
     def image(self, index: int) -> StoredPicture:
         found = open_stored_picture(self.checked(index), self.bands or ())
-        found.require(self.channels, None, "input")
+        found.require(self.channels, self._depth, "input")
         return found
 
 

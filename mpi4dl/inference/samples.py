@@ -194,7 +194,7 @@ class Samples:
 
     def _rule(self) -> str:
         if self.binary:
-            return f"a patient is positive if a {self.level} is"
+            return f"a patient is positive if one {self.level} is"
         if isinstance(self.task, Classify):
             return f"a patient has the most frequent class of its {self.level}s, of equally frequent ones the last"
         if isinstance(self.task, MultiLabel):

@@ -78,12 +78,12 @@ class PatchModel(nn.Module):
     def patch_values(
         self, features: Tensor, counts: Sequence[int], covariates: Tensor | None = None
     ) -> tuple[str, list[Tensor]] | None:
-        """What each patch counts in its image, (n,) for each image, and what that is: its attention, or its logit.
+        """What each patch counts in its image, (n,) for each image, and what that is: its attention, or contribution.
 
         None of an aggregator that has neither.
         """
         bags = self._bags(features, counts, covariates)
-        for name in ("attention", "logit"):
+        for name in ("attention", "contribution"):
             values = getattr(self.aggregator, name, None)
             if values is not None:
                 return name, [values(*bag) for bag in bags]
@@ -138,16 +138,19 @@ class PoolingAggregator(nn.Module):
         """(n, F) -> (K,)."""
         return self.head(beside(self.pool(features, dim=0), covariates))
 
-    def logit(self, features: Tensor, covariates: Tensor | None = None) -> Tensor:
-        """The logits of patches, (n, F) -> (n,), as if each were the whole image: a class activation map.
+    def contribution(self, features: Tensor, covariates: Tensor | None = None) -> Tensor:
+        """What each patch adds to the logit, (n, F) -> (n,); with the bias, and covariates, they sum to it.
 
-        Of two classes it is how far the second one's logit is above the first one's; of others, that of the image's.
+        A feature's part belongs to the patches that it is of: to all alike where `pool` is the mean, to that with the
+        largest value where it is the maximum. Of two classes it is how far the second one's logit is above the first
+        one's; of others, that of the image's.
         """
-        of_each = None if covariates is None else covariates.expand(len(features), -1)
-        logits = self.head(beside(features, of_each))
-        if logits.shape[1] == 2:
-            return logits[:, 1] - logits[:, 0]
-        return logits[:, int(self(features, covariates).argmax())]
+        with torch.enable_grad():
+            bag = features.detach().requires_grad_()
+            logits = self(bag, covariates)
+            logit = logits[1] - logits[0] if len(logits) == 2 else logits[logits.argmax()]
+            (gradient,) = torch.autograd.grad(logit, bag)
+        return (features * gradient).sum(1)
 
 
 class GatedAttention(nn.Module):

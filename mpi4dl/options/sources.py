@@ -83,7 +83,11 @@ class DataSource:
     noun, inputs = "image", "images"
     other_model = "which `images` have not: give `text`, or choose a model of images"  # where a model has other inputs
     of_text = of_slides = is_own = reads_features = False
-    slide_options: ClassVar[tuple[str, ...]] = ("stain_norm", "leave_out")  # which do not apply
+    slide_options: ClassVar[tuple[str, ...]] = (  # which do not apply
+        *("slides_folder", "mpp", "magnification", "level", "assume_mpp", "background", "tissue", "leave_out"),
+        *("stain_norm", "stain_reference", "most_patches", "unannotated", "annotation_origin"),
+        *("crops_each", "crops_on_classes"),
+    )
 
     def __init__(self, config: Config) -> None:
         self._config, self.data, self.slides = config, config.data, config.slides
@@ -230,6 +234,8 @@ class DataSource:
     def _split_file(self, fold: int) -> tuple[Path | None, bool]:
         """The file that says how samples are split, if any does, and whether it is that of one fold."""
         chosen, run = self.slides, self._config.run.run_folder
+        if chosen.folds is None and fold:
+            raise ConfigError(f"`fold` {fold} is one of several: say how many by `folds`")
         if chosen.folds is not None and not fold < chosen.folds > 1:
             raise ConfigError(f"`fold` {fold} of `folds` {chosen.folds}: choose two folds or more, and one from 0 on")
         if chosen.split_file is None:

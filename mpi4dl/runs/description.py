@@ -62,6 +62,7 @@ class Description:
     values: str | None = None  # what values of volumes are read as
     largest: tuple[int, ...] | None = None  # size of the images that training saw whole, as far as it looked at them
     signature: str = ""
+    input_values: str | None = None  # the depth of pictures that others are made of
 
     @classmethod
     def of(cls, config: Config, images: Any, num_outputs: int) -> "Description":
@@ -81,6 +82,7 @@ class Description:
             {name: each for name, each in found.items() if each is not None},
             getattr(getattr(images, "training", None), "values", None),
             getattr(images, "largest", None),
+            input_values=getattr(getattr(images, "training", None), "input_values", None),
         )
 
     @property
@@ -98,7 +100,14 @@ class Description:
             if not (0 < numbers[0] <= MOST and 0 <= numbers[1] <= MOST):  # text has no channels
                 raise ValueError(f"{numbers[0]} outputs of {numbers[1]} channels")
             largest = None if found["largest"] is None else tuple(map(int, found["largest"]))
-            more = as_fit(found["fit"]), own, found["values"], largest, str(found["signature"])
+            more = (
+                as_fit(found["fit"]),
+                own,
+                found["values"],
+                largest,
+                str(found["signature"]),
+                found.get("input_values"),
+            )
             return cls(options, str(found["task"]), numbers[0], classes, numbers[1], *more)
 
     def write(self, folder: Path) -> None:
@@ -137,7 +146,10 @@ class Description:
 
     @property
     def _unsigned(self) -> dict[str, Any]:
-        return asdict(replace(self, signature=""))
+        found = asdict(replace(self, signature=""))
+        if self.input_values is None:  # runs of earlier versions were signed without it
+            del found["input_values"]
+        return found
 
     @property
     def metadata(self) -> dict[str, str]:

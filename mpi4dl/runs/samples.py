@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from mpi4dl._files import naming, read_regular, write_durably
 from mpi4dl._wording import counted, some
+from mpi4dl.datasets.files import ZARR_SUFFIXES
 from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.listed import with_details
 from mpi4dl.datasets.samples import COVARIATES, LOSS_WEIGHT, MASK_PRINT
@@ -42,6 +43,13 @@ class RunSample(NamedTuple):
     num_bytes: int | None = None
     checksum: int | None = None
     covariates: str = ""
+
+    @property
+    def content(self) -> tuple[int, int] | None:
+        """What tells a file from others, whatever its name; None of a folder, of which metadata alone are compared."""
+        if self.num_bytes is None or self.checksum is None or self.file.lower().endswith(ZARR_SUFFIXES):
+            return None
+        return self.num_bytes, self.checksum
 
 
 class RunSamples(NamedTuple):
@@ -126,9 +134,25 @@ class RunSamples(NamedTuple):
         """Of each sample that trains or validates which it does, by its file."""
         return {each.file: each.split == "val" for each in self.samples if each.split != "test"}
 
-    def split_of(self) -> tuple[dict[str, str], dict[str, str]]:
-        """What each patient is for, and each sample by its name."""
-        return {each.patient: each.split for each in self.samples}, {each.name: each.split for each in self.samples}
+    def split_of(self) -> tuple[dict[str, str], dict[str, str], dict[Any, str]]:
+        """What each patient is for, and each sample by its name, and by the size and checksum of its file."""
+        keys = ("patient", "name", "content")
+        of_patient, of_name, of = ({getattr(each, key): each.split for each in reversed(self.samples)} for key in keys)
+        return of_patient, of_name, {content: split for content, split in of.items() if content is not None}
+
+    def in_two_parts(self) -> Iterator[str]:
+        """A warning about files with the bytes of files of another part."""
+        found: dict[Any, dict[str, str]] = {}
+        for each in self.samples:
+            found.setdefault(each.content or each, {}).setdefault(each.split, each.file)
+        pairs = [
+            " and ".join(f"{file} ({split})" for split, file in parts.items())
+            for parts in found.values()
+            if len(parts) > 1
+        ]
+        if pairs:
+            files = counted(len(pairs), "file is", "files are")
+            yield f"warning: {files} in two parts, under two names: {some(pairs, MOST_NAMES)}"
 
     def _by_key(self) -> dict[str, RunSample]:
         """The samples by their file; those of two datasets that call samples alike by their part, too."""

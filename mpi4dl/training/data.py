@@ -106,7 +106,10 @@ def open_images(comm: Communicator, source: DataSource, run: Run | None = None) 
     described = None
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
-            described = _describe(source, training, validation, recorded)
+            fit, remarks, largest = _describe(source, training, validation, recorded)
+            if run is not None:
+                remarks += tuple(map(datasets.printable, RunSamples.of(training, validation).in_two_parts()))
+            described = fit, remarks, largest
     return Images(training, validation, *comm.broadcast_object(described))
 
 

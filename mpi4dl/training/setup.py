@@ -136,7 +136,7 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
     images = open_samples(config, comm)
     patience.feed()
     config = as_it_began(comm, config)
-    config = with_measured(config, comm, images, patience)
+    config, of_measured = with_measured(config, comm, images, patience)
     config, of_covariates = with_covariates(config, comm, images)
     known = options_before(comm, config.run).get(CLASS_WEIGHTS)
     with comm.together((ValueError, TypeError)):
@@ -173,7 +173,7 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
         schedule.begin(build.number_of_steps(config.training, len(loaders[0])))
     return Setup(
         config, assembly, engine, schedule, images, *loaders, task, metrics, monitor, callbacks,
-        [*chosen_plan, *of_covariates, *remarks], patience,
+        [*chosen_plan, *of_measured, *of_covariates, *remarks], patience,
         meter, spell, argv, weighed.learning.class_weights,
     )  # fmt: skip
 
@@ -189,9 +189,11 @@ def require_weights(config: Config, comm: Communicator) -> None:
             open_weights(config.tuning.weights, config.model_name)
 
 
-def with_measured(config: Config, comm: Communicator, images: "Images | Texts", patience: HangTimeout) -> Config:
+def with_measured(
+    config: Config, comm: Communicator, images: "Images | Texts", patience: HangTimeout
+) -> tuple[Config, list[str]]:
     """The configuration with the numbers of a mean and a deviation that are measured: those of the run that is resumed,
-    or of its training images. Collective; raises Refusal.
+    or of its training images; and a remark on the former. Collective; raises Refusal.
     """
     asked = _to_measure(config)
     known = options_before(comm, config.run) if asked else {}
@@ -199,10 +201,12 @@ def with_measured(config: Config, comm: Communicator, images: "Images | Texts", 
     numberless = source.of_text or source.of_slides
     comm.agree(f"`{asked[0]}` measured is not for {source.noun}s: give numbers" if asked and numberless else None)
     if known:
-        return with_options(config, {name: known[name] for name in asked})
+        kept = {name: known[name] for name in asked}
+        shown = {name: value.strip('"') for name, value in kept.items()}
+        return with_options(config, kept), [f"`{name}` is that of the start: {each}" for name, each in shown.items()]
     training: Any = images.training
     found = measured(comm, training, patience) if asked else {}
-    return with_values(config, {name: found[name] for name in asked})
+    return with_values(config, {name: found[name] for name in asked}), []
 
 
 def with_covariates(config: Config, comm: Communicator, images: "Images | Texts") -> tuple[Config, list[str]]:

@@ -68,10 +68,11 @@ def test_what_is_said_of_cells(tmp_path: Path) -> None:
         "warning: covariate site: 1 slide of classes that training did not have, taken for no class: 6 (9.0)",
     ]
     assert [fit[1].numbers("other"), fit[2].numbers("9.0"), fit[2].numbers("4.0")] == [[0, 0], [0, 0, 0], [0, 0, 1]]
-    later = read(tmp_path, age="old")
+    later = read(tmp_path, asked=fit, age="old")
     with pytest.raises(DatasetError, match=r"slides.csv, line 7: 'age' is 'old', but training had numbers"):
         list(remarks(fit, later.rows, "slides.csv"))
-    assert fitted(ASKED, later.rows, TRAINED)[0].fit == ("50", "60", "66")
+    later = read(tmp_path, asked=(Covariate("age", is_class=True),), age="old")
+    assert fitted([Covariate("age", is_class=True)], later.rows, TRAINED)[0].fit == ("50", "60", "66")
 
 
 def test_one_value_of_all_stays_where_it_is(tmp_path: Path) -> None:
@@ -86,6 +87,8 @@ def test_one_value_of_all_stays_where_it_is(tmp_path: Path) -> None:
         ("sex", TABLE.replace("stain", "sex_"), "has two columns 'SEX' of covariates, but sex, sex_"),
         ("patient", TABLE, "'patient' is the column of the patient: leave it out of `covariates`"),
         ("label", TABLE, "'label' is the column of the label: leave it out of `covariates`"),
+        ("age", TABLE.replace("66", "ca. 66"), "line 4: 'Age' is 'ca. 66', .* or name it by `covariates` age:class"),
+        ("sex", TABLE.replace("m,4", "F,4"), "line 5: 'sex' is 'F', but line 2 has 'f': write one class in one way"),
         ("age", TABLE.replace("60", "1,500").replace(",", ";").replace("1;500", "1,500"), "may part thousands"),
     ],
 )

@@ -198,6 +198,10 @@ def test_parts_of_a_folder(tmp_path: Path) -> None:
             lambda root: write(root / "inputs/p2.png", picture("uint8")),
             "p2.png: has 3 channels, but other inputs have 1",
         ),
+        (
+            lambda root: write(root / "inputs/p2.png", picture("uint16", 1)),
+            "p2.png: has 16 bits, but other inputs have 8 bits",
+        ),
     ],
 )
 def test_what_is_wrong_with_pairs(tmp_path: Path, spoil: Any, message: str) -> None:

@@ -20,8 +20,10 @@ import mpi4dl
 from mpi4dl.checkpoints.weights import load_weights
 from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.datasets.base import WholeImage
-from mpi4dl.datasets.kinds import SLIDES, FileKind
+from mpi4dl.datasets.kinds import PICTURES, SLIDES, FileKind
 from mpi4dl.datasets.samples import Sample
+from mpi4dl.datasets.sources import open_files
+from mpi4dl.datasets.split import Subset
 from mpi4dl.evaluate import evaluate
 from mpi4dl.export import export
 from mpi4dl.inference.images import seen_before
@@ -32,6 +34,7 @@ from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.predict import predict
 from mpi4dl.results.evaluations import file_of_evaluation
+from mpi4dl.runs.samples import RunSamples
 from mpi4dl.training.trained import ModelOptions
 from tests.inference.cases import CLASSES, SIZE, Shown, shown, train_nothing, write_images
 from tests.pool.ranks import Ranks
@@ -317,3 +320,47 @@ def test_slides_of_training_are_known_by_their_patients_or_else_by_their_names(t
         "warning: 1 slide was used for validation: b1",
     ]
     assert seen_before(alone, tmp_path / "elsewhere") == []
+
+
+def test_pictures_of_training_are_known_by_their_bytes(tmp_path: Path) -> None:
+    """Another picture may have the same name, and the same picture another."""
+    paths = write_images(tmp_path / "images", 3)
+    table = tmp_path / "images" / "labels.csv"
+    table.write_text("file,label\n0,x\n1,y\n")
+    trained = open_files(table, PICTURES)
+    lines = ["file,slide_id,case_id,label,split,fold,mpp,annotation,mask_print,bytes,crc32"]
+    for index, split in enumerate(("train", "val")):
+        name, marks = trained.name(index), f"{trained.files[index].num_bytes},{trained.fingerprint(index)}"
+        lines.append(f"{name},{name},{name},0,{split},,,,,{marks}")
+    (tmp_path / "samples.csv").write_text("\n".join(lines))
+    for path, name in zip(paths, ("a.png", "b.png", "0.png"), strict=True):
+        path.rename(tmp_path / "images" / name)
+    table.write_text("file,label\n0.png,x\na.png,x\nb.png,y\n")
+    found = open_files(table, PICTURES)
+    assert seen_before(Subset(found, range(3)), tmp_path) == [
+        "warning: 1 image was trained on: a.png",
+        "warning: 1 image was used for validation: b.png",
+    ]
+
+
+def test_files_of_two_parts_are_known_by_their_bytes(tmp_path: Path) -> None:
+    """Whatever they are called; of Zarr, whose chunks nobody compares, nothing is known."""
+    columns = ["file", "slide_id", "case_id", "label", "split", "fold", "mpp", "annotation", "mask_print"]
+    lines = [",".join([*columns, "bytes", "crc32"])]
+    for number, (name, split, marks) in enumerate(
+        [
+            ("a.png", "train", "9,1"),
+            ("b.png", "train", "9,1"),
+            ("c.png", "val", "9,1"),
+            ("d.png", "val", "8,1"),
+            ("e.zarr", "train", "7,7"),
+            ("f.zarr", "val", "7,7"),
+            ("g.png", "train", ","),
+            ("h.png", "val", ","),
+        ]
+    ):
+        lines.append(f"{name},{number},{number},0,{split},,,,,{marks}")
+    (tmp_path / "samples.csv").write_text("\n".join(lines))
+    kept = RunSamples.read(tmp_path / "samples.csv")
+    assert [*kept.in_two_parts()] == ["warning: 1 file is in two parts, under two names: a.png (train) and c.png (val)"]
+    assert kept.split_of()[2] == {(9, 1): "train", (8, 1): "val"}

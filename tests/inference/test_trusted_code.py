@@ -118,4 +118,7 @@ def test_what_this_user_trained_needs_no_question(tmp_path: Path, monkeypatch: p
     told = (tmp_path / "run/model.json").read_text()
     forged = Description.read(told.replace(":build", ":other"), "")
     assert Description.read(told, "").is_ours()
+    assert Description.read(
+        told.replace('"input_values": null', '"later": null'), ""
+    ).is_ours()  # of an earlier version
     assert not forged.is_ours()

@@ -30,6 +30,25 @@ def test_an_image_without_tissue_keeps_its_first_best_patch() -> None:
     assert chosen(torch.tensor([0.5, 0.3, 0.6]), 0.5).tolist() == [0, 2]
 
 
+@pytest.mark.parametrize("num_classes", [1, 2, 3])
+@pytest.mark.parametrize("name", ["mean", "max"])
+def test_what_patches_add_to_the_logit(name: str, num_classes: int) -> None:
+    """Without the bias and the covariates they sum to it; one feature counts for the patch that it is of."""
+    torch.manual_seed(1)
+    aggregator, features = AGGREGATORS[name](8, num_classes, num_covariates=2).double(), torch.randn(5, 8).double()
+    covariates = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    with torch.no_grad():
+        found, logits = aggregator.contribution(features, covariates), aggregator(features, covariates)
+        rest = aggregator(torch.zeros(1, 8).double(), covariates)
+    number = int(logits.argmax())
+    expected = (logits - rest).diff() if num_classes == 2 else (logits - rest)[number]
+    assert found.sum().item() == pytest.approx(expected.item(), abs=1e-12)
+    weight = aggregator.head.weight.detach()[:, :8]
+    weight = weight.diff(dim=0)[0] if num_classes == 2 else weight[number]
+    parts = features * weight / 5 if name == "mean" else (features == features.amax(0)) * features * weight
+    assert torch.allclose(found, parts.sum(1))
+
+
 @pytest.mark.parametrize("name", AGGREGATORS)
 def test_aggregators_know_no_order(name: str) -> None:
     torch.manual_seed(0)

@@ -308,6 +308,8 @@ def test_what_goes_wrong_in_training_is_blamed_on_the_model_only_if_it_is_the_mo
     [
         ("--stain-norm macenko", "`stain_norm` macenko is for slides"),
         ("--images scans --leave-out pen,blur", "`leave_out` pen,blur is for slides"),
+        ("--images scans --mpp 0.5", "`mpp` 0.5 is for slides"),
+        ("--images scans --patch-size 64 --most-patches 9", "`most_patches` 9 is for slides"),
         ("--images scans --text stdlib", "`text` and `images` were both given"),
         ("--dataset my_code.py:Scans --text stdlib", "`dataset` and `text` were both given"),
         ("--features bags --images scans", "`slides` and `images` were both given"),

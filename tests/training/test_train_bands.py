@@ -115,6 +115,8 @@ def test_a_run_goes_on_with_its_numbers(ranks: Ranks, tmp_path: Path) -> None:
     run_train(ranks, run, *flags, "--tiles 2x1 --max-steps 6 --epochs 2")
     assert parse(["--config", str(run / "config.toml")]).data == numbers
     assert len(losses_of(run)) == 6
+    (said,) = (run / "log-rank0.txt").read_text().split("--mean is that of the start: ")[1:]
+    assert said.startswith(f"{numbers.mean[0]!r},")
 
 
 def use(comm: Communicator, run: Path, images: Path, out: Path) -> list[str]:

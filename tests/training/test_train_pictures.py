@@ -196,6 +196,12 @@ def test_a_target_of_another_size_is_a_record_with_an_error(ranks: Ranks, tmp_pa
     wrong = [name for name, row in rows.items() if row["error"]]
     assert wrong == ["p4"]
     assert "9 x 9 pixels, but its input" in rows["p4"]["error"]
+    write(tmp_path / "others" / "inputs" / "b.png", picture("uint8", 1, (33, 33)))
+    write(tmp_path / "others" / "targets" / "b.png", picture("uint8", 3, (33, 33)))
+    with pytest.raises(RanksFailed, match="inputs have 8 bits, but training had 16 bits"):
+        ranks(1).run(use, run, tmp_path / "others", tmp_path / "others_out", {})
+    lines = (tmp_path / "others_out" / "predictions.jsonl").read_text()
+    assert "has 8 bits, but other inputs have 16 bits" in lines
     assert open_results(run) is not None
 
 

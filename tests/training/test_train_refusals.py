@@ -127,6 +127,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "--images somewhere": "--slides and --images were both given",
         "--crops-each 4": "--crops-each is for windows of slides: say --fit crop, and --task segment or image",
         "--folds 3 --fold 7": "--fold 7 of --folds 3: choose",
+        "--fold 1": "--fold 1 is one of several: say how many by --folds",
         "--max-side 4096": "there is no flag --max-side; leave it out",
     },
     "whole slides": {

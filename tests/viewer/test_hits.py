@@ -61,7 +61,7 @@ def folder(tmp_path: Path) -> Path:
         values = np.random.default_rng(index).random(len(places)).astype(np.float32)
         values[places.index(PEAKS[index % len(PEAKS)])] = 2
         name = f"maps/s{index}.geojson"
-        (out / name).write_text(geojson(slides.image(index), PatchMap(places, values, PATCH, "logit")))
+        (out / name).write_text(geojson(slides.image(index), PatchMap(places, values, PATCH, "contribution")))
         records.append({"image": slides.name(index), "prediction": "tumour", "maps": [name]})
     (out / "predictions.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     return out
