@@ -298,8 +298,8 @@ class ReplicaGroup:
         for name, p, place in zip(self.names, self.parameters, () if self.in_place else self._places, strict=False):
             if p.numel() and p.data_ptr() != place:
                 raise Refusal(
-                    f"{name} has other memory than when the engine was made, as after `p.data = value` or `model.to()`, "
-                    "but with ZeRO, low_precision_weights and offload the optimizer works on that: do so before the "
+                    f"{name} has other memory than when the engine was made, as after `p.data = value` or "
+                    "`model.to()`, but with ZeRO, low_precision_weights and offload the optimizer works on that: do so before the "
                     "engine is made, or write to it in place"
                 )
         if self._copied:
