@@ -299,8 +299,8 @@ class ReplicaGroup:
             if p.numel() and p.data_ptr() != place:
                 raise Refusal(
                     f"{name} has other memory than when the engine was made, as after `p.data = value` or "
-                    "`model.to()`, but with ZeRO, low_precision_weights and offload the optimizer works on that: do so before the "
-                    "engine is made, or write to it in place"
+                    "`model.to()`, but with ZeRO, low_precision_weights and offload the optimizer works on that: do so "
+                    "before the engine is made, or write to it in place"
                 )
         if self._copied:
             self._refuse_changes(
