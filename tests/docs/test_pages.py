@@ -225,7 +225,11 @@ PAGES = {
         [composed, embedded, ON_PATCHES], without={"embed --slides data/slides/slides.csv --mpp 0.5": "needs timm"}
     ),
     "docs/how-to/tune-an-encoder.md": Page(
-        without={"train --slides slides.csv --model uni2": "needs timm, and weights with a licence"}
+        without={
+            "train --slides slides.csv --model uni2": "needs timm, and weights with a licence",
+            "plan --machine examples/machines/h100.toml": "needs timm; tests/estimate has what it counts",
+            "plan --measure": "tests/estimate has what it measures",
+        }
     ),
     "docs/how-to/profile.md": Page(),
     "docs/how-to/clusters.md": Page(without={"train --tiles 1x8": CLUSTER}),
@@ -240,7 +244,6 @@ PAGES = {
 NOT_RUN = {
     "docs/explanation/gpus.md": "needs GPUs",
     "docs/explanation/exactness.md": "runs the tests themselves",
-    "docs/how-to/cost-of-tuning.md": "needs timm; tests/estimate has what it counts",
     "docs/reference/options.md": "its commands are patterns",
     "docs/reference/torchvision.md": "trains all models of torchvision for hours; tests/benchmarks has it",
     "docs/scaling.md": MINUTES,
