@@ -269,22 +269,19 @@ def run(options: Options) -> None:
 
 HEAD = """# torchvision's models on tiles
 
-This command makes this page and [its data](../results/torchvision.json), which has a row for each model:
+Of all names of `torchvision.models.list_models()`, and the backbones of detection models, {num_exact} are exact. For {num_rules} all
+rules are known, {num_missing} lacks a rule, and {num_refused} are refused. This command makes this page and
+[its data](../results/torchvision.json), which has a row for each model; `--only NAME,NAME` measures again:
 
     python -m benchmarks run torchvision_models
 
-It measures models that the data does not have yet; `--only NAME,NAME` measures again. Versions: torch {torch}, torchvision
-{torchvision}. The last measurement was on {date}.
-
-The data has every name of `torchvision.models.list_models()`, and the backbones of detection models. {num_exact} models are
-exact. For {num_rules} all rules are known, {num_missing} lacks a rule, and {num_refused} are refused.
-`mpi4dl.models.build(name, num_classes, **options)` builds a model, and so does `--model`.
+Versions: torch {torch}, torchvision {torchvision}. The last measurement was on {date}.
 
 | Result | Meaning |
 | --- | --- |
-| exact | In one training step on tiles in float64, the loss, every gradient and every buffer equal plain PyTorch's on the whole images. The largest difference is at most 1e-10. It is relative to the largest element of the tensor, and to 0.001 of the largest gradient's |
-| rules known | Each operator of the forward pass has a rule for 2x2 tiles. The model has more than 150 million parameters, too many to compare here |
-| no rule | An operator has no rule for tiles. Training on tiles stops with a message that names it. In stages and with replicas the model trains |
+| exact | In one training step on tiles in float64, the loss, every gradient and every buffer equal plain PyTorch's, to 1e-10 of the largest element of the tensor, or of 0.001 of the largest gradient's |
+| rules known | Each operator has a rule for tiles. The model has more than 150 million parameters, too many to compare here |
+| no rule | An operator has no rule for tiles. In stages and with replicas the model trains |
 | refused | `mpi4dl.models.build` raises a ValueError with the reason |
 
 Dropout and stochastic depth are off, initial values random, and classes 10. Outputs after the first, such as those of

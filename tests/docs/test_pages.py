@@ -243,7 +243,6 @@ PAGES = {
 }
 NOT_RUN = {
     "docs/explanation/gpus.md": "needs GPUs",
-    "docs/explanation/exactness.md": "runs the tests themselves",
     "docs/reference/options.md": "its commands are patterns",
     "docs/reference/torchvision.md": "trains all models of torchvision for hours; tests/benchmarks has it",
     "docs/scaling.md": MINUTES,
