@@ -3,11 +3,13 @@
 `volumes.FORMATS` has the formats of volumes: a new one is a file of its own and a line there.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpi4dl.datasets.base import DatasetError
+from mpi4dl._wording import counted, some
+from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.datasets.files import DICOM, SUFFIXES, WHOLE_SLIDES
 from mpi4dl.datasets.listed import files_below
 from mpi4dl.datasets.volumes import GROUPED, VOLUME_SUFFIXES
@@ -28,7 +30,7 @@ class FileKind:
 
     Attributes:
         noun: what messages call one, and `nouns` several.
-        suffixes: how they end.
+        suffixes: how they end; not_read: how such files end that cannot be read, which a warning names.
         grouped: of files that end so, those that together are one sample.
         stands_for: the endings of files that a table may name instead.
         layout: what a table looks like, for errors.
@@ -45,6 +47,7 @@ class FileKind:
     missing: str = ""
     folder_option: str = "images"
     tells_patients: bool = False
+    not_read: tuple[str, ...] = ()
 
     @property
     def nouns(self) -> str:
@@ -60,7 +63,16 @@ class FileKind:
         if not folder.is_dir():
             what = f"is a file, not a folder of {self.nouns}" if folder.exists() else f"no such folder of {self.nouns}"
             raise DatasetError(f"{folder}: {what}: name one by `{self.folder_option}`")
-        return self.samples_of(folder, [*files_below(folder, self.suffixes)])
+        paths = [*files_below(folder, (*self.suffixes, *self.not_read))]
+        others = [path for path in paths if path.name.lower().endswith(self.not_read)]
+        if others:
+            names = sorted(path.relative_to(folder).as_posix() for path in others)
+            told = f"{counted(len(names), 'file')} below {folder} left out: {some(names, 3)}"
+            logging.getLogger(__name__).warning(
+                "%s", printable(f"{told}: {self.nouns} end in {' '.join(self.suffixes)}")
+            )
+            paths = sorted({*paths} - {*others})
+        return self.samples_of(folder, paths)
 
     def samples_of(self, folder: Path, paths: Sequence[Path]) -> tuple[list[str], dict[str, str]]:
         """The same of these files in the folder."""
@@ -76,7 +88,9 @@ class FileKind:
         return sorted(found), parts_of
 
 
-PICTURES = FileKind("image", SUFFIXES)
+PICTURES = FileKind(
+    "image", SUFFIXES, not_read=(".jp2", ".j2k", ".jfif", ".jpe", ".heic", ".heif", ".avif", ".jxl", ".tga")
+)
 VOLUMES = FileKind("volume", tuple(VOLUME_SUFFIXES), GROUPED)
 SLIDES = FileKind(
     "slide",

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from mpi4dl._wording import counted, some
 from mpi4dl.checkpoints.manifest import MODEL
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.split import in_whole
@@ -89,12 +90,11 @@ def _as_trained(config: Config, runs: Mapping[int, Path]) -> tuple[Config, set[i
         then, now = settings_of(_of_fold(there, fold, path)), settings_of(framed)
         if (path / MODEL).is_file():
             done.add(fold)
-            then |= {**read_part(path / VERSIONS, "files"), **_contents(RunSamples.read(path / SAMPLES))}
-            now |= {
-                **files_of(prints_of(framed), framed.tuning.weights),
-                **_contents(RunSamples.of(samples.training, samples.validation)),
-            }
-            now |= _new_samples(config, samples)
+            kept, found = RunSamples.read(path / SAMPLES), RunSamples.of(samples.training, samples.validation)
+            kept.require_unchanged(found)
+            _refuse_new_samples(path, config, samples)
+            then |= {**read_part(path / VERSIONS, "files"), **_contents(kept)}
+            now |= {**files_of(prints_of(framed), framed.tuning.weights), **_contents(found)}
         require_alike(path, then, now)
     return config, done
 
@@ -104,11 +104,18 @@ def _contents(kept: RunSamples) -> dict[str, list[Any]]:
     return {f"sample {each.file}": [*each] for each in kept.samples}
 
 
-def _new_samples(config: Config, samples: Images) -> dict[str, str]:
-    """Samples that the table has got since its folds were made; a file of splits may leave some out."""
+def _refuse_new_samples(path: Path, config: Config, samples: Images) -> None:
+    """Raise ConfigError for samples that the table has got since its folds were made; a file of splits may leave some
+    out.
+    """
     whole, _ = in_whole(samples.training)
     rows = whole.rows if config.slides.split_file is None else ()
-    return {f"sample {row.path}": "in no fold" for row in rows if not row.split and row.fold is None}
+    new = [row.path for row in rows if not row.split and row.fold is None]
+    if new:
+        raise ConfigError(
+            f"{path} was trained without {counted(len(new), 'sample')} that the table has now: {some(new, 3)}: remove "
+            "these lines, or train in another `run_folder`"
+        )
 
 
 def require_alike(path: Path, then: Settings, now: Settings) -> None:

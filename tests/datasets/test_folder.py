@@ -37,6 +37,14 @@ def test_classes_and_files_are_in_order(tmp_path):
     assert [dataset.label(i) for i in range(len(dataset))] == [0, 0, 0, 1, 1]
 
 
+def test_pictures_of_a_kind_that_is_not_read_are_named(tmp_path, caplog):
+    for name in ("cat/a.png", "cat/b.JP2", "dog/c.png"):
+        put(tmp_path / name)
+    assert len(listed(tmp_path)) == 2
+    (told,) = caplog.messages
+    assert told.startswith(f"1 file below {tmp_path / 'cat'} left out: b.JP2: images end in .png .jpg")
+
+
 def test_sizes_and_formats_may_be_mixed(tmp_path):
     put(tmp_path / "a/1.png", 10, (4, 5))
     put(tmp_path / "b/2.png", 20, (7, 3))

@@ -1,6 +1,7 @@
 """Images, masks and volumes in tables have what slides have: patients, folds, split files, metrics by patient."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from mpi4dl.options.sources import source_of
 from mpi4dl.runs.samples import FILE, RunSamples
 from mpi4dl.train import train
 from tests.pool.ranks import Ranks
-from tests.support.commands import read_rows, said, words
+from tests.support.commands import read_rows, refused, said, words
 from tests.support.short_runs import assert_close
 from tests.support.tiny import TINY_RESNET
 
@@ -146,7 +147,7 @@ def test_a_run_keeps_its_table_and_is_evaluated_on_it_by_patient(ranks: Ranks, i
 
 
 def test_all_folds_of_images_are_trained_and_summarised(ranks: Ranks, images: Path, tmp_path: Path) -> None:
-    run = tmp_path / "cv"
+    run, images = tmp_path / "cv", shutil.copytree(images, tmp_path / "clinic")
     told, *_ = ranks(1).run(said, train, flags_of(images, run, "--folds 2 --fold all --eval-every none"))
     assert "predictions of all folds together" in told
     (table,) = run.glob("evaluation-*.csv")
@@ -154,6 +155,13 @@ def test_all_folds_of_images_are_trained_and_summarised(ranks: Ranks, images: Pa
     assert len(rows) == PATIENTS * EACH
     of = {row["patient"]: {other["fold"] for other in rows if other["patient"] == row["patient"]} for row in rows}
     assert all(len(folds) == 1 for folds in of.values())
+    again = flags_of(images, run, "--folds 2 --fold all --eval-every none --resume auto")
+    text, line = (images / "labels.csv").read_text(), "p9_0.png;patient 0;benign;here;"
+    (images / "p9_0.png").write_bytes((images / "p0_0.png").read_bytes())
+    (images / "labels.csv").write_text(f"{text}\n{line}")
+    assert "without 1 sample that the table has now: p9_0.png" in ranks(1).run(refused, train, again)[0]
+    (images / "labels.csv").write_text(text.replace("patient 3;tumour", "patient 3;benign"))
+    assert "3 samples with another label than when the run began: p3_0.png" in ranks(1).run(refused, train, again)[0]
 
 
 def test_masks_may_be_named_in_a_table(images: Path, tmp_path: Path) -> None:
