@@ -23,8 +23,10 @@ from mpi4dl.parallel import spatial
 from mpi4dl.parallel.inputs import Microbatch, OwnSizes, Read, Sizes, size_of
 from mpi4dl.parallel.pipeline.executor import UNLIKE_DRAWS, Executor
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, Part
+from mpi4dl.parallel.pipeline.program import map_leaves
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.sums import owned
+from mpi4dl.parallel.spatial.tensor import local_part
 from mpi4dl.parallel.tables.schedules import Table
 from mpi4dl.tasks.formulas import SummedLoss, main_output
 from mpi4dl.tasks.measuring import Measures, Value, joined
@@ -257,7 +259,22 @@ class BatchFeed(InputFeed):
             return None
         loss = sum(total * factor for total, factor in zip(*terms, strict=True))
         assert isinstance(loss, Tensor)
+        if self.runner.comm.size > 1:
+            self._refuse_weights(loss, outputs, part)
         return loss * (self.scale / part.grid.size)
+
+    def _refuse_weights(self, loss: Tensor, outputs: Any, part: Part) -> None:
+        """Refuse a loss with weights of which a rank has a part of the gradient, or not all that the loss needs."""
+        own = [*_leaves_beside(outputs, loss)]
+        stages, known = self.runner.plan.num_stages, {id(p) for p in part.module.parameters()} if own else set()
+        for leaf in own:
+            if stages > 1 or id(leaf) not in known:
+                what = "a weight of the model" if id(leaf) in known else "a tensor of its own that wants a gradient"
+                why = "a rank has some stages alone" if id(leaf) in known else "each rank would have a part of it"
+                raise (Refusal if stages == 1 else ValueError)(  # others of several stages compute no loss
+                    f"the loss uses {what}, of shape {tuple(leaf.shape)}, but {why}: let the model have it, and return "
+                    "what the loss needs of it"
+                )
 
     def _terms(self, outputs: Any, targets: Any, num_samples: int) -> Terms:
         if self.summed is not None:
@@ -281,6 +298,21 @@ class BatchFeed(InputFeed):
             return carried(leaf if len(self.microbatches) == 1 else leaf[slice(*samples)], self.runner.device)
 
         return pytree.tree_map(of, self.targets)
+
+
+def _leaves_beside(outputs: Any, loss: Tensor) -> Iterator[Tensor]:
+    """The tensors that want a gradient and that the loss uses beside outputs."""
+    leaves: list[Any] = []
+    map_leaves(leaves.append, outputs)
+    seen = {local_part(y).grad_fn for y in leaves if isinstance(y, Tensor)}
+    nodes = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):
+                yield node.variable
+            nodes += [following for following, _ in node.next_functions]
 
 
 class Found:

@@ -217,7 +217,9 @@ PAGES = {
     PAIRS: Page([own_pairs]),
     BANDS: Page([own_rasters]),
     "docs/how-to/decode-latents.md": Page(needs="diffusers"),
-    "docs/how-to/choose-a-plan.md": Page(),
+    "docs/how-to/choose-a-plan.md": Page(
+        without={"benchmarks run forecast": MINUTES, "benchmarks run choices": MINUTES}
+    ),
     "docs/how-to/cross-validate.md": Page([composed], without={"train --folds": CLUSTER}),
     "docs/how-to/train-on-features.md": Page(
         [composed, embedded, ON_PATCHES], without={"embed --slides data/slides/slides.csv --mpp 0.5": "needs timm"}
@@ -226,9 +228,6 @@ PAGES = {
         without={"train --slides slides.csv --model uni2": "needs timm, and weights with a licence"}
     ),
     "docs/how-to/profile.md": Page(),
-    "docs/how-to/plan-for-a-cluster.md": Page(
-        without={"benchmarks run forecast": MINUTES, "benchmarks run choices": MINUTES}
-    ),
     "docs/how-to/clusters.md": Page(without={"train --tiles 1x8": CLUSTER}),
     "docs/how-to/serve.md": Page([trained("gpt", *GPT, "--batch-size", "8")]),
     "docs/how-to/own-loop.md": Page(),
@@ -240,7 +239,7 @@ PAGES = {
 }
 NOT_RUN = {
     "docs/explanation/gpus.md": "needs GPUs",
-    "docs/explanation/testing.md": "runs the tests themselves",
+    "docs/explanation/exactness.md": "runs the tests themselves",
     "docs/how-to/cost-of-tuning.md": "needs timm; tests/estimate has what it counts",
     "docs/reference/options.md": "its commands are patterns",
     "docs/reference/torchvision.md": "trains all models of torchvision for hours; tests/benchmarks has it",

@@ -1,6 +1,7 @@
 """Models and optimizers that are put together in unusual ways train as in plain PyTorch, or are refused."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,10 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
+from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from tests.parallel.replicas.test_step_units import Clipping
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, RanksFailed
 from tests.support.short_runs import Task, check_going_on
 
 BATCH, SIZE = 3, (5, 4)
@@ -157,6 +159,32 @@ def test_what_would_train_otherwise_is_refused(ranks: Ranks) -> None:
             assert found.startswith(wanted)
 
 
+def with_weights(comm: Communicator, plan: Plan, own: bool) -> None:
+    """A step with a loss that has a weight of its own, or uses those of the model."""
+    held = split(net, plan, comm, image=(BATCH, 3, *SIZE))
+    weights = [nn.Parameter(torch.ones((), dtype=torch.float64))] if own else [*held.parameters()]
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets) + sum(weight.square().sum() for weight in weights)
+
+    engine = Engine(held, plan, sgd(held), loss, comm=comm)
+    images, targets = batch(0)
+    engine.step([images[slice(*read.box.batch)] for read in engine.reads(BATCH, SIZE)], targets, SIZE)
+
+
+@pytest.mark.parametrize(
+    ("plan", "own", "said"),
+    [
+        (Plan(data=2), True, "the loss uses a tensor of its own that wants a gradient"),
+        (Plan(data=2), False, ""),
+        (Plan(((1, 1), (1, 1))), False, "the loss uses a weight of the model"),
+    ],
+)
+def test_a_loss_with_weights_is_exact_or_refused(ranks: Ranks, plan: Plan, own: bool, said: str) -> None:
+    with pytest.raises(RanksFailed, match=said) if said else nullcontext():
+        ranks(2).run(with_weights, plan, own)
+
+
 class Shrinking(Net):
     """Makes a weight of its own smaller each time that it runs."""
 
@@ -169,7 +197,7 @@ class Shrinking(Net):
 def change(comm: Communicator, zero: int, offload: str) -> list[str]:
     """What is said of changes that a loop of one's own, or the model, makes between steps and in them."""
     said = []
-    for change in ("value", "group", "forward"):
+    for change in ("value", "group", "forward", "data"):
         model = (Shrinking if change == "forward" else Net)().double()
         optimizer = sgd(model)
         engine = engine_of(comm, model, optimizer, zero, offload=offload)
@@ -181,6 +209,8 @@ def change(comm: Communicator, zero: int, offload: str) -> list[str]:
                 if change == "value":
                     with torch.no_grad():
                         model.last.bias[:1].view(()).mul_(2) if zero < 3 else model.empty.mul_(2)
+                if change == "data":
+                    model.last.bias.data = model.last.bias.data * 2
                 if change == "group":
                     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
             said.append("")
@@ -192,7 +222,8 @@ def change(comm: Communicator, zero: int, offload: str) -> list[str]:
 @pytest.mark.parametrize(("zero", "offload"), [(0, "none"), (1, "disk"), (3, "none")])
 def test_changes_that_would_be_lost_are_refused(ranks: Ranks, zero: int, offload: str) -> None:
     wanted = {"last.bias": zero == 1, "empty": zero == 3}
-    for value, group, forward in ranks(2).run(change, zero, offload):
+    for value, group, forward, data in ranks(2).run(change, zero, offload):
+        assert data.startswith("last.bias has other memory than") == (zero > 0)
         for name, refused in wanted.items():
             assert value.startswith(f"{name} was changed outside of the optimizer") == refused
         assert group.startswith("the optimizer has other groups of parameters than") == (zero > 0)

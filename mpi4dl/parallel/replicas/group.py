@@ -228,6 +228,7 @@ class ReplicaGroup:
         self.mirrored = mirrored
         self._copied = zero == 3 or any(master.target is not None for some in masters for master in some)
         self._versions = self._count_changes()
+        self._places = [p.data_ptr() for p in self.parameters]
         self._hooked: list[bool] = []
 
     def _flatten(self) -> None:
@@ -294,6 +295,13 @@ class ReplicaGroup:
                 "the optimizer has other groups of parameters than when the engine was made: add them before, or train "
                 "without ZeRO, low_precision_weights and offload"
             )
+        for name, p, place in zip(self.names, self.parameters, () if self.in_place else self._places, strict=False):
+            if p.numel() and p.data_ptr() != place:
+                raise Refusal(
+                    f"{name} has other memory than when the engine was made, as after `p.data = value` or "
+                    "`model.to()`, but with ZeRO, low_precision_weights and offload the optimizer works on that: do so "
+                    "before the engine is made, or write to it in place"
+                )
         if self._copied:
             self._refuse_changes(
                 self._versions,

@@ -261,6 +261,8 @@ def embedding(
     name = "torch.nn.functional.embedding"
     if max_norm is not None:
         raise refusal(name, "its table is changed by max_norm")
+    if scale_grad_by_freq and isinstance(input, SpatialTensor):
+        raise refusal(name, "each rank would count the frequencies of its own indices alone")
     if not isinstance(weight, SpatialTensor):
         assert isinstance(input, SpatialTensor)
         found = F.embedding(input.local, weight, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
