@@ -170,6 +170,25 @@ class Cumulative(Base):
         self.norm = nn.BatchNorm2d(4, momentum=None)
 
 
+class Turning(Base):
+    """A module counts its calls in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = Counter()
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.counter(x)
+
+
+class Counter(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return x * (1 + self.calls)
+
+
 def swish(x: Tensor) -> Tensor:
     return x * torch.sigmoid(x)
 
@@ -248,6 +267,7 @@ EXACT = [
     Scripted,
     Naming,
     Configured,
+    Turning,
 ]
 REFUSED = {
     RecomputingAFunction: "gives torch.utils.checkpoint a function",
