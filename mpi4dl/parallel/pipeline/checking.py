@@ -127,14 +127,18 @@ class _Plain:
 
 
 class _InTurns(_Plain):
-    """Two copies of the model, each of which runs every second time."""
+    """Two copies of the model, each of which runs every second time. `changes`: whether calls change globals."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
-        self.modules = [make(), make()]
+        self.modules, self.changes = [make(), make()], list[bool]()
+        self.globals = [watch for module in self.modules[0].modules() for watch in globals_read(module)]
 
     def __call__(self, x: Tensor) -> Any:
         self.modules.reverse()
-        return super().__call__(x)
+        before = [watch.now(depth=1) for watch in self.globals]
+        found = super().__call__(x)
+        self.changes.append(before != [watch.now(depth=1) for watch in self.globals])
+        return found
 
 
 class _InParts:
@@ -239,8 +243,14 @@ class _Trial:
 
     def problem_of_turns(self, plain: Sequence[TriedStep]) -> str | None:
         """What copies for both directions do otherwise than one model, apart from buffers; None if nothing."""
-        _, second, *_ = self.steps(_InTurns)
-        if not any(map(differ, plain[1].outputs, second.outputs)):
+        turns: list[_InTurns] = []
+
+        def run(make: Callable[[], nn.Module]) -> _InTurns:
+            turns.append(_InTurns(make))
+            return turns[-1]
+
+        _, second, *_ = self.steps(run)
+        if not turns[0].changes[1] and not any(map(differ, plain[1].outputs, second.outputs)):
             return None
         return "it keeps a number for its next call, so copies in both directions differ: leave out `bidirectional`"
 

@@ -39,7 +39,7 @@ FUNCTION = "torch.autograd.Function"
 # Beside those that are refused wherever a model is cut: what is, where, and why.
 REFUSED = {
     "gems": {"Recomputing": AGAIN, "RecomputingReentrantly": AGAIN, "OldSpectralNorm": BUFFER, "Counting": BUFFER}
-    | {"Turning": "copies in both directions differ"},
+    | dict.fromkeys(("Turning", "TurningByAGlobal"), "copies in both directions differ"),
     "streaming": {"Recomputing": AGAIN, "RecomputingReentrantly": AGAIN},
     "tiles": {"Reversing": FUNCTION, "Rounding": FUNCTION, "RecomputingReentrantly": FUNCTION},
     "zero3": {

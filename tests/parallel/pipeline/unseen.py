@@ -189,6 +189,23 @@ class Counter(nn.Module):
         return x * (1 + self.calls)
 
 
+SEEN: list[int] = []
+
+
+class TurningByAGlobal(Turning):
+    """The same in a list of the file's, which the outputs do not show: all models of a test share it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = GlobalCounter()
+
+
+class GlobalCounter(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.append(1)
+        return x * (1 + min(len(SEEN), 0))
+
+
 def swish(x: Tensor) -> Tensor:
     return x * torch.sigmoid(x)
 
@@ -268,6 +285,7 @@ EXACT = [
     Naming,
     Configured,
     Turning,
+    TurningByAGlobal,
 ]
 REFUSED = {
     RecomputingAFunction: "gives torch.utils.checkpoint a function",
