@@ -160,7 +160,7 @@ def test_pictures_and_their_metrics_are_those_of_whole_images(
         assert float(judged["mae"]) == pytest.approx(np.abs(x - y).mean(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("alexnet", "alex"), ("vgg16", "vgg"), ("squeezenet1_1", "squeeze")])
+@pytest.mark.parametrize(("name", "kind"), [("alexnet", "alex"), ("squeezenet1_1", "squeeze"), ("vgg16", "vgg")])
 @pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:.*pretrained", "ignore:Arguments other than a weight enum")
 def test_the_perceptual_distance_is_that_of_lpips(ranks: Ranks, tmp_path: Path, name: str, kind: str) -> None:
