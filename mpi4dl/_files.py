@@ -142,6 +142,15 @@ class Replacement:
             self.drop()
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder, and those that it is in, where they are not there. Raises OSError, which names a file there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        there = next(each for each in (path, *path.parents) if each.exists())
+        raise FileExistsError(f"{there} is a file, but {path} must be a folder: name another one") from None
+
+
 def write_durably(path: Path, data: bytes | memoryview) -> None:
     """Replace a file as a whole, as `Replacement` does."""
     with naming(path), Replacement(path) as temporary:

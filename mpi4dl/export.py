@@ -41,7 +41,8 @@ def export(source: Path, out: Path) -> list[str]:
     from mpi4dl.runs.description import FILE, Description, described_by
 
     if not source.is_dir():
-        raise ValueError(f"{source}: no such folder; name a run, or one of its checkpoints")
+        what = "is a file" if source.exists() else "no such folder"
+        raise ValueError(f"{source}: {what}; name the folder of a run, or of one of its checkpoints")
     if not out.parent.is_dir():
         raise ValueError(f"{out}: there is no folder {out.parent}; make it first")
     file, skipped = weights_in(source)

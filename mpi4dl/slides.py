@@ -169,7 +169,7 @@ def check(comm: "Communicator", asked: CommandLine[CheckConfig]) -> None:
 )
 def tissue(comm: "Communicator", asked: CommandLine[TissueConfig]) -> None:
     """Write NAME.png and NAME.geojson of the tissue of each slide, and of what is left out of it. Collective."""
-    from mpi4dl._files import write_durably
+    from mpi4dl._files import make_folder, write_durably
     from mpi4dl.datasets.base import DatasetError
     from mpi4dl.datasets.slides.artifacts import ARTIFACTS
     from mpi4dl.datasets.slides.tissue import find_tissue
@@ -178,7 +178,7 @@ def tissue(comm: "Communicator", asked: CommandLine[TissueConfig]) -> None:
     out, threshold = Path(chosen.out), None if isinstance(chosen.tissue, str) else chosen.tissue
     slides = _open(comm, asked.source, asked.config.reading)
     with comm.together((OSError,)):
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
 
     def show(index: int, feed: Feed) -> str:
         name = Path(slides.name(index)).name

@@ -29,6 +29,7 @@ from mpi4dl.parallel.replicas.groups import PartsOf, disagreement
 from mpi4dl.parallel.replicas.optimizer_traits import (
     StepUnit,
     backward_hook_in,
+    modules_of,
     problem_with,
     problem_with_unit,
     step_unit,
@@ -85,7 +86,7 @@ class Undo:
         self._random = random_state()
         found = [
             (module._buffers, name, buffer)
-            for module in model.modules()
+            for module in modules_of(model)
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]

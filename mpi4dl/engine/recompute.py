@@ -3,7 +3,7 @@
 Chen et al., "Training deep nets with sublinear memory cost" (2016).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from mpi4dl._randomness import PythonStates
 from mpi4dl.comm import Refusal
 from mpi4dl.parallel.blocks import Attributes, rows_of
-from mpi4dl.parallel.pipeline.decisions import attributes_of
+from mpi4dl.parallel.pipeline.decisions import Watch, attributes_of, globals_read
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.spatial import SpatialTensor
 
@@ -43,17 +43,18 @@ def recompute_blocks(model: nn.Module) -> int:
 
 def recompute_whole(block: nn.Module) -> None:
     """Make a module keep only its inputs for the backward pass."""
-    block.forward = partial(_forward, block, block.forward)
+    watches = [watch for module in block.modules() for watch in globals_read(module)]
+    block.forward = partial(_forward, block, watches, block.forward)
 
 
-def _forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _forward(block: nn.Module, watches: Sequence[Watch], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
 
     known, states = Attributes(block.modules()), PythonStates.now()  # checkpoint() itself sees to PyTorch's
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _as_before(block, known, states)
+        return nullcontext(), _as_before(block, watches, known, states)
 
     values, structure = pytree.tree_flatten((args, kwargs))
     spread = [value if isinstance(value, SpatialTensor) else None for value in values]
@@ -93,12 +94,14 @@ def _versions(block: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 @contextmanager
-def _as_before(block: nn.Module, attributes: Attributes, states: PythonStates) -> Iterator[None]:
+def _as_before(
+    block: nn.Module, watches: Sequence[Watch], attributes: Attributes, states: PythonStates
+) -> Iterator[None]:
     """The second run of a block finds its counters and random numbers as the first one did, and leaves no trace.
 
     Raises Refusal if it changes what cannot be put back, such as a list of its own.
     """
-    before = attributes_of(block)
+    before, of_globals = attributes_of(block), [watch.now(depth=1) for watch in watches]
     now = Attributes(block.modules()), PythonStates.now()
     attributes.put()
     states.put()
@@ -109,10 +112,11 @@ def _as_before(block: nn.Module, attributes: Attributes, states: PythonStates) -
         for each in now:
             each.put()
         # PyTorch ends the run by an exception once it has what it needs.
-        changed = next((name for name, value in attributes_of(block).items() if before.get(name) != value), None)
-        if changed is not None:
+        changed = [f"its attribute {name}" for name, value in attributes_of(block).items() if before.get(name) != value]
+        changed += [w.words for w, was in zip(watches, of_globals, strict=True) if w.now(depth=1) != was]
+        if changed:
             raise Refusal(
-                f"the model changes its attribute {changed} as it runs, and did so twice for a block that was computed "
+                f"the model changes {changed[0]} as it runs, and did so twice for a block that was computed "
                 "again; leave out `recompute`"
             )
 

@@ -87,8 +87,10 @@ class Judging:
         """The number of the class of two that is looked for. Raises Refusal."""
         if self.positive is None:
             return 1
-        if len(classes) != 2 or self.positive not in classes:
-            raise Refusal(f"`positive` {self.positive} is none of two classes: the model has {some(classes)}")
+        if len(classes) != 2:
+            raise Refusal(f"`positive` is for models of two classes, and this one has {len(classes)}: leave it out")
+        if self.positive not in classes:
+            raise Refusal(f"`positive` {self.positive} is none of the two classes, {some(classes)}")
         return classes.index(self.positive)
 
 

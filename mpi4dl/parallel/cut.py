@@ -92,7 +92,7 @@ def split(
     options = _exact_norms(stream(cuttable, counts) if callable(stream) else stream, plan)
     shared = cuttable.shared(counts)
     name = type(model).__name__
-    compare = partial(check_cut, build=build, seed=seed, image=image)
+    compare = partial(check_cut, build=build, seed=seed, image=image, mirrored=plan.num_directions > 1)
     if check:
         processes = [[stage.stage_program] for stage in cuttable.stages(counts)]
         _check(name, partial(compare, cuttable, processes), plan, comm, options is not None)

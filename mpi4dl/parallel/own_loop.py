@@ -14,7 +14,7 @@ import re
 import weakref
 from collections import UserList
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import isqrt, prod
 from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType
@@ -23,6 +23,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -31,7 +32,7 @@ from mpi4dl._randomness import RandomStates
 from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.comm.exchange import once_differentiable, running_forward
 from mpi4dl.geometry import SPACE, GridShape
-from mpi4dl.parallel.replicas.optimizer_traits import backward_hook_in
+from mpi4dl.parallel.replicas.optimizer_traits import backward_hook_in, modules_of
 from mpi4dl.parallel.replicas.parameter_sums import ForwardPass, GradientBuckets, SummedParameters, _Sum, _Use, summed
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.halo import gather, gather_axes
@@ -181,7 +182,7 @@ class _Loop:
             if not entered[0]:
                 self._refuse_inputs(args, kwargs)
             drawn = RandomStates.now().digests() if checks else ()
-            with running.running(), _Border(grid, running) if records else whole_gradients(grid):
+            with running.running(), whole_gradients(grid), _Border(grid, running) if records else nullcontext():
                 outputs = forward(*args, **kwargs)
             grid.halo_prefetch.flush()
             self._refuse_spread_buffers(model)
@@ -195,7 +196,7 @@ class _Loop:
     def _prepare(self, model: nn.Module) -> list[nn.Parameter]:
         """Let modules, also new ones, have their parameters by `SummedParameters`. Returns those that are trained."""
         found: dict[int, nn.Parameter] = {}
-        for module in model.modules():
+        for module in modules_of(model):
             if type(module._parameters) is not SummedParameters:
                 vars(module)["_parameters"] = SummedParameters(module._parameters)
                 if isinstance(module, nn.RNNBase):
@@ -325,7 +326,7 @@ UNLIKE = {
 }
 
 
-class _Border(whole_gradients):
+class _Border(TorchFunctionMode):
     """A forward pass, and tensors that come into it, or stay outside, by other ways than arguments and results.
 
     Plain tensors with a gradient that were made outside enter where a function takes them. Those that were made in the
@@ -333,7 +334,7 @@ class _Border(whole_gradients):
     """
 
     def __init__(self, grid: Grid, running: ForwardPass) -> None:
-        super().__init__(grid)
+        super().__init__()
         self._grid, self._running = grid, running
         self._known: set[int] = set()
         self._made: list[weakref.ref[Tensor]] = []
@@ -361,9 +362,9 @@ class _Border(whole_gradients):
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not torch.is_grad_enabled() or (getattr(function, "__name__", "") == "__get__" and function not in VIEWS):
-            return super().__torch_function__(function, types, args, kwargs)
+            return function(*args, **(kwargs or {}))
         args, kwargs = in_arguments(args, kwargs, self._within)
-        result = super().__torch_function__(function, types, args, kwargs)
+        result = function(*args, **kwargs)
         self._note(result)
         if result is None and args:  # such as __setitem__
             self._note(args[0])
@@ -435,8 +436,8 @@ class KeptTensor(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
         if function in (Tensor.register_hook, Tensor.retain_grad):  # of all uses, within and outside
-            with torch._C.DisableTorchFunctionSubclass():
-                return whole_gradients(args[0].grid).__torch_function__(function, types, args, kwargs)
+            with whole_gradients(args[0].grid), torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
         if function is torch.autograd.grad:
             return _gradients(*args, **(kwargs or {}))
         of_now, options = in_arguments(args, kwargs, _now)

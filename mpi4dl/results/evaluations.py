@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mpi4dl._files import write_durably
+from mpi4dl._files import make_folder, write_durably
 from mpi4dl.results.formats import TEXTS, Record, read_object, read_table, reading, write_object
 from mpi4dl.results.names import BESIDE, EVALUATION
 
@@ -41,7 +41,7 @@ def write_evaluation(path: Path, told: Mapping[str, Any] | None, files: Mapping[
 
     Raises OSError.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     for name in (f"{EVALUATION}.json", f"{EVALUATION}.csv", *BESIDE):
         if name not in files:
             beside(path, name).unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpi4dl._files import lock, open_regular, remove, size_of, write_durably
+from mpi4dl._files import lock, make_folder, open_regular, remove, size_of, write_durably
 from mpi4dl._wording import quoted
 from mpi4dl.datasets.listed import files_at
 from mpi4dl.options.declare import ConfigError, options_of
@@ -148,7 +148,7 @@ class FolderJob:
         self._open: list[Lines] = []
         self._lock: int | None = None
         if not dry_run:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             self._lock = lock(folder, "out")
         try:
             records = self._records(writes, overwrite)

@@ -87,15 +87,15 @@ def _as_trained(config: Config, runs: Mapping[int, Path]) -> tuple[Config, set[i
         samples = open_samples(framed)
         assert isinstance(samples, Images)
         framed = with_task(framed, samples.training)
-        then, now = settings_of(_of_fold(there, fold, path)), settings_of(framed)
+        require_alike(path, settings_of(_of_fold(there, fold, path)), settings_of(framed))
         if (path / MODEL).is_file():
             done.add(fold)
             kept, found = RunSamples.read(path / SAMPLES), RunSamples.of(samples.training, samples.validation)
             kept.require_unchanged(found)
             _refuse_new_samples(path, config, samples)
-            then |= {**read_part(path / VERSIONS, "files"), **_contents(kept)}
-            now |= {**files_of(prints_of(framed), framed.tuning.weights), **_contents(found)}
-        require_alike(path, then, now)
+            then = {**read_part(path / VERSIONS, "files"), **_contents(kept)}
+            now = {**files_of(prints_of(framed), framed.tuning.weights), **_contents(found)}
+            require_alike(path, then, now)
     return config, done
 
 

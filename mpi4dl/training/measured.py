@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from mpi4dl._files import read_regular, write_durably
+from mpi4dl._files import make_folder, read_regular, write_durably
 from mpi4dl._numbers import parse_json
 from mpi4dl._palette import BLUE, ORANGE
 from mpi4dl._progress import Tell
@@ -145,7 +145,7 @@ def measured(
         return found
     launcher(1)
     torch.cuda.empty_cache()  # of what was timed here
-    Path(how.measure_folder).mkdir(parents=True, exist_ok=True)
+    make_folder(Path(how.measure_folder))
     records = {n: Record.of(plans[n - 1], plans[n - 1].flags(flags) if searched else flags, how) for n in numbers}
     todo = [each for turn in range(how.measure_turns) for each in records.values() if len(each.turns) <= turn]
     for number, each in enumerate(todo):

@@ -117,18 +117,20 @@ def test_damaged_weights_are_not_exported(run: Path, tmp_path: Path, capsys: pyt
     [
         (".", "weights.bin", "weights.bin must end in .pt or .safetensors"),
         (".", "weights.pt", "is neither a run of mpi4dl train with weights nor a checkpoint"),
-        ("no", "weights.pt", "no: no such folder; name a run, or one of its checkpoints"),
+        ("no", "weights.pt", "no: no such folder; name the folder of a run, or of one of its checkpoints"),
         (".", "no/weights.pt", "no; make it first"),
+        ("taken", "weights.pt", "taken: is a file; name the folder of a run"),
     ],
 )
 def test_what_cannot_be_exported_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, out: str, message: str
 ) -> None:
+    (tmp_path / "taken").touch()
     with pytest.raises(SystemExit) as stop:
         main([str(tmp_path / source), str(tmp_path / out)])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 def test_exporting_starts_no_mpi(run: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mpi4dl._files import make_folder
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import like, neutral, option, options_of
 from mpi4dl.options.kinds import COUNT, NAME
@@ -197,3 +198,10 @@ def test_an_item_that_nothing_tells_from_others_is_never_done(work: Work) -> Non
     job = FolderJob(work.out, KIND, {"height": 3}, {"a": None})
     job.close()
     assert job.done == {}
+
+
+@pytest.mark.parametrize("name", ["taken", "taken/below/it"])
+def test_a_file_where_a_folder_is_to_be_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "taken").touch()
+    with pytest.raises(OSError, match=r"taken is a file, but .*taken.* must be a folder"):
+        make_folder(tmp_path / name)

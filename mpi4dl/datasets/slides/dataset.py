@@ -1,5 +1,6 @@
 """Slides with labels as a dataset: each at the resolution asked for, with the patches of it that show tissue."""
 
+import logging
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from mpi4dl.geometry import ceil_div
 PATCH_STREAM = 47  # of random numbers
 MOST_OPEN = 64  # slides whose headers are kept
 NOT_SENT = ("_lock", "_slides", "_patches", "_cells", "_measuring", "_recolours")  # to other processes
+SAME_MPP = 0.05  # of microns per pixel: files round theirs
 LEAST_CELL = 32  # px, of parts of windows whose tissue is looked at
 
 Patches = npt.NDArray[np.int64]  # (patches, 2): the row and the column of each in the grid of patches of a slide
@@ -236,12 +238,13 @@ class SlideFolder(SampleFiles):
     def frame(self, multiple: Sequence[int], skips: bool = True) -> tuple[tuple[int, int], tuple[Slide, Slide]]:
         """The least size (height, width) in which each slide fits, and the highest and the widest slide.
 
-        Its sides are multiples of these numbers of pixels. It `skips` slides that cannot be read.
+        Its sides are multiples of these numbers of pixels. It `skips` slides that cannot be read. A warning names those
+        that say another resolution than the table.
 
         Raises:
             DatasetError: no slide can be read, or one cannot that is not skipped.
         """
-        slides, problem = [], None
+        slides, problem, others = [], None, list[str]()
         for index in range(len(self)):
             try:
                 slides.append(self.image(index))
@@ -249,6 +252,14 @@ class SlideFolder(SampleFiles):
                 if not skips:
                     raise DatasetError(f"{error}; `on_bad_image` skip leaves such slides out") from error
                 problem = problem or error
+                continue
+            said, slide = self.rows[index].mpp, slides[-1]
+            known = slide.file.mpp if isinstance(slide, Slide) else None
+            if said is not None and known is not None and not math.isclose(said, known, rel_tol=SAME_MPP):
+                others.append(f"{self.name(index)} ({known:.4g}, not {said:.4g})")
+        if others:
+            told = f"{counted(len(others), 'slide')} with other microns per pixel than the table, which are taken"
+            logging.getLogger(__name__).warning("%s", printable(f"{told}: {some(others, 3)}"))
         if not slides:
             raise DatasetError(f"{self.root}: no slide can be read: {problem}")
         highest = max(slides, key=lambda slide: slide.size[0])

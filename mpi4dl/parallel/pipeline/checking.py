@@ -71,10 +71,11 @@ def check_cut(
     build: Callable[[], nn.Module],
     seed: int,
     image: Sequence[int],
+    mirrored: bool = False,
 ) -> Checked:
     """Compare a model in parts, of which each process runs some, with the model that `build()` makes with this seed.
 
-    `image` is the shape of a batch, (N, C, H, W) or (N, T).
+    `image` is the shape of a batch, (N, C, H, W) or (N, T). If `mirrored`, two copies of the model take turns.
     """
     parameters = list(cuttable.model.parameters())
     if sum(p.numel() for p in parameters) > MOST_PARAMETERS:
@@ -91,7 +92,10 @@ def check_cut(
             reason = f"the model itself fails on samples of {' x '.join(map(str, shape[1:]))}: {error}"
             continue
         try:
+            own_buffers = tuple(_own_buffers(cuttable.model, plain))
             problem = trial.problem(plain, processes)
+            if problem is None and mirrored and not own_buffers:
+                problem = trial.problem_of_turns(plain)
         except OtherShape:
             reason = "it does other things with small images than with those that it is cut for"
             continue
@@ -99,7 +103,7 @@ def check_cut(
             return Checked(f"it runs in one piece, but its stages fail: {error}")
         first = plain[0]
         recomputed = tuple(name for name, value in first.between.items() if differ(value, first.buffers.get(name)))
-        return Checked(problem, None, tuple(_own_buffers(cuttable.model, plain)), recomputed)
+        return Checked(problem, None, own_buffers, recomputed)
     return Checked(left_out=reason)
 
 
@@ -120,6 +124,21 @@ class _Plain:
 
     def __call__(self, x: Tensor) -> Any:
         return self.modules[0](x)
+
+
+class _InTurns(_Plain):
+    """Two copies of the model, each of which runs every second time. `changes`: whether calls change globals."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        self.modules, self.changes = [make(), make()], list[bool]()
+        self.globals = [watch for module in self.modules[0].modules() for watch in globals_read(module)]
+
+    def __call__(self, x: Tensor) -> Any:
+        self.modules.reverse()
+        before = [watch.now(depth=1) for watch in self.globals]
+        found = super().__call__(x)
+        self.changes.append(before != [watch.now(depth=1) for watch in self.globals])
+        return found
 
 
 class _InParts:
@@ -221,6 +240,19 @@ class _Trial:
             remarks = in_parts[0].remarks
             why = f"{', '.join(remarks)}, and {COPIES}" if remarks else SHARED
         return f"in stages it does not compute what it computes in one piece ({problem}): {why}"
+
+    def problem_of_turns(self, plain: Sequence[TriedStep]) -> str | None:
+        """What copies for both directions do otherwise than one model, apart from buffers; None if nothing."""
+        turns: list[_InTurns] = []
+
+        def run(make: Callable[[], nn.Module]) -> _InTurns:
+            turns.append(_InTurns(make))
+            return turns[-1]
+
+        _, second, *_ = self.steps(run)
+        if not turns[0].changes[1] and not any(map(differ, plain[1].outputs, second.outputs)):
+            return None
+        return "it keeps a number for its next call, so copies in both directions differ: leave out `bidirectional`"
 
     def steps(self, runs: Callable[[Callable[[], nn.Module]], _Plain | _InParts]) -> list[TriedStep]:
         """Steps of what `runs` makes of the models that it is given; between them chance changes the parameters.

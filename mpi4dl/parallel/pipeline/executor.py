@@ -79,6 +79,9 @@ class RunningStatistics:
         finally:
             for m, (momentum, buffers) in zip(self.norms, before, strict=True):
                 row.append(dict(m._buffers))
+                if not _counts(m):
+                    mean = m._buffers["running_mean"]
+                    row[-1]["num_batches_tracked"] = torch.tensor(int(mean is not None and mean._version > 0))
                 m.momentum = momentum
                 m._buffers.update(buffers)
         for m, found in zip(self.norms, row, strict=True):
@@ -110,6 +113,10 @@ class RunningStatistics:
         if not self.norms:
             return
         buffers: list[Any] = [(m.momentum, *(m._buffers[name] for name in RUNNING)) for m in self.norms]
+        buffers = [
+            each if _counts(m) else (m.momentum or 0.0, *each[1:3], None)
+            for m, each in zip(self.norms, buffers, strict=True)
+        ]
         sizes = [1 + 2 * mean.numel() for _, mean, *_ in buffers]
         rows = torch.zeros(len(microbatches), sum(sizes), dtype=torch.float64, device=buffers[0][1].device)
         for row, microbatch in zip(rows, microbatches, strict=True):
@@ -135,6 +142,11 @@ class RunningStatistics:
             for factor, (running, now) in alike.items():
                 torch._foreach_mul_(running, 1 - factor)
                 torch._foreach_add_(running, now, alpha=factor)
+
+
+def _counts(norm: nn.Module) -> bool:
+    """Whether a norm counts its batches: instance norms have a buffer for that, but leave it at 0."""
+    return not isinstance(norm, nn.modules.instancenorm._InstanceNorm)
 
 
 def _flat(values: dict[str, Tensor | None]) -> Tensor:

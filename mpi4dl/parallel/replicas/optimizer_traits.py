@@ -197,13 +197,25 @@ def hook_on_gradient(
     return None
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """A model and all modules in it, as `model.modules()`, whose generators take a call for each level of each."""
+    found, pending = dict[nn.Module, None](), [model]
+    while pending:
+        module = pending.pop()
+        if module not in found:
+            found[module] = None
+            pending += [part for part in reversed(module._modules.values()) if part is not None]
+    return list(found)
+
+
 def backward_hook_in(module: nn.Module, num_ranks: int) -> str | None:
     """Why the backward hooks of these modules, which so many ranks run together, see no whole gradients."""
     common = torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
     if num_ranks == 1:
         return None
-    for name, part in module.named_modules():
+    for part in modules_of(module):
         if part._backward_hooks or part._backward_pre_hooks or common:
+            name = next(name for name, each in module.named_modules() if each is part)
             return (
                 f"{name or type(module).__name__} has a backward hook, which would see the part of one rank: remove "
                 "it, and call output.register_hook in a forward hook, which sees the whole gradient of the output"

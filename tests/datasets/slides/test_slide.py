@@ -16,6 +16,8 @@ from mpi4dl.datasets.slides.compose import FORMATS, Composition, Disc, compositi
 from mpi4dl.datasets.slides.geojson import collection, feature, outlines, squares
 from mpi4dl.datasets.slides.slide import Level, Resolution, Slide, SlideFile, open_slide
 from mpi4dl.geometry import Interval
+from mpi4dl.options.config import parse
+from mpi4dl.options.sources import source_of
 from tests.datasets.slides.layouts import LAYOUTS, MPP, label_of, picture, pyramid
 from tests.pool.job import mpirun
 
@@ -294,3 +296,15 @@ def test_a_composition_does_not_depend_on_boxes() -> None:
         centre - lesion.radius >= 0 and centre + lesion.radius <= side
         for centre, side in zip(lesion[:2], (height, width), strict=True)
     )
+
+
+def test_a_table_that_knows_another_resolution_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The slide's own counts; a table is for slides that do not say theirs."""
+    how: dict[str, Any] = {"photometric": "rgb", "resolution": (20000, 20000), "resolutionunit": "CENTIMETER"}
+    tifffile.imwrite(tmp_path / "a.tif", np.zeros((64, 64, 3), np.uint8), **how)
+    tifffile.imwrite(tmp_path / "b.tif", np.zeros((64, 64, 3), np.uint8), **how)
+    (tmp_path / "slides.csv").write_text("slide,label,mpp\na,x,0.25\nb,y,0.502\n")
+    source = source_of(parse(["--slides", str(tmp_path / "slides.csv"), "--mpp", "1", "--patches", "32"]))
+    assert source.framed().data.image_size == (32, 32)
+    (told,) = caplog.messages
+    assert told == "1 slide with other microns per pixel than the table, which are taken: a.tif (0.5, not 0.25)"

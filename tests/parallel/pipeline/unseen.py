@@ -170,6 +170,42 @@ class Cumulative(Base):
         self.norm = nn.BatchNorm2d(4, momentum=None)
 
 
+class Turning(Base):
+    """A module counts its calls in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = Counter()
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.counter(x)
+
+
+class Counter(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return x * (1 + self.calls)
+
+
+SEEN: list[int] = []
+
+
+class TurningByAGlobal(Turning):
+    """The same in a list of the file's, which the outputs do not show: all models of a test share it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = GlobalCounter()
+
+
+class GlobalCounter(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.append(1)
+        return x * (1 + min(len(SEEN), 0))
+
+
 def swish(x: Tensor) -> Tensor:
     return x * torch.sigmoid(x)
 
@@ -248,6 +284,8 @@ EXACT = [
     Scripted,
     Naming,
     Configured,
+    Turning,
+    TurningByAGlobal,
 ]
 REFUSED = {
     RecomputingAFunction: "gives torch.utils.checkpoint a function",

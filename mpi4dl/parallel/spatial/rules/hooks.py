@@ -8,13 +8,14 @@
 So it is with plain tensors of which every rank has a copy, such as pooled features, within `whole_gradients`.
 """
 
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from mpi4dl.comm import Refusal
 from mpi4dl.comm.exchange import WITHIN, narrow, running_forward
@@ -24,6 +25,7 @@ from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
 
 Hook = Callable[[Tensor], Tensor | None]
+_register_hook, _retain_grad = Tensor.register_hook, Tensor.retain_grad
 
 
 class _Gradient:
@@ -78,7 +80,7 @@ class _Gradient:
 
     def keep(self, local: Tensor, store: Callable[[Tensor], None]) -> None:
         """Pass the whole gradient to `store` at the end of backward, when all hooks have had their say."""
-        local.retain_grad()
+        _retain_grad(local)
         if local.is_leaf:
             return
         found = weakref.ref(local)  # a tensor must not be kept by its own hook
@@ -88,12 +90,66 @@ class _Gradient:
             if kept is not None and kept.grad is not None:
                 store(self.whole(kept.grad))
 
-        local.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(give))
+        _register_hook(local, lambda _: torch.autograd.Variable._execution_engine.queue_callback(give))
+
+
+class whole_gradients:
+    """Within this context, hooks on plain tensors of which every rank of `grid` has a copy see the whole gradient."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._layout = Layout.of_copies(grid)
+
+    def __enter__(self) -> None:
+        _of_copies.append(self._layout)
+
+    def __exit__(self, *error: Any) -> None:
+        _of_copies.pop()
+
+
+_of_copies: list[Layout] = []
+
+
+@functools.wraps(_register_hook)
+def _register_hook_here(self: Tensor, hook: Hook) -> Any:
+    if _of_copies and not has_torch_function_unary(self):
+        hook = _Gradient(_of_copies[-1]).seen_by(hook)
+    return _register_hook(self, hook)
+
+
+@functools.wraps(_retain_grad)
+def _retain_grad_here(self: Tensor) -> None:
+    if has_torch_function_unary(self):
+        handle_torch_function(Tensor.retain_grad, (self,), self)
+    elif _of_copies:
+        _keep_of_copies(_Gradient(_of_copies[-1]), self)
+    else:
+        _retain_grad(self)
+
+
+# A mode of PyTorch's would see these calls too, but among all others, each of which it slows down.
+Tensor.register_hook, Tensor.retain_grad = _register_hook_here, _retain_grad_here  # type: ignore
+
+
+def _keep_of_copies(gradient: _Gradient, x: Tensor) -> None:
+    """Let `x.grad`, of which each rank has a copy, be the whole gradient, added up over backward passes."""
+    found, before = weakref.ref(x), list[Tensor | None]()
+
+    def begin(_: Tensor) -> None:
+        kept = found()
+        before[:] = [None if kept is None or kept.grad is None else kept.grad.clone()]
+
+    def store(whole: Tensor) -> None:
+        (known,), kept = before, found()
+        if kept is not None:  # what was there is whole already, and every rank has added it
+            kept.grad = whole if known is None else whole - (gradient.layout.grid.size - 1) * known
+
+    _register_hook(x, begin)
+    gradient.keep(x, store)
 
 
 @register(Tensor.register_hook, flat=True)
 def register_hook(x: SpatialTensor, hook: Hook) -> Any:
-    return x.local.register_hook(_Gradient(x.layout).seen_by(hook))
+    return _register_hook(x.local, _Gradient(x.layout).seen_by(hook))
 
 
 @register(Tensor.retain_grad, flat=True)
@@ -116,40 +172,6 @@ def grad(x: SpatialTensor) -> Tensor | None:
     if gradient.holders is not None or x.layout.wide:
         raise refusal("Tensor.grad", "ranks hold copies of it, each with a share of the gradient")
     return x.like(x.local.grad)
-
-
-class whole_gradients(TorchFunctionMode):
-    """Within this context, hooks on plain tensors of which every rank of `grid` has a copy see the whole gradient."""
-
-    def __init__(self, grid: Grid) -> None:
-        super().__init__()
-        self._layout = Layout.of_copies(grid)
-
-    def __torch_function__(
-        self, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function is Tensor.register_hook and not isinstance(args[0], SpatialTensor):
-            return args[0].register_hook(_Gradient(self._layout).seen_by(*args[1:], **(kwargs or {})))
-        if function is Tensor.retain_grad and not isinstance(args[0], SpatialTensor):
-            return _keep_of_copies(_Gradient(self._layout), args[0])
-        return function(*args, **(kwargs or {}))
-
-
-def _keep_of_copies(gradient: _Gradient, x: Tensor) -> None:
-    """Let `x.grad`, of which each rank has a copy, be the whole gradient, added up over backward passes."""
-    found, before = weakref.ref(x), list[Tensor | None]()
-
-    def begin(_: Tensor) -> None:
-        kept = found()
-        before[:] = [None if kept is None or kept.grad is None else kept.grad.clone()]
-
-    def store(whole: Tensor) -> None:
-        (known,), kept = before, found()
-        if kept is not None:  # what was there is whole already, and every rank has added it
-            kept.grad = whole if known is None else whole - (gradient.layout.grid.size - 1) * known
-
-    x.register_hook(begin)
-    gradient.keep(x, store)
 
 
 # Attributes of a tensor: shapes are those of the whole, autograd's state is that of the local part.

@@ -473,9 +473,9 @@ def _of_one_image(module: nn.Module, inputs: Any, output: Any) -> None:
         return
     if output.shape[0] != 1 and not isinstance(module, _InstanceNorm):
         return
-    if output._backward_hooks is not None or output.grad_fn is None:
-        output.register_hook(Tensor.contiguous)
-        return
     # As register_hook does, but for the handle by which a hook is removed, which takes half of its time.
-    output._backward_hooks = OrderedDict({NEVER_REMOVED: Tensor.contiguous})
-    output.grad_fn._register_hook_dict(output)
+    if output._backward_hooks is None:
+        output._backward_hooks = OrderedDict()
+        if output.grad_fn is not None:
+            output.grad_fn._register_hook_dict(output)
+    output._backward_hooks[NEVER_REMOVED] = Tensor.contiguous
