@@ -217,9 +217,7 @@ class Detaching(Aside):
         return self.last(self.second(self.first(x).tanh()).detach().mean((2, 3)))
 
 
-LEAVING_OUT = [
-    Task(Aside, (12, 10), loss=partial(loss_of_some, aside=aside), optimizer="AdamW") for aside in (0, 9)
-]
+LEAVING_OUT = [Task(Aside, (12, 10), loss=partial(loss_of_some, aside=aside), optimizer="AdamW") for aside in (0, 9)]
 
 
 @pytest.mark.parametrize("task", [*LEAVING_OUT, Task(Detaching, (12, 10), optimizer="AdamW")], ids=str)
