@@ -288,6 +288,9 @@ class _Reading:
         with self._reporting(position):
             image = self._drawn(position).image(self.indices[position])
             self._check_mask(labels[position], image, self.indices[position])
+            find: Any = getattr(self._dataset, "tissue_patches", None)
+            if self._view.patch is not None and find is not None:  # a slide that shows none has nothing to look at
+                find(self.indices[position], self._view.patch)
             self.digests[position] = (self.digests[position][0], getattr(image, "digest", -1))
             return image
         return None

@@ -429,6 +429,17 @@ def test_a_damaged_slide_ends_training_and_not_a_prediction(
         assert "slide_003" in each
 
 
+def test_a_slide_without_tissue_is_left_out_or_ends_training(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(cohort, tmp_path / "slides"))
+    (blank,) = other.glob("slide_000*")
+    white, mpp = np.full((300, 300, 3), 243, np.uint8), (20000, 20000)
+    tifffile.imwrite(blank, white, tile=(128, 128), photometric="rgb", resolution=mpp, resolutionunit="CENTIMETER")
+    argv = flags_of(other, tmp_path / "run", "--val-fraction 0.2 --tiles 1x2 --epochs 1")
+    assert all("shows no tissue" in each for each in ranks(2).run(refused, train, argv))
+    argv = flags_of(other, tmp_path / "again", "--val-fraction 0.2 --tiles 1x2 --epochs 1 --on-bad-image skip")
+    assert "1 unreadable image skipped" in ranks(2).run(said, train, argv)[0]
+
+
 def test_evaluation_reads_slides_as_training_did(
     ranks: Ranks, cohort: Path, short_run: Path, predicted: Path, tmp_path: Path
 ) -> None:
