@@ -390,7 +390,7 @@ class Streaming:
     def _read_ahead(self, doing: str) -> Iterator[tuple[int, TilePixels | DatasetError]]:
         """The tiles that this rank runs in one pass, with their pixels or the error of reading them.
 
-        A thread reads the pixels of the next tile while a tile runs.
+        A thread reads the pixels of the next tile while a tile runs, unless reading draws random numbers.
         """
 
         def read(tile: int) -> TilePixels | DatasetError:
@@ -401,9 +401,9 @@ class Streaming:
 
         skipped = {} if self._background is None else self._background.first_of
         own = [tile for tile in self._plan.tiles.own if tile not in skipped]
-        in_memory = all(isinstance(x.values, Tensor) for x in self._inputs)
+        at_once = all(isinstance(x.values, Tensor) or x.values.draws for x in self._inputs)
         with ThreadPoolExecutor(1) as thread:
-            coming = None if in_memory else thread.submit(read, own[0])
+            coming = None if at_once else thread.submit(read, own[0])
             for count, (tile, following) in enumerate(zip_longest(own, own[1:]), start=1):
                 found = read(tile) if coming is None else coming.result()
                 if coming is not None and following is not None:
