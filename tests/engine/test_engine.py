@@ -227,6 +227,22 @@ def test_what_the_loss_leaves_out_has_no_gradient(ranks: Ranks, plan: Plan, task
     check(ranks, task, plan)
 
 
+class Showing(Aside):
+    """Returns a weight for the loss."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.last(self.second(self.first(x).tanh()).mean((2, 3))), self.last.weight
+
+
+def loss_of_weight(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs[0], targets) + outputs[1].square().sum()
+
+
+@pytest.mark.parametrize("plan", [DATA_2, *STAGES], ids=label)
+def test_a_loss_uses_a_weight_that_the_model_returns(ranks: Ranks, plan: Plan) -> None:
+    check(ranks, Task(Showing, (12, 10), loss=loss_of_weight), plan)
+
+
 def dropped(ranks: Ranks, plan: Plan, recompute: bool = False) -> list[Outcome]:
     """Outcomes with dropout, where all ranks that hold a value have the same bits of it."""
     outcomes = ranks(plan.num_ranks).run(train, DROPPING.with_engine(recompute=recompute), plan)
