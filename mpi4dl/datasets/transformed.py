@@ -43,6 +43,11 @@ class LazyImages:
     def shape(self) -> torch.Size:
         return torch.Size((len(self.indices), self.dataset.channels, *self.view.size))
 
+    @property
+    def draws(self) -> bool:
+        """Whether reading draws random numbers of the user's code."""
+        return bool(getattr(self.dataset, "draws", False))
+
     def __getitem__(self, positions: Sequence[int]) -> "LazyImages":
         """Those at these positions."""
         parts = (self.indices, self.partners, self.repeats, self.partners_repeats)

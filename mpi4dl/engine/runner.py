@@ -304,13 +304,13 @@ def _leaves_beside(outputs: Any, loss: Tensor) -> Iterator[Tensor]:
     """The tensors that want a gradient and that the loss uses beside outputs."""
     leaves: list[Any] = []
     map_leaves(leaves.append, outputs)
-    seen = {local_part(y).grad_fn for y in leaves if isinstance(y, Tensor)}
-    nodes = [loss.grad_fn]
+    own = [local_part(y) for y in leaves if isinstance(y, Tensor)]  # of which some are weights that the model returns
+    seen, nodes = {y.grad_fn for y in own}, [loss.grad_fn]
     while nodes:
         node = nodes.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            if hasattr(node, "variable"):
+            if hasattr(node, "variable") and not any(node.variable is y for y in own):
                 yield node.variable
             nodes += [following for following, _ in node.next_functions]
 

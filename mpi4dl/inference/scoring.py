@@ -32,6 +32,7 @@ from mpi4dl.inference.samples import (
     UNDEFINED,
     WITHOUT_PICTURE,
     Judging,
+    Measure,
     Measured,
     Problem,
     Samples,
@@ -173,6 +174,8 @@ class Scores:
         if self.patients is not None:
             columns = columns_of(TASKS[self.task], self.classes, True)
             columns = ["patient", "slides", *(name for name in columns if name not in ("image", "error"))]
+            if TASKS[self.task].dense or TASKS[self.task].makes_images:  # whose patients have metrics of their own
+                columns = [*self.patients.records[0]]
             files["patients.csv"] = table(columns, self.patients.records)
         write_evaluation(path, found, files)
         return remarks
@@ -423,6 +426,40 @@ class _Collected(ABC):
         task, noun = self.model.about.task, self.model.assembly.source.noun
         return Scores(task, self.model.classes, metrics=metrics, confusion=confusion, what=noun, **kept)
 
+    def _scores_by(
+        self,
+        functions: Mapping[str, Measure],
+        confusion: list[Any] | None,
+        resamples: int,
+        level: float,
+        kept: dict[str, Any],
+    ) -> Scores:
+        """The scores of functions of the numbers of images; with patients also the means of those of each patient."""
+        if self.patients is None:
+            metrics = measured_by(functions, members_of(range(self.count)), self.count, resamples, level)
+            return self._scores(metrics, confusion, kept)
+        members = members_of(self.patients[index] for index in self.indices)
+        metrics, count = measured_by(functions, members, self.count, resamples, level), len(members)
+        of_each = {
+            name: torch.tensor([function(own) for own in members.values()], dtype=torch.float64)
+            for name, function in functions.items()
+        }
+
+        def mean(name: str) -> Measure:
+            return lambda drawn: float(of_each[name][drawn].nanmean())
+
+        means = measured_by({name: mean(name) for name in functions}, members_of(range(count)), count, resamples, level)
+        records = [
+            {
+                "patient": patient,
+                "slides": len(own),
+                **{name: values[number].item() for name, values in of_each.items()},
+            }
+            for number, (patient, own) in enumerate(members.items())
+        ]
+        patients = LevelScores("patient", count, means, records=records)
+        return self._scores(metrics, confusion, {**kept, "patients": patients})
+
     def _place(self, index: int) -> tuple[int, bool]:
         """The image of a sample that the model sees, and whether it is the last one of that."""
         return index, True
@@ -596,9 +633,7 @@ class _Masks(_Collected):
             for number, name in enumerate(self.model.classes):
                 for measure in ("dice", "iou"):
                     functions[f"{measure} {name}"] = function(partial(of_class, measure, number))
-        of = range(self.count) if self.patients is None else [self.patients[index] for index in self.indices]
-        metrics = measured_by(functions, members_of(of), self.count, resamples, level)
-        return self._scores(metrics, counts.sum(0).long().tolist(), kept)
+        return self._scores_by(functions, counts.sum(0).long().tolist(), resamples, level, kept)
 
 
 class _WithoutLabels(Subset):
@@ -713,9 +748,7 @@ class _Pictures(_Collected):
             mean = torch.nanmean if name in SEAMS else torch.mean  # an image of one tile has no seam
             return lambda drawn: float(mean(values[drawn]))
 
-        of = range(self.count) if self.patients is None else [self.patients[index] for index in self.indices]
-        functions = {name: function(name) for name in self.metric_names}
-        return self._scores(measured_by(functions, members_of(of), self.count, resamples, level), None, kept)
+        return self._scores_by({name: function(name) for name in self.metric_names}, None, resamples, level, kept)
 
 
 class _Pair:

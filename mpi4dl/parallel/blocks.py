@@ -76,19 +76,19 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 class Buffers:
-    """The buffers of a module and their places: a forward pass may write to them, or put others there."""
+    """The buffers of a module, or None, and their places: a forward pass may write to them, or put others there."""
 
     def __init__(self, module: nn.Module) -> None:
         places = ((each._buffers, name) for each in module.modules() for name in each._buffers)
-        self._found = [(own, name, buffer) for own, name in places if (buffer := own[name]) is not None]
+        self._found = [(own, name, own[name]) for own, name in places]
 
-    def values(self) -> list[Tensor]:
-        return [buffer.clone() for _, _, buffer in self._found]
+    def values(self) -> list[Tensor | None]:
+        return [None if buffer is None else buffer.clone() for _, _, buffer in self._found]
 
     @torch.no_grad()
-    def assign(self, values: Sequence[Tensor]) -> None:
+    def assign(self, values: Sequence[Tensor | None]) -> None:
         for (own, name, buffer), value in zip(self._found, values, strict=True):
-            own[name] = buffer.copy_(value)
+            own[name] = value if buffer is None or value is None else buffer.copy_(value)
 
 
 class Attributes:

@@ -210,11 +210,37 @@ def loss_of_some(outputs: tuple[Tensor, Tensor], targets: Tensor, aside: int = 0
     return loss + F.cross_entropy(outputs[1], targets) if aside in targets else loss
 
 
-@pytest.mark.parametrize("aside", [0, 9])
+class Detaching(Aside):
+    """Trains its last layers alone."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.second(self.first(x).tanh()).detach().mean((2, 3)))
+
+
+LEAVING_OUT = [Task(Aside, (12, 10), loss=partial(loss_of_some, aside=aside), optimizer="AdamW") for aside in (0, 9)]
+
+
+@pytest.mark.parametrize("task", [*LEAVING_OUT, Task(Detaching, (12, 10), optimizer="AdamW")], ids=str)
 @pytest.mark.parametrize("plan", [*STAGES, MIRRORED], ids=label)
 @pytest.mark.sample(3)
-def test_a_prediction_that_the_loss_leaves_out_has_no_gradient(ranks: Ranks, plan: Plan, aside: int) -> None:
-    check(ranks, Task(Aside, (12, 10), loss=partial(loss_of_some, aside=aside), optimizer="AdamW"), plan)
+def test_what_the_loss_leaves_out_has_no_gradient(ranks: Ranks, plan: Plan, task: Task) -> None:
+    check(ranks, task, plan)
+
+
+class Showing(Aside):
+    """Returns a weight for the loss."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.last(self.second(self.first(x).tanh()).mean((2, 3))), self.last.weight
+
+
+def loss_of_weight(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs[0], targets) + outputs[1].square().sum()
+
+
+@pytest.mark.parametrize("plan", [DATA_2, *STAGES], ids=label)
+def test_a_loss_uses_a_weight_that_the_model_returns(ranks: Ranks, plan: Plan) -> None:
+    check(ranks, Task(Showing, (12, 10), loss=loss_of_weight), plan)
 
 
 def dropped(ranks: Ranks, plan: Plan, recompute: bool = False) -> list[Outcome]:

@@ -130,6 +130,7 @@ class FromDisk(NamedTuple):
     pixels: Pixels
     shape: torch.Size
     dtype: torch.dtype
+    draws: bool = False
 
     def read(self, box: Box) -> Tensor:
         return self.pixels.read(box)

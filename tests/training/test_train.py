@@ -250,6 +250,17 @@ def test_every_plan_gives_the_same_numbers(ranks: Ranks, recorded: Recorded, tmp
     ])  # fmt: skip
 
 
+@pytest.mark.parametrize("more", ["--stream 2x1", "--patch-size 8 --aggregator mean"])
+def test_weights_of_low_precision_are_streamed(ranks: Ranks, recorded: Recorded, tmp_path: Path, more: str) -> None:
+    """Streamed tiles are planned without values, on a device that has no autocast."""
+    found = []
+    for number, flags in enumerate(("", "--precision bf16 --low-precision-weights")):
+        run = run_train(ranks, tmp_path / str(number), *recorded.flags, more, flags, "--max-steps 2")
+        found.append([m["loss"] for m in read_metrics(run) if m["phase"] == "train"])
+    assert found[1] == pytest.approx(found[0], rel=0.05)
+    assert found[1] != found[0]
+
+
 def test_the_recorded_configuration_repeats_the_run_to_the_last_bit(
     ranks: Ranks, recorded: Recorded, tmp_path: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """Images out of images: every plan trains as plain PyTorch, and makes and judges the pictures that it does."""
 
+import json
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -99,7 +100,7 @@ def use(
 ) -> list[str]:
     """A body: predict of the inputs, evaluate on the pairs; what is wrong with any."""
     model = mpi4dl.TrainedModel(run, comm=comm, **plan)
-    found = [*model.predict(pairs / "inputs", out)]
+    found = [*model.predict((pairs if pairs.is_dir() else pairs.parent) / "inputs", out)]
     model.evaluate(pairs, out, resamples=10, seams=seams, lpips=lpips)
     return [record["error"] for record in found if "error" in record]
 
@@ -181,6 +182,21 @@ def test_the_perceptual_distance_is_that_of_lpips(ranks: Ranks, tmp_path: Path, 
     torch.save({"features.0.weight": torch.ones(64, 3, 7, 7)}, file)
     with pytest.raises(RanksFailed, match="has not the weights of torchvision's alexnet"):
         ranks(2).run(use, run, pairs, tmp_path / "out", {"tiles": "1x2"}, None, str(file))
+
+
+def test_patients_have_the_mean_of_their_images(ranks: Ranks, tmp_path: Path) -> None:
+    pairs, patients = write_pairs(tmp_path / "pairs", "uint8"), "aabbbbcc"
+    rows = [f"inputs/p{i}.png,targets/p{i}.png,{patient}" for i, patient in enumerate(patients)]
+    (pairs / "pairs.csv").write_text("\n".join(["image,target,patient", *rows]))
+    run = run_train(ranks, tmp_path / "run", COMMON, pairs, "--max-steps 1")
+    ranks(2).run(use, run, pairs / "pairs.csv", tmp_path / "out", {"tiles": "1x2"})
+    images, found = (read_rows(tmp_path / "out" / name) for name in ("evaluation.csv", "patients.csv"))
+    assert [(row["patient"], row["slides"]) for row in found] == [("a", "2"), ("b", "4"), ("c", "2")]
+    told = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    for name in ("psnr", "ssim", "mae"):
+        means = [np.mean([float(row[name]) for row in images if row["patient"] == each["patient"]]) for each in found]
+        assert [float(each[name]) for each in found] == pytest.approx(means)
+        assert told["patients"]["metrics"][name]["value"] == pytest.approx(np.mean(means))
 
 
 def test_a_target_of_another_size_is_a_record_with_an_error(ranks: Ranks, tmp_path: Path) -> None:

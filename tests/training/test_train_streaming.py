@@ -7,6 +7,7 @@ import pytest
 import tifffile
 
 from mpi4dl.comm import world
+from mpi4dl.datasets.base import WholeImage
 from mpi4dl.train import train
 from tests.pool.job import mpirun
 from tests.pool.ranks import Ranks
@@ -56,6 +57,34 @@ def test_what_is_streamed_is_said(ranks: Ranks, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def expected(ranks: Ranks, slides: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses_of(run_train(ranks, tmp_path_factory.mktemp("expected") / "run", COMMON, "--images", slides))
+
+
+class Varied:
+    """Images that are drawn anew each time, box by box."""
+
+    channels, classes = 3, ("a", "b")
+
+    def __len__(self) -> int:
+        return 8
+
+    def label(self, index: int) -> int:
+        return index % 2
+
+    def image(self, index: int) -> WholeImage:
+        coarse = np.random.rand(12, 12, 3).astype(np.float32)
+        return WholeImage(np.kron(coarse, np.ones((12, 12, 1), np.float32)) * (index + 1) / 8)
+
+
+@pytest.mark.parametrize("how", [STREAMED, "--patch-size 48 --patches-at-once 2"])
+def test_a_dataset_that_draws_is_drawn_once(ranks: Ranks, tmp_path: Path, how: str) -> None:
+    """Each tile, and each patch, is of the same image, in training and validation: no thread reads it ahead."""
+    common = f"{COMMON} --dataset tests.training.test_train_streaming:Varied --tiles 1x1"
+    whole = "--patch-size 48 --patches-at-once 99" if "patch" in how else ""
+    expected, found = (
+        run_train(ranks, tmp_path / name, common, flags) for name, flags in zip("ab", (whole, how), strict=True)
+    )
+    was, now = ([each["loss"] for each in read_metrics(run)] for run in (expected, found))
+    assert now == pytest.approx(was, rel=1e-5)
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -79,9 +79,8 @@ class RunningStatistics:
         finally:
             for m, (momentum, buffers) in zip(self.norms, before, strict=True):
                 row.append(dict(m._buffers))
-                if not _counts(m):
-                    mean = m._buffers["running_mean"]
-                    row[-1]["num_batches_tracked"] = torch.tensor(int(mean is not None and mean._version > 0))
+                if not _counts(m) and (mean := m._buffers["running_mean"]) is not None:
+                    row[-1]["num_batches_tracked"] = torch.full_like(mean[:1], mean._version)  # each use writes once
                 m.momentum = momentum
                 m._buffers.update(buffers)
         for m, found in zip(self.norms, row, strict=True):

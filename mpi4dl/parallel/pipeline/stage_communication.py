@@ -284,26 +284,24 @@ class StageBoundary:
         return Received(unpack(values, announcement.header), leaves)
 
     def send_back(self, message: StageMessage, leaves: Sequence[Tensor]) -> Pending:
-        """Return the gradients of the tensors that were received, and which of several took part in the loss at all."""
+        """Return the gradients of the tensors that were received, and which took part in the loss at all."""
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         tag = self._tag(BACKWARD, message)
         sent = [
             transfer.gradients.send(gradient, tag)
             for transfer, gradient in zip(self._differentiable(message), gradients, strict=True)
         ]
-        if len(leaves) > 1:
+        if leaves:
             used = torch.tensor([leaf.grad is not None for leaf in leaves], dtype=torch.uint8)
             sent += [self.comm.isend(used, source, self._tag(USED, message)) for source in self.others]
         return Pending.all(self.comm.node, sent)
 
     def receive_back(self, message: StageMessage) -> list[Tensor | None]:
-        """The gradients of the values that were handed on and wanted one; None for one of several without a part in
-        the loss.
-        """
+        """The gradients of the values that were handed on and wanted one; None for those without a part in the loss."""
         arrived, transfers = self._posted(message, back=True), self._differentiable(message)
         found = [each.gradients.assemble(None, coming) for each, coming in zip(transfers, arrived, strict=True)]
-        used = torch.tensor([len(found) < 2] * len(found), dtype=torch.uint8)
-        for target in self.others if len(found) > 1 else ():
+        used = torch.zeros(len(found), dtype=torch.uint8)
+        for target in self.others if found else ():
             used |= self.comm.recv(torch.empty_like(used), target, self._tag(USED, message))
         return [x if part else None for x, part in zip(found, used.tolist(), strict=True)]
 

@@ -94,7 +94,9 @@ def profile_part(
         CannotStream: no margin is enough.
     """
     outline = copy.deepcopy(module, memo=shapes_of(module))
-
+    for parameter in outline.parameters():  # autocast, by which others meet inputs in float32, knows no meta device
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
     margin = least_margin(lambda n: profile_with_margin(outline, tiles, inputs, size, n) is not None, max(size))
     first = profile_with_margin(outline, tiles, inputs, size, margin)
     assert first is not None

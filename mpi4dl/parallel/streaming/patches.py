@@ -82,6 +82,10 @@ class PatchSource:
     def dtype(self) -> torch.dtype:
         return self.images.dtype
 
+    @property
+    def draws(self) -> bool:
+        return self.images.draws
+
     def read(self, box: Box) -> Tensor:
         """The patches of the box's samples, whole. Neighbours in a row are read together."""
         wanted = self.places[slice(*box.batch)]

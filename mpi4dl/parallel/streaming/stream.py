@@ -156,7 +156,7 @@ class Streaming:
         kind = self._device.type
         autocast: dict[str, Any] = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
         self._autocast = partial(torch.autocast, kind, **autocast)
-        self._attributes = self._left = Attributes(part.modules())  # before the forward pass, and behind it
+        self._attributes = Attributes(part.modules())
         self._states = RandomStates.now((self._device,))
         self._digests = self._states.digests()
         self._differentiable = torch.is_grad_enabled()
@@ -169,6 +169,7 @@ class Streaming:
         self._outputs: list[OutputBuffer | None] = []  # None for an output that every tile has whole
         self._sketches: dict[int, list[Tensor]] = {}  # by tile: of its outputs in the forward pass
         self._drift: list[Tensor] = []  # how far they were from these in the backward pass, beyond rounding
+        self._hooked = False  # whether differentiating a tile changed an attribute
         of_images = len(self._inputs) == 1 and not isinstance(self._inputs[0].values, Tensor)
         self._background = BackgroundTiles(plan) if of_images and BackgroundTiles.applies_to(plan) else None
 
@@ -212,7 +213,6 @@ class Streaming:
             self._buffers.assign(self._initial_buffers)
         elif self._norms == "running":
             self._statistics.merge(self._grid.comm)
-        self._left = Attributes(self._part.modules())
         return found
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -321,7 +321,7 @@ class Streaming:
             found[tile] = result.contribution if constant is None else result.contribution + len(equal) * constant
             found |= {other: torch.zeros_like(result.contribution) for other in equal}
         drifted = bool(self._drift) and float(torch.stack(self._drift).max()) > 0
-        return found, Refusal(DRIFTED) if not found and (drifted or self._left.differ()) else None
+        return found, Refusal(DRIFTED) if not found and (drifted or self._hooked) else None
 
     def _run_tile(
         self, tile: int, read: TilePixels, use: Use, record_moments: bool = False, compare: bool = False
@@ -345,7 +345,9 @@ class Streaming:
                     outputs = self._part(*values)
                 grid.halo_prefetch.flush()
                 self._compare(tile, outputs)
+                left = Attributes(self._part.modules())
                 use(values, outputs)
+                self._hooked = self._hooked or left.differ()
             if compare:
                 comparable = [owned(y).detach() for y in outputs]
         except AwaitStatistics as stop:
@@ -388,7 +390,7 @@ class Streaming:
     def _read_ahead(self, doing: str) -> Iterator[tuple[int, TilePixels | DatasetError]]:
         """The tiles that this rank runs in one pass, with their pixels or the error of reading them.
 
-        A thread reads the pixels of the next tile while a tile runs.
+        A thread reads the pixels of the next tile while a tile runs, unless reading draws random numbers.
         """
 
         def read(tile: int) -> TilePixels | DatasetError:
@@ -399,9 +401,9 @@ class Streaming:
 
         skipped = {} if self._background is None else self._background.first_of
         own = [tile for tile in self._plan.tiles.own if tile not in skipped]
-        in_memory = all(isinstance(x.values, Tensor) for x in self._inputs)
+        at_once = all(isinstance(x.values, Tensor) or x.values.draws for x in self._inputs)
         with ThreadPoolExecutor(1) as thread:
-            coming = None if in_memory else thread.submit(read, own[0])
+            coming = None if at_once else thread.submit(read, own[0])
             for count, (tile, following) in enumerate(zip_longest(own, own[1:]), start=1):
                 found = read(tile) if coming is None else coming.result()
                 if coming is not None and following is not None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
 from itertools import product
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -32,8 +32,12 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
 class ImageSource(Protocol):
     """A batch of images, (samples, channels, *space), from which any box can be read any number of times.
 
-    `shape` is the shape of the whole batch, such as (N, C, H, W).
+    `shape` is the shape of the whole batch, such as (N, C, H, W). `draws`: reading draws random numbers, which only the
+    main thread may do.
     """
+
+    @property
+    def draws(self) -> bool: ...
 
     @property
     def shape(self) -> torch.Size: ...
@@ -50,6 +54,7 @@ class Pixels:
     """A tensor (N, C, *space) as a source."""
 
     values: Tensor
+    draws: ClassVar[bool] = False
 
     @property
     def shape(self) -> torch.Size:
@@ -74,6 +79,10 @@ class OwnSamples:
     @property
     def dtype(self) -> torch.dtype:
         return self.source.dtype
+
+    @property
+    def draws(self) -> bool:
+        return self.source.draws
 
     def read(self, box: Box) -> Tensor:
         return self.source.read(Box(box.batch.shift(-self.first), *box.space))

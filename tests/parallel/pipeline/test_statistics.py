@@ -1,6 +1,7 @@
 """Running statistics of two copies of a stage end as those of a plain loop, or what cannot be followed is refused."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -103,8 +104,8 @@ class Remembering(nn.Module):
         return x
 
 
-def twice() -> nn.Module:
-    norm = nn.BatchNorm2d(CHANNELS)
+def twice(kind: Callable[..., nn.Module] = nn.BatchNorm2d) -> nn.Module:
+    norm = kind(CHANNELS, track_running_stats=True)
     return nn.Sequential(norm, nn.ReLU(), norm)
 
 
@@ -124,6 +125,11 @@ def refused(comm: Communicator, build: Callable[[], nn.Module]) -> tuple[str, bo
         (
             twice,
             "a BatchNorm2d is used 2 times on one image: the copies of a model that runs in both directions cannot "
+            "follow its running statistics; leave out `bidirectional`",
+        ),
+        (
+            partial(twice, nn.InstanceNorm2d),
+            "a InstanceNorm2d is used 2 times on one image: the copies of a model that runs in both directions cannot "
             "follow its running statistics; leave out `bidirectional`",
         ),
         (

@@ -46,6 +46,7 @@ class Hooked(nn.Module):
         self.kept = [h, y, rows, tokens, features, outer]
         for value in self.kept:
             value.retain_grad()
+            value.retain_grad()  # which changes nothing
             value.register_hook(self.hook)
         return outer.square()
 

@@ -1,6 +1,7 @@
 """A model whose leading part is streamed trains as plain PyTorch does, by every plan."""
 
 import itertools
+import math
 import os
 from dataclasses import replace
 from functools import partial
@@ -205,6 +206,13 @@ def _replace(module: Any, x: Tensor) -> Tensor:
     return x - module.mean
 
 
+def _cache(module: Any, x: Tensor) -> Tensor:
+    if module.cache is None:
+        module.cache = torch.full((4, 1, 1), 2, dtype=x.dtype)
+    module.scale = math.nan  # as a clock, not the same twice
+    return x * module.cache
+
+
 def _write(module: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         module.weight.mul_(0.5)
@@ -224,6 +232,7 @@ class Changes(nn.Module):
         super().__init__()
         self.weight, self.scale, self.how = nn.Parameter(torch.ones(())), 1.0, how
         self.register_buffer("mean", torch.zeros(1, 4, 1, 1))
+        self.register_buffer("cache", None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.how(self, x)
@@ -238,9 +247,10 @@ def changing(how: Any) -> Task:
     return Task(partial(changes, how), (24, 26), stream=StreamOptions((2, 2), "1"), balance=(2, 4))
 
 
+@pytest.mark.parametrize("how", [_replace, _cache])
 @pytest.mark.parametrize("plan", ["tiles", "two stages"])
-def test_a_buffer_that_is_replaced_is_as_before_for_the_next_tile(ranks: Ranks, plan: str) -> None:
-    check(ranks, changing(_replace), PLANS[plan])
+def test_a_buffer_that_is_replaced_is_as_before_for_the_next_tile(ranks: Ranks, plan: str, how: Any) -> None:
+    check(ranks, changing(how), PLANS[plan])
 
 
 @pytest.mark.parametrize("how", [_see, _write, _hook])

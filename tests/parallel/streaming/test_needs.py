@@ -50,7 +50,7 @@ def build() -> nn.Module:
 class Zeros:
     """Images that are read by another thread, of which the meter does not know."""
 
-    shape, dtype = torch.Size(IMAGE), torch.float32
+    shape, dtype, draws = torch.Size(IMAGE), torch.float32, False
 
     def read(self, box: Box) -> Tensor:
         return torch.zeros(box.shape[0], 3, *box.shape[1:])

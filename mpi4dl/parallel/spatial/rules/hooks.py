@@ -120,7 +120,7 @@ def _register_hook_here(self: Tensor, hook: Hook) -> Any:
 def _retain_grad_here(self: Tensor) -> None:
     if has_torch_function_unary(self):
         handle_torch_function(Tensor.retain_grad, (self,), self)
-    elif _of_copies:
+    elif _of_copies and not self.retains_grad:
         _keep_of_copies(_Gradient(_of_copies[-1]), self)
     else:
         _retain_grad(self)

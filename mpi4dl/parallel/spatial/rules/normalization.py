@@ -383,7 +383,7 @@ def _track(layout: Layout, running: tuple[Tensor, Tensor | None], moments: Tenso
     with torch.no_grad():
         for buffer, (total, number) in zip(running, sums, strict=True):
             if buffer is not None:
-                buffer.mul_(1 - momentum).add_((total / number).to(buffer.dtype), alpha=momentum)
+                buffer.lerp_((total / number).to(buffer.dtype), momentum)
 
 
 def _by_sample(
