@@ -1,5 +1,6 @@
 """Hooks on gradients of spread tensors, and of copies, see the whole gradient, and change it as in plain PyTorch."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -98,3 +99,21 @@ def test_a_hook_returns_a_gradient_of_the_same_shape(comm: Communicator) -> None
     with pytest.raises(ValueError, match="a hook got a gradient") as caught:
         spatial.gather(F.relu(y)).sum().backward()
     assert str(caught.value) == "a hook got a gradient of shape (1, 2, 8, 8), but returned one of (1, 8, 8)"
+
+
+@on_ranks(2)
+def test_a_hook_of_another_thread_is_plain(comm: Communicator) -> None:
+    """Such as of a loop that trains something else meanwhile, on one rank."""
+    seen, x = list[Tensor](), torch.ones(2, requires_grad=True)
+
+    def other() -> None:
+        y = x * 2
+        y.register_hook(seen.append)
+        y.sum().backward()
+
+    with spatial.whole_gradients(spatial.Grid(comm, rows=2)):
+        if comm.rank == 0:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+    assert [value.tolist() for value in seen] == [[1.0, 1.0]][: 1 - comm.rank]

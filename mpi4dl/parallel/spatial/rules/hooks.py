@@ -9,6 +9,7 @@ So it is with plain tensors of which every rank has a copy, such as pooled featu
 """
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -100,19 +101,26 @@ class whole_gradients:
         self._layout = Layout.of_copies(grid)
 
     def __enter__(self) -> None:
-        _of_copies.append(self._layout)
+        _here.of_copies.append(self._layout)
 
     def __exit__(self, *error: Any) -> None:
-        _of_copies.pop()
+        _here.of_copies.pop()
 
 
-_of_copies: list[Layout] = []
+class _Contexts(threading.local):
+    """The layouts of the contexts that this thread is in."""
+
+    def __init__(self) -> None:
+        self.of_copies: list[Layout] = []
+
+
+_here = _Contexts()
 
 
 @functools.wraps(_register_hook)
 def _register_hook_here(self: Tensor, hook: Hook) -> Any:
-    if _of_copies and not has_torch_function_unary(self):
-        hook = _Gradient(_of_copies[-1]).seen_by(hook)
+    if _here.of_copies and not has_torch_function_unary(self):
+        hook = _Gradient(_here.of_copies[-1]).seen_by(hook)
     return _register_hook(self, hook)
 
 
@@ -120,8 +128,8 @@ def _register_hook_here(self: Tensor, hook: Hook) -> Any:
 def _retain_grad_here(self: Tensor) -> None:
     if has_torch_function_unary(self):
         handle_torch_function(Tensor.retain_grad, (self,), self)
-    elif _of_copies and not self.retains_grad:
-        _keep_of_copies(_Gradient(_of_copies[-1]), self)
+    elif _here.of_copies and not self.retains_grad:
+        _keep_of_copies(_Gradient(_here.of_copies[-1]), self)
     else:
         _retain_grad(self)
 
