@@ -455,17 +455,17 @@ def choose_leading_part(
     most = min(num_units, len(cuttable) - 1)  # the last unit returns the model's result, which is not streamed
     if options.until is not None:
         count = _num_units_until(options.until, cuttable.names[:num_units], most)
-        if ends_flat(count):
-            raise CannotStream(
-                f"the streamed part would end with {cuttable.names[count - 1]}, where several axes of the image are "
-                "one dim: end it before that"
-            )
     else:
         tile = max(split.owned(0).length for split in spec.tiling.splits[1:]) if spec.tiling is not None else 0
         margin = int((MOST_REPEATED ** (1 / len(size)) - 1) / 2 * tile)
         count = max(1, bisect_left(range(1, most + 1), True, key=lambda stop: profile(stop, margin) is None))
         while count > 1 and ends_flat(count):
             count -= 1
+    if ends_flat(count):
+        raise CannotStream(
+            f"the streamed part would end with {cuttable.names[count - 1]}, where several axes of the image are one "
+            "dim: end it before that, or share images by `tiles`"
+        )
 
     fine = within_blocks(cuttable, count, image) if options.segments == EACH_NORM else None
     source, stops = fine or (cuttable, tuple(range(1, count + 1)))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl import models
-from mpi4dl.comm import Communicator
+from mpi4dl.comm import Communicator, world
 from mpi4dl.engine import Engine
 from mpi4dl.estimate.plan_estimate import Estimator
 from mpi4dl.geometry import Box
@@ -195,3 +195,24 @@ def test_without_a_margin_tiles_compute_what_the_model_computes() -> None:
     needs, cuttable = foreseen(options, Plan())
     flops = count_flops(cuttable, IMAGE)
     assert needs.segments[0].flops == pytest.approx(sum(flops[: needs.num_units]), rel=1e-3)
+
+
+class Tokens(nn.Module):
+    """Patches in one dim, as the embeddings of transformers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x).flatten(2).transpose(1, 2)
+
+
+def test_a_model_whose_first_unit_makes_tokens_is_refused() -> None:
+    """There is no end before it: the refusal comes as the part is chosen, not from a tile."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(Tokens(), nn.Linear(4, 4), nn.Linear(4, 2))
+
+    with pytest.raises(CannotStream, match="would end with 0, where several axes"):
+        split(build, Plan(), world(), image=(2, 3, 32, 32), stream=StreamOptions((2, 2)))
