@@ -196,6 +196,7 @@ class Page(NamedTuple):
 
 CLUSTER = "is of a batch script"
 MINUTES = "takes minutes; tests/benchmarks has it"
+WEIGHTS, SLIDES_OF_TWO = "needs weights of torchvision", "needs registered slides of two stains"
 PAGES = {
     "README.md": Page([pictures("slides"), *TISSUE]),
     "docs/tutorials/first-training.md": Page(TISSUE),
@@ -214,7 +215,18 @@ PAGES = {
     "docs/how-to/map-whole-slides.md": Page(after=SLIDES),
     "docs/how-to/augment-slides.md": Page(after=SLIDES),
     "docs/how-to/segment-slides.md": Page(),
-    PAIRS: Page([own_pairs]),
+    PAIRS: Page(
+        [own_pairs],
+        without={
+            "evaluate runs/stain --images pairs --tiles 1x2 --lpips": WEIGHTS,
+            "train --task image --images pairs --model unet --model-options num_filters=12,depth=2,norm=instance "
+            "--image-size 128 --tiles 1x2 --batch-size 4 --epochs 100 --optimizer Adam --lr 0.003 --loss": WEIGHTS,
+            "train --task image --slides stains.csv": SLIDES_OF_TWO,
+            "evaluate runs/ihc": SLIDES_OF_TWO,
+            "predict runs/ihc": SLIDES_OF_TWO,
+            "slides check stains.csv": SLIDES_OF_TWO,
+        },
+    ),
     BANDS: Page([own_rasters]),
     "docs/how-to/decode-latents.md": Page(needs="diffusers"),
     "docs/how-to/choose-a-plan.md": Page(
