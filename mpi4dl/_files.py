@@ -147,8 +147,9 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        there = next(each for each in (path, *path.parents) if each.exists())
-        raise FileExistsError(f"{there} is a file, but {path} must be a folder: name another one") from None
+        there = next(each for each in (path, *path.parents) if each.is_symlink() or each.exists())
+        what = "is a file" if there.exists() else "is a link to nothing"
+        raise FileExistsError(f"{there} {what}, but {path} must be a folder: name another one") from None
 
 
 def write_durably(path: Path, data: bytes | memoryview) -> None:

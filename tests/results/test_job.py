@@ -201,7 +201,8 @@ def test_an_item_that_nothing_tells_from_others_is_never_done(work: Work) -> Non
 
 
 @pytest.mark.parametrize("name", ["taken", "taken/below/it"])
-def test_a_file_where_a_folder_is_to_be_is_named(tmp_path: Path, name: str) -> None:
-    (tmp_path / "taken").touch()
-    with pytest.raises(OSError, match=r"taken is a file, but .*taken.* must be a folder"):
+@pytest.mark.parametrize("what", ["file", "link to nothing"])
+def test_a_file_where_a_folder_is_to_be_is_named(tmp_path: Path, name: str, what: str) -> None:
+    (tmp_path / "taken").touch() if what == "file" else (tmp_path / "taken").symlink_to("nothing")
+    with pytest.raises(OSError, match=rf"taken is a {what}, but .*taken.* must be a folder"):
         make_folder(tmp_path / name)
