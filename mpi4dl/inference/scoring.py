@@ -58,7 +58,7 @@ BAND_ROWS = 256  # of images that are compared at a time
 
 if TYPE_CHECKING:
     from mpi4dl.datasets.slides.masks import MaskWindow
-    from mpi4dl.inference.perceptual import PerceptualDistance
+    from mpi4dl.inference.perceptual_distance import PerceptualDistance
 
 
 @dataclass(frozen=True)
@@ -658,12 +658,12 @@ class _Pictures(_Collected):
         self.tiles: TilesAlone | None = None
         self.distance: PerceptualDistance | None = None
         if lpips is not None:
-            from mpi4dl.inference import perceptual
+            from mpi4dl.inference import perceptual_distance
 
             wrong = not model.task.makes_images or self.task.num_outputs not in (1, 3)
             model.comm.agree("`lpips` is of grey or RGB pictures that a model makes" if wrong else None)
             tiles = near_square(model.comm.size, 2)
-            self.distance = perceptual.PerceptualDistance(model.comm, model.assembly.device, lpips, tiles)
+            self.distance = perceptual_distance.PerceptualDistance(model.comm, model.assembly.device, lpips, tiles)
             self.metric_names = (*self.metric_names, LPIPS)
         if seams is not None:
             wrong = not model.task.makes_images or model.fit != "own"

@@ -1,4 +1,4 @@
-"""The learned perceptual distance of what a model makes from its target, by a network that runs on tiles of them.
+"""LPIPS, the learned perceptual distance of what a model makes from its target, by a network on tiles of them.
 
 Zhang et al. 2018, "The unreasonable effectiveness of deep features as a perceptual metric".
 """
