@@ -25,7 +25,7 @@ def quietly(doing: str, done: int = 0, total: int = 0) -> None:
     """Tell nobody."""
 
 
-class Phases:
+class StartClock:
     """The seconds of what follows one another from the start of this process."""
 
     def __init__(self) -> None:
