@@ -181,6 +181,38 @@ def test_a_loss_with_weights_is_exact_or_refused(ranks: Ranks, plan: Plan, own: 
         ranks(2).run(with_weights, plan, own)
 
 
+class Counting(nn.Module):
+    """A loss that weighs its later calls more, or keeps nothing."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.counts = counts
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.counts:
+            self.calls += 1
+        return F.cross_entropy(outputs, targets) * self.calls
+
+
+def with_kept(comm: Communicator, plan: Plan, counts: bool) -> None:
+    held = split(net, plan, comm, image=(BATCH, 3, *SIZE))
+    engine = Engine(held, plan, sgd(held), Counting(counts), comm=comm)
+    images, targets = batch(0)
+    engine.step([images[slice(*read.box.batch)] for read in engine.reads(BATCH, SIZE)], targets, SIZE)
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("bidirectional", [0, 1])
+def test_a_loss_that_counts_its_calls_is_refused_in_both_directions(
+    ranks: Ranks, bidirectional: int, counts: bool
+) -> None:
+    plan = Plan(((1, 1), (1, 1)), bidirectional=bidirectional)
+    refused = counts and bidirectional
+    with pytest.raises(RanksFailed, match="the loss keeps something for its next call") if refused else nullcontext():
+        ranks(2).run(with_kept, plan, counts)
+
+
 class Shrinking(Net):
     """Makes a weight of its own smaller each time that it runs."""
 
