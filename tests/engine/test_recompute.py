@@ -23,10 +23,6 @@ from tests.pool.ranks import on_ranks
 Make = Callable[[], nn.Module]
 
 
-def small_amoebanet() -> nn.Module:
-    return models.build("amoebanetd", 3, num_layers=3, num_filters=32)
-
-
 def small_densenet() -> nn.Module:
     """Its dense blocks are lists by type, but have a forward of their own."""
     return import_torchvision().models.DenseNet(growth_rate=4, block_config=(2, 2), num_init_features=8, num_classes=3)
@@ -84,7 +80,7 @@ MODELS: dict[str, tuple[Make, int]] = {
     "small_resnet": (lambda: models.build("small_resnet", 3, num_filters=4), 8),
     "resnet_v2": (lambda: models.build("resnet_v2", 3, depth=20, num_filters=4), 7),
     "unet": (lambda: models.build("unet", 3, num_filters=4, depth=2), 4),
-    "amoebanetd": (small_amoebanet, 9),
+    "amoebanetd": (lambda: models.build("amoebanetd", 3, num_layers=3, num_filters=32), 9),
     "resnet18": (lambda: models.build("resnet18", 3), 8),
     "densenet": (small_densenet, 5),
     "cells": (Cells, 3),
