@@ -194,8 +194,8 @@ def refusals(comm: Communicator, own: Path, folder: Path) -> list[str]:
 
 def test_each_option_says_in_one_sentence_what_cannot_be(ranks: Ranks, own: Path, tmp_path: Path) -> None:
     (found,) = ranks(1).run(refusals, own, tmp_path / "run")
-    for (_, said), message in zip(REFUSED, found, strict=True):
-        assert said in message
+    for (_, what), message in zip(REFUSED, found, strict=True):
+        assert what in message
         assert "\n" not in message
 
 
