@@ -407,7 +407,7 @@ def _require_one_slide(path: Path, page: "tiff.PageFacts", levels: Sequence[Imag
     images, every = _elements(page.ome, "Image"), _elements(page.ome, "Pixels")
     if not page.number < len(every) == len(images):
         return
-    names = [each.get("Name") or each.get("ID", "") for each in images]
+    names = [str(each.get("Name") or each.get("ID")) for each in images]
     sizes = [(_number(each.get("SizeY")), _number(each.get("SizeX"))) for each in every]
     mine, (mpp, _) = sizes[page.number], _sides(every[page.number])
     smaller = [tuple(level.size) for level in levels[1:]]
