@@ -17,7 +17,7 @@ from mpi4dl.engine import Engine
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from tests.parallel.replicas.test_step_units import Clipping
-from tests.pool.ranks import Ranks, RanksFailed
+from tests.pool.ranks import Ranks, RanksFailed, on_ranks
 from tests.support.short_runs import Task, check_going_on
 
 BATCH, SIZE = 3, (5, 4)
@@ -137,7 +137,8 @@ REFUSED: dict[str, Refused] = {
 }
 
 
-def refuse(comm: Communicator) -> list[str]:
+@on_ranks(2)
+def test_what_would_train_otherwise_is_refused(comm: Communicator) -> None:
     said = []
     for make, optimizer, zero, reduction in REFUSED.values():
         model = make()
@@ -150,13 +151,8 @@ def refuse(comm: Communicator) -> list[str]:
             said.append("nothing")
         except (Refusal, ValueError) as error:
             said.append(str(error))
-    return said
-
-
-def test_what_would_train_otherwise_is_refused(ranks: Ranks) -> None:
-    for said in ranks(2).run(refuse):
-        for found, wanted in zip(said, REFUSED, strict=True):
-            assert found.startswith(wanted)
+    for found, wanted in zip(said, REFUSED, strict=True):
+        assert found.startswith(wanted)
 
 
 def with_weights(comm: Communicator, plan: Plan, own: bool) -> None:

@@ -18,8 +18,7 @@ from mpi4dl.parallel.disk import Keep
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import EACH_NORM, StreamOptions
-from tests.parallel.spatial.comparing import on_ranks
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 from tests.support.short_runs import Task, check, engine_of, model_of, step, train
 
 import_torchvision()
@@ -284,22 +283,18 @@ class _Full:
         self.reserve(*file)
 
 
-def train_on_full_disk(comm: Communicator, task: Task, room: int) -> tuple[int, str]:
-    """How many files rank 1 made, and what each rank read."""
-    full = _Full(room if comm.rank == 1 else 10_000)
-    with patch.object(os, "posix_fallocate", full), pytest.raises(Refusal) as refused:
-        train(comm, task, PLANS["tiles"])
-    return full.room, str(refused.value)
-
-
 @pytest.mark.parametrize("room", [0, 4, *(pytest.param(room, marks=pytest.mark.exhaustive) for room in (1, 40))])
-def test_all_ranks_learn_that_the_disk_of_one_is_full(ranks: Ranks, room: int) -> None:
+@on_ranks(2)
+def test_all_ranks_learn_that_the_disk_of_one_is_full(comm: Communicator, room: int) -> None:
     """In forward, for a halo of the other rank, and in backward."""
     stream = StreamOptions((2, 2), "2", segments=EACH_NORM, keep=Keep("disk"))
     task = Task(Written, (24, 26), stream=stream, balance=(4, 3))
-    for _, said in ranks(2).run(train_on_full_disk, task, room):
-        assert "there is no room for" in said
-        assert "name another folder by the variable TMPDIR" in said
+    full = _Full(room if comm.rank == 1 else 10_000)
+    with patch.object(os, "posix_fallocate", full), pytest.raises(Refusal) as refused:
+        train(comm, task, PLANS["tiles"])
+    said = str(refused.value)
+    assert "there is no room for" in said
+    assert "name another folder by the variable TMPDIR" in said
 
 
 AMOEBANET = Task("amoebanetd", (96, 96), num_steps=2, model_options=(("num_layers", 3), ("num_filters", 16)))
