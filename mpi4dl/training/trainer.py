@@ -91,4 +91,4 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A run that goes on from a checkpoint, if that has a state for the callback at this place."""
+        """A run resumes from a checkpoint that has a state for the callback at this place."""
