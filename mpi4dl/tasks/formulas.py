@@ -174,6 +174,11 @@ class BinaryCrossEntropy(BatchLoss):
         self.counting, self.label_smoothing = counting, label_smoothing
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
+        if outputs.shape != targets.shape:
+            raise Refusal(
+                f"`loss` bce wants a 0 or 1 for each output, but outputs have shape {tuple(outputs.shape)}, and "
+                f"targets {tuple(targets.shape)}: choose another `loss`, such as cross_entropy for classes"
+            )
         weights = self.counting.tensor(outputs)
         if weights is not None:
             self.counting.check(outputs.shape[1])
