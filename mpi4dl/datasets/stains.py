@@ -130,8 +130,7 @@ _AT_ONCE = 1 << 18  # pixels
 
 def _lab(pixels: npt.NDArray[Any]) -> Array:
     """l, alpha, beta (N, 3) of bytes (N, 3), with natural logarithms of bytes from 1 on."""
-    found: Array = np.log(np.maximum(pixels, 1.0) @ _TO_CONES.T) @ _TO_LAB.T
-    return found
+    return np.log(np.maximum(pixels, 1.0) @ _TO_CONES.T) @ _TO_LAB.T
 
 
 @dataclass(frozen=True)

@@ -267,8 +267,7 @@ class _Reading:
 
     def _drawn(self, position: int) -> Dataset:
         """The dataset whose samples are as this one is drawn."""
-        found: Dataset = drawn(self._dataset, self._view.key(self.epoch, self.repeats[position]))
-        return found
+        return drawn(self._dataset, self._view.key(self.epoch, self.repeats[position]))
 
     def _variation(self, position: int) -> Variation:
         return self._view.variation(self.indices[position], self.epoch, self.repeats[position])

@@ -43,8 +43,7 @@ class Entry:
 
     @property
     def builder(self) -> Callable[..., nn.Module]:
-        builder: Callable[..., nn.Module] = _at(self.path)
-        return builder
+        return _at(self.path)
 
 
 def _at(path: str) -> Any:
@@ -253,8 +252,7 @@ def _smp_with(name: str) -> tuple[Any, Callable[..., nn.Module]]:
 
 
 def _build_timm(name: str, options: Mapping[str, object]) -> nn.Module:
-    found: nn.Module = _timm_with(name).create_model(name, **options)
-    return found
+    return _timm_with(name).create_model(name, **options)
 
 
 def _build_smp(name: str, options: dict[str, object]) -> nn.Module:
