@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from math import nan, prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mpi4dl._files import checksum
@@ -187,6 +188,7 @@ class Progress(NamedTuple):
     options: Mapping[str, str]
     due: bool = False
     best: BestSoFar | None = None
+    callbacks: Mapping[str, Any] = MappingProxyType({})
 
     @classmethod
     def at(cls, checkpoint: Path) -> "Progress":

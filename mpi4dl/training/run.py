@@ -228,6 +228,8 @@ class TrainingRun:
         said = (*self.images.remarks, *setup.remarks, *told, *lines[2:], *filter(None, streamed))
         for line in (*lines[:2], *said, *remarks):
             self.say(line)
+        self.start_clock = setup.start_clock if run.verbose else None
+        setup.start_clock.end("folder")
 
     def discard_if_refused(self, _: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Leave no folder of a run that all ranks refused before its first step: the next command may name it again."""
@@ -254,6 +256,9 @@ class TrainingRun:
         self.options |= {name: there.options[name] for name in resuming.FROM_CHECKPOINT if name in there.options}
         self.interval.losses = there.losses
         self.bad_images.known |= set(there.skipped)
+        for name, callback in self.named_callbacks("load_state_dict"):
+            if name in there.callbacks:
+                callback.load_state_dict(there.callbacks[name])
         self.evaluation = None if there.evaluation is None else Evaluation(**vars(there.evaluation))
         if self.best is not None:
             self.best.go_on(there.best)
@@ -276,6 +281,7 @@ class TrainingRun:
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "metrics_bytes": self.folder.metrics_bytes,
             "options": self.options,
+            "callbacks": {name: callback.state_dict() for name, callback in self.named_callbacks("state_dict")},
         }
 
     def save(self) -> None:
@@ -305,6 +311,11 @@ class TrainingRun:
             method = getattr(callback, event, None)
             if method is not None:
                 method(self, *told)
+
+    def named_callbacks(self, method: str) -> Iterator[tuple[str, Any]]:
+        """The callbacks that have this method, with names for checkpoints."""
+        named = ((f"{number} {type(each).__name__}", each) for number, each in enumerate(self.callbacks))
+        return ((name, each) for name, each in named if hasattr(each, method))
 
     def stop(self) -> None:
         """End the run after this step, with a checkpoint, as a signal would. All ranks should call it."""
@@ -422,6 +433,10 @@ class TrainingRun:
                 self.interval.add(result.loss, len(batch.labels))
                 self.schedule.after_step()
                 self.tell("on_step_end", result)
+                if self.start_clock is not None:
+                    self.start_clock.end("first step")
+                    self.say(f"start: {self.start_clock}")
+                    self.start_clock = None
                 if self.reporter is not None:
                     self.reporter.advance(self.engine.num_steps)
                 if self.engine.num_steps % self.chosen.log_interval == 0:

@@ -29,8 +29,8 @@ from mpi4dl.parallel.costs.cost_model import SMALL_BYTES, Link, measure_link
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tables.simulator import Costs, simulate
 from tests.benchmarks.checks import options_of
-from tests.pool.ranks import Ranks
-from tests.support.short_runs import SMALL, StepResult, train
+from tests.pool.ranks import Ranks, on_ranks
+from tests.support.short_runs import SMALL, train
 
 # All times are sums of powers of two, which floating-point numbers hold exactly.
 BYTE_SECONDS, NUM_BYTES = 2.0**-10, 1024  # a second for a message
@@ -109,45 +109,40 @@ def test_a_message_takes_the_latency_and_the_bytes_of_its_link(ranks: Ranks) -> 
     ]
 
 
-def send_several(comm: Communicator) -> list[float]:
+@on_ranks(3)
+def test_messages_of_a_rank_follow_each_other_on_each_kind_of_link(comm: Communicator) -> None:
     with virtual(comm, NODES) as (world, clock, _):
         if comm.rank == 0:
             Pending.all(world.node, [world.isend(message(), to, 5) for to in (1, 1, 2)]).wait()
-            return [clock.now()]
-        found = []
-        for _ in range(3 - comm.rank):
+            assert clock.now() == 4.0
+            return
+        for expected in ([1.5, 2.5], [6.0])[comm.rank - 1]:
             world.recv(message(), 0, 5)
-            found.append(clock.now())
-        return found
+            assert clock.now() == expected
 
 
-def test_messages_of_a_rank_follow_each_other_on_each_kind_of_link(ranks: Ranks) -> None:
-    assert ranks(3).run(send_several) == [[4.0], [1.5, 2.5], [6.0]]
-
-
-def receive_from_any(comm: Communicator) -> list[object]:
+@on_ranks(2)
+def test_a_receive_from_any_rank_has_the_time_of_the_message_that_it_got(comm: Communicator) -> None:
     """The first message is for the receive that names no source, though the other is waited for first."""
     with virtual(comm, NODES) as (world, clock, work):
         if comm.rank == 1:
             for seconds in (4.0, 2.0):
                 work.do(seconds)
                 world.send(message(seconds), 0, 7)
-            return []
+            return
         heard: list[int] = []
         values = message(), message()
         from_any, named = world.irecv(values[0], None, 7, heard.append), world.irecv(values[1], 1, 7)
         named.wait()
         second = clock.now()
         from_any.wait()
-        return [second, clock.now(), heard, float(values[0][0]), float(values[1][0])]
+        assert second == clock.now() == 4 + 1 + 2 + 1 + 0.5
+        assert (heard, float(values[0][0]), float(values[1][0])) == ([1], 4.0, 2.0)
 
 
-def test_a_receive_from_any_rank_has_the_time_of_the_message_that_it_got(ranks: Ranks) -> None:
-    assert ranks(2).run(receive_from_any)[0] == [4 + 1 + 2 + 1 + 0.5] * 2 + [[1], 4.0, 2.0]
-
-
-def receive_wrong_lengths(comm: Communicator) -> list[list[str]]:
-    """The complaints of rank 1, without a network and with one."""
+@on_ranks(2)
+def test_wrong_lengths_are_refused_as_without_a_network(comm: Communicator) -> None:
+    """In the same words, by rank 1."""
 
     def complaints(world: Communicator) -> list[str]:
         found = []
@@ -162,13 +157,9 @@ def receive_wrong_lengths(comm: Communicator) -> list[list[str]]:
         return found
 
     with emulated(comm, NODES) as world:
-        return [complaints(comm), complaints(world)]
-
-
-def test_wrong_lengths_are_refused_as_without_a_network(ranks: Ranks) -> None:
-    plain, over_network = ranks(2).run(receive_wrong_lengths)[1]
-    assert len(plain) == 4
-    assert over_network == plain
+        plain = complaints(comm)
+        assert complaints(world) == plain
+    assert len(plain) == 4 * comm.rank
 
 
 def look_early(comm: Communicator, clock_of: Callable[[Work], Clock]) -> tuple[bool, float]:
@@ -266,7 +257,9 @@ PIPELINES = {"1f1b": 1, "gpipe": 1, "zero-bubble": 1, "interleaved": 2}
 LAYER_SECONDS, STAGE_LATENCY = 0.5, 0.125
 
 
-def train_sleeping_stages(comm: Communicator, schedule: str) -> tuple[list[float], float, Plan]:
+@pytest.mark.parametrize("schedule", PIPELINES)
+@on_ranks(4)
+def test_a_pipeline_takes_the_time_that_is_simulated(comm: Communicator, schedule: str) -> None:
     """Steps of stages that sleep, whose sleep is their work, and that work."""
     options = options_of("stages", f"--sleep --stages 4 --schedules {schedule} --configurations PP")
     (plan,) = stages.plans(options).values()
@@ -278,42 +271,29 @@ def train_sleeping_stages(comm: Communicator, schedule: str) -> tuple[list[float
             trainer = stages.engine_trainer(options, case, torch.device("cpu"), plan, world)
             times = time_steps(world, clock, trainer.step, num_steps=2)
     assert times.seconds == max(rank.seconds for rank in times.medians)
-    return [step.seconds for step in times.of_ranks[comm.rank]], times.medians[comm.rank].work_seconds, plan
+    assert (plan.schedule, plan.num_stages, plan.num_microbatches) == (schedule, 4 * PIPELINES[schedule], 8)
+    costs = Costs.equal(plan.num_stages, LAYER_SECONDS, 2 * LAYER_SECONDS, STAGE_LATENCY)
+    expected = simulate(plan.table(), plan.placement, costs).makespan_seconds
+    assert [step.seconds for step in times.of_ranks[comm.rank]] == [expected] * 2
+    assert times.medians[comm.rank].work_seconds == 8 * 3 * LAYER_SECONDS * plan.chunks
 
 
-@pytest.mark.parametrize("schedule", PIPELINES)
-def test_a_pipeline_takes_the_time_that_is_simulated(ranks: Ranks, schedule: str) -> None:
-    for times, work, plan in ranks(4).run(train_sleeping_stages, schedule):
-        assert (plan.schedule, plan.num_stages, plan.num_microbatches) == (schedule, 4 * PIPELINES[schedule], 8)
-        costs = Costs.equal(plan.num_stages, LAYER_SECONDS, 2 * LAYER_SECONDS, STAGE_LATENCY)
-        expected = simulate(plan.table(), plan.placement, costs).makespan_seconds
-        assert times == [expected] * 2
-        assert work == 8 * 3 * LAYER_SECONDS * plan.chunks
-
-
-def link_found(comm: Communicator) -> Link:
+@on_ranks(3)
+def test_the_link_that_ranks_measure_is_that_of_the_network(comm: Communicator) -> None:
+    expected = Link(2.0 + 4 * BYTE_SECONDS * SMALL_BYTES, 4 * BYTE_SECONDS)
     with virtual(comm, NODES) as (world, clock, _):
-        return measure_link(world, torch.device("cpu"), clock.now)
+        assert measure_link(world, torch.device("cpu"), clock.now) == expected
 
 
-def test_the_link_that_ranks_measure_is_that_of_the_network(ranks: Ranks) -> None:
-    assert ranks(3).run(link_found) == [Link(2.0 + 4 * BYTE_SECONDS * SMALL_BYTES, 4 * BYTE_SECONDS)] * 3
-
-
-def train_twice(
-    comm: Communicator, plan: Plan, clock_of: Callable[[], Clock]
-) -> list[tuple[list[StepResult], dict[str, str]]]:
+@pytest.mark.parametrize("clock_of", [VirtualClock, MonotonicClock])
+@on_ranks(4)
+def test_training_learns_the_same_bits(comm: Communicator, clock_of: Callable[[], Clock]) -> None:
     """What is learnt without the network and with it."""
+    plan = Plan(((1, 2), (1, 2)), microbatches=2)
     plain = train(comm, SMALL, plan)
     network = Network(Link(5e-6, 1e-10), Link(1e-4, 8e-9), ranks_per_node=2)
     with emulated(comm, network, clock_of()) as world:
         over_network = train(world, SMALL, plan)
-    return [(outcome.steps, outcome.digests) for outcome in (plain, over_network)]
-
-
-@pytest.mark.parametrize("clock_of", [VirtualClock, MonotonicClock])
-def test_training_learns_the_same_bits(ranks: Ranks, clock_of: Callable[[], Clock]) -> None:
-    plan = Plan(((1, 2), (1, 2)), microbatches=2)
-    for plain, over_network in ranks(4).run(train_twice, plan, clock_of):
-        assert len(plain[1]) > 4
-        assert over_network == plain
+    plain, over_network = [(outcome.steps, outcome.digests) for outcome in (plain, over_network)]
+    assert len(plain[1]) > 4
+    assert over_network == plain

@@ -25,11 +25,10 @@ from tests.parallel.spatial.comparing import (
     chosen,
     compare_table,
     modules,
-    on_ranks,
     sum_gradients,
     table_test,
 )
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 from tests.support.short_runs import EXACT, assert_close
 
 
@@ -72,15 +71,13 @@ def with_one_infinity(image: Tensor) -> Tensor:
     return spoilt
 
 
-def of_one_value(image: Tensor) -> Tensor:
-    return torch.full_like(image, 0.5)
-
-
 CASES = {
     "batch norm of an infinity": Case(
         lambda: randomized(nn.BatchNorm2d(4, track_running_stats=False)), ((3, 4, 13, 17),), image=with_one_infinity
     ),
-    "batch norm of equal pixels": Case(lambda: nn.BatchNorm2d(4), ((3, 4, 13, 17),), image=of_one_value),
+    "batch norm of equal pixels": Case(
+        lambda: nn.BatchNorm2d(4), ((3, 4, 13, 17),), image=lambda x: torch.full_like(x, 0.5)
+    ),
     **modules(
         lambda: Twice(randomized(nn.BatchNorm2d(4))),
         lambda: Twice(nn.BatchNorm2d(4, momentum=None)),
@@ -154,7 +151,7 @@ def compare_in_blocks(comm: Communicator, arrangement: Arrangement) -> dict[str,
     ids=str,
 )
 def test_norms_of_many_ranks(ranks: Ranks, arrangement: Arrangement) -> None:
-    assert ranks(arrangement.size).run(compare_in_blocks, arrangement) == [{}] * arrangement.size
+    assert ranks(arrangement.num_ranks).run(compare_in_blocks, arrangement) == [{}] * arrangement.num_ranks
 
 
 def trained_in_blocks(comm: Communicator, dtype: torch.dtype) -> tuple[int, bytes, list[float]]:
