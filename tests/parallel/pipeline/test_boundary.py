@@ -71,6 +71,22 @@ def test_of_an_axis_that_is_gone_each_rank_takes_one_of_the_copies() -> None:
     assert place.needed == (box((0, 4), (0, 1), (0, 1)), box((0, 4), (0, 1), (0, 1)))
 
 
+def test_what_crosses_from_four_tiles_to_two() -> None:
+    tiling = Tiling.even(GridShape(1, 2, 2), (1, 4, 6))
+    place = layout_behind(tiling, IMAGE, GridShape(1, 1, 2), 1, plain=False, tracks_batch=False)
+    ends = (0, 1, 2, 3, 5, 4)  # the two targets are ranks 5 and 4
+    plans = [crossing(tiling, place.needed, ends, i) for i in range(6)]
+    assert [plan.sends for plan in plans] == [
+        ((5, box((0, 1), (0, 2), (0, 3))),),
+        ((4, box((0, 1), (0, 2), (3, 6))),),
+        ((5, box((0, 1), (2, 4), (0, 3))),),
+        ((4, box((0, 1), (2, 4), (3, 6))),),
+        (),
+        (),
+    ]
+    assert [[slab.peer for slab in plan.receives] for plan in plans] == [[], [], [], [], [0, 2], [1, 3]]
+
+
 @st.composite
 def crossings(draw: st.DrawFn) -> tuple[Tiling, tuple[int | None, ...], GridShape, int]:
     """A tensor cut anywhere by some grid, the grid behind it, and the number of replicas of both."""
