@@ -51,6 +51,16 @@ def test_a_phase_starts_when_the_one_before_is_complete() -> None:
     pending.wait()
 
 
+def test_joined_phases_are_waited_for_together() -> None:
+    node, log, made = fresh()
+    joined = Pending.all(node, [Pending.of_phases(node, gates(node, name, log, made)) for name in "ab"])
+    made[0].open = True
+    assert not joined.test()
+    made[1].open = True
+    joined.wait()
+    assert node.underway == []
+
+
 def test_what_is_to_do_at_the_end_is_done_once_all_phases_are_complete() -> None:
     node, log, made = fresh()
     pending = Pending.of_phases(node, gates(node, "a", log, made))
