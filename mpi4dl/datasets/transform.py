@@ -7,17 +7,17 @@ Slides are normalised to a reference stain before, where they are read. Masks go
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil, floor
+from math import ceil, floor, prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 import PIL.Image
 
-from mpi4dl.datasets.affine import Affine
+from mpi4dl.datasets.affine import Affine, at_nearest, bilinear
 from mpi4dl.datasets.augment import TRANSFORM_STREAM, Augmentation, Variation, vary_colour
 from mpi4dl.datasets.base import IGNORED, DatasetError, Image, MaskImage, Values
 from mpi4dl.datasets.colour import WHITE
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 BLOCK_PX = 256
 BLOCK_SOURCE_PX = 4096
 SLAB = 16  # of a volume, so many slices are resized at once
+READ_AT_ONCE = 1 << 24  # pixels of a mask
 
 
 class Frame(NamedTuple):
@@ -63,20 +64,21 @@ class Frame(NamedTuple):
         return self.start + block.start * self.scale, self.start + block.stop * self.scale
 
 
-def crop(image: Image, corner: Sequence[int], space: Sequence[Interval]) -> Values:
-    """A box of the frame whose first pixel lies at `corner` of the image.
+def crop(image: Any, corner: Sequence[int], space: Sequence[Interval], outside: int | None = None) -> Any:
+    """A box of the frame whose first pixel lies at `corner` of an image or a mask.
 
-    Where it reaches beyond the image, pictures are white, and anything else is 0.
+    Beyond the image all is `outside`; without one, pictures are white there, and anything else is 0.
     """
     sources = [interval.shift(first) for interval, first in zip(space, corner, strict=True)]
     inside = [source.intersect(Interval(0, size)) for source, size in zip(sources, image.size, strict=True)]
     part = image.read(*inside)
     lengths = tuple(interval.length for interval in space)
-    if part.shape[:-1] == lengths:
+    if part.shape[: len(lengths)] == lengths:
         return part
-    is_picture = part.dtype == np.uint8 and part.ndim == 3
-    pixels = np.full((*lengths, part.shape[-1]), WHITE if is_picture else 0, part.dtype)
-    pixels[tuple(slice(i.start - s.start, i.stop - s.start) for i, s in zip(inside, sources, strict=True))] = part
+    if outside is None:
+        outside = WHITE if part.dtype == np.uint8 and part.ndim == 3 else 0
+    pixels = np.full((*lengths, *part.shape[len(lengths) :]), outside, part.dtype)
+    pixels[within(inside, sources)] = part
     return pixels
 
 
@@ -158,6 +160,18 @@ def _with_support(start: float, stop: float, scale: float, limit: int) -> Interv
     """The source pixels that a triangle filter reads for an output interval: one output pixel more on both sides."""
     reach = max(1.0, scale)
     return Interval(floor(start - reach), ceil(stop + reach)).intersect(Interval(0, limit))
+
+
+def nearest(read: Callable[..., npt.NDArray[Any]], places: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[Any]:
+    """The pixels of a mask at these places of each axis, in order; of few of its rows at a time."""
+    first, *others = places
+    space = [Interval(int(at[0]), int(at[-1]) + 1) for at in others]
+    step = max(1, int(READ_AT_ONCE / prod(each.length for each in space) * len(first) / (first[-1] - first[0] + 1)))
+    found = []
+    for rows in (first[start : start + step] for start in range(0, len(first), step)):
+        part = read(Interval(int(rows[0]), int(rows[-1]) + 1), *space)
+        found.append(part[np.ix_(rows - rows[0], *(at - at[0] for at in others))])
+    return np.concatenate(found)
 
 
 # A transform of the user's, pixel by pixel: what each rank may do to its own box of an image, alone.
@@ -283,8 +297,6 @@ NORMALISATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "half": ((0.5,), (0.5,)),
 }
 
-MASK_ROWS = 1024  # so many rows of a mask are decoded at once
-
 
 @dataclass(frozen=True)
 class View:
@@ -378,7 +390,7 @@ class View:
         for number, each in enumerate(named):
             pixels = self._named(each, number, pixels, read, variation.key)
         if read != space:
-            pixels = pixels[_within(space, read)]
+            pixels = pixels[within(space, read)]
         if pixels.shape[-1] != len(self.mean):
             raise ValueError(f"mean={self.mean} is for {len(self.mean)} channels, the image has {pixels.shape[-1]}")
         planes, top = vary_colour(pixels, variation, self.mean, out), 255.0 if pixels.dtype == np.uint8 else 1.0
@@ -403,7 +415,7 @@ class View:
             upright = replace(self, size=_swapped(self.size))
             return upright._flipped(image, _swapped(space), variation).swapaxes(-2, -3)
         wider = self._units(space)
-        return _transposed_patches(self._flipped(image, wider, variation), self.patch)[_within(space, wider)]
+        return _transposed_patches(self._flipped(image, wider, variation), self.patch)[within(space, wider)]
 
     def _units(self, space: Sequence[Interval]) -> tuple[Interval, ...]:
         """The whole patches that a box touches, or the whole frame if there are none."""
@@ -436,15 +448,17 @@ class View:
             for size, interval, flip in zip(self.size, space, flips, strict=True)
         ]
         fitted = FITTED[self.fit](self.size, image.size, variation)
-        read = partial(fitted.pixels, image)
-        pixels = self._affine(fitted, variation).pixels(turned, read) if variation.moves else read(*turned)
+        is_mask = isinstance(image, _MaskPixels)
+        read = partial(fitted.nearest if is_mask else fitted.pixels, image)
+        if variation.moves:
+            if len(self.size) != 2:
+                raise ValueError(f"degrees {variation.degrees:g} and scale {variation.scale:g} are for pictures")
+            shown = tuple(axis.size for axis in fitted.axes)
+            affine = Affine(variation.degrees, variation.scale, shown, self.patch)
+            pixels = affine.pixels(turned, read, at_nearest if is_mask else bilinear)
+        else:
+            pixels = read(*turned)
         return pixels[tuple(slice(None, None, -1 if flip else 1) for flip in flips)]
-
-    def _affine(self, fitted: "Cropped", variation: Variation) -> Affine:
-        """How a fitted image is turned and scaled, about the middle of what the frame shows of it."""
-        if len(self.size) != 2:
-            raise ValueError(f"degrees {variation.degrees:g} and scale {variation.scale:g} are for pictures")
-        return Affine(variation.degrees, variation.scale, tuple(axis.size for axis in fitted.axes), self.patch)
 
     def target(self, target: "StoredPicture", variation: Variation | None = None) -> npt.NDArray[np.float32]:
         """The target of an image, transformed like the image: (channels, *size), 0 to 1; of a `scale` times as much.
@@ -476,51 +490,9 @@ class View:
         Raises:
             BadImage: the file of a mask cannot be decoded.
         """
-        variation = variation or Variation()
-        if not variation.transposed:
-            return self._flipped_mask(mask, variation)
-        if self.patch is not None:
-            return _transposed_patches(self._flipped_mask(mask, variation)[..., None], self.patch)[..., 0]
-        upright = replace(self, size=_swapped(self.size))
-        return np.ascontiguousarray(upright._flipped_mask(mask, variation).swapaxes(-1, -2))
-
-    def _flipped_mask(self, mask: npt.NDArray[Any] | MaskImage, variation: Variation) -> npt.NDArray[Any]:
-        """The nearest pixel of a mask for each one of the view, block by block, before rows and columns are swapped."""
-        num_axes = len(self.size)
-        whole: Any = mask.shape if isinstance(mask, np.ndarray) else mask.size
-        others, sides = whole[:-num_axes], whole[-num_axes:]
-        dtype = mask.dtype if isinstance(mask, np.ndarray) and mask.dtype.kind == "f" else np.dtype(np.int64)
-        fitted = FITTED[self.fit](self.size, sides, variation)
-        found, outside = np.empty((*others, *self.size), dtype), np.nan if dtype.kind == "f" else IGNORED
-        for block, places in self._nearest_blocks(fitted, variation):
-            inside: npt.NDArray[np.bool_] = np.array(True)
-            wanted: list[Any] = []
-            for axis, place, side in zip(fitted.axes, places, sides, strict=True):
-                nearest = fitted.source(axis, np.floor(place + 0.5).astype(np.int64))
-                inside = inside & (nearest >= 0) & (nearest < side)
-                wanted.append(np.clip(nearest, 0, side - 1))
-            if isinstance(mask, np.ndarray):
-                shown = mask[(..., *wanted)]
-            else:
-                space = [Interval(int(each.min()), int(each.max()) + 1) for each in wanted]
-                shown = mask.read(*space)[tuple(at - of.start for at, of in zip(wanted, space, strict=True))]
-            where: tuple[Any, ...] = tuple(slice(*each) for each in block)
-            found[(..., *where)] = shown if inside.all() else np.where(inside, shown, outside)
-        backwards: tuple[Any, ...] = tuple(slice(None, None, -1 if flip else 1) for flip in variation.flips(num_axes))
-        return np.ascontiguousarray(found[(..., *backwards)])
-
-    def _nearest_blocks(self, fitted: "Cropped", variation: Variation) -> Iterator[tuple[Any, Any]]:
-        """Blocks of the frame, of few rows of the source each, and where their pixels are in the fitted image."""
-        whole = [Interval(0, size) for size in self.size]
-        if variation.moves:
-            affine = self._affine(fitted, variation)
-            yield from ((block, affine.places(*block)) for block in affine.blocks(whole, MASK_ROWS))
-            return
-        rows = fitted.source(fitted.axes[0], np.arange(self.size[0]))
-        step = max(1, MASK_ROWS * len(rows) // (int(rows.max()) - int(rows.min()) + 1))
-        for start in range(0, len(rows), step):
-            block = [Interval(start, min(start + step, len(rows))), *whole[1:]]
-            yield block, np.ix_(*(np.arange(*each) for each in block))
+        shown = _MaskPixels(mask, len(self.size))
+        found = self.pixels(shown, *(Interval(0, side) for side in self.size), variation=variation)
+        return np.ascontiguousarray(np.moveaxis(found, -1, 0)).reshape(*shown.others, *self.size)
 
 
 class Cropped:
@@ -541,6 +513,16 @@ class Cropped:
     def pixels(self, image: Image, *space: Interval) -> Values:
         """A box of the fitted image; beyond the frame, it is white, or what is there."""
         return crop(image, [int(axis.start) for axis in self.axes], space)
+
+    def nearest(self, mask: Any, *space: Interval) -> npt.NDArray[Any]:
+        """The same of the nearest pixels of a mask."""
+        places = [self.source(axis, np.arange(*wanted)) for axis, wanted in zip(self.axes, space, strict=True)]
+        inside = [(at >= 0) & (at < side) for at, side in zip(places, self.sides, strict=True)]
+        found = np.full((*map(len, places), prod(mask.others)), mask.outside, mask.dtype)
+        if all(each.any() for each in inside):
+            kept = [at[each] for at, each in zip(places, inside, strict=True)]
+            found[np.ix_(*inside)] = nearest(mask.read, kept)
+        return found
 
     def source(self, axis: Frame, at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Which row, or column, of the image is nearest to these of the frame; outside of it there is none."""
@@ -595,7 +577,25 @@ class _Resized:
         return np.empty((*(interval.length for interval in space), pixel.shape[-1]), pixel.dtype)
 
 
-def _within(space: Sequence[Interval], of: Sequence[Interval]) -> tuple[slice, ...]:
+class _MaskPixels:
+    """A mask (..., height, width) as an image whose channels are its first dims, and what is outside of it."""
+
+    def __init__(self, mask: npt.NDArray[Any] | MaskImage, num_axes: int) -> None:
+        self._mask = mask
+        sides: Any = mask.shape if isinstance(mask, np.ndarray) else mask.size
+        self.others, self.size = sides[:-num_axes], tuple(sides[-num_axes:])
+        is_float = isinstance(mask, np.ndarray) and mask.dtype.kind == "f"
+        self.dtype = mask.dtype if isinstance(mask, np.ndarray) and is_float else np.dtype(np.int64)
+        self.outside = np.nan if is_float else IGNORED
+
+    def read(self, *space: Interval) -> npt.NDArray[Any]:
+        if not isinstance(self._mask, np.ndarray):
+            return self._mask.read(*space)[..., None]
+        box = self._mask.reshape(-1, *self.size)[(slice(None), *(slice(*each) for each in space))]
+        return np.moveaxis(box, 0, -1)
+
+
+def within(space: Sequence[Interval], of: Sequence[Interval]) -> tuple[slice, ...]:
     """Where a box lies in a larger one."""
     return tuple(slice(own.start - all.start, own.stop - all.start) for own, all in zip(space, of, strict=True))
 

@@ -26,6 +26,7 @@ from mpi4dl._files import open_regular, read_at_most
 from mpi4dl.datasets.base import BadImage
 from mpi4dl.datasets.masks import PICTURES, Mask
 from mpi4dl.datasets.slides.slide import Slide
+from mpi4dl.datasets.transform import nearest
 from mpi4dl.geometry import Interval
 
 GEOJSON = (".geojson", ".json", ".geojson.gz", ".json.gz")
@@ -36,7 +37,6 @@ FARTHEST = 1 << 24  # px: no slide is that wide
 MOST_NESTED = 8  # collections of geometries in one another
 CORNERS_OF_POLYGON = 3
 AT_ONCE = 1 << 22  # crossings of edges and rows
-MASK_ROWS_AT_ONCE = 1 << 24  # pixels of a picture that are decoded at once
 SAME_PROPORTIONS = 0.02
 IGNORED_CLASS = "Ignore*"  # of QuPath
 NO_CLASS = ("", "none")  # of ASAP
@@ -442,17 +442,10 @@ class PictureMask:
 
     def read(self, *space: Interval) -> npt.NDArray[np.int64]:
         """A box of it, (rows, columns), int64; -100 is none. Raises BadImage."""
-        down, across = (self._sources(axis, wanted) for axis, wanted in enumerate(space))
-        found = np.empty((len(down), len(across)), np.int64)
-        if not found.size:
-            return found
-        cols = Interval(int(across[0]), int(across[-1]) + 1)
-        step = max(1, int(MASK_ROWS_AT_ONCE / cols.length / max(1.0, (down[-1] - down[0] + 1) / len(down))))
-        for start in range(0, len(down), step):
-            part = down[start : start + step]
-            read = self.mask.read(Interval(int(part[0]), int(part[-1]) + 1), cols)
-            found[start : start + step] = read[np.ix_(part - part[0], across - cols.start)]
-        return found
+        places = [self._sources(axis, wanted) for axis, wanted in enumerate(space)]
+        if not all(map(len, places)):
+            return np.empty([*map(len, places)], np.int64)
+        return nearest(self.mask.read, places)
 
     def place(self, number: int, random: np.random.Generator) -> tuple[int, int] | None:
         """A random pixel of a class, by a thumbnail of the mask; None if it shows none."""

@@ -25,6 +25,7 @@ from mpi4dl.datasets.slides.annotations import (
     read_annotations,
 )
 from mpi4dl.datasets.slides.slide import Corner, Slide
+from mpi4dl.datasets.transform import crop, within
 from mpi4dl.geometry import Interval
 
 BACKGROUND, ANNOTATED = "background", "annotated"
@@ -65,15 +66,10 @@ class MaskWindow:
     def read(self, *space: Interval) -> npt.NDArray[np.int64]:
         """The classes of a box, (rows, columns). Raises BadImage."""
         found = np.full([interval.length for interval in space], IGNORED, np.int64)
-        sources, inside = [], []
         cores = self.core or [Interval(0, side) for side in self.size]
-        for interval, first, side, core in zip(space, self.corner, self.mask.size, cores, strict=True):
-            kept = interval.intersect(core).shift(first).intersect(Interval(0, side))
-            if kept.length < 1:
-                return found
-            sources.append(kept)
-            inside.append(slice(kept.start - first - interval.start, kept.stop - first - interval.start))
-        found[tuple(inside)] = self.mask.read(*sources)
+        kept = [interval.intersect(core) for interval, core in zip(space, cores, strict=True)]
+        if not any(each.empty for each in kept):
+            found[within(kept, space)] = crop(self.mask, self.corner, kept, IGNORED)
         return found
 
 

@@ -10,7 +10,7 @@ All coordinates that leave this module are pixels of the full level 0, as QuPath
 import io
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -212,11 +212,10 @@ class Slide:
         starts = [first / level.downsample for first in self.origin]
         with blaming(self.file.path):
             if all(abs(factor - 1) <= SAME / 2 for factor in factors):
-                inside = [interval.shift(round(start)) for interval, start in zip(space, starts, strict=True)]
-                pixels = _read_padded(level.image, inside)
+                pixels = crop(level.image, [*map(round, starts)], space)  # sizes are rounded: perhaps beyond it
             else:
                 frames = [Frame(*each) for each in zip(self.size, starts, factors, strict=True)]
-                pixels = resize(level.image, frames, space)  # type: ignore[assignment]
+                pixels = resize(level.image, frames, space)
             return self._managed(pixels)
 
     def on_white(self, cells_of: "Callable[[Slide], Cells]") -> "Slide":
@@ -278,16 +277,6 @@ class SlideWindow:
     def read(self, *space: Interval) -> Values:
         """The pixels of a box, (rows, columns, 3). Raises BadImage."""
         return crop(self.slide, self.corner, space)
-
-
-def _read_padded(image: Image, space: Sequence[Interval]) -> Pixels:
-    """A box of a level, which may reach a pixel beyond it where sizes were rounded; white is there."""
-    inside = [interval.intersect(Interval(0, side)) for interval, side in zip(space, image.size, strict=True)]
-    pixels = image.read(*inside)
-    missing = [interval.length - part.length for interval, part in zip(space, inside, strict=True)]
-    if not any(missing):
-        return pixels  # type: ignore[return-value]
-    return np.pad(pixels, [(0, count) for count in missing] + [(0, 0)], constant_values=255)
 
 
 def open_slide(path: Path, resolution: Resolution | None = None) -> Slide:
