@@ -5,7 +5,9 @@ An image has rows and columns, or a depth before them, and is a volume then, or 
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from math import inf
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -178,6 +180,28 @@ def task_of(dataset: Any) -> str:
 def drawn(dataset: Any, key: tuple[int, ...]) -> Any:
     """The dataset whose samples are as they are drawn by a key, such as (seed, epoch, repeat); most draw nothing."""
     return dataset.drawn(key) if hasattr(dataset, "drawn") else dataset
+
+
+class Kept:
+    """What was made last by key, up to so `many` or so much `weight`; threads share it, other processes begin anew."""
+
+    def __init__(self, many: float = inf, weight: Callable[[Any], int] | None = None) -> None:
+        self._lock, self._many, self._weight, self._made = Lock(), many, weight, dict[Any, Any]()
+
+    def __call__(self, key: Any, make: Callable[[], Any]) -> Any:
+        with self._lock:
+            made = self._made.pop(key, self)
+        made = make() if made is self else made
+        with self._lock:
+            self._made[key] = made
+            while len(self._made) > 1 and self._many < (
+                sum(map(self._weight, self._made.values())) if self._weight else len(self._made)
+            ):
+                del self._made[next(iter(self._made))]
+        return made
+
+    def __reduce__(self) -> Any:
+        return Kept, (self._many, self._weight)
 
 
 class WholeImage:

@@ -6,7 +6,7 @@
 import io
 import os
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -330,28 +330,33 @@ def _open_stored(path: Path, head: bytes, bands: Sequence[int]) -> StoredPicture
         transparent = "transparency" in image.info
     if mode not in _CHANNELS or transparent:
         raise BadImage(path, f"has pixels of {mode}{' with transparency' * transparent}: {_WANTED}")
-    places = tiff.chosen_bands(path, bands, _CHANNELS[mode])
-    stored = upright(_Decoded(path, size, mode, wide, places), tag)
+    count = _CHANNELS[mode]
+    places = tiff.chosen_bands(path, bands, count)
+
+    def decode() -> npt.NDArray[Any]:
+        if wide:  # of three channels Pillow has 8 bits
+            codecs = package("imagecodecs", f"{path}: reading PNG of 16 bits", "tifffile", "imagecodecs")
+            found: npt.NDArray[Any] = codecs.png_decode(path.read_bytes())
+        else:
+            with PIL.Image.open(path) as image:
+                found = np.asarray(image.convert("RGB" if count == 3 else "L"))
+        return found.reshape(*size[::-1], count)[..., places]
+
+    stored = upright(Decoded(size, decode), tag)
     return StoredPicture(path, stored, len(places), "uint16" if wide else "uint8")
 
 
-class _Decoded:
-    """A picture that is decoded whole, at the first `read`; of 16 bits not by Pillow, which has 8 of three channels."""
+class Decoded:
+    """An image of this size (width, height), of which all is decoded at the first `read`."""
 
-    def __init__(self, path: Path, size: tuple[int, int], mode: str, wide: bool, bands: list[int]) -> None:
-        self._path, self.size, self._mode, self._wide, self._bands = path, size[::-1], mode, wide, bands
+    def __init__(self, size: tuple[int, int], decode: Callable[[], npt.NDArray[Any]]) -> None:
+        self.size, self._decode = size[::-1], decode
 
     @cached_property
     def _pixels(self) -> npt.NDArray[Any]:
-        if self._wide:
-            codecs = package("imagecodecs", f"{self._path}: reading PNG of 16 bits", "tifffile", "imagecodecs")
-            found: npt.NDArray[Any] = codecs.png_decode(self._path.read_bytes())
-        else:
-            with PIL.Image.open(self._path) as image:
-                found = np.asarray(image.convert("RGB" if _CHANNELS[self._mode] == 3 else "L"))
-        return found.reshape(*self.size, _CHANNELS[self._mode])[..., self._bands]
+        return self._decode()
 
-    def read(self, *space: Interval) -> Values:
+    def read(self, *space: Interval) -> npt.NDArray[Any]:
         return self._pixels[tuple(slice(*interval) for interval in space)]
 
 

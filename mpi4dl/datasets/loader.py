@@ -3,14 +3,14 @@
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import islice
 from queue import Empty, SimpleQueue
 from threading import Thread, current_thread
-from typing import Any, Generic, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -28,50 +28,38 @@ T = TypeVar("T")
 JOIN_SECONDS = 5.0
 
 
-class Prefetcher(Generic[T]):
-    """Iterate over compute(0), compute(1), ..., compute(count - 1), up to `depth` of them ahead of the consumer.
+def prefetched(compute: Callable[[int], T], count: int, num_workers: int, depth: int) -> Generator[T, None, None]:
+    """compute(0), compute(1), ..., compute(count - 1), up to `depth` of them ahead of the consumer.
 
     An error of `compute` is raised in the consumer at the turn of that item, and ends the iteration. Leave it early
-    with `close`. The threads are daemons that do not keep this object alive: one that is forgotten stops them as well,
-    and so does the interpreter's exit.
+    with `close`. The threads are daemons: an iteration that is forgotten stops them as well, and so does the
+    interpreter's exit, before it takes itself apart under a thread that is still decoding.
     """
+    tasks: _Tasks[T] = SimpleQueue()
+    ahead: deque[Future[T]] = deque()
+    positions = iter(range(count))
+    names = [f"mpi4dl-reader-{i}" for i in range(min(num_workers, count))]
+    threads = [Thread(target=_work, args=(compute, tasks), name=name, daemon=True) for name in names]
 
-    def __init__(self, compute: Callable[[int], T], count: int, num_workers: int, depth: int) -> None:
-        self._tasks: _Tasks[T] = SimpleQueue()
-        self._ahead: deque[Future[T]] = deque()
-        self._positions = iter(range(count))
-        names = [f"mpi4dl-reader-{i}" for i in range(min(num_workers, count))]
-        threads = [Thread(target=_work, args=(compute, self._tasks), name=name, daemon=True) for name in names]
-        # At exit as well, before the interpreter takes itself apart under a thread that is still decoding.
-        self._stop = weakref.finalize(self, _stop, self._tasks, threads)
-        for thread in threads:
-            thread.start()
-        for _ in range(depth):
-            self._submit()
+    def submit(many: int) -> None:
+        for position in islice(positions, many):
+            ahead.append(Future())
+            tasks.put((position, ahead[-1]))
 
-    def _submit(self) -> None:
-        for position in islice(self._positions, 1):
-            self._ahead.append(Future())
-            self._tasks.put((position, self._ahead[-1]))
-
-    def __iter__(self) -> Iterator[T]:
-        return self
-
-    def __next__(self) -> T:
-        if not self._ahead:
-            raise StopIteration
+    def handed_out() -> Generator[T, None, None]:
         try:
-            found = self._ahead.popleft().result()
-        except BaseException:
-            self.close()
-            raise
-        self._submit()
-        return found
+            while ahead:
+                submit(1)
+                yield ahead.popleft().result()
+        finally:
+            stop()
 
-    def close(self) -> None:
-        """Let the workers finish what they are at, and end. Nothing is handed out afterwards."""
-        self._ahead.clear()
-        self._stop()
+    found = handed_out()
+    stop = weakref.finalize(found, _stop, tasks, threads)
+    for thread in threads:
+        thread.start()
+    submit(depth)
+    return found
 
 
 _Tasks = SimpleQueue[tuple[int, Future[T]] | None]  # positions, or None for a thread that ends
@@ -273,11 +261,8 @@ class Loader:
         if self._num_workers == 0:
             yield from self._timed(map(compute, range(count)))
             return
-        prefetcher = Prefetcher(compute, count, self._num_workers, self._prefetch)
-        try:
-            yield from self._timed(prefetcher)
-        finally:
-            prefetcher.close()
+        with closing(prefetched(compute, count, self._num_workers, self._prefetch)) as batches:
+            yield from self._timed(batches)
 
     def _sizes_of(
         self, indices: tuple[int, ...], epoch: int, repeats: Sequence[int]

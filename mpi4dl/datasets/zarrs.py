@@ -27,25 +27,6 @@ def open_values(path: Path, bands: Sequence[int] = ()) -> tuple["ZarrImage", int
     return image, len(image.bands), image.dtype, None
 
 
-class _Indices:
-    """A mask: (rows, columns) of numbers of classes."""
-
-    def __init__(self, path: Path) -> None:
-        self._image = ZarrImage(path)
-        self.size: tuple[int, ...] = self._image.size
-        if len(self._image.bands) != 1:
-            found = f"has {len(self._image.bands)} channels"
-            raise BadImage(path, f"{found}: a mask has one number in each place, that of its class")
-
-    def read(self, *space: Interval) -> npt.NDArray[Any]:
-        return self._image.read(*space)[..., 0]
-
-
-def open_indices(path: Path) -> _Indices:
-    """The mask in a folder of Zarr. Raises as `open_values`."""
-    return _Indices(path)
-
-
 def _of_group(path: Path, group: Any) -> tuple[Any, list[str]]:
     """The finest level of the one image in a group of OME-Zarr, and the names of its axes."""
     attributes = dict(group.attrs)

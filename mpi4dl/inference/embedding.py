@@ -25,7 +25,7 @@ from mpi4dl._wording import counted, duration
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import BadImage, DatasetError, printable
 from mpi4dl.datasets.files import WHOLE_SLIDES
-from mpi4dl.datasets.loader import Prefetcher
+from mpi4dl.datasets.loader import prefetched
 from mpi4dl.datasets.samples import without_suffix
 from mpi4dl.datasets.slides.features import Embedded, write_features
 from mpi4dl.datasets.slides.slide import MPP_AT_1X, Slide
@@ -447,7 +447,7 @@ class Embedding:
                 return error
 
         done = 0
-        ahead = Prefetcher(read, len(units), max(1, self.num_workers), AHEAD * max(1, self.num_workers))
+        ahead = prefetched(read, len(units), max(1, self.num_workers), AHEAD * max(1, self.num_workers))
         try:
             for unit, patches in zip(units, ahead, strict=True):
                 if isinstance(patches, BadImage):

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._wording import counted, some
-from mpi4dl.datasets.base import BadImage, DatasetError, Pixels, printable
+from mpi4dl.datasets.base import BadImage, DatasetError, Kept, Pixels, printable
 from mpi4dl.datasets.kinds import SLIDES
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.samples import COVARIATES, read_samples
@@ -28,7 +27,6 @@ from mpi4dl.geometry import ceil_div
 
 PATCH_STREAM = 47  # of random numbers
 MOST_OPEN = 64  # slides whose headers are kept
-NOT_SENT = ("_lock", "_slides", "_patches", "_cells", "_measuring", "_recolours")  # to other processes
 SAME_MPP = 0.05  # of microns per pixel: files round theirs
 LEAST_CELL = 32  # px, of parts of windows whose tissue is looked at
 
@@ -94,22 +92,7 @@ class SlideFolder(SampleFiles):
             self.classes, self.values = self.pixels.classes, self.pixels.values
             self.remarks = (*self.remarks, *self.pixels.remarks)
         self.stains: dict[int, Measured | None] = {}
-        self._forget()
-
-    def _forget(self) -> None:
-        self._lock = threading.Lock()
-        self._slides: dict[int, Slide] = {}
-        self._patches: dict[tuple[int, int], Patches] = {}
-        self._cells: dict[int, tuple[npt.NDArray[np.uint8], tuple[int, ...]]] = {}
-        self._measuring = threading.Lock()
-        self._recolours: dict[int, Recolour | None] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in NOT_SENT}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
+        self._slides, self._patches, self._cells, self._recolours = Kept(MOST_OPEN), Kept(), Kept(), Kept()
 
     def lists(self) -> tuple[ListedFiles, ...]:
         return (self,) if self.pixels is None else (self, self.pixels.files)
@@ -140,14 +123,7 @@ class SlideFolder(SampleFiles):
 
         Raises BadImage, OtherFile.
         """
-        with self._lock:
-            found = self._slides.pop(index, None)
-        if found is None:
-            found = self._opened(index)
-        with self._lock:
-            self._slides[index] = found
-            while len(self._slides) > MOST_OPEN:
-                del self._slides[next(iter(self._slides))]
+        found: Slide = self._slides(index, partial(self._opened, index))
         return found
 
     def _opened(self, index: int) -> Slide:
@@ -161,22 +137,25 @@ class SlideFolder(SampleFiles):
 
     def _cells_of(self, index: int, slide: Slide) -> Cells:
         """The cells of a slide that are not white, which are found once. Raises BadImage if there are none."""
-        if index not in self._cells:
+
+        def find() -> tuple[npt.NDArray[np.uint8], tuple[int, ...]]:
             found = tissue_cells(slide, self.options.tissue, self.options.leave_out)
             if not found.any():
                 raise NoTissue.of(slide)
-            self._cells[index] = np.packbits(found), found.shape
-        packed, shape = self._cells[index]
+            return np.packbits(found), found.shape
+
+        packed, shape = self._cells(index, find)
         return np.unpackbits(packed, count=math.prod(shape)).reshape(shape).astype(bool)
 
     def _recoloured(self, index: int, pixels: Pixels) -> Pixels:
         """Pixels of a slide in the colours of the reference."""
-        with self._measuring:
-            if index not in self._recolours:
-                self.measure_stains(index)
-                measured, stains = self.stains[index], self.options.stains
-                self._recolours[index] = None if measured is None or stains is None else stains.recolour(measured)
-        recolour = self._recolours[index]
+
+        def find() -> Recolour | None:
+            self.measure_stains(index)
+            measured, stains = self.stains[index], self.options.stains
+            return None if measured is None or stains is None else stains.recolour(measured)
+
+        recolour = self._recolours(index, find)
         return pixels if recolour is None else recolour(pixels)
 
     def measure_stains(self, index: int) -> None:
@@ -207,7 +186,7 @@ class SlideFolder(SampleFiles):
         return found[np.sort(drawn)]
 
     def _all_patches(self, index: int, patch: int) -> Patches:
-        if (index, patch) not in self._patches:
+        def find() -> Patches:
             slide = self.image(index)
             shares = find_tissue(slide, self.options.tissue, self.options.leave_out).shares(slide, patch)
             found = np.argwhere((shares > 0) & (shares >= self.options.min_tissue))
@@ -215,8 +194,10 @@ class SlideFolder(SampleFiles):
                 raise NoTissue.of(slide)
             if not len(found):
                 found = np.array([np.unravel_index(int(shares.argmax()), shares.shape)])
-            self._patches[index, patch] = found.astype(np.int64)
-        return self._patches[index, patch]
+            return found.astype(np.int64)
+
+        patches: Patches = self._patches((index, patch), find)
+        return patches
 
     def grid(self, index: int, size: Sequence[int]) -> list[tuple[int, int]]:
         """The corners of the windows of `size` px of a slide that show tissue, row by row.

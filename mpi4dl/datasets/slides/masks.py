@@ -1,16 +1,15 @@
 """The masks of slides by the annotations of a table: their classes, and the mask of each slide."""
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._wording import counted, some
-from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError, MaskImage
+from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError, Kept, MaskImage
 from mpi4dl.datasets.listed import File, ListedFiles, mask_as_text
 from mpi4dl.datasets.masks import IGNORE_INDEX, Mask, open_stored, values_in
 from mpi4dl.datasets.samples import Sample
@@ -109,7 +108,7 @@ class SlideMasks:
                 f"({paths[pictures.index(True)].name}): all of a table are of one kind"
             )
         self.are_pictures = all(pictures)
-        self._forget()
+        self._kept = Kept(MOST_CORNERS, attrgetter("num_corners"))
         self.remarks: tuple[str, ...] = ()
         self._nameless = False
         if classes is not None:
@@ -122,30 +121,17 @@ class SlideMasks:
             said = "ignored" if options.ignores_unannotated else self.classes[0]
             self.remarks += (f"{counted(without, 'slide')} without annotation: {said} throughout",)
 
-    def _forget(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: dict[int, Annotations] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_kept")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
-
     def _annotations(self, number: int) -> Annotations:
         """The polygons of a file; those read last are kept. Raises BadImage, OtherFile."""
-        with self._lock:
-            found = self._kept.pop(number, None)
-        if found is None:
+
+        def read() -> Annotations:
             found = read_annotations(self.files.checked(number))
-            if self._nameless:
-                found = Annotations(found.path, tuple(Region(ANNOTATED, each.rings) for each in found.regions))
-        with self._lock:
-            self._kept[number] = found
-            while len(self._kept) > 1 and sum(each.num_corners for each in self._kept.values()) > MOST_CORNERS:
-                del self._kept[next(iter(self._kept))]
-        return found
+            if not self._nameless:
+                return found
+            return Annotations(found.path, tuple(Region(ANNOTATED, each.rings) for each in found.regions))
+
+        annotations: Annotations = self._kept(number, read)
+        return annotations
 
     def _named(self, tell: Tell) -> tuple[str, ...]:
         """Background, and the classes of all polygons in order."""
@@ -163,7 +149,7 @@ class SlideMasks:
             self.remarks += (f"polygons of {some(left_out)} are left out, by QuPath's asterisk",)
         if not classes and nameless:
             self._nameless, classes = True, [ANNOTATED]
-            self._forget()
+            self._kept = Kept(MOST_CORNERS, attrgetter("num_corners"))
         elif nameless:
             self.remarks += (f"{nameless} of {total} polygons have no class and are left out",)
         if not classes:
