@@ -68,7 +68,7 @@ def open_stored(path: Path, volumes: bool = False) -> MaskImage:
             volume = open_volume(path)
             return _OneChannel(path, volume, volume.channels, volume.stored)
         if magic in tiff.MAGIC:
-            return tiff.open_tiff(path, indices=True)  # type: ignore[return-value]
+            return tiff.open_tiff(path, indices=True)
         return _open_picture(path)
 
 
@@ -124,7 +124,7 @@ def _open_picture(path: Path) -> MaskImage:
         with PIL.Image.open(path) as image:
             return indices_of(image)
 
-    return upright(Decoded(size, decode), orientation)  # type: ignore[return-value]
+    return upright(Decoded(size, decode), orientation)
 
 
 def indices_of(image: PIL.Image.Image) -> npt.NDArray[Any]:

@@ -25,6 +25,7 @@ from mpi4dl.datasets.base import Dataset, DatasetError, Image, drawn, task_of
 from mpi4dl.datasets.kinds import PICTURES, FileKind
 from mpi4dl.datasets.labels import files_of
 from mpi4dl.datasets.samples import Sample, read_split_file, require_patients_apart
+from mpi4dl.datasets.table import found_in
 
 MOST_BINS = 4  # of numbers, whose quantiles are strata
 _PARTS = ("train", "val", "test")
@@ -393,28 +394,15 @@ def split_rows(
 
 def _placed(rows: Sequence[Sample], path: Path, kind: FileKind) -> tuple[tuple[Sample, ...], tuple[str, ...]]:
     """The samples by a split file: those that it does not name are left out. Lines are those of the file."""
-    of: dict[str, set[int]] = {}
-    for number, row in enumerate(rows):
-        base = row.path.rpartition("/")[2]
-        for name in {row.path, row.path.rpartition(".")[0], base, base.partition(".")[0], base.rpartition(".")[0]}:
-            of.setdefault(name, set()).add(number)
-    of |= {row.name: {number} for number, row in enumerate(rows)}
-    used: dict[int, int] = {}
+    named, numbers = {row.name: row.path for row in rows}, {row.path: number for number, row in enumerate(rows)}
+    lines, remedy = read_split_file(path), ": write it as the table does, or remove the line"
+    asked = [(line.line, named.get(line.name, line.name)) for line in lines]
+    found = found_in(path, asked, [*numbers], kind, "in the table", remedy)
     placed = [row._replace(split="", fold=None) for row in rows]
-    for line in read_split_file(path):
-        found = of.get(line.name.replace("\\", "/").removeprefix("./"), set())
-        where = f"{path}, line {line.line}: {kind.noun} {line.name!r} is"
-        if len(found) != 1:
-            which = (
-                f"one of {len(found)} {kind.nouns}, such as {rows[min(found)].path}" if found else "not in the table"
-            )
-            raise DatasetError(f"{where} {which}: write it as the table does, or remove the line")
-        (number,) = found
-        if number in used:
-            raise DatasetError(f"{where} {rows[number].path}, as that of line {used[number]} is: name it once")
-        used[number] = line.line
-        placed[number] = placed[number]._replace(line=line.line, split=line.split, fold=line.fold)
-    left = [row.name for number, row in enumerate(rows) if number not in used]
+    for line, name in zip(lines, found, strict=True):
+        row = placed[numbers[name]]
+        placed[numbers[name]] = row._replace(line=line.line, split=line.split, fold=line.fold)
+    left = [row.name for row in rows if row.path not in {*found}]
     said = f"{counted(len(left), kind.noun, kind.nouns)} not in {path}, and left out: {some(left)}"
     return tuple(placed), (said,) if left else ()
 

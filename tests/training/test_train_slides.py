@@ -364,7 +364,7 @@ def test_a_split_that_a_run_kept_is_taken_again(cohort: Path, tmp_path: Path) ->
     folds = [split(f"--folds 3 --fold {fold}", "cv") for fold in range(2)]
     less = tmp_path / "less.csv"
     less.write_text("\n".join((cohort / "slides.csv").read_text().splitlines()[:-1]))
-    with pytest.raises(ValueError, match=r"folds\.csv, line 7: .*not in the table"):
+    with pytest.raises(ValueError, match=r"folds\.csv, line 7: .*no slide in the table"):
         split(f"--slides-folder {cohort} --seed 9 --folds 3 --fold 2", "cv", less)
     folds.append(split("--seed 9 --folds 3 --fold 2", "cv"))
     assert sorted(slide for parts in folds for slide, part in parts.items() if part == "val") == sorted(once)
