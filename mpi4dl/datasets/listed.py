@@ -136,6 +136,7 @@ class ListedFiles(Whole):
 
     root: Path
     remarks: tuple[str, ...] = ()
+    noun = "image"
 
     def __init__(self, root: Path, files: Sequence[File], volumes: bool = False, channels: Channels = "rgb") -> None:
         self.root, self.files, self.volumes = root, tuple(files), volumes
@@ -145,7 +146,8 @@ class ListedFiles(Whole):
         self.bands: tuple[int, ...] | None = channels if isinstance(channels, tuple) else ()
         if channels == "rgb" or (channels == "auto" and (volumes or not self._have_bands())):
             self.bands = None
-        self.channels, self.values = (3, None) if self._in_colours else self._look()
+        self.channels, self._depth = (3, None) if self._in_colours else self._look()
+        self.values = self._depth
 
     def __len__(self) -> int:
         return len(self.files)
@@ -182,7 +184,7 @@ class ListedFiles(Whole):
         if self._in_colours:
             return open_image(path)
         found = self._open(path)
-        found.require(self.channels, self.values, "image")
+        found.require(self.channels, self._depth, self.noun)
         return found
 
     @property
@@ -192,9 +194,14 @@ class ListedFiles(Whole):
     def _open(self, path: Path) -> "VolumeFile | StoredPicture":
         return open_volume(path) if self.volumes else open_stored_picture(path, self.bands or ())
 
+    def spread(self) -> list[int]:
+        """Some files to look at, from the first to the last."""
+        count = min(LOOKED_AT, len(self))
+        return [number * (len(self) - 1) // max(1, count - 1) for number in range(count)]
+
     def _some(self) -> Iterator[int]:
-        """Files to look at, from the first to the last, and then all others."""
-        yield from dict.fromkeys([*range(0, len(self), max(1, len(self) // LOOKED_AT)), *range(len(self))])
+        """These, and then all others."""
+        yield from dict.fromkeys([*self.spread(), *range(len(self))])
 
     def _have_bands(self) -> bool:
         """Whether the first TIFF file or folder of Zarr that can be read has other channels than colours have."""
@@ -218,7 +225,7 @@ class ListedFiles(Whole):
                 continue
             looked += 1
             first = first or found
-            found.require(found.channels if self.volumes else first.channels, first.values, "image")
+            found.require(found.channels if self.volumes else first.channels, first.values, self.noun)
             if looked >= LOOKED_AT:
                 break
         return (1, None) if first is None else (first.channels, first.values)

@@ -1,8 +1,7 @@
 """Sources of images or volumes: "synthetic", an .npz file, or files: a folder for each class, a table, or masks."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from mpi4dl.datasets.files import (
     Channels,
     StoredPicture,
     channel_names,
-    open_stored_picture,
 )
 from mpi4dl.datasets.kinds import PICTURES, VOLUMES, FileKind
 from mpi4dl.datasets.labels import FORMS, LabelForm, files_of
@@ -210,7 +208,6 @@ def _rows_of_classes(
 # Masks of the same names in the folder `masks` beside a folder `images`, or in a column of a table; targets likewise.
 
 CLASSES = "classes.txt"
-LOOKED_AT = 8
 _BLACK_AND_WHITE = ({0, 255}, {255})
 
 
@@ -282,13 +279,18 @@ class PairedFiles(SampleFiles):
         beside = source.parent if source.is_file() else root
         names = [str(row.annotation).replace("\\", "/") for row in table.rows]
         base = beside if (beside / names[0]).is_file() else root
-        self.annotations = ListedFiles(base, [File(name, known_size(base / name)) for name in names])
+        files = [File(name, known_size(base / name)) for name in names]
+        self.annotations = _Targets(base, files, channels="all") if table.task == "image" else ListedFiles(base, files)
 
     def lists(self) -> tuple[ListedFiles, ...]:
         return self, self.annotations
 
     def mask_as_text(self, index: int) -> str:
         return mask_as_text(self.annotations.name(index), self.annotations, index)
+
+
+class _Targets(ListedFiles):
+    noun = "target"
 
 
 class TargetFiles(PairedFiles):
@@ -302,54 +304,35 @@ class TargetFiles(PairedFiles):
         DatasetError: targets of another scale than the first, or pictures of other channels or depth than others.
     """
 
+    noun = "input"
+
     def __init__(self, source: Path, root: Path, table: SampleTable, bands: tuple[int, ...] = ()) -> None:
-        super().__init__(source, root, table)
-        self.bands = bands
-        looked = [*self._looked_at()]
-        if not looked:
-            raise DatasetError(f"{source}: none of the pictures that were looked at, and of their targets, can be read")
-        image, target = looked[0]
-        self.channels, self.values, self.classes = image.channels, target.values, channel_names(target.channels)
-        self.input_values = image.values
-        self.target_scale = target.size[0] // image.size[0]
-        self.target_scale = self.target_scale if self.target_scale in SCALES else 1
-        for image, target in looked:
-            self._require_alike(image, target)
+        super().__init__(source, root, table, channels=bands or "all")
+        targets = self.annotations
+        if self.values is None or targets.values is None:
+            raise DatasetError(f"{source}: no picture can be read, or none of their targets")
+        self.input_values, self.values, self.classes = self.values, targets.values, channel_names(targets.channels)
+        self.target_scale = 0
+        for index in self.spread():
+            try:
+                image, target = self.image(index), self.label(index)
+            except BadImage:  # which reading it will say
+                continue
+            scale = target.size[0] // image.size[0]
+            target.scale = self.target_scale = self.target_scale or (scale if scale in SCALES else 1)
+            target.require_size_of(image)
         self.remarks = (
-            f"inputs have {counted(image.channels, 'channel')} of {DEPTHS[image.values]}, targets "
-            f"{counted(target.channels, 'channel')} of {DEPTHS[target.values]}"
+            f"inputs have {counted(self.channels, 'channel')} of {DEPTHS[self.input_values]}, targets "
+            f"{counted(targets.channels, 'channel')} of {DEPTHS[self.values]}"
             + (f", and {self.target_scale} times the height and width of inputs" if self.target_scale > 1 else ""),
             *table.remarks,
         )
 
-    def _looked_at(self) -> Iterator[tuple[StoredPicture, StoredPicture]]:
-        """Some of the pairs that can be opened, from the first to the last."""
-        count = min(LOOKED_AT, len(self))
-        for number in range(count):
-            index = number * (len(self) - 1) // max(1, count - 1)
-            with suppress(BadImage):  # which reading it will say
-                target = open_stored_picture(self.annotations.path(index))
-                yield open_stored_picture(self.path(index), self.bands or ()), target
-
-    def _require_alike(self, image: StoredPicture, target: StoredPicture) -> None:
-        """Raise BadImage for a pair of two sizes, or of other channels or another depth than others."""
-        image.require(self.channels, self.input_values, "input")
-        self._required(target).require_size_of(image)
-
-    def image(self, index: int) -> StoredPicture:
-        """Raises BadImage and OtherFile."""
-        found = open_stored_picture(self.checked(index), self.bands or ())
-        found.require(self.channels, self.input_values, "input")
-        return found
-
     def label(self, index: int) -> StoredPicture:
         """The target of image `index`, its header read and its pixels not. Raises BadImage and OtherFile."""
-        return self._required(open_stored_picture(self.annotations.checked(index)))
-
-    def _required(self, target: StoredPicture) -> StoredPicture:
-        target.require(len(self.classes), self.values, "target")
-        target.scale = self.target_scale
-        return target
+        found: Any = self.annotations.image(index)
+        found.scale = self.target_scale
+        return found
 
 
 class MaskedFiles(PairedFiles):
@@ -414,8 +397,7 @@ class MaskedFiles(PairedFiles):
         return max(2, most + 1)
 
     def _refuse_white(self) -> None:
-        count = min(LOOKED_AT, len(self))
-        found = self._values([number * (len(self) - 1) // max(1, count - 1) for number in range(count)])
+        found = self._values(self.spread())
         if self._ignored == IGNORE_INDEX and found in _BLACK_AND_WHITE:
             raise DatasetError(
                 f"{self.annotations.path(0).parent}: masks hold nothing but 0 and 255, and 255 is ignored: set "

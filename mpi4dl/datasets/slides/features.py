@@ -26,7 +26,6 @@ from mpi4dl._files import is_stored_zip, open_regular, write_durably
 from mpi4dl.datasets.base import BadImage, DatasetError, WholeImage, package
 from mpi4dl.datasets.files import WHOLE_SLIDES, blaming
 from mpi4dl.datasets.kinds import FEATURES, SLIDES
-from mpi4dl.datasets.listed import LOOKED_AT
 from mpi4dl.datasets.reader_process import ask
 from mpi4dl.datasets.samples import without_suffix
 from mpi4dl.datasets.slides.annotations import FARTHEST
@@ -353,8 +352,7 @@ class FeatureFolder(SlideFolder):
 
     def _unknown(self) -> tuple[str, ...]:
         """A warning of files that do not say their resolution, as far as some of them are looked at."""
-        count = min(LOOKED_AT, len(self))
-        for index in {number * (len(self) - 1) // max(1, count - 1) for number in range(count)}:
+        for index in self.spread():
             with suppress(BadImage):  # which reading it will say
                 bag = open_bag(self.path(index))
                 if bag.mpp is None:
