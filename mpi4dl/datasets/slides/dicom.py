@@ -133,12 +133,6 @@ def _instances(paths: Sequence[Path]) -> tuple[list[Instance], list[BadImage]]:
     return found, damaged
 
 
-def _of(folder: Path) -> list[Path]:
-    """The DICOM files in a folder. Raises BadImage if it cannot be read."""
-    with blaming(folder):
-        return files_at(folder)
-
-
 def _main(instances: Sequence[Instance]) -> Instance:
     """The first file of the finest level of a slide."""
     levels = [each for each in instances if each.volume] or instances
@@ -176,7 +170,9 @@ def checked(path: Path) -> Path:
     whole = path.is_dir()
     folder = path if whole else path.parent
     asked = None if whole else read_instance(path)
-    found, damaged = _instances(_of(folder))
+    with blaming(folder):
+        paths = files_at(folder)
+    found, damaged = _instances(paths)
     series = sorted({each.series for each in found})
     if asked is None and not damaged and len(series) != 1:
         names = [_main([each for each in found if each.series == one]).path.name for one in series]

@@ -178,9 +178,15 @@ class SlideMasks:
             found = PictureMask(picture, slide)
         else:
             annotations = self._annotations(number)
-            self._require_known(annotations)
+            numbers = {name: number for number, name in enumerate(self.classes)}
+            numbers |= {name: 0 for name in annotations.names if name.casefold() == BACKGROUND}
+            numbers |= {IGNORED_CLASS: IGNORED}
+            other = next((name for name in annotations.names if name not in numbers and not is_auxiliary(name)), None)
+            if other is not None:
+                known = some(self.classes[1:])
+                raise BadImage(annotations.path, f"has the class {other!r}, but those of training are {known}")
             corner = slide.origin if self.options.in_bounds else (0, 0)
-            found = RegionMask(annotations, slide, self._numbers(annotations), outside, corner)
+            found = RegionMask(annotations, slide, numbers, outside, corner)
         found.require_on_slide()
         return found
 
@@ -190,19 +196,6 @@ class SlideMasks:
     def as_text(self, index: int, name: str) -> str:
         """The annotation of a slide that has one, called `name` in the table."""
         return mask_as_text(name, self.files, self._places[index])
-
-    def _numbers(self, annotations: Annotations) -> dict[str, int]:
-        numbers = {name: number for number, name in enumerate(self.classes)}
-        numbers |= {name: 0 for name in annotations.names if name.casefold() == BACKGROUND}
-        return {**numbers, IGNORED_CLASS: IGNORED}
-
-    def _require_known(self, annotations: Annotations) -> None:
-        known = self._numbers(annotations)
-        other = next((name for name in annotations.names if name not in known and not is_auxiliary(name)), None)
-        if other is not None:
-            raise BadImage(
-                annotations.path, f"has the class {other!r}, but those of training are {some(self.classes[1:])}"
-            )
 
 
 def is_auxiliary(name: str) -> bool:
