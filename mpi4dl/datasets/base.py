@@ -171,6 +171,10 @@ class Whole:
         """All lists of files that reading samples may open."""
         return ()
 
+    def name(self, index: int) -> str:
+        """A name that stays a sample's when others come or go; for want of another its number."""
+        return str(index)
+
 
 def task_of(dataset: Any) -> str:
     """The task of a dataset's labels: one class per image, unless it declares another."""

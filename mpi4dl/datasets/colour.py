@@ -37,7 +37,15 @@ def bytes_of(samples: npt.NDArray[Any], top: float | None = None) -> Pixels:
     if samples.dtype.kind not in _KINDS_OF_NUMBERS:
         raise ValueError(f"stores samples of type {samples.dtype}: expected integers or floating point")
     if samples.dtype.kind == "f":
-        return _bytes_of_floats(samples, 1.0 if top is None else top)
+        top = 1.0 if top is None else top
+        share = samples.astype(np.float64) / top
+        least, most = (float(samples.min()), float(samples.max())) if samples.size else (0.0, 0.0)
+        if not -_FLOAT_TOLERANCE * top <= least <= most <= (1 + _FLOAT_TOLERANCE) * top:
+            raise ValueError(
+                f"stores floating-point values from {least:g} to {most:g}, but 0 is black and {top:g} is white: divide "
+                "them by the largest that there can be, or say it in the tag SMaxSampleValue"
+            )
+        return np.rint(WHITE * np.clip(share, 0.0, 1.0, out=share), out=share).astype(np.uint8)
     info = np.iinfo(samples.dtype)
     top = info.max if top is None else int(top)
     if samples.dtype.kind == "u" and info.bits <= _TABLE_BITS:
@@ -49,18 +57,6 @@ def bytes_of(samples: npt.NDArray[Any], top: float | None = None) -> Pixels:
 @cache
 def _table(top: int) -> Pixels:
     return ((np.arange(top + 1, dtype=np.int64) * WHITE + top // 2) // top).astype(np.uint8)
-
-
-def _bytes_of_floats(samples: npt.NDArray[Any], top: float) -> Pixels:
-    share = samples.astype(np.float64) / top
-    if share.size:
-        least, most = float(samples.min()), float(samples.max())
-        if not -_FLOAT_TOLERANCE * top <= least <= most <= (1 + _FLOAT_TOLERANCE) * top:
-            raise ValueError(
-                f"stores floating-point values from {least:g} to {most:g}, but 0 is black and {top:g} is white: divide "
-                "them by the largest that there can be, or say it in the tag SMaxSampleValue"
-            )
-    return np.rint(WHITE * np.clip(share, 0.0, 1.0, out=share), out=share).astype(np.uint8)
 
 
 def over_white(colour: Pixels, alpha: Pixels, premultiplied: bool = False) -> Pixels:

@@ -7,7 +7,7 @@ import io
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -121,22 +121,16 @@ def open_image(path: Path) -> Image:
             raise BadImage(path, f"has {stored.channels} channels, and colours have 1 or 3: choose some by `channels`")
         return ShownPicture(stored)
     with blaming(path), open_regular(path) as file:
-        return _ImageFile(path, _reader(path, file))
-
-
-def _reader(path: Path, file: BinaryIO) -> Image:
-    magic = file.read(4)
-    if not magic:
-        raise BadImage(path, "is empty (0 bytes)")
-    if path.suffix.lower() in SLIDE_SUFFIXES:
-        width, height = open_with_openslide(path)[0]["levels"][0]
-        return OpenSlideLevel(path, 0, (height, width), 1.0)
-    if magic not in tiff.MAGIC:
-        return _open_picture(path, file)
-    try:
-        return tiff.open_tiff(path)
-    except Unsupported:
-        return _open_picture(path, file)
+        magic = file.read(4)
+        if not magic:
+            raise BadImage(path, "is empty (0 bytes)")
+        if path.suffix.lower() in SLIDE_SUFFIXES:
+            width, height = open_with_openslide(path)[0]["levels"][0]
+            return _ImageFile(path, OpenSlideLevel(path, 0, (height, width), 1.0))
+        if magic in tiff.MAGIC:
+            with suppress(Unsupported):
+                return _ImageFile(path, tiff.open_tiff(path))
+        return _ImageFile(path, _open_picture(path, file))
 
 
 class _ImageFile:
@@ -317,19 +311,13 @@ def open_stored_picture(path: Path, bands: Sequence[int] = ()) -> StoredPicture:
             raise BadImage(path, "is empty (0 bytes)")
         if head[:4] in tiff.MAGIC:
             return StoredPicture(path, *tiff.open_values(path, bands))
-        return _open_stored(path, head, bands)
-
-
-_WANTED = "expected 1 channel (grey) or 3 (RGB), of 8 or 16 bits"
-
-
-def _open_stored(path: Path, head: bytes, bands: Sequence[int]) -> StoredPicture:
-    wide = head[:4] == _PNG and head[-1] == 16
-    with PIL.Image.open(path) as image:
-        size, mode, tag = image.size, image.mode, PIL.Image.Image.getexif(image).get(TAG)
-        transparent = "transparency" in image.info
-    if mode not in _CHANNELS or transparent:
-        raise BadImage(path, f"has pixels of {mode}{' with transparency' * transparent}: {_WANTED}")
+        wide = head[:4] == _PNG and head[-1] == 16
+        with PIL.Image.open(path) as image:
+            size, mode, tag = image.size, image.mode, PIL.Image.Image.getexif(image).get(TAG)
+            transparent = "transparency" in image.info
+        if mode not in _CHANNELS or transparent:
+            told = f"has pixels of {mode}{' with transparency' * transparent}"
+            raise BadImage(path, f"{told}: expected 1 channel (grey) or 3 (RGB), of 8 or 16 bits")
     count = _CHANNELS[mode]
     places = tiff.chosen_bands(path, bands, count)
 

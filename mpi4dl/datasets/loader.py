@@ -253,9 +253,10 @@ class Loader:
             first = (start + position) * self._batch_size
             part = slice(first, first + self._batch_size)
             indices = tuple(order[part])
-            sizes = self._sizes_of(indices, epoch, again[part])
+            samples = self._samples
+            sizes = samples.sizes(indices, epoch, again[part]) if isinstance(samples, TransformedImages) else None
             boxes = self._boxes_of(len(indices)) if sizes is None else self._boxes_of(len(indices), sizes)
-            return replace(self._samples.read(indices, epoch, boxes, tuple(again[part])), sizes=sizes)
+            return replace(samples.read(indices, epoch, boxes, tuple(again[part])), sizes=sizes)
 
         count = len(self) - start
         if self._num_workers == 0:
@@ -263,12 +264,6 @@ class Loader:
             return
         with closing(prefetched(compute, count, self._num_workers, self._prefetch)) as batches:
             yield from self._timed(batches)
-
-    def _sizes_of(
-        self, indices: tuple[int, ...], epoch: int, repeats: Sequence[int]
-    ) -> tuple[tuple[int, ...], ...] | None:
-        samples = self._samples
-        return samples.sizes(indices, epoch, repeats) if isinstance(samples, TransformedImages) else None
 
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         while True:

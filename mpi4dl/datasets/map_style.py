@@ -241,7 +241,7 @@ class OwnDataset(Whole):
         return len(self.whole)
 
     def name(self, index: int) -> str:
-        return str(self.whole.name(index)) if hasattr(self.whole, "name") else str(index)
+        return str(self.whole.name(index)) if hasattr(self.whole, "name") else super().name(index)
 
     @property
     def tells_patients(self) -> bool:

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple
@@ -175,7 +175,8 @@ class TransformedImages:
     ) -> Batch:
         """The boxes of these images, and the labels of all of them; `repeats`: how often each came before."""
         blend = None if self._mixup is None else self._mixup.draw(epoch, indices)
-        reading = _Reading(self._dataset, self._view, indices, epoch, self._reports, blend, repeats)
+        again = repeats or (0,) * len(indices)
+        reading = _Reading(self._dataset, self._view, indices, epoch, self._reports, blend, again)
         labels = [reading.label(position) for position in range(len(indices))]
         tiles = tuple(self._tile(reading, box, labels) for box in boxes)
         stacked = _stacked(reading.shown(labels), indices)
@@ -195,14 +196,13 @@ class TransformedImages:
         if not self._view.own_sizes:
             return None
         again = repeats or (0,) * len(indices)
-        varied = (self._view.variation(index, epoch, repeat) for index, repeat in zip(indices, again, strict=True))
-        return tuple(self._size(*each) for each in zip(indices, varied, strict=True))
-
-    def _size(self, index: int, variation: Variation) -> tuple[int, ...]:
-        try:
-            return self._view.for_image(self._dataset.image(index).size, variation).size
-        except DatasetError:  # which reading it will say
-            return self._view.size
+        found = []
+        for index, repeat in zip(indices, again, strict=True):
+            found.append(self._view.size)
+            with suppress(DatasetError):  # which reading it will say
+                variation = self._view.variation(index, epoch, repeat)
+                found[-1] = self._view.for_image(self._dataset.image(index).size, variation).size
+        return tuple(found)
 
     def _tile(self, reading: "_Reading", box: Box, labels: Sequence[Any]) -> torch.Tensor | LazyImages:
         samples, *space = box.shape
@@ -233,23 +233,20 @@ class TransformedImages:
         return tile
 
 
+@dataclass
 class _Reading:
     """A batch that is being read: what was found wrong with it so far, by position, and what this rank is short of."""
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        view: View,
-        indices: tuple[int, ...],
-        epoch: int,
-        reports: bool,
-        blend: Blend | None,
-        repeats: tuple[int, ...] | None = None,
-    ) -> None:
-        self.indices, self.epoch, self.blend = indices, epoch, blend
-        self.repeats = repeats or (0,) * len(indices)
-        self.digests = [(-1, -1)] * len(indices)
-        self._dataset, self._view, self._reports = dataset, view, reports
+    dataset: Dataset
+    view: View
+    indices: tuple[int, ...]
+    epoch: int
+    reports: bool
+    blend: Blend | None
+    repeats: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        self.digests = [(-1, -1)] * len(self.indices)
         self.errors: dict[int, str] = {}
         self.problems: list[str] = []
 
@@ -258,26 +255,33 @@ class _Reading:
         try:
             yield
         except DatasetError as error:
-            if not self._reports:
+            if not self.reports:
                 raise
             if isinstance(error, BadImage):
                 self.errors[position] = str(error)
             else:
                 self.problems.append(str(error))
 
-    def _drawn(self, position: int) -> Dataset:
+    def _drawn(self, position: int) -> Any:
         """The dataset whose samples are as this one is drawn."""
-        found: Dataset = drawn(self._dataset, self._view.key(self.epoch, self.repeats[position]))
-        return found
+        return drawn(self.dataset, self.view.key(self.epoch, self.repeats[position]))
 
     def _variation(self, position: int) -> Variation:
-        return self._view.variation(self.indices[position], self.epoch, self.repeats[position])
+        return self.view.variation(self.indices[position], self.epoch, self.repeats[position])
 
     def label(self, position: int) -> Any:
-        """A tensor, a mask that is yet to be read, or None if it cannot be."""
+        """A tensor, of integers int64, or else of its own type; a mask that is yet to be read; None if it cannot be."""
         with self._reporting(position):
-            label = _label(self._drawn(position), self.indices[position])
-            if isinstance(label, torch.Tensor) and getattr(self._dataset, "compared", False):
+            found, index = self._drawn(position).label(self.indices[position]), self.indices[position]
+            if hasattr(found, "read") and hasattr(found, "size"):
+                return found
+            try:
+                label = torch.as_tensor(found)
+            except (TypeError, ValueError, RuntimeError) as error:
+                told = f"the label of sample {index} is {found!r}"
+                raise ValueError(f"{told}: expected a number, numbers, or a mask") from error
+            label = label if label.is_floating_point() or label.is_complex() else label.long()
+            if getattr(self.dataset, "compared", False):
                 content = np.ascontiguousarray(label.numpy())
                 self.digests[position] = (zlib.crc32(content.data), self.digests[position][1])
             return label
@@ -288,9 +292,9 @@ class _Reading:
         with self._reporting(position):
             image = self._drawn(position).image(self.indices[position])
             self._check_mask(labels[position], image, self.indices[position])
-            find: Any = getattr(self._dataset, "tissue_patches", None)
-            if self._view.patch is not None and find is not None:  # a slide that shows none has nothing to look at
-                find(self.indices[position], self._view.patch)
+            find: Any = getattr(self.dataset, "tissue_patches", None)
+            if self.view.patch is not None and find is not None:  # a slide that shows none has nothing to look at
+                find(self.indices[position], self.view.patch)
             self.digests[position] = (self.digests[position][0], getattr(image, "digest", -1))
             return image
         return None
@@ -301,7 +305,7 @@ class _Reading:
         with self._reporting(position):
             if image is not None:
                 variation = self._variation(position)
-                view = self._view.for_image(image.size, variation)
+                view = self.view.for_image(image.size, variation)
                 view.tile(image, *box.space, variation=variation, out=out.numpy())
                 return
         out.zero_()
@@ -315,17 +319,17 @@ class _Reading:
                 variation, shown = self._variation(position), None
                 with self._reporting(position):
                     if isinstance(label, StoredPicture):
-                        found.append(torch.from_numpy(self._view.target(label, variation)))
+                        found.append(torch.from_numpy(self.view.target(label, variation)))
                         continue
                     mask = label.numpy() if isinstance(label, torch.Tensor) else label
-                    shown = torch.from_numpy(self._view.mask(mask, variation))
+                    shown = torch.from_numpy(self.view.mask(mask, variation))
             found.append(shown)
-        like = next((label for label in found if label is not None), torch.full(self._view.size, IGNORED))
+        like = next((label for label in found if label is not None), torch.full(self.view.size, IGNORED))
         nothing = torch.full_like(like, IGNORED if self._is_mask(like) else 0)
         return [nothing if label is None else label for label in found]
 
     def _is_mask(self, label: Any) -> bool:
-        return not isinstance(label, torch.Tensor) or label.dim() >= max(MASK_DIMS, len(self._view.size))
+        return not isinstance(label, torch.Tensor) or label.dim() >= max(MASK_DIMS, len(self.view.size))
 
     def _check_mask(self, label: Any, image: Image, index: int) -> None:
         if label is None or not self._is_mask(label):
@@ -343,18 +347,6 @@ class _Reading:
                 f"the label of sample {index} has shape {tuple(label.shape)}, but its image {size} "
                 "pixels: labels of two or more dims are masks (..., height, width) of their image; flatten others"
             )
-
-
-def _label(dataset: Dataset, index: int) -> Any:
-    """A label as a tensor: of integers, int64, and else of its own type; or a mask that is yet to be read."""
-    found = dataset.label(index)
-    if hasattr(found, "read") and hasattr(found, "size"):
-        return found
-    try:
-        label = torch.as_tensor(found)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"the label of sample {index} is {found!r}: expected a number, numbers, or a mask") from error
-    return label if label.is_floating_point() or label.is_complex() else label.long()
 
 
 def _stacked(labels: Sequence[torch.Tensor], indices: Sequence[int]) -> torch.Tensor:
