@@ -32,8 +32,6 @@ class _Slice(NamedTuple):
     place: float
     shape: tuple[int, int]
     plane: tuple[float, ...]
-    frames: int
-    samples: int
 
 
 def grouped(paths: Sequence[Path]) -> Iterator[tuple[Path, Sequence[Path], bool]]:
@@ -63,7 +61,9 @@ def open_series(path: Path) -> Opened:
         BadImage: a file is damaged, or slices have other sizes, planes or distances than others.
         DatasetError: pydicom is not installed.
     """
-    inside = sorted(each for each in (path if path.is_dir() else path.parent).iterdir() if _counts(each))
+    folder = path if path.is_dir() else path.parent
+    files = (each for each in folder.iterdir() if each.is_file() and not each.name.startswith("."))
+    inside = sorted(each for each in files if each.name.lower().endswith(SUFFIX))
     slices = [_slice(each) for each in inside]
     if not path.is_dir():
         mine = _slice(path).series
@@ -82,10 +82,6 @@ def open_series(path: Path) -> Opened:
         return np.stack([_pixels(each.path)[rows, cols] for each in chosen])
 
     return Opened((len(slices), *slices[0].shape), read_part, np.dtype(np.float32), scaled=True)
-
-
-def _counts(path: Path) -> bool:
-    return path.name.lower().endswith(SUFFIX) and not path.name.startswith(".") and path.is_file()
 
 
 def _require_volume(path: Path, slices: Sequence[_Slice]) -> None:
@@ -134,7 +130,7 @@ def _slice(path: Path) -> _Slice:
     if frames > 1 or samples > 1 or not np.isfinite(place):
         what = f"{frames} frames" if frames > 1 else f"{samples} samples in a pixel" if samples > 1 else "no place"
         raise BadImage(path, f"has {what}: a slice of a series has one grey image; write the volume as NIfTI")
-    return _Slice(path, series, place, shape, plane, frames, samples)
+    return _Slice(path, series, place, shape, plane)
 
 
 def _pixels(path: Path) -> npt.NDArray[np.float32]:

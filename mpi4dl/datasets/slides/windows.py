@@ -75,7 +75,10 @@ class RandomWindows(SlideWindows):
             row, col = cells[int(random.integers(len(cells)))].tolist()
             down, across = random.random(2).tolist()
             centre = int((row + down) * side), int((col + across) * side)
-        return _around(centre, self._size, slide.size)
+        # Moved into the slide where it has room.
+        sides = zip(centre, self._size, slide.size, strict=True)
+        top, left = (max(0, min(at - side // 2, most - side)) for at, side, most in sides)
+        return top, left
 
     def _on_a_class(self, index: int, random: np.random.Generator) -> Corner | None:
         mask = self._slides.label(index)
@@ -110,9 +113,3 @@ class GridWindows(SlideWindows):
 
     def corner(self, sample: int) -> Corner:
         return self.corners[sample]
-
-
-def _around(centre: Corner, size: Sequence[int], whole: Sequence[int]) -> Corner:
-    """The corner of a window about a centre, moved into the slide where it has room."""
-    row, col = (max(0, min(at - side // 2, most - side)) for at, side, most in zip(centre, size, whole, strict=True))
-    return row, col
