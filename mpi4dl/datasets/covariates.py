@@ -47,7 +47,10 @@ class Covariate(NamedTuple):
     @classmethod
     def read(cls, entry: Any) -> "Covariate":
         """That of `age` or `site:class`, or of a list of this and what it was fitted to. Raises ValueError."""
-        text, *fit = (part.strip() if isinstance(part, str) else part for part in _listed(entry))
+        given = [entry] if isinstance(entry, str) else [*entry] if isinstance(entry, list | tuple) else []
+        if not given or not given[0] or not isinstance(given[0], str):
+            raise ValueError(entry)
+        text, *fit = (part.strip() if isinstance(part, str) else part for part in given)
         column = text.removesuffix(CLASS)
         numbers = [each for each in fit if isinstance(each, float)]
         classes = [each for each in fit if isinstance(each, str)]
@@ -82,15 +85,6 @@ class Covariate(NamedTuple):
         if self.of_numbers:
             return f"{self.column} (mean {self.fit[0]:.6g}, deviation {self.fit[1]:.6g})"
         return f"{self.column} ({some(self.fit, 10)})"
-
-
-def _listed(entry: Any) -> list[Any]:
-    if not isinstance(entry, str | list | tuple) or not entry:
-        raise ValueError(entry)
-    found = [entry] if isinstance(entry, str) else [*entry]
-    if not isinstance(found[0], str):
-        raise ValueError(entry)
-    return found
 
 
 def _as_class(cell: str) -> str:

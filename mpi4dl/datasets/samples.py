@@ -346,11 +346,11 @@ def _labels(
         return ("segment" if "annotation" in taken else None), classes or (), (), nothing
     learnt = learnt_columns(table, others, task, asked)
     read = LabelColumns(table, learnt, lines, CLASS_COLUMNS)
-    told, names, label = read.labels(task, columns is not None, classes)
+    told, names, labels = read.labels(task, columns is not None, classes)
     renamed = columns is not None and FORMS[told].named_by_column and not {*names} & {*(classes or names)}
     if renamed and classes is not None and len(classes) == len(names):
         names = classes  # the user named the columns of another table, in the order of those of training
-    return told, names, learnt, [label(line) for line in lines]
+    return told, names, learnt, labels
 
 
 def _usual_labels(table: CsvTable, others: list[str], task: str | None) -> tuple[str, ...] | None:

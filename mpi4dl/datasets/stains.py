@@ -128,12 +128,6 @@ GLASS = 0.1  # density
 _AT_ONCE = 1 << 18  # pixels
 
 
-def _lab(pixels: npt.NDArray[Any]) -> Array:
-    """l, alpha, beta (N, 3) of bytes (N, 3), with natural logarithms of bytes from 1 on."""
-    found: Array = np.log(np.maximum(pixels, 1.0) @ _TO_CONES.T) @ _TO_LAB.T
-    return found
-
-
 @dataclass(frozen=True)
 class ReinhardColours:
     """The mean and the standard deviation of l, alpha and beta over tissue."""
@@ -147,7 +141,7 @@ class ReinhardColours:
         pixels = pixels[densities_of(pixels).max(1) >= LEAST_DENSITY]
         if len(pixels) < LEAST_PIXELS:
             return None
-        lab = _lab(pixels)
+        lab = np.log(np.maximum(pixels, 1.0) @ _TO_CONES.T) @ _TO_LAB.T  # natural logarithms of bytes from 1 on
         mean, std = lab.mean(0), lab.std(0)
         return None if std.min() < _LEAST_SPREAD else cls(tuple(mean.tolist()), tuple(std.tolist()))
 

@@ -163,7 +163,7 @@ class CsvTable:
             raise DatasetError(f"{path}: is empty; {layout}")
         (self.header_line, header), *self._rows = rows
         # Spreadsheets write columns that are empty from the first line to the last.
-        width = max(_width(row) for _, row in rows)
+        width = max(number for _, row in rows for number, value in enumerate(row, 1) if value)
         header = header[:width]
         header = [name.casefold() if name.casefold() in known else name for name in header]
         times = Counter(name.casefold() for name in header)
@@ -191,11 +191,6 @@ class CsvTable:
         """The column of this name, or else those that differ from it only in form."""
         same = [name for name in self.columns if folded_column(name) == folded_column(asked)]
         return [asked] if asked in self.columns else same
-
-
-def _width(row: Sequence[str]) -> int:
-    """The number of values up to the last one that is not empty."""
-    return next((number for number in range(len(row), 0, -1) if row[number - 1]), 0)
 
 
 def identifies(column: str) -> bool:
@@ -271,8 +266,8 @@ class LabelColumns:
 
     def labels(
         self, task: str | None, chosen: bool, classes: tuple[str, ...] | None
-    ) -> tuple[str, tuple[str, ...], Callable[[Line], Label]]:
-        """The task, the classes or names of numbers, and a function that gives the label of a line.
+    ) -> tuple[str, tuple[str, ...], list[Label]]:
+        """The task, the classes or names of numbers, and the label of each line.
 
         `chosen`: the user named the columns. `classes` fixes the classes and their order. Raises DatasetError.
         """
@@ -395,8 +390,8 @@ class LabelColumns:
                 what = "is empty" if not text else f"is {text!r}, which says that there is no value"
                 raise line.wrong(f"{name!r} {what}: leave the line out, or fill it in; a class needs another name")
 
-    def classes(self, known: tuple[str, ...] | None) -> tuple[tuple[str, ...], Callable[[Line], Label]]:
-        """The classes of the column, and which one a line says. Raises DatasetError."""
+    def classes(self, known: tuple[str, ...] | None) -> tuple[tuple[str, ...], list[Label]]:
+        """The classes of the column, and which one each line says. Raises DatasetError."""
         path, (name,) = self._path, self._names
         self._refuse_missing(name)
         require_one_way(name, self._lines, _folded, "class")
@@ -414,13 +409,13 @@ class LabelColumns:
                 f"{path}: all {self._rows_of}s have {name} {classes[0]!r}; a classifier needs two classes or more"
             )
         places = {text: number for number, text in enumerate(classes)}
-        return classes, lambda line: places[line.values[name]]
+        return classes, [places[text] for text in self._texts(name)]
 
-    def numbers(self, task: str) -> Callable[[Line], Label]:
-        """A function that makes numbers of a line, one of each column. Raises DatasetError."""
+    def numbers(self, task: str) -> list[Label]:
+        """The numbers of each line, one of each column. Raises DatasetError."""
         self.require_one_decimal_mark()
-
-        def label(line: Line) -> Label:
+        found: list[Label] = []
+        for line in self._lines:
             numbers = []
             for name in self._names:
                 text = line.values[name]
@@ -432,9 +427,8 @@ class LabelColumns:
                 if problem:
                     raise line.wrong(f"{name!r} is {text!r}, but {problem}")
                 numbers.append(number)
-            return tuple(numbers)
-
-        return label
+            found.append(tuple(numbers))
+        return found
 
 
 def _folded(text: str) -> str:

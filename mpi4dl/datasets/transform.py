@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from math import ceil, floor, prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -85,7 +86,13 @@ def crop(image: Any, corner: Sequence[int], space: Sequence[Interval], outside: 
 def resize(image: Image, frames: Sequence[Frame], space: Sequence[Interval]) -> Values:
     """A box of the image resized to a frame: linear along each axis and antialiased, as `PIL.Image.resize` does."""
     if len(frames) == 2:
-        return _resize_picture(image, frames, space)
+        (down, across), (rows, cols) = frames, space
+        strips = []
+        for block_rows in down.blocks(rows):
+            blocks = [_resize_block(image, down, across, block_rows, block_cols) for block_cols in across.blocks(cols)]
+            strips.append(np.concatenate(blocks, axis=1))
+        top, left = down.blocks(rows)[0].start, across.blocks(cols)[0].start
+        return np.concatenate(strips)[rows.start - top : rows.stop - top, cols.start - left : cols.stop - left]
     first, *others = space
     starts = range(first.start, first.stop, SLAB)
     slabs = [Interval(start, min(start + SLAB, first.stop)) for start in starts] or [first]
@@ -99,7 +106,11 @@ def _resize_slab(image: Image, frames: Sequence[Frame], space: Sequence[Interval
                         for (where, _), size in zip(taps, image.size, strict=True)))  # fmt: skip
     values = part.astype(np.float32) / np.float32(WHITE) if part.dtype == np.uint8 else part.astype(np.float32)
     for axis, (where, weights) in enumerate(taps):
-        values = _weighted(values, axis, where - where.min(initial=1 << 62), weights)
+        # Sums tap by tap: a product of matrices may round differently for other boxes.
+        taken, values = values, np.zeros((*values.shape[:axis], len(where), *values.shape[axis + 1 :]), np.float32)
+        shape = [-1 if each == axis else 1 for each in range(values.ndim)]
+        for at, weight in zip((where - where.min(initial=1 << 62)).T, weights.T, strict=True):
+            values += taken.take(at, axis) * weight.reshape(shape)
     return values
 
 
@@ -111,29 +122,6 @@ def _taps(frame: Frame, wanted: Interval, limit: int) -> tuple[npt.NDArray[np.in
     weights = np.maximum(0.0, 1.0 - np.abs(where + 0.5 - centre[:, None]) / reach) * ((where >= 0) & (where < limit))
     weights /= weights.sum(1, keepdims=True)
     return np.clip(where, 0, limit - 1), weights.astype(np.float32)
-
-
-def _weighted(
-    values: npt.NDArray[np.float32], axis: int, where: npt.NDArray[np.int64], weights: npt.NDArray[np.float32]
-) -> npt.NDArray[np.float32]:
-    """Sums of values along an axis, tap by tap: a product of matrices may round differently for other boxes."""
-    shape = [1] * values.ndim
-    shape[axis] = -1
-    total = np.zeros((*values.shape[:axis], len(where), *values.shape[axis + 1 :]), np.float32)
-    for tap in range(where.shape[1]):
-        total += values.take(where[:, tap], axis) * weights[:, tap].reshape(shape)
-    return total
-
-
-def _resize_picture(image: Image, frames: Sequence[Frame], space: Sequence[Interval]) -> Values:
-    (down, across), (rows, cols) = frames, space
-    strips = []
-    for block_rows in down.blocks(rows):
-        blocks = [_resize_block(image, down, across, block_rows, block_cols) for block_cols in across.blocks(cols)]
-        strips.append(np.concatenate(blocks, axis=1))
-    pixels = np.concatenate(strips, axis=0)
-    top, left = down.blocks(rows)[0].start, across.blocks(cols)[0].start
-    return pixels[rows.start - top : rows.stop - top, cols.start - left : cols.stop - left]
 
 
 def _resize_block(image: Image, down: Frame, across: Frame, rows: Interval, cols: Interval) -> Values:
@@ -388,7 +376,15 @@ class View:
         if self.transform is not None:
             pixels = self.transform(pixels, variation.key)
         for number, each in enumerate(named):
-            pixels = self._named(each, number, pixels, read, variation.key)
+            if each.pointwise or self.patch is None:
+                pixels = each(pixels, variation.key, number)
+                continue
+            made = np.empty_like(pixels)  # each whole patch draws for itself
+            for row, col in product(*(range(0, length, self.patch) for length in pixels.shape[:2])):
+                place = ((read[0].start + row) // self.patch, (read[1].start + col) // self.patch)
+                unit = np.s_[row : row + self.patch, col : col + self.patch]
+                made[unit] = each(pixels[unit], (*variation.key, *place), number)
+            pixels = made
         if read != space:
             pixels = pixels[within(space, read)]
         if pixels.shape[-1] != len(self.mean):
@@ -425,20 +421,6 @@ class View:
             Interval(each.start // self.patch * self.patch, min(ceil_div(each.stop, self.patch) * self.patch, size))
             for each, size in zip(space, self.size, strict=True)
         )
-
-    def _named(
-        self, transform: "NamedTransform", number: int, pixels: Values, space: Sequence[Interval], key: tuple[int, ...]
-    ) -> Values:
-        """A box as a transform by name makes it: each pixel by itself, or each whole patch, which draws for itself."""
-        if transform.pointwise or self.patch is None:
-            return transform(pixels, key, number)
-        made = np.empty_like(pixels)
-        for top in range(0, pixels.shape[0], self.patch):
-            for left in range(0, pixels.shape[1], self.patch):
-                place = ((space[0].start + top) // self.patch, (space[1].start + left) // self.patch)
-                unit = np.s_[top : top + self.patch, left : left + self.patch]
-                made[unit] = transform(pixels[unit], (*key, *place), number)
-        return made
 
     def _flipped(self, image: Image, space: Sequence[Interval], variation: Variation) -> Values:
         """A box of the fitted and flipped image, before rows and columns are swapped."""

@@ -179,7 +179,13 @@ class TransformedImages:
         reading = _Reading(self._dataset, self._view, indices, epoch, self._reports, blend, again)
         labels = [reading.label(position) for position in range(len(indices))]
         tiles = tuple(self._tile(reading, box, labels) for box in boxes)
-        stacked = _stacked(reading.shown(labels), indices)
+        shown = reading.shown(labels)
+        for label, index in zip(shown, indices, strict=True):
+            if label.shape != shown[0].shape:
+                first = f"{tuple(shown[0].shape)} (sample {indices[0]})"
+                raise ValueError(f"labels of one batch have shapes {first} and {tuple(label.shape)} (sample {index})")
+        dtype = reduce(torch.promote_types, (label.dtype for label in shown))
+        stacked = torch.stack([label.to(dtype) for label in shown])
         errors = reading.errors
         if self._mixup is not None and blend is not None:
             stacked = self._mixup.labels(stacked, blend)
@@ -347,12 +353,3 @@ class _Reading:
                 f"the label of sample {index} has shape {tuple(label.shape)}, but its image {size} "
                 "pixels: labels of two or more dims are masks (..., height, width) of their image; flatten others"
             )
-
-
-def _stacked(labels: Sequence[torch.Tensor], indices: Sequence[int]) -> torch.Tensor:
-    for label, index in zip(labels, indices, strict=True):
-        if label.shape != labels[0].shape:
-            first = f"{tuple(labels[0].shape)} (sample {indices[0]})"
-            raise ValueError(f"labels of one batch have shapes {first} and {tuple(label.shape)} (sample {index})")
-    dtype = reduce(torch.promote_types, (label.dtype for label in labels))
-    return torch.stack([label.to(dtype) for label in labels])
