@@ -24,6 +24,7 @@ and missing values are those of table.py.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -471,8 +472,22 @@ def read_folder(
     if labelled and task not in (None, "classify"):
         of = files_of(task) or "label"
         raise DatasetError(f"{folder}: is a folder of slides, but {task} needs a table of {of}s, such as slides.csv")
-    if labelled and (task is not None or _are_classes(folders, classes)):
-        task, classes = "classify", _folder_classes(folder, paths, folders, classes)
+    # Downloads from the GDC have a folder for each slide: classes are known ones, or few, of several slides on average.
+    names = {*folders}
+    known = classes is not None and names <= {*classes}
+    are_classes = known or ("" not in names and 2 <= len(names) <= min(FEW_VALUES, len(folders) // 2))
+    if labelled and (task is not None or are_classes):
+        loose = next((path for path, name in zip(paths, folders, strict=True) if not name), None)
+        if loose is not None:
+            raise DatasetError(f"{folder}: {loose} is in no subfolder of a class: give a table, such as slides.csv")
+        other = next((name for name in folders if classes is not None and name not in classes), None)
+        if classes is not None and other is not None:
+            told = f"has the class {other!r}, but the classes of training are {', '.join(classes)}"
+            raise DatasetError(f"{folder}: {told}")
+        task, classes = "classify", classes or tuple(sorted(names))
+        if len(classes) < 2:
+            told = f"has only slides of class {classes[0]!r}; a classifier needs two subfolders or more"
+            raise DatasetError(f"{folder}: {told}")
         labels = [classes.index(name) for name in folders]
         remarks = (f"classes are the subfolders of {folder}: {some(classes, 10)}",)
     else:
@@ -488,42 +503,11 @@ def read_folder(
     return SampleTable(task, classes or (), rows, {}, remarks + more)
 
 
-def _are_classes(folders: Sequence[str], classes: tuple[str, ...] | None) -> bool:
-    """Whether subfolders may be classes: they are known ones, or few, of two slides or more on average.
-
-    Downloads from the GDC have a folder for each slide.
-    """
-    names = {*folders}
-    if classes is not None and names <= {*classes}:
-        return True
-    return "" not in names and 2 <= len(names) <= min(FEW_VALUES, len(folders) // 2)
-
-
-def _folder_classes(
-    folder: Path, paths: Sequence[str], folders: Sequence[str], classes: tuple[str, ...] | None
-) -> tuple[str, ...]:
-    """The classes that subfolders are. Raises DatasetError."""
-    loose = next((path for path, name in zip(paths, folders, strict=True) if not name), None)
-    if loose is not None:
-        raise DatasetError(f"{folder}: {loose} is in no subfolder of a class: give a table, such as slides.csv")
-    other = next((name for name in folders if classes is not None and name not in classes), None)
-    if classes is not None and other is not None:
-        raise DatasetError(f"{folder}: has the class {other!r}, but the classes of training are {', '.join(classes)}")
-    found = classes or tuple(sorted({*folders}))
-    if len(found) < 2:
-        raise DatasetError(
-            f"{folder}: has only slides of class {found[0]!r}; a classifier needs two subfolders or more"
-        )
-    return found
-
-
 def _identifiers(folder: Path, paths: Sequence[str], suffixes: Sequence[str]) -> list[str]:
     """The names of files without endings; of files with equal names, with their folders. Raises DatasetError."""
     short = [without_suffix(path, suffixes) for path in paths]
     bases = [name.rpartition("/")[2] for name in short]
-    times: dict[str, int] = {}
-    for base in bases:
-        times[base] = times.get(base, 0) + 1
+    times = Counter(bases)
     names = [base if times[base] == 1 else name for base, name in zip(bases, short, strict=True)]
     first: dict[str, str] = {}
     for name, path in zip(names, paths, strict=True):

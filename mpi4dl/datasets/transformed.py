@@ -24,9 +24,9 @@ from mpi4dl.geometry import Box
 class LazyImages:
     """The samples `indices` of a dataset, as `view` shows them in this epoch.
 
-    `shape` is that of the tensor which they would be, (N, C, *size), and `dtype` its type. With `partners` each counts
-    `share`, and its partner the rest: see mixing.py. `repeats`, and those of partners, say how often each came before
-    in the epoch; (): none did.
+    `shape` is that of the tensor which they would be, (N, C, *size), and `dtype` its type. With `partners`, as many
+    others, each counts `share`, and its partner the rest. `repeats` say how often each came before in the epoch; ():
+    none did.
     """
 
     dataset: Dataset
@@ -34,10 +34,9 @@ class LazyImages:
     indices: tuple[int, ...]
     epoch: int
     dtype: torch.dtype = torch.float32
-    partners: tuple[int, ...] = ()
-    share: float = 1.0
     repeats: tuple[int, ...] = ()
-    partners_repeats: tuple[int, ...] = ()
+    partners: "LazyImages | None" = None
+    share: float = 1.0
 
     @property
     def shape(self) -> torch.Size:
@@ -50,9 +49,9 @@ class LazyImages:
 
     def __getitem__(self, positions: Sequence[int]) -> "LazyImages":
         """Those at these positions."""
-        parts = (self.indices, self.partners, self.repeats, self.partners_repeats)
-        kept = [tuple(of[position] for position in positions) if of else () for of in parts]
-        return replace(self, indices=kept[0], partners=kept[1], repeats=kept[2], partners_repeats=kept[3])
+        kept = [tuple(of[position] for position in positions) if of else () for of in (self.indices, self.repeats)]
+        partners = None if self.partners is None else self.partners[positions]
+        return replace(self, indices=kept[0], repeats=kept[1], partners=partners)
 
     def read(self, box: Box) -> torch.Tensor:
         """Some samples, and some pixels along each axis of space: (samples, C, *space).
@@ -60,10 +59,16 @@ class LazyImages:
         Raises:
             DatasetError: an image cannot be read.
         """
-        tile = self._read(self.indices, self.repeats, box)
-        if self.partners:
-            others = self._read(self.partners, self.partners_repeats, box)
-            tile.mul_(self.share).add_(others, alpha=1.0 - self.share)
+        tile = torch.empty((box.batch.length, self.dataset.channels, *box.shape[1:]), dtype=self.dtype)
+        if not box.empty:
+            part = slice(*box.batch)
+            again = self.repeats[part] or (0,) * len(tile)
+            for index, repeat, out in zip(self.indices[part], again, tile, strict=True):
+                image = drawn(self.dataset, self.view.key(self.epoch, repeat)).image(index)
+                variation = self.view.variation(index, self.epoch, repeat)
+                self.view.for_image(image.size, variation).tile(image, *box.space, variation=variation, out=out.numpy())
+        if self.partners is not None:
+            tile.mul_(self.share).add_(self.partners.read(box), alpha=1.0 - self.share)
         return tile
 
     def tissue_patches(self, position: int, patch: int) -> list[tuple[int, int]] | None:
@@ -93,17 +98,6 @@ class LazyImages:
         cells = whole.rows[indices[self.indices[position]]].covariates if self.view.covariates else ()
         pairs = zip(self.view.covariates, cells, strict=True)
         return [number for each, (_, cell) in pairs for number in each.numbers(cell)]
-
-    def _read(self, indices: tuple[int, ...], repeats: tuple[int, ...], box: Box) -> torch.Tensor:
-        tile = torch.empty((box.batch.length, self.dataset.channels, *box.shape[1:]), dtype=self.dtype)
-        if not box.empty:
-            part = slice(*box.batch)
-            again = repeats[part] or (0,) * len(tile)
-            for index, repeat, out in zip(indices[part], again, tile, strict=True):
-                image = drawn(self.dataset, self.view.key(self.epoch, repeat)).image(index)
-                variation = self.view.variation(index, self.epoch, repeat)
-                self.view.for_image(image.size, variation).tile(image, *box.space, variation=variation, out=out.numpy())
-        return tile
 
 
 class WeightedLabels(NamedTuple):
@@ -218,17 +212,10 @@ class TransformedImages:
                 reading.open(position, labels)
                 if reading.blend is not None:
                     reading.open(reading.blend.partners[position], labels)
-            partners = () if reading.blend is None else reading.blend.partners[slice(*box.batch)]
-            return LazyImages(
-                self._dataset,
-                self._view,
-                reading.indices[slice(*box.batch)],
-                reading.epoch,
-                partners=tuple(reading.indices[other] for other in partners),
-                share=1.0 if reading.blend is None else reading.blend.share,
-                repeats=reading.repeats[slice(*box.batch)],
-                partners_repeats=tuple(reading.repeats[other] for other in partners),
-            )
+            whole = LazyImages(self._dataset, self._view, reading.indices, reading.epoch, repeats=reading.repeats)
+            if reading.blend is not None:
+                whole = replace(whole, partners=whole[reading.blend.partners], share=reading.blend.share)
+            return whole[range(*box.batch)]
         tile = torch.zeros((samples, self._dataset.channels, *space))
         for position, out in zip(places, tile, strict=False):
             reading.into(out, position, box, labels)
