@@ -199,13 +199,9 @@ class ListedFiles(Whole):
         count = min(LOOKED_AT, len(self))
         return [number * (len(self) - 1) // max(1, count - 1) for number in range(count)]
 
-    def _some(self) -> Iterator[int]:
-        """These, and then all others."""
-        yield from dict.fromkeys([*self.spread(), *range(len(self))])
-
     def _have_bands(self) -> bool:
         """Whether the first TIFF file or folder of Zarr that can be read has other channels than colours have."""
-        for index in self._some():
+        for index in dict.fromkeys([*self.spread(), *range(len(self))]):
             with suppress(BadImage, Unsupported):
                 path = self.path(index)
                 if is_zarr(path):
@@ -216,19 +212,17 @@ class ListedFiles(Whole):
 
     def _look(self) -> tuple[int, str | None]:
         """The channels of the first file that can be read, and what its values are; some others are looked at."""
-        first: VolumeFile | StoredPicture | None = None
-        looked = 0
-        for index in self._some():
+        looked: list[VolumeFile | StoredPicture] = []
+        for index in dict.fromkeys([*self.spread(), *range(len(self))]):
             try:
-                found = self._open(self.path(index))
+                looked.append(self._open(self.path(index)))
             except BadImage:
                 continue
-            looked += 1
-            first = first or found
-            found.require(found.channels if self.volumes else first.channels, first.values, self.noun)
-            if looked >= LOOKED_AT:
+            channels = looked[-1 if self.volumes else 0].channels
+            looked[-1].require(channels, looked[0].values, self.noun)
+            if len(looked) >= LOOKED_AT:
                 break
-        return (1, None) if first is None else (first.channels, first.values)
+        return (looked[0].channels, looked[0].values) if looked else (1, None)
 
     def checked(self, index: int) -> Path:
         """Where file `index` is. Raises OtherFile if it is not the one that was listed."""

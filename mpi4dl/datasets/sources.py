@@ -147,36 +147,41 @@ class SampleFiles(ListedFiles):
 _TRAIN_VAL = ("train", "val")
 
 
-# A folder with a folder for each class.
+# A folder with a folder for each class, or with masks of the same names in the folder `masks` beside a folder `images`;
+# targets likewise.
+
+CLASSES = "classes.txt"
+_BLACK_AND_WHITE = ({0, 255}, {255})
 
 
-def class_table(root: Path, kind: FileKind = PICTURES, classes: tuple[str, ...] | None = None) -> SampleTable:
-    """The files under `root/<class>/`, or under these in folders train and val, in alphabetical order.
+def folder_table(root: Path, kind: FileKind, classes: tuple[str, ...] | None = None) -> SampleTable:
+    """The files under `root/<class>/`, or those with a file each to learn; or such ones in folders train and val.
 
     `classes` fixes the classes and their order.
 
     Raises:
-        DatasetError: no such folder, no classes or only one, a class without files, or one that is not in `classes`.
+        DatasetError: no such folder, no classes or only one, a class without files, or one that is not in `classes`; no
+            files, one without a mask or target, or with two.
     """
-    found = parts(root) if classes is None else None
+    form = paired_form(root)
+    found = parts(root) if form is None and classes is None else None
     if found is None:
-        rows, classes = _rows_of_classes(root, "", kind, classes)
-        return _with_patients(SampleTable("classify", classes, tuple(rows), {}), kind)
-    train, classes = _rows_of_classes(root / found.training, f"{found.training}/", kind, None)
-    val, _ = _rows_of_classes(root / found.validation, f"{found.validation}/", kind, classes)
-    rows = [row._replace(split="train") for row in train] + [row._replace(split="val") for row in val]
-    return SampleTable("classify", classes, tuple(rows), {})
+        table = pair_table(root, form, kind) if form else _class_table(root, kind, classes)
+        patients, remarks = patients_of([row.name for row in table.rows], kind, "a table can name the patients")
+        rows = tuple(row._replace(patient=patient) for row, patient in zip(table.rows, patients, strict=True))
+        return table._replace(rows=rows, remarks=(*table.remarks, *remarks))
+    form = paired_form(root / found.training)
+    tables: list[SampleTable] = []
+    for name, part in zip((found.training, found.validation), _TRAIN_VAL, strict=True):
+        where, before = root / name, f"{name}/"
+        own = pair_table(where, form, kind, before) if form else _class_table(where, kind, classes, before)
+        tables.append(own._replace(rows=tuple(row._replace(split=part) for row in own.rows)))
+        classes = own.classes
+    train, val = tables
+    return train._replace(rows=train.rows + val.rows, remarks=train.remarks + val.remarks)
 
 
-def _with_patients(table: SampleTable, kind: FileKind) -> SampleTable:
-    patients, remarks = patients_of([row.name for row in table.rows], kind, "a table can name the patients")
-    rows = tuple(row._replace(patient=patient) for row, patient in zip(table.rows, patients, strict=True))
-    return table._replace(rows=rows, remarks=(*table.remarks, *remarks))
-
-
-def _rows_of_classes(
-    root: Path, before: str, kind: FileKind, classes: tuple[str, ...] | None
-) -> tuple[list[Sample], tuple[str, ...]]:
+def _class_table(root: Path, kind: FileKind, classes: tuple[str, ...] | None, before: str = "") -> SampleTable:
     found = class_folders(root)
     if not found:
         own = any(visible(path.name) and path.name.lower().endswith(kind.suffixes) for path in root.iterdir())
@@ -202,13 +207,7 @@ def _rows_of_classes(
             )
         paths = [f"{before}{name}/{file}" for file in files]
         rows += [Sample(0, path, path, path, label=known.index(name)) for path in paths]
-    return rows, known
-
-
-# Masks of the same names in the folder `masks` beside a folder `images`, or in a column of a table; targets likewise.
-
-CLASSES = "classes.txt"
-_BLACK_AND_WHITE = ({0, 255}, {255})
+    return SampleTable("classify", known, tuple(rows), {})
 
 
 def paired_form(root: Path) -> LabelForm | None:
@@ -217,14 +216,8 @@ def paired_form(root: Path) -> LabelForm | None:
     return next(found, None)
 
 
-def pair_table(
-    root: Path, form: LabelForm, kind: FileKind = PICTURES, split: str = "", before: str = ""
-) -> SampleTable:
-    """The files of the first folder of the form with those of the second; names begin with `before`.
-
-    Raises:
-        DatasetError: no files, one without a mask or target, or with two.
-    """
+def pair_table(root: Path, form: LabelForm, kind: FileKind, before: str = "") -> SampleTable:
+    """The files of the first folder of the form with those of the second; names begin with `before`."""
     if paired_form(root) is not form:
         raise DatasetError(f"{root}: has {', '.join(subfolders(root)) or 'no folders'}; {form.where}")
     first, second = (root / name for name in form.folders)
@@ -241,11 +234,10 @@ def pair_table(
     rows = []
     for name, file in images.items():
         path = f"{before}{first.name}/{file}"
-        rows.append(Sample(0, path, path, path, split, annotation=f"{before}{second.name}/{others[name]}"))
+        rows.append(Sample(0, path, path, path, annotation=f"{before}{second.name}/{others[name]}"))
     spare = len(others) - len(images)
     remarks = (f"{spare} {form.files}s of {second} have no image",) if spare else ()
-    table = SampleTable(form.task, (), tuple(rows), {}, remarks)
-    return table if split else _with_patients(table, kind)
+    return SampleTable(form.task, (), tuple(rows), {}, remarks)
 
 
 def _by_name(folder: Path, files: Sequence[str], suffixes: tuple[str, ...]) -> dict[str, str]:
@@ -464,19 +456,8 @@ def open_files(
     named = [*(label_columns or ()), *without_weight(columns or {})]
     if named:
         raise DatasetError(f"{path}: has no {TABLE}, of which {', '.join(named)} could be columns")
-    form = paired_form(path)
-    if form is not None:
-        return paired(path, path, pair_table(path, form, kind))
-    found_parts = parts(path) if classes is None else None
-    form = None if found_parts is None else paired_form(path / found_parts.training)
-    if found_parts is None or form is None:
-        return SampleFiles(path, path, class_table(path, kind, classes), kind, channels)
-    pair = [
-        pair_table(path / name, form, kind, part, f"{name}/")
-        for name, part in zip((found_parts.training, found_parts.validation), _TRAIN_VAL, strict=True)
-    ]
-    both = pair[0]._replace(rows=pair[0].rows + pair[1].rows, remarks=pair[0].remarks + pair[1].remarks)
-    return paired(path, path, both)
+    found = folder_table(path, kind, classes)
+    return paired(path, path, found) if files_of(found.task) else SampleFiles(path, path, found, kind, channels)
 
 
 SYNTHETIC, SYNTHETIC_CLASSES = "synthetic", 10

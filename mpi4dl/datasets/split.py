@@ -420,15 +420,9 @@ def _placed(rows: Sequence[Sample], path: Path, kind: FileKind) -> tuple[tuple[S
 def check_parts(
     rows: Sequence[Sample], task: str | None = None, classes: Sequence[str] = (), kind: FileKind = PICTURES
 ) -> tuple[str, ...]:
-    """Check which samples are for training, validation and tests; return warnings about classes that a part lacks.
+    """Warnings about classes that a part lacks, of `classes`, or else of all that there are.
 
-    Args:
-        rows: the samples. Those without a part are left out.
-        task: what the labels are for; None means that labels are classes or missing.
-        classes: the names of classes, for warnings, and those that each part must have; by default those of `rows`.
-
-    Raises:
-        DatasetError: a patient is in two parts, which names it, both samples and their lines.
+    Raises DatasetError for a patient in two parts.
     """
     require_patients_apart(rows)
     has: dict[str, set[int]] = {}
