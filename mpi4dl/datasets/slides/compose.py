@@ -71,15 +71,20 @@ class Composition:
         """The pixels of a box of level 0: (rows, columns, 3), uint8."""
         y, x = np.arange(rows.start, rows.stop), np.arange(cols.start, cols.stop)
         found = np.full((len(y), len(x), 3), GLASS, np.float32)
-        inside = np.zeros((len(y), len(x)), bool)
-        for disc in self.tissue:  # whose edges are ragged
-            near = _distance(disc, y, x)
-            if near.min() <= disc.radius * 1.2:
-                inside |= near <= disc.radius * (1 + 0.15 * _noise(self.seed + 2, y, x, disc.radius / 4))
+        inside = self._tissue(y, x)
         if inside.any():
             found[inside] = self._stained(y, x)[inside]
         found += _noise(self.seed + 1, y, x, 1.0)[..., None] * 4
         return np.clip(np.rint(found), 0, 255).astype(np.uint8)
+
+    def _tissue(self, y: npt.NDArray[Any], x: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        """Discs whose edges are ragged."""
+        inside = np.zeros((len(y), len(x)), bool)
+        for disc in self.tissue:
+            near = _distance(disc, y, x)
+            if near.min() <= disc.radius * 1.2:
+                inside |= near <= disc.radius * (1 + 0.15 * _noise(self.seed + 2, y, x, disc.radius / 4))
+        return inside
 
     def _stained(self, y: npt.NDArray[Any], x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         """Stroma and epithelium in patches, with small nuclei.
