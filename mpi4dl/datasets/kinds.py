@@ -72,10 +72,6 @@ class FileKind:
                 "%s", printable(f"{told}: {self.nouns} end in {' '.join(self.suffixes)}")
             )
             paths = sorted({*paths} - {*others})
-        return self.samples_of(folder, paths)
-
-    def samples_of(self, folder: Path, paths: Sequence[Path]) -> tuple[list[str], dict[str, str]]:
-        """The same of these files in the folder."""
         found, parts_of = [], dict[str, str]()
         for suffix, grouped in self.grouped.items():
             together = [path for path in paths if path.name.lower().endswith(suffix)]

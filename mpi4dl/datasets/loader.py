@@ -244,7 +244,13 @@ class Loader:
         """
         if not 0 <= start <= len(self):
             raise ValueError(f"start={start}: the epoch has {len(self)} batches, so start must be in 0 to {len(self)}")
-        return self._batches(self._order(epoch), epoch, start)
+        if not self._shuffle:
+            order = list(range(len(self._samples)))
+        elif self._classes is not None:
+            order = balanced(self._classes, self._seed, epoch)
+        else:
+            order = shuffled(len(self._samples), self._seed, epoch)
+        return self._batches(order, epoch, start)
 
     def _batches(self, order: list[int], epoch: int, start: int) -> Iterator[Batch]:
         again = repeats(order)
@@ -273,10 +279,3 @@ class Loader:
             if batch is None:
                 return
             yield batch
-
-    def _order(self, epoch: int) -> list[int]:
-        if not self._shuffle:
-            return list(range(len(self._samples)))
-        if self._classes is not None:
-            return balanced(self._classes, self._seed, epoch)
-        return shuffled(len(self._samples), self._seed, epoch)

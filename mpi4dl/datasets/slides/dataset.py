@@ -18,7 +18,7 @@ from mpi4dl.datasets.kinds import SLIDES
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.samples import COVARIATES, read_samples
 from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks, Tell, quietly
-from mpi4dl.datasets.slides.slide import Cells, Corner, Resolution, Slide, open_slide
+from mpi4dl.datasets.slides.slide import Cells, Resolution, Slide, open_slide
 from mpi4dl.datasets.slides.targets import SlideTargets
 from mpi4dl.datasets.slides.tissue import NoTissue, find_tissue, tissue_cells, tissue_pixels
 from mpi4dl.datasets.sources import SampleFiles
@@ -104,11 +104,6 @@ class SlideFolder(SampleFiles):
     def label(self, index: int) -> Any:
         """What is to be learnt of a slide; its mask or target is yet to be read. Raises BadImage, OtherFile."""
         return super().label(index) if self.pixels is None else self.pixels.label(index, self.image(index))
-
-    def label_of_window(self, index: int, corner: Corner, size: tuple[int, ...]) -> Any:
-        """The part of the label of a slide whose pixels have labels."""
-        pixels: Any = self.pixels
-        return pixels.window(self.label(index), corner, size)
 
     def told(self, index: int) -> dict[str, Any]:
         mpp, covariates = self.rows[index].mpp, self.covariates_as_text(index)

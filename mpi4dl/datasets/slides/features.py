@@ -178,7 +178,10 @@ def open_bag(path: Path) -> Bag:
     facts, _ = _asked(path, None)
     found = _dataset(path, facts)
     size, channels = _shape(path, found["shape"], found["kind"])
-    settings = _json(facts["settings"])
+    settings: Any = {}
+    with suppress(ValueError, RecursionError):
+        settings = json.loads(facts["settings"]) if isinstance(facts["settings"], str) else {}
+    settings = settings if isinstance(settings, dict) and {"model", "weights"} <= settings.keys() else {}
     if COORDS not in facts["datasets"]:
         return Bag(path, size, channels, settings=settings)
     coords = _dataset(path, facts, COORDS)
@@ -274,15 +277,6 @@ def _positive(value: Any) -> float | None:
     """A positive number of an attribute that a slide may have; None for what is none."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if number and isfinite(value) and 0 < value <= FARTHEST else None
-
-
-def _json(text: Any) -> Mapping[str, Any]:
-    """The settings in an attribute; empty for what is none."""
-    try:
-        found = json.loads(text) if isinstance(text, str) else {}
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) and {"model", "weights"} <= found.keys() else {}
 
 
 def write_features(path: Path, found: Embedded, attributes: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

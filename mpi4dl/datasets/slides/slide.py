@@ -189,23 +189,21 @@ class Slide:
 
     def read(self, *space: Interval) -> Pixels:
         """The pixels of a box (rows, columns, 3), uint8: the same in every box that has them."""
-        if self._cells_of is None:
-            return self._coloured(*space)
-        # Cells without tissue are white, and are not read where the box has no other.
-        down, across = (np.arange(*interval) // CELL_PX for interval in space)
-        kept = self._cells[np.ix_(down, across)]
-        if not kept.any():
-            return np.full((*kept.shape, 3), 255, np.uint8)
-        return np.where(kept[..., None], self._coloured(*space), np.uint8(255))
+        kept = None
+        if self._cells_of is not None:
+            # Cells without tissue are white, and are not read where the box has no other.
+            kept = self._cells[np.ix_(*(np.arange(*interval) // CELL_PX for interval in space))][..., None]
+            if not kept.any():
+                return np.full((*kept.shape[:2], 3), 255, np.uint8)
+        pixels = self._scanned(*space)
+        if self._recolour is not None and pixels.size:
+            pixels = self._recolour(pixels)
+        return pixels if kept is None else np.where(kept, pixels, np.uint8(255))
 
     @cached_property
     def _cells(self) -> Cells:
         assert self._cells_of is not None
         return self._cells_of(self.at(self.downsample))
-
-    def _coloured(self, *space: Interval) -> Pixels:
-        pixels = self._scanned(*space)
-        return pixels if self._recolour is None or not pixels.size else self._recolour(pixels)
 
     def _scanned(self, *space: Interval) -> Pixels:
         level, factors = self._level, [scale / self._level.downsample for scale in self.scale]
@@ -216,7 +214,12 @@ class Slide:
             else:
                 frames = [Frame(*each) for each in zip(self.size, starts, factors, strict=True)]
                 pixels = resize(level.image, frames, space)
-            return self._managed(pixels)
+            if self._colours is None or not pixels.size:
+                return pixels
+            import PIL.ImageCms
+
+            image = PIL.Image.fromarray(np.ascontiguousarray(pixels))
+            return np.asarray(PIL.ImageCms.applyTransform(image, self._colours))
 
     def on_white(self, cells_of: "Callable[[Slide], Cells]") -> "Slide":
         """The same slide, white in cells of `CELL_PX` x `CELL_PX` px where `cells_of` (rows, columns) is False."""
@@ -255,15 +258,6 @@ class Slide:
             return PIL.ImageCms.buildTransform(source, PIL.ImageCms.createProfile("sRGB"), "RGB", "RGB")
         except (PIL.ImageCms.PyCMSError, OSError, TypeError, ValueError) as error:
             raise BadImage(self.file.path, f"has an ICC profile that cannot be used: {error}") from error
-
-    def _managed(self, pixels: Pixels) -> Pixels:
-        if self._colours is None or not pixels.size:
-            return pixels
-        import PIL.Image
-        import PIL.ImageCms
-
-        image = PIL.Image.fromarray(np.ascontiguousarray(pixels))
-        return np.asarray(PIL.ImageCms.applyTransform(image, self._colours))
 
 
 @dataclass(frozen=True)

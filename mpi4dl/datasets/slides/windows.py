@@ -36,7 +36,8 @@ class SlideWindows(Subset, ABC):
         return SlideWindow(self._slides.image(self.indices[index]), self.corner(index), self._size)
 
     def label(self, index: int) -> Any:
-        return self._slides.label_of_window(self.indices[index], self.corner(index), self._size)
+        pixels: Any = self._slides.pixels
+        return pixels.window(self._slides.label(self.indices[index]), self.corner(index), self._size)
 
 
 class RandomWindows(SlideWindows):
