@@ -10,7 +10,7 @@ All coordinates that leave this module are pixels of the full level 0, as QuPath
 import io
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
