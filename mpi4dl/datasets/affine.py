@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl.datasets.base import Values
-from mpi4dl.geometry import Interval, ceil_div
+from mpi4dl.geometry import Interval
 
 BLOCK_PX = 256  # sides of blocks of pixels, which bound the boxes that are read around them
 
@@ -56,18 +56,13 @@ class Affine:
         """
         first = tuple(interval.start for interval in space)
         found: Any = None
-        for rows, cols in product(*(_parts(interval, self.patch or BLOCK_PX) for interval in space)):
+        cut = ([block.intersect(each) for block in each.blocks(self.patch or BLOCK_PX)] for each in space)
+        for rows, cols in product(*cut):
             made = pick(*self.places(rows, cols), read)
             if found is None:
                 found = np.empty((*(interval.length for interval in space), made.shape[-1]), made.dtype)
             found[rows.start - first[0] : rows.stop - first[0], cols.start - first[1] : cols.stop - first[1]] = made
         return read(space[0], space[1]) if found is None else found
-
-
-def _parts(interval: Interval, side: int) -> list[Interval]:
-    """An interval cut at the multiples of `side`."""
-    numbers = range(interval.start // side, ceil_div(interval.stop, side))
-    return [Interval(n * side, (n + 1) * side).intersect(interval) for n in numbers]
 
 
 def at_nearest(down: Places, across: Places, read: Read) -> Any:

@@ -5,6 +5,7 @@ scales all samples: the range that the file declares, or else that of their type
 and never the image's own brightest pixel.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -67,6 +68,17 @@ def over_white(colour: Pixels, alpha: Pixels, premultiplied: bool = False) -> Pi
     page = WHITE * (WHITE - weight)
     ink = colour.astype(np.uint16) * (np.uint16(WHITE) if premultiplied else weight)
     return ((np.minimum(ink, WHITE * WHITE - page) + page + 127) // WHITE).astype(np.uint8)
+
+
+def in_strips(read: Callable[[Interval, Interval], Pixels], rows: Interval, cols: Interval, height: int) -> Pixels:
+    """The pixels (h, w, 3) of a box, of which few rows are read at once, so that little is alive beside the result."""
+    strips = rows.strips(height) if cols.length else []
+    if len(strips) == 1:
+        return read(rows, cols)
+    pixels = np.empty((rows.length, cols.length, 3), np.uint8)
+    for strip in strips:
+        pixels[strip.start - rows.start : strip.stop - rows.start] = read(strip, cols)
+    return pixels
 
 
 def rgb_of(pixels: Pixels, alpha: bool = False, premultiplied: bool = False) -> Pixels:

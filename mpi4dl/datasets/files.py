@@ -20,7 +20,7 @@ from mpi4dl._files import open_regular
 from mpi4dl._wording import counted, mebibytes
 from mpi4dl.datasets import tiff
 from mpi4dl.datasets.base import BadImage, DatasetError, Image, Pixels, Values, package, unit_values
-from mpi4dl.datasets.colour import TAG, WHITE, rgb_of_pillow, upright
+from mpi4dl.datasets.colour import TAG, WHITE, in_strips, rgb_of_pillow, upright
 from mpi4dl.datasets.reader_process import OpenSlideLevel, open_with_openslide
 from mpi4dl.datasets.tiff import Unsupported
 from mpi4dl.geometry import Interval
@@ -79,15 +79,7 @@ class _Picture:
 
     def read(self, *space: Interval) -> Pixels:
         rows, cols = space
-        height = max(1, _STRIP_PIXELS // max(1, cols.length))
-        tops = range(rows.start, rows.stop, height)
-        if len(tops) == 1 and cols.length:
-            return self._strip(rows, cols)
-        pixels = np.empty((rows.length, cols.length, 3), np.uint8)
-        for top in tops if cols.length else ():
-            strip = Interval(top, min(top + height, rows.stop))
-            pixels[top - rows.start : strip.stop - rows.start] = self._strip(strip, cols)
-        return pixels
+        return in_strips(self._strip, rows, cols, max(1, _STRIP_PIXELS // max(1, cols.length)))
 
     def _strip(self, rows: Interval, cols: Interval) -> Pixels:
         box = (cols.start, rows.start, cols.stop, rows.stop)

@@ -10,12 +10,12 @@ from dataclasses import replace
 from itertools import islice
 from queue import Empty, SimpleQueue
 from threading import Thread, current_thread
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from mpi4dl.datasets.augment import SHUFFLE_STREAM, Mixup
-from mpi4dl.datasets.base import Dataset, DatasetError, task_of
+from mpi4dl.datasets.base import DatasetError, task_of
 from mpi4dl.datasets.transform import View
 from mpi4dl.datasets.transformed import Batch, TransformedImages
 from mpi4dl.geometry import Box, ceil_div
@@ -142,29 +142,13 @@ def class_counts(dataset: Any) -> tuple[int, ...]:
     return tuple(np.bincount(classes_of(dataset), minlength=len(dataset.classes)).tolist())
 
 
-__all__ = ["Batch", "Batches", "Loader"]
-
-
-class Batches(Protocol):
-    """Samples by index, of which a batch can be read; `noun` says what they are."""
-
-    noun: str
-
-    def __len__(self) -> int: ...
-
-    def read(
-        self, indices: tuple[int, ...], epoch: int, boxes: Sequence[Box], repeats: tuple[int, ...] | None = None
-    ) -> Batch:
-        """These boxes of the samples, as they are in this epoch, and what is to be learnt of all of them.
-
-        `repeats` says of each sample how often it came before in the epoch; None: none did.
-        """
+__all__ = ["Batch", "Loader"]
 
 
 class Loader:
     """Goes through a dataset in global batches of `batch_size` images, of which this rank reads its boxes.
 
-    Without a `view` it goes through any `Batches`, such as those of text.
+    Without a `view` it goes through samples that read their own batches, such as `text.dataset.TokenBatches`.
 
     `boxes_of(num_samples)` are the boxes that this rank reads of a global batch of so many images, in positions of that
     batch and pixels of the view: `lambda n: [Tiling.even(grid, (n, height, width)).owned(rank)]`. Where each image has
@@ -193,7 +177,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Dataset | Batches,
+        dataset: Any,
         view: View | None,
         batch_size: int,
         boxes_of: Callable[..., Sequence[Box]],
@@ -213,11 +197,9 @@ class Loader:
             raise ValueError(f"{asked}: needs a batch_size and a prefetch of at least 1, and 0 or more workers")
         if on_bad_image not in ("error", "report"):
             raise ValueError(f"on_bad_image={on_bad_image!r}: expected error or report")
-        self._samples: Batches
-        if view is None:
-            self._samples = cast(Batches, dataset)
-        else:
-            self._samples = TransformedImages(cast(Dataset, dataset), view, on_bad_image == "report", lazy, mixup)
+        self._samples: Any = dataset
+        if view is not None:
+            self._samples = TransformedImages(dataset, view, on_bad_image == "report", lazy, mixup)
         if drop_last and len(dataset) < batch_size:
             raise ValueError(
                 f"{len(dataset)} {self._samples.noun} to train on do not fill one batch of {batch_size}: choose a "

@@ -81,20 +81,15 @@ def pixels_of(mask: Any) -> Iterator[npt.NDArray[Any]]:
         yield np.asarray(mask)
         return
     first, *others = (Interval(0, size) for size in mask.size)
-    yield from (mask.read(part, *others) for part in _strips(first))
+    yield from (mask.read(part, *others) for part in first.strips(_STRIP))
 
 
 def values_in(path: Path, volumes: bool = False) -> npt.NDArray[np.int64]:
     """Which numbers a mask holds, in order. Raises BadImage."""
     stored = open_stored(path, volumes)
     first, *others = (Interval(0, size) for size in stored.size)
-    found = [np.unique(_integers(path, stored, (part, *others))) for part in _strips(first)]
+    found = [np.unique(_integers(path, stored, (part, *others))) for part in first.strips(_STRIP)]
     return np.unique(np.concatenate(found))
-
-
-def _strips(whole: Interval) -> Iterator[Interval]:
-    for start in range(whole.start, whole.stop, _STRIP):
-        yield Interval(start, min(start + _STRIP, whole.stop))
 
 
 def _integers(path: Path, stored: MaskImage, space: tuple[Interval, ...]) -> npt.NDArray[np.int64]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from mpi4dl._wording import to_install
 from mpi4dl.datasets.base import BadImage, DatasetError, Pixels
-from mpi4dl.datasets.colour import over_white
+from mpi4dl.datasets.colour import in_strips, over_white
 from mpi4dl.geometry import Interval
 
 LEAVING_SECONDS = 5.0  # for a child in the middle of a tile that nobody wants any more
@@ -168,23 +168,19 @@ class OpenSlideLevel:
     def read(self, *space: Interval) -> Pixels:
         rows, cols = space
         if self._downsample == int(self._downsample):
-            return self._read(rows, cols)
+            return in_strips(self._strip, rows, cols, STRIP_ROWS)
         # OpenSlide places boxes by pixels of level 0, and blends pixels of a level that lie between: always as here.
         blocks = [
-            np.concatenate([self._read(down, across) for across in _grid(cols, self.size[1])], axis=1)
+            np.concatenate(
+                [in_strips(self._strip, down, across, STRIP_ROWS) for across in _grid(cols, self.size[1])], 1
+            )
             for down in _grid(rows, self.size[0])
         ]
         pixels = np.concatenate(blocks)
         top, left = (interval.start // ALIGNED_PX * ALIGNED_PX for interval in space)
         return pixels[rows.start - top : rows.stop - top, cols.start - left : cols.stop - left]
 
-    def _read(self, rows: Interval, cols: Interval) -> Pixels:
-        if 0 in (rows.length, cols.length) or rows.length > STRIP_ROWS:
-            pixels = np.empty((rows.length, cols.length, 3), np.uint8)
-            for top in range(rows.start, rows.stop if cols.length else rows.start, STRIP_ROWS):
-                strip = Interval(top, min(top + STRIP_ROWS, rows.stop))
-                pixels[top - rows.start : strip.stop - rows.start] = self._read(strip, cols)
-            return pixels
+    def _strip(self, rows: Interval, cols: Interval) -> Pixels:
         corner = round(cols.start * self._downsample), round(rows.start * self._downsample)
         answer, content = ask("openslide", self._path, (*corner, self._level, cols.length, rows.length))
         if "error" in answer:

@@ -57,8 +57,7 @@ class Frame(NamedTuple):
 
     def blocks(self, wanted: Interval) -> list[Interval]:
         """The blocks of the frame that a wanted interval touches."""
-        numbers = range(wanted.start // self.block, ceil_div(wanted.stop, self.block))
-        return [Interval(n * self.block, min((n + 1) * self.block, self.size)) for n in numbers]
+        return [each.intersect(Interval(0, self.size)) for each in wanted.blocks(self.block)]
 
     def source(self, block: Interval) -> tuple[float, float]:
         """Where in the source a block begins and ends."""
@@ -94,8 +93,7 @@ def resize(image: Image, frames: Sequence[Frame], space: Sequence[Interval]) -> 
         top, left = down.blocks(rows)[0].start, across.blocks(cols)[0].start
         return np.concatenate(strips)[rows.start - top : rows.stop - top, cols.start - left : cols.stop - left]
     first, *others = space
-    starts = range(first.start, first.stop, SLAB)
-    slabs = [Interval(start, min(start + SLAB, first.stop)) for start in starts] or [first]
+    slabs = first.strips(SLAB) or [first]
     return np.concatenate([_resize_slab(image, frames, (slab, *others)) for slab in slabs])
 
 
