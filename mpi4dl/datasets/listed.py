@@ -169,10 +169,6 @@ class ListedFiles(Whole):
         """What decides the pixels of an image besides its file and the options, such as a column of a table."""
         return {}
 
-    def label_as_text(self, index: int) -> str | None:
-        """What is to be learnt of an image, without loss and without reading it; None if nothing is."""
-        return text_of(self.files[index].label, getattr(self, "classes", ()))
-
     def image(self, index: int) -> Image:
         """Image `index`, its header read and its pixels not.
 

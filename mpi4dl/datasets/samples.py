@@ -342,7 +342,18 @@ def _labels(
         return task, classes or (), (), nothing
     if columns is not None and not columns:
         return None, classes or (), (), nothing
-    asked = columns if columns is not None else _usual_labels(table, others, task)
+    asked, named = columns, [name for name in others if folded_column(name) in LABEL_COLUMNS]
+    if columns is None and task != "multilabel" and (task is None or not FORMS[task].columns):
+        # The column by its usual name, or those of survival.
+        survival = task is None and {*SURVIVAL} <= {*others}
+        where = f"{table.path}, line {table.header_line}"
+        if survival and named:
+            told = f"has {named[0]}, and time and event: choose one by `label_columns`, or by `task`"
+            raise DatasetError(f"{where}: {told}")
+        if len(named) > 1:
+            told = f"has {' and '.join(named)}, of which one can be the column of labels: choose it by `label_columns`"
+            raise DatasetError(f"{where}: {told}")
+        asked = SURVIVAL if survival else tuple(named) or None
     if asked is None and task is None and all(map(identifies, others)):
         return ("segment" if "annotation" in taken else None), classes or (), (), nothing
     learnt = learnt_columns(table, others, task, asked)
@@ -352,27 +363,6 @@ def _labels(
     if renamed and classes is not None and len(classes) == len(names):
         names = classes  # the user named the columns of another table, in the order of those of training
     return told, names, learnt, labels
-
-
-def _usual_labels(table: CsvTable, others: list[str], task: str | None) -> tuple[str, ...] | None:
-    """The column of labels by its usual name, or those of survival; None if none has such a name."""
-    named = [name for name in others if folded_column(name) in LABEL_COLUMNS]
-    survival = {*SURVIVAL} <= {*others}
-    if task == "multilabel" or (task is not None and FORMS[task].columns):
-        return None
-    if task is None and survival and named:
-        raise DatasetError(
-            f"{table.path}, line {table.header_line}: has {named[0]}, and time and event: choose one by "
-            "`label_columns`, or by `task`"
-        )
-    if task is None and survival:
-        return SURVIVAL
-    if len(named) > 1:
-        raise DatasetError(
-            f"{table.path}, line {table.header_line}: has {' and '.join(named)}, of which one can be the column of "
-            "labels: choose it by `label_columns`"
-        )
-    return tuple(named) or None
 
 
 def _folded_patient(text: str) -> str:
@@ -493,7 +483,14 @@ def read_folder(
     else:
         task = None
         remarks = (f"slides of {folder} have no labels",)
-    slides = _identifiers(folder, paths, kind.suffixes)
+    # Names without endings; of files with equal names, with their folders.
+    short = [without_suffix(path, kind.suffixes) for path in paths]
+    bases = [name.rpartition("/")[2] for name in short]
+    times, first = Counter(bases), dict[str, str]()
+    slides = [base if times[base] == 1 else name for base, name in zip(bases, short, strict=True)]
+    for name, path in zip(slides, paths, strict=True):
+        if first.setdefault(name, path) != path:
+            raise DatasetError(f"{folder}: has {first[name]} and {path}: one file of each name")
     patients, more = patients_of(slides, kind, "a table, such as slides.csv, can name the patients")
     rows = tuple(
         Sample(0, slide, path, patient, part, label=label)
@@ -501,19 +498,6 @@ def read_folder(
     )
     require_patients_apart(rows)
     return SampleTable(task, classes or (), rows, {}, remarks + more)
-
-
-def _identifiers(folder: Path, paths: Sequence[str], suffixes: Sequence[str]) -> list[str]:
-    """The names of files without endings; of files with equal names, with their folders. Raises DatasetError."""
-    short = [without_suffix(path, suffixes) for path in paths]
-    bases = [name.rpartition("/")[2] for name in short]
-    times = Counter(bases)
-    names = [base if times[base] == 1 else name for base, name in zip(bases, short, strict=True)]
-    first: dict[str, str] = {}
-    for name, path in zip(names, paths, strict=True):
-        if first.setdefault(name, path) != path:
-            raise DatasetError(f"{folder}: has {first[name]} and {path}: one file of each name")
-    return names
 
 
 def read_split_file(path: Path) -> tuple[Sample, ...]:

@@ -353,7 +353,12 @@ class MaskedFiles(PairedFiles):
         self._ignored = ignore_index
         places = dict.fromkeys((root, *(root / each for each in {name.partition("/")[0] for name in names})))
         named = next((path for path in (each / CLASSES for each in (*places, root.parent)) if path.is_file()), None)
-        self._refuse_white()
+        found = self._values(self.spread())
+        if ignore_index == IGNORE_INDEX and found in _BLACK_AND_WHITE:
+            raise DatasetError(
+                f"{self.annotations.path(0).parent}: masks hold nothing but 0 and 255, and 255 is ignored: set "
+                "`ignore_index` to none if white is class 1"
+            )
         if classes is None and named is not None:
             classes = _names(named)
         elif classes is None:
@@ -387,14 +392,6 @@ class MaskedFiles(PairedFiles):
             return 2
         most = max((value for value in found if value != self._ignored), default=0)
         return max(2, most + 1)
-
-    def _refuse_white(self) -> None:
-        found = self._values(self.spread())
-        if self._ignored == IGNORE_INDEX and found in _BLACK_AND_WHITE:
-            raise DatasetError(
-                f"{self.annotations.path(0).parent}: masks hold nothing but 0 and 255, and 255 is ignored: set "
-                "`ignore_index` to none if white is class 1"
-            )
 
 
 def _names(path: Path) -> tuple[str, ...]:

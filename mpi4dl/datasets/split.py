@@ -107,10 +107,7 @@ def split(
 
     A dataset that `tells_patients` has `patients`, one for each sample, whose samples are on one side. It may have
     `strata`, a number for each sample, such as its class. `validating` says it of samples that were split before, by
-    name. There may be none to validate with where nothing `validates`.
-
-    Raises:
-        DatasetError: as `split_patients`.
+    name. There may be none to validate with where nothing `validates`. Raises as `split_patients`.
     """
     indices = range(len(dataset))
     names = [dataset.name(index) for index in indices]

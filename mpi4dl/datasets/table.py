@@ -117,17 +117,6 @@ def _delimiter(path: Path, text: str, names_files: Callable[[str], bool]) -> str
     return found[0] if found else max(_DELIMITERS, key=first.count)
 
 
-def _parsed(path: Path, text: str, delimiter: str) -> list[tuple[int, list[str]]]:
-    """The rows that are not empty, with their lines."""
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    try:
-        rows = [(reader.line_num, [value.strip() for value in row]) for row in reader]
-    except csv.Error as error:
-        raise DatasetError(f"{path}, line {reader.line_num}: is no line of a table: {error}") from error
-    rows = [(number, row) for number, row in rows if any(row)]
-    return rows[1:] if rows and rows[0][1][0].startswith("sep=") else rows
-
-
 class CsvTable:
     """The text of a table: its columns by name, and what each line has in them.
 
@@ -158,7 +147,13 @@ class CsvTable:
         self.path, self.layout, self.rows_of = path, layout, rows_of
         text = _decoded(path)
         self.delimiter = _delimiter(path, text, names_files)
-        rows = _parsed(path, text, self.delimiter)
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=self.delimiter, strict=True)
+        try:
+            rows = [(reader.line_num, [value.strip() for value in row]) for row in reader]
+        except csv.Error as error:
+            raise DatasetError(f"{path}, line {reader.line_num}: is no line of a table: {error}") from error
+        rows = [(number, row) for number, row in rows if any(row)]
+        rows = rows[1:] if rows and rows[0][1][0].startswith("sep=") else rows
         if not rows:
             raise DatasetError(f"{path}: is empty; {layout}")
         (self.header_line, header), *self._rows = rows

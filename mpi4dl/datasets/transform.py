@@ -59,10 +59,6 @@ class Frame(NamedTuple):
         """The blocks of the frame that a wanted interval touches."""
         return [each.intersect(Interval(0, self.size)) for each in wanted.blocks(self.block)]
 
-    def source(self, block: Interval) -> tuple[float, float]:
-        """Where in the source a block begins and ends."""
-        return self.start + block.start * self.scale, self.start + block.stop * self.scale
-
 
 def crop(image: Any, corner: Sequence[int], space: Sequence[Interval], outside: int | None = None) -> Any:
     """A box of the frame whose first pixel lies at `corner` of an image or a mask.
@@ -85,13 +81,9 @@ def crop(image: Any, corner: Sequence[int], space: Sequence[Interval], outside: 
 def resize(image: Image, frames: Sequence[Frame], space: Sequence[Interval]) -> Values:
     """A box of the image resized to a frame: linear along each axis and antialiased, as `PIL.Image.resize` does."""
     if len(frames) == 2:
-        (down, across), (rows, cols) = frames, space
-        strips = []
-        for block_rows in down.blocks(rows):
-            blocks = [_resize_block(image, down, across, block_rows, block_cols) for block_cols in across.blocks(cols)]
-            strips.append(np.concatenate(blocks, axis=1))
-        top, left = down.blocks(rows)[0].start, across.blocks(cols)[0].start
-        return np.concatenate(strips)[rows.start - top : rows.stop - top, cols.start - left : cols.stop - left]
+        down, across = (frame.blocks(each) for frame, each in zip(frames, space, strict=True))
+        strips = [np.concatenate([_resize_block(image, frames, (rows, cols)) for cols in across], 1) for rows in down]
+        return np.concatenate(strips)[within(space, (down[0], across[0]))]
     first, *others = space
     slabs = first.strips(SLAB) or [first]
     return np.concatenate([_resize_slab(image, frames, (slab, *others)) for slab in slabs])
@@ -122,30 +114,20 @@ def _taps(frame: Frame, wanted: Interval, limit: int) -> tuple[npt.NDArray[np.in
     return np.clip(where, 0, limit - 1), weights.astype(np.float32)
 
 
-def _resize_block(image: Image, down: Frame, across: Frame, rows: Interval, cols: Interval) -> Values:
-    top, bottom = down.source(rows)
-    left, right = across.source(cols)
-    read_rows = _with_support(top, bottom, down.scale, image.size[0])
-    read_cols = _with_support(left, right, across.scale, image.size[1])
-    part = image.read(read_rows, read_cols)
-    box = (
-        max(0.0, left - read_cols.start),
-        max(0.0, top - read_rows.start),
-        min(float(read_cols.length), right - read_cols.start),
-        min(float(read_rows.length), bottom - read_rows.start),
-    )
-    size = (cols.length, rows.length)
-    bilinear = PIL.Image.Resampling.BILINEAR
+def _resize_block(image: Image, frames: Sequence[Frame], block: Sequence[Interval]) -> Values:
+    boxes, inner = [], list[tuple[float, float]]()
+    for frame, each, side in zip(frames, block, image.size, strict=True):
+        start, stop = (frame.start + at * frame.scale for at in each)
+        reach = max(1.0, frame.scale)  # a triangle filter reads one output pixel more on both sides
+        box = Interval(floor(start - reach), ceil(stop + reach)).intersect(Interval(0, side))
+        boxes.append(box)
+        inner.append((max(0.0, start - box.start), min(float(box.length), stop - box.start)))
+    part, ((top, bottom), (left, right)) = image.read(*boxes), inner
+    how: Any = (block[1].length, block[0].length), PIL.Image.Resampling.BILINEAR, (left, top, right, bottom)
     if part.shape[2] == 3 and part.dtype == np.uint8:
-        return np.asarray(PIL.Image.fromarray(part).resize(size, bilinear, box))
-    planes = [PIL.Image.fromarray(part[..., c]).resize(size, bilinear, box) for c in range(part.shape[2])]
+        return np.asarray(PIL.Image.fromarray(part).resize(*how))
+    planes = [PIL.Image.fromarray(part[..., c]).resize(*how) for c in range(part.shape[2])]
     return np.stack([np.asarray(plane) for plane in planes], axis=2)
-
-
-def _with_support(start: float, stop: float, scale: float, limit: int) -> Interval:
-    """The source pixels that a triangle filter reads for an output interval: one output pixel more on both sides."""
-    reach = max(1.0, scale)
-    return Interval(floor(start - reach), ceil(stop + reach)).intersect(Interval(0, limit))
 
 
 def nearest(read: Callable[..., npt.NDArray[Any]], places: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[Any]:

@@ -57,10 +57,7 @@ class SlideOptions:
 class SlideFolder(SampleFiles):
     """Slides by a table, or all of a folder.
 
-    `tell(doing, done, total)` hears of annotations that were read.
-
-    Raises:
-        DatasetError: as `read_samples`.
+    `tell(doing, done, total)` hears of annotations that were read. Raises as `read_samples`.
     """
 
     kind, of_slides = SLIDES, True

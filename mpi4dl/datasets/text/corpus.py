@@ -55,25 +55,22 @@ def find_documents(*sources: str | Path) -> tuple[Document, ...]:
     """
     found: dict[Path, Document] = {}
     for source in sources:
-        for document in _documents(source):
+        path = Path(source).expanduser()
+        if source == STDLIB:
+            documents = _inside(Path(sysconfig.get_path("stdlib")), (".py",), NOT_OF_STDLIB)
+        elif path.is_dir():
+            documents = _inside(path, TEXT_SUFFIXES, frozenset())
+            if not documents:
+                raise DatasetError(f"{path}: has no text; files count as text if they end in {' '.join(TEXT_SUFFIXES)}")
+        elif not path.exists():
+            raise DatasetError(f"{path}: no such file or folder; expected UTF-8 text, or {STDLIB!r}")
+        else:
+            documents = [Document(path.name, path)]
+        for document in documents:
             found.setdefault(document.path.resolve(), document)
     if not found:
         raise DatasetError("no source of text is named: give files, folders or 'stdlib'")
     return tuple(found.values())
-
-
-def _documents(source: str | Path) -> list[Document]:
-    if source == STDLIB:
-        return _inside(Path(sysconfig.get_path("stdlib")), (".py",), NOT_OF_STDLIB)
-    path = Path(source).expanduser()
-    if path.is_dir():
-        documents = _inside(path, TEXT_SUFFIXES, frozenset())
-        if not documents:
-            raise DatasetError(f"{path}: has no text; files count as text if they end in {' '.join(TEXT_SUFFIXES)}")
-        return documents
-    if not path.exists():
-        raise DatasetError(f"{path}: no such file or folder; expected UTF-8 text, or {STDLIB!r}")
-    return [Document(path.name, path)]
 
 
 def _inside(root: Path, suffixes: tuple[str, ...], without: frozenset[str]) -> list[Document]:

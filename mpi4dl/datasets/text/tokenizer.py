@@ -145,10 +145,8 @@ class BPETokenizer:
 class PretrainedTokenizer:
     """The tokenizer of a model of transformers, whose `vocabulary` and `end` (-1: none) are those of the model.
 
-    The tokens that it puts around a text, such as a first one, are among those of the text.
-
-    Raises:
-        DatasetError: as `BPETokenizer.load`.
+    The tokens that it puts around a text, such as a first one, are among those of the text. Raises as
+    `BPETokenizer.load`.
     """
 
     def __init__(self, path: Path, vocabulary: int, end: int) -> None:
