@@ -58,14 +58,16 @@ def package(name: str, what: str, *packages: str) -> Any:
 
 
 class Image(Protocol):
-    """One image, of which any box can be read. It is made for one reading thread and dropped after use."""
+    """One image, or a mask, of which any box can be read. It is made for one reading thread and dropped after use."""
 
     @property
     def size(self) -> tuple[int, ...]:
         """Of each axis of space, such as (height, width)."""
 
-    def read(self, *space: Interval) -> Values:
+    def read(self, *space: Interval) -> npt.NDArray[Any]:
         """The pixels of a box inside the image, (rows, columns, channels): uint8, or float32 whose range is 0 to 1.
+
+        Of a mask they are the classes of pixels, (rows, columns), int64; -100 is none.
 
         Raises:
             BadImage: the file cannot be decoded.
@@ -85,17 +87,6 @@ class Opened(NamedTuple):
     read_part: Callable[[Slices], npt.NDArray[Any]]
     dtype: Any
     scaled: bool = False
-
-
-class MaskImage(Protocol):
-    """A mask, of which any box can be read."""
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        """That of its image."""
-
-    def read(self, *space: Interval) -> npt.NDArray[Any]:
-        """The classes of the pixels of a box, (rows, columns), int64; -100 is none. Raises BadImage."""
 
 
 class Dataset(Protocol):

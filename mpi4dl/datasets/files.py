@@ -296,7 +296,10 @@ def open_stored_picture(path: Path, bands: Sequence[int] = ()) -> StoredPicture:
         if is_zarr(path):
             from mpi4dl.datasets import zarrs
 
-            return StoredPicture(path, *zarrs.open_values(path, bands))
+            found = zarrs.ZarrImage(path, bands)
+            if found.dtype not in tiff.VALUES:
+                raise BadImage(path, f"has values of {found.dtype}: expected {', '.join(tiff.VALUES)}")
+            return StoredPicture(path, found, len(found.bands), found.dtype)
         with open_regular(path) as file:
             head = file.read(_BIT_DEPTH + 1)
         if not head:

@@ -140,9 +140,8 @@ class ListedFiles(Whole):
 
     def __init__(self, root: Path, files: Sequence[File], volumes: bool = False, channels: Channels = "rgb") -> None:
         self.root, self.files, self.volumes = root, tuple(files), volumes
-        self._prints: Sequence[int | None] = ()
-        self._own_prints: dict[int, int | None] = {}
-        self._reader = "here"
+        self._prints: dict[int, int | None] = {}
+        self._expects, self._reader = False, "here"
         self.bands: tuple[int, ...] | None = channels if isinstance(channels, tuple) else ()
         if channels == "rgb" or (channels == "auto" and (volumes or not self._have_bands())):
             self.bands = None
@@ -223,7 +222,7 @@ class ListedFiles(Whole):
     def checked(self, index: int) -> Path:
         """Where file `index` is. Raises OtherFile if it is not the one that was listed."""
         path = self._check_size(index)
-        if self._prints and self._prints[index] not in (None, self._print(index)):
+        if self._expects and self._prints[index] not in (None, self._print(index)):
             raise OtherFile(
                 f"{path}: has other content {self._reader} than elsewhere, though as many bytes: {_SAME_FILES}"
             )
@@ -245,15 +244,13 @@ class ListedFiles(Whole):
 
     def fingerprint(self, index: int) -> int | None:
         """The checksum of some bytes of a file, as all ranks know it or as it is here; None of what cannot be read."""
-        if self._prints:
-            return self._prints[index]
-        if index not in self._own_prints:
-            self._own_prints[index] = self._print(index)
-        return self._own_prints[index]
+        if index not in self._prints:
+            self._prints[index] = self._print(index)
+        return self._prints[index]
 
     def expect(self, prints: Sequence[int | None]) -> None:
         """From now on, accept only files with these checksums, one for each of the list."""
-        self._prints = prints
+        self._prints, self._expects = dict(enumerate(prints)), bool(prints)
 
     def _check_size(self, index: int) -> Path:
         path, listed = self.path(index), self.files[index].num_bytes

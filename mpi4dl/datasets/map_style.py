@@ -167,8 +167,9 @@ class OwnDataset(Whole):
         self.kind = type(whole).__name__
         self.remarks: tuple[str, ...] = ()
         patient = getattr(whole, "patient", None)
+        if hasattr(whole, "__len__") and len(whole) < 1:
+            raise DatasetError(f"the dataset {self.kind} has no samples")
         if not hasattr(whole, "image") and hasattr(whole, "__getitem__") and hasattr(whole, "__len__"):
-            self._require_samples(whole)
             whole = MappedSamples(whole)
             self.remarks = (
                 f"{self.kind} gives whole samples: each rank reads all of an image for its box of it, as it is, and "
@@ -180,7 +181,6 @@ class OwnDataset(Whole):
                 f"the dataset {self.kind} has no {', '.join(missing)}: it needs __len__, channels, label(index) and "
                 "image(index), as mpi4dl.datasets.Dataset says, or __len__ and __getitem__(index) -> (image, target)"
             )
-        self._require_samples(whole)
         if not isinstance(whole.channels, int) or whole.channels < 1:
             raise DatasetError(
                 f"the dataset {self.kind} has {whole.channels!r} channels: it must be a number of at least 1"
@@ -226,10 +226,6 @@ class OwnDataset(Whole):
         """The context of a call of the user's code for a sample; one that gives whole samples has its own."""
         mapped = isinstance(self.whole, MappedSamples)
         return nullcontext() if mapped else self._randomness.seeded(*self._key, index)
-
-    def _require_samples(self, whole: Any) -> None:
-        if len(whole) < 1:
-            raise DatasetError(f"the dataset {self.kind} has no samples")
 
     def __len__(self) -> int:
         return len(self.whole)

@@ -10,7 +10,7 @@ import PIL.Image
 
 from mpi4dl._files import open_regular
 from mpi4dl.datasets import tiff
-from mpi4dl.datasets.base import IGNORED, BadImage, MaskImage
+from mpi4dl.datasets.base import IGNORED, BadImage, Image
 from mpi4dl.datasets.colour import TAG, upright
 from mpi4dl.datasets.files import ZARR_SUFFIXES, Decoded, blaming, is_zarr
 from mpi4dl.datasets.volumes import VOLUME_SUFFIXES, open_volume
@@ -30,7 +30,7 @@ class Mask:
     Where nothing is ignored (None), white is class 1 of black and white masks.
     """
 
-    def __init__(self, path: Path, stored: MaskImage, num_classes: int, ignored: int | None = IGNORE_INDEX) -> None:
+    def __init__(self, path: Path, stored: Image, num_classes: int, ignored: int | None = IGNORE_INDEX) -> None:
         self.path, self.size = path, stored.size
         self._stored, self._num_classes, self._ignored = stored, num_classes, ignored
 
@@ -48,7 +48,7 @@ class Mask:
         return np.where(ignored, IGNORED, found)
 
 
-def open_stored(path: Path, volumes: bool = False) -> MaskImage:
+def open_stored(path: Path, volumes: bool = False) -> Image:
     """A file of a mask, its header read and its pixels not.
 
     Raises:
@@ -92,7 +92,7 @@ def values_in(path: Path, volumes: bool = False) -> npt.NDArray[np.int64]:
     return np.unique(np.concatenate(found))
 
 
-def _integers(path: Path, stored: MaskImage, space: tuple[Interval, ...]) -> npt.NDArray[np.int64]:
+def _integers(path: Path, stored: Image, space: tuple[Interval, ...]) -> npt.NDArray[np.int64]:
     with blaming(path):
         found = stored.read(*space)
         whole = found.astype(np.int64)
@@ -101,7 +101,7 @@ def _integers(path: Path, stored: MaskImage, space: tuple[Interval, ...]) -> npt
         return whole
 
 
-def _open_picture(path: Path) -> MaskImage:
+def _open_picture(path: Path) -> Image:
     with PIL.Image.open(path) as image:
         size, mode, kind = image.size, image.mode, image.format
         if mode == "LA":  # which is grey where nothing is transparent

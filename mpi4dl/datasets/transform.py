@@ -20,7 +20,7 @@ import PIL.Image
 
 from mpi4dl.datasets.affine import Affine, at_nearest, bilinear
 from mpi4dl.datasets.augment import TRANSFORM_STREAM, Augmentation, Variation, vary_colour
-from mpi4dl.datasets.base import IGNORED, DatasetError, Image, MaskImage, Values
+from mpi4dl.datasets.base import IGNORED, DatasetError, Image, Values
 from mpi4dl.datasets.colour import WHITE
 from mpi4dl.datasets.files import planes_of
 from mpi4dl.datasets.randomness import DatasetRandomness
@@ -442,7 +442,7 @@ class View:
         inner = inner.swapaxes(2, 3) if variation.transposed else inner
         return planes_of(inner.swapaxes(1, 2).reshape(rows * scale, cols * scale, -1))
 
-    def mask(self, mask: npt.NDArray[Any] | MaskImage, variation: Variation | None = None) -> npt.NDArray[Any]:
+    def mask(self, mask: npt.NDArray[Any] | Image, variation: Variation | None = None) -> npt.NDArray[Any]:
         """The mask (..., height, width) of an image, transformed like the image: (..., *size).
 
         It is cropped, resized, flipped and turned with its image; resizing takes the nearest value, since a mean of two
@@ -542,7 +542,7 @@ class _Resized:
 class _MaskPixels:
     """A mask (..., height, width) as an image whose channels are its first dims, and what is outside of it."""
 
-    def __init__(self, mask: npt.NDArray[Any] | MaskImage, num_axes: int) -> None:
+    def __init__(self, mask: npt.NDArray[Any] | Image, num_axes: int) -> None:
         self._mask = mask
         sides: Any = mask.shape if isinstance(mask, np.ndarray) else mask.size
         self.others, self.size = sides[:-num_axes], tuple(sides[-num_axes:])

@@ -8,23 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl.datasets.base import BadImage, package
-from mpi4dl.datasets.tiff import VALUES, chosen_bands
+from mpi4dl.datasets.tiff import chosen_bands
 from mpi4dl.geometry import Interval
 
 NAMES = {"y": "y", "row": "y", "height": "y", "x": "x", "col": "x", "column": "x", "width": "x"}
 NAMES |= {"c": "c", "channel": "c", "band": "c"}
-
-
-def open_values(path: Path, bands: Sequence[int] = ()) -> tuple["ZarrImage", int, str, None]:
-    """The image in a folder of Zarr, the number of its channels, and the type of its values, as `tiff.open_values`.
-
-    Raises:
-        BadImage: other axes or types, or damaged. DatasetError: zarr is not installed.
-    """
-    image = ZarrImage(path, bands)
-    if image.dtype not in VALUES:
-        raise BadImage(path, f"has values of {image.dtype}: expected {', '.join(VALUES)}")
-    return image, len(image.bands), image.dtype, None
 
 
 def _of_group(path: Path, group: Any) -> tuple[Any, list[str]]:
@@ -79,7 +67,11 @@ def _known(path: Path, named: list[str] | None, shape: tuple[int, ...]) -> dict[
 
 
 class ZarrImage:
-    """An image whose values are as they are stored, of all its channels or of some, counted from 1."""
+    """An image whose values are as they are stored, of all its channels or of some, counted from 1.
+
+    Raises:
+        BadImage: other axes, or damaged. DatasetError: zarr is not installed.
+    """
 
     def __init__(self, path: Path, bands: Sequence[int] = ()) -> None:
         zarr = package("zarr", f"{path}: reading Zarr", "mpi4dl[zarr]")

@@ -20,7 +20,7 @@ from mpi4dl.datasets.samples import COVARIATES, read_samples
 from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks, Tell, quietly
 from mpi4dl.datasets.slides.slide import Cells, Resolution, Slide, open_slide
 from mpi4dl.datasets.slides.targets import SlideTargets
-from mpi4dl.datasets.slides.tissue import NoTissue, find_tissue, tissue_cells, tissue_pixels
+from mpi4dl.datasets.slides.tissue import NoTissue, find_tissue, tissue_pixels
 from mpi4dl.datasets.sources import SampleFiles
 from mpi4dl.datasets.stains import Measured, Recolour, StainNormalization
 from mpi4dl.geometry import ceil_div
@@ -131,7 +131,7 @@ class SlideFolder(SampleFiles):
         """The cells of a slide that are not white, which are found once. Raises BadImage if there are none."""
 
         def find() -> tuple[npt.NDArray[np.uint8], tuple[int, ...]]:
-            found = tissue_cells(slide, self.options.tissue, self.options.leave_out)
+            found = find_tissue(slide, self.options.tissue, self.options.leave_out).cells(slide)
             if not found.any():
                 raise NoTissue.of(slide)
             return np.packbits(found), found.shape

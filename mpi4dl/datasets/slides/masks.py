@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._wording import counted, some
-from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError, Kept, MaskImage
+from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError, Image, Kept
 from mpi4dl.datasets.listed import File, ListedFiles, mask_as_text
 from mpi4dl.datasets.masks import IGNORE_INDEX, Mask, open_stored, values_in
 from mpi4dl.datasets.samples import Sample
@@ -57,7 +57,7 @@ class MaskOptions:
 class MaskWindow:
     """A window of a mask; -100 where it reaches beyond, and outside the part `core` of the window."""
 
-    mask: MaskImage
+    mask: Image
     corner: Corner
     size: tuple[int, ...]
     core: tuple[Interval, ...] | None = None
