@@ -177,7 +177,7 @@ def drawn(dataset: Any, key: tuple[int, ...]) -> Any:
     return dataset.drawn(key) if hasattr(dataset, "drawn") else dataset
 
 
-class Kept:
+class LastMade:
     """What was made last by key, up to so `many` or so much `weight`; threads share it, other processes begin anew."""
 
     def __init__(self, many: float = inf, weight: Callable[[Any], int] | None = None) -> None:
@@ -196,7 +196,7 @@ class Kept:
         return made
 
     def __reduce__(self) -> Any:
-        return Kept, (self._many, self._weight)
+        return LastMade, (self._many, self._weight)
 
 
 class WholeImage:

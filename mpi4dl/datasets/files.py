@@ -220,10 +220,7 @@ class StoredPicture:
     def read(self, *space: Interval) -> Values:
         """A box, (rows, columns, channels): uint8, or float32 that is 0 to 1 of 16 bits, and as stored of 32.
 
-        Where no data is marked by a value, it is float32, and not-a-number there.
-
-        Raises:
-            BadImage: the file cannot be decoded.
+        Where no data is marked by a value, it is float32, and not-a-number there. Raises BadImage.
         """
         with blaming(self.path):
             stored = self._stored.read(*space)
@@ -289,8 +286,7 @@ class _Blocks:
 def open_stored_picture(path: Path, bands: Sequence[int] = ()) -> StoredPicture:
     """A picture, its header read and its pixels not; with all its channels, or with these, counted from 1.
 
-    Raises:
-        BadImage: the file cannot be read, is damaged, or has other channels or another depth.
+    Raises BadImage, also for other channels or another depth than there are names for.
     """
     with blaming(path):
         if is_zarr(path):

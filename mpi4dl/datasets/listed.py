@@ -145,6 +145,7 @@ class ListedFiles(Whole):
         self.bands: tuple[int, ...] | None = channels if isinstance(channels, tuple) else ()
         if channels == "rgb" or (channels == "auto" and (volumes or not self._have_bands())):
             self.bands = None
+        self._in_colours = self.bands is None and not volumes
         self.channels, self._depth = (3, None) if self._in_colours else self._look()
         self.values = self._depth
 
@@ -181,10 +182,6 @@ class ListedFiles(Whole):
         found = self._open(path)
         found.require(self.channels, self._depth, self.noun)
         return found
-
-    @property
-    def _in_colours(self) -> bool:
-        return self.bands is None and not self.volumes
 
     def _open(self, path: Path) -> "VolumeFile | StoredPicture":
         return open_volume(path) if self.volumes else open_stored_picture(path, self.bands or ())

@@ -49,11 +49,7 @@ class Mask:
 
 
 def open_stored(path: Path, volumes: bool = False) -> Image:
-    """A file of a mask, its header read and its pixels not.
-
-    Raises:
-        BadImage: the file cannot be read, is damaged, or no mask.
-    """
+    """A file of a mask, its header read and its pixels not. Raises BadImage."""
     with blaming(path):
         if is_zarr(path):
             from mpi4dl.datasets import zarrs

@@ -165,7 +165,7 @@ def read_samples(
     if unknown:
         raise ValueError(f"no role {unknown[0]!r} of columns: expected {', '.join(ROLES)}")
     if path.is_dir():
-        if without_weight(columns) or label_columns or folder is not None:
+        if {*columns} - {"weight"} or label_columns or folder is not None:
             raise DatasetError(f"{path}: is a folder of slides, and has no columns: name a table, such as slides.csv")
         return read_folder(path, kind, task, classes, label_columns is None)
     columns = {role: name for role, name in columns.items() if role != COVARIATES}
@@ -219,11 +219,6 @@ def read_samples(
     if len(files) > len(rows):
         remarks += (f"{counted(len(files) - len(rows), kind.noun, kind.nouns)} below {root} not in the table",)
     return SampleTable(found_task, names, rows, taken, remarks)
-
-
-def without_weight(columns: Mapping[str, Any]) -> Sequence[Any]:
-    """The columns that a source must have."""
-    return [name for role, name in columns.items() if role != "weight"]
 
 
 def open_table(path: Path, kind: FileKind = PICTURES, named: Collection[str] = ()) -> CsvTable:

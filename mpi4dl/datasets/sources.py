@@ -42,7 +42,6 @@ from mpi4dl.datasets.samples import (
     patients_of,
     read_samples,
     without_suffix,
-    without_weight,
 )
 from mpi4dl.datasets.split import Named, Subset, fold_table, split, split_rows
 
@@ -360,7 +359,19 @@ class MaskedFiles(PairedFiles):
                 "`ignore_index` to none if white is class 1"
             )
         if classes is None and named is not None:
-            classes = _names(named)
+            try:
+                with open_regular(named) as file:
+                    lines = [line.strip() for line in file.read().decode("utf-8-sig").rstrip().split("\n")]
+            except (OSError, UnicodeDecodeError) as error:
+                raise DatasetError(f"{named}: cannot be read: {error}") from error
+            wanted = "expected the name of a class in each line"
+            for number, line in enumerate(lines, 1):
+                if not line or line in lines[: number - 1]:
+                    what = f"{line!r} again" if line else "nothing"
+                    raise DatasetError(f"{named}, line {number}: names {what}; {wanted}")
+            if len(lines) < 2:
+                raise DatasetError(f"{named}: has {len(lines)} names; {wanted}, of two or more")
+            classes = tuple(lines)
         elif classes is None:
             classes = tuple(map(str, range(num_classes or self._count())))
         self.classes = classes
@@ -392,25 +403,6 @@ class MaskedFiles(PairedFiles):
             return 2
         most = max((value for value in found if value != self._ignored), default=0)
         return max(2, most + 1)
-
-
-def _names(path: Path) -> tuple[str, ...]:
-    """The names of classes in a file, a line for each."""
-    try:
-        with open_regular(path) as file:
-            found = file.read().decode("utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DatasetError(f"{path}: cannot be read: {error}") from error
-    lines = [line.strip() for line in found]
-    while lines and not lines[-1]:
-        lines.pop()
-    for number, line in enumerate(lines, 1):
-        if not line or line in lines[: number - 1]:
-            what = f"{line!r} again" if line else "nothing"
-            raise DatasetError(f"{path}, line {number}: names {what}; expected the name of a class in each line")
-    if len(lines) < 2:
-        raise DatasetError(f"{path}: has {len(lines)} names; expected the name of a class in each line, of two or more")
-    return tuple(lines)
 
 
 def open_files(
@@ -450,7 +442,7 @@ def open_files(
         if found.task is None and label_columns is None:
             raise DatasetError(f"{table}: has no column of labels beside the file names; {kind.layout}")
         return SampleFiles(table, root, found, kind, channels)
-    named = [*(label_columns or ()), *without_weight(columns or {})]
+    named = [*(label_columns or ()), *(name for role, name in (columns or {}).items() if role != "weight")]
     if named:
         raise DatasetError(f"{path}: has no {TABLE}, of which {', '.join(named)} could be columns")
     found = folder_table(path, kind, classes)

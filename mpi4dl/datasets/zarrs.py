@@ -32,12 +32,6 @@ def _of_group(path: Path, group: Any) -> tuple[Any, list[str]]:
     return array, [each["name"] if isinstance(each, dict) else str(each) for each in named]
 
 
-def _axes_of(array: Any) -> list[str] | None:
-    """The names of the axes of a plain array, where it has them."""
-    names = getattr(array.metadata, "dimension_names", None) or dict(array.attrs).get("_ARRAY_DIMENSIONS")
-    return None if not names or None in names else [str(name) for name in names]
-
-
 def _known(path: Path, named: list[str] | None, shape: tuple[int, ...]) -> dict[str, int]:
     """Which axes are y, x and, if there are any, channels; others have one entry. Raises BadImage."""
     size = " x ".join(map(str, shape))
@@ -79,7 +73,13 @@ class ZarrImage:
             found = zarr.open(store=path, mode="r")
         except Exception as error:  # damaged metadata makes it stumble in many ways
             raise BadImage(path, f"has no readable metadata of Zarr: {error}") from error
-        array, names = _of_group(path, found) if isinstance(found, zarr.Group) else (found, _axes_of(found))
+        if isinstance(found, zarr.Group):
+            array, named = _of_group(path, found)
+            names: list[str] | None = named
+        else:  # a plain array, which may have names of its axes
+            array = found
+            told = getattr(array.metadata, "dimension_names", None) or dict(array.attrs).get("_ARRAY_DIMENSIONS")
+            names = None if not told or None in told else [str(name) for name in told]
         axes = _known(path, names, array.shape)
         self.dtype = array.dtype.name
         self.size: tuple[int, int] = array.shape[axes["y"]], array.shape[axes["x"]]

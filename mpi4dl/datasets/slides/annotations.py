@@ -83,7 +83,16 @@ def read_annotations(path: Path) -> Annotations:
     """
     read = _read_xml if path.name.lower().endswith(ASAP) else _read_geojson
     try:
-        return Annotations(path, tuple(read(_content(path))))
+        with open_regular(path) as file:
+            packed: Any = gzip.GzipFile(fileobj=file) if path.name.lower().endswith(".gz") else file
+            content = read_at_most(packed, MOST_BYTES)
+        if len(content) > MOST_BYTES:
+            raise _Wrong(f"has more than {MOST_BYTES >> 20} MiB of annotations: leave out detections, or simplify it")
+        if not content.strip():
+            raise _Wrong("is empty")
+        return Annotations(path, tuple(read(content)))
+    except (OSError, EOFError, zlib.error) as error:
+        raise BadImage(path, f"cannot be read: {error}") from error
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
         told = "it is nested too deeply" if isinstance(error, RecursionError) else f"{type(error).__name__}: {error}"
         reason = str(error) if isinstance(error, _Wrong) else f"cannot be read as annotations: {told}"
@@ -94,23 +103,6 @@ def read_annotations(path: Path) -> Annotations:
 
 class _Wrong(ValueError):
     """What is wrong with a file, in words."""
-
-
-def _content(path: Path) -> bytes:
-    try:
-        with open_regular(path) as file:
-            if path.name.lower().endswith(".gz"):
-                with gzip.GzipFile(fileobj=file) as packed:
-                    content = read_at_most(packed, MOST_BYTES)
-            else:
-                content = read_at_most(file, MOST_BYTES)
-    except (OSError, EOFError, zlib.error) as error:
-        raise BadImage(path, f"cannot be read: {error}") from error
-    if len(content) > MOST_BYTES:
-        raise _Wrong(f"has more than {MOST_BYTES >> 20} MiB of annotations: leave out detections, or simplify it")
-    if not content.strip():
-        raise _Wrong("is empty")
-    return content
 
 
 # GeoJSON: a FeatureCollection, a list of features as QuPath writes it, one feature, or a geometry.

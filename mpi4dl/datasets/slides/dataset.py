@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._wording import counted, some
-from mpi4dl.datasets.base import BadImage, DatasetError, Kept, Pixels, printable
+from mpi4dl.datasets.base import BadImage, DatasetError, LastMade, Pixels, printable
 from mpi4dl.datasets.kinds import SLIDES
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.samples import COVARIATES, read_samples
@@ -89,7 +89,8 @@ class SlideFolder(SampleFiles):
             self.classes, self.values = self.pixels.classes, self.pixels.values
             self.remarks = (*self.remarks, *self.pixels.remarks)
         self.stains: dict[int, Measured | None] = {}
-        self._slides, self._patches, self._cells, self._recolours = Kept(MOST_OPEN), Kept(), Kept(), Kept()
+        self._slides, self._patches = LastMade(MOST_OPEN), LastMade()
+        self._cells, self._recolours = LastMade(), LastMade()
 
     def lists(self) -> tuple[ListedFiles, ...]:
         return (self,) if self.pixels is None else (self, self.pixels.files)

@@ -65,12 +65,7 @@ class NoSlide(BadImage):
 
 
 def read_instance(path: Path) -> Instance:
-    """The header of a DICOM file.
-
-    Raises:
-        BadImage: it cannot be read; NoSlide: it is not of a whole-slide image.
-        DatasetError: pydicom is not installed.
-    """
+    """The header of a DICOM file. Raises BadImage; NoSlide of another image; and DatasetError without pydicom."""
     pydicom = package("pydicom", f"{path}: reading {DICOM}")
     reader = package("pydicom.filereader", f"{path}: reading {DICOM}")
     with blaming(path), open_regular(path) as file:
@@ -189,19 +184,15 @@ def checked(path: Path) -> Path:
     if not levels:
         raise BadImage(path, "has no level of a pyramid, but labels or overviews alone: a file of the slide is missing")
     for image in {each.image: None for each in levels}:
-        _require_whole(path, [each for each in levels if each.image == image])
+        parts = [each for each in levels if each.image == image]
+        level = f"level of {parts[0].size[1]} x {parts[0].size[0]} px"
+        remedy = f"a file is missing in {parts[0].path.parent}: copy all {DICOM} files of the series"
+        total = max((each.parts or 1 for each in parts), default=1)
+        lacks = total - len({each.part for each in parts})
+        if lacks > 0:
+            raise BadImage(path, f"lacks {counted(lacks, 'file')} of {total} of its {level}: {remedy}")
+        tiles = math.prod(ceil_div(side, tile) for side, tile in zip(parts[0].size, parts[0].tile, strict=True))
+        frames = sum(each.frames for each in {each.part: each for each in parts}.values())
+        if frames < tiles and not any(each.sparse for each in parts):
+            raise BadImage(path, f"has {frames} of {tiles} tiles of its {level}: {remedy}")
     return _main(levels).path
-
-
-def _require_whole(path: Path, parts: Sequence[Instance]) -> None:
-    """Raise BadImage if files of a level are missing."""
-    level = f"level of {parts[0].size[1]} x {parts[0].size[0]} px"
-    remedy = f"a file is missing in {parts[0].path.parent}: copy all {DICOM} files of the series"
-    total = max((each.parts or 1 for each in parts), default=1)
-    lacks = total - len({each.part for each in parts})
-    if lacks > 0:
-        raise BadImage(path, f"lacks {counted(lacks, 'file')} of {total} of its {level}: {remedy}")
-    tiles = math.prod(ceil_div(side, tile) for side, tile in zip(parts[0].size, parts[0].tile, strict=True))
-    frames = sum(each.frames for each in {each.part: each for each in parts}.values())
-    if frames < tiles and not any(each.sparse for each in parts):
-        raise BadImage(path, f"has {frames} of {tiles} tiles of its {level}: {remedy}")

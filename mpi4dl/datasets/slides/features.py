@@ -166,12 +166,7 @@ class Bag:
 
 
 def open_bag(path: Path) -> Bag:
-    """The features in a file, its header read and the features not.
-
-    Raises:
-        BadImage: the file cannot be read, is damaged, or has no features of patches.
-        DatasetError: h5py is not installed.
-    """
+    """The features in a file, its header read and the features not. Raises BadImage, and DatasetError without h5py."""
     if path.suffix.lower() == PICKLED:
         shape, kind = _pickled(path).shape, "f"
         return Bag(path, *_shape(path, shape, kind))

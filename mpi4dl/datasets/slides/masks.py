@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._wording import counted, some
-from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError, Image, Kept
+from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError, Image, LastMade
 from mpi4dl.datasets.listed import File, ListedFiles, mask_as_text
 from mpi4dl.datasets.masks import IGNORE_INDEX, Mask, open_stored, values_in
 from mpi4dl.datasets.samples import Sample
@@ -108,7 +108,7 @@ class SlideMasks:
                 f"({paths[pictures.index(True)].name}): all of a table are of one kind"
             )
         self.are_pictures = all(pictures)
-        self._kept = Kept(MOST_CORNERS, attrgetter("num_corners"))
+        self._kept = LastMade(MOST_CORNERS, attrgetter("num_corners"))
         self.remarks: tuple[str, ...] = ()
         self._nameless = False
         if classes is not None:
@@ -149,7 +149,7 @@ class SlideMasks:
             self.remarks += (f"polygons of {some(left_out)} are left out, by QuPath's asterisk",)
         if not classes and nameless:
             self._nameless, classes = True, [ANNOTATED]
-            self._kept = Kept(MOST_CORNERS, attrgetter("num_corners"))
+            self._kept = LastMade(MOST_CORNERS, attrgetter("num_corners"))
         elif nameless:
             self.remarks += (f"{nameless} of {total} polygons have no class and are left out",)
         if not classes:

@@ -277,9 +277,7 @@ class SlideWindow:
 def open_slide(path: Path, resolution: Resolution | None = None) -> Slide:
     """A slide at a resolution, its header read and its pixels not. Of DICOM it is a file of it, or its folder.
 
-    Raises:
-        BadImage: the file cannot be read, is damaged, or does not have this resolution.
-        DatasetError: the package that reads this format is not installed.
+    Raises BadImage, also where it does not have this resolution, and DatasetError without the package that reads it.
     """
     resolution = resolution or Resolution()
     with blaming(path):
@@ -300,7 +298,13 @@ def _opened(path: Path) -> SlideFile:
         if vendor_of(path) is not None:  # which knows its pages from labels, and the factors of its levels
             return _openslide_file(path, path)
         with suppress(tiff.Unsupported):  # Pillow may read it
-            return _tiff_file(path)
+            images, page = tiff.open_levels(path)
+            height, width = images[0].size
+            levels = (Level(image, math.sqrt((height / image.size[0]) * (width / image.size[1]))) for image in images)
+            _require_one_slide(path, page, images)
+            mpp, aspect, power = _described(page)
+            vendor = "OME-TIFF" if page.ome else "aperio" if page.description.startswith("Aperio") else "TIFF"
+            return SlideFile(path, tuple(levels), mpp, power, None, page.profile, vendor, aspect)
     return SlideFile(path, (Level(open_image(path), 1.0),), vendor=path.suffix.lower().lstrip("."))
 
 
@@ -326,16 +330,6 @@ def _openslide_file(path: Path, main: Path) -> SlideFile:
     power = _number(found.get("openslide.objective-power"))
     vendor = found.get("openslide.vendor", "")
     return SlideFile(path, levels, mpp, power, bounds, bytes(profile) or None, vendor, aspect)
-
-
-def _tiff_file(path: Path) -> SlideFile:
-    images, page = tiff.open_levels(path)
-    height, width = images[0].size
-    levels = (Level(image, math.sqrt((height / image.size[0]) * (width / image.size[1]))) for image in images)
-    _require_one_slide(path, page, images)
-    mpp, aspect, power = _described(page)
-    vendor = "OME-TIFF" if page.ome else "aperio" if page.description.startswith("Aperio") else "TIFF"
-    return SlideFile(path, tuple(levels), mpp, power, None, page.profile, vendor, aspect)
 
 
 def _described(page: "tiff.PageFacts") -> tuple[float | None, tuple[float, float], float | None]:

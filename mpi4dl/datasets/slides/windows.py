@@ -69,7 +69,11 @@ class RandomWindows(SlideWindows):
         index, number = self.indices[sample], sample % self._each
         slide: Slide = self._slides.image(index)
         random = np.random.default_rng((WINDOW_STREAM, *self._key, index, number))
-        centre = self._on_a_class(index, random) if random.random() < self._on_classes else None
+        centre: Corner | None = None
+        if random.random() < self._on_classes:
+            mask, numbers = self._slides.label(index), np.arange(1, len(self.classes))
+            places = (mask.place(number, random) for number in random.permutation(numbers).tolist())
+            centre = next((place for place in places if place is not None), None)
         if centre is None:
             side = max(1, min(self._size) // CELLS)
             cells = self._slides.tissue_patches(index, side)
@@ -80,14 +84,6 @@ class RandomWindows(SlideWindows):
         sides = zip(centre, self._size, slide.size, strict=True)
         top, left = (max(0, min(at - side // 2, most - side)) for at, side, most in sides)
         return top, left
-
-    def _on_a_class(self, index: int, random: np.random.Generator) -> Corner | None:
-        mask = self._slides.label(index)
-        for number in random.permutation(np.arange(1, len(self.classes))).tolist():
-            found: Corner | None = mask.place(number, random)
-            if found is not None:
-                return found
-        return None
 
 
 class GridWindows(SlideWindows):
