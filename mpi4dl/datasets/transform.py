@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 BLOCK_PX = 256
 BLOCK_SOURCE_PX = 4096
 SLAB = 16  # of a volume, so many slices are resized at once
-READ_AT_ONCE = 1 << 24  # pixels of a mask
+READ_AT_ONCE = 1 << 23  # pixels of a mask
 
 
 class Frame(NamedTuple):
@@ -130,16 +130,17 @@ def _resize_block(image: Image, frames: Sequence[Frame], block: Sequence[Interva
     return np.stack([np.asarray(plane) for plane in planes], axis=2)
 
 
-def nearest(read: Callable[..., npt.NDArray[Any]], places: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[Any]:
-    """The pixels of a mask at these places of each axis, in order; of few of its rows at a time."""
+def nearest(
+    read: Callable[..., npt.NDArray[Any]], places: Sequence[npt.NDArray[np.int64]], out: npt.NDArray[Any]
+) -> None:
+    """Put the pixels of a mask at these places, in order along each axis, into `out`; few of its rows at once."""
     first, *others = places
     space = [Interval(int(at[0]), int(at[-1]) + 1) for at in others]
     step = max(1, int(READ_AT_ONCE / prod(each.length for each in space) * len(first) / (first[-1] - first[0] + 1)))
-    found = []
-    for rows in (first[start : start + step] for start in range(0, len(first), step)):
+    for start in range(0, len(first), step):
+        rows = first[start : start + step]
         part = read(Interval(int(rows[0]), int(rows[-1]) + 1), *space)
-        found.append(part[np.ix_(rows - rows[0], *(at - at[0] for at in others))])
-    return np.concatenate(found)
+        out[start : start + step] = part[np.ix_(rows - rows[0], *(at - at[0] for at in others))]
 
 
 # A transform of the user's, pixel by pixel: what each rank may do to its own box of an image, alone.
@@ -479,11 +480,11 @@ class Cropped:
     def nearest(self, mask: Any, *space: Interval) -> npt.NDArray[Any]:
         """The same of the nearest pixels of a mask."""
         places = [self.source(axis, np.arange(*wanted)) for axis, wanted in zip(self.axes, space, strict=True)]
-        inside = [(at >= 0) & (at < side) for at, side in zip(places, self.sides, strict=True)]
+        inside = [np.flatnonzero((at >= 0) & (at < side)) for at, side in zip(places, self.sides, strict=True)]
         found = np.full((*map(len, places), prod(mask.others)), mask.outside, mask.dtype)
-        if all(each.any() for each in inside):
-            kept = [at[each] for at, each in zip(places, inside, strict=True)]
-            found[np.ix_(*inside)] = nearest(mask.read, kept)
+        if all(map(len, inside)):
+            part = found[tuple(slice(int(each[0]), int(each[-1]) + 1) for each in inside)]
+            nearest(mask.read, [at[each] for at, each in zip(places, inside, strict=True)], part)
         return found
 
     def source(self, axis: Frame, at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

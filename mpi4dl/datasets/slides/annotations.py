@@ -400,9 +400,10 @@ class PictureMask:
     def read(self, *space: Interval) -> npt.NDArray[np.int64]:
         """A box of it, (rows, columns), int64; -100 is none. Raises BadImage."""
         places = [self._sources(axis, wanted) for axis, wanted in enumerate(space)]
-        if not all(map(len, places)):
-            return np.empty([*map(len, places)], np.int64)
-        return nearest(self.mask.read, places)
+        found = np.empty([*map(len, places)], np.int64)
+        if found.size:
+            nearest(self.mask.read, places, found)
+        return found
 
     def place(self, number: int, random: np.random.Generator) -> tuple[int, int] | None:
         """A random pixel of a class, by a thumbnail of the mask; None if it shows none."""
