@@ -16,12 +16,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._files import Replacement, naming, write_durably
+from mpi4dl._files import write_durably
 from mpi4dl._wording import literal, to_install
 from mpi4dl.datasets.base import DatasetError
 from mpi4dl.datasets.slides.geojson import collection, feature, squares
 from mpi4dl.datasets.slides.slide import Slide
 from mpi4dl.geometry import Interval
+from mpi4dl.inference.class_maps import write_pyramid
 
 FOLDER = "maps"
 THUMBNAIL_PX = 1200
@@ -85,7 +86,7 @@ def write_map(folder: Path, name: Path, slide: Slide, found: PatchMap) -> list[P
     paths = [base.with_name(f"{base.name}{ending}") for ending in (".png", ".geojson", ".ome.tif")]
     write_durably(paths[0], picture(slide, found))
     write_durably(paths[1], geojson(slide, found).encode())
-    _write_ome(paths[2], slide, found)
+    write_pyramid(paths[2], [grid_of(found)], slide, [found.title], found.patch)
     return paths
 
 
@@ -120,17 +121,6 @@ def grid_of(found: PatchMap) -> npt.NDArray[np.float32]:
     grid = np.full(places.max(0) + 1, np.nan, np.float32)
     grid[tuple(places.T)] = found.values
     return grid
-
-
-def _write_ome(path: Path, slide: Slide, found: PatchMap) -> None:
-    import tifffile
-
-    about: dict[str, Any] = {"axes": "YX", "Channel": {"Name": found.title}}
-    if slide.mpp is not None:
-        side = slide.mpp * found.patch
-        about |= {"PhysicalSizeX": side, "PhysicalSizeY": side, "PhysicalSizeXUnit": "µm", "PhysicalSizeYUnit": "µm"}
-    with naming(path), Replacement(path) as temporary, temporary.open("wb") as file:
-        tifffile.imwrite(file, grid_of(found), ome=True, metadata=about, compression="zlib")
 
 
 def picture(slide: Slide, found: PatchMap) -> bytes:
