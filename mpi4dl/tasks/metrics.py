@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from mpi4dl.tasks import losses
+from mpi4dl.tasks.curves import curve_of
+from mpi4dl.tasks.measuring import OfAll
 
 Measure = Callable[[Tensor], Tensor]
 THRESHOLD = 0.5  # of the probability above which a label counts as there
@@ -131,33 +133,26 @@ def _classes(targets: Tensor) -> Tensor:
     return targets.argmax(1) if targets.dim() == 2 else targets.long()
 
 
-class Ranked:
-    """The area under a curve of samples in the order of their probabilities.
+def mean_area(
+    area: Callable[[Tensor, Tensor], float | None],
+    ignore_index: int,
+    labels: bool,
+    probabilities: Tensor,
+    targets: Tensor,
+) -> float:
+    """The area under a curve of samples in the order of their probabilities (N, classes).
 
     Of two classes it is that of the second, of more the mean of each against the others, and of `labels` the mean.
     Classes of which it is not defined are left out: it is NaN if nothing is left.
     """
-
-    def __init__(self, area: Callable[[Tensor, Tensor], float | None], ignore_index: int, labels: bool) -> None:
-        self.area, self.ignore_index, self.labels = area, ignore_index, labels
-        self.seen: list[tuple[Tensor, Tensor]] = []
-
-    def update(self, probabilities: Tensor, targets: Tensor) -> None:
-        self.seen.append((probabilities.double(), targets.long() if self.labels else _classes(targets)))
-
-    def merge_state(self, other: "Ranked") -> None:
-        self.seen += other.seen
-
-    def compute(self) -> Tensor:
-        probabilities, targets = (torch.cat(parts) for parts in zip(*self.seen, strict=True))
-        size = probabilities.shape[1]
-        areas = []
-        for c in (1,) if size == 2 and not self.labels else range(size):
-            own, positive = (targets[:, c], 1) if self.labels else (targets, c)
-            known = own != self.ignore_index
-            areas.append(self.area(probabilities[known, c], own[known] == positive))
-        defined = [area for area in areas if area is not None]
-        return torch.tensor(defined or [torch.nan], dtype=torch.float64).mean()
+    size, targets = probabilities.shape[1], targets.long() if labels else _classes(targets)
+    areas = []
+    for c in (1,) if size == 2 and not labels else range(size):
+        own, positive = (targets[:, c], 1) if labels else (targets, c)
+        known = own != ignore_index
+        areas.append(area(probabilities[known, c], own[known] == positive))
+    defined = [area for area in areas if area is not None]
+    return float(torch.tensor(defined or [torch.nan], dtype=torch.float64).mean())
 
 
 def area_under_curve(scores: Tensor, positive: Tensor) -> float | None:
@@ -166,26 +161,16 @@ def area_under_curve(scores: Tensor, positive: Tensor) -> float | None:
     It is the area under the ROC curve. Equal scores count half, as in Hanley and McNeil 1982, "The meaning and use of
     the area under a receiver operating characteristic curve".
     """
-    num_positive = int(positive.sum())
-    num_others = len(positive) - num_positive
-    if not num_positive or not num_others:
-        return None
-    _, places, numbers = torch.unique(scores, return_inverse=True, return_counts=True)
-    of_positive = torch.bincount(places, weights=positive.double(), minlength=len(numbers))
-    of_others = numbers - of_positive
-    below = of_others.cumsum(0) - of_others
-    return float((of_positive * (below + of_others / 2)).sum() / (num_positive * num_others))
+    curve = curve_of(scores, positive)
+    pairs = curve.num_positive * curve.num_negative
+    return float(torch.trapezoid(curve.found.double(), curve.called - curve.found) / pairs) if pairs else None
 
 
 def average_precision(scores: Tensor, positive: Tensor) -> float | None:
     """The mean, over `positive` (N,), of the precision at their scores (N,); None without any."""
-    num_positive = int(positive.sum())
-    if not num_positive:
-        return None
-    _, places, numbers = torch.unique(scores, return_inverse=True, return_counts=True)
-    of_positive = torch.bincount(places, weights=positive.double(), minlength=len(numbers)).flip(0)
-    precision = of_positive.cumsum(0) / numbers.flip(0).cumsum(0)
-    return float((of_positive * precision).sum() / num_positive)
+    curve = curve_of(scores, positive)
+    total = (curve.found.diff() * curve.precision[1:]).sum()
+    return float(total / curve.num_positive) if curve.num_positive else None
 
 
 class MeanError:
@@ -256,21 +241,8 @@ class RSquared:
         return torch.where(constant, (self.errors == 0).double(), found).mean()
 
 
-class Concordance:
-    """Harrell's concordance index of risks (N,) or (N, 1): `survival.concordance`."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def update(self, risk: Tensor, targets: Any) -> None:
-        self.seen.append((risk.reshape(-1), *losses.times_and_events(targets)))
-
-    def merge_state(self, other: "Concordance") -> None:
-        self.seen += other.seen
-
-    def compute(self) -> Tensor:
-        found = losses.concordance(*(torch.cat(parts) for parts in zip(*self.seen, strict=True)))
-        return torch.tensor(found, dtype=torch.float64)
+def _concordance(risk: Tensor, targets: Any) -> float:
+    return losses.concordance(risk, *losses.times_and_events(targets))
 
 
 MEASURES: Mapping[str, Measure] = {
@@ -289,7 +261,7 @@ OF_NUMBERS: Mapping[str, Callable[[], Any]] = {
     "rmse": partial(MeanError, 2, root=True),
     "r2": RSquared,
     "psnr": PeakSignalToNoise,
-    "concordance": Concordance,
+    "concordance": partial(OfAll, _concordance),
 }
 
 
@@ -299,7 +271,7 @@ def make_metric(task: str, name: str, num_classes: int, ignore_index: int) -> An
     if name in OF_NUMBERS:
         return OF_NUMBERS[name]()
     if name in OF_RANKS:
-        return Ranked(OF_RANKS[name], ignore_index, labels)
+        return OfAll(partial(mean_area, OF_RANKS[name], ignore_index, labels))
     return (OfLabels if labels else OfCounts)(num_classes, MEASURES[name], ignore_index)
 
 
