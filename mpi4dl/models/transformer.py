@@ -235,32 +235,18 @@ class TransformerBlock(nn.Module):
         num_heads: int,
         ff_dim: int | None = None,
         *,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        causal: bool = False,
-        rotary: bool = False,
-        rotary_base: float = ROTARY_BASE,
         activation: Activation = "gelu",
         norm: Norm = "layer",
         norm_eps: float = NORM_EPS,
         bias: bool = True,
         dropout: float = 0.0,
         mixture: nn.Module | None = None,
+        **attention: Any,
     ) -> None:
         super().__init__()
         self.mixed, self.penalized = mixture is not None, getattr(mixture, "penalizes", False)
         self.norm1 = make_norm(hidden, norm, norm_eps)
-        self.attention = Attention(
-            hidden,
-            num_heads,
-            num_kv_heads,
-            head_dim=head_dim,
-            causal=causal,
-            rotary=rotary,
-            rotary_base=rotary_base,
-            bias=bias,
-            dropout=dropout,
-        )
+        self.attention = Attention(hidden, num_heads, bias=bias, dropout=dropout, **attention)
         self.norm2 = make_norm(hidden, norm, norm_eps)
         self.feed_forward = FeedForward(hidden, ff_dim, activation, dropout, bias) if mixture is None else mixture
 
