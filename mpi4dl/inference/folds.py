@@ -22,7 +22,7 @@ from mpi4dl.datasets.split import Named
 from mpi4dl.inference.images import open_files_of_run
 from mpi4dl.inference.model import Predictor
 from mpi4dl.inference.options import Inference
-from mpi4dl.inference.samples import UNDEFINED, Judging, Samples
+from mpi4dl.inference.samples import Judging, Samples, shown
 from mpi4dl.inference.scoring import Scores, score, scores_of
 from mpi4dl.options.sources import FOLDS
 from mpi4dl.results.evaluations import beside, file_of_evaluation, write_evaluation
@@ -158,15 +158,11 @@ def summary_lines(found: Sequence[FoldScores], level: float) -> Iterator[str]:
         yield f"by {name}, mean over {counted(len(found), 'fold')}:"
         head = ("metric", *(f"fold {each.fold}" for each in found), "mean", "sd", f"{100 * level:g} % from", "to")
         rows = (
-            (metric, *(_shown(value) for value in (*of.values, of.mean, of.deviation, of.low, of.high)))
+            (metric, *(shown(value) for value in (*of.values, of.mean, of.deviation, of.low, of.high)))
             for metric, of in metrics.items()
         )
         yield from aligned([head, *rows], {"metric"})
         yield ""
-
-
-def _shown(value: float) -> str:
-    return UNDEFINED if math.isnan(value) else f"{value:.4f}"
 
 
 def summary_table(found: Sequence[FoldScores], level: float) -> bytes:

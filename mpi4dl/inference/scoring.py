@@ -3,10 +3,9 @@
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ from mpi4dl.inference.pictures import Example, jpeg_of, scale_of
 from mpi4dl.inference.records import NOT_NUMBERS, columns_of, is_undefined
 from mpi4dl.inference.samples import (
     CONFUSION,
-    UNDEFINED,
+    WHY_NONE,
     WITHOUT_PICTURE,
     Judging,
     Measure,
@@ -41,6 +40,7 @@ from mpi4dl.inference.samples import (
     draw_curves,
     measured_by,
     members_of,
+    shown,
 )
 from mpi4dl.inference.tiled import Joined, TilesAlone
 from mpi4dl.results.evaluations import write_evaluation
@@ -49,7 +49,7 @@ from mpi4dl.results.names import EXAMPLES
 from mpi4dl.tasks.curves import CallCounts, is_rule
 from mpi4dl.tasks.formulas import as_targets
 from mpi4dl.tasks.likeness import Likeness
-from mpi4dl.tasks.metrics import MEASURES, WHY_NONE, of_class
+from mpi4dl.tasks.metrics import MEASURES, of_class
 from mpi4dl.tasks.seams import Seams
 from mpi4dl.tasks.task import ALIKE, LIKENESS, LPIPS, SEAMS, TASKS, Regress
 
@@ -125,7 +125,7 @@ class Scores:
         known = {name for name, m in of.metrics.items() if not math.isnan(m.low)}
         ends = {name: (f"{m.low:.4f}", f"{m.high:.4f}") if name in known else ("-", "-")
                 for name, m in of.metrics.items()}  # fmt: skip
-        rows = [(name, _shown(m.value), *(ends[name] if intervals else ())) for name, m in of.metrics.items()]
+        rows = [(name, shown(m.value), *(ends[name] if intervals else ())) for name, m in of.metrics.items()]
         yield from aligned([head, *rows], {"metric"})
         if intervals and len(known) < len(rows):
             kind = self.what if self.patients is None else "patient"
@@ -183,10 +183,6 @@ class Scores:
 
 def _as_json(metrics: Mapping[str, Measured], level: float) -> dict[str, Any]:
     return {name: {"value": m.value, "low": m.low, "high": m.high, "level": level} for name, m in metrics.items()}
-
-
-def _shown(value: float) -> str:
-    return UNDEFINED if math.isnan(value) else f"{value:.4f}"
 
 
 def _is_square(confusion: list[Any]) -> bool:
@@ -346,6 +342,13 @@ def _about_thresholds(levels: Sequence[LevelScores], judging: Judging) -> Iterat
         )
 
 
+def mean_of(values: Sequence[Mapping[str, float]], where_defined: Collection[str]) -> Measure:
+    """The mean of each metric over images, or patients; of these metrics over those of which they are defined."""
+    columns = {name: torch.tensor([each[name] for each in values], dtype=torch.float64) for name in values[0]}
+    kinds = {name: torch.nanmean if name in where_defined else torch.mean for name in columns}
+    return lambda drawn: {name: float(kinds[name](column[drawn])) for name, column in columns.items()}
+
+
 def patients_of(images: Any) -> list[str] | None:
     """The patient of each image, if they are known."""
     whole, indices = in_whole(images)
@@ -427,35 +430,19 @@ class _Collected(ABC):
         return Scores(task, self.model.classes, metrics=metrics, confusion=confusion, what=noun, **kept)
 
     def _scores_by(
-        self,
-        functions: Mapping[str, Measure],
-        confusion: list[Any] | None,
-        resamples: int,
-        level: float,
-        kept: dict[str, Any],
+        self, measure: Measure, confusion: list[Any] | None, resamples: int, level: float, kept: dict[str, Any]
     ) -> Scores:
-        """The scores of functions of the numbers of images; with patients also the means of those of each patient."""
+        """The scores by a measure of images; with patients also the means of what it is of each patient."""
         if self.patients is None:
-            metrics = measured_by(functions, members_of(range(self.count)), self.count, resamples, level)
+            metrics = measured_by(measure, members_of(range(self.count)), self.count, resamples, level)
             return self._scores(metrics, confusion, kept)
         members = members_of(self.patients[index] for index in self.indices)
-        metrics, count = measured_by(functions, members, self.count, resamples, level), len(members)
-        of_each = {
-            name: torch.tensor([function(own) for own in members.values()], dtype=torch.float64)
-            for name, function in functions.items()
-        }
-
-        def mean(name: str) -> Measure:
-            return lambda drawn: float(of_each[name][drawn].nanmean())
-
-        means = measured_by({name: mean(name) for name in functions}, members_of(range(count)), count, resamples, level)
+        metrics, count = measured_by(measure, members, self.count, resamples, level), len(members)
+        of_each = [measure(own) for own in members.values()]
+        means = measured_by(mean_of(of_each, of_each[0]), members_of(range(count)), count, resamples, level)
         records = [
-            {
-                "patient": patient,
-                "slides": len(own),
-                **{name: values[number].item() for name, values in of_each.items()},
-            }
-            for number, (patient, own) in enumerate(members.items())
+            {"patient": patient, "slides": len(own), **found}
+            for (patient, own), found in zip(members.items(), of_each, strict=True)
         ]
         patients = LevelScores("patient", count, means, records=records)
         return self._scores(metrics, confusion, {**kept, "patients": patients})
@@ -625,15 +612,14 @@ class _Masks(_Collected):
     def _measured(self, judging: Judging, resamples: int, level: float, speaks: bool, kept: dict[str, Any]) -> Scores:
         counts = torch.stack(self.counts).double()
 
-        def function(of: Any) -> Callable[[Tensor], float]:
-            return lambda drawn: float(of(counts[drawn].sum(0)))
+        def measure(drawn: Tensor) -> dict[str, float]:
+            total = counts[drawn].sum(0)
+            found = {name: float(MEASURES[name](total)) for name in ALIKE}
+            for number, name in enumerate(() if self.task.binary else self.model.classes):
+                found |= {f"{overlap} {name}": of_class(overlap, number, total) for overlap in ("dice", "iou")}
+            return found
 
-        functions = {name: function(MEASURES[name]) for name in ALIKE}
-        if not self.task.binary:
-            for number, name in enumerate(self.model.classes):
-                for measure in ("dice", "iou"):
-                    functions[f"{measure} {name}"] = function(partial(of_class, measure, number))
-        return self._scores_by(functions, counts.sum(0).long().tolist(), resamples, level, kept)
+        return self._scores_by(measure, counts.sum(0).long().tolist(), resamples, level, kept)
 
 
 class _WithoutLabels(Subset):
@@ -743,12 +729,9 @@ class _Pictures(_Collected):
             self.records[index] |= {name: whole[name] for name in SEAMS if name in whole and "seams" in alike}
 
     def _measured(self, judging: Judging, resamples: int, level: float, speaks: bool, kept: dict[str, Any]) -> Scores:
-        def function(name: str) -> Callable[[Tensor], float]:
-            values = torch.tensor([self.alike[index][name] for index in self.indices], dtype=torch.float64)
-            mean = torch.nanmean if name in SEAMS else torch.mean  # an image of one tile has no seam
-            return lambda drawn: float(mean(values[drawn]))
-
-        return self._scores_by({name: function(name) for name in self.metric_names}, None, resamples, level, kept)
+        values = [{name: self.alike[index][name] for name in self.metric_names} for index in self.indices]
+        measure = mean_of(values, SEAMS)  # an image of one tile has no seam
+        return self._scores_by(measure, None, resamples, level, kept)
 
 
 class _Pair:

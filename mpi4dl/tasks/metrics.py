@@ -1,4 +1,4 @@
-"""Metrics by name, which add up over ranks, as scikit-learn has them; and their intervals by the bootstrap.
+"""Metrics by name, which add up over ranks, as scikit-learn has them.
 
 A metric has `update(predictions, targets)`, `merge_state(other)` and `compute()`. All count in float64.
 """
@@ -6,7 +6,7 @@ A metric has `update(predictions, targets)`, `merge_state(other)` and `compute()
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,7 +134,7 @@ def _classes(targets: Tensor) -> Tensor:
 
 
 def mean_area(
-    area: Callable[[Tensor, Tensor], float | None],
+    area: Callable[[Tensor, Tensor], float],
     ignore_index: int,
     labels: bool,
     probabilities: Tensor,
@@ -151,26 +151,25 @@ def mean_area(
         own, positive = (targets[:, c], 1) if labels else (targets, c)
         known = own != ignore_index
         areas.append(area(probabilities[known, c], own[known] == positive))
-    defined = [area for area in areas if area is not None]
-    return float(torch.tensor(defined or [torch.nan], dtype=torch.float64).mean())
+    return float(torch.tensor(areas, dtype=torch.float64).nanmean())
 
 
-def area_under_curve(scores: Tensor, positive: Tensor) -> float | None:
-    """How probable it is that one of `positive` (N,) has a higher score (N,) than another; None without both kinds.
+def area_under_curve(scores: Tensor, positive: Tensor) -> float:
+    """How probable it is that one of `positive` (N,) has a higher score (N,) than another; NaN without both kinds.
 
     It is the area under the ROC curve. Equal scores count half, as in Hanley and McNeil 1982, "The meaning and use of
     the area under a receiver operating characteristic curve".
     """
     curve = curve_of(scores, positive)
     pairs = curve.num_positive * curve.num_negative
-    return float(torch.trapezoid(curve.found.double(), curve.called - curve.found) / pairs) if pairs else None
+    return float(torch.trapezoid(curve.found.double(), curve.called - curve.found) / pairs) if pairs else math.nan
 
 
-def average_precision(scores: Tensor, positive: Tensor) -> float | None:
-    """The mean, over `positive` (N,), of the precision at their scores (N,); None without any."""
+def average_precision(scores: Tensor, positive: Tensor) -> float:
+    """The mean, over `positive` (N,), of the precision at their scores (N,); NaN without any."""
     curve = curve_of(scores, positive)
     total = (curve.found.diff() * curve.precision[1:]).sum()
-    return float(total / curve.num_positive) if curve.num_positive else None
+    return float(total / curve.num_positive) if curve.num_positive else math.nan
 
 
 class MeanError:
@@ -273,50 +272,3 @@ def make_metric(task: str, name: str, num_classes: int, ignore_index: int) -> An
     if name in OF_RANKS:
         return OfAll(partial(mean_area, OF_RANKS[name], ignore_index, labels))
     return (OfLabels if labels else OfCounts)(num_classes, MEASURES[name], ignore_index)
-
-
-# Intervals of metrics by the bootstrap: the metric of samples drawn anew, with replacement, again and again.
-
-LEAST_SAMPLES = 10  # of fewer there are too few resamples that differ
-WHY_NONE = f"an interval takes {LEAST_SAMPLES} images or more, and resamples that differ"
-
-
-class Bounds(NamedTuple):
-    """The ends of an interval that holds a share `level` of the resampled metric, and how often it was defined.
-
-    The ends are NaN where there is no interval: of too few samples, or of resamples that all give the same.
-    """
-
-    low: float
-    high: float
-    defined: int
-
-
-def bootstrap(
-    metric: Callable[[Tensor], float],
-    num_samples: int,
-    *,
-    num_resamples: int = 1000,
-    level: float = 0.95,
-    seed: int = 0,
-) -> Bounds:
-    """The percentile interval of `metric(numbers)`, a function of the numbers (int64, (num_samples,)) of samples.
-
-    A sample is what was drawn independently, such as an image, not a pixel. Resamples of which the metric is not a
-    number, as where a class is missing, are left out. Efron 1979, "Bootstrap methods: another look at the jackknife".
-    """
-    if num_samples < 1 or num_resamples < 1 or not 0 < level < 1:
-        raise ValueError(
-            f"`num_samples` {num_samples} and `num_resamples` {num_resamples} must be at least 1, and `level` {level} "
-            "between 0 and 1"
-        )
-    generator = torch.Generator().manual_seed(seed)
-    draws = (torch.randint(num_samples, (num_samples,), generator=generator) for _ in range(num_resamples))
-    found = [value for value in map(metric, draws) if not math.isnan(value)]
-    if not found:
-        return Bounds(math.nan, math.nan, 0)
-    ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
-    low, high = torch.tensor(found, dtype=torch.float64).quantile(ends).tolist()
-    if num_samples < LEAST_SAMPLES or low == high:
-        low = high = math.nan
-    return Bounds(low, high, len(found))
