@@ -90,11 +90,6 @@ def place_of(device: "torch.device") -> NodeMemory:
     return NodeMemory(platform.node(), memory_of_node())
 
 
-def _largest_resident_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 def peak_memory_bytes(device: Device) -> int:
     """The most bytes in use at once since the process started, or since the peak was last reset.
 
@@ -105,8 +100,8 @@ def peak_memory_bytes(device: Device) -> int:
         import torch
 
         return torch.cuda.max_memory_allocated(device)
-    peak = _status_bytes("VmHWM")
-    return _largest_resident_bytes() if peak is None else peak
+    unit = 1 if sys.platform == "darwin" else 1024
+    return _status_bytes("VmHWM") or unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _on_gpu(device: Device) -> bool:

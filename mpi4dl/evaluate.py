@@ -4,7 +4,7 @@ It prints metrics with intervals and the confusion matrix, of slides by slide an
 run, with a line for each image, curves and calibration.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ if runs(__name__):
     failure.arm()  # before anything else that may fail on one rank alone
 
 from mpi4dl._wording import counted
-from mpi4dl.inference.options import Evaluating, Inference, Inputs, LabelledColumns, Placing
+from mpi4dl.inference.options import EvaluationOptions, Inference
 from mpi4dl.options.command import CommandLine, command
 
 if TYPE_CHECKING:
@@ -28,11 +28,8 @@ DESCRIPTION = "Measure how well a trained model does on images with labels."
 
 
 @dataclass(frozen=True)
-class EvaluateConfig:
-    evaluating: Evaluating = field(default_factory=Evaluating)
-    columns: LabelledColumns = field(default_factory=LabelledColumns)
-    inputs: Inputs = field(default_factory=Inputs)
-    placing: Placing = field(default_factory=Placing)
+class EvaluateConfig(Inference, EvaluationOptions):
+    """The options of the command."""
 
 
 @command(EvaluateConfig, USAGE, DESCRIPTION, source="the folder of a run, a checkpoint, or weights")

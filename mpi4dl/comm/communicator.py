@@ -296,14 +296,12 @@ class Communicator(PointToPoint):
             return Pending(self.node)
         small_sum = op == "sum" and root is None and tensor.is_floating_point() and tensor.nbytes <= ALIKE_BYTES
         if small_sum and tensor.is_cuda and self.nccl is not None:
-            return self._sum_everywhere(tensor.detach())
+            # The whole tensor goes to all, each of whom adds up what came, in the order of the ranks.
+            target = tensor.detach()
+            everywhere = [target.contiguous()] * self.size
+            pending, add_up = transport.swap_parts(self, everywhere, transport.SCATTER_TAG, collective=True)
+            return pending.then(lambda: target.copy_(add_up()))
         return self._in_place(tensor.detach(), lambda x: self._reduce(x, op, root))
-
-    def _sum_everywhere(self, tensor: Tensor) -> Pending:
-        """Start to send the whole tensor to all, each of whom adds up what came, in the order of the ranks."""
-        everywhere = [tensor.contiguous()] * self.size
-        pending, add_up = transport.swap_parts(self, everywhere, transport.SCATTER_TAG, collective=True)
-        return pending.then(lambda: tensor.copy_(add_up()))
 
     def _reduce(self, tensor: Tensor, op: str, root: int | None) -> Pending:
         """The same for a dense tensor on the host, now."""

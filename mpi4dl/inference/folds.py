@@ -105,14 +105,10 @@ def _looked_at(folder: Path, part: str | None) -> tuple[dict[int, Path], str, li
     for path, then in settings.items():
         require_alike(path, then, settings[next(iter(settings))])
     if part is None:  # slides for tests that all folds share are seen by none, and so are no fold's own
-        own = not (folder / FOLDS).is_file() and all(_has_tests(path) for path in runs.values())
+        kept = [found.samples if (found := RunSamples.at(path)) else [] for path in runs.values()]
+        own = not (folder / FOLDS).is_file() and all("test" in {each.split for each in samples} for samples in kept)
         part = "test" if own else "val"
     return runs, part, [fold for fold in every if fold not in runs]
-
-
-def _has_tests(run: Path) -> bool:
-    kept = RunSamples.at(run)
-    return kept is not None and any(each.split == "test" for each in kept.samples)
 
 
 class Summary(NamedTuple):

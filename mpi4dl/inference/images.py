@@ -1,6 +1,7 @@
 """The images that a trained model looks at: with labels, to be compared with, or any, wherever they lie."""
 
 import glob
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
@@ -377,9 +378,9 @@ def _listed(
         raise DatasetError(f"{source}: no such file or folder; expected {what}, a folder of them, a pattern, or a list")
     if not found:
         raise DatasetError(problem)
-    twice = _twice([each.name for each in found])
-    if twice is not None:
-        raise DatasetError(f"{source}: names {twice} twice")
+    (name, times), *_ = Counter(each.name for each in found).most_common(1)
+    if times > 1:
+        raise DatasetError(f"{source}: names {name} twice")
     return listed(root, found, volumes, channels)
 
 
@@ -393,11 +394,6 @@ def _require_image(path: Path, volumes: bool) -> None:
             f"{path} is no {kind} ({error.reason}): name {kind}s, a folder of them, a pattern, or a file that ends in "
             f"{' or '.join(LISTS)} with a path in each line"
         ) from error
-
-
-def _twice(names: Sequence[str]) -> str | None:
-    seen: set[str] = set()
-    return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]
 
 
 def _file(name: str, path: Path) -> File:

@@ -46,11 +46,12 @@ from mpi4dl.inference.pictures import (
     tiff_header,
     write_zarr,
 )
-from mpi4dl.inference.records import NOT_NUMBERS, columns_of, is_undefined
+from mpi4dl.inference.records import NOT_NUMBERS, columns_of
 from mpi4dl.results.formats import Record
 from mpi4dl.results.job import FolderJob, ItemInput, settings_of
 from mpi4dl.results.names import IMAGES, PREDICTIONS
 from mpi4dl.results.slides import places_of
+from mpi4dl.tasks.measuring import is_undefined
 
 if TYPE_CHECKING:
     from mpi4dl.inference.cell_maps import CellMaps

@@ -25,7 +25,7 @@ from mpi4dl.inference.masks import Target, WindowInterval, Windows, targets_of
 from mpi4dl.inference.model import Prediction, Predictor
 from mpi4dl.inference.options import Inference, near_square
 from mpi4dl.inference.pictures import Example, jpeg_of, scale_of
-from mpi4dl.inference.records import NOT_NUMBERS, columns_of, is_undefined
+from mpi4dl.inference.records import NOT_NUMBERS, columns_of
 from mpi4dl.inference.samples import (
     CONFUSION,
     WHY_NONE,
@@ -49,6 +49,7 @@ from mpi4dl.results.names import EXAMPLES
 from mpi4dl.tasks.curves import CallCounts, is_rule
 from mpi4dl.tasks.formulas import as_targets
 from mpi4dl.tasks.likeness import Likeness
+from mpi4dl.tasks.measuring import is_undefined
 from mpi4dl.tasks.metrics import MEASURES, of_class
 from mpi4dl.tasks.seams import Seams
 from mpi4dl.tasks.task import ALIKE, LIKENESS, LPIPS, SEAMS, TASKS, Regress
@@ -384,13 +385,6 @@ def _core_of(mask: Any, target: Target, intervals: Sequence[WindowInterval]) -> 
     return MaskWindow(mask, (row, col), target.frame, tuple(cut.core.shift(-cut.start) for cut in intervals))
 
 
-def _undefined(predicted: Tensor) -> bool:
-    """Whether a part of a mask is of outputs that are not numbers."""
-    if not predicted.numel():
-        return False
-    return bool(predicted.isnan().any()) if predicted.is_floating_point() else int(predicted.min()) < 0
-
-
 class _Collected(ABC):
     """The results so far: records on all ranks, of images that can be read and of others. Subclasses measure them."""
 
@@ -565,7 +559,7 @@ class _Masks(_Collected):
             for of_image, number in zip(values, range(where[0].start, where[0].stop), strict=True):
                 labels = seen.labels[number].reshape(layers, *seen.labels.shape[-axes:])
                 for layer, predicted in enumerate(of_image):
-                    if _undefined(predicted):
+                    if is_undefined(predicted):
                         undefined[number] += 1
                         continue
                     true = labels[layer][where[-axes:]].long()

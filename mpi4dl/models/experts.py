@@ -136,7 +136,9 @@ class Router(nn.Module):
         shares = scores if self.options.scoring == "softmax" else scores / scores.sum(-1, keepdim=True)
         penalty = self._penalty(logits, shares, chose)
         if self.bias is not None and self.training:
-            self._move_bias(chose.detach().sum((0, 1)))
+            with torch.no_grad():
+                load = chose.sum((0, 1))
+                self.bias += self.options.bias_rate * (load.mean() - load).sign().to(self.bias.dtype)
         if self.training:
             self.last = chosen, shares.detach()
         return Routing(chosen, weights.to(x.dtype), penalty, shares)
@@ -151,11 +153,6 @@ class Router(nn.Module):
         if self.options.z:
             penalty = penalty + self.options.z * logits.logsumexp(-1).square().mean(1)
         return penalty
-
-    @torch.no_grad()
-    def _move_bias(self, load: Tensor) -> None:
-        assert self.bias is not None
-        self.bias += self.options.bias_rate * (load.mean() - load).sign().to(self.bias.dtype)
 
 
 class Experts(nn.Module):

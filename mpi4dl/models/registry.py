@@ -182,7 +182,8 @@ def build(name: str, num_classes: int | None = None, **options: object) -> nn.Mo
     if name in OWN_MODELS:
         return _build_own(name, OWN_MODELS[name], options)
     if name.startswith(TIMM):
-        return _build_timm(name.removeprefix(TIMM), options)
+        found: nn.Module = _timm_with(name.removeprefix(TIMM)).create_model(name.removeprefix(TIMM), **options)
+        return found
     if name.startswith(SMP):
         return _build_smp(name.removeprefix(SMP), options)
     require_known(name)
@@ -250,11 +251,6 @@ def _smp_with(name: str) -> tuple[Any, Callable[..., nn.Module]]:
     if name not in known:
         raise ValueError(f"segmentation_models_pytorch has no model {name!r}; {_nearest(name, known, sorted(known))}")
     return smp, known[name]
-
-
-def _build_timm(name: str, options: Mapping[str, object]) -> nn.Module:
-    found: nn.Module = _timm_with(name).create_model(name, **options)
-    return found
 
 
 def _build_smp(name: str, options: dict[str, object]) -> nn.Module:

@@ -84,7 +84,9 @@ class UNet(nn.Module):
             x = self.pool(x)
         x = self.bottom(x)
         for upsample, block, skip in zip(self.upsample, self.decoder, reversed(skips), strict=True):
-            x = block(torch.cat([skip, _cropped_to(skip, upsample(x), self.dims)], dim=1))
+            x = upsample(x)
+            free = [side for dim in range(self.dims + 1, 1, -1) for side in (0, skip.shape[dim] - x.shape[dim])]
+            x = block(torch.cat([skip, F.pad(x, free)], dim=1))
         return self.classifier(x)
 
 
@@ -110,8 +112,3 @@ def _conv_block(in_channels: int, out_channels: int, dims: int, norm: Norm) -> n
         normalize(),
         nn.ReLU(),
     )
-
-
-def _cropped_to(skip: Tensor, x: Tensor, dims: int) -> Tensor:
-    free = [side for dim in range(dims + 1, 1, -1) for side in (0, skip.shape[dim] - x.shape[dim])]
-    return F.pad(x, free)
