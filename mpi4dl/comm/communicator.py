@@ -144,7 +144,7 @@ def world() -> "Communicator":
     Raises:
         Refusal: the launcher started several processes, but MPI sees one: it is that of another MPI library.
     """
-    meeting = failure.start()
+    failure.start()
     problem = alone_of_several()
     if problem is not None:
         raise Refusal(problem)
@@ -157,7 +157,7 @@ def world() -> "Communicator":
     if torch.cuda.is_available() and MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         # Backward passes on a GPU run on a thread of autograd's, which may not call such an MPI.
         torch.autograd.set_multithreading_enabled(False)
-    comm.node.waits, comm.exit_notifications = waits, meeting.exit_notifications
+    comm.node.waits = waits
     return comm
 
 
@@ -181,8 +181,6 @@ class Communicator(PointToPoint):
         self._objects = mpi if objects is None else objects
         self.pool = CommunicatorPool() if pool is None else pool
         self.max_reduction_bytes = MAX_REDUCTION_BYTES
-        # What is called when this rank ends without an error.
-        self.exit_notifications: list[Callable[[], None]] = []
         self._num_met = 0  # collectives of objects so far
 
     def __repr__(self) -> str:

@@ -231,17 +231,6 @@ def _require_pictures(comm: Communicator, trained: TrainedOptions, source: str |
     comm.agree("the model was trained on `slides`: name others by `slides`, not by `images`" if of_slides else None)
 
 
-def open_labelled_slides(comm: Communicator, trained: TrainedOptions, part: str | None = None) -> tuple[Named, str]:
-    """The slides that the options name, with labels of the kind of training, and which they are, on all ranks.
-
-    Of a table with a split they are those of a part, by default for tests, or else for validation. Collective. Raises
-    Refusal on all ranks.
-    """
-    found, which = _shared(comm, lambda: held_out(trained.files(), part))
-    require_alike(comm, found, trained.about)
-    return found, which
-
-
 def open_files_of_run(comm: Communicator, trained: TrainedOptions, folder: Path, part: str) -> tuple[Named, str]:
     """The samples of a split, such as val or test, by the table that a run keeps in its folder, and which they are.
 
@@ -277,7 +266,9 @@ def open_to_evaluate(
         None if of_files or part is None else "`part` is for the files that a run was trained on, or other `slides`"
     )
     if named:
-        return open_labelled_slides(comm, trained, part)
+        found, which = _shared(comm, lambda: held_out(trained.files(), part))
+        require_alike(comm, found, trained.about)
+        return found, which
     if of_files:
         return open_files_of_run(comm, trained, folder, part or "val")
     return open_labelled(comm, trained, images)

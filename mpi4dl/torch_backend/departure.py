@@ -151,9 +151,8 @@ class Channel:
 @cache
 def departures() -> Departures:
     """Those of this job. From the first call on, this rank tells the others when it leaves."""
-    comm = world()
-    known = Departures(comm)
-    comm.exit_notifications.append(known.leave)
+    known = Departures(world())
+    meeting().exit_notifications.append(known.leave)
     return known
 
 
