@@ -325,7 +325,12 @@ class Exchange:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`bring`, differentiable."""
-        return _Exchange.apply(x, self)
+        return linear(x, self._own, self.adjoint.bring)
+
+    def _own(self, x: Tensor) -> Tensor:
+        y = self.bring(x)
+        alias = torch._C._is_alias_of(y, x)  # type: ignore[attr-defined]
+        return y.clone() if alias else y  # nobody may find itself writing to x
 
 
 class _Adjoint(Exchange):
@@ -361,20 +366,6 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *gradients)
 
     return once
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        result = exchange.bring(x)
-        own = not torch._C._is_alias_of(result, x)  # type: ignore[attr-defined]
-        return result if own else result.clone()  # nobody may find itself writing to x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.adjoint.bring(gradient), None
 
 
 # The linear maps between ranks that autograd sees, each with its exact adjoint as its backward pass.

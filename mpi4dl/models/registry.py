@@ -30,15 +30,15 @@ Takes = Literal["images", "tokens"]
 class Entry:
     """The builder of a model, the options that its name implies, and the kind of its inputs.
 
-    `path` is the module of `mpi4dl.models` and the name in it, which are imported when the model is wanted. `groups`
-    are options of which each is an object of the type at such a path, made of options that have its fields' names.
-    `page` is where Hugging Face has the weights of a published encoder of tiles of slides, which needs timm.
+    `path` is the module of `mpi4dl.models` and the name in it, which are imported when the model is wanted. With
+    `mixture` the builder takes a `Mixture`, whose fields are options of the model. `page` is where Hugging Face has the
+    weights of a published encoder of tiles of slides, which needs timm.
     """
 
     path: str
     fixed: Mapping[str, object] = field(default_factory=dict)
     takes: Takes = "images"
-    groups: Mapping[str, str] = field(default_factory=dict)
+    mixture: bool = False
     page: str = ""
 
     @property
@@ -56,14 +56,13 @@ def _gpt2(num_layers: int, num_heads: int, hidden: int) -> Entry:
     return Entry("gpt.gpt2", {"num_layers": num_layers, "num_heads": num_heads, "hidden": hidden}, "tokens")
 
 
-MIXTURE = {"mixture": "experts.Mixture"}
 OWN_MODELS: Mapping[str, Entry] = MappingProxyType(
     {
         "amoebanetd": Entry("amoebanet.amoebanetd"),
         "bert": Entry("bert.BERT", takes="tokens"),
         "bert_base": Entry("bert.bert_base", takes="tokens"),
         "bert_2_5b": Entry("bert.bert_2_5b", takes="tokens"),
-        "gpt": Entry("gpt.GPT", takes="tokens", groups=MIXTURE),
+        "gpt": Entry("gpt.GPT", takes="tokens", mixture=True),
         "gpt2": _gpt2(12, 12, 768),
         "gpt2_medium": _gpt2(24, 16, 1024),
         "gpt2_large": _gpt2(36, 20, 1280),
@@ -77,7 +76,7 @@ OWN_MODELS: Mapping[str, Entry] = MappingProxyType(
         "resnet3d": Entry("resnet.resnet3d"),
         "unet": Entry("unet.UNet", {"dims": 2}),
         "unet3d": Entry("unet.unet3d"),
-        "vit": Entry("vit.ViT", groups=MIXTURE),
+        "vit": Entry("vit.ViT", mixture=True),
         "uni": Entry("pathology.uni", page="MahmoodLab/UNI"),
         "uni2": Entry("pathology.uni2", page="MahmoodLab/UNI2-h"),
         "virchow": Entry("pathology.virchow", page="paige-ai/Virchow"),
@@ -215,17 +214,15 @@ def require_known(name: str) -> None:
 
 def _build_own(name: str, entry: Entry, options: Mapping[str, object]) -> nn.Module:
     _require_timm(name)
-    own = _parameter_names(entry.builder) - entry.fixed.keys() - entry.groups.keys()
-    kinds = {group: _at(path) for group, path in entry.groups.items()}
-    fields = {group: _parameter_names(kind) for group, kind in kinds.items()}
-    _check_options(name, options, own.union(*fields.values()))
-    given = {option: value for option, value in options.items() if option in own}
-    for group, kind in kinds.items():
-        chosen = {option: value for option, value in options.items() if option in fields[group]}
-        missing = sorted(n for n, p in inspect.signature(kind).parameters.items() if p.default is p.empty and chosen)
-        if missing and not chosen.keys() >= set(missing):
-            raise ValueError(f"model {name!r} needs {_listed(missing)} beside {_listed(sorted(chosen))}")
-        given |= {group: kind(**chosen)} if chosen else {}
+    own = _parameter_names(entry.builder) - entry.fixed.keys() - {"mixture"}
+    mixture = _at("experts.Mixture") if entry.mixture else None
+    of_mixture = set() if mixture is None else _parameter_names(mixture)
+    _check_options(name, options, own | of_mixture)
+    given, chosen = ({key: options[key] for key in options if key in names} for names in (own, of_mixture))
+    if chosen and "num_experts" not in chosen:
+        raise ValueError(f"model {name!r} needs 'num_experts' beside {_listed(sorted(chosen))}")
+    if mixture is not None and chosen:
+        given["mixture"] = mixture(**chosen)
     return entry.builder(**entry.fixed, **given)
 
 
