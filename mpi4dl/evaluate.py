@@ -55,17 +55,11 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
         comm.agree(f"{asked.source} has folds: evaluate one of them, such as fold_0, on others" if given else None)
         for name in ("seams", "lpips"):
             comm.agree(f"`{name}`: {asked.source} has folds: evaluate one of them" if getattr(options, name) else None)
-        judging = Judging(options.threshold, options.positive, options.patients)
         out = None if options.out is None else Path(options.out)
-        summarise(
-            comm, Path(asked.source), chosen, judging, part=options.part, out=out, resamples=options.resamples,
-            level=options.level, spell=asked.spell,
-        )  # fmt: skip
+        judging = Judging.of(options)
+        summarise(comm, Path(asked.source), chosen, judging, part=options.part, out=out, spell=asked.spell)
         return
-    judging = judging_by(
-        comm, asked.source, chosen, options.threshold, options.positive, options.patients,
-        on_others=bool(others or options.images or options.part not in (None, "val")),
-    )  # fmt: skip
+    judging = judging_by(comm, asked.source, chosen, options, options.images)
     model = Predictor(asked.source, chosen, comm, partial(framed_for, comm, options, config.columns))
     images, which = open_to_evaluate(
         comm, model.trained, model.folder, options.images, others is not None, options.part
@@ -76,10 +70,7 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
             warnings = seen_before(images, model.folder)
     for line in (*model.title(), f"evaluated on {which}", *warnings) if comm.rank == 0 else ():
         print(asked.spell(line), flush=True)
-    scores = score(
-        model, images, speaks=True, resamples=options.resamples, level=options.level, judging=judging,
-        seams=options.seams, lpips=options.lpips,
-    )  # fmt: skip
+    scores = score(model, images, judging, speaks=True, seams=options.seams, lpips=options.lpips)
     file = file_of_evaluation(model.folder, None if options.out is None else Path(options.out), datetime.now())
     told: dict[str, Any] = {
         "source": asked.source,
@@ -93,9 +84,8 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     }
     with comm.together():
         if comm.rank == 0:
-            remarks = scores.write(file, told, options.level)
-            lines = [*scores.table(options.level, intervals=options.resamples > 0), *remarks]
-            print("\n".join(lines))
+            remarks = scores.write(file, told)
+            print("\n".join([*scores.table(), *remarks]))
             bad = f", {len(scores.bad)} could not be read" if scores.bad else ""
             print(f"{counted(scores.count, scores.what)} evaluated{bad}; see {file} and {file.stem}.csv")
 

@@ -10,6 +10,7 @@ those of the last step. Where split files keep slides for tests in each fold, th
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean, stdev
@@ -56,8 +57,6 @@ def summarise(
     *,
     part: str | None = None,
     out: Path | None = None,
-    resamples: int = 1000,
-    level: float = 0.95,
     spell: Callable[[str], str] = str,
 ) -> None:
     """Evaluate the runs of all folds in a folder; print and write their metrics together. Collective.
@@ -85,12 +84,12 @@ def summarise(
         model = Predictor(path / BEST if best else path, chosen, comm)
         images, which = open_files_of_run(comm, model.trained, path, asked)
         _say(comm, spell(f"fold {fold}: {model.weights} on {which}"))
-        scores = score(model, images, resamples=0, level=level, speaks=True, judging=judging)
+        scores = score(model, images, replace(judging, resamples=0), speaks=True)
         found.append(FoldScores(fold, scores))
         seen.append(images)
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
-            for line in _written(folder, found, places_of(*seen), judging, out, resamples, level, asked, unfinished):
+            for line in _written(folder, found, places_of(*seen), judging, out, asked, unfinished):
                 print(spell(line), flush=True)
 
 
@@ -178,15 +177,13 @@ def _written(
     places: Mapping[str, Any],
     judging: Judging,
     out: Path | None,
-    resamples: int,
-    level: float,
     part: str,
     unfinished: Sequence[int],
 ) -> Iterator[str]:
     """Write what there is of all folds, and say it. Raises OSError, Refusal."""
     file = file_of_evaluation(folder, out, datetime.now())
-    table, files = beside(file, SUMMARY), {SUMMARY: summary_table(found, level)}
-    yield from summary_lines(found, level)
+    table, files = beside(file, SUMMARY), {SUMMARY: summary_table(found, judging.level)}
+    yield from summary_lines(found, judging.level)
     missing = [str(each.fold) for each in found if not each.scores.levels]
     slides = [name for each in found for samples in each.scores.levels[:1] for name in samples.names]
     if missing or len({*slides}) < len(slides):
@@ -205,7 +202,7 @@ def _written(
         "count": sum(each.scores.count for each in found),
         "remarks": (),
     }
-    pooled = scores_of(samples, judging, resamples, level, **kept)
+    pooled = scores_of(samples, judging, **kept)
     told: dict[str, Any] = {
         "source": str(folder),
         "part": part,
@@ -213,12 +210,12 @@ def _written(
         "unfinished": unfinished,
         **places,
     }
-    of_all = summaries(found, level)
+    of_all = summaries(found, judging.level)
     told["cross_validation"] = {
         name: {metric: of._asdict() for metric, of in metrics.items()} for name, metrics in of_all.items()
     }
-    remarks = pooled.write(file, told, level, files)
+    remarks = pooled.write(file, told, files)
     yield "predictions of all folds together, each by the run that did not see its patient:"
-    yield from pooled.table(level, resamples > 0)
+    yield from pooled.table()
     yield from remarks
     yield f"{counted(len(found), 'fold')}: see {table}, {file.name} and {file.stem}.csv"

@@ -6,7 +6,7 @@ A patient's prediction is the mean over its slides, or the largest. Intervals ar
 import io
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,10 +16,10 @@ from torch import Tensor
 from mpi4dl._palette import CURVES
 from mpi4dl._wording import counted, literal, some, to_install
 from mpi4dl.comm import Refusal
+from mpi4dl.inference.options import Evaluating
 from mpi4dl.results.formats import csv_lines
 from mpi4dl.tasks.curves import (
     CallCounts,
-    ThresholdCurve,
     brier_score,
     calibration,
     calibration_error,
@@ -78,7 +78,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Judging:
-    """How probabilities become calls, and those of slides those of patients.
+    """How probabilities become calls, and those of slides those of patients; and the intervals of metrics.
 
     `chosen` are thresholds that other samples chose by the rule `threshold`, for each level (slide, patient or image)
     and class, and `chosen_on` says which samples. `positive` is the class of two that is looked for; None: the second.
@@ -89,6 +89,13 @@ class Judging:
     patients: str = "mean"
     chosen: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     chosen_on: str = ""
+    resamples: int = 1000  # 0: no intervals
+    level: float = 0.95
+
+    @classmethod
+    def of(cls, asked: Evaluating) -> "Judging":
+        """As options say it."""
+        return cls(asked.threshold, asked.positive, asked.patients, {}, "", asked.resamples, asked.level)
 
     def place_of_positive(self, classes: Sequence[str]) -> int:
         """The number of the class of two that is looked for. Raises Refusal."""
@@ -112,19 +119,18 @@ def members_of(groups: Iterable[Group]) -> dict[Group, Tensor]:
     return {group: torch.tensor(numbers) for group, numbers in found.items()}
 
 
-def measured_by(
-    measure: Measure, members: Mapping[Any, Tensor], count: int, resamples: int, level: float
-) -> dict[str, Measured]:
+def measured_by(measure: Measure, members: Mapping[Any, Tensor], count: int, judging: Judging) -> dict[str, Measured]:
     """Each metric of `count` samples, with its interval by the bootstrap over groups, whose `members` these are.
 
-    It holds a share `level` of the metric of groups that are drawn anew, with replacement; draws for which it is not
-    defined, as where a class is missing, are left out. Efron 1979, "Bootstrap methods: another look at the jackknife".
+    It holds a share `judging.level` of the metric of groups that are drawn anew, with replacement; draws for which it
+    is not defined, as where a class is missing, are left out. Efron 1979, "Bootstrap methods: another look at the
+    jackknife".
     """
     generator, groups, draws = torch.Generator().manual_seed(0), [*members.values()], []
-    for _ in range(resamples if len(groups) >= LEAST_SAMPLES else 0):
+    for _ in range(judging.resamples if len(groups) >= LEAST_SAMPLES else 0):
         drawn = torch.randint(len(groups), (len(groups),), generator=generator)
         draws.append(measure(drawn if len(groups) == count else torch.cat([groups[n] for n in drawn.tolist()])))
-    ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+    ends = torch.tensor([(1 - judging.level) / 2, (1 + judging.level) / 2], dtype=torch.float64)
     found: dict[str, Measured] = {}
     for name, value in measure(torch.arange(count)).items():
         known = [draw[name] for draw in draws if not math.isnan(draw[name])]
@@ -229,6 +235,10 @@ class Samples:
         best = self.outputs.argmax(1)
         return [Problem(self.classes[c], self.outputs[:, c], self.targets == c, best == c) for c in several]
 
+    def named(self, problem: Problem, judging: Judging) -> str:
+        """The name of the class of a problem."""
+        return problem.name or self.classes[judging.place_of_positive(self.classes)]
+
     def thresholds(self, judging: Judging) -> dict[str, float]:
         """The threshold of each class: as given, as chosen on other samples, or else chosen on these."""
         problems = [each for each in self.problems(judging) if each.called is None]
@@ -280,10 +290,6 @@ class Samples:
             return None
         return measured_here(self.task.metrics([CONFUSION]), self.outputs, self.targets)[CONFUSION]  # type: ignore
 
-    def measured(self, judging: Judging, resamples: int, level: float) -> dict[str, Measured]:
-        """Each metric with its interval, by the bootstrap over groups."""
-        return measured_by(self.measure(judging), self.members(), len(self.of), resamples, level)
-
     def records(self, times: Mapping[str, int]) -> list[dict[str, Any]]:
         """A record of each patient with this number of slides, as the table of patients has it."""
         answers = (self.task.answer(self.classes, *pair) for pair in zip(self.outputs, self.targets, strict=True))
@@ -296,31 +302,20 @@ CURVE_COLUMNS = ("level", "class", "threshold", "sensitivity", "specificity", "p
 BIN_COLUMNS = ("level", "class", "from", "to", "count", "mean probability", "frequency")
 
 
-def curves_table(levels: Sequence[Samples], judging: Judging) -> bytes:
-    """The ROC and precision-recall curves of all levels and classes, as a CSV file; empty cells are undefined."""
-    rows = (
-        (samples.level, problem.name or samples.classes[judging.place_of_positive(samples.classes)], *row)
-        for samples in levels
-        for problem in samples.problems(judging)
-        for row in _points(curve_of(problem.scores, problem.positive))
-    )
-    return csv_lines(CURVE_COLUMNS, *rows)
+def tables(levels: Sequence[Samples], judging: Judging) -> dict[str, bytes]:
+    """ROC and precision-recall curves, and reliability diagrams, of all levels and classes: CSV files by name.
 
-
-def _points(curve: ThresholdCurve) -> Iterator[tuple[Any, ...]]:
-    columns = (curve.thresholds, curve.sensitivity, curve.specificity, curve.precision, curve.called, curve.found)
-    return zip(*(column.tolist() for column in columns), strict=True)
-
-
-def calibration_table(levels: Sequence[Samples], judging: Judging) -> bytes:
-    """The reliability diagrams of all levels and classes, as a CSV file."""
-    rows = (
-        (samples.level, problem.name or samples.classes[judging.place_of_positive(samples.classes)], *row)
-        for samples in levels
-        for problem in samples.problems(judging)
-        for row in calibration(problem.scores, problem.positive)
-    )
-    return csv_lines(BIN_COLUMNS, *rows)
+    Empty cells are undefined.
+    """
+    curves, bins = [], []
+    for samples in levels:
+        for problem in samples.problems(judging):
+            begin = samples.level, samples.named(problem, judging)
+            of = curve_of(problem.scores, problem.positive)
+            columns = (of.thresholds, of.sensitivity, of.specificity, of.precision, of.called, of.found)
+            curves += [(*begin, *row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+            bins += [(*begin, *row) for row in calibration(problem.scores, problem.positive)]
+    return {"curves.csv": csv_lines(CURVE_COLUMNS, *curves), "calibration.csv": csv_lines(BIN_COLUMNS, *bins)}
 
 
 def draw_curves(levels: Sequence[Samples], judging: Judging) -> bytes:

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from mpi4dl.geometry import Interval
 from mpi4dl.inference.images import Coverage, open_files_of_run, open_labelled
 from mpi4dl.inference.masks import Target, WindowInterval, Windows, targets_of
 from mpi4dl.inference.model import Prediction, Predictor
-from mpi4dl.inference.options import Inference, near_square
+from mpi4dl.inference.options import Evaluating, Inference, near_square
 from mpi4dl.inference.pictures import Example, jpeg_of, scale_of
 from mpi4dl.inference.records import NOT_NUMBERS, columns_of
 from mpi4dl.inference.samples import (
@@ -35,12 +35,11 @@ from mpi4dl.inference.samples import (
     Measured,
     Problem,
     Samples,
-    calibration_table,
-    curves_table,
     draw_curves,
     measured_by,
     members_of,
     shown,
+    tables,
 )
 from mpi4dl.inference.tiled import Joined, TilesAlone
 from mpi4dl.results.evaluations import write_evaluation
@@ -105,24 +104,25 @@ class Scores:
     pictures: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     judging: Judging = field(default_factory=Judging)
 
-    def table(self, level: float, intervals: bool = True) -> Iterator[str]:
+    def table(self) -> Iterator[str]:
         """The metrics, with their intervals if there are any, and the confusion matrix, in lines."""
         own = LevelScores(self.what, self.count, self.metrics, self.confusion, self.calls)
         if self.patients is None:
-            yield from self._level(own, level, intervals, self.count)
+            yield from self._level(own, self.count)
         else:
             yield f"by {self.what}, {self.count} of {counted(self.patients.count, 'patient')}:"
-            yield from self._level(own, level, intervals, self.patients.count)
+            yield from self._level(own, self.patients.count)
             if self.patients.count < self.count:
                 yield ""
                 yield f"by patient, {self.patients.count}:"
-                yield from self._level(self.patients, level, intervals, self.patients.count)
+                yield from self._level(self.patients, self.patients.count)
             else:
                 yield f"each patient has one {self.what}: by patient it is the same"
         yield from self.remarks
 
-    def _level(self, of: LevelScores, level: float, intervals: bool, drawn: int) -> Iterator[str]:
-        head = ("metric", "value", *((f"{100 * level:g} % from", "to") if intervals else ()))
+    def _level(self, of: LevelScores, drawn: int) -> Iterator[str]:
+        intervals = self.judging.resamples > 0
+        head = ("metric", "value", *((f"{100 * self.judging.level:g} % from", "to") if intervals else ()))
         known = {name for name, m in of.metrics.items() if not math.isnan(m.low)}
         ends = {name: (f"{m.low:.4f}", f"{m.high:.4f}") if name in known else ("-", "-")
                 for name, m in of.metrics.items()}  # fmt: skip
@@ -142,27 +142,22 @@ class Scores:
         """More files by their names, such as curves.csv, and what is to be said of them."""
         if not self.levels or not self.levels[0].problems(self.judging):
             return {**self.pictures}, ()
-        found = {
-            "curves.csv": curves_table(self.levels, self.judging),
-            "calibration.csv": calibration_table(self.levels, self.judging),
-        }
+        found = tables(self.levels, self.judging)
         try:
             return {**found, "curves.png": draw_curves(self.levels, self.judging)}, ()
         except ImportError:
             return found, (WITHOUT_PICTURE,)
 
-    def write(
-        self, path: Path, told: Mapping[str, Any], level: float, more: Mapping[str, bytes] | None = None
-    ) -> tuple[str, ...]:
+    def write(self, path: Path, told: Mapping[str, Any], more: Mapping[str, bytes] | None = None) -> tuple[str, ...]:
         """All files, and `more` by their names, in place of an evaluation that was there before.
 
         Returns what is to be said of them. Raises OSError.
         """
         found = {**told, "task": self.task, "classes": self.classes, "count": self.count, "what": self.what}
-        found |= {"metrics": _as_json(self.metrics, level), "confusion": self.confusion, "calls": self.calls}
+        found |= {"metrics": self._as_json(self.metrics), "confusion": self.confusion, "calls": self.calls}
         if self.patients is not None:
             of = self.patients
-            found["patients"] = {"count": of.count, "metrics": _as_json(of.metrics, level), "confusion": of.confusion}
+            found["patients"] = {"count": of.count, "metrics": self._as_json(of.metrics), "confusion": of.confusion}
             found["patients"] |= {"calls": of.calls}
         found |= {"bad": self.bad, "root": self.root, "remarks": self.remarks}
         known = any("patient" in record for record in self.records)
@@ -181,9 +176,8 @@ class Scores:
         write_evaluation(path, found, files)
         return remarks
 
-
-def _as_json(metrics: Mapping[str, Measured], level: float) -> dict[str, Any]:
-    return {name: {"value": m.value, "low": m.low, "high": m.high, "level": level} for name, m in metrics.items()}
+    def _as_json(self, metrics: Mapping[str, Measured]) -> dict[str, Any]:
+        return {name: {**asdict(found), "level": self.judging.level} for name, found in metrics.items()}
 
 
 def _is_square(confusion: list[Any]) -> bool:
@@ -193,11 +187,9 @@ def _is_square(confusion: list[Any]) -> bool:
 def score(
     model: Predictor,
     images: Named,
+    judging: Judging,
     *,
-    resamples: int,
-    level: float,
     speaks: bool = False,
-    judging: Judging | None = None,
     seams: tuple[int, ...] | None = None,
     lpips: str | None = None,
 ) -> Scores:
@@ -212,7 +204,7 @@ def score(
     else:
         found = (_Masks if model.task.dense else _Answers)(model, images)
     images = found.images
-    judging, noun = judging or Judging(), model.assembly.source.noun
+    noun = model.assembly.source.noun
     with closing(ProgressOfImages(len(images), speaks and model.comm.rank == 0, noun)) as progress:
         for seen in model.predictions(found.looked_at, found.wanted):
             with model.comm.together():
@@ -229,19 +221,17 @@ def score(
     kept: dict[str, Any] = {"records": [found.records[index] for index in sorted(found.records)], "bad": found.bad}
     root = in_whole(images)[0].root
     kept["pictures"] = found.pictures()
-    kept |= {"crops": found.coverage.crops, "count": found.count, "remarks": tuple(remarks)}
+    kept |= {"crops": found.coverage.crops, "count": found.count, "remarks": tuple(remarks), "judging": judging}
     kept["root"] = None if root is None else str(root.absolute())
     scores = None
     with model.comm.together((ValueError, TypeError, RuntimeError)):
         if model.comm.rank == 0:
-            scores = found.scores(judging, resamples, level, speaks, kept)
+            scores = found.scores(speaks, kept)
     shared = model.comm.broadcast_object(scores and replace(scores, records=(), levels=(), pictures={}))
     return shared if scores is None else scores
 
 
-def scores_of(
-    samples: Samples, judging: Judging, resamples: int, level: float, speaks: bool = False, **kept: Any
-) -> Scores:
+def scores_of(samples: Samples, judging: Judging, speaks: bool = False, **kept: Any) -> Scores:
     """The scores of samples and, of slides, of their patients. Raises Refusal for a threshold that cannot be."""
     levels, remarks = [samples], tuple(kept.pop("remarks"))
     if samples.of_patients:
@@ -251,17 +241,15 @@ def scores_of(
             f"a patient's prediction is the {judging.patients} over its {samples.level}s; intervals draw patients",
         )
     thresholds = {each.level: each.thresholds(judging) for each in levels}
-    with ProgressLine() if speaks and resamples else nullcontext(quietly) as progress:
+    with ProgressLine() if speaks and judging.resamples else nullcontext(quietly) as progress:
         found = []
         for each in levels:
             progress(f"computing metrics and intervals by {each.level}")
             calls = {
-                problem.name or each.classes[judging.place_of_positive(each.classes)]: _calls(
-                    problem, thresholds[each.level].get(problem.name)
-                )
+                each.named(problem, judging): _calls(problem, thresholds[each.level].get(problem.name))
                 for problem in each.problems(judging)
             }
-            metrics = each.measured(judging, resamples, level)
+            metrics = measured_by(each.measure(judging), each.members(), len(each.of), judging)
             found.append(LevelScores(each.level, len(each.names), metrics, each.confusion(), calls))
     of_patients = None
     if len(found) > 1:
@@ -279,30 +267,29 @@ def judging_by(
     comm: Communicator,
     source: str,
     chosen: Inference,
-    threshold: float | str,
-    positive: str | None,
-    patients: str,
-    on_others: bool,
+    asked: Evaluating,
+    images: Any,
     speaks: bool = True,
 ) -> Judging:
     """How predictions are judged; a rule for a threshold chooses it on the validation images of the run.
 
-    Where these are what is evaluated, and not `on_others`, the rule has no thresholds yet. Collective; raises Refusal
-    on all ranks if the validation images cannot be read.
+    Where these are what is evaluated, as no `images` and no slides are given, the rule has no thresholds yet.
+    Collective; raises Refusal on all ranks if the validation images cannot be read.
     """
-    judging = Judging(threshold, positive, patients)
+    judging, threshold = Judging.of(asked), asked.threshold
+    on_others = asked.slides or asked.features or images is not None or asked.part not in (None, "val")
     if not is_rule(threshold) or not on_others:
         return judging
     model = Predictor(source, chosen, comm)
     own = f"the validation {model.assembly.source.noun}s of the run"
     try:
         if model.trained.source.of_slides:
-            images, which = open_files_of_run(comm, model.trained, model.folder, "val")
+            validation, which = open_files_of_run(comm, model.trained, model.folder, "val")
         else:
-            images, which = open_labelled(comm, model.trained, None)
+            validation, which = open_labelled(comm, model.trained, None)
         if comm.rank == 0 and speaks:
             print(f"the threshold is chosen on {which}", flush=True)
-        found = score(model, images, resamples=0, level=0.95, speaks=speaks, judging=judging).thresholds
+        found = score(model, validation, replace(judging, resamples=0), speaks=speaks).thresholds
     except Refusal as problem:
         raise Refusal(
             f"`threshold` {threshold} is chosen on {own}, never on others, and that failed: {problem}; give a number"
@@ -409,13 +396,13 @@ class _Collected(ABC):
         """Add the outputs of a batch. Collective."""
 
     @abstractmethod
-    def _measured(self, judging: Judging, resamples: int, level: float, speaks: bool, kept: dict[str, Any]) -> Scores:
+    def _measured(self, speaks: bool, kept: dict[str, Any]) -> Scores:
         """The scores, all outputs being numbers, on rank 0."""
 
-    def scores(self, judging: Judging, resamples: int, level: float, speaks: bool, kept: dict[str, Any]) -> Scores:
+    def scores(self, speaks: bool, kept: dict[str, Any]) -> Scores:
         """How well the model does, on rank 0, with what is `kept` of all images; of outputs that are no numbers NaN."""
         if not self.undefined:
-            return self._measured(judging, resamples, level, speaks, kept)
+            return self._measured(speaks, kept)
         nothing = Measured(math.nan, math.nan, math.nan)
         return self._scores({name: nothing for name in self.metric_names if name != CONFUSION}, None, kept)
 
@@ -423,17 +410,15 @@ class _Collected(ABC):
         task, noun = self.model.about.task, self.model.assembly.source.noun
         return Scores(task, self.model.classes, metrics=metrics, confusion=confusion, what=noun, **kept)
 
-    def _scores_by(
-        self, measure: Measure, confusion: list[Any] | None, resamples: int, level: float, kept: dict[str, Any]
-    ) -> Scores:
+    def _scores_by(self, measure: Measure, confusion: list[Any] | None, kept: dict[str, Any]) -> Scores:
         """The scores by a measure of images; with patients also the means of what it is of each patient."""
         if self.patients is None:
-            metrics = measured_by(measure, members_of(range(self.count)), self.count, resamples, level)
+            metrics = measured_by(measure, members_of(range(self.count)), self.count, kept["judging"])
             return self._scores(metrics, confusion, kept)
         members = members_of(self.patients[index] for index in self.indices)
-        metrics, count = measured_by(measure, members, self.count, resamples, level), len(members)
+        metrics, count = measured_by(measure, members, self.count, kept["judging"]), len(members)
         of_each = [measure(own) for own in members.values()]
-        means = measured_by(mean_of(of_each, of_each[0]), members_of(range(count)), count, resamples, level)
+        means = measured_by(mean_of(of_each, of_each[0]), members_of(range(count)), count, kept["judging"])
         records = [
             {"patient": patient, "slides": len(own), **found}
             for (patient, own), found in zip(members.items(), of_each, strict=True)
@@ -517,8 +502,8 @@ class _Answers(_Collected):
         noun, known = self.model.assembly.source.noun, self.patients is not None
         return Samples(noun, self.task, self.model.classes, names, of, outputs, targets, known)
 
-    def _measured(self, judging: Judging, resamples: int, level: float, speaks: bool, kept: dict[str, Any]) -> Scores:
-        return scores_of(self.samples(), judging, resamples, level, speaks=speaks, **kept)
+    def _measured(self, speaks: bool, kept: dict[str, Any]) -> Scores:
+        return scores_of(self.samples(), speaks=speaks, **kept)
 
 
 class _Masks(_Collected):
@@ -603,7 +588,7 @@ class _Masks(_Collected):
         total[:, 0] += found
         return error
 
-    def _measured(self, judging: Judging, resamples: int, level: float, speaks: bool, kept: dict[str, Any]) -> Scores:
+    def _measured(self, speaks: bool, kept: dict[str, Any]) -> Scores:
         counts = torch.stack(self.counts).double()
 
         def measure(drawn: Tensor) -> dict[str, float]:
@@ -613,7 +598,7 @@ class _Masks(_Collected):
                 found |= {f"{overlap} {name}": of_class(overlap, number, total) for overlap in ("dice", "iou")}
             return found
 
-        return self._scores_by(measure, counts.sum(0).long().tolist(), resamples, level, kept)
+        return self._scores_by(measure, counts.sum(0).long().tolist(), kept)
 
 
 class _WithoutLabels(Subset):
@@ -722,10 +707,10 @@ class _Pictures(_Collected):
             whole |= {f"{name}_tiled": alike.get(name, math.nan) for name in ("seams", "psnr")}
             self.records[index] |= {name: whole[name] for name in SEAMS if name in whole and "seams" in alike}
 
-    def _measured(self, judging: Judging, resamples: int, level: float, speaks: bool, kept: dict[str, Any]) -> Scores:
+    def _measured(self, speaks: bool, kept: dict[str, Any]) -> Scores:
         values = [{name: self.alike[index][name] for name in self.metric_names} for index in self.indices]
         measure = mean_of(values, SEAMS)  # an image of one tile has no seam
-        return self._scores_by(measure, None, resamples, level, kept)
+        return self._scores_by(measure, None, kept)
 
 
 class _Pair:
