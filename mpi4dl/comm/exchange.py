@@ -227,19 +227,20 @@ class Exchange:
     `adjoint` is the exchange of gradients: needed boxes return to their owners, who add them up.
     """
 
-    tag = FORWARD_TAG
-    adds = False  # the strips to what is there
-
-    def __init__(self, plan: ExchangePlan, comm: Communicator, dims: Dims, fill: float = 0.0) -> None:
+    def __init__(
+        self, plan: ExchangePlan, comm: Communicator, dims: Dims, fill: float = 0.0, adds: bool = False
+    ) -> None:
         self.plan = plan
         self.comm = comm
         self.dims = dims
         self.fill = fill
+        self.adds = adds  # the strips to what is there
+        self.tag = BACKWARD_TAG if adds else FORWARD_TAG
         self._moves: dict[Sequence[int], Moves] = {}
 
     @cached_property
     def adjoint(self) -> "Exchange":
-        return _Adjoint(self.plan.adjoint, self.comm, self.dims)
+        return Exchange(self.plan.adjoint, self.comm, self.dims, adds=True)
 
     def start(self, x: Tensor) -> Incoming:
         """Send what others need of x, and expect what this rank needs of them."""
@@ -331,11 +332,6 @@ class Exchange:
         y = self.bring(x)
         alias = torch._C._is_alias_of(y, x)  # type: ignore[attr-defined]
         return y.clone() if alias else y  # nobody may find itself writing to x
-
-
-class _Adjoint(Exchange):
-    tag = BACKWARD_TAG
-    adds = True
 
 
 TWICE = (

@@ -68,7 +68,7 @@ class LevelScores:
     `calls` has for each class the threshold, and how many samples were called what; `records` are those of patients.
     """
 
-    name: str
+    what: str
     count: int
     metrics: Mapping[str, Measured]
     confusion: list[Any] | None = None
@@ -76,8 +76,8 @@ class LevelScores:
     records: Sequence[Record] = field(default=(), repr=False)
 
 
-@dataclass(frozen=True)
-class Scores:
+@dataclass(frozen=True, kw_only=True)
+class Scores(LevelScores):
     """The result of an evaluation: the same on all ranks, but for `records` and `levels`, which rank 0 has.
 
     `confusion[i][j]` counts what is class i and was taken for class j, pixels of masks; of labels that may occur
@@ -88,16 +88,10 @@ class Scores:
 
     task: str
     classes: tuple[str, ...]
-    count: int
-    metrics: Mapping[str, Measured]
-    confusion: list[Any] | None
-    records: Sequence[Record] = field(repr=False)
     bad: Mapping[str, str]
     crops: bool = False
     remarks: tuple[str, ...] = ()
     root: str | None = None
-    what: str = "image"
-    calls: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     patients: LevelScores | None = None
     thresholds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     levels: Sequence[Samples] = field(default=(), repr=False)
@@ -106,21 +100,20 @@ class Scores:
 
     def table(self) -> Iterator[str]:
         """The metrics, with their intervals if there are any, and the confusion matrix, in lines."""
-        own = LevelScores(self.what, self.count, self.metrics, self.confusion, self.calls)
         if self.patients is None:
-            yield from self._level(own, self.count)
+            yield from self._level(self)
         else:
             yield f"by {self.what}, {self.count} of {counted(self.patients.count, 'patient')}:"
-            yield from self._level(own, self.patients.count)
+            yield from self._level(self)
             if self.patients.count < self.count:
                 yield ""
                 yield f"by patient, {self.patients.count}:"
-                yield from self._level(self.patients, self.patients.count)
+                yield from self._level(self.patients)
             else:
                 yield f"each patient has one {self.what}: by patient it is the same"
         yield from self.remarks
 
-    def _level(self, of: LevelScores, drawn: int) -> Iterator[str]:
+    def _level(self, of: LevelScores) -> Iterator[str]:
         intervals = self.judging.resamples > 0
         head = ("metric", "value", *((f"{100 * self.judging.level:g} % from", "to") if intervals else ()))
         known = {name for name, m in of.metrics.items() if not math.isnan(m.low)}
@@ -129,9 +122,10 @@ class Scores:
         rows = [(name, shown(m.value), *(ends[name] if intervals else ())) for name, m in of.metrics.items()]
         yield from aligned([head, *rows], {"metric"})
         if intervals and len(known) < len(rows):
-            kind = self.what if self.patients is None else "patient"
-            yield f"-: {WHY_NONE.replace('images', f'{kind}s')}; {counted(drawn, kind)} evaluated"
-        if of.confusion is not None and _is_square(of.confusion):
+            drawn: LevelScores = self.patients or self
+            kinds = f"{drawn.what}s"
+            yield f"-: {WHY_NONE.replace('images', kinds)}; {counted(drawn.count, drawn.what)} evaluated"
+        if of.confusion is not None and not isinstance(of.confusion[0][0], list):
             yield ""
             yield "rows: labels; columns: predictions"
             names = [printable(name) for name in self.classes]
@@ -153,12 +147,9 @@ class Scores:
 
         Returns what is to be said of them. Raises OSError.
         """
-        found = {**told, "task": self.task, "classes": self.classes, "count": self.count, "what": self.what}
-        found |= {"metrics": self._as_json(self.metrics), "confusion": self.confusion, "calls": self.calls}
+        found = {**told, "task": self.task, "classes": self.classes, "what": self.what, **self._as_json(self)}
         if self.patients is not None:
-            of = self.patients
-            found["patients"] = {"count": of.count, "metrics": self._as_json(of.metrics), "confusion": of.confusion}
-            found["patients"] |= {"calls": of.calls}
+            found["patients"] = self._as_json(self.patients)
         found |= {"bad": self.bad, "root": self.root, "remarks": self.remarks}
         known = any("patient" in record for record in self.records)
         columns = columns_of(TASKS[self.task], self.classes, True, crops=self.crops, patients=known)
@@ -176,12 +167,9 @@ class Scores:
         write_evaluation(path, found, files)
         return remarks
 
-    def _as_json(self, metrics: Mapping[str, Measured]) -> dict[str, Any]:
-        return {name: {**asdict(found), "level": self.judging.level} for name, found in metrics.items()}
-
-
-def _is_square(confusion: list[Any]) -> bool:
-    return not isinstance(confusion[0][0], list)
+    def _as_json(self, of: LevelScores) -> dict[str, Any]:
+        metrics = {name: {**asdict(found), "level": self.judging.level} for name, found in of.metrics.items()}
+        return {"count": of.count, "metrics": metrics, "confusion": of.confusion, "calls": of.calls}
 
 
 def score(
@@ -257,7 +245,7 @@ def scores_of(samples: Samples, judging: Judging, speaks: bool = False, **kept: 
     if samples.problems(judging):
         remarks += tuple(_about_thresholds(found, judging))
     return Scores(
-        samples.task.name, samples.classes, metrics=found[0].metrics, confusion=found[0].confusion,
+        task=samples.task.name, classes=samples.classes, metrics=found[0].metrics, confusion=found[0].confusion,
         what=samples.level, calls=found[0].calls, patients=of_patients, thresholds=thresholds, levels=levels,
         judging=judging, remarks=remarks, **kept,
     )  # fmt: skip
@@ -315,11 +303,11 @@ def _about_thresholds(levels: Sequence[LevelScores], judging: Judging) -> Iterat
         for name, calls in level.calls.items():
             at = calls["threshold"]
             if math.isnan(at):
-                yield f"no threshold for {name} by {level.name}: {judging.threshold} needs samples with and without it"
+                yield f"no threshold for {name} by {level.what}: {judging.threshold} needs samples with and without it"
                 continue
             tp, fp, fn, tn = (calls[key] for key in CallCounts._fields)
             yield (
-                f"sensitivity, specificity, ppv and npv by {level.name} are for {printable(name)}, from a probability "
+                f"sensitivity, specificity, ppv and npv by {level.what} are for {printable(name)}, from a probability "
                 f"of {at:.4g} on: true positives {tp}, false positives {fp}, false negatives {fn}, true negatives {tn}"
             )
     if is_rule(judging.threshold):
@@ -408,7 +396,7 @@ class _Collected(ABC):
 
     def _scores(self, metrics: Mapping[str, Measured], confusion: list[Any] | None, kept: dict[str, Any]) -> Scores:
         task, noun = self.model.about.task, self.model.assembly.source.noun
-        return Scores(task, self.model.classes, metrics=metrics, confusion=confusion, what=noun, **kept)
+        return Scores(task=task, classes=self.model.classes, metrics=metrics, confusion=confusion, what=noun, **kept)
 
     def _scores_by(self, measure: Measure, confusion: list[Any] | None, kept: dict[str, Any]) -> Scores:
         """The scores by a measure of images; with patients also the means of what it is of each patient."""

@@ -109,8 +109,10 @@ class Departures:
 
         if MPI.Is_finalized() or not self._peers:
             return
-        told = [self._meeting.Isend(self._news_for(rank), rank, LEAVING) for rank in sorted(self._peers)]
-        peers, self._peers = self._peers, set()
+        peers, self._peers, told = self._peers, set(), []
+        for peer in sorted(peers):
+            wrote = {channel: number for (reader, channel), number in self._wrote.items() if reader == peer}
+            told.append(self._meeting.Isend(pickle.dumps(Notice(self._begun, wrote)), peer, LEAVING))
         unfinished = self._unfinished + [work for group in self._groups for work in group.under_way]
         rests = False
         while not peers <= self.gone().keys():
@@ -120,10 +122,6 @@ class Departures:
                 told += [self._meeting.Isend(b"", rank, LEAVING) for rank in sorted(peers)]
             time.sleep(IDLE_SECONDS)
         MPI.Request.Waitall(told)
-
-    def _news_for(self, rank: int) -> bytes:
-        wrote = {channel: number for (reader, channel), number in self._wrote.items() if reader == rank}
-        return pickle.dumps(Notice(self._begun, wrote))
 
 
 class Channel:
