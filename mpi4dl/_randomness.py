@@ -1,7 +1,7 @@
 """The random number generators of this process as one, PyTorch's, Python's and NumPy's: kept, put back, compared."""
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +62,23 @@ class RandomStates:
         """One number for each generator: the same in all processes whose states are."""
         states = (self.host, *(state for _, state in self.gpus))
         return (*(crc32(state.numpy().tobytes()) for state in states), *self.others.digests())
+
+
+def generator_state(value: Any) -> Callable[[], Any] | None:
+    """A function that restores the state of a generator; None if this is no generator."""
+    if isinstance(value, torch.Generator):
+        drawn = value.get_state()
+        return lambda: value.set_state(drawn)
+    if isinstance(value, np.random.Generator):
+        bits, state = value.bit_generator, value.bit_generator.state
+        return lambda: setattr(bits, "state", state)
+    if isinstance(value, np.random.RandomState):
+        known = value.get_state(legacy=False)
+        return lambda: value.set_state(known)
+    if isinstance(value, random.Random):
+        own = value.getstate()
+        return lambda: value.setstate(own)
+    return None
 
 
 def _plain(state: Any) -> Any:

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mpi4dl._randomness import PythonStates
 from mpi4dl.comm import Refusal
-from mpi4dl.parallel.blocks import Attributes, rows_of
-from mpi4dl.parallel.pipeline.decisions import Watch, attributes_of, globals_read
+from mpi4dl.parallel.blocks import rows_of
+from mpi4dl.parallel.pipeline.decisions import ForwardState, Watch, watches_of
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.spatial import SpatialTensor
 
@@ -43,15 +43,14 @@ def recompute_blocks(model: nn.Module) -> int:
 
 def recompute_whole(block: nn.Module) -> None:
     """Make a module keep only its inputs for the backward pass."""
-    watches = [watch for module in block.modules() for watch in globals_read(module)]
-    block.forward = partial(_forward, block, watches, block.forward)
+    block.forward = partial(_forward, block, watches_of(block), block.forward)
 
 
 def _forward(block: nn.Module, watches: Sequence[Watch], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
 
-    known, states = Attributes(block.modules()), PythonStates.now()  # checkpoint() itself sees to PyTorch's
+    known, states = ForwardState(block, watches), PythonStates.now()  # checkpoint() itself sees to PyTorch's
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         return nullcontext(), _as_before(block, watches, known, states)
@@ -94,29 +93,24 @@ def _versions(block: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 @contextmanager
-def _as_before(
-    block: nn.Module, watches: Sequence[Watch], attributes: Attributes, states: PythonStates
-) -> Iterator[None]:
-    """The second run of a block finds its counters and random numbers as the first one did, and leaves no trace.
+def _as_before(block: nn.Module, watches: Sequence[Watch], first: ForwardState, states: PythonStates) -> Iterator[None]:
+    """The second run of a block finds all as the first one did, `first` and `states`, and leaves no trace.
 
-    Raises Refusal if it changes what cannot be put back, such as a list of its own.
+    Raises Refusal if it changes what cannot be put back, such as a tensor in place.
     """
-    before, of_globals = attributes_of(block), [watch.now(depth=1) for watch in watches]
-    now = Attributes(block.modules()), PythonStates.now()
-    attributes.put()
+    now, states_now = ForwardState(block, watches), PythonStates.now()
+    first.restore()
     states.put()
     try:
         with _frozen_statistics(block):
             yield
     finally:
-        for each in now:
-            each.put()
+        now.restore()
+        states_now.put()
         # PyTorch ends the run by an exception once it has what it needs.
-        changed = [f"its attribute {name}" for name, value in attributes_of(block).items() if before.get(name) != value]
-        changed += [w.words for w, was in zip(watches, of_globals, strict=True) if w.now(depth=1) != was]
-        if changed:
+        if (changed := next(now.changes(), None)) is not None:
             raise Refusal(
-                f"the model changes {changed[0]} as it runs, and did so twice for a block that was computed "
+                f"the model changes {changed} as it runs, and did so twice for a block that was computed "
                 "again; leave out `recompute`"
             )
 

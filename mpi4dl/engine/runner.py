@@ -21,6 +21,7 @@ from mpi4dl.engine.precision import AUTOCAST
 from mpi4dl.geometry import BATCH, Interval, Split, Tiling, even_cuts
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.inputs import Microbatch, OwnSizes, Read, Sizes, size_of
+from mpi4dl.parallel.pipeline.decisions import fingerprint
 from mpi4dl.parallel.pipeline.executor import UNLIKE_DRAWS, Executor
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, Part
 from mpi4dl.parallel.pipeline.program import map_leaves
@@ -249,9 +250,14 @@ class BatchFeed(InputFeed):
 
     def loss(self, part: Part, microbatch: Microbatch, outputs: Any) -> Tensor | None:
         """The share of this rank in the loss of the batch: dense outputs stay spread over the ranks."""
-        outputs, targets = settled(outputs), self.targets_of(microbatch.samples)
+        outputs, targets, before = settled(outputs), self.targets_of(microbatch.samples), self._kept_by_loss()
         with self.runner.autocast():
             terms = self._terms(outputs, targets, microbatch.samples.length)
+        if self._kept_by_loss() != before:
+            raise ValueError(
+                "the loss keeps something for its next call, but with `bidirectional` two ranks call it in turns, each "
+                "one its own: leave out `bidirectional`"
+            )
         if part.grid.rank == 0:
             self.add(terms)
         if self.scale is None:
@@ -262,6 +268,13 @@ class BatchFeed(InputFeed):
         if self.runner.comm.size > 1:
             self._refuse_weights(loss, outputs, part)
         return loss * (self.scale / part.grid.size)
+
+    def _kept_by_loss(self) -> Any:
+        """The attributes and buffers of a loss of which two ranks have copies, for a comparison."""
+        if not self.runner.plan.bidirectional:
+            return None
+        modules = self.loss_of.modules() if isinstance(self.loss_of, nn.Module) else [self.loss_of]
+        return [fingerprint(getattr(each, "__dict__", None)) for each in modules]
 
     def _refuse_weights(self, loss: Tensor, outputs: Any, part: Part) -> None:
         """Refuse a loss with weights of which a rank has a part of the gradient, or not all that the loss needs."""

@@ -1,15 +1,11 @@
 """The blocks of a model: what stands in a row, and may be computed again, or fetch its halo, as a whole."""
 
-import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mpi4dl.parallel.pipeline.decisions import INTERNAL, PLAIN
 from mpi4dl.parallel.pipeline.program import Value
 from mpi4dl.parallel.pipeline.stage import Stage
 
@@ -72,9 +68,6 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-# State of modules, buffers and in Python, such as counters: a repeated forward pass finds it unchanged.
-
-
 class Buffers:
     """The buffers of a module, or None, and their places: a forward pass may write to them, or put others there."""
 
@@ -89,54 +82,3 @@ class Buffers:
     def assign(self, values: Sequence[Tensor | None]) -> None:
         for (own, name, buffer), value in zip(self._found, values, strict=True):
             own[name] = value if buffer is None or value is None else buffer.copy_(value)
-
-
-class Attributes:
-    """The attributes of `modules` that are numbers, text, None or tuples of these, and the states of generators."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._values = [(vars(module), _plain_values(vars(module))) for module in modules]
-        self._generators = [
-            state for values, _ in self._values for value in values.values() if (state := _state_of(value)) is not None
-        ]
-
-    def put(self) -> None:
-        """Let modules have these values again."""
-        for values, before in self._values:
-            now = _plain_values(values)
-            for name in now.keys() - before.keys():
-                del values[name]
-            for name, value in before.items():
-                if values.get(name, values) is not value:
-                    values[name] = value
-        for put in self._generators:
-            put()
-
-    def differ(self) -> bool:
-        """Whether a module has other values now."""
-        return any(_plain_values(values) != before for values, before in self._values)
-
-
-def _plain_values(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name not in INTERNAL and _is_plain(value)}
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
-
-
-def _state_of(value: Any) -> Callable[[], Any] | None:
-    """A function that restores the state of a generator; None if this is no generator."""
-    if isinstance(value, torch.Generator):
-        drawn = value.get_state()
-        return lambda: value.set_state(drawn)
-    if isinstance(value, np.random.Generator):
-        bits, state = value.bit_generator, value.bit_generator.state
-        return lambda: setattr(bits, "state", state)
-    if isinstance(value, np.random.RandomState):
-        known = value.get_state(legacy=False)
-        return lambda: value.set_state(known)
-    if isinstance(value, random.Random):
-        own = value.getstate()
-        return lambda: value.setstate(own)
-    return None

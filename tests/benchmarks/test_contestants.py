@@ -28,7 +28,7 @@ from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from tests.benchmarks.checks import options_of
 from tests.pool.job import mpirun
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 from tests.support.commands import refusal
 
 
@@ -155,7 +155,8 @@ def test_losses_are_compared_as_far_as_there_are_any() -> None:
     assert difference([float("nan")], [1.0], 1e-4) is not None
 
 
-def slow_body(comm: Communicator) -> tuple[float, int]:
+@on_ranks(2)
+def test_a_burst_is_as_long_as_on_the_slowest_rank(comm: Communicator) -> None:
     calls = []
 
     def step() -> float:
@@ -163,13 +164,9 @@ def slow_body(comm: Communicator) -> tuple[float, int]:
         time.sleep(0.05 * comm.rank)
         return 0.0
 
-    return burst_seconds(comm, step, 3, torch.device("cpu")), len(calls)
-
-
-def test_a_burst_is_as_long_as_on_the_slowest_rank(ranks: Ranks) -> None:
-    for seconds, calls in ranks(2).run(slow_body):
-        assert seconds >= 0.05
-        assert calls == 4
+    seconds, calls = burst_seconds(comm, step, 3, torch.device("cpu")), len(calls)
+    assert seconds >= 0.05
+    assert calls == 4
 
 
 REFUSED = """

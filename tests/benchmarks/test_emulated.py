@@ -29,8 +29,8 @@ from mpi4dl.parallel.costs.cost_model import SMALL_BYTES, Link, measure_link
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tables.simulator import Costs, simulate
 from tests.benchmarks.checks import options_of
-from tests.pool.ranks import Ranks
-from tests.support.short_runs import SMALL, StepResult, train
+from tests.pool.ranks import Ranks, on_ranks
+from tests.support.short_runs import SMALL, train
 
 # All times are sums of powers of two, which floating-point numbers hold exactly.
 BYTE_SECONDS, NUM_BYTES = 2.0**-10, 1024  # a second for a message
@@ -266,7 +266,9 @@ PIPELINES = {"1f1b": 1, "gpipe": 1, "zero-bubble": 1, "interleaved": 2}
 LAYER_SECONDS, STAGE_LATENCY = 0.5, 0.125
 
 
-def train_sleeping_stages(comm: Communicator, schedule: str) -> tuple[list[float], float, Plan]:
+@pytest.mark.parametrize("schedule", PIPELINES)
+@on_ranks(4)
+def test_a_pipeline_takes_the_time_that_is_simulated(comm: Communicator, schedule: str) -> None:
     """Steps of stages that sleep, whose sleep is their work, and that work."""
     options = options_of("stages", f"--sleep --stages 4 --schedules {schedule} --configurations PP")
     (plan,) = stages.plans(options).values()
@@ -278,17 +280,11 @@ def train_sleeping_stages(comm: Communicator, schedule: str) -> tuple[list[float
             trainer = stages.engine_trainer(options, case, torch.device("cpu"), plan, world)
             times = time_steps(world, clock, trainer.step, num_steps=2)
     assert times.seconds == max(rank.seconds for rank in times.medians)
-    return [step.seconds for step in times.of_ranks[comm.rank]], times.medians[comm.rank].work_seconds, plan
-
-
-@pytest.mark.parametrize("schedule", PIPELINES)
-def test_a_pipeline_takes_the_time_that_is_simulated(ranks: Ranks, schedule: str) -> None:
-    for times, work, plan in ranks(4).run(train_sleeping_stages, schedule):
-        assert (plan.schedule, plan.num_stages, plan.num_microbatches) == (schedule, 4 * PIPELINES[schedule], 8)
-        costs = Costs.equal(plan.num_stages, LAYER_SECONDS, 2 * LAYER_SECONDS, STAGE_LATENCY)
-        expected = simulate(plan.table(), plan.placement, costs).makespan_seconds
-        assert times == [expected] * 2
-        assert work == 8 * 3 * LAYER_SECONDS * plan.chunks
+    assert (plan.schedule, plan.num_stages, plan.num_microbatches) == (schedule, 4 * PIPELINES[schedule], 8)
+    costs = Costs.equal(plan.num_stages, LAYER_SECONDS, 2 * LAYER_SECONDS, STAGE_LATENCY)
+    expected = simulate(plan.table(), plan.placement, costs).makespan_seconds
+    assert [step.seconds for step in times.of_ranks[comm.rank]] == [expected] * 2
+    assert times.medians[comm.rank].work_seconds == 8 * 3 * LAYER_SECONDS * plan.chunks
 
 
 def link_found(comm: Communicator) -> Link:
@@ -300,20 +296,15 @@ def test_the_link_that_ranks_measure_is_that_of_the_network(ranks: Ranks) -> Non
     assert ranks(3).run(link_found) == [Link(2.0 + 4 * BYTE_SECONDS * SMALL_BYTES, 4 * BYTE_SECONDS)] * 3
 
 
-def train_twice(
-    comm: Communicator, plan: Plan, clock_of: Callable[[], Clock]
-) -> list[tuple[list[StepResult], dict[str, str]]]:
+@pytest.mark.parametrize("clock_of", [VirtualClock, MonotonicClock])
+@on_ranks(4)
+def test_training_learns_the_same_bits(comm: Communicator, clock_of: Callable[[], Clock]) -> None:
     """What is learnt without the network and with it."""
+    plan = Plan(((1, 2), (1, 2)), microbatches=2)
     plain = train(comm, SMALL, plan)
     network = Network(Link(5e-6, 1e-10), Link(1e-4, 8e-9), ranks_per_node=2)
     with emulated(comm, network, clock_of()) as world:
         over_network = train(world, SMALL, plan)
-    return [(outcome.steps, outcome.digests) for outcome in (plain, over_network)]
-
-
-@pytest.mark.parametrize("clock_of", [VirtualClock, MonotonicClock])
-def test_training_learns_the_same_bits(ranks: Ranks, clock_of: Callable[[], Clock]) -> None:
-    plan = Plan(((1, 2), (1, 2)), microbatches=2)
-    for plain, over_network in ranks(4).run(train_twice, plan, clock_of):
-        assert len(plain[1]) > 4
-        assert over_network == plain
+    plain, over_network = [(outcome.steps, outcome.digests) for outcome in (plain, over_network)]
+    assert len(plain[1]) > 4
+    assert over_network == plain

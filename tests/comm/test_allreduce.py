@@ -10,7 +10,7 @@ from torch import Tensor
 from mpi4dl.comm import Communicator, Pending
 from mpi4dl.comm.allreduce import ALGORITHMS, AllReduce, Choice, pick
 from tests.comm.values import DTYPES, bits, check, layouts, whole_numbers
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 
 LENGTHS = (0, 1, 3, 7, 48, 1001)
 SHAPE = (4, 2, 3, 2)
@@ -51,16 +51,13 @@ def test_sums_are_those_of_the_library(ranks: Ranks, num_ranks: int, name: str) 
         assert min(ranks(num_ranks).run(sum_everything, name, nodes)) >= len(DTYPES) * (len(LENGTHS) + 6)
 
 
-def sum_on_the_machines(comm: Communicator) -> tuple[int, bool]:
+@on_ranks(4)
+def test_nodes_are_the_machines_by_default(comm: Communicator) -> None:
     all_reduce = pick(comm, "two-level")
     total = torch.full((5,), float(comm.rank))
     all_reduce(total).wait()
     assert total.tolist() == [6.0] * 5
-    return all_reduce.levels.within.size, all_reduce.levels.several
-
-
-def test_nodes_are_the_machines_by_default(ranks: Ranks) -> None:
-    assert ranks(4).run(sum_on_the_machines) == [(4, False)] * 4
+    assert (all_reduce.levels.within.size, all_reduce.levels.several) == (4, False)
 
 
 def sum_noise(comm: Communicator, name: str, dtype: torch.dtype) -> tuple[bytes, float]:
@@ -92,11 +89,16 @@ def test_bits_are_equal_on_all_ranks_and_low_precision_rounds_once(
         assert max(error for _, error in results) <= bound * 1.01
 
 
-def keep_many_under_way(comm: Communicator, seed: int, algorithms: list[str]) -> int:
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.sample(3)
+@on_ranks()
+def test_many_at_once_in_any_order(comm: Communicator, num_ranks: int, seed: int) -> None:
     """Sums of all sizes start in one order on all ranks; each rank dawdles, polls and waits in an order of its own.
 
     Between them are collectives and messages of the communicator itself, which wait while sums are under way.
     """
+    algorithms = list(ALGORITHMS)
     shared, own = random.Random(seed), random.Random(seed * 10 + comm.rank)
     each = [AllReduce(comm, Choice.of(name, "as asked"), comm.rank // 2) for name in algorithms]
     compared = 0
@@ -126,14 +128,7 @@ def keep_many_under_way(comm: Communicator, seed: int, algorithms: list[str]) ->
             assert torch.equal(ours, expected), (ours, expected)
             compared += 1
     assert comm.node.underway == []
-    return compared
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.sample(3)
-def test_many_at_once_in_any_order(ranks: Ranks, num_ranks: int, seed: int) -> None:
-    assert ranks(num_ranks).run(keep_many_under_way, seed, list(ALGORITHMS)) == [120] * num_ranks
+    assert compared == 120
 
 
 def poll_to_the_end(comm: Communicator, name: str) -> tuple[bool, bool]:
@@ -164,7 +159,8 @@ def test_polling_drives_the_phases(ranks: Ranks, name: str) -> None:
     assert all(done for _, done in results)
 
 
-def wait_in_opposite_orders(comm: Communicator) -> float:
+@on_ranks(4)
+def test_ranks_may_wait_in_opposite_orders(comm: Communicator) -> None:
     """Even ranks wait for one sum, odd ranks for the other: neither ends if a wait drives only its own forward."""
     all_reduce = AllReduce(comm, Choice.of("ring", "as asked"))
     a, b = torch.ones(50_000), torch.ones(50_000)
@@ -172,20 +168,13 @@ def wait_in_opposite_orders(comm: Communicator) -> float:
     for each in pending if comm.rank % 2 else reversed(pending):
         each.wait()
         comm.all_gather_object(None)
-    return float(a.mean() + b.mean())
+    assert float(a.mean() + b.mean()) == 8.0
 
 
-def test_ranks_may_wait_in_opposite_orders(ranks: Ranks) -> None:
-    assert ranks(4).run(wait_in_opposite_orders) == [8.0] * 4
-
-
-def move_nothing(comm: Communicator) -> list[bool]:
+@on_ranks(2)
+def test_meta_and_empty_tensors_move_nothing(comm: Communicator) -> None:
     all_reduce = AllReduce(comm, Choice.of("direct", "as asked"))
-    return [all_reduce(x).test() for x in (torch.empty(3, device="meta"), torch.empty(0))]
-
-
-def test_meta_and_empty_tensors_move_nothing(ranks: Ranks) -> None:
-    assert ranks(2).run(move_nothing) == [[True, True]] * 2
+    assert [all_reduce(x).test() for x in (torch.empty(3, device="meta"), torch.empty(0))] == [True, True]
 
 
 def pick_by_name(comm: Communicator, name: str) -> str:
@@ -211,11 +200,10 @@ def test_a_choice_goes_by_precision() -> None:
     assert str(Choice.of("direct", "as asked")) == "direct (as asked)"
 
 
-def picked_by_itself(comm: Communicator) -> tuple[str, str]:
-    choice = pick(comm, "auto").choice
-    return choice.algorithm(torch.float32), choice.algorithm(torch.bfloat16)
-
-
 @pytest.mark.parametrize(("num_ranks", "expected"), [(2, ("direct", "direct")), (3, ("library", "direct"))])
-def test_the_choice_follows_from_the_number_of_ranks(ranks: Ranks, num_ranks: int, expected: tuple[str, str]) -> None:
-    assert ranks(num_ranks).run(picked_by_itself) == [expected] * num_ranks
+@on_ranks()
+def test_the_choice_follows_from_the_number_of_ranks(
+    comm: Communicator, num_ranks: int, expected: tuple[str, str]
+) -> None:
+    choice = pick(comm, "auto").choice
+    assert (choice.algorithm(torch.float32), choice.algorithm(torch.bfloat16)) == expected

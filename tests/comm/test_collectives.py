@@ -4,10 +4,13 @@ import pytest
 import torch
 
 from mpi4dl.comm import Communicator, exchange
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import on_ranks
 
 
-def apply(comm: Communicator, transposed: bool) -> tuple[float, float, float]:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("transposed", [False, True], ids=["dense", "transposed"])
+@on_ranks()
+def test_the_backward_pass_is_the_adjoint(comm: Communicator, num_ranks: int, transposed: bool) -> None:
     """<A x, y> and <x, A' y> summed over ranks, and how far A x is from what it should be."""
     torch.set_default_dtype(torch.float64)
     everyone = [torch.randn(3, 5) for _ in range(comm.size)]
@@ -23,27 +26,16 @@ def apply(comm: Communicator, transposed: bool) -> tuple[float, float, float]:
     assert x.grad is not None
     products = torch.stack([(result.detach() * y).sum(), (before * x.grad).sum()])
     left, right = comm.all_reduce(products).tolist()
-    return left, right, error
+    assert left == pytest.approx(right, rel=1e-13)
+    assert abs(left) > 1e-3
+    assert error < 1e-14
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("transposed", [False, True], ids=["dense", "transposed"])
-def test_the_backward_pass_is_the_adjoint(ranks: Ranks, num_ranks: int, transposed: bool) -> None:
-    for left, right, error in ranks(num_ranks).run(apply, transposed):
-        assert left == pytest.approx(right, rel=1e-13)
-        assert abs(left) > 1e-3
-        assert error < 1e-14
-
-
-def losses_that_all_ranks_compute(comm: Communicator) -> tuple[float, float]:
+@on_ranks(3)
+def test_the_gradient_of_a_replicated_parameter_is_the_plain_sum(comm: Communicator) -> None:
     """The convention: a loss that each rank computes alike counts 1 / size on each; gradients of copies are summed."""
     weight = torch.tensor(3.0, requires_grad=True)
     loss = exchange.all_reduce(weight * (comm.rank + 1), comm) ** 2 / comm.size
     loss.backward()
     assert weight.grad is not None
-    return float(loss.detach() * comm.size), float(comm.all_reduce(weight.grad))
-
-
-def test_the_gradient_of_a_replicated_parameter_is_the_plain_sum(ranks: Ranks) -> None:
-    # (w + 2 w + 3 w)^2 = 36 w^2, whose derivative at 3 is 216
-    assert ranks(3).run(losses_that_all_ranks_compute) == [(324.0, 216.0)] * 3
+    assert (float(loss.detach() * comm.size), float(comm.all_reduce(weight.grad))) == (324.0, 216.0)

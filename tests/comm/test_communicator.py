@@ -9,7 +9,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.comm.communicator import Pending
 from mpi4dl.comm.packing import Piece
 from tests.comm.values import DTYPES, Counting, check, layouts, whole_numbers
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 
 SHAPE = (4, 2, 3, 2)
 SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 4), (0,), (3, 0, 2)]
@@ -82,7 +82,8 @@ def test_reductions_are_those_of_pytorch(ranks: Ranks, num_ranks: int, tiny: boo
     assert min(ranks(num_ranks).run(reduce_everything, tiny)) > (300 if tiny else 1000)
 
 
-def send_in_order(comm: Communicator) -> list[float]:
+@on_ranks(2)
+def test_messages_of_one_tag_keep_their_order(comm: Communicator) -> None:
     """Three messages at once, two of one tag; the received ones are waited for last first."""
     other = 1 - comm.rank
     into = [torch.zeros(2) for _ in range(3)]
@@ -91,11 +92,7 @@ def send_in_order(comm: Communicator) -> list[float]:
     for each in reversed(pending):
         each.wait()
     Pending.all(comm.node, sent).wait()
-    return [float(x.sum()) for x in into]
-
-
-def test_messages_of_one_tag_keep_their_order(ranks: Ranks) -> None:
-    assert ranks(2).run(send_in_order) == [[12.0, 14.0, 10.0]] * 2
+    assert [float(x.sum()) for x in into] == [12.0, 14.0, 10.0]
 
 
 def forget_what_was_sent(comm: Communicator) -> float:
@@ -115,50 +112,40 @@ def test_what_was_sent_lives_until_it_has_arrived(ranks: Ranks) -> None:
     assert ranks(2).run(forget_what_was_sent) == [3.0, 3.0]
 
 
-def wait_twice(comm: Communicator) -> float:
+@on_ranks(3)
+def test_a_reduction_may_be_waited_for_twice(comm: Communicator) -> None:
     x = torch.ones(1000)
     pending = comm.iall_reduce(x)
     pending.wait()
     pending.wait()
-    return float(x.mean())
+    assert float(x.mean()) == 3.0
 
 
-def test_a_reduction_may_be_waited_for_twice(ranks: Ranks) -> None:
-    assert ranks(3).run(wait_twice) == [3.0] * 3
-
-
-def split_by_parity(comm: Communicator) -> tuple[int, int, float]:
+@on_ranks(4)
+def test_split_makes_communicators_of_one_colour_in_the_order_of_the_keys(comm: Communicator) -> None:
     part = comm.split(comm.rank % 2, key=-comm.rank)
     total = part.all_reduce(torch.tensor(float(comm.rank)))
-    return part.rank, part.size, float(total)
+    assert (part.rank, part.size, float(total)) == [(1, 2, 2.0), (1, 2, 4.0), (0, 2, 2.0), (0, 2, 4.0)][comm.rank]
 
 
-def test_split_makes_communicators_of_one_colour_in_the_order_of_the_keys(ranks: Ranks) -> None:
-    assert ranks(4).run(split_by_parity) == [(1, 2, 2.0), (1, 2, 4.0), (0, 2, 2.0), (0, 2, 4.0)]
+@on_ranks(2)
+def test_objects(comm: Communicator) -> None:
+    assert comm.all_gather_object({"rank": comm.rank}) == [{"rank": 0}, {"rank": 1}]
+    assert comm.broadcast_object(("of", comm.rank), 1) == ("of", 1)
 
 
-def exchange_objects(comm: Communicator) -> tuple[list[object], object]:
-    return comm.all_gather_object({"rank": comm.rank}), comm.broadcast_object(("of", comm.rank), 1)
-
-
-def test_objects(ranks: Ranks) -> None:
-    assert ranks(2).run(exchange_objects) == [([{"rank": 0}, {"rank": 1}], ("of", 1))] * 2
-
-
-def use_meta_tensors(comm: Communicator) -> list[tuple[int, ...]]:
+@on_ranks(2)
+def test_meta_tensors_move_nothing_and_keep_their_shapes(comm: Communicator) -> None:
     x = torch.empty(2, 3, device="meta")
     comm.send(x, 1 - comm.rank)
     comm.iexchange([Piece(1 - comm.rank, x)], [Piece(1 - comm.rank, x)]).wait()
     results = [comm.all_reduce(x), comm.broadcast(x), comm.all_gather(x)]
     assert all(y.is_meta for y in results)
-    return [tuple(y.shape) for y in results]
+    assert [tuple(y.shape) for y in results] == [(2, 3), (2, 3), (2, 2, 3)]
 
 
-def test_meta_tensors_move_nothing_and_keep_their_shapes(ranks: Ranks) -> None:
-    assert ranks(2).run(use_meta_tensors) == [[(2, 3), (2, 3), (2, 2, 3)]] * 2
-
-
-def send_views(comm: Communicator) -> list[complex]:
+@on_ranks(2)
+def test_lazy_conjugates_arrive_with_their_values(comm: Communicator) -> None:
     """Lazy conjugates and negatives are views that have other bits than values."""
     z = torch.full((2,), 1 + 2j)
     imaginary = z.conj().imag
@@ -169,11 +156,7 @@ def send_views(comm: Communicator) -> list[complex]:
         pending = comm.irecv(into, other)
         comm.send(x, other)
         pending.wait()
-    return [complex(received[0][0]), complex(received[1][1])]
-
-
-def test_lazy_conjugates_arrive_with_their_values(ranks: Ranks) -> None:
-    assert ranks(2).run(send_views) == [[1 - 2j, -2]] * 2
+    assert [complex(received[0][0]), complex(received[1][1])] == [1 - 2j, -2]
 
 
 def send_what_requires_gradients(comm: Communicator) -> float:
@@ -190,7 +173,8 @@ def test_tensors_inside_a_graph_are_sent_as_values(ranks: Ranks) -> None:
     assert ranks(2).run(send_what_requires_gradients) == [4.0, 4.0]
 
 
-def poll(comm: Communicator) -> tuple[bool, bool, float]:
+@on_ranks(2)
+def test_ready_says_whether_a_message_is_there(comm: Communicator) -> None:
     other, target = 1 - comm.rank, torch.zeros(4)[::2]
     pending = comm.irecv(target, other)
     too_early = pending.test()
@@ -201,11 +185,7 @@ def poll(comm: Communicator) -> tuple[bool, bool, float]:
         time.sleep(0.001)
     done = pending.test()
     pending.wait()
-    return too_early, done, float(target.sum())
-
-
-def test_ready_says_whether_a_message_is_there(ranks: Ranks) -> None:
-    assert ranks(2).run(poll) == [(False, True, 2.0)] * 2
+    assert (too_early, done, float(target.sum())) == (False, True, 2.0)
 
 
 def receive_into_part(comm: Communicator) -> list[float]:
@@ -221,7 +201,10 @@ def test_what_lies_between_the_received_elements_is_left_alone(ranks: Ranks) -> 
     assert ranks(2).run(receive_into_part)[1] == [1.0, -1.0, 2.0, -1.0, 3.0, -1.0]
 
 
-def send_in_pieces(comm: Communicator, limit: int) -> dict[str, int]:
+@pytest.mark.parametrize(("limit", "pieces"), [(384, 1), (383, 2), (100, 4), (7, 55)])
+@on_ranks(2)
+def test_large_messages_travel_in_pieces(comm: Communicator, limit: int, pieces: int) -> None:
+    """The 48 numbers of 8 bytes make 384 bytes, in each of 6 layouts; a piece need not hold whole numbers."""
     comm.mpi = Counting(comm.mpi)
     comm.max_message_bytes = limit
     other = 1 - comm.rank
@@ -233,28 +216,7 @@ def send_in_pieces(comm: Communicator, limit: int) -> dict[str, int]:
         check(target, whole_numbers(other, torch.float64, SHAPE))
         comm.broadcast(mine, 1)
         check(mine, whole_numbers(1, torch.float64, SHAPE))
-    return comm.mpi.calls
-
-
-@pytest.mark.parametrize(("limit", "pieces"), [(384, 1), (383, 2), (100, 4), (7, 55)])
-def test_large_messages_travel_in_pieces(ranks: Ranks, limit: int, pieces: int) -> None:
-    """The 48 numbers of 8 bytes make 384 bytes, in each of 6 layouts; a piece need not hold whole numbers."""
-    for calls in ranks(2).run(send_in_pieces, limit):
-        assert calls == {"Irecv": 6 * pieces, "Isend": 6 * pieces, "Ibcast": 6 * pieces}
-
-
-def reduce_in_pieces(comm: Communicator, limit: int, dtype: torch.dtype) -> dict[str, int]:
-    comm.mpi = Counting(comm.mpi)
-    comm.max_reduction_bytes = limit
-    everyone = [whole_numbers(rank, dtype, SHAPE) for rank in range(comm.size)]
-    expected = torch.stack(everyone).sum(0, dtype=dtype)
-    for name, x in layouts(everyone[comm.rank]):
-        check(comm.all_reduce(x), expected, name)
-    for name, x in layouts(everyone[comm.rank]):
-        comm.ireduce(x, root=comm.size - 1).wait()
-        if comm.rank == comm.size - 1:
-            check(x, expected, name)
-    return comm.mpi.calls
+    assert comm.mpi.calls == {"Irecv": 6 * pieces, "Isend": 6 * pieces, "Ibcast": 6 * pieces}
 
 
 @pytest.mark.parametrize(
@@ -268,15 +230,30 @@ def reduce_in_pieces(comm: Communicator, limit: int, dtype: torch.dtype) -> dict
         (10, torch.int16, 10),
     ],
 )
+@on_ranks(3)
 def test_large_reductions_travel_in_pieces_of_whole_numbers(
-    ranks: Ranks, limit: int, dtype: torch.dtype, pieces: int
+    comm: Communicator, limit: int, dtype: torch.dtype, pieces: int
 ) -> None:
     """bfloat16 is reduced as float32: 48 numbers are 192 bytes."""
-    for calls in ranks(3).run(reduce_in_pieces, limit, dtype):
-        assert calls == {"Iallreduce": 6 * pieces, "Ireduce": 6 * pieces}
+    comm.mpi = Counting(comm.mpi)
+    comm.max_reduction_bytes = limit
+    everyone = [whole_numbers(rank, dtype, SHAPE) for rank in range(comm.size)]
+    expected = torch.stack(everyone).sum(0, dtype=dtype)
+    for name, x in layouts(everyone[comm.rank]):
+        check(comm.all_reduce(x), expected, name)
+    for name, x in layouts(everyone[comm.rank]):
+        comm.ireduce(x, root=comm.size - 1).wait()
+        if comm.rank == comm.size - 1:
+            check(x, expected, name)
+    assert comm.mpi.calls == {"Iallreduce": 6 * pieces, "Ireduce": 6 * pieces}
 
 
-def rearrange_in_pieces(comm: Communicator, limit: int) -> dict[str, int]:
+@pytest.mark.parametrize(("limit", "pieces"), [(144, 1), (143, 2), (40, 4), (1, 48)])
+@on_ranks(3)
+def test_large_collectives_travel_in_pieces(comm: Communicator, limit: int, pieces: int) -> None:
+    """12 numbers of 4 bytes for each of 3 ranks make 144 bytes."""
+    messages = 2 * -(-48 // limit)
+    expected = {"Iallgather": pieces, "Isend": messages, "Irecv": messages}
     comm.mpi = Counting(comm.mpi)
     comm.max_message_bytes = limit
     shape = (comm.size, 4, 3)
@@ -286,18 +263,12 @@ def rearrange_in_pieces(comm: Communicator, limit: int) -> dict[str, int]:
     comm.iexchange([*map(Piece, range(comm.size), mine)], [*map(Piece, range(comm.size), swapped)]).wait()
     check(swapped, rows[:, comm.rank])
     check(comm.all_gather(mine[0]), rows[:, 0])
-    return comm.mpi.calls
+    assert comm.mpi.calls == expected
 
 
-@pytest.mark.parametrize(("limit", "pieces"), [(144, 1), (143, 2), (40, 4), (1, 48)])
-def test_large_collectives_travel_in_pieces(ranks: Ranks, limit: int, pieces: int) -> None:
-    """12 numbers of 4 bytes for each of 3 ranks make 144 bytes."""
-    messages = 2 * -(-48 // limit)
-    expected = {"Iallgather": pieces, "Isend": messages, "Irecv": messages}
-    assert ranks(3).run(rearrange_in_pieces, limit) == [expected] * 3
-
-
-def rearrange_while_ranks_lag(comm: Communicator) -> None:
+@on_ranks(4)
+def test_pieces_live_until_slow_ranks_have_read_them(comm: Communicator) -> None:
+    """A large piece is read from the sender's memory only when its receiver arrives."""
     comm.max_message_bytes = 2_000_000
     columns = torch.arange(250_000, dtype=torch.float32)
     mine = torch.stack([columns + 3 * comm.rank + 7 * to for to in range(comm.size)])
@@ -308,8 +279,3 @@ def rearrange_while_ranks_lag(comm: Communicator) -> None:
         for source in range(comm.size):
             check(received[source], columns + 3 * source + 7 * comm.rank, "exchange", lagging, source)
         check(comm.all_gather(columns + lagging)[lagging], columns + lagging, "all_gather", lagging)
-
-
-def test_pieces_live_until_slow_ranks_have_read_them(ranks: Ranks) -> None:
-    """A large piece is read from the sender's memory only when its receiver arrives."""
-    ranks(4).run(rearrange_while_ranks_lag)

@@ -10,7 +10,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.plan import Plan
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 
 
 def make_and_drop(comm: Communicator, grids: int, engines: int) -> int:
@@ -39,15 +39,12 @@ def test_five_thousand_grids_and_engines(ranks: Ranks) -> None:
     assert max(ranks(2).run(make_and_drop, 5000, 5000)) < 20
 
 
-def hold_one(comm: Communicator) -> tuple[list[float], int]:
+@on_ranks(2)
+def test_what_is_held_lives_on(comm: Communicator) -> None:
     kept = comm.split(0)
     for _ in range(300):
         comm.split(0)
     total = kept.all_reduce(torch.ones(2))
-    return total.tolist(), len(comm.pool)
-
-
-def test_what_is_held_lives_on(ranks: Ranks) -> None:
-    for total, alive in ranks(2).run(hold_one):
-        assert total == [2.0, 2.0]
-        assert alive <= 3
+    total, alive = total.tolist(), len(comm.pool)
+    assert total == [2.0, 2.0]
+    assert alive <= 3

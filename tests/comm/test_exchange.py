@@ -14,7 +14,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.comm.exchange import Exchange, ExchangePlan, Slab, narrow, plan_exchange, plan_retiling
 from mpi4dl.geometry import Box, GridShape, Interval, Split, Tiling
 from tests.comm.values import Counting
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 
 ONE = Interval(0, 1)
 
@@ -249,7 +249,8 @@ def test_nothing_is_sent_where_what_is_held_suffices(ranks: Ranks, grid: GridSha
     assert [sent for sent, _ in ranks(grid.size).run(exchange_cases, grid, "held", 25)] == [0] * grid.size
 
 
-def exchange_twice_at_once(comm: Communicator) -> None:
+@on_ranks(2)
+def test_two_exchanges_may_be_under_way(comm: Communicator) -> None:
     """Strips of two images are under way at the same time; the second is awaited first."""
     owned, needed = (line(0, 4), line(4, 8)), (line(0, 5), line(3, 8))
     exchange = Exchange(plan_exchange(comm.rank, owned, owned, needed, line(0, 8)), comm, (None, None, 0))
@@ -261,11 +262,9 @@ def exchange_twice_at_once(comm: Communicator) -> None:
         assert torch.equal(got, wholes[number][3 * comm.rank : 3 * comm.rank + 5])
 
 
-def test_two_exchanges_may_be_under_way(ranks: Ranks) -> None:
-    ranks(2).run(exchange_twice_at_once)
-
-
-def keep_layout_and_dtype(comm: Communicator) -> list[tuple[bool, torch.dtype]]:
+@on_ranks(2)
+def test_layout_and_dtype_are_kept(comm: Communicator) -> None:
+    expected = [(True, dtype) for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.bool)]
     owned = (patch((0, 4), (0, 4)), patch((4, 8), (0, 4)))
     needed = (patch((0, 5), (0, 4)), patch((3, 8), (0, 4)))
     exchange = Exchange(plan_exchange(comm.rank, owned, owned, needed, patch((0, 8), (0, 4))), comm, (0, 2, 3))
@@ -275,15 +274,12 @@ def keep_layout_and_dtype(comm: Communicator) -> list[tuple[bool, torch.dtype]]:
         result = exchange(x)
         assert bool(result.all())
         found.append((result.is_contiguous(memory_format=torch.channels_last), result.dtype))
-    return found
+    assert found == expected
 
 
-def test_layout_and_dtype_are_kept(ranks: Ranks) -> None:
-    expected = [(True, dtype) for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.bool)]
-    assert ranks(2).run(keep_layout_and_dtype) == [expected] * 2
-
-
-def stay_put(comm: Communicator) -> tuple[bool, list[float]]:
+@on_ranks(2)
+def test_a_rank_that_has_what_it_needs_sends_what_others_need(comm: Communicator) -> None:
+    """Rank 0 of the second exchange is one: rank 1 asks for its last column."""
     owned = (line(0, 4), line(4, 8))
     inert = Exchange(plan_exchange(comm.rank, owned, owned, owned, line(0, 8)), comm, (None, None, 0))
     needed = (line(0, 4), line(3, 8))
@@ -297,9 +293,4 @@ def stay_put(comm: Communicator) -> tuple[bool, list[float]]:
     brought = asked(x)
     brought.sum().backward()
     shared = any(each.data_ptr() == x.data_ptr() for each in (result, brought))  # what it returns may be written to
-    return shared, x.grad.tolist()  # type: ignore[attr-defined]
-
-
-def test_a_rank_that_has_what_it_needs_sends_what_others_need(ranks: Ranks) -> None:
-    """Rank 0 of the second exchange is one: rank 1 asks for its last column."""
-    assert ranks(2).run(stay_put) == [(False, [1.0, 1.0, 1.0, 2.0]), (False, [1.0] * 4)]
+    assert (shared, x.grad.tolist()) == [(False, [1.0, 1.0, 1.0, 2.0]), (False, [1.0] * 4)][comm.rank]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from mpi4dl.comm import Communicator, gpu
 from mpi4dl.comm.allreduce import pick
 from mpi4dl.comm.packing import Piece
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import on_ranks
 
 
 class OtherRanks:
@@ -129,24 +129,18 @@ def test_claims_are_found_where_each_mpi_makes_them(monkeypatch: pytest.MonkeyPa
     assert claimed(monkeypatch, nothing) == "MV2_USE_CUDA"
 
 
-def ask_the_real_mpi(comm: Communicator) -> tuple[str | None, tuple[str, str]]:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@on_ranks(2)
+def test_the_installed_mpi_claims_nothing_and_is_staged(comm: Communicator) -> None:
     assert hasattr(gpu.mpi_library(), "MPI_Init")
     assert not hasattr(gpu.mpi_library(), "MPI_Unheard_of")
-    return gpu.claims(comm.mpi), comm.choose_gpu_wire()
+    assert (gpu.claims(comm.mpi), comm.choose_gpu_wire()) == (None, ("staged", "no GPU on every rank"))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_installed_mpi_claims_nothing_and_is_staged(ranks: Ranks) -> None:
-    assert ranks(2).run(ask_the_real_mpi) == [(None, ("staged", "no GPU on every rank"))] * 2
-
-
-def split_after_choosing(comm: Communicator, asked: str) -> tuple[str, str]:
-    comm.choose_gpu_wire(asked)
-    return comm.gpu_wire, comm.split(0).gpu_wire
-
-
-def test_communicators_split_off_inherit_the_choice(ranks: Ranks) -> None:
-    assert ranks(2).run(split_after_choosing, "direct") == [("direct", "direct")] * 2
+@on_ranks(2)
+def test_communicators_split_off_inherit_the_choice(comm: Communicator) -> None:
+    comm.choose_gpu_wire("direct")
+    assert (comm.gpu_wire, comm.split(0).gpu_wire) == ("direct", "direct")
 
 
 @pytest.mark.parametrize(
@@ -207,18 +201,11 @@ def test_the_proof_runs_where_the_memory_is_that_of_the_host(monkeypatch: pytest
     assert gpu.failed_proof.__wrapped__() is not None
 
 
-def send_from_the_gpu(comm: Communicator, wire: str) -> list[float]:
-    comm.choose_gpu_wire(wire)
-    device = torch.device("cuda", 0)
-    x = torch.full((300, 200), float(comm.rank), device=device).mT
-    into = torch.zeros(200, 300, device=device)
-    pending = comm.irecv(into, 1 - comm.rank)
-    comm.send(x, 1 - comm.rank)
-    pending.wait()
-    return [float(into.mean()), float(comm.all_reduce(x.clone()).mean()), float(comm.all_gather(x).mean())]
-
-
-def exchange_by_nccl(comm: Communicator) -> list[float]:
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2 or not dist.is_nccl_available(), reason="no NCCL, or no two GPUs here"
+)
+@on_ranks(2)
+def test_gpu_tensors_arrive_by_nccl(comm: Communicator) -> None:
     comm.choose_gpu_wire("nccl")
     x = torch.full((300, 200), float(comm.rank), device="cuda").mT
     into, other = torch.zeros(200, 300, device="cuda"), 1 - comm.rank
@@ -227,17 +214,24 @@ def exchange_by_nccl(comm: Communicator) -> list[float]:
     pick(comm, device="cuda")(summed).wait()
     pending.wait()
     small = comm.all_reduce(torch.ones(8, device="cuda"))
-    return [float(values.mean()) for values in (into, summed, small, comm.all_gather(x))]
-
-
-@pytest.mark.skipif(
-    torch.cuda.device_count() < 2 or not dist.is_nccl_available(), reason="no NCCL, or no two GPUs here"
-)
-def test_gpu_tensors_arrive_by_nccl(ranks: Ranks) -> None:
-    assert ranks(2).run(exchange_by_nccl) == [[1.0, 1.0, 2.0, 0.5], [0.0, 1.0, 2.0, 0.5]]
+    assert [float(values.mean()) for values in (into, summed, small, comm.all_gather(x))] == [
+        [1.0, 1.0, 2.0, 0.5],
+        [0.0, 1.0, 2.0, 0.5],
+    ][comm.rank]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.parametrize("wire", ["auto", "staged"])
-def test_gpu_tensors_arrive(ranks: Ranks, wire: str) -> None:
-    assert ranks(2).run(send_from_the_gpu, wire) == [[1.0, 1.0, 0.5], [0.0, 1.0, 0.5]]
+@on_ranks(2)
+def test_gpu_tensors_arrive(comm: Communicator, wire: str) -> None:
+    comm.choose_gpu_wire(wire)
+    device = torch.device("cuda", 0)
+    x = torch.full((300, 200), float(comm.rank), device=device).mT
+    into = torch.zeros(200, 300, device=device)
+    pending = comm.irecv(into, 1 - comm.rank)
+    comm.send(x, 1 - comm.rank)
+    pending.wait()
+    assert [float(into.mean()), float(comm.all_reduce(x.clone()).mean()), float(comm.all_gather(x).mean())] == [
+        [1.0, 1.0, 0.5],
+        [0.0, 1.0, 0.5],
+    ][comm.rank]

@@ -9,7 +9,7 @@ from torch import Tensor
 from mpi4dl.comm import Communicator, Pending
 from mpi4dl.geometry import even_cuts
 from tests.comm.values import DTYPES, Counting, bits, whole_numbers
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 
 LENGTHS = (0, 1, 3, 24, 103)
 
@@ -25,7 +25,9 @@ def total_of(everyone: list[Tensor]) -> Tensor:
     return stacked.any(0) if stacked.dtype is torch.bool else stacked.sum(0, dtype=stacked.dtype)
 
 
-def scatter_and_gather(comm: Communicator) -> int:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@on_ranks()
+def test_parts_are_summed_and_shared_for_every_dtype(comm: Communicator, num_ranks: int) -> None:
     compared = 0
     for dtype in DTYPES:
         for length in LENGTHS:
@@ -43,12 +45,7 @@ def scatter_and_gather(comm: Communicator) -> int:
                 parts = [everyone[rank][where[rank] : where[rank + 1]] for rank in range(comm.size)]
                 assert torch.equal(mine, torch.cat(parts)), (dtype, cuts)
                 compared += 1
-    return compared
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_parts_are_summed_and_shared_for_every_dtype(ranks: Ranks, num_ranks: int) -> None:
-    assert ranks(num_ranks).run(scatter_and_gather) == [len(DTYPES) * len(LENGTHS) * 4] * num_ranks
+    assert compared == len(DTYPES) * len(LENGTHS) * 4
 
 
 def sum_noise(comm: Communicator, dtype: torch.dtype) -> tuple[bytes, bytes]:
@@ -71,8 +68,11 @@ def test_sums_are_in_the_order_of_the_ranks_and_round_once(ranks: Ranks, num_ran
     assert set(results) == {(results[0][1], results[0][1])}
 
 
-def keep_many_under_way(comm: Communicator, limit: int) -> dict[str, int]:
-    """Eight of each at once, which end in another order than they began, in pieces of at most `limit` bytes."""
+@pytest.mark.parametrize(("limit", "sum_pieces", "gather_pieces"), [(40, 1, 1), (39, 2, 1), (7, 6, 3)])
+@on_ranks(3)
+def test_many_at_once_and_in_pieces(comm: Communicator, limit: int, sum_pieces: int, gather_pieces: int) -> None:
+    """A part is 10 numbers: 40 bytes in float32, 20 in int16; it goes to, or comes from, 2 others."""
+    count = 8 * 2 * (sum_pieces + gather_pieces)
     comm.max_message_bytes = limit
     comm.mpi = Counting(comm.mpi)
     length = 30
@@ -90,29 +90,29 @@ def keep_many_under_way(comm: Communicator, limit: int) -> dict[str, int]:
         assert torch.equal(a[own], total_of(everyone)[own])
         parts = [whole_numbers(rank, torch.int16, (length,), salt) for rank in range(comm.size)]
         assert torch.equal(b, torch.cat([part[where[i] : where[i + 1]] for i, part in enumerate(parts)]))
-    return comm.mpi.calls
+    assert comm.mpi.calls == {"Irecv": count, "Isend": count}
 
 
-@pytest.mark.parametrize(("limit", "sum_pieces", "gather_pieces"), [(40, 1, 1), (39, 2, 1), (7, 6, 3)])
-def test_many_at_once_and_in_pieces(ranks: Ranks, limit: int, sum_pieces: int, gather_pieces: int) -> None:
-    """A part is 10 numbers: 40 bytes in float32, 20 in int16; it goes to, or comes from, 2 others."""
-    count = 8 * 2 * (sum_pieces + gather_pieces)
-    assert ranks(3).run(keep_many_under_way, limit) == [{"Irecv": count, "Isend": count}] * 3
-
-
-def move_nothing(comm: Communicator) -> dict[str, int]:
+@on_ranks(2)
+def test_meta_and_empty_tensors_move_nothing(comm: Communicator) -> None:
     comm.mpi = Counting(comm.mpi)
     for flat in (torch.empty(5, device="meta"), torch.empty(0)):
         comm.ireduce_scatter(flat).wait()
         comm.iall_gather_into(flat).wait()
-    return comm.mpi.calls
+    assert comm.mpi.calls == {}
 
 
-def test_meta_and_empty_tensors_move_nothing(ranks: Ranks) -> None:
-    assert ranks(2).run(move_nothing) == [{}, {}]
-
-
-def refuse(comm: Communicator) -> list[str]:
+@on_ranks(2)
+def test_buffers_and_cuts_that_do_not_fit_are_refused(comm: Communicator) -> None:
+    rule = "must be 3 numbers that rise from 0 to 5, so that each of 2 ranks has a part of 5 elements"
+    layout = "but must be 1-D and contiguous: pass a flat buffer"
+    expected = [
+        f"the tensor has shape (2, 3) and strides (3, 1), {layout}",
+        f"the tensor has shape (4,) and strides (2,), {layout}",
+        f"cuts [0, 5] {rule}",
+        f"cuts [0, 6, 5] {rule}",
+        f"cuts [0, 2, 4] {rule}",
+    ]
     said = []
     flat = torch.zeros(5)
     calls = (
@@ -126,17 +126,4 @@ def refuse(comm: Communicator) -> list[str]:
         with pytest.raises(ValueError, match=r".") as caught:
             call()
         said.append(str(caught.value))
-    return said
-
-
-def test_buffers_and_cuts_that_do_not_fit_are_refused(ranks: Ranks) -> None:
-    rule = "must be 3 numbers that rise from 0 to 5, so that each of 2 ranks has a part of 5 elements"
-    layout = "but must be 1-D and contiguous: pass a flat buffer"
-    expected = [
-        f"the tensor has shape (2, 3) and strides (3, 1), {layout}",
-        f"the tensor has shape (4,) and strides (2,), {layout}",
-        f"cuts [0, 5] {rule}",
-        f"cuts [0, 6, 5] {rule}",
-        f"cuts [0, 2, 4] {rule}",
-    ]
-    assert ranks(2).run(refuse) == [expected, expected]
+    assert said == expected

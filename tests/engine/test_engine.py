@@ -18,7 +18,7 @@ from mpi4dl.engine.precision import AUTOCAST
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 from tests.support.short_runs import (
     ALIASED,
     ATTENDING,
@@ -365,7 +365,10 @@ def test_autocast_stays_near_full_precision(ranks: Ranks, plan: Plan, precision:
         assert found[0][0] != pytest.approx(exact[0].loss, rel=1e-6), "it was not on"
 
 
-def overflow(comm: Communicator, clip_norm: float | None) -> tuple[list[float], list[bool], bool]:
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.sample(1)
+@on_ranks(2)
+def test_fp16_leaves_out_steps_that_overflow_until_its_scale_fits(comm: Communicator, clip_norm: float | None) -> None:
     """Steps of fp16 whose scaled gradients overflow at first: their norms, and which of them moved the weights."""
     task = replace(SMALL, loss=large_loss)
     engine = with_autocast(comm, task, TILES_1x2, "fp16", clip_norm=clip_norm)
@@ -375,17 +378,11 @@ def overflow(comm: Communicator, clip_norm: float | None) -> tuple[list[float], 
         before = [p.detach().clone() for p in parameters]
         norms.append(step(engine, task, 0)[1])
         moved.append(not all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True)))
-    return norms, moved[1:], all(bool(p.isfinite().all()) for p in parameters)
-
-
-@pytest.mark.parametrize("clip_norm", [None, 1.0])
-@pytest.mark.sample(1)
-def test_fp16_leaves_out_steps_that_overflow_until_its_scale_fits(ranks: Ranks, clip_norm: float | None) -> None:
-    for norms, moved, finite in ranks(2).run(overflow, clip_norm):
-        assert moved == [False] * (len(moved) - 1) + [True]
-        assert len(moved) > 1
-        assert [math.isfinite(norm) for norm in norms] == moved
-        assert finite
+    moved, finite = moved[1:], all(bool(p.isfinite().all()) for p in parameters)
+    assert moved == [False] * (len(moved) - 1) + [True]
+    assert len(moved) > 1
+    assert [math.isfinite(norm) for norm in norms] == moved
+    assert finite
 
 
 def with_infinite_gradients(module: nn.Module, values: Any, outputs: Any) -> None:
@@ -393,7 +390,13 @@ def with_infinite_gradients(module: nn.Module, values: Any, outputs: Any) -> Non
     first.register_hook(lambda gradient: gradient * math.inf)
 
 
-def overflow_on(comm: Communicator, plan: Plan, rank: int) -> tuple[list[bool], list[bool], list[float]]:
+@pytest.mark.parametrize("plan", STAGES, ids=label)
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.sample(1)
+@on_ranks()
+def test_an_infinite_gradient_in_one_stage_makes_all_ranks_leave_the_step_out(
+    comm: Communicator, plan: Plan, rank: int
+) -> None:
     """Three steps of fp16, where gradients in a rank's stage are infinite in the second: norms, moves and scales."""
     task = replace(RESNET, loss=small_loss)
     engine = with_autocast(comm, task, plan, "fp16")
@@ -409,15 +412,5 @@ def overflow_on(comm: Communicator, plan: Plan, rank: int) -> tuple[list[bool], 
         scales.append(engine.scaler.scale)
         for hook in hooks:
             hook.remove()
-    return finite, moved, scales
-
-
-@pytest.mark.parametrize("plan", STAGES, ids=label)
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.sample(1)
-def test_an_infinite_gradient_in_one_stage_makes_all_ranks_leave_the_step_out(
-    ranks: Ranks, plan: Plan, rank: int
-) -> None:
-    for finite, moved, scales in ranks(plan.num_ranks).run(overflow_on, plan, rank):
-        assert finite == moved == [True, False, True]
-        assert scales == [scales[0], scales[0] / 2, scales[0] / 2]
+    assert finite == moved == [True, False, True]
+    assert scales == [scales[0], scales[0] / 2, scales[0] / 2]

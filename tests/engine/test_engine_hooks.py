@@ -16,7 +16,7 @@ from mpi4dl.engine import Engine
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 from tests.support.short_runs import (
     BOTH,
     DATA_2,
@@ -120,16 +120,13 @@ def test_gathered_gradients_are_those_that_hooks_see(ranks: Ranks, options: dict
         assert torch.equal(gathered[name].float(), gradient), name
 
 
-def return_nonsense(comm: Communicator, result: Any) -> str:
+@pytest.mark.parametrize(("result", "said"), [(torch.ones(2), "(2,)"), (1.0, "float")])
+@on_ranks(2)
+def test_a_gradient_hook_returns_gradients(comm: Communicator, result: Any, said: str) -> None:
     with pytest.raises(ValueError, match="gradient_hook got") as caught:
         step_with(comm, lambda name, gradient: result, {})
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(("result", "said"), [(torch.ones(2), "(2,)"), (1.0, "float")])
-def test_a_gradient_hook_returns_gradients(ranks: Ranks, result: Any, said: str) -> None:
-    for message in ranks(2).run(return_nonsense, result):
-        assert f"of shape (4, 3, 3, 3), but returned {said}: return a tensor of the same shape, or None" in message
+    message = str(caught.value)
+    assert f"of shape (4, 3, 3, 3), but returned {said}: return a tensor of the same shape, or None" in message
 
 
 @pytest.mark.parametrize(
@@ -173,8 +170,10 @@ def test_hooks_on_parameters_see_whole_gradients(ranks: Ranks, plan: Plan) -> No
     check(ranks, Task(Hooking, (13, 10)), plan)
 
 
-def hook_apart(comm: Communicator, plan: Plan) -> tuple[str, int]:
+@on_ranks(2)
+def test_ranks_must_have_the_same_hooks_on_parameters(comm: Communicator) -> None:
     """What a step says if one rank has a hook that the other has not, and the steps made then without it."""
+    plan = Plan(data=2, zero=3)
     model, optimizer = build(SKIPPING)
     engine = Engine(model, plan, optimizer, F.cross_entropy, comm=comm)
     images, targets = batch_of(SKIPPING, 0)
@@ -184,13 +183,9 @@ def hook_apart(comm: Communicator, plan: Plan) -> tuple[str, int]:
     if handle is not None:
         handle.remove()
     engine.step(tiles_of(images, engine), targets, SKIPPING.size)
-    return str(refused.value), engine.num_steps
-
-
-def test_ranks_must_have_the_same_hooks_on_parameters(ranks: Ranks) -> None:
-    for said, steps in ranks(2).run(hook_apart, Plan(data=2, zero=3)):
-        assert said.startswith("the ranks have hooks on the gradients of different parameters")
-        assert steps == 1
+    said, steps = str(refused.value), engine.num_steps
+    assert said.startswith("the ranks have hooks on the gradients of different parameters")
+    assert steps == 1
 
 
 def hook_tensor(model: nn.Module) -> Any:
@@ -247,22 +242,6 @@ def follow(optimizer: optim.Optimizer, ema: AveragedModel, model: nn.Module, cal
     return optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
 
 
-def follow_engine(
-    comm: Communicator, plan: Plan, options: dict[str, Any]
-) -> tuple[list[str], dict[str, Tensor], float]:
-    model, optimizer = build(SKIPPING)
-    ema, calls = ema_of(model), list[str]()
-    engine = Engine(model, plan, optimizer, F.cross_entropy, comm=comm, bucket_bytes=100, **options)
-    schedule = follow(optimizer, ema, model, calls)
-    common = register_optimizer_step_post_hook(lambda *_: calls.append("any"))
-    for number in range(NUM_STEPS):
-        images, targets = batch_of(SKIPPING, number)
-        engine.step(tiles_of(images, engine), targets, SKIPPING.size)
-        schedule.step()
-    common.remove()
-    return calls, dict(ema.module.state_dict()), schedule.get_last_lr()[0]
-
-
 def follow_plain() -> tuple[dict[str, Tensor], float]:
     model, optimizer = build(SKIPPING)
     ema = ema_of(model)
@@ -281,12 +260,23 @@ def follow_plain() -> tuple[dict[str, Tensor], float]:
     [(TILES_1x2, {}), *((plan, {}) for plan in ZERO), (ZERO[0], {"offload": "disk"}), (DATA_2, {"offload": "disk"})],
     ids=str,
 )
-def test_step_hooks_run_once_a_step_on_new_weights(ranks: Ranks, plan: Plan, options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_step_hooks_run_once_a_step_on_new_weights(comm: Communicator, plan: Plan, options: dict[str, Any]) -> None:
     average, rate = follow_plain()
-    for calls, found, our_rate in ranks(2).run(follow_engine, plan, options):
-        assert calls == ["before", "after", "any"] * NUM_STEPS
-        assert our_rate == rate
-        torch.testing.assert_close(found, average, rtol=1e-10, atol=1e-12)
+    model, optimizer = build(SKIPPING)
+    ema, calls = ema_of(model), list[str]()
+    engine = Engine(model, plan, optimizer, F.cross_entropy, comm=comm, bucket_bytes=100, **options)
+    schedule = follow(optimizer, ema, model, calls)
+    common = register_optimizer_step_post_hook(lambda *_: calls.append("any"))
+    for number in range(NUM_STEPS):
+        images, targets = batch_of(SKIPPING, number)
+        engine.step(tiles_of(images, engine), targets, SKIPPING.size)
+        schedule.step()
+    common.remove()
+    found, our_rate = dict(ema.module.state_dict()), schedule.get_last_lr()[0]
+    assert calls == ["before", "after", "any"] * NUM_STEPS
+    assert our_rate == rate
+    torch.testing.assert_close(found, average, rtol=1e-10, atol=1e-12)
 
 
 def stages_of(comm: Communicator) -> tuple[LocalStages, optim.Optimizer]:
@@ -337,14 +327,6 @@ def hook_one_rank(comm: Communicator, model: nn.Module, optimizer: optim.Optimiz
         optimizer.register_step_post_hook(lambda *_: None)
 
 
-def refuse(comm: Communicator, prepare: Callable[..., Any], plan: Plan | None) -> str:
-    """What is said to what is done to the optimizer after the engine was made; without a plan, with two stages."""
-    run = partial(step_stages, comm) if plan is None else partial(step_as, comm, plan)
-    with pytest.raises(Refusal) as refused:
-        run(prepare)
-    return str(refused.value)
-
-
 def step_as(comm: Communicator, plan: Plan, prepare: Callable[..., Any]) -> dict[str, Tensor]:
     model, optimizer = build(SKIPPING)
     engine = Engine(model, plan, optimizer, F.cross_entropy, comm=comm)
@@ -364,11 +346,16 @@ def step_as(comm: Communicator, plan: Plan, prepare: Callable[..., Any]) -> dict
     ],
 )
 @pytest.mark.parametrize("plan", [ZERO[0], None], ids=str)
+@on_ranks(2)
 def test_what_would_see_parts_of_a_step_is_refused(
-    ranks: Ranks, plan: Plan | None, prepare: Callable[..., Any], said: str
+    comm: Communicator, plan: Plan | None, prepare: Callable[..., Any], said: str
 ) -> None:
-    for message in ranks(2).run(refuse, prepare, plan):
-        assert said in message
+    """What is said to what is done to the optimizer after the engine was made; without a plan, with two stages."""
+    run = partial(step_stages, comm) if plan is None else partial(step_as, comm, plan)
+    with pytest.raises(Refusal) as refused:
+        run(prepare)
+    message = str(refused.value)
+    assert said in message
 
 
 @pytest.mark.parametrize("prepare", [limit_all, limit_data, replace_step, hook_one_rank])

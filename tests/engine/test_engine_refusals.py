@@ -16,7 +16,7 @@ from mpi4dl.engine import Engine
 from mpi4dl.engine.precision import INITIAL_SCALE
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 from tests.support.short_runs import (
     BOTH,
     NUM_CLASSES,
@@ -103,7 +103,10 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_with_everything_as_it_was
         assert re.match(r"step 1: the gradient is not finite \(loss 1.0, gradient norm (nan|inf)\)", message)
 
 
-def overflow_always(comm: Communicator) -> tuple[str, list[bool], float, dict[str, Tensor]]:
+@on_ranks(2)
+def test_fp16_gives_up_after_20_steps_without_a_finite_gradient(comm: Communicator) -> None:
+    """What is skipped changes batch norms alone, as with PyTorch's GradScaler."""
+    begun = build(SKIPPING)[0].float().state_dict()
     model, optimizer = build(SKIPPING)
     engine = Engine(model.float(), TILES_1x2, optimizer, infinite_gradient, comm=comm, precision="fp16")
     images, targets = batch_of(SKIPPING, 0)
@@ -111,24 +114,18 @@ def overflow_always(comm: Communicator) -> tuple[str, list[bool], float, dict[st
     skipped = [engine.step(tiles, targets, SKIPPING.size).skipped for _ in range(19)]
     with pytest.raises(Refusal) as caught:
         engine.step(tiles, targets, SKIPPING.size)
-    return str(caught.value), skipped, engine.scaler.scale, dict(model.state_dict())
-
-
-def test_fp16_gives_up_after_20_steps_without_a_finite_gradient(ranks: Ranks) -> None:
-    """What is skipped changes batch norms alone, as with PyTorch's GradScaler."""
-    begun = build(SKIPPING)[0].float().state_dict()
-    for message, skipped, scale, state in ranks(2).run(overflow_always):
-        assert message == (
-            "step 19: the gradient of 20 steps in a row was not finite in fp16, down to a loss scale of 0.125; the "
-            "weights are as before them: try `precision` bf16 or fp32"
-        )
-        assert skipped == [True] * 19
-        assert scale == INITIAL_SCALE / 2**19
-        for name, value in state.items():
-            if name.endswith("num_batches_tracked"):
-                assert value == 19
-            else:
-                assert torch.equal(value, begun[name]) == ("running" not in name), name
+    message, scale, state = str(caught.value), engine.scaler.scale, dict(model.state_dict())
+    assert message == (
+        "step 19: the gradient of 20 steps in a row was not finite in fp16, down to a loss scale of 0.125; the "
+        "weights are as before them: try `precision` bf16 or fp32"
+    )
+    assert skipped == [True] * 19
+    assert scale == INITIAL_SCALE / 2**19
+    for name, value in state.items():
+        if name.endswith("num_batches_tracked"):
+            assert value == 19
+        else:
+            assert torch.equal(value, begun[name]) == ("running" not in name), name
 
 
 def alike(comm: Communicator) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -299,14 +296,11 @@ def test_ranks_that_share_images_draw_alike(ranks: Ranks, plan: Plan, drawing: b
         assert message.startswith("the model drew other random numbers on some ranks than on others") == refused
 
 
-def unknown_precision(comm: Communicator) -> None:
+@on_ranks(2)
+def test_an_unknown_precision_is_refused(comm: Communicator) -> None:
     model, optimizer = build(SMALL)
     with pytest.raises(ValueError, match="precision is 'fp8', but must be one of fp32, bf16, fp16"):
         Engine(model, TILES_1x2, optimizer, F.cross_entropy, comm=comm, precision="fp8")
-
-
-def test_an_unknown_precision_is_refused(ranks: Ranks) -> None:
-    ranks(2).run(unknown_precision)
 
 
 def test_the_values_of_rank_0_count(ranks: Ranks) -> None:

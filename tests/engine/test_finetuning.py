@@ -16,7 +16,7 @@ from mpi4dl.engine import Engine
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, names_by_first
 from mpi4dl.parallel.plan import Plan
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 from tests.support.short_runs import EXACT, SKIPPING, Task, assert_close, batch_of, model_of, tiles_of
 
 FROZEN = "convs.*,norms.0.*,norms.1.*"
@@ -184,7 +184,8 @@ def test_a_checkpoint_before_and_after_layers_are_unfrozen(
     assert_learnt(ranks(2).run(go_on, first, second, at, tmp_path)[0], second)
 
 
-def unfreeze_wrongly(comm: Communicator) -> list[str]:
+@on_ranks(2)
+def test_what_cannot_be_unfrozen_is_refused_on_all_ranks(comm: Communicator) -> None:
     """What is said of patterns that match nothing, of a parameter that no optimizer has, and of one thawed by hand."""
     torch.manual_seed(0)
     model = prepare(model_of(TASK))
@@ -198,12 +199,8 @@ def unfreeze_wrongly(comm: Communicator) -> list[str]:
     model.get_parameter("convs.1.weight").requires_grad_()
     with pytest.raises(Refusal) as refused:
         steps(engine, 0, 1)
-    return [*said, str(refused.value)]
-
-
-def test_what_cannot_be_unfrozen_is_refused_on_all_ranks(ranks: Ranks) -> None:
-    for unknown, without, unlike, by_hand in ranks(2).run(unfreeze_wrongly):
-        assert unknown.startswith("no parameter has a name like 'convs.2.wight'; the nearest are convs.2.weight")
-        assert without.startswith("convs.0.weight cannot be unfrozen, as the optimizer does not have it")
-        assert "unfrozen is ['convs.2.weight'] on rank 0 but ['convs.1.weight'] on rank 1" in unlike
-        assert "engine.unfreeze() of all ranks" in by_hand
+    unknown, without, unlike, by_hand = [*said, str(refused.value)]
+    assert unknown.startswith("no parameter has a name like 'convs.2.wight'; the nearest are convs.2.weight")
+    assert without.startswith("convs.0.weight cannot be unfrozen, as the optimizer does not have it")
+    assert "unfrozen is ['convs.2.weight'] on rank 0 but ['convs.1.weight'] on rank 1" in unlike
+    assert "engine.unfreeze() of all ranks" in by_hand

@@ -16,7 +16,7 @@ from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, names_by_first
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.losses import token_loss
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import on_ranks
 from tests.support.short_runs import EXACT, assert_close, assert_learnt_alike
 
 VOCABULARY, LENGTH, BATCH, STEPS, DECAY = 23, 8, 4, 4, 0.6
@@ -65,7 +65,10 @@ def plainly(waves: int) -> tuple[nn.Module, nn.Module]:
     return model, ema.module
 
 
-def compare(comm: Communicator, plan: Plan) -> None:
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.sample(1)
+@on_ranks()
+def test_whole_gradients_and_layers_that_are_trained_later(comm: Communicator, plan: Plan) -> None:
     expected, average = plainly(plan.num_microbatches)
     staged = plan.num_stages > 1
     held = split(build, plan, comm, image=(BATCH, LENGTH)) if staged else LocalStages.whole(build(), plan, comm)
@@ -83,9 +86,3 @@ def compare(comm: Communicator, plan: Plan) -> None:
     for name, value in average.state_dict().items() if state is not None else ():
         assert state is not None
         assert_close(state[name], value, EXACT, name)
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.sample(1)
-def test_whole_gradients_and_layers_that_are_trained_later(ranks: Ranks, plan: Plan) -> None:
-    ranks(plan.num_ranks).run(compare, plan)

@@ -9,7 +9,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.engine.tuning import freeze, keep_in_evaluation, parameter_groups
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import on_ranks
 
 
 class Model(nn.Module):
@@ -104,15 +104,12 @@ class Chain(nn.Sequential):
         self[3].weight = self[0].weight
 
 
-def groups_of_stages(comm: Communicator) -> tuple[list[int], list[int]]:
+@on_ranks(2)
+def test_what_is_tied_over_stages_of_one_rank_is_in_its_group_once(comm: Communicator) -> None:
     """How many parameters each group has on this rank, and how many of these are different ones."""
     held = split(Chain, Plan(((1,), (1,)), bidirectional=1), comm, balance=(2, 2), image=(2, 4))
     groups = [group["params"] for group in parameter_groups(held, {"*.bias": 0.1})]
-    return [len(group) for group in groups], [len({id(p) for p in group}) for group in groups]
-
-
-def test_what_is_tied_over_stages_of_one_rank_is_in_its_group_once(ranks: Ranks) -> None:
-    assert ranks(2).run(groups_of_stages) == [([3, 4], [3, 4])] * 2
+    assert ([len(group) for group in groups], [len({id(p) for p in group}) for group in groups]) == ([3, 4], [3, 4])
 
 
 @pytest.mark.parametrize("which", ["rates", "decays"])

@@ -17,7 +17,7 @@ from mpi4dl.engine import Engine
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from tests.parallel.replicas.test_step_units import Clipping
-from tests.pool.ranks import Ranks, RanksFailed
+from tests.pool.ranks import Ranks, RanksFailed, on_ranks
 from tests.support.short_runs import Task, check_going_on
 
 BATCH, SIZE = 3, (5, 4)
@@ -137,7 +137,8 @@ REFUSED: dict[str, Refused] = {
 }
 
 
-def refuse(comm: Communicator) -> list[str]:
+@on_ranks(2)
+def test_what_would_train_otherwise_is_refused(comm: Communicator) -> None:
     said = []
     for make, optimizer, zero, reduction in REFUSED.values():
         model = make()
@@ -150,13 +151,8 @@ def refuse(comm: Communicator) -> list[str]:
             said.append("nothing")
         except (Refusal, ValueError) as error:
             said.append(str(error))
-    return said
-
-
-def test_what_would_train_otherwise_is_refused(ranks: Ranks) -> None:
-    for said in ranks(2).run(refuse):
-        for found, wanted in zip(said, REFUSED, strict=True):
-            assert found.startswith(wanted)
+    for found, wanted in zip(said, REFUSED, strict=True):
+        assert found.startswith(wanted)
 
 
 def with_weights(comm: Communicator, plan: Plan, own: bool) -> None:
@@ -183,6 +179,38 @@ def with_weights(comm: Communicator, plan: Plan, own: bool) -> None:
 def test_a_loss_with_weights_is_exact_or_refused(ranks: Ranks, plan: Plan, own: bool, said: str) -> None:
     with pytest.raises(RanksFailed, match=said) if said else nullcontext():
         ranks(2).run(with_weights, plan, own)
+
+
+class Counting(nn.Module):
+    """A loss that weighs its later calls more, or keeps nothing."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.counts = counts
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.counts:
+            self.calls += 1
+        return F.cross_entropy(outputs, targets) * self.calls
+
+
+def with_kept(comm: Communicator, plan: Plan, counts: bool) -> None:
+    held = split(net, plan, comm, image=(BATCH, 3, *SIZE))
+    engine = Engine(held, plan, sgd(held), Counting(counts), comm=comm)
+    images, targets = batch(0)
+    engine.step([images[slice(*read.box.batch)] for read in engine.reads(BATCH, SIZE)], targets, SIZE)
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("bidirectional", [0, 1])
+def test_a_loss_that_counts_its_calls_is_refused_in_both_directions(
+    ranks: Ranks, bidirectional: int, counts: bool
+) -> None:
+    plan = Plan(((1, 1), (1, 1)), bidirectional=bidirectional)
+    refused = counts and bidirectional
+    with pytest.raises(RanksFailed, match="the loss keeps something for its next call") if refused else nullcontext():
+        ranks(2).run(with_kept, plan, counts)
 
 
 class Shrinking(Net):

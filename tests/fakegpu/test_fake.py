@@ -23,7 +23,7 @@ from mpi4dl.parallel.spatial.tensor import numbers_on
 from mpi4dl.torch_backend.work import MpiWork
 from tests.fakegpu.clocks import Race
 from tests.fakegpu.device import CUDA, Event, Stream, WrongPlace, installed, stream_context
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 from tests.support.commands import mpirun
 
 
@@ -243,15 +243,12 @@ def test_no_wait_may_be_left_out(name: str) -> None:
     assert re.search(r"Race: .* (without a wait for|may still use it)", job.stderr), job.stderr
 
 
-def hand_device_memory_to_any_mpi(comm: Communicator) -> None:
+@on_ranks(2)
+def test_device_memory_is_not_handed_to_an_mpi_that_cannot_read_it(comm: Communicator) -> None:
     with installed():
         message = Message(1 - comm.rank, (numbers(8, 0),), 32)
         with pytest.raises(WrongPlace, match="not CUDA-aware"):
             comm._post([message], [], 0, None)
-
-
-def test_device_memory_is_not_handed_to_an_mpi_that_cannot_read_it(ranks: Ranks) -> None:
-    ranks(2).run(hand_device_memory_to_any_mpi)
 
 
 def swap(comm: Communicator) -> tuple[Tensor, Pending]:
@@ -260,7 +257,8 @@ def swap(comm: Communicator) -> tuple[Tensor, Pending]:
     return into, comm.iexchange([Piece(other, numbers(8, comm.rank))], [Piece(other, into)])
 
 
-def wait_on_another_stream(comm: Communicator) -> None:
+@on_ranks(2)
+def test_whoever_waits_comes_after_what_arrives(comm: Communicator) -> None:
     """The stream on which somebody waits comes after what arrives, also if it has been delivered on another one."""
     other, side = 1 - comm.rank, Stream()
     with installed():
@@ -274,11 +272,8 @@ def wait_on_another_stream(comm: Communicator) -> None:
             assert (into + 1).sum() == 36 + 800 * other
 
 
-def test_whoever_waits_comes_after_what_arrives(ranks: Ranks) -> None:
-    ranks(2).run(wait_on_another_stream)
-
-
-def work_that_a_later_call_completes(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_work_that_a_later_call_completes_is_waited_for_on_any_stream(comm: Communicator) -> None:
     """As in FSDP2: an operation is found complete by another call, on another stream, than it is waited for on."""
     other, first, second = 1 - comm.rank, Stream(), Stream()
     with installed():
@@ -290,10 +285,6 @@ def work_that_a_later_call_completes(comm: Communicator) -> None:
         with stream_context(second):
             work.wait()
             assert (into + 1).sum() == 36 + 800 * other
-
-
-def test_a_work_that_a_later_call_completes_is_waited_for_on_any_stream(ranks: Ranks) -> None:
-    ranks(2).run(work_that_a_later_call_completes)
 
 
 def send_from_0_to_1(comm: Communicator) -> float:

@@ -21,7 +21,7 @@ from mpi4dl.comm.requests import Works
 from mpi4dl.geometry import Box, Interval
 from tests.fakegpu.device import CUDA, installed
 from tests.fakegpu.nccl import Mismatch, Step, joined, stuck
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 from tests.support.commands import mpirun, refusal
 
 SIDE = 12
@@ -211,16 +211,13 @@ def test_a_rank_that_fails_ends_the_job() -> None:
     assert "ArithmeticError: no luck" in job.stderr
 
 
-def fail_to_open(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_group_that_cannot_be_made_is_refused_together(comm: Communicator) -> None:
     def open_group(store: dist.Store, rank: int, size: int) -> Any:
         raise RuntimeError(f"NCCL says no on rank {rank}")
 
     with installed(), pytest.raises(Refusal, match=r"^NCCL says no on rank 0$"):
         nccl.join(comm, open_group)
-
-
-def test_a_group_that_cannot_be_made_is_refused_together(ranks: Ranks) -> None:
-    ranks(2).run(fail_to_open)
 
 
 @pytest.mark.skipif(dist.is_nccl_available(), reason="there is NCCL")
@@ -232,7 +229,8 @@ def test_without_nccl_it_is_refused(command: tuple[str, ...]) -> None:
     assert said == f"gpu wire is 'nccl', but {reason}: use `gpu_wire` auto, or install one with CUDA"
 
 
-def share_a_gpu(comm: Communicator) -> None:
+@on_ranks(3)
+def test_ranks_that_share_a_gpu_are_refused(comm: Communicator) -> None:
     patch = pytest.MonkeyPatch()
     patch.setattr(dist, "is_nccl_available", lambda: True)
     with pytest.raises(Refusal, match="gpu wire is 'nccl', but PyTorch sees no GPU here: use `gpu_wire` auto"):
@@ -247,10 +245,6 @@ def share_a_gpu(comm: Communicator) -> None:
         of_rank[2] = 9
         nccl.check(comm)
     patch.undo()
-
-
-def test_ranks_that_share_a_gpu_are_refused(ranks: Ranks) -> None:
-    ranks(3).run(share_a_gpu)
 
 
 def test_torchs_group_is_connected_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def on_gpu(
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.exhaustive
 def test_rules_on_a_gpu_equal_plain_pytorch(ranks: Ranks, table: str, arrangement: Arrangement) -> None:
-    assert ranks(arrangement.size).run(on_gpu, table, arrangement) == [{}] * arrangement.size
+    assert ranks(arrangement.num_ranks).run(on_gpu, table, arrangement) == [{}] * arrangement.num_ranks
 
 
 NORMS, ANY_DEVICE = (
@@ -75,7 +75,7 @@ KERNEL = norm_kernels.backward_of_batch_norm
 @pytest.mark.parametrize("patches", [[], [ANY_DEVICE]], ids=["SyncBatchNorm's kernels", "those of any device"])
 @pytest.mark.parametrize("arrangement", in_turns(Arrangement(1, 2), Arrangement(3, 1, style="uneven")), ids=str)
 def test_norms_are_exact_by_both_sets_of_kernels(ranks: Ranks, arrangement: Arrangement, patches: Any) -> None:
-    assert ranks(arrangement.size).run(on_gpu, NORMS, arrangement, patches) == [{}] * arrangement.size
+    assert ranks(arrangement.num_ranks).run(on_gpu, NORMS, arrangement, patches) == [{}] * arrangement.num_ranks
 
 
 def mean_as_saved(gradient: Any, x: Any, weight: Any, mean: torch.Tensor, variance: Any, *rest: Any) -> Any:

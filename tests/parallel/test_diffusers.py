@@ -13,8 +13,7 @@ from torch.nn import functional as F
 import mpi4dl
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from tests.parallel.spatial.comparing import on_ranks
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("diffusers") is None, reason="diffusers is not installed")
 EXACT = 1e-10
@@ -188,11 +187,8 @@ def test_all_of_it_on_four_tiles(comm: Communicator, tiles: str) -> None:
         compare(tiles, comm, sampling, name, outputs="spread")
 
 
-def test_a_latent_is_decoded_tile_by_tile(ranks: Ranks) -> None:
-    ranks(1).run(decode_streamed)
-
-
-def decode_streamed(comm: Communicator) -> None:
+@on_ranks(1)
+def test_a_latent_is_decoded_tile_by_tile(comm: Communicator) -> None:
     torch.set_default_dtype(torch.float64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -23,8 +23,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.parallel.own_loop import Tiles, checksum
 from mpi4dl.parallel.spatial import NoRule, SpatialTensor
 from tests.parallel.own_loops import LOOPS, Dense, Network, Wrap, batches, made
-from tests.parallel.spatial.comparing import on_ranks
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 
 GRIDS = {"1x2": ("1x2", 1), "2x2": ("2x2", 1), "data2": ("1x1", 2), "1x2-data2": ("1x2", 2)}
 EXACT = 1e-10
@@ -146,7 +145,43 @@ def refused(comm: Communicator, loop: Callable[[Wrap], Any], **options: Any) -> 
     return "nothing"
 
 
-def unlike(comm: Communicator) -> dict[str, tuple[str, str]]:
+@on_ranks(2)
+def test_spread_outputs_and_plain_gradients_do_not_meet(comm: Communicator) -> None:
+    """What may not be done outside with a spread output that has a gradient."""
+    model = mpi4dl.parallelize(made(Dense), (1, comm.size), outputs="spread", comm=comm)
+    scale = nn.Parameter(torch.ones(()))
+    uses: tuple[Callable[[Tensor], Any], ...] = (
+        lambda y: y * scale,
+        lambda y: y.register_hook(lambda gradient: None),
+        lambda y: F.mse_loss(y, y.new_zeros(y.shape).requires_grad_()),
+    )
+    for use in uses:
+        y = model(next(batches(1))[0])
+        with pytest.raises(NoRule, match="outside of the model, a spread output meets a hook or a plain tensor"):
+            use(y)
+
+
+@on_ranks(2)
+def test_models_with_unusual_buffers_and_copies_of_them(comm: Communicator) -> None:
+    model = made(Dense)
+    model.register_buffer("expanded", torch.ones(1).expand(3))
+    model.register_buffer("conjugate", torch.ones(2, dtype=torch.complex128).conj())
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    copied = copy.deepcopy(mpi4dl.parallelize(model, comm=comm))
+    images = next(batches(1))[0]
+    torch.testing.assert_close(copied(images), made(Dense)(images))
+    file = io.BytesIO()
+    torch.save(copied, file)
+    file.seek(0)
+    plain = torch.load(file, weights_only=False)
+    assert type(plain) is Dense
+    torch.testing.assert_close(plain(images), made(Dense)(images))
+    wrapped = mpi4dl.parallelize(nn.Sequential(torch.fx.symbolic_trace(made(Dense))), comm=comm)
+    torch.testing.assert_close(wrapped(images), made(Dense)(images))
+
+
+@on_ranks(2)
+def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> None:
     """What goes wrong on some ranks alone, or cannot be exact: how the error of each loop should begin, and it."""
     images, labels = next(batches(1))
     found: dict[str, tuple[str, str]] = {}
@@ -270,48 +305,8 @@ def unlike(comm: Communicator) -> dict[str, tuple[str, str]]:
         tiles = mpi4dl.tiles(1, comm.size, comm=comm)
         F.cross_entropy(tiles.whole(made()(tiles.cut(images))), labels).backward()
 
-    return found
-
-
-@on_ranks(2)
-def test_spread_outputs_and_plain_gradients_do_not_meet(comm: Communicator) -> None:
-    """What may not be done outside with a spread output that has a gradient."""
-    model = mpi4dl.parallelize(made(Dense), (1, comm.size), outputs="spread", comm=comm)
-    scale = nn.Parameter(torch.ones(()))
-    uses: tuple[Callable[[Tensor], Any], ...] = (
-        lambda y: y * scale,
-        lambda y: y.register_hook(lambda gradient: None),
-        lambda y: F.mse_loss(y, y.new_zeros(y.shape).requires_grad_()),
-    )
-    for use in uses:
-        y = model(next(batches(1))[0])
-        with pytest.raises(NoRule, match="outside of the model, a spread output meets a hook or a plain tensor"):
-            use(y)
-
-
-@on_ranks(2)
-def test_models_with_unusual_buffers_and_copies_of_them(comm: Communicator) -> None:
-    model = made(Dense)
-    model.register_buffer("expanded", torch.ones(1).expand(3))
-    model.register_buffer("conjugate", torch.ones(2, dtype=torch.complex128).conj())
-    model.register_buffer("sparse", torch.eye(3).to_sparse())
-    copied = copy.deepcopy(mpi4dl.parallelize(model, comm=comm))
-    images = next(batches(1))[0]
-    torch.testing.assert_close(copied(images), made(Dense)(images))
-    file = io.BytesIO()
-    torch.save(copied, file)
-    file.seek(0)
-    plain = torch.load(file, weights_only=False)
-    assert type(plain) is Dense
-    torch.testing.assert_close(plain(images), made(Dense)(images))
-    wrapped = mpi4dl.parallelize(nn.Sequential(torch.fx.symbolic_trace(made(Dense))), comm=comm)
-    torch.testing.assert_close(wrapped(images), made(Dense)(images))
-
-
-def test_ranks_that_are_not_alike_are_refused_together(ranks: Ranks) -> None:
-    for found in ranks(2).run(unlike):
-        assert len(found) == 18
-        assert {name: message for name, (words, message) in found.items() if not message.startswith(words)} == {}
+    assert len(found) == 18
+    assert {name: message for name, (words, message) in found.items() if not message.startswith(words)} == {}
 
 
 @on_ranks(4)

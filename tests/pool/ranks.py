@@ -6,11 +6,17 @@
     def test_sum(ranks: Ranks) -> None:
         assert ranks(3).run(body, 5) == [15.0, 15.0, 15.0]
 
+    @on_ranks(3)
+    def test_sum(comm: Communicator) -> None:              # the same, where each rank can tell what is right
+        assert float(comm.all_reduce(torch.ones(5)).sum()) == 15.0
+
 A body finds a communicator of its own, torch.manual_seed(0), float32 as the default dtype, and warnings as errors. An
 exception on any rank fails the test with that rank's traceback. A body that hangs fails it with every rank's stack, and
 the next test gets a new pool.
 """
 
+import importlib
+import inspect
 import os
 import pickle
 import shutil
@@ -215,6 +221,28 @@ class Team:
 
     def run(self, body: Callable[..., Any], *args: Any) -> list[Any]:
         return self.pool.run(self.num_ranks, body, args, self.timeout)
+
+
+def run_body(comm: Any, module: str, test: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), test).body(comm, **arguments)
+
+
+def on_ranks(num_ranks: int | None = None) -> Callable[[Callable[..., None]], Any]:
+    """Make a function of a communicator a test on so many ranks; or on `num_ranks`, or those of `plan`, of its own."""
+
+    def make(body: Callable[..., None]) -> Any:
+        def test(ranks: Ranks, **arguments: Any) -> None:
+            sizes = [arguments[name] for name in ("num_ranks", "arrangement", "plan") if name in arguments]
+            size = num_ranks or (sizes[0] if isinstance(sizes[0], int) else sizes[0].num_ranks)
+            ranks(size).run(run_body, body.__module__, body.__name__, arguments)
+
+        comm, *others = inspect.signature(body).parameters.values()
+        signature = inspect.Signature([comm.replace(name="ranks"), *others])
+        test.__dict__.update(body=body, __signature__=signature)
+        test.__name__, test.__module__, test.__doc__ = body.__name__, body.__module__, body.__doc__
+        return test
+
+    return make
 
 
 def _names(ranks: list[int]) -> str:

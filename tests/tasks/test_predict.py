@@ -13,7 +13,7 @@ from mpi4dl.engine import Engine, Runner
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 from tests.support.short_runs import tiles_of
 from tests.tasks.cases import SIZE, Dense, Small, images_of
 
@@ -91,7 +91,12 @@ def test_outputs_of_images_that_are_streamed(ranks: Ranks, tmp_path: Path) -> No
     check(ranks, Plan(((1, 2),)), False, tmp_path, StreamOptions((2, 2)))
 
 
-def alone(comm: Communicator) -> tuple[Any, Any]:
+def auxiliary(outputs: dict[str, Tensor]) -> Tensor:
+    return outputs["aux"]
+
+
+@on_ranks(1)
+def test_on_one_rank_images_are_all_that_it_takes(comm: Communicator) -> None:
     torch.manual_seed(0)
     model = Dense(auxiliary=True).double()
     runner = Runner(model, Plan(), comm=comm)
@@ -106,12 +111,5 @@ def alone(comm: Communicator) -> tuple[Any, Any]:
     assert isinstance(engine, Runner)
     (trained,) = engine.predict([images_of(2)])
     assert torch.equal(main, trained.whole)
-    return torch.equal(main, expected["out"]), torch.equal(other, expected["aux"])
-
-
-def auxiliary(outputs: dict[str, Tensor]) -> Tensor:
-    return outputs["aux"]
-
-
-def test_on_one_rank_images_are_all_that_it_takes(ranks: Ranks) -> None:
-    assert ranks(1).run(alone) == [(True, True)]
+    assert torch.equal(main, expected["out"])
+    assert torch.equal(other, expected["aux"])

@@ -28,6 +28,7 @@ from mpi4dl.parallel.costs.meter import (
 )
 from mpi4dl.parallel.costs.sites import Site, Units, as_received, cut_at, imagined, input_at, map_local, on_one_rank
 from mpi4dl.parallel.inputs import copied, of_tokens
+from mpi4dl.parallel.pipeline.decisions import trial
 from mpi4dl.parallel.pipeline.program import pack
 from mpi4dl.parallel.pipeline.split import shapes_of
 from mpi4dl.parallel.pipeline.stage import made_up_stage
@@ -80,7 +81,7 @@ def count_units(
             parameter.grad = None
         return counted
 
-    with KnownValues() as known:
+    with trial(units.model), KnownValues() as known:
         values: tuple[Any, ...] = (input_at(site, grid, units.model, torch.device("meta")),)
         for i in range(len(units)):
             saved.turn, last = i, i == len(units) - 1

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mpi4dl._memory import memory_of_node
-from mpi4dl._randomness import forked, seed_python
+from mpi4dl._randomness import seed_python
 from mpi4dl.parallel.inputs import made_up, of_tokens, space_of
-from mpi4dl.parallel.pipeline.decisions import Watch, attributes_of, globals_read
+from mpi4dl.parallel.pipeline.decisions import Watch, attributes_of, globals_read, trial, watches_of
 from mpi4dl.parallel.pipeline.program import OtherShape, map_leaves
 from mpi4dl.parallel.pipeline.split import Cuttable, storage_of
 from mpi4dl.parallel.pipeline.stage import Stage, StageProgram
@@ -131,7 +131,7 @@ class _InTurns(_Plain):
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         self.modules, self.changes = [make(), make()], list[bool]()
-        self.globals = [watch for module in self.modules[0].modules() for watch in globals_read(module)]
+        self.globals = watches_of(self.modules[0])
 
     def __call__(self, x: Tensor) -> Any:
         self.modules.reverse()
@@ -272,16 +272,11 @@ class _Trial:
                 model.get_submodule(path).register_forward_pre_hook(hook)
             return model
 
-        kept = [watch.keep() for module in self.cuttable.model.modules() for watch in globals_read(module)]
-        try:
-            with forked(), torch.device("cpu"):
-                run = runs(make)
-                torch.default_generator.manual_seed(self.seed + 2)
-                seed_python(self.seed + 2)
-                return [self._step(run, number) for number in range(self.num_steps)]
-        finally:
-            for put in kept:
-                put()
+        with trial(self.cuttable.model), torch.device("cpu"):
+            run = runs(make)
+            torch.default_generator.manual_seed(self.seed + 2)
+            seed_python(self.seed + 2)
+            return [self._step(run, number) for number in range(self.num_steps)]
 
     def _step(self, run: "_Plain | _InParts", number: int) -> TriedStep:
         trains, gradients = number < 2, dict[str, Tensor | None]()

@@ -26,13 +26,14 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from mpi4dl._randomness import RandomStates, forked
+from mpi4dl._randomness import RandomStates, forked, generator_state
 
 INTERNAL = frozenset(dir(nn.Module()))
 HIDDEN = (Path(torch.__file__).parent, Path(np.__file__).parent, Path(__file__).parent)
 STANDARD = Path(dis.__file__).parent  # Python's own library
 LIBRARIES = "site-packages"
 CONTAINERS = (list, dict, tuple, set, frozenset, deque, np.ndarray)
+OURS = ("mpi4dl.", "torch.")  # whose objects a forward of a user's does not write to itself
 ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 OUTSIDE = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -75,7 +76,7 @@ def _find_changeable(value: Any, found: dict[int, Any], depth: int = DEPTH) -> N
 
     Whatever adds to them, or replaces what they hold, changes the value in place.
     """
-    if depth == 0 or isinstance(value, (*PLAIN, type)) or not is_data(value):
+    if depth == 0 or isinstance(value, (*PLAIN, type)) or not is_data(value) or type(value).__module__.startswith(OURS):
         return
     within = (
         value if isinstance(value, list | dict | tuple | set | frozenset | deque) else getattr(value, "__dict__", ())
@@ -203,50 +204,93 @@ class Reads:
                 yield replace(watch, found=watch.now(module))
 
 
-class WrittenAttributes:
-    """The attributes of all modules as they are now, to see what a forward writes, and to take it back."""
+class ForwardState:
+    """What a forward of this model may change beside the values of tensors: attributes of modules, what their lists,
+    dicts and sets hold, generators of random numbers among them, and the globals of `watches`.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.before = {
-            path: ({**vars(module)}, {key: {**vars(module)[key]} for key in ("_parameters", "_buffers", "_modules")})
-            for path, module in model.named_modules()
-        }
-        self.fingerprints = {path: self._fingerprints(own, inner) for path, (own, inner) in self.before.items()}
-        attributes = [item for own, _ in self.before.values() for item in own.items()]
-        self.put_contents = keep_contents(value for name, value in attributes if name not in INTERNAL)
+    `traced`: also which parameters, buffers and modules there are, and what modules of PyTorch's own hold.
+    """
 
-    @staticmethod
-    def _fingerprints(own: dict[str, Any], inner: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        data = {name: fingerprint(value) for name, value in own.items() if name not in INTERNAL}
-        return data | {name: id(value) for each in inner.values() for name, value in each.items()}
-
-    def written(self) -> list[tuple[str, str, Any]]:
-        """Path, name and value of each attribute that is another one now."""
-        found = []
-        modules = dict(self.model.named_modules())
-        for path, before in self.fingerprints.items():
-            if path not in modules:
-                continue
-            own = modules[path].__dict__
-            inner = {key: own[key] for key in ("_parameters", "_buffers", "_modules")}
-            now = self._fingerprints(own, inner)
-            values = {**own, **inner["_parameters"], **inner["_buffers"], **inner["_modules"]}
-            names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-            found += [(path, name, values.get(name)) for name in names]
-        return found
+    def __init__(self, model: nn.Module, watches: Iterable[Watch] = (), traced: bool = False) -> None:
+        self._traced, self._watches = traced, list(watches)
+        self._modules = list(model.named_modules())
+        self._attributes = [_own(module) for _, module in self._modules]
+        self._registered = [[dict(found) for found in _registered(module)] for _, module in self._modules if traced]
+        values = [value for own in self._attributes for value in own.values()]
+        within = [
+            own.values()
+            for (_, module), own in zip(self._modules, self._attributes, strict=True)
+            if traced or _is_foreign(module)
+        ]
+        self._put = [keep_contents(itertools.chain(*within)), *(watch.keep() for watch in self._watches)]
+        self._put += [put for value in values if (put := generator_state(value)) is not None]
+        self._before = [self._fingerprints(module) for _, module in self._modules]
+        self._of_watches = [watch.now() for watch in self._watches]
 
     def restore(self) -> None:
-        modules = dict(self.model.named_modules())
-        for path, (own, inner) in self.before.items():
-            if path in modules:
-                module = modules[path]
-                module.__dict__.clear()
-                module.__dict__.update(own)
-                for key, values in inner.items():
-                    module.__dict__[key].clear()
-                    module.__dict__[key].update(values)
-        self.put_contents()
+        """Let all be as it was, but for what was changed within tensors, arrays and other values."""
+        for (_, module), before in zip(self._modules, self._attributes, strict=True):
+            own = vars(module)
+            for name in _own(module).keys() - before.keys():
+                del own[name]
+            own.update(before)
+        for (_, module), registered in zip(self._modules, self._registered, strict=False):
+            for found, values in zip(_registered(module), registered, strict=True):
+                found.clear()
+                found.update(values)
+        for put in self._put:
+            put()
+
+    def written(self) -> Iterator[tuple[str, str, Any]]:
+        """Path of the module, name and value of each attribute that is another one now."""
+        for (path, module), before in zip(self._modules, self._before, strict=True):
+            now = self._fingerprints(module)
+            values = ChainMap(vars(module), *_registered(module))
+            yield from ((path, name, values.get(name)) for name in before | now if before.get(name) != now.get(name))
+
+    def globals_written(self) -> Iterator[Watch]:
+        """The globals that are others now."""
+        return (watch for watch, before in zip(self._watches, self._of_watches, strict=True) if watch.now() != before)
+
+    def changes(self) -> Iterator[str]:
+        """The same in words."""
+        for path, name, _ in self.written():
+            yield f"its attribute {path}.{name}" if path else f"its attribute {name}"
+        yield from (watch.words for watch in self.globals_written())
+
+    def _fingerprints(self, module: nn.Module) -> dict[str, Any]:
+        if not (self._traced or _is_foreign(module)):
+            return {}
+        depth = DEPTH if self._traced else 1
+        found = {name: fingerprint(value, depth) for name, value in _own(module).items() if name != "training"}
+        if self._traced:
+            found |= {name: id(value) for each in _registered(module) for name, value in each.items()}
+        return found
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that are its own: no hooks, and nothing that is registered."""
+    return {name: value for name, value in vars(module).items() if name not in INTERNAL or name == "training"}
+
+
+def _registered(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return module._parameters, module._buffers, module._modules
+
+
+def _is_foreign(module: nn.Module) -> bool:
+    """Whether this is a module of other libraries than PyTorch, and no part of a model that was cut."""
+    return not type(module).__module__.startswith(("torch.nn.", f"{__package__}.", "mpi4dl.parallel.streaming."))
+
+
+@contextmanager
+def trial(model: nn.Module) -> Iterator[None]:
+    """Behind this context attributes, modes, globals and generators of random numbers are as before it."""
+    state = ForwardState(model, watches_of(model))
+    with forked():
+        try:
+            yield
+        finally:
+            state.restore()
 
 
 def attributes_of(module: nn.Module, depth: int = 1) -> dict[str, Any]:
@@ -254,9 +298,9 @@ def attributes_of(module: nn.Module, depth: int = 1) -> dict[str, Any]:
     return {
         f"{path}.{name}" if path else name: fingerprint(value, depth)
         for path, each in module.named_modules()
-        if not type(each).__module__.startswith(("torch.nn.", f"{__package__}."))
-        for name, value in vars(each).items()
-        if name not in INTERNAL and is_data(value)
+        if _is_foreign(each)
+        for name, value in _own(each).items()
+        if name != "training" and is_data(value)
     }
 
 
@@ -347,6 +391,11 @@ def globals_read(module: nn.Module, path: str = "") -> list[Watch]:
                 continue
             look(code, place, (first,), name, value)
     return list(found.values())
+
+
+def watches_of(model: nn.Module) -> list[Watch]:
+    """The globals that modules of a model read, each once."""
+    return list({watch.key: watch for module in model.modules() for watch in globals_read(module)}.values())
 
 
 @cache

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mpi4dl._randomness import forked, seed_python
 from mpi4dl.parallel.inputs import computed_tensors, of_tokens, shape_only
+from mpi4dl.parallel.pipeline.decisions import trial
 from mpi4dl.parallel.pipeline.program import Value, references
 from mpi4dl.parallel.pipeline.stage import Stage, StageProgram
 from mpi4dl.parallel.pipeline.trace import trace
@@ -310,7 +311,7 @@ def unfit(model: nn.Module, image: tuple[int, ...]) -> str | None:
     For an error in a model: is it one of the plain model too? In the model's own words.
     """
     try:
-        with torch.no_grad():
+        with torch.no_grad(), trial(model):
             model.train()(shape_only(model, image))
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = str(error).partition("\n")[0]

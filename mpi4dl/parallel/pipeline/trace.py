@@ -43,9 +43,9 @@ from mpi4dl.parallel.pipeline.decisions import (
     HIDDEN,
     QUANTILES,
     Draws,
+    ForwardState,
     Reads,
     Watch,
-    WrittenAttributes,
     globals_read,
     opened_paths,
 )
@@ -201,7 +201,7 @@ def trace(model: nn.Module, whole: Collection[str] = (), image: Shape = None, wi
         )
     kept = dict.fromkeys(whole, "as asked")
     functions: dict[Global, str] = {}
-    reading = _Reading(model, functions, image, WrittenAttributes(model), _is_composite if within_blocks else _opens)
+    reading = _Reading(model, functions, image, _is_composite if within_blocks else _opens)
     while True:
         try:
             with forked():
@@ -501,11 +501,9 @@ class _Reading:
         model: nn.Module,
         functions: Collection[Global],
         image: Shape,
-        attributes: WrittenAttributes,
         opens: Opens,
     ) -> None:
-        self.model, self.functions, self.image, self.attributes = model, functions, image, attributes
-        self.opens = opens
+        self.model, self.functions, self.image, self.opens = model, functions, image, opens
         self.reads = Reads()
         modules = dict(model.named_modules(remove_duplicate=False))
         self.globals = [watch for path in self._opened() for watch in globals_read(modules[path], path)]
@@ -539,31 +537,23 @@ class _Reading:
         model = self.model
         draws = Draws(lambda scope: drawn.get(scope, 0.5))
         opened = self._opened(whole)
-        watched = [(watch, watch.now(), watch.keep()) for watch in self.globals if watch.path in opened]
-
-        def restore() -> None:
-            self.attributes.restore()
-            for _, _, put in watched:
-                put()
+        state = ForwardState(model, [watch for watch in self.globals if watch.path in opened], traced=True)
 
         def begin() -> None:
-            restore()
+            state.restore()
             for module in model.modules():
                 module.training = inner
             model.training = training
 
         try:
             tracer, graph = self._answered(whole, draws, begin)
-            written = self._written()
-            for watch, before, _ in watched:
-                if watch.now() != before:
-                    written = watch.path, f"it changes {watch.words} as it runs, which no stage would do"
+            written = _written(state)
         except (_Untraceable, MemoryError):
             raise
         except Exception as error:
             raise _Untraceable("", reason_of(error), culprit(error, model)) from error
         finally:
-            restore()
+            state.restore()
         if draws.others:
             raise _Untraceable(
                 max(draws.others, key=len), f"it draws random numbers in Python as it is traced, {DECIDES}"
@@ -604,17 +594,20 @@ class _Reading:
                 answers.append(found)
                 draws.mark("")
 
-    def _written(self) -> tuple[str, str] | None:
-        """Which module has an attribute that was written, if any has, and what to say of it."""
-        for path, name, value in self.attributes.written():
-            where = f"{path}.{name}" if path else name
-            if not (isinstance(value, fx.Proxy) and _is_in_place(value.node, where)):
-                advice = "add to a buffer in place" if isinstance(value, fx.Proxy | Tensor) else "count in a buffer"
-                return path, (
-                    f"it changes the attribute {where} as it runs, which no stage would do ({advice}, or move what "
-                    "does so into a module of its own, which is kept whole)"
-                )
-        return None
+
+def _written(state: ForwardState) -> tuple[str, str] | None:
+    """Which module has an attribute that was written, or reads a global that was, if any, and what to say of it."""
+    for watch in state.globals_written():
+        return watch.path, f"it changes {watch.words} as it runs, which no stage would do"
+    for path, name, value in state.written():
+        where = f"{path}.{name}" if path else name
+        if not (isinstance(value, fx.Proxy) and _is_in_place(value.node, where)):
+            advice = "add to a buffer in place" if isinstance(value, fx.Proxy | Tensor) else "count in a buffer"
+            return path, (
+                f"it changes the attribute {where} as it runs, which no stage would do ({advice}, or move what "
+                "does so into a module of its own, which is kept whole)"
+            )
+    return None
 
 
 def _is_in_place(node: fx.Node, path: str) -> bool:

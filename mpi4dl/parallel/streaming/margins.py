@@ -7,8 +7,7 @@ the statistics over the whole image, and finds out which norms can share a stati
 
 import copy
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mpi4dl._randomness import forked
 from mpi4dl.comm import Pending
 from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import BATCH, Box, Interval, Tiling
 from mpi4dl.parallel.inputs import shape_only
+from mpi4dl.parallel.pipeline.decisions import trial
 from mpi4dl.parallel.pipeline.program import map_leaves
 from mpi4dl.parallel.pipeline.split import Cuttable, shapes_of
 from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator, DryRunGrid, dry_run_grid
@@ -134,7 +133,8 @@ def profile_with_margin(
     """The profile of a module on the meta device with this margin; None if the margin is too small."""
     grid = dry_run_of_tile(tiles, tiles.own[len(tiles.own) // 2], hints)
     # On the meta device are also tensors that the module makes as it runs.
-    with torch.enable_grad(), forked(), torch.device("meta"), _momentum(outline):
+    with torch.enable_grad(), trial(outline), torch.device("meta"):
+        _set_momentum(outline)
         try:
             outputs = outline(*(meta_input(spec, grid, margin, size) for spec in inputs))
             grid.halo_prefetch.flush()
@@ -155,9 +155,9 @@ def changed_in_place(cuttable: Cuttable, end: int, image: Sequence[int]) -> list
     """
     found: list[set[str]] = [set() for _ in range(end)]
     model = cuttable.model
-    modes = {module: module.training for module in model.modules()}
     try:
-        with torch.no_grad(), forked(), torch.device("meta"), _momentum(model):
+        with torch.no_grad(), trial(model), torch.device("meta"):
+            _set_momentum(model)
             for mode in (True, False):
                 values: Any = [shape_only(model, image)]
                 for i, changed in enumerate(found):
@@ -168,9 +168,6 @@ def changed_in_place(cuttable: Cuttable, end: int, image: Sequence[int]) -> list
                     values = behind
     except (RuntimeError, TypeError, ValueError, AssertionError):
         return [set(cuttable.live(i)) for i in range(end)]
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     return found
 
 
@@ -181,17 +178,11 @@ def _writes(value: Any) -> list[int]:
     return found
 
 
-@contextmanager
-def _momentum(outline: nn.Module) -> Iterator[None]:
-    """Within this context no batch norm asks how many batches it has seen, as those without a momentum do."""
-    norms = [m for m in outline.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.momentum is None]
-    for norm in norms:
-        norm.momentum = 0.1
-    try:
-        yield
-    finally:
-        for norm in norms:
-            norm.momentum = None
+def _set_momentum(outline: nn.Module) -> None:
+    """No batch norm shall ask how many batches it has seen, as those without a momentum do."""
+    for module in outline.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None:
+            module.momentum = 0.1
 
 
 def dry_run_of_tile(tiles: StreamTiles, tile: int, hints: PrefetchHints = ()) -> DryRunGrid:

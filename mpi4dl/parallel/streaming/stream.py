@@ -24,8 +24,9 @@ from mpi4dl.comm import Refusal
 from mpi4dl.comm.exchange import narrow, once_differentiable
 from mpi4dl.comm.streams import carried
 from mpi4dl.datasets import DatasetError
-from mpi4dl.parallel.blocks import Attributes, Buffers
+from mpi4dl.parallel.blocks import Buffers
 from mpi4dl.parallel.disk import ON_DEVICE, Keep, NoRoom, let_go
+from mpi4dl.parallel.pipeline.decisions import ForwardState, watches_of
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, local_part, owned, wrap
@@ -43,8 +44,8 @@ from mpi4dl.parallel.streaming.stream_tiles import (
 
 DRIFTED = (
     "the streamed part of the model does not do the same when a tile of the image runs again: as it runs it changes "
-    "what streaming does not put back, such as a list, a global, a weight, or a tensor that is no buffer, or a hook on "
-    "a gradient changes an attribute; keep numbers in attributes of modules, and write to buffers in place, in forward"
+    "what streaming does not put back, such as a weight, or in place a tensor that is no buffer, or a hook on a "
+    "gradient changes an attribute; keep numbers in attributes of modules, and write to buffers in place, in forward"
 )
 SAME = {8: 1e-12, 4: 1e-5, 2: 1e-2}  # by the bytes of a number: what kernels without an order of sums differ by
 TOUCHED_BYTES = 64 << 20  # of inputs that tiles read of files until these leave the memory
@@ -156,7 +157,8 @@ class Streaming:
         kind = self._device.type
         autocast: dict[str, Any] = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
         self._autocast = partial(torch.autocast, kind, **autocast)
-        self._attributes = Attributes(part.modules())
+        self._globals = watches_of(part)
+        self._before = ForwardState(part, self._globals)
         self._states = RandomStates.now((self._device,))
         self._digests = self._states.digests()
         self._differentiable = torch.is_grad_enabled()
@@ -248,10 +250,10 @@ class Streaming:
 
         self._buffers = Buffers(self._part)  # under GEMS these are not the buffers of the forward pass
         buffers = self._buffers.values()
-        state, attributes = RandomStates.now((self._device,)), Attributes(self._part.modules())
+        state, after = RandomStates.now((self._device,)), ForwardState(self._part, self._globals)
         self._all_passes(self._backward_pass, differentiate)
         state.put()
-        attributes.put()
+        after.restore()
         self._buffers.assign(buffers)
         return [*(x.total() for x in self._inputs if isinstance(x.values, Tensor)), *sums]
 
@@ -337,7 +339,7 @@ class Streaming:
         contribution, additive, comparable = None, False, []
         check = PositionCheck(self._plan.cut_axes)
         self._buffers.assign(self._initial_buffers)  # each tile starts with the state of the first one
-        self._attributes.put()
+        self._before.restore()
         self._states.put()
         try:
             with self._autocast(), torch.set_grad_enabled(self._differentiable), norms as moments:
@@ -345,9 +347,9 @@ class Streaming:
                     outputs = self._part(*values)
                 grid.halo_prefetch.flush()
                 self._compare(tile, outputs)
-                left = Attributes(self._part.modules())
+                left = ForwardState(self._part, self._globals)
                 use(values, outputs)
-                self._hooked = self._hooked or left.differ()
+                self._hooked = self._hooked or next(left.changes(), None) is not None
             if compare:
                 comparable = [owned(y).detach() for y in outputs]
         except AwaitStatistics as stop:

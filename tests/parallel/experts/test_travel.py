@@ -11,7 +11,7 @@ from mpi4dl.comm.packing import Piece
 from mpi4dl.models.experts import Experts
 from mpi4dl.parallel.experts import NOBODY, ExpertPlacement, Traffic, Travel, lay_over, through
 from mpi4dl.parallel.spatial.grid import Arrangement, Grid
-from tests.parallel.spatial.comparing import on_ranks
+from tests.pool.ranks import on_ranks
 from tests.support.short_runs import EXACT
 
 EXPERTS, HIDDEN, TOP_K = 8, 6, 2

@@ -16,7 +16,7 @@ from mpi4dl.parallel.inputs import Microbatch
 from mpi4dl.parallel.pipeline.executor import RunningStatistics
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 from tests.support.short_runs import DROPPING, Task, batch_of, model_of, optimizer_of, tiles_of
 
 NUM_STAGES, NUM_MICROBATCHES = 4, 8
@@ -149,8 +149,10 @@ def test_the_users_random_numbers_follow_from_the_users_seed(ranks: Ranks, plan:
     assert found[3][0][0] != found[4][0][0]
 
 
-def ranges_of_a_step(comm: Communicator, plan: Plan) -> tuple[list[str], list[str], bool]:
+@on_ranks(4)
+def test_a_profile_reads_like_the_timeline(comm: Communicator) -> None:
     """The actions of this rank's row, and the ranges in a profile of a step that are named after actions; any waits."""
+    plan = Plan(((1, 1),) * NUM_STAGES, microbatches=4)
     engine = engine_of(comm, plan, 8)
     step(engine, 8, 8)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
@@ -158,13 +160,8 @@ def ranges_of_a_step(comm: Communicator, plan: Plan) -> tuple[list[str], list[st
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
     names = [event.name.removeprefix("mpi4dl:") for event in events if event.name.startswith("mpi4dl:")]
     row = plan.table()[comm.rank % plan.ranks_per_replica]
-    return [str(action) for action in row], [name for name in names if " of stage " in name], "wait" in names
-
-
-def test_a_profile_reads_like_the_timeline(ranks: Ranks) -> None:
-    for row, ranges, waits in ranks(4).run(ranges_of_a_step, Plan(((1, 1),) * NUM_STAGES, microbatches=4)):
-        assert ranges == row
-        assert waits
+    assert [name for name in names if " of stage " in name] == [str(action) for action in row]
+    assert "wait" in names
 
 
 def norms_of_all_kinds() -> nn.Sequential:
@@ -177,7 +174,12 @@ def images_of_replica(replica: int) -> torch.Tensor:
     return torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(replica))
 
 
-def statistics_of_replicas(comm: Communicator) -> dict[str, torch.Tensor]:
+@on_ranks(2)
+def test_running_statistics_of_replicas_are_those_of_a_plain_loop(comm: Communicator) -> None:
+    plain = norms_of_all_kinds()
+    for replica in (0, 1, 0, 1):
+        for norm in list(plain)[:3]:
+            norm(images_of_replica(replica))
     model = norms_of_all_kinds()
     for _ in range(2):
         statistics = RunningStatistics(model, comm, {0: True}, replica=comm.rank, local=True)
@@ -185,21 +187,16 @@ def statistics_of_replicas(comm: Communicator) -> dict[str, torch.Tensor]:
             for norm in list(model)[:3]:
                 norm(images_of_replica(comm.rank))
         statistics.apply([Microbatch(0, 0, (), replica) for replica in range(comm.size)])
-    return dict(model.named_buffers())
+    for name, expected in plain.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), expected)
 
 
-def test_running_statistics_of_replicas_are_those_of_a_plain_loop(ranks: Ranks) -> None:
-    plain = norms_of_all_kinds()
-    for replica in (0, 1, 0, 1):
-        for norm in list(plain)[:3]:
-            norm(images_of_replica(replica))
-    for found in ranks(2).run(statistics_of_replicas):
-        for name, expected in plain.named_buffers():
-            torch.testing.assert_close(found[name], expected)
+@on_ranks(2)
+def test_messages_to_other_nodes_are_driven_behind_each_module(comm: Communicator) -> None:
+    """Two layers of two modules, or one of them and one of four, and the stage itself, for two microbatches.
 
-
-def drives_of_a_step(comm: Communicator) -> tuple[int, bool]:
-    """How often messages are driven while stages compute, were there other nodes; whether a hook is left behind."""
+    Behind a stage that is not the last there is no gradient of one tensor.
+    """
     plan, drives = Plan(ONES[:2], microbatches=2), 0
 
     def probe() -> None:
@@ -213,12 +210,5 @@ def drives_of_a_step(comm: Communicator) -> tuple[int, bool]:
         step(engine, 2, 8)
     finally:
         comm.node.probe = None
-    return drives, bool(torch.nn.modules.module._global_forward_hooks)
-
-
-def test_messages_to_other_nodes_are_driven_behind_each_module(ranks: Ranks) -> None:
-    """Two layers of two modules, or one of them and one of four, and the stage itself, for two microbatches.
-
-    Behind a stage that is not the last there is no gradient of one tensor.
-    """
-    assert ranks(2).run(drives_of_a_step) == [(2 * (5 + 4), False), (2 * (7 + 7), False)]
+    assert drives == [2 * (5 + 4), 2 * (7 + 7)][comm.rank]
+    assert not torch.nn.modules.module._global_forward_hooks

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.parallel.pipeline.executor import RunningStatistics
 from mpi4dl.parallel.plan import Plan
-from tests.parallel.spatial.comparing import on_ranks
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 
 PLAN = Plan(((1, 1), (1, 1)), microbatches=2, bidirectional=2)
 CHANNELS = 3
@@ -109,16 +108,6 @@ def twice(kind: Callable[..., nn.Module] = nn.BatchNorm2d) -> nn.Module:
     return nn.Sequential(norm, nn.ReLU(), norm)
 
 
-def refused(comm: Communicator, build: Callable[[], nn.Module]) -> tuple[str, bool]:
-    """The message, and whether the statistics were left as they were."""
-    model = build()
-    norm_state = {name: value.clone() for name, value in model.state_dict().items() if name != "seen"}
-    statistics = RunningStatistics(model, comm, {0: True})
-    with pytest.raises(Refusal) as caught, statistics.collect(0, 0):
-        model(torch.randn(2, CHANNELS, 4, 4))
-    return str(caught.value), all(torch.equal(model.state_dict()[name], value) for name, value in norm_state.items())
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -144,5 +133,13 @@ def refused(comm: Communicator, build: Callable[[], nn.Module]) -> tuple[str, bo
         ),
     ],
 )
-def test_what_copies_cannot_follow_is_refused(ranks: Ranks, build: Callable[[], nn.Module], message: str) -> None:
-    assert ranks(1).run(refused, build) == [(message, True)]
+@on_ranks(1)
+def test_what_copies_cannot_follow_is_refused(comm: Communicator, build: Callable[[], nn.Module], message: str) -> None:
+    """And the statistics are left as they were."""
+    model = build()
+    norm_state = {name: value.clone() for name, value in model.state_dict().items() if name != "seen"}
+    statistics = RunningStatistics(model, comm, {0: True})
+    with pytest.raises(Refusal) as caught, statistics.collect(0, 0):
+        model(torch.randn(2, CHANNELS, 4, 4))
+    assert str(caught.value) == message
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in norm_state.items())

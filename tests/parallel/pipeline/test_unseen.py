@@ -20,7 +20,7 @@ from mpi4dl.parallel.spatial import NoRule
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
 from tests.parallel.pipeline import unseen
 from tests.parallel.pipeline.cutting import problem_of
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 from tests.support import short_runs
 from tests.support.short_runs import Task
 
@@ -88,7 +88,9 @@ def test_what_a_trace_does_not_see_is_exact_or_refused(ranks: Ranks, way: str) -
             assert why in found[name]
 
 
-def change_a_class(comm: Communicator) -> list[str]:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks()
+def test_a_change_of_a_class_is_refused_on_all_ranks(comm: Communicator, num_ranks: int) -> None:
     """An attribute of a model's class changes between two steps."""
     found = []
     for plan, stream in WAYS.values():
@@ -104,14 +106,8 @@ def change_a_class(comm: Communicator) -> list[str]:
             found.append(str(refused))
         finally:
             unseen.OfAClass.scale = 1.0
-    return found
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_change_of_a_class_is_refused_on_all_ranks(ranks: Ranks, num_ranks: int) -> None:
-    for found in ranks(num_ranks).run(change_a_class):
-        assert len(found) == 2 * num_ranks - 1  # streaming on one rank; stages, microbatches and GEMS on two
-        assert all("the attribute scale of OfAClass has changed since the model was cut" in each for each in found)
+    assert len(found) == 2 * num_ranks - 1  # streaming on one rank; stages, microbatches and GEMS on two
+    assert all("the attribute scale of OfAClass has changed since the model was cut" in each for each in found)
 
 
 class Large(unseen.Base):
@@ -208,17 +204,14 @@ def test_differences_count_beside_the_largest_number() -> None:
     assert not checking.differ(None, None)
 
 
-def without_the_comparison(comm: Communicator) -> str:
+@on_ranks(2)
+def test_without_the_comparison_there_is_a_warning(comm: Communicator) -> None:
     """A model that the comparison would refuse is cut, with a warning."""
+    expected = "Remembering in stages is not compared with the plain model"
     kind = unseen.Remembering
     with pytest.raises(ValueError, match="does not compute what it computes in one piece"):
         split(kind, Plan(TWO), comm, image=(2, 3, 20, 18))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         split(kind, Plan(TWO), comm, image=(2, 3, 20, 18), check=False)
-    return "".join(str(each.message) for each in caught)
-
-
-def test_without_the_comparison_there_is_a_warning(ranks: Ranks) -> None:
-    expected = "Remembering in stages is not compared with the plain model"
-    assert ranks(2).run(without_the_comparison) == [expected, ""]
+    assert "".join(str(each.message) for each in caught) == [expected, ""][comm.rank]

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.replicas.groups import digest, disagreement
-from tests.parallel.spatial.comparing import on_ranks
+from tests.pool.ranks import on_ranks
 
 
 def test_digests_tell_bits_shapes_and_dtypes_apart() -> None:

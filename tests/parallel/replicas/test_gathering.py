@@ -15,8 +15,7 @@ from mpi4dl.parallel.replicas.gathering import KEPT, Gatherer
 from mpi4dl.parallel.replicas.group import ReplicaGroup
 from mpi4dl.parallel.replicas.reducer import plan_layout
 from mpi4dl.parallel.replicas.update import Device
-from tests.parallel.spatial.comparing import on_ranks
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 
 F64 = torch.float64
 
@@ -37,8 +36,11 @@ def is_there(p: Tensor) -> bool:
         return not bool(p.detach().isnan().any())
 
 
-def follow(comm: Communicator) -> tuple[list[list[str]], int]:
-    """What is gathered (-> n) and computed (n) in two runs; how many layers are there at most."""
+@on_ranks(2)
+def test_what_came_next_the_last_time_comes_ahead_of_its_use(comm: Communicator) -> None:
+    """The first layer's input has no gradient, so that backward does not need its weight."""
+    first = ["-> 20", "20", "-> 30", "30", "-> 42", "42", "-> 21", "21", "-> 21", "-> 42", "-> 30"]
+    second = ["-> 20", "-> 30", "20", "-> 42", "30", "-> 21", "42", "21", "-> 21", "-> 42", "-> 30"]
     model = chain()
     gatherer = gatherer_of(model, comm)
     start, events, most = gatherer.comm.iall_gather_into, [], 0
@@ -65,14 +67,7 @@ def follow(comm: Communicator) -> tuple[list[list[str]], int]:
             torch.autograd.backward([edge])
         runs.append(events.copy())
         events.clear()
-    return runs, most
-
-
-def test_what_came_next_the_last_time_comes_ahead_of_its_use(ranks: Ranks) -> None:
-    """The first layer's input has no gradient, so that backward does not need its weight."""
-    first = ["-> 20", "20", "-> 30", "30", "-> 42", "42", "-> 21", "21", "-> 21", "-> 42", "-> 30"]
-    second = ["-> 20", "-> 30", "20", "-> 42", "30", "-> 21", "42", "21", "-> 21", "-> 42", "-> 30"]
-    assert ranks(2).run(follow) == [([first, second], KEPT)] * 2
+    assert (runs, most) == ([first, second], KEPT)
 
 
 def keep_little(comm: Communicator) -> tuple[int, list[tuple[int, ...]], float]:

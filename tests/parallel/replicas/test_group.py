@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.parallel.replicas.group import LocalGradients, call_hooks
 from mpi4dl.parallel.replicas.reducer import Reducer, sums_on_host
-from tests.parallel.spatial.comparing import on_ranks
+from tests.pool.ranks import on_ranks
 
 
 def parameter() -> nn.Parameter:

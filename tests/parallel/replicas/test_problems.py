@@ -10,7 +10,7 @@ from torch import nn, optim
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.replicas.optimizer_traits import backward_hook_in, problem_with
 from mpi4dl.parallel.replicas.reducer import Reducer
-from tests.parallel.spatial.comparing import on_ranks
+from tests.pool.ranks import on_ranks
 
 
 def parameter(num_elements: int) -> nn.Parameter:

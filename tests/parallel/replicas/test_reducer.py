@@ -10,8 +10,7 @@ from mpi4dl.comm import Communicator, Pending, exchange
 from mpi4dl.parallel.replicas.buckets import plan_buckets
 from mpi4dl.parallel.replicas.parameter_sums import summed
 from mpi4dl.parallel.replicas.reducer import Reducer, plan_layout, sums_on_host
-from tests.parallel.spatial.comparing import on_ranks
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 
 F64, F32 = torch.float64, torch.float32
 

@@ -13,8 +13,7 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas.optimizer_traits import OF_PYTORCH, problem_with_unit, step_unit
 from mpi4dl.parallel.replicas.update import MultiOptimizer
 from tests.parallel.replicas.test_update import parameter
-from tests.parallel.spatial.comparing import on_ranks
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 from tests.support.short_runs import SKIPPING, check, engine_of, label
 
 REFUSED = ("LBFGS", "SparseAdam")

@@ -12,7 +12,7 @@ from mpi4dl.parallel.replicas import update
 from mpi4dl.parallel.replicas.buckets import BucketSegment
 from mpi4dl.parallel.replicas.group import ReplicaGroup
 from mpi4dl.parallel.replicas.update import Device, Disk, Host, Master, Update, home_for, make_master
-from tests.parallel.spatial.comparing import on_ranks
+from tests.pool.ranks import on_ranks
 
 F64 = torch.float64
 

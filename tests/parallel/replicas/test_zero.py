@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.plan import Plan
-from tests.parallel.spatial.comparing import on_ranks
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 from tests.support import short_runs
 from tests.support.short_runs import ATTENDING, DROPPING, UNUSED, Task, assert_like, check, check_going_on, label, train
 

@@ -7,7 +7,6 @@ reference is plain PyTorch on the whole image, computed on each rank beside the 
 import copy
 import functools
 import importlib
-import inspect
 import math
 import time
 import traceback
@@ -58,7 +57,7 @@ class Arrangement(NamedTuple):
         return GridShape(self.batch, *(parts for parts in space if parts is not None))
 
     @property
-    def size(self) -> int:
+    def num_ranks(self) -> int:
         return self.shape.size
 
     def __str__(self) -> str:
@@ -373,38 +372,16 @@ def table_test(module: str, arrangements: Sequence[Any], table: str = "CASES") -
 
     @pytest.mark.parametrize("arrangement", arrangements, ids=str)
     def test(ranks: Ranks, arrangement: Arrangement) -> None:
-        results = ranks(arrangement.size).run(compare_table, module, table, arrangement)
+        results = ranks(arrangement.num_ranks).run(compare_table, module, table, arrangement)
         found: dict[str, list[int]] = {}
         for rank, failures in enumerate(results):
             for name, text in failures.items():
                 found.setdefault(f"{name}:\n    {text}", []).append(rank)
-        assert not found, f"{len(found)} cases differ on {arrangement.size} ranks, {arrangement!r}\n" + "\n".join(
+        assert not found, f"{len(found)} cases differ on {arrangement.num_ranks} ranks, {arrangement!r}\n" + "\n".join(
             f"ranks {ranks}: {text}" for text, ranks in found.items()
         )
 
     return test
-
-
-def run_body(comm: Communicator, module: str, test: str, arguments: dict[str, Any]) -> None:
-    getattr(importlib.import_module(module), test).body(comm, **arguments)
-
-
-def on_ranks(num_ranks: int | None = None) -> Callable[[Callable[..., None]], Any]:
-    """Make a function of a communicator a test on so many ranks, or on those of its `arrangement` or `plan`."""
-
-    def make(body: Callable[..., None]) -> Any:
-        def test(ranks: Ranks, **arguments: Any) -> None:
-            if num_ranks is None:
-                size = arguments["arrangement"].size if "arrangement" in arguments else arguments["plan"].num_ranks
-            ranks(num_ranks or size).run(run_body, body.__module__, body.__name__, arguments)
-
-        comm, *others = inspect.signature(body).parameters.values()
-        signature = inspect.Signature([comm.replace(name="ranks"), *others])
-        test.__dict__.update(body=body, __signature__=signature)
-        test.__name__, test.__module__, test.__doc__ = body.__name__, body.__module__, body.__doc__
-        return test
-
-    return make
 
 
 class Traffic:

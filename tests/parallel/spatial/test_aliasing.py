@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from tests.parallel.spatial.comparing import Arrangement, arrange, on_ranks
+from tests.parallel.spatial.comparing import Arrangement, arrange
+from tests.pool.ranks import on_ranks
 
 
 def add_to_channels(x: Tensor) -> Tensor:

@@ -13,17 +13,8 @@ from mpi4dl.geometry import Split, Tiling
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.spatial.rules import ring_attention
 from tests.parallel.spatial import comparing
-from tests.parallel.spatial.comparing import (
-    Arrangement,
-    Case,
-    arrange,
-    compare,
-    functions,
-    grid_of,
-    on_ranks,
-    table_test,
-)
-from tests.pool.ranks import Ranks
+from tests.parallel.spatial.comparing import Arrangement, Case, arrange, compare, functions, grid_of, table_test
+from tests.pool.ranks import Ranks, on_ranks
 
 BATCH, TOKENS, FEATURES = 3, 6, 4  # of 3 images, ranks have 1 and 2
 MASK = torch.zeros(TOKENS, TOKENS, dtype=torch.float64).masked_fill_(torch.ones(TOKENS, TOKENS).triu(1) > 0, -1e9)
@@ -191,7 +182,7 @@ def compare_round(comm: Communicator, arrangement: Arrangement, kernel: bool) ->
 def test_keys_and_values_that_go_round_the_ranks(ranks: Ranks, arrangement: Arrangement, kernel: bool) -> None:
     """What is causal goes round where each rank has tokens one after the other: rows of all columns."""
     one_after_another = arrangement.cols == 1
-    assert set(ranks(arrangement.size).run(compare_round, arrangement, kernel)) == {6 if one_after_another else 4}
+    assert set(ranks(arrangement.num_ranks).run(compare_round, arrangement, kernel)) == {6 if one_after_another else 4}
 
 
 def sequences(comm: Communicator, lengths: list[int], causal: bool) -> tuple[list[tuple[Tensor, Tensor]], int]:

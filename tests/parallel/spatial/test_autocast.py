@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from tests.parallel.spatial.comparing import on_ranks
+from tests.pool.ranks import on_ranks
 
 WEIGHT, KERNEL = torch.linspace(0.5, 1.5, 4), torch.linspace(-1, 1, 16).view(4, 4, 1, 1)
 

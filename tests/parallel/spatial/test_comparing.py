@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from tests.parallel.spatial.comparing import Arrangement, Case, compare, difference, on_ranks
+from tests.parallel.spatial.comparing import Arrangement, Case, compare, difference
+from tests.pool.ranks import on_ranks
 
 
 def on_tiles(wrong: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.spatial.rules import draws
-from tests.parallel.spatial.comparing import SOME_ARRANGEMENTS, Arrangement, Case, arrange, on_ranks, table_test
+from tests.parallel.spatial.comparing import SOME_ARRANGEMENTS, Arrangement, Case, arrange, table_test
+from tests.pool.ranks import on_ranks
 
 
 @pytest.mark.parametrize("inplace", [False, True])

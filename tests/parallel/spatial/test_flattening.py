@@ -26,10 +26,10 @@ from tests.parallel.spatial.comparing import (
     Traffic,
     arrange,
     functions,
-    on_ranks,
     table_test,
 )
 from tests.parallel.spatial.test_gathering import kept_of_plain
+from tests.pool.ranks import on_ranks
 
 H, W = 12, 8
 WEIGHT = torch.linspace(-1, 1, 4 * 5, dtype=torch.float64).view(5, 4)

@@ -14,11 +14,10 @@ from tests.parallel.spatial.comparing import (
     Case,
     arrange,
     compare_models,
-    on_ranks,
     sum_gradients,
     table_test,
 )
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 
 UNBATCHED = ((4, 13, 17), (4, 5, 9))
 

@@ -24,10 +24,9 @@ from tests.parallel.spatial.comparing import (
     Function,
     arrange,
     compare_models,
-    on_ranks,
     table_test,
 )
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 
 
 def gathered(function: Function) -> Callable[[], Function]:

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.spatial.rules import normalization
-from tests.parallel.spatial.comparing import Traffic, compare_models, difference, on_ranks
-from tests.pool.ranks import Ranks
+from tests.parallel.spatial.comparing import Traffic, compare_models, difference
+from tests.pool.ranks import Ranks, on_ranks
 
 
 def convolution(stride: int = 1) -> nn.Conv2d:

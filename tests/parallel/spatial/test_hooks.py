@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, arrange, compare_models, difference, on_ranks
+from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, arrange, compare_models, difference
+from tests.pool.ranks import on_ranks
 
 HOOKS: dict[str, Callable[[Tensor], Any]] = {
     "clamp": lambda g: g.clamp(-0.01, 0.01),

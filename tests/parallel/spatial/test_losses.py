@@ -7,7 +7,8 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from tests.parallel.spatial.comparing import OF_TOKENS, SOME_ARRANGEMENTS, functions, on_ranks, table_test
+from tests.parallel.spatial.comparing import OF_TOKENS, SOME_ARRANGEMENTS, functions, table_test
+from tests.pool.ranks import on_ranks
 
 
 def classes(x: Tensor, ignored: bool = False) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.costs.meter import SavedTensors
-from tests.parallel.spatial.comparing import on_ranks
+from tests.pool.ranks import on_ranks
 
 IMAGE = (2, 4, 64, 48)
 TILE = (2, 4, 32, 48)

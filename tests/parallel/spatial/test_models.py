@@ -21,8 +21,8 @@ from mpi4dl.models.resnet import resnet3d
 from mpi4dl.models.unet import UNet
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.costs.meter import SavedTensors
-from tests.parallel.spatial.comparing import Arrangement, Case, Shape, compare, grid_of, on_ranks, sum_gradients, tiled
-from tests.pool.ranks import Ranks
+from tests.parallel.spatial.comparing import Arrangement, Case, Shape, compare, grid_of, sum_gradients, tiled
+from tests.pool.ranks import Ranks, on_ranks
 
 import_torchvision()
 from torchvision.models import maxvit, swin_transformer, video, vision_transformer  # noqa: E402
@@ -255,7 +255,7 @@ def undisturbed(model: nn.Module) -> nn.Module:
 
 
 def check(ranks: Ranks, network: str, arrangement: Arrangement, size: tuple[int, ...] | None = None) -> None:
-    assert ranks(arrangement.size).run(differences, network, arrangement, size) == [[]] * arrangement.size
+    assert ranks(arrangement.num_ranks).run(differences, network, arrangement, size) == [[]] * arrangement.num_ranks
 
 
 def everywhere() -> Iterator[Any]:

@@ -25,11 +25,10 @@ from tests.parallel.spatial.comparing import (
     chosen,
     compare_table,
     modules,
-    on_ranks,
     sum_gradients,
     table_test,
 )
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 from tests.support.short_runs import EXACT, assert_close
 
 
@@ -154,7 +153,7 @@ def compare_in_blocks(comm: Communicator, arrangement: Arrangement) -> dict[str,
     ids=str,
 )
 def test_norms_of_many_ranks(ranks: Ranks, arrangement: Arrangement) -> None:
-    assert ranks(arrangement.size).run(compare_in_blocks, arrangement) == [{}] * arrangement.size
+    assert ranks(arrangement.num_ranks).run(compare_in_blocks, arrangement) == [{}] * arrangement.num_ranks
 
 
 def trained_in_blocks(comm: Communicator, dtype: torch.dtype) -> tuple[int, bytes, list[float]]:

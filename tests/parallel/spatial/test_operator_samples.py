@@ -228,7 +228,9 @@ def outcomes(ranks: Ranks, arrangement: Arrangement, names: list[str]) -> dict[s
     for name in names:
         try:
             for body in (try_operator, try_errors):
-                rows = ranks(arrangement.size, timeout=2 * HANG_SECONDS).run(body, name, OPERATORS[name], arrangement)
+                rows = ranks(arrangement.num_ranks, timeout=2 * HANG_SECONDS).run(
+                    body, name, OPERATORS[name], arrangement
+                )
                 found.setdefault(name, []).extend(max(row) for row in zip(*rows, strict=True))
         except RanksFailed as error:
             found.setdefault(name, []).append(Outcome(name, "crashed", str(error)))

@@ -7,17 +7,8 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from tests.parallel.spatial.comparing import (
-    ARRANGEMENTS,
-    Arrangement,
-    Traffic,
-    chosen,
-    functions,
-    modules,
-    on_ranks,
-    table_test,
-)
-from tests.pool.ranks import Ranks
+from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, Traffic, chosen, functions, modules, table_test
+from tests.pool.ranks import Ranks, on_ranks
 
 SPREAD = {
     "constant": lambda x: F.pad(x, (1, 2, 3, 4)),

@@ -17,9 +17,9 @@ from tests.parallel.spatial.comparing import (
     chosen,
     functions,
     in_turns,
-    on_ranks,
     table_test,
 )
+from tests.pool.ranks import on_ranks
 
 SPREAD = {
     "sum of channels": lambda x: x.sum(1),

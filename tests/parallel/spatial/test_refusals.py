@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from tests.parallel.spatial.comparing import on_ranks
+from tests.pool.ranks import on_ranks
 
 LABELS = torch.zeros(2, 8, 8, dtype=torch.int64)
 WEIGHT = torch.ones(4, 4, 3, 3)

@@ -19,10 +19,9 @@ from tests.parallel.spatial.comparing import (
     chosen,
     functions,
     modules,
-    on_ranks,
     table_test,
 )
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 
 MODES = ("nearest", "nearest-exact", "bilinear", "bicubic")
 

@@ -10,8 +10,8 @@ from torch import nn
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.geometry import BATCH, Split, Tiling
 from mpi4dl.parallel import spatial
-from tests.parallel.spatial.comparing import Shape, on_ranks
-from tests.pool.ranks import Ranks
+from tests.parallel.spatial.comparing import Shape
+from tests.pool.ranks import Ranks, on_ranks
 
 
 def shard_and_gather(comm: Communicator, grid_shape: Shape, shape: Shape) -> Shape:
@@ -207,23 +207,21 @@ def test_a_grid_that_does_not_fit_the_ranks_says_what_to_do(comm: Communicator) 
         spatial.Grid(comm, rows=0, cols=2)
 
 
-def describe_grid(comm: Communicator) -> tuple[Any, ...]:
+@on_ranks(4)
+def test_a_grid_knows_who_shares_an_axis(comm: Communicator) -> None:
     grid = spatial.Grid(comm, rows=1, cols=2, batch=2)
     along = [grid.along(axes).all_gather_object(comm.rank) for axes in ((0,), (2,), (0, 2), (1,), ())]
     assert grid.along((1, 2)) is grid.along((2,))
-    return grid.coordinates, grid.box(3, (5, 7)).shape, along
-
-
-def test_a_grid_knows_who_shares_an_axis(ranks: Ranks) -> None:
-    assert ranks(4).run(describe_grid) == [
+    assert (grid.coordinates, grid.box(3, (5, 7)).shape, along) == [
         ((0, 0, 0), (1, 5, 3), [[0, 2], [0, 1], [0, 1, 2, 3], [0], [0]]),
         ((0, 0, 1), (1, 5, 4), [[1, 3], [0, 1], [0, 1, 2, 3], [1], [1]]),
         ((1, 0, 0), (2, 5, 3), [[0, 2], [2, 3], [0, 1, 2, 3], [2], [2]]),
         ((1, 0, 1), (2, 5, 4), [[1, 3], [2, 3], [0, 1, 2, 3], [3], [3]]),
-    ]
+    ][comm.rank]
 
 
-def retile_and_back(comm: Communicator) -> tuple[list[tuple[int, ...]], bool, bool]:
+@on_ranks(4)
+def test_retile_moves_pixels_and_gradients(comm: Communicator) -> None:
     """An image that moves to other cuts, to one rank alone, and back; and the gradient on the way back."""
     image = torch.randn(1, 2, 8, 6, requires_grad=True)
     x = spatial.shard(image, spatial.Grid(comm, rows=2, cols=2))
@@ -237,16 +235,12 @@ def retile_and_back(comm: Communicator) -> tuple[list[tuple[int, ...]], bool, bo
     weight = torch.randn(1, 2, 8, 6)
     (spatial.gather(y) * weight).sum().div(comm.size).backward()
     assert spatial.retile(back, x.layout.tiling) is back
-    return shapes, torch.equal(back.local, x.local), torch.allclose(comm.all_reduce(image.grad), weight)
-
-
-def test_retile_moves_pixels_and_gradients(ranks: Ranks) -> None:
-    assert ranks(4).run(retile_and_back) == [
+    assert (shapes, torch.equal(back.local, x.local), torch.allclose(comm.all_reduce(image.grad), weight)) == [
         ([(7, 0), (8, 6), (2, 5)], True, True),
         ([(7, 6), (8, 0), (2, 1)], True, True),
         ([(1, 0), (0, 6), (6, 5)], True, True),
         ([(1, 6), (0, 0), (6, 1)], True, True),
-    ]
+    ][comm.rank]
 
 
 @on_ranks(2)

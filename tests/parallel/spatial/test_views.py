@@ -5,7 +5,8 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from tests.parallel.spatial.comparing import ARRANGEMENTS, chosen, functions, on_ranks, table_test
+from tests.parallel.spatial.comparing import ARRANGEMENTS, chosen, functions, table_test
+from tests.pool.ranks import on_ranks
 
 SPREAD = {
     "permute": lambda x: x.permute(0, 2, 3, 1),

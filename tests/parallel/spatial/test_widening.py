@@ -10,8 +10,8 @@ from torch import nn
 from mpi4dl.comm import Communicator
 from mpi4dl.geometry import Interval
 from mpi4dl.parallel import spatial
-from tests.parallel.spatial.comparing import Traffic, compare_models, difference, on_ranks
-from tests.pool.ranks import Ranks
+from tests.parallel.spatial.comparing import Traffic, compare_models, difference
+from tests.pool.ranks import Ranks, on_ranks
 
 
 def mixed_block() -> nn.Sequential:

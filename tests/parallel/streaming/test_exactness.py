@@ -18,8 +18,7 @@ from mpi4dl.parallel.disk import Keep
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import EACH_NORM, StreamOptions
-from tests.parallel.spatial.comparing import on_ranks
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 from tests.support.short_runs import Task, check, engine_of, model_of, step, train
 
 import_torchvision()
@@ -195,9 +194,11 @@ def test_what_a_cut_block_reads_may_not_change(comm: Communicator) -> None:
 SEEN: list[int] = []
 
 
-def _see(module: nn.Module, x: Tensor) -> Tensor:
+def _see(module: Any, x: Tensor) -> Tensor:
     SEEN.append(1)
-    return x * len(SEEN)
+    module.seen.append(2)
+    module.factor = module.factor.lerp(x.detach().mean(), 0.5)
+    return x * len(SEEN) * len(module.seen) * (2 + module.factor)
 
 
 def _replace(module: Any, x: Tensor) -> Tensor:
@@ -231,6 +232,8 @@ class Changes(nn.Module):
     def __init__(self, how: Any) -> None:
         super().__init__()
         self.weight, self.scale, self.how = nn.Parameter(torch.ones(())), 1.0, how
+        self.seen, self.factor = list[int](), torch.ones((), dtype=torch.float64)
+        SEEN.clear()
         self.register_buffer("mean", torch.zeros(1, 4, 1, 1))
         self.register_buffer("cache", None, persistent=False)
 
@@ -247,13 +250,14 @@ def changing(how: Any) -> Task:
     return Task(partial(changes, how), (24, 26), stream=StreamOptions((2, 2), "1"), balance=(2, 4))
 
 
-@pytest.mark.parametrize("how", [_replace, _cache])
-@pytest.mark.parametrize("plan", ["tiles", "two stages"])
-def test_a_buffer_that_is_replaced_is_as_before_for_the_next_tile(ranks: Ranks, plan: str, how: Any) -> None:
+@pytest.mark.parametrize(
+    ("how", "plan"), [*itertools.product((_replace, _cache), ("tiles", "two stages")), (_see, "tiles")]
+)
+def test_what_is_replaced_or_noted_is_as_before_for_the_next_tile(ranks: Ranks, how: Any, plan: str) -> None:
     check(ranks, changing(how), PLANS[plan])
 
 
-@pytest.mark.parametrize("how", [_see, _write, _hook])
+@pytest.mark.parametrize("how", [_write, _hook])
 def test_what_a_tile_changes_for_the_next_is_refused(ranks: Ranks, how: Any) -> None:
     task = replace(changing(how), balance=(6,))
     for said in ranks(2).run(refused, task, PLANS["tiles"]):
@@ -279,22 +283,18 @@ class _Full:
         self.reserve(*file)
 
 
-def train_on_full_disk(comm: Communicator, task: Task, room: int) -> tuple[int, str]:
-    """How many files rank 1 made, and what each rank read."""
-    full = _Full(room if comm.rank == 1 else 10_000)
-    with patch.object(os, "posix_fallocate", full), pytest.raises(Refusal) as refused:
-        train(comm, task, PLANS["tiles"])
-    return full.room, str(refused.value)
-
-
 @pytest.mark.parametrize("room", [0, 4, *(pytest.param(room, marks=pytest.mark.exhaustive) for room in (1, 40))])
-def test_all_ranks_learn_that_the_disk_of_one_is_full(ranks: Ranks, room: int) -> None:
+@on_ranks(2)
+def test_all_ranks_learn_that_the_disk_of_one_is_full(comm: Communicator, room: int) -> None:
     """In forward, for a halo of the other rank, and in backward."""
     stream = StreamOptions((2, 2), "2", segments=EACH_NORM, keep=Keep("disk"))
     task = Task(Written, (24, 26), stream=stream, balance=(4, 3))
-    for _, said in ranks(2).run(train_on_full_disk, task, room):
-        assert "there is no room for" in said
-        assert "name another folder by the variable TMPDIR" in said
+    full = _Full(room if comm.rank == 1 else 10_000)
+    with patch.object(os, "posix_fallocate", full), pytest.raises(Refusal) as refused:
+        train(comm, task, PLANS["tiles"])
+    said = str(refused.value)
+    assert "there is no room for" in said
+    assert "name another folder by the variable TMPDIR" in said
 
 
 AMOEBANET = Task("amoebanetd", (96, 96), num_steps=2, model_options=(("num_layers", 3), ("num_filters", 16)))

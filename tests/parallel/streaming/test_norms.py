@@ -16,7 +16,7 @@ from mpi4dl.parallel.streaming.margins import CannotStream, StreamPlan
 from mpi4dl.parallel.streaming.norms import Moments
 from mpi4dl.parallel.streaming.stream import Streaming
 from mpi4dl.parallel.streaming.stream_tiles import StreamTiles
-from tests.parallel.spatial.comparing import on_ranks
+from tests.pool.ranks import on_ranks
 
 SIZE = (37, 29)
 

@@ -20,8 +20,7 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import EACH_NORM
 from mpi4dl.parallel.streaming.patches import PatchOptions, stream_patches
 from mpi4dl.parallel.streaming.stream_tiles import Pixels
-from tests.parallel.spatial.comparing import on_ranks
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 from tests.support.short_runs import EXACT, assert_close
 
 SIZE = (70, 101)

@@ -16,9 +16,8 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.plan import Plan
-from tests.parallel.spatial.comparing import on_ranks
 from tests.parallel.tensor.test_cut_parameters import FUSED, GROUPED, HEADS, VOCABULARY, build
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 from tests.support.short_runs import NUM_CLASSES, Task, check, engine_of, label, step, words_loss
 
 LENGTH = 7

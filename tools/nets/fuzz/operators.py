@@ -127,7 +127,7 @@ def _compare(comm: Communicator, statements: Statements) -> str:
 
 def problem(ranks: Ranks, statements: Statements) -> str | None:
     try:
-        found = ranks(statements.arrangement.size, SECONDS).run(compare, statements)
+        found = ranks(statements.arrangement.num_ranks, SECONDS).run(compare, statements)
     except RanksFailed as error:
         return str(error)
     if all(each == "exact" for each in found):

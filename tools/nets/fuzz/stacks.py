@@ -216,5 +216,5 @@ def cases(draw: st.DrawFn) -> Stack:
 
 def problem(ranks: Ranks, case: Stack) -> str | None:
     """What is wrong with layers on tiles, on any rank."""
-    found = ranks(case.arrangement.size).run(compare_stack, case)
+    found = ranks(case.arrangement.num_ranks).run(compare_stack, case)
     return "; ".join(dict.fromkeys(itertools.chain(*found))) or None
