@@ -226,21 +226,16 @@ def join(comm: "Communicator", open_group: OpenGroup = open_group) -> Nccl:
     if store is None:
         raise Refusal(f"gpu wire is 'nccl', but {complaint}: use `gpu_wire` auto")
     store.set_timeout(NEVER)
+    device = comm.node.device("cuda")
     with comm.together((RuntimeError,)):
         groups = Groups(store, comm.rank, comm.size, open_group)
         nccl = Nccl(groups, range(comm.size))
-        _connect_pairs(nccl, comm)
+        leaving, arriving = (torch.zeros(comm.size, 1, dtype=torch.uint8, device=device) for _ in range(2))
+        others = [rank for rank in range(comm.size) if rank != comm.rank]
+        if others:  # a byte between any two ranks: only by that NCCL connects them
+            works = nccl.exchange([(r, leaving[r]) for r in others], [(r, arriving[r]) for r in others])
+            Pending(comm.node, [works], [leaving, arriving], [works.join]).wait()
     meeting = met()
     if meeting is not None:
         meeting.closings.append(groups.close)
     return nccl
-
-
-def _connect_pairs(nccl: Nccl, comm: "Communicator") -> None:
-    """Send a byte between any two ranks: only by that NCCL connects them."""
-    device = comm.node.device("cuda")
-    leaving, arriving = (torch.zeros(comm.size, 1, dtype=torch.uint8, device=device) for _ in range(2))
-    others = [rank for rank in range(comm.size) if rank != comm.rank]
-    if others:
-        works = nccl.exchange([(r, leaving[r]) for r in others], [(r, arriving[r]) for r in others])
-        Pending(comm.node, [works], [leaving, arriving], [works.join]).wait()

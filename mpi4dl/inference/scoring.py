@@ -49,11 +49,12 @@ from mpi4dl.tasks.curves import CallCounts, is_rule
 from mpi4dl.tasks.formulas import as_targets
 from mpi4dl.tasks.likeness import Likeness
 from mpi4dl.tasks.measuring import is_undefined
-from mpi4dl.tasks.metrics import MEASURES, of_class
+from mpi4dl.tasks.metrics import MEASURES, overlaps
 from mpi4dl.tasks.seams import Seams
 from mpi4dl.tasks.task import ALIKE, LIKENESS, LPIPS, SEAMS, TASKS, Regress
 
 MOST_EXAMPLES = 4  # of images that a model makes, in a picture
+OVERLAPS = ("dice", "iou")  # also of each class
 BAND_ROWS = 256  # of images that are compared at a time
 
 if TYPE_CHECKING:
@@ -582,8 +583,9 @@ class _Masks(_Collected):
         def measure(drawn: Tensor) -> dict[str, float]:
             total = counts[drawn].sum(0)
             found = {name: float(MEASURES[name](total)) for name in ALIKE}
-            for number, name in enumerate(() if self.task.binary else self.model.classes):
-                found |= {f"{overlap} {name}": of_class(overlap, number, total) for overlap in ("dice", "iou")}
+            pairs = () if self.task.binary else zip(*(overlaps(each, total).tolist() for each in OVERLAPS), strict=True)
+            for name, values in zip(self.model.classes, pairs, strict=False):
+                found |= {f"{each} {name}": value for each, value in zip(OVERLAPS, values, strict=True)}
             return found
 
         return self._scores_by(measure, counts.sum(0).long().tolist(), kept)

@@ -30,39 +30,26 @@ def accuracy(counts: Tensor) -> Tensor:
 
 def balanced_accuracy(counts: Tensor) -> Tensor:
     """The mean, over classes that there are, of the share that was found."""
-    return _mean_of(counts.diagonal(), counts.sum(1))
+    return (counts.diagonal() / counts.sum(1)).nanmean()
 
 
-def _overlap(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each class: what was rightly found, and what was found plus what there was."""
+def overlaps(measure: str, counts: Tensor) -> Tensor:
+    """The dice or iou of each class; NaN if it is nowhere, and was not found."""
     if counts.dim() == 3:
-        return counts[:, 1, 1], counts[:, 1].sum(1) + counts[:, :, 1].sum(1)
-    return counts.diagonal(), counts.sum(0) + counts.sum(1)
+        both, total = counts[:, 1, 1], counts[:, 1].sum(1) + counts[:, :, 1].sum(1)
+    else:
+        both, total = counts.diagonal(), counts.sum(0) + counts.sum(1)
+    return 2 * both / total if measure == "dice" else both / (total - both)
 
 
 def dice(counts: Tensor) -> Tensor:
     """2 |P T| / (|P| + |T|) over all pixels, which is F1; the mean over classes that there are, or were found."""
-    both, total = _overlap(counts)
-    return _mean_of(2 * both, total)
+    return overlaps("dice", counts).nanmean()
 
 
 def iou(counts: Tensor) -> Tensor:
     """|P T| / |P or T| over all pixels; the mean over classes that there are, or were found."""
-    both, total = _overlap(counts)
-    return _mean_of(both, total - both)
-
-
-def of_class(measure: str, number: int, counts: Tensor) -> float:
-    """The dice or iou of one class, by counts as above; NaN if it is nowhere, and was not found."""
-    both = counts[number, number]
-    total = counts[number].sum() + counts[:, number].sum()
-    part, whole = (2 * both, total) if measure == "dice" else (both, total - both)
-    return float(part / whole) if whole > 0 else math.nan
-
-
-def _mean_of(part: Tensor, whole: Tensor) -> Tensor:
-    there = whole > 0
-    return (part[there] / whole[there]).mean()
+    return overlaps("iou", counts).nanmean()
 
 
 class OfCounts:
