@@ -28,7 +28,7 @@ Takes = Literal["images", "tokens"]
 
 @dataclass(frozen=True)
 class Entry:
-    """The builder of a model, the options that its name implies, and the kind of its inputs.
+    """The builder of a model, the options that its name implies, the kind of its inputs, and its `usual` options.
 
     `path` is the module of `mpi4dl.models` and the name in it, which are imported when the model is wanted. With
     `mixture` the builder takes a `Mixture`, whose fields are options of the model. `page` is where Hugging Face has the
@@ -38,6 +38,7 @@ class Entry:
     path: str
     fixed: Mapping[str, object] = field(default_factory=dict)
     takes: Takes = "images"
+    usual: Mapping[str, object] = field(default_factory=dict)
     mixture: bool = False
     page: str = ""
 
@@ -52,30 +53,32 @@ def _at(path: str) -> Any:
     return getattr(importlib.import_module(f"mpi4dl.models.{module}"), name)
 
 
-def _gpt2(num_layers: int, num_heads: int, hidden: int) -> Entry:
-    return Entry("gpt.gpt2", {"num_layers": num_layers, "num_heads": num_heads, "hidden": hidden}, "tokens")
+def _of_text(path: str, vocabulary: int, context: int, *sizes: int) -> Entry:
+    fixed = dict(zip(("num_layers", "num_heads", "hidden"), sizes, strict=True))
+    return Entry(path, fixed, "tokens", {"vocabulary": vocabulary, "context": context, "dropout": 0.1})
 
 
 OWN_MODELS: Mapping[str, Entry] = MappingProxyType(
     {
         "amoebanetd": Entry("amoebanet.amoebanetd"),
         "bert": Entry("bert.BERT", takes="tokens"),
-        "bert_base": Entry("bert.bert_base", takes="tokens"),
-        "bert_2_5b": Entry("bert.bert_2_5b", takes="tokens"),
+        "bert_base": _of_text("bert.BERT", 30522, 512, 12, 12, 768),
+        "bert_2_5b": _of_text("bert.BERT", 30522, 512, 54, 20, 1920),  # in the shape that Megatron-LM has for that size
         "gpt": Entry("gpt.GPT", takes="tokens", mixture=True),
-        "gpt2": _gpt2(12, 12, 768),
-        "gpt2_medium": _gpt2(24, 16, 1024),
-        "gpt2_large": _gpt2(36, 20, 1280),
-        "gpt2_xl": _gpt2(48, 25, 1600),
+        "gpt2": _of_text("gpt.GPT", 50257, 1024, 12, 12, 768),
+        "gpt2_medium": _of_text("gpt.GPT", 50257, 1024, 24, 16, 1024),
+        "gpt2_large": _of_text("gpt.GPT", 50257, 1024, 36, 20, 1280),
+        "gpt2_xl": _of_text("gpt.GPT", 50257, 1024, 48, 25, 1600),
         "resnet_v1": Entry("resnet.resnet_v1", {"dims": 2}),
         "resnet_v2": Entry("resnet.resnet_v2"),
         "resnet110_v2": Entry("resnet.resnet_v2", {"depth": 110}),
         "resnet1001_v2": Entry("resnet.resnet_v2", {"depth": 1001}),
         "small_resnet": Entry("resnet.small_resnet"),
-        "resnet1d": Entry("resnet.resnet1d"),
-        "resnet3d": Entry("resnet.resnet3d"),
+        "resnet1d": Entry("resnet.resnet_v1", {"dims": 1}, usual={"depth": 20}),
+        "resnet3d": Entry("resnet.resnet_v1", {"dims": 3}, usual={"depth": 20}),
         "unet": Entry("unet.UNet", {"dims": 2}),
-        "unet3d": Entry("unet.unet3d"),
+        # As wide and as deep as in Cicek et al. 2016, "3D U-Net", https://arxiv.org/abs/1606.06650.
+        "unet3d": Entry("unet.UNet", {"dims": 3}, usual={"num_filters": 32, "depth": 3}),
         "vit": Entry("vit.ViT", mixture=True),
         "uni": Entry("pathology.uni", page="MahmoodLab/UNI"),
         "uni2": Entry("pathology.uni2", page="MahmoodLab/UNI2-h"),
@@ -223,7 +226,7 @@ def _build_own(name: str, entry: Entry, options: Mapping[str, object]) -> nn.Mod
         raise ValueError(f"model {name!r} needs 'num_experts' beside {_listed(sorted(chosen))}")
     if mixture is not None and chosen:
         given["mixture"] = mixture(**chosen)
-    return entry.builder(**entry.fixed, **given)
+    return entry.builder(**entry.fixed, **{**entry.usual, **given})
 
 
 def _require_timm(name: str) -> None:

@@ -90,15 +90,6 @@ class UNet(nn.Module):
         return self.classifier(x)
 
 
-def unet3d(num_classes: int = 2, in_channels: int = 3, num_filters: int = 32, depth: int = 3) -> UNet:
-    """Build a U-Net for volumes (batch, in_channels, D, H, W), as wide and as deep as the paper's.
-
-    Cicek et al. 2016, "3D U-Net: Learning Dense Volumetric Segmentation from Sparse Annotation",
-    https://arxiv.org/abs/1606.06650.
-    """
-    return UNet(num_classes, in_channels, num_filters, depth, dims=3)
-
-
 def _conv_block(in_channels: int, out_channels: int, dims: int, norm: Norm) -> nn.Sequential:
     def normalize() -> nn.Module:
         return NORMS[dims](out_channels) if norm == "batch" else INSTANCE_NORMS[dims](out_channels, affine=True)
