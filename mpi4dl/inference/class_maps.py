@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from mpi4dl._files import Replacement, map_new, naming, write_durably
 from mpi4dl._palette import CURVES, of_classes
-from mpi4dl._wording import literal, to_install
-from mpi4dl.datasets.base import DatasetError
+from mpi4dl._wording import literal
+from mpi4dl.datasets.base import DatasetError, package
 from mpi4dl.datasets.slides.geojson import collection, feature, outlines
 from mpi4dl.datasets.slides.masks import BACKGROUND
 from mpi4dl.datasets.slides.slide import Slide
@@ -167,18 +167,14 @@ def thumbnail_of(classes_of: npt.NDArray[np.uint8], slide: Slide, classes: Seque
 
     Raises DatasetError if matplotlib is not installed, or the slide cannot be read.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise DatasetError(f"class maps need matplotlib; run {to_install('matplotlib')}") from error
+    modules = ("backends.backend_agg", "figure", "patches")
+    canvas, figures, shapes = (package(f"matplotlib.{name}", "a class map") for name in modules)
     view = slide.thumbnail(THUMBNAIL_PX)
     pixels = view.read(*(Interval(0, side) for side in view.size))
     small, _ = _reduced(classes_of, THUMBNAIL_PX)
     colours = _colours(classes)
     height, width = view.size
-    figure = Figure(figsize=(width / DPI + 2.0, height / DPI + 0.4), dpi=DPI, layout="constrained")
+    figure = figures.Figure(figsize=(width / DPI + 2.0, height / DPI + 0.4), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
     extent = (0, width, height, 0)
     axes.imshow(pixels, extent=extent)
@@ -187,14 +183,14 @@ def thumbnail_of(classes_of: npt.NDArray[np.uint8], slide: Slide, classes: Seque
     axes.set_title(literal(slide.file.path.name), fontsize=9)
     shares = np.bincount(small.reshape(-1), minlength=len(classes)) / small.size
     patches = [
-        Patch(
+        shapes.Patch(
             facecolor=colours[number], edgecolor="black", linewidth=0.5, label=literal(f"{name}, {100 * share:.2g} %")
         )
         for number, (name, share) in enumerate(zip(classes, shares, strict=True))
     ]
     figure.legend(handles=patches, loc="outside right upper", fontsize=8)
     file = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(file)
+    canvas.FigureCanvasAgg(figure).print_png(file)
     return file.getvalue()
 
 

@@ -332,8 +332,8 @@ def path_of(base: Path, suffix: str, number: int | None = None) -> Path:
 class MappedFile:
     """A file of an array that is written anywhere, and that memory holds no copy of; it is there after `close`.
 
-    `begin(file)` writes what comes before the array in the file; or else `encode(path, array)` makes the file of an
-    array that is in another one beside it until then, and the files `beside`. Raises OSError.
+    `begin(file)` writes the head of the file, behind which the array is. Or `encode(path, array)` makes the file, and
+    those `beside` it, of an array that is in another file until then. Raises OSError.
     """
 
     undefined = False  # outputs that are no numbers: there is no file then
