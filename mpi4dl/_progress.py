@@ -29,8 +29,10 @@ class StartClock:
     """The seconds of what follows one another from the start of this process."""
 
     def __init__(self) -> None:
-        began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-        self._last = time.monotonic() - (time.clock_gettime(time.CLOCK_BOOTTIME) - began)
+        self._last = time.monotonic()
+        if sys.platform == "linux":
+            began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # in ticks since the boot
+            self._last -= time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
         self._found: list[str] = []
 
     def end(self, name: str) -> None:

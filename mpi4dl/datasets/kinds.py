@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import DatasetError, printable
-from mpi4dl.datasets.files import DICOM, SUFFIXES, WHOLE_SLIDES
+from mpi4dl.datasets.files import DICOM, SUFFIXES, WHOLE_SLIDES, ZARR_SUFFIXES
 from mpi4dl.datasets.listed import files_below
 from mpi4dl.datasets.volumes import GROUPED, VOLUME_SUFFIXES
 
@@ -88,10 +88,9 @@ class FileKind:
         return sorted(found), parts_of
 
 
-PICTURES = FileKind(
-    "image", SUFFIXES, not_read=(".jp2", ".j2k", ".jfif", ".jpe", ".heic", ".heif", ".avif", ".jxl", ".tga")
-)
-VOLUMES = FileKind("volume", tuple(VOLUME_SUFFIXES), GROUPED)
+_OTHER_PICTURES = (".gif", ".jp2", ".j2k", ".jfif", ".jpe", ".heic", ".heif", ".avif", ".jxl", ".tga", ".ppm", ".pgm")
+PICTURES = FileKind("image", SUFFIXES, not_read=_OTHER_PICTURES)
+VOLUMES = FileKind("volume", tuple(VOLUME_SUFFIXES), GROUPED, not_read=(".mha", ".mhd", ".nrrd", ".mgz"))
 SLIDES = FileKind(
     "slide",
     WHOLE_SLIDES,
@@ -100,6 +99,7 @@ SLIDES = FileKind(
     missing=": correct its name, or name the folder of slides by `slides_folder`",
     folder_option="slides_folder",
     tells_patients=True,
+    not_read=(*_OTHER_PICTURES, *ZARR_SUFFIXES, ".czi", ".vsi", ".lif", ".isyntax", ".qptiff"),
 )
 FEATURES = FileKind(
     "file of features",
@@ -109,4 +109,5 @@ FEATURES = FileKind(
     missing=": embed the slide by mpi4dl embed, or leave the line out",
     folder_option="features",
     tells_patients=True,
+    not_read=(".npy", ".npz", ".zarr", ".pkl"),
 )

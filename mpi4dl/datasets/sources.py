@@ -576,8 +576,6 @@ def open(
             fraction=validation_fraction, seed=seed, known=validating, folds=folds, fold=fold, split_file=split_file,
             of_fold=of_fold, validates=validates,
         )  # fmt: skip
-    elif folds is not None or split_file is not None:
-        raise DatasetError(f"{source}: `folds` and `split_file` are for files: arrays name none")
     training, validation = (
         found if len(found) == 2 else split(found[0], validation_fraction, seed, validating or {}, validates=validates)
     )

@@ -201,11 +201,11 @@ def chosen_bands(path: Path, bands: Sequence[int], count: int) -> list[int]:
 
 def _opened_as(kind: "Callable[..., _Tiff]", path: Path) -> "tuple[Image, Any]":
     with opened(path) as file:
-        first: Any = file.pages[0]
-        _check_segments(path, first)
+        _check_segments(path, file.pages[0])
         _check_directories(path, file)
-        stored = kind(path, _planes(path, file), file.ome_metadata)
-        return upright(stored, first.tags.valueof(TAG)), stored
+        pages, _ = _pages_of_slide(path, file)
+        stored = kind(path, pages, file.ome_metadata)
+        return upright(stored, pages[0].tags.valueof(TAG)), stored
 
 
 @contextmanager
@@ -284,7 +284,9 @@ def _pages_of_slide(path: Path, file: Any) -> tuple[Sequence[Any], int]:
         named = [number for number, each in enumerate(file.series) if not BESIDE.search(each.name or "")]
         number = max(named or range(len(file.series)), key=lambda number: prod(file.series[number].keyframe.shape[:2]))
         return _planes(path, file, number), number
-    page = next((page for page in file.pages if not _is_beside(page)), first)
+    # The largest: a thumbnail or a label may come first, and say nothing.
+    shown = (page for page in file.pages if not _is_beside(page))
+    page = max(shown, key=lambda page: _pixels_of(page.keyframe), default=first)
     if page is first or _pixels_of(page) < _pixels_of(first):  # no label is larger than its slide
         return _planes(path, file), 0
     return [page], 0

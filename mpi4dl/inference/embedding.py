@@ -187,14 +187,9 @@ def _trained_options(weights: str, model: str) -> ModelOptions | None:
 
     Raises OSError, ValueError.
     """
-    from mpi4dl.checkpoints.manifest import ABOUT
-    from mpi4dl.checkpoints.weights import open_weights
-    from mpi4dl.runs.description import Description, described_by
+    from mpi4dl.runs.description import described_weights
 
-    told, path = open_weights(weights, model).metadata.get(ABOUT), Path(weights)
-    places = [path, *path.absolute().parents[:2]] if path.exists() else []
-    found = (described_by(place) for place in places)
-    about = next((each for each in found if each), None) if told is None else Description.read(told, weights)
+    about = described_weights(weights, model)
     if about is None:
         return None
     options = about.options

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 BoxesOf = Callable[[int], Sequence[Box]]
 
+FILE_OPTIONS = ("folds", "split_file", "slide_column", "patient_column", "annotation_column", "weight_column")
 FOLDS = "folds.csv"  # in the folder of the runs of all folds: which samples are in which
 FEATURES_MODEL = "features"  # how files of a run name the model that has no encoder
 LOOKED_AT = 8  # images, for their sizes
@@ -130,6 +131,10 @@ class DataSource:
             if value != getattr(Slides, name):
                 shown = ",".join(value) if isinstance(value, tuple) else value
                 raise ConfigError(f"`{name}` {shown} is for slides: name them by `slides`")
+        for name in () if self.has_files else FILE_OPTIONS:
+            value = getattr(self.slides, name)
+            if value is not None:
+                raise ConfigError(f"`{name}` {value} is for samples in files of a folder or table: leave it out")
         if self.slides.covariates and not (self.of_slides and (self.reads_features or self.patch)):
             shown = ",".join(each.text for each in self.slides.covariates)
             raise ConfigError(

@@ -264,6 +264,17 @@ def described_by(folder: Path) -> Description | None:
     return Description.read(read_regular(path).decode(), str(path)) if path.is_file() else None
 
 
+def described_weights(weights: str, model: str = "") -> Description | None:
+    """The description of the model of weights, as `open_weights` takes them, from their metadata or the run that they
+    lie in; None if there is none. Raises OSError, ValueError.
+    """
+    told, path = open_weights(weights, model).metadata.get(ABOUT), Path(weights)
+    if told is not None:
+        return Description.read(told, weights)
+    places = [path, *path.absolute().parents[:2]] if path.exists() else []
+    return next(filter(None, map(described_by, places)), None)
+
+
 # Where the weights are, and what they are of.
 #
 # runs/mine                           the newest whole checkpoint, or the weights that it ended with

@@ -11,6 +11,7 @@ A run that is small by a generous guess is not counted, and imports nothing that
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4dl._memory import MemoryMeter, load_libraries, place_of
 from mpi4dl._progress import ProgressLine, StartClock, Tell, quietly
+from mpi4dl._wording import some
 from mpi4dl.checkpoints.manifest import STATE
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import printable
@@ -39,7 +41,7 @@ from mpi4dl.options.tasks import BALANCED, Monitor, build_metrics, build_task, m
 from mpi4dl.parallel.inputs import Shape, of_tokens, own_or
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.runs.assembly import ModelAssembly, assemble
-from mpi4dl.runs.description import Description
+from mpi4dl.runs.description import Description, described_weights
 from mpi4dl.runs.stopping import HangTimeout
 from mpi4dl.tasks.task import Task
 from mpi4dl.training.data import Images, before, measured, open_alone, open_images
@@ -162,6 +164,7 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
         from mpi4dl.checkpoints.weights import load_weights
 
         remarks += load_weights(model, chosen.weights, model=config.model_name, strict=chosen.strict)
+        remarks += of_other_classes(config, comm, tuple(images.classes))
     with comm.together((ValueError, TypeError)):
         optimizer = build_optimizer(config, groups_of(config, model))
         schedule = build_schedule(config, optimizer)
@@ -194,6 +197,19 @@ def require_weights(config: Config, comm: Communicator) -> None:
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
             open_weights(config.tuning.weights, config.model_name)
+
+
+def of_other_classes(config: Config, comm: Communicator, classes: tuple[str, ...]) -> list[str]:
+    """A warning if the weights are of a run with as many classes, but others, whose head is taken over. Collective."""
+    found: tuple[str, ...] = ()
+    with suppress(ValueError, OSError):  # a file beside the weights that is none of a run
+        about = None if comm.rank else described_weights(config.tuning.weights or "", config.model_name)
+        found = () if about is None else about.classes
+    found = comm.broadcast_object(found)
+    if found == classes or len(found) != len(classes):
+        return []
+    told = f"the weights are of the classes {some(found, 5)}, and the samples here of {some(classes, 5)}"
+    return [printable(f"warning: {told}: their last layer is taken over, class by class in this order")]
 
 
 def with_measured(

@@ -9,6 +9,7 @@ import pytest
 import tifffile
 
 from mpi4dl.datasets import BadImage, DatasetError
+from mpi4dl.datasets.kinds import SLIDES, VOLUMES
 from mpi4dl.datasets.listed import OtherFile
 from mpi4dl.datasets.sources import open_files
 from tests.datasets.boxes import noise_image, whole
@@ -37,12 +38,21 @@ def test_classes_and_files_are_in_order(tmp_path):
     assert [dataset.label(i) for i in range(len(dataset))] == [0, 0, 0, 1, 1]
 
 
-def test_pictures_of_a_kind_that_is_not_read_are_named(tmp_path, caplog):
-    for name in ("cat/a.png", "cat/b.JP2", "dog/c.png"):
-        put(tmp_path / name)
+@pytest.mark.parametrize("name", ["b.JP2", "b.gif"])
+def test_pictures_of_a_kind_that_is_not_read_are_named(tmp_path, caplog, name):
+    for each in ("cat/a.png", f"cat/{name}", "dog/c.png"):
+        put(tmp_path / each)
     assert len(listed(tmp_path)) == 2
     (told,) = caplog.messages
-    assert told.startswith(f"1 file below {tmp_path / 'cat'} left out: b.JP2: images end in .png .jpg")
+    assert told.startswith(f"1 file below {tmp_path / 'cat'} left out: {name}: images end in .png .jpg")
+
+
+@pytest.mark.parametrize(("kind", "names"), [(SLIDES, ("a.tif", "b.czi")), (VOLUMES, ("a.npy", "b.nrrd"))])
+def test_slides_and_volumes_of_a_kind_that_is_not_read_are_named(tmp_path, caplog, kind, names):
+    for name in names:
+        (tmp_path / name).touch()
+    assert kind.below(tmp_path)[0] == [names[0]]
+    assert f"left out: {names[1]}" in caplog.text
 
 
 def test_sizes_and_formats_may_be_mixed(tmp_path):

@@ -306,6 +306,9 @@ def test_what_goes_wrong_in_training_is_blamed_on_the_model_only_if_it_is_the_mo
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        ("--folds 3", "`folds` 3 is for samples in files"),
+        ("--text words.txt --patient-column who", "`patient_column` who is for samples in files"),
+        ("--images arrays.npz --split-file a.csv", "`split_file` a.csv is for samples in files"),
         ("--stain-norm macenko", "`stain_norm` macenko is for slides"),
         ("--images scans --leave-out pen,blur", "`leave_out` pen,blur is for slides"),
         ("--images scans --mpp 0.5", "`mpp` 0.5 is for slides"),

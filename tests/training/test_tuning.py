@@ -21,7 +21,7 @@ from mpi4dl.options.sources import source_of
 from mpi4dl.train import train
 from tests.commands.test_face import OWN, module_at
 from tests.pool.ranks import Ranks
-from tests.support.commands import read_metrics, refused, run_train, settled, words
+from tests.support.commands import TINY, read_metrics, refused, run_train, said, settled, words, write_images
 from tests.support.short_runs import EXACT
 
 MODEL = """
@@ -194,8 +194,8 @@ def refusals(comm: Communicator, own: Path, folder: Path) -> list[str]:
 
 def test_each_option_says_in_one_sentence_what_cannot_be(ranks: Ranks, own: Path, tmp_path: Path) -> None:
     (found,) = ranks(1).run(refusals, own, tmp_path / "run")
-    for (_, said), message in zip(REFUSED, found, strict=True):
-        assert said in message
+    for (_, what), message in zip(REFUSED, found, strict=True):
+        assert what in message
         assert "\n" not in message
 
 
@@ -212,3 +212,14 @@ def by_keywords(comm: Communicator, own: Path, folder: Path) -> Any:
 def test_options_as_python_has_them(ranks: Ranks, own: Path, tmp_path: Path) -> None:
     (tuning,) = ranks(1).run(by_keywords, own, tmp_path)
     assert tuning == parse(flags_of(own)).tuning
+
+
+def test_weights_of_as_many_other_classes_are_told(ranks: Ranks, tmp_path: Path) -> None:
+    """Of a run, whose checkpoint does not name them, and of its file of weights."""
+    first = run_train(ranks, tmp_path / "first", *TINY, "--images", write_images(tmp_path / "a"))
+    images = write_images(tmp_path / "b", ("benign", "malignant"))
+    for weights, root in ((first, images), (first / "model.safetensors", images), (first, tmp_path / "a")):
+        argv = words(*TINY, "--images", root, "--weights", weights, "--run-folder", tmp_path / "b", "--dry-run")
+        told = ranks(1).run(said, train, argv)[0]
+        warning = "warning: the weights are of the classes dark, light, and the samples here of benign, malignant"
+        assert (warning in told) == (root == images)

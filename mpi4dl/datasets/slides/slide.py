@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._files import open_regular
+from mpi4dl._wording import counted, some
 from mpi4dl.datasets import tiff
 from mpi4dl.datasets.base import BadImage, Image, Pixels, Values
 from mpi4dl.datasets.files import DICOM, SLIDE_SUFFIXES, blaming, open_image
@@ -348,6 +349,7 @@ def _tiff_file(path: Path) -> SlideFile:
     images, page = tiff.open_levels(path)
     height, width = images[0].size
     levels = (Level(image, math.sqrt((height / image.size[0]) * (width / image.size[1]))) for image in images)
+    _require_one_slide(path, page, images)
     mpp, aspect, power = _described(page)
     vendor = "OME-TIFF" if page.ome else "aperio" if page.description.startswith("Aperio") else "TIFF"
     return SlideFile(path, tuple(levels), mpp, power, None, page.profile, vendor, aspect)
@@ -371,24 +373,54 @@ def _described(page: "tiff.PageFacts") -> tuple[float | None, tuple[float, float
 
 def _of_ome(ome: str, number: int) -> tuple[tuple[float | None, float | None], float | None]:
     """Microns per pixel (x, y) and magnification of an image of OME-XML."""
-    if "<!DOCTYPE" in ome or "<!ENTITY" in ome:
-        return (None, None), None
-    try:
-        root = ElementTree.fromstring(ome)
-    except ElementTree.ParseError:
-        return (None, None), None
-    every = [each for each in root.iter() if each.tag.endswith("}Pixels") or each.tag == "Pixels"]
-    pixels = every[number] if number < len(every) else None
-    lens = next((each for each in root.iter() if each.tag.endswith("}Objective") or each.tag == "Objective"), None)
+    every = _elements(ome, "Pixels")
+    lens = next(iter(_elements(ome, "Objective")), None)
     power = None if lens is None else _number(lens.get("NominalMagnification"))
-    if pixels is None:
-        return (None, None), power
+    return (_sides(every[number]) if number < len(every) else (None, None)), power
+
+
+def _elements(ome: str, tag: str) -> list[ElementTree.Element]:
+    """The elements of OME-XML of this tag; none of other texts, or of one with entities."""
+    if "<!DOCTYPE" in ome or "<!ENTITY" in ome:
+        return []
+    try:
+        return [each for each in ElementTree.fromstring(ome).iter() if each.tag.rpartition("}")[2] == tag]
+    except ElementTree.ParseError:
+        return []
+
+
+def _sides(pixels: ElementTree.Element) -> tuple[float | None, float | None]:
+    """Microns per pixel (x, y) of `Pixels`."""
     sides = []
     for axis in "XY":
         size = _number(pixels.get(f"PhysicalSize{axis}"))
         unit = _MICROMETRES.get(pixels.get(f"PhysicalSize{axis}Unit", "µm"))
         sides.append(None if size is None or unit is None else size * unit)
-    return (sides[0], sides[1]), power
+    return sides[0], sides[1]
+
+
+def _require_one_slide(path: Path, page: "tiff.PageFacts", levels: Sequence[Image]) -> None:
+    """Raise BadImage if another image of OME-XML has the slide's size, or its resolution and is no level of it.
+
+    Labels and overviews have neither.
+    """
+    images, every = _elements(page.ome, "Image"), _elements(page.ome, "Pixels")
+    if not page.number < len(every) == len(images):
+        return
+    names = [str(each.get("Name") or each.get("ID")) for each in images]
+    sizes = [(_number(each.get("SizeY")), _number(each.get("SizeX"))) for each in every]
+    mine, (mpp, _) = sizes[page.number], _sides(every[page.number])
+    smaller = [tuple(level.size) for level in levels[1:]]
+    others = [
+        name
+        for number, name in enumerate(names)
+        if number != page.number
+        and not tiff.BESIDE.search(name)
+        and (sizes[number] == mine or (mpp and _sides(every[number])[0] == mpp and sizes[number] not in smaller))
+    ]
+    if others:
+        told = f"has {counted(1 + len(others), 'image')} that may be the slide: {some([names[page.number], *others])}"
+        raise BadImage(path, f"{told}: write each to a file of its own")
 
 
 def _square(across: float | None, down: float | None) -> tuple[float | None, tuple[float, float]]:

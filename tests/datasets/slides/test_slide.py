@@ -11,6 +11,7 @@ import tifffile
 
 from mpi4dl.datasets import BadImage, DatasetError
 from mpi4dl.datasets.base import WholeImage
+from mpi4dl.datasets.files import open_image
 from mpi4dl.datasets.slides.annotations import RegionMask, read_annotations
 from mpi4dl.datasets.slides.compose import FORMATS, Composition, Disc, composition, write_slide
 from mpi4dl.datasets.slides.geojson import collection, feature, outlines, squares
@@ -123,6 +124,36 @@ def test_without_openslide_slides_are_read_as_they_are_or_refused(
     assert found.file.described() == with_openslide.file.described()
     for mpp, pixels in zip((0.5, 0.8, 2.0), expected, strict=True):
         assert np.array_equal(whole(open_slide(path, Resolution(mpp=mpp))), pixels)
+
+
+@pytest.mark.parametrize("order", [(2, 0, 1), (2, 1, 0)])
+def test_the_slide_is_the_largest_page(tmp_path: Path, order: tuple[int, ...]) -> None:
+    """Also where a thumbnail, or the coarsest level, comes first and says nothing."""
+    levels, path = pyramid(picture((512, 384))), tmp_path / "a.tif"
+    with tifffile.TiffWriter(path) as file:
+        for number in order:
+            file.write(levels[number], tile=(128, 128), photometric="rgb", metadata=None)
+    found = open_slide(path)
+    assert [level.downsample for level in found.file.levels] == [1, 2, 4]
+    assert np.array_equal(whole(found), levels[0])
+    assert np.array_equal(open_image(path).read(*(Interval(0, side) for side in found.size)), levels[0])
+
+
+def test_two_sections_in_an_ome_tiff_are_refused(tmp_path: Path) -> None:
+    """Of one size, or of one resolution; an overview and a label beside a slide are neither."""
+    pixels = picture((512, 384))
+    others = [(pixels[:300], "B", 0.5), (pixels, "", None), (pixels[:100, :90], "macro", 0.5), (pixels[:99], "", 8.0)]
+    for number, (other, name, mpp) in enumerate(others):
+        path = tmp_path / f"{number}.ome.tif"
+        with tifffile.TiffWriter(path, ome=True) as file:
+            for image, told, size in ((pixels, "A", 0.5), (other, name, mpp)):
+                sizes = {} if size is None else {"PhysicalSizeX": size, "PhysicalSizeY": size}
+                file.write(image, tile=(128, 128), photometric="rgb", metadata={"axes": "YXS", "Name": told, **sizes})
+        if number > 1:
+            assert np.array_equal(whole(open_slide(path)), pixels)
+            continue
+        with pytest.raises(BadImage, match="has 2 images that may be the slide: A, "):
+            open_slide(path)
 
 
 @pytest.mark.parametrize("compression", ["jpegxr", "lerc"])
