@@ -342,6 +342,10 @@ WITHIN = (
     "the model takes a gradient within its own forward pass, where each rank has a part of it: return what it is taken "
     "of, and take it outside of the model"
 )
+BATCHED = (
+    "the gradients of several outputs in one backward pass (is_grads_batched=True, jacobian(vectorize=True)) are not "
+    "computed through a model on tiles, stages or streams: take one after the other"
+)
 running_forward: list[Any] = []  # the forward passes on tiles that run
 
 
@@ -359,6 +363,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             raise RuntimeError(TWICE)
         if running_forward:
             raise Refusal(WITHIN)
+        if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients):
+            raise RuntimeError(BATCHED)
         return backward(ctx, *gradients)
 
     return once

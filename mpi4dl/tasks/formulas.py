@@ -193,6 +193,11 @@ class BinaryCrossEntropy(OfClasses):
         self.label_smoothing = label_smoothing
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
+        if outputs.shape != targets.shape:
+            raise Refusal(
+                f"`loss` bce wants a 0 or 1 for each output, but outputs have shape {tuple(outputs.shape)}, and "
+                f"targets {tuple(targets.shape)}: choose another `loss`, such as cross_entropy for classes"
+            )
         weights = self.weight_of(outputs)
         wanted, counted = self.zeros_and_ones(targets, outputs)
         wanted = wanted * (1 - self.label_smoothing) + self.label_smoothing / 2
