@@ -6,12 +6,13 @@ from contextlib import suppress
 from datetime import datetime
 from math import nan, prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mpi4dl._files import checksum
 from mpi4dl.checkpoints import Checkpoints
 from mpi4dl.checkpoints.checkpoints import refusing
-from mpi4dl.checkpoints.json_values import Damaged, JsonValue, Unreadable, unlike
+from mpi4dl.checkpoints.json_values import Damaged, JsonValue, Unreadable, decode, unlike
 from mpi4dl.checkpoints.manifest import MODEL, STATE, candidates_at
 from mpi4dl.checkpoints.saved import Saved, newest_whole
 from mpi4dl.comm import Communicator, Refusal
@@ -179,6 +180,7 @@ class Progress(NamedTuple):
     options: Mapping[str, str]
     due: bool = False
     best: dict[str, Any] | None = None
+    callbacks: Mapping[str, Any] = MappingProxyType({})
 
     @classmethod
     def at(cls, checkpoint: Path) -> "Progress":
@@ -201,6 +203,7 @@ class Progress(NamedTuple):
                 {name: value.text() for name, value in extra.at("options").entries().items()},
                 extra.at("due").flag(),
                 extra.at("best").optional(_best) if "best" in extra.entries() else None,
+                decode(extra.at("callbacks")) if "callbacks" in extra.entries() else {},
             )
         except Damaged as problem:
             raise Refusal(str(problem)) from None

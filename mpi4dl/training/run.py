@@ -261,6 +261,9 @@ class TrainingRun:
         self.options |= {name: there.options[name] for name in resuming.FROM_CHECKPOINT if name in there.options}
         self.interval.losses = there.losses
         self.bad_images.known |= set(there.skipped)
+        for name, callback in self.named_callbacks("load_state_dict"):
+            if name in there.callbacks:
+                callback.load_state_dict(there.callbacks[name])
         self.evaluation = None if there.evaluation is None else Evaluation(**there.evaluation)
         if self.best is not None:
             self.best.go_on(there.best)
@@ -283,6 +286,7 @@ class TrainingRun:
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "metrics_bytes": self.folder.metrics_bytes,
             "options": self.options,
+            "callbacks": {name: callback.state_dict() for name, callback in self.named_callbacks("state_dict")},
         }
 
     def save(self) -> None:
@@ -312,6 +316,11 @@ class TrainingRun:
             method = getattr(callback, event, None)
             if method is not None:
                 method(self, *told)
+
+    def named_callbacks(self, method: str) -> Iterator[tuple[str, Any]]:
+        """The callbacks that have this method, with names for checkpoints."""
+        named = ((f"{number} {type(each).__name__}", each) for number, each in enumerate(self.callbacks))
+        return ((name, each) for name, each in named if hasattr(each, method))
 
     def stop(self) -> None:
         """End the run after this step, with a checkpoint, as a signal would. All ranks should call it."""

@@ -85,3 +85,10 @@ class Callback:
 
     def on_fit_end(self, run: "TrainingRun") -> None:
         """The last step was made and the weights are saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, text, tensors and nests of them for a checkpoint, which has those of rank 0."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """A run resumes from a checkpoint that has a state for the callback at this place."""

@@ -109,45 +109,40 @@ def test_a_message_takes_the_latency_and_the_bytes_of_its_link(ranks: Ranks) -> 
     ]
 
 
-def send_several(comm: Communicator) -> list[float]:
+@on_ranks(3)
+def test_messages_of_a_rank_follow_each_other_on_each_kind_of_link(comm: Communicator) -> None:
     with virtual(comm, NODES) as (world, clock, _):
         if comm.rank == 0:
             Pending.all(world.node, [world.isend(message(), to, 5) for to in (1, 1, 2)]).wait()
-            return [clock.now()]
-        found = []
-        for _ in range(3 - comm.rank):
+            assert clock.now() == 4.0
+            return
+        for expected in ([1.5, 2.5], [6.0])[comm.rank - 1]:
             world.recv(message(), 0, 5)
-            found.append(clock.now())
-        return found
+            assert clock.now() == expected
 
 
-def test_messages_of_a_rank_follow_each_other_on_each_kind_of_link(ranks: Ranks) -> None:
-    assert ranks(3).run(send_several) == [[4.0], [1.5, 2.5], [6.0]]
-
-
-def receive_from_any(comm: Communicator) -> list[object]:
+@on_ranks(2)
+def test_a_receive_from_any_rank_has_the_time_of_the_message_that_it_got(comm: Communicator) -> None:
     """The first message is for the receive that names no source, though the other is waited for first."""
     with virtual(comm, NODES) as (world, clock, work):
         if comm.rank == 1:
             for seconds in (4.0, 2.0):
                 work.do(seconds)
                 world.send(message(seconds), 0, 7)
-            return []
+            return
         heard: list[int] = []
         values = message(), message()
         from_any, named = world.irecv(values[0], None, 7, heard.append), world.irecv(values[1], 1, 7)
         named.wait()
         second = clock.now()
         from_any.wait()
-        return [second, clock.now(), heard, float(values[0][0]), float(values[1][0])]
+        assert second == clock.now() == 4 + 1 + 2 + 1 + 0.5
+        assert (heard, float(values[0][0]), float(values[1][0])) == ([1], 4.0, 2.0)
 
 
-def test_a_receive_from_any_rank_has_the_time_of_the_message_that_it_got(ranks: Ranks) -> None:
-    assert ranks(2).run(receive_from_any)[0] == [4 + 1 + 2 + 1 + 0.5] * 2 + [[1], 4.0, 2.0]
-
-
-def receive_wrong_lengths(comm: Communicator) -> list[list[str]]:
-    """The complaints of rank 1, without a network and with one."""
+@on_ranks(2)
+def test_wrong_lengths_are_refused_as_without_a_network(comm: Communicator) -> None:
+    """In the same words, by rank 1."""
 
     def complaints(world: Communicator) -> list[str]:
         found = []
@@ -162,13 +157,9 @@ def receive_wrong_lengths(comm: Communicator) -> list[list[str]]:
         return found
 
     with emulated(comm, NODES) as world:
-        return [complaints(comm), complaints(world)]
-
-
-def test_wrong_lengths_are_refused_as_without_a_network(ranks: Ranks) -> None:
-    plain, over_network = ranks(2).run(receive_wrong_lengths)[1]
-    assert len(plain) == 4
-    assert over_network == plain
+        plain = complaints(comm)
+        assert complaints(world) == plain
+    assert len(plain) == 4 * comm.rank
 
 
 def look_early(comm: Communicator, clock_of: Callable[[Work], Clock]) -> tuple[bool, float]:
@@ -287,13 +278,11 @@ def test_a_pipeline_takes_the_time_that_is_simulated(comm: Communicator, schedul
     assert times.medians[comm.rank].work_seconds == 8 * 3 * LAYER_SECONDS * plan.chunks
 
 
-def link_found(comm: Communicator) -> Link:
+@on_ranks(3)
+def test_the_link_that_ranks_measure_is_that_of_the_network(comm: Communicator) -> None:
+    expected = Link(2.0 + 4 * BYTE_SECONDS * SMALL_BYTES, 4 * BYTE_SECONDS)
     with virtual(comm, NODES) as (world, clock, _):
-        return measure_link(world, torch.device("cpu"), clock.now)
-
-
-def test_the_link_that_ranks_measure_is_that_of_the_network(ranks: Ranks) -> None:
-    assert ranks(3).run(link_found) == [Link(2.0 + 4 * BYTE_SECONDS * SMALL_BYTES, 4 * BYTE_SECONDS)] * 3
+        assert measure_link(world, torch.device("cpu"), clock.now) == expected
 
 
 @pytest.mark.parametrize("clock_of", [VirtualClock, MonotonicClock])

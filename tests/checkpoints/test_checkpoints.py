@@ -342,8 +342,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(ranks: Ranks, b
     assert groups == f"{path} was written with 1 groups of parameters, but the optimizer has 2"
 
 
-def slow(comm: Communicator, folder: Path) -> tuple[list[bool], int]:
-    """Whether training goes on while a checkpoint is written, and a second save waits for the first."""
+@on_ranks(2)
+def test_training_goes_on_while_a_checkpoint_is_written(comm: Communicator, tmp_path: Path) -> None:
+    """And a second save waits for the first."""
     go_on = threading.Event()
     original = storage.write
 
@@ -351,27 +352,24 @@ def slow(comm: Communicator, folder: Path) -> tuple[list[bool], int]:
         assert go_on.wait(20)
         return original(*args, **options)
 
-    engine, found = engine_of(comm, SMALL, TILES_1x2), []
-    with pytest.MonkeyPatch.context() as patch, Checkpoints(folder, comm, keep=1) as checkpoints:
+    engine = engine_of(comm, SMALL, TILES_1x2)
+    with pytest.MonkeyPatch.context() as patch, Checkpoints(tmp_path, comm, keep=1) as checkpoints:
         patch.setattr(storage, "write", held_up)
         step(engine, SMALL)
         before = digest_of(engine.stages.own_state())
         checkpoints.save(engine, {})
         step(engine, SMALL)
         comm.barrier()
-        found.append(list(folder.glob("step-*")) == [] and digest_of(engine.stages.own_state()) != before)
+        assert list(tmp_path.glob("step-*")) == []
+        assert digest_of(engine.stages.own_state()) != before
         go_on.set()
         checkpoints.save(engine, {})
         checkpoints.save(engine, {})  # which is the same step
         checkpoints.wait()
         again = engine_of(comm, SMALL, TILES_1x2, seed=3)
-        load(again, checkpoints.newest() or folder)
-        found.append(digest_of(again.stages.own_state()) == digest_of(engine.stages.own_state()))
-    return found, again.num_steps
-
-
-def test_training_goes_on_while_a_checkpoint_is_written(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2).run(slow, tmp_path) == [([True, True], 2)] * 2
+        load(again, checkpoints.newest() or tmp_path)
+        assert digest_of(again.stages.own_state()) == digest_of(engine.stages.own_state())
+    assert again.num_steps == 2
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000002"]
 
 
@@ -463,44 +461,35 @@ def test_what_is_damaged_is_put_aside_and_what_is_half_written_deleted(ranks: Ra
     assert names[2:] == [whole.name]
 
 
-def locked(comm: Communicator, folder: Path) -> str:
-    with pytest.MonkeyPatch.context() as patch, Checkpoints(folder, comm):
+@on_ranks(2)
+def test_only_one_job_writes_into_a_folder(comm: Communicator, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch, Checkpoints(tmp_path, comm):
         patch.setattr(locking, "LOCK_SECONDS", 0.1)
         with pytest.raises(Refusal) as caught:
-            Checkpoints(folder, comm)
-    with Checkpoints(folder, comm):
-        return str(caught.value)
+            Checkpoints(tmp_path, comm)
+    assert str(caught.value) == (
+        f"another job is writing to {tmp_path}: wait for its end, or name another `run_folder`"
+    )
+    Checkpoints(tmp_path, comm).close()
 
 
-def test_only_one_job_writes_into_a_folder(ranks: Ranks, tmp_path: Path) -> None:
-    message = f"another job is writing to {tmp_path}: wait for its end, or name another `run_folder`"
-    assert ranks(2).run(locked, tmp_path) == [message] * 2
-
-
-def unseen(comm: Communicator, folder: Path) -> str:
+@on_ranks(2)
+def test_a_folder_that_not_all_ranks_see_is_refused(comm: Communicator, tmp_path: Path) -> None:
     """Rank 1 looks at a file system of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint_face, "SIGHT_SECONDS", 0.1)
         with pytest.raises(Refusal) as caught:
-            Checkpoints(folder / "shared" if comm.rank == 0 else folder / "own", comm)
-    return str(caught.value)
-
-
-def test_a_folder_that_not_all_ranks_see_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    (message,) = set(ranks(2).run(unseen, tmp_path))
-    assert message == (
+            Checkpoints(tmp_path / "shared" if comm.rank == 0 else tmp_path / "own", comm)
+    assert str(caught.value) == (
         f"rank 1: {tmp_path / 'own'}, which rank 0 made, is not there: all ranks write checkpoints, so the run folder "
         "must be on a file system that they share"
     )
 
 
-def unkeepable(comm: Communicator, folder: Path) -> str:
+@on_ranks(2)
+def test_what_cannot_be_kept_is_refused(comm: Communicator, tmp_path: Path) -> None:
     engine = engine_of(comm, UNUSED, DATA_2)
-    with Checkpoints(folder, comm) as checkpoints, pytest.raises(Refusal) as caught:
+    words = "cannot be kept in a checkpoint"
+    with Checkpoints(tmp_path, comm) as checkpoints, pytest.raises(Refusal, match=words) as caught:
         checkpoints.save(engine, {"function": len})
-    return str(caught.value)
-
-
-def test_what_cannot_be_kept_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    (message,) = set(ranks(2).run(unkeepable, tmp_path))
-    assert "cannot be kept in a checkpoint" in message
+    assert len(set(comm.all_gather_object(str(caught.value)))) == 1

@@ -95,21 +95,18 @@ def test_messages_of_one_tag_keep_their_order(comm: Communicator) -> None:
     assert [float(x.sum()) for x in into] == [12.0, 14.0, 10.0]
 
 
-def forget_what_was_sent(comm: Communicator) -> float:
+@on_ranks(2)
+def test_what_was_sent_lives_until_it_has_arrived(comm: Communicator) -> None:
     """A transposed tensor is copied when it is sent, and that copy lives until it has arrived."""
     if comm.rank == 1:
         comm.recv(torch.zeros(1), 0, tag=1)  # so that rank 0 has long let go of its tensors
-        return float(comm.recv(torch.zeros(2000, 300), 0).mean())
+        assert float(comm.recv(torch.zeros(2000, 300), 0).mean()) == 3.0
+        return
     pending = comm.isend(torch.full((300, 2000), 3.0).mT, 1)
     for value in range(20):
         torch.full((300, 2000), float(value))
     comm.send(torch.zeros(1), 1, tag=1)
     pending.wait()
-    return 3.0
-
-
-def test_what_was_sent_lives_until_it_has_arrived(ranks: Ranks) -> None:
-    assert ranks(2).run(forget_what_was_sent) == [3.0, 3.0]
 
 
 @on_ranks(3)
@@ -159,18 +156,15 @@ def test_lazy_conjugates_arrive_with_their_values(comm: Communicator) -> None:
     assert [complex(received[0][0]), complex(received[1][1])] == [1 - 2j, -2]
 
 
-def send_what_requires_gradients(comm: Communicator) -> float:
+@on_ranks(2)
+def test_tensors_inside_a_graph_are_sent_as_values(comm: Communicator) -> None:
     x = torch.full((3,), 2.0, requires_grad=True)
     if comm.rank == 0:
         comm.send(x * 2, 1)
-        return 4.0
+        return
     y = comm.recv(torch.zeros(3), 0)
     assert not y.requires_grad
-    return float(y[0])
-
-
-def test_tensors_inside_a_graph_are_sent_as_values(ranks: Ranks) -> None:
-    assert ranks(2).run(send_what_requires_gradients) == [4.0, 4.0]
+    assert float(y[0]) == 4.0
 
 
 @on_ranks(2)
@@ -188,17 +182,14 @@ def test_ready_says_whether_a_message_is_there(comm: Communicator) -> None:
     assert (too_early, done, float(target.sum())) == (False, True, 2.0)
 
 
-def receive_into_part(comm: Communicator) -> list[float]:
+@on_ranks(2)
+def test_what_lies_between_the_received_elements_is_left_alone(comm: Communicator) -> None:
     whole = torch.full((6,), -1.0)
     if comm.rank == 0:
         comm.send(torch.tensor([1.0, 2.0, 3.0]), 1)
-    else:
-        comm.recv(whole[::2], 0)
-    return whole.tolist()
-
-
-def test_what_lies_between_the_received_elements_is_left_alone(ranks: Ranks) -> None:
-    assert ranks(2).run(receive_into_part)[1] == [1.0, -1.0, 2.0, -1.0, 3.0, -1.0]
+        return
+    comm.recv(whole[::2], 0)
+    assert whole.tolist() == [1.0, -1.0, 2.0, -1.0, 3.0, -1.0]
 
 
 @pytest.mark.parametrize(("limit", "pieces"), [(384, 1), (383, 2), (100, 4), (7, 55)])

@@ -1,64 +1,47 @@
 """What one rank finds wrong, all ranks refuse together, with one message that names the rank or the values."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from mpi4dl.comm import Communicator, Refusal
-from tests.pool.ranks import Ranks
-
-
-def refusal_of_facts(comm: Communicator, facts: dict[str, list[object]]) -> str:
-    try:
-        comm.agree(None, **{name: values[comm.rank] for name, values in facts.items()})
-    except Refusal as refusal:
-        return str(refusal)
-    return "agreed"
+from tests.pool.ranks import Ranks, on_ranks
 
 
 @pytest.mark.parametrize(
-    ("facts", "outcome"),
+    ("facts", "said"),
     [
-        ({"batch_size": [8, 8, 8], "tiles": [(2, 1), (2, 1), (2, 1)]}, "agreed"),
-        (
-            {"seed": [1, 1, 1], "batch_size": [8, 8, 16]},
-            "the ranks were started differently: batch_size is 8 on rank 0 but 16 on rank 2: "
-            "start all ranks with the same command",
-        ),
-        (
-            {"model": ["resnet", None, "unet"]},
-            "the ranks were started differently: model is 'resnet' on rank 0 but None on rank 1: "
-            "start all ranks with the same command",
-        ),
+        ({"batch_size": [8, 8, 8], "tiles": [(2, 1), (2, 1), (2, 1)]}, ""),
+        ({"seed": [1, 1, 1], "batch_size": [8, 8, 16]}, "batch_size is 8 on rank 0 but 16 on rank 2"),
+        ({"model": ["resnet", None, "unet"]}, "model is 'resnet' on rank 0 but None on rank 1"),
     ],
 )
+@on_ranks(3)
 def test_different_facts_are_refused_with_their_values(
-    ranks: Ranks, facts: dict[str, list[object]], outcome: str
+    comm: Communicator, facts: dict[str, list[object]], said: str
 ) -> None:
-    assert ranks(3).run(refusal_of_facts, facts) == [outcome] * 3
-
-
-def refusal_of_errors(comm: Communicator, failing: tuple[int, ...]) -> str:
-    try:
-        comm.agree(f"complaint {comm.rank}" if comm.rank in failing else None, rank=comm.rank)
-    except Refusal as refusal:
-        return str(refusal)
-    return "agreed"
+    words = f"^the ranks were started differently: {said}: start all ranks with the same command$"
+    with pytest.raises(Refusal, match=words) if said else nullcontext():
+        comm.agree(None, **{name: values[comm.rank] for name, values in facts.items()})
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "failing", "outcome"),
+    ("num_ranks", "failing", "said"),
     [
-        (3, (1,), "rank 1: complaint 1"),
-        (3, (2, 1), "rank 1: complaint 1"),
-        (3, (0, 1, 2), "complaint 0"),
-        (1, (0,), "complaint 0"),
-        (1, (), "agreed"),
+        (3, (1,), "^rank 1: complaint 1$"),
+        (3, (2, 1), "^rank 1: complaint 1$"),
+        (3, (0, 1, 2), "^complaint 0$"),
+        (1, (0,), "^complaint 0$"),
+        (1, (), ""),
     ],
 )
+@on_ranks()
 def test_an_error_comes_before_facts_and_the_first_rank_speaks(
-    ranks: Ranks, num_ranks: int, failing: tuple[int, ...], outcome: str
+    comm: Communicator, num_ranks: int, failing: tuple[int, ...], said: str
 ) -> None:
-    assert ranks(num_ranks).run(refusal_of_errors, failing) == [outcome] * num_ranks
+    with pytest.raises(Refusal, match=said) if said else nullcontext():
+        comm.agree(f"complaint {comm.rank}" if comm.rank in failing else None, rank=comm.rank)
 
 
 def open_together(comm: Communicator, failing: tuple[int, ...]) -> tuple[str, str, float]:
@@ -79,31 +62,15 @@ def test_together_gives_all_ranks_the_message_of_the_one_that_failed(ranks: Rank
     assert ranks(3).run(open_together, ()) == [("", "", 3.0)] * 3
 
 
-def nest(comm: Communicator) -> str:
-    try:
-        with comm.together():
-            comm.agree(None, rank=comm.rank)
-    except Refusal as refusal:
-        return str(refusal)
-    return "agreed"
-
-
-def test_a_refusal_inside_together_is_still_the_same_on_all_ranks(ranks: Ranks) -> None:
-    first, second = ranks(2).run(nest)
-    assert first == second
-    assert "rank is 0 on rank 0 but 1 on rank 1" in first
+@on_ranks(2)
+def test_a_refusal_inside_together_is_still_the_same_on_all_ranks(comm: Communicator) -> None:
+    with pytest.raises(Refusal, match="rank is 0 on rank 0 but 1 on rank 1") as caught, comm.together():
+        comm.agree(None, rank=comm.rank)
+    assert len(set(comm.all_gather_object(str(caught.value)))) == 1
 
 
 class Odd(Exception):
     """Of a kind that nobody named."""
-
-
-def choose_kinds(comm: Communicator) -> str:
-    try:
-        with comm.together((Odd,)):
-            raise Odd(f"strange {comm.rank}")
-    except Refusal as refusal:
-        return str(refusal)
 
 
 def fail_otherwise(comm: Communicator, failing: tuple[int, ...]) -> tuple[str, str, float]:
@@ -116,8 +83,10 @@ def fail_otherwise(comm: Communicator, failing: tuple[int, ...]) -> tuple[str, s
     return "", "", float(comm.all_reduce(torch.ones(())))
 
 
-def test_together_gives_all_ranks_refusals_of_the_kinds_it_was_given(ranks: Ranks) -> None:
-    assert ranks(2).run(choose_kinds) == ["strange 0"] * 2
+@on_ranks(2)
+def test_together_gives_all_ranks_refusals_of_the_kinds_it_was_given(comm: Communicator) -> None:
+    with pytest.raises(Refusal, match=r"^strange 0$"), comm.together((Odd,)):
+        raise Odd(f"strange {comm.rank}")
 
 
 def test_any_other_error_of_one_rank_is_heard_by_all_and_goes_on_where_it_happened(ranks: Ranks) -> None:

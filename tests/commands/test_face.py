@@ -24,7 +24,7 @@ from mpi4dl.options.parts import print_of
 from mpi4dl.options.sources import source_of
 from mpi4dl.runs.folder import RunFolder
 from mpi4dl.train import train
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 from tests.pool.zygote import ROOT
 from tests.support.commands import read_metrics, settled
 from tests.support.short_runs import EXACT
@@ -289,33 +289,29 @@ def refusal(comm: Communicator, flags: list[str]) -> str:
     return ""
 
 
-def refusals(comm: Communicator, own: Path, folder: Path) -> list[str]:
-    return [refusal(comm, [*flags_of(own, folder), flag.format(own=own)]) for flag, _ in REFUSED]
+@on_ranks(1)
+def test_an_own_part_that_cannot_be_is_refused_in_one_sentence(comm: Communicator, own: Path, tmp_path: Path) -> None:
+    for flag, said in REFUSED:
+        message = refusal(comm, [*flags_of(own, tmp_path / "run"), flag.format(own=own)])
+        assert message.startswith(flag.split("=")[0].replace("-options", "")) or "dataset" in message
+        assert said in message
+        assert "\n" not in message
 
 
-def test_an_own_part_that_cannot_be_is_refused_in_one_sentence(ranks: Ranks, own: Path, tmp_path: Path) -> None:
-    for found in ranks(1).run(refusals, own, tmp_path / "run"):
-        for (flag, said), message in zip(REFUSED, found, strict=True):
-            assert message.startswith(flag.split("=")[0].replace("-options", "")) or "dataset" in message
-            assert said in message
-            assert "\n" not in message
-
-
-def of_python(comm: Communicator) -> list[str]:
-    found = []
-    for options in ({"tile": "2x2"}, {"tiles": "two"}, {"tiles": "2x2"}, {"lr": -1}):
-        with pytest.raises(mpi4dl.Refusal) as problem:
-            mpi4dl.Trainer(comm=comm, **options)
-        found.append(str(problem.value))
-    return found
-
-
-def test_python_hears_of_arguments_not_of_flags(ranks: Ranks) -> None:
-    unknown, text, ranks_wanted, negative = ranks(1).run(of_python)[0]
-    assert unknown == "there is no option `tile`; did you mean tiles?"
-    assert text.startswith("`tiles` is 'two', but must be grids such as 2x2")
-    assert ranks_wanted.endswith("start with mpirun -n 4, or change `tiles` or `data`")
-    assert negative == "`lr` is -1, but must be a number of at least 0, or auto"
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tile": "2x2"}, "^there is no option `tile`; did you mean tiles[?]$"),
+        ({"tiles": "two"}, "^`tiles` is 'two', but must be grids such as 2x2"),
+        ({"tiles": "2x2"}, "start with mpirun -n 4, or change `tiles` or `data`$"),
+        ({"lr": -1}, "^`lr` is -1, but must be a number of at least 0, or auto$"),
+    ],
+    ids=str,
+)
+@on_ranks(1)
+def test_python_hears_of_arguments_not_of_flags(comm: Communicator, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(mpi4dl.Refusal, match=said):
+        mpi4dl.Trainer(comm=comm, **options)
 
 
 def of_example(comm: Communicator, name: str, folder: Path) -> Any:

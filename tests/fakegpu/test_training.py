@@ -24,7 +24,7 @@ from mpi4dl.parallel.streaming.leading_part import EACH_NORM, StreamOptions
 from tests.fakegpu.device import CUDA, FakeGpu, installed
 from tests.fakegpu.nccl import Step, joined, stuck
 from tests.parallel.replicas.test_zero import PLANS, SMALL
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 from tests.support import short_runs
 from tests.support.short_runs import HOOKED, NARROWING, UNUSED, Outcome, Task
 
@@ -180,8 +180,10 @@ def test_a_step_of_resnet50_launches_few_kernels(ranks: Ranks) -> None:
             assert counts["copies"] <= 260
 
 
-def counts_on_one_rank(comm: Communicator) -> list[dict[str, int]]:
-    """Of a step of plain PyTorch, and of one by the rules of tiles."""
+@pytest.mark.exhaustive
+@on_ranks(1)
+def test_rules_on_one_rank_launch_what_plain_pytorch_does(comm: Communicator) -> None:
+    """A step of plain PyTorch, and one by the rules of tiles."""
     comm.gpu_wire = "staged"
     images, targets = torch.randn(2, 3, 64, 64), torch.tensor([1, 3])
     with installed() as gpu:
@@ -199,12 +201,7 @@ def counts_on_one_rank(comm: Communicator) -> list[dict[str, int]]:
 
             step()
             found.append(gpu.counters.since(step))
-        return found
-
-
-@pytest.mark.exhaustive
-def test_rules_on_one_rank_launch_what_plain_pytorch_does(ranks: Ranks) -> None:
-    ((plain, ours),) = ranks(1).run(counts_on_one_rank)
+    plain, ours = found
     assert ours["launches"] <= plain["launches"] + 10
     assert ours["copies"] == plain["copies"]
 
@@ -227,20 +224,17 @@ def test_what_the_optimizer_keeps_may_leave_the_gpu(ranks: Ranks, plan: Plan, of
     short_runs.assert_like(outcomes[0], short_runs.plain(replace(ON_GPU, device="cpu"), plan.num_microbatches))
 
 
-def counts_of_offload(comm: Communicator, kind: torch.dtype) -> dict[str, int]:
-    """What the third step of a model of twelve parameters asks for, whose master weights are on the host."""
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+@on_ranks(1)
+def test_offload_waits_once_for_a_bucket_and_not_for_each_parameter(comm: Communicator, kind: torch.dtype) -> None:
+    """In the third step of a model of twelve parameters, whose master weights are on the host."""
     with on_gpus(comm, "staged") as (gpus, gpu, _):
         layers = [nn.Conv2d(3, 3, 1) for _ in range(5)]
         model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 4)).to(CUDA, kind)
         trained = torch.optim.AdamW(model.parameters())
         engine = Engine(model, Plan(), trained, F.cross_entropy, comm=gpus, offload="cpu")
         images, targets = torch.randn(4, 3, 8, 8, dtype=kind), torch.zeros(4, dtype=torch.int64)
-        return [gpu.counters.since(lambda: engine.step([images], targets, (8, 8))) for _ in range(3)][-1]
-
-
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
-def test_offload_waits_once_for_a_bucket_and_not_for_each_parameter(ranks: Ranks, kind: torch.dtype) -> None:
-    (counts,) = ranks(1).run(counts_of_offload, kind)
+        counts = [gpu.counters.since(lambda: engine.step([images], targets, (8, 8))) for _ in range(3)][-1]
     assert counts["to_host"] == 2  # the gradients, and the loss
     assert counts["waits"] <= 5  # gradients, what was published before, the loss, the norm, the images
 

@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.samples import read_samples
 from mpi4dl.engine import Engine, Evaluation
 from mpi4dl.inference.records import columns_of
+from mpi4dl.inference.samples import Judging, Measured, measured_by, members_of
 from mpi4dl.options.config import ConfigError, parse
 from mpi4dl.options.declare import with_values
 from mpi4dl.options.tasks import build_metrics, build_task, directions, monitored, with_defaults, with_task
@@ -30,10 +30,9 @@ from mpi4dl.tasks.directions import HIGHER_IS_BETTER
 from mpi4dl.tasks.formulas import IGNORED, BatchLoss, heads_of
 from mpi4dl.tasks.losses import balanced_weights, build_loss
 from mpi4dl.tasks.measuring import measured_here
-from mpi4dl.tasks.metrics import bootstrap
 from mpi4dl.tasks.task import TASKS
 from mpi4dl.training.run import Best
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 from tests.pool.zygote import ROOT
 from tests.support.commands import read_metrics
 from tests.support.short_runs import tiles_of
@@ -258,16 +257,12 @@ def test_heads_are_found_whatever_a_model_returns() -> None:
     assert heads_of([main, other], 0.1) == (main, ((0.1, other),), None)
 
 
-def whole_batches_only(comm: Communicator) -> str:
+@on_ranks(4)
+def test_a_loss_of_whole_batches_takes_no_microbatches(comm: Communicator) -> None:
     model = Small(1)
     plan = Plan(data=4, microbatches=2)
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Refusal, match=r"^the loss compares all samples"):
         Engine(model, plan, torch.optim.SGD(model.parameters(), lr=0.1), TASKS["survival"](1).objective, comm=comm)
-    return str(refused.value)
-
-
-def test_a_loss_of_whole_batches_takes_no_microbatches(ranks: Ranks) -> None:
-    assert all(found.startswith("the loss compares all samples") for found in ranks(4).run(whole_batches_only))
 
 
 class OverlapOfAll(BatchLoss):
@@ -388,46 +383,47 @@ def test_the_task_of_the_guide_for_contributors_is_one(tmp_path: Path, monkeypat
     assert task.answer(("cells",), torch.tensor([2.6]), torch.tensor([3.0])) == {"label": 3, "prediction": 3}
 
 
-def of_outputs(comm: Communicator, name: str, undefined: bool) -> Evaluation:
-    """An evaluation whose outputs are always right, but for one that may be NaN."""
+@pytest.mark.parametrize("name", ["classify", "segment"])
+@on_ranks(4)
+def test_outputs_that_are_not_numbers_are_no_class(comm: Communicator, name: str) -> None:
+    """Class 0 is right everywhere, and argmax makes class 0 of NaN: outputs are right, but for one that may be NaN."""
     dense = name == "segment"
     model = nn.Conv2d(3, 3, 1) if dense else nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3))
     images, targets = torch.zeros(4, 3, 8, 8), torch.zeros((4, 8, 8) if dense else 4, dtype=torch.int64)
-    images[3, 0, 7, 7] = NAN if undefined else 0
-    task, plan = TASKS[name](3), Plan(((2, 2),)) if comm.size == 4 else Plan()
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.tensor([1.0, 0, 0]) if p.dim() == 1 else torch.zeros_like(p))
+    task, plan = TASKS[name](3), Plan(((2, 2),))
     engine = Engine(model, plan, torch.optim.SGD(model.parameters(), lr=0.1), task.objective, comm=comm)
-    batches = in_batches(engine, images, targets, batch=2)
-    return engine.evaluate(batches, (8, 8), task.metrics(task.metric_names[:1]), task.measured)
-
-
-@pytest.mark.parametrize("name", ["classify", "segment"])
-def test_outputs_that_are_not_numbers_are_no_class(ranks: Ranks, name: str) -> None:
-    """Class 0 is right everywhere, and argmax makes class 0 of NaN."""
     for undefined in (False, True):
-        for found in ranks(4).run(of_outputs, name, undefined):
-            values = [*found.metrics.values(), *([] if found.accuracy is None else [found.accuracy])]
-            assert all(math.isnan(value) if undefined else value == 1 for value in values if isinstance(value, float))
+        images[3, 0, 7, 7] = NAN if undefined else 0
+        batches = in_batches(engine, images, targets, batch=2)
+        found = engine.evaluate(batches, (8, 8), task.metrics(task.metric_names[:1]), task.measured)
+        values = [*found.metrics.values(), *([] if found.accuracy is None else [found.accuracy])]
+        assert all(math.isnan(value) if undefined else value == 1 for value in values if isinstance(value, float))
 
 
-def mean_of(values: torch.Tensor, drawn: torch.Tensor) -> float:
-    return float(values[drawn].mean())
+def mean_of(values: torch.Tensor, resamples: int, level: float = 0.95, undefined: Sequence[int] = ()) -> Measured:
+    """Their mean, not defined of draws with some of these, and its interval."""
+
+    def measure(drawn: torch.Tensor) -> dict[str, float]:
+        return {"mean": NAN if {*undefined} & {*drawn.tolist()} else float(values[drawn].mean())}
+
+    members = members_of(range(len(values)))
+    return measured_by(measure, members, len(values), Judging(resamples=resamples, level=level))["mean"]
 
 
 def test_the_bootstrap_covers_a_mean_as_often_as_it_says() -> None:
     generator, inside = torch.Generator().manual_seed(0), 0
-    for seed in range(100):
-        mean = partial(mean_of, torch.randn(40, generator=generator))
-        found = bootstrap(mean, 40, num_resamples=200, level=0.9, seed=seed)
+    for _ in range(100):
+        found = mean_of(values := torch.randn(40, generator=generator), 200, 0.9)
         inside += found.low <= 0 <= found.high
     assert 85 <= inside <= 97
-    assert found == bootstrap(mean, 40, num_resamples=200, level=0.9, seed=99)
-    assert found != bootstrap(mean, 40, num_resamples=200, level=0.9, seed=98)
-    undefined = bootstrap(lambda drawn: NAN if 0 in drawn else 1.0, 3, num_resamples=50)
-    assert 0 < undefined.defined < 50
-    assert math.isnan(bootstrap(lambda drawn: NAN, 3).low)
+    assert found == mean_of(values, 200, 0.9)
+    partly, nowhere = (mean_of(values, 200, 0.9, undefined) for undefined in ([0], range(40)))
+    assert partly.low < partly.high
+    assert partly.low != found.low
+    assert math.isnan(nowhere.low)
 
 
 @pytest.mark.parametrize(
@@ -437,9 +433,8 @@ def test_the_bootstrap_covers_a_mean_as_often_as_it_says() -> None:
 )
 def test_few_or_equal_samples_have_no_interval(scores: list[float], known: bool) -> None:
     """Of two images an interval is as long as chance has it; of equal scores it is 0 long, as if it were certain."""
-    found = bootstrap(partial(mean_of, torch.tensor(scores)), len(scores), num_resamples=100)
+    found = mean_of(torch.tensor(scores), 100)
     assert math.isnan(found.low) is math.isnan(found.high) is (not known)
-    assert found.defined == 100
 
 
 def run(comm: Communicator, folder: Path, epochs: int, **options: Any) -> Evaluation | None:

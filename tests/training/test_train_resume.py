@@ -297,6 +297,34 @@ def test_a_step_has_one_round_over_all_ranks(ranks: Ranks, tmp_path: Path, plan:
 # Jobs that are told to stop, or are killed.
 
 
+COUNTS = """
+import torch
+
+class Counts:
+    def __init__(self):
+        self.seen, self.losses = 0, torch.zeros(3)
+    def on_step_end(self, run, result):
+        self.seen, self.losses = self.seen + 1, self.losses.roll(1)
+        self.losses[0] = self.seen
+        if self.seen == 7:
+            run.stop()
+    def on_fit_end(self, run):
+        run.say(f"seen {self.seen}: {self.losses.tolist()}")
+    def state_dict(self):
+        return {"seen": self.seen, "losses": self.losses}
+    def load_state_dict(self, state):
+        self.seen, self.losses = state["seen"], state["losses"]
+"""
+
+
+def test_a_callback_goes_on_with_its_state(ranks: Ranks, uninterrupted: Path, tmp_path: Path) -> None:
+    (tmp_path / "counts.py").write_text(COUNTS)
+    folder, own = tmp_path / "run", ("--callbacks", f"{tmp_path}/counts.py:Counts")
+    ranks(2).run(train, flags_of(folder, *own))
+    assert_goes_on(ranks, folder, uninterrupted, *own)
+    assert "seen 15: [15.0, 14.0, 13.0]" in (folder / "log-rank0.txt").read_text()
+
+
 @pytest.mark.parametrize("number", [SIGTERM, pytest.param(SIGUSR1, marks=pytest.mark.exhaustive)])
 def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_go_on(
     ranks: Ranks, uninterrupted: Path, tmp_path: Path, number: Signals

@@ -370,10 +370,6 @@ def test_sets_are_alike_whatever_came_first() -> None:
 SCALES: dict[str, Tensor] = {}
 
 
-def of_attribute(module: nn.Module) -> dict[str, Any]:
-    return vars(module)
-
-
 def of_object(module: nn.Module) -> dict[str, Any]:
     return vars(vars(module).setdefault("settings", SimpleNamespace()))
 
@@ -425,7 +421,7 @@ class Asking(nn.Module):
         return y if y.shape[1] == 2 else y[:, :2]
 
 
-@pytest.mark.parametrize("place", [of_attribute, of_object, of_nested_list, of_global])
+@pytest.mark.parametrize("place", [vars, of_object, of_nested_list, of_global])
 def test_a_tensor_that_a_module_keeps_for_later_calls_is_the_one_of_real_batches(place: Any) -> None:
     SCALES.clear()
     with torch.device("meta"):

@@ -100,10 +100,6 @@ def test_dropout_of_what_holds_a_halo(comm: Communicator, in_place: bool) -> Non
     assert torch.equal(around.local, whole[..., held.start : held.stop])
 
 
-def sampled(x: Tensor) -> Tensor:
-    return torch.distributions.Normal(x, x.exp()).rsample()
-
-
 def chosen(x: Tensor) -> Tensor:
     """A class for each pixel."""
     rows = x.softmax(1).permute(0, 2, 3, 1).flatten(0, 2)
@@ -125,7 +121,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "poisson": lambda x: x * torch.poisson(x.exp()),
     "normal": lambda x: x * torch.normal(x.detach(), 2.0),
     "normal of both": lambda x: x * torch.normal(x.detach(), x.detach().exp()),
-    "rsample": sampled,
+    "rsample": lambda x: torch.distributions.Normal(x, x.exp()).rsample(),
     "gumbel": lambda x: F.gumbel_softmax(x, 0.7, dim=1),
     "gumbel, hard": lambda x: F.gumbel_softmax(x, 0.7, hard=True, dim=1),
     "gumbel of a turned image": lambda x: F.gumbel_softmax(x.transpose(0, 1), 0.7, dim=0).transpose(0, 1),

@@ -54,10 +54,6 @@ def sort_rows_of_channels(x: Tensor) -> Tensor:
     return y * x
 
 
-def add_to_plain(x: Tensor) -> Tensor:
-    return torch.zeros(x.shape).index_add_(2, torch.arange(x.shape[2]).flip(0), x) * x
-
-
 SHAPES = ((3, 4, 13, 17), (3, 4, 5, 9))
 SPREAD: dict[str, Function] = {
     "Fourier": lambda x: torch.fft.ifft2(torch.fft.fft2(x) * 0.5j).real,
@@ -65,7 +61,7 @@ SPREAD: dict[str, Function] = {
     "median of rows": lambda x: x - x.median(2, keepdim=True).values,
     "a mask": fill_where_positive,
     "in place": sort_rows_of_channels,
-    "a plain tensor in place": add_to_plain,
+    "a plain tensor in place": lambda x: torch.zeros(x.shape).index_add_(2, torch.arange(x.shape[2]).flip(0), x) * x,
     "fractional pooling, and back": lambda x: F.interpolate(F.fractional_max_pool2d(x, 2, (3, 3)), x.shape[2:]) * x,
     "two spread operands": lambda x: torch.cdist(x, x.flip(1)) @ x,
 }

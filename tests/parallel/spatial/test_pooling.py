@@ -20,21 +20,14 @@ from tests.parallel.spatial.comparing import (
 )
 
 
-def of_few_levels(image: Tensor) -> Tensor:
-    return (2 * image).round()
-
-
-def with_a_hole(image: Tensor) -> Tensor:
-    return image.masked_fill(image.new_ones(image.shape[-2:]).bool().triu(9), float("-inf"))
-
-
-def with_holes(image: Tensor) -> Tensor:
-    return image.masked_fill(image > 2, float("nan"))
-
-
 def large(*makes: Callable[[], nn.Module]) -> dict[str, Case]:
     """Images that are large enough for means by shifted views, and indices of maxima in two bytes."""
-    images = {"drawn": as_drawn, "equal pixels": of_few_levels, "infinities": with_a_hole, "NaN": with_holes}
+    images = {
+        "drawn": as_drawn,
+        "equal pixels": lambda image: (2 * image).round(),
+        "infinities": lambda image: image.masked_fill(image.new_ones(image.shape[-2:]).bool().triu(9), float("-inf")),
+        "NaN": lambda image: image.masked_fill(image > 2, float("nan")),
+    }
     return {
         f"{make()!r} of a large image, {name}": Case(make, ((3, 4, 67, 59),), image=image)
         for make in makes
