@@ -33,7 +33,15 @@ from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.comm.exchange import once_differentiable, running_forward
 from mpi4dl.geometry import SPACE, GridShape
 from mpi4dl.parallel.replicas.optimizer_traits import backward_hook_in, modules_of
-from mpi4dl.parallel.replicas.parameter_sums import ForwardPass, GradientBuckets, SummedParameters, _Sum, _Use, summed
+from mpi4dl.parallel.replicas.parameter_sums import (
+    ForwardPass,
+    GradientBuckets,
+    SummedParameters,
+    UsedParameter,
+    _Sum,
+    _Use,
+    summed,
+)
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.halo import gather, gather_axes
 from mpi4dl.parallel.spatial.rules.hooks import whole_gradients
@@ -177,9 +185,9 @@ class _Loop:
         self._is_running = True
         try:
             running = ForwardPass(self._buckets_of(parameters) if records else GradientBuckets([], grid.comm))
-            entered = [0]
-            args, kwargs = mapped((args, kwargs), lambda x: self._entered(x, entered, running))
-            if not entered[0]:
+            entered, copies = _Each(lambda x: self._entered(x, running)), list[_Copied]()
+            args, kwargs = mapped((args, kwargs), entered, copies=copies)
+            if not any(isinstance(x, SpatialTensor) for _, x, _ in entered.found.values()):
                 self._refuse_inputs(args, kwargs)
             drawn = RandomStates.now().digests() if checks else ()
             with running.running(), whole_gradients(grid), _Border(grid, running) if records else nullcontext():
@@ -191,7 +199,12 @@ class _Loop:
                 self._refuse_other_leaves(model, outputs)
         finally:
             self._is_running = False
-        return mapped(outputs, self._left)
+        for x, within, version in entered.found.values():
+            self._write_back(x, within, version)
+        left = _Each(self._left)
+        for copied in copies:
+            copied.change_back(left)
+        return mapped(outputs, left)
 
     def _prepare(self, model: nn.Module) -> list[nn.Parameter]:
         """Let modules, also new ones, have their parameters by `SummedParameters`. Returns those that are trained."""
@@ -212,11 +225,10 @@ class _Loop:
             self._trained, self._buckets = trained, GradientBuckets(parameters, self.tiles.grid.comm)
         return self._buckets
 
-    def _entered(self, x: Tensor, count: list[int], running: ForwardPass) -> Tensor:
+    def _entered(self, x: Tensor, running: ForwardPass) -> Tensor:
         """An input of the model from outside of it."""
         grid, x = self.tiles.grid, outside(x)
         if isinstance(x, SpatialTensor):
-            count[0] += 1
             if not (x.requires_grad and torch.is_grad_enabled()):
                 return x
             if grid.loop != "spread":
@@ -227,8 +239,25 @@ class _Loop:
         space = len(grid.space)
         if x.dim() < space + 2 or any(n < k for n, k in zip(x.shape[-space:], grid.shape.space, strict=True)):
             return x
-        count[0] += 1
         return spread_evenly(x, grid)
+
+    def _write_back(self, x: Tensor, within: Tensor, version: int) -> None:
+        """Let x, an input that is `within` the model, be what the model has written to it in place."""
+        if isinstance(x, SpatialTensor) or within is x:
+            return
+        if isinstance(within, SpatialTensor):
+            is_written = within._memory is not None and within._memory.is_written
+            y = gather_axes(within, within.layout.grid.axes) if is_written else within
+        else:
+            is_written, y = within._version != version, within
+        if not is_written:
+            return
+        if y.requires_grad:
+            if x.is_leaf and x.requires_grad:
+                raise Refusal("the model writes in place to a leaf that requires a gradient: pass a clone of it")
+            _keep(outside(x), self.tiles.grid, _share(y, self.tiles.grid.size))
+        else:
+            outside(x).data.copy_(y)
 
     def _left(self, y: Tensor) -> Tensor:
         """An output of the model for outside of it."""
@@ -353,9 +382,8 @@ class _Border(TorchFunctionMode):
             x = found()
             if isinstance(x, SpatialTensor):
                 x.kept = True
-            elif type(x) is Tensor and x.requires_grad and x.grad_fn is not None:
-                x.__class__ = KeptTensor
-                x.grid = self._grid  # type: ignore[attr-defined]
+            elif type(x) is UsedParameter or (type(x) is Tensor and x.requires_grad and x.grad_fn is not None):
+                _keep(x, self._grid)
         return result
 
     def __torch_function__(
@@ -379,7 +407,7 @@ class _Border(TorchFunctionMode):
 
     def _note(self, result: Any) -> None:
         if isinstance(result, Tensor):
-            if result.requires_grad if type(result) is Tensor else isinstance(result, SpatialTensor):
+            if result.requires_grad if type(result) in (Tensor, UsedParameter) else isinstance(result, SpatialTensor):
                 self._known.add(id(result))
                 self._made.append(weakref.ref(result))
         elif isinstance(result, tuple | list):
@@ -390,7 +418,7 @@ class _Border(TorchFunctionMode):
         """A tensor among the arguments of a function in this pass."""
         if isinstance(x, KeptTensor):
             x = x.outside()
-        elif isinstance(x, SpatialTensor) or id(x) in self._known or not x.requires_grad:
+        elif isinstance(x, SpatialTensor | UsedParameter) or id(x) in self._known or not x.requires_grad:
             return x
         if id(x) not in self._entered:
             if self._is_of_this_pass(x.grad_fn):
@@ -442,6 +470,12 @@ class KeptTensor(Tensor):
             return _gradients(*args, **(kwargs or {}))
         of_now, options = in_arguments(args, kwargs, _now)
         return function(*of_now, **options)
+
+
+def _keep(x: Tensor, grid: Grid, shared: Tensor | None = None) -> None:
+    """Let x be a kept tensor, outside of the model `shared`."""
+    x.__class__ = KeptTensor
+    x.grid, x.shared = grid, shared  # type: ignore[attr-defined]
 
 
 def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
@@ -570,12 +604,29 @@ class _Entered(torch.autograd.Function):
         return ctx.adjoint(gradient), None, None
 
 
+class _Each:
+    """A function of tensors that is called once for each: `found` are the tensor, the result, and its writes so far."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self._function = function
+        self.found: dict[int, tuple[Tensor, Tensor, int]] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if id(x) not in self.found:
+            y = self._function(x)
+            self.found[id(x)] = x, y, y._version if type(y) is Tensor and y.requires_grad else 0
+        return self.found[id(x)][1]
+
+
 NESTS = (tuple, list, set, frozenset)
 
 
-def mapped(value: Any, of: Callable[[Tensor], Tensor], lenient: bool = False) -> Any:
+def mapped(
+    value: Any, of: Callable[[Tensor], Tensor], lenient: bool = False, copies: "list[_Copied] | None" = None
+) -> Any:
     """`value` with `of(x)` for each tensor in tuples, lists, sets, mappings, dataclasses, and what PyTorch knows as
-    nests; itself, if nothing in it changed. `lenient`: other objects pass as they are.
+    nests; itself, if nothing in it changed. `lenient`: other objects pass as they are. `copies` gets those of lists,
+    mappings and dataclasses.
 
     Raises:
         TypeError: some other object has tensors, or may make them, which nobody would see.
@@ -584,19 +635,22 @@ def mapped(value: Any, of: Callable[[Tensor], Tensor], lenient: bool = False) ->
     if isinstance(value, Tensor):
         return of(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        found = [mapped(x, of, lenient) for x in value]
+        found = [mapped(x, of, lenient, copies) for x in value]
         return value if all(map(operator.is_, found, value)) else kind(*found)
-    if kind in NESTS:
+    if kind in NESTS and kind is not list:
         before = list(value)
-        found = [mapped(x, of, lenient) for x in before]
+        found = [mapped(x, of, lenient, copies) for x in before]
         return value if all(map(operator.is_, found, before)) else kind(found)
     if isinstance(value, MutableMapping | MutableSequence) or (
         dataclasses.is_dataclass(value) and not isinstance(value, type)
     ):
-        return _mapped_object(value, of, lenient)
+        other = _mapped_object(value, of, lenient, copies)
+        if copies is not None and other is not value:
+            copies.append(_Copied(value, other))
+        return other
     if kind in pytree.SUPPORTED_NODES:
         leaves, structure = pytree.tree_flatten(value, is_leaf=lambda x: x is not value)
-        return pytree.tree_unflatten([mapped(x, of, lenient) for x in leaves], structure)
+        return pytree.tree_unflatten([mapped(x, of, lenient, copies) for x in leaves], structure)
     if not lenient and (isinstance(value, GeneratorType) or next(_tensors_of(value), None) is not None):
         raise TypeError(
             f"a {kind.__name__} with tensors goes in or out of a model on tiles, or stays in it: use tensors, tuples, "
@@ -605,23 +659,52 @@ def mapped(value: Any, of: Callable[[Tensor], Tensor], lenient: bool = False) ->
     return value
 
 
-def _mapped_object(value: Any, of: Callable[[Tensor], Tensor], lenient: bool) -> Any:
-    """The same of a mapping, a list of another class, or a dataclass: a copy with its items and attributes."""
+def _mapped_object(value: Any, of: Callable[[Tensor], Tensor], lenient: bool, copies: "list[_Copied] | None") -> Any:
+    """The same of a mapping, a list, or a dataclass: a copy with its items and attributes."""
+    items, attributes = _contents(value)
+    new_items, new = ({key: mapped(x, of, lenient, copies) for key, x in each.items()} for each in (items, attributes))
+    if all(x is items[key] for key, x in new_items.items()) and all(x is attributes[name] for name, x in new.items()):
+        return value
+    other = copy.copy(value)
+    for key, x in new_items.items():
+        other[key] = x
+    for name, x in new.items():
+        object.__setattr__(other, name, x)
+    return other
+
+
+def _contents(value: Any) -> tuple[dict[Any, Any], dict[str, Any]]:
+    """The items and attributes of a mapping, a list, or a dataclass."""
     names = [*getattr(value, "__dict__", {})]
     if dataclasses.is_dataclass(value):
         names += [each.name for each in dataclasses.fields(value) if each.name not in names]
     keys = list(value) if isinstance(value, MutableMapping) else range(len(value)) if hasattr(value, "insert") else ()
-    items = {key: mapped(value[key], of, lenient) for key in keys}
-    attributes = {name: mapped(getattr(value, name), of, lenient) for name in names if hasattr(value, name)}
-    same = all(x is value[key] for key, x in items.items())
-    if same and all(x is getattr(value, name) for name, x in attributes.items()):
-        return value
-    other = copy.copy(value)
-    for key, x in items.items():
-        other[key] = x
-    for name, x in attributes.items():
-        object.__setattr__(other, name, x)
-    return other
+    return {key: value[key] for key in keys}, {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+class _Copied:
+    """A list, mapping or dataclass `value` that a model was given as a `copy`."""
+
+    def __init__(self, value: Any, copy: Any) -> None:
+        self._value, self._copy, self._before = value, copy, _contents(copy)
+
+    def change_back(self, of: Callable[[Tensor], Tensor]) -> None:
+        """Let `value` be what the model has made of the copy."""
+        value, of_value = self._value, _contents(self._value)
+        for place, (now, before) in enumerate(zip(_contents(self._copy), self._before, strict=True)):
+            if list(now) == list(before) and all(x is before[key] for key, x in now.items()):
+                continue
+            known = {id(x): of_value[place][key] for key, x in before.items()}
+            now = {key: known[id(x)] if id(x) in known else mapped(x, of) for key, x in now.items()}
+            if place:
+                for name, x in now.items():
+                    object.__setattr__(value, name, x)
+            elif isinstance(value, MutableMapping):
+                for key in before.keys() - now.keys():
+                    del value[key]
+                value.update(now)
+            else:
+                value[:] = now.values()
 
 
 def tensors_in(value: Any) -> list[Tensor]:

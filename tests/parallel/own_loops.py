@@ -526,6 +526,61 @@ def recomputed_outside(wrap: Wrap) -> list[Tensor]:
     return found_in(model)
 
 
+class Changing(Network):
+    """Changes what it is given: the image and a vector in place, items of a dict and of a list in it."""
+
+    def forward(self, given: dict[str, Any]) -> dict[str, Any]:
+        x, parts = given["image"], given.pop("parts")
+        x[:, :, :2] = 0
+        x.sub_(0.1).mul_(self.head.weight.sum())
+        given["scale"].mul_(3).add_(self.head.bias)
+        given["image"] = features = torch.tanh(self.norm(self.first(x)))
+        parts.append(features.mean())
+        given["parts"], given["logits"] = parts, self.head(features.mean((2, 3))) * given["scale"]
+        return given
+
+
+def changed_inputs(wrap: Wrap) -> list[Tensor]:
+    model, scale = wrap(made(Changing)), nn.Parameter(torch.ones(3))
+    for images, labels in batches(2):
+        vector = scale * 2
+        given = {"image": images, "scale": vector, "parts": [images.clone()]}
+        found = model(given)
+        loss = F.cross_entropy(found["logits"], labels) + given["parts"][1] * given["image"].square().mean()
+        (loss + images.square().mean() + vector.square().mean()).backward()
+        assert found["logits"] is given["logits"]
+    with torch.no_grad():
+        model({"image": images.detach_(), "scale": vector.detach(), "parts": [images]})
+    return [*found_in(model), scale.grad, images]
+
+
+class Adjusting(Network):
+    """Sets, freezes, hooks and asks its parameters as it runs."""
+
+    seen: list[Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.head.weight.data = torch.renorm(self.head.weight.data, 2, 0, 0.5)
+        if self.again.weight.grad is None:
+            self.again.weight.register_hook(lambda g: self.seen.append(g.clone()))
+            self.first.weight.register_post_accumulate_grad_hook(lambda p: self.seen.append(p.grad.clone()))
+        else:
+            x = x * self.again.weight.grad.norm()
+            self.norm.zero_grad()
+        self.again_too = self.again.weight
+        self.norm.requires_grad_(len(self.seen) < 4)
+        biases = [p for name, p in self.named_parameters() if "bias" in name and isinstance(p, nn.Parameter)]
+        logits = super().forward(x) + sum(p.square().sum() for p in biases if p.is_leaf)
+        self.norm.requires_grad_()
+        return logits
+
+
+def adjusted_parameters(wrap: Wrap) -> list[Tensor]:
+    model = made(Adjusting)
+    model.seen = []
+    return [*steps(wrap, model), *model.seen]
+
+
 # All functions of this file that make a model parallel.
 LOOPS: dict[str, Callable[[Wrap], list[Tensor]]] = {
     name: loop for name, loop in list(globals().items()) if "wrap" in getattr(loop, "__annotations__", ())

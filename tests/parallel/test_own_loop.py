@@ -39,6 +39,7 @@ OTHERS = (
     "recomputed_outside",
     "kept_by_all_means",
     "other_ways_in",
+    "changed_inputs",
 )
 IN_THREE_CALLS = [name for name in LOOPS if name not in OTHERS]
 
@@ -284,6 +285,19 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         model = wrap(made())
         torch.func.grad(lambda x: model(x).sum())(images)
 
+    @refused_with("RuntimeError: the gradients of several outputs in one backward pass")
+    def batched_gradients(wrap: Wrap) -> None:
+        x = images.clone().requires_grad_()
+        logits = wrap(made())(x)
+        try:
+            torch.autograd.grad(logits, x, torch.eye(12).view(12, 4, 3), is_grads_batched=True)
+        finally:
+            logits.sum().backward()  # nothing that began is left
+
+    @refused_with("Refusal: the model writes in place to a leaf")
+    def a_written_leaf(wrap: Wrap) -> None:
+        wrap(nn.Sequential(nn.ReLU(inplace=True), made()))(images.clone().requires_grad_())
+
     @refused_with("TypeError: a Independent with tensors goes in or out")
     def a_hidden_result(wrap: Wrap) -> None:
         class Distributed(Network):
@@ -305,7 +319,7 @@ def test_ranks_that_are_not_alike_are_refused_together(comm: Communicator) -> No
         tiles = mpi4dl.tiles(1, comm.size, comm=comm)
         F.cross_entropy(tiles.whole(made()(tiles.cut(images))), labels).backward()
 
-    assert len(found) == 18
+    assert len(found) == 20
     assert {name: message for name, (words, message) in found.items() if not message.startswith(words)} == {}
 
 

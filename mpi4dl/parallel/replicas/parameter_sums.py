@@ -13,6 +13,7 @@ the forward pass, such as a penalty on weights, have gradients that every rank c
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -43,11 +44,50 @@ class SummedParameters(dict[str, "nn.Parameter | None"]):
     def items(self) -> Any:
         return ((name, self._summed(p)) for name, p in dict.items(self))
 
+    def __setitem__(self, name: str, p: Any) -> None:
+        dict.__setitem__(self, name, p.parameter if isinstance(p, UsedParameter) else p)
+
     def _summed(self, p: Any) -> Any:
         if p is None or not torch.is_grad_enabled() or not p.requires_grad:
             return p
         running = _passes.get()
         return p if running is None else running.use(p)
+
+
+def _attribute(name: str) -> Any:
+    """An attribute of a `UsedParameter` that is that of its parameter."""
+
+    def get(self: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return getattr(self.parameter, name)
+
+    def put(self: Any, value: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            setattr(self.parameter, name, value)
+            if name == "data":
+                Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+    return property(get, put)
+
+
+def _method(method: Any) -> Any:
+    """A method of a `UsedParameter` that is called with its parameter."""
+
+    def call(self: Any, *args: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return method(self.parameter, *args)
+
+    return call
+
+
+class UsedParameter(nn.Parameter):
+    """The values of `parameter` in a forward pass. What is asked of it or changed beside them is the parameter's."""
+
+    parameter: nn.Parameter
+    grad, data, is_leaf, grad_fn = (_attribute(name) for name in ("grad", "data", "is_leaf", "grad_fn"))
+    requires_grad_ = _method(Tensor.requires_grad_)
+    register_hook = _method(unwrap(Tensor.register_hook))
+    register_post_accumulate_grad_hook = _method(Tensor.register_post_accumulate_grad_hook)
 
 
 class GradientBuckets:
@@ -187,7 +227,9 @@ class ForwardPass:
             )
         if id(p) not in self._uses:
             number, slot = self.buckets.place[id(p)]
-            self._uses[id(p)] = _Use.apply(self, number, slot, self._sums[id(p)])
+            use = _Use.apply(self, number, slot, self._sums[id(p)])
+            use.__class__, use.parameter = UsedParameter, p
+            self._uses[id(p)] = use
             self._expected[number] += 1
         return self._uses[id(p)]
 

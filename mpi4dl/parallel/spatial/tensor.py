@@ -67,6 +67,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.source: Memory | None = None
+        self.is_written = False
         self.tensors: list[Callable[[], Any]] = []
         self.copies: list[Copy] = []
 
@@ -589,6 +590,7 @@ def _write(function: Any, rule: Rule, args: Sequence[Any], options: dict[str, An
     if problem := target.memory.problem_of_writing():
         raise refusal(function_name(function), problem)
     target.layout.grid.halo_prefetch.flush()  # norms that wait may be of what is written
+    target.memory.is_written = True
     result = rule(*args, **options)
     # Written values may have a gradient: from now on all views notice if a custom function takes them.
     with torch._C.DisableTorchFunctionSubclass():
