@@ -186,11 +186,6 @@ def _read_thumbnail(slide: Slide) -> tuple[Slide, Pixels]:
     return view, view.read(*(Interval(0, side) for side in view.size))
 
 
-def tissue_cells(slide: Slide, threshold: float | None = None, leave_out: Sequence[str] = ()) -> Mask:
-    """The `cells` of the tissue of a slide. Raises as `find_tissue`."""
-    return find_tissue(slide, threshold, leave_out).cells(slide)
-
-
 def tissue_pixels(slide: Slide, threshold: float | None = None, leave_out: Sequence[str] = ()) -> Pixels:
     """Some pixels (N, 3) of a slide, in its own colours, from places with tissue all over it; always the same ones.
 
