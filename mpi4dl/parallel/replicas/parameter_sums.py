@@ -5,9 +5,10 @@
 
 A model's forward pass gets its parameters from `SummedParameters`. Its backward pass reaches a `_Use` as soon as the
 layer's gradient is there, since autograd runs first what was made last: the last `_Use` of a bucket starts the bucket's
-sum. It reaches `_Sum`, made at the beginning of the forward pass, at the end; a parameter with hooks has one of its own. So all that follows sees whole gradients,
-as in one process: several backward passes, hooks, optimizers in hooks, `torch.autograd.grad`, clipping. Uses outside of
-the forward pass, such as a penalty on weights, have gradients that every rank computes alike, and are not summed.
+sum. It reaches `_Sum`, made at the beginning of the forward pass, at the end; a parameter with hooks has one of its
+own. So all that follows sees whole gradients, as in one process: several backward passes, hooks, optimizers in hooks,
+`torch.autograd.grad`, clipping. Uses outside of the forward pass, such as a penalty on weights, have gradients that
+every rank computes alike, and are not summed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
