@@ -148,10 +148,7 @@ def open_tiff(path: Path, indices: bool = False) -> Image:
 def open_values(path: Path, bands: Sequence[int] = ()) -> tuple[Image, int, str, float | None]:
     """The same with values as they are stored, of all channels, or of these, counted from 1.
 
-    With it come the number of channels, the type of values, and the value of pixels that have none.
-
-    Raises:
-        BadImage: damaged, a stack of images, or with other channels or types.
+    With it come the number of channels, the type of values, and the value of pixels that have none. Raises BadImage.
     """
     image, stored = _opened_as(partial(_Values, bands=bands), path)
     return image, len(stored.blank), stored.blank.dtype.name, stored.no_data

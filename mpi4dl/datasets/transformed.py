@@ -54,11 +54,7 @@ class LazyImages:
         return replace(self, indices=kept[0], repeats=kept[1], partners=partners)
 
     def read(self, box: Box) -> torch.Tensor:
-        """Some samples, and some pixels along each axis of space: (samples, C, *space).
-
-        Raises:
-            DatasetError: an image cannot be read.
-        """
+        """Some samples, and some pixels along each axis of space: (samples, C, *space). Raises DatasetError."""
         tile = torch.empty((box.batch.length, self.dataset.channels, *box.shape[1:]), dtype=self.dtype)
         if not box.empty:
             part = slice(*box.batch)
@@ -74,10 +70,7 @@ class LazyImages:
     def tissue_patches(self, position: int, patch: int) -> list[tuple[int, int]] | None:
         """The patches of a sample that show tissue, by row and column in its view; None if the dataset does not say.
 
-        In training they are a random part of all, where the dataset has a limit.
-
-        Raises:
-            DatasetError: the slide cannot be read.
+        In training they are a random part of all, where the dataset has a limit. Raises DatasetError.
         """
         find: Any = getattr(self.dataset, "tissue_patches", None)
         index, repeat = self.indices[position], self.repeats[position] if self.repeats else 0

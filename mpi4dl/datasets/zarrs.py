@@ -61,11 +61,7 @@ def _known(path: Path, named: list[str] | None, shape: tuple[int, ...]) -> dict[
 
 
 class ZarrImage:
-    """An image whose values are as they are stored, of all its channels or of some, counted from 1.
-
-    Raises:
-        BadImage: other axes, or damaged. DatasetError: zarr is not installed.
-    """
+    """An image whose values are as they are stored, of all its channels or of some, counted from 1. Raises BadImage."""
 
     def __init__(self, path: Path, bands: Sequence[int] = ()) -> None:
         zarr = package("zarr", f"{path}: reading Zarr", "mpi4dl[zarr]")

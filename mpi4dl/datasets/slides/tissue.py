@@ -100,9 +100,7 @@ class TissueMask:
     def picture(self, slide: Slide) -> bytes:
         """A PNG: the thumbnail with the outline of the tissue, and what is left out in a colour for each kind.
 
-        Raises:
-            BadImage: the slide cannot be read.
-            DatasetError: scikit-image is not installed.
+        Raises as `find_tissue`.
         """
         morphology = package("skimage.morphology", "slides", "scikit-image")
         pixels = _read_thumbnail(slide)[1].copy()
