@@ -24,7 +24,7 @@ from mpi4dl.text.options import Batching, Prompts, Ranks, Sampling
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
-    from mpi4dl.text.batcher import Batcher, Event
+    from mpi4dl.text.batcher import Event
 
 USAGE = "RUN_OR_CHECKPOINT [--prompt TEXT] [--FLAG VALUE ...]"
 DESCRIPTION = "Let a trained model continue text."
@@ -61,7 +61,11 @@ def generate(comm: "Communicator", asked: CommandLine[GenerateConfig]) -> None:
     batcher = open_batcher(comm, trained, config.ranks, config.batching, config.cores.threads)
     with comm.together((ValueError,)):
         if comm.rank == 0:
-            submit_all(batcher, prompts, config.prompts, config.choosing)
+            wanted = [(prompt, number) for prompt in prompts for number in range(config.prompts.num_samples)]
+            printer = Printer(wanted, config.prompts.json)
+            for place, (prompt, number) in enumerate(wanted):
+                tokens = batcher.tokenizer.encode(prompt).tolist()
+                batcher.submit(tokens, config.choosing.of_sample(number), partial(printer.hear, place))
     if comm.rank == 0:
         batcher.stop(drain=True)
         batcher.run()
@@ -92,15 +96,6 @@ def _prompt_in(line: str, where: str) -> str:
     if not isinstance(found, str):
         raise ConfigError(f'{where} is no prompt: it must be a text, such as "def ", or {{"prompt": "def "}}')
     return found
-
-
-def submit_all(batcher: "Batcher", prompts: Sequence[str], asked: Prompts, choosing: Sampling) -> None:
-    """Ask for all samples of all prompts, which are printed in this order. Raises ValueError for what cannot be."""
-    wanted = [(prompt, number) for prompt in prompts for number in range(asked.num_samples)]
-    printer = Printer(wanted, asked.json)
-    for place, (prompt, number) in enumerate(wanted):
-        tokens = batcher.tokenizer.encode(prompt).tolist()
-        batcher.submit(tokens, choosing.of_sample(number), partial(printer.hear, place))
 
 
 class Printer:

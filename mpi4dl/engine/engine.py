@@ -211,6 +211,7 @@ class Engine(Runner):
         self._stepping = Stepping(optimizer, tuple(self.groups), comm, partial)
         self._across = [self._parts_of(each.parameters, each.across) for each in self.stages.together]
         self._table = plan.table()
+        self._known = {id(p): p for module in modules_of(self.stages) for p in module._parameters.values()}
 
     def _require_alike(self, trained: Sequence[frozenset[str]]) -> None:
         """Refuse an optimizer that does not train the same parameters of each group on all of its ranks. Collective."""
@@ -266,7 +267,7 @@ class Engine(Runner):
 
     def _step(self, batch: BatchFeed, tell: Tell | None) -> StepResult:
         hooks = (backward_hook_in(part.module, part.grid.size) for part in self.stages.parts.values())
-        problem = next((each for each in (*hooks, self._stepping.problem()) if each is not None), None)
+        problem = next((each for each in (self._unknown(), *hooks, self._stepping.problem()) if each is not None), None)
         if problem is not None:  # hooks may come at any time
             raise Refusal(problem)
         for part in self.stages.parts.values():
@@ -343,6 +344,18 @@ class Engine(Runner):
     def _swap(self, averaged: bool) -> None:
         self.groups.swap()
         self.is_averaged = averaged
+
+    def _unknown(self) -> str | None:
+        """Why a parameter of the model would not be trained as the others; None if there is none."""
+        for module in modules_of(self.stages):
+            for name, p in module._parameters.items():
+                if p is not None and id(p) not in self._known:
+                    return (
+                        f"{name} of {type(module).__name__} is another parameter than when the engine was made, as "
+                        "after load_state_dict(assign=True) or with a new layer: write to it in place, or make a new "
+                        "engine"
+                    )
+        return None
 
     def _sum_up(
         self, batch: BatchFeed, drawn: int = 0, told: Sequence[float] = (), unlike: bool = False

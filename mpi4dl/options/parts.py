@@ -39,6 +39,8 @@ def load(option: str, part: Any) -> Any:
     if not isinstance(part, str):
         return part
     where, _, name = part.rpartition(":")
+    if not is_own(part):
+        raise ConfigError(f"`{option}` {part} must be my_code.py:NAME or package.module:NAME")
     module = _module(option, part, where)
     try:
         return getattr(module, name)

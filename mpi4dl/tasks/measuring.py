@@ -95,7 +95,7 @@ class InDouble(TorchFunctionMode):
             return pytree.tree_map(lambda x: x.double() if _single(x) else x, result)
 
 
-def _undefined(x: Any) -> bool:
+def is_undefined(x: Any) -> bool:
     """Whether some of a prediction is not a number, or no class because outputs were none."""
     if not isinstance(x, Tensor) or not x.numel():
         return False
@@ -157,7 +157,7 @@ class Measures:
     def _add(self, predictions: Any, targets: Any) -> None:
         if self.own is None:
             self.own = self._made()
-        self.undefined = self.undefined or any(map(_undefined, pytree.tree_leaves(predictions)))
+        self.undefined = self.undefined or any(map(is_undefined, pytree.tree_leaves(predictions)))
         if not self.undefined:
             with _in_double():
                 for metric in self.own.values():

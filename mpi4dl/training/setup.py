@@ -166,7 +166,7 @@ def set_up(config: Config, comm: Communicator, spell: Callable[[str], str] = str
         from mpi4dl.checkpoints.weights import load_weights
 
         remarks += load_weights(model, chosen.weights, model=config.model_name, strict=chosen.strict)
-        remarks += of_other_classes(config, comm, tuple(images.classes))
+        remarks += of_another_head(config, comm, tuple(images.classes))
     with comm.together((ValueError, TypeError)):
         optimizer = build_optimizer(config, groups_of(config, model))
         schedule = build_schedule(config, optimizer)
@@ -202,17 +202,34 @@ def require_weights(config: Config, comm: Communicator) -> None:
             open_weights(config.tuning.weights, config.model_name)
 
 
-def of_other_classes(config: Config, comm: Communicator, classes: tuple[str, ...]) -> list[str]:
-    """A warning if the weights are of a run with as many classes, but others, whose head is taken over. Collective."""
-    found: tuple[str, ...] = ()
+def of_another_head(config: Config, comm: Communicator, classes: tuple[str, ...]) -> list[str]:
+    """Warnings if the weights are of a run with as many classes or columns of covariates, but others, whose last layer
+    is taken over. Collective.
+    """
+    found: list[tuple[str, ...]] = []
     with suppress(ValueError, OSError):  # a file beside the weights that is none of a run
         about = None if comm.rank else described_weights(config.tuning.weights or "", config.model_name)
-        found = () if about is None else about.classes
-    found = comm.broadcast_object(found)
-    if found == classes or len(found) != len(classes):
-        return []
-    told = f"the weights are of the classes {some(found, 5)}, and the samples here of {some(classes, 5)}"
-    return [printable(f"warning: {told}: their last layer is taken over, class by class in this order")]
+        if about is not None:
+            kept = {name: value for name, value in about.options.items() if name == "covariates"}
+            found = [about.classes, columns_of(with_options(Config(), kept))]
+    theirs, ours = comm.broadcast_object(found), (classes, columns_of(config))
+    return [
+        printable(
+            f"warning: the weights are of the {what} {some(then, 5)}, and the samples here of {some(now, 5)}: the last "
+            "layer is taken over, in this order"
+        )
+        for what, then, now in zip(("classes", "covariates"), theirs, ours, strict=False)
+        if then != now and len(then) == len(now)
+    ]
+
+
+def columns_of(config: Config) -> tuple[str, ...]:
+    """What each number stands for that is beside the embedding of a slide."""
+    return tuple(
+        name
+        for each in config.slides.covariates
+        for name in ([each.column] if each.of_numbers else [f"{each.column} {name}" for name in each.fit])
+    )
 
 
 def with_measured(

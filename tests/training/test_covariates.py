@@ -251,6 +251,13 @@ def test_weights_alone_know_what_columns_were_fitted_to(ranks: Ranks, cohort: Pa
     assert "accuracy" in told
 
 
+def test_weights_of_as_many_other_columns_are_told(ranks: Ranks, cohort: Path, run: Path, tmp_path: Path) -> None:
+    flags = flags_of(cohort, f"--aggregator mean --weights {run} --dry-run --run-folder {tmp_path}")
+    warning = "the weights are of the covariates age, sex f, sex m, site 1, site 2, ... and 1 more"
+    for columns, told in (("age,sex,site:class", False), ("age,site:class,sex", True)):
+        assert (warning in ranks(1).run(said, train, [*flags, "--covariates", columns])[0]) == told
+
+
 LACKING = {
     "no-sex.csv": (lambda row: {name: each for name, each in row.items() if name != "sex"}, "no column 'sex'"),
     "old.csv": (lambda row: row | {"age": "old"}, "'age' is 'old', but training had numbers"),

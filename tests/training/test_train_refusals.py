@@ -81,6 +81,8 @@ REFUSED: dict[str, dict[str, str]] = {
         "--device cuda": "device 'cuda' was asked for, but PyTorch sees no GPU here: use --device cpu",
         "--model unet": "the model's output has shape (4, 10, 32, 32), but --task classify...(batch, classes)",
         "--loss mse": "--loss mse takes ... shape (4, 10), and the targets (4,): ...cross_entropy for classes",
+        "--loss bce": "--loss bce wants a 0 or 1 for each output...(4, 10), and targets (4,): ...cross_entropy",
+        "--callbacks none": "--callbacks none must be my_code.py:NAME or package.module:NAME",
         "--lr 1e30": "step ...: the loss is not finite ...try a smaller --lr",
         "--model squeezenet1_0 --image-size 8": "too small",
     },

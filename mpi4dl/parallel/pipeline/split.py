@@ -220,12 +220,14 @@ class Cuttable:
 
         What else they have in common is compared by running them (see `checking`).
 
+        Each has a copy of a buffer that is in no state dict, such as a table of positions.
+
         Raises:
-            ValueError: several stages use one buffer, of which a checkpoint has one.
+            ValueError: several stages use another buffer, of which a checkpoint has one.
         """
         self.check(counts)
         bounds = [0, *accumulate(counts)]
-        parameters = set(map(id, self.model.parameters()))
+        parameters, saved = set(map(id, self.model.parameters())), self.model.state_dict().keys()
         found: dict[str, tuple[int, ...]] = {}
         for key, users in self._users.items():
             units = sorted(users)
@@ -233,6 +235,8 @@ class Cuttable:
             if not stages or stages[0] == stages[-1]:
                 continue
             names = self._names[key]
+            if key not in parameters and saved.isdisjoint(names):
+                continue
             if key not in parameters:
                 uses = ", ".join(f"{self.names[i]} (stage {k})" for i, k in zip(units, stages, strict=True))
                 raise ValueError(

@@ -504,6 +504,30 @@ def test_parameters_in_the_same_memory_stay_in_one_stage() -> None:
     assert "the parameter first.weight differs" in problem_of(Overlapping, 1, (3, 2))
 
 
+class Placed(nn.Module):
+    """Reads a table, which it may change."""
+
+    def __init__(self, table: Tensor, by: float) -> None:
+        super().__init__()
+        self.by = by
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by:
+            self.table.add_(self.by)
+        return x * self.table
+
+
+def placed(by: float) -> nn.Module:
+    table = torch.ones(2)
+    return nn.Sequential(nn.Linear(2, 2), Placed(table, by), nn.Linear(2, 2), Placed(table, 0.0))
+
+
+def test_a_buffer_of_two_stages_may_not_change() -> None:
+    assert problem_of(functools.partial(placed, 0.0), 2, (3, 2)) == ""
+    assert problem_of(functools.partial(placed, 1.0), 2, (3, 2)).startswith("in stages it does not compute what")
+
+
 def test_a_buffer_stays_in_one_stage() -> None:
     norm = nn.BatchNorm1d(3)
     cuttable = Cuttable(nn.Sequential(norm, nn.ReLU(), norm))

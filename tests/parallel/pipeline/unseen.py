@@ -109,6 +109,17 @@ class OfAClass(Base):
         return x * self.scale
 
 
+class Placing(Base):
+    """Two stages read a buffer that is in no state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("places", torch.full((1,), 1.5), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.places) * self.places
+
+
 class Generating(Base):
     def middle(self, x: Tensor) -> Tensor:
         return x + torch.randn(x.shape, generator=torch.Generator().manual_seed(3)).to(x)
@@ -281,6 +292,7 @@ EXACT = [
     Counting,
     Cumulative,
     OfAClass,
+    Placing,
     Scripted,
     Naming,
     Configured,
