@@ -21,11 +21,6 @@ NAME = "torch._dynamo"
 PART = f"{NAME}.eval_frame"  # what the compiler imports, and the stand-in has not
 
 
-def compiler_is_there() -> bool:
-    """Whether PyTorch's compiler has been imported."""
-    return PART in sys.modules
-
-
 def defer_compiler() -> None:
     """Let every import of the compiler find a stand-in from now on, unless the compiler is there already."""
     sys.modules.setdefault(NAME, _StandIn(NAME))

@@ -94,6 +94,34 @@ def is_stored_zip(path: Path) -> bool:
     return True
 
 
+def control_groups(
+    controller: str,
+    names: Sequence[str],
+    groups: Path = Path("/proc/self/cgroup"),
+    root: Path = Path("/sys/fs/cgroup"),
+) -> Iterator[list[str]]:
+    """The words of files of these names in each control group of this process, of version 1 or 2, that has some."""
+    for line in _lines(groups):
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        for top in {root / controllers, root / (controllers and controller)}:
+            # Within a container the path may be that of the host, of which only the container's own top is visible.
+            inner = top / path.lstrip("/")
+            for folder in (inner, *inner.parents):
+                if words := " ".join(line for name in names for line in _lines(folder / name)).split():
+                    yield words
+                if folder == top:
+                    break
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
 def unwritable(flag: str, path: str) -> str | None:
     """Why a new file of this name, given by a flag, cannot be made; None if it can. To ask before long work."""
     try:

@@ -57,7 +57,15 @@ def is_loopback(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket of this address, on which nobody listens yet; port 0: any that is free. Raises OSError."""
+    """A socket of this address, on which nobody listens yet; port 0: any that is free. Raises ValueError."""
+    try:
+        return _bound(host, port)
+    except OSError as error:
+        why = error.strerror or error
+        raise ValueError(f"cannot listen on {host}:{port}: {why}: choose another --port, or 0") from None
+
+
+def _bound(host: str, port: int) -> socket.socket:
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]

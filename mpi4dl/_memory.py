@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from mpi4dl._files import control_groups
+
 if TYPE_CHECKING:
     import torch
 
@@ -50,10 +52,10 @@ def keep_freed_memory(keep: bool = True) -> bool:
     return all(mallopt(name, value) for name, value in (options | {M_ARENA_MAX: 1}).items())
 
 
-def _status_bytes(field: str) -> int | None:
-    """A line of /proc/self/status such as `VmHWM:  123456 kB`; None where there is no such file or line."""
+def _status_bytes(field: str, file: Path = STATUS) -> int | None:
+    """A line of a file of /proc such as `VmHWM:  123456 kB`; None where there is no such file or line."""
     try:
-        text = STATUS.read_text()
+        text = file.read_text()
     except OSError:
         return None
     for line in text.splitlines():
@@ -63,30 +65,12 @@ def _status_bytes(field: str) -> int | None:
     return None
 
 
-def memory_of_node(
-    meminfo: Path = Path("/proc/meminfo"),
-    groups: Path = Path("/proc/self/cgroup"),
-    root: Path = Path("/sys/fs/cgroup"),
-) -> int:
+def memory_of_node(meminfo: Path = Path("/proc/meminfo"), *places: Path) -> int:
     """The bytes that all processes of this node may use together: its memory, or what its control group allows."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    with contextlib.suppress(OSError):
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemTotal:"):
-                found.append(int(line.split()[1]) * 1024)
-    with contextlib.suppress(OSError):
-        for line in groups.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "memory" not in controllers.split(","):
-                continue
-            top = root / "memory" if controllers else root
-            # Within a container the path may be that of the host, of which only the container's own top is visible.
-            for folder in (top / path.lstrip("/"), *(top / path.lstrip("/")).parents):
-                for name in ("memory.max", "memory.limit_in_bytes"):
-                    with contextlib.suppress(OSError, ValueError):  # "max", or no such file
-                        found.append(int((folder / name).read_text()))
-                if folder == top:
-                    break
+    found.append(_status_bytes("MemTotal", meminfo) or found[0])
+    for words in control_groups("memory", ("memory.max", "memory.limit_in_bytes"), *places):
+        found += [int(word) for word in words if word.isdecimal()]
     return min(found)
 
 
@@ -106,11 +90,6 @@ def place_of(device: "torch.device") -> NodeMemory:
     return NodeMemory(platform.node(), memory_of_node())
 
 
-def _largest_resident_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 def peak_memory_bytes(device: Device) -> int:
     """The most bytes in use at once since the process started, or since the peak was last reset.
 
@@ -121,8 +100,8 @@ def peak_memory_bytes(device: Device) -> int:
         import torch
 
         return torch.cuda.max_memory_allocated(device)
-    peak = _status_bytes("VmHWM")
-    return _largest_resident_bytes() if peak is None else peak
+    unit = 1 if sys.platform == "darwin" else 1024
+    return _status_bytes("VmHWM") or unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _on_gpu(device: Device) -> bool:

@@ -128,16 +128,21 @@ class ProgressBar:
 class ProgressOfImages:
     """Of `total` images, or of another `unit`, with what is done with them; on rank 0, others say nothing."""
 
-    def __init__(self, total: int, speaks: bool, unit: str = "image", doing: str = "") -> None:
-        self.total, self.done, self.bad, self.unit = total, 0, 0, unit
+    def __init__(self, total: int, speaks: bool, unit: str = "image", doing: str = "", many: str | None = None) -> None:
+        self.total, self.done, self.bad, self.unit, self.many = total, 0, 0, unit, many or f"{unit}s"
         self._doing = f"{doing}: " if doing else ""
         self._began = time.monotonic()
         self._bar = ProgressBar(total, unit, shown=speaks)
         self.close = self._bar.close
 
     def advance(self, done: int, bad: int) -> None:
-        self.done, self.bad = self.done + done, self.bad + bad
-        self._bar.to(self.done)
+        self.bad += bad
+        self.to(self.done + done)
+
+    def to(self, done: int) -> None:
+        """So many are done."""
+        self.done = done
+        self._bar.to(done)
         if self._bar.is_due:
             self._bar.say(self.line(time.monotonic() - self._began))
 
@@ -145,5 +150,5 @@ class ProgressOfImages:
         rate = self.done / max(seconds, 1e-9)
         left = duration((self.total - self.done) / rate) if self.done else "an unknown time"
         bad = f", {self.bad} of them bad" if self.bad else ""
-        count = f"{self._doing}{self.done} of {counted(self.total, self.unit)}"
-        return f"{count}{bad}, {rate:.3g} {self.unit}s/s, {left} left"
+        count = f"{self._doing}{self.done} of {counted(self.total, self.unit, self.many)}"
+        return f"{count}{bad}, {rate:.3g} {self.many}/s, {left} left"

@@ -1,9 +1,8 @@
 """The machine of a job: `mpirun -n 2 mpi4dl doctor` shows what mpi4dl found, and the time of messages."""
 
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpi4dl._commands import typed
 from mpi4dl.options.command import CommandLine, command
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "Show what a job runs on: nodes, cores, GPUs, the MPI library, and how fast messages are."
 MESSAGE_BYTES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
-REPEAT_SECONDS = 0.2
 SAVED = "the description of this machine, for `mpi4dl plan --machine`"
 
 
@@ -51,6 +49,7 @@ def examine(comm: "Communicator", gpu_wire: str) -> None:
     from mpi4dl import __version__
     from mpi4dl._wording import counted
     from mpi4dl.comm.shutdown import own_launcher
+    from mpi4dl.parallel.costs.cost_model import one_way
 
     comm.node.share_cores()
     node = comm.node
@@ -60,7 +59,8 @@ def examine(comm: "Communicator", gpu_wire: str) -> None:
     places = comm.all_gather_object(
         (platform.node(), node.local_rank, node.cores, torch.get_num_threads(), str(device), name)
     )
-    measured = [measure(comm, size, device) for size in MESSAGE_BYTES]
+    sizes = MESSAGE_BYTES if comm.size > 1 else ()
+    measured = [one_way(comm, size, 1, 1, device, collective=True) for size in sizes]
     if comm.rank:
         return
     print(f"mpi4dl {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
@@ -122,35 +122,6 @@ def save(comm: "Communicator", path: str) -> None:
     comm.agree(problem)
     if comm.rank == 0:
         print(f"{machine.describe()}\n{SAVED}: {path}")
-
-
-def measure(comm: "Communicator", size: int, device: Any) -> float:
-    """Seconds that a message of `size` bytes takes one way between ranks 0 and 1, the median of many. Collective."""
-    import statistics
-
-    import torch
-
-    from mpi4dl.comm.packing import Piece
-
-    times: list[float] = []
-    if comm.rank < 2 <= comm.size:
-        message, other = torch.zeros(size, dtype=torch.uint8, device=device), 1 - comm.rank
-        began = time.perf_counter()
-        more = torch.ones(1, dtype=torch.uint8)
-        while bool(more):
-            start = time.perf_counter()
-            for turn in (0, 1):
-                piece = [Piece(other, message)]
-                leaving, arriving = (piece, []) if comm.rank == turn else ([], piece)
-                comm.iexchange(leaving, arriving, collective=True).wait()
-            times.append((time.perf_counter() - start) / 2)
-            if comm.rank == 0:
-                more.fill_(time.perf_counter() - began < REPEAT_SECONDS)
-                comm.send(more, 1)
-            else:
-                comm.recv(more, 0)
-    comm.barrier()
-    return statistics.median(times) if times else 0.0
 
 
 main = doctor.main

@@ -4,7 +4,7 @@ It prints metrics with intervals and the confusion matrix, of slides by slide an
 run, with a line for each image, curves and calibration.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ if runs(__name__):
     failure.arm()  # before anything else that may fail on one rank alone
 
 from mpi4dl._wording import counted
-from mpi4dl.inference.options import Evaluating, Inference, Inputs, LabelledColumns, Placing
+from mpi4dl.inference.options import EvaluationOptions, Inference
 from mpi4dl.options.command import CommandLine, command
 
 if TYPE_CHECKING:
@@ -28,11 +28,8 @@ DESCRIPTION = "Measure how well a trained model does on images with labels."
 
 
 @dataclass(frozen=True)
-class EvaluateConfig:
-    evaluating: Evaluating = field(default_factory=Evaluating)
-    columns: LabelledColumns = field(default_factory=LabelledColumns)
-    inputs: Inputs = field(default_factory=Inputs)
-    placing: Placing = field(default_factory=Placing)
+class EvaluateConfig(Inference, EvaluationOptions):
+    """The options of the command."""
 
 
 @command(EvaluateConfig, USAGE, DESCRIPTION, source="the folder of a run, a checkpoint, or weights")
@@ -58,17 +55,11 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
         comm.agree(f"{asked.source} has folds: evaluate one of them, such as fold_0, on others" if given else None)
         for name in ("seams", "lpips"):
             comm.agree(f"`{name}`: {asked.source} has folds: evaluate one of them" if getattr(options, name) else None)
-        judging = Judging(options.threshold, options.positive, options.patients)
         out = None if options.out is None else Path(options.out)
-        summarise(
-            comm, Path(asked.source), chosen, judging, part=options.part, out=out, resamples=options.resamples,
-            level=options.level, spell=asked.spell,
-        )  # fmt: skip
+        judging = Judging.of(options)
+        summarise(comm, Path(asked.source), chosen, judging, part=options.part, out=out, spell=asked.spell)
         return
-    judging = judging_by(
-        comm, asked.source, chosen, options.threshold, options.positive, options.patients,
-        on_others=bool(others or options.images or options.part not in (None, "val")),
-    )  # fmt: skip
+    judging = judging_by(comm, asked.source, chosen, options, options.images)
     model = Predictor(asked.source, chosen, comm, partial(framed_for, comm, options, config.columns))
     images, which = open_to_evaluate(
         comm, model.trained, model.folder, options.images, others is not None, options.part
@@ -79,10 +70,7 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
             warnings = seen_before(images, model.folder)
     for line in (*model.title(), f"evaluated on {which}", *warnings) if comm.rank == 0 else ():
         print(asked.spell(line), flush=True)
-    scores = score(
-        model, images, speaks=True, resamples=options.resamples, level=options.level, judging=judging,
-        seams=options.seams, lpips=options.lpips,
-    )  # fmt: skip
+    scores = score(model, images, judging, speaks=True, seams=options.seams, lpips=options.lpips)
     file = file_of_evaluation(model.folder, None if options.out is None else Path(options.out), datetime.now())
     told: dict[str, Any] = {
         "source": asked.source,
@@ -96,9 +84,8 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     }
     with comm.together():
         if comm.rank == 0:
-            remarks = scores.write(file, told, options.level)
-            lines = [*scores.table(options.level, intervals=options.resamples > 0), *remarks]
-            print("\n".join(lines))
+            remarks = scores.write(file, told)
+            print("\n".join([*scores.table(), *remarks]))
             bad = f", {len(scores.bad)} could not be read" if scores.bad else ""
             print(f"{counted(scores.count, scores.what)} evaluated{bad}; see {file} and {file.stem}.csv")
 

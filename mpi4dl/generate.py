@@ -20,11 +20,11 @@ from mpi4dl._files import read_regular
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.config import Parallel
 from mpi4dl.options.declare import ConfigError, like
-from mpi4dl.text.options import Batching, Choosing, Prompts, Ranks
+from mpi4dl.text.options import Batching, Prompts, Ranks, Sampling
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
-    from mpi4dl.text.batcher import Batcher, Event
+    from mpi4dl.text.batcher import Event
 
 USAGE = "RUN_OR_CHECKPOINT [--prompt TEXT] [--FLAG VALUE ...]"
 DESCRIPTION = "Let a trained model continue text."
@@ -40,7 +40,7 @@ class Cores:
 @dataclass(frozen=True)
 class GenerateConfig:
     prompts: Prompts = field(default_factory=Prompts)
-    choosing: Choosing = field(default_factory=Choosing)
+    choosing: Sampling = field(default_factory=Sampling)
     ranks: Ranks = field(default_factory=Ranks)
     batching: Batching = field(default_factory=Batching)
     cores: Cores = field(default_factory=Cores)
@@ -51,7 +51,7 @@ def generate(comm: "Communicator", asked: CommandLine[GenerateConfig]) -> None:
     """Load the model, each rank its part, and write what is asked for to standard output, from rank 0."""
     config = asked.config
     with comm.together((ValueError,)):
-        config.choosing.sampling(config.prompts.num_samples - 1)
+        config.choosing.of_sample(config.prompts.num_samples - 1)
 
     from mpi4dl.text.loading import find_trained, open_batcher
 
@@ -61,7 +61,11 @@ def generate(comm: "Communicator", asked: CommandLine[GenerateConfig]) -> None:
     batcher = open_batcher(comm, trained, config.ranks, config.batching, config.cores.threads)
     with comm.together((ValueError,)):
         if comm.rank == 0:
-            submit_all(batcher, prompts, config.prompts, config.choosing)
+            wanted = [(prompt, number) for prompt in prompts for number in range(config.prompts.num_samples)]
+            printer = Printer(wanted, config.prompts.json)
+            for place, (prompt, number) in enumerate(wanted):
+                tokens = batcher.tokenizer.encode(prompt).tolist()
+                batcher.submit(tokens, config.choosing.of_sample(number), partial(printer.hear, place))
     if comm.rank == 0:
         batcher.stop(drain=True)
         batcher.run()
@@ -92,15 +96,6 @@ def _prompt_in(line: str, where: str) -> str:
     if not isinstance(found, str):
         raise ConfigError(f'{where} is no prompt: it must be a text, such as "def ", or {{"prompt": "def "}}')
     return found
-
-
-def submit_all(batcher: "Batcher", prompts: Sequence[str], asked: Prompts, choosing: Choosing) -> None:
-    """Ask for all samples of all prompts, which are printed in this order. Raises ValueError for what cannot be."""
-    wanted = [(prompt, number) for prompt in prompts for number in range(asked.num_samples)]
-    printer = Printer(wanted, asked.json)
-    for place, (prompt, number) in enumerate(wanted):
-        tokens = batcher.tokenizer.encode(prompt).tolist()
-        batcher.submit(tokens, choosing.sampling(number), partial(printer.hear, place))
 
 
 class Printer:

@@ -18,7 +18,7 @@ if runs(__name__):
     failure.arm()  # before anything else that may fail on one rank alone
 
 from mpi4dl._wording import counted
-from mpi4dl.inference.options import Inference, Inputs, Placing, TableColumns, ToPredict
+from mpi4dl.inference.options import Inference, PredictionOptions
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.declare import ConfigError, neutral
 from mpi4dl.options.kinds import NAME, optional
@@ -45,11 +45,7 @@ class Features:
 
 
 @dataclass(frozen=True)
-class PredictConfig:
-    predicting: ToPredict = field(default_factory=ToPredict)
-    columns: TableColumns = field(default_factory=TableColumns)
-    inputs: Inputs = field(default_factory=Inputs)
-    placing: Placing = field(default_factory=Placing)
+class PredictConfig(Inference, PredictionOptions):
     embedding: Features = field(default_factory=Features)
 
 

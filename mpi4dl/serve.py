@@ -96,7 +96,7 @@ def serve(comm: "Communicator", asked: CommandLine[ServeConfig]) -> None:
 
     from mpi4dl.text.loading import find_trained, open_batcher
 
-    with comm.together((ConfigError, OSError)):
+    with comm.together():
         opened = _open(config.serving) if comm.rank == 0 else None
     trained = find_trained(comm, source, config.ranks.trust_code)
     batcher = open_batcher(comm, trained, config.ranks, config.batching, config.serving.threads)
@@ -112,7 +112,7 @@ def serve(comm: "Communicator", asked: CommandLine[ServeConfig]) -> None:
 
 
 def _open(options: Serving) -> tuple[socket.socket, str | None]:
-    """The socket, and the token that requests must bear. Raises ConfigError, OSError."""
+    """The socket, and the token that requests must bear. Raises ValueError, OSError."""
     try:
         import mpi4dl.text.serving.app  # noqa: F401
         from mpi4dl._http import bind, is_loopback
@@ -125,10 +125,7 @@ def _open(options: Serving) -> tuple[socket.socket, str | None]:
             f"mpi4dl: everybody who reaches {options.host} can use this server: require a token by --token-file",
             file=sys.stderr,
         )
-    try:
-        return bind(options.host, options.port), token
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {options.host}:{options.port}: {error.strerror or error}") from None
+    return bind(options.host, options.port), token
 
 
 def _token(file: str | None) -> str | None:

@@ -53,14 +53,7 @@ def view(asked: CommandLine[ViewConfig], folder: Path) -> None:
     app = make_app(results, (options.host, *(options.allowed_hosts or ())))
     if not is_loopback(options.host):
         print(f"mpi4dl: everybody who reaches {options.host} can see these slides", file=sys.stderr)
-    try:
-        listener = bind(options.host, options.port)
-    except OSError as error:
-        why = error.strerror or error
-        raise ValueError(
-            f"cannot listen on {options.host}:{options.port}: {why}: choose another --port, or 0"
-        ) from None
-    with listener:
+    with bind(options.host, options.port) as listener:
         for remark in results.remarks:
             print(remark)
         for number in (signal.SIGINT, signal.SIGTERM):  # also as uvicorn raises them again when it has stopped

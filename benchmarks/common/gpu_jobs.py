@@ -224,7 +224,7 @@ def exact(card: Card, model: str, arithmetic: Sequence[str]) -> None:
     task = TASKS[model]
     truth = plain_steps(replace(task, device="cpu")) if card.comm.rank == 0 else {}
     for name in arithmetic:
-        allow_tf32(name == "TF32")
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = name == "TF32"
         own = replace(task, device=str(card.device), dtype=ARITHMETIC[name])
         beside = {}
         if card.comm.rank == 0:
@@ -236,10 +236,6 @@ def exact(card: Card, model: str, arithmetic: Sequence[str]) -> None:
             found = steps_by(card.comm, own, plan)
             error, where = worst_difference(found, truth) if card.comm.rank == 0 else (math.inf, "")
             card.tell(model=model, plan=label, arithmetic=name, error=error, where=where, **beside)
-
-
-def allow_tf32(allowed: bool) -> None:
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
 def plain_steps(task: Task) -> dict[str, Tensor]:

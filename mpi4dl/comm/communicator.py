@@ -8,7 +8,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 # are alive.
 
 MANY = 256
+T = TypeVar("T")
 
 
 class CommunicatorPool:
@@ -144,7 +145,7 @@ def world() -> "Communicator":
     Raises:
         Refusal: the launcher started several processes, but MPI sees one: it is that of another MPI library.
     """
-    meeting = failure.start()
+    failure.start()
     problem = alone_of_several()
     if problem is not None:
         raise Refusal(problem)
@@ -157,7 +158,7 @@ def world() -> "Communicator":
     if torch.cuda.is_available() and MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         # Backward passes on a GPU run on a thread of autograd's, which may not call such an MPI.
         torch.autograd.set_multithreading_enabled(False)
-    comm.node.waits, comm.exit_notifications = waits, meeting.exit_notifications
+    comm.node.waits = waits
     return comm
 
 
@@ -181,8 +182,6 @@ class Communicator(PointToPoint):
         self._objects = mpi if objects is None else objects
         self.pool = CommunicatorPool() if pool is None else pool
         self.max_reduction_bytes = MAX_REDUCTION_BYTES
-        # What is called when this rank ends without an error.
-        self.exit_notifications: list[Callable[[], None]] = []
         self._num_met = 0  # collectives of objects so far
 
     def __repr__(self) -> str:
@@ -296,14 +295,12 @@ class Communicator(PointToPoint):
             return Pending(self.node)
         small_sum = op == "sum" and root is None and tensor.is_floating_point() and tensor.nbytes <= ALIKE_BYTES
         if small_sum and tensor.is_cuda and self.nccl is not None:
-            return self._sum_everywhere(tensor.detach())
+            # The whole tensor goes to all, each of whom adds up what came, in the order of the ranks.
+            target = tensor.detach()
+            everywhere = [target.contiguous()] * self.size
+            pending, add_up = transport.swap_parts(self, everywhere, transport.SCATTER_TAG, collective=True)
+            return pending.then(lambda: target.copy_(add_up()))
         return self._in_place(tensor.detach(), lambda x: self._reduce(x, op, root))
-
-    def _sum_everywhere(self, tensor: Tensor) -> Pending:
-        """Start to send the whole tensor to all, each of whom adds up what came, in the order of the ranks."""
-        everywhere = [tensor.contiguous()] * self.size
-        pending, add_up = transport.swap_parts(self, everywhere, transport.SCATTER_TAG, collective=True)
-        return pending.then(lambda: tensor.copy_(add_up()))
 
     def _reduce(self, tensor: Tensor, op: str, root: int | None) -> Pending:
         """The same for a dense tensor on the host, now."""
@@ -545,6 +542,14 @@ class Communicator(PointToPoint):
             raise refusal from error
         except RankFailed as failed:
             raise error or failed from None
+
+    def from_first(self, make: Callable[[], T], kinds: tuple[type[Exception], ...] = (ValueError, OSError)) -> T:
+        """On all ranks what rank 0 makes; if that fails, all ranks raise as in `together`. Collective."""
+        made = None
+        with self.together(kinds):
+            if self.rank == 0:
+                made = make()
+        return self.broadcast_object(made)
 
 
 def _caller() -> str:

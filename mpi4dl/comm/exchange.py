@@ -227,19 +227,20 @@ class Exchange:
     `adjoint` is the exchange of gradients: needed boxes return to their owners, who add them up.
     """
 
-    tag = FORWARD_TAG
-    adds = False  # the strips to what is there
-
-    def __init__(self, plan: ExchangePlan, comm: Communicator, dims: Dims, fill: float = 0.0) -> None:
+    def __init__(
+        self, plan: ExchangePlan, comm: Communicator, dims: Dims, fill: float = 0.0, adds: bool = False
+    ) -> None:
         self.plan = plan
         self.comm = comm
         self.dims = dims
         self.fill = fill
+        self.adds = adds  # the strips to what is there
+        self.tag = BACKWARD_TAG if adds else FORWARD_TAG
         self._moves: dict[Sequence[int], Moves] = {}
 
     @cached_property
     def adjoint(self) -> "Exchange":
-        return _Adjoint(self.plan.adjoint, self.comm, self.dims)
+        return Exchange(self.plan.adjoint, self.comm, self.dims, adds=True)
 
     def start(self, x: Tensor) -> Incoming:
         """Send what others need of x, and expect what this rank needs of them."""
@@ -325,12 +326,12 @@ class Exchange:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`bring`, differentiable."""
-        return _Exchange.apply(x, self)
+        return linear(x, self._own, self.adjoint.bring)
 
-
-class _Adjoint(Exchange):
-    tag = BACKWARD_TAG
-    adds = True
+    def _own(self, x: Tensor) -> Tensor:
+        y = self.bring(x)
+        alias = torch._C._is_alias_of(y, x)  # type: ignore[attr-defined]
+        return y.clone() if alias else y  # nobody may find itself writing to x
 
 
 TWICE = (
@@ -367,20 +368,6 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *gradients)
 
     return once
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        result = exchange.bring(x)
-        own = not torch._C._is_alias_of(result, x)  # type: ignore[attr-defined]
-        return result if own else result.clone()  # nobody may find itself writing to x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.adjoint.bring(gradient), None
 
 
 # The linear maps between ranks that autograd sees, each with its exact adjoint as its backward pass.

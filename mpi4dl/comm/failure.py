@@ -113,8 +113,11 @@ def _exit(status: Any = None) -> NoReturn:
 def _exit_at_once(status: int) -> NoReturn:
     if _others_may_wait():
         opened = met()
-        if status == 0 and opened is not None and opened.gathers(MEETING_SECONDS):
-            leave(0)
+        if status == 0 and opened is not None:
+            for exit_notification in opened.exit_notifications:
+                exit_notification()
+            if opened.gathers(float("inf") if opened.exit_notifications else MEETING_SECONDS):
+                leave(0)
         _leave_early(status or FAILURE, f"os._exit({status})")
     exit_now(status)
 
@@ -178,13 +181,6 @@ def _on_stop(number: int, frame: object) -> None:
     exit_now(SIGNALLED + number)
 
 
-def hear_signals() -> None:
-    """Let signals that ask a job to stop end it with a message, from before it starts up to its end."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _on_stop)
-
-
 def run(main: Callable[[], None], patience: float = START_SECONDS) -> None:
     """Run a command, from before MPI starts and torch is imported: the job ends cleanly however `main()` ends.
 
@@ -192,7 +188,9 @@ def run(main: Callable[[], None], patience: float = START_SECONDS) -> None:
     where a rank no longer answers.
     """
     die_by_ctrl_c()
-    hear_signals()
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # which ask a job to stop
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _on_stop)
     atexit.register(_on_end, arm().process, patience, finalize=True)
     watchdog = Watchdog(patience and max(patience, START_SECONDS))
     try:

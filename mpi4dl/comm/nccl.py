@@ -30,9 +30,8 @@ import platform
 import socket
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -45,29 +44,16 @@ from mpi4dl.comm.pending import Pending
 from mpi4dl.comm.requests import Works
 from mpi4dl.comm.shutdown import met
 
+if TYPE_CHECKING:
+    from mpi4dl.comm import Communicator
+
 # Keys and values that all ranks share, for torch.distributed: MPI says where, so nobody has to name an address.
 
 LOCAL = "127.0.0.1"
 STORE_PATIENCE = timedelta(seconds=20)
 
 
-class Peers(Protocol):
-    """Ranks that meet: what a communicator, which is built on this, can do for them."""
-
-    rank: int
-    size: int
-    node: Node
-
-    def all_gather_object(self, value: Any) -> list[Any]: ...
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any: ...
-
-    def agree(self, error: str | None = None) -> None: ...
-
-    def together(self, kinds: tuple[type[Exception], ...]) -> AbstractContextManager[None]: ...
-
-
-def open_store(comm: Peers) -> tuple[dist.Store | None, str]:
+def open_store(comm: "Communicator") -> tuple[dist.Store | None, str]:
     """A store that rank 0 keeps; None on all ranks, and why, where they cannot reach rank 0 by TCP. Collective.
 
     It asks nobody who he is: so rank 0 listens where the others are, on this machine alone or on the way to theirs.
@@ -140,7 +126,7 @@ class Groups:
         made.append(self._open(store, ranks.index(self.rank), len(ranks)))
         return made[-1]
 
-    def sums(self, comm: Peers, ranks: tuple[int, ...]) -> "Summing":
+    def sums(self, comm: "Communicator", ranks: tuple[int, ...]) -> "Summing":
         """A summing object with a group of its own: a new one, or one that was given up. Collective over `comm`.
 
         The ranks of `comm`, which are these `ranks` of all, may find at different times that nobody sums any more.
@@ -184,7 +170,7 @@ class Nccl:
             group.recv([as_bytes(x)], self.ranks[peer], 0)
         return Works([group._end_coalescing()])
 
-    def sums(self, comm: Peers) -> "Summing":
+    def sums(self, comm: "Communicator") -> "Summing":
         """A summing object for the ranks of `comm`, which are these. Collective over them."""
         return self._groups.sums(comm, self.ranks)
 
@@ -206,7 +192,7 @@ class Summing:
         return pending if total.data_ptr() == target.data_ptr() else pending.then(lambda: target.copy_(total))
 
 
-def check(comm: Peers) -> None:
+def check(comm: "Communicator") -> None:
     """Whether each rank has NCCL and a GPU of its own. Collective.
 
     Raises:
@@ -230,7 +216,7 @@ def check(comm: Peers) -> None:
             )
 
 
-def join(comm: Peers, open_group: OpenGroup = open_group) -> Nccl:
+def join(comm: "Communicator", open_group: OpenGroup = open_group) -> Nccl:
     """Connect all ranks of `comm` by NCCL. Collective.
 
     Raises:
@@ -240,21 +226,16 @@ def join(comm: Peers, open_group: OpenGroup = open_group) -> Nccl:
     if store is None:
         raise Refusal(f"gpu wire is 'nccl', but {complaint}: use `gpu_wire` auto")
     store.set_timeout(NEVER)
+    device = comm.node.device("cuda")
     with comm.together((RuntimeError,)):
         groups = Groups(store, comm.rank, comm.size, open_group)
         nccl = Nccl(groups, range(comm.size))
-        _connect_pairs(nccl, comm)
+        leaving, arriving = (torch.zeros(comm.size, 1, dtype=torch.uint8, device=device) for _ in range(2))
+        others = [rank for rank in range(comm.size) if rank != comm.rank]
+        if others:  # a byte between any two ranks: only by that NCCL connects them
+            works = nccl.exchange([(r, leaving[r]) for r in others], [(r, arriving[r]) for r in others])
+            Pending(comm.node, [works], [leaving, arriving], [works.join]).wait()
     meeting = met()
     if meeting is not None:
         meeting.closings.append(groups.close)
     return nccl
-
-
-def _connect_pairs(nccl: Nccl, comm: Peers) -> None:
-    """Send a byte between any two ranks: only by that NCCL connects them."""
-    device = comm.node.device("cuda")
-    leaving, arriving = (torch.zeros(comm.size, 1, dtype=torch.uint8, device=device) for _ in range(2))
-    others = [rank for rank in range(comm.size) if rank != comm.rank]
-    if others:
-        works = nccl.exchange([(r, leaving[r]) for r in others], [(r, arriving[r]) for r in others])
-        Pending(comm.node, [works], [leaving, arriving], [works.join]).wait()

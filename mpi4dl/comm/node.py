@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpi4dl._files import control_groups
 from mpi4dl.comm.requests import Driven, Request, Waits
 from mpi4dl.comm.watchdog import watchdog_thread
 
@@ -176,28 +177,11 @@ def cores() -> int:
     return max(1, int(min(len(os.sched_getaffinity(0)), quota())))
 
 
-def quota(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
-    """How many cores' time the control groups of this process, of version 1 or 2, allow to all that is in them."""
+def quota(*places: Path) -> float:
+    """How many cores' time the control groups of this process allow to all that is in them."""
     allowed = [float("inf")]
-    for line in _lines(proc):
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        top = root / controllers if controllers else root
-        # Within a container the path may be that of the host, of which nothing is seen but the container's own top.
-        for folder in (top / path.lstrip("/"), *(top / path.lstrip("/")).parents):
-            words = [*_lines(folder / "cpu.max"), *_lines(folder / "cpu.cfs_quota_us")]
-            words += _lines(folder / "cpu.cfs_period_us")
-            most, *period = " ".join(words).split() or ["max"]
-            if most not in ("max", "-1"):
-                allowed.append(int(most) / int(*period))
-            if folder == top:
-                break
+    for words in control_groups("cpu", ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"), *places):
+        most, *period = words
+        if most not in ("max", "-1"):
+            allowed.append(int(most) / int(*period))
     return min(allowed)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

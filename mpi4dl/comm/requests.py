@@ -7,7 +7,7 @@ marks where a rank waits for one.
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mpi4dl.comm import Mismatch
 
@@ -86,7 +86,12 @@ class Receives:
                 if not posted.request.Test(self._status):
                     return False
             except RuntimeError as error:
-                self._raise(error)
+                from mpi4py import MPI
+
+                if not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE:
+                    raise
+                del self._open[0]
+                raise Mismatch(self._complaint(posted.num_bytes, posted.source, "more")) from None
             del self._open[0]
             source, count = self._status.source, self._status.Get_count()
             if self._heard is not None:
@@ -103,15 +108,6 @@ class Receives:
             posted.request.Wait(self._status)
             if not self._status.Is_cancelled() and self._heard is not None:
                 self._heard(self._status.source)
-
-    def _raise(self, error: RuntimeError) -> NoReturn:
-        """What it means that the first of the open receives failed."""
-        from mpi4py import MPI
-
-        if not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE:
-            raise error
-        posted = self._open.pop(0)
-        raise Mismatch(self._complaint(posted.num_bytes, posted.source, "more")) from None
 
     def _complaint(self, expected: int, source: int | None, arrived: str) -> str:
         name = "any rank" if source is None else f"rank {source}"

@@ -198,25 +198,6 @@ def mpi_has_started() -> bool:
     return mpi is not None and mpi.Is_initialized()
 
 
-def strangers() -> tuple[str, int] | None:
-    """The variable by which a launcher says that it started several processes, and how many, where MPI sees one.
-
-    This happens where mpirun belongs to another MPI library than mpi4py, or srun speaks no PMI that the library knows:
-    each process is alone then. A process that the library's own mpirun started alone, within whatever job, is no
-    stranger; nor is one at a terminal in an allocation of Slurm.
-    """
-    from mpi4py import MPI
-
-    own = OPEN_MPI if MPI.get_vendor()[0] == "Open MPI" else PMI
-    if MPI.COMM_WORLD.size > 1 or os.environ.get(own) == "1":
-        return None
-    at_a_terminal = sys.stdin is not None and sys.stdin.isatty()
-    found = [(int(os.environ.get(name, "") or 0), name) for name in (PMI, OPEN_MPI, *((SLURM,) * (not at_a_terminal)))]
-    found.append((1 + int(os.environ.get("PMIX_RANK", "") or 0), "PMIX_RANK"))
-    number, name = max(found)
-    return (name, number) if number > 1 else None
-
-
 def own_launcher() -> str:
     """The mpirun of the MPI library that mpi4py uses: its path where it lies beside the library, or in words."""
     from mpi4py import MPI
@@ -236,11 +217,23 @@ def own_launcher() -> str:
 
 
 def alone_of_several() -> str | None:
-    """What to say where processes of one job do not see each other; None if there is no sign of that."""
-    found = strangers()
-    if found is None:
+    """What to say where a launcher started several processes, and MPI sees one; None if there is no sign of that.
+
+    This happens where mpirun belongs to another MPI library than mpi4py, or srun speaks no PMI that the library knows:
+    each process is alone then. A process that the library's own mpirun started alone, within whatever job, is no
+    stranger; nor is one at a terminal in an allocation of Slurm.
+    """
+    from mpi4py import MPI
+
+    own = OPEN_MPI if MPI.get_vendor()[0] == "Open MPI" else PMI
+    if MPI.COMM_WORLD.size > 1 or os.environ.get(own) == "1":
         return None
-    name, number = found
+    at_a_terminal = sys.stdin is not None and sys.stdin.isatty()
+    found = [(int(os.environ.get(name, "") or 0), name) for name in (PMI, OPEN_MPI, *((SLURM,) * (not at_a_terminal)))]
+    found.append((1 + int(os.environ.get("PMIX_RANK", "") or 0), "PMIX_RANK"))
+    number, name = max(found)
+    if number < 2:
+        return None
     return (
         f"each of the {number} processes of this job is alone ({name} {os.environ[name]}): start with "
         f"{own_launcher()}, or by srun with the --mpi that it speaks; to let processes be alone, use env -u {name}"

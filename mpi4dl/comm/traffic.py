@@ -22,10 +22,6 @@ class Round(NamedTuple):
         """What rounds have in common that are added up."""
         return self.kind, self.axes, tuple(offset for offset, _ in self.parts)
 
-    def times_as_large(self, factor: float) -> "Round":
-        """As many rounds, of messages that are so many times as large."""
-        return self._replace(parts=tuple((offset, round(size * factor)) for offset, size in self.parts))
-
 
 Traffic = tuple[Round, ...]
 

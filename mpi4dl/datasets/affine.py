@@ -6,20 +6,22 @@ Places are absolute and in float64, and each pixel is computed by itself. So a b
 by bit, however the image is tiled.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import cos, radians, sin
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mpi4dl.datasets.base import Values
-from mpi4dl.geometry import Interval, ceil_div
+from mpi4dl.geometry import Interval
 
 BLOCK_PX = 256  # sides of blocks of pixels, which bound the boxes that are read around them
 
 Places = npt.NDArray[np.float64]
-Read = Callable[[Interval, Interval], Values]
+Read = Callable[[Interval, Interval], Any]
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,6 @@ class Affine:
     size: tuple[int, ...]
     patch: int | None = None
 
-    def blocks(self, space: Sequence[Interval], side: int = BLOCK_PX) -> Iterator[tuple[Interval, Interval]]:
-        """The blocks that a box consists of, each within a patch."""
-        rows, cols = (_parts(interval, self.patch or side) for interval in space)
-        return ((down, across) for down in rows for across in cols)
-
     def places(self, rows: Interval, cols: Interval) -> tuple[Places, Places]:
         """From which row and column each pixel of a block comes, (rows, columns) each; the first pixel is at (0, 0)."""
         middle = [
@@ -52,25 +49,31 @@ class Affine:
         along, aside = cos(turned) / self.scale, sin(turned) / self.scale
         return middle[0] + (along * down + aside * across), middle[1] + (along * across - aside * down)
 
-    def pixels(self, space: Sequence[Interval], read: Read) -> Values:
-        """A box of the turned image, bilinear; `read` gives boxes of the image, also beyond its sides."""
+    def pixels(self, space: Sequence[Interval], read: Read, pick: Callable[[Places, Places, Read], Any]) -> Any:
+        """A box of the turned image, block by block within patches, as `pick` takes pixels at places, such as bilinear.
+
+        `read` gives boxes of the image, also beyond its sides.
+        """
         first = tuple(interval.start for interval in space)
-        found: Values | None = None
-        for rows, cols in self.blocks(space):
-            made = _bilinear(*self.places(rows, cols), read)
+        found: Any = None
+        cut = ([block.intersect(each) for block in each.blocks(self.patch or BLOCK_PX)] for each in space)
+        for rows, cols in product(*cut):
+            made = pick(*self.places(rows, cols), read)
             if found is None:
                 found = np.empty((*(interval.length for interval in space), made.shape[-1]), made.dtype)
             found[rows.start - first[0] : rows.stop - first[0], cols.start - first[1] : cols.stop - first[1]] = made
         return read(space[0], space[1]) if found is None else found
 
 
-def _parts(interval: Interval, side: int) -> list[Interval]:
-    """An interval cut at the multiples of `side`."""
-    numbers = range(interval.start // side, ceil_div(interval.stop, side))
-    return [Interval(n * side, (n + 1) * side).intersect(interval) for n in numbers]
+def at_nearest(down: Places, across: Places, read: Read) -> Any:
+    """The nearest pixels."""
+    top, left = (np.floor(each + 0.5).astype(np.int64) for each in (down, across))
+    rows, cols = (Interval(int(each.min()), int(each.max()) + 1) for each in (top, left))
+    return read(rows, cols)[top - rows.start, left - cols.start]
 
 
-def _bilinear(down: Places, across: Places, read: Read) -> Values:
+def bilinear(down: Places, across: Places, read: Read) -> Values:
+    """Means of the four pixels around."""
     top, left = np.floor(down).astype(np.int64), np.floor(across).astype(np.int64)
     rows, cols = (Interval(int(each.min()), int(each.max()) + 2) for each in (top, left))
     part = read(rows, cols)

@@ -38,9 +38,6 @@ class ArrayDataset(Whole):
     def __len__(self) -> int:
         return len(self._images)
 
-    def name(self, index: int) -> str:
-        return str(index)
-
     def digest(self) -> str:
         """A digest that differs where images or labels differ."""
         found = hashlib.blake2b(self._labels.tobytes(), digest_size=8)
@@ -51,8 +48,7 @@ class ArrayDataset(Whole):
     @property
     def strata(self) -> list[int]:
         """The class of each image."""
-        found: list[int] = self._labels.tolist()
-        return found
+        return self._labels.tolist()
 
     def label(self, index: int) -> int:
         return int(self._labels[index])
@@ -192,21 +188,13 @@ class _ArraysOnly(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-            return _empty_array
+            return lambda kind, shape, code: np.ndarray(shape, code.decode())
         if module == "numpy" and name == "dtype":
-            return _dtype
+            # The files of 2009 pass 0 and 1 where NumPy now insists on False and True.
+            return lambda code, *flags: np.dtype(code.decode() if isinstance(code, bytes) else code, *map(bool, flags))
         if module == "numpy" and name == "ndarray":
             return np.ndarray
         raise pickle.UnpicklingError(f"asks for {module}.{name}, which no CIFAR file needs")
-
-
-def _empty_array(kind: type, shape: tuple[int, ...], code: bytes) -> Any:
-    return np.ndarray(shape, code.decode())
-
-
-def _dtype(code: bytes | str, align: int = 0, copy: int = 0) -> np.dtype[Any]:
-    # The files of 2009 pass 0 and 1 where NumPy now insists on False and True.
-    return np.dtype(code.decode() if isinstance(code, bytes) else code, bool(align), bool(copy))
 
 
 def _load(file: Path, *keys: bytes) -> dict[bytes, Any]:
@@ -252,9 +240,6 @@ class Synthetic(Whole):
 
     def __len__(self) -> int:
         return self._length
-
-    def name(self, index: int) -> str:
-        return str(index)
 
     def label(self, index: int) -> int:
         return index % len(self.classes)

@@ -5,7 +5,9 @@ An image has rows and columns, or a depth before them, and is a volume then, or 
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from math import inf
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -56,14 +58,16 @@ def package(name: str, what: str, *packages: str) -> Any:
 
 
 class Image(Protocol):
-    """One image, of which any box can be read. It is made for one reading thread and dropped after use."""
+    """One image, or a mask, of which any box can be read. It is made for one reading thread and dropped after use."""
 
     @property
     def size(self) -> tuple[int, ...]:
         """Of each axis of space, such as (height, width)."""
 
-    def read(self, *space: Interval) -> Values:
+    def read(self, *space: Interval) -> npt.NDArray[Any]:
         """The pixels of a box inside the image, (rows, columns, channels): uint8, or float32 whose range is 0 to 1.
+
+        Of a mask they are the classes of pixels, (rows, columns), int64; -100 is none.
 
         Raises:
             BadImage: the file cannot be decoded.
@@ -83,17 +87,6 @@ class Opened(NamedTuple):
     read_part: Callable[[Slices], npt.NDArray[Any]]
     dtype: Any
     scaled: bool = False
-
-
-class MaskImage(Protocol):
-    """A mask, of which any box can be read."""
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        """That of its image."""
-
-    def read(self, *space: Interval) -> npt.NDArray[Any]:
-        """The classes of the pixels of a box, (rows, columns), int64; -100 is none. Raises BadImage."""
 
 
 class Dataset(Protocol):
@@ -169,6 +162,10 @@ class Whole:
         """All lists of files that reading samples may open."""
         return ()
 
+    def name(self, index: int) -> str:
+        """A name that stays a sample's when others come or go; for want of another its number."""
+        return str(index)
+
 
 def task_of(dataset: Any) -> str:
     """The task of a dataset's labels: one class per image, unless it declares another."""
@@ -178,6 +175,28 @@ def task_of(dataset: Any) -> str:
 def drawn(dataset: Any, key: tuple[int, ...]) -> Any:
     """The dataset whose samples are as they are drawn by a key, such as (seed, epoch, repeat); most draw nothing."""
     return dataset.drawn(key) if hasattr(dataset, "drawn") else dataset
+
+
+class LastMade:
+    """What was made last by key, up to so `many` or so much `weight`; threads share it, other processes begin anew."""
+
+    def __init__(self, many: float = inf, weight: Callable[[Any], int] | None = None) -> None:
+        self._lock, self._many, self._weight, self._made = Lock(), many, weight, dict[Any, Any]()
+
+    def __call__(self, key: Any, make: Callable[[], Any]) -> Any:
+        with self._lock:
+            made = self._made.pop(key, self)
+        made = make() if made is self else made
+        with self._lock:
+            self._made[key] = made
+            while len(self._made) > 1 and self._many < (
+                sum(map(self._weight, self._made.values())) if self._weight else len(self._made)
+            ):
+                del self._made[next(iter(self._made))]
+        return made
+
+    def __reduce__(self) -> Any:
+        return LastMade, (self._many, self._weight)
 
 
 class WholeImage:

@@ -50,15 +50,6 @@ MOST_OF_TILE = 64  # bytes of memory for each sample of a tile while it is decod
 SPARE_BYTES = 1 << 28
 
 
-def limit_memory(num_bytes: int) -> None:
-    """Let this process take so many bytes more than it has, and some to spare: damaged tiles may ask for any number."""
-    with open("/proc/self/status") as status:
-        (held,) = (int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    most = held + SPARE_BYTES + num_bytes
-    resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-
-
 def tiff(path: str) -> Read:
     """The samples of one segment (a tile or a strip) of a page, or of all.
 
@@ -73,8 +64,15 @@ def tiff(path: str) -> Read:
             for number in place:
                 page = pages[number]
                 pages = page.pages
+            # Damaged tiles may ask for any number of bytes: this process gets so many more than it has.
+            with open("/proc/self/status") as status:
+                (held,) = (int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))
             whole = 0 if index is not None else page.nbytes
-            limit_memory(MOST_OF_TILE * math.prod(page.keyframe.chunks) + 2 * whole)
+            most = held + SPARE_BYTES + MOST_OF_TILE * math.prod(page.keyframe.chunks) + 2 * whole
+            hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+            resource.setrlimit(
+                resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard)
+            )
             if index is None:
                 samples = page.asarray(maxworkers=1)
             else:

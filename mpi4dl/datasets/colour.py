@@ -5,6 +5,7 @@ scales all samples: the range that the file declares, or else that of their type
 and never the image's own brightest pixel.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -37,7 +38,15 @@ def bytes_of(samples: npt.NDArray[Any], top: float | None = None) -> Pixels:
     if samples.dtype.kind not in _KINDS_OF_NUMBERS:
         raise ValueError(f"stores samples of type {samples.dtype}: expected integers or floating point")
     if samples.dtype.kind == "f":
-        return _bytes_of_floats(samples, 1.0 if top is None else top)
+        top = 1.0 if top is None else top
+        share = samples.astype(np.float64) / top
+        least, most = (float(samples.min()), float(samples.max())) if samples.size else (0.0, 0.0)
+        if not -_FLOAT_TOLERANCE * top <= least <= most <= (1 + _FLOAT_TOLERANCE) * top:
+            raise ValueError(
+                f"stores floating-point values from {least:g} to {most:g}, but 0 is black and {top:g} is white: divide "
+                "them by the largest that there can be, or say it in the tag SMaxSampleValue"
+            )
+        return np.rint(WHITE * np.clip(share, 0.0, 1.0, out=share), out=share).astype(np.uint8)
     info = np.iinfo(samples.dtype)
     top = info.max if top is None else int(top)
     if samples.dtype.kind == "u" and info.bits <= _TABLE_BITS:
@@ -51,18 +60,6 @@ def _table(top: int) -> Pixels:
     return ((np.arange(top + 1, dtype=np.int64) * WHITE + top // 2) // top).astype(np.uint8)
 
 
-def _bytes_of_floats(samples: npt.NDArray[Any], top: float) -> Pixels:
-    share = samples.astype(np.float64) / top
-    if share.size:
-        least, most = float(samples.min()), float(samples.max())
-        if not -_FLOAT_TOLERANCE * top <= least <= most <= (1 + _FLOAT_TOLERANCE) * top:
-            raise ValueError(
-                f"stores floating-point values from {least:g} to {most:g}, but 0 is black and {top:g} is white: divide "
-                "them by the largest that there can be, or say it in the tag SMaxSampleValue"
-            )
-    return np.rint(WHITE * np.clip(share, 0.0, 1.0, out=share), out=share).astype(np.uint8)
-
-
 def over_white(colour: Pixels, alpha: Pixels, premultiplied: bool = False) -> Pixels:
     """Lay (h, w, channels) pixels with an (h, w) opacity over a white page, as slides are."""
     if alpha.size and alpha.min() == WHITE:
@@ -71,6 +68,17 @@ def over_white(colour: Pixels, alpha: Pixels, premultiplied: bool = False) -> Pi
     page = WHITE * (WHITE - weight)
     ink = colour.astype(np.uint16) * (np.uint16(WHITE) if premultiplied else weight)
     return ((np.minimum(ink, WHITE * WHITE - page) + page + 127) // WHITE).astype(np.uint8)
+
+
+def in_strips(read: Callable[[Interval, Interval], Pixels], rows: Interval, cols: Interval, height: int) -> Pixels:
+    """The pixels (h, w, 3) of a box, of which few rows are read at once, so that little is alive beside the result."""
+    strips = rows.strips(height) if cols.length else []
+    if len(strips) == 1:
+        return read(rows, cols)
+    pixels = np.empty((rows.length, cols.length, 3), np.uint8)
+    for strip in strips:
+        pixels[strip.start - rows.start : strip.stop - rows.start] = read(strip, cols)
+    return pixels
 
 
 def rgb_of(pixels: Pixels, alpha: bool = False, premultiplied: bool = False) -> Pixels:

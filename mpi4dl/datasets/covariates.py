@@ -19,9 +19,7 @@ from mpi4dl.datasets.base import DatasetError
 from mpi4dl.datasets.table import (
     CsvTable,
     LabelColumns,
-    Line,
     as_number,
-    folded_column,
     folded_name,
     require_one_way,
     says_none,
@@ -49,7 +47,10 @@ class Covariate(NamedTuple):
     @classmethod
     def read(cls, entry: Any) -> "Covariate":
         """That of `age` or `site:class`, or of a list of this and what it was fitted to. Raises ValueError."""
-        text, *fit = (part.strip() if isinstance(part, str) else part for part in _listed(entry))
+        given = [entry] if isinstance(entry, str) else [*entry] if isinstance(entry, list | tuple) else []
+        if not given or not given[0] or not isinstance(given[0], str):
+            raise ValueError(entry)
+        text, *fit = (part.strip() if isinstance(part, str) else part for part in given)
         column = text.removesuffix(CLASS)
         numbers = [each for each in fit if isinstance(each, float)]
         classes = [each for each in fit if isinstance(each, str)]
@@ -86,39 +87,27 @@ class Covariate(NamedTuple):
         return f"{self.column} ({some(self.fit, 10)})"
 
 
-def _listed(entry: Any) -> list[Any]:
-    if not isinstance(entry, str | list | tuple) or not entry:
-        raise ValueError(entry)
-    found = [entry] if isinstance(entry, str) else [*entry]
-    if not isinstance(found[0], str):
-        raise ValueError(entry)
-    return found
-
-
 def _as_class(cell: str) -> str:
     whole = _WHOLE.fullmatch(cell)
     return whole[1] if whole else cell
 
 
-def read_cells(
-    table: CsvTable, lines: Sequence[Line], asked: Sequence[Covariate], taken: Mapping[str, str]
-) -> tuple[list[str], list[Cells]]:
+def read_cells(table: CsvTable, asked: Sequence[Covariate], taken: Mapping[str, str]) -> tuple[list[str], list[Cells]]:
     """The columns of covariates, and the cells of each line; `taken` says of other columns what they are for.
 
     Raises DatasetError.
     """
     where, columns = f"{table.path}, line {table.header_line}", []
     for each in asked:
-        same = [name for name in table.columns if folded_column(name) == folded_column(each.column)]
-        found = [name for name in table.columns if name == each.column] or same
+        found = table.named(each.column)
         if len(found) != 1:
             has = f"two columns {each.column!r}" if found else f"no column {each.column!r}"
             raise DatasetError(f"{where}: has {has} of covariates, but {some(found or table.columns)}")
         if found[0] in taken:
             what = f"{found[0]!r} is the column of the {taken[found[0]]}"
             raise DatasetError(f"{where}: {what}: leave it out of `covariates`")
-        texts = [line for line in lines if not says_none(line.values[found[0]])]
-        column = LabelColumns(table.path, (found[0],), texts, table.delimiter)
+        texts = [line for line in table.lines if not says_none(line.values[found[0]])]
+        column = LabelColumns(table, (found[0],), texts)
         remedy = f"name it by `covariates` {each.column}:class"
         of_numbers = each.of_numbers if each.fit else not each.is_class and column.require_numbers_or_words(remedy)
         if of_numbers:
@@ -126,7 +115,7 @@ def read_cells(
         elif not each.fit:
             require_one_way(found[0], texts, folded_name, "class")
         columns.append(found[0])
-    cells = [[None if says_none(line.values[name]) else line.values[name] for name in columns] for line in lines]
+    cells = [[None if says_none(line.values[name]) else line.values[name] for name in columns] for line in table.lines]
     names = [each.column for each in asked]
     return columns, [tuple(zip(names, own, strict=True)) for own in cells]
 

@@ -6,8 +6,8 @@
 import io
 import os
 import warnings
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -20,7 +20,7 @@ from mpi4dl._files import open_regular
 from mpi4dl._wording import counted, mebibytes
 from mpi4dl.datasets import tiff
 from mpi4dl.datasets.base import BadImage, DatasetError, Image, Pixels, Values, package, unit_values
-from mpi4dl.datasets.colour import TAG, WHITE, rgb_of_pillow, upright
+from mpi4dl.datasets.colour import TAG, WHITE, in_strips, rgb_of_pillow, upright
 from mpi4dl.datasets.reader_process import OpenSlideLevel, open_with_openslide
 from mpi4dl.datasets.tiff import Unsupported
 from mpi4dl.geometry import Interval
@@ -79,15 +79,7 @@ class _Picture:
 
     def read(self, *space: Interval) -> Pixels:
         rows, cols = space
-        height = max(1, _STRIP_PIXELS // max(1, cols.length))
-        tops = range(rows.start, rows.stop, height)
-        if len(tops) == 1 and cols.length:
-            return self._strip(rows, cols)
-        pixels = np.empty((rows.length, cols.length, 3), np.uint8)
-        for top in tops if cols.length else ():
-            strip = Interval(top, min(top + height, rows.stop))
-            pixels[top - rows.start : strip.stop - rows.start] = self._strip(strip, cols)
-        return pixels
+        return in_strips(self._strip, rows, cols, max(1, _STRIP_PIXELS // max(1, cols.length)))
 
     def _strip(self, rows: Interval, cols: Interval) -> Pixels:
         box = (cols.start, rows.start, cols.stop, rows.stop)
@@ -121,22 +113,16 @@ def open_image(path: Path) -> Image:
             raise BadImage(path, f"has {stored.channels} channels, and colours have 1 or 3: choose some by `channels`")
         return ShownPicture(stored)
     with blaming(path), open_regular(path) as file:
-        return _ImageFile(path, _reader(path, file))
-
-
-def _reader(path: Path, file: BinaryIO) -> Image:
-    magic = file.read(4)
-    if not magic:
-        raise BadImage(path, "is empty (0 bytes)")
-    if path.suffix.lower() in SLIDE_SUFFIXES:
-        width, height = open_with_openslide(path)[0]["levels"][0]
-        return OpenSlideLevel(path, 0, (height, width), 1.0)
-    if magic not in tiff.MAGIC:
-        return _open_picture(path, file)
-    try:
-        return tiff.open_tiff(path)
-    except Unsupported:
-        return _open_picture(path, file)
+        magic = file.read(4)
+        if not magic:
+            raise BadImage(path, "is empty (0 bytes)")
+        if path.suffix.lower() in SLIDE_SUFFIXES:
+            width, height = open_with_openslide(path)[0]["levels"][0]
+            return _ImageFile(path, OpenSlideLevel(path, 0, (height, width), 1.0))
+        if magic in tiff.MAGIC:
+            with suppress(Unsupported):
+                return _ImageFile(path, tiff.open_tiff(path))
+        return _ImageFile(path, _open_picture(path, file))
 
 
 class _ImageFile:
@@ -234,10 +220,7 @@ class StoredPicture:
     def read(self, *space: Interval) -> Values:
         """A box, (rows, columns, channels): uint8, or float32 that is 0 to 1 of 16 bits, and as stored of 32.
 
-        Where no data is marked by a value, it is float32, and not-a-number there.
-
-        Raises:
-            BadImage: the file cannot be decoded.
+        Where no data is marked by a value, it is float32, and not-a-number there. Raises BadImage.
         """
         with blaming(self.path):
             stored = self._stored.read(*space)
@@ -303,55 +286,56 @@ class _Blocks:
 def open_stored_picture(path: Path, bands: Sequence[int] = ()) -> StoredPicture:
     """A picture, its header read and its pixels not; with all its channels, or with these, counted from 1.
 
-    Raises:
-        BadImage: the file cannot be read, is damaged, or has other channels or another depth.
+    Raises BadImage, also for other channels or another depth than there are names for.
     """
     with blaming(path):
         if is_zarr(path):
             from mpi4dl.datasets import zarrs
 
-            return StoredPicture(path, *zarrs.open_values(path, bands))
+            found = zarrs.ZarrImage(path, bands)
+            if found.dtype not in tiff.VALUES:
+                raise BadImage(path, f"has values of {found.dtype}: expected {', '.join(tiff.VALUES)}")
+            return StoredPicture(path, found, len(found.bands), found.dtype)
         with open_regular(path) as file:
             head = file.read(_BIT_DEPTH + 1)
         if not head:
             raise BadImage(path, "is empty (0 bytes)")
         if head[:4] in tiff.MAGIC:
             return StoredPicture(path, *tiff.open_values(path, bands))
-        return _open_stored(path, head, bands)
+        wide = head[:4] == _PNG and head[-1] == 16
+        with PIL.Image.open(path) as image:
+            size, mode, tag = image.size, image.mode, PIL.Image.Image.getexif(image).get(TAG)
+            transparent = "transparency" in image.info
+        if mode not in _CHANNELS or transparent:
+            told = f"has pixels of {mode}{' with transparency' * transparent}"
+            raise BadImage(path, f"{told}: expected 1 channel (grey) or 3 (RGB), of 8 or 16 bits")
+    count = _CHANNELS[mode]
+    places = tiff.chosen_bands(path, bands, count)
 
+    def decode() -> npt.NDArray[Any]:
+        if wide:  # of three channels Pillow has 8 bits
+            codecs = package("imagecodecs", f"{path}: reading PNG of 16 bits", "tifffile", "imagecodecs")
+            found: npt.NDArray[Any] = codecs.png_decode(path.read_bytes())
+        else:
+            with PIL.Image.open(path) as image:
+                found = np.asarray(image.convert("RGB" if count == 3 else "L"))
+        return found.reshape(*size[::-1], count)[..., places]
 
-_WANTED = "expected 1 channel (grey) or 3 (RGB), of 8 or 16 bits"
-
-
-def _open_stored(path: Path, head: bytes, bands: Sequence[int]) -> StoredPicture:
-    wide = head[:4] == _PNG and head[-1] == 16
-    with PIL.Image.open(path) as image:
-        size, mode, tag = image.size, image.mode, PIL.Image.Image.getexif(image).get(TAG)
-        transparent = "transparency" in image.info
-    if mode not in _CHANNELS or transparent:
-        raise BadImage(path, f"has pixels of {mode}{' with transparency' * transparent}: {_WANTED}")
-    places = tiff.chosen_bands(path, bands, _CHANNELS[mode])
-    stored = upright(_Decoded(path, size, mode, wide, places), tag)
+    stored = upright(Decoded(size, decode), tag)
     return StoredPicture(path, stored, len(places), "uint16" if wide else "uint8")
 
 
-class _Decoded:
-    """A picture that is decoded whole, at the first `read`; of 16 bits not by Pillow, which has 8 of three channels."""
+class Decoded:
+    """An image of this size (width, height), of which all is decoded at the first `read`."""
 
-    def __init__(self, path: Path, size: tuple[int, int], mode: str, wide: bool, bands: list[int]) -> None:
-        self._path, self.size, self._mode, self._wide, self._bands = path, size[::-1], mode, wide, bands
+    def __init__(self, size: tuple[int, int], decode: Callable[[], npt.NDArray[Any]]) -> None:
+        self.size, self._decode = size[::-1], decode
 
     @cached_property
     def _pixels(self) -> npt.NDArray[Any]:
-        if self._wide:
-            codecs = package("imagecodecs", f"{self._path}: reading PNG of 16 bits", "tifffile", "imagecodecs")
-            found: npt.NDArray[Any] = codecs.png_decode(self._path.read_bytes())
-        else:
-            with PIL.Image.open(self._path) as image:
-                found = np.asarray(image.convert("RGB" if _CHANNELS[self._mode] == 3 else "L"))
-        return found.reshape(*self.size, _CHANNELS[self._mode])[..., self._bands]
+        return self._decode()
 
-    def read(self, *space: Interval) -> Values:
+    def read(self, *space: Interval) -> npt.NDArray[Any]:
         return self._pixels[tuple(slice(*interval) for interval in space)]
 
 

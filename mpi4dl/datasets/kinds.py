@@ -12,16 +12,11 @@ from mpi4dl._wording import counted, some
 from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.datasets.files import DICOM, SUFFIXES, WHOLE_SLIDES, ZARR_SUFFIXES
 from mpi4dl.datasets.listed import files_below
+from mpi4dl.datasets.slides import dicom
 from mpi4dl.datasets.volumes import GROUPED, VOLUME_SUFFIXES
 
 # The main file of each sample among some files, all its files, and whether it is alone in its folder.
 Grouped = Callable[[Sequence[Path]], Iterator[tuple[Path, Sequence[Path], bool]]]
-
-
-def _slides_of_dicom(paths: Sequence[Path]) -> Iterator[tuple[Path, Sequence[Path], bool]]:
-    from mpi4dl.datasets.slides.dicom import grouped
-
-    return grouped(paths)
 
 
 @dataclass(frozen=True)
@@ -72,10 +67,6 @@ class FileKind:
                 "%s", printable(f"{told}: {self.nouns} end in {' '.join(self.suffixes)}")
             )
             paths = sorted({*paths} - {*others})
-        return self.samples_of(folder, paths)
-
-    def samples_of(self, folder: Path, paths: Sequence[Path]) -> tuple[list[str], dict[str, str]]:
-        """The same of these files in the folder."""
         found, parts_of = [], dict[str, str]()
         for suffix, grouped in self.grouped.items():
             together = [path for path in paths if path.name.lower().endswith(suffix)]
@@ -94,7 +85,7 @@ VOLUMES = FileKind("volume", tuple(VOLUME_SUFFIXES), GROUPED, not_read=(".mha", 
 SLIDES = FileKind(
     "slide",
     WHOLE_SLIDES,
-    {DICOM: _slides_of_dicom},
+    {DICOM: dicom.grouped},
     layout="expected a line such as slide_id,case_id,label and below it one for each slide, such as s1,p1,tumour",
     missing=": correct its name, or name the folder of slides by `slides_folder`",
     folder_option="slides_folder",

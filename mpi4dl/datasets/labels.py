@@ -11,14 +11,6 @@ import torch
 SURVIVAL = ("time", "event")
 
 
-def _never(label: torch.Tensor) -> bool:
-    return False
-
-
-def _any_number(column: str, number: float) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class LabelForm:
     """The labels of a task.
@@ -41,21 +33,17 @@ class LabelForm:
 
     task: str
     where: str
-    looks_like: Callable[[torch.Tensor], bool] = _never
+    looks_like: Callable[[torch.Tensor], bool] = lambda label: False
     in_folders: bool = False
     in_tables: bool = True
     columns: tuple[str, ...] = ()
     named_by_column: bool = False
     classes: tuple[str, ...] = ()
-    wrong: Callable[[str, float], str] = _any_number
+    wrong: Callable[[str, float], str] = lambda column, number: ""
     have_means: bool = False
     files: str = ""
     folders: tuple[str, str] = ("", "")
     column: str = ""
-
-
-def _wrong_label(column: str, number: float) -> str:
-    return "" if number in (0, 1) else "multilabel needs 0 or 1"
 
 
 def _wrong_survival(column: str, number: float) -> str:
@@ -81,7 +69,7 @@ FORMS: Mapping[str, LabelForm] = {
             _TABLE,
             lambda label: label.dim() == 1 and not label.is_floating_point() and {*label.tolist()} <= {0, 1},
             named_by_column=True,
-            wrong=_wrong_label,
+            wrong=lambda column, number: "" if number in (0, 1) else "multilabel needs 0 or 1",
             have_means=True,
         ),
         LabelForm("regress", _TABLE, lambda label: label.dim() < 2, named_by_column=True, have_means=True),

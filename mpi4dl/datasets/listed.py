@@ -136,16 +136,18 @@ class ListedFiles(Whole):
 
     root: Path
     remarks: tuple[str, ...] = ()
+    noun = "image"
 
     def __init__(self, root: Path, files: Sequence[File], volumes: bool = False, channels: Channels = "rgb") -> None:
         self.root, self.files, self.volumes = root, tuple(files), volumes
-        self._prints: Sequence[int | None] = ()
-        self._own_prints: dict[int, int | None] = {}
-        self._reader = "here"
+        self._prints: dict[int, int | None] = {}
+        self._expects, self._reader = False, "here"
         self.bands: tuple[int, ...] | None = channels if isinstance(channels, tuple) else ()
         if channels == "rgb" or (channels == "auto" and (volumes or not self._have_bands())):
             self.bands = None
-        self.channels, self.values = (3, None) if self._in_colours else self._look()
+        self._in_colours = self.bands is None and not volumes
+        self.channels, self._depth = (3, None) if self._in_colours else self._look()
+        self.values = self._depth
 
     def __len__(self) -> int:
         return len(self.files)
@@ -167,10 +169,6 @@ class ListedFiles(Whole):
         """What decides the pixels of an image besides its file and the options, such as a column of a table."""
         return {}
 
-    def label_as_text(self, index: int) -> str | None:
-        """What is to be learnt of an image, without loss and without reading it; None if nothing is."""
-        return text_of(self.files[index].label, getattr(self, "classes", ()))
-
     def image(self, index: int) -> Image:
         """Image `index`, its header read and its pixels not.
 
@@ -182,23 +180,20 @@ class ListedFiles(Whole):
         if self._in_colours:
             return open_image(path)
         found = self._open(path)
-        found.require(self.channels, self.values, "image")
+        found.require(self.channels, self._depth, self.noun)
         return found
-
-    @property
-    def _in_colours(self) -> bool:
-        return self.bands is None and not self.volumes
 
     def _open(self, path: Path) -> "VolumeFile | StoredPicture":
         return open_volume(path) if self.volumes else open_stored_picture(path, self.bands or ())
 
-    def _some(self) -> Iterator[int]:
-        """Files to look at, from the first to the last, and then all others."""
-        yield from dict.fromkeys([*range(0, len(self), max(1, len(self) // LOOKED_AT)), *range(len(self))])
+    def spread(self) -> list[int]:
+        """Some files to look at, from the first to the last."""
+        count = min(LOOKED_AT, len(self))
+        return [number * (len(self) - 1) // max(1, count - 1) for number in range(count)]
 
     def _have_bands(self) -> bool:
         """Whether the first TIFF file or folder of Zarr that can be read has other channels than colours have."""
-        for index in self._some():
+        for index in dict.fromkeys([*self.spread(), *range(len(self))]):
             with suppress(BadImage, Unsupported):
                 path = self.path(index)
                 if is_zarr(path):
@@ -209,24 +204,22 @@ class ListedFiles(Whole):
 
     def _look(self) -> tuple[int, str | None]:
         """The channels of the first file that can be read, and what its values are; some others are looked at."""
-        first: VolumeFile | StoredPicture | None = None
-        looked = 0
-        for index in self._some():
+        looked: list[VolumeFile | StoredPicture] = []
+        for index in dict.fromkeys([*self.spread(), *range(len(self))]):
             try:
-                found = self._open(self.path(index))
+                looked.append(self._open(self.path(index)))
             except BadImage:
                 continue
-            looked += 1
-            first = first or found
-            found.require(found.channels if self.volumes else first.channels, first.values, "image")
-            if looked >= LOOKED_AT:
+            channels = looked[-1 if self.volumes else 0].channels
+            looked[-1].require(channels, looked[0].values, self.noun)
+            if len(looked) >= LOOKED_AT:
                 break
-        return (1, None) if first is None else (first.channels, first.values)
+        return (looked[0].channels, looked[0].values) if looked else (1, None)
 
     def checked(self, index: int) -> Path:
         """Where file `index` is. Raises OtherFile if it is not the one that was listed."""
         path = self._check_size(index)
-        if self._prints and self._prints[index] not in (None, self._print(index)):
+        if self._expects and self._prints[index] not in (None, self._print(index)):
             raise OtherFile(
                 f"{path}: has other content {self._reader} than elsewhere, though as many bytes: {_SAME_FILES}"
             )
@@ -248,15 +241,13 @@ class ListedFiles(Whole):
 
     def fingerprint(self, index: int) -> int | None:
         """The checksum of some bytes of a file, as all ranks know it or as it is here; None of what cannot be read."""
-        if self._prints:
-            return self._prints[index]
-        if index not in self._own_prints:
-            self._own_prints[index] = self._print(index)
-        return self._own_prints[index]
+        if index not in self._prints:
+            self._prints[index] = self._print(index)
+        return self._prints[index]
 
     def expect(self, prints: Sequence[int | None]) -> None:
         """From now on, accept only files with these checksums, one for each of the list."""
-        self._prints = prints
+        self._prints, self._expects = dict(enumerate(prints)), bool(prints)
 
     def _check_size(self, index: int) -> Path:
         path, listed = self.path(index), self.files[index].num_bytes

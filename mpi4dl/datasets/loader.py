@@ -3,19 +3,19 @@
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import islice
 from queue import Empty, SimpleQueue
 from threading import Thread, current_thread
-from typing import Any, Generic, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from mpi4dl.datasets.augment import SHUFFLE_STREAM, Mixup
-from mpi4dl.datasets.base import Dataset, DatasetError, task_of
+from mpi4dl.datasets.base import DatasetError, task_of
 from mpi4dl.datasets.transform import View
 from mpi4dl.datasets.transformed import Batch, TransformedImages
 from mpi4dl.geometry import Box, ceil_div
@@ -28,50 +28,38 @@ T = TypeVar("T")
 JOIN_SECONDS = 5.0
 
 
-class Prefetcher(Generic[T]):
-    """Iterate over compute(0), compute(1), ..., compute(count - 1), up to `depth` of them ahead of the consumer.
+def prefetched(compute: Callable[[int], T], count: int, num_workers: int, depth: int) -> Generator[T, None, None]:
+    """compute(0), compute(1), ..., compute(count - 1), up to `depth` of them ahead of the consumer.
 
     An error of `compute` is raised in the consumer at the turn of that item, and ends the iteration. Leave it early
-    with `close`. The threads are daemons that do not keep this object alive: one that is forgotten stops them as well,
-    and so does the interpreter's exit.
+    with `close`. The threads are daemons: an iteration that is forgotten stops them as well, and so does the
+    interpreter's exit, before it takes itself apart under a thread that is still decoding.
     """
+    tasks: _Tasks[T] = SimpleQueue()
+    ahead: deque[Future[T]] = deque()
+    positions = iter(range(count))
+    names = [f"mpi4dl-reader-{i}" for i in range(min(num_workers, count))]
+    threads = [Thread(target=_work, args=(compute, tasks), name=name, daemon=True) for name in names]
 
-    def __init__(self, compute: Callable[[int], T], count: int, num_workers: int, depth: int) -> None:
-        self._tasks: _Tasks[T] = SimpleQueue()
-        self._ahead: deque[Future[T]] = deque()
-        self._positions = iter(range(count))
-        names = [f"mpi4dl-reader-{i}" for i in range(min(num_workers, count))]
-        threads = [Thread(target=_work, args=(compute, self._tasks), name=name, daemon=True) for name in names]
-        # At exit as well, before the interpreter takes itself apart under a thread that is still decoding.
-        self._stop = weakref.finalize(self, _stop, self._tasks, threads)
-        for thread in threads:
-            thread.start()
-        for _ in range(depth):
-            self._submit()
+    def submit(many: int) -> None:
+        for position in islice(positions, many):
+            ahead.append(Future())
+            tasks.put((position, ahead[-1]))
 
-    def _submit(self) -> None:
-        for position in islice(self._positions, 1):
-            self._ahead.append(Future())
-            self._tasks.put((position, self._ahead[-1]))
-
-    def __iter__(self) -> Iterator[T]:
-        return self
-
-    def __next__(self) -> T:
-        if not self._ahead:
-            raise StopIteration
+    def handed_out() -> Generator[T, None, None]:
         try:
-            found = self._ahead.popleft().result()
-        except BaseException:
-            self.close()
-            raise
-        self._submit()
-        return found
+            while ahead:
+                submit(1)
+                yield ahead.popleft().result()
+        finally:
+            stop()
 
-    def close(self) -> None:
-        """Let the workers finish what they are at, and end. Nothing is handed out afterwards."""
-        self._ahead.clear()
-        self._stop()
+    found = handed_out()
+    stop = weakref.finalize(found, _stop, tasks, threads)
+    for thread in threads:
+        thread.start()
+    submit(depth)
+    return found
 
 
 _Tasks = SimpleQueue[tuple[int, Future[T]] | None]  # positions, or None for a thread that ends
@@ -154,29 +142,13 @@ def class_counts(dataset: Any) -> tuple[int, ...]:
     return tuple(np.bincount(classes_of(dataset), minlength=len(dataset.classes)).tolist())
 
 
-__all__ = ["Batch", "Batches", "Loader"]
-
-
-class Batches(Protocol):
-    """Samples by index, of which a batch can be read; `noun` says what they are."""
-
-    noun: str
-
-    def __len__(self) -> int: ...
-
-    def read(
-        self, indices: tuple[int, ...], epoch: int, boxes: Sequence[Box], repeats: tuple[int, ...] | None = None
-    ) -> Batch:
-        """These boxes of the samples, as they are in this epoch, and what is to be learnt of all of them.
-
-        `repeats` says of each sample how often it came before in the epoch; None: none did.
-        """
+__all__ = ["Batch", "Loader"]
 
 
 class Loader:
     """Goes through a dataset in global batches of `batch_size` images, of which this rank reads its boxes.
 
-    Without a `view` it goes through any `Batches`, such as those of text.
+    Without a `view` it goes through samples that read their own batches, such as `text.dataset.TokenBatches`.
 
     `boxes_of(num_samples)` are the boxes that this rank reads of a global batch of so many images, in positions of that
     batch and pixels of the view: `lambda n: [Tiling.even(grid, (n, height, width)).owned(rank)]`. Where each image has
@@ -205,7 +177,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Dataset | Batches,
+        dataset: Any,
         view: View | None,
         batch_size: int,
         boxes_of: Callable[..., Sequence[Box]],
@@ -225,11 +197,9 @@ class Loader:
             raise ValueError(f"{asked}: needs a batch_size and a prefetch of at least 1, and 0 or more workers")
         if on_bad_image not in ("error", "report"):
             raise ValueError(f"on_bad_image={on_bad_image!r}: expected error or report")
-        self._samples: Batches
-        if view is None:
-            self._samples = cast(Batches, dataset)
-        else:
-            self._samples = TransformedImages(cast(Dataset, dataset), view, on_bad_image == "report", lazy, mixup)
+        self._samples: Any = dataset
+        if view is not None:
+            self._samples = TransformedImages(dataset, view, on_bad_image == "report", lazy, mixup)
         if drop_last and len(dataset) < batch_size:
             raise ValueError(
                 f"{len(dataset)} {self._samples.noun} to train on do not fill one batch of {batch_size}: choose a "
@@ -256,7 +226,13 @@ class Loader:
         """
         if not 0 <= start <= len(self):
             raise ValueError(f"start={start}: the epoch has {len(self)} batches, so start must be in 0 to {len(self)}")
-        return self._batches(self._order(epoch), epoch, start)
+        if not self._shuffle:
+            order = list(range(len(self._samples)))
+        elif self._classes is not None:
+            order = balanced(self._classes, self._seed, epoch)
+        else:
+            order = shuffled(len(self._samples), self._seed, epoch)
+        return self._batches(order, epoch, start)
 
     def _batches(self, order: list[int], epoch: int, start: int) -> Iterator[Batch]:
         again = repeats(order)
@@ -265,25 +241,17 @@ class Loader:
             first = (start + position) * self._batch_size
             part = slice(first, first + self._batch_size)
             indices = tuple(order[part])
-            sizes = self._sizes_of(indices, epoch, again[part])
+            samples = self._samples
+            sizes = samples.sizes(indices, epoch, again[part]) if isinstance(samples, TransformedImages) else None
             boxes = self._boxes_of(len(indices)) if sizes is None else self._boxes_of(len(indices), sizes)
-            return replace(self._samples.read(indices, epoch, boxes, tuple(again[part])), sizes=sizes)
+            return replace(samples.read(indices, epoch, boxes, tuple(again[part])), sizes=sizes)
 
         count = len(self) - start
         if self._num_workers == 0:
             yield from self._timed(map(compute, range(count)))
             return
-        prefetcher = Prefetcher(compute, count, self._num_workers, self._prefetch)
-        try:
-            yield from self._timed(prefetcher)
-        finally:
-            prefetcher.close()
-
-    def _sizes_of(
-        self, indices: tuple[int, ...], epoch: int, repeats: Sequence[int]
-    ) -> tuple[tuple[int, ...], ...] | None:
-        samples = self._samples
-        return samples.sizes(indices, epoch, repeats) if isinstance(samples, TransformedImages) else None
+        with closing(prefetched(compute, count, self._num_workers, self._prefetch)) as batches:
+            yield from self._timed(batches)
 
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         while True:
@@ -293,10 +261,3 @@ class Loader:
             if batch is None:
                 return
             yield batch
-
-    def _order(self, epoch: int) -> list[int]:
-        if not self._shuffle:
-            return list(range(len(self._samples)))
-        if self._classes is not None:
-            return balanced(self._classes, self._seed, epoch)
-        return shuffled(len(self._samples), self._seed, epoch)

@@ -7,7 +7,7 @@ One that answers `mpi4dl.datasets.Dataset` reads boxes; any other that PyTorch's
 import copy
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -63,7 +63,7 @@ class MappedSamples:
         self.classes = tuple(named)
         if hasattr(whole, "task"):
             self.task = whole.task
-        self.channels: int = self._sample(0)[0].shape[-1]
+        self.channels: int = self._of_key(0, ())[0].shape[-1]
 
     def __len__(self) -> int:
         return len(self._whole)
@@ -81,29 +81,23 @@ class MappedSamples:
     def label(self, index: int) -> Any:
         if index in self._labels:
             return self._labels[index]
-        label = self._sample(index)[1]
+        label = self._of_key(index, self._key)[1]
         if np.ndim(label) < 2 and not self.randomness.drawn:
             self._labels[index] = label
         return label
 
     def image(self, index: int) -> "_Sample":
-        return _Sample(self._sample(index)[0])
-
-    def _sample(self, index: int) -> tuple[npt.NDArray[Any], Any]:
-        return self._of_key(index, self._key)
+        return _Sample(self._of_key(index, self._key)[0])
 
     def _load(self, index: int, key: tuple[int, ...]) -> tuple[npt.NDArray[Any], Any]:
         with self.randomness.seeded(*key, index):
-            return self._loaded(index)
-
-    def _loaded(self, index: int) -> tuple[npt.NDArray[Any], Any]:
-        found = self._whole[index]
-        if isinstance(found, Mapping) and {"image", "label"} <= set(found):
-            found = (found["image"], found["label"])
-        if not isinstance(found, tuple | list) or len(found) != 2:
-            what = f"{len(found)} things" if isinstance(found, tuple | list) else f"a {type(found).__name__}"
-            raise DatasetError(f"the dataset {self._kind} gives {what} as sample {index}: expected (image, target)")
-        return self._pixels(found[0], index), self._target(found[1], index)
+            found = self._whole[index]
+            if isinstance(found, Mapping) and {"image", "label"} <= set(found):
+                found = (found["image"], found["label"])
+            if not isinstance(found, tuple | list) or len(found) != 2:
+                what = f"{len(found)} things" if isinstance(found, tuple | list) else f"a {type(found).__name__}"
+                raise DatasetError(f"the dataset {self._kind} gives {what} as sample {index}: expected (image, target)")
+            return self._pixels(found[0], index), self._target(found[1], index)
 
     def _pixels(self, found: Any, index: int) -> npt.NDArray[Any]:
         if isinstance(found, PIL.Image.Image):
@@ -173,8 +167,9 @@ class OwnDataset(Whole):
         self.kind = type(whole).__name__
         self.remarks: tuple[str, ...] = ()
         patient = getattr(whole, "patient", None)
+        if hasattr(whole, "__len__") and len(whole) < 1:
+            raise DatasetError(f"the dataset {self.kind} has no samples")
         if not hasattr(whole, "image") and hasattr(whole, "__getitem__") and hasattr(whole, "__len__"):
-            self._require_samples(whole)
             whole = MappedSamples(whole)
             self.remarks = (
                 f"{self.kind} gives whole samples: each rank reads all of an image for its box of it, as it is, and "
@@ -186,7 +181,6 @@ class OwnDataset(Whole):
                 f"the dataset {self.kind} has no {', '.join(missing)}: it needs __len__, channels, label(index) and "
                 "image(index), as mpi4dl.datasets.Dataset says, or __len__ and __getitem__(index) -> (image, target)"
             )
-        self._require_samples(whole)
         if not isinstance(whole.channels, int) or whole.channels < 1:
             raise DatasetError(
                 f"the dataset {self.kind} has {whole.channels!r} channels: it must be a number of at least 1"
@@ -233,15 +227,11 @@ class OwnDataset(Whole):
         mapped = isinstance(self.whole, MappedSamples)
         return nullcontext() if mapped else self._randomness.seeded(*self._key, index)
 
-    def _require_samples(self, whole: Any) -> None:
-        if len(whole) < 1:
-            raise DatasetError(f"the dataset {self.kind} has no samples")
-
     def __len__(self) -> int:
         return len(self.whole)
 
     def name(self, index: int) -> str:
-        return str(self.whole.name(index)) if hasattr(self.whole, "name") else str(index)
+        return str(self.whole.name(index)) if hasattr(self.whole, "name") else super().name(index)
 
     @property
     def tells_patients(self) -> bool:
@@ -322,33 +312,25 @@ class OwnDataset(Whole):
         if asked is not None and asked not in FORMS:
             raise DatasetError(f"the dataset {self.kind} is for {asked!r}: its task must be one of {', '.join(FORMS)}")
         for index in range(min(_LOOKED_AT, len(self))):
-            try:
-                return asked or self._told_by(self.label(index), index)
-            except BadImage:
-                continue
+            with suppress(BadImage):
+                found = self.label(index)
+                if asked is not None or hasattr(found, "read"):
+                    return asked or "segment"
+                label = self._numbers(found, index)
+                return next(form.task for form in FORMS.values() if form.looks_like(label))
         return asked or "classify"
-
-    def _told_by(self, found: Any, index: int) -> str:
-        if hasattr(found, "read"):
-            return "segment"
-        label = self._numbers(found, index)
-        return next(form.task for form in FORMS.values() if form.looks_like(label))
 
     def _classes(self) -> tuple[str, ...]:
         """The user's, or numbers where the labels say how many there are; () if nobody does."""
         named = getattr(self.whole, "classes", ())
         if named is None or isinstance(named, str) or not hasattr(named, "__iter__"):
             raise DatasetError(f"the dataset {self.kind} has classes {named!r}: expected their names")
-        form = FORMS[self.task]
+        form, width = FORMS[self.task], self._shape[0] if self._shape else 1
         if form.classes:
             return form.classes
-        if form.named_by_column and (not named or len(tuple(named)) != self._width):
-            return tuple(map(str, range(self._width)))
+        if form.named_by_column and (not named or len(tuple(named)) != width):
+            return tuple(map(str, range(width)))
         return tuple(map(str, named))
-
-    @property
-    def _width(self) -> int:
-        return 1 if not self._shape else self._shape[0]
 
     def print(self) -> int:
         """A checksum of some samples: of their labels, and of images; of those that are read box by box, some boxes."""

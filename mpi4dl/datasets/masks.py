@@ -1,9 +1,8 @@
 """Masks: files that say of each pixel of an image which class it is, read box by box."""
 
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +10,9 @@ import PIL.Image
 
 from mpi4dl._files import open_regular
 from mpi4dl.datasets import tiff
-from mpi4dl.datasets.base import IGNORED, BadImage
+from mpi4dl.datasets.base import IGNORED, BadImage, Image
 from mpi4dl.datasets.colour import TAG, upright
-from mpi4dl.datasets.files import ZARR_SUFFIXES, blaming, is_zarr
+from mpi4dl.datasets.files import ZARR_SUFFIXES, Decoded, blaming, is_zarr
 from mpi4dl.datasets.volumes import VOLUME_SUFFIXES, open_volume
 from mpi4dl.geometry import Interval
 
@@ -25,23 +24,15 @@ _STRETCHED = {"L;2": 85, "L;4": 17}  # by which Pillow multiplies grey of few bi
 _STRIP = 1024
 
 
-class Stored(Protocol):
-    """The content of a mask's file: integers of any meaning."""
-
-    size: tuple[int, ...]
-
-    def read(self, *space: Interval) -> npt.NDArray[Any]: ...
-
-
 class Mask:
-    """The classes of the pixels of an image, from 0 to `num_classes` - 1, and -100 where `ignore_index` is stored.
+    """The classes of the pixels of an image, from 0 to `num_classes` - 1, and -100 where `ignored` is stored.
 
     Where nothing is ignored (None), white is class 1 of black and white masks.
     """
 
-    def __init__(self, path: Path, stored: Stored, num_classes: int, ignore_index: int | None = IGNORE_INDEX) -> None:
+    def __init__(self, path: Path, stored: Image, num_classes: int, ignored: int | None = IGNORE_INDEX) -> None:
         self.path, self.size = path, stored.size
-        self._stored, self._num_classes, self._ignored = stored, num_classes, ignore_index
+        self._stored, self._num_classes, self._ignored = stored, num_classes, ignored
 
     def read(self, *space: Interval) -> npt.NDArray[np.int64]:
         """A box of it. Raises BadImage for what cannot be decoded, and for an index beyond the classes."""
@@ -57,25 +48,23 @@ class Mask:
         return np.where(ignored, IGNORED, found)
 
 
-def open_stored(path: Path, volumes: bool = False) -> Stored:
-    """A file of a mask, its header read and its pixels not.
-
-    Raises:
-        BadImage: the file cannot be read, is damaged, or no mask.
-    """
+def open_stored(path: Path, volumes: bool = False) -> Image:
+    """A file of a mask, its header read and its pixels not. Raises BadImage."""
     with blaming(path):
         if is_zarr(path):
             from mpi4dl.datasets import zarrs
 
-            return zarrs.open_indices(path)
+            image = zarrs.ZarrImage(path)
+            return _OneChannel(path, image, len(image.bands), image.read)
         with open_regular(path) as file:
             magic = file.read(4)
         if not magic:
             raise BadImage(path, "is empty (0 bytes)")
         if volumes:
-            return _StoredVolume(path)
+            volume = open_volume(path)
+            return _OneChannel(path, volume, volume.channels, volume.stored)
         if magic in tiff.MAGIC:
-            return tiff.open_tiff(path, indices=True)  # type: ignore[return-value]
+            return tiff.open_tiff(path, indices=True)
         return _open_picture(path)
 
 
@@ -88,23 +77,18 @@ def pixels_of(mask: Any) -> Iterator[npt.NDArray[Any]]:
         yield np.asarray(mask)
         return
     first, *others = (Interval(0, size) for size in mask.size)
-    yield from (mask.read(part, *others) for part in _strips(first))
+    yield from (mask.read(part, *others) for part in first.strips(_STRIP))
 
 
 def values_in(path: Path, volumes: bool = False) -> npt.NDArray[np.int64]:
     """Which numbers a mask holds, in order. Raises BadImage."""
     stored = open_stored(path, volumes)
     first, *others = (Interval(0, size) for size in stored.size)
-    found = [np.unique(_integers(path, stored, (part, *others))) for part in _strips(first)]
+    found = [np.unique(_integers(path, stored, (part, *others))) for part in first.strips(_STRIP)]
     return np.unique(np.concatenate(found))
 
 
-def _strips(whole: Interval) -> Iterator[Interval]:
-    for start in range(whole.start, whole.stop, _STRIP):
-        yield Interval(start, min(start + _STRIP, whole.stop))
-
-
-def _integers(path: Path, stored: Stored, space: tuple[Interval, ...]) -> npt.NDArray[np.int64]:
+def _integers(path: Path, stored: Image, space: tuple[Interval, ...]) -> npt.NDArray[np.int64]:
     with blaming(path):
         found = stored.read(*space)
         whole = found.astype(np.int64)
@@ -113,7 +97,7 @@ def _integers(path: Path, stored: Stored, space: tuple[Interval, ...]) -> npt.ND
         return whole
 
 
-def _open_picture(path: Path) -> Stored:
+def _open_picture(path: Path) -> Image:
     with PIL.Image.open(path) as image:
         size, mode, kind = image.size, image.mode, image.format
         if mode == "LA":  # which is grey where nothing is transparent
@@ -126,7 +110,12 @@ def _open_picture(path: Path) -> Stored:
         raise BadImage(
             path, f"is a picture in colours ({mode}): a mask is grey or has a palette, of numbers of classes"
         )
-    return upright(_StoredPicture(path, size), orientation)  # type: ignore[return-value]
+
+    def decode() -> npt.NDArray[Any]:
+        with PIL.Image.open(path) as image:
+            return indices_of(image)
+
+    return upright(Decoded(size, decode), orientation)
 
 
 def indices_of(image: PIL.Image.Image) -> npt.NDArray[Any]:
@@ -140,29 +129,16 @@ def indices_of(image: PIL.Image.Image) -> npt.NDArray[Any]:
     return pixels // next((step for name, step in _STRETCHED.items() if name in names), 1)
 
 
-class _StoredPicture:
-    def __init__(self, path: Path, size: tuple[int, int]) -> None:
-        self._path, self.size = path, size[::-1]
+class _OneChannel:
+    """A mask in an image that must have one channel, of which `stored` reads boxes."""
 
-    @cached_property
-    def _decoded(self) -> npt.NDArray[Any]:
-        with PIL.Image.open(self._path) as image:
-            return indices_of(image)
-
-    def read(self, *space: Interval) -> npt.NDArray[Any]:
-        return self._decoded[tuple(slice(*interval) for interval in space)]
-
-
-class _StoredVolume:
-    def __init__(self, path: Path) -> None:
-        self._volume = open_volume(path)
-        self.size = self._volume.size
-        if self._volume.channels != 1:
-            found = f"has {self._volume.channels} channels"
-            raise BadImage(path, f"{found}: a mask has one number in each place, that of its class")
+    def __init__(self, path: Path, image: Any, channels: int, stored: Callable[..., npt.NDArray[Any]]) -> None:
+        self.size, self._stored = image.size, stored
+        if channels != 1:
+            raise BadImage(path, f"has {channels} channels: a mask has one number in each place, that of its class")
 
     def read(self, *space: Interval) -> npt.NDArray[Any]:
-        return self._volume.stored(*space)[..., 0]
+        return self._stored(*space)[..., 0]
 
 
 def mask_suffixes(volumes: bool) -> tuple[str, ...]:

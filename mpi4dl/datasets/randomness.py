@@ -14,7 +14,7 @@ import random
 import sysconfig
 import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,18 @@ class DatasetRandomness:
         self.look()
 
     def look(self) -> None:
-        """Find the generators, such as after a first call, which may make them."""
-        own = ((f"a {type(each).__name__} of its own", each) for each in _own(self._parts))
+        """Find the generators, in a fixed order, such as after a first call, which may make them."""
+        seen: dict[int, Any] = {id(each): each for each in _PROCESS.values()}
+        todo, own = list(self._parts), []
+        while todo and len(seen) < MOST_OBJECTS:
+            one = todo.pop()
+            if isinstance(one, _PLAIN) or id(one) in seen:
+                continue
+            seen[id(one)] = one
+            if not isinstance(one, _KINDS):
+                todo += _within(one)
+            elif not isinstance(one, random.SystemRandom):  # which has no state
+                own.append((f"a {type(one).__name__} of its own", one))
         self.generators: list[tuple[str, Any]] = [*_PROCESS.items(), *own]
 
     @contextmanager
@@ -89,22 +99,6 @@ def _state(generator: Any) -> bytes:
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     return pickle.dumps(generator.getstate() if isinstance(generator, random.Random) else generator)
-
-
-def _own(parts: Sequence[Any]) -> list[Any]:
-    """The generators that the user's objects and functions lead to, beside those of the process, in a fixed order."""
-    seen: dict[int, Any] = {id(each): each for each in _PROCESS.values()}
-    todo, found = list(parts), []
-    while todo and len(seen) < MOST_OBJECTS:
-        one = todo.pop()
-        if isinstance(one, _PLAIN) or id(one) in seen:
-            continue
-        seen[id(one)] = one
-        if not isinstance(one, _KINDS):
-            todo += _within(one)
-        elif not isinstance(one, random.SystemRandom):  # which has no state
-            found.append(one)
-    return found
 
 
 def _within(one: Any) -> list[Any]:

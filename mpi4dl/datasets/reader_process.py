@@ -18,7 +18,7 @@ import numpy as np
 
 from mpi4dl._wording import to_install
 from mpi4dl.datasets.base import BadImage, DatasetError, Pixels
-from mpi4dl.datasets.colour import over_white
+from mpi4dl.datasets.colour import in_strips, over_white
 from mpi4dl.geometry import Interval
 
 LEAVING_SECONDS = 5.0  # for a child in the middle of a tile that nobody wants any more
@@ -45,26 +45,6 @@ class _Child:
         if missing:
             raise DatasetError(f"{library} cannot be used here: {missing}")
 
-    def ask(self, path: Path, wanted: Any) -> tuple[dict[str, Any], bytearray]:
-        """The answer of the program, and the bytes behind it; the answer has "error" if there are none.
-
-        Raises EOFError, OSError or ValueError if the process died over it.
-        """
-        stdin, stdout = self.process.stdin, self.process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        stdin.write(json.dumps([str(path.absolute()), wanted]).encode() + b"\n")
-        stdin.flush()
-        answer: dict[str, Any] = json.loads(stdout.readline())
-        content = bytearray(answer["bytes"])
-        view = memoryview(content)
-        while len(view):
-            count = stdout.readinto(view)  # type: ignore[attr-defined]
-            if not count:
-                raise EOFError
-            view = view[count:]
-        return answer, content
-
 
 _idle: dict[str, list[_Child]] = {}  # those that nobody asks at the moment, by their library
 
@@ -72,8 +52,7 @@ _idle: dict[str, list[_Child]] = {}  # those that nobody asks at the moment, by 
 def ask(library: str, path: Path, wanted: Any = None) -> tuple[dict[str, Any], bytearray]:
     """The answer of a child about a file, and the bytes behind it; see `child_program.py`.
 
-    Raises:
-        BadImage: the file cannot be opened or decoded, or the process died over it.
+    The answer has "error" if there are none. Raises BadImage if the process died over it.
     """
     idle, child = _idle.setdefault(library, []), None
     while child is None or child.process.poll() is not None:  # a copy of this process has none that live
@@ -82,7 +61,14 @@ def ask(library: str, path: Path, wanted: Any = None) -> tuple[dict[str, Any], b
         except IndexError:
             child = _Child(library)
     try:
-        answer, content = child.ask(path, wanted)
+        stdin: Any = child.process.stdin
+        stdout: Any = child.process.stdout
+        stdin.write(json.dumps([str(path.absolute()), wanted]).encode() + b"\n")
+        stdin.flush()
+        answer: dict[str, Any] = json.loads(stdout.readline())
+        content = bytearray(answer["bytes"])
+        if stdout.readinto(content) != len(content):
+            raise EOFError
     except BaseException as error:
         code = child.end()  # it may have half of an answer
         if not isinstance(error, OSError | ValueError | EOFError):
@@ -140,9 +126,7 @@ def needs_openslide(path: Path, what: str) -> DatasetError:
 def open_with_openslide(path: Path) -> tuple[dict[str, Any], bytes]:
     """The header of a slide: `levels` (width, height) each, `downsamples`, `properties`; and its ICC profile.
 
-    Raises:
-        BadImage: OpenSlide does not recognise the file.
-        DatasetError: OpenSlide is not installed.
+    Raises BadImage, and DatasetError without OpenSlide.
     """
     if not has_openslide():
         raise needs_openslide(path, path.suffix)
@@ -168,23 +152,19 @@ class OpenSlideLevel:
     def read(self, *space: Interval) -> Pixels:
         rows, cols = space
         if self._downsample == int(self._downsample):
-            return self._read(rows, cols)
+            return in_strips(self._strip, rows, cols, STRIP_ROWS)
         # OpenSlide places boxes by pixels of level 0, and blends pixels of a level that lie between: always as here.
         blocks = [
-            np.concatenate([self._read(down, across) for across in _grid(cols, self.size[1])], axis=1)
+            np.concatenate(
+                [in_strips(self._strip, down, across, STRIP_ROWS) for across in _grid(cols, self.size[1])], 1
+            )
             for down in _grid(rows, self.size[0])
         ]
         pixels = np.concatenate(blocks)
         top, left = (interval.start // ALIGNED_PX * ALIGNED_PX for interval in space)
         return pixels[rows.start - top : rows.stop - top, cols.start - left : cols.stop - left]
 
-    def _read(self, rows: Interval, cols: Interval) -> Pixels:
-        if 0 in (rows.length, cols.length) or rows.length > STRIP_ROWS:
-            pixels = np.empty((rows.length, cols.length, 3), np.uint8)
-            for top in range(rows.start, rows.stop if cols.length else rows.start, STRIP_ROWS):
-                strip = Interval(top, min(top + STRIP_ROWS, rows.stop))
-                pixels[top - rows.start : strip.stop - rows.start] = self._read(strip, cols)
-            return pixels
+    def _strip(self, rows: Interval, cols: Interval) -> Pixels:
         corner = round(cols.start * self._downsample), round(rows.start * self._downsample)
         answer, content = ask("openslide", self._path, (*corner, self._level, cols.length, rows.length))
         if "error" in answer:

@@ -24,12 +24,15 @@ and missing values are those of table.py.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from mpi4dl._wording import counted, quoted, some
 from mpi4dl.datasets.base import DatasetError
+from mpi4dl.datasets.covariates import read_cells
 from mpi4dl.datasets.kinds import FEATURES, PICTURES, FileKind
 from mpi4dl.datasets.labels import FORMS, SURVIVAL, files_of
 from mpi4dl.datasets.listed import PARTS
@@ -46,7 +49,6 @@ from mpi4dl.datasets.table import (
     identifies,
     learnt_columns,
     part_named,
-    part_of,
     require_one_way,
     require_values,
     says_none,
@@ -80,9 +82,8 @@ _NO_COLUMNS: Mapping[str, str] = {}
 _SPLIT_LAYOUT = "expected columns train, val and test that list samples, or columns file or slide_id and split or fold"
 _BARCODE = re.compile(r"(TCGA-[A-Z0-9]{2}-[A-Z0-9]{4})(?![A-Z0-9])", re.IGNORECASE)  # 12 characters name the patient
 _INDEX = re.compile(r"Unnamed: [0-9]+")  # pandas' name for a column without one
-T = TypeVar("T")
 _FOLDED_NUMBER = re.compile(r"0*([0-9]+)([.,]0+)?")
-_FOLD = re.compile(r"([0-9]{1,6})([.,]0+)?")  # pandas writes 1.0 where another line has no fold
+MOST_FOLDS = 1_000_000
 
 
 class Sample(NamedTuple):
@@ -164,7 +165,7 @@ def read_samples(
     if unknown:
         raise ValueError(f"no role {unknown[0]!r} of columns: expected {', '.join(ROLES)}")
     if path.is_dir():
-        if without_weight(columns) or label_columns or folder is not None:
+        if {*columns} - {"weight"} or label_columns or folder is not None:
             raise DatasetError(f"{path}: is a folder of slides, and has no columns: name a table, such as slides.csv")
         return read_folder(path, kind, task, classes, label_columns is None)
     columns = {role: name for role, name in columns.items() if role != COVARIATES}
@@ -172,21 +173,25 @@ def read_samples(
     for name in table.columns if task is not None and files_of(task) else ():
         if folded_column(name) == FORMS[str(task)].column:
             columns = {"annotation": name, **columns}
-    taken = _columns_taken(table, columns, label_columns or ())
-    lines = table.lines()
+    found = _Columns(table, columns, label_columns or ())
+    taken, lines = found.taken, table.lines
     require_values([taken["slide"]], lines)
     usual_labels = [name for name in table.columns if folded_column(name) in LABEL_COLUMNS]
     named_labels = usual_labels if label_columns is None else label_columns
-    stand_beside, covariates = _covariates(table, lines, asked_covariates, taken, named_labels)
+    roles = {name: role for role, name in taken.items()} | dict.fromkeys(named_labels, "label")
+    stand_beside, covariates = read_cells(table, asked_covariates, roles)
     spoken_for = {*taken.values(), *stand_beside}
     others = [name for name in table.columns if name not in spoken_for and not _INDEX.fullmatch(name)]
     usual = {name for names in ROLES.values() for name in names} | {*OF_FILES}
     may_be_labels = [name for name in others if folded_column(name) not in usual or name in (label_columns or ())]
-    found_task, names, learnt, labels = _labels(table, kind, lines, taken, may_be_labels, task, label_columns, classes)
-    patients, remarks = _patients(kind, lines, taken)
-    parts, folds = _parts(lines, taken), _folds(lines, taken)
-    mpps, weights = _mpps(table, lines, taken), _weights(table, lines, taken)
-    annotations = _values("annotation", lines, taken, lambda line, text: text)
+    found_task, names, learnt, labels = _labels(found, may_be_labels, task, label_columns, classes)
+    patients, remarks = found.patients(kind)
+    parts, folds, annotations = found.parts(), found.folds(), found.values("annotation")
+    mpps = found.amounts("mpp", "a positive number of microns per pixel", lambda number: number > 0)
+    weights = found.amounts("weight", "a finite number, 0 or more", lambda number: number >= 0)
+    bare = next((line for line, weight in zip(lines, weights, strict=True) if weight is None), None)
+    if bare is not None and "weight" in taken:
+        raise bare.wrong(f"{taken['weight']!r} is empty: fill in the weight, or leave the line out")
     root = folder if folder is not None else path.parent
     targets = [line.values[name] for name in table.columns if folded_column(name) == "target" for line in lines]
     slides = [line.values[taken["slide"]] for line in lines]
@@ -194,8 +199,8 @@ def read_samples(
     files, parts_of = samples_below(root, kind, others_files)
     asked = [_below(root, name) for name in slides]
     asked = [_instead(parts_of.get(name, name), kind, files) for name in asked]
-    paths = found_in(path, [*zip([line.number for line in lines], asked, strict=True)], files, root, kind)
     numbers = [line.number for line in lines]
+    paths = found_in(path, [*zip(numbers, asked, strict=True)], files, kind, f"below {root}", kind.missing)
     said = (parts, folds, labels, mpps, annotations, weights, covariates)
     rows = tuple(map(Sample, numbers, slides, paths, patients, *said))
     require_patients_apart(rows, path)
@@ -216,11 +221,6 @@ def read_samples(
     return SampleTable(found_task, names, rows, taken, remarks)
 
 
-def without_weight(columns: Mapping[str, Any]) -> Sequence[Any]:
-    """The columns that a source must have."""
-    return [name for role, name in columns.items() if role != "weight"]
-
-
 def open_table(path: Path, kind: FileKind = PICTURES, named: Collection[str] = ()) -> CsvTable:
     """A table of samples, which may have columns that the user named. Raises DatasetError."""
 
@@ -230,53 +230,99 @@ def open_table(path: Path, kind: FileKind = PICTURES, named: Collection[str] = (
     return CsvTable(path, SURVIVAL, names_files, kind.layout, kind.noun, numbered=kind.tells_patients)
 
 
-def _columns_taken(table: CsvTable, named: Mapping[str, str], labels: Sequence[str]) -> dict[str, str]:
-    """The column of each role that has one. Raises DatasetError for two, and for none of files."""
-    where, header = f"{table.path}, line {table.header_line}", table.columns
-    taken: dict[str, str] = {}
-    for role, asked in named.items():
-        same = [name for name in header if folded_column(name) == folded_column(asked)]
-        found = [name for name in header if name == asked] or same
-        if role == "weight" and not found:  # tables to evaluate or to predict of lack it
-            continue
-        if len(found) != 1:
-            other = f"no column {asked!r}, but {some(header)}" if not found else f"{' and '.join(found)}"
-            raise DatasetError(f"{where}: has {other}: choose the column of the {role} by `{role}_column`")
-        taken[role] = found[0]
-    spoken_for = {*taken.values(), *labels}
-    for role, usual in ROLES.items():
-        if role in taken:
-            continue
-        found = [name for name in header if folded_column(name) in usual]
-        if role == "slide":
-            found = [name for name in found if folded_column(name) in FILES] or found
-        found = [name for name in found if name not in spoken_for] or (found[:1] if role == "slide" else [])
-        if len(found) > 1:
-            raise DatasetError(
-                f"{where}: has {' and '.join(found)}, of which one can be the column of the {role}: "
-                f"choose it by `{role}_column`"
-            )
-        if not found and role == "slide":
-            raise DatasetError(
-                f"{where}: has {some(header)}: none of them can be the column of file names ({', '.join(usual)}): "
-                f"name it by `slide_column`; {table.layout}"
-            )
-        if found:
+class _Columns:
+    """The columns of a table that are `taken` for a role, and what lines have there.
+
+    Raises DatasetError for two columns of a role, for none of files, and for values of others than are wanted.
+    """
+
+    def __init__(self, table: CsvTable, named: Mapping[str, str], labels: Sequence[str]) -> None:
+        where, header = f"{table.path}, line {table.header_line}", table.columns
+        taken: dict[str, str] = {}
+        for role, asked in named.items():
+            found = table.named(asked)
+            if role == "weight" and not found:  # tables to evaluate or to predict of lack it
+                continue
+            if len(found) != 1:
+                other = f"no column {asked!r}, but {some(header)}" if not found else f"{' and '.join(found)}"
+                raise DatasetError(f"{where}: has {other}: choose the column of the {role} by `{role}_column`")
             taken[role] = found[0]
-    return {role: taken[role] for role in ROLES if role in taken}
+        spoken_for = {*taken.values(), *labels}
+        for role, usual in ROLES.items():
+            if role in taken:
+                continue
+            found = [name for name in header if folded_column(name) in usual]
+            if role == "slide":
+                found = [name for name in found if folded_column(name) in FILES] or found
+            found = [name for name in found if name not in spoken_for] or (found[:1] if role == "slide" else [])
+            if len(found) > 1:
+                raise DatasetError(
+                    f"{where}: has {' and '.join(found)}, of which one can be the column of the {role}: "
+                    f"choose it by `{role}_column`"
+                )
+            if not found and role == "slide":
+                raise DatasetError(
+                    f"{where}: has {some(header)}: none of them can be the column of file names ({', '.join(usual)}): "
+                    f"name it by `slide_column`; {table.layout}"
+                )
+            if found:
+                taken[role] = found[0]
+        self.table, self.taken = table, {role: taken[role] for role in ROLES if role in taken}
+
+    def values(self, role: str) -> list[str | None]:
+        """The value of each line in the column of a role; None where it says none, or there is no such column."""
+        texts = [line.values[self.taken[role]] if role in self.taken else "" for line in self.table.lines]
+        return [None if says_none(text) else text for text in texts]
+
+    def amounts(self, role: str, wanted: str, allowed: Callable[[float], bool]) -> list[float | None]:
+        """The number of each line in the column of a role."""
+        texts, column, found = self.values(role), self.taken.get(role, ""), list[float | None]()
+        said = [line for line, text in zip(self.table.lines, texts, strict=True) if text is not None]
+        LabelColumns(self.table, (column,), said).require_one_decimal_mark()
+        for line, text in zip(self.table.lines, texts, strict=True):
+            found.append(None if text is None or text.isalpha() else as_number(text))
+            if text is not None and (found[-1] is None or not allowed(found[-1])):
+                raise line.wrong(f"{column!r} is {quoted(text)}, but must be {wanted}")
+        return found
+
+    def folds(self) -> list[int | None]:
+        found = self.amounts("fold", "a whole number, 0 or more", lambda n: 0 <= n < MOST_FOLDS and n.is_integer())
+        return [None if number is None else int(number) for number in found]
+
+    def parts(self, required: bool = True) -> list[str]:
+        """For what each line is: train, val, test, or nothing without that column."""
+        lines, column = self.table.lines, self.taken.get("split")
+        require_values([column] if column and required else [], lines, "write train, val or test")
+        texts = [line.values[column] if column else "" for line in lines]
+        for line, text in zip(lines, texts, strict=True):
+            if text and not part_named(text):
+                raise line.wrong(f"{column!r} is {text!r}, but must be train, val or test")
+        return [part_named(text) for text in texts]
+
+    def patients(self, kind: FileKind) -> tuple[list[str], tuple[str, ...]]:
+        """The patient of each line, and a remark if no column says it."""
+        lines, column = self.table.lines, self.taken.get("patient")
+        if column is None:
+            names = [line.values[self.taken["slide"]] for line in lines]
+            return patients_of(names, kind, "name the column of patients by `patient_column`")
+        for line in lines:
+            text = line.values[column]
+            if says_none(text):
+                what = f"is {text!r}, which says that there is no value" if text else "is empty"
+                raise line.wrong(f"{column!r} {what}: fill in the patient, or leave the line out")
+        require_one_way(column, lines, _folded_patient, "patient")
+        return [line.values[column] for line in lines], ()
 
 
 def _labels(
-    table: CsvTable,
-    kind: FileKind,
-    lines: Sequence[Line],
-    taken: Mapping[str, str],
+    found: _Columns,
     others: list[str],
     task: str | None,
     columns: Sequence[str] | None,
     classes: tuple[str, ...] | None,
 ) -> tuple[str | None, tuple[str, ...], tuple[str, ...], Sequence[Label | None]]:
     """The task, the classes, the columns of labels, and the label of each line. Raises DatasetError."""
+    table, taken, lines = found.table, found.taken, found.table.lines
     nothing = [None] * len(lines)
     tabled = [form.task for form in FORMS.values() if form.in_tables]
     of_files = files_of(task)
@@ -291,52 +337,27 @@ def _labels(
         return task, classes or (), (), nothing
     if columns is not None and not columns:
         return None, classes or (), (), nothing
-    asked = columns if columns is not None else _usual_labels(table, others, task)
+    asked, named = columns, [name for name in others if folded_column(name) in LABEL_COLUMNS]
+    if columns is None and task != "multilabel" and (task is None or not FORMS[task].columns):
+        # The column by its usual name, or those of survival.
+        survival = task is None and {*SURVIVAL} <= {*others}
+        where = f"{table.path}, line {table.header_line}"
+        if survival and named:
+            told = f"has {named[0]}, and time and event: choose one by `label_columns`, or by `task`"
+            raise DatasetError(f"{where}: {told}")
+        if len(named) > 1:
+            told = f"has {' and '.join(named)}, of which one can be the column of labels: choose it by `label_columns`"
+            raise DatasetError(f"{where}: {told}")
+        asked = SURVIVAL if survival else tuple(named) or None
     if asked is None and task is None and all(map(identifies, others)):
         return ("segment" if "annotation" in taken else None), classes or (), (), nothing
-    learnt = learnt_columns(table.path, others, task, asked, table.layout)
-    read = LabelColumns(table.path, learnt, lines, table.delimiter, CLASS_COLUMNS, kind.noun)
-    found, names, label = read.labels(task, columns is not None, classes)
-    renamed = columns is not None and FORMS[found].named_by_column and not {*names} & {*(classes or names)}
+    learnt = learnt_columns(table, others, task, asked)
+    read = LabelColumns(table, learnt, lines, CLASS_COLUMNS)
+    told, names, labels = read.labels(task, columns is not None, classes)
+    renamed = columns is not None and FORMS[told].named_by_column and not {*names} & {*(classes or names)}
     if renamed and classes is not None and len(classes) == len(names):
         names = classes  # the user named the columns of another table, in the order of those of training
-    return found, names, learnt, [label(line) for line in lines]
-
-
-def _usual_labels(table: CsvTable, others: list[str], task: str | None) -> tuple[str, ...] | None:
-    """The column of labels by its usual name, or those of survival; None if none has such a name."""
-    named = [name for name in others if folded_column(name) in LABEL_COLUMNS]
-    survival = {*SURVIVAL} <= {*others}
-    if task == "multilabel" or (task is not None and FORMS[task].columns):
-        return None
-    if task is None and survival and named:
-        raise DatasetError(
-            f"{table.path}, line {table.header_line}: has {named[0]}, and time and event: choose one by "
-            "`label_columns`, or by `task`"
-        )
-    if task is None and survival:
-        return SURVIVAL
-    if len(named) > 1:
-        raise DatasetError(
-            f"{table.path}, line {table.header_line}: has {' and '.join(named)}, of which one can be the column of "
-            "labels: choose it by `label_columns`"
-        )
-    return tuple(named) or None
-
-
-def _patients(kind: FileKind, lines: Sequence[Line], taken: Mapping[str, str]) -> tuple[list[str], tuple[str, ...]]:
-    """The patient of each line, and a remark if no column says it. Raises DatasetError."""
-    column = taken.get("patient")
-    if column is None:
-        names = [line.values[taken["slide"]] for line in lines]
-        return patients_of(names, kind, "name the column of patients by `patient_column`")
-    for line in lines:
-        text = line.values[column]
-        if says_none(text):
-            what = f"is {text!r}, which says that there is no value" if text else "is empty"
-            raise line.wrong(f"{column!r} {what}: fill in the patient, or leave the line out")
-    require_one_way(column, lines, _folded_patient, "patient")
-    return [line.values[column] for line in lines], ()
+    return told, names, learnt, labels
 
 
 def _folded_patient(text: str) -> str:
@@ -355,80 +376,6 @@ def patients_of(names: Sequence[str], kind: FileKind, remedy: str) -> tuple[list
         return patients, (own,) * kind.tells_patients
     kept = f"patients are the first 12 characters of {counted(found, 'TCGA barcode')}"
     return patients, (kept if found == len(names) else f"{kept}; {own}",)
-
-
-def _parts(lines: Sequence[Line], taken: Mapping[str, str], required: bool = True) -> list[str]:
-    column = taken.get("split")
-    if column is None:
-        return [""] * len(lines)
-    require_values([column] if required else [], lines, "write train, val or test")
-    return [part_of(line, column) for line in lines]
-
-
-def _values(
-    role: str, lines: Sequence[Line], taken: Mapping[str, str], value_of: Callable[[Line, str], T]
-) -> list[T | None]:
-    """The value of each line in the column of a role; None where it says none, or there is no such column."""
-    texts = [line.values[taken[role]] if role in taken else "" for line in lines]
-    return [None if says_none(text) else value_of(line, text) for line, text in zip(lines, texts, strict=True)]
-
-
-def _folds(lines: Sequence[Line], taken: Mapping[str, str]) -> list[int | None]:
-    def fold(line: Line, text: str) -> int:
-        number = _FOLD.fullmatch(text)
-        if number is None:
-            raise line.wrong(f"{taken['fold']!r} is {quoted(text)}, but must be a whole number, 0 or more")
-        return int(number[1])
-
-    return _values("fold", lines, taken, fold)
-
-
-def _mpps(table: CsvTable, lines: Sequence[Line], taken: Mapping[str, str]) -> list[float | None]:
-    wanted = "a positive number of microns per pixel"
-    return _amounts(table, lines, taken, "mpp", wanted, lambda number: number > 0)
-
-
-def _weights(table: CsvTable, lines: Sequence[Line], taken: Mapping[str, str]) -> list[float | None]:
-    found = _amounts(table, lines, taken, "weight", "a finite number, 0 or more", lambda number: number >= 0)
-    for line, weight in zip(lines, found, strict=True):
-        if weight is None and "weight" in taken:
-            raise line.wrong(f"{taken['weight']!r} is empty: fill in the weight, or leave the line out")
-    return found
-
-
-def _covariates(
-    table: CsvTable, lines: Sequence[Line], asked: Sequence[Any], taken: Mapping[str, str], labels: Sequence[str]
-) -> tuple[list[str], list[Any]]:
-    """The columns of covariates, and the cells of each line. Raises DatasetError."""
-    if not asked:
-        return [], [()] * len(lines)
-    from mpi4dl.datasets.covariates import read_cells
-
-    return read_cells(
-        table, lines, asked, {name: role for role, name in taken.items()} | dict.fromkeys(labels, "label")
-    )
-
-
-def _amounts(
-    table: CsvTable,
-    lines: Sequence[Line],
-    taken: Mapping[str, str],
-    role: str,
-    wanted: str,
-    allowed: Callable[[float], bool],
-) -> list[float | None]:
-    """The number of each line in the column of a role. Raises DatasetError."""
-    column = taken.get(role, "")
-    said = [line for line in lines if column and not says_none(line.values[column])]
-    LabelColumns(table.path, (column,), said, table.delimiter).require_one_decimal_mark()
-
-    def amount(line: Line, text: str) -> float:
-        number = None if text.isalpha() else as_number(text)
-        if number is None or not allowed(number):
-            raise line.wrong(f"{column!r} is {quoted(text)}, but must be {wanted}")
-        return number
-
-    return _values(role, lines, taken, amount)
 
 
 def samples_below(
@@ -473,7 +420,7 @@ def _below(folder: Path, name: str) -> str:
 
 def require_patients_apart(rows: Sequence[Sample], path: Path | None = None) -> None:
     """Raises DatasetError if samples of one patient are in two splits, or in two folds; `path` is their table."""
-    for place_of in (_split_of, _fold_of):
+    for place_of in (attrgetter("split"), _fold_of):
         first: dict[str, Sample] = {}
         for row in rows:
             here = place_of(row)
@@ -484,10 +431,6 @@ def require_patients_apart(rows: Sequence[Sample], path: Path | None = None) -> 
                     f"{where}patient {row.patient!r} is in {here} by {_told(row)}, but in {place_of(other)} by "
                     f"{_told(other)}: all that is of a patient belongs together"
                 )
-
-
-def _split_of(row: Sample) -> str:
-    return row.split
 
 
 def _fold_of(row: Sample) -> str:
@@ -514,14 +457,35 @@ def read_folder(
     if labelled and task not in (None, "classify"):
         of = files_of(task) or "label"
         raise DatasetError(f"{folder}: is a folder of slides, but {task} needs a table of {of}s, such as slides.csv")
-    if labelled and (task is not None or _are_classes(folders, classes)):
-        task, classes = "classify", _folder_classes(folder, paths, folders, classes)
+    # Downloads from the GDC have a folder for each slide: classes are known ones, or few, of several slides on average.
+    names = {*folders}
+    known = classes is not None and names <= {*classes}
+    are_classes = known or ("" not in names and 2 <= len(names) <= min(FEW_VALUES, len(folders) // 2))
+    if labelled and (task is not None or are_classes):
+        loose = next((path for path, name in zip(paths, folders, strict=True) if not name), None)
+        if loose is not None:
+            raise DatasetError(f"{folder}: {loose} is in no subfolder of a class: give a table, such as slides.csv")
+        other = next((name for name in folders if classes is not None and name not in classes), None)
+        if classes is not None and other is not None:
+            told = f"has the class {other!r}, but the classes of training are {', '.join(classes)}"
+            raise DatasetError(f"{folder}: {told}")
+        task, classes = "classify", classes or tuple(sorted(names))
+        if len(classes) < 2:
+            told = f"has only slides of class {classes[0]!r}; a classifier needs two subfolders or more"
+            raise DatasetError(f"{folder}: {told}")
         labels = [classes.index(name) for name in folders]
         remarks = (f"classes are the subfolders of {folder}: {some(classes, 10)}",)
     else:
         task = None
         remarks = (f"slides of {folder} have no labels",)
-    slides = _identifiers(folder, paths, kind.suffixes)
+    # Names without endings; of files with equal names, with their folders.
+    short = [without_suffix(path, kind.suffixes) for path in paths]
+    bases = [name.rpartition("/")[2] for name in short]
+    times, first = Counter(bases), dict[str, str]()
+    slides = [base if times[base] == 1 else name for base, name in zip(bases, short, strict=True)]
+    for name, path in zip(slides, paths, strict=True):
+        if first.setdefault(name, path) != path:
+            raise DatasetError(f"{folder}: has {first[name]} and {path}: one file of each name")
     patients, more = patients_of(slides, kind, "a table, such as slides.csv, can name the patients")
     rows = tuple(
         Sample(0, slide, path, patient, part, label=label)
@@ -529,50 +493,6 @@ def read_folder(
     )
     require_patients_apart(rows)
     return SampleTable(task, classes or (), rows, {}, remarks + more)
-
-
-def _are_classes(folders: Sequence[str], classes: tuple[str, ...] | None) -> bool:
-    """Whether subfolders may be classes: they are known ones, or few, of two slides or more on average.
-
-    Downloads from the GDC have a folder for each slide.
-    """
-    names = {*folders}
-    if classes is not None and names <= {*classes}:
-        return True
-    return "" not in names and 2 <= len(names) <= min(FEW_VALUES, len(folders) // 2)
-
-
-def _folder_classes(
-    folder: Path, paths: Sequence[str], folders: Sequence[str], classes: tuple[str, ...] | None
-) -> tuple[str, ...]:
-    """The classes that subfolders are. Raises DatasetError."""
-    loose = next((path for path, name in zip(paths, folders, strict=True) if not name), None)
-    if loose is not None:
-        raise DatasetError(f"{folder}: {loose} is in no subfolder of a class: give a table, such as slides.csv")
-    other = next((name for name in folders if classes is not None and name not in classes), None)
-    if classes is not None and other is not None:
-        raise DatasetError(f"{folder}: has the class {other!r}, but the classes of training are {', '.join(classes)}")
-    found = classes or tuple(sorted({*folders}))
-    if len(found) < 2:
-        raise DatasetError(
-            f"{folder}: has only slides of class {found[0]!r}; a classifier needs two subfolders or more"
-        )
-    return found
-
-
-def _identifiers(folder: Path, paths: Sequence[str], suffixes: Sequence[str]) -> list[str]:
-    """The names of files without endings; of files with equal names, with their folders. Raises DatasetError."""
-    short = [without_suffix(path, suffixes) for path in paths]
-    bases = [name.rpartition("/")[2] for name in short]
-    times: dict[str, int] = {}
-    for base in bases:
-        times[base] = times.get(base, 0) + 1
-    names = [base if times[base] == 1 else name for base, name in zip(bases, short, strict=True)]
-    first: dict[str, str] = {}
-    for name, path in zip(names, paths, strict=True):
-        if first.setdefault(name, path) != path:
-            raise DatasetError(f"{folder}: has {first[name]} and {path}: one file of each name")
-    return names
 
 
 def read_split_file(path: Path) -> tuple[Sample, ...]:
@@ -590,18 +510,18 @@ def read_split_file(path: Path) -> tuple[Sample, ...]:
         return column.casefold() in PARTS or folded_column(column) in ROLES["slide"]
 
     table = CsvTable(path, (), names_slides, _SPLIT_LAYOUT, "sample", numbered=True)
-    lines = table.lines()
     if any(folded_column(name) in ("split", "fold") for name in table.columns):
-        taken = _columns_taken(table, _NO_COLUMNS, ())
+        columns = _Columns(table, _NO_COLUMNS, ())
+        taken = columns.taken
         needed = [taken[role] for role in ("slide", "split") if role in taken]
-        require_values(needed[:1] if "fold" in taken else needed, lines)
-        parts, folds = _parts(lines, taken, "fold" not in taken), _folds(lines, taken)
+        require_values(needed[:1] if "fold" in taken else needed, table.lines)
+        parts, folds = columns.parts("fold" not in taken), columns.folds()
         found = [
             Sample(line.number, line.values[taken["slide"]], "", "", part, fold)
-            for line, part, fold in zip(lines, parts, folds, strict=True)
+            for line, part, fold in zip(table.lines, parts, folds, strict=True)
         ]
     else:
-        found = [Sample(line.number, slide, "", "", part) for line, slide, part in _listed(table, lines)]
+        found = [Sample(line.number, slide, "", "", part) for line, slide, part in _listed(table)]
     first: dict[str, Sample] = {}
     for each in found:
         other = first.setdefault(each.name, each)
@@ -615,9 +535,9 @@ def read_split_file(path: Path) -> tuple[Sample, ...]:
     return tuple(found)
 
 
-def _listed(table: CsvTable, lines: Sequence[Line]) -> Iterator[tuple[Line, str, str]]:
+def _listed(table: CsvTable) -> Iterator[tuple[Line, str, str]]:
     """The samples below columns train, val and test, with their lines and parts. Raises DatasetError."""
-    header = f"{table.path}, line {table.header_line}"
+    header, lines = f"{table.path}, line {table.header_line}", table.lines
     columns: dict[str, str] = {}
     for name in table.columns:
         part = part_named(name)

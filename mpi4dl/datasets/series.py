@@ -32,8 +32,6 @@ class _Slice(NamedTuple):
     place: float
     shape: tuple[int, int]
     plane: tuple[float, ...]
-    frames: int
-    samples: int
 
 
 def grouped(paths: Sequence[Path]) -> Iterator[tuple[Path, Sequence[Path], bool]]:
@@ -59,11 +57,11 @@ def grouped(paths: Sequence[Path]) -> Iterator[tuple[Path, Sequence[Path], bool]
 def open_series(path: Path) -> Opened:
     """The series of a folder, or that of a file with the others of its folder, headers read and pixels not.
 
-    Raises:
-        BadImage: a file is damaged, or slices have other sizes, planes or distances than others.
-        DatasetError: pydicom is not installed.
+    Raises BadImage, also where slices have other sizes, planes or distances than others.
     """
-    inside = sorted(each for each in (path if path.is_dir() else path.parent).iterdir() if _counts(each))
+    folder = path if path.is_dir() else path.parent
+    files = (each for each in folder.iterdir() if each.is_file() and not each.name.startswith("."))
+    inside = sorted(each for each in files if each.name.lower().endswith(SUFFIX))
     slices = [_slice(each) for each in inside]
     if not path.is_dir():
         mine = _slice(path).series
@@ -71,7 +69,21 @@ def open_series(path: Path) -> Opened:
     if not slices or len({each.series for each in slices}) > 1:
         raise BadImage(path, f"has {len({each.series for each in slices})} series of DICOM: expected one")
     slices.sort(key=lambda each: each.place)
-    _require_volume(path, slices)
+    first = slices[0]
+    odd = next((each for each in slices if (each.shape, each.plane) != (first.shape, first.plane)), None)
+    if odd is not None:
+        what = "lies in another plane" if odd.shape == first.shape else f"has {odd.shape[0]} x {odd.shape[1]} pixels"
+        raise BadImage(odd.path, f"{what} than {first.path.name} of its series: write the volume as NIfTI")
+    steps = np.diff([each.place for each in slices])
+    usual = float(np.median(steps)) if len(steps) else 0.0
+    wrong = next((i for i, step in enumerate(steps) if abs(step - usual) > _UNEVEN * abs(usual) or step <= 0), None)
+    if wrong is not None:
+        after, before = slices[wrong + 1], slices[wrong]
+        raise BadImage(
+            path,
+            f"has slices {usual:g} mm apart, but {after.path.name} is {steps[wrong]:g} mm behind {before.path.name}: a "
+            "slice is missing or there twice; restore it, or write the volume as NIfTI",
+        )
 
     def read_part(wanted: Slices) -> npt.NDArray[Any]:
         depth, rows, cols = wanted
@@ -82,30 +94,6 @@ def open_series(path: Path) -> Opened:
         return np.stack([_pixels(each.path)[rows, cols] for each in chosen])
 
     return Opened((len(slices), *slices[0].shape), read_part, np.dtype(np.float32), scaled=True)
-
-
-def _counts(path: Path) -> bool:
-    return path.name.lower().endswith(SUFFIX) and not path.name.startswith(".") and path.is_file()
-
-
-def _require_volume(path: Path, slices: Sequence[_Slice]) -> None:
-    first = slices[0]
-    odd = next((each for each in slices if (each.shape, each.plane) != (first.shape, first.plane)), None)
-    if odd is not None:
-        what = "lies in another plane" if odd.shape == first.shape else f"has {odd.shape[0]} x {odd.shape[1]} pixels"
-        raise BadImage(odd.path, f"{what} than {first.path.name} of its series: write the volume as NIfTI")
-    steps = np.diff([each.place for each in slices])
-    if not len(steps):
-        return
-    usual = float(np.median(steps))
-    wrong = next((i for i, step in enumerate(steps) if abs(step - usual) > _UNEVEN * abs(usual) or step <= 0), None)
-    if wrong is not None:
-        after, before = slices[wrong + 1], slices[wrong]
-        raise BadImage(
-            path,
-            f"has slices {usual:g} mm apart, but {after.path.name} is {steps[wrong]:g} mm behind {before.path.name}: a "
-            "slice is missing or there twice; restore it, or write the volume as NIfTI",
-        )
 
 
 def _read(path: Path, **how: Any) -> Any:
@@ -134,7 +122,7 @@ def _slice(path: Path) -> _Slice:
     if frames > 1 or samples > 1 or not np.isfinite(place):
         what = f"{frames} frames" if frames > 1 else f"{samples} samples in a pixel" if samples > 1 else "no place"
         raise BadImage(path, f"has {what}: a slice of a series has one grey image; write the volume as NIfTI")
-    return _Slice(path, series, place, shape, plane, frames, samples)
+    return _Slice(path, series, place, shape, plane)
 
 
 def _pixels(path: Path) -> npt.NDArray[np.float32]:
@@ -147,5 +135,4 @@ def _pixels(path: Path) -> npt.NDArray[np.float32]:
         )
     except Exception as error:  # each decoder has errors of its own
         raise BadImage(path, f"cannot be decoded: {str(error) or type(error).__name__}") from error
-    values: npt.NDArray[np.float32] = (stored * slope + intercept).astype(np.float32)
-    return values
+    return (stored * slope + intercept).astype(np.float32)

@@ -1,8 +1,7 @@
 """Sources of images or volumes: "synthetic", an .npz file, or files: a folder for each class, a table, or masks."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from mpi4dl.datasets.files import (
     Channels,
     StoredPicture,
     channel_names,
-    open_stored_picture,
 )
 from mpi4dl.datasets.kinds import PICTURES, VOLUMES, FileKind
 from mpi4dl.datasets.labels import FORMS, LabelForm, files_of
@@ -44,7 +42,6 @@ from mpi4dl.datasets.samples import (
     patients_of,
     read_samples,
     without_suffix,
-    without_weight,
 )
 from mpi4dl.datasets.split import Named, Subset, fold_table, split, split_rows
 
@@ -149,36 +146,41 @@ class SampleFiles(ListedFiles):
 _TRAIN_VAL = ("train", "val")
 
 
-# A folder with a folder for each class.
+# A folder with a folder for each class, or with masks of the same names in the folder `masks` beside a folder `images`;
+# targets likewise.
+
+CLASSES = "classes.txt"
+_BLACK_AND_WHITE = ({0, 255}, {255})
 
 
-def class_table(root: Path, kind: FileKind = PICTURES, classes: tuple[str, ...] | None = None) -> SampleTable:
-    """The files under `root/<class>/`, or under these in folders train and val, in alphabetical order.
+def folder_table(root: Path, kind: FileKind, classes: tuple[str, ...] | None = None) -> SampleTable:
+    """The files under `root/<class>/`, or those with a file each to learn; or such ones in folders train and val.
 
     `classes` fixes the classes and their order.
 
     Raises:
-        DatasetError: no such folder, no classes or only one, a class without files, or one that is not in `classes`.
+        DatasetError: no such folder, no classes or only one, a class without files, or one that is not in `classes`; no
+            files, one without a mask or target, or with two.
     """
-    found = parts(root) if classes is None else None
+    form = paired_form(root)
+    found = parts(root) if form is None and classes is None else None
     if found is None:
-        rows, classes = _rows_of_classes(root, "", kind, classes)
-        return _with_patients(SampleTable("classify", classes, tuple(rows), {}), kind)
-    train, classes = _rows_of_classes(root / found.training, f"{found.training}/", kind, None)
-    val, _ = _rows_of_classes(root / found.validation, f"{found.validation}/", kind, classes)
-    rows = [row._replace(split="train") for row in train] + [row._replace(split="val") for row in val]
-    return SampleTable("classify", classes, tuple(rows), {})
+        table = pair_table(root, form, kind) if form else _class_table(root, kind, classes)
+        patients, remarks = patients_of([row.name for row in table.rows], kind, "a table can name the patients")
+        rows = tuple(row._replace(patient=patient) for row, patient in zip(table.rows, patients, strict=True))
+        return table._replace(rows=rows, remarks=(*table.remarks, *remarks))
+    form = paired_form(root / found.training)
+    tables: list[SampleTable] = []
+    for name, part in zip((found.training, found.validation), _TRAIN_VAL, strict=True):
+        where, before = root / name, f"{name}/"
+        own = pair_table(where, form, kind, before) if form else _class_table(where, kind, classes, before)
+        tables.append(own._replace(rows=tuple(row._replace(split=part) for row in own.rows)))
+        classes = own.classes
+    train, val = tables
+    return train._replace(rows=train.rows + val.rows, remarks=train.remarks + val.remarks)
 
 
-def _with_patients(table: SampleTable, kind: FileKind) -> SampleTable:
-    patients, remarks = patients_of([row.name for row in table.rows], kind, "a table can name the patients")
-    rows = tuple(row._replace(patient=patient) for row, patient in zip(table.rows, patients, strict=True))
-    return table._replace(rows=rows, remarks=(*table.remarks, *remarks))
-
-
-def _rows_of_classes(
-    root: Path, before: str, kind: FileKind, classes: tuple[str, ...] | None
-) -> tuple[list[Sample], tuple[str, ...]]:
+def _class_table(root: Path, kind: FileKind, classes: tuple[str, ...] | None, before: str = "") -> SampleTable:
     found = class_folders(root)
     if not found:
         own = any(visible(path.name) and path.name.lower().endswith(kind.suffixes) for path in root.iterdir())
@@ -204,14 +206,7 @@ def _rows_of_classes(
             )
         paths = [f"{before}{name}/{file}" for file in files]
         rows += [Sample(0, path, path, path, label=known.index(name)) for path in paths]
-    return rows, known
-
-
-# Masks of the same names in the folder `masks` beside a folder `images`, or in a column of a table; targets likewise.
-
-CLASSES = "classes.txt"
-LOOKED_AT = 8
-_BLACK_AND_WHITE = ({0, 255}, {255})
+    return SampleTable("classify", known, tuple(rows), {})
 
 
 def paired_form(root: Path) -> LabelForm | None:
@@ -220,14 +215,8 @@ def paired_form(root: Path) -> LabelForm | None:
     return next(found, None)
 
 
-def pair_table(
-    root: Path, form: LabelForm, kind: FileKind = PICTURES, split: str = "", before: str = ""
-) -> SampleTable:
-    """The files of the first folder of the form with those of the second; names begin with `before`.
-
-    Raises:
-        DatasetError: no files, one without a mask or target, or with two.
-    """
+def pair_table(root: Path, form: LabelForm, kind: FileKind, before: str = "") -> SampleTable:
+    """The files of the first folder of the form with those of the second; names begin with `before`."""
     if paired_form(root) is not form:
         raise DatasetError(f"{root}: has {', '.join(subfolders(root)) or 'no folders'}; {form.where}")
     first, second = (root / name for name in form.folders)
@@ -244,11 +233,10 @@ def pair_table(
     rows = []
     for name, file in images.items():
         path = f"{before}{first.name}/{file}"
-        rows.append(Sample(0, path, path, path, split, annotation=f"{before}{second.name}/{others[name]}"))
+        rows.append(Sample(0, path, path, path, annotation=f"{before}{second.name}/{others[name]}"))
     spare = len(others) - len(images)
     remarks = (f"{spare} {form.files}s of {second} have no image",) if spare else ()
-    table = SampleTable(form.task, (), tuple(rows), {}, remarks)
-    return table if split else _with_patients(table, kind)
+    return SampleTable(form.task, (), tuple(rows), {}, remarks)
 
 
 def _by_name(folder: Path, files: Sequence[str], suffixes: tuple[str, ...]) -> dict[str, str]:
@@ -282,13 +270,18 @@ class PairedFiles(SampleFiles):
         beside = source.parent if source.is_file() else root
         names = [str(row.annotation).replace("\\", "/") for row in table.rows]
         base = beside if (beside / names[0]).is_file() else root
-        self.annotations = ListedFiles(base, [File(name, known_size(base / name)) for name in names])
+        files = [File(name, known_size(base / name)) for name in names]
+        self.annotations = _Targets(base, files, channels="all") if table.task == "image" else ListedFiles(base, files)
 
     def lists(self) -> tuple[ListedFiles, ...]:
         return self, self.annotations
 
     def mask_as_text(self, index: int) -> str:
         return mask_as_text(self.annotations.name(index), self.annotations, index)
+
+
+class _Targets(ListedFiles):
+    noun = "target"
 
 
 class TargetFiles(PairedFiles):
@@ -302,54 +295,35 @@ class TargetFiles(PairedFiles):
         DatasetError: targets of another scale than the first, or pictures of other channels or depth than others.
     """
 
+    noun = "input"
+
     def __init__(self, source: Path, root: Path, table: SampleTable, bands: tuple[int, ...] = ()) -> None:
-        super().__init__(source, root, table)
-        self.bands = bands
-        looked = [*self._looked_at()]
-        if not looked:
-            raise DatasetError(f"{source}: none of the pictures that were looked at, and of their targets, can be read")
-        image, target = looked[0]
-        self.channels, self.values, self.classes = image.channels, target.values, channel_names(target.channels)
-        self.input_values = image.values
-        self.target_scale = target.size[0] // image.size[0]
-        self.target_scale = self.target_scale if self.target_scale in SCALES else 1
-        for image, target in looked:
-            self._require_alike(image, target)
+        super().__init__(source, root, table, channels=bands or "all")
+        targets = self.annotations
+        if self.values is None or targets.values is None:
+            raise DatasetError(f"{source}: no picture can be read, or none of their targets")
+        self.input_values, self.values, self.classes = self.values, targets.values, channel_names(targets.channels)
+        self.target_scale = 0
+        for index in self.spread():
+            try:
+                image, target = self.image(index), self.label(index)
+            except BadImage:  # which reading it will say
+                continue
+            scale = target.size[0] // image.size[0]
+            target.scale = self.target_scale = self.target_scale or (scale if scale in SCALES else 1)
+            target.require_size_of(image)
         self.remarks = (
-            f"inputs have {counted(image.channels, 'channel')} of {DEPTHS[image.values]}, targets "
-            f"{counted(target.channels, 'channel')} of {DEPTHS[target.values]}"
+            f"inputs have {counted(self.channels, 'channel')} of {DEPTHS[self.input_values]}, targets "
+            f"{counted(targets.channels, 'channel')} of {DEPTHS[self.values]}"
             + (f", and {self.target_scale} times the height and width of inputs" if self.target_scale > 1 else ""),
             *table.remarks,
         )
 
-    def _looked_at(self) -> Iterator[tuple[StoredPicture, StoredPicture]]:
-        """Some of the pairs that can be opened, from the first to the last."""
-        count = min(LOOKED_AT, len(self))
-        for number in range(count):
-            index = number * (len(self) - 1) // max(1, count - 1)
-            with suppress(BadImage):  # which reading it will say
-                target = open_stored_picture(self.annotations.path(index))
-                yield open_stored_picture(self.path(index), self.bands or ()), target
-
-    def _require_alike(self, image: StoredPicture, target: StoredPicture) -> None:
-        """Raise BadImage for a pair of two sizes, or of other channels or another depth than others."""
-        image.require(self.channels, self.input_values, "input")
-        self._required(target).require_size_of(image)
-
-    def image(self, index: int) -> StoredPicture:
-        """Raises BadImage and OtherFile."""
-        found = open_stored_picture(self.checked(index), self.bands or ())
-        found.require(self.channels, self.input_values, "input")
-        return found
-
     def label(self, index: int) -> StoredPicture:
         """The target of image `index`, its header read and its pixels not. Raises BadImage and OtherFile."""
-        return self._required(open_stored_picture(self.annotations.checked(index)))
-
-    def _required(self, target: StoredPicture) -> StoredPicture:
-        target.require(len(self.classes), self.values, "target")
-        target.scale = self.target_scale
-        return target
+        found: Any = self.annotations.image(index)
+        found.scale = self.target_scale
+        return found
 
 
 class MaskedFiles(PairedFiles):
@@ -378,9 +352,26 @@ class MaskedFiles(PairedFiles):
         self._ignored = ignore_index
         places = dict.fromkeys((root, *(root / each for each in {name.partition("/")[0] for name in names})))
         named = next((path for path in (each / CLASSES for each in (*places, root.parent)) if path.is_file()), None)
-        self._refuse_white()
+        found = self._values(self.spread())
+        if ignore_index == IGNORE_INDEX and found in _BLACK_AND_WHITE:
+            raise DatasetError(
+                f"{self.annotations.path(0).parent}: masks hold nothing but 0 and 255, and 255 is ignored: set "
+                "`ignore_index` to none if white is class 1"
+            )
         if classes is None and named is not None:
-            classes = _names(named)
+            try:
+                with open_regular(named) as file:
+                    lines = [line.strip() for line in file.read().decode("utf-8-sig").rstrip().split("\n")]
+            except (OSError, UnicodeDecodeError) as error:
+                raise DatasetError(f"{named}: cannot be read: {error}") from error
+            wanted = "expected the name of a class in each line"
+            for number, line in enumerate(lines, 1):
+                if not line or line in lines[: number - 1]:
+                    what = f"{line!r} again" if line else "nothing"
+                    raise DatasetError(f"{named}, line {number}: names {what}; {wanted}")
+            if len(lines) < 2:
+                raise DatasetError(f"{named}: has {len(lines)} names; {wanted}, of two or more")
+            classes = tuple(lines)
         elif classes is None:
             classes = tuple(map(str, range(num_classes or self._count())))
         self.classes = classes
@@ -412,34 +403,6 @@ class MaskedFiles(PairedFiles):
             return 2
         most = max((value for value in found if value != self._ignored), default=0)
         return max(2, most + 1)
-
-    def _refuse_white(self) -> None:
-        count = min(LOOKED_AT, len(self))
-        found = self._values([number * (len(self) - 1) // max(1, count - 1) for number in range(count)])
-        if self._ignored == IGNORE_INDEX and found in _BLACK_AND_WHITE:
-            raise DatasetError(
-                f"{self.annotations.path(0).parent}: masks hold nothing but 0 and 255, and 255 is ignored: set "
-                "`ignore_index` to none if white is class 1"
-            )
-
-
-def _names(path: Path) -> tuple[str, ...]:
-    """The names of classes in a file, a line for each."""
-    try:
-        with open_regular(path) as file:
-            found = file.read().decode("utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DatasetError(f"{path}: cannot be read: {error}") from error
-    lines = [line.strip() for line in found]
-    while lines and not lines[-1]:
-        lines.pop()
-    for number, line in enumerate(lines, 1):
-        if not line or line in lines[: number - 1]:
-            what = f"{line!r} again" if line else "nothing"
-            raise DatasetError(f"{path}, line {number}: names {what}; expected the name of a class in each line")
-    if len(lines) < 2:
-        raise DatasetError(f"{path}: has {len(lines)} names; expected the name of a class in each line, of two or more")
-    return tuple(lines)
 
 
 def open_files(
@@ -479,22 +442,11 @@ def open_files(
         if found.task is None and label_columns is None:
             raise DatasetError(f"{table}: has no column of labels beside the file names; {kind.layout}")
         return SampleFiles(table, root, found, kind, channels)
-    named = [*(label_columns or ()), *without_weight(columns or {})]
+    named = [*(label_columns or ()), *(name for role, name in (columns or {}).items() if role != "weight")]
     if named:
         raise DatasetError(f"{path}: has no {TABLE}, of which {', '.join(named)} could be columns")
-    form = paired_form(path)
-    if form is not None:
-        return paired(path, path, pair_table(path, form, kind))
-    found_parts = parts(path) if classes is None else None
-    form = None if found_parts is None else paired_form(path / found_parts.training)
-    if found_parts is None or form is None:
-        return SampleFiles(path, path, class_table(path, kind, classes), kind, channels)
-    pair = [
-        pair_table(path / name, form, kind, part, f"{name}/")
-        for name, part in zip((found_parts.training, found_parts.validation), _TRAIN_VAL, strict=True)
-    ]
-    both = pair[0]._replace(rows=pair[0].rows + pair[1].rows, remarks=pair[0].remarks + pair[1].remarks)
-    return paired(path, path, both)
+    found = folder_table(path, kind, classes)
+    return paired(path, path, found) if files_of(found.task) else SampleFiles(path, path, found, kind, channels)
 
 
 SYNTHETIC, SYNTHETIC_CLASSES = "synthetic", 10

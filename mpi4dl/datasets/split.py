@@ -25,6 +25,7 @@ from mpi4dl.datasets.base import Dataset, DatasetError, Image, drawn, task_of
 from mpi4dl.datasets.kinds import PICTURES, FileKind
 from mpi4dl.datasets.labels import files_of
 from mpi4dl.datasets.samples import Sample, read_split_file, require_patients_apart
+from mpi4dl.datasets.table import found_in
 
 MOST_BINS = 4  # of numbers, whose quantiles are strata
 _PARTS = ("train", "val", "test")
@@ -106,10 +107,7 @@ def split(
 
     A dataset that `tells_patients` has `patients`, one for each sample, whose samples are on one side. It may have
     `strata`, a number for each sample, such as its class. `validating` says it of samples that were split before, by
-    name. There may be none to validate with where nothing `validates`.
-
-    Raises:
-        DatasetError: as `split_patients`.
+    name. There may be none to validate with where nothing `validates`. Raises as `split_patients`.
     """
     indices = range(len(dataset))
     names = [dataset.name(index) for index in indices]
@@ -166,7 +164,9 @@ def strata_of(task: str | None, patients: Sequence[str], labels: Sequence[Any]) 
     elif files_of(task):
         found = {patient: int(any(own)) for patient, own in of.items()}
     elif task == "regress":
-        found = _quantiles({patient: fsum(label[0] for label in own) / len(own) for patient, own in of.items()})
+        means = {patient: fsum(label[0] for label in own) / len(own) for patient, own in of.items()}
+        below = {value: number for number, value in reversed([*enumerate(sorted(means.values()))])}  # equal ones alike
+        found = {patient: below[value] * MOST_BINS // len(means) for patient, value in means.items()}
     else:
         found = dict.fromkeys(of, 0)
     return [found[patient] for patient in patients]
@@ -175,13 +175,6 @@ def strata_of(task: str | None, patients: Sequence[str], labels: Sequence[Any]) 
 def _labels(task: str | None, rows: Sequence[Sample]) -> list[Any]:
     """What the samples are stratified by."""
     return [row.annotation is not None if files_of(task) else row.label for row in rows]
-
-
-def _quantiles(values: Mapping[str, float]) -> dict[str, int]:
-    """The quantile of each value, from 0; equal values are in the same."""
-    ordered = sorted(values.values())
-    below = {value: number for number, value in reversed([*enumerate(ordered)])}
-    return {name: below[value] * MOST_BINS // len(ordered) for name, value in values.items()}
 
 
 def _most_frequent(strata: Sequence[Any]) -> Any:
@@ -245,7 +238,19 @@ def split_patients(
         return [False] * len(patients)
     if num_patients < 2:
         raise DatasetError(f"`val_fraction` {fraction} needs two {noun} or more, but there are {num_patients}")
-    sides = _known_sides(patients, known or _NOTHING_KNOWN, names)
+    known = known or _NOTHING_KNOWN
+    sides = {patient: known[patient] for patient in patients if patient in known}
+    first: dict[str, str] = {}
+    for patient, name in zip(patients, names or patients, strict=True):
+        if name in known and sides.setdefault(patient, known[name]) != known[name]:
+            parts = [("val" if validates else "train") for validates in (known[name], sides[patient])]
+            other = repr(first[patient]) if patient in first else "its name"
+            raise DatasetError(
+                f"patient {patient!r} is in {parts[0]} by {name!r}, but in {parts[1]} by {other}, in the split "
+                "that was kept"
+            )
+        if name in known:
+            first.setdefault(patient, name)
     for group, wanted in zip(groups, _shares([*map(len, groups)], Fraction(str(fraction))), strict=True):
         new = [patient for patient in group if patient not in sides]
         more = max(0, wanted - sum(sides.get(patient, False) for patient in group))
@@ -255,24 +260,6 @@ def split_patients(
         nothing = "train on" if all(held) else "validate with"
         raise DatasetError(f"the split that was kept leaves none of {num_patients} {noun} to {nothing}")
     return held
-
-
-def _known_sides(patients: Sequence[str], known: Mapping[str, bool], names: Sequence[str] | None) -> dict[str, bool]:
-    """Of the patients that were split before, whether they validated. Raises DatasetError for one on both sides."""
-    sides = {patient: known[patient] for patient in patients if patient in known}
-    first: dict[str, str] = {}
-    for patient, name in zip(patients, names or patients, strict=True):
-        if name not in known:
-            continue
-        if sides.setdefault(patient, known[name]) != known[name]:
-            parts = [("val" if validates else "train") for validates in (known[name], sides[patient])]
-            other = repr(first[patient]) if patient in first else "its name"
-            raise DatasetError(
-                f"patient {patient!r} is in {parts[0]} by {name!r}, but in {parts[1]} by {other}, in the split "
-                "that was kept"
-            )
-        first.setdefault(patient, name)
-    return sides
 
 
 def _shares(sizes: Sequence[int], fraction: Fraction) -> list[int]:
@@ -293,14 +280,8 @@ def _shares(sizes: Sequence[int], fraction: Fraction) -> list[int]:
 def fold_of(patients: Sequence[str], strata: Sequence[Any], folds: int, seed: int) -> list[int]:
     """The fold of each sample, from 0; numbers of patients differ by at most one, in all and in each stratum.
 
-    Args:
-        patients: the patient of each sample.
-        strata: the stratum of each sample, as in `split_patients`.
-        folds: how many there are.
-        seed: decides which patients are together, with their names.
-
-    Raises:
-        DatasetError: fewer than two folds, or more folds than patients.
+    `patients`, `strata` and `seed` as in `split_patients`. Raises DatasetError for fewer than two folds, or for more
+    than patients.
     """
     if folds < 2:
         raise DatasetError(f"`folds` {folds}: cross-validation needs two folds or more")
@@ -360,12 +341,39 @@ def split_rows(
             )
         if folds is None and not chosen:
             raise DatasetError(f"{split_file} has folds, and no split: choose one by `folds` and `fold`")
-        by_folds = folds if not chosen else None
-    else:
-        by_folds = folds
-    if by_folds is not None:
-        rows, more = _by_fold(rows, task, by_folds, fold, seed, where, split_file is not None, kind)
-        return rows, remarks + more
+        folds = None if chosen else folds
+    if folds is not None:
+        # Those of the table or file, or new ones; samples for tests stay apart.
+        left_out = [split_file is not None and row.fold is None for row in rows]
+        free = [n for n, row in enumerate(rows) if row.split != "test" and not left_out[n]]
+        given = {rows[n].fold for n in free}
+        if None in given and len(given) > 1:
+            missing = [rows[n].name for n in free if rows[n].fold is None]
+            without = counted(len(missing), kind.noun, kind.nouns)
+            raise DatasetError(f"{where}: {without} without a fold, and others have one: {some(missing)}")
+        if given == {None}:
+            patients = [rows[n].patient for n in free]
+            strata = strata_of(task, patients, _labels(task, [rows[n] for n in free]))
+            numbers = fold_of(patients, strata, folds, seed)
+        else:
+            numbers = [rows[n].fold or 0 for n in free]
+            if {*numbers} != {*range(folds)}:
+                raise DatasetError(
+                    f"{where} has the folds {some([*map(str, sorted({*numbers}))])}, but `folds` {folds} are numbered "
+                    f"from 0 to {folds - 1}: choose another number of `folds`, or number them so"
+                )
+        placed = dict(zip(free, numbers, strict=True))
+        found = tuple(
+            row._replace(split="val" if placed[n] == fold else "train", fold=placed[n])
+            if n in placed
+            else row._replace(split=row.split if row.split == "test" else "", fold=None)
+            for n, row in enumerate(rows)
+        )
+        remarks += (f"fold {fold} of {folds} validates, split by patient", *check_parts(found, task, kind=kind))
+        for_tests = sum(row.split == "test" for row in found)
+        if for_tests:
+            remarks += (f"{counted(for_tests, f'{kind.noun} is', f'{kind.nouns} are')} for tests, and in no fold",)
+        return found, remarks
     if not any(row.split for row in rows):
         names, patients = [row.path for row in rows], [row.patient for row in rows]
         strata = strata_of(task, patients, _labels(task, rows))
@@ -393,86 +401,25 @@ def split_rows(
 
 def _placed(rows: Sequence[Sample], path: Path, kind: FileKind) -> tuple[tuple[Sample, ...], tuple[str, ...]]:
     """The samples by a split file: those that it does not name are left out. Lines are those of the file."""
-    of: dict[str, set[int]] = {}
-    for number, row in enumerate(rows):
-        base = row.path.rpartition("/")[2]
-        for name in {row.path, row.path.rpartition(".")[0], base, base.partition(".")[0], base.rpartition(".")[0]}:
-            of.setdefault(name, set()).add(number)
-    of |= {row.name: {number} for number, row in enumerate(rows)}
-    used: dict[int, int] = {}
+    named, numbers = {row.name: row.path for row in rows}, {row.path: number for number, row in enumerate(rows)}
+    lines, remedy = read_split_file(path), ": write it as the table does, or remove the line"
+    asked = [(line.line, named.get(line.name, line.name)) for line in lines]
+    found = found_in(path, asked, [*numbers], kind, "in the table", remedy)
     placed = [row._replace(split="", fold=None) for row in rows]
-    for line in read_split_file(path):
-        found = of.get(line.name.replace("\\", "/").removeprefix("./"), set())
-        where = f"{path}, line {line.line}: {kind.noun} {line.name!r} is"
-        if len(found) != 1:
-            which = (
-                f"one of {len(found)} {kind.nouns}, such as {rows[min(found)].path}" if found else "not in the table"
-            )
-            raise DatasetError(f"{where} {which}: write it as the table does, or remove the line")
-        (number,) = found
-        if number in used:
-            raise DatasetError(f"{where} {rows[number].path}, as that of line {used[number]} is: name it once")
-        used[number] = line.line
-        placed[number] = placed[number]._replace(line=line.line, split=line.split, fold=line.fold)
-    left = [row.name for number, row in enumerate(rows) if number not in used]
+    for line, name in zip(lines, found, strict=True):
+        row = placed[numbers[name]]
+        placed[numbers[name]] = row._replace(line=line.line, split=line.split, fold=line.fold)
+    left = [row.name for row in rows if row.path not in {*found}]
     said = f"{counted(len(left), kind.noun, kind.nouns)} not in {path}, and left out: {some(left)}"
     return tuple(placed), (said,) if left else ()
-
-
-def _by_fold(
-    rows: Sequence[Sample],
-    task: str | None,
-    folds: int,
-    fold: int,
-    seed: int,
-    where: str,
-    named_only: bool,
-    kind: FileKind,
-) -> tuple[tuple[Sample, ...], tuple[str, ...]]:
-    """The samples by folds, those of the table or file or new ones; those for tests stay apart."""
-    left_out = [named_only and row.fold is None for row in rows]
-    free = [n for n, row in enumerate(rows) if row.split != "test" and not left_out[n]]
-    given = {rows[n].fold for n in free}
-    if None in given and len(given) > 1:
-        missing = [rows[n].name for n in free if rows[n].fold is None]
-        without = counted(len(missing), kind.noun, kind.nouns)
-        raise DatasetError(f"{where}: {without} without a fold, and others have one: {some(missing)}")
-    if given == {None}:
-        patients = [rows[n].patient for n in free]
-        numbers = fold_of(patients, strata_of(task, patients, _labels(task, [rows[n] for n in free])), folds, seed)
-    else:
-        numbers = [rows[n].fold or 0 for n in free]
-        if {*numbers} != {*range(folds)}:
-            raise DatasetError(
-                f"{where} has the folds {some([*map(str, sorted({*numbers}))])}, but `folds` {folds} are numbered from "
-                f"0 to {folds - 1}: choose another number of `folds`, or number them so"
-            )
-    placed = dict(zip(free, numbers, strict=True))
-    found = tuple(
-        row._replace(split="val" if placed[n] == fold else "train", fold=placed[n])
-        if n in placed
-        else row._replace(split=row.split if row.split == "test" else "", fold=None)
-        for n, row in enumerate(rows)
-    )
-    remarks = (f"fold {fold} of {folds} validates, split by patient", *check_parts(found, task, kind=kind))
-    for_tests = sum(row.split == "test" for row in found)
-    if for_tests:
-        remarks += (f"{counted(for_tests, f'{kind.noun} is', f'{kind.nouns} are')} for tests, and in no fold",)
-    return found, remarks
 
 
 def check_parts(
     rows: Sequence[Sample], task: str | None = None, classes: Sequence[str] = (), kind: FileKind = PICTURES
 ) -> tuple[str, ...]:
-    """Check which samples are for training, validation and tests; return warnings about classes that a part lacks.
+    """Warnings about classes that a part lacks, of `classes`, or else of all that there are.
 
-    Args:
-        rows: the samples. Those without a part are left out.
-        task: what the labels are for; None means that labels are classes or missing.
-        classes: the names of classes, for warnings, and those that each part must have; by default those of `rows`.
-
-    Raises:
-        DatasetError: a patient is in two parts, which names it, both samples and their lines.
+    Raises DatasetError for a patient in two parts.
     """
     require_patients_apart(rows)
     has: dict[str, set[int]] = {}

@@ -77,10 +77,9 @@ LEAST_ANGLE = 0.05  # between the colours of two stains, radians
 
 @dataclass(frozen=True)
 class MacenkoStains:
-    """The colours (2, 3) of hematoxylin and eosin, of length 1, and the largest concentration of each."""
+    """The colours of hematoxylin and eosin, three numbers of length 1 each, and the largest concentration of each."""
 
-    colours: tuple[tuple[float, ...], ...]
-    largest: tuple[float, ...]
+    numbers: tuple[float, ...]
 
     @classmethod
     def measured(cls, pixels: Pixels) -> "MacenkoStains | None":
@@ -103,21 +102,13 @@ class MacenkoStains:
         largest = np.percentile(densities @ np.linalg.pinv(np.array(colours)), 100 - EXTREME, axis=0)
         if largest.min() <= 0:
             return None
-        return cls(tuple(tuple(colour.tolist()) for colour in colours), tuple(largest.tolist()))
-
-    @classmethod
-    def of_numbers(cls, numbers: Sequence[float]) -> "MacenkoStains":
-        """Those of eight numbers, as `numbers` has them."""
-        return cls((tuple(numbers[:3]), tuple(numbers[3:6])), tuple(numbers[6:]))
-
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        return (*self.colours[0], *self.colours[1], *self.largest)
+        return cls((*np.concatenate(colours).tolist(), *largest.tolist()))
 
     def to(self, reference: "MacenkoStains") -> Recolour:
         """Pixels with these stains become pixels with those of the reference."""
-        scale = np.array(reference.largest) / np.array(self.largest)
-        return DensityMap(np.linalg.pinv(np.array(self.colours)) @ (scale[:, None] * np.array(reference.colours)))
+        own, wanted = (np.reshape(each.numbers[:6], (2, 3)) for each in (self, reference))
+        scale = np.array(reference.numbers[6:]) / np.array(self.numbers[6:])
+        return DensityMap(np.linalg.pinv(own) @ (scale[:, None] * wanted))
 
 
 # From red, green and blue to long, medium and short cones, and from the logarithms of these to l, alpha, beta.
@@ -128,18 +119,11 @@ GLASS = 0.1  # density
 _AT_ONCE = 1 << 18  # pixels
 
 
-def _lab(pixels: npt.NDArray[Any]) -> Array:
-    """l, alpha, beta (N, 3) of bytes (N, 3), with natural logarithms of bytes from 1 on."""
-    found: Array = np.log(np.maximum(pixels, 1.0) @ _TO_CONES.T) @ _TO_LAB.T
-    return found
-
-
 @dataclass(frozen=True)
 class ReinhardColours:
-    """The mean and the standard deviation of l, alpha and beta over tissue."""
+    """The mean and the standard deviation of l, alpha and beta over tissue, three numbers each."""
 
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    numbers: tuple[float, ...]
 
     @classmethod
     def measured(cls, pixels: Pixels) -> "ReinhardColours | None":
@@ -147,29 +131,21 @@ class ReinhardColours:
         pixels = pixels[densities_of(pixels).max(1) >= LEAST_DENSITY]
         if len(pixels) < LEAST_PIXELS:
             return None
-        lab = _lab(pixels)
+        lab = np.log(np.maximum(pixels, 1.0) @ _TO_CONES.T) @ _TO_LAB.T  # natural logarithms of bytes from 1 on
         mean, std = lab.mean(0), lab.std(0)
-        return None if std.min() < _LEAST_SPREAD else cls(tuple(mean.tolist()), tuple(std.tolist()))
-
-    @classmethod
-    def of_numbers(cls, numbers: Sequence[float]) -> "ReinhardColours":
-        """Those of six numbers, as `numbers` has them."""
-        return cls(tuple(numbers[:3]), tuple(numbers[3:]))
-
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        return (*self.mean, *self.std)
+        return None if std.min() < _LEAST_SPREAD else cls((*mean.tolist(), *std.tolist()))
 
     def to(self, reference: "ReinhardColours") -> Recolour:
         """Pixels with these colours become pixels with those of the reference; the whiter a pixel, the less.
 
         Glass, whose largest density is at most `GLASS`, remains as it is. From twice that on a pixel changes fully.
         """
-        scale = np.array(reference.std) / np.array(self.std)
+        (own_mean, own_std), (mean, std) = (np.reshape(each.numbers, (2, 3)) for each in (self, reference))
+        scale = std / own_std
         back, from_cones = np.linalg.inv(_TO_LAB), np.linalg.inv(_TO_CONES)
         # Of a logarithm of cones x it is x @ mixed + moved: the means and both changes of basis in one.
         mixed = _TO_LAB.T @ np.diag(scale) @ back.T
-        moved = (np.array(reference.mean) - scale * np.array(self.mean)) @ back.T
+        moved = (mean - scale * own_mean) @ back.T
 
         def recolour(pixels: Pixels) -> Pixels:
             flat = pixels.reshape(-1, 3)
@@ -216,5 +192,5 @@ class StainNormalization:
 
     def recolour(self, measured: Measured) -> Recolour:
         """What makes the colours that were measured those of the reference."""
-        reference: Any = METHODS[self.method][0].of_numbers(self.reference)
+        reference: Any = METHODS[self.method][0](self.reference)
         return measured.to(reference)

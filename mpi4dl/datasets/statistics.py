@@ -31,8 +31,8 @@ def moments_of(image: Image, channels: int) -> ChannelMoments:
     """Those of an image with values of 0 to 1, as `View` normalises them. Raises BadImage."""
     first, *others = image.size
     step = max(1, STRIP_VALUES // max(1, prod(others) * channels))
-    strips = [Interval(start, min(start + step, first)) for start in range(0, first, step)]
-    return merged(_moments(image.read(strip, *(Interval(0, side) for side in others))) for strip in strips)
+    whole = [Interval(0, side) for side in others]
+    return merged(_moments(image.read(strip, *whole)) for strip in Interval(0, first).strips(step))
 
 
 def _moments(pixels: npt.NDArray[np.generic]) -> ChannelMoments:

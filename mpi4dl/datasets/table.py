@@ -27,7 +27,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,17 +117,6 @@ def _delimiter(path: Path, text: str, names_files: Callable[[str], bool]) -> str
     return found[0] if found else max(_DELIMITERS, key=first.count)
 
 
-def _parsed(path: Path, text: str, delimiter: str) -> list[tuple[int, list[str]]]:
-    """The rows that are not empty, with their lines."""
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    try:
-        rows = [(reader.line_num, [value.strip() for value in row]) for row in reader]
-    except csv.Error as error:
-        raise DatasetError(f"{path}, line {reader.line_num}: is no line of a table: {error}") from error
-    rows = [(number, row) for number, row in rows if any(row)]
-    return rows[1:] if rows and rows[0][1][0].startswith("sep=") else rows
-
-
 class CsvTable:
     """The text of a table: its columns by name, and what each line has in them.
 
@@ -155,15 +144,21 @@ class CsvTable:
         rows_of: str,
         numbered: bool = False,
     ) -> None:
-        self.path, self.layout, self._rows_of = path, layout, rows_of
+        self.path, self.layout, self.rows_of = path, layout, rows_of
         text = _decoded(path)
         self.delimiter = _delimiter(path, text, names_files)
-        rows = _parsed(path, text, self.delimiter)
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=self.delimiter, strict=True)
+        try:
+            rows = [(reader.line_num, [value.strip() for value in row]) for row in reader]
+        except csv.Error as error:
+            raise DatasetError(f"{path}, line {reader.line_num}: is no line of a table: {error}") from error
+        rows = [(number, row) for number, row in rows if any(row)]
+        rows = rows[1:] if rows and rows[0][1][0].startswith("sep=") else rows
         if not rows:
             raise DatasetError(f"{path}: is empty; {layout}")
         (self.header_line, header), *self._rows = rows
         # Spreadsheets write columns that are empty from the first line to the last.
-        width = max(_width(row) for _, row in rows)
+        width = max(number for _, row in rows for number, value in enumerate(row, 1) if value)
         header = header[:width]
         header = [name.casefold() if name.casefold() in known else name for name in header]
         times = Counter(name.casefold() for name in header)
@@ -174,6 +169,7 @@ class CsvTable:
         self._header = header
         self.columns = [name for name in header if name]
 
+    @cached_property
     def lines(self) -> list[Line]:
         """The lines below the names of columns. Raises DatasetError for one of another length, and for none."""
         lines = []
@@ -183,13 +179,13 @@ class CsvTable:
                 raise DatasetError(f"{self.path}, line {number}: has {len(row)} values for {len(self._header)} columns")
             lines.append(Line(number, dict(zip(self._header, values, strict=True)), self.path))
         if not lines:
-            raise DatasetError(f"{self.path}: names no {self._rows_of}; {self.layout}")
+            raise DatasetError(f"{self.path}: names no {self.rows_of}; {self.layout}")
         return lines
 
-
-def _width(row: Sequence[str]) -> int:
-    """The number of values up to the last one that is not empty."""
-    return next((number for number in range(len(row), 0, -1) if row[number - 1]), 0)
+    def named(self, asked: str) -> list[str]:
+        """The column of this name, or else those that differ from it only in form."""
+        same = [name for name in self.columns if folded_column(name) == folded_column(asked)]
+        return [asked] if asked in self.columns else same
 
 
 def identifies(column: str) -> bool:
@@ -204,9 +200,10 @@ def folded_column(column: str) -> str:
 
 
 def learnt_columns(
-    path: Path, found: list[str], task: str | None, columns: Sequence[str] | None, layout: str
+    table: CsvTable, found: list[str], task: str | None, columns: Sequence[str] | None
 ) -> tuple[str, ...]:
     """The columns that are labels, of those `found` that may be. Raises DatasetError."""
+    path = table.path
     unknown = next((name for name in columns or () if name not in found), None)
     if unknown is not None:
         raise DatasetError(f"{path}: has no column {unknown!r} of labels, but {', '.join(found) or 'none'}")
@@ -219,7 +216,7 @@ def learnt_columns(
     others = [name for name in found if not identifies(name)]
     if not others:
         beside = f", and beside {', '.join(found)}, which say who or what it is of" if found else ""
-        raise DatasetError(f"{path}: has no column of labels beside the file names{beside}; {layout}")
+        raise DatasetError(f"{path}: has no column of labels beside the file names{beside}; {table.layout}")
     for form in (each for each in FORMS.values() if each.columns):
         if task == form.task or (task is None and set(columns or others) == set(form.columns)):
             missing = next((name for name in form.columns if name not in found), None)
@@ -251,28 +248,21 @@ def says_none(text: str) -> bool:
 
 
 class LabelColumns:
-    """The values of the columns that are learnt, and what they can mean.
+    """The values that lines have in columns that are learnt, and what they can mean.
 
-    `of_classes` are names of columns that have classes, also where these are numbers; `rows_of` is what lines are
-    about, for errors.
+    `of_classes` are names of columns that have classes, also where these are numbers.
     """
 
     def __init__(
-        self,
-        path: Path,
-        names: tuple[str, ...],
-        lines: Sequence[Line],
-        delimiter: str,
-        of_classes: Sequence[str] = (),
-        rows_of: str = "sample",
+        self, table: CsvTable, names: tuple[str, ...], lines: Sequence[Line], of_classes: Sequence[str] = ()
     ) -> None:
-        self._path, self._names, self._lines, self._delimiter = path, names, lines, delimiter
-        self._of_classes, self._rows_of = of_classes, rows_of
+        self._path, self._names, self._lines, self._delimiter = table.path, names, lines, table.delimiter
+        self._of_classes, self._rows_of = of_classes, table.rows_of
 
     def labels(
         self, task: str | None, chosen: bool, classes: tuple[str, ...] | None
-    ) -> tuple[str, tuple[str, ...], Callable[[Line], Label]]:
-        """The task, the classes or names of numbers, and a function that gives the label of a line.
+    ) -> tuple[str, tuple[str, ...], list[Label]]:
+        """The task, the classes or names of numbers, and the label of each line.
 
         `chosen`: the user named the columns. `classes` fixes the classes and their order. Raises DatasetError.
         """
@@ -395,8 +385,8 @@ class LabelColumns:
                 what = "is empty" if not text else f"is {text!r}, which says that there is no value"
                 raise line.wrong(f"{name!r} {what}: leave the line out, or fill it in; a class needs another name")
 
-    def classes(self, known: tuple[str, ...] | None) -> tuple[tuple[str, ...], Callable[[Line], Label]]:
-        """The classes of the column, and which one a line says. Raises DatasetError."""
+    def classes(self, known: tuple[str, ...] | None) -> tuple[tuple[str, ...], list[Label]]:
+        """The classes of the column, and which one each line says. Raises DatasetError."""
         path, (name,) = self._path, self._names
         self._refuse_missing(name)
         require_one_way(name, self._lines, _folded, "class")
@@ -414,13 +404,13 @@ class LabelColumns:
                 f"{path}: all {self._rows_of}s have {name} {classes[0]!r}; a classifier needs two classes or more"
             )
         places = {text: number for number, text in enumerate(classes)}
-        return classes, lambda line: places[line.values[name]]
+        return classes, [places[text] for text in self._texts(name)]
 
-    def numbers(self, task: str) -> Callable[[Line], Label]:
-        """A function that makes numbers of a line, one of each column. Raises DatasetError."""
+    def numbers(self, task: str) -> list[Label]:
+        """The numbers of each line, one of each column. Raises DatasetError."""
         self.require_one_decimal_mark()
-
-        def label(line: Line) -> Label:
+        found: list[Label] = []
+        for line in self._lines:
             numbers = []
             for name in self._names:
                 text = line.values[name]
@@ -432,9 +422,8 @@ class LabelColumns:
                 if problem:
                     raise line.wrong(f"{name!r} is {text!r}, but {problem}")
                 numbers.append(number)
-            return tuple(numbers)
-
-        return label
+            found.append(tuple(numbers))
+        return found
 
 
 def _folded(text: str) -> str:
@@ -477,15 +466,6 @@ def require_values(columns: Sequence[str], lines: Sequence[Line], remedy: str = 
                 raise line.wrong(f"{column!r} is empty: {remedy}, or leave the line out")
 
 
-def part_of(line: Line, column: str = "split") -> str:
-    """Which part of the data a line is for: train, val, test, or nothing without that column. Raises DatasetError."""
-    asked = line.values.get(column, "")
-    part = part_named(asked)
-    if asked and not part:
-        raise line.wrong(f"{column!r} is {asked!r}, but must be train, val or test")
-    return part
-
-
 def part_named(word: str) -> str:
     """train, val or test for a word that means it, such as Training or dev; else nothing."""
     kinds = (("train", TRAINING), ("val", VALIDATION), ("test", TEST))
@@ -493,11 +473,12 @@ def part_named(word: str) -> str:
 
 
 def found_in(
-    path: Path, asked: Sequence[tuple[int, str]], names: Sequence[str], folder: Path, kind: FileKind
+    path: Path, asked: Sequence[tuple[int, str]], names: Sequence[str], kind: FileKind, where: str, remedy: str
 ) -> list[str]:
     """The file that each line of a table means, by its path, or by its name alone, with or without the ending.
 
-    `asked` are lines and what they say; `names` are those of files below `folder`, which are of a `kind`.
+    `asked` are lines and what they say; `names` are those of files of a `kind`. `where` they are, and the remedy if one
+    is not, are for errors.
 
     Raises:
         DatasetError: a line names none of the files, or one of several, or one that another line means too.
@@ -515,8 +496,8 @@ def found_in(
         found = [name] if name in known else by_name.get(name) or by_stem.get(name, [])
         if len(found) != 1:
             several = f"one of {counted(len(found), kind.noun, kind.nouns)}, such as {' and '.join(sorted(found)[:2])}"
-            which, advice = (several, "") if found else (f"no {kind.noun}", kind.missing)
-            raise DatasetError(f"{path}, line {line}: {text} is {which} below {folder}{advice}")
+            which, advice = (several, "") if found else (f"no {kind.noun}", remedy)
+            raise DatasetError(f"{path}, line {line}: {text} is {which} {where}{advice}")
         if found[0] in used:
             raise DatasetError(f"{path}, line {line}: {text} is {found[0]}, as line {used[found[0]]} is already")
         used[found[0]] = line

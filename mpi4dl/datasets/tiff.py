@@ -47,9 +47,12 @@ class Unsupported(Exception):
 
 def colouring(page: Any, num_planes: int, ome: str | None) -> Callable[[Samples], Pixels]:
     """A function that makes RGB bytes of samples (h, w, n) of a page, of which `num_planes` like it are the colours, or
-    just 1.
+    just 1. `ome` is the file's OME-XML.
 
-    `ome` is the file's OME-XML.
+    White is the largest sample that the file declares, or that of its type: of unsigned integers the largest of
+    BitsPerSample bits, or MaxSampleValue or OME's SignificantBits if they say of fewer bits; of floating point
+    SMaxSampleValue. (A MaxSampleValue that is not the largest of some number of bits is the brightest pixel of this one
+    image, by which nothing is scaled.)
 
     Raises:
         Unsupported: other colours than grey, RGB, and YCbCr in JPEG.
@@ -69,7 +72,17 @@ def colouring(page: Any, num_planes: int, ome: str | None) -> Callable[[Samples]
     colours = 3 if photometric in (_RGB, _YCBCR) or count == 3 else 1
     if count - colours not in (0, 1) or (num_planes > 1 and count != colours):
         raise ValueError(f"has {count} channels; expected 1 (grey) or 3 (colour), and alpha")
-    top = white_of(page, ome)
+    bits = page.bitspersample
+    if not isinstance(bits, int) or page.dtype is None:
+        raise ValueError(f"stores samples of {bits} bits and format {page.sampleformat}: convert it to 8 or 16 bits")
+    top: float | None = None
+    if page.sampleformat == _FLOAT:
+        top = float(np.max(page.tags.valueof("SMaxSampleValue", 1.0)))
+    elif page.sampleformat == _UNSIGNED:
+        most = max(0, int(np.max(page.tags.valueof("MaxSampleValue", 0))))
+        significant = re.search(r'\bSignificantBits="(\d{1,2})"', ome or "")
+        declared = (most.bit_length() if (most + 1) & most == 0 else 0, int(significant[1]) if significant else 0)
+        top = float(2 ** min([bits, *filter(None, declared)]) - 1)
     extra = page.extrasamples[-1] if count > colours and page.extrasamples else 0
 
     def convert(samples: Samples) -> Pixels:
@@ -81,29 +94,6 @@ def colouring(page: Any, num_planes: int, ome: str | None) -> Callable[[Samples]
         return rgb_of(pixels, alpha=extra in (_PREMULTIPLIED, _STRAIGHT), premultiplied=extra == _PREMULTIPLIED)
 
     return convert
-
-
-def white_of(page: Any, ome: str | None) -> float | None:
-    """The largest sample that the file declares, or None where it declares no other than that of its type.
-
-    That is, of integers, the largest of BitsPerSample bits, or MaxSampleValue or OME's SignificantBits if they say of
-    fewer bits; of floating point, SMaxSampleValue. (A MaxSampleValue that is not the largest of some number of bits is
-    the brightest pixel of this one image, by which nothing is scaled.)
-
-    Raises:
-        ValueError: samples of different or unknown types.
-    """
-    bits = page.bitspersample
-    if not isinstance(bits, int) or page.dtype is None:
-        raise ValueError(f"stores samples of {bits} bits and format {page.sampleformat}: convert it to 8 or 16 bits")
-    if page.sampleformat == _FLOAT:
-        return float(np.max(page.tags.valueof("SMaxSampleValue", 1.0)))
-    if page.sampleformat != _UNSIGNED:
-        return None
-    most = max(0, int(np.max(page.tags.valueof("MaxSampleValue", 0))))
-    significant = re.search(r'\bSignificantBits="(\d{1,2})"', ome or "")
-    declared = (most.bit_length() if (most + 1) & most == 0 else 0, int(significant[1]) if significant else 0)
-    return float(2 ** min([bits, *filter(None, declared)]) - 1)
 
 
 MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
@@ -158,10 +148,7 @@ def open_tiff(path: Path, indices: bool = False) -> Image:
 def open_values(path: Path, bands: Sequence[int] = ()) -> tuple[Image, int, str, float | None]:
     """The same with values as they are stored, of all channels, or of these, counted from 1.
 
-    With it come the number of channels, the type of values, and the value of pixels that have none.
-
-    Raises:
-        BadImage: damaged, a stack of images, or with other channels or types.
+    With it come the number of channels, the type of values, and the value of pixels that have none. Raises BadImage.
     """
     image, stored = _opened_as(partial(_Values, bands=bands), path)
     return image, len(stored.blank), stored.blank.dtype.name, stored.no_data
@@ -567,11 +554,10 @@ def _no_data(page: Any) -> float | None:
 
 def _spans(wanted: Interval, side: int) -> list[tuple[int, slice, slice]]:
     """The tiles of an axis that an interval touches: of each its number, and the part in it and in the interval."""
-    found = []
-    for number in range(wanted.start // side, ceil_div(wanted.stop, side)):
-        first, start, stop = number * side, max(wanted.start, number * side), min(wanted.stop, (number + 1) * side)
-        found.append((number, slice(start - first, stop - first), slice(start - wanted.start, stop - wanted.start)))
-    return found
+    tiles = [(tile, tile.intersect(wanted)) for tile in wanted.blocks(side)]
+    return [
+        (tile.start // side, slice(*part.shift(-tile.start)), slice(*part.shift(-wanted.start))) for tile, part in tiles
+    ]
 
 
 def _planes(path: Path, file: Any, number: int = 0) -> Sequence[Any]:

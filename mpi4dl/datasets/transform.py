@@ -7,19 +7,20 @@ Slides are normalised to a reference stain before, where they are read. Masks go
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil, floor
+from itertools import product
+from math import ceil, floor, prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 import PIL.Image
 
-from mpi4dl.datasets.affine import Affine
+from mpi4dl.datasets.affine import Affine, at_nearest, bilinear
 from mpi4dl.datasets.augment import TRANSFORM_STREAM, Augmentation, Variation, vary_colour
-from mpi4dl.datasets.base import IGNORED, DatasetError, Image, MaskImage, Values
+from mpi4dl.datasets.base import IGNORED, DatasetError, Image, Values
 from mpi4dl.datasets.colour import WHITE
 from mpi4dl.datasets.files import planes_of
 from mpi4dl.datasets.randomness import DatasetRandomness
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 BLOCK_PX = 256
 BLOCK_SOURCE_PX = 4096
 SLAB = 16  # of a volume, so many slices are resized at once
+READ_AT_ONCE = 1 << 23  # pixels of a mask
 
 
 class Frame(NamedTuple):
@@ -55,38 +57,35 @@ class Frame(NamedTuple):
 
     def blocks(self, wanted: Interval) -> list[Interval]:
         """The blocks of the frame that a wanted interval touches."""
-        numbers = range(wanted.start // self.block, ceil_div(wanted.stop, self.block))
-        return [Interval(n * self.block, min((n + 1) * self.block, self.size)) for n in numbers]
-
-    def source(self, block: Interval) -> tuple[float, float]:
-        """Where in the source a block begins and ends."""
-        return self.start + block.start * self.scale, self.start + block.stop * self.scale
+        return [each.intersect(Interval(0, self.size)) for each in wanted.blocks(self.block)]
 
 
-def crop(image: Image, corner: Sequence[int], space: Sequence[Interval]) -> Values:
-    """A box of the frame whose first pixel lies at `corner` of the image.
+def crop(image: Any, corner: Sequence[int], space: Sequence[Interval], outside: int | None = None) -> Any:
+    """A box of the frame whose first pixel lies at `corner` of an image or a mask.
 
-    Where it reaches beyond the image, pictures are white, and anything else is 0.
+    Beyond the image all is `outside`; without one, pictures are white there, and anything else is 0.
     """
     sources = [interval.shift(first) for interval, first in zip(space, corner, strict=True)]
     inside = [source.intersect(Interval(0, size)) for source, size in zip(sources, image.size, strict=True)]
     part = image.read(*inside)
     lengths = tuple(interval.length for interval in space)
-    if part.shape[:-1] == lengths:
+    if part.shape[: len(lengths)] == lengths:
         return part
-    is_picture = part.dtype == np.uint8 and part.ndim == 3
-    pixels = np.full((*lengths, part.shape[-1]), WHITE if is_picture else 0, part.dtype)
-    pixels[tuple(slice(i.start - s.start, i.stop - s.start) for i, s in zip(inside, sources, strict=True))] = part
+    if outside is None:
+        outside = WHITE if part.dtype == np.uint8 and part.ndim == 3 else 0
+    pixels = np.full((*lengths, *part.shape[len(lengths) :]), outside, part.dtype)
+    pixels[within(inside, sources)] = part
     return pixels
 
 
 def resize(image: Image, frames: Sequence[Frame], space: Sequence[Interval]) -> Values:
     """A box of the image resized to a frame: linear along each axis and antialiased, as `PIL.Image.resize` does."""
     if len(frames) == 2:
-        return _resize_picture(image, frames, space)
+        down, across = (frame.blocks(each) for frame, each in zip(frames, space, strict=True))
+        strips = [np.concatenate([_resize_block(image, frames, (rows, cols)) for cols in across], 1) for rows in down]
+        return np.concatenate(strips)[within(space, (down[0], across[0]))]
     first, *others = space
-    starts = range(first.start, first.stop, SLAB)
-    slabs = [Interval(start, min(start + SLAB, first.stop)) for start in starts] or [first]
+    slabs = first.strips(SLAB) or [first]
     return np.concatenate([_resize_slab(image, frames, (slab, *others)) for slab in slabs])
 
 
@@ -97,7 +96,11 @@ def _resize_slab(image: Image, frames: Sequence[Frame], space: Sequence[Interval
                         for (where, _), size in zip(taps, image.size, strict=True)))  # fmt: skip
     values = part.astype(np.float32) / np.float32(WHITE) if part.dtype == np.uint8 else part.astype(np.float32)
     for axis, (where, weights) in enumerate(taps):
-        values = _weighted(values, axis, where - where.min(initial=1 << 62), weights)
+        # Sums tap by tap: a product of matrices may round differently for other boxes.
+        taken, values = values, np.zeros((*values.shape[:axis], len(where), *values.shape[axis + 1 :]), np.float32)
+        shape = [-1 if each == axis else 1 for each in range(values.ndim)]
+        for at, weight in zip((where - where.min(initial=1 << 62)).T, weights.T, strict=True):
+            values += taken.take(at, axis) * weight.reshape(shape)
     return values
 
 
@@ -111,53 +114,33 @@ def _taps(frame: Frame, wanted: Interval, limit: int) -> tuple[npt.NDArray[np.in
     return np.clip(where, 0, limit - 1), weights.astype(np.float32)
 
 
-def _weighted(
-    values: npt.NDArray[np.float32], axis: int, where: npt.NDArray[np.int64], weights: npt.NDArray[np.float32]
-) -> npt.NDArray[np.float32]:
-    """Sums of values along an axis, tap by tap: a product of matrices may round differently for other boxes."""
-    shape = [1] * values.ndim
-    shape[axis] = -1
-    total = np.zeros((*values.shape[:axis], len(where), *values.shape[axis + 1 :]), np.float32)
-    for tap in range(where.shape[1]):
-        total += values.take(where[:, tap], axis) * weights[:, tap].reshape(shape)
-    return total
-
-
-def _resize_picture(image: Image, frames: Sequence[Frame], space: Sequence[Interval]) -> Values:
-    (down, across), (rows, cols) = frames, space
-    strips = []
-    for block_rows in down.blocks(rows):
-        blocks = [_resize_block(image, down, across, block_rows, block_cols) for block_cols in across.blocks(cols)]
-        strips.append(np.concatenate(blocks, axis=1))
-    pixels = np.concatenate(strips, axis=0)
-    top, left = down.blocks(rows)[0].start, across.blocks(cols)[0].start
-    return pixels[rows.start - top : rows.stop - top, cols.start - left : cols.stop - left]
-
-
-def _resize_block(image: Image, down: Frame, across: Frame, rows: Interval, cols: Interval) -> Values:
-    top, bottom = down.source(rows)
-    left, right = across.source(cols)
-    read_rows = _with_support(top, bottom, down.scale, image.size[0])
-    read_cols = _with_support(left, right, across.scale, image.size[1])
-    part = image.read(read_rows, read_cols)
-    box = (
-        max(0.0, left - read_cols.start),
-        max(0.0, top - read_rows.start),
-        min(float(read_cols.length), right - read_cols.start),
-        min(float(read_rows.length), bottom - read_rows.start),
-    )
-    size = (cols.length, rows.length)
-    bilinear = PIL.Image.Resampling.BILINEAR
+def _resize_block(image: Image, frames: Sequence[Frame], block: Sequence[Interval]) -> Values:
+    boxes, inner = [], list[tuple[float, float]]()
+    for frame, each, side in zip(frames, block, image.size, strict=True):
+        start, stop = (frame.start + at * frame.scale for at in each)
+        reach = max(1.0, frame.scale)  # a triangle filter reads one output pixel more on both sides
+        box = Interval(floor(start - reach), ceil(stop + reach)).intersect(Interval(0, side))
+        boxes.append(box)
+        inner.append((max(0.0, start - box.start), min(float(box.length), stop - box.start)))
+    part, ((top, bottom), (left, right)) = image.read(*boxes), inner
+    how: Any = (block[1].length, block[0].length), PIL.Image.Resampling.BILINEAR, (left, top, right, bottom)
     if part.shape[2] == 3 and part.dtype == np.uint8:
-        return np.asarray(PIL.Image.fromarray(part).resize(size, bilinear, box))
-    planes = [PIL.Image.fromarray(part[..., c]).resize(size, bilinear, box) for c in range(part.shape[2])]
+        return np.asarray(PIL.Image.fromarray(part).resize(*how))
+    planes = [PIL.Image.fromarray(part[..., c]).resize(*how) for c in range(part.shape[2])]
     return np.stack([np.asarray(plane) for plane in planes], axis=2)
 
 
-def _with_support(start: float, stop: float, scale: float, limit: int) -> Interval:
-    """The source pixels that a triangle filter reads for an output interval: one output pixel more on both sides."""
-    reach = max(1.0, scale)
-    return Interval(floor(start - reach), ceil(stop + reach)).intersect(Interval(0, limit))
+def nearest(
+    read: Callable[..., npt.NDArray[Any]], places: Sequence[npt.NDArray[np.int64]], out: npt.NDArray[Any]
+) -> None:
+    """Put the pixels of a mask at these places, in order along each axis, into `out`; few of its rows at once."""
+    first, *others = places
+    space = [Interval(int(at[0]), int(at[-1]) + 1) for at in others]
+    step = max(1, int(READ_AT_ONCE / prod(each.length for each in space) * len(first) / (first[-1] - first[0] + 1)))
+    for start in range(0, len(first), step):
+        rows = first[start : start + step]
+        part = read(Interval(int(rows[0]), int(rows[-1]) + 1), *space)
+        out[start : start + step] = part[np.ix_(rows - rows[0], *(at - at[0] for at in others))]
 
 
 # A transform of the user's, pixel by pixel: what each rank may do to its own box of an image, alone.
@@ -283,8 +266,6 @@ NORMALISATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "half": ((0.5,), (0.5,)),
 }
 
-MASK_ROWS = 1024  # so many rows of a mask are decoded at once
-
 
 @dataclass(frozen=True)
 class View:
@@ -376,9 +357,17 @@ class View:
         if self.transform is not None:
             pixels = self.transform(pixels, variation.key)
         for number, each in enumerate(named):
-            pixels = self._named(each, number, pixels, read, variation.key)
+            if each.pointwise or self.patch is None:
+                pixels = each(pixels, variation.key, number)
+                continue
+            made = np.empty_like(pixels)  # each whole patch draws for itself
+            for row, col in product(*(range(0, length, self.patch) for length in pixels.shape[:2])):
+                place = ((read[0].start + row) // self.patch, (read[1].start + col) // self.patch)
+                unit = np.s_[row : row + self.patch, col : col + self.patch]
+                made[unit] = each(pixels[unit], (*variation.key, *place), number)
+            pixels = made
         if read != space:
-            pixels = pixels[_within(space, read)]
+            pixels = pixels[within(space, read)]
         if pixels.shape[-1] != len(self.mean):
             raise ValueError(f"mean={self.mean} is for {len(self.mean)} channels, the image has {pixels.shape[-1]}")
         planes, top = vary_colour(pixels, variation, self.mean, out), 255.0 if pixels.dtype == np.uint8 else 1.0
@@ -403,7 +392,7 @@ class View:
             upright = replace(self, size=_swapped(self.size))
             return upright._flipped(image, _swapped(space), variation).swapaxes(-2, -3)
         wider = self._units(space)
-        return _transposed_patches(self._flipped(image, wider, variation), self.patch)[_within(space, wider)]
+        return _transposed_patches(self._flipped(image, wider, variation), self.patch)[within(space, wider)]
 
     def _units(self, space: Sequence[Interval]) -> tuple[Interval, ...]:
         """The whole patches that a box touches, or the whole frame if there are none."""
@@ -414,20 +403,6 @@ class View:
             for each, size in zip(space, self.size, strict=True)
         )
 
-    def _named(
-        self, transform: "NamedTransform", number: int, pixels: Values, space: Sequence[Interval], key: tuple[int, ...]
-    ) -> Values:
-        """A box as a transform by name makes it: each pixel by itself, or each whole patch, which draws for itself."""
-        if transform.pointwise or self.patch is None:
-            return transform(pixels, key, number)
-        made = np.empty_like(pixels)
-        for top in range(0, pixels.shape[0], self.patch):
-            for left in range(0, pixels.shape[1], self.patch):
-                place = ((space[0].start + top) // self.patch, (space[1].start + left) // self.patch)
-                unit = np.s_[top : top + self.patch, left : left + self.patch]
-                made[unit] = transform(pixels[unit], (*key, *place), number)
-        return made
-
     def _flipped(self, image: Image, space: Sequence[Interval], variation: Variation) -> Values:
         """A box of the fitted and flipped image, before rows and columns are swapped."""
         flips = variation.flips(len(self.size))
@@ -436,15 +411,17 @@ class View:
             for size, interval, flip in zip(self.size, space, flips, strict=True)
         ]
         fitted = FITTED[self.fit](self.size, image.size, variation)
-        read = partial(fitted.pixels, image)
-        pixels = self._affine(fitted, variation).pixels(turned, read) if variation.moves else read(*turned)
+        is_mask = isinstance(image, _MaskPixels)
+        read = partial(fitted.nearest if is_mask else fitted.pixels, image)
+        if variation.moves:
+            if len(self.size) != 2:
+                raise ValueError(f"degrees {variation.degrees:g} and scale {variation.scale:g} are for pictures")
+            shown = tuple(axis.size for axis in fitted.axes)
+            affine = Affine(variation.degrees, variation.scale, shown, self.patch)
+            pixels = affine.pixels(turned, read, at_nearest if is_mask else bilinear)
+        else:
+            pixels = read(*turned)
         return pixels[tuple(slice(None, None, -1 if flip else 1) for flip in flips)]
-
-    def _affine(self, fitted: "Cropped", variation: Variation) -> Affine:
-        """How a fitted image is turned and scaled, about the middle of what the frame shows of it."""
-        if len(self.size) != 2:
-            raise ValueError(f"degrees {variation.degrees:g} and scale {variation.scale:g} are for pictures")
-        return Affine(variation.degrees, variation.scale, tuple(axis.size for axis in fitted.axes), self.patch)
 
     def target(self, target: "StoredPicture", variation: Variation | None = None) -> npt.NDArray[np.float32]:
         """The target of an image, transformed like the image: (channels, *size), 0 to 1; of a `scale` times as much.
@@ -466,7 +443,7 @@ class View:
         inner = inner.swapaxes(2, 3) if variation.transposed else inner
         return planes_of(inner.swapaxes(1, 2).reshape(rows * scale, cols * scale, -1))
 
-    def mask(self, mask: npt.NDArray[Any] | MaskImage, variation: Variation | None = None) -> npt.NDArray[Any]:
+    def mask(self, mask: npt.NDArray[Any] | Image, variation: Variation | None = None) -> npt.NDArray[Any]:
         """The mask (..., height, width) of an image, transformed like the image: (..., *size).
 
         It is cropped, resized, flipped and turned with its image; resizing takes the nearest value, since a mean of two
@@ -476,51 +453,9 @@ class View:
         Raises:
             BadImage: the file of a mask cannot be decoded.
         """
-        variation = variation or Variation()
-        if not variation.transposed:
-            return self._flipped_mask(mask, variation)
-        if self.patch is not None:
-            return _transposed_patches(self._flipped_mask(mask, variation)[..., None], self.patch)[..., 0]
-        upright = replace(self, size=_swapped(self.size))
-        return np.ascontiguousarray(upright._flipped_mask(mask, variation).swapaxes(-1, -2))
-
-    def _flipped_mask(self, mask: npt.NDArray[Any] | MaskImage, variation: Variation) -> npt.NDArray[Any]:
-        """The nearest pixel of a mask for each one of the view, block by block, before rows and columns are swapped."""
-        num_axes = len(self.size)
-        whole: Any = mask.shape if isinstance(mask, np.ndarray) else mask.size
-        others, sides = whole[:-num_axes], whole[-num_axes:]
-        dtype = mask.dtype if isinstance(mask, np.ndarray) and mask.dtype.kind == "f" else np.dtype(np.int64)
-        fitted = FITTED[self.fit](self.size, sides, variation)
-        found, outside = np.empty((*others, *self.size), dtype), np.nan if dtype.kind == "f" else IGNORED
-        for block, places in self._nearest_blocks(fitted, variation):
-            inside: npt.NDArray[np.bool_] = np.array(True)
-            wanted: list[Any] = []
-            for axis, place, side in zip(fitted.axes, places, sides, strict=True):
-                nearest = fitted.source(axis, np.floor(place + 0.5).astype(np.int64))
-                inside = inside & (nearest >= 0) & (nearest < side)
-                wanted.append(np.clip(nearest, 0, side - 1))
-            if isinstance(mask, np.ndarray):
-                shown = mask[(..., *wanted)]
-            else:
-                space = [Interval(int(each.min()), int(each.max()) + 1) for each in wanted]
-                shown = mask.read(*space)[tuple(at - of.start for at, of in zip(wanted, space, strict=True))]
-            where: tuple[Any, ...] = tuple(slice(*each) for each in block)
-            found[(..., *where)] = shown if inside.all() else np.where(inside, shown, outside)
-        backwards: tuple[Any, ...] = tuple(slice(None, None, -1 if flip else 1) for flip in variation.flips(num_axes))
-        return np.ascontiguousarray(found[(..., *backwards)])
-
-    def _nearest_blocks(self, fitted: "Cropped", variation: Variation) -> Iterator[tuple[Any, Any]]:
-        """Blocks of the frame, of few rows of the source each, and where their pixels are in the fitted image."""
-        whole = [Interval(0, size) for size in self.size]
-        if variation.moves:
-            affine = self._affine(fitted, variation)
-            yield from ((block, affine.places(*block)) for block in affine.blocks(whole, MASK_ROWS))
-            return
-        rows = fitted.source(fitted.axes[0], np.arange(self.size[0]))
-        step = max(1, MASK_ROWS * len(rows) // (int(rows.max()) - int(rows.min()) + 1))
-        for start in range(0, len(rows), step):
-            block = [Interval(start, min(start + step, len(rows))), *whole[1:]]
-            yield block, np.ix_(*(np.arange(*each) for each in block))
+        shown = _MaskPixels(mask, len(self.size))
+        found = self.pixels(shown, *(Interval(0, side) for side in self.size), variation=variation)
+        return np.ascontiguousarray(np.moveaxis(found, -1, 0)).reshape(*shown.others, *self.size)
 
 
 class Cropped:
@@ -541,6 +476,16 @@ class Cropped:
     def pixels(self, image: Image, *space: Interval) -> Values:
         """A box of the fitted image; beyond the frame, it is white, or what is there."""
         return crop(image, [int(axis.start) for axis in self.axes], space)
+
+    def nearest(self, mask: Any, *space: Interval) -> npt.NDArray[Any]:
+        """The same of the nearest pixels of a mask."""
+        places = [self.source(axis, np.arange(*wanted)) for axis, wanted in zip(self.axes, space, strict=True)]
+        inside = [np.flatnonzero((at >= 0) & (at < side)) for at, side in zip(places, self.sides, strict=True)]
+        found = np.full((*map(len, places), prod(mask.others)), mask.outside, mask.dtype)
+        if all(map(len, inside)):
+            part = found[tuple(slice(int(each[0]), int(each[-1]) + 1) for each in inside)]
+            nearest(mask.read, [at[each] for at, each in zip(places, inside, strict=True)], part)
+        return found
 
     def source(self, axis: Frame, at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Which row, or column, of the image is nearest to these of the frame; outside of it there is none."""
@@ -595,7 +540,25 @@ class _Resized:
         return np.empty((*(interval.length for interval in space), pixel.shape[-1]), pixel.dtype)
 
 
-def _within(space: Sequence[Interval], of: Sequence[Interval]) -> tuple[slice, ...]:
+class _MaskPixels:
+    """A mask (..., height, width) as an image whose channels are its first dims, and what is outside of it."""
+
+    def __init__(self, mask: npt.NDArray[Any] | Image, num_axes: int) -> None:
+        self._mask = mask
+        sides: Any = mask.shape if isinstance(mask, np.ndarray) else mask.size
+        self.others, self.size = sides[:-num_axes], tuple(sides[-num_axes:])
+        is_float = isinstance(mask, np.ndarray) and mask.dtype.kind == "f"
+        self.dtype = mask.dtype if isinstance(mask, np.ndarray) and is_float else np.dtype(np.int64)
+        self.outside = np.nan if is_float else IGNORED
+
+    def read(self, *space: Interval) -> npt.NDArray[Any]:
+        if not isinstance(self._mask, np.ndarray):
+            return self._mask.read(*space)[..., None]
+        box = self._mask.reshape(-1, *self.size)[(slice(None), *(slice(*each) for each in space))]
+        return np.moveaxis(box, 0, -1)
+
+
+def within(space: Sequence[Interval], of: Sequence[Interval]) -> tuple[slice, ...]:
     """Where a box lies in a larger one."""
     return tuple(slice(own.start - all.start, own.stop - all.start) for own, all in zip(space, of, strict=True))
 

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple
@@ -24,9 +24,9 @@ from mpi4dl.geometry import Box
 class LazyImages:
     """The samples `indices` of a dataset, as `view` shows them in this epoch.
 
-    `shape` is that of the tensor which they would be, (N, C, *size), and `dtype` its type. With `partners` each counts
-    `share`, and its partner the rest: see mixing.py. `repeats`, and those of partners, say how often each came before
-    in the epoch; (): none did.
+    `shape` is that of the tensor which they would be, (N, C, *size), and `dtype` its type. With `partners`, as many
+    others, each counts `share`, and its partner the rest. `repeats` say how often each came before in the epoch; ():
+    none did.
     """
 
     dataset: Dataset
@@ -34,10 +34,9 @@ class LazyImages:
     indices: tuple[int, ...]
     epoch: int
     dtype: torch.dtype = torch.float32
-    partners: tuple[int, ...] = ()
-    share: float = 1.0
     repeats: tuple[int, ...] = ()
-    partners_repeats: tuple[int, ...] = ()
+    partners: "LazyImages | None" = None
+    share: float = 1.0
 
     @property
     def shape(self) -> torch.Size:
@@ -50,29 +49,28 @@ class LazyImages:
 
     def __getitem__(self, positions: Sequence[int]) -> "LazyImages":
         """Those at these positions."""
-        parts = (self.indices, self.partners, self.repeats, self.partners_repeats)
-        kept = [tuple(of[position] for position in positions) if of else () for of in parts]
-        return replace(self, indices=kept[0], partners=kept[1], repeats=kept[2], partners_repeats=kept[3])
+        kept = [tuple(of[position] for position in positions) if of else () for of in (self.indices, self.repeats)]
+        partners = None if self.partners is None else self.partners[positions]
+        return replace(self, indices=kept[0], repeats=kept[1], partners=partners)
 
     def read(self, box: Box) -> torch.Tensor:
-        """Some samples, and some pixels along each axis of space: (samples, C, *space).
-
-        Raises:
-            DatasetError: an image cannot be read.
-        """
-        tile = self._read(self.indices, self.repeats, box)
-        if self.partners:
-            others = self._read(self.partners, self.partners_repeats, box)
-            tile.mul_(self.share).add_(others, alpha=1.0 - self.share)
+        """Some samples, and some pixels along each axis of space: (samples, C, *space). Raises DatasetError."""
+        tile = torch.empty((box.batch.length, self.dataset.channels, *box.shape[1:]), dtype=self.dtype)
+        if not box.empty:
+            part = slice(*box.batch)
+            again = self.repeats[part] or (0,) * len(tile)
+            for index, repeat, out in zip(self.indices[part], again, tile, strict=True):
+                image = drawn(self.dataset, self.view.key(self.epoch, repeat)).image(index)
+                variation = self.view.variation(index, self.epoch, repeat)
+                self.view.for_image(image.size, variation).tile(image, *box.space, variation=variation, out=out.numpy())
+        if self.partners is not None:
+            tile.mul_(self.share).add_(self.partners.read(box), alpha=1.0 - self.share)
         return tile
 
     def tissue_patches(self, position: int, patch: int) -> list[tuple[int, int]] | None:
         """The patches of a sample that show tissue, by row and column in its view; None if the dataset does not say.
 
-        In training they are a random part of all, where the dataset has a limit.
-
-        Raises:
-            DatasetError: the slide cannot be read.
+        In training they are a random part of all, where the dataset has a limit. Raises DatasetError.
         """
         find: Any = getattr(self.dataset, "tissue_patches", None)
         index, repeat = self.indices[position], self.repeats[position] if self.repeats else 0
@@ -93,17 +91,6 @@ class LazyImages:
         cells = whole.rows[indices[self.indices[position]]].covariates if self.view.covariates else ()
         pairs = zip(self.view.covariates, cells, strict=True)
         return [number for each, (_, cell) in pairs for number in each.numbers(cell)]
-
-    def _read(self, indices: tuple[int, ...], repeats: tuple[int, ...], box: Box) -> torch.Tensor:
-        tile = torch.empty((box.batch.length, self.dataset.channels, *box.shape[1:]), dtype=self.dtype)
-        if not box.empty:
-            part = slice(*box.batch)
-            again = repeats[part] or (0,) * len(tile)
-            for index, repeat, out in zip(indices[part], again, tile, strict=True):
-                image = drawn(self.dataset, self.view.key(self.epoch, repeat)).image(index)
-                variation = self.view.variation(index, self.epoch, repeat)
-                self.view.for_image(image.size, variation).tile(image, *box.space, variation=variation, out=out.numpy())
-        return tile
 
 
 class WeightedLabels(NamedTuple):
@@ -175,10 +162,17 @@ class TransformedImages:
     ) -> Batch:
         """The boxes of these images, and the labels of all of them; `repeats`: how often each came before."""
         blend = None if self._mixup is None else self._mixup.draw(epoch, indices)
-        reading = _Reading(self._dataset, self._view, indices, epoch, self._reports, blend, repeats)
+        again = repeats or (0,) * len(indices)
+        reading = _Reading(self._dataset, self._view, indices, epoch, self._reports, blend, again)
         labels = [reading.label(position) for position in range(len(indices))]
         tiles = tuple(self._tile(reading, box, labels) for box in boxes)
-        stacked = _stacked(reading.shown(labels), indices)
+        shown = reading.shown(labels)
+        for label, index in zip(shown, indices, strict=True):
+            if label.shape != shown[0].shape:
+                first = f"{tuple(shown[0].shape)} (sample {indices[0]})"
+                raise ValueError(f"labels of one batch have shapes {first} and {tuple(label.shape)} (sample {index})")
+        dtype = reduce(torch.promote_types, (label.dtype for label in shown))
+        stacked = torch.stack([label.to(dtype) for label in shown])
         errors = reading.errors
         if self._mixup is not None and blend is not None:
             stacked = self._mixup.labels(stacked, blend)
@@ -195,14 +189,13 @@ class TransformedImages:
         if not self._view.own_sizes:
             return None
         again = repeats or (0,) * len(indices)
-        varied = (self._view.variation(index, epoch, repeat) for index, repeat in zip(indices, again, strict=True))
-        return tuple(self._size(*each) for each in zip(indices, varied, strict=True))
-
-    def _size(self, index: int, variation: Variation) -> tuple[int, ...]:
-        try:
-            return self._view.for_image(self._dataset.image(index).size, variation).size
-        except DatasetError:  # which reading it will say
-            return self._view.size
+        found = []
+        for index, repeat in zip(indices, again, strict=True):
+            found.append(self._view.size)
+            with suppress(DatasetError):  # which reading it will say
+                variation = self._view.variation(index, epoch, repeat)
+                found[-1] = self._view.for_image(self._dataset.image(index).size, variation).size
+        return tuple(found)
 
     def _tile(self, reading: "_Reading", box: Box, labels: Sequence[Any]) -> torch.Tensor | LazyImages:
         samples, *space = box.shape
@@ -212,17 +205,10 @@ class TransformedImages:
                 reading.open(position, labels)
                 if reading.blend is not None:
                     reading.open(reading.blend.partners[position], labels)
-            partners = () if reading.blend is None else reading.blend.partners[slice(*box.batch)]
-            return LazyImages(
-                self._dataset,
-                self._view,
-                reading.indices[slice(*box.batch)],
-                reading.epoch,
-                partners=tuple(reading.indices[other] for other in partners),
-                share=1.0 if reading.blend is None else reading.blend.share,
-                repeats=reading.repeats[slice(*box.batch)],
-                partners_repeats=tuple(reading.repeats[other] for other in partners),
-            )
+            whole = LazyImages(self._dataset, self._view, reading.indices, reading.epoch, repeats=reading.repeats)
+            if reading.blend is not None:
+                whole = replace(whole, partners=whole[reading.blend.partners], share=reading.blend.share)
+            return whole[range(*box.batch)]
         tile = torch.zeros((samples, self._dataset.channels, *space))
         for position, out in zip(places, tile, strict=False):
             reading.into(out, position, box, labels)
@@ -233,23 +219,20 @@ class TransformedImages:
         return tile
 
 
+@dataclass
 class _Reading:
     """A batch that is being read: what was found wrong with it so far, by position, and what this rank is short of."""
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        view: View,
-        indices: tuple[int, ...],
-        epoch: int,
-        reports: bool,
-        blend: Blend | None,
-        repeats: tuple[int, ...] | None = None,
-    ) -> None:
-        self.indices, self.epoch, self.blend = indices, epoch, blend
-        self.repeats = repeats or (0,) * len(indices)
-        self.digests = [(-1, -1)] * len(indices)
-        self._dataset, self._view, self._reports = dataset, view, reports
+    dataset: Dataset
+    view: View
+    indices: tuple[int, ...]
+    epoch: int
+    reports: bool
+    blend: Blend | None
+    repeats: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        self.digests = [(-1, -1)] * len(self.indices)
         self.errors: dict[int, str] = {}
         self.problems: list[str] = []
 
@@ -258,26 +241,33 @@ class _Reading:
         try:
             yield
         except DatasetError as error:
-            if not self._reports:
+            if not self.reports:
                 raise
             if isinstance(error, BadImage):
                 self.errors[position] = str(error)
             else:
                 self.problems.append(str(error))
 
-    def _drawn(self, position: int) -> Dataset:
+    def _drawn(self, position: int) -> Any:
         """The dataset whose samples are as this one is drawn."""
-        found: Dataset = drawn(self._dataset, self._view.key(self.epoch, self.repeats[position]))
-        return found
+        return drawn(self.dataset, self.view.key(self.epoch, self.repeats[position]))
 
     def _variation(self, position: int) -> Variation:
-        return self._view.variation(self.indices[position], self.epoch, self.repeats[position])
+        return self.view.variation(self.indices[position], self.epoch, self.repeats[position])
 
     def label(self, position: int) -> Any:
-        """A tensor, a mask that is yet to be read, or None if it cannot be."""
+        """A tensor, of integers int64, or else of its own type; a mask that is yet to be read; None if it cannot be."""
         with self._reporting(position):
-            label = _label(self._drawn(position), self.indices[position])
-            if isinstance(label, torch.Tensor) and getattr(self._dataset, "compared", False):
+            found, index = self._drawn(position).label(self.indices[position]), self.indices[position]
+            if hasattr(found, "read") and hasattr(found, "size"):
+                return found
+            try:
+                label = torch.as_tensor(found)
+            except (TypeError, ValueError, RuntimeError) as error:
+                told = f"the label of sample {index} is {found!r}"
+                raise ValueError(f"{told}: expected a number, numbers, or a mask") from error
+            label = label if label.is_floating_point() or label.is_complex() else label.long()
+            if getattr(self.dataset, "compared", False):
                 content = np.ascontiguousarray(label.numpy())
                 self.digests[position] = (zlib.crc32(content.data), self.digests[position][1])
             return label
@@ -288,9 +278,9 @@ class _Reading:
         with self._reporting(position):
             image = self._drawn(position).image(self.indices[position])
             self._check_mask(labels[position], image, self.indices[position])
-            find: Any = getattr(self._dataset, "tissue_patches", None)
-            if self._view.patch is not None and find is not None:  # a slide that shows none has nothing to look at
-                find(self.indices[position], self._view.patch)
+            find: Any = getattr(self.dataset, "tissue_patches", None)
+            if self.view.patch is not None and find is not None:  # a slide that shows none has nothing to look at
+                find(self.indices[position], self.view.patch)
             self.digests[position] = (self.digests[position][0], getattr(image, "digest", -1))
             return image
         return None
@@ -301,7 +291,7 @@ class _Reading:
         with self._reporting(position):
             if image is not None:
                 variation = self._variation(position)
-                view = self._view.for_image(image.size, variation)
+                view = self.view.for_image(image.size, variation)
                 view.tile(image, *box.space, variation=variation, out=out.numpy())
                 return
         out.zero_()
@@ -315,17 +305,17 @@ class _Reading:
                 variation, shown = self._variation(position), None
                 with self._reporting(position):
                     if isinstance(label, StoredPicture):
-                        found.append(torch.from_numpy(self._view.target(label, variation)))
+                        found.append(torch.from_numpy(self.view.target(label, variation)))
                         continue
                     mask = label.numpy() if isinstance(label, torch.Tensor) else label
-                    shown = torch.from_numpy(self._view.mask(mask, variation))
+                    shown = torch.from_numpy(self.view.mask(mask, variation))
             found.append(shown)
-        like = next((label for label in found if label is not None), torch.full(self._view.size, IGNORED))
+        like = next((label for label in found if label is not None), torch.full(self.view.size, IGNORED))
         nothing = torch.full_like(like, IGNORED if self._is_mask(like) else 0)
         return [nothing if label is None else label for label in found]
 
     def _is_mask(self, label: Any) -> bool:
-        return not isinstance(label, torch.Tensor) or label.dim() >= max(MASK_DIMS, len(self._view.size))
+        return not isinstance(label, torch.Tensor) or label.dim() >= max(MASK_DIMS, len(self.view.size))
 
     def _check_mask(self, label: Any, image: Image, index: int) -> None:
         if label is None or not self._is_mask(label):
@@ -343,24 +333,3 @@ class _Reading:
                 f"the label of sample {index} has shape {tuple(label.shape)}, but its image {size} "
                 "pixels: labels of two or more dims are masks (..., height, width) of their image; flatten others"
             )
-
-
-def _label(dataset: Dataset, index: int) -> Any:
-    """A label as a tensor: of integers, int64, and else of its own type; or a mask that is yet to be read."""
-    found = dataset.label(index)
-    if hasattr(found, "read") and hasattr(found, "size"):
-        return found
-    try:
-        label = torch.as_tensor(found)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"the label of sample {index} is {found!r}: expected a number, numbers, or a mask") from error
-    return label if label.is_floating_point() or label.is_complex() else label.long()
-
-
-def _stacked(labels: Sequence[torch.Tensor], indices: Sequence[int]) -> torch.Tensor:
-    for label, index in zip(labels, indices, strict=True):
-        if label.shape != labels[0].shape:
-            first = f"{tuple(labels[0].shape)} (sample {indices[0]})"
-            raise ValueError(f"labels of one batch have shapes {first} and {tuple(label.shape)} (sample {index})")
-    dtype = reduce(torch.promote_types, (label.dtype for label in labels))
-    return torch.stack([label.to(dtype) for label in labels])

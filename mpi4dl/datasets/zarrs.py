@@ -8,42 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl.datasets.base import BadImage, package
-from mpi4dl.datasets.tiff import VALUES, chosen_bands
+from mpi4dl.datasets.tiff import chosen_bands
 from mpi4dl.geometry import Interval
 
 NAMES = {"y": "y", "row": "y", "height": "y", "x": "x", "col": "x", "column": "x", "width": "x"}
 NAMES |= {"c": "c", "channel": "c", "band": "c"}
-
-
-def open_values(path: Path, bands: Sequence[int] = ()) -> tuple["ZarrImage", int, str, None]:
-    """The image in a folder of Zarr, the number of its channels, and the type of its values, as `tiff.open_values`.
-
-    Raises:
-        BadImage: other axes or types, or damaged. DatasetError: zarr is not installed.
-    """
-    image = ZarrImage(path, bands)
-    if image.dtype not in VALUES:
-        raise BadImage(path, f"has values of {image.dtype}: expected {', '.join(VALUES)}")
-    return image, len(image.bands), image.dtype, None
-
-
-class _Indices:
-    """A mask: (rows, columns) of numbers of classes."""
-
-    def __init__(self, path: Path) -> None:
-        self._image = ZarrImage(path)
-        self.size: tuple[int, ...] = self._image.size
-        if len(self._image.bands) != 1:
-            found = f"has {len(self._image.bands)} channels"
-            raise BadImage(path, f"{found}: a mask has one number in each place, that of its class")
-
-    def read(self, *space: Interval) -> npt.NDArray[Any]:
-        return self._image.read(*space)[..., 0]
-
-
-def open_indices(path: Path) -> _Indices:
-    """The mask in a folder of Zarr. Raises as `open_values`."""
-    return _Indices(path)
 
 
 def _of_group(path: Path, group: Any) -> tuple[Any, list[str]]:
@@ -61,12 +30,6 @@ def _of_group(path: Path, group: Any) -> tuple[Any, list[str]]:
         raise BadImage(path, f"names its finest level {level!r}, which is not there")
     named = images[0].get("axes") or "tczyx"[-len(array.shape) :]
     return array, [each["name"] if isinstance(each, dict) else str(each) for each in named]
-
-
-def _axes_of(array: Any) -> list[str] | None:
-    """The names of the axes of a plain array, where it has them."""
-    names = getattr(array.metadata, "dimension_names", None) or dict(array.attrs).get("_ARRAY_DIMENSIONS")
-    return None if not names or None in names else [str(name) for name in names]
 
 
 def _known(path: Path, named: list[str] | None, shape: tuple[int, ...]) -> dict[str, int]:
@@ -98,7 +61,7 @@ def _known(path: Path, named: list[str] | None, shape: tuple[int, ...]) -> dict[
 
 
 class ZarrImage:
-    """An image whose values are as they are stored, of all its channels or of some, counted from 1."""
+    """An image whose values are as they are stored, of all its channels or of some, counted from 1. Raises BadImage."""
 
     def __init__(self, path: Path, bands: Sequence[int] = ()) -> None:
         zarr = package("zarr", f"{path}: reading Zarr", "mpi4dl[zarr]")
@@ -106,7 +69,13 @@ class ZarrImage:
             found = zarr.open(store=path, mode="r")
         except Exception as error:  # damaged metadata makes it stumble in many ways
             raise BadImage(path, f"has no readable metadata of Zarr: {error}") from error
-        array, names = _of_group(path, found) if isinstance(found, zarr.Group) else (found, _axes_of(found))
+        if isinstance(found, zarr.Group):
+            array, named = _of_group(path, found)
+            names: list[str] | None = named
+        else:  # a plain array, which may have names of its axes
+            array = found
+            told = getattr(array.metadata, "dimension_names", None) or dict(array.attrs).get("_ARRAY_DIMENSIONS")
+            names = None if not told or None in told else [str(name) for name in told]
         axes = _known(path, names, array.shape)
         self.dtype = array.dtype.name
         self.size: tuple[int, int] = array.shape[axes["y"]], array.shape[axes["x"]]

@@ -50,6 +50,14 @@ class Interval(NamedTuple):
     def grow(self, before: int, after: int) -> "Interval":
         return Interval(self.start - before, self.stop + after)
 
+    def strips(self, step: int) -> list["Interval"]:
+        """Its parts of `step` each, of which the last one may be shorter."""
+        return [Interval(at, min(at + step, self.stop)) for at in range(self.start, self.stop, step)]
+
+    def blocks(self, side: int) -> list["Interval"]:
+        """The blocks of a grid, `side` each, that it touches."""
+        return [Interval(n * side, (n + 1) * side) for n in range(self.start // side, ceil_div(self.stop, side))]
+
 
 T = TypeVar("T")
 

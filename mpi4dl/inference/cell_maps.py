@@ -148,8 +148,10 @@ class CellMaps:
     def _mapped(self, leaf: Tensor, logits: Tensor) -> tuple[CellMap, ...]:
         if logits.dim() != 2:
             return ()
-        numbers = _numbers(logits.detach(), self.options.number)
-        score = _score(_not_lowered(logits), numbers) / self._grid.size  # as each rank has all logits
+        numbers, wide = _numbers(logits.detach(), self.options.number), _not_lowered(logits)
+        score = wide[torch.arange(len(wide)), torch.tensor(numbers, device=wide.device)].sum()
+        score = 2 * score - wide.sum() if wide.shape[1] == 2 else score  # of two classes the difference
+        score = score / self._grid.size  # as each rank has all logits
         local = leaf.local if isinstance(leaf, SpatialTensor) else leaf
         (gradient,) = torch.autograd.grad(score, [local], allow_unused=True)
         if gradient is None:
@@ -158,7 +160,9 @@ class CellMaps:
             self._grid.comm.all_reduce(gradient)
         with torch.no_grad():
             if self.options.kind == "gradient":
-                summed = torch.linalg.vector_norm(gradient, 1, dim=1, dtype=_at_least_float32(gradient))
+                summed = torch.linalg.vector_norm(
+                    gradient, 1, dim=1, dtype=torch.promote_types(gradient.dtype, torch.float32)
+                )
                 values = self._averaged(summed, leaf)
                 side = float(GRADIENT_CELL_PX)
             else:
@@ -284,13 +288,9 @@ class _Watch(TorchFunctionMode):
         return self._enter(output) if not self._pauses and self._maps.takes(output) else None
 
 
-def _at_least_float32(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _not_lowered(x: Tensor) -> Tensor:
     """In float32, or float64 if it is that."""
-    return x.to(_at_least_float32(x))
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _numbers(logits: Tensor, number: int | None) -> list[int]:
@@ -298,11 +298,4 @@ def _numbers(logits: Tensor, number: int | None) -> list[int]:
     count = logits.shape[1]
     if number is not None or count <= 2:
         return [count - 1 if number is None else number] * len(logits)
-    found: list[int] = logits.argmax(1).tolist()
-    return found
-
-
-def _score(logits: Tensor, numbers: Sequence[int]) -> Tensor:
-    """The sum of the logits of these classes; of two classes the difference to the other one."""
-    own = logits[torch.arange(len(logits)), torch.tensor(numbers, device=logits.device)].sum()
-    return 2 * own - logits.sum() if logits.shape[1] == 2 else own
+    return logits.argmax(1).tolist()

@@ -11,19 +11,21 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from tempfile import TemporaryFile
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._files import Replacement, map_new, naming, write_durably
 from mpi4dl._palette import CURVES, of_classes
-from mpi4dl._wording import literal, to_install
-from mpi4dl.datasets.base import DatasetError
+from mpi4dl._wording import literal
+from mpi4dl.datasets.base import DatasetError, package
 from mpi4dl.datasets.slides.geojson import collection, feature, outlines
 from mpi4dl.datasets.slides.masks import BACKGROUND
 from mpi4dl.datasets.slides.slide import Slide
 from mpi4dl.geometry import Interval, ceil_div
+from mpi4dl.inference.masks import MappedFile
 
 ENDINGS = (".ome.tif", ".png", ".geojson")
 MOST_CLASSES = 256
@@ -43,84 +45,33 @@ class MapOptions(NamedTuple):
     in_bounds: bool = False
 
 
-class SlidePicture:
-    """A picture of a slide at the resolution of the model, written row by row; the file is there after `close`.
-
-    The rows, (height, width, channels), are in a file beside it until then, so that memory holds a few.
-
-    Raises:
-        OSError: they cannot be written.
-    """
-
-    beside: Sequence[Path] = ()  # more files
-
-    def __init__(self, path: Path, slide: Slide, channels: Sequence[str]) -> None:
-        self.path, self._slide, self._channels, self._top = path, slide, tuple(channels), 0
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._rows = Replacement(path.with_name(f"{path.name}.rows"))
-        try:
-            with naming(path), self._rows.temporary.open("w+b") as file:
-                self._map: Any = map_new(file, np.uint8, self._shape())
-        except OSError:
-            self._rows.drop()
-            raise
-
-    def _shape(self) -> tuple[int, ...]:
-        return (*self._slide.size, len(self._channels))
-
-    def write(self, where: tuple[slice, ...], rows: npt.NDArray[Any]) -> None:
-        """The next rows."""
-        self._map[self._top : self._top + len(rows)] = rows
-        self._top += len(rows)
-
-    def close(self) -> None:
-        """Write the file. Raises OSError, or DatasetError if a package is missing."""
-        try:
-            with naming(self.path), self._rows.temporary.open("r+b") as file:
-                levels = [self._map]
-                while max(self._slide.size) >= SMALLEST_LEVEL << len(levels):
-                    levels.append(_halved(levels[-1], file))
-                write_pyramid(self.path, levels, self._slide, self._channels)
-        finally:
-            self.drop()
-
-    def drop(self) -> None:
-        self._map = None
-        self._rows.drop()
+def write_picture(slide: Slide, channels: Sequence[str], path: Path, pixels: Any) -> None:
+    """Write a picture of a slide, (height, width, channels), as a pyramid. Raises OSError."""
+    with naming(path), TemporaryFile(dir=path.parent) as file:
+        levels = [pixels]
+        while max(slide.size) >= SMALLEST_LEVEL << len(levels):
+            levels.append(_halved(levels[-1], file))
+        write_pyramid(path, levels, slide, channels)
 
 
-class ClassMap(SlidePicture):
-    """The class map of a slide, written row by row; its three files are there after `close`.
+def class_map(path: Path, slide: Slide, classes: Sequence[str], options: MapOptions) -> MappedFile:
+    """The class map of a slide, whose picture and polygons are beside it.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: it cannot be written.
         DatasetError: there are more than 256 classes.
     """
+    if len(classes) > MOST_CLASSES:
+        raise DatasetError(f"{len(classes)} classes: class maps of slides have up to {MOST_CLASSES}")
+    base = path.name.removesuffix(ENDINGS[0])
+    beside = [path.with_name(f"{base}{ending}") for ending in ENDINGS[1:]]
 
-    def __init__(self, path: Path, slide: Slide, classes: Sequence[str], options: MapOptions) -> None:
-        if len(classes) > MOST_CLASSES:
-            raise DatasetError(f"{len(classes)} classes: class maps of slides have up to {MOST_CLASSES}")
-        self._options = options
-        base = path.name.removesuffix(ENDINGS[0])
-        self.beside = [path.with_name(f"{base}{ending}") for ending in ENDINGS[1:]]  # the picture and the polygons
-        super().__init__(path, slide, classes)
+    def encode(path: Path, classes_of: Any) -> None:
+        write_durably(beside[0], thumbnail_of(classes_of, slide, classes))
+        write_durably(beside[1], geojson(classes_of, slide, classes, options).encode())
+        write_pyramid(path, levels_of(classes_of), slide, ["; ".join(classes)])
 
-    def _shape(self) -> tuple[int, ...]:
-        return (self._slide.size[0], self._slide.size[1])
-
-    def write(self, where: tuple[slice, ...], rows: npt.NDArray[Any]) -> None:
-        """The classes of some rows, (rows, width)."""
-        self._map[where] = rows
-
-    def close(self) -> None:
-        """Write the files. Raises OSError, or DatasetError if the slide cannot be read or a package is missing."""
-        try:
-            picture, polygons = self.beside
-            write_durably(picture, thumbnail_of(self._map, self._slide, self._channels))
-            write_durably(polygons, geojson(self._map, self._slide, self._channels, self._options).encode())
-            write_pyramid(self.path, levels_of(self._map), self._slide, ["; ".join(self._channels)])
-        finally:
-            self.drop()
+    return MappedFile(path, tuple(slide.size), np.uint8, encode=encode, beside=beside)
 
 
 def levels_of(classes_of: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
@@ -129,7 +80,7 @@ def levels_of(classes_of: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
     return sides[: 1 + sum(max(each.shape) >= 2 * SMALLEST_LEVEL for each in sides)]
 
 
-def _halved(pixels: Any, file: BinaryIO) -> Any:
+def _halved(pixels: Any, file: Any) -> Any:
     """Means of 2 x 2 pixels, (height, width, channels), mapped at the end of a file. Raises OSError."""
     height, width, channels = pixels.shape
     file.seek(0, os.SEEK_END)
@@ -142,8 +93,11 @@ def _halved(pixels: Any, file: BinaryIO) -> Any:
     return found
 
 
-def write_pyramid(path: Path, levels: Sequence[Any], slide: Slide, channels: Sequence[str]) -> None:
-    """Write arrays of classes, (rows, columns), or colours as an OME-TIFF of these levels, of which each halves."""
+def write_pyramid(path: Path, levels: Sequence[Any], slide: Slide, channels: Sequence[str], patch: float = 1) -> None:
+    """Write arrays (rows, columns), or colours, as an OME-TIFF of these levels, of which each halves.
+
+    A pixel of the first one is `patch` pixels of the slide wide.
+    """
     import tifffile
 
     colours = levels[0].ndim > 2
@@ -151,15 +105,8 @@ def write_pyramid(path: Path, levels: Sequence[Any], slide: Slide, channels: Seq
     if not colours:
         about["Channel"] = {"Name": channels[0]}
     if slide.mpp is not None:
-        about |= {
-            f"PhysicalSize{axis}{what}": value for axis in "XY" for what, value in (("", slide.mpp), ("Unit", "µm"))
-        }
-    options: dict[str, Any] = {
-        "tile": (TILE, TILE),
-        "compression": "zlib",
-        "dtype": np.uint8,
-        "photometric": "rgb" if colours else "minisblack",
-    }
+        side = (("", slide.mpp * patch), ("Unit", "µm"))
+        about |= {f"PhysicalSize{axis}{what}": value for axis in "XY" for what, value in side}
     with (
         naming(path),
         Replacement(path) as temporary,
@@ -170,14 +117,17 @@ def write_pyramid(path: Path, levels: Sequence[Any], slide: Slide, channels: Seq
             writer.write(
                 _tiles(level),
                 shape=level.shape,
+                dtype=level.dtype,
+                tile=(TILE, TILE),
+                compression="zlib",
+                photometric="rgb" if colours else "minisblack",
                 subifds=len(levels) - 1 if number == 0 else None,
                 subfiletype=1 if number else 0,
                 metadata=about if number == 0 else None,
-                **options,
             )
 
 
-def _tiles(level: npt.NDArray[np.uint8]) -> Iterator[npt.NDArray[np.uint8]]:
+def _tiles(level: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
     for top in range(0, level.shape[0], TILE):
         for left in range(0, level.shape[1], TILE):
             yield np.ascontiguousarray(level[top : top + TILE, left : left + TILE])
@@ -217,18 +167,14 @@ def thumbnail_of(classes_of: npt.NDArray[np.uint8], slide: Slide, classes: Seque
 
     Raises DatasetError if matplotlib is not installed, or the slide cannot be read.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise DatasetError(f"class maps need matplotlib; run {to_install('matplotlib')}") from error
+    modules = ("backends.backend_agg", "figure", "patches")
+    canvas, figures, shapes = (package(f"matplotlib.{name}", "a class map") for name in modules)
     view = slide.thumbnail(THUMBNAIL_PX)
     pixels = view.read(*(Interval(0, side) for side in view.size))
     small, _ = _reduced(classes_of, THUMBNAIL_PX)
     colours = _colours(classes)
     height, width = view.size
-    figure = Figure(figsize=(width / DPI + 2.0, height / DPI + 0.4), dpi=DPI, layout="constrained")
+    figure = figures.Figure(figsize=(width / DPI + 2.0, height / DPI + 0.4), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
     extent = (0, width, height, 0)
     axes.imshow(pixels, extent=extent)
@@ -237,14 +183,14 @@ def thumbnail_of(classes_of: npt.NDArray[np.uint8], slide: Slide, classes: Seque
     axes.set_title(literal(slide.file.path.name), fontsize=9)
     shares = np.bincount(small.reshape(-1), minlength=len(classes)) / small.size
     patches = [
-        Patch(
+        shapes.Patch(
             facecolor=colours[number], edgecolor="black", linewidth=0.5, label=literal(f"{name}, {100 * share:.2g} %")
         )
         for number, (name, share) in enumerate(zip(classes, shares, strict=True))
     ]
     figure.legend(handles=patches, loc="outside right upper", fontsize=8)
     file = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(file)
+    canvas.FigureCanvasAgg(figure).print_png(file)
     return file.getvalue()
 
 

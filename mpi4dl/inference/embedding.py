@@ -9,7 +9,6 @@ A batch has patches of one slide. Which ones does not depend on the number of ra
 
 import hashlib
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,12 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mpi4dl._progress import ProgressBar, ProgressOfImages
+from mpi4dl._progress import ProgressOfImages
 from mpi4dl._wording import counted, duration
 from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.comm.packing import Piece
 from mpi4dl.datasets.base import BadImage, DatasetError, printable
 from mpi4dl.datasets.files import WHOLE_SLIDES
-from mpi4dl.datasets.loader import Prefetcher
+from mpi4dl.datasets.loader import prefetched
 from mpi4dl.datasets.samples import without_suffix
 from mpi4dl.datasets.slides.features import Embedded, write_features
 from mpi4dl.datasets.slides.slide import MPP_AT_1X, Slide
@@ -139,11 +139,7 @@ def open_encoder(comm: Communicator, options: Any, model_options: ModelOptions) 
     chosen, name, patch = options.encoder, model_options.name, options.encoder.patches
     own = is_own(model_options.part)
     weights = None if own and chosen.weights == PRETRAINED else chosen.weights
-    trained = None
-    with comm.together((ValueError, OSError)):
-        if comm.rank == 0 and weights is not None:
-            trained = _trained_options(weights, name)
-    trained = comm.broadcast_object(trained)
+    trained = comm.from_first(lambda: None if weights is None else _trained_options(weights, name))
     with comm.together((ValueError, TypeError)):
         model = model_options.build(NUM_OUTPUTS, 3)
         mean, std = _normalisation(model_options, model, trained, chosen.mean, chosen.std)
@@ -388,12 +384,11 @@ class Embedding:
     def run(self) -> None:
         """Embed all slides to do, and write their files."""
         wanted = [*self.counts]
-        total = sum(self.counts.values())
-        self._began, self._seen, self._total = time.monotonic(), 0, total
-        self._bar = ProgressBar(total, "patch", shown=self.comm.rank == 0)
+        self._seen, total = 0, sum(self.counts.values())
+        self._progress = ProgressOfImages(total, self.comm.rank == 0, "patch", many="patches")
         for first in range(0, len(wanted), self.comm.size):
             self._embed(wanted[first : first + self.comm.size])
-        self._bar.close()
+        self._progress.close()
 
     def _embed(self, group: Sequence[int]) -> None:
         """Embed a group of slides, at most as many as ranks. Rank r found the patches of number r, and writes it."""
@@ -424,7 +419,7 @@ class Embedding:
                     self.bad |= {index: written["error"]} if "error" in written else {}
         self.bad = comm.broadcast_object(self.bad)
         self._seen += sum(counts)
-        self._advance(0)
+        self._progress.to(self._seen)
 
     def _features_of(
         self, group: Sequence[int], places: Sequence[Any], units: Sequence[PatchBatch]
@@ -442,7 +437,7 @@ class Embedding:
                 return error
 
         done = 0
-        ahead = Prefetcher(read, len(units), max(1, self.num_workers), AHEAD * max(1, self.num_workers))
+        ahead = prefetched(read, len(units), max(1, self.num_workers), AHEAD * max(1, self.num_workers))
         try:
             for unit, patches in zip(units, ahead, strict=True):
                 if isinstance(patches, BadImage):
@@ -454,7 +449,7 @@ class Embedding:
                     found.setdefault(unit.slide, []).append(features)
                 self.patience.feed()
                 done += unit.stop - unit.start
-                self._advance(done * self.comm.size)
+                self._progress.to(min(self._progress.total, self._seen + done * self.comm.size))
         finally:
             ahead.close()
         return found, problems
@@ -478,34 +473,15 @@ class Embedding:
         found: Mapping[int, list[Tensor]],
     ) -> Any:
         """The features of the slide that this rank writes, from all ranks; None if it writes none."""
-        comm, width, sent, whole = self.comm, self.encoder.num_features, [], None
-        for number, index in enumerate(group):
-            if index in self.bad:
-                continue
-            spans = [_span(number, units) for units in shares]
-            mine = spans[comm.rank]
-            if number == comm.rank:
-                whole = torch.empty(counts[number], width)
-                if mine is not None:
-                    whole[slice(*mine)] = torch.cat(found[number])
-            elif mine is not None:
-                sent.append(comm.isend(torch.cat(found[number]), number, number))
-        if whole is not None:
-            for rank, span in enumerate(_span(comm.rank, units) for units in shares):
-                if span is not None and rank != comm.rank:
-                    whole[slice(*span)] = comm.recv(torch.empty(span[1] - span[0], width), rank, comm.rank)
-        for each in sent:
-            each.wait()
+        rank, receives, whole = self.comm.rank, [], None
+        good = [number for number, index in enumerate(group) if index not in self.bad]
+        sends = [Piece(number, torch.cat(found[number])) for number in good if number in found]
+        if rank in good:
+            whole = torch.empty(counts[rank], self.encoder.num_features)
+            spans = [(source, _span(rank, units)) for source, units in enumerate(shares)]
+            receives = [Piece(source, whole[slice(*span)]) for source, span in spans if span is not None]
+        self.comm.iexchange(sends, receives).wait()
         return None if whole is None else whole.numpy()
-
-    def _advance(self, ahead: int) -> None:
-        """Tell how many patches are done: those of former groups, and as many as `ahead` of this one."""
-        done = min(self._total, self._seen + ahead)
-        self._bar.to(done)
-        if self._bar.is_due:
-            rate = done / max(time.monotonic() - self._began, 1e-9)
-            left = duration((self._total - done) / rate) if done else "an unknown time"
-            self._bar.say(f"{done} of {counted(self._total, 'patch', 'patches')}, {rate:.3g} patches/s, {left} left")
 
 
 def _span(slide: int, units: Sequence[PatchBatch]) -> tuple[int, int] | None:

@@ -10,6 +10,7 @@ those of the last step. Where split files keep slides for tests in each fold, th
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean, stdev
@@ -22,7 +23,7 @@ from mpi4dl.datasets.split import Named
 from mpi4dl.inference.images import open_files_of_run
 from mpi4dl.inference.model import Predictor
 from mpi4dl.inference.options import Inference
-from mpi4dl.inference.samples import UNDEFINED, Judging, Samples
+from mpi4dl.inference.samples import Judging, Samples, shown
 from mpi4dl.inference.scoring import Scores, score, scores_of
 from mpi4dl.options.sources import FOLDS
 from mpi4dl.results.evaluations import beside, file_of_evaluation, write_evaluation
@@ -56,8 +57,6 @@ def summarise(
     *,
     part: str | None = None,
     out: Path | None = None,
-    resamples: int = 1000,
-    level: float = 0.95,
     spell: Callable[[str], str] = str,
 ) -> None:
     """Evaluate the runs of all folds in a folder; print and write their metrics together. Collective.
@@ -69,11 +68,7 @@ def summarise(
         comm.agree(
             f"`threshold` {judging.threshold} chooses on validation samples, which folds are evaluated on: say a number"
         )
-    looked = None
-    with comm.together((ValueError, OSError)):
-        if comm.rank == 0:
-            looked = _looked_at(folder, part)
-    runs, asked, unfinished = comm.broadcast_object(looked)
+    runs, asked, unfinished = comm.from_first(lambda: _looked_at(folder, part))
     if len(runs) < 2:
         comm.agree(f"{folder}: {counted(len(runs), 'fold')} finished, but a summary needs two: train more folds")
     _say(comm, f"{counted(len(runs), 'fold')} of {folder}: their {asked} samples" + (
@@ -85,12 +80,12 @@ def summarise(
         model = Predictor(path / BEST if best else path, chosen, comm)
         images, which = open_files_of_run(comm, model.trained, path, asked)
         _say(comm, spell(f"fold {fold}: {model.weights} on {which}"))
-        scores = score(model, images, resamples=0, level=level, speaks=True, judging=judging)
+        scores = score(model, images, replace(judging, resamples=0), speaks=True)
         found.append(FoldScores(fold, scores))
         seen.append(images)
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
-            for line in _written(folder, found, places_of(*seen), judging, out, resamples, level, asked, unfinished):
+            for line in _written(folder, found, places_of(*seen), judging, out, asked, unfinished):
                 print(spell(line), flush=True)
 
 
@@ -105,14 +100,10 @@ def _looked_at(folder: Path, part: str | None) -> tuple[dict[int, Path], str, li
     for path, then in settings.items():
         require_alike(path, then, settings[next(iter(settings))])
     if part is None:  # slides for tests that all folds share are seen by none, and so are no fold's own
-        own = not (folder / FOLDS).is_file() and all(_has_tests(path) for path in runs.values())
+        kept = [found.samples if (found := RunSamples.at(path)) else [] for path in runs.values()]
+        own = not (folder / FOLDS).is_file() and all("test" in {each.split for each in samples} for samples in kept)
         part = "test" if own else "val"
     return runs, part, [fold for fold in every if fold not in runs]
-
-
-def _has_tests(run: Path) -> bool:
-    kept = RunSamples.at(run)
-    return kept is not None and any(each.split == "test" for each in kept.samples)
 
 
 class Summary(NamedTuple):
@@ -158,15 +149,11 @@ def summary_lines(found: Sequence[FoldScores], level: float) -> Iterator[str]:
         yield f"by {name}, mean over {counted(len(found), 'fold')}:"
         head = ("metric", *(f"fold {each.fold}" for each in found), "mean", "sd", f"{100 * level:g} % from", "to")
         rows = (
-            (metric, *(_shown(value) for value in (*of.values, of.mean, of.deviation, of.low, of.high)))
+            (metric, *(shown(value) for value in (*of.values, of.mean, of.deviation, of.low, of.high)))
             for metric, of in metrics.items()
         )
         yield from aligned([head, *rows], {"metric"})
         yield ""
-
-
-def _shown(value: float) -> str:
-    return UNDEFINED if math.isnan(value) else f"{value:.4f}"
 
 
 def summary_table(found: Sequence[FoldScores], level: float) -> bytes:
@@ -186,15 +173,13 @@ def _written(
     places: Mapping[str, Any],
     judging: Judging,
     out: Path | None,
-    resamples: int,
-    level: float,
     part: str,
     unfinished: Sequence[int],
 ) -> Iterator[str]:
     """Write what there is of all folds, and say it. Raises OSError, Refusal."""
     file = file_of_evaluation(folder, out, datetime.now())
-    table, files = beside(file, SUMMARY), {SUMMARY: summary_table(found, level)}
-    yield from summary_lines(found, level)
+    table, files = beside(file, SUMMARY), {SUMMARY: summary_table(found, judging.level)}
+    yield from summary_lines(found, judging.level)
     missing = [str(each.fold) for each in found if not each.scores.levels]
     slides = [name for each in found for samples in each.scores.levels[:1] for name in samples.names]
     if missing or len({*slides}) < len(slides):
@@ -213,7 +198,7 @@ def _written(
         "count": sum(each.scores.count for each in found),
         "remarks": (),
     }
-    pooled = scores_of(samples, judging, resamples, level, **kept)
+    pooled = scores_of(samples, judging, **kept)
     told: dict[str, Any] = {
         "source": str(folder),
         "part": part,
@@ -221,12 +206,12 @@ def _written(
         "unfinished": unfinished,
         **places,
     }
-    of_all = summaries(found, level)
+    of_all = summaries(found, judging.level)
     told["cross_validation"] = {
         name: {metric: of._asdict() for metric, of in metrics.items()} for name, metrics in of_all.items()
     }
-    remarks = pooled.write(file, told, level, files)
+    remarks = pooled.write(file, told, files)
     yield "predictions of all folds together, each by the run that did not see its patient:"
-    yield from pooled.table(level, resamples > 0)
+    yield from pooled.table()
     yield from remarks
     yield f"{counted(len(found), 'fold')}: see {table}, {file.name} and {file.stem}.csv"

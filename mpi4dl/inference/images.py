@@ -1,6 +1,7 @@
 """The images that a trained model looks at: with labels, to be compared with, or any, wherever they lie."""
 
 import glob
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
@@ -200,9 +201,7 @@ def framed_for(
     size = trained.size if FITS[as_fit(trained.fit)].crops else AUTO
     given: dict[str, Any] = {"slides": slides or features, "features": features, "image_size": size}
     given["slides_folder"] = asked.slides_folder
-    with comm.together((ValueError, OSError)):
-        named = _columns_of_slides(trained, columns, Path(slides or features or "")) if comm.rank == 0 else None
-    given |= comm.broadcast_object(named)
+    given |= comm.from_first(lambda: _columns_of_slides(trained, columns, Path(slides or features or "")))
     given["on_bad_image"] = "skip"  # which the predictions say
     return trained.framed(comm, given)
 
@@ -228,17 +227,6 @@ def _require_pictures(comm: Communicator, trained: TrainedOptions, source: str |
     """Raise Refusal on all ranks if a model of slides, which have a resolution, is to look at pictures as they are."""
     of_slides = source is not None and trained.source.of_slides
     comm.agree("the model was trained on `slides`: name others by `slides`, not by `images`" if of_slides else None)
-
-
-def open_labelled_slides(comm: Communicator, trained: TrainedOptions, part: str | None = None) -> tuple[Named, str]:
-    """The slides that the options name, with labels of the kind of training, and which they are, on all ranks.
-
-    Of a table with a split they are those of a part, by default for tests, or else for validation. Collective. Raises
-    Refusal on all ranks.
-    """
-    found, which = _shared(comm, lambda: held_out(trained.files(), part))
-    require_alike(comm, found, trained.about)
-    return found, which
 
 
 def open_files_of_run(comm: Communicator, trained: TrainedOptions, folder: Path, part: str) -> tuple[Named, str]:
@@ -276,7 +264,9 @@ def open_to_evaluate(
         None if of_files or part is None else "`part` is for the files that a run was trained on, or other `slides`"
     )
     if named:
-        return open_labelled_slides(comm, trained, part)
+        found, which = _shared(comm, lambda: held_out(trained.files(), part))
+        require_alike(comm, found, trained.about)
+        return found, which
     if of_files:
         return open_files_of_run(comm, trained, folder, part or "val")
     return open_labelled(comm, trained, images)
@@ -377,9 +367,9 @@ def _listed(
         raise DatasetError(f"{source}: no such file or folder; expected {what}, a folder of them, a pattern, or a list")
     if not found:
         raise DatasetError(problem)
-    twice = _twice([each.name for each in found])
-    if twice is not None:
-        raise DatasetError(f"{source}: names {twice} twice")
+    (name, times), *_ = Counter(each.name for each in found).most_common(1)
+    if times > 1:
+        raise DatasetError(f"{source}: names {name} twice")
     return listed(root, found, volumes, channels)
 
 
@@ -393,11 +383,6 @@ def _require_image(path: Path, volumes: bool) -> None:
             f"{path} is no {kind} ({error.reason}): name {kind}s, a folder of them, a pattern, or a file that ends in "
             f"{' or '.join(LISTS)} with a path in each line"
         ) from error
-
-
-def _twice(names: Sequence[str]) -> str | None:
-    seen: set[str] = set()
-    return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]
 
 
 def _file(name: str, path: Path) -> File:

@@ -16,12 +16,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl._files import Replacement, naming, write_durably
-from mpi4dl._wording import literal, to_install
-from mpi4dl.datasets.base import DatasetError
+from mpi4dl._files import write_durably
+from mpi4dl._wording import literal
+from mpi4dl.datasets.base import package
 from mpi4dl.datasets.slides.geojson import collection, feature, squares
 from mpi4dl.datasets.slides.slide import Slide
 from mpi4dl.geometry import Interval
+from mpi4dl.inference.class_maps import write_pyramid
 
 FOLDER = "maps"
 THUMBNAIL_PX = 1200
@@ -85,7 +86,7 @@ def write_map(folder: Path, name: Path, slide: Slide, found: PatchMap) -> list[P
     paths = [base.with_name(f"{base.name}{ending}") for ending in (".png", ".geojson", ".ome.tif")]
     write_durably(paths[0], picture(slide, found))
     write_durably(paths[1], geojson(slide, found).encode())
-    _write_ome(paths[2], slide, found)
+    write_pyramid(paths[2], [grid_of(found)], slide, [found.title], found.patch)
     return paths
 
 
@@ -122,61 +123,45 @@ def grid_of(found: PatchMap) -> npt.NDArray[np.float32]:
     return grid
 
 
-def _write_ome(path: Path, slide: Slide, found: PatchMap) -> None:
-    import tifffile
-
-    about: dict[str, Any] = {"axes": "YX", "Channel": {"Name": found.title}}
-    if slide.mpp is not None:
-        side = slide.mpp * found.patch
-        about |= {"PhysicalSizeX": side, "PhysicalSizeY": side, "PhysicalSizeXUnit": "µm", "PhysicalSizeYUnit": "µm"}
-    with naming(path), Replacement(path) as temporary, temporary.open("wb") as file:
-        tifffile.imwrite(file, grid_of(found), ome=True, metadata=about, compression="zlib")
-
-
 def picture(slide: Slide, found: PatchMap) -> bytes:
     """A PNG: the thumbnail with the ranks of the patches in colours, a legend and a scale bar.
 
     Raises DatasetError if matplotlib is not installed.
     """
-    try:
-        from matplotlib import colormaps
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.cm import ScalarMappable
-        from matplotlib.colors import ListedColormap
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Rectangle
-    except ImportError as error:
-        raise DatasetError(f"heat maps need matplotlib; run {to_install('matplotlib')}") from error
+    modules = ("backends.backend_agg", "figure", "patches", "cm", "colors")
+    canvas, figures, shapes, mapping, colors = (package(f"matplotlib.{name}", "a heat map") for name in modules)
     view = slide.thumbnail(THUMBNAIL_PX)
     pixels = view.read(*(Interval(0, side) for side in view.size))
     scale = slide.downsample / view.downsample
     shades = _painted(found, found.shades, scale, view.size)
     ramp = np.linspace(0, 1, NUM_COLOURS)
-    palette = colormaps[COLOURS](ramp)
+    palette = package("matplotlib", "a heat map").colormaps[COLOURS](ramp)
     palette[:, 3] = OPACITY * (ramp if found.by_value else 1)
-    shown = ListedColormap(palette)  # also of the legend: as clear there as over tissue
+    shown = colors.ListedColormap(palette)  # also of the legend: as clear there as over tissue
     colours = shown(np.nan_to_num(shades)).astype(np.float32)
     opacity = np.where(np.isnan(shades), np.float32(0), colours[..., 3])[..., None]
     pixels = np.rint(pixels * (1 - opacity) + 255 * opacity * colours[..., :3]).astype(np.uint8)
     height, width = view.size
     across, down = width + sum(BESIDE_PX), height + sum(ABOVE_PX)  # places by hand: a solver of layouts takes longer
-    figure = Figure(figsize=(across / DPI, down / DPI), dpi=DPI)
+    figure = figures.Figure(figsize=(across / DPI, down / DPI), dpi=DPI)
     axes = figure.add_axes((BESIDE_PX[0] / across, ABOVE_PX[0] / down, width / across, height / down))
     axes.imshow(pixels, interpolation="none")
     axes.set_axis_off()
     axes.set_title(literal(f"{slide.file.path.name}: {found.title}"), fontsize=9)
     corner = (BESIDE_PX[0] + width + BAR_PX) / across, (ABOVE_PX[0] + 0.2 * height) / down
     beside = figure.add_axes((*corner, BAR_PX / across, 0.6 * height / down))
-    bar = figure.colorbar(ScalarMappable(cmap=shown), cax=beside)
+    bar = figure.colorbar(mapping.ScalarMappable(cmap=shown), cax=beside)
     unit = "as a share of the largest" if found.by_value else "rank among the patches"
     bar.set_label(literal(f"{found.title}, {unit}"), fontsize=8)
     if view.mpp is not None:
         length = next((um for um in reversed(BAR_UM) if um / view.mpp < width / 4), BAR_UM[0])
         left, low = 0.03 * width, 0.96 * height
-        axes.add_patch(Rectangle((left, low), length / view.mpp, max(2, height / 150), color="black"))
+        axes.add_patch(shapes.Rectangle((left, low), length / view.mpp, max(2, height / 150), color="black"))
         axes.text(left, low - height / 100, _length(length), fontsize=8)
     file = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(file, pil_kwargs={"compress_level": 1})  # half the time, a tenth more bytes
+    canvas.FigureCanvasAgg(figure).print_png(
+        file, pil_kwargs={"compress_level": 1}
+    )  # half the time, a tenth more bytes
     return file.getvalue()
 
 

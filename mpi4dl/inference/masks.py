@@ -4,7 +4,6 @@ Pictures become PNG files whose pixels are the numbers of classes, shown in colo
 classes grey ones of 16 bits; anything else arrays of NumPy.
 """
 
-import math
 import struct
 import threading
 import zlib
@@ -13,8 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
+from io import BufferedIOBase
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
@@ -277,7 +277,7 @@ class _Window:
 
 FOLDER = "masks"
 BAND_BYTES = 1 << 24
-_PALETTE, RGB, GREY = 3, 2, 0  # types of PNG
+_PALETTE, _RGB, _GREY = 3, 2, 0  # types of PNG
 
 
 def band_height(width: int) -> int:
@@ -329,94 +329,95 @@ def path_of(base: Path, suffix: str, number: int | None = None) -> Path:
     return base.with_name(f"{base.name}{'' if number is None else f'.{number}'}{suffix}")
 
 
-class PngFile:
-    """A PNG file, written from top to bottom, which is there when it is whole. Raises OSError."""
+class MappedFile:
+    """A file of an array that is written anywhere, and that memory holds no copy of; it is there after `close`.
 
-    beside: tuple[Path, ...] = ()  # more files of a mask
+    `begin(file)` writes the head of the file, behind which the array is. Or `encode(path, array)` makes the file, and
+    those `beside` it, of an array that is in another file until then. Raises OSError.
+    """
 
-    def __init__(self, path: Path, size: tuple[int, int], kind: int, wide: bool = False, palette: bytes = b"") -> None:
-        self.path, self._wide = path, wide
+    undefined = False  # outputs that are no numbers: there is no file then
+
+    def __init__(
+        self,
+        path: Path,
+        shape: tuple[int, ...],
+        dtype: npt.DTypeLike,
+        begin: Callable[[BufferedIOBase], Any] | None = None,
+        encode: Callable[[Path, Any], None] | None = None,
+        beside: Sequence[Path] = (),
+    ) -> None:
+        self.path, self.beside, self._encode = path, beside, encode
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._new = Replacement(path)
-        self._file = self._new.temporary.open("wb")
-        self._packer = zlib.compressobj()
-        height, width = size
-        self._file.write(b"\x89PNG\r\n\x1a\n")
-        self._chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 16 if wide else 8, kind, 0, 0, 0))
-        if palette:
-            self._chunk(b"PLTE", palette)
-
-    def _chunk(self, name: bytes, data: bytes) -> None:
-        with naming(self.path):
-            self._file.write(struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)))
-
-    def write(self, where: tuple[slice, ...], rows: npt.NDArray[Any]) -> None:
-        """The next rows, (rows, width) or (rows, width, channels)."""
-        values = np.ascontiguousarray(rows, ">u2" if self._wide else np.uint8).view(np.uint8).reshape(len(rows), -1)
-        data = self._packer.compress(np.insert(values, 0, 0, axis=1).tobytes())  # each row is as it is: filter 0
-        if data:
-            self._chunk(b"IDAT", data)
-
-    def close(self) -> None:
-        self._chunk(b"IDAT", self._packer.flush())
-        self._chunk(b"IEND", b"")
-        with naming(self.path):
-            self._file.close()
-        self._new.keep()
-
-    def drop(self) -> None:
-        with suppress(OSError):  # what is left to write has no room
-            self._file.close()
-        self._new.drop()
-
-
-class PngMask(PngFile):
-    """A PNG file of numbers below `num_classes`."""
-
-    def __init__(self, path: Path, size: tuple[int, int], num_classes: int) -> None:
-        wide = num_classes > 256
-        super().__init__(path, size, GREY if wide else _PALETTE, wide, b"" if wide else of_classes(max(2, num_classes)))
-
-
-class ArrayMask:
-    """The same as an array in an .npy file, of any number of axes. Raises OSError."""
-
-    undefined = False  # values that are no numbers are written
-
-    beside: tuple[Path, ...] = ()
-
-    def __init__(self, path: Path, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._new = Replacement(path)
-        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+        self._new = Replacement(path if encode is None else path.with_name(f"{path.name}.rows"))
         try:
             with naming(path), self._new.temporary.open("w+b") as file:
-                np.lib.format.write_array_header_1_0(file, header)
+                if begin is not None:
+                    begin(file)
                 self._array: Any = map_new(file, dtype, shape)
         except OSError:
             self._new.drop()
             raise
 
-    def write(self, where: tuple[slice, ...], rows: npt.NDArray[Any]) -> None:
+    def write(self, where: tuple[slice, ...], values: npt.NDArray[Any]) -> None:
         """The values there."""
-        self._array[where] = rows
+        self._array[where] = values
 
     def close(self) -> None:
-        self._array.flush()
-        self._array = None
-        self._new.keep()
+        """Write the file. Raises DatasetError too, if a package is missing, or a slide cannot be read."""
+        try:
+            if self._encode is not None and not self.undefined:
+                self._encode(self.path, self._array)
+            elif not self.undefined:
+                self._array.flush()
+                self._new.keep()
+        finally:
+            self.drop()
 
     def drop(self) -> None:
         self._array = None
         self._new.drop()
 
 
-class StitchedMask:
-    """The mask of one image, of the image's own size, from windows that come in order: row by row, left to right.
+def write_png(path: Path, pixels: npt.NDArray[Any], palette: bytes = b"") -> None:
+    """Write pixels (rows, columns), or (rows, columns, 3), of 8 or 16 bits, some rows at a time. Raises OSError."""
+    (height, width), depth = pixels.shape[:2], 8 * pixels.itemsize
+    kind = _PALETTE if palette else _GREY if pixels.ndim == 2 else _RGB
+    with naming(path), Replacement(path) as temporary, temporary.open("wb") as file:
 
-    Of pictures one row of windows is in memory, and files are written from top to bottom; of volumes each window is
-    written where it stands. Where no window was looked at, pixels are of class 0, or of none.
+        def chunk(name: bytes, data: bytes) -> None:
+            file.write(struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)))
+
+        file.write(b"\x89PNG\r\n\x1a\n")
+        chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0))
+        if palette:
+            chunk(b"PLTE", palette)
+        packer, step = zlib.compressobj(), band_height(pixels[0].size)
+        for rows in (pixels[top : top + step] for top in range(0, height, step)):
+            values = np.ascontiguousarray(rows, f">u{pixels.itemsize}").view(np.uint8).reshape(len(rows), -1)
+            if data := packer.compress(np.insert(values, 0, 0, axis=1).tobytes()):  # each row as it is: filter 0
+                chunk(b"IDAT", data)
+        chunk(b"IDAT", packer.flush())
+        chunk(b"IEND", b"")
+
+
+def png_mask(path: Path, size: tuple[int, ...], num_classes: int) -> MappedFile:
+    """A PNG file of numbers below `num_classes`."""
+    if num_classes > 256:
+        return MappedFile(path, size, np.uint16, encode=write_png)
+    return MappedFile(path, size, np.uint8, encode=partial(write_png, palette=of_classes(max(2, num_classes))))
+
+
+def array_file(path: Path, shape: tuple[int, ...], dtype: npt.DTypeLike) -> MappedFile:
+    """An .npy file of any number of axes."""
+    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+    return MappedFile(path, shape, dtype, lambda file: np.lib.format.write_array_header_1_0(file, header))
+
+
+class StitchedMask:
+    """The mask of one image, of the image's own size, from windows that come in any order.
+
+    Each is written where it stands. Where no window was looked at, pixels are of class 0, or of none.
 
     A class for each pixel, or (`layers`) whether each class is there, each in a file of its own. Values below 0 are
     pixels whose outputs are not numbers. `make(path)` opens another kind of file.
@@ -428,70 +429,36 @@ class StitchedMask:
         target: Target,
         classes: Sequence[str],
         layers: int,
-        make: Callable[[Path], Any] | None = None,
+        make: Callable[[Path], MappedFile] | None = None,
     ) -> None:
-        self.target, self.classes, self.layers = target, tuple(classes), layers
+        self.target, self.layers = target, layers
         self.places = target.places()
         self.counts = np.zeros(len(classes), np.int64)
         self.undefined = 0
-        self._strip: npt.NDArray[Any] | None = None
-        self._core = Interval(0, 0)
-        self._picture = len(target.source) == 2
         size, depth = target.source, 2 if layers else len(classes)
-        self.files: list[Any] = []
-        for path in paths:
-            if make is not None:
-                self.files.append(make(path))
-            elif self._picture:
-                self.files.append(PngMask(path, (size[0], size[1]), depth))
-            else:
-                self.files.append(ArrayMask(path, size, np.uint8 if depth <= 256 else np.int32))
+        if make is None and len(size) == 2:
+            make = partial(png_mask, size=size, num_classes=depth)
+        elif make is None:
+            make = partial(array_file, shape=size, dtype=np.uint8 if depth <= 256 else np.int32)
+        self.files = [*map(make, paths)]
 
     def add(self, intervals: Sequence[WindowInterval], where: Sequence[slice], values: npt.NDArray[Any]) -> None:
         """Some of a window: `values` (layers, *space), or (*space), which stand at `where` in it."""
-        inner, space = [], []
-        for cut, part in zip(intervals, where, strict=True):
+        taken, places = [], []
+        for cut, part, at in zip(intervals, where, self.places, strict=True):
             first = cut.start + part.start
-            own = Interval(max(cut.core.start, first), min(cut.core.stop, cut.start + part.stop))
-            if own.start >= own.stop:
+            own = max(cut.core.start, first), min(cut.core.stop, cut.start + part.stop)
+            if own[0] >= own[1]:
                 return
-            inner.append(slice(own.start - first, own.stop - first))
-            space.append(own)
-        box: tuple[Any, ...] = (..., *inner)
-        values = values[box]
-        values = values if self.layers else values[None]
-        if not self._picture or len(self.target.intervals[1]) == 1:  # one window is as wide as the image
-            self._write(space, values)
-            return
-        if intervals[0].core != self._core:
-            self._flush()
-            self._core = intervals[0].core
-            shape = (len(values), self._core.length, self.target.size[1])
-            self._strip = np.zeros(shape, values.dtype)
-        assert self._strip is not None
-        rows, cols = space
-        begin = self._core.start
-        self._strip[:, rows.start - begin : rows.stop - begin, cols.start : cols.stop] = values
-
-    def _flush(self) -> None:
-        if self._strip is not None:
-            self._write([self._core, Interval(0, self.target.size[1])], self._strip)
-            self._strip = None
-
-    def _write(self, space: Sequence[Interval], values: npt.NDArray[Any]) -> None:
-        """Write a box of the mask, some rows of the first axis at a time, as large as the image is there."""
-        own = [Interval(*np.searchsorted(at, part).tolist()) for at, part in zip(self.places, space, strict=True)]
-        if any(part.start >= part.stop for part in own):
-            return
-        others = [at[slice(*part)] - box.start for at, part, box in zip(self.places, own, space, strict=True)][1:]
-        for start in range(own[0].start, own[0].stop, step := band_height(math.prod(part.length for part in own[1:]))):
-            stop = min(start + step, own[0].stop)
-            first = self.places[0][start:stop] - space[0].start
-            where = tuple(slice(*part) for part in (Interval(start, stop), *own[1:]))
+            places.append(slice(*np.searchsorted(at, own).tolist()))
+            taken.append(at[places[-1]] - first)
+        step = band_height(prod(map(len, taken[1:])))
+        for start in range(0, len(taken[0]), step):
+            shown, top = np.ix_(taken[0][start : start + step], *taken[1:]), places[0].start + start
             for number, file in enumerate(self.files):
-                found = values[number][np.ix_(first, *others)]
+                found = (values[number] if self.layers else values)[shown]
                 self._count(number, found)
-                file.write(where, found)
+                file.write((slice(top, top + len(found)), *places[1:]), found)
 
     def _count(self, number: int, found: npt.NDArray[Any]) -> None:
         undefined = found < 0
@@ -501,18 +468,16 @@ class StitchedMask:
         if self.layers:
             self.counts[number] += int(found.sum())
         else:
-            self.counts += np.bincount(found.reshape(-1), minlength=len(self.classes))
+            self.counts += np.bincount(found.reshape(-1), minlength=len(self.counts))
 
     def close(self) -> None:
         """The files are there when this returns, unless some outputs were not numbers: then there are none."""
-        self._flush()
-        if not self.layers:  # rows without windows are not written, and are 0 in the file
+        if not self.layers:  # pixels without windows are not written, and are 0 in the file
             self.counts[0] += prod(self.target.source) - int(self.counts.sum()) - self.undefined
         for file in self.files:
             file.drop() if self.undefined else file.close()
 
     def drop(self) -> None:
-        self._strip = None
         for file in self.files:
             file.drop()
 

@@ -22,10 +22,11 @@ from mpi4dl.geometry import Box
 from mpi4dl.inference.images import without_sight
 from mpi4dl.inference.masks import FITS
 from mpi4dl.inference.options import Inference, placed
+from mpi4dl.inference.quantization import round_weights
 from mpi4dl.options.config import ConfigError, facts
 from mpi4dl.options.sources import unstained
 from mpi4dl.parallel.inputs import Shape, own_or, size_of
-from mpi4dl.parallel.pipeline.local_stages import LocalStages
+from mpi4dl.parallel.pipeline.split import outline
 from mpi4dl.runs.description import find_weights, folder_of, hold_trained
 from mpi4dl.runs.folder import better_weights
 from mpi4dl.runs.stopping import HangTimeout
@@ -102,17 +103,11 @@ class Predictor:
             self._remarks += remarks
             self.patience.feed()
             if self.precision == "int8":
-                self._remarks.append(self._round_weights(held))
+                with comm.together((ValueError, TypeError)):
+                    model = outline(lambda: self.trained.build(about.num_outputs, about.channels))
+                self._remarks.append(round_weights(held, model))
             self.runner = Runner(held, self.plan, comm=comm, precision=self.trained.precision)
         self.runner.executor.progress = lambda doing: self.patience.feed()
-
-    def _round_weights(self, held: LocalStages) -> str:
-        from mpi4dl.inference.quantization import round_weights
-        from mpi4dl.parallel.pipeline.split import outline
-
-        with self.comm.together((ValueError, TypeError)):
-            model = outline(lambda: self.trained.build(self.about.num_outputs, self.about.channels))
-        return round_weights(held, model)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -161,8 +156,7 @@ class Predictor:
     def attended(self) -> "tuple[Attended, ...]":
         """The patches of the images of the last batch and their weights; empty of models without attention."""
         streams = (getattr(module, "streamed", None) for module in self.runner.stages.modules())
-        found: tuple[Attended, ...] = next((stream.seen for stream in streams if stream is not None), ())
-        return found
+        return next((stream.seen for stream in streams if stream is not None), ())
 
     def predictions(
         self, images: Named, of: Callable[[Any], Tensor], maps: "CellMaps | None" = None

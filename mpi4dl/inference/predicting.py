@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,10 +25,11 @@ from mpi4dl.inference.images import Coverage
 from mpi4dl.inference.masks import (
     FITS,
     FOLDER,
-    ArrayMask,
     FailingLater,
+    MappedFile,
     StitchedMask,
     Windows,
+    array_file,
     band_height,
     bases_of,
     path_of,
@@ -35,12 +37,21 @@ from mpi4dl.inference.masks import (
 )
 from mpi4dl.inference.model import Prediction, Predictor
 from mpi4dl.inference.options import ToPredict
-from mpi4dl.inference.pictures import ZARR, PictureFile, TiffFile, ZarrFile, scale_of, suffix_of
-from mpi4dl.inference.records import NOT_NUMBERS, columns_of, is_undefined
+from mpi4dl.inference.pictures import (
+    ZARR,
+    PictureFile,
+    picture_file,
+    scale_of,
+    suffix_of,
+    tiff_header,
+    write_zarr,
+)
+from mpi4dl.inference.records import NOT_NUMBERS, columns_of
 from mpi4dl.results.formats import Record
 from mpi4dl.results.job import FolderJob, ItemInput, settings_of
 from mpi4dl.results.names import IMAGES, PREDICTIONS
 from mpi4dl.results.slides import places_of
+from mpi4dl.tasks.measuring import is_undefined
 
 if TYPE_CHECKING:
     from mpi4dl.inference.cell_maps import CellMaps
@@ -253,7 +264,7 @@ class _Answers(Predicting):
         if self.out is None:
             raise Refusal("`out` is missing: it is the folder that dense outputs are written to")
         shape = outputs.extent()
-        files: dict[int, ArrayMask | PictureFile] = {}
+        files: dict[int, MappedFile] = {}
         scale = self._scale(seen, shape)
         with self.comm.together((OSError,)):
             postponed = FailingLater()
@@ -285,9 +296,9 @@ class _Answers(Predicting):
         """How many times as large as their images outputs are. Collective; raises Refusal."""
         return 1
 
-    def _opened(self, index: int, shape: tuple[int, ...], scale: int) -> ArrayMask | PictureFile:
+    def _opened(self, index: int, shape: tuple[int, ...], scale: int) -> MappedFile:
         """The file of dense numbers of an image, of which the model's outputs have this shape. Raises OSError."""
-        return ArrayMask(self._files(self.images.name(index))[0], shape, "f4")
+        return array_file(self._files(self.images.name(index))[0], shape, "f4")
 
 
 class _Pictures(_Answers):
@@ -302,7 +313,7 @@ class _Pictures(_Answers):
     def _scale(self, seen: Prediction, shape: tuple[int, ...]) -> int:
         return scale_of(shape[1:], seen.sizes)
 
-    def _opened(self, index: int, shape: tuple[int, ...], scale: int) -> ArrayMask | PictureFile:
+    def _opened(self, index: int, shape: tuple[int, ...], scale: int) -> MappedFile:
         height, width = shape[1:]
         depth, tags = self.model.about.values, []
         if self.model.fit == "own":
@@ -311,7 +322,7 @@ class _Pictures(_Answers):
             if scale == 1:  # others have pixels at other places
                 tags = self._tags(index, *(GDAL_NODATA,) * (getattr(source, "values", None) == depth))
         path = self._files(self.images.name(index))[0]
-        return PictureFile(path, (height, width), shape[0], depth, tags)
+        return picture_file(path, (height, width), shape[0], depth, tags)
 
 
 class _SlidePictures(_Pictures):
@@ -323,15 +334,15 @@ class _SlidePictures(_Pictures):
         _require_no_maps(self.chosen.maps, "models that make images, whose pictures are their answers")
         return []
 
-    def _opened(self, index: int, shape: tuple[int, ...], scale: int) -> PictureFile:
-        from mpi4dl.inference.class_maps import SlidePicture
+    def _opened(self, index: int, shape: tuple[int, ...], scale: int) -> MappedFile:
+        from mpi4dl.inference.class_maps import write_picture
 
         slide: Any = self.images.image(index)
         if scale > 1:
             raise Refusal(f"the model makes pictures {scale} times as large as slides: expected those of their size")
         path = self._files(self.images.name(index))[0]
-        file = SlidePicture(path, slide, self.model.classes)
-        return PictureFile(path, slide.size, shape[0], self.model.about.values, file=file)
+        write = partial(write_picture, slide, self.model.classes)
+        return PictureFile(path, (*slide.size, shape[0]), np.uint8, encode=write)
 
 
 class _MappedAnswers(_Answers):
@@ -446,15 +457,15 @@ class _Masks(Predicting):
         frame = "x".join(map(str, self.model.trained.size))
         return [f"{self.size_of_masks}; larger {self.noun}s are seen by windows of {frame}"]
 
-    def _opener(self, index: int) -> Callable[[Path], Any] | None:
+    def _opener(self, index: int) -> Callable[[Path], MappedFile] | None:
         """What opens the file of an image's mask; None: that of pictures and volumes."""
         if not self.form:
             return None
         depth = "uint8" if len(self.model.classes) <= 256 else "uint16"
         size, tags = self.images.image(index).size, self._tags(index)
         if self.form == ZARR:
-            return lambda path: ZarrFile(path, size, 1, depth)
-        return lambda path: TiffFile(path, size, 1, depth, tags)
+            return lambda path: MappedFile(path, size, depth, encode=write_zarr)
+        return lambda path: MappedFile(path, size, depth, tiff_header(path, size, depth, tags))
 
     def _records(self) -> Iterator[dict[int, Record]]:
         for start in range(0, len(self.images), AT_ONCE):
@@ -567,12 +578,12 @@ class _ClassMaps(_Masks):
         _require_no_maps(self.chosen.maps, "segmentation, whose class maps are its maps")
         return super()._prepare()
 
-    def _opener(self, index: int) -> Callable[[Path], Any]:
-        from mpi4dl.inference.class_maps import ClassMap, MapOptions
+    def _opener(self, index: int) -> Callable[[Path], MappedFile]:
+        from mpi4dl.inference.class_maps import MapOptions, class_map
 
         images: Any = self.images
         options = MapOptions(self.chosen.min_area, self.model.trained.in_bounds)
-        return lambda path: ClassMap(path, images.image(index), self.model.classes, options)
+        return lambda path: class_map(path, images.image(index), self.model.classes, options)
 
 
 def _require_no_maps(kind: str, of: str) -> None:

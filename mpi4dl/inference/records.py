@@ -11,8 +11,6 @@ With labels there is `label`, or `labels` by name, or `time` and `event`. Unread
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from mpi4dl.results.formats import flat
 from mpi4dl.tasks.task import Task
 
@@ -33,8 +31,3 @@ def columns_of(
     """
     every = flat(task.blank(classes, labelled, apart))
     return ["image", *(["patient"] if patients else []), *every, *(["seen"] if crops else []), "error"]
-
-
-def is_undefined(outputs: Tensor) -> bool:
-    """Whether some output of an image is not a number."""
-    return bool(outputs.isnan().any())

@@ -6,9 +6,8 @@ A patient's prediction is the mean over its slides, or the largest. Intervals ar
 import io
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,11 +16,10 @@ from torch import Tensor
 from mpi4dl._palette import CURVES
 from mpi4dl._wording import counted, literal, some, to_install
 from mpi4dl.comm import Refusal
+from mpi4dl.inference.options import Evaluating
 from mpi4dl.results.formats import csv_lines
 from mpi4dl.tasks.curves import (
-    RATES,
     CallCounts,
-    ThresholdCurve,
     brier_score,
     calibration,
     calibration_error,
@@ -30,7 +28,7 @@ from mpi4dl.tasks.curves import (
     is_rule,
 )
 from mpi4dl.tasks.measuring import measured_here
-from mpi4dl.tasks.metrics import MEASURES, area_under_curve, average_precision, bootstrap
+from mpi4dl.tasks.metrics import MEASURES, area_under_curve, average_precision
 from mpi4dl.tasks.task import Classify, MultiLabel, Task
 
 COUNTED = ("accuracy", "balanced_accuracy", "f1")  # metrics of classes that follow from the confusion matrix
@@ -39,7 +37,16 @@ MOST_CURVES = 10  # classes or labels; more have neither curves nor rates of the
 HOW_PATIENTS = ("mean", "max")
 UNDEFINED = "undefined"
 
-Measure = Callable[[Tensor], float]
+LEAST_SAMPLES = 10  # of fewer there are too few resamples that differ
+WHY_NONE = f"an interval takes {LEAST_SAMPLES} images or more, and resamples that differ"
+
+
+def shown(value: float, digits: int = 4) -> str:
+    """A metric for people."""
+    return UNDEFINED if math.isnan(value) else f"{value:.{digits}f}"
+
+
+Measure = Callable[[Tensor], dict[str, float]]  # each metric of the samples of these numbers
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Judging:
-    """How probabilities become calls, and those of slides those of patients.
+    """How probabilities become calls, and those of slides those of patients; and the intervals of metrics.
 
     `chosen` are thresholds that other samples chose by the rule `threshold`, for each level (slide, patient or image)
     and class, and `chosen_on` says which samples. `positive` is the class of two that is looked for; None: the second.
@@ -82,6 +89,13 @@ class Judging:
     patients: str = "mean"
     chosen: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     chosen_on: str = ""
+    resamples: int = 1000  # 0: no intervals
+    level: float = 0.95
+
+    @classmethod
+    def of(cls, asked: Evaluating) -> "Judging":
+        """As options say it."""
+        return cls(asked.threshold, asked.positive, asked.patients, {}, "", asked.resamples, asked.level)
 
     def place_of_positive(self, classes: Sequence[str]) -> int:
         """The number of the class of two that is looked for. Raises Refusal."""
@@ -105,24 +119,23 @@ def members_of(groups: Iterable[Group]) -> dict[Group, Tensor]:
     return {group: torch.tensor(numbers) for group, numbers in found.items()}
 
 
-def of_drawn_groups(measure: Measure, members: Sequence[Tensor]) -> Measure:
-    """A function of the numbers of groups, such as patients: the measure of all that are in them."""
-    if all(len(each) == 1 for each in members):
-        return measure
-    return lambda drawn: measure(torch.cat([members[n] for n in drawn.tolist()]))
+def measured_by(measure: Measure, members: Mapping[Any, Tensor], count: int, judging: Judging) -> dict[str, Measured]:
+    """Each metric of `count` samples, with its interval by the bootstrap over groups, whose `members` these are.
 
-
-def measured_by(
-    functions: Mapping[str, Measure], members: Mapping[Any, Tensor], count: int, resamples: int, level: float
-) -> dict[str, Measured]:
-    """Each metric of `count` samples with its interval, by the bootstrap over groups, whose `members` these are."""
+    It holds a share `judging.level` of the metric of groups that are drawn anew, with replacement; draws for which it
+    is not defined, as where a class is missing, are left out. Efron 1979, "Bootstrap methods: another look at the
+    jackknife".
+    """
+    generator, groups, draws = torch.Generator().manual_seed(0), [*members.values()], []
+    for _ in range(judging.resamples if len(groups) >= LEAST_SAMPLES else 0):
+        drawn = torch.randint(len(groups), (len(groups),), generator=generator)
+        draws.append(measure(drawn if len(groups) == count else torch.cat([groups[n] for n in drawn.tolist()])))
+    ends = torch.tensor([(1 - judging.level) / 2, (1 + judging.level) / 2], dtype=torch.float64)
     found: dict[str, Measured] = {}
-    for name, function in functions.items():
-        low, high = math.nan, math.nan
-        if resamples and len(members) > 1:
-            of_groups = of_drawn_groups(function, [*members.values()])
-            low, high, _ = bootstrap(of_groups, len(members), num_resamples=resamples, level=level)
-        found[name] = Measured(function(torch.arange(count)), low, high)
+    for name, value in measure(torch.arange(count)).items():
+        known = [draw[name] for draw in draws if not math.isnan(draw[name])]
+        interval = torch.tensor(known, dtype=torch.float64).quantile(ends).tolist() if known else [math.nan] * 2
+        found[name] = Measured(value, *interval if interval[0] != interval[1] else [math.nan] * 2)
     return found
 
 
@@ -222,6 +235,10 @@ class Samples:
         best = self.outputs.argmax(1)
         return [Problem(self.classes[c], self.outputs[:, c], self.targets == c, best == c) for c in several]
 
+    def named(self, problem: Problem, judging: Judging) -> str:
+        """The name of the class of a problem."""
+        return problem.name or self.classes[judging.place_of_positive(self.classes)]
+
     def thresholds(self, judging: Judging) -> dict[str, float]:
         """The threshold of each class: as given, as chosen on other samples, or else chosen on these."""
         problems = [each for each in self.problems(judging) if each.called is None]
@@ -235,54 +252,43 @@ class Samples:
             for each in problems
         }
 
-    def functions(self, judging: Judging) -> dict[str, Measure]:
-        """Each metric as a function of the numbers of samples."""
-        found = {name: self._plain(name) for name in self.task.metric_names if name != CONFUSION}
-        if isinstance(self.task, Classify):
-            found |= {name: self._of_counts(MEASURES[name]) for name in COUNTED}
+    def measure(self, judging: Judging) -> Measure:
+        """What measures some of the samples, by thresholds that all of them decide."""
         thresholds, problems = self.thresholds(judging), self.problems(judging)
-        for each in problems:
-            behind = f" {each.name}" if each.name else ""
-            found[f"auc{behind}"] = _area(area_under_curve, each)
-            found[f"average_precision{behind}"] = _area(average_precision, each)
-            for rate in RATES:
-                found[f"{rate}{behind}"] = _rate(each, thresholds.get(each.name, 0.0), rate)
-            if isinstance(self.task, MultiLabel) or self.binary:
-                found[f"ece{behind}"] = partial(_error, each)
-        if isinstance(self.task, Classify):
-            found["brier"] = lambda drawn: brier_score(self.outputs[drawn], self.targets[drawn])
-            if not self.binary:
-                best, number = self.outputs.max(1)
-                found["ece"] = partial(_error, Problem("", best, number == self.targets))
-        return found
+        names = [name for name in self.task.metric_names if name != CONFUSION]
 
-    def _plain(self, name: str) -> Measure:
-        makers = self.task.metrics([name])
+        def values(drawn: Tensor) -> dict[str, float]:
+            outputs, targets, found = self.outputs[drawn], self.targets[drawn], dict[str, float]()
+            if isinstance(self.task, Classify):
+                size = self.task.num_outputs
+                counts = torch.bincount(targets * size + outputs.argmax(1), minlength=size * size)
+                found |= {name: float(MEASURES[name](counts.view(size, size).double())) for name in COUNTED}
+            for each in problems:
+                behind = f" {each.name}" if each.name else ""
+                scores, positive = each.scores[drawn], each.positive[drawn]
+                found[f"auc{behind}"] = area_under_curve(scores, positive)
+                found[f"average_precision{behind}"] = average_precision(scores, positive)
+                rates = each.calls(thresholds.get(each.name, 0.0), drawn).rates()
+                found |= {f"{rate}{behind}": value for rate, value in rates.items()}
+                if isinstance(self.task, MultiLabel) or self.binary:
+                    found[f"ece{behind}"] = calibration_error(scores, positive)
+            if isinstance(self.task, Classify):
+                found["brier"] = brier_score(outputs, targets)
+                if not self.binary:
+                    best, number = outputs.max(1)
+                    found["ece"] = calibration_error(best, number == targets)
+            makers = self.task.metrics([name for name in names if name not in found])
+            others = measured_here(makers, outputs, targets)
+            found |= {name: value if isinstance(value, float) else math.nan for name, value in others.items()}
+            return {name: found[name] for name in names} | found
 
-        def value(drawn: Tensor) -> float:
-            found = measured_here(makers, self.outputs[drawn], self.targets[drawn])[name]
-            return float(found) if isinstance(found, float) else math.nan
-
-        return value
-
-    def _of_counts(self, of: Any) -> Measure:
-        size = self.task.num_outputs
-        pairs = self.targets * size + self.outputs.argmax(1)
-
-        def value(drawn: Tensor) -> float:
-            return float(of(torch.bincount(pairs[drawn], minlength=size * size).view(size, size).double()))
-
-        return value
+        return values
 
     def confusion(self) -> list[Any] | None:
         """How often each class was taken for each, or of labels for each of them; None of other tasks."""
         if CONFUSION not in self.task.metric_names:
             return None
         return measured_here(self.task.metrics([CONFUSION]), self.outputs, self.targets)[CONFUSION]  # type: ignore
-
-    def measured(self, judging: Judging, resamples: int, level: float) -> dict[str, Measured]:
-        """Each metric with its interval, by the bootstrap over groups."""
-        return measured_by(self.functions(judging), self.members(), len(self.of), resamples, level)
 
     def records(self, times: Mapping[str, int]) -> list[dict[str, Any]]:
         """A record of each patient with this number of slides, as the table of patients has it."""
@@ -292,51 +298,24 @@ class Samples:
         ]
 
 
-def _area(area: Callable[[Tensor, Tensor], float | None], problem: Problem) -> Measure:
-    def value(drawn: Tensor) -> float:
-        found = area(problem.scores[drawn], problem.positive[drawn])
-        return math.nan if found is None else found
-
-    return value
-
-
-def _rate(problem: Problem, threshold: float, rate: str) -> Measure:
-    return lambda drawn: problem.calls(threshold, drawn).rates()[rate]
-
-
-def _error(problem: Problem, drawn: Tensor) -> float:
-    return calibration_error(problem.scores[drawn], problem.positive[drawn])
-
-
 CURVE_COLUMNS = ("level", "class", "threshold", "sensitivity", "specificity", "precision", "called", "found")
 BIN_COLUMNS = ("level", "class", "from", "to", "count", "mean probability", "frequency")
 
 
-def curves_table(levels: Sequence[Samples], judging: Judging) -> bytes:
-    """The ROC and precision-recall curves of all levels and classes, as a CSV file; empty cells are undefined."""
-    rows = (
-        (samples.level, problem.name or samples.classes[judging.place_of_positive(samples.classes)], *row)
-        for samples in levels
-        for problem in samples.problems(judging)
-        for row in _points(curve_of(problem.scores, problem.positive))
-    )
-    return csv_lines(CURVE_COLUMNS, *rows)
+def tables(levels: Sequence[Samples], judging: Judging) -> dict[str, bytes]:
+    """ROC and precision-recall curves, and reliability diagrams, of all levels and classes: CSV files by name.
 
-
-def _points(curve: ThresholdCurve) -> Iterator[tuple[Any, ...]]:
-    columns = (curve.thresholds, curve.sensitivity, curve.specificity, curve.precision, curve.called, curve.found)
-    return zip(*(column.tolist() for column in columns), strict=True)
-
-
-def calibration_table(levels: Sequence[Samples], judging: Judging) -> bytes:
-    """The reliability diagrams of all levels and classes, as a CSV file."""
-    rows = (
-        (samples.level, problem.name or samples.classes[judging.place_of_positive(samples.classes)], *row)
-        for samples in levels
-        for problem in samples.problems(judging)
-        for row in calibration(problem.scores, problem.positive)
-    )
-    return csv_lines(BIN_COLUMNS, *rows)
+    Empty cells are undefined.
+    """
+    curves, bins = [], []
+    for samples in levels:
+        for problem in samples.problems(judging):
+            begin = samples.level, samples.named(problem, judging)
+            of = curve_of(problem.scores, problem.positive)
+            columns = (of.thresholds, of.sensitivity, of.specificity, of.precision, of.called, of.found)
+            curves += [(*begin, *row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+            bins += [(*begin, *row) for row in calibration(problem.scores, problem.positive)]
+    return {"curves.csv": csv_lines(CURVE_COLUMNS, *curves), "calibration.csv": csv_lines(BIN_COLUMNS, *bins)}
 
 
 def draw_curves(levels: Sequence[Samples], judging: Judging) -> bytes:
@@ -359,7 +338,7 @@ def draw_curves(levels: Sequence[Samples], judging: Judging) -> bytes:
             (roc, 1 - curve.specificity, curve.sensitivity, areas[0]),
             (precise, curve.sensitivity, curve.precision, areas[1]),
         ):
-            label = f"{name}: {UNDEFINED if area is None else f'{area:.3f}'}"
+            label = f"{name}: {shown(area, 3)}"
             axes.plot(across, up, color=colour, label=label, drawstyle="default" if axes is roc else "steps-pre")
         rates = None if problem.called is not None else samples.thresholds(judging)[problem.name]
         if rates is not None and curve.num_positive and curve.num_negative:

@@ -3,10 +3,9 @@
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,23 +23,23 @@ from mpi4dl.geometry import Interval
 from mpi4dl.inference.images import Coverage, open_files_of_run, open_labelled
 from mpi4dl.inference.masks import Target, WindowInterval, Windows, targets_of
 from mpi4dl.inference.model import Prediction, Predictor
-from mpi4dl.inference.options import Inference, near_square
+from mpi4dl.inference.options import Evaluating, Inference, near_square
 from mpi4dl.inference.pictures import Example, jpeg_of, scale_of
-from mpi4dl.inference.records import NOT_NUMBERS, columns_of, is_undefined
+from mpi4dl.inference.records import NOT_NUMBERS, columns_of
 from mpi4dl.inference.samples import (
     CONFUSION,
-    UNDEFINED,
+    WHY_NONE,
     WITHOUT_PICTURE,
     Judging,
     Measure,
     Measured,
     Problem,
     Samples,
-    calibration_table,
-    curves_table,
     draw_curves,
     measured_by,
     members_of,
+    shown,
+    tables,
 )
 from mpi4dl.inference.tiled import Joined, TilesAlone
 from mpi4dl.results.evaluations import write_evaluation
@@ -49,11 +48,13 @@ from mpi4dl.results.names import EXAMPLES
 from mpi4dl.tasks.curves import CallCounts, is_rule
 from mpi4dl.tasks.formulas import as_targets
 from mpi4dl.tasks.likeness import Likeness
-from mpi4dl.tasks.metrics import MEASURES, WHY_NONE, of_class
+from mpi4dl.tasks.measuring import is_undefined
+from mpi4dl.tasks.metrics import MEASURES, overlaps
 from mpi4dl.tasks.seams import Seams
 from mpi4dl.tasks.task import ALIKE, LIKENESS, LPIPS, SEAMS, TASKS, Regress
 
 MOST_EXAMPLES = 4  # of images that a model makes, in a picture
+OVERLAPS = ("dice", "iou")  # also of each class
 BAND_ROWS = 256  # of images that are compared at a time
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class LevelScores:
     `calls` has for each class the threshold, and how many samples were called what; `records` are those of patients.
     """
 
-    name: str
+    what: str
     count: int
     metrics: Mapping[str, Measured]
     confusion: list[Any] | None = None
@@ -76,8 +77,8 @@ class LevelScores:
     records: Sequence[Record] = field(default=(), repr=False)
 
 
-@dataclass(frozen=True)
-class Scores:
+@dataclass(frozen=True, kw_only=True)
+class Scores(LevelScores):
     """The result of an evaluation: the same on all ranks, but for `records` and `levels`, which rank 0 has.
 
     `confusion[i][j]` counts what is class i and was taken for class j, pixels of masks; of labels that may occur
@@ -88,49 +89,44 @@ class Scores:
 
     task: str
     classes: tuple[str, ...]
-    count: int
-    metrics: Mapping[str, Measured]
-    confusion: list[Any] | None
-    records: Sequence[Record] = field(repr=False)
     bad: Mapping[str, str]
     crops: bool = False
     remarks: tuple[str, ...] = ()
     root: str | None = None
-    what: str = "image"
-    calls: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     patients: LevelScores | None = None
     thresholds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     levels: Sequence[Samples] = field(default=(), repr=False)
     pictures: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     judging: Judging = field(default_factory=Judging)
 
-    def table(self, level: float, intervals: bool = True) -> Iterator[str]:
+    def table(self) -> Iterator[str]:
         """The metrics, with their intervals if there are any, and the confusion matrix, in lines."""
-        own = LevelScores(self.what, self.count, self.metrics, self.confusion, self.calls)
         if self.patients is None:
-            yield from self._level(own, level, intervals, self.count)
+            yield from self._level(self)
         else:
             yield f"by {self.what}, {self.count} of {counted(self.patients.count, 'patient')}:"
-            yield from self._level(own, level, intervals, self.patients.count)
+            yield from self._level(self)
             if self.patients.count < self.count:
                 yield ""
                 yield f"by patient, {self.patients.count}:"
-                yield from self._level(self.patients, level, intervals, self.patients.count)
+                yield from self._level(self.patients)
             else:
                 yield f"each patient has one {self.what}: by patient it is the same"
         yield from self.remarks
 
-    def _level(self, of: LevelScores, level: float, intervals: bool, drawn: int) -> Iterator[str]:
-        head = ("metric", "value", *((f"{100 * level:g} % from", "to") if intervals else ()))
+    def _level(self, of: LevelScores) -> Iterator[str]:
+        intervals = self.judging.resamples > 0
+        head = ("metric", "value", *((f"{100 * self.judging.level:g} % from", "to") if intervals else ()))
         known = {name for name, m in of.metrics.items() if not math.isnan(m.low)}
         ends = {name: (f"{m.low:.4f}", f"{m.high:.4f}") if name in known else ("-", "-")
                 for name, m in of.metrics.items()}  # fmt: skip
-        rows = [(name, _shown(m.value), *(ends[name] if intervals else ())) for name, m in of.metrics.items()]
+        rows = [(name, shown(m.value), *(ends[name] if intervals else ())) for name, m in of.metrics.items()]
         yield from aligned([head, *rows], {"metric"})
         if intervals and len(known) < len(rows):
-            kind = self.what if self.patients is None else "patient"
-            yield f"-: {WHY_NONE.replace('images', f'{kind}s')}; {counted(drawn, kind)} evaluated"
-        if of.confusion is not None and _is_square(of.confusion):
+            drawn: LevelScores = self.patients or self
+            kinds = f"{drawn.what}s"
+            yield f"-: {WHY_NONE.replace('images', kinds)}; {counted(drawn.count, drawn.what)} evaluated"
+        if of.confusion is not None and not isinstance(of.confusion[0][0], list):
             yield ""
             yield "rows: labels; columns: predictions"
             names = [printable(name) for name in self.classes]
@@ -141,28 +137,20 @@ class Scores:
         """More files by their names, such as curves.csv, and what is to be said of them."""
         if not self.levels or not self.levels[0].problems(self.judging):
             return {**self.pictures}, ()
-        found = {
-            "curves.csv": curves_table(self.levels, self.judging),
-            "calibration.csv": calibration_table(self.levels, self.judging),
-        }
+        found = tables(self.levels, self.judging)
         try:
             return {**found, "curves.png": draw_curves(self.levels, self.judging)}, ()
         except ImportError:
             return found, (WITHOUT_PICTURE,)
 
-    def write(
-        self, path: Path, told: Mapping[str, Any], level: float, more: Mapping[str, bytes] | None = None
-    ) -> tuple[str, ...]:
+    def write(self, path: Path, told: Mapping[str, Any], more: Mapping[str, bytes] | None = None) -> tuple[str, ...]:
         """All files, and `more` by their names, in place of an evaluation that was there before.
 
         Returns what is to be said of them. Raises OSError.
         """
-        found = {**told, "task": self.task, "classes": self.classes, "count": self.count, "what": self.what}
-        found |= {"metrics": _as_json(self.metrics, level), "confusion": self.confusion, "calls": self.calls}
+        found = {**told, "task": self.task, "classes": self.classes, "what": self.what, **self._as_json(self)}
         if self.patients is not None:
-            of = self.patients
-            found["patients"] = {"count": of.count, "metrics": _as_json(of.metrics, level), "confusion": of.confusion}
-            found["patients"] |= {"calls": of.calls}
+            found["patients"] = self._as_json(self.patients)
         found |= {"bad": self.bad, "root": self.root, "remarks": self.remarks}
         known = any("patient" in record for record in self.records)
         columns = columns_of(TASKS[self.task], self.classes, True, crops=self.crops, patients=known)
@@ -180,27 +168,17 @@ class Scores:
         write_evaluation(path, found, files)
         return remarks
 
-
-def _as_json(metrics: Mapping[str, Measured], level: float) -> dict[str, Any]:
-    return {name: {"value": m.value, "low": m.low, "high": m.high, "level": level} for name, m in metrics.items()}
-
-
-def _shown(value: float) -> str:
-    return UNDEFINED if math.isnan(value) else f"{value:.4f}"
-
-
-def _is_square(confusion: list[Any]) -> bool:
-    return not isinstance(confusion[0][0], list)
+    def _as_json(self, of: LevelScores) -> dict[str, Any]:
+        metrics = {name: {**asdict(found), "level": self.judging.level} for name, found in of.metrics.items()}
+        return {"count": of.count, "metrics": metrics, "confusion": of.confusion, "calls": of.calls}
 
 
 def score(
     model: Predictor,
     images: Named,
+    judging: Judging,
     *,
-    resamples: int,
-    level: float,
     speaks: bool = False,
-    judging: Judging | None = None,
     seams: tuple[int, ...] | None = None,
     lpips: str | None = None,
 ) -> Scores:
@@ -215,7 +193,7 @@ def score(
     else:
         found = (_Masks if model.task.dense else _Answers)(model, images)
     images = found.images
-    judging, noun = judging or Judging(), model.assembly.source.noun
+    noun = model.assembly.source.noun
     with closing(ProgressOfImages(len(images), speaks and model.comm.rank == 0, noun)) as progress:
         for seen in model.predictions(found.looked_at, found.wanted):
             with model.comm.together():
@@ -232,19 +210,17 @@ def score(
     kept: dict[str, Any] = {"records": [found.records[index] for index in sorted(found.records)], "bad": found.bad}
     root = in_whole(images)[0].root
     kept["pictures"] = found.pictures()
-    kept |= {"crops": found.coverage.crops, "count": found.count, "remarks": tuple(remarks)}
+    kept |= {"crops": found.coverage.crops, "count": found.count, "remarks": tuple(remarks), "judging": judging}
     kept["root"] = None if root is None else str(root.absolute())
     scores = None
     with model.comm.together((ValueError, TypeError, RuntimeError)):
         if model.comm.rank == 0:
-            scores = found.scores(judging, resamples, level, speaks, kept)
+            scores = found.scores(speaks, kept)
     shared = model.comm.broadcast_object(scores and replace(scores, records=(), levels=(), pictures={}))
     return shared if scores is None else scores
 
 
-def scores_of(
-    samples: Samples, judging: Judging, resamples: int, level: float, speaks: bool = False, **kept: Any
-) -> Scores:
+def scores_of(samples: Samples, judging: Judging, speaks: bool = False, **kept: Any) -> Scores:
     """The scores of samples and, of slides, of their patients. Raises Refusal for a threshold that cannot be."""
     levels, remarks = [samples], tuple(kept.pop("remarks"))
     if samples.of_patients:
@@ -254,17 +230,15 @@ def scores_of(
             f"a patient's prediction is the {judging.patients} over its {samples.level}s; intervals draw patients",
         )
     thresholds = {each.level: each.thresholds(judging) for each in levels}
-    with ProgressLine() if speaks and resamples else nullcontext(quietly) as progress:
+    with ProgressLine() if speaks and judging.resamples else nullcontext(quietly) as progress:
         found = []
         for each in levels:
             progress(f"computing metrics and intervals by {each.level}")
             calls = {
-                problem.name or each.classes[judging.place_of_positive(each.classes)]: _calls(
-                    problem, thresholds[each.level].get(problem.name)
-                )
+                each.named(problem, judging): _calls(problem, thresholds[each.level].get(problem.name))
                 for problem in each.problems(judging)
             }
-            metrics = each.measured(judging, resamples, level)
+            metrics = measured_by(each.measure(judging), each.members(), len(each.of), judging)
             found.append(LevelScores(each.level, len(each.names), metrics, each.confusion(), calls))
     of_patients = None
     if len(found) > 1:
@@ -272,7 +246,7 @@ def scores_of(
     if samples.problems(judging):
         remarks += tuple(_about_thresholds(found, judging))
     return Scores(
-        samples.task.name, samples.classes, metrics=found[0].metrics, confusion=found[0].confusion,
+        task=samples.task.name, classes=samples.classes, metrics=found[0].metrics, confusion=found[0].confusion,
         what=samples.level, calls=found[0].calls, patients=of_patients, thresholds=thresholds, levels=levels,
         judging=judging, remarks=remarks, **kept,
     )  # fmt: skip
@@ -282,30 +256,29 @@ def judging_by(
     comm: Communicator,
     source: str,
     chosen: Inference,
-    threshold: float | str,
-    positive: str | None,
-    patients: str,
-    on_others: bool,
+    asked: Evaluating,
+    images: Any,
     speaks: bool = True,
 ) -> Judging:
     """How predictions are judged; a rule for a threshold chooses it on the validation images of the run.
 
-    Where these are what is evaluated, and not `on_others`, the rule has no thresholds yet. Collective; raises Refusal
-    on all ranks if the validation images cannot be read.
+    Where these are what is evaluated, as no `images` and no slides are given, the rule has no thresholds yet.
+    Collective; raises Refusal on all ranks if the validation images cannot be read.
     """
-    judging = Judging(threshold, positive, patients)
+    judging, threshold = Judging.of(asked), asked.threshold
+    on_others = asked.slides or asked.features or images is not None or asked.part not in (None, "val")
     if not is_rule(threshold) or not on_others:
         return judging
     model = Predictor(source, chosen, comm)
     own = f"the validation {model.assembly.source.noun}s of the run"
     try:
         if model.trained.source.of_slides:
-            images, which = open_files_of_run(comm, model.trained, model.folder, "val")
+            validation, which = open_files_of_run(comm, model.trained, model.folder, "val")
         else:
-            images, which = open_labelled(comm, model.trained, None)
+            validation, which = open_labelled(comm, model.trained, None)
         if comm.rank == 0 and speaks:
             print(f"the threshold is chosen on {which}", flush=True)
-        found = score(model, images, resamples=0, level=0.95, speaks=speaks, judging=judging).thresholds
+        found = score(model, validation, replace(judging, resamples=0), speaks=speaks).thresholds
     except Refusal as problem:
         raise Refusal(
             f"`threshold` {threshold} is chosen on {own}, never on others, and that failed: {problem}; give a number"
@@ -331,11 +304,11 @@ def _about_thresholds(levels: Sequence[LevelScores], judging: Judging) -> Iterat
         for name, calls in level.calls.items():
             at = calls["threshold"]
             if math.isnan(at):
-                yield f"no threshold for {name} by {level.name}: {judging.threshold} needs samples with and without it"
+                yield f"no threshold for {name} by {level.what}: {judging.threshold} needs samples with and without it"
                 continue
             tp, fp, fn, tn = (calls[key] for key in CallCounts._fields)
             yield (
-                f"sensitivity, specificity, ppv and npv by {level.name} are for {printable(name)}, from a probability "
+                f"sensitivity, specificity, ppv and npv by {level.what} are for {printable(name)}, from a probability "
                 f"of {at:.4g} on: true positives {tp}, false positives {fp}, false negatives {fn}, true negatives {tn}"
             )
     if is_rule(judging.threshold):
@@ -344,6 +317,13 @@ def _about_thresholds(levels: Sequence[LevelScores], judging: Judging) -> Iterat
             if judging.chosen
             else f"warning: {judging.threshold} chose the threshold on the same samples: its rates are optimistic"
         )
+
+
+def mean_of(values: Sequence[Mapping[str, float]], where_defined: Collection[str]) -> Measure:
+    """The mean of each metric over images, or patients; of these metrics over those of which they are defined."""
+    columns = {name: torch.tensor([each[name] for each in values], dtype=torch.float64) for name in values[0]}
+    kinds = {name: torch.nanmean if name in where_defined else torch.mean for name in columns}
+    return lambda drawn: {name: float(kinds[name](column[drawn])) for name, column in columns.items()}
 
 
 def patients_of(images: Any) -> list[str] | None:
@@ -381,13 +361,6 @@ def _core_of(mask: Any, target: Target, intervals: Sequence[WindowInterval]) -> 
     return MaskWindow(mask, (row, col), target.frame, tuple(cut.core.shift(-cut.start) for cut in intervals))
 
 
-def _undefined(predicted: Tensor) -> bool:
-    """Whether a part of a mask is of outputs that are not numbers."""
-    if not predicted.numel():
-        return False
-    return bool(predicted.isnan().any()) if predicted.is_floating_point() else int(predicted.min()) < 0
-
-
 class _Collected(ABC):
     """The results so far: records on all ranks, of images that can be read and of others. Subclasses measure them."""
 
@@ -412,50 +385,32 @@ class _Collected(ABC):
         """Add the outputs of a batch. Collective."""
 
     @abstractmethod
-    def _measured(self, judging: Judging, resamples: int, level: float, speaks: bool, kept: dict[str, Any]) -> Scores:
+    def _measured(self, speaks: bool, kept: dict[str, Any]) -> Scores:
         """The scores, all outputs being numbers, on rank 0."""
 
-    def scores(self, judging: Judging, resamples: int, level: float, speaks: bool, kept: dict[str, Any]) -> Scores:
+    def scores(self, speaks: bool, kept: dict[str, Any]) -> Scores:
         """How well the model does, on rank 0, with what is `kept` of all images; of outputs that are no numbers NaN."""
         if not self.undefined:
-            return self._measured(judging, resamples, level, speaks, kept)
+            return self._measured(speaks, kept)
         nothing = Measured(math.nan, math.nan, math.nan)
         return self._scores({name: nothing for name in self.metric_names if name != CONFUSION}, None, kept)
 
     def _scores(self, metrics: Mapping[str, Measured], confusion: list[Any] | None, kept: dict[str, Any]) -> Scores:
         task, noun = self.model.about.task, self.model.assembly.source.noun
-        return Scores(task, self.model.classes, metrics=metrics, confusion=confusion, what=noun, **kept)
+        return Scores(task=task, classes=self.model.classes, metrics=metrics, confusion=confusion, what=noun, **kept)
 
-    def _scores_by(
-        self,
-        functions: Mapping[str, Measure],
-        confusion: list[Any] | None,
-        resamples: int,
-        level: float,
-        kept: dict[str, Any],
-    ) -> Scores:
-        """The scores of functions of the numbers of images; with patients also the means of those of each patient."""
+    def _scores_by(self, measure: Measure, confusion: list[Any] | None, kept: dict[str, Any]) -> Scores:
+        """The scores by a measure of images; with patients also the means of what it is of each patient."""
         if self.patients is None:
-            metrics = measured_by(functions, members_of(range(self.count)), self.count, resamples, level)
+            metrics = measured_by(measure, members_of(range(self.count)), self.count, kept["judging"])
             return self._scores(metrics, confusion, kept)
         members = members_of(self.patients[index] for index in self.indices)
-        metrics, count = measured_by(functions, members, self.count, resamples, level), len(members)
-        of_each = {
-            name: torch.tensor([function(own) for own in members.values()], dtype=torch.float64)
-            for name, function in functions.items()
-        }
-
-        def mean(name: str) -> Measure:
-            return lambda drawn: float(of_each[name][drawn].nanmean())
-
-        means = measured_by({name: mean(name) for name in functions}, members_of(range(count)), count, resamples, level)
+        metrics, count = measured_by(measure, members, self.count, kept["judging"]), len(members)
+        of_each = [measure(own) for own in members.values()]
+        means = measured_by(mean_of(of_each, of_each[0]), members_of(range(count)), count, kept["judging"])
         records = [
-            {
-                "patient": patient,
-                "slides": len(own),
-                **{name: values[number].item() for name, values in of_each.items()},
-            }
-            for number, (patient, own) in enumerate(members.items())
+            {"patient": patient, "slides": len(own), **found}
+            for (patient, own), found in zip(members.items(), of_each, strict=True)
         ]
         patients = LevelScores("patient", count, means, records=records)
         return self._scores(metrics, confusion, {**kept, "patients": patients})
@@ -536,8 +491,8 @@ class _Answers(_Collected):
         noun, known = self.model.assembly.source.noun, self.patients is not None
         return Samples(noun, self.task, self.model.classes, names, of, outputs, targets, known)
 
-    def _measured(self, judging: Judging, resamples: int, level: float, speaks: bool, kept: dict[str, Any]) -> Scores:
-        return scores_of(self.samples(), judging, resamples, level, speaks=speaks, **kept)
+    def _measured(self, speaks: bool, kept: dict[str, Any]) -> Scores:
+        return scores_of(self.samples(), speaks=speaks, **kept)
 
 
 class _Masks(_Collected):
@@ -578,7 +533,7 @@ class _Masks(_Collected):
             for of_image, number in zip(values, range(where[0].start, where[0].stop), strict=True):
                 labels = seen.labels[number].reshape(layers, *seen.labels.shape[-axes:])
                 for layer, predicted in enumerate(of_image):
-                    if _undefined(predicted):
+                    if is_undefined(predicted):
                         undefined[number] += 1
                         continue
                     true = labels[layer][where[-axes:]].long()
@@ -622,18 +577,18 @@ class _Masks(_Collected):
         total[:, 0] += found
         return error
 
-    def _measured(self, judging: Judging, resamples: int, level: float, speaks: bool, kept: dict[str, Any]) -> Scores:
+    def _measured(self, speaks: bool, kept: dict[str, Any]) -> Scores:
         counts = torch.stack(self.counts).double()
 
-        def function(of: Any) -> Callable[[Tensor], float]:
-            return lambda drawn: float(of(counts[drawn].sum(0)))
+        def measure(drawn: Tensor) -> dict[str, float]:
+            total = counts[drawn].sum(0)
+            found = {name: float(MEASURES[name](total)) for name in ALIKE}
+            pairs = () if self.task.binary else zip(*(overlaps(each, total).tolist() for each in OVERLAPS), strict=True)
+            for name, values in zip(self.model.classes, pairs, strict=False):
+                found |= {f"{each} {name}": value for each, value in zip(OVERLAPS, values, strict=True)}
+            return found
 
-        functions = {name: function(MEASURES[name]) for name in ALIKE}
-        if not self.task.binary:
-            for number, name in enumerate(self.model.classes):
-                for measure in ("dice", "iou"):
-                    functions[f"{measure} {name}"] = function(partial(of_class, measure, number))
-        return self._scores_by(functions, counts.sum(0).long().tolist(), resamples, level, kept)
+        return self._scores_by(measure, counts.sum(0).long().tolist(), kept)
 
 
 class _WithoutLabels(Subset):
@@ -742,13 +697,10 @@ class _Pictures(_Collected):
             whole |= {f"{name}_tiled": alike.get(name, math.nan) for name in ("seams", "psnr")}
             self.records[index] |= {name: whole[name] for name in SEAMS if name in whole and "seams" in alike}
 
-    def _measured(self, judging: Judging, resamples: int, level: float, speaks: bool, kept: dict[str, Any]) -> Scores:
-        def function(name: str) -> Callable[[Tensor], float]:
-            values = torch.tensor([self.alike[index][name] for index in self.indices], dtype=torch.float64)
-            mean = torch.nanmean if name in SEAMS else torch.mean  # an image of one tile has no seam
-            return lambda drawn: float(mean(values[drawn]))
-
-        return self._scores_by({name: function(name) for name in self.metric_names}, None, resamples, level, kept)
+    def _measured(self, speaks: bool, kept: dict[str, Any]) -> Scores:
+        values = [{name: self.alike[index][name] for name in self.metric_names} for index in self.indices]
+        measure = mean_of(values, SEAMS)  # an image of one tile has no seam
+        return self._scores_by(measure, None, kept)
 
 
 class _Pair:

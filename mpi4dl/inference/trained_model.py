@@ -93,10 +93,7 @@ class TrainedModel(Predictor):
         given = self._asked(EvaluationOptions, options)
         asked = given.evaluating
         others = self._others(images, asked.slides, asked.features)
-        judging = judging_by(
-            self.comm, str(self.source), self.chosen, asked.threshold, asked.positive, asked.patients,
-            on_others=others is not None or images is not None or asked.part not in (None, "val"), speaks=False,
-        )  # fmt: skip
+        judging = judging_by(self.comm, str(self.source), self.chosen, asked, images, speaks=False)
         model = self._framed(asked, given.columns)
         if images is None or isinstance(images, str | Path):
             source = None if images is None else str(images)
@@ -104,16 +101,13 @@ class TrainedModel(Predictor):
         else:
             found = self._adapted(images)
             require_alike(self.comm, found, self.about)
-        scores = score(
-            model, found, resamples=asked.resamples, level=asked.level, judging=judging, seams=asked.seams,
-            lpips=asked.lpips,
-        )  # fmt: skip
+        scores = score(model, found, judging, seams=asked.seams, lpips=asked.lpips)
         if out is not None:
             file = file_of_evaluation(self.folder, Path(out), datetime.now())
             told = {"source": str(self.source), "images": str(others or images), "precision": self.precision}
             with self.comm.together():
                 if self.comm.rank == 0:
-                    scores.write(file, told, asked.level)
+                    scores.write(file, told)
         return scores
 
     def _asked(self, kind: type[T], options: dict[str, Any]) -> T:

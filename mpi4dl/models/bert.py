@@ -1,4 +1,4 @@
-"""BERT, a transformer encoder that predicts masked tokens from both sides, and two of its larger sizes."""
+"""BERT, a transformer encoder that predicts masked tokens from both sides."""
 
 from torch import Tensor, nn
 
@@ -71,13 +71,3 @@ class BERT(nn.Module):
         for block in self.blocks:
             x = block(x, documents)
         return self.decoder(self.transform(self.norm(x)))
-
-
-def bert_base(vocabulary: int = 30522, context: int = 512, dropout: float = 0.1) -> BERT:
-    """Build the smaller size of the paper: 110 million parameters."""
-    return BERT(vocabulary, context, num_layers=12, num_heads=12, hidden=768, dropout=dropout)
-
-
-def bert_2_5b(vocabulary: int = 30522, context: int = 512, dropout: float = 0.1) -> BERT:
-    """Build a model of 2.5 billion parameters, in the shape that Megatron-LM has for that size."""
-    return BERT(vocabulary, context, num_layers=54, num_heads=20, hidden=1920, dropout=dropout)

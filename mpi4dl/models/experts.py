@@ -24,10 +24,13 @@ GROUPED, ALIGNED_BYTES = (torch.float32, torch.bfloat16), 16  # what grouped_mm 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Options of models whose feed-forward layers are mixtures of experts; those of `Router` have its names.
+    """Options of models whose feed-forward layers are mixtures of experts; those of routing are explained by `Router`.
 
     Every `every`-th block has one, the last among them. `top_k` of `num_experts` are chosen for each token;
     `shared_experts` see all tokens. Each is `expert_dim` wide (None: as wide as the feed-forward layer in its place).
+
+    Raises:
+        ValueError: an unknown option, a factor that is not positive, or more experts to choose than there are.
     """
 
     num_experts: int
@@ -43,9 +46,18 @@ class Mixture:
     bias_rate: float = 0.0
 
     def __post_init__(self) -> None:
-        check_sizes(every=self.every)
-        if self.shared_experts < 0:
-            raise ValueError(f"shared_experts={self.shared_experts} must be 0 or more")
+        check_sizes(num_experts=self.num_experts, top_k=self.top_k, every=self.every)
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k={self.top_k} experts cannot be chosen of num_experts={self.num_experts}")
+        if self.scoring not in get_args(Scoring):
+            raise ValueError(f"scoring={self.scoring!r} is unknown: choose 'softmax' or 'sigmoid'")
+        if self.balance_over not in ("sequence", "batch"):
+            raise ValueError(f"balance_over={self.balance_over!r} is unknown: choose 'sequence' or 'batch'")
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
+            raise ValueError(f"capacity_factor={self.capacity_factor} must be above 0, or None to drop no tokens")
+        for name in ("shared_experts", "balance", "z", "bias_rate"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be 0 or more")
 
     def layer(
         self, number: int, hidden: int, ff_dim: int | None, activation: Activation, dropout: float
@@ -53,19 +65,7 @@ class Mixture:
         """That of block `number`, counted from 0; None if it has none."""
         if (number + 1) % self.every:
             return None
-        router = Router(
-            hidden,
-            self.num_experts,
-            self.top_k,
-            scoring=self.scoring,
-            capacity_factor=self.capacity_factor,
-            balance=self.balance,
-            balance_over=self.balance_over,
-            z=self.z,
-            bias_rate=self.bias_rate,
-        )
-        width = self.expert_dim if self.expert_dim is not None else ff_dim
-        return MixtureOfExperts(router, width, activation, dropout, self.shared_experts)
+        return MixtureOfExperts(self, hidden, ff_dim, activation, dropout)
 
 
 class Routing(NamedTuple):
@@ -96,93 +96,63 @@ class Router(nn.Module):
     `bias_rate`: instead of a penalty, add to the scores by which experts are chosen, but not to weights, a bias that
     grows by this rate in each forward pass of training for experts with less than the mean load, and shrinks for those
     with more (Wang et al. 2024, "Auxiliary-loss-free load balancing", arXiv 2408.15664).
-
-    Raises:
-        ValueError: an unknown option, a factor that is not positive, or more experts to choose than there are.
     """
 
     bias: Tensor | None
 
-    def __init__(
-        self,
-        hidden: int,
-        num_experts: int,
-        top_k: int = 2,
-        *,
-        scoring: Scoring = "softmax",
-        capacity_factor: float | None = None,
-        balance: float = 0.01,
-        balance_over: Literal["sequence", "batch"] = "sequence",
-        z: float = 0.0,
-        bias_rate: float = 0.0,
-    ) -> None:
+    def __init__(self, hidden: int, options: Mixture) -> None:
         super().__init__()
-        check_sizes(hidden=hidden, num_experts=num_experts, top_k=top_k)
-        if top_k > num_experts:
-            raise ValueError(f"top_k={top_k} experts cannot be chosen of num_experts={num_experts}")
-        if scoring not in get_args(Scoring):
-            raise ValueError(f"scoring={scoring!r} is unknown: choose 'softmax' or 'sigmoid'")
-        if balance_over not in ("sequence", "batch"):
-            raise ValueError(f"balance_over={balance_over!r} is unknown: choose 'sequence' or 'batch'")
-        if capacity_factor is not None and not 0 < capacity_factor < math.inf:
-            raise ValueError(f"capacity_factor={capacity_factor} must be above 0, or None to drop no tokens")
-        for name, value in (("balance", balance), ("z", z), ("bias_rate", bias_rate)):
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name}={value} must be 0 or more")
-        self.num_experts, self.top_k, self.scoring, self.capacity_factor = num_experts, top_k, scoring, capacity_factor
-        self.balance, self.balance_over, self.z, self.bias_rate = balance, balance_over, z, bias_rate
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden))
+        check_sizes(hidden=hidden)
+        self.options, self.num_experts, self.capacity_factor = options, options.num_experts, options.capacity_factor
+        self.weight = nn.Parameter(torch.empty(self.num_experts, hidden))
         nn.init.normal_(self.weight, std=INITIAL_STD)
-        self.register_buffer("bias", torch.zeros(num_experts) if bias_rate else None)
+        self.register_buffer("bias", torch.zeros(self.num_experts) if options.bias_rate else None)
         self.last: tuple[Tensor, Tensor] | None = None  # where tokens went in the last step of training, and the scores
 
     @property
     def penalizes(self) -> bool:
         """Whether routing adds anything to the loss."""
-        return self.balance > 0 or self.z > 0
+        return self.options.balance > 0 or self.options.z > 0
 
     def forward(self, x: Tensor) -> Routing:
         logits = F.linear(x, self.weight)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
+        scores = logits.softmax(-1) if self.options.scoring == "softmax" else logits.sigmoid()
         by = scores.detach() if self.bias is None else scores.detach() + self.bias
-        chosen = by.topk(self.top_k, dim=-1).indices
+        chosen = by.topk(self.options.top_k, dim=-1).indices
         weights = scores.gather(-1, chosen)
-        if self.top_k > 1:
+        if self.options.top_k > 1:
             weights = weights / weights.sum(-1, keepdim=True)
         # (N, T, E), 1 for each expert that a token chose: no token chooses one twice.
         numbers = torch.arange(self.num_experts, device=x.device)
         chose = (chosen[..., None] == numbers).to(scores.dtype).sum(-2)
         if self.capacity_factor is not None:
             # Expert by expert, how many tokens of the sequence came before; those beyond the capacity go nowhere.
-            capacity = math.ceil(self.capacity_factor * self.top_k * x.shape[1] / self.num_experts)
+            capacity = math.ceil(self.capacity_factor * self.options.top_k * x.shape[1] / self.num_experts)
             before = (chose.cumsum(1) - chose).gather(-1, chosen)
             fits = before < capacity
             chosen = torch.where(fits, chosen, self.num_experts)
             weights = weights * fits.to(weights.dtype)
-        shares = scores if self.scoring == "softmax" else scores / scores.sum(-1, keepdim=True)
+        shares = scores if self.options.scoring == "softmax" else scores / scores.sum(-1, keepdim=True)
         penalty = self._penalty(logits, shares, chose)
         if self.bias is not None and self.training:
-            self._move_bias(chose.detach().sum((0, 1)))
+            with torch.no_grad():
+                load = chose.sum((0, 1))
+                self.bias += self.options.bias_rate * (load.mean() - load).sign().to(self.bias.dtype)
         if self.training:
             self.last = chosen, shares.detach()
         return Routing(chosen, weights.to(x.dtype), penalty, shares)
 
     def _penalty(self, logits: Tensor, shares: Tensor, chose: Tensor) -> Tensor:
         penalty = torch.zeros((), dtype=logits.dtype, device=logits.device)
-        if self.balance:
-            chosen, mean = chose.mean(1) / self.top_k, shares.mean(1)
-            if self.balance_over == "batch":
+        if self.options.balance:
+            chosen, mean = chose.mean(1) / self.options.top_k, shares.mean(1)
+            if self.options.balance_over == "batch":
                 chosen, mean = chosen.mean(0, keepdim=True), mean.mean(0, keepdim=True)
-            penalty = penalty + self.balance * self.num_experts * (chosen * mean).sum(-1)
-        if self.z:
-            penalty = penalty + self.z * logits.logsumexp(-1).square().mean(1)
+            penalty = penalty + self.options.balance * self.num_experts * (chosen * mean).sum(-1)
+        if self.options.z:
+            penalty = penalty + self.options.z * logits.logsumexp(-1).square().mean(1)
         return penalty
-
-    @torch.no_grad()
-    def _move_bias(self, load: Tensor) -> None:
-        assert self.bias is not None
-        self.bias += self.bias_rate * (load.mean() - load).sign().to(self.bias.dtype)
 
 
 class Experts(nn.Module):
@@ -259,26 +229,21 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 class MixtureOfExperts(nn.Module):
     """A router and its experts in the place of a feed-forward layer: (N, T, C) to (N, T, C), and a penalty (N,).
 
-    `shared`: how many experts of the same width all tokens go to beside those chosen for them, as one layer of that
-    many times the width.
+    The shared experts, to which all tokens go beside those chosen for them, are one layer of as many times the width.
     """
 
     def __init__(
-        self,
-        router: Router,
-        ff_dim: int | None = None,
-        activation: Activation = "gelu",
-        dropout: float = 0.0,
-        shared: int = 0,
+        self, options: Mixture, hidden: int, ff_dim: int | None, activation: Activation, dropout: float
     ) -> None:
         super().__init__()
-        num_experts, hidden = router.weight.shape
-        width = default_ff_dim(hidden, activation) if ff_dim is None else ff_dim
-        self.router = router
-        self.experts = Experts(num_experts, hidden, width, activation)
-        self.shared = FeedForward(hidden, shared * width, activation) if shared else None
+        width = ff_dim if options.expert_dim is None else options.expert_dim
+        width = default_ff_dim(hidden, activation) if width is None else width
+        self.router = Router(hidden, options)
+        self.experts = Experts(options.num_experts, hidden, width, activation)
+        shared = options.shared_experts * width
+        self.shared = FeedForward(hidden, shared, activation) if shared else None
         self.dropout = nn.Dropout(dropout)
-        self.penalizes = router.penalizes
+        self.penalizes = self.router.penalizes
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         routing = self.router(x)

@@ -1,4 +1,4 @@
-"""GPT, a decoder-only transformer that predicts the next token, and the published sizes of GPT-2."""
+"""GPT, a decoder-only transformer that predicts the next token."""
 
 from typing import get_args
 
@@ -118,19 +118,3 @@ class GPT(nn.Module):
         x, penalty = through(self.blocks, self.embedding(tokens), documents)
         logits = self.lm_head(self.norm(x))
         return Penalized(logits, penalty) if penalty is not None and self.training else logits
-
-
-def gpt2(
-    num_layers: int = 12,
-    num_heads: int = 12,
-    hidden: int = 768,
-    vocabulary: int = 50257,
-    context: int = 1024,
-    dropout: float = 0.1,
-) -> GPT:
-    """Build GPT-2: 124 million parameters by default, 355, 774 and 1558 million in its larger sizes.
-
-    Raises:
-        ValueError: `hidden` is not divisible by `num_heads`.
-    """
-    return GPT(vocabulary, context, num_layers, num_heads, hidden=hidden, dropout=dropout)

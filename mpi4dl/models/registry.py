@@ -28,23 +28,23 @@ Takes = Literal["images", "tokens"]
 
 @dataclass(frozen=True)
 class Entry:
-    """The builder of a model, the options that its name implies, and the kind of its inputs.
+    """The builder of a model, the options that its name implies, the kind of its inputs, and its `usual` options.
 
-    `path` is the module of `mpi4dl.models` and the name in it, which are imported when the model is wanted. `groups`
-    are options of which each is an object of the type at such a path, made of options that have its fields' names.
-    `page` is where Hugging Face has the weights of a published encoder of tiles of slides, which needs timm.
+    `path` is the module of `mpi4dl.models` and the name in it, which are imported when the model is wanted. With
+    `mixture` the builder takes a `Mixture`, whose fields are options of the model. `page` is where Hugging Face has the
+    weights of a published encoder of tiles of slides, which needs timm.
     """
 
     path: str
     fixed: Mapping[str, object] = field(default_factory=dict)
     takes: Takes = "images"
-    groups: Mapping[str, str] = field(default_factory=dict)
+    usual: Mapping[str, object] = field(default_factory=dict)
+    mixture: bool = False
     page: str = ""
 
     @property
     def builder(self) -> Callable[..., nn.Module]:
-        builder: Callable[..., nn.Module] = _at(self.path)
-        return builder
+        return _at(self.path)
 
 
 def _at(path: str) -> Any:
@@ -52,32 +52,33 @@ def _at(path: str) -> Any:
     return getattr(importlib.import_module(f"mpi4dl.models.{module}"), name)
 
 
-def _gpt2(num_layers: int, num_heads: int, hidden: int) -> Entry:
-    return Entry("gpt.gpt2", {"num_layers": num_layers, "num_heads": num_heads, "hidden": hidden}, "tokens")
+def _of_text(path: str, vocabulary: int, context: int, *sizes: int) -> Entry:
+    fixed = dict(zip(("num_layers", "num_heads", "hidden"), sizes, strict=True))
+    return Entry(path, fixed, "tokens", {"vocabulary": vocabulary, "context": context, "dropout": 0.1})
 
 
-MIXTURE = {"mixture": "experts.Mixture"}
 OWN_MODELS: Mapping[str, Entry] = MappingProxyType(
     {
         "amoebanetd": Entry("amoebanet.amoebanetd"),
         "bert": Entry("bert.BERT", takes="tokens"),
-        "bert_base": Entry("bert.bert_base", takes="tokens"),
-        "bert_2_5b": Entry("bert.bert_2_5b", takes="tokens"),
-        "gpt": Entry("gpt.GPT", takes="tokens", groups=MIXTURE),
-        "gpt2": _gpt2(12, 12, 768),
-        "gpt2_medium": _gpt2(24, 16, 1024),
-        "gpt2_large": _gpt2(36, 20, 1280),
-        "gpt2_xl": _gpt2(48, 25, 1600),
+        "bert_base": _of_text("bert.BERT", 30522, 512, 12, 12, 768),
+        "bert_2_5b": _of_text("bert.BERT", 30522, 512, 54, 20, 1920),  # in the shape that Megatron-LM has for that size
+        "gpt": Entry("gpt.GPT", takes="tokens", mixture=True),
+        "gpt2": _of_text("gpt.GPT", 50257, 1024, 12, 12, 768),
+        "gpt2_medium": _of_text("gpt.GPT", 50257, 1024, 24, 16, 1024),
+        "gpt2_large": _of_text("gpt.GPT", 50257, 1024, 36, 20, 1280),
+        "gpt2_xl": _of_text("gpt.GPT", 50257, 1024, 48, 25, 1600),
         "resnet_v1": Entry("resnet.resnet_v1", {"dims": 2}),
         "resnet_v2": Entry("resnet.resnet_v2"),
         "resnet110_v2": Entry("resnet.resnet_v2", {"depth": 110}),
         "resnet1001_v2": Entry("resnet.resnet_v2", {"depth": 1001}),
         "small_resnet": Entry("resnet.small_resnet"),
-        "resnet1d": Entry("resnet.resnet1d"),
-        "resnet3d": Entry("resnet.resnet3d"),
+        "resnet1d": Entry("resnet.resnet_v1", {"dims": 1}, usual={"depth": 20}),
+        "resnet3d": Entry("resnet.resnet_v1", {"dims": 3}, usual={"depth": 20}),
         "unet": Entry("unet.UNet", {"dims": 2}),
-        "unet3d": Entry("unet.unet3d"),
-        "vit": Entry("vit.ViT", groups=MIXTURE),
+        # As wide and as deep as in Cicek et al. 2016, "3D U-Net", https://arxiv.org/abs/1606.06650.
+        "unet3d": Entry("unet.UNet", {"dims": 3}, usual={"num_filters": 32, "depth": 3}),
+        "vit": Entry("vit.ViT", mixture=True),
         "uni": Entry("pathology.uni", page="MahmoodLab/UNI"),
         "uni2": Entry("pathology.uni2", page="MahmoodLab/UNI2-h"),
         "virchow": Entry("pathology.virchow", page="paige-ai/Virchow"),
@@ -182,7 +183,8 @@ def build(name: str, num_classes: int | None = None, **options: object) -> nn.Mo
     if name in OWN_MODELS:
         return _build_own(name, OWN_MODELS[name], options)
     if name.startswith(TIMM):
-        return _build_timm(name.removeprefix(TIMM), options)
+        found: nn.Module = _timm_with(name.removeprefix(TIMM)).create_model(name.removeprefix(TIMM), **options)
+        return found
     if name.startswith(SMP):
         return _build_smp(name.removeprefix(SMP), options)
     require_known(name)
@@ -214,18 +216,16 @@ def require_known(name: str) -> None:
 
 def _build_own(name: str, entry: Entry, options: Mapping[str, object]) -> nn.Module:
     _require_timm(name)
-    own = _parameter_names(entry.builder) - entry.fixed.keys() - entry.groups.keys()
-    kinds = {group: _at(path) for group, path in entry.groups.items()}
-    fields = {group: _parameter_names(kind) for group, kind in kinds.items()}
-    _check_options(name, options, own.union(*fields.values()))
-    given = {option: value for option, value in options.items() if option in own}
-    for group, kind in kinds.items():
-        chosen = {option: value for option, value in options.items() if option in fields[group]}
-        missing = sorted(n for n, p in inspect.signature(kind).parameters.items() if p.default is p.empty and chosen)
-        if missing and not chosen.keys() >= set(missing):
-            raise ValueError(f"model {name!r} needs {_listed(missing)} beside {_listed(sorted(chosen))}")
-        given |= {group: kind(**chosen)} if chosen else {}
-    return entry.builder(**entry.fixed, **given)
+    own = _parameter_names(entry.builder) - entry.fixed.keys() - {"mixture"}
+    mixture = _at("experts.Mixture") if entry.mixture else None
+    of_mixture = set() if mixture is None else _parameter_names(mixture)
+    _check_options(name, options, own | of_mixture)
+    given, chosen = ({key: options[key] for key in options if key in names} for names in (own, of_mixture))
+    if chosen and "num_experts" not in chosen:
+        raise ValueError(f"model {name!r} needs 'num_experts' beside {_listed(sorted(chosen))}")
+    if mixture is not None and chosen:
+        given["mixture"] = mixture(**chosen)
+    return entry.builder(**entry.fixed, **{**entry.usual, **given})
 
 
 def _require_timm(name: str) -> None:
@@ -250,11 +250,6 @@ def _smp_with(name: str) -> tuple[Any, Callable[..., nn.Module]]:
     if name not in known:
         raise ValueError(f"segmentation_models_pytorch has no model {name!r}; {_nearest(name, known, sorted(known))}")
     return smp, known[name]
-
-
-def _build_timm(name: str, options: Mapping[str, object]) -> nn.Module:
-    found: nn.Module = _timm_with(name).create_model(name, **options)
-    return found
 
 
 def _build_smp(name: str, options: dict[str, object]) -> nn.Module:

@@ -98,16 +98,6 @@ def resnet_v1(
     return _initialized(layers)
 
 
-def resnet3d(depth: int = 20, num_classes: int = 10, num_filters: int = 16, in_channels: int = 3) -> nn.Sequential:
-    """Build `resnet_v1` for volumes (batch, in_channels, D, H, W), less deep."""
-    return resnet_v1(depth, num_classes, num_filters, in_channels, dims=3)
-
-
-def resnet1d(depth: int = 20, num_classes: int = 10, num_filters: int = 16, in_channels: int = 3) -> nn.Sequential:
-    """Build `resnet_v1` for sequences (batch, in_channels, L), less deep."""
-    return resnet_v1(depth, num_classes, num_filters, in_channels, dims=1)
-
-
 def resnet_v2(depth: int = 110, num_classes: int = 10, num_filters: int = 16, in_channels: int = 3) -> nn.Sequential:
     """Build the pre-activation bottleneck network of depth 9n+2: images (batch, in_channels, H, W) to logits.
 

@@ -63,15 +63,6 @@ def documents_of(tokens: Tensor, separator: int) -> Tensor:
     return ends.cumsum(1) - ends
 
 
-def same_document(documents: Tensor, causal: bool) -> Tensor:
-    """Which keys each query may see: (N, 1, T, T), bool, from document ids (N, T).
-
-    Those of its own document, and with `causal` none after itself.
-    """
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same.tril() if causal else same
-
-
 # torch.fx takes a wrapped function as one call, so these may look at shapes and make tensors.
 fx.wrap("rotate")
 fx.wrap("positions_of")
@@ -167,7 +158,10 @@ class Attention(nn.Module):
         if self.past is not None:
             attended = self.past.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
             return self.output(attended.transpose(1, 2).flatten(2))
-        mask = None if documents is None else same_document(documents, self.causal)
+        mask = None
+        if documents is not None:  # (N, 1, T, T): keys of the query's own document, and with `causal` none after itself
+            mask = documents[:, None, :, None] == documents[:, None, None, :]
+            mask = mask.tril() if self.causal else mask
         attended = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -235,32 +229,18 @@ class TransformerBlock(nn.Module):
         num_heads: int,
         ff_dim: int | None = None,
         *,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        causal: bool = False,
-        rotary: bool = False,
-        rotary_base: float = ROTARY_BASE,
         activation: Activation = "gelu",
         norm: Norm = "layer",
         norm_eps: float = NORM_EPS,
         bias: bool = True,
         dropout: float = 0.0,
         mixture: nn.Module | None = None,
+        **attention: Any,
     ) -> None:
         super().__init__()
         self.mixed, self.penalized = mixture is not None, getattr(mixture, "penalizes", False)
         self.norm1 = make_norm(hidden, norm, norm_eps)
-        self.attention = Attention(
-            hidden,
-            num_heads,
-            num_kv_heads,
-            head_dim=head_dim,
-            causal=causal,
-            rotary=rotary,
-            rotary_base=rotary_base,
-            bias=bias,
-            dropout=dropout,
-        )
+        self.attention = Attention(hidden, num_heads, bias=bias, dropout=dropout, **attention)
         self.norm2 = make_norm(hidden, norm, norm_eps)
         self.feed_forward = FeedForward(hidden, ff_dim, activation, dropout, bias) if mixture is None else mixture
 

@@ -84,17 +84,10 @@ class UNet(nn.Module):
             x = self.pool(x)
         x = self.bottom(x)
         for upsample, block, skip in zip(self.upsample, self.decoder, reversed(skips), strict=True):
-            x = block(torch.cat([skip, _cropped_to(skip, upsample(x), self.dims)], dim=1))
+            x = upsample(x)
+            free = [side for dim in range(self.dims + 1, 1, -1) for side in (0, skip.shape[dim] - x.shape[dim])]
+            x = block(torch.cat([skip, F.pad(x, free)], dim=1))
         return self.classifier(x)
-
-
-def unet3d(num_classes: int = 2, in_channels: int = 3, num_filters: int = 32, depth: int = 3) -> UNet:
-    """Build a U-Net for volumes (batch, in_channels, D, H, W), as wide and as deep as the paper's.
-
-    Cicek et al. 2016, "3D U-Net: Learning Dense Volumetric Segmentation from Sparse Annotation",
-    https://arxiv.org/abs/1606.06650.
-    """
-    return UNet(num_classes, in_channels, num_filters, depth, dims=3)
 
 
 def _conv_block(in_channels: int, out_channels: int, dims: int, norm: Norm) -> nn.Sequential:
@@ -110,8 +103,3 @@ def _conv_block(in_channels: int, out_channels: int, dims: int, norm: Norm) -> n
         normalize(),
         nn.ReLU(),
     )
-
-
-def _cropped_to(skip: Tensor, x: Tensor, dims: int) -> Tensor:
-    free = [side for dim in range(dims + 1, 1, -1) for side in (0, skip.shape[dim] - x.shape[dim])]
-    return F.pad(x, free)

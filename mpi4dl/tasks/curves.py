@@ -2,7 +2,7 @@
 
     curve = curve_of(scores, positive)               # ROC and precision-recall at each threshold
     threshold = chosen_threshold("youden", curve)    # on validation samples
-    rates(scores, positive, threshold)               # sensitivity, specificity, ppv and npv
+    CallCounts.of(scores >= threshold, positive).rates()    # sensitivity, specificity, ppv and npv
 
 `scores` (N,) are probabilities, `positive` (N,) says which samples are of the class. A sample is called positive if its
 score is at least the threshold. What is not defined, as the sensitivity without a positive, is NaN.
@@ -108,11 +108,6 @@ class CallCounts(NamedTuple):
             name: share / (share + rest) if share + rest else math.nan
             for name, (share, rest) in zip(RATES, pairs, strict=True)
         }
-
-
-def rates(scores: Tensor, positive: Tensor, threshold: float) -> dict[str, float]:
-    """Sensitivity, specificity, positive and negative predictive value at a threshold."""
-    return CallCounts.of(scores >= threshold, positive).rates()
 
 
 class Bin(NamedTuple):

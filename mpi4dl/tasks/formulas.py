@@ -5,7 +5,7 @@ the targets alone decide. The mean of the means of parts is another number; sums
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -41,15 +41,14 @@ class SummedLoss(Protocol):
 class BatchLoss:
     """Such a loss, which can be called as any other; one of nothing that counts is 0, and teaches nothing."""
 
-    @property
-    def whole_batch(self) -> bool:
-        return False
+    whole_batch = False
 
     def sums(self, outputs: Any, targets: Any) -> Sequence[Tensor]:
         raise NotImplementedError
 
     def weights(self, targets: Any) -> Sequence[float]:
-        raise NotImplementedError
+        """That of one term is the number of samples, unless a loss says otherwise."""
+        return (float(len(targets)),)
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         terms = zip(self.sums(outputs, targets), self.weights(targets), strict=True)
@@ -93,85 +92,105 @@ def along_classes(weights: Tensor, outputs: Tensor) -> Tensor:
     return weights.to(outputs.device, outputs.dtype).view(-1, *(1,) * (outputs.dim() - 2))
 
 
-@dataclass(frozen=True)
-class Counting:
-    """Weights of targets: `class_weights`, one for each class, and what `ignore_index` leaves out."""
+class OfClasses(BatchLoss):
+    """A loss of classes with `class_weights`, one for each class, and without what `ignore_index` leaves out.
 
-    class_weights: tuple[float, ...] | None = None
-    ignore_index: int = IGNORED
+    Targets (N, ...) name classes; those of a `binary` loss, (N, C, ...), are 0 and 1.
+    """
 
-    def tensor(self, like: Tensor) -> Tensor | None:
+    binary = False
+
+    def __init__(self, class_weights: Sequence[float] | None = None, ignore_index: int = IGNORED) -> None:
+        if class_weights is not None and (min(class_weights) < 0 or not sum(class_weights) > 0):
+            raise ValueError(f"`class_weights` {list(class_weights)} must be at least 0, and not all of them 0")
+        self.class_weights = None if class_weights is None else tuple(map(float, class_weights))
+        self.ignore_index = ignore_index
+
+    def weight_of(self, outputs: Tensor, dim: int = 1) -> Tensor | None:
+        """The weights of classes beside outputs, of which they are the dim `dim`. Raises Refusal for another number."""
         if self.class_weights is None:
             return None
-        return torch.tensor(self.class_weights, dtype=like.dtype, device=like.device)
+        if len(self.class_weights) != outputs.shape[dim]:
+            raise Refusal(
+                f"`class_weights` has {len(self.class_weights)} numbers, but the model has {outputs.shape[dim]} "
+                "outputs: give one for each class"
+            )
+        return torch.tensor(self.class_weights, dtype=outputs.dtype, device=outputs.device)
 
-    def of(self, targets: Tensor) -> float:
-        """Of targets (N, ...) that name classes."""
+    def weights(self, targets: Tensor) -> Sequence[float]:
         counted = targets != self.ignore_index
-        if self.class_weights is None:
-            return float(counted.sum())
+        if self.class_weights is None or self.binary:
+            return (float(counted.sum()),)
         numbers = torch.bincount(targets[counted].long().flatten(), minlength=len(self.class_weights))
         if len(numbers) > len(self.class_weights):
             raise Refusal(
                 f"a target is class {len(numbers) - 1}, but `class_weights` has {len(self.class_weights)} numbers: "
                 "give one for each class"
             )
-        return float((numbers.double().cpu() * torch.tensor(self.class_weights, dtype=torch.float64)).sum())
+        return (float((numbers.double().cpu() * torch.tensor(self.class_weights, dtype=torch.float64)).sum()),)
 
-    def of_binary(self, targets: Tensor) -> float:
-        """Of targets of 0 and 1: how many count."""
-        return float((targets != self.ignore_index).sum())
+    def named(self, targets: Tensor, outputs: Tensor) -> Tensor:
+        """Targets that name classes, as outputs are spread. Raises Refusal for what is no class."""
+        check_classes(targets, outputs, self.ignore_index)
+        return spread(targets, outputs)
 
-    def binary(self, targets: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Targets of 0 and 1 as outputs are spread, 0 where they do not count, and 1 where they do."""
+    def zeros_and_ones(self, targets: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Binary targets as outputs are spread, 0 where they do not count, and 1 where they do."""
         own = spread(targets, outputs)
         counted = (own != self.ignore_index).to(outputs.dtype)
         return torch.where(counted == 0, 0, own).to(outputs.dtype), counted
 
-    def check(self, num_classes: int) -> None:
-        if self.class_weights is not None and len(self.class_weights) != num_classes:
-            raise Refusal(
-                f"`class_weights` has {len(self.class_weights)} numbers, but the model has {num_classes} outputs: "
-                "give one for each class"
-            )
 
+class CrossEntropy(OfClasses):
+    """F.cross_entropy of outputs (N, C, ...) with classes (N, ...), or with probabilities (N, C, ...)."""
 
-class CrossEntropy(BatchLoss):
-    """F.cross_entropy of outputs (N, C, ...) with classes (N, ...), or with probabilities (N, C, ...).
-
-    `classes_last`: outputs are (N, T, C), as of language, and classes (N, T).
-    """
-
-    def __init__(self, counting: Counting, label_smoothing: float = 0.0, classes_last: bool = False) -> None:
-        self.counting, self.label_smoothing, self.classes_last = counting, label_smoothing, classes_last
+    def __init__(
+        self,
+        class_weights: Sequence[float] | None = None,
+        ignore_index: int = IGNORED,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__(class_weights, ignore_index)
+        self.label_smoothing = label_smoothing
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
-        self.counting.check(outputs.shape[-1 if self.classes_last else 1])
-        options: dict[str, Any] = {"label_smoothing": self.label_smoothing, "reduction": "sum"}
-        options["weight"] = self.counting.tensor(outputs)
+        weight = self.weight_of(outputs)
         if targets.is_floating_point():
-            return (F.cross_entropy(outputs, spread(targets, outputs), **options),)
-        options["ignore_index"] = self.counting.ignore_index
-        if self.classes_last:
-            flat = outputs.reshape(-1, outputs.shape[-1])
-            return (F.cross_entropy(flat, targets.reshape(-1), **options),)
-        check_classes(targets, outputs, self.counting.ignore_index)
-        return (F.cross_entropy(outputs, spread(targets, outputs).long(), **options),)
+            return self._sums(outputs, spread(targets, outputs), weight)
+        return self._sums(outputs, self.named(targets, outputs).long(), weight, ignore_index=self.ignore_index)
+
+    def _sums(self, outputs: Tensor, targets: Tensor, weight: Tensor | None, **options: int) -> Sequence[Tensor]:
+        how: Any = {"label_smoothing": self.label_smoothing, "reduction": "sum", **options}
+        return (F.cross_entropy(outputs, targets, weight, **how),)
 
     def weights(self, targets: Tensor) -> Sequence[float]:
-        if targets.is_floating_point():
-            return (targets.numel() / targets.shape[1],)
-        return (self.counting.of(targets),)
+        return (targets.numel() / targets.shape[1],) if targets.is_floating_point() else super().weights(targets)
 
 
-class BinaryCrossEntropy(BatchLoss):
+class TokenCrossEntropy(CrossEntropy):
+    """The same of outputs (N, T, C), as of language, with classes (N, T)."""
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
+        flat = outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1)
+        return self._sums(*flat, self.weight_of(outputs, -1), ignore_index=self.ignore_index)
+
+
+class BinaryCrossEntropy(OfClasses):
     """F.binary_cross_entropy_with_logits of outputs (N, C, ...) with 0 or 1 (N, C, ...): the mean over what counts.
 
     Class weights say how much more a 1 of each class counts than a 0 (its `pos_weight`).
     """
 
-    def __init__(self, counting: Counting, label_smoothing: float = 0.0) -> None:
-        self.counting, self.label_smoothing = counting, label_smoothing
+    binary = True
+
+    def __init__(
+        self,
+        class_weights: Sequence[float] | None = None,
+        ignore_index: int = IGNORED,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__(class_weights, ignore_index)
+        self.label_smoothing = label_smoothing
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
         if outputs.shape != targets.shape:
@@ -179,20 +198,15 @@ class BinaryCrossEntropy(BatchLoss):
                 f"`loss` bce wants a 0 or 1 for each output, but outputs have shape {tuple(outputs.shape)}, and "
                 f"targets {tuple(targets.shape)}: choose another `loss`, such as cross_entropy for classes"
             )
-        weights = self.counting.tensor(outputs)
-        if weights is not None:
-            self.counting.check(outputs.shape[1])
-            weights = along_classes(weights, outputs)
-        wanted, counted = self.counting.binary(targets, outputs)
+        weights = self.weight_of(outputs)
+        wanted, counted = self.zeros_and_ones(targets, outputs)
         wanted = wanted * (1 - self.label_smoothing) + self.label_smoothing / 2
-        each = F.binary_cross_entropy_with_logits(outputs, wanted, pos_weight=weights, reduction="none")
+        positive = None if weights is None else along_classes(weights, outputs)
+        each = F.binary_cross_entropy_with_logits(outputs, wanted, pos_weight=positive, reduction="none")
         return ((each * counted).sum(),)
 
-    def weights(self, targets: Tensor) -> Sequence[float]:
-        return (self.counting.of_binary(targets),)
 
-
-class Dice(BatchLoss):
+class Dice(OfClasses):
     """1 - (2 |P T| + s) / (|P| + |T| + s), the mean over samples and classes, for probabilities P and targets T.
 
     Milletari et al. 2016, "V-Net", with s = 1e-5 as in MONAI's DiceLoss: of outputs (N, C, ...) by softmax for targets
@@ -200,66 +214,66 @@ class Dice(BatchLoss):
     that it does not depend on how a batch is divided. Class weights weigh the mean over classes.
     """
 
-    def __init__(self, counting: Counting, binary: bool = False) -> None:
-        self.counting, self.binary = counting, binary
+    def __init__(
+        self, class_weights: Sequence[float] | None = None, ignore_index: int = IGNORED, binary: bool = False
+    ) -> None:
+        super().__init__(class_weights, ignore_index)
+        self.binary = binary
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
-        self.counting.check(outputs.shape[1])
+        weights = self.weight_of(outputs)
         if self.binary:
-            wanted, counted = self.counting.binary(targets, outputs)
+            wanted, counted = self.zeros_and_ones(targets, outputs)
             shares = outputs.sigmoid() * counted
         else:
-            ignored = self.counting.ignore_index
-            check_classes(targets, outputs, ignored)
-            own = spread(targets, outputs).unsqueeze(1)
+            own = self.named(targets, outputs).unsqueeze(1)
             numbers = along_classes(torch.arange(outputs.shape[1]), outputs)
-            counted = (own != ignored).to(outputs.dtype)
+            counted = (own != self.ignore_index).to(outputs.dtype)
             wanted, shares = (own == numbers).to(outputs.dtype) * counted, outputs.softmax(1) * counted
         space = tuple(range(2, outputs.dim()))
         both, each = (shares * wanted).sum(space), (shares + wanted).sum(space)
         loss = 1 - (2 * both + DICE_SMOOTHING) / (each + DICE_SMOOTHING)
-        weights = self.counting.tensor(outputs)
         if weights is None:
             weights = torch.ones(outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
         return ((loss * (weights / weights.sum())).sum(),)
 
     def weights(self, targets: Tensor) -> Sequence[float]:
-        return (float(len(targets)),)
+        return BatchLoss.weights(self, targets)
 
 
-class Focal(BatchLoss):
+class Focal(OfClasses):
     """-(1 - p)^gamma log p, where p is the probability of what is right: the mean over what counts, by class weights.
 
     Lin et al. 2017, "Focal loss for dense object detection", https://arxiv.org/abs/1708.02002. By softmax for targets
     that name classes; `binary`: by sigmoid for targets (N, C, ...) of 0 and 1, the mean over all that count.
     """
 
-    def __init__(self, counting: Counting, gamma: float = 2.0, binary: bool = False) -> None:
+    def __init__(
+        self,
+        class_weights: Sequence[float] | None = None,
+        ignore_index: int = IGNORED,
+        gamma: float = 2.0,
+        binary: bool = False,
+    ) -> None:
+        super().__init__(class_weights, ignore_index)
         if not gamma >= 0:
             raise ValueError(f"`gamma` is {gamma}, but must be at least 0")
-        self.counting, self.gamma, self.binary = counting, gamma, binary
+        self.gamma, self.binary = gamma, binary
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
-        self.counting.check(outputs.shape[1])
-        weights = self.counting.tensor(outputs)
+        weights = self.weight_of(outputs)
         if self.binary:
-            wanted, counted = self.counting.binary(targets, outputs)
+            wanted, counted = self.zeros_and_ones(targets, outputs)
             each = self._of(F.binary_cross_entropy_with_logits(outputs, wanted, reduction="none")) * counted
             return ((each if weights is None else each * along_classes(weights, outputs)).sum(),)
-        own, ignored = spread(targets, outputs), self.counting.ignore_index
-        check_classes(targets, outputs, ignored)
-        each = self._of(F.cross_entropy(outputs, own.long(), reduction="none", ignore_index=ignored))
+        own = self.named(targets, outputs)
+        each = self._of(F.cross_entropy(outputs, own.long(), reduction="none", ignore_index=self.ignore_index))
         if weights is not None:
             each = each * sum((own == c).to(outputs.dtype) * weight for c, weight in enumerate(weights))
         return (each.sum(),)
 
     def _of(self, surprise: Tensor) -> Tensor:
         return (1 - (-surprise).exp()) ** self.gamma * surprise
-
-    def weights(self, targets: Tensor) -> Sequence[float]:
-        if self.binary:
-            return (self.counting.of_binary(targets),)
-        return (self.counting.of(targets),)
 
 
 class Difference(BatchLoss):
@@ -300,10 +314,7 @@ class SumOfLosses(BatchLoss):
 
     def __init__(self, losses: Sequence[BatchLoss], factors: Sequence[float]) -> None:
         self.losses, self.factors = tuple(losses), tuple(factors)
-
-    @property
-    def whole_batch(self) -> bool:
-        return any(loss.whole_batch for loss in self.losses)
+        self.whole_batch = any(loss.whole_batch for loss in losses)
 
     def sums(self, outputs: Any, targets: Any) -> Sequence[Tensor]:
         pairs = zip(self.losses, self.factors, strict=True)
@@ -367,10 +378,7 @@ class OfHeads(BatchLoss):
         self, loss: BatchLoss, require: Callable[[Any, Any], None] | None = None, factor: float | None = None
     ) -> None:
         self.loss, self.require, self.factor = loss, require, factor
-
-    @property
-    def whole_batch(self) -> bool:
-        return self.loss.whole_batch
+        self.whole_batch = loss.whole_batch
 
     def sums(self, outputs: Any, targets: Any) -> Sequence[Tensor]:
         heads = heads_of(outputs, self.factor)

@@ -11,16 +11,15 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Refusal
 from mpi4dl.tasks.formulas import (
-    IGNORED,
     BatchLoss,
     BinaryCrossEntropy,
-    Counting,
     CrossEntropy,
     Dice,
     Difference,
     Focal,
     OfHeads,
     SumOfLosses,
+    TokenCrossEntropy,
     as_targets,
     charbonnier_loss,
     main_output,
@@ -64,14 +63,12 @@ class Cox(BatchLoss):
     event has loss 0. Cox 1972; Efron 1977, "The efficiency of Cox's likelihood function for censored data".
     """
 
+    whole_batch = True
+
     def __init__(self, ties: str = "efron") -> None:
         if ties not in TIES:
             raise ValueError(f"`ties` is {ties!r}, but must be one of {', '.join(TIES)}")
         self.ties = ties
-
-    @property
-    def whole_batch(self) -> bool:
-        return True
 
     def sums(self, outputs: Tensor, targets: Any) -> Sequence[Tensor]:
         time, event = times_and_events(targets)
@@ -164,54 +161,6 @@ class Dissimilarity(BatchLoss):
             assert found is not None
             return ((1 - found).mean(1).sum(),)
 
-    def weights(self, targets: Tensor) -> Sequence[float]:
-        return (float(len(targets)),)
-
-
-def cross_entropy(
-    class_weights: Sequence[float] | None = None, ignore_index: int = IGNORED, label_smoothing: float = 0.0
-) -> BatchLoss:
-    return CrossEntropy(_counting(class_weights, ignore_index), label_smoothing)
-
-
-def bce(
-    class_weights: Sequence[float] | None = None, ignore_index: int = IGNORED, label_smoothing: float = 0.0
-) -> BatchLoss:
-    return BinaryCrossEntropy(_counting(class_weights, ignore_index), label_smoothing)
-
-
-def dice(class_weights: Sequence[float] | None = None, ignore_index: int = IGNORED, binary: bool = False) -> BatchLoss:
-    return Dice(_counting(class_weights, ignore_index), binary)
-
-
-def focal(
-    class_weights: Sequence[float] | None = None,
-    ignore_index: int = IGNORED,
-    gamma: float = 2.0,
-    binary: bool = False,
-) -> BatchLoss:
-    return Focal(_counting(class_weights, ignore_index), gamma, binary)
-
-
-def mse() -> BatchLoss:
-    return Difference(F.mse_loss)
-
-
-def l1() -> BatchLoss:
-    return Difference(F.l1_loss)
-
-
-def huber(delta: float = 1.0) -> BatchLoss:
-    return Difference(F.huber_loss, delta=delta)
-
-
-def charbonnier(eps: float = 1e-3) -> BatchLoss:
-    return Difference(charbonnier_loss, eps=eps)
-
-
-def ssim() -> BatchLoss:
-    return Dissimilarity((1.0,))
-
 
 def ms_ssim(scales: int = len(POWERS)) -> BatchLoss:
     if not 1 <= scales <= len(POWERS):
@@ -228,13 +177,19 @@ def perceptual(
     return Perceptual(vgg, layers, factor)
 
 
-def cox(ties: str = "efron") -> BatchLoss:
-    return Cox(ties)
-
-
 LOSSES: Mapping[str, Callable[..., BatchLoss]] = {
-    function.__name__: function
-    for function in (cross_entropy, bce, dice, focal, mse, l1, huber, charbonnier, ssim, ms_ssim, perceptual, cox)
+    "cross_entropy": CrossEntropy,
+    "bce": BinaryCrossEntropy,
+    "dice": Dice,
+    "focal": Focal,
+    "mse": lambda: Difference(F.mse_loss),
+    "l1": lambda: Difference(F.l1_loss),
+    "huber": lambda delta=1.0: Difference(F.huber_loss, delta=delta),
+    "charbonnier": lambda eps=1e-3: Difference(charbonnier_loss, eps=eps),
+    "ssim": lambda: Dissimilarity((1.0,)),
+    "ms_ssim": ms_ssim,
+    "perceptual": perceptual,
+    "cox": Cox,
 }
 
 
@@ -266,12 +221,6 @@ def build_loss(name: str, **options: Any) -> BatchLoss:
     return losses[0] if len(losses) == 1 else SumOfLosses(losses, (1.0,) * len(losses))
 
 
-def _counting(class_weights: Sequence[float] | None, ignore_index: int) -> Counting:
-    if class_weights is not None and (min(class_weights) < 0 or not sum(class_weights) > 0):
-        raise ValueError(f"`class_weights` {list(class_weights)} must be at least 0, and not all of them 0")
-    return Counting(None if class_weights is None else tuple(map(float, class_weights)), ignore_index)
-
-
 def balanced_weights(labels: Sequence[int] | Tensor, num_classes: int) -> tuple[float, ...]:
     """For each class n / (classes * how many of the n labels are it), as scikit-learn balances; 0 without any."""
     return weights_of_counts(torch.bincount(torch.as_tensor(labels).flatten(), minlength=num_classes))
@@ -298,5 +247,5 @@ def shape_in_words(x: Any) -> str:
     return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
 
 
-classification_loss = OfHeads(cross_entropy(), require_logits)
-token_loss = OfHeads(CrossEntropy(Counting(), classes_last=True))
+classification_loss = OfHeads(CrossEntropy(), require_logits)
+token_loss = OfHeads(TokenCrossEntropy())

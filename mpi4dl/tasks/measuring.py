@@ -95,7 +95,7 @@ class InDouble(TorchFunctionMode):
             return pytree.tree_map(lambda x: x.double() if _single(x) else x, result)
 
 
-def _undefined(x: Any) -> bool:
+def is_undefined(x: Any) -> bool:
     """Whether some of a prediction is not a number, or no class because outputs were none."""
     if not isinstance(x, Tensor) or not x.numel():
         return False
@@ -157,7 +157,7 @@ class Measures:
     def _add(self, predictions: Any, targets: Any) -> None:
         if self.own is None:
             self.own = self._made()
-        self.undefined = self.undefined or any(map(_undefined, pytree.tree_leaves(predictions)))
+        self.undefined = self.undefined or any(map(is_undefined, pytree.tree_leaves(predictions)))
         if not self.undefined:
             with _in_double():
                 for metric in self.own.values():
@@ -195,8 +195,7 @@ class Measures:
                 found = self._computed([self.own, *others] if has[0] else others)
         if sending is not None:
             sending.wait()
-        values: dict[str, Value] = comm.broadcast_object(found)
-        return values
+        return comm.broadcast_object(found)
 
     @torch.no_grad()
     def _computed(self, parts: Sequence[Any]) -> dict[str, Value]:

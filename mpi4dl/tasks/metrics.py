@@ -1,4 +1,4 @@
-"""Metrics by name, which add up over ranks, as scikit-learn has them; and their intervals by the bootstrap.
+"""Metrics by name, which add up over ranks, as scikit-learn has them.
 
 A metric has `update(predictions, targets)`, `merge_state(other)` and `compute()`. All count in float64.
 """
@@ -6,12 +6,14 @@ A metric has `update(predictions, targets)`, `merge_state(other)` and `compute()
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpi4dl.tasks import losses
+from mpi4dl.tasks.curves import curve_of
+from mpi4dl.tasks.measuring import OfAll
 
 Measure = Callable[[Tensor], Tensor]
 THRESHOLD = 0.5  # of the probability above which a label counts as there
@@ -28,39 +30,26 @@ def accuracy(counts: Tensor) -> Tensor:
 
 def balanced_accuracy(counts: Tensor) -> Tensor:
     """The mean, over classes that there are, of the share that was found."""
-    return _mean_of(counts.diagonal(), counts.sum(1))
+    return (counts.diagonal() / counts.sum(1)).nanmean()
 
 
-def _overlap(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each class: what was rightly found, and what was found plus what there was."""
+def overlaps(measure: str, counts: Tensor) -> Tensor:
+    """The dice or iou of each class; NaN if it is nowhere, and was not found."""
     if counts.dim() == 3:
-        return counts[:, 1, 1], counts[:, 1].sum(1) + counts[:, :, 1].sum(1)
-    return counts.diagonal(), counts.sum(0) + counts.sum(1)
+        both, total = counts[:, 1, 1], counts[:, 1].sum(1) + counts[:, :, 1].sum(1)
+    else:
+        both, total = counts.diagonal(), counts.sum(0) + counts.sum(1)
+    return 2 * both / total if measure == "dice" else both / (total - both)
 
 
 def dice(counts: Tensor) -> Tensor:
     """2 |P T| / (|P| + |T|) over all pixels, which is F1; the mean over classes that there are, or were found."""
-    both, total = _overlap(counts)
-    return _mean_of(2 * both, total)
+    return overlaps("dice", counts).nanmean()
 
 
 def iou(counts: Tensor) -> Tensor:
     """|P T| / |P or T| over all pixels; the mean over classes that there are, or were found."""
-    both, total = _overlap(counts)
-    return _mean_of(both, total - both)
-
-
-def of_class(measure: str, number: int, counts: Tensor) -> float:
-    """The dice or iou of one class, by counts as above; NaN if it is nowhere, and was not found."""
-    both = counts[number, number]
-    total = counts[number].sum() + counts[:, number].sum()
-    part, whole = (2 * both, total) if measure == "dice" else (both, total - both)
-    return float(part / whole) if whole > 0 else math.nan
-
-
-def _mean_of(part: Tensor, whole: Tensor) -> Tensor:
-    there = whole > 0
-    return (part[there] / whole[there]).mean()
+    return overlaps("iou", counts).nanmean()
 
 
 class OfCounts:
@@ -131,61 +120,43 @@ def _classes(targets: Tensor) -> Tensor:
     return targets.argmax(1) if targets.dim() == 2 else targets.long()
 
 
-class Ranked:
-    """The area under a curve of samples in the order of their probabilities.
+def mean_area(
+    area: Callable[[Tensor, Tensor], float],
+    ignore_index: int,
+    labels: bool,
+    probabilities: Tensor,
+    targets: Tensor,
+) -> float:
+    """The area under a curve of samples in the order of their probabilities (N, classes).
 
     Of two classes it is that of the second, of more the mean of each against the others, and of `labels` the mean.
     Classes of which it is not defined are left out: it is NaN if nothing is left.
     """
-
-    def __init__(self, area: Callable[[Tensor, Tensor], float | None], ignore_index: int, labels: bool) -> None:
-        self.area, self.ignore_index, self.labels = area, ignore_index, labels
-        self.seen: list[tuple[Tensor, Tensor]] = []
-
-    def update(self, probabilities: Tensor, targets: Tensor) -> None:
-        self.seen.append((probabilities.double(), targets.long() if self.labels else _classes(targets)))
-
-    def merge_state(self, other: "Ranked") -> None:
-        self.seen += other.seen
-
-    def compute(self) -> Tensor:
-        probabilities, targets = (torch.cat(parts) for parts in zip(*self.seen, strict=True))
-        size = probabilities.shape[1]
-        areas = []
-        for c in (1,) if size == 2 and not self.labels else range(size):
-            own, positive = (targets[:, c], 1) if self.labels else (targets, c)
-            known = own != self.ignore_index
-            areas.append(self.area(probabilities[known, c], own[known] == positive))
-        defined = [area for area in areas if area is not None]
-        return torch.tensor(defined or [torch.nan], dtype=torch.float64).mean()
+    size, targets = probabilities.shape[1], targets.long() if labels else _classes(targets)
+    areas = []
+    for c in (1,) if size == 2 and not labels else range(size):
+        own, positive = (targets[:, c], 1) if labels else (targets, c)
+        known = own != ignore_index
+        areas.append(area(probabilities[known, c], own[known] == positive))
+    return float(torch.tensor(areas, dtype=torch.float64).nanmean())
 
 
-def area_under_curve(scores: Tensor, positive: Tensor) -> float | None:
-    """How probable it is that one of `positive` (N,) has a higher score (N,) than another; None without both kinds.
+def area_under_curve(scores: Tensor, positive: Tensor) -> float:
+    """How probable it is that one of `positive` (N,) has a higher score (N,) than another; NaN without both kinds.
 
     It is the area under the ROC curve. Equal scores count half, as in Hanley and McNeil 1982, "The meaning and use of
     the area under a receiver operating characteristic curve".
     """
-    num_positive = int(positive.sum())
-    num_others = len(positive) - num_positive
-    if not num_positive or not num_others:
-        return None
-    _, places, numbers = torch.unique(scores, return_inverse=True, return_counts=True)
-    of_positive = torch.bincount(places, weights=positive.double(), minlength=len(numbers))
-    of_others = numbers - of_positive
-    below = of_others.cumsum(0) - of_others
-    return float((of_positive * (below + of_others / 2)).sum() / (num_positive * num_others))
+    curve = curve_of(scores, positive)
+    pairs = curve.num_positive * curve.num_negative
+    return float(torch.trapezoid(curve.found.double(), curve.called - curve.found) / pairs) if pairs else math.nan
 
 
-def average_precision(scores: Tensor, positive: Tensor) -> float | None:
-    """The mean, over `positive` (N,), of the precision at their scores (N,); None without any."""
-    num_positive = int(positive.sum())
-    if not num_positive:
-        return None
-    _, places, numbers = torch.unique(scores, return_inverse=True, return_counts=True)
-    of_positive = torch.bincount(places, weights=positive.double(), minlength=len(numbers)).flip(0)
-    precision = of_positive.cumsum(0) / numbers.flip(0).cumsum(0)
-    return float((of_positive * precision).sum() / num_positive)
+def average_precision(scores: Tensor, positive: Tensor) -> float:
+    """The mean, over `positive` (N,), of the precision at their scores (N,); NaN without any."""
+    curve = curve_of(scores, positive)
+    total = (curve.found.diff() * curve.precision[1:]).sum()
+    return float(total / curve.num_positive) if curve.num_positive else math.nan
 
 
 class MeanError:
@@ -256,21 +227,8 @@ class RSquared:
         return torch.where(constant, (self.errors == 0).double(), found).mean()
 
 
-class Concordance:
-    """Harrell's concordance index of risks (N,) or (N, 1): `survival.concordance`."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def update(self, risk: Tensor, targets: Any) -> None:
-        self.seen.append((risk.reshape(-1), *losses.times_and_events(targets)))
-
-    def merge_state(self, other: "Concordance") -> None:
-        self.seen += other.seen
-
-    def compute(self) -> Tensor:
-        found = losses.concordance(*(torch.cat(parts) for parts in zip(*self.seen, strict=True)))
-        return torch.tensor(found, dtype=torch.float64)
+def _concordance(risk: Tensor, targets: Any) -> float:
+    return losses.concordance(risk, *losses.times_and_events(targets))
 
 
 MEASURES: Mapping[str, Measure] = {
@@ -289,7 +247,7 @@ OF_NUMBERS: Mapping[str, Callable[[], Any]] = {
     "rmse": partial(MeanError, 2, root=True),
     "r2": RSquared,
     "psnr": PeakSignalToNoise,
-    "concordance": Concordance,
+    "concordance": partial(OfAll, _concordance),
 }
 
 
@@ -299,52 +257,5 @@ def make_metric(task: str, name: str, num_classes: int, ignore_index: int) -> An
     if name in OF_NUMBERS:
         return OF_NUMBERS[name]()
     if name in OF_RANKS:
-        return Ranked(OF_RANKS[name], ignore_index, labels)
+        return OfAll(partial(mean_area, OF_RANKS[name], ignore_index, labels))
     return (OfLabels if labels else OfCounts)(num_classes, MEASURES[name], ignore_index)
-
-
-# Intervals of metrics by the bootstrap: the metric of samples drawn anew, with replacement, again and again.
-
-LEAST_SAMPLES = 10  # of fewer there are too few resamples that differ
-WHY_NONE = f"an interval takes {LEAST_SAMPLES} images or more, and resamples that differ"
-
-
-class Bounds(NamedTuple):
-    """The ends of an interval that holds a share `level` of the resampled metric, and how often it was defined.
-
-    The ends are NaN where there is no interval: of too few samples, or of resamples that all give the same.
-    """
-
-    low: float
-    high: float
-    defined: int
-
-
-def bootstrap(
-    metric: Callable[[Tensor], float],
-    num_samples: int,
-    *,
-    num_resamples: int = 1000,
-    level: float = 0.95,
-    seed: int = 0,
-) -> Bounds:
-    """The percentile interval of `metric(numbers)`, a function of the numbers (int64, (num_samples,)) of samples.
-
-    A sample is what was drawn independently, such as an image, not a pixel. Resamples of which the metric is not a
-    number, as where a class is missing, are left out. Efron 1979, "Bootstrap methods: another look at the jackknife".
-    """
-    if num_samples < 1 or num_resamples < 1 or not 0 < level < 1:
-        raise ValueError(
-            f"`num_samples` {num_samples} and `num_resamples` {num_resamples} must be at least 1, and `level` {level} "
-            "between 0 and 1"
-        )
-    generator = torch.Generator().manual_seed(seed)
-    draws = (torch.randint(num_samples, (num_samples,), generator=generator) for _ in range(num_resamples))
-    found = [value for value in map(metric, draws) if not math.isnan(value)]
-    if not found:
-        return Bounds(math.nan, math.nan, 0)
-    ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
-    low, high = torch.tensor(found, dtype=torch.float64).quantile(ends).tolist()
-    if num_samples < LEAST_SAMPLES or low == high:
-        low = high = math.nan
-    return Bounds(low, high, len(found))

@@ -16,7 +16,7 @@ from torch import Tensor
 from mpi4dl._wording import counted, some
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import BadImage, pixels_of
-from mpi4dl.tasks.formulas import IGNORED, BatchLoss, Counting, CrossEntropy, OfHeads, as_targets, main_output
+from mpi4dl.tasks.formulas import IGNORED, BatchLoss, OfHeads, TokenCrossEntropy, as_targets, main_output
 from mpi4dl.tasks.losses import (
     balanced_weights,
     build_loss,
@@ -484,7 +484,7 @@ class Language(Task):
         if self.loss not in (None, "cross_entropy"):
             raise ValueError(f"`loss` {self.loss!r} is not for `task` {self.name}: its loss is cross_entropy")
         smoothing = float(self.loss_options.get("label_smoothing", 0.0))
-        return CrossEntropy(Counting(ignore_index=self.ignore_index), smoothing, classes_last=True)
+        return TokenCrossEntropy(ignore_index=self.ignore_index, label_smoothing=smoothing)
 
 
 class Masked(Language):

@@ -9,7 +9,6 @@ leave too. It has two things to say, and no time decides what follows from them:
     it rests     all that it has begun is complete: it will read no message any more
 """
 
-import os
 import pickle
 import threading
 import time
@@ -17,11 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
-from mpi4dl.comm import Mismatch, watchdog
+from mpi4dl.comm import Mismatch
 from mpi4dl.comm.communicator import Communicator, world
 from mpi4dl.comm.shutdown import meeting
 
@@ -31,18 +30,6 @@ if TYPE_CHECKING:
 LEAVING = 2  # the tag of the news, on the communicator that the guard uses too
 LOOK_SECONDS = 0.05  # between two looks for news
 IDLE_SECONDS = 2e-3
-
-
-class Unfinished(Protocol):
-    """An operation under way."""
-
-    def poke(self) -> bool: ...
-
-
-class Worker(Protocol):
-    """A group, as this rank looks after it."""
-
-    under_way: Sequence[Unfinished]
 
 
 class Notice(NamedTuple):
@@ -62,14 +49,14 @@ class Departures:
         self._wrote: Counter[tuple[int, str]] = Counter()
         self._read: Counter[tuple[int, str]] = Counter()
         self._peers: set[int] = set()
-        self._groups: list[Worker] = []
-        self._unfinished: list[Unfinished] = []
+        self._groups: list[Any] = []  # each with the operations that are under way
+        self._unfinished: list[Any] = []
         self._gone: dict[int, Notice] = {}
         self._resting: set[int] = set()
         self._looked = 0.0
         self._lock = threading.Lock()
 
-    def join(self, group: Worker, ranks: Iterable[int]) -> None:
+    def join(self, group: Any, ranks: Iterable[int]) -> None:
         """This rank is in a group, with these."""
         self._groups.append(group)
         self._peers |= set(ranks) - {self._comm.rank}
@@ -79,7 +66,7 @@ class Departures:
         """How many groups this rank is in."""
         return len(self._groups)
 
-    def part(self, group: Worker) -> None:
+    def part(self, group: Any) -> None:
         """The group is no more; what is under way in it stays so."""
         self._groups = [other for other in self._groups if other is not group]
         self._unfinished += group.under_way
@@ -122,8 +109,10 @@ class Departures:
 
         if MPI.Is_finalized() or not self._peers:
             return
-        told = [self._meeting.Isend(self._news_for(rank), rank, LEAVING) for rank in sorted(self._peers)]
-        peers, self._peers = self._peers, set()
+        peers, self._peers, told = self._peers, set(), []
+        for peer in sorted(peers):
+            wrote = {channel: number for (reader, channel), number in self._wrote.items() if reader == peer}
+            told.append(self._meeting.Isend(pickle.dumps(Notice(self._begun, wrote)), peer, LEAVING))
         unfinished = self._unfinished + [work for group in self._groups for work in group.under_way]
         rests = False
         while not peers <= self.gone().keys():
@@ -133,10 +122,6 @@ class Departures:
                 told += [self._meeting.Isend(b"", rank, LEAVING) for rank in sorted(peers)]
             time.sleep(IDLE_SECONDS)
         MPI.Request.Waitall(told)
-
-    def _news_for(self, rank: int) -> bytes:
-        wrote = {channel: number for (reader, channel), number in self._wrote.items() if reader == rank}
-        return pickle.dumps(Notice(self._begun, wrote))
 
 
 class Channel:
@@ -164,25 +149,9 @@ class Channel:
 @cache
 def departures() -> Departures:
     """Those of this job. From the first call on, this rank tells the others when it leaves."""
-    comm = world()
-    known = Departures(comm)
-    comm.exit_notifications.append(known.leave)
-    _tell_also_before_leaving_at_once(known.leave)
+    known = Departures(world())
+    meeting().exit_notifications.append(known.leave)
     return known
-
-
-def _tell_also_before_leaving_at_once(leave: Callable[[], None]) -> None:
-    process, leave_at_once = os.getpid(), os._exit
-
-    def tell_and_leave_at_once(status: int) -> NoReturn:
-        # Other codes end the job by themselves; and children of this process are none of its ranks.
-        if status == 0 and os.getpid() == process:
-            leave()
-            meeting().gathers()  # where all who end as Python does wait for the others
-            watchdog.leave(status)
-        leave_at_once(status)
-
-    os._exit = tell_and_leave_at_once
 
 
 # Failures between ranks. PyTorch's programs expect a RuntimeError of all of it; each is also what it is.

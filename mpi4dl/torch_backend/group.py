@@ -470,30 +470,32 @@ class MpiGroup(GROUP):
         here = self.rank() == options.root
         incoming = dict(enumerate(one_each("gather_list", outputs[0], self.size()))) if here else {}
         outgoing = {options.root: plain(inputs[0])}
-        return self._collective(
-            "gather",
-            list(outgoing.values()),
-            lambda: [self._collectives.iswap(outgoing, incoming)],
-            options,
-            [x for row in outputs for x in row],
-            f"root {options.root}",
-            sized=False,
-        )
+        results = [x for row in outputs for x in row]
+        return self._swap("gather", [*outgoing.values()], outgoing, incoming, results, options, f"root {options.root}")
 
     @called_as("outputs inputs")
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], options: CallOptions) -> MpiWork:
         here = self.rank() == options.root
         outgoing = dict(enumerate(one_each("scatter_list", inputs[0], self.size()))) if here else {}
         incoming = {options.root: plain(outputs[0])}
-        return self._collective(
-            "scatter",
-            list(incoming.values()),
-            lambda: [self._collectives.iswap(outgoing, incoming)],
-            options,
-            outputs,
-            f"root {options.root}",
-            sized=False,
-        )
+        return self._swap("scatter", [*incoming.values()], outgoing, incoming, outputs, options, f"root {options.root}")
+
+    def _swap(
+        self,
+        name: str,
+        operands: list[Tensor],
+        outgoing: dict[int, Tensor],
+        incoming: dict[int, Tensor],
+        results: Sequence[Tensor],
+        options: CallOptions,
+        detail: str = "",
+    ) -> MpiWork:
+        """Start to send each rank its tensor, and to receive from each into its."""
+
+        def start() -> list[Pending]:
+            return [self._collectives.iswap(outgoing, incoming)]
+
+        return self._collective(name, operands, start, options, results, detail, sized=False)
 
     @called_as("outputs inputs")
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], options: CallOptions) -> MpiWork:
@@ -537,8 +539,9 @@ class MpiGroup(GROUP):
 
     @called_as("outputs inputs")
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], options: CallOptions) -> MpiWork:
-        incoming = one_each("output_tensor_list", outputs, self.size())
-        return self._all_to_all(one_each("input_tensor_list", inputs, self.size()), incoming, outputs, options)
+        incoming = dict(enumerate(one_each("output_tensor_list", outputs, self.size())))
+        sent = one_each("input_tensor_list", inputs, self.size())
+        return self._swap("all_to_all", sent, dict(enumerate(sent)), incoming, outputs, options)
 
     def all_to_all_single(
         self,
@@ -549,23 +552,11 @@ class MpiGroup(GROUP):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> MpiWork:
-        incoming = rows("output", output, output_split_sizes, self.size())
-        outgoing = rows("input", input, input_split_sizes, self.size())
-        return self._all_to_all(outgoing, incoming, [output], CallOptions.of(opts, timeout))
+        incoming = dict(enumerate(rows("output", output, output_split_sizes, self.size())))
+        sent = rows("input", input, input_split_sizes, self.size())
+        return self._swap("all_to_all", sent, dict(enumerate(sent)), incoming, [output], CallOptions.of(opts, timeout))
 
     alltoall_base = all_to_all_single
-
-    def _all_to_all(
-        self, outgoing: list[Tensor], incoming: list[Tensor], results: Sequence[Tensor], options: CallOptions
-    ) -> MpiWork:
-        return self._collective(
-            "all_to_all",
-            outgoing,
-            lambda: [self._collectives.iswap(dict(enumerate(outgoing)), dict(enumerate(incoming)))],
-            options,
-            results,
-            sized=False,
-        )
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> MpiWork:
         return self._collective("barrier", [], lambda: [self._collectives.ibarrier()], CallOptions.of(opts, timeout))

@@ -310,30 +310,19 @@ class Numbers(Pending):
         super().__init__(wire.node)
         self._wire, self._channel, self._tag, self._expected = wire, channel, tag, expected
         self.heard: dict[int, int] = {}
-        self.open: dict[int, tuple[MPI.Request, bytearray]] = {source: self._next(source) for source in sources}
-
-    def _next(self, source: int) -> "tuple[MPI.Request, bytearray]":
-        page = bytearray(NUMBER_BYTES)
-        return self._wire.mpi.Irecv(page, source, self._tag), page
+        self.open = set(sources)
 
     def test(self) -> bool:
-        for source, (request, page) in list(self.open.items()):
-            if not request.Test():
-                continue
-            self._channel.read(source)
-            number = int.from_bytes(page, "little")
-            wanted = number == self._expected if self._expected is not None else number < GONE
-            if wanted and not self._wire.mpi.Iprobe(source, self._tag):
+        for source in sorted(self.open):
+            number, page = GONE, bytearray(NUMBER_BYTES)
+            while self._wire.mpi.Iprobe(source, self._tag):  # the last one counts
+                self._wire.mpi.Recv(page, source, self._tag)
+                self._channel.read(source)
+                number = int.from_bytes(page, "little")
+            if number == self._expected if self._expected is not None else number < GONE:
                 self.heard[source] = number
-                del self.open[source]
-            else:
-                self.open[source] = self._next(source)
+                self.open.remove(source)
         return not self.open
-
-    def give_up(self) -> None:
-        for request, _ in self.open.values():
-            request.Cancel()
-            request.Wait()
 
 
 def pass_monitored_barrier(
@@ -380,7 +369,6 @@ def pass_monitored_barrier(
     try:
         wire.node.wait(waiting, within(timeout, complaint, lambda: alarm(waiting.open)))
     except BaseException:
-        waiting.give_up()
         if wire.rank:
             tell(0, number + GONE, ARRIVAL_TAG)
         raise

@@ -242,27 +242,23 @@ class MpiWork(dist.Work):
     def get_future(self) -> Any:
         if self._future is not None:
             return self._future
-        if not self.is_completed() and _ddp_asks(sys._getframe(0).f_back) and not self._is_compressed():
+        # DDP's own hook, which may have made tensors of 16 bits, looks into the future for a list as C++ has it.
+        compressed = any(x.dtype is torch.float16 for x in self._results)
+        if not self.is_completed() and _ddp_asks(sys._getframe(0).f_back) and not compressed:
             self._future = torch.futures.Future(devices=self._devices())
             Variable._execution_engine.queue_callback(self.synchronize)
+            return self._future
+        self.wait()
+        if self._results and not self._devices():
+            self._future = torch._C.fork(lambda: self._results)  # with the type, in C++, that a list of tensors has
         else:
-            self.wait()
-            self._future = self._complete_future()
+            future: torch.futures.Future[Any] = torch.futures.Future(devices=self._devices())
+            future.set_result(self._results)
+            self._future = future
         return self._future
 
     def _devices(self) -> list[Any]:
         return sorted({str(x.device) for x in self._results if isinstance(x, Tensor) and x.is_cuda})
-
-    def _is_compressed(self) -> bool:
-        """Whether DDP's own hook may have made the tensors, which looks into the future for a list as C++ has it."""
-        return any(x.dtype is torch.float16 for x in self._results)
-
-    def _complete_future(self) -> "torch._C.Future[Any]":
-        if self._results and not self._devices():
-            return torch._C.fork(lambda: self._results)  # with the type, in C++, that a list of tensors has
-        future: torch.futures.Future[Any] = torch.futures.Future(devices=self._devices())
-        future.set_result(self._results)
-        return future
 
 
 def _ddp_asks(caller: FrameType | None) -> bool:

@@ -165,7 +165,8 @@ class TrainedOptions(ModelOptions):
 
     def tissue_cells(self, slide: Any) -> "Mask":
         """Which cells of a slide have tissue, as the training found it."""
-        from mpi4dl.datasets.slides.tissue import tissue_cells
+        from mpi4dl.datasets.slides.tissue import find_tissue
 
         chosen = self._config.slides
-        return tissue_cells(slide, None if isinstance(chosen.tissue, str) else chosen.tissue, chosen.leave_out)
+        threshold = None if isinstance(chosen.tissue, str) else chosen.tissue
+        return find_tissue(slide, threshold, chosen.leave_out).cells(slide)

@@ -28,28 +28,6 @@ def patch(rows: tuple[int, int], cols: tuple[int, int]) -> Box:
     return Box(ONE, Interval(*rows), Interval(*cols))
 
 
-def test_two_neighbours_swap_a_column() -> None:
-    #          rank 0        rank 1
-    # owns     [ 0 1 2 3 ]   [ 4 5 6 7 ]
-    # needs  [ - 0 1 2 3 4 ] [ 3 4 5 6 7 - ]
-    owned = (line(0, 4), line(4, 8))
-    needed = (line(-1, 5), line(3, 9))
-    assert plan_exchange(0, owned, owned, needed, line(0, 8)) == ExchangePlan(
-        held=line(0, 4),
-        needed=line(-1, 5),
-        sends=(Slab(1, line(3, 4)),),
-        receives=(Slab(1, line(4, 5)),),
-        kept=line(0, 4),
-    )
-    assert plan_exchange(1, owned, owned, needed, line(0, 8)) == ExchangePlan(
-        held=line(4, 8),
-        needed=line(3, 9),
-        sends=(Slab(0, line(4, 5)),),
-        receives=(Slab(0, line(3, 4)),),
-        kept=line(4, 8),
-    )
-
-
 def test_a_wide_halo_reaches_over_a_narrow_neighbour() -> None:
     #          rank 0      rank 1  rank 2
     # owns     [ 0 1 2 ]   [ 3 ]   [ 4 5 6 ]
@@ -64,21 +42,6 @@ def test_a_wide_halo_reaches_over_a_narrow_neighbour() -> None:
     assert plans[1] == ExchangePlan(line(3, 4), line(3, 4), (Slab(0, line(3, 4)), Slab(2, line(3, 4))), (), line(3, 4))
     assert plans[2].sends == (Slab(0, line(4, 5)),)
     assert plans[2].receives == (Slab(0, line(2, 3)), Slab(1, line(3, 4)))
-
-
-def test_a_corner_is_sent_to_the_diagonal_neighbour() -> None:
-    #  owns  0 0 | 1 1      rank 0 needs  0 0 1
-    #        0 0 | 1 1                    0 0 1
-    #        ----+----                    2 2 3
-    #        2 2 | 3 3
-    owned = (patch((0, 2), (0, 2)), patch((0, 2), (2, 4)), patch((2, 3), (0, 2)), patch((2, 3), (2, 4)))
-    needed = (patch((0, 3), (0, 3)), *owned[1:])
-    assert plan_exchange(0, owned, owned, needed, patch((0, 3), (0, 4))).receives == (
-        Slab(1, patch((0, 2), (2, 3))),
-        Slab(2, patch((2, 3), (0, 2))),
-        Slab(3, patch((2, 3), (2, 3))),
-    )
-    assert plan_exchange(3, owned, owned, needed, patch((0, 3), (0, 4))).sends == (Slab(0, patch((2, 3), (2, 3))),)
 
 
 def test_what_is_held_suffices_also_at_the_edge_of_the_whole() -> None:
@@ -104,15 +67,6 @@ def test_copies_that_do_not_suffice_are_not_used_at_all() -> None:
     owned = (line(0, 4), line(4, 7))
     plan = plan_exchange(0, owned, (line(0, 5), line(4, 7)), (line(0, 6), line(4, 7)), line(0, 7))
     assert plan == ExchangePlan(line(0, 5), line(0, 6), (), (Slab(1, line(4, 6)),), line(0, 4))
-
-
-def test_an_empty_tile_sends_and_receives_only_what_it_needs() -> None:
-    owned = (line(0, 3), line(3, 3), line(3, 6))
-    needed = (line(0, 4), line(3, 3), line(2, 6))
-    assert plan_exchange(1, owned, owned, needed, line(0, 6)) == ExchangePlan(
-        line(3, 3), line(3, 3), (), (), line(3, 3)
-    )
-    assert plan_exchange(0, owned, owned, needed, line(0, 6)).receives == (Slab(2, line(3, 4)),)
 
 
 def test_narrow_is_a_view_by_global_coordinates() -> None:

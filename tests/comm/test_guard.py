@@ -113,7 +113,7 @@ def end():
 
 comm = world()
 failure.meeting().closings.append(let_go)
-comm.exit_notifications.append(end)
+failure.meeting().exit_notifications.append(end)
 if comm.rank == 1:
     comm.recv_object(0)
     print("1 is there", flush=True)

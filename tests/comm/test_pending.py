@@ -22,12 +22,8 @@ class Gate(Pending):
         return self.open
 
 
-def lone_node() -> Node:
-    return Node(0, 1, 1, 1)
-
-
 def fresh() -> tuple[Node, list[str], list[Gate]]:
-    return lone_node(), [], []
+    return Node(0, 1, 1, 1), [], []
 
 
 def gates(node: Node, names: str, log: list[str], made: list[Gate]) -> Iterator[Pending]:
@@ -53,24 +49,6 @@ def test_a_phase_starts_when_the_one_before_is_complete() -> None:
     assert node.underway == []
     pending.wait()
     pending.wait()
-
-
-def test_no_phases_are_complete_at_once() -> None:
-    node = lone_node()
-    pending = Pending.of_phases(node, iter(()))
-    assert node.underway == []
-    assert pending.test()
-    pending.wait()
-
-
-def test_a_wait_for_anything_drives_all_phases_forward() -> None:
-    node, log, first = fresh()
-    second: list[Gate] = []
-    Pending.of_phases(node, gates(node, "ab", log, first))
-    other = Pending.of_phases(node, gates(node, "c", log, second))
-    first[0].open = second[0].open = True
-    other.wait()
-    assert log == ["a starts", "c starts", "a ends", "b starts", "c ends", "all end"]
 
 
 def test_joined_phases_are_waited_for_together() -> None:

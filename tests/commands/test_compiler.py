@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-START = "from mpi4dl._compiler import compiler_is_there, defer_compiler\ndefer_compiler()\nimport torch\n"
+START = "import sys; from mpi4dl._compiler import PART, defer_compiler\ndefer_compiler()\nimport torch\n"
 STEP = """
 weight = torch.nn.Parameter(torch.ones(3))
 optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -15,7 +15,7 @@ optimizer.zero_grad()
 assert weight.tolist() == [0.5] * 3 and weight.grad is None
 """
 CASES = {
-    "an optimizer": STEP + "assert not compiler_is_there()",
+    "an optimizer": STEP + "assert PART not in sys.modules",
     "compiling after an optimizer's step": STEP
     + """
 seen = []
@@ -23,18 +23,18 @@ seen = []
 def untraced(x):
     seen.append(torch.compiler.is_compiling())
     return x + 1
-assert not compiler_is_there()
+assert PART not in sys.modules
 double = torch.compile(lambda x: untraced(x) * 2, backend="eager")
 assert double(torch.ones(2)).tolist() == [4.0, 4.0] and seen == [False]
-assert compiler_is_there() and torch._dynamo.eval_frame
+assert PART in sys.modules and torch._dynamo.eval_frame
 """
     + STEP,
-    "a part of it": "import torch._dynamo.config as config\nassert compiler_is_there() and config.verbose is False",
-    "a name of it": "from torch._dynamo import OptimizedModule\nassert compiler_is_there() and OptimizedModule",
-    "a name that it has not": "assert not hasattr(torch._dynamo, 'nothing') and compiler_is_there()",
+    "a part of it": "import torch._dynamo.config as config\nassert PART in sys.modules and config.verbose is False",
+    "a name of it": "from torch._dynamo import OptimizedModule\nassert PART in sys.modules and OptimizedModule",
+    "a name that it has not": "assert not hasattr(torch._dynamo, 'nothing') and PART in sys.modules",
     "who looks through all modules": "import inspect, sys\n"
     "assert [getattr(each, '__file__', None) for each in list(sys.modules.values())]\n"
-    "assert inspect.getmodule(STAND := torch.nn.Linear) and not compiler_is_there()",
+    "assert inspect.getmodule(STAND := torch.nn.Linear) and PART not in sys.modules",
     "recomputation": """
 x = torch.ones(2, requires_grad=True)
 torch.utils.checkpoint.checkpoint(torch.exp, x, use_reentrant=False).sum().backward()

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from mpi4dl.datasets.loader import Prefetcher
+from mpi4dl.datasets.loader import prefetched
 
 
 def readers():
@@ -30,16 +30,16 @@ def test_items_come_in_order_whichever_is_ready_first(num_workers, depth):
         time.sleep(0.002 * (i % 3 == 0))
         return i * i
 
-    assert list(Prefetcher(compute, 20, num_workers, depth)) == [i * i for i in range(20)]
+    assert list(prefetched(compute, 20, num_workers, depth)) == [i * i for i in range(20)]
 
 
 def test_nothing_to_do():
-    assert list(Prefetcher(lambda i: i, 0, 3, 2)) == []
+    assert list(prefetched(lambda i: i, 0, 3, 2)) == []
 
 
 def test_no_more_than_depth_items_are_computed_ahead():
     started = []
-    prefetcher = Prefetcher(lambda i: started.append(i), 100, 4, 3)
+    prefetcher = prefetched(lambda i: started.append(i), 100, 4, 3)
 
     def wait_for(count):
         deadline = time.monotonic() + 20
@@ -57,7 +57,7 @@ def test_no_more_than_depth_items_are_computed_ahead():
 
 def test_items_are_computed_while_the_consumer_is_busy_and_by_several_threads():
     together = threading.Barrier(3)
-    prefetcher = Prefetcher(lambda i: together.wait(timeout=600), 3, 3, 3)
+    prefetcher = prefetched(lambda i: together.wait(timeout=600), 3, 3, 3)
     assert sorted(prefetcher) == [0, 1, 2]
 
 
@@ -67,7 +67,7 @@ def test_a_failure_surfaces_at_its_turn_and_ends_the_iteration():
             raise RuntimeError("the disk is on fire")
         return i
 
-    prefetcher = Prefetcher(compute, 10, 2, 4)
+    prefetcher = prefetched(compute, 10, 2, 4)
     assert [next(prefetcher), next(prefetcher)] == [0, 1]
     with pytest.raises(RuntimeError, match="the disk is on fire"):
         next(prefetcher)
@@ -75,7 +75,7 @@ def test_a_failure_surfaces_at_its_turn_and_ends_the_iteration():
 
 
 def test_closing_early_ends_the_threads_even_when_they_wait_for_room():
-    prefetcher = Prefetcher(lambda i: i, 1000, 4, 2)
+    prefetcher = prefetched(lambda i: i, 1000, 4, 2)
     assert next(prefetcher) == 0
     prefetcher.close()
     prefetcher.close()
@@ -83,14 +83,14 @@ def test_closing_early_ends_the_threads_even_when_they_wait_for_room():
 
 
 def test_a_forgotten_prefetcher_ends_its_threads():
-    prefetcher = Prefetcher(lambda i: i, 1000, 4, 2)
+    prefetcher = prefetched(lambda i: i, 1000, 4, 2)
     next(prefetcher)
     del prefetcher
     gc.collect()
 
 
 def test_a_thread_that_waits_keeps_no_item():
-    prefetcher = Prefetcher(lambda i: threading.Event(), 1, 1, 1)
+    prefetcher = prefetched(lambda i: threading.Event(), 1, 1, 1)
     found, deadline = weakref.ref(next(prefetcher)), time.monotonic() + 20
     while found() is not None and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -104,7 +104,7 @@ def test_the_interpreter_exits_although_an_iteration_is_not_over(item):
     program = (
         "import time, mpi4dl.datasets.loader as p\n"
         "p.JOIN_SECONDS = 0.2\n"
-        f"it = p.Prefetcher(lambda i: i and {item}, 10**9, 2, 8)\n"
+        f"it = p.prefetched(lambda i: i and {item}, 10**9, 2, 8)\n"
         "def batches():\n"
         "    try:\n"
         "        yield from it\n"

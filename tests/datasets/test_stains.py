@@ -127,12 +127,6 @@ def test_what_cannot_be_measured_is_none(method: str) -> None:
     assert measured(np.empty((0, 3), np.uint8)) is None
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_numbers_make_the_same_again(method: str) -> None:
-    kind, reference = METHODS[method]
-    assert kind.of_numbers(reference).numbers == reference
-
-
 def test_stains_of_grey_images_are_refused() -> None:
     view = View((4, 4), augmentation=Augmentation(stains=0.1), mean=(0.0,), std=(1.0,))
     with pytest.raises(ValueError, match="stains need pictures of 3 channels of bytes, these have 1 of uint8"):

@@ -173,3 +173,8 @@ def test_boxes_outside_the_frame_are_refused():
 def test_mean_and_std_must_fit_the_channels():
     with pytest.raises(ValueError, match=r"is for 3 channels, the image has 1"):
         View((4, 4)).tile(WholeImage(noise_image(4, 4, 1)), *whole(4, 4))
+
+
+def test_beyond_a_mask_of_bytes_pixels_are_ignored():
+    found = View((4, 4), "crop").mask(np.ones((2, 2), np.uint8))
+    assert (found.dtype, (found == 1).sum(), (found == -100).sum()) == (np.int64, 4, 12)

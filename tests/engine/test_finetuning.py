@@ -22,6 +22,7 @@ from tests.support.short_runs import EXACT, SKIPPING, Task, assert_close, batch_
 FROZEN = "convs.*,norms.0.*,norms.1.*"
 THAWED = {2: "convs.2.*,convs.3.*", 3: "norms.1.*,convs.1.*"}  # by step
 NUM_STEPS, DECAY = 5, 0.7
+LAST = 4  # in this step all but the last layer is frozen again, which is all of a first stage
 SMALL = (("bucket_bytes", 300),)
 TASK = Task(SKIPPING.model, SKIPPING.size)
 
@@ -84,11 +85,18 @@ def engine_for(comm: Communicator, case: Case) -> Engine:
     )
 
 
+def freeze_in(step: int, model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if step == LAST and "last" not in name:
+            p.requires_grad_(False)
+
+
 def steps(engine: Engine, first: int, last: int) -> list[float]:
     losses = []
     for number in range(first, last):
         if number in THAWED:
             engine.unfreeze(THAWED[number])
+        freeze_in(number, engine.stages)
         images, targets = batch_of(TASK, number)
         losses.append(engine.step(tiles_of(images, engine), targets, TASK.size).loss)
     return losses
@@ -113,6 +121,7 @@ def plainly(kind: str, num_microbatches: int) -> Learnt:
     for number in range(NUM_STEPS):
         for name in select(THAWED.get(number, ""), names_by_first(model)):
             model.get_parameter(name).requires_grad_()
+        freeze_in(number, model)
         images, targets = batch_of(TASK, number)
         model.zero_grad()
         total = 0.0

@@ -1,6 +1,5 @@
 """Geometry against brute force: every formula is compared with an enumeration, or with the shapes PyTorch computes."""
 
-import random
 from itertools import pairwise
 
 import pytest
@@ -39,7 +38,6 @@ from tests.support.brute_force import (
     transposed_windows,
     window_taps,
     windows,
-    windows_that_fit,
 )
 
 
@@ -53,10 +51,6 @@ def test_intervals_behave_as_the_sets_they_stand_for(a: Interval, b: Interval) -
     assert a.intersect(b).length == len(here & there)
     assert a.covers(b) == (there <= here)
     assert set(range(*a.shift(3))) == {i + 3 for i in here}
-
-
-def test_growing_an_interval_moves_each_end_outwards() -> None:
-    assert Interval(3, 5).grow(1, 2) == Interval(2, 7)
 
 
 @patient
@@ -145,13 +139,6 @@ def test_dropping_an_axis_leaves_every_rank_along_it_one_copy(axis: int) -> None
     for rank in range(tiling.grid.size):
         assert dropped.owned(rank)[axis].length == 1
         assert all(dropped.owned(rank)[other] == tiling.owned(rank)[other] for other in range(3) if other != axis)
-
-
-@thorough
-@given(windows(), sizes)
-def test_output_size_counts_the_windows_that_fit(window: Window, size: int) -> None:
-    assume(size + window.before + window.after >= window.extent)
-    assert window.output_size(size) == windows_that_fit(window, size)
 
 
 @thorough
@@ -317,25 +304,6 @@ def test_taps_follow_a_scale_factor_that_the_caller_gave(size: int, factor: floa
     torch.testing.assert_close(resampled(resampling, column), expected.flatten(), rtol=0, atol=1e-12)
 
 
-def test_random_rows_are_read_where_the_formula_says() -> None:
-    """One concrete convolution: changing a row that `needs` leaves out never changes the output."""
-    rng = random.Random(0)
-    window = Window(3, stride=2, before=2, after=1, dilation=2)
-    column = torch.rand(1, 1, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    weight = torch.ones(1, 1, 3, dtype=torch.float64)
-
-    def convolved(rows: torch.Tensor) -> torch.Tensor:
-        return F.conv1d(F.pad(rows, (window.before, window.after)), weight, stride=2, dilation=2)
-
-    before = convolved(column)
-    for _ in range(20):
-        output = Interval(start := rng.randrange(before.shape[2]), rng.randint(start + 1, before.shape[2]))
-        needed = window.needs(output, 20)
-        changed = column.clone()
-        changed[..., [row for row in range(20) if not needed.start <= row < needed.stop]] += 1
-        assert torch.equal(convolved(changed)[..., output.start : output.stop], before[..., output.start : output.stop])
-
-
 # Plans of whole axes: whose rows are whose, who reads which, and when nobody has to send any.
 
 
@@ -396,36 +364,6 @@ def test_a_3x3_convolution_exchanges_one_row_with_each_neighbour() -> None:
     assert plan == AxisPlan(
         Split.at([0, 4, 8, 10]), needed=(Interval(-1, 5), Interval(3, 9), Interval(7, 11)), exchange=True
     )
-
-
-def test_a_stack_of_convolutions_uses_up_a_wide_halo_and_then_exchanges() -> None:
-    split = Split.at([0, 8, 16]).widen(2)
-    held = []
-    for _ in range(3):
-        plan = check_plan(Window(3, before=1, after=1), split)
-        held.append((plan.exchange, plan.output.held))
-        split = plan.output
-    assert held == [
-        (False, (Interval(0, 9), Interval(7, 16))),
-        (False, (Interval(0, 8), Interval(8, 16))),
-        (True, (Interval(0, 8), Interval(8, 16))),
-    ]
-
-
-def test_a_tile_that_becomes_empty_needs_nothing() -> None:
-    plan = check_plan(Window(3, stride=8, before=1, after=1), Split.at(even_cuts(16, 8)))
-    assert plan.output.size == 2
-    empty = [part for part in range(8) if plan.output.owned(part).empty]
-    assert len(empty) == 6
-    assert all(plan.needed[part].empty for part in empty)
-
-
-def test_the_window_of_a_strided_stack_keeps_97_rows_over_4_ranks_complete() -> None:
-    """The stem of a ResNet on an odd size, down to fewer rows than ranks."""
-    split = Split.at(even_cuts(97, 4))
-    for window in [Window(7, 2, 3, 3)] + [Window(3, 2, 1, 1)] * 5:
-        split = check_plan(window, split).output
-    assert split.size == 2
 
 
 def test_tilings_are_alike_if_each_axis_is() -> None:

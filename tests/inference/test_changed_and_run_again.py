@@ -434,7 +434,10 @@ FOLDS_CHANGED: dict[str, tuple[Change, str | None]] = {
     "aggregator": ("--aggregator mean", "aggregator"),
     "features by another option": ("--features {work}/bags/others", "features"),
     "labels": (lambda work: edit(work / "bags" / "slides.csv", "p2,s2,a", "p2,s2,b"), "another label .*s2.h5"),
-    "a slide less": (lambda work: edit(work / "bags" / "slides.csv", "p4,s4,a\n", ""), "'s4' is not in the table"),
+    "a slide less": (
+        lambda work: edit(work / "bags" / "slides.csv", "p4,s4,a\n", ""),
+        "s4 is no file of features in the table",
+    ),
     "a slide more": (lambda work: add_bag(work / "bags"), "the table has now: s4b.h5"),
     "features": (lambda work: scale_features(work / "bags" / "features" / "s0.h5"), "other content .*s0.h5"),
     "weights": (lambda work: scale_weights(work / "bags-run" / MODEL), "the file of .*weights"),

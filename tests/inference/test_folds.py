@@ -23,7 +23,8 @@ def folds_of(values: dict[str, Sequence[float]]) -> list[FoldScores]:
         metrics = {name: Measured(of[fold], math.nan, math.nan) for name, of in values.items()}
         kept: Any = {"records": (), "bad": {}, "confusion": None, "count": 3, "what": "slide"}
         of_patients = LevelScores("patient", 2, metrics)
-        found.append(FoldScores(fold, Scores("classify", ("a", "b"), metrics=metrics, patients=of_patients, **kept)))
+        kept |= {"task": "classify", "classes": ("a", "b"), "metrics": metrics, "patients": of_patients}
+        found.append(FoldScores(fold, Scores(**kept)))
     return found
 
 

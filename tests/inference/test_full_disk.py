@@ -16,9 +16,9 @@ from mpi4dl.datasets.slides.features import Embedded, write_features
 from mpi4dl.datasets.slides.slide import Slide, open_slide
 from mpi4dl.embed import embed
 from mpi4dl.evaluate import evaluate
-from mpi4dl.inference.class_maps import ClassMap, MapOptions
+from mpi4dl.inference.class_maps import MapOptions, class_map
 from mpi4dl.inference.maps import PatchMap, write_map
-from mpi4dl.inference.masks import ArrayMask, PngMask
+from mpi4dl.inference.masks import array_file, png_mask
 from mpi4dl.predict import predict
 from mpi4dl.results.job import FolderJob, ItemInput
 from mpi4dl.results.names import PREDICTIONS
@@ -43,8 +43,8 @@ def noise(*shape: int, most: int = 256) -> np.ndarray:
     return np.random.default_rng(0).integers(0, most, shape)
 
 
-def class_map(folder: Path, slide: Slide) -> None:
-    found = ClassMap(folder / "masks" / "s.ome.tif", slide, ("background", "a", "b"), MapOptions())
+def classes(folder: Path, slide: Slide) -> None:
+    found = class_map(folder / "masks" / "s.ome.tif", slide, ("background", "a", "b"), MapOptions())
     try:
         drawn = np.kron(noise(3, 7, most=3), np.ones((100, 100))).astype(np.uint8)[:, : slide.size[1]]
         found.write((slice(0, 300), slice(0, drawn.shape[1])), drawn)
@@ -60,7 +60,7 @@ def heat_map(folder: Path, slide: Slide) -> None:
 
 
 def picture(folder: Path, slide: Slide) -> None:
-    mask = PngMask(folder / "masks" / "s.png", (200, 300), 3)
+    mask = png_mask(folder / "masks" / "s.png", (200, 300), 3)
     try:
         mask.write((slice(0, 200),), noise(200, 300, most=3))
         mask.close()
@@ -70,7 +70,7 @@ def picture(folder: Path, slide: Slide) -> None:
 
 
 def array(folder: Path, slide: Slide) -> None:
-    mask = ArrayMask(folder / "masks" / "s.npy", (30, 40, 50), np.uint8)
+    mask = array_file(folder / "masks" / "s.npy", (30, 40, 50), np.uint8)
     mask.write((slice(0, 30),), noise(30, 40, 50).astype(np.uint8))
     mask.close()
 
@@ -94,7 +94,7 @@ def composed(folder: Path, slide: Slide) -> None:
     Cohort(2, 1, SIDE, lesion_share=0.009).write(folder, 1)
 
 
-WRITERS = (class_map, heat_map, picture, array, features, records, composed)
+WRITERS = (classes, heat_map, picture, array, features, records, composed)
 LIMITS = (0, 1000, 40_000)
 
 
@@ -131,9 +131,9 @@ def test_maps_of_files_have_their_room_on_the_disk_before_they_are_written(
 ) -> None:
     """Else the process would end by SIGBUS where the disk has no more room."""
     file = (
-        ClassMap(tmp_path / "s.ome.tif", slide, ("background", "a"), MapOptions())
+        class_map(tmp_path / "s.ome.tif", slide, ("background", "a"), MapOptions())
         if kind == "class map"
-        else ArrayMask(tmp_path / "s.npy", (100, 100, 100), "f4")
+        else array_file(tmp_path / "s.npy", (100, 100, 100), "f4")
     )
     (path,) = tmp_path.iterdir()
     assert path.stat().st_blocks * 512 >= path.stat().st_size >= min(slide.size) ** 2

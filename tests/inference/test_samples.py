@@ -46,7 +46,7 @@ def by_patient(found: Samples, values: torch.Tensor, how: Any) -> np.ndarray:
 
 
 def scored(found: Samples, resamples: int = 0, **judging: Any) -> Scores:
-    return scores_of(found, Judging(**judging), resamples, 0.95, **KEPT)
+    return scores_of(found, Judging(resamples=resamples, **judging), **KEPT)
 
 
 def test_two_classes_by_slide_and_by_patient() -> None:
@@ -140,7 +140,7 @@ def test_one_class_alone_is_undefined_and_said_so() -> None:
             True,
             False,
         ]
-    told = "\n".join(scores.table(0.95))
+    told = "\n".join(scores.table())
     assert "undefined" in told
     assert "nan" not in told
     assert "no threshold for tumour" in told

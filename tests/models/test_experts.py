@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpi4dl import models
-from mpi4dl.models.experts import Experts, Router, grouped_linear
+from mpi4dl.models.experts import Experts, Mixture, Router, grouped_linear
 from mpi4dl.models.layers import Penalized
 
 TOKENS, HIDDEN = 7, 6
@@ -60,7 +60,7 @@ def test_groups_may_be_empty(dtype: torch.dtype, width: int) -> None:
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_scores_weights_and_penalties(scoring: Any) -> None:
     torch.manual_seed(0)
-    router, x = Router(HIDDEN, 4, 2, scoring=scoring, balance=0.1, z=0.01).double(), x_of()
+    router, x = Router(HIDDEN, Mixture(4, 2, scoring=scoring, balance=0.1, z=0.01)).double(), x_of()
     torch.nn.init.normal_(router.weight)
     router.requires_grad_(False)
     x = x.detach()
@@ -82,7 +82,7 @@ def test_scores_weights_and_penalties(scoring: Any) -> None:
 
 def test_an_expert_takes_the_first_tokens_of_each_sequence() -> None:
     torch.manual_seed(0)
-    free, limited = (Router(HIDDEN, 4, 2, capacity_factor=factor).double() for factor in (None, 0.6))
+    free, limited = (Router(HIDDEN, Mixture(4, 2, capacity_factor=factor)).double() for factor in (None, 0.6))
     limited.load_state_dict(free.state_dict())
     x = x_of().detach()
     capacity = math.ceil(0.6 * 2 * TOKENS / 4)
@@ -104,7 +104,7 @@ def test_an_expert_takes_the_first_tokens_of_each_sequence() -> None:
 
 def test_the_bias_moves_choices_but_not_weights() -> None:
     torch.manual_seed(0)
-    router, x = Router(HIDDEN, 4, 1, balance=0.0, bias_rate=0.5).double(), x_of()
+    router, x = Router(HIDDEN, Mixture(4, 1, balance=0.0, bias_rate=0.5)).double(), x_of()
     assert router.bias is not None
     assert not router.penalizes
     first = router(x)
@@ -117,7 +117,7 @@ def test_the_bias_moves_choices_but_not_weights() -> None:
 
 
 def test_equal_scores_and_infinities() -> None:
-    router = Router(HIDDEN, 4, 2).double()
+    router = Router(HIDDEN, Mixture(4, 2)).double()
     torch.nn.init.zeros_(router.weight)
     chosen, weights, _, _ = router(x_of())
     assert bool((chosen.sort(-1).values.diff(dim=-1) > 0).all())  # two different ones

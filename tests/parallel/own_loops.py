@@ -118,6 +118,8 @@ def tensor_hooks(wrap: Wrap) -> list[Tensor]:
     model.first.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
     model.again.weight.register_hook(lambda g: seen.append(g.clone()))
     model.head.bias.register_hook(lambda g: 3 * g)
+    model.unused.register_hook(lambda g: seen.append(g.clone()))
+    model.unused.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
     for images, labels in batches(2):
         F.cross_entropy(model(images), labels).backward()
     return [*seen, *found_in(model)]

@@ -286,12 +286,6 @@ def test_replicas_with_local_batches_share_no_microbatch() -> None:
             Plan(((1, 2), (1, 1)), data=2, local_batches=True, **more)
 
 
-def test_nested_cuts() -> None:
-    assert nested_cuts((0, 4, 7), 1) == (0, 4, 7)
-    assert nested_cuts((0, 4, 7), 2) == (0, 2, 4, 5, 7)
-    assert nested_cuts((2, 2, 3), 3) == (2, 2, 2, 2, 2, 2, 3)
-
-
 @quick
 @given(st.lists(st.integers(0, 30), min_size=2, max_size=6).map(sorted), st.integers(1, 5))
 def test_nested_cuts_keep_the_outer_ones_and_are_even_between_them(outer: list[int], ways: int) -> None:

@@ -74,19 +74,6 @@ def window_taps(window: Window, row: int) -> list[int]:
     return [row * window.stride - window.before + window.dilation * k for k in range(window.kernel)]
 
 
-def windows_that_fit(window: Window, size: int) -> int:
-    """Slide the window over the padded rows and count its stops."""
-    end = size - 1 + window.after
-    count = 0
-    if not window.ceil_mode:
-        while window_taps(window, count)[-1] <= end:
-            count += 1
-        return count
-    while count == 0 or window_taps(window, count - 1)[-1] < end:
-        count += 1
-    return count - 1 if window_taps(window, count - 1)[0] >= size else count
-
-
 def transposed_sources(window: TransposedWindow, row: int, size: int) -> set[int]:
     """The input rows that add to an output row."""
     return {

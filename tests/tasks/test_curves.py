@@ -16,7 +16,6 @@ from mpi4dl.tasks.curves import (
     calibration_error,
     chosen_threshold,
     curve_of,
-    rates,
 )
 
 CASES = [(2, 0), (3, 1), (10, 2), (60, 3), (200, 4)]
@@ -53,7 +52,7 @@ def test_rates_are_those_of_the_confusion_matrix(count: int, seed: int) -> None:
         called = scores >= threshold
         tn, fp, fn, tp = reference.confusion_matrix(positive, called, labels=[False, True]).ravel()
         assert CallCounts.of(called, positive) == (tp, fp, fn, tn)
-        found = rates(scores, positive, threshold)
+        found = CallCounts.of(scores >= threshold, positive).rates()
         expected = [
             reference.recall_score(positive, called, zero_division=np.nan),
             reference.recall_score(~positive, ~called, zero_division=np.nan),
@@ -67,7 +66,7 @@ def test_rates_are_those_of_the_confusion_matrix(count: int, seed: int) -> None:
 def test_thresholds_by_rules(count: int, seed: int) -> None:
     scores, positive = drawn(count, seed)
     every = [math.inf, *sorted({*scores.tolist()}, reverse=True)]
-    found = {threshold: rates(scores, positive, threshold) for threshold in every}
+    found = {threshold: CallCounts.of(scores >= threshold, positive).rates() for threshold in every}
     sums = {threshold: each["sensitivity"] + each["specificity"] for threshold, each in found.items()}
     best = max(sums.values())
     curve = curve_of(scores, positive)
@@ -82,11 +81,11 @@ def test_thresholds_by_rules(count: int, seed: int) -> None:
 @pytest.mark.parametrize("positive", [True, False])
 def test_one_class_alone_is_undefined(positive: bool) -> None:
     scores, of = torch.tensor([0.2, 0.7, 0.7]), torch.full((3,), positive)
-    found = rates(scores, of, 0.5)
+    found = CallCounts.of(scores >= 0.5, of).rates()
     undefined = ("specificity",) if positive else ("sensitivity",)
     assert [name for name in RATES if math.isnan(found[name])] == list(undefined)
     assert math.isnan(chosen_threshold("youden", curve_of(scores, of)))
-    none = rates(scores, of, 0.9)
+    none = CallCounts.of(scores >= 0.9, of).rates()
     assert math.isnan(none["ppv"])
 
 

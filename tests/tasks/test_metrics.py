@@ -17,7 +17,7 @@ from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.losses import concordance
-from mpi4dl.tasks.metrics import make_metric, of_class
+from mpi4dl.tasks.metrics import make_metric, overlaps
 from mpi4dl.tasks.task import Classify, MultiLabel, Regress, Segment, Survive, Task
 from tests.pool.ranks import Ranks
 from tests.tasks.cases import IGNORED, NUM_CLASSES, SIZE, Dense, Small, images_of, in_batches, targets_of
@@ -337,9 +337,9 @@ def test_overlaps_of_one_class_are_those_of_scikit_learn(number: int) -> None:
     found, true = torch.randint(3, (2, 50), generator=drawn)
     counts = torch.bincount(true * 3 + found, minlength=9).view(3, 3)
     for measure, function in (("dice", reference.f1_score), ("iou", reference.jaccard_score)):
-        assert of_class(measure, number, counts) == pytest.approx(function(true == number, found == number))
+        assert overlaps(measure, counts)[number] == pytest.approx(function(true == number, found == number))
     counts[number] = counts[:, number] = 0
-    assert math.isnan(of_class("dice", number, counts))
+    assert math.isnan(overlaps("dice", counts)[number])
 
 
 def test_a_model_may_have_outputs_for_more_classes() -> None:

@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.samples import read_samples
 from mpi4dl.engine import Engine, Evaluation
 from mpi4dl.inference.records import columns_of
+from mpi4dl.inference.samples import Judging, Measured, measured_by, members_of
 from mpi4dl.options.config import ConfigError, parse
 from mpi4dl.options.declare import with_values
 from mpi4dl.options.tasks import build_metrics, build_task, directions, monitored, with_defaults, with_task
@@ -30,8 +30,8 @@ from mpi4dl.tasks.directions import HIGHER_IS_BETTER
 from mpi4dl.tasks.formulas import IGNORED, BatchLoss, heads_of
 from mpi4dl.tasks.losses import balanced_weights, build_loss
 from mpi4dl.tasks.measuring import measured_here
-from mpi4dl.tasks.metrics import bootstrap
 from mpi4dl.tasks.task import TASKS
+from mpi4dl.training.resuming import BestSoFar
 from mpi4dl.training.run import Best
 from tests.pool.ranks import Ranks, on_ranks
 from tests.pool.zygote import ROOT
@@ -317,7 +317,7 @@ def test_the_best_is_told_by_the_metrics_direction() -> None:
         seen = [found.see(Evaluation(1.0, None, 4, {monitor: value}), n) for n, value in enumerate(values)]
         assert (found.step, found.enough, seen.index(True)) == (best, True, 0 if monitor == "auc" else 1)
         other, turned = Best(monitor, monitor == "auc", patience=None), Best(monitor, monitor != "auc", patience=None)
-        state = json.loads(json.dumps(found.state()))
+        state = BestSoFar(*json.loads(json.dumps(found.state())))
         other.go_on(state)
         turned.go_on(state)
         assert replace(other, patience=2) == found
@@ -404,22 +404,27 @@ def test_outputs_that_are_not_numbers_are_no_class(comm: Communicator, name: str
         assert all(math.isnan(value) if undefined else value == 1 for value in values if isinstance(value, float))
 
 
-def mean_of(values: torch.Tensor, drawn: torch.Tensor) -> float:
-    return float(values[drawn].mean())
+def mean_of(values: torch.Tensor, resamples: int, level: float = 0.95, undefined: Sequence[int] = ()) -> Measured:
+    """Their mean, not defined of draws with some of these, and its interval."""
+
+    def measure(drawn: torch.Tensor) -> dict[str, float]:
+        return {"mean": NAN if {*undefined} & {*drawn.tolist()} else float(values[drawn].mean())}
+
+    members = members_of(range(len(values)))
+    return measured_by(measure, members, len(values), Judging(resamples=resamples, level=level))["mean"]
 
 
 def test_the_bootstrap_covers_a_mean_as_often_as_it_says() -> None:
     generator, inside = torch.Generator().manual_seed(0), 0
-    for seed in range(100):
-        mean = partial(mean_of, torch.randn(40, generator=generator))
-        found = bootstrap(mean, 40, num_resamples=200, level=0.9, seed=seed)
+    for _ in range(100):
+        found = mean_of(values := torch.randn(40, generator=generator), 200, 0.9)
         inside += found.low <= 0 <= found.high
     assert 85 <= inside <= 97
-    assert found == bootstrap(mean, 40, num_resamples=200, level=0.9, seed=99)
-    assert found != bootstrap(mean, 40, num_resamples=200, level=0.9, seed=98)
-    undefined = bootstrap(lambda drawn: NAN if 0 in drawn else 1.0, 3, num_resamples=50)
-    assert 0 < undefined.defined < 50
-    assert math.isnan(bootstrap(lambda drawn: NAN, 3).low)
+    assert found == mean_of(values, 200, 0.9)
+    partly, nowhere = (mean_of(values, 200, 0.9, undefined) for undefined in ([0], range(40)))
+    assert partly.low < partly.high
+    assert partly.low != found.low
+    assert math.isnan(nowhere.low)
 
 
 @pytest.mark.parametrize(
@@ -429,9 +434,8 @@ def test_the_bootstrap_covers_a_mean_as_often_as_it_says() -> None:
 )
 def test_few_or_equal_samples_have_no_interval(scores: list[float], known: bool) -> None:
     """Of two images an interval is as long as chance has it; of equal scores it is 0 long, as if it were certain."""
-    found = bootstrap(partial(mean_of, torch.tensor(scores)), len(scores), num_resamples=100)
+    found = mean_of(torch.tensor(scores), 100)
     assert math.isnan(found.low) is math.isnan(found.high) is (not known)
-    assert found.defined == 100
 
 
 def run(comm: Communicator, folder: Path, epochs: int, **options: Any) -> Evaluation | None:

@@ -17,7 +17,7 @@ from mpi4dl.engine import Engine, Runner
 from mpi4dl.parallel.cut import split
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.tasks.formulas import Counting, CrossEntropy, OfHeads
+from mpi4dl.tasks.formulas import OfHeads, TokenCrossEntropy
 from tests.pool.ranks import Ranks
 from tests.support.short_runs import EXACT, assert_close, tiles_of
 
@@ -87,9 +87,7 @@ class Case:
     ignored: float = 0.0
 
     def objective(self) -> Any:
-        options = dict(self.options)
-        smoothing = options.pop("label_smoothing", 0.0)
-        return self.loss or OfHeads(CrossEntropy(Counting(**options), smoothing, classes_last=True))
+        return self.loss or OfHeads(TokenCrossEntropy(**dict(self.options)))
 
     def plain(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if self.loss is not None:

@@ -20,7 +20,7 @@ from mpi4dl.geometry import Box, Interval
 from mpi4dl.parallel.inputs import Microbatch, Read
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.training.input_pipeline import Ahead, BadImages, ControlFlags
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 from tests.support.short_runs import Task, assert_close, batch_of, build, engine_of, tiles_of
 
 BATCH_SIZE = 4
@@ -117,7 +117,8 @@ def test_what_one_rank_is_short_of_stops_all_by_any_policy(ranks: Ranks) -> None
     assert ranks(2).run(agree, "skip", TILES, [{}, {}], ONE_MICROBATCH, problem) == [problem] * 2
 
 
-def meet_again(comm: Communicator) -> tuple[int, list[str]]:
+@on_ranks(2)
+def test_an_image_is_counted_and_logged_once(comm: Communicator) -> None:
     """The same damaged image in two epochs, and another one."""
     logged: list[str] = []
     handler = logging.Handler()
@@ -132,11 +133,7 @@ def meet_again(comm: Communicator) -> tuple[int, list[str]]:
             bad_images.agree(batch, ONE_MICROBATCH, reads)
     finally:
         logger.removeHandler(handler)
-    return bad_images.skipped, logged
-
-
-def test_an_image_is_counted_and_logged_once(ranks: Ranks) -> None:
-    assert ranks(2).run(meet_again) == [(2, ["skipped: b: damaged", "skipped: a: damaged"])] * 2
+    assert (bad_images.skipped, logged) == (2, ["skipped: b: damaged", "skipped: a: damaged"])
 
 
 # The others train as a plain loop trains them.

@@ -33,7 +33,7 @@ from mpi4dl.predict import predict
 from mpi4dl.runs import stopping
 from mpi4dl.train import train
 from tests.pool.job import mpirun
-from tests.pool.ranks import Ranks, RanksFailed
+from tests.pool.ranks import Ranks, RanksFailed, on_ranks
 from tests.support.commands import losses_of, plain_steps, read_lines, read_rows, refused, run_train, said, words
 from tests.support.short_runs import write_mixed_cohort
 from tests.support.tiny import TINY_RESNET, tiny_resnet
@@ -175,8 +175,12 @@ def test_two_jobs_do_not_embed_into_one_folder(ranks: Ranks, cohort: Path, tmp_p
     os.close(held)
 
 
-def watched(comm: Communicator, argv: list[str]) -> tuple[set[bool], set[bool]]:
+@on_ranks(2)
+def test_a_rank_is_watched_while_it_encodes_and_not_while_it_waits(
+    comm: Communicator, cohort: Path, tmp_path: Path
+) -> None:
     """Whether this rank is watched while it encodes, and while it waits for the features of others."""
+    argv = embedding(cohort, tmp_path / "out")
     encoding, waiting = set[bool](), set[bool]()
 
     class Dog:
@@ -207,12 +211,7 @@ def watched(comm: Communicator, argv: list[str]) -> tuple[set[bool], set[bool]]:
         patch.setattr(Encoder, "__call__", encode_and_look)
         patch.setattr(Embedding, "_at_writers", send_and_look)
         embed(comm, argv)
-    return encoding, waiting
-
-
-def test_a_rank_is_watched_while_it_encodes_and_not_while_it_waits(ranks: Ranks, cohort: Path, tmp_path: Path) -> None:
-    argv = embedding(cohort, tmp_path / "out")
-    assert ranks(2).run(watched, argv) == [({True}, {False})] * 2
+    assert (encoding, waiting) == ({True}, {False})
 
 
 HANGING = """

@@ -12,7 +12,7 @@ import torch
 from mpi4dl.comm import Communicator
 from mpi4dl.train import train
 from mpi4dl.training.run import TrainingRun
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import on_ranks
 from tests.support.commands import wrapped
 from tests.support.interrupted import flags_of
 
@@ -37,8 +37,13 @@ def bytes_in_use() -> int:
     return int(found.uordblks + found.hblkhd)
 
 
-def grown(comm: Communicator, flags: list[str]) -> list[tuple[int, int, int]]:
+@pytest.mark.parametrize("plan", ["--tiles 1x2 --zero 3", "--tiles 1x2", "--stages 2 --microbatches 2"])
+@pytest.mark.exhaustive
+@on_ranks(2)
+def test_nothing_piles_up(comm: Communicator, tmp_path: Path, plan: str) -> None:
     """After each epoch, once it was saved: live tensors, entries of caches of ours, and bytes in use."""
+    more = ("--epochs", str(EPOCHS), "--num-workers", "0", "--scheduler-options", "max_lr=0.01,total_steps=40")
+    flags = flags_of(tmp_path / "run", *more, plan=tuple(plan.split()))
     found = []
 
     def counting(save: Any, run: TrainingRun) -> None:
@@ -52,16 +57,8 @@ def grown(comm: Communicator, flags: list[str]) -> list[tuple[int, int, int]]:
 
     with wrapped(TrainingRun, "save", counting):
         train(comm, flags)
-    return found
-
-
-@pytest.mark.parametrize("plan", ["--tiles 1x2 --zero 3", "--tiles 1x2", "--stages 2 --microbatches 2"])
-@pytest.mark.exhaustive
-def test_nothing_piles_up(ranks: Ranks, tmp_path: Path, plan: str) -> None:
-    more = ("--epochs", str(EPOCHS), "--num-workers", "0", "--scheduler-options", "max_lr=0.01,total_steps=40")
-    for found in ranks(2).run(grown, flags_of(tmp_path / "run", *more, plan=tuple(plan.split()))):
-        assert len(found) == EPOCHS
-        tensors, entries, in_use = zip(*found[SETTLED:], strict=True)
-        assert len(set(tensors)) == 1, found
-        assert len(set(entries)) == 1, found
-        assert in_use[-1] - in_use[0] < NOISE_BYTES, found
+    assert len(found) == EPOCHS
+    tensors, entries, in_use = zip(*found[SETTLED:], strict=True)
+    assert len(set(tensors)) == 1, found
+    assert len(set(entries)) == 1, found
+    assert in_use[-1] - in_use[0] < NOISE_BYTES, found

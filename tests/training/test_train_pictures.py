@@ -25,6 +25,7 @@ from mpi4dl.datasets.files import open_stored_picture
 from mpi4dl.datasets.masks import open_stored
 from mpi4dl.geometry import Box, Interval
 from mpi4dl.inference import pictures
+from mpi4dl.inference.masks import MappedFile
 from mpi4dl.options.config import parse
 from mpi4dl.options.data import build_views
 from mpi4dl.options.sources import source_of
@@ -369,7 +370,7 @@ def test_a_mask_of_zarr_is_written_by_chunks(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(pictures, "CHUNK_PX", 16)
     classes = np.random.default_rng(0).integers(0, 9, (50, 21))
     for again in (False, True):  # the second takes the place of the first
-        file = pictures.ZarrFile(tmp_path / "a.zarr", (50, 21), 1, "uint8")
+        file = MappedFile(tmp_path / "a.zarr", (50, 21), "uint8", encode=pictures.write_zarr)
         for top in range(0, 50, 7):
             file.write((slice(top, min(top + 7, 50)), slice(0, 21)), classes[top : top + 7])
         assert again == (tmp_path / "a.zarr").exists()

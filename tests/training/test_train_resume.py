@@ -24,7 +24,7 @@ from mpi4dl.options.config import parse
 from mpi4dl.train import train
 from mpi4dl.training.input_pipeline import UnreadableImages
 from tests.pool.job import mpirun
-from tests.pool.ranks import Ranks
+from tests.pool.ranks import Ranks, on_ranks
 from tests.support.commands import read_metrics, refusal, refused, run_train, wrapped
 from tests.support.interrupted import (
     NUM_STEPS,
@@ -260,8 +260,13 @@ def test_a_validation_that_was_given_up_draws_no_random_numbers(ranks: Ranks, tm
 ROUNDS = ("ireduce", "all_gather", "ibroadcast", "ibarrier", "all_gather_object", "broadcast_object")
 
 
-def rounds_of_steps(comm: Communicator, flags: list[str]) -> list[int]:
-    """How many rounds over all ranks there are from one step to the next."""
+@pytest.mark.parametrize("plan", ["--tiles 1x2", "--stages 2 --microbatches 2", "--data 2 --zero 2"])
+@pytest.mark.sample(1)
+@on_ranks(2)
+def test_a_step_has_one_round_over_all_ranks(comm: Communicator, tmp_path: Path, plan: str) -> None:
+    """Beside its exchanges and sums of gradients; an epoch begins with one more."""
+    flags = flags_of(tmp_path, "--epochs", "2", "--eval-every", "none", plan=tuple(plan.split()))
+    flags += ["--log-interval", "100", "--save-every", "none"]
     found, rounds, step = [], [0], Engine.step
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -280,18 +285,9 @@ def rounds_of_steps(comm: Communicator, flags: list[str]) -> list[int]:
             patch.setattr(Communicator, name, counted(getattr(Communicator, name)))
         patch.setattr(Engine, "step", counting_step)
         train(comm, flags)
-    return [after - before for before, after in pairwise(found)]
-
-
-@pytest.mark.parametrize("plan", ["--tiles 1x2", "--stages 2 --microbatches 2", "--data 2 --zero 2"])
-@pytest.mark.sample(1)
-def test_a_step_has_one_round_over_all_ranks(ranks: Ranks, tmp_path: Path, plan: str) -> None:
-    """Beside its exchanges and sums of gradients; an epoch begins with one more."""
-    flags = flags_of(tmp_path, "--epochs", "2", "--eval-every", "none", plan=tuple(plan.split()))
-    flags += ["--log-interval", "100", "--save-every", "none"]
-    for rounds in ranks(2).run(rounds_of_steps, flags):
-        within = [count for number, count in enumerate(rounds, 1) if number % STEPS_IN_AN_EPOCH]
-        assert within == [1] * 2 * (STEPS_IN_AN_EPOCH - 1)
+    between = [after - before for before, after in pairwise(found)]
+    within = [count for number, count in enumerate(between, 1) if number % STEPS_IN_AN_EPOCH]
+    assert within == [1] * 2 * (STEPS_IN_AN_EPOCH - 1)
 
 
 # Jobs that are told to stop, or are killed.

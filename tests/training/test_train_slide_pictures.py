@@ -167,10 +167,7 @@ def test_levels_of_a_pyramid_are_means(tmp_path: Path, monkeypatch: pytest.Monke
     pixels = np.random.default_rng(0).integers(0, 256, (75, 41, 3), dtype=np.uint8)
     tifffile.imwrite(tmp_path / "slide.tif", pixels, photometric="rgb")
     slide = open_slide(tmp_path / "slide.tif")
-    picture = class_maps.SlidePicture(tmp_path / "made.ome.tif", slide, ["red", "green", "blue"])
-    for top in range(0, 75, 20):
-        picture.write((slice(top, min(top + 20, 75)), slice(0, 41)), pixels[top : top + 20])
-    picture.close()
+    class_maps.write_picture(slide, ["red", "green", "blue"], tmp_path / "made.ome.tif", pixels)
     levels = open_slide(tmp_path / "made.ome.tif").file.levels
     assert [level.image.size for level in levels] == [(75, 41), (38, 21), (19, 11)]
     level = pixels
@@ -178,7 +175,7 @@ def test_levels_of_a_pyramid_are_means(tmp_path: Path, monkeypatch: pytest.Monke
         assert np.array_equal(each.image.read(*(Interval(0, side) for side in each.image.size)), level)
         level = np.pad(level, ((0, len(level) % 2), (0, level.shape[1] % 2), (0, 0)), mode="edge").astype(int)
         level = (level[::2, ::2] + level[1::2, ::2] + level[::2, 1::2] + level[1::2, 1::2] + 2) // 4
-    assert [path.name for path in tmp_path.iterdir() if "rows" in path.name] == []
+    assert len([*tmp_path.iterdir()]) == 2
 
 
 def test_slides_may_be_targets_of_each_other_and_of_themselves(cohort: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from mpi4dl.comm import Communicator, world
 from mpi4dl.datasets.loader import shuffled
 from mpi4dl.datasets.slides.slide import open_slide
-from mpi4dl.datasets.slides.tissue import tissue_cells
+from mpi4dl.datasets.slides.tissue import find_tissue
 from mpi4dl.engine import Engine
 from mpi4dl.evaluate import evaluate
 from mpi4dl.geometry import Interval, ceil_div
@@ -106,7 +106,7 @@ def shown_whole(slides: Any, index: int) -> Tensor:
     slide = slides.image(index).at(slides.image(index).downsample)
     height, width = slide.size
     white = np.full((ceil_div(height, 32) * 32, ceil_div(width, 32) * 32, 3), 255, np.uint8)
-    cells = tissue_cells(slide).repeat(32, 0).repeat(32, 1)[:height, :width]
+    cells = find_tissue(slide).cells(slide).repeat(32, 0).repeat(32, 1)[:height, :width]
     white[:height, :width][cells] = slide.read(Interval(0, height), Interval(0, width))[cells]
     return torch.from_numpy(white.transpose(2, 0, 1))[None].float()
 
@@ -364,7 +364,7 @@ def test_a_split_that_a_run_kept_is_taken_again(cohort: Path, tmp_path: Path) ->
     folds = [split(f"--folds 3 --fold {fold}", "cv") for fold in range(2)]
     less = tmp_path / "less.csv"
     less.write_text("\n".join((cohort / "slides.csv").read_text().splitlines()[:-1]))
-    with pytest.raises(ValueError, match=r"folds\.csv, line 7: .*not in the table"):
+    with pytest.raises(ValueError, match=r"folds\.csv, line 7: .*no slide in the table"):
         split(f"--slides-folder {cohort} --seed 9 --folds 3 --fold 2", "cv", less)
     folds.append(split("--seed 9 --folds 3 --fold 2", "cv"))
     assert sorted(slide for parts in folds for slide, part in parts.items() if part == "val") == sorted(once)

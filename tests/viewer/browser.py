@@ -1,6 +1,5 @@
 """A page in Chromium without a window, over the pipe of its DevTools protocol: no package is needed for it."""
 
-import base64
 import json
 import os
 import shutil
@@ -88,9 +87,6 @@ class Page:
     def click(self, x: float, y: float) -> None:
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
 
 @contextmanager

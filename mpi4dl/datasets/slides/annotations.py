@@ -26,6 +26,7 @@ from mpi4dl._files import open_regular, read_at_most
 from mpi4dl.datasets.base import BadImage
 from mpi4dl.datasets.masks import PICTURES, Mask
 from mpi4dl.datasets.slides.slide import Slide
+from mpi4dl.datasets.transform import nearest, within
 from mpi4dl.geometry import Interval
 
 GEOJSON = (".geojson", ".json", ".geojson.gz", ".json.gz")
@@ -36,7 +37,6 @@ FARTHEST = 1 << 24  # px: no slide is that wide
 MOST_NESTED = 8  # collections of geometries in one another
 CORNERS_OF_POLYGON = 3
 AT_ONCE = 1 << 22  # crossings of edges and rows
-MASK_ROWS_AT_ONCE = 1 << 24  # pixels of a picture that are decoded at once
 SAME_PROPORTIONS = 0.02
 IGNORED_CLASS = "Ignore*"  # of QuPath
 NO_CLASS = ("", "none")  # of ASAP
@@ -83,38 +83,26 @@ def read_annotations(path: Path) -> Annotations:
     """
     read = _read_xml if path.name.lower().endswith(ASAP) else _read_geojson
     try:
-        content = _content(path)
+        with open_regular(path) as file:
+            packed: Any = gzip.GzipFile(fileobj=file) if path.name.lower().endswith(".gz") else file
+            content = read_at_most(packed, MOST_BYTES)
+        if len(content) > MOST_BYTES:
+            raise _Wrong(f"has more than {MOST_BYTES >> 20} MiB of annotations: leave out detections, or simplify it")
+        if not content.strip():
+            raise _Wrong("is empty")
         return Annotations(path, tuple(read(content)))
+    except (OSError, EOFError, zlib.error) as error:
+        raise BadImage(path, f"cannot be read: {error}") from error
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
-        known = isinstance(error, _Wrong)
-        raise BadImage(path, str(error) if known else f"cannot be read as annotations: {_told(error)}") from error
+        told = "it is nested too deeply" if isinstance(error, RecursionError) else f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, _Wrong) else f"cannot be read as annotations: {told}"
+        raise BadImage(path, reason) from error
     except MemoryError as error:
         raise BadImage(path, "has more annotations than memory holds") from error
 
 
-def _told(error: Exception) -> str:
-    return "it is nested too deeply" if isinstance(error, RecursionError) else f"{type(error).__name__}: {error}"
-
-
 class _Wrong(ValueError):
     """What is wrong with a file, in words."""
-
-
-def _content(path: Path) -> bytes:
-    try:
-        with open_regular(path) as file:
-            if path.name.lower().endswith(".gz"):
-                with gzip.GzipFile(fileobj=file) as packed:
-                    content = read_at_most(packed, MOST_BYTES)
-            else:
-                content = read_at_most(file, MOST_BYTES)
-    except (OSError, EOFError, zlib.error) as error:
-        raise BadImage(path, f"cannot be read: {error}") from error
-    if len(content) > MOST_BYTES:
-        raise _Wrong(f"has more than {MOST_BYTES >> 20} MiB of annotations: leave out detections, or simplify it")
-    if not content.strip():
-        raise _Wrong("is empty")
-    return content
 
 
 # GeoJSON: a FeatureCollection, a list of features as QuPath writes it, one feature, or a geometry.
@@ -135,26 +123,17 @@ def _compact(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _features_in(text: str) -> list[Any]:
-    """The features of a text of GeoJSON."""
-    found = json.loads(text, object_hook=_compact, parse_constant=_refuse)
-    features = found.get("features", [found]) if isinstance(found, dict) else found
-    if not isinstance(features, list):
-        raise _Wrong(f"has {_short(features)} where a list of features is expected")
-    return features
-
-
 def _read_geojson(content: bytes) -> Iterator[Region]:
     try:
-        yield from _regions_of(content.decode("utf-8-sig"))
+        found = json.loads(content.decode("utf-8-sig"), object_hook=_compact, parse_constant=_refuse)
     except json.JSONDecodeError as error:
         raise _Wrong(f"is no JSON, it is truncated or damaged: line {error.lineno}, {error.msg}") from error
     except UnicodeDecodeError as error:
         raise _Wrong(f"is no text in UTF-8: {error.reason} at byte {error.start}") from error
-
-
-def _regions_of(text: str) -> Iterator[Region]:
-    for number, feature in enumerate(_features_in(text), 1):
+    features = found.get("features", [found]) if isinstance(found, dict) else found
+    if not isinstance(features, list):
+        raise _Wrong(f"has {_short(features)} where a list of features is expected")
+    for number, feature in enumerate(features, 1):
         where = f"feature {number}"
         if not isinstance(feature, dict):
             raise _Wrong(f"has {_short(feature)} as {where}")
@@ -293,26 +272,15 @@ def covered(rings: Sequence[Ring], rows: Interval, cols: Interval) -> npt.NDArra
         ends = np.cumsum(count[crossing])
         parts = np.searchsorted(ends, range(AT_ONCE, int(count.sum()), AT_ONCE))
         for part in np.split(crossing, parts):
-            _toggle(toggled, upper[part], lower[part], begin[part], count[part], rows, cols)
+            # Mark where each row passes an edge: the first pixel whose centre lies to the right of it.
+            (ux, uy), (lx, ly), counts = upper[part].T, lower[part].T, count[part]
+            edge = np.repeat(np.arange(len(part)), counts)
+            row = begin[part][edge] + np.arange(len(edge)) - np.repeat(np.cumsum(counts) - counts, counts)
+            slope = (lx - ux) / (ly - uy)
+            at = ux[edge] + (row + 0.5 - uy[edge]) * slope[edge]
+            col = np.clip(np.ceil(at - 0.5), cols.start, cols.stop).astype(np.int64)
+            np.bitwise_xor.at(toggled, (row - rows.start, col - cols.start), 1)
     return np.bitwise_xor.accumulate(toggled, axis=1)[:, :-1].astype(bool)
-
-
-def _toggle(
-    toggled: npt.NDArray[np.uint8],
-    upper: Ring,
-    lower: Ring,
-    begin: npt.NDArray[np.int64],
-    count: npt.NDArray[np.int64],
-    rows: Interval,
-    cols: Interval,
-) -> None:
-    """Mark where each row passes an edge: the first pixel whose centre lies to the right of it."""
-    edge = np.repeat(np.arange(len(count)), count)
-    row = begin[edge] + np.arange(len(edge)) - np.repeat(np.cumsum(count) - count, count)
-    slope = (lower[:, 0] - upper[:, 0]) / (lower[:, 1] - upper[:, 1])
-    at = upper[edge, 0] + (row + 0.5 - upper[edge, 1]) * slope[edge]
-    col = np.clip(np.ceil(at - 0.5), cols.start, cols.stop).astype(np.int64)
-    np.bitwise_xor.at(toggled, (row - rows.start, col - cols.start), 1)
 
 
 @dataclass(frozen=True)
@@ -336,18 +304,11 @@ class RegionMask:
     def _placed(self, places: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Places (..., 2), x and y of regions, in pixels of the slide as it is read."""
         moved = np.array([self.corner[axis] - self.slide.origin[axis] for axis in (1, 0)], np.float64)
-        found: npt.NDArray[np.float64] = (places + moved) / self.slide.scale[::-1]
-        return found
+        return (places + moved) / self.slide.scale[::-1]
 
     @cached_property
     def _boxes(self) -> npt.NDArray[np.float64]:
         return self._placed(self.annotations.boxes)
-
-    def _around(self, number: int, rows: Interval, cols: Interval) -> tuple[Interval, Interval]:
-        """The part of a box that a region may cover."""
-        (left, top), (right, bottom) = self._boxes[number].tolist()
-        inside = Interval(math.floor(top), math.ceil(bottom)), Interval(math.floor(left), math.ceil(right))
-        return inside[0].intersect(rows), inside[1].intersect(cols)
 
     def read(self, *space: Interval) -> npt.NDArray[np.int64]:
         """A box of it, (rows, columns), int64; -100 is none."""
@@ -360,13 +321,12 @@ class RegionMask:
         for number in np.flatnonzero(near).tolist():
             region = self.annotations.regions[number]
             value = self.numbers.get(region.name)
-            down, across = self._around(number, rows, cols)
-            if value is None or down.length < 1 or across.length < 1:
-                continue
-            part = found[
-                down.start - rows.start : down.stop - rows.start, across.start - cols.start : across.stop - cols.start
-            ]
-            part[covered([self._placed(ring) for ring in region.rings], down, across)] = value
+            first, last = np.floor(self._boxes[number, 0]), np.ceil(self._boxes[number, 1])
+            around = [Interval(int(first[axis]), int(last[axis])) for axis in (1, 0)]
+            part = [each.intersect(asked) for each, asked in zip(around, space, strict=True)]
+            if value is not None and not any(each.empty for each in part):
+                inside = covered([self._placed(ring) for ring in region.rings], part[0], part[1])
+                found[within(part, space)][inside] = value
         return found
 
     def require_on_slide(self) -> None:
@@ -391,7 +351,8 @@ class RegionMask:
     def place(self, number: int, random: np.random.Generator) -> tuple[int, int] | None:
         """A random pixel of the regions of a class, each as likely as any other; None if it has none there."""
         chosen = [i for i, each in enumerate(self.annotations.regions) if self.numbers.get(each.name) == number]
-        areas = np.array([self._area(i) for i in chosen])
+        outer = (self.annotations.regions[i].rings[0].T for i in chosen)
+        areas = np.array([abs(float(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1)))) for x, y in outer])
         if not len(chosen) or not areas.sum() > 0:
             return None
         which = chosen[int(random.choice(len(chosen), p=areas / areas.sum()))]
@@ -403,11 +364,6 @@ class RegionMask:
         at = inside[int(random.integers(len(inside)))] + random.random(2) if len(inside) else random.random(2)
         row, col = (top + at[0] * scale, left + at[1] * scale)
         return tuple(int(min(max(x, 0), side - 1)) for x, side in zip((row, col), self.size, strict=True))  # type: ignore
-
-    def _area(self, number: int) -> float:
-        """The area of a region by its outer ring, in pixels of level 0."""
-        x, y = self.annotations.regions[number].rings[0].T
-        return abs(float(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1)))) / 2
 
 
 PLACES_PX = 256  # sides of a region's picture in which places are drawn
@@ -442,16 +398,10 @@ class PictureMask:
 
     def read(self, *space: Interval) -> npt.NDArray[np.int64]:
         """A box of it, (rows, columns), int64; -100 is none. Raises BadImage."""
-        down, across = (self._sources(axis, wanted) for axis, wanted in enumerate(space))
-        found = np.empty((len(down), len(across)), np.int64)
-        if not found.size:
-            return found
-        cols = Interval(int(across[0]), int(across[-1]) + 1)
-        step = max(1, int(MASK_ROWS_AT_ONCE / cols.length / max(1.0, (down[-1] - down[0] + 1) / len(down))))
-        for start in range(0, len(down), step):
-            part = down[start : start + step]
-            read = self.mask.read(Interval(int(part[0]), int(part[-1]) + 1), cols)
-            found[start : start + step] = read[np.ix_(part - part[0], across - cols.start)]
+        places = [self._sources(axis, wanted) for axis, wanted in enumerate(space)]
+        found = np.empty([*map(len, places)], np.int64)
+        if found.size:
+            nearest(self.mask.read, places, found)
         return found
 
     def place(self, number: int, random: np.random.Generator) -> tuple[int, int] | None:

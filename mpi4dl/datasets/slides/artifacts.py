@@ -62,8 +62,7 @@ def pen_marks(pixels: Pixels) -> Mask:
     densest = np.maximum(red, green)
     ink |= (red >= least_red * green) & (blue <= most_blue * densest) & (densest >= dense)
     strokes = morphology.opening(morphology.closing(ink, morphology.disk(GAPS_PX)), morphology.disk(OPENING_PX))
-    grown: Mask = morphology.dilation(strokes, morphology.disk(EDGE_PX))
-    return grown
+    return morphology.dilation(strokes, morphology.disk(EDGE_PX))
 
 
 def out_of_focus(slide: Slide, shares: Callable[[Slide, int], npt.NDArray[np.float32]]) -> tuple[Mask, float]:
@@ -80,11 +79,18 @@ def out_of_focus(slide: Slide, shares: Callable[[Slide, int], npt.NDArray[np.flo
     for top in range(0, len(judged), BAND_CELLS):
         band = judged[top : top + BAND_CELLS]
         rows = Interval(top, top + len(band))
-        for cols in _runs(np.flatnonzero(band.any(0))):
+        cells = np.flatnonzero(band.any(0))
+        runs = np.split(cells, np.flatnonzero(np.diff(cells) > 1) + 1) if len(cells) else []  # of neighbours
+        intervals = (Interval(int(run[0]), int(run[-1]) + 1) for run in runs)
+        for cols in (strip for each in intervals for strip in each.strips(CELLS_AT_ONCE)):
             pixels = view.read(*(Interval(FOCUS_PX * each.start, FOCUS_PX * each.stop) for each in (rows, cols)))
             box = np.s_[rows.start : rows.stop, cols.start : cols.stop]
             variances[box] = np.where(judged[box], laplacian_variances(pixels), np.nan)
-    return (found > 0) & (_medians(variances) < LEAST_VARIANCE), FOCUS_PX * view.downsample
+    wider, (down, across) = np.pad(variances, 1, constant_values=np.nan), found.shape
+    around = np.stack([wider[y:, x:][:down, :across] for y in range(3) for x in range(3)])
+    known, medians = ~np.isnan(around).all(0), np.full(variances.shape, np.nan)
+    medians[known] = np.nanmedian(around[:, known], axis=0)
+    return (found > 0) & (medians < LEAST_VARIANCE), FOCUS_PX * view.downsample
 
 
 def laplacian_variances(pixels: Pixels) -> Numbers:
@@ -95,27 +101,4 @@ def laplacian_variances(pixels: Pixels) -> Numbers:
     inner = cells[..., 1:-1, 1:-1]
     above, below = cells[..., :-2, 1:-1], cells[..., 2:, 1:-1]
     left, right = cells[..., 1:-1, :-2], cells[..., 1:-1, 2:]
-    variances: Numbers = (4 * inner - above - below - left - right).var((2, 3), dtype=np.float64)
-    return variances
-
-
-def _runs(numbers: npt.NDArray[np.int64]) -> list[Interval]:
-    """Ascending numbers as intervals of neighbours, of at most `CELLS_AT_ONCE`."""
-    runs: list[Interval] = []
-    for number in numbers.tolist():
-        if runs and runs[-1].stop == number and runs[-1].length < CELLS_AT_ONCE:
-            runs[-1] = Interval(runs[-1].start, number + 1)
-        else:
-            runs.append(Interval(number, number + 1))
-    return runs
-
-
-def _medians(values: Numbers) -> Numbers:
-    """The median of each number and its eight neighbours, of those that are numbers; without any, not-a-number."""
-    wider = np.pad(values, 1, constant_values=np.nan)
-    rows, cols = values.shape
-    around = np.stack([wider[y:, x:][:rows, :cols] for y in range(3) for x in range(3)])
-    found: Numbers = np.full(values.shape, np.nan)
-    known = ~np.isnan(around).all(0)
-    found[known] = np.nanmedian(around[:, known], axis=0)
-    return found
+    return (4 * inner - above - below - left - right).var((2, 3), dtype=np.float64)

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,22 +13,20 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._wording import counted, some
-from mpi4dl.datasets.base import BadImage, DatasetError, Pixels, printable
+from mpi4dl.datasets.base import BadImage, DatasetError, LastMade, Pixels, printable
 from mpi4dl.datasets.kinds import SLIDES
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.samples import COVARIATES, read_samples
 from mpi4dl.datasets.slides.masks import MaskOptions, SlideMasks, Tell, quietly
-from mpi4dl.datasets.slides.slide import Cells, Corner, Resolution, Slide, open_slide
+from mpi4dl.datasets.slides.slide import SAME_MPP, Cells, Resolution, Slide, SlideFile, open_slide
 from mpi4dl.datasets.slides.targets import SlideTargets
-from mpi4dl.datasets.slides.tissue import NoTissue, find_tissue, tissue_cells, tissue_pixels
+from mpi4dl.datasets.slides.tissue import NoTissue, find_tissue, tissue_pixels
 from mpi4dl.datasets.sources import SampleFiles
 from mpi4dl.datasets.stains import Measured, Recolour, StainNormalization
 from mpi4dl.geometry import ceil_div
 
 PATCH_STREAM = 47  # of random numbers
 MOST_OPEN = 64  # slides whose headers are kept
-NOT_SENT = ("_lock", "_slides", "_patches", "_cells", "_measuring", "_recolours")  # to other processes
-SAME_MPP = 0.05  # of microns per pixel: files round theirs
 LEAST_CELL = 32  # px, of parts of windows whose tissue is looked at
 
 Patches = npt.NDArray[np.int64]  # (patches, 2): the row and the column of each in the grid of patches of a slide
@@ -59,10 +56,7 @@ class SlideOptions:
 class SlideFolder(SampleFiles):
     """Slides by a table, or all of a folder.
 
-    `tell(doing, done, total)` hears of annotations that were read.
-
-    Raises:
-        DatasetError: as `read_samples`.
+    `tell(doing, done, total)` hears of annotations that were read. Raises as `read_samples`.
     """
 
     kind, of_slides = SLIDES, True
@@ -94,22 +88,8 @@ class SlideFolder(SampleFiles):
             self.classes, self.values = self.pixels.classes, self.pixels.values
             self.remarks = (*self.remarks, *self.pixels.remarks)
         self.stains: dict[int, Measured | None] = {}
-        self._forget()
-
-    def _forget(self) -> None:
-        self._lock = threading.Lock()
-        self._slides: dict[int, Slide] = {}
-        self._patches: dict[tuple[int, int], Patches] = {}
-        self._cells: dict[int, tuple[npt.NDArray[np.uint8], tuple[int, ...]]] = {}
-        self._measuring = threading.Lock()
-        self._recolours: dict[int, Recolour | None] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in NOT_SENT}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
+        self._slides, self._patches = LastMade(MOST_OPEN), LastMade()
+        self._cells, self._recolours = LastMade(), LastMade()
 
     def lists(self) -> tuple[ListedFiles, ...]:
         return (self,) if self.pixels is None else (self, self.pixels.files)
@@ -121,11 +101,6 @@ class SlideFolder(SampleFiles):
     def label(self, index: int) -> Any:
         """What is to be learnt of a slide; its mask or target is yet to be read. Raises BadImage, OtherFile."""
         return super().label(index) if self.pixels is None else self.pixels.label(index, self.image(index))
-
-    def label_of_window(self, index: int, corner: Corner, size: tuple[int, ...]) -> Any:
-        """The part of the label of a slide whose pixels have labels."""
-        pixels: Any = self.pixels
-        return pixels.window(self.label(index), corner, size)
 
     def told(self, index: int) -> dict[str, Any]:
         mpp, covariates = self.rows[index].mpp, self.covariates_as_text(index)
@@ -140,14 +115,7 @@ class SlideFolder(SampleFiles):
 
         Raises BadImage, OtherFile.
         """
-        with self._lock:
-            found = self._slides.pop(index, None)
-        if found is None:
-            found = self._opened(index)
-        with self._lock:
-            self._slides[index] = found
-            while len(self._slides) > MOST_OPEN:
-                del self._slides[next(iter(self._slides))]
+        found: Slide = self._slides(index, partial(self._opened, index))
         return found
 
     def _opened(self, index: int) -> Slide:
@@ -161,22 +129,25 @@ class SlideFolder(SampleFiles):
 
     def _cells_of(self, index: int, slide: Slide) -> Cells:
         """The cells of a slide that are not white, which are found once. Raises BadImage if there are none."""
-        if index not in self._cells:
-            found = tissue_cells(slide, self.options.tissue, self.options.leave_out)
+
+        def find() -> tuple[npt.NDArray[np.uint8], tuple[int, ...]]:
+            found = find_tissue(slide, self.options.tissue, self.options.leave_out).cells(slide)
             if not found.any():
                 raise NoTissue.of(slide)
-            self._cells[index] = np.packbits(found), found.shape
-        packed, shape = self._cells[index]
+            return np.packbits(found), found.shape
+
+        packed, shape = self._cells(index, find)
         return np.unpackbits(packed, count=math.prod(shape)).reshape(shape).astype(bool)
 
     def _recoloured(self, index: int, pixels: Pixels) -> Pixels:
         """Pixels of a slide in the colours of the reference."""
-        with self._measuring:
-            if index not in self._recolours:
-                self.measure_stains(index)
-                measured, stains = self.stains[index], self.options.stains
-                self._recolours[index] = None if measured is None or stains is None else stains.recolour(measured)
-        recolour = self._recolours[index]
+
+        def find() -> Recolour | None:
+            self.measure_stains(index)
+            measured, stains = self.stains[index], self.options.stains
+            return None if measured is None or stains is None else stains.recolour(measured)
+
+        recolour = self._recolours(index, find)
         return pixels if recolour is None else recolour(pixels)
 
     def measure_stains(self, index: int) -> None:
@@ -207,7 +178,7 @@ class SlideFolder(SampleFiles):
         return found[np.sort(drawn)]
 
     def _all_patches(self, index: int, patch: int) -> Patches:
-        if (index, patch) not in self._patches:
+        def find() -> Patches:
             slide = self.image(index)
             shares = find_tissue(slide, self.options.tissue, self.options.leave_out).shares(slide, patch)
             found = np.argwhere((shares > 0) & (shares >= self.options.min_tissue))
@@ -215,8 +186,10 @@ class SlideFolder(SampleFiles):
                 raise NoTissue.of(slide)
             if not len(found):
                 found = np.array([np.unravel_index(int(shares.argmax()), shares.shape)])
-            self._patches[index, patch] = found.astype(np.int64)
-        return self._patches[index, patch]
+            return found.astype(np.int64)
+
+        patches: Patches = self._patches((index, patch), find)
+        return patches
 
     def grid(self, index: int, size: Sequence[int]) -> list[tuple[int, int]]:
         """The corners of the windows of `size` px of a slide that show tissue, row by row.
@@ -238,13 +211,13 @@ class SlideFolder(SampleFiles):
     def frame(self, multiple: Sequence[int], skips: bool = True) -> tuple[tuple[int, int], tuple[Slide, Slide]]:
         """The least size (height, width) in which each slide fits, and the highest and the widest slide.
 
-        Its sides are multiples of these numbers of pixels. It `skips` slides that cannot be read. A warning names those
-        that say another resolution than the table.
+        Its sides are multiples of these numbers of pixels. It `skips` slides that cannot be read. Warnings name those
+        that say another resolution than the table, or than their own tags.
 
         Raises:
             DatasetError: no slide can be read, or one cannot that is not skipped.
         """
-        slides, problem, others = [], None, list[str]()
+        slides, problem, others = [], None, dict[str, list[str]]()
         for index in range(len(self)):
             try:
                 slides.append(self.image(index))
@@ -253,13 +226,15 @@ class SlideFolder(SampleFiles):
                     raise DatasetError(f"{error}; `on_bad_image` skip leaves such slides out") from error
                 problem = problem or error
                 continue
-            said, slide = self.rows[index].mpp, slides[-1]
-            known = slide.file.mpp if isinstance(slide, Slide) else None
+            said, file = self.rows[index].mpp, getattr(slides[-1], "file", None)
+            known, tagged = (file.mpp, file.other_mpp) if isinstance(file, SlideFile) else (None, None)
             if said is not None and known is not None and not math.isclose(said, known, rel_tol=SAME_MPP):
-                others.append(f"{self.name(index)} ({known:.4g}, not {said:.4g})")
-        if others:
-            told = f"{counted(len(others), 'slide')} with other microns per pixel than the table, which are taken"
-            logging.getLogger(__name__).warning("%s", printable(f"{told}: {some(others, 3)}"))
+                others.setdefault("the table", []).append(f"{self.name(index)} ({known:.4g}, not {said:.4g})")
+            if tagged is not None:
+                others.setdefault("tags of the file", []).append(f"{self.name(index)} ({known:.4g}, not {tagged:.4g})")
+        for where, names in others.items():
+            told = f"{counted(len(names), 'slide')} with other microns per pixel than {where}, which are taken"
+            logging.getLogger(__name__).warning("%s", printable(f"{told}: {some(names, 3)}"))
         if not slides:
             raise DatasetError(f"{self.root}: no slide can be read: {problem}")
         highest = max(slides, key=lambda slide: slide.size[0])

@@ -65,12 +65,7 @@ class NoSlide(BadImage):
 
 
 def read_instance(path: Path) -> Instance:
-    """The header of a DICOM file.
-
-    Raises:
-        BadImage: it cannot be read; NoSlide: it is not of a whole-slide image.
-        DatasetError: pydicom is not installed.
-    """
+    """The header of a DICOM file. Raises BadImage; NoSlide of another image; and DatasetError without pydicom."""
     pydicom = package("pydicom", f"{path}: reading {DICOM}")
     reader = package("pydicom.filereader", f"{path}: reading {DICOM}")
     with blaming(path), open_regular(path) as file:
@@ -133,12 +128,6 @@ def _instances(paths: Sequence[Path]) -> tuple[list[Instance], list[BadImage]]:
     return found, damaged
 
 
-def _of(folder: Path) -> list[Path]:
-    """The DICOM files in a folder. Raises BadImage if it cannot be read."""
-    with blaming(folder):
-        return files_at(folder)
-
-
 def _main(instances: Sequence[Instance]) -> Instance:
     """The first file of the finest level of a slide."""
     levels = [each for each in instances if each.volume] or instances
@@ -176,7 +165,9 @@ def checked(path: Path) -> Path:
     whole = path.is_dir()
     folder = path if whole else path.parent
     asked = None if whole else read_instance(path)
-    found, damaged = _instances(_of(folder))
+    with blaming(folder):
+        paths = files_at(folder)
+    found, damaged = _instances(paths)
     series = sorted({each.series for each in found})
     if asked is None and not damaged and len(series) != 1:
         names = [_main([each for each in found if each.series == one]).path.name for one in series]
@@ -193,19 +184,15 @@ def checked(path: Path) -> Path:
     if not levels:
         raise BadImage(path, "has no level of a pyramid, but labels or overviews alone: a file of the slide is missing")
     for image in {each.image: None for each in levels}:
-        _require_whole(path, [each for each in levels if each.image == image])
+        parts = [each for each in levels if each.image == image]
+        level = f"level of {parts[0].size[1]} x {parts[0].size[0]} px"
+        remedy = f"a file is missing in {parts[0].path.parent}: copy all {DICOM} files of the series"
+        total = max((each.parts or 1 for each in parts), default=1)
+        lacks = total - len({each.part for each in parts})
+        if lacks > 0:
+            raise BadImage(path, f"lacks {counted(lacks, 'file')} of {total} of its {level}: {remedy}")
+        tiles = math.prod(ceil_div(side, tile) for side, tile in zip(parts[0].size, parts[0].tile, strict=True))
+        frames = sum(each.frames for each in {each.part: each for each in parts}.values())
+        if frames < tiles and not any(each.sparse for each in parts):
+            raise BadImage(path, f"has {frames} of {tiles} tiles of its {level}: {remedy}")
     return _main(levels).path
-
-
-def _require_whole(path: Path, parts: Sequence[Instance]) -> None:
-    """Raise BadImage if files of a level are missing."""
-    level = f"level of {parts[0].size[1]} x {parts[0].size[0]} px"
-    remedy = f"a file is missing in {parts[0].path.parent}: copy all {DICOM} files of the series"
-    total = max((each.parts or 1 for each in parts), default=1)
-    lacks = total - len({each.part for each in parts})
-    if lacks > 0:
-        raise BadImage(path, f"lacks {counted(lacks, 'file')} of {total} of its {level}: {remedy}")
-    tiles = math.prod(ceil_div(side, tile) for side, tile in zip(parts[0].size, parts[0].tile, strict=True))
-    frames = sum(each.frames for each in {each.part: each for each in parts}.values())
-    if frames < tiles and not any(each.sparse for each in parts):
-        raise BadImage(path, f"has {frames} of {tiles} tiles of its {level}: {remedy}")

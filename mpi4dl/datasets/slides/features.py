@@ -26,7 +26,6 @@ from mpi4dl._files import is_stored_zip, open_regular, write_durably
 from mpi4dl.datasets.base import BadImage, DatasetError, WholeImage, package
 from mpi4dl.datasets.files import WHOLE_SLIDES, blaming
 from mpi4dl.datasets.kinds import FEATURES, SLIDES
-from mpi4dl.datasets.listed import LOOKED_AT
 from mpi4dl.datasets.reader_process import ask
 from mpi4dl.datasets.samples import without_suffix
 from mpi4dl.datasets.slides.annotations import FARTHEST
@@ -79,7 +78,12 @@ class Bag:
         """The features (rows, columns, D) of some patches. Raises BadImage."""
         rows, cols = space
         with np.errstate(over="ignore"):  # what is infinite is refused below
-            found = _rows(self.path, slice(*cols)).astype(np.float32, copy=False)
+            if self.path.suffix.lower() == PICKLED:
+                whole = _pickled(self.path)
+                stored = (whole[0] if whole.ndim == 3 else whole)[slice(*cols)]
+            else:
+                stored = _array(self.path, DATASET, *cols)
+            found = stored.astype(np.float32, copy=False)
         if not np.isfinite(found).all():
             patch = cols.start + int(np.flatnonzero(~np.isfinite(found).all(1))[0])
             raise BadImage(self.path, f"the features of patch {patch} are not finite numbers: embed the slide again")
@@ -162,19 +166,17 @@ class Bag:
 
 
 def open_bag(path: Path) -> Bag:
-    """The features in a file, its header read and the features not.
-
-    Raises:
-        BadImage: the file cannot be read, is damaged, or has no features of patches.
-        DatasetError: h5py is not installed.
-    """
+    """The features in a file, its header read and the features not. Raises BadImage, and DatasetError without h5py."""
     if path.suffix.lower() == PICKLED:
         shape, kind = _pickled(path).shape, "f"
         return Bag(path, *_shape(path, shape, kind))
     facts, _ = _asked(path, None)
     found = _dataset(path, facts)
     size, channels = _shape(path, found["shape"], found["kind"])
-    settings = _json(facts["settings"])
+    settings: Any = {}
+    with suppress(ValueError, RecursionError):
+        settings = json.loads(facts["settings"]) if isinstance(facts["settings"], str) else {}
+    settings = settings if isinstance(settings, dict) and {"model", "weights"} <= settings.keys() else {}
     if COORDS not in facts["datasets"]:
         return Bag(path, size, channels, settings=settings)
     coords = _dataset(path, facts, COORDS)
@@ -186,16 +188,11 @@ def open_bag(path: Path) -> Bag:
         raise BadImage(path, "has coords that are no pixels of level 0 of a slide: embed the slide again")
     places = places.astype(np.int64)
     attributes = coords["attributes"]
-    return Bag(path, size, channels, places, _side(places, attributes), settings, attributes)
-
-
-def _side(coords: Coords, attributes: Mapping[str, Any]) -> float:
-    """The side of patches in pixels of level 0; where nothing says it, the least distance of two patches."""
     side = _positive(attributes.get("patch_size_level0"))
-    if side is not None:
-        return side
-    steps = [np.diff(np.unique(axis)) for axis in coords.T]
-    return float(min((step.min() for step in steps if len(step)), default=1))
+    if side is None:  # the least distance of two patches
+        steps = [np.diff(np.unique(axis)) for axis in places.T]
+        side = float(min((step.min() for step in steps if len(step)), default=1))
+    return Bag(path, size, channels, places, side, settings, attributes)
 
 
 def _shape(path: Path, shape: Sequence[int], kind: str) -> tuple[tuple[int, int], int]:
@@ -207,14 +204,6 @@ def _shape(path: Path, shape: Sequence[int], kind: str) -> tuple[tuple[int, int]
     if 0 in shape:
         raise BadImage(path, f"has no patches (features of shape {whole}): leave the slide out, or embed it again")
     return (1, int(shape[0])), int(shape[1])
-
-
-def _rows(path: Path, wanted: slice) -> npt.NDArray[Any]:
-    """Some rows of the features of a file."""
-    if path.suffix.lower() == PICKLED:
-        found = _pickled(path)
-        return (found[0] if found.ndim == 3 else found)[wanted]
-    return _array(path, DATASET, wanted.start, wanted.stop)
 
 
 def _asked(path: Path, wanted: Any) -> tuple[dict[str, Any], bytearray]:
@@ -275,23 +264,13 @@ def _pickled(path: Path) -> npt.NDArray[np.float32]:
         raise BadImage(path, f"holds a tensor of layout {found.layout} on {found.device}: expected a dense one")
     if found.numel() > max(1, found.untyped_storage().nbytes()):
         raise BadImage(path, f"claims {found.numel()} numbers, which it does not hold: it is damaged")
-    array: npt.NDArray[np.float32] = found.detach().float().numpy()
-    return array
+    return found.detach().float().numpy()
 
 
 def _positive(value: Any) -> float | None:
     """A positive number of an attribute that a slide may have; None for what is none."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if number and isfinite(value) and 0 < value <= FARTHEST else None
-
-
-def _json(text: Any) -> Mapping[str, Any]:
-    """The settings in an attribute; empty for what is none."""
-    try:
-        found = json.loads(text) if isinstance(text, str) else {}
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) and {"model", "weights"} <= found.keys() else {}
 
 
 def write_features(path: Path, found: Embedded, attributes: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
@@ -347,22 +326,18 @@ class FeatureFolder(SlideFolder):
             self.remarks += (
                 f"{first.channels} features of each patch" + (f": {first.encoder}" if first.encoder else ""),
             )
-            self.remarks += self._unknown()
-            return
-        raise DatasetError(f"{folder}: no file of features can be read: {problem}")
-
-    def _unknown(self) -> tuple[str, ...]:
-        """A warning of files that do not say their resolution, as far as some of them are looked at."""
-        count = min(LOOKED_AT, len(self))
-        for index in {number * (len(self) - 1) // max(1, count - 1) for number in range(count)}:
+            break
+        else:
+            raise DatasetError(f"{folder}: no file of features can be read: {problem}")
+        for index in self.spread():
             with suppress(BadImage):  # which reading it will say
                 bag = open_bag(self.path(index))
                 if bag.mpp is None:
-                    return (
+                    self.remarks += (
                         f"warning: {bag.path.name} does not say the resolution of its patches, by attributes of coords "
                         "such as level0_magnification: that all slides were read at one is not checked",
                     )
-        return ()
+                    break
 
     def _opened(self, index: int) -> Any:
         found = open_bag(self.checked(index))

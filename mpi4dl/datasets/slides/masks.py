@@ -1,16 +1,15 @@
 """The masks of slides by the annotations of a table: their classes, and the mask of each slide."""
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mpi4dl._wording import counted, some
-from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError, MaskImage
+from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError, Image, LastMade
 from mpi4dl.datasets.listed import File, ListedFiles, mask_as_text
 from mpi4dl.datasets.masks import IGNORE_INDEX, Mask, open_stored, values_in
 from mpi4dl.datasets.samples import Sample
@@ -25,6 +24,7 @@ from mpi4dl.datasets.slides.annotations import (
     read_annotations,
 )
 from mpi4dl.datasets.slides.slide import Corner, Slide
+from mpi4dl.datasets.transform import crop, within
 from mpi4dl.geometry import Interval
 
 BACKGROUND, ANNOTATED = "background", "annotated"
@@ -57,7 +57,7 @@ class MaskOptions:
 class MaskWindow:
     """A window of a mask; -100 where it reaches beyond, and outside the part `core` of the window."""
 
-    mask: MaskImage
+    mask: Image
     corner: Corner
     size: tuple[int, ...]
     core: tuple[Interval, ...] | None = None
@@ -65,15 +65,10 @@ class MaskWindow:
     def read(self, *space: Interval) -> npt.NDArray[np.int64]:
         """The classes of a box, (rows, columns). Raises BadImage."""
         found = np.full([interval.length for interval in space], IGNORED, np.int64)
-        sources, inside = [], []
         cores = self.core or [Interval(0, side) for side in self.size]
-        for interval, first, side, core in zip(space, self.corner, self.mask.size, cores, strict=True):
-            kept = interval.intersect(core).shift(first).intersect(Interval(0, side))
-            if kept.length < 1:
-                return found
-            sources.append(kept)
-            inside.append(slice(kept.start - first - interval.start, kept.stop - first - interval.start))
-        found[tuple(inside)] = self.mask.read(*sources)
+        kept = [interval.intersect(core) for interval, core in zip(space, cores, strict=True)]
+        if not any(each.empty for each in kept):
+            found[within(kept, space)] = crop(self.mask, self.corner, kept, IGNORED)
         return found
 
 
@@ -113,7 +108,7 @@ class SlideMasks:
                 f"({paths[pictures.index(True)].name}): all of a table are of one kind"
             )
         self.are_pictures = all(pictures)
-        self._forget()
+        self._kept = LastMade(MOST_CORNERS, attrgetter("num_corners"))
         self.remarks: tuple[str, ...] = ()
         self._nameless = False
         if classes is not None:
@@ -126,30 +121,17 @@ class SlideMasks:
             said = "ignored" if options.ignores_unannotated else self.classes[0]
             self.remarks += (f"{counted(without, 'slide')} without annotation: {said} throughout",)
 
-    def _forget(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: dict[int, Annotations] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_kept")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
-
     def _annotations(self, number: int) -> Annotations:
         """The polygons of a file; those read last are kept. Raises BadImage, OtherFile."""
-        with self._lock:
-            found = self._kept.pop(number, None)
-        if found is None:
+
+        def read() -> Annotations:
             found = read_annotations(self.files.checked(number))
-            if self._nameless:
-                found = Annotations(found.path, tuple(Region(ANNOTATED, each.rings) for each in found.regions))
-        with self._lock:
-            self._kept[number] = found
-            while len(self._kept) > 1 and sum(each.num_corners for each in self._kept.values()) > MOST_CORNERS:
-                del self._kept[next(iter(self._kept))]
-        return found
+            if not self._nameless:
+                return found
+            return Annotations(found.path, tuple(Region(ANNOTATED, each.rings) for each in found.regions))
+
+        annotations: Annotations = self._kept(number, read)
+        return annotations
 
     def _named(self, tell: Tell) -> tuple[str, ...]:
         """Background, and the classes of all polygons in order."""
@@ -167,7 +149,7 @@ class SlideMasks:
             self.remarks += (f"polygons of {some(left_out)} are left out, by QuPath's asterisk",)
         if not classes and nameless:
             self._nameless, classes = True, [ANNOTATED]
-            self._forget()
+            self._kept = LastMade(MOST_CORNERS, attrgetter("num_corners"))
         elif nameless:
             self.remarks += (f"{nameless} of {total} polygons have no class and are left out",)
         if not classes:
@@ -196,9 +178,15 @@ class SlideMasks:
             found = PictureMask(picture, slide)
         else:
             annotations = self._annotations(number)
-            self._require_known(annotations)
+            numbers = {name: number for number, name in enumerate(self.classes)}
+            numbers |= {name: 0 for name in annotations.names if name.casefold() == BACKGROUND}
+            numbers |= {IGNORED_CLASS: IGNORED}
+            other = next((name for name in annotations.names if name not in numbers and not is_auxiliary(name)), None)
+            if other is not None:
+                known = some(self.classes[1:])
+                raise BadImage(annotations.path, f"has the class {other!r}, but those of training are {known}")
             corner = slide.origin if self.options.in_bounds else (0, 0)
-            found = RegionMask(annotations, slide, self._numbers(annotations), outside, corner)
+            found = RegionMask(annotations, slide, numbers, outside, corner)
         found.require_on_slide()
         return found
 
@@ -208,19 +196,6 @@ class SlideMasks:
     def as_text(self, index: int, name: str) -> str:
         """The annotation of a slide that has one, called `name` in the table."""
         return mask_as_text(name, self.files, self._places[index])
-
-    def _numbers(self, annotations: Annotations) -> dict[str, int]:
-        numbers = {name: number for number, name in enumerate(self.classes)}
-        numbers |= {name: 0 for name in annotations.names if name.casefold() == BACKGROUND}
-        return {**numbers, IGNORED_CLASS: IGNORED}
-
-    def _require_known(self, annotations: Annotations) -> None:
-        known = self._numbers(annotations)
-        other = next((name for name in annotations.names if name not in known and not is_auxiliary(name)), None)
-        if other is not None:
-            raise BadImage(
-                annotations.path, f"has the class {other!r}, but those of training are {some(self.classes[1:])}"
-            )
 
 
 def is_auxiliary(name: str) -> bool:

@@ -34,6 +34,7 @@ from mpi4dl.geometry import Interval
 
 MPP_AT_1X = 10.0  # um per pixel: 20x is 0.5, 40x is 0.25
 SAME = 0.01  # resolutions that differ by this share are one, and nothing is resampled
+SAME_MPP = 0.05  # of microns per pixel: files round theirs
 MOST_ENLARGED = 0.9  # a slide may be this share of the resolution asked for, or finer
 LEAST_MPP, MOST_MPP = 0.01, 20.0  # um per pixel of slides; other values in a file are those of screens or printers
 
@@ -63,7 +64,8 @@ class SlideFile:
     where the file does not say. `bounds` are the rows and columns of level 0 that the scanner scanned. `profile` is an
     ICC profile of its colours. `vendor` is the scanner's format as OpenSlide names it, or that of a picture.
     Pixels that are not square are read as square ones of their longer side, which is `mpp`, and each of which has
-    `aspect` (down, across) pixels of level 0.
+    `aspect` (down, across) pixels of level 0. `other_mpp` are those of tags of resolution, if OME-XML or a
+    description, which go before them, say others.
     """
 
     path: Path
@@ -74,6 +76,7 @@ class SlideFile:
     profile: bytes | None = None
     vendor: str = ""
     aspect: tuple[float, float] = (1.0, 1.0)
+    other_mpp: float | None = None
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -87,6 +90,7 @@ class SlideFile:
             size = f"{self.bounds[1].length} x {self.bounds[0].length} px scanned of {size}"
         levels = ", ".join(f"{level.downsample:.4g}" for level in self.levels)
         mpp = "no microns per pixel" if self.mpp is None else f"{self.mpp:.4g} um per pixel"
+        mpp += "" if self.other_mpp is None else f" (its tags say {self.other_mpp:.4g})"
         power = "" if self.magnification is None else f", {self.magnification:g}x"
         return f"{size}, levels {levels}, {mpp}{power}, {self.vendor or 'an image'}"
 
@@ -190,35 +194,37 @@ class Slide:
 
     def read(self, *space: Interval) -> Pixels:
         """The pixels of a box (rows, columns, 3), uint8: the same in every box that has them."""
-        if self._cells_of is None:
-            return self._coloured(*space)
-        # Cells without tissue are white, and are not read where the box has no other.
-        down, across = (np.arange(*interval) // CELL_PX for interval in space)
-        kept = self._cells[np.ix_(down, across)]
-        if not kept.any():
-            return np.full((*kept.shape, 3), 255, np.uint8)
-        return np.where(kept[..., None], self._coloured(*space), np.uint8(255))
+        kept = None
+        if self._cells_of is not None:
+            # Cells without tissue are white, and are not read where the box has no other.
+            kept = self._cells[np.ix_(*(np.arange(*interval) // CELL_PX for interval in space))][..., None]
+            if not kept.any():
+                return np.full((*kept.shape[:2], 3), 255, np.uint8)
+        pixels = self._scanned(*space)
+        if self._recolour is not None and pixels.size:
+            pixels = self._recolour(pixels)
+        return pixels if kept is None else np.where(kept, pixels, np.uint8(255))
 
     @cached_property
     def _cells(self) -> Cells:
         assert self._cells_of is not None
         return self._cells_of(self.at(self.downsample))
 
-    def _coloured(self, *space: Interval) -> Pixels:
-        pixels = self._scanned(*space)
-        return pixels if self._recolour is None or not pixels.size else self._recolour(pixels)
-
     def _scanned(self, *space: Interval) -> Pixels:
         level, factors = self._level, [scale / self._level.downsample for scale in self.scale]
         starts = [first / level.downsample for first in self.origin]
         with blaming(self.file.path):
             if all(abs(factor - 1) <= SAME / 2 for factor in factors):
-                inside = [interval.shift(round(start)) for interval, start in zip(space, starts, strict=True)]
-                pixels = _read_padded(level.image, inside)
+                pixels = crop(level.image, [*map(round, starts)], space)  # sizes are rounded: perhaps beyond it
             else:
                 frames = [Frame(*each) for each in zip(self.size, starts, factors, strict=True)]
-                pixels = resize(level.image, frames, space)  # type: ignore[assignment]
-            return self._managed(pixels)
+                pixels = resize(level.image, frames, space)
+            if self._colours is None or not pixels.size:
+                return pixels
+            import PIL.ImageCms
+
+            image = PIL.Image.fromarray(np.ascontiguousarray(pixels))
+            return np.asarray(PIL.ImageCms.applyTransform(image, self._colours))
 
     def on_white(self, cells_of: "Callable[[Slide], Cells]") -> "Slide":
         """The same slide, white in cells of `CELL_PX` x `CELL_PX` px where `cells_of` (rows, columns) is False."""
@@ -258,15 +264,6 @@ class Slide:
         except (PIL.ImageCms.PyCMSError, OSError, TypeError, ValueError) as error:
             raise BadImage(self.file.path, f"has an ICC profile that cannot be used: {error}") from error
 
-    def _managed(self, pixels: Pixels) -> Pixels:
-        if self._colours is None or not pixels.size:
-            return pixels
-        import PIL.Image
-        import PIL.ImageCms
-
-        image = PIL.Image.fromarray(np.ascontiguousarray(pixels))
-        return np.asarray(PIL.ImageCms.applyTransform(image, self._colours))
-
 
 @dataclass(frozen=True)
 class SlideWindow:
@@ -281,22 +278,10 @@ class SlideWindow:
         return crop(self.slide, self.corner, space)
 
 
-def _read_padded(image: Image, space: Sequence[Interval]) -> Pixels:
-    """A box of a level, which may reach a pixel beyond it where sizes were rounded; white is there."""
-    inside = [interval.intersect(Interval(0, side)) for interval, side in zip(space, image.size, strict=True)]
-    pixels = image.read(*inside)
-    missing = [interval.length - part.length for interval, part in zip(space, inside, strict=True)]
-    if not any(missing):
-        return pixels  # type: ignore[return-value]
-    return np.pad(pixels, [(0, count) for count in missing] + [(0, 0)], constant_values=255)
-
-
 def open_slide(path: Path, resolution: Resolution | None = None) -> Slide:
     """A slide at a resolution, its header read and its pixels not. Of DICOM it is a file of it, or its folder.
 
-    Raises:
-        BadImage: the file cannot be read, is damaged, or does not have this resolution.
-        DatasetError: the package that reads this format is not installed.
+    Raises BadImage, also where it does not have this resolution, and DatasetError without the package that reads it.
     """
     resolution = resolution or Resolution()
     with blaming(path):
@@ -317,7 +302,13 @@ def _opened(path: Path) -> SlideFile:
         if vendor_of(path) is not None:  # which knows its pages from labels, and the factors of its levels
             return _openslide_file(path, path)
         with suppress(tiff.Unsupported):  # Pillow may read it
-            return _tiff_file(path)
+            images, page = tiff.open_levels(path)
+            height, width = images[0].size
+            levels = (Level(image, math.sqrt((height / image.size[0]) * (width / image.size[1]))) for image in images)
+            _require_one_slide(path, page, images)
+            mpp, aspect, power, other = _described(page)
+            vendor = "OME-TIFF" if page.ome else "aperio" if page.description.startswith("Aperio") else "TIFF"
+            return SlideFile(path, tuple(levels), mpp, power, None, page.profile, vendor, aspect, other)
     return SlideFile(path, (Level(open_image(path), 1.0),), vendor=path.suffix.lower().lstrip("."))
 
 
@@ -345,18 +336,8 @@ def _openslide_file(path: Path, main: Path) -> SlideFile:
     return SlideFile(path, levels, mpp, power, bounds, bytes(profile) or None, vendor, aspect)
 
 
-def _tiff_file(path: Path) -> SlideFile:
-    images, page = tiff.open_levels(path)
-    height, width = images[0].size
-    levels = (Level(image, math.sqrt((height / image.size[0]) * (width / image.size[1]))) for image in images)
-    _require_one_slide(path, page, images)
-    mpp, aspect, power = _described(page)
-    vendor = "OME-TIFF" if page.ome else "aperio" if page.description.startswith("Aperio") else "TIFF"
-    return SlideFile(path, tuple(levels), mpp, power, None, page.profile, vendor, aspect)
-
-
-def _described(page: "tiff.PageFacts") -> tuple[float | None, tuple[float, float], float | None]:
-    """Microns per pixel, aspect and magnification of a TIFF page."""
+def _described(page: "tiff.PageFacts") -> tuple[float | None, tuple[float, float], float | None, float | None]:
+    """Microns per pixel, aspect and magnification of a TIFF page; and other microns per pixel of its tags."""
     sides, power = _of_ome(page.ome, page.number) if page.ome else ((None, None), None)
     mpp, aspect = _square(*sides)
     if mpp is None:
@@ -365,10 +346,13 @@ def _described(page: "tiff.PageFacts") -> tuple[float | None, tuple[float, float
     if power is None:
         said = re.search(r"\bAppMag\s*=\s*([0-9.]+)", page.description)
         power = _number(said[1]) if said else None
-    if mpp is None and page.resolution and page.resolution_unit in (_INCH, _CENTIMETRE):
+    tagged, of_tags = None, (1.0, 1.0)
+    if page.resolution and page.resolution_unit in (_INCH, _CENTIMETRE):
         unit = _MICROMETRES["inch" if page.resolution_unit == _INCH else "cm"]
-        mpp, aspect = _square(unit / page.resolution[0], unit / page.resolution[1])
-    return mpp, aspect, power
+        tagged, of_tags = _square(unit / page.resolution[0], unit / page.resolution[1])
+    if mpp is None:
+        return tagged, of_tags, power, None
+    return mpp, aspect, power, None if tagged is None or math.isclose(tagged, mpp, rel_tol=SAME_MPP) else tagged
 
 
 def _of_ome(ome: str, number: int) -> tuple[tuple[float | None, float | None], float | None]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpi4dl.datasets.base import BadImage, DatasetError, Image
+from mpi4dl.datasets.base import BadImage, DatasetError
 from mpi4dl.datasets.files import WHOLE_SLIDES, StoredPicture, channel_names
 from mpi4dl.datasets.listed import File, ListedFiles, known_size, mask_as_text
 from mpi4dl.datasets.samples import Sample
@@ -47,13 +47,10 @@ class SlideTargets:
                 f"is a target of {mine} pixels, but its slide {slide.file.path} has {others} at this resolution: "
                 "register targets, so that both show the same places",
             )
-        return self._picture(path, found)
+        return StoredPicture(path, found, CHANNELS, self.values)
 
     def window(self, label: StoredPicture, corner: Corner, size: tuple[int, ...]) -> StoredPicture:
-        return self._picture(label.path, SlideWindow(label, corner, size))
-
-    def _picture(self, path: Path, pixels: Image) -> StoredPicture:
-        return StoredPicture(path, pixels, CHANNELS, self.values)
+        return StoredPicture(label.path, SlideWindow(label, corner, size), CHANNELS, self.values)
 
     def as_text(self, index: int, name: str) -> str:
         """The target of a slide, called `name` in the table."""

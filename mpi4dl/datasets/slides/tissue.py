@@ -100,9 +100,7 @@ class TissueMask:
     def picture(self, slide: Slide) -> bytes:
         """A PNG: the thumbnail with the outline of the tissue, and what is left out in a colour for each kind.
 
-        Raises:
-            BadImage: the slide cannot be read.
-            DatasetError: scikit-image is not installed.
+        Raises as `find_tissue`.
         """
         morphology = package("skimage.morphology", "slides", "scikit-image")
         pixels = _read_thumbnail(slide)[1].copy()
@@ -184,11 +182,6 @@ def _read_thumbnail(slide: Slide) -> tuple[Slide, Pixels]:
         longest = math.ceil(max(whole.size) * (slide.mpp / slide.downsample) / MASK_MPP)
     view = whole.thumbnail(min(max(longest, SHORTEST), LONGEST))
     return view, view.read(*(Interval(0, side) for side in view.size))
-
-
-def tissue_cells(slide: Slide, threshold: float | None = None, leave_out: Sequence[str] = ()) -> Mask:
-    """The `cells` of the tissue of a slide. Raises as `find_tissue`."""
-    return find_tissue(slide, threshold, leave_out).cells(slide)
 
 
 def tissue_pixels(slide: Slide, threshold: float | None = None, leave_out: Sequence[str] = ()) -> Pixels:

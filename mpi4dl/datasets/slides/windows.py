@@ -36,7 +36,8 @@ class SlideWindows(Subset, ABC):
         return SlideWindow(self._slides.image(self.indices[index]), self.corner(index), self._size)
 
     def label(self, index: int) -> Any:
-        return self._slides.label_of_window(self.indices[index], self.corner(index), self._size)
+        pixels: Any = self._slides.pixels
+        return pixels.window(self._slides.label(self.indices[index]), self.corner(index), self._size)
 
 
 class RandomWindows(SlideWindows):
@@ -68,22 +69,21 @@ class RandomWindows(SlideWindows):
         index, number = self.indices[sample], sample % self._each
         slide: Slide = self._slides.image(index)
         random = np.random.default_rng((WINDOW_STREAM, *self._key, index, number))
-        centre = self._on_a_class(index, random) if random.random() < self._on_classes else None
+        centre: Corner | None = None
+        if random.random() < self._on_classes:
+            mask, numbers = self._slides.label(index), np.arange(1, len(self.classes))
+            places = (mask.place(number, random) for number in random.permutation(numbers).tolist())
+            centre = next((place for place in places if place is not None), None)
         if centre is None:
             side = max(1, min(self._size) // CELLS)
             cells = self._slides.tissue_patches(index, side)
             row, col = cells[int(random.integers(len(cells)))].tolist()
             down, across = random.random(2).tolist()
             centre = int((row + down) * side), int((col + across) * side)
-        return _around(centre, self._size, slide.size)
-
-    def _on_a_class(self, index: int, random: np.random.Generator) -> Corner | None:
-        mask = self._slides.label(index)
-        for number in random.permutation(np.arange(1, len(self.classes))).tolist():
-            found: Corner | None = mask.place(number, random)
-            if found is not None:
-                return found
-        return None
+        # Moved into the slide where it has room.
+        sides = zip(centre, self._size, slide.size, strict=True)
+        top, left = (max(0, min(at - side // 2, most - side)) for at, side, most in sides)
+        return top, left
 
 
 class GridWindows(SlideWindows):
@@ -110,9 +110,3 @@ class GridWindows(SlideWindows):
 
     def corner(self, sample: int) -> Corner:
         return self.corners[sample]
-
-
-def _around(centre: Corner, size: Sequence[int], whole: Sequence[int]) -> Corner:
-    """The corner of a window about a centre, moved into the slide where it has room."""
-    row, col = (max(0, min(at - side // 2, most - side)) for at, side, most in zip(centre, size, whole, strict=True))
-    return row, col

@@ -55,25 +55,22 @@ def find_documents(*sources: str | Path) -> tuple[Document, ...]:
     """
     found: dict[Path, Document] = {}
     for source in sources:
-        for document in _documents(source):
+        path = Path(source).expanduser()
+        if source == STDLIB:
+            documents = _inside(Path(sysconfig.get_path("stdlib")), (".py",), NOT_OF_STDLIB)
+        elif path.is_dir():
+            documents = _inside(path, TEXT_SUFFIXES, frozenset())
+            if not documents:
+                raise DatasetError(f"{path}: has no text; files count as text if they end in {' '.join(TEXT_SUFFIXES)}")
+        elif not path.exists():
+            raise DatasetError(f"{path}: no such file or folder; expected UTF-8 text, or {STDLIB!r}")
+        else:
+            documents = [Document(path.name, path)]
+        for document in documents:
             found.setdefault(document.path.resolve(), document)
     if not found:
         raise DatasetError("no source of text is named: give files, folders or 'stdlib'")
     return tuple(found.values())
-
-
-def _documents(source: str | Path) -> list[Document]:
-    if source == STDLIB:
-        return _inside(Path(sysconfig.get_path("stdlib")), (".py",), NOT_OF_STDLIB)
-    path = Path(source).expanduser()
-    if path.is_dir():
-        documents = _inside(path, TEXT_SUFFIXES, frozenset())
-        if not documents:
-            raise DatasetError(f"{path}: has no text; files count as text if they end in {' '.join(TEXT_SUFFIXES)}")
-        return documents
-    if not path.exists():
-        raise DatasetError(f"{path}: no such file or folder; expected UTF-8 text, or {STDLIB!r}")
-    return [Document(path.name, path)]
 
 
 def _inside(root: Path, suffixes: tuple[str, ...], without: frozenset[str]) -> list[Document]:
@@ -84,11 +81,8 @@ def _inside(root: Path, suffixes: tuple[str, ...], without: frozenset[str]) -> l
 def digest(document: Document) -> str:
     """A hash of the document's bytes, in hexadecimal digits. Raises DatasetError if the file cannot be read."""
     try:
-        found = hashlib.blake2b()
         with open_regular(document.path) as file:
-            while chunk := file.read(PIECE_BYTES):
-                found.update(chunk)
-        return found.hexdigest()
+            return hashlib.file_digest(file, hashlib.blake2b).hexdigest()  # type: ignore[arg-type]
     except OSError as error:
         raise _unreadable(document, error) from error
 
@@ -132,7 +126,6 @@ def _unreadable(document: Document, error: OSError) -> DatasetError:
 
 
 FORMAT = 1
-HASHED_TOKENS = 1 << 22
 
 
 class Encoded(NamedTuple):
@@ -188,10 +181,7 @@ class TokenFile:
 
     def is_intact(self) -> bool:
         """Whether every token is the one that was written; reads the whole file."""
-        found = hashlib.blake2b()
-        for start in range(0, len(self.tokens), HASHED_TOKENS):
-            found.update(self.tokens[start : start + HASHED_TOKENS].tobytes())
-        return found.hexdigest() == self.digest
+        return hashlib.blake2b(self.tokens.data).hexdigest() == self.digest
 
 
 def encode_corpus(documents: Sequence[Document], tokenizer: Tokenizer, folder: Path) -> TokenFile:
@@ -203,7 +193,9 @@ def encode_corpus(documents: Sequence[Document], tokenizer: Tokenizer, folder: P
         DatasetError: a document cannot be read, is not UTF-8 or changes meanwhile, or `folder` cannot be written.
     """
     digests = [digest(document) for document in documents]
-    header = folder / f"tokens-{_key(documents, digests, tokenizer)}.json"
+    of_each = [(document.name, found) for document, found in zip(documents, digests, strict=True)]
+    described = json.dumps([FORMAT, tokenizer.fingerprint, of_each]).encode()
+    header = folder / f"tokens-{hashlib.blake2b(described, digest_size=16).hexdigest()}.json"
     with suppress(DatasetError):  # there is none yet, or it is damaged
         known = TokenFile(header)
         if known.is_intact():
@@ -242,12 +234,6 @@ def encode_corpus(documents: Sequence[Document], tokenizer: Tokenizer, folder: P
     with replacing(header) as file:
         file.write(json.dumps(said).encode())
     return TokenFile(header)
-
-
-def _key(documents: Sequence[Document], digests: Sequence[str], tokenizer: Tokenizer) -> str:
-    of_each = [(document.name, found) for document, found in zip(documents, digests, strict=True)]
-    described = json.dumps([FORMAT, tokenizer.fingerprint, of_each])
-    return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
 
 
 def _write_array_header(file: Any, dtype: np.dtype[Any], length: int) -> None:

@@ -7,13 +7,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mpi4dl.datasets.base import DatasetError
+from mpi4dl.datasets.base import IGNORED, DatasetError
 from mpi4dl.datasets.text.corpus import TokenStream
 from mpi4dl.datasets.text.tokenizer import Tokens
 from mpi4dl.datasets.transformed import Batch
 from mpi4dl.geometry import Box, Interval
 
-IGNORED = -100  # what PyTorch's cross-entropy leaves out
 MASKED_SHARE, MASK_SHARE, RANDOM_SHARE = 0.15, 0.8, 0.1
 # Beside the streams of datasets.augment: keeps random numbers apart where their seeds are equal.
 MASKING_STREAM = 3
@@ -106,12 +105,7 @@ class MaskedTokenDataset(TokenDataset):
         self.seed, self.mask, self.vocabulary = seed, stream.vocabulary, stream.vocabulary + 1
 
     def read(self, index: int, interval: Interval | None = None, epoch: int = 0) -> TokenSample:
-        """An interval of the positions of sample `index`, or all of them; no other tokens are read.
-
-        Raises:
-            IndexError: there is no such sample, or no such interval in it.
-            DatasetError: the token file is damaged.
-        """
+        """As `TokenDataset.read`, but no other tokens are read."""
         tokens, documents, asked = self._window(index, interval)
         # All is drawn for the whole sample, and alike whatever is chosen.
         random = np.random.default_rng((MASKING_STREAM, self.seed, epoch, index))

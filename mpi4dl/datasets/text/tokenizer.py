@@ -104,7 +104,7 @@ class BPETokenizer:
         Raises:
             DatasetError: fewer than 257 tokens are asked for, or the package `tokenizers` is missing.
         """
-        tokenizers = _tokenizers()
+        tokenizers = package("tokenizers", "`tokenizer` bpe")
         if vocabulary < SMALLEST:
             raise DatasetError(
                 f"vocabulary={vocabulary}: BPE needs at least {SMALLEST} tokens, 256 bytes and the end of a document"
@@ -138,17 +138,14 @@ class BPETokenizer:
 
     def decode(self, tokens: npt.ArrayLike) -> str:
         found = np.asarray(tokens, np.int64)
-        text: str = self._inner.decode(found[found < self.end].tolist(), skip_special_tokens=False)
-        return text
+        return self._inner.decode(found[found < self.end].tolist(), skip_special_tokens=False)
 
 
 class PretrainedTokenizer:
     """The tokenizer of a model of transformers, whose `vocabulary` and `end` (-1: none) are those of the model.
 
-    The tokens that it puts around a text, such as a first one, are among those of the text.
-
-    Raises:
-        DatasetError: as `BPETokenizer.load`.
+    The tokens that it puts around a text, such as a first one, are among those of the text. Raises as
+    `BPETokenizer.load`.
     """
 
     def __init__(self, path: Path, vocabulary: int, end: int) -> None:
@@ -176,14 +173,10 @@ class PretrainedTokenizer:
 
 def _inner_at(path: Path, remedy: str) -> Any:
     """The `tokenizers.Tokenizer` of a JSON file. Raises DatasetError."""
-    tokenizers = _tokenizers()
+    tokenizers = package("tokenizers", "`tokenizer` bpe")
     try:
         return tokenizers.Tokenizer.from_str(read_regular(path).decode())
     except OSError as error:
         raise DatasetError(f"{path}: cannot be read: {error.strerror or error}") from error
     except Exception as error:  # the package has no class of errors of its own
         raise DatasetError(f"{path}: holds no tokenizer ({error}): {remedy}") from error
-
-
-def _tokenizers() -> Any:
-    return package("tokenizers", "`tokenizer` bpe")

@@ -46,7 +46,7 @@ from mpi4dl.parallel.tensor.styles import Styles
 # The link between ranks as a straight line: a message takes a latency, and so many seconds for each of its bytes.
 
 SMALL_BYTES, LARGE_BYTES = 64, 4 << 20
-LINK_REPEATS = {SMALL_BYTES: 100, LARGE_BYTES: 8}
+LINK_REPEATS = 100, 8  # of messages up to 1 MiB, and of larger ones
 LINK_TAG = 3
 
 
@@ -81,7 +81,13 @@ def measure_link(
 
 
 def one_way(
-    comm: Communicator, size: int, apart: int, pairs: int, device: torch.device, clock: Clock = time.perf_counter
+    comm: Communicator,
+    size: int,
+    apart: int,
+    pairs: int,
+    device: torch.device,
+    clock: Clock = time.perf_counter,
+    collective: bool = False,
 ) -> float:
     """Seconds of a message of so many bytes from the first `pairs` ranks to those so far `apart`, the median.
 
@@ -91,16 +97,15 @@ def one_way(
     first, second = comm.rank < pairs, apart <= comm.rank < apart + pairs
     other = comm.rank + apart if first else comm.rank - apart
     message = torch.zeros(size, dtype=torch.uint8, device=device)
-    for _ in range(LINK_REPEATS[size] + 1):
+    for _ in range(LINK_REPEATS[size > 1 << 20] + 1):
         if pairs > 1:
             comm.barrier()
         start = clock()
         for sends in (first, second) if first or second else ():
             piece = [Piece(other, message)]
-            comm.iexchange(piece if sends else [], [] if sends else piece, LINK_TAG).wait()
+            comm.iexchange(piece if sends else [], [] if sends else piece, LINK_TAG, None, collective).wait()
         times.append((clock() - start) / 2)
-    found: float = max(comm.all_gather_object(float(np.median(times[1:])) if first else 0.0))
-    return found
+    return max(comm.all_gather_object(float(np.median(times[1:])) if first else 0.0))
 
 
 SITE_SECONDS = 4.0  # for the timing of a tile shape
@@ -266,8 +271,7 @@ class Profiler:
                     for unit, row in zip(fit.at(site), rows, strict=True)
                 )
             self.store.found[key] = column
-        known: Column = self.store.found[key]
-        return known
+        return self.store.found[key]
 
     def counts(self, cuttable: Units, site: Site, exact: bool = False) -> Column:
         """The costs without seconds. Unless they shall be `exact`, they follow from few samples, or small sites.

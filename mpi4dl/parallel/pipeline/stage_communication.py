@@ -102,6 +102,17 @@ class StageMessage(NamedTuple):
     number: int
 
 
+def _with_gradients(tensors: list[Tensor], header: Header, known: Header) -> tuple[list[Tensor], Header]:
+    """Tensors that others know to want a gradient, and that no longer do since a stage was frozen, as leaves."""
+    if len(tensors) != len(known.tensors):
+        return tensors, header
+    pairs = [*zip(header.tensors, known.tensors, strict=True)]
+    frozen = [mine != theirs == replace(mine, requires_grad=True) for mine, theirs in pairs]
+    tensors = [x.detach().requires_grad_() if each else x for x, each in zip(tensors, frozen, strict=True)]
+    specs = tuple(pair[each] for pair, each in zip(pairs, frozen, strict=True))
+    return tensors, replace(header, tensors=specs)
+
+
 class Received(NamedTuple):
     """The values of the previous stage, and the tensors in them that gather gradients."""
 
@@ -224,6 +235,8 @@ class StageBoundary:
     ) -> tuple[Pending, list[GradientEdge]]:
         """Hand values on; where they came from, for those whose gradients will come back."""
         packed, header = pack(values, names)
+        if self.knows(message):
+            packed, header = _with_gradients(packed, header, self._known[message.kind].announcement.header)
         tensors: list[Tensor] = []
         sent: list[Sent] = []
         assemblies: list[Assembly | None] = []

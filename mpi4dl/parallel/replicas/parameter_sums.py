@@ -5,9 +5,10 @@
 
 A model's forward pass gets its parameters from `SummedParameters`. Its backward pass reaches a `_Use` as soon as the
 layer's gradient is there, since autograd runs first what was made last: the last `_Use` of a bucket starts the bucket's
-sum. It reaches `_Sum`, made at the beginning of the forward pass, at the end. So all that follows sees whole gradients,
-as in one process: several backward passes, hooks, optimizers in hooks, `torch.autograd.grad`, clipping. Uses outside of
-the forward pass, such as a penalty on weights, have gradients that every rank computes alike, and are not summed.
+sum. It reaches `_Sum`, made at the beginning of the forward pass, at the end; a parameter with hooks has one of its
+own. So all that follows sees whole gradients, as in one process: several backward passes, hooks, optimizers in hooks,
+`torch.autograd.grad`, clipping. Uses outside of the forward pass, such as a penalty on weights, have gradients that
+every rank computes alike, and are not summed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -123,6 +124,7 @@ class BackwardPass:
         self._arrived: list[dict[int, bool]] = [{} for _ in expected]  # by slot: whether there was a gradient
         self._next = 0
         self._pending: dict[int, Pending] = {}
+        self._found: dict[int, list[Tensor | None]] = {}
 
     def add(self, number: int, slot: int, gradient: Tensor | None) -> None:
         """The gradient of a parameter on this rank, None for zero. The last one of a bucket starts its sum."""
@@ -163,8 +165,19 @@ class BackwardPass:
         flat[bucket.length :] = torch.tensor(there, dtype=flat.dtype)
         self._pending[number] = self.buckets.comm.iall_reduce(flat)
 
-    def collect(self, number: int) -> list[Tensor | None]:
-        """The sums of a bucket, None for parameters without a gradient, once all of this pass has come. Collective."""
+    def collect(self, number: int, slots: Sequence[int]) -> list[Tensor | None]:
+        """Some sums of a bucket, None for parameters without a gradient, once all of this pass has come. Collective."""
+        if number not in self._found:
+            self._found[number] = self._collect(number)
+        found = self._found[number]
+        taken = [found[slot] for slot in slots]
+        for slot in slots:
+            found[slot] = None
+        if not any(x is not None for x in found):
+            del self._found[number]
+        return taken
+
+    def _collect(self, number: int) -> list[Tensor | None]:
         for each in range(len(self.expected)):
             self._start(each)
         self._next = len(self.expected)
@@ -187,7 +200,7 @@ class BackwardPass:
     @property
     def done(self) -> bool:
         """Whether all sums that were started have been collected."""
-        return not self._pending
+        return not self._pending and not self._found
 
 
 class ForwardPass:
@@ -201,8 +214,16 @@ class ForwardPass:
         self._uses: dict[int, Tensor] = {}
         for number in reversed(range(len(buckets.buckets))):
             members = buckets.members(number)
-            for p, summed in zip(members, _Sum.apply(self, number, *members), strict=True):
-                self._sums[id(p)] = summed
+            hooked = [
+                slot
+                for slot, p in enumerate(members)
+                if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+            ]
+            others = [slot for slot in range(len(members)) if slot not in hooked]
+            for slots in (others, *([slot] for slot in hooked)):  # hooks are not called where nothing uses p
+                some = [members[slot] for slot in slots]
+                for p, summed in zip(some, _Sum.apply(self, number, slots, *some) if some else (), strict=True):
+                    self._sums[id(p)] = summed
 
     @staticmethod
     def now() -> "ForwardPass | None":
@@ -244,10 +265,10 @@ class ForwardPass:
             self.backward = BackwardPass(self.buckets, self._expected)
         self.backward.add(number, slot, gradient)
 
-    def collect(self, number: int) -> list[Tensor | None]:
+    def collect(self, number: int, slots: Sequence[int]) -> list[Tensor | None]:
         if self.backward is None or self.backward.task != torch._C._current_graph_task_id():
-            return [None] * len(self.buckets.buckets[number].members)
-        found = self.backward.collect(number)
+            return [None] * len(slots)
+        found = self.backward.collect(number, slots)
         if self.backward.done:
             self.backward = None  # the graph may be gone through once more
         return found
@@ -269,15 +290,17 @@ class _Use(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, running: ForwardPass, number: int, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.running, ctx.number = running, number
+    def forward(
+        ctx: Any, running: ForwardPass, number: int, slots: Sequence[int], *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.running, ctx.number, ctx.slots = running, number, slots
         ctx.set_materialize_grads(False)
         return tuple(p.detach() for p in parameters)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.running.collect(ctx.number)
+        return None, None, None, *ctx.running.collect(ctx.number, ctx.slots)
 
 
 def summed(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], comm: Communicator) -> list[Any]:
@@ -289,5 +312,6 @@ def summed(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None
         running.add(*buckets.place[id(p)], gradient)
     found: dict[int, Tensor | None] = {}
     for number in range(len(expected)):
-        found |= zip(map(id, buckets.members(number)), running.collect(number), strict=True)
+        members = buckets.members(number)
+        found |= zip(map(id, members), running.collect(number, range(len(members))), strict=True)
     return [found[id(p)] for p in parameters]

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor, nn
 
 from mpi4dl import models
-from mpi4dl.models.experts import Experts, Router
+from mpi4dl.models.experts import Experts, Mixture, Router
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.losses import token_loss
 from tests.pool.ranks import Ranks
@@ -90,7 +90,7 @@ class Widened(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words, self.wide = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 12)
-        self.router, self.experts = Router(8, 4), Experts(4, 12, 10)
+        self.router, self.experts = Router(8, Mixture(4)), Experts(4, 12, 10)
         self.head = nn.Linear(12, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:

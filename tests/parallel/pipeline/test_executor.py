@@ -12,8 +12,6 @@ from benchmarks.common.meter import ActivationMeter
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.cut import split
-from mpi4dl.parallel.inputs import Microbatch
-from mpi4dl.parallel.pipeline.executor import RunningStatistics
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks, on_ranks
@@ -162,33 +160,6 @@ def test_a_profile_reads_like_the_timeline(comm: Communicator) -> None:
     row = plan.table()[comm.rank % plan.ranks_per_replica]
     assert [name for name in names if " of stage " in name] == [str(action) for action in row]
     assert "wait" in names
-
-
-def norms_of_all_kinds() -> nn.Sequential:
-    """Batch norms of the usual momentum, of all batches alike, and of another momentum; the last one is not used."""
-    momenta = (0.1, None, 0.3, 0.1)
-    return nn.Sequential(*(nn.BatchNorm2d(3, momentum=momentum) for momentum in momenta))
-
-
-def images_of_replica(replica: int) -> torch.Tensor:
-    return torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(replica))
-
-
-@on_ranks(2)
-def test_running_statistics_of_replicas_are_those_of_a_plain_loop(comm: Communicator) -> None:
-    plain = norms_of_all_kinds()
-    for replica in (0, 1, 0, 1):
-        for norm in list(plain)[:3]:
-            norm(images_of_replica(replica))
-    model = norms_of_all_kinds()
-    for _ in range(2):
-        statistics = RunningStatistics(model, comm, {0: True}, replica=comm.rank, local=True)
-        with statistics.collect(0, 0):
-            for norm in list(model)[:3]:
-                norm(images_of_replica(comm.rank))
-        statistics.apply([Microbatch(0, 0, (), replica) for replica in range(comm.size)])
-    for name, expected in plain.named_buffers():
-        torch.testing.assert_close(model.get_buffer(name), expected)
 
 
 @on_ranks(2)

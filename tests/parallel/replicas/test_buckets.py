@@ -12,7 +12,6 @@ from mpi4dl.comm import Communicator
 from mpi4dl.parallel.replicas.buckets import (
     Bucket,
     BucketLayout,
-    BucketSegment,
     Shard,
     assemble,
     laid_out,
@@ -22,27 +21,6 @@ from mpi4dl.parallel.replicas.buckets import (
     strides_of,
 )
 from tests.pool.ranks import Ranks
-
-
-@pytest.mark.parametrize(
-    ("lengths", "kinds", "limit", "buckets"),
-    [
-        ([], "", 10, ()),
-        ([3], "a", 10, (Bucket((0,), (0,), 3),)),
-        # last first: 4 and 2 share a bucket, 3 would make it 9
-        ([3, 2, 4], "aaa", 8, (Bucket((2, 1), (0, 4), 6), Bucket((0,), (0,), 3))),
-        ([3, 2, 4], "aaa", 9, (Bucket((2, 1, 0), (0, 4, 6), 9),)),
-        # one that is larger than the limit has a bucket to itself, wherever it is
-        ([1, 20, 1], "aaa", 5, (Bucket((2,), (0,), 1), Bucket((1,), (0,), 20), Bucket((0,), (0,), 1))),
-        ([1, 1, 20], "aaa", 5, (Bucket((2,), (0,), 20), Bucket((1, 0), (0, 1), 2))),
-        # a change of kind ends a bucket, and coming back to it begins another
-        ([1, 1, 1, 1], "aabb", 9, (Bucket((3, 2), (0, 1), 2), Bucket((1, 0), (0, 1), 2))),
-        ([1, 1, 1], "aba", 9, (Bucket((2,), (0,), 1), Bucket((1,), (0,), 1), Bucket((0,), (0,), 1))),
-        ([2, 0, 1], "aaa", 3, (Bucket((2, 1, 0), (0, 1, 1), 3),)),
-    ],
-)
-def test_buckets(lengths: list[int], kinds: str, limit: int, buckets: tuple[Bucket, ...]) -> None:
-    assert plan_buckets(lengths, list(kinds), limit) == buckets
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.sampled_from("ab")), max_size=12), st.integers(1, 20))
@@ -81,12 +59,6 @@ def test_every_element_has_one_owner(lengths: list[int], limit: int, num_ranks: 
                 assert segment.offset - segment.start == bucket.offsets[bucket.members.index(segment.member)]
                 owned += [(segment.member, element) for element in range(segment.start, segment.stop)]
     assert sorted(owned) == [(i, element) for i, length in enumerate(lengths) for element in range(length)]
-
-
-def test_spans_of_a_whole_bucket_are_its_parameters() -> None:
-    layout = BucketLayout((3, 0, 2), (Bucket((2, 1, 0), (0, 2, 2), 5),), ((0, 5),), 0)
-    assert list(layout.segments(0)) == [BucketSegment(2, 0, 2, 0), BucketSegment(1, 0, 0, 2), BucketSegment(0, 0, 3, 2)]
-    assert [segment.place for segment in layout.segments(0, slice(1, 4))] == [slice(1, 2), slice(2, 4)]
 
 
 IMAGES = torch.arange(2.0 * 3 * 4 * 5).view(2, 3, 4, 5)

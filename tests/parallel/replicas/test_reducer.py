@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mpi4dl.comm import Communicator, Pending, exchange
 from mpi4dl.parallel.replicas.buckets import plan_buckets
 from mpi4dl.parallel.replicas.parameter_sums import summed
-from mpi4dl.parallel.replicas.reducer import Reducer, plan_layout, sums_on_host
+from mpi4dl.parallel.replicas.reducer import Reducer, plan_layout
 from tests.pool.ranks import Ranks, on_ranks
 
 F64, F32 = torch.float64, torch.float32
@@ -214,34 +214,6 @@ def test_gradients_that_exist_already_are_summed(comm: Communicator) -> None:
     assert found == [[6.0] * 2, [], [22.0] * 2, [96.0] * 2, [126.0] * 2]
 
 
-def norm_and_scale(comm: Communicator) -> tuple[float, bool]:
-    model, images = model_and_images(comm.size)
-    other = nn.Linear(2, 2)
-    model.register_module("other", other)
-    reducer = reducer_of(model.parameters(), comm, 100).attach()
-    reducer.prepare()
-    loss = model(images[comm.rank], "lr")
-    (loss.sum() + other(loss.float()).sum()).backward()
-    reducer.finish()
-    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    plain = torch.stack([g.double().norm() for g in before.values()]).norm()
-    norm = sums_on_host([reducer.squares()])[0] ** 0.5
-    torch.testing.assert_close(norm, float(plain), rtol=1e-6, atol=0.0)
-    reducer.scale(0.25)
-    for name, p in model.named_parameters():
-        assert (p.grad is None) == (name not in before)
-        assert p.grad is None or torch.equal(p.grad, before[name] * 0.25)
-    torch.testing.assert_close(sums_on_host([reducer.squares()])[0] ** 0.5, float(plain) / 4, rtol=1e-6, atol=0.0)
-    return norm, len({p.dtype for p in reducer.parameters}) == 2
-
-
-def test_norm_and_scale_are_those_of_the_whole_gradient_alike_on_all_ranks(ranks: Ranks) -> None:
-    results = ranks(3).run(norm_and_scale)
-    assert results == [results[0]] * 3
-    assert results[0][0] > 0
-    assert results[0][1]
-
-
 @on_ranks(4)
 def test_low_precision_gradients_round_once(comm: Communicator) -> None:
     """256 + 1 + 1 + 1 = 259, of which bfloat16's neighbours are 258 and 260; added one by one it would stay 256."""
@@ -269,15 +241,6 @@ def test_only_a_prepared_backward_is_reduced(comm: Communicator) -> None:
     assert float(p.grad) == 10.0 * comm.size
     (p * 1).backward()
     assert float(p.grad) == 10.0 * comm.size + 1
-
-
-@on_ranks(2)
-def test_a_model_without_trained_parameters_has_a_gradient_of_norm_zero(comm: Communicator) -> None:
-    reducer = Reducer([nn.Parameter(torch.ones(2), requires_grad=False)], comm).attach()
-    reducer.prepare()
-    reducer.finish()
-    reducer.scale(2.0)
-    assert sums_on_host([reducer.squares()])[0] == 0.0
 
 
 @pytest.mark.parametrize("zero", [0, 2])

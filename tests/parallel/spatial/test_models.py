@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from mpi4dl import models
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.comm import Communicator
-from mpi4dl.models.resnet import resnet3d
+from mpi4dl.models.resnet import resnet_v1
 from mpi4dl.models.unet import UNet
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.costs.meter import SavedTensors
@@ -132,7 +132,7 @@ NETWORKS = {
         (1, 3, 9, 64, 64),
     ),
     "unet3d": Network(lambda: UNet(3, 2, num_filters=4, depth=2, dims=3), (2, 2, 9, 13, 11), False),
-    "resnet3d": Network(lambda: resnet3d(8, 5, num_filters=4), (2, 3, 9, 13, 11), False),
+    "resnet3d": Network(lambda: resnet_v1(8, 5, num_filters=4, dims=3), (2, 3, 9, 13, 11), False),
     "video resnet": Network(small_video_resnet, (2, 3, 7, 37, 42), False),
 }
 FOR_BOXES = ("video resnet", "unet3d", "resnet3d")

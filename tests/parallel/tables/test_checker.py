@@ -166,19 +166,3 @@ def test_two_actions_swapped_are_refused_unless_the_table_still_works(
     else:
         with pytest.raises(TableError, match=r"^rank \d+: .+ of stage \d+, microbatch \d+"):
             check(wrong, placement)
-
-
-def test_only_a_forward_and_a_backward_side_by_side_may_swap() -> None:
-    """That makes another sound schedule, some steps from 1F1B to GPipe or to layer parallelism. All else is a fault."""
-    table = table_for("1f1b", THREE, 4)
-    swaps = [(rank, i, j) for rank, row in enumerate(table) for i, j in combinations(range(len(row)), 2)]
-    sound = []
-    for rank, i, j in swaps:
-        try:
-            check(swapped(table, rank, i, j), THREE)
-        except TableError:
-            continue
-        sound.append((rank, i, j))
-    assert len(swaps) == 84
-    assert len(sound) == 11
-    assert all(j == i + 1 and table[rank][i].kind != table[rank][j].kind for rank, i, j in sound)

@@ -113,16 +113,6 @@ def test_a_table_is_as_drawn(case: tuple[str, Placement, int, int]) -> None:
     assert table_for(name, placement, num_microbatches, pairs) == read(DRAWN[case], placement)
 
 
-def test_a_table_in_full() -> None:
-    """What the drawings stand for."""
-    f, b = "forward", "backward"
-    assert table_for("1f1b", Placement.row([1, 2]), 2) == (
-        (Action(f, 0, 0, 0), Action(f, 0, 0, 1), Action(b, 0, 0, 0), Action(b, 0, 0, 1)),
-        (Action(f, 0, 1, 0), Action(b, 0, 1, 0), Action(f, 0, 1, 1), Action(b, 0, 1, 1)),
-        (Action(f, 0, 1, 0), Action(b, 0, 1, 0), Action(f, 0, 1, 1), Action(b, 0, 1, 1)),
-    )
-
-
 def drawing_above(schedule: Schedule) -> str:
     comment = inspect.getcomments(schedule)
     assert comment is not None

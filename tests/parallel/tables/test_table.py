@@ -1,25 +1,9 @@
-"""Placements and what an action needs."""
+"""Placements that cannot be, and backwards that stay whole."""
 
 import pytest
 
-from mpi4dl.parallel.tables.schedules import Action, Placement, needs, precedence, undivided, zero_bubble
+from mpi4dl.parallel.tables.schedules import Placement, undivided, zero_bubble
 from tests.parallel.tables.tables import read
-
-
-def test_a_row_lays_the_mirrored_copy_in_reverse() -> None:
-    placement = Placement.row([4, 1], directions=2)
-    assert placement.holders == (((0, 1, 2, 3), (4,)), ((4, 3, 2, 1), (0,)))
-    assert (placement.num_ranks, placement.num_stages, placement.num_directions) == (5, 2, 2)
-    assert placement.held_by(0) == ((0, 0), (1, 1))
-    assert placement.held_by(2) == ((0, 0), (1, 0))
-    assert placement.only(1) == Placement((((4, 3, 2, 1), (0,)),))
-    assert Placement.row([4, 1]).holders == placement.holders[:1]
-
-
-def test_interleaved_deals_stages_out() -> None:
-    placement = Placement.row((1,) * 2, chunks=3)
-    assert placement.holders == (((0,), (1,), (0,), (1,), (0,), (1,)),)
-    assert placement.held_by(1) == ((0, 1), (0, 3), (0, 5))
 
 
 @pytest.mark.parametrize(
@@ -43,30 +27,6 @@ def test_a_wrong_placement_is_refused(holders: tuple[tuple[tuple[int, ...], ...]
 def test_there_are_two_directions_at_most(directions: int) -> None:
     with pytest.raises(ValueError, match=rf"directions \(={directions}\) must be 1, or 2"):
         Placement.row([1], directions)
-
-
-def test_rows_are_shares_of_one_order() -> None:
-    first, second = Action("forward", 0, 0, 0), Action("forward", 0, 1, 0)
-    assert Placement.row([2, 1]).rows([first, second]) == ((first,), (first,), (second,))
-
-
-def test_needs() -> None:
-    assert needs(Action("forward", 1, 0, 5), 3) == ()
-    assert needs(Action("forward", 1, 2, 5), 3) == (Action("forward", 1, 1, 5),)
-    assert needs(Action("backward", 0, 2, 5), 3) == (Action("forward", 0, 2, 5),)
-    assert needs(Action("backward", 0, 1, 5), 3) == (Action("forward", 0, 1, 5), Action("backward", 0, 2, 5))
-    assert needs(Action("input", 0, 1, 5), 3) == (Action("forward", 0, 1, 5), Action("input", 0, 2, 5))
-    assert needs(Action("weight", 0, 1, 5), 3) == (Action("input", 0, 1, 5),)
-
-
-def test_precedence_joins_needs_and_rows() -> None:
-    a, b, c = Action("forward", 0, 0, 0), Action("forward", 0, 1, 0), Action("forward", 0, 0, 1)
-    assert precedence([[a, c], [a, b]], 2) == {a: [], c: [a], b: [a, a]}
-
-
-def test_an_action_names_itself() -> None:
-    assert str(Action("forward", 0, 1, 2)) == "forward of stage 1, microbatch 2"
-    assert str(Action("weight", 1, 0, 3)) == "weight of stage 0, microbatch 3 of the mirrored copy"
 
 
 def test_backwards_stay_whole_where_no_half_waits() -> None:
